@@ -6,12 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from protocols import wire
 from protocols.base import Member
 from protocols.consensus import messages as votes
 from protocols.consensus import record as records
 from protocols.consensus.paxos import PaxosInstance
-from protocols.consensus.record import Kind, Record
+from protocols.consensus.record import Kind
 from protocols.consensus.vote_tally import VoteTally, majority
 from tests.sim.invariants import Seal
 from tests.support.vote_table import KEY, PART, PLAN, Table
@@ -73,28 +72,6 @@ def test_invalid_roster_or_parent_is_not_proposed() -> None:
     assert (new[0].peer) in [to for each in table.heard(0, votes.Send) for to in each.to]
 
 
-@pytest.mark.parametrize("kind", (Kind.MEAN, Kind.SKIP))
-@pytest.mark.parametrize("members", (1, 2, 3, 5))
-def test_record_must_keep_one_member(members: int, kind: Kind) -> None:
-    roster, new = tuple(Member(f"m{index}") for index in range(members)), Member("n0")
-    tally = VoteTally(KEY, roster, Seal("m0"))
-    for next_roster, allowed in ((roster[:1], True), ((roster[0], new), True), ((new,), False), ((), False)):
-        record = Record(KEY.lineage, bytes(32), KEY.round, kind, PLAN, (), next_roster)
-        assert (tally.value(0, records.encode(record)) is not None) is allowed
-
-
-def test_leaving_majority_needs_a_remaining_voter() -> None:
-    """They are a majority, and gone with the mean as soon as they have decided."""
-    roster = tuple(Member(f"m{index}") for index in range(3))
-    polls = [VoteTally(KEY, roster, Seal(member.peer)) for member in roster]
-    record = Record(KEY.lineage, bytes(32), KEY.round, Kind.SKIP, PLAN, (), roster[2:])
-    value = polls[0].value(0, records.encode(record))
-    assert value is not None
-    for voter, tally, decided in zip(roster, polls, (False, False, True), strict=True):
-        polls[0].add(0, value.digest, voter, tally.sign(value, voter))
-        assert polls[0].decides(value) is decided
-
-
 def test_missing_parts_are_fetched_before_accepting() -> None:
     table = Table()
     mean = table.record(Kind.MEAN, PART)
@@ -104,7 +81,7 @@ def test_missing_parts_are_fetched_before_accepting() -> None:
     assert table.decided() == [None] * 3 and len(table.sent(votes.Accept)) == 1
     (wanted,) = table.heard(1, votes.Fetch)
     assert wanted == votes.Fetch(mean, (PART.result.digest,))
-    assert table.vote(1).tally.voters(0, records.lineage(mean)) == (table.members[0],)  # whom to fetch it from
+    assert table.vote(1).tally.voters(0, records.lineage(mean)) == (table.members[0],)  # those it can fetch from
     table.hold(1)
     table.deliver()
     assert table.decided() == [(0, mean)] * 3
@@ -269,7 +246,7 @@ def test_observer_decides_only_by_certificate() -> None:
     assert isinstance(onlooker.receive(table.name(0), certificate)[0], votes.Decided)
 
 
-# -- duplicates, strangers --------------------------------------------------------------------------------------------
+# -- duplicates, non-members -------------------------------------------------------------------------------------------
 
 
 def test_duplicate_messages_change_nothing() -> None:
@@ -416,24 +393,3 @@ def test_fork_and_majority_report_conflicting_certificates() -> None:
     table.do(0, "chosen", 0, table.record())
     table.deliver()
     assert table.vote(0).decided and table.vote(2).decided and table.heard(1, votes.ConflictingCertificate)
-
-
-# -- on the wire ------------------------------------------------------------------------------------------------------
-
-
-def test_vote_messages_round_trip_on_the_wire() -> None:
-    me, record = Member("anna", 3), Table().record(Kind.MEAN, PART)
-    signed = (votes.Signed(me, b"s" * 64),)
-    messages: list[votes.VoteMessage] = [
-        votes.StartBallot(KEY, me, 1, (me,)),
-        votes.Prepare(KEY, me, 1, ()),
-        votes.Promise(KEY, me, 2, 1, record, PLAN, (PART,)),
-        votes.BallotNack(KEY, me, 4),
-        votes.Propose(KEY, me, 5, record),
-        votes.Accept(KEY, me, 6, records.lineage(record), b"s" * 64),
-        votes.RecordRequest(KEY, me, 7, records.lineage(record)),
-        votes.Certificate(KEY, me, 8, record, signed),
-    ]
-    assert {type(message) for message in messages} == set(votes.MESSAGES)
-    for message in messages:
-        assert wire.unpack_body(type(message), wire.body(message)) == message

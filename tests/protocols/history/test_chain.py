@@ -64,29 +64,21 @@ def test_record_not_extending_head_is_rejected(parent: bytes | None, number: int
     assert state(chain) == before
 
 
-def test_repeated_round_is_rejected() -> None:
-    chain = fresh()
-    link = decided(chain.head)
-    chain.extend(encoded(link))
-    with pytest.raises(ValueError, match="does not extend"):
-        chain.extend(encoded(link))
-
-
-def test_certificate_of_another_run_is_rejected() -> None:
-    chain, other = fresh(), Chain(b"s" * 32, "run", ROSTER, ROOT)
-    with pytest.raises(ValueError, match="certificate of round 0 does not extend"):
-        chain.extend(encoded(decided(other.head)))
-    assert state(chain) == state(fresh())
-
-
-def test_invalid_certificate_bytes_change_nothing() -> None:
-    chain = fresh()
-    data = encoded(decided(chain.head))
-    bare = decided(chain.head).certificate.record
-    for bad in (b"", b"\xc0", data[:-1], data + b"\x00", bare):
+def test_invalid_certificate_changes_nothing() -> None:
+    """Bytes that are no certificate, that of another run, and that of a round that is decided already."""
+    chain, link = fresh(), decided(fresh().head)
+    data = encoded(link)
+    for bad in (b"", b"\xc0", data[:-1], data + b"\x00", link.certificate.record):
         with pytest.raises(BadPayload):
             chain.extend(bad)
+    with pytest.raises(ValueError, match="certificate of round 0 does not extend"):
+        chain.extend(encoded(decided(Chain(b"s" * 32, "run", ROSTER, ROOT).head)))
     assert state(chain) == state(fresh())
+    chain.extend(data)
+    before = state(chain)
+    with pytest.raises(ValueError, match="does not extend"):
+        chain.extend(data)
+    assert state(chain) == before
 
 
 def test_settle_changes_only_the_state_root() -> None:
@@ -95,16 +87,9 @@ def test_settle_changes_only_the_state_root() -> None:
     assert before.state_root == UNSETTLED
     chain.settle(b"1" * 32)
     assert chain.head == replace(before, state_root=b"1" * 32)
+    assert before == grown(1).head, "a round keeps the head that it began with"
     chain.extend(encoded(decided(chain.head)))
     assert chain.head.state_root == UNSETTLED, "even a SKIP's root has to be settled again: it binds the round"
-
-
-def test_head_is_immutable() -> None:
-    chain = fresh()
-    before = chain.head
-    chain.extend(encoded(decided(before)))
-    chain.settle(b"1" * 32)
-    assert before == fresh().head, "a round keeps the head that it began with"
 
 
 # -- looking ----------------------------------------------------------------------------------------------------------
@@ -119,23 +104,21 @@ def test_heads_along_the_chain_match_the_past() -> None:
         chain.settle(bytes([number]) * 32)
         heads.append(chain.head)
     assert [chain.at(head.key.lineage) for head in heads[:-1]] == heads[:-1]
-    assert chain.at(heads[-1].key.lineage) == replace(heads[-1], state_root=UNSETTLED), "nobody has vouched for it"
+    assert chain.at(heads[-1].key.lineage) == replace(heads[-1], state_root=UNSETTLED), "no record states it yet"
     assert chain.at(b"x" * 32) is None
 
 
-def test_head_of_diverged_peer_differs_from_chain() -> None:
+def test_past_heads_have_the_recorded_state_roots() -> None:
+    """Whatever state this peer itself settled."""
+    chain = fresh()
+    chain.settle(b"9" * 32)
+    start = chain.at(records.genesis(RUN))
+    assert start is not None and start.state_root == ROOT
     chain = grown(1)
     chain.settle(b"1" * 32)
     chain.extend(encoded(decided(chain.head, root=b"2" * 32)))
-    head = chain.at(lineages(chain)[1])
-    assert head is not None and head.state_root == b"2" * 32
-
-
-def test_known_genesis_keeps_its_state_root() -> None:
-    chain = fresh()
-    chain.settle(b"9" * 32)
-    head = chain.at(records.genesis(RUN))
-    assert head is not None and head.state_root == ROOT
+    diverged = chain.at(lineages(chain)[1])
+    assert diverged is not None and diverged.state_root == b"2" * 32
 
 
 def test_since_and_child_return_following_records_or_none() -> None:

@@ -22,7 +22,7 @@ from tests.support.fake_rounds import ROOT, RUN, decided, encoded, line
 
 
 class Plain:
-    """The rounds of a chain in one list: what it says of them, the long way round."""
+    """The rounds of a chain in a plain list, and what a chain must say of them."""
 
     def __init__(self, links: list[DecidedRound]) -> None:
         self.links = links
@@ -112,11 +112,11 @@ def test_archived_chain_behaves_like_a_list(steps: list[Any], recent: int, piece
                 assert pairs[0][0].refused == 0
             for pair in pairs:
                 same(*pair)
-            assert all(list(branch) == links for branch, links in lent), "they are the contacts' still"
+            assert all(list(branch) == links for branch, links in lent), "the branch that was lent is unchanged"
 
 
 def judged(start: Head, links: list[DecidedRound]) -> RoundLog:
-    """As contacts prove them: in an archive of their own, some of them out of another's."""
+    """The rounds as contacts prove them: in an archive of their own, some of them taken from another."""
     other, branch = RoundLog(start), RoundLog(start)
     other.extend(links)
     branch.extend(links[: len(links) // 3])
@@ -175,7 +175,7 @@ def test_unreadable_record_drops_all_earlier_ones(bad: bytes | None, monkeypatch
     chain = Chain(RUN, "run", ROSTER, ROOT, archive)
     every = lineages(chain)
     archive._kept[7] = encoded(decided(links[6].head, plan=b"e" * 32)) if bad is None else bad
-    assert len(chain.since(every[9])) == 11, "nobody has asked for it yet"
+    assert len(chain.since(every[9])) == 11, "nothing has read it yet"
     assert chain.since(every[0]) == () and chain.at(every[8]) is None
     assert every[8] not in chain and every[9] in chain and chain.locator()[-1] == every[9]
     assert chain.at(every[9]) == replace(links[8].head, state_root=links[9].record.state_root)
@@ -221,7 +221,7 @@ def test_unreadable_branch_changes_nothing(copied: bool) -> None:
             chain.switch(start.key.lineage, branch)
         assert state(chain) == before
     else:
-        chain.switch(start.key.lineage, branch)  # nothing is written, and nobody has looked yet
+        chain.switch(start.key.lineage, branch)  # nothing is written, and nothing has read it yet
         assert chain.since(start.key.lineage) == () and chain.head == branch[-1].head
 
 
@@ -236,13 +236,13 @@ def test_long_chain_costs_little_memory() -> None:
         chain = Chain(RUN, "run", ROSTER, ROOT, Elsewhere())
         tracemalloc.start()
         chain.switch(chain.head.key.lineage, links[:rounds])
-        gc.collect()  # what is garbage already is no memory of the chain
+        gc.collect()  # garbage does not count
         traces = tracemalloc.take_snapshot().filter_traces([ours])
         tracemalloc.stop()
         return sum(trace.size for trace in traces.statistics("filename"))
 
     ours = tracemalloc.Filter(True, "*/protocols/*")
-    links = line(fresh().head, 400 + 9 * RECENT, voters=ROSTER[:1])  # as many are at hand of either
+    links = line(fresh().head, 400 + 9 * RECENT, voters=ROSTER[:1])  # as many are in memory of either
     assert (grow(len(links)) - grow(400)) / (9 * RECENT) < 100
 
 
