@@ -12,6 +12,7 @@ import pytest
 
 from protocols import wire
 from protocols.allreduce import plan as planning
+from protocols.allreduce.clipping import NAMED_FACTOR
 from protocols.base import BadPayload, LinkFault, Member, PeerId, RoundKey
 from protocols.wire import Offer, PartDone, Plan
 from tests.support.variants import variants
@@ -71,7 +72,7 @@ def test_member_without_work_reduces_only_as_last_resort() -> None:
 
 
 def test_bandwidth_claim_is_clamped_to_its_spread() -> None:
-    """Nobody waits a week because one member says that its link is that slow."""
+    """No member waits a week because another claims that its link is that slow."""
     honest = [offer("anna"), offer("bert"), offer("cleo")]
     assert planning.bandwidths([1.0, 1e6, 1e6, 1e13]) == (62_500.0, 1e6, 1e6, 16e6)
     slowest, crawling = offer("dora", bandwidth=62_500.0), offer("dora", bandwidth=1.0)
@@ -83,7 +84,7 @@ def test_bandwidth_claim_is_clamped_to_its_spread() -> None:
 def test_times_are_derived_from_the_offers() -> None:
     offers = [offer("anna", step_seconds=2.0), offer("bert", step_seconds=9.0), offer("cleo", step_seconds=0.0)]
     assert drawn(*offers, elapsed_seconds=100.0).cut_seconds == 9.0
-    assert drawn(*offers, elapsed_seconds=5.0).cut_seconds == 5.0, "nobody's step is longer than the round so far"
+    assert drawn(*offers, elapsed_seconds=5.0).cut_seconds == 5.0, "no step is longer than the round so far"
     size = 4 * 3_000_000
     plan = drawn(*offers, elements=3_000_000)
     assert plan.budget_seconds == pytest.approx(4 * 2 * 2 * size / 3e6 + planning.BUDGET_FLOOR_SECONDS, rel=1e-5)
@@ -127,6 +128,7 @@ def test_only_heavily_clipped_members_are_named() -> None:
     norms = {"anna": 1.0, "bert": 1.0, "cleo": 1.9, "dora": 2.1}
     resolved = planning.resolve_plan(drawn(*(offer(peer, norm=norm) for peer, norm in norms.items())))
     assert resolved.factors == pytest.approx((1.0, 1.0, 1 / 1.9, 1 / 2.1))
+    assert resolved.factors[3] < NAMED_FACTOR <= resolved.factors[2]
     assert [(blame.peer, blame.why) for blame in resolved.clamped] == [("dora", "norm 2.1 clipped by 0.476")]
     assert [resolved.norm_limit(index) for index in range(4)] == [24.0] * 4
     assert planning.resolve_plan(drawn(offer("anna", norm=100.0), offer("bert"))).norm_limit(0) == 150.0
@@ -154,9 +156,11 @@ def test_drawn_plan_is_valid(count: int, elements: int) -> None:
 Break = Callable[[Plan], Plan]
 
 NOT_MEMBERS: dict[str, Break] = {
-    "nobody": lambda plan: replace(plan, offers=()),
-    "a stranger": lambda plan: replace(plan, offers=(*plan.offers, offer("zora"))),
-    "another life of a member": lambda plan: replace(plan, offers=(*plan.offers[:3], offer("dora", incarnation=1))),
+    "no members": lambda plan: replace(plan, offers=()),
+    "a non-member": lambda plan: replace(plan, offers=(*plan.offers, offer("zora"))),
+    "another incarnation of a member": lambda plan: replace(
+        plan, offers=(*plan.offers[:3], offer("dora", incarnation=1))
+    ),
     "a double": lambda plan: replace(plan, offers=(plan.offers[0], *plan.offers)),
     "two offers of one": lambda plan: replace(plan, offers=(*plan.offers, offer("dora", tokens=2))),
     "out of order": lambda plan: replace(plan, offers=plan.offers[::-1]),
@@ -233,7 +237,7 @@ def test_signature_of_another_member_is_rejected() -> None:
 
 
 def test_digest_changes_with_every_field_but_assignments() -> None:
-    """But for who calls and who reduces: a part that goes to another stays what it is."""
+    """All but the caller and the reducers: a part that goes to another reducer stays what it is."""
     plan = drawn()
     others = list(variants(plan))
     same = [each for each in others if replace(each, ballot=0, version=0, reducers=plan.reducers) == plan]

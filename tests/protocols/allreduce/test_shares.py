@@ -106,7 +106,7 @@ def test_no_other_share_division_is_faster(bandwidths: tuple[float, ...], able: 
     "bandwidths, able, expected",
     [
         ([5.0], [True], (1.0,)),
-        ([1.0, 1e9], [True, True], (0.5, 0.5)),  # with two, everybody sends S whatever the shares
+        ([1.0, 1e9], [True, True], (0.5, 0.5)),  # of two, each sends S, whatever the shares
         ([1.0, 1e9], [True, False], (1.0, 0.0)),
         ([1e9, 1.0, 1.0, 1.0], [True] * 4, (1.0, 0.0, 0.0, 0.0)),
         ([1e9, 1.0, 1.0, 1.0], [False, True, True, True], (0.0, 1 / 3, 1 / 3, 1 / 3)),
@@ -120,7 +120,7 @@ def test_shares_match_hand_calculation(bandwidths: list[float], able: list[bool]
 
 @given(links=uplinks(), elements=st.integers(0, 40) | st.integers(0, 10**9))
 def test_parts_tile_the_vector(links: tuple[list[float], list[bool]], elements: int) -> None:
-    """Odd sizes, fewer elements than members; whoever has no share has no element."""
+    """Odd sizes, fewer elements than members; a member without a share has no element."""
     fractions = planning.shares(*links)
     bounds = planning.part_bounds(fractions, elements)
     assert len(bounds) == len(fractions) + 1 and (bounds[0], bounds[-1]) == (0, elements)

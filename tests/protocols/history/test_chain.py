@@ -12,7 +12,8 @@ from protocols import wire
 from protocols.base import BadPayload, Head, Member, RoundKey
 from protocols.consensus import record as records
 from protocols.consensus.record import Kind, Record
-from protocols.history.chain import UNSETTLED, Chain, DecidedRound, genesis, state_root
+from protocols.history.chain import UNSETTLED, Chain, genesis, state_root
+from protocols.history.round_log import DecidedRound
 from tests.support.chains import ROSTER, fresh, grown, lineages, state
 from tests.support.fake_rounds import ROOT, RUN, certified, decided, encoded, line
 
