@@ -50,7 +50,7 @@ def decisions(monkeypatch: pytest.MonkeyPatch) -> Decisions:
     return seen
 
 
-def stage(peers: int = 4, **changes: object) -> ScenarioRunner:
+def delayed_swarm(peers: int = 4, **changes: object) -> ScenarioRunner:
     return ScenarioRunner(ScenarioSetup(peers, fork_peers=0, latency_seconds=LATENCY_SECONDS, **changes))  # type: ignore[arg-type]
 
 
@@ -100,7 +100,7 @@ def delayed(
 @pytest.mark.parametrize("peers", (3, 5, 8))
 def test_coordinator_death_before_proposal_costs_two_round_trips(peers: int, decisions: Decisions) -> None:
     """Its death is seen after L; then Prepare, Promise, Propose and Accept take L each."""
-    swarm = stage(peers)
+    swarm = delayed_swarm(peers)
     seconds = delayed(
         swarm,
         decisions,
@@ -119,7 +119,7 @@ def test_reducer_death_costs_four_round_trips(at: int, decisions: Decisions) -> 
 
     Also where it dies between sending its part to one member and to the next: who has the part hands in again, too.
     """
-    swarm = stage()
+    swarm = delayed_swarm()
 
     def victim() -> PeerId:
         return [peer for peer in swarm.peers if peer != swarm.coordinator("p0")][-1]
@@ -136,7 +136,7 @@ def test_reducer_death_costs_four_round_trips(at: int, decisions: Decisions) -> 
 def silenced(peers: int, coordinating: bool | None, after_seconds: float, decisions: Decisions) -> tuple[float, float]:
     """Who coordinates, or who does not, falls silent so long after its offer was complete; None: nobody does. When the
     last of the others decided the round, and the T_b by which they waited."""
-    swarm = stage(peers)
+    swarm = delayed_swarm(peers)
 
     async def story() -> tuple[float, float]:
         await swarm.rounds(ROUND)
@@ -192,7 +192,7 @@ def test_silent_member_costs_one_ballot_timeout(peers: int, coordinating: bool, 
 def test_stalled_peer_costs_no_round_despite_slow_opening(at: int, coordinating: bool, decisions: Decisions) -> None:
     """They are opened once, when a process starts and its machine is busy: that may not make patience outlast the
     budget, so that the round is skipped while all that is needed to repair it is there."""
-    swarm = stage()
+    swarm = delayed_swarm()
 
     def victim() -> PeerId:
         for peer in swarm.peers:
@@ -213,7 +213,7 @@ def test_stalled_peer_costs_no_round_despite_slow_opening(at: int, coordinating:
 def test_one_way_link_failure_costs_one_repair(source: str, target: str) -> None:
     """For good: everybody commits every round, with the same bits. One round waits for what does not come; its record
     complains of the link, and from then on both bring their work past it, nobody waits, and neither is evicted."""
-    swarm, pair = stage(), (min(source, target), max(source, target))
+    swarm, pair = delayed_swarm(), (min(source, target), max(source, target))
     bystander = next(peer for peer in swarm.peers if peer not in pair)
 
     async def story() -> tuple[float, int]:

@@ -12,6 +12,7 @@ from protocols.consensus.record import Kind
 from protocols.consensus.vote_tally import majority
 from tests.sim.scenario_runner import ScenarioRunner, ScenarioSetup
 from tests.support.checkers import Report
+from tests.support.simulated import simulated
 
 HEAL_SECONDS = 30.0
 """From the moment when all links are open to the moment when all vote on one branch again."""
@@ -44,7 +45,7 @@ class Side:
 class Split:
     """A split and its healing."""
 
-    stage: ScenarioRunner
+    swarm: ScenarioRunner
     sides: tuple[Side, Side]
     ancestor: bytes
     one_branch_seconds: float
@@ -54,42 +55,42 @@ class Split:
 
 def split(left: int, right: int, fork_peers: int, apart_seconds: float) -> Split:
     """Some rounds together, a time apart, and all that follows until everybody votes on one branch."""
-    stage = ScenarioRunner(ScenarioSetup(left + right, fork_peers=fork_peers, pace_seconds=PACE_SECONDS))
-    some, others = stage.peers[:left], stage.peers[left:]
+    swarm = ScenarioRunner(ScenarioSetup(left + right, fork_peers=fork_peers, pace_seconds=PACE_SECONDS))
+    some, others = swarm.peers[:left], swarm.peers[left:]
 
     async def story() -> Split:
-        await stage.rounds(2)
-        ancestor, began = stage.head(stage.peers[0]).key.lineage, stage.now
-        stage.cut(some, others)
+        await swarm.rounds(2)
+        ancestor, began = swarm.head(swarm.peers[0]).key.lineage, swarm.now
+        swarm.cut(some, others)
         await asyncio.sleep(apart_seconds)
         sides = [
             Side(
                 peers,
-                {peer: stage.head(peer).key.lineage for peer in peers},
-                {peer: stage.told(peer, began + ROUND_SECONDS) for peer in peers},
+                {peer: swarm.head(peer).key.lineage for peer in peers},
+                {peer: swarm.told(peer, began + ROUND_SECONDS) for peer in peers},
             )
             for peers in (some, others)
         ]
-        healed_at = stage.now
-        stage.heal(some, others)
-        one_branch_seconds = await stage.until(stage.one_branch, HEAL_SECONDS, "one branch")
-        whole_seconds = one_branch_seconds + await stage.until(stage.whole, HEAL_SECONDS, "a whole roster")
-        await stage.rounds(2)
-        return Split(stage, (sides[0], sides[1]), ancestor, one_branch_seconds, whole_seconds, healed_at)
+        healed_at = swarm.now
+        swarm.heal(some, others)
+        one_branch_seconds = await swarm.until(swarm.one_branch, HEAL_SECONDS, "one branch")
+        whole_seconds = one_branch_seconds + await swarm.until(swarm.whole, HEAL_SECONDS, "a whole roster")
+        await swarm.rounds(2)
+        return Split(swarm, (sides[0], sides[1]), ancestor, one_branch_seconds, whole_seconds, healed_at)
 
-    return stage.play(story)
+    return swarm.play(story)
 
 
 def lost(done: Split, peer: PeerId) -> tuple[int, int]:
     """Rounds and tokens that a peer said it lost by going over."""
-    reports = done.stage.caught_up(peer, done.healed_at)
+    reports = done.swarm.caught_up(peer, done.healed_at)
     return sum(each["lost_rounds"] for each in reports), sum(each["lost_tokens"] for each in reports)
 
 
 def wasted(done: Split, peer: PeerId) -> tuple[int, int]:
     """Rounds that a peer decided on a branch that is not the one of today, and what it had counted in them: by its
     history, whatever it says of losses."""
-    chain, history = done.stage.chain(peer), done.stage.histories[peer]
+    chain, history = done.swarm.chain(peer), done.swarm.histories[peer]
     off = [
         each
         for each in history
@@ -123,7 +124,7 @@ def test_allowed_forks_continue_and_merge_after_healing(left: int, right: int, a
         assert going_on in side.outcomes
     assert done.whole_seconds <= HEAL_SECONDS, f"whole after {done.whole_seconds:.1f} s"
     winner, loser = done.sides[expected_winner(done)], done.sides[1 - expected_winner(done)]
-    chain = done.stage.chain(done.stage.peers[0])
+    chain = done.swarm.chain(done.swarm.peers[0])
     for peer in winner.peers:
         assert winner.lineages[peer] in chain
         assert lost(done, peer) == wasted(done, peer) == (0, 0)
@@ -146,51 +147,43 @@ def test_minority_waits_without_loss_where_forks_are_forbidden(left: int, right:
             assert side.outcomes <= {"undecided"}
             assert set(side.lineages.values()) == {done.ancestor}
     assert done.whole_seconds <= HEAL_SECONDS, f"whole after {done.whole_seconds:.1f} s"
-    chain = done.stage.chain(done.stage.peers[0])
+    chain = done.swarm.chain(done.swarm.peers[0])
     assert all(link.record.kind != Kind.FORK for link in chain.since(done.ancestor))
-    for peer in done.stage.peers:
+    for peer in done.swarm.peers:
         assert lost(done, peer) == wasted(done, peer) == (0, 0)
 
 
 @pytest.mark.parametrize("fork_peers", (0, 1))
-def test_peer_missing_few_rounds_decides_them_afterwards(fork_peers: int) -> None:
+@simulated(lambda fork_peers: ScenarioRunner(ScenarioSetup(4, fork_peers=fork_peers)))
+async def test_peer_missing_few_rounds_decides_them_afterwards(swarm: ScenarioRunner) -> None:
     """It asks about the round that it stands in, and is told what was decided, round by round; nothing is lost."""
-    stage = ScenarioRunner(ScenarioSetup(4, fork_peers=fork_peers))
-    rest = stage.peers[:3]
-
-    async def story() -> tuple[list[Report], int]:
-        await stage.rounds(4)
-        began = stage.now
-        stage.cut(["p3"], rest)
-        await stage.rounds(5, rest)
-        stage.heal(["p3"], rest)
-        await stage.until(stage.whole, HEAL_SECONDS, "a whole roster")
-        await stage.rounds(2)
-        return stage.told("p3", began), sum(len(stage.caught_up(peer)) for peer in rest)
-
-    reports, moved = stage.play(story)
+    rest = swarm.peers[:3]
+    await swarm.rounds(4)
+    began = swarm.now
+    swarm.cut(["p3"], rest)
+    await swarm.rounds(5, rest)
+    swarm.heal(["p3"], rest)
+    await swarm.until(swarm.whole, HEAL_SECONDS, "a whole roster")
+    await swarm.rounds(2)
+    reports, moved = swarm.told("p3", began), sum(len(swarm.caught_up(peer)) for peer in rest)
     assert {each["outcome"] for each in reports} == {"committed"} and moved == 0
     assert sum(each["bytes_downloaded"] + each["lost_rounds"] for each in reports) == 0
 
 
-def test_peer_that_gave_up_replays_missed_means() -> None:
+@simulated(ScenarioRunner, ScenarioSetup(4, fork_peers=0, keep_rounds=16, pace_seconds=4.0))
+async def test_peer_that_gave_up_replays_missed_means(swarm: ScenarioRunner) -> None:
     """Nothing is downloaded but what was averaged, and nothing is lost."""
-    stage = ScenarioRunner(ScenarioSetup(4, fork_peers=0, keep_rounds=16, pace_seconds=4.0))
-    rest = stage.peers[:3]
-
-    async def story() -> tuple[list[Report], int]:
-        await stage.rounds(2)
-        began, stood = stage.now, stage.head("p3").key.round
-        stage.cut(["p3"], rest)
-        await stage.until(lambda: "undecided" in stage.outcomes("p3"), 600.0, "an undecided round")
-        missed = stage.head("p0").key.round - stood
-        stage.heal(["p3"], rest)
-        await stage.until(stage.whole, HEAL_SECONDS, "a whole roster")
-        await stage.rounds(2)
-        assert all(not stage.caught_up(peer) for peer in rest)
-        return stage.caught_up("p3", began), missed
-
-    reports, missed = stage.play(story)
+    rest = swarm.peers[:3]
+    await swarm.rounds(2)
+    began, stood = swarm.now, swarm.head("p3").key.round
+    swarm.cut(["p3"], rest)
+    await swarm.until(lambda: "undecided" in swarm.outcomes("p3"), 600.0, "an undecided round")
+    missed = swarm.head("p0").key.round - stood
+    swarm.heal(["p3"], rest)
+    await swarm.until(swarm.whole, HEAL_SECONDS, "a whole roster")
+    await swarm.rounds(2)
+    assert all(not swarm.caught_up(peer) for peer in rest)
+    reports = swarm.caught_up("p3", began)
     replayed = sum(each["replayed_rounds"] for each in reports)
     assert replayed >= missed - 1 > 5, f"replayed {replayed} of {missed} rounds"
     assert sum(each["bytes_downloaded"] for each in reports) == 0

@@ -11,221 +11,179 @@ from protocols.base import PeerId
 from protocols.butterfly.round_call import LEAVER_SECONDS
 from protocols.consensus.record import Kind
 from tests.sim.leaving_scenario import LeavingScenario, LongRounds
+from tests.support.scenario_steps import MIDDLE_SECONDS, STEP_SECONDS, begin, leaving_swarm, revive
+from tests.support.simulated import simulated
 
-STEP_SECONDS = 0.5
-MIDDLE_SECONDS = 2.2
-"""Into a round that lasts five."""
 PROMPT_SECONDS = 1.5
 """The step that everybody is in, the data phase and the vote."""
 ROLES = ("coordinator", "successor", "last")
 
 
-def leaver(stage: LeavingScenario, role: str) -> PeerId:
+def leaver(swarm: LeavingScenario, role: str) -> PeerId:
     """Who plays this part in the round under way."""
-    return stage.coordinator(stage.alive()[0], {"coordinator": 0, "successor": 1, "last": -1}[role])
+    return swarm.coordinator(swarm.alive()[0], {"coordinator": 0, "successor": 1, "last": -1}[role])
 
 
-def parted(stage: LeavingScenario, round_number: int, gone: set[PeerId]) -> None:
+def parted(swarm: LeavingScenario, round_number: int, gone: set[PeerId]) -> None:
     """The round in which these left, and those after it, are as if nothing had happened: but without them."""
-    stayed = stage.alive()
+    stayed = swarm.alive()
     for peer in stayed:
-        links = stage.since(peer, round_number)
-        assert [link.certificate.ballot for link in links] == [0] * len(links), stage.scene()
+        links = swarm.since(peer, round_number)
+        assert [link.certificate.ballot for link in links] == [0] * len(links), swarm.scene()
         assert [link.record.round for link in links] == list(range(round_number, round_number + len(links)))
         assert all(link.record.averaged for link in links)
         assert {member.peer for member in links[0].record.roster} == set(stayed)
         assert gone <= set(links[0].record.peers)
-        reports = {each["round"]: each for each in stage.histories[peer] if each["round"] >= round_number}
+        reports = {each["round"]: each for each in swarm.histories[peer] if each["round"] >= round_number}
         assert all(counted == chunks for _, counted, chunks in reports[round_number]["contributions"].values())
         assert {each["outcome"] for each in reports.values()} <= {"committed", "alone"}
-        assert stage.seconds(peer, round_number + 1) <= stage.seconds(peer, round_number - 1) + 0.3
+        assert swarm.seconds(peer, round_number + 1) <= swarm.seconds(peer, round_number - 1) + 0.3
     for peer in gone:
-        assert stage.histories[peer][-1]["outcome"] == "committed"
-        assert stage.histories[peer][-1]["round"] == round_number
+        assert swarm.histories[peer][-1]["outcome"] == "committed"
+        assert swarm.histories[peer][-1]["round"] == round_number
 
 
 @pytest.mark.parametrize("jitter", (False, True))
 @pytest.mark.parametrize("role", ROLES)
 @pytest.mark.parametrize("peers", (2, 3, 4, 5))
-def test_leaver_ends_the_round_and_is_not_awaited(peers: int, role: str, jitter: bool) -> None:
-    stage = LeavingScenario(LongRounds(peers, pace_seconds=STEP_SECONDS, jitter=jitter))
-
-    async def story() -> tuple[int, PeerId, float]:
-        await stage.rounds(2)
-        await asyncio.sleep(MIDDLE_SECONDS)
-        number, goes = stage.head("p0").key.round, leaver(stage, role)
-        stage.leave(goes)
-        seconds = await stage.gone(goes)
-        await stage.rounds(3)
-        parted(stage, number, {goes})
-        return number, goes, seconds
-
-    number, goes, seconds = stage.play(story)
+@simulated(lambda peers, jitter: leaving_swarm(peers, jitter=jitter))
+async def test_leaver_ends_the_round_and_is_not_awaited(swarm: LeavingScenario, role: str) -> None:
+    await swarm.rounds(2)
+    await asyncio.sleep(MIDDLE_SECONDS)
+    number, goes = swarm.head("p0").key.round, leaver(swarm, role)
+    swarm.leave(goes)
+    seconds = await swarm.gone(goes)
+    await swarm.rounds(3)
+    parted(swarm, number, {goes})
     assert seconds <= PROMPT_SECONDS, f"{goes} left round {number} after {seconds:.1f} s"
 
 
 @pytest.mark.parametrize("peers", (2, 3, 4))
-def test_leaver_without_a_step_is_waited_for(peers: int) -> None:
+@simulated(lambda peers: LeavingScenario(LongRounds(peers, pace_seconds=STEP_SECONDS), {"p1": 4 * STEP_SECONDS}))
+async def test_leaver_without_a_step_is_waited_for(swarm: LeavingScenario) -> None:
     """It has asked to leave, and has nothing to bring before; where nobody has, the round is skipped."""
-    stage = LeavingScenario(LongRounds(peers, pace_seconds=STEP_SECONDS), {"p1": 4 * STEP_SECONDS})
-
-    async def story() -> float:
-        await stage.rounds(2)
-        await asyncio.sleep(0.2)
-        number = stage.head("p0").key.round
-        stage.leave("p1")
-        seconds = await stage.gone("p1")
-        await stage.rounds(3)
-        record = stage.since("p0", number)[0].record
-        assert "p1" not in {member.peer for member in record.roster}
-        assert record.averaged or record.kind == Kind.SKIP
-        assert set(stage.outcomes("p0")) <= {"committed", "alone", "skipped"}
-        return seconds
-
-    assert stage.play(story) <= 4 * STEP_SECONDS + LEAVER_SECONDS + PROMPT_SECONDS
+    await swarm.rounds(2)
+    await asyncio.sleep(0.2)
+    number = swarm.head("p0").key.round
+    swarm.leave("p1")
+    seconds = await swarm.gone("p1")
+    await swarm.rounds(3)
+    record = swarm.since("p0", number)[0].record
+    assert "p1" not in {member.peer for member in record.roster}
+    assert record.averaged or record.kind == Kind.SKIP
+    assert set(swarm.outcomes("p0")) <= {"committed", "alone", "skipped"}
+    assert seconds <= 4 * STEP_SECONDS + LEAVER_SECONDS + PROMPT_SECONDS
 
 
 @pytest.mark.parametrize("role", ROLES)
 @pytest.mark.parametrize("peers", (2, 3, 4))
-def test_leaver_in_first_step_hands_that_step_in(peers: int, role: str) -> None:
-    stage = LeavingScenario(LongRounds(peers, pace_seconds=STEP_SECONDS))
-
-    async def story() -> tuple[PeerId, int, float]:
-        await stage.rounds(2)
-        await asyncio.sleep(0.2)
-        number, goes = stage.head("p0").key.round, leaver(stage, role)
-        stage.leave(goes)
-        seconds = await stage.gone(goes)
-        await stage.rounds(2)
-        return goes, number, seconds
-
-    goes, number, seconds = stage.play(story)
-    last = stage.histories[goes][-1]
+@simulated(leaving_swarm)
+async def test_leaver_in_first_step_hands_that_step_in(swarm: LeavingScenario, role: str) -> None:
+    await swarm.rounds(2)
+    await asyncio.sleep(0.2)
+    number, goes = swarm.head("p0").key.round, leaver(swarm, role)
+    swarm.leave(goes)
+    seconds = await swarm.gone(goes)
+    await swarm.rounds(2)
+    last = swarm.histories[goes][-1]
     assert (last["round"], last["outcome"]) == (number, "committed") and last["weight"] > 0
     _, counted, chunks = last["contributions"][goes]
     assert counted == chunks > 0
     assert seconds <= STEP_SECONDS + PROMPT_SECONDS
 
 
-def test_leaver_with_slow_step_leaves_without_work() -> None:
-    stage = LeavingScenario(LongRounds(3, pace_seconds=STEP_SECONDS), {"p1": 60.0})
-
-    async def story() -> float:
-        await asyncio.sleep(0.2)
-        stage.leave("p1")
-        began, number = stage.now, stage.head("p0").key.round
-        await stage.until(lambda: stage.head("p0").key.round > number, 60.0, "the round that p1 leaves in")
-        assert "p1" not in {member.peer for member in stage.since("p0", number)[0].record.roster}
-        return stage.now - began
-
-    assert stage.play(story) <= FIRST_STEP_SECONDS + PROMPT_SECONDS
+@simulated(LeavingScenario, LongRounds(3, pace_seconds=STEP_SECONDS), {"p1": 60.0})
+async def test_leaver_with_slow_step_leaves_without_work(swarm: LeavingScenario) -> None:
+    await asyncio.sleep(0.2)
+    swarm.leave("p1")
+    began, number = swarm.now, swarm.head("p0").key.round
+    await swarm.until(lambda: swarm.head("p0").key.round > number, 60.0, "the round that p1 leaves in")
+    assert "p1" not in {member.peer for member in swarm.since("p0", number)[0].record.roster}
+    assert swarm.now - began <= FIRST_STEP_SECONDS + PROMPT_SECONDS
 
 
 @pytest.mark.parametrize(("peers", "leavers"), ((3, 2), (4, 2), (4, 3), (5, 2), (5, 3), (5, 4)))
-def test_several_peers_leave_in_one_round(peers: int, leavers: int) -> None:
+@simulated(leaving_swarm)
+async def test_several_peers_leave_in_one_round(swarm: LeavingScenario, peers: int, leavers: int) -> None:
     """At different moments, one among them who coordinates; those who stay go on at once."""
-    stage = LeavingScenario(LongRounds(peers, pace_seconds=STEP_SECONDS))
-
-    async def story() -> float:
-        await stage.rounds(2)
-        await asyncio.sleep(MIDDLE_SECONDS)
-        number, first = stage.head("p0").key.round, stage.coordinator("p0")
-        goes = [first, *(peer for peer in stage.peers if peer != first)][:leavers]
-        for peer in goes:
-            stage.leave(peer)
-            await asyncio.sleep(0.1)
-        seconds = await stage.gone(*goes)
-        await stage.rounds(3)
-        parted(stage, number, set(goes))
-        return seconds
-
-    assert stage.play(story) <= PROMPT_SECONDS
+    await swarm.rounds(2)
+    await asyncio.sleep(MIDDLE_SECONDS)
+    number, first = swarm.head("p0").key.round, swarm.coordinator("p0")
+    goes = [first, *(peer for peer in swarm.peers if peer != first)][:leavers]
+    for peer in goes:
+        swarm.leave(peer)
+        await asyncio.sleep(0.1)
+    seconds = await swarm.gone(*goes)
+    await swarm.rounds(3)
+    parted(swarm, number, set(goes))
+    assert seconds <= PROMPT_SECONDS
 
 
 @pytest.mark.parametrize("peers", (1, 2, 3, 4, 5))
-def test_all_peers_leave_together_with_same_state(peers: int) -> None:
-    stage = LeavingScenario(LongRounds(peers, pace_seconds=STEP_SECONDS))
-
-    async def story() -> float:
-        await stage.rounds(2)
-        await asyncio.sleep(MIDDLE_SECONDS)
-        stage.leave(*stage.peers)
-        return await stage.gone(*stage.peers)
-
-    assert stage.play(story) <= PROMPT_SECONDS
-    last = [stage.histories[peer][-1] for peer in stage.peers]
+@simulated(leaving_swarm)
+async def test_all_peers_leave_together_with_same_state(swarm: LeavingScenario, peers: int) -> None:
+    await swarm.rounds(2)
+    await asyncio.sleep(MIDDLE_SECONDS)
+    swarm.leave(*swarm.peers)
+    assert await swarm.gone(*swarm.peers) <= PROMPT_SECONDS
+    last = [swarm.histories[peer][-1] for peer in swarm.peers]
     assert {each["outcome"] for each in last} == {"committed" if peers > 1 else "alone"}
     assert len({(each["round"], each["lineage"], each["params_hash"]) for each in last}) == 1
 
 
-def test_sequential_leavers_are_replaced_by_newcomers() -> None:
-    stage = LeavingScenario(LongRounds(6, founders=4, pace_seconds=STEP_SECONDS))
-
+@simulated(leaving_swarm, 6, founders=4)
+async def test_sequential_leavers_are_replaced_by_newcomers(swarm: LeavingScenario) -> None:
     async def leave() -> None:
         await asyncio.sleep(MIDDLE_SECONDS)
-        goes = leaver(stage, "coordinator")
-        number = stage.head(goes).key.round
-        stage.leave(goes)
-        assert await stage.gone(goes) <= PROMPT_SECONDS
-        await stage.rounds(1)
-        parted(stage, number, {goes})
+        goes = leaver(swarm, "coordinator")
+        number = swarm.head(goes).key.round
+        swarm.leave(goes)
+        assert await swarm.gone(goes) <= PROMPT_SECONDS
+        await swarm.rounds(1)
+        parted(swarm, number, {goes})
 
-    async def story() -> None:
-        await stage.rounds(2)
-        for newcomer in ("p4", "p5", None):
-            while len(stage.alive()) > 1:
-                await leave()
-                if newcomer:
-                    break
+    await swarm.rounds(2)
+    for newcomer in ("p4", "p5", None):
+        while len(swarm.alive()) > 1:
+            await leave()
             if newcomer:
-                stage.begin(newcomer)
-                await asyncio.sleep(0.0)
-                await stage.until(stage.whole, 20.0, f"{newcomer} in the roster")
-                await stage.rounds(2)
-
-    stage.play(story)
-    (last,) = stage.alive() or [next(peer for peer in stage.peers if stage.histories[peer][-1]["outcome"] == "alone")]
-    assert stage.histories[last][-1]["outcome"] == "alone"
+                break
+        if newcomer:
+            await begin(swarm, newcomer)
+            await swarm.until(swarm.whole, 20.0, f"{newcomer} in the roster")
+            await swarm.rounds(2)
+    (last,) = swarm.alive() or [next(peer for peer in swarm.peers if swarm.histories[peer][-1]["outcome"] == "alone")]
+    assert swarm.histories[last][-1]["outcome"] == "alone"
 
 
 @pytest.mark.parametrize("peers", (2, 3, 4))
-def test_leave_during_data_phase_ends_with_that_round(peers: int) -> None:
-    """The next roster is not yet proposed, and is without it."""
-    cast = LongRounds(peers, pace_seconds=STEP_SECONDS, elements=200_000, chunk_elements=10_000, uplinks=(2e5,) * peers)
-    stage = LeavingScenario(cast)
-
-    async def story() -> None:
-        await stage.rounds(2)
-        number, goes = stage.head("p0").key.round, leaver(stage, "last")
-        session = stage.session(goes)
-        assert session
-        await stage.until(lambda: session.attempt.exchange is not None, 10.0, "the data phase")
-        stage.leave(goes)
-        await stage.gone(goes)
-        await stage.rounds(2)
-        parted(stage, number, {goes})
-
-    stage.play(story)
+@simulated(lambda peers: leaving_swarm(peers, elements=200_000, chunk_elements=10_000, uplinks=(2e5,) * peers))
+async def test_leave_during_data_phase_ends_with_that_round(swarm: LeavingScenario) -> None:
+    """The next roster is not yet proposed, and does not name the leaver."""
+    await swarm.rounds(2)
+    number, goes = swarm.head("p0").key.round, leaver(swarm, "last")
+    session = swarm.session(goes)
+    assert session
+    await swarm.until(lambda: session.attempt.exchange is not None, 10.0, "the data phase")
+    swarm.leave(goes)
+    await swarm.gone(goes)
+    await swarm.rounds(2)
+    parted(swarm, number, {goes})
 
 
 @pytest.mark.parametrize("peers", (2, 3))
-def test_returning_leaver_joins_as_newcomer(peers: int) -> None:
-    stage = LeavingScenario(LongRounds(peers, pace_seconds=STEP_SECONDS, fork_peers=0))
-
-    async def story() -> None:
-        await stage.rounds(2)
-        await asyncio.sleep(MIDDLE_SECONDS)
-        stage.leave("p1")
-        await stage.gone("p1")
-        stage.revive("p1")
-        await asyncio.sleep(0.0)
-        await stage.until(stage.whole, 15.0, "admission")
-        await stage.rounds(2)
-        assert stage.network.nodes["p1"].member.incarnation == 1
-        assert "p1" in stage.chain("p0").since(stage.head_of("p0", stage.head("p0").key.round - 1))[0].record.peers
-        stage.leave("p1")
-        await stage.gone("p1")
-        await stage.rounds(2)
-
-    stage.play(story)
-    assert set(stage.outcomes("p0")) <= {"committed", "alone", "skipped"}
+@simulated(leaving_swarm, fork_peers=0)
+async def test_returning_leaver_joins_as_newcomer(swarm: LeavingScenario) -> None:
+    await swarm.rounds(2)
+    await asyncio.sleep(MIDDLE_SECONDS)
+    swarm.leave("p1")
+    await swarm.gone("p1")
+    await revive(swarm, "p1")
+    await swarm.until(swarm.whole, 15.0, "admission")
+    await swarm.rounds(2)
+    assert swarm.network.nodes["p1"].member.incarnation == 1
+    assert "p1" in swarm.chain("p0").since(swarm.head_of("p0", swarm.head("p0").key.round - 1))[0].record.peers
+    swarm.leave("p1")
+    await swarm.gone("p1")
+    await swarm.rounds(2)
+    assert set(swarm.outcomes("p0")) <= {"committed", "alone", "skipped"}

@@ -14,19 +14,19 @@ from protocols.base import Buffer, Header, Member, Outcome, PeerId
 from protocols.consensus.record import Kind, coordinators
 from protocols.framing import FramedStream
 from protocols.history.chain import genesis
-from tests.protocols.butterfly.test_butterfly import vectors
 from tests.sim.butterfly_harness import RUN, Averaged, ButterflyHarness
-from tests.sim.leaving_scenario import LeavingScenario, LongRounds
+from tests.sim.leaving_scenario import LeavingScenario
 from tests.sim.network import SimNetwork
+from tests.support.example_vectors import equal_norm_vectors
+from tests.support.scenario_steps import MIDDLE_SECONDS, leaving_swarm
+from tests.support.simulated import simulated
 
-STEP_SECONDS = 0.5
-MIDDLE_SECONDS = 2.2
 FINISH_SECONDS = 7.0
 """After which a peer gives up leaving in good order (`node.session.peer_session`)."""
 
 
-def others(stage: LeavingScenario, peer: PeerId) -> list[PeerId]:
-    return [each for each in stage.peers if each != peer]
+def others(swarm: LeavingScenario, peer: PeerId) -> list[PeerId]:
+    return [each for each in swarm.peers if each != peer]
 
 
 # -- dying on the way -------------------------------------------------------------------------------------------------
@@ -38,32 +38,31 @@ def leave_and_die(peers: int, role: int, at: int | None) -> tuple[int, float, li
     Returns:
         How many messages it came to, how long the others took for that round and two more, what those came to.
     """
-    cast = LongRounds(
-        peers, pace_seconds=STEP_SECONDS, elements=24 * peers, chunk_elements=12, fork_peers=1 if peers == 2 else 0
-    )
-    stage, goes, count = LeavingScenario(cast), "", 0
+    fork_peers = 1 if peers == 2 else 0
+    swarm = leaving_swarm(peers, elements=24 * peers, chunk_elements=12, fork_peers=fork_peers)
+    goes, count = "", 0
 
     def watch(peer: PeerId, number: int, way: str, other: PeerId) -> None:
         nonlocal count
-        count += peer == goes and stage.network.nodes[peer].process.alive
+        count += peer == goes and swarm.network.nodes[peer].process.alive
         if peer == goes and count == at:
-            stage.kill(goes)
+            swarm.kill(goes)
 
     async def story() -> tuple[float, list[str]]:
         nonlocal goes
-        await stage.rounds(2)
-        goes = stage.coordinator("p0", role)
-        began, rest = stage.now, others(stage, goes)
-        stage.network.watch = watch
+        await swarm.rounds(2)
+        goes = swarm.coordinator("p0", role)
+        began, rest = swarm.now, others(swarm, goes)
+        swarm.network.watch = watch
         await asyncio.sleep(MIDDLE_SECONDS)
-        if goes in stage.alive():
-            stage.leave(goes)
-        seconds = await stage.rounds(3, rest, 60.0) + MIDDLE_SECONDS
-        assert goes not in stage.alive()
-        assert all({member.peer for member in stage.head(peer).roster} == set(rest) for peer in rest)
-        return seconds, [outcome for peer in rest for outcome in stage.outcomes(peer, began)]
+        if goes in swarm.alive():
+            swarm.leave(goes)
+        seconds = await swarm.rounds(3, rest, 60.0) + MIDDLE_SECONDS
+        assert goes not in swarm.alive()
+        assert all({member.peer for member in swarm.head(peer).roster} == set(rest) for peer in rest)
+        return seconds, [outcome for peer in rest for outcome in swarm.outcomes(peer, began)]
 
-    seconds, outcomes = stage.play(story)
+    seconds, outcomes = swarm.play(story)
     return count, seconds, outcomes
 
 
@@ -88,53 +87,48 @@ def test_leaver_death_at_any_message_spares_the_others(peers: int, role: int) ->
 @pytest.mark.parametrize("role", (0, 1, -1))
 @pytest.mark.parametrize("after_seconds", (0.0, 0.03, 0.6))
 @pytest.mark.parametrize("peers", (3, 4, 5))
-def test_silenced_leaver_delays_like_any_other_peer(peers: int, after_seconds: float, role: int) -> None:
-    stage = LeavingScenario(LongRounds(peers, pace_seconds=STEP_SECONDS, fork_peers=0))
-
-    async def story() -> float:
-        await stage.rounds(2)
-        await asyncio.sleep(MIDDLE_SECONDS)
-        goes = stage.coordinator("p0", role)
-        rest, began = others(stage, goes), stage.now
-        stage.leave(goes)
-        await asyncio.sleep(after_seconds)
-        stage.silence(goes)
-        seconds = await stage.rounds(1, rest)
-        await asyncio.sleep(max(0.0, FINISH_SECONDS - seconds))
-        if goes in stage.alive():
-            stage.kill(goes)
-        await stage.rounds(2, rest)
-        assert all({member.peer for member in stage.head(peer).roster} == set(rest) for peer in rest)
-        assert {outcome for peer in rest for outcome in stage.outcomes(peer, began)} == {"committed"}
-        return seconds
-
-    assert stage.play(story) <= 10.0
+@simulated(leaving_swarm, fork_peers=0)
+async def test_silenced_leaver_delays_like_any_other_peer(
+    swarm: LeavingScenario, after_seconds: float, role: int
+) -> None:
+    await swarm.rounds(2)
+    await asyncio.sleep(MIDDLE_SECONDS)
+    goes = swarm.coordinator("p0", role)
+    rest, began = others(swarm, goes), swarm.now
+    swarm.leave(goes)
+    await asyncio.sleep(after_seconds)
+    swarm.silence(goes)
+    seconds = await swarm.rounds(1, rest)
+    await asyncio.sleep(max(0.0, FINISH_SECONDS - seconds))
+    if goes in swarm.alive():
+        swarm.kill(goes)
+    await swarm.rounds(2, rest)
+    assert all({member.peer for member in swarm.head(peer).roster} == set(rest) for peer in rest)
+    assert {outcome for peer in rest for outcome in swarm.outcomes(peer, began)} == {"committed"}
+    assert seconds <= 10.0
 
 
 @pytest.mark.parametrize("fork_peers", (0, 1))
 @pytest.mark.parametrize("leaving", (False, True))
-def test_silent_member_of_two_is_not_evicted(leaving: bool, fork_peers: int) -> None:
+@simulated(lambda fork_peers: leaving_swarm(2, fork_peers=fork_peers))
+async def test_silent_member_of_two_is_not_evicted(swarm: LeavingScenario, leaving: bool, fork_peers: int) -> None:
     """Whether the one who is left wants to leave or to stay: no record without the other's vote, only a fork."""
-    stage = LeavingScenario(LongRounds(2, pace_seconds=STEP_SECONDS, fork_peers=fork_peers))
-
-    async def story() -> set[int]:
-        await stage.rounds(2)
-        parent = stage.head("p0").key.lineage
-        stage.silence("p1")
-        if leaving:
-            await asyncio.sleep(MIDDLE_SECONDS)
-            stage.leave("p0")
-        await asyncio.sleep(30.0)
-        return {link.record.kind for link in stage.chain("p0").since(parent)[:1]}
-
-    assert stage.play(story) == ({Kind.FORK} if fork_peers else set())
+    await swarm.rounds(2)
+    parent = swarm.head("p0").key.lineage
+    swarm.silence("p1")
+    if leaving:
+        await asyncio.sleep(MIDDLE_SECONDS)
+        swarm.leave("p0")
+    await asyncio.sleep(30.0)
+    kinds = [link.record.kind for link in swarm.chain("p0").since(parent)[:1]]
+    assert kinds == ([Kind.FORK] if fork_peers else [])
 
 
 # -- lying ------------------------------------------------------------------------------------------------------------
 
 
 def average(count: int, lies: dict[int, str], before: Callable[[SimNetwork], None] = lambda network: None) -> Averaged:
-    given = vectors(count, 1000, seed=5)
+    given = equal_norm_vectors(count, 1000, seed=5)
     group = ButterflyHarness(given, [1000] * count, [1e7] * count, chunk_elements=256, lies=lies, before=before)
     return group.average()
 

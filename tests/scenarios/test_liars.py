@@ -13,11 +13,11 @@ from protocols.butterfly.averager import CONTROL
 from protocols.consensus.messages import Accept, Prepare, Promise, Propose, VoteMessage
 from protocols.consensus.record import coordinators
 from protocols.history.chain import genesis
-from tests.protocols.butterfly.test_butterfly import vectors
 from tests.sim.butterfly_harness import RUN, Averaged, ButterflyHarness
 from tests.sim.byzantine.voters import forged, made_up
 from tests.sim.host import sim_host
 from tests.sim.network import SimNetwork
+from tests.support.example_vectors import equal_norm_vectors
 
 COUNT = 4
 PEERS = tuple(f"p{index:02}" for index in range(COUNT))
@@ -33,7 +33,7 @@ def average(
     before: Callable[[SimNetwork], None] = lambda network: None,
     codec: str = "fp32",
 ) -> Averaged:
-    given = vectors(COUNT, 4000, seed=5)
+    given = equal_norm_vectors(COUNT, 4000, seed=5)
     group = ButterflyHarness(
         given, [1000] * COUNT, [1e7] * COUNT, codec=codec, chunk_elements=256, lies=lies or {}, before=before
     )

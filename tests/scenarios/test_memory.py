@@ -19,6 +19,7 @@ from protocols.control_channel import KEEP_MESSAGES
 from protocols.sync.snapshot import Snapshot
 from tests.sim.host import SimCompute
 from tests.sim.scenario_runner import ScenarioRunner, ScenarioSetup
+from tests.support.scenario_steps import revive
 
 KINDS = (ReducedPart, Reducer, AllReduce, ButterflySession, ConsensusDriver, Snapshot)
 PEERS = 4
@@ -44,90 +45,89 @@ def tracker() -> Counter[str]:
     return count
 
 
-def waiting(stage: ScenarioRunner) -> int:
+def waiting(swarm: ScenarioRunner) -> int:
     """The most messages that one peer keeps for another."""
-    lines = [line for peer in stage.alive() for line in stage.averager(peer)._post._lines.values()]
+    lines = [line for peer in swarm.alive() for line in swarm.averager(peer)._post._lines.values()]
     return max((max(len(line.waiting), len(line.sent)) for line in lines), default=0)
 
 
-async def nothing(stage: ScenarioRunner) -> None:
+async def nothing(swarm: ScenarioRunner) -> None:
     """No trouble."""
 
 
-async def undecided(stage: ScenarioRunner) -> None:
+async def undecided(swarm: ScenarioRunner) -> None:
     """Nobody has a majority, for many attempts."""
-    half = stage.peers[:2], stage.peers[2:]
-    stage.cut(*half)
-    await _attempts(stage, 3)
+    half = swarm.peers[:2], swarm.peers[2:]
+    swarm.cut(*half)
+    await _attempts(swarm, 3)
     few = tracker()
-    await _attempts(stage, UNDECIDED)
+    await _attempts(swarm, UNDECIDED)
     many = tracker()
     assert not many - few, f"from 3 attempts to {UNDECIDED} there came {dict(many - few)}"
-    assert waiting(stage) <= KEEP_MESSAGES
-    stage.heal(*half)
+    assert waiting(swarm) <= KEEP_MESSAGES
+    swarm.heal(*half)
 
 
-async def _attempts(stage: ScenarioRunner, count: int) -> None:
-    await stage.until(lambda: all(stage.outcomes(peer).count("undecided") >= count for peer in stage.peers), 1e4)
+async def _attempts(swarm: ScenarioRunner, count: int) -> None:
+    await swarm.until(lambda: all(swarm.outcomes(peer).count("undecided") >= count for peer in swarm.peers), 1e4)
     await asyncio.sleep(1.0)
 
 
-async def skipped(stage: ScenarioRunner) -> None:
+async def skipped(swarm: ScenarioRunner) -> None:
     """Nobody gets anything computed for longer than a round may take."""
-    for peer in stage.peers:
-        compute = stage.replicas[peer]._compute
+    for peer in swarm.peers:
+        compute = swarm.replicas[peer]._compute
         assert isinstance(compute, SimCompute)
-        compute._free_at = stage.now + 40.0
-    await stage.until(lambda: all("skipped" in stage.outcomes(peer) for peer in stage.peers), 300.0, "a skipped round")
+        compute._free_at = swarm.now + 40.0
+    await swarm.until(lambda: all("skipped" in swarm.outcomes(peer) for peer in swarm.peers), 300.0, "a skipped round")
 
 
-async def repaired(stage: ScenarioRunner) -> None:
+async def repaired(swarm: ScenarioRunner) -> None:
     """A reducer dies in the data phase, three times over, and comes back."""
     for _ in range(3):
-        now = stage.head("p0").key.round
-        victim = next(peer for peer in stage.peers if peer != stage.coordinator("p0"))
+        now = swarm.head("p0").key.round
+        victim = next(peer for peer in swarm.peers if peer != swarm.coordinator("p0"))
 
         def reducing(victim: str = victim) -> bool:
-            session = stage.session(victim)
+            session = swarm.session(victim)
             return session is not None and session.attempt.exchange is not None and not session.attempt.exchange.parts
 
         def watch(peer: str, number: int, way: str, other: str, victim: str = victim, now: int = now) -> None:
-            if peer == victim and stage.head(victim).key.round == now and reducing():
-                stage.network.watch = None
-                stage.kill(victim)
+            if peer == victim and swarm.head(victim).key.round == now and reducing():
+                swarm.network.watch = None
+                swarm.kill(victim)
 
-        stage.network.watch = watch
-        await stage.until(lambda victim=victim: victim not in stage.alive(), 60.0, "a death")  # type: ignore[misc]
-        await stage.rounds(2)
-        stage.revive(victim)
-        await asyncio.sleep(0.0)
-        await stage.until(stage.whole, 60.0, "a whole roster")
+        swarm.network.watch = watch
+        await swarm.until(lambda victim=victim: victim not in swarm.alive(), 60.0, "a death")  # type: ignore[misc]
+        await swarm.rounds(2)
+        await revive(swarm, victim)
+        await swarm.until(swarm.whole, 60.0, "a whole roster")
 
 
-async def superseded(stage: ScenarioRunner) -> None:
+async def superseded(swarm: ScenarioRunner) -> None:
     """One goes on alone, and gives it up."""
-    stage.cut(["p0"], stage.peers[1:])
-    await stage.until(lambda: stage.outcomes("p0").count("alone") >= 5, 600.0, "rounds alone")
-    stage.heal(["p0"], stage.peers[1:])
-    await stage.until(lambda: bool(stage.caught_up("p0")), 60.0, "going over")
+    swarm.cut(["p0"], swarm.peers[1:])
+    await swarm.until(lambda: swarm.outcomes("p0").count("alone") >= 5, 600.0, "rounds alone")
+    swarm.heal(["p0"], swarm.peers[1:])
+    await swarm.until(lambda: bool(swarm.caught_up("p0")), 60.0, "going over")
 
 
 @functools.cache
 def level(trouble: Trouble, fork_peers: int) -> tuple[Counter[str], set[str]]:
     """What is alive when the trouble is over and as many rounds are decided as anything is kept for; and what came of
     the rounds until then."""
-    stage = ScenarioRunner(ScenarioSetup(PEERS, fork_peers=fork_peers, elements=ELEMENTS, chunk_elements=500))
+    swarm = ScenarioRunner(ScenarioSetup(PEERS, fork_peers=fork_peers, elements=ELEMENTS, chunk_elements=500))
 
     async def story() -> Counter[str]:
-        await stage.rounds(4)
-        await trouble(stage)
-        await stage.until(stage.whole, 60.0, "a whole roster")
-        await stage.rounds(SETTLING_ROUNDS)
+        await swarm.rounds(4)
+        await trouble(swarm)
+        await swarm.until(swarm.whole, 60.0, "a whole roster")
+        await swarm.rounds(SETTLING_ROUNDS)
         await asyncio.sleep(0.2)  # everybody trains
-        assert waiting(stage) <= 4, f"{waiting(stage)} messages wait for one peer"
+        assert waiting(swarm) <= 4, f"{waiting(swarm)} messages wait for one peer"
         return tracker()
 
-    return stage.play(story), {outcome for peer in stage.peers for outcome in stage.outcomes(peer)}
+    return swarm.play(story), {outcome for peer in swarm.peers for outcome in swarm.outcomes(peer)}
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ from tests.sim.world import play as play_world
 from tests.support.checkpoints import Disk, Worker, like
 from tests.support.linear_learner import ELEMENTS
 from tests.support.replicated_peer import ME, OTHER, RUN, Peer, Script, ScriptedAverager, lost, play, skipped, weighed
-from tests.support.sync_lives import ROUND_SECONDS, ReplicatedSwarm
+from tests.support.replicated_swarm import ROUND_SECONDS, ReplicatedSwarm
 
 TOPK = codec("topk")
 WIDE = 5000

@@ -1,22 +1,21 @@
-"""Who brings what: the moment of a call, weights, clips, the best shares there are; and no plan that breaks a rule."""
+"""A plan: what it draws from the offers, what it resolves to, and that none passes that breaks a rule."""
 
 from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import fields, is_dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
-from hypothesis import assume, given
-from hypothesis import strategies as st
 
 from protocols import wire
-from protocols.allreduce import clipping
 from protocols.allreduce import plan as planning
+from protocols.allreduce.clipping import NAMED_FACTOR
 from protocols.base import BadPayload, LinkFault, Member, PeerId, RoundKey
 from protocols.wire import Offer, PartDone, Plan
+from tests.support.variants import variants
 
 KEY = RoundKey(bytes(range(32)), "run", bytes(32), 3)
 ROSTER = tuple(Member(peer) for peer in ("anna", "bert", "cleo", "dora"))
@@ -53,300 +52,6 @@ def checked(plan: Plan, elements: int = ELEMENTS, roster: Sequence[Member] = ROS
     planning.check(plan, inputs(elements), roster, verify)
 
 
-def variants(value: Any) -> Iterator[Any]:
-    """Values that differ from this one in a single leaf."""
-    if is_dataclass(value):
-        for field in fields(value):
-            for other in variants(getattr(value, field.name)):
-                yield replace(value, **{field.name: other})  # type: ignore[type-var]
-    elif isinstance(value, tuple):
-        if value:
-            yield value[:-1]
-        for index, item in enumerate(value):
-            yield from ((*value[:index], other, *value[index + 1 :]) for other in variants(item))
-    elif isinstance(value, bytes):
-        yield bytes([value[0] ^ 1, *value[1:]]) if value else b"x"
-    elif isinstance(value, str):
-        yield value + "x"
-    else:
-        yield (not value) if isinstance(value, bool) else value + 1
-
-
-# -- the call ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "complete, members, expected",
-    [
-        ([], 1, None),
-        ([7.0], 1, 0.0),
-        ([], 2, None),
-        ([10.0], 2, 15.0),
-        ([10.0, 400.0], 2, 0.0),
-        ([10.0], 3, 15.0),
-        ([10.0, 12.0], 3, 13.2),
-        ([10.0, 14.0], 3, 15.0),  # the grace would end at 15.4
-        ([10.0], 4, None),
-        ([10.0, 12.0], 4, 18.0),
-        ([10.0, 12.0, 14.0], 4, 15.4),
-        ([10.0, 12.0, 17.0], 4, 18.0),
-        ([10.0, 12.0, 14.0, 14.0], 4, 0.0),
-        ([10.0, 12.0], 5, 18.0),
-        ([10.0, 12.0, 13.0], 5, 18.0),
-        ([10.0, 12.0, 13.0, 14.0], 5, 15.4),
-        ([10.0], 6, None),
-        ([10.0, 20.0], 6, 30.0),
-        ([10.0, 20.0, 21.0], 6, 30.0),
-        ([10.0, 20.0, 21.0, 22.0], 6, 24.2),
-        ([22.0, 10.0, 21.0, 20.0], 6, 24.2),
-        ([10.0, 20.0, 21.0, 22.0, 23.0], 6, 24.2),
-        ([float(n) for n in range(10, 0, -1)], 32, None),
-        ([float(n) for n in range(11, 0, -1)], 32, 16.5),
-        ([0.0], 2, 0.25),  # short rounds leave offers a quarter of a second to travel
-        ([0.1], 2, 0.35),
-        ([2.0, 2.1], 3, 2.35),
-        ([1.0, 2.0], 3, 1.5),
-    ],
-)
-def test_call_time_follows_complete_members(complete: list[float], members: int, expected: float | None) -> None:
-    after = planning.call_after(complete, members)
-    assert (after is None) == (expected is None)
-    assert after == (None if expected is None else pytest.approx(expected))
-
-
-@given(seconds=st.lists(st.floats(0, 1e4), min_size=1, max_size=32), data=st.data())
-def test_more_completions_never_postpone_the_call(seconds: list[float], data: st.DataObject) -> None:
-    in_time = sorted(seconds)
-    before = float("inf")
-    for known in range(len(seconds) + 1):
-        after = planning.call_after(data.draw(st.permutations(in_time[:known])), len(seconds))
-        assert after == planning.call_after(in_time[:known], len(seconds))
-        assert after is not None or 3 * known < len(seconds)
-        before, latest = before if after is None else after, before
-        assert before <= latest
-    assert before == 0.0
-
-
-# -- weights and clips ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "tokens, expected",
-    [
-        ([], ()),
-        ([0, 0], (0.0, 0.0)),
-        ([5], (5.0,)),
-        ([0, 7], (0.0, 7.0)),
-        ([100, 200, 300], (100.0, 200.0, 300.0)),
-        ([100, 100, 1601], (100.0, 100.0, 1600.0)),
-        ([100, 100, 1600], (100.0, 100.0, 1600.0)),
-        ([1000, 10**9], (1000.0, 16_000.0)),  # of two, the smaller is the measure
-        ([0, 0, 0, 100, 100, 5000], (0.0, 0.0, 0.0, 100.0, 100.0, 1600.0)),  # those that bring nothing move no median
-        ([1, 3, 100, 1000], (1.0, 3.0, 48.0, 48.0)),
-        ([wire.MAX_TOKENS, 1, 1], (16.0, 1.0, 1.0)),
-        ([wire.MAX_TOKENS], (float(wire.MAX_TOKENS),)),
-    ],
-)
-def test_weights_are_tokens_capped_by_median_multiple(tokens: list[int], expected: tuple[float, ...]) -> None:
-    assert clipping.weights(tokens) == expected
-
-
-@given(tokens=st.lists(st.integers(0, 10**6), min_size=1, max_size=32))
-def test_unit_multiple_caps_weights_at_the_median(tokens: list[int]) -> None:
-    brought = sorted(count for count in tokens if count)
-    if not brought:
-        return
-    assert max(clipping.weights(tokens, 1.0)) == brought[(len(brought) - 1) // 2]
-    assert all(low <= high for low, high in zip(clipping.weights(tokens, 1.0), tokens, strict=True))
-    assert set(clipping.allowances(clipping.weights(tokens, 1.0))) == {1.0}
-
-
-@pytest.mark.parametrize(
-    "norms, weights, factors",
-    [
-        ([], [], ()),
-        ([0.0, 0.0], [0.0, 0.0], (1.0, 1.0)),
-        ([2.0], [1.0], (1.0,)),
-        ([1.0, 2.0, 3.0], [1.0] * 3, (1.0, 1.0, 2 / 3)),
-        ([1.0, 2.0, 4.0, 8.0], [1.0] * 4, (1.0, 1.0, 0.5, 0.25)),  # of two in the middle, the smaller is the measure
-        ([1.0, 2.0**90], [1.0, 1.0], (1.0, 2.0**-90)),
-        ([0.0, 0.0, 1.0, 1.0, 64.0], [0.0, 0.0, 1.0, 1.0, 1.0], (1.0, 1.0, 1.0, 1.0, 1 / 64)),
-        ([1e-320, 1.0, 1.0], [1.0] * 3, (1.0, 1.0, 1.0)),
-        ([1.0, 1.0, 5.0], [100.0, 100.0, 1000.0], (1.0, 1.0, 1.0)),  # ten times the steps: up to ten times the norm
-        ([1.0, 1.0, 20.0], [100.0, 100.0, 1000.0], (1.0, 1.0, 0.5)),
-        ([1.0, 5.0], [100.0, 1000.0], (1.0, 1.0)),
-        ([4.0, 1.0, 1.0], [1.0, 100.0, 100.0], (0.25, 1.0, 1.0)),  # fewer steps are no reason for a smaller one
-    ],
-)
-def test_norms_are_clipped_to_median_and_token_allowance(
-    norms: list[float], weights: list[float], factors: tuple[float, ...]
-) -> None:
-    assert clipping.clip_factors(norms, clipping.allowances(weights)) == factors
-
-
-@given(
-    norms=st.lists(st.floats(0.0, 1e30), min_size=1, max_size=16),
-    lies=st.lists(st.floats(0.0, 1e30), max_size=15),
-    data=st.data(),
-)
-def test_lying_minority_cannot_exceed_largest_honest_norm(
-    norms: list[float], lies: list[float], data: st.DataObject
-) -> None:
-    lies = lies[: max(0, len(norms) - 1)]
-    claims = data.draw(st.permutations([*norms, *lies]))
-    factors = clipping.clip_factors(claims, [1.0] * len(claims))
-    assume(sum(norm > 0 for norm in norms) > len(lies))
-    assert all(norm * factor <= max(norms) * (1 + 1e-12) for norm, factor in zip(claims, factors, strict=True))
-
-
-# -- shares -----------------------------------------------------------------------------------------------------------
-
-
-def seconds_of(
-    fractions: Sequence[float], bandwidths: Sequence[float], able: Sequence[bool], growth: float = 1.0
-) -> float:
-    """Time, per byte of the vector, of the slowest member that reduces anything."""
-    count = len(fractions)
-    return max(
-        (1 - f + growth * (count - 1) * f) / b
-        for f, b, one in zip(fractions, bandwidths, able, strict=True)
-        if one and f > 0
-    )
-
-
-def least_seconds(bandwidths: list[float], able: list[bool], growth: float = 1.0) -> float:
-    """The least T at which the able members can reduce everything, by bisection."""
-    usable = [b for b, one in zip(bandwidths, able, strict=True) if one]
-    room = growth * (len(bandwidths) - 1) - 1
-    low, high = 0.0, (1 + room) / max(usable)
-    for _ in range(200):
-        middle = (low + high) / 2
-        enough = sum(max(0.0, middle * b - 1) for b in usable) >= room
-        low, high = (low, middle) if enough else (middle, high)
-    return high
-
-
-@st.composite
-def uplinks(draw: st.DrawFn, fewest: int = 1) -> tuple[list[float], list[bool]]:
-    count = draw(st.integers(fewest, 32))
-    speed = st.sampled_from([1.0, 1e6, 1e7, 1e13]) | st.floats(5, 8).map(lambda exponent: 10**exponent)
-    able = draw(st.lists(st.booleans(), min_size=count, max_size=count))
-    able[draw(st.integers(0, count - 1))] = True
-    return draw(st.lists(speed, min_size=count, max_size=count)), able
-
-
-@given(links=uplinks())
-def test_shares_sum_to_one(links: tuple[list[float], list[bool]]) -> None:
-    bandwidths, able = links
-    fractions = planning.shares(bandwidths, able)
-    assert len(fractions) == len(bandwidths)
-    assert sum(fractions) == pytest.approx(1, abs=1e-12)
-    assert all(0 <= f <= 1 for f in fractions)
-    assert all(f == 0 for f, one in zip(fractions, able, strict=True) if not one)
-
-
-@given(links=uplinks(fewest=3))
-def test_shares_minimise_the_time(links: tuple[list[float], list[bool]]) -> None:
-    bandwidths, able = links
-    fractions = planning.shares(bandwidths, able)
-    least = least_seconds(bandwidths, able)
-    assert seconds_of(fractions, bandwidths, able) == pytest.approx(least, rel=1e-9)
-    for f, b, one in zip(fractions, bandwidths, able, strict=True):
-        assert not one or f > 0 or 1 / b >= least * (1 - 1e-9)  # idle only if handing in alone takes it as long
-
-
-@given(links=uplinks(fewest=2), growth=st.floats(1.01, 40))
-def test_shares_minimise_the_time_with_growing_means(links: tuple[list[float], list[bool]], growth: float) -> None:
-    bandwidths, able = links
-    fractions = planning.shares(bandwidths, able, growth)
-    least = least_seconds(bandwidths, able, growth)
-    assert seconds_of(fractions, bandwidths, able, growth) == pytest.approx(least, rel=1e-9)
-    slowest = max(least, *(1 / b for b in bandwidths))
-    assert planning.expected_seconds(fractions, bandwidths, 1, growth) == pytest.approx(slowest, rel=1e-9)
-
-
-@given(links=uplinks(), elements=st.integers(0, 10**7), grain=st.sampled_from([1, 64, 4096]))
-def test_parts_start_at_multiples_of_the_grain(
-    links: tuple[list[float], list[bool]], elements: int, grain: int
-) -> None:
-    bounds = planning.part_bounds(planning.shares(*links), elements, grain)
-    assert (bounds[0], bounds[-1]) == (0, elements) and list(bounds) == sorted(bounds)
-    assert all(bound % grain == 0 for bound in bounds if bound < elements)
-
-
-@given(scale=st.sampled_from([1e3, 1e7, 1e12]), ratios=st.lists(st.floats(1, 2), min_size=3, max_size=32))
-def test_similar_links_share_by_the_formula(scale: float, ratios: list[float]) -> None:
-    """2(N-1)·S/Σb, for every member."""
-    bandwidths, count = [scale * ratio for ratio in ratios], len(ratios)
-    assume(min(bandwidths) >= sum(bandwidths) / (2 * (count - 1)))
-    fractions = planning.shares(bandwidths, [True] * count)
-    expected = 2 * (count - 1) * 4_000_000 / sum(bandwidths)
-    assert planning.expected_seconds(fractions, bandwidths, 4_000_000) == pytest.approx(expected, rel=1e-9)
-    times = [4_000_000 * (1 + (count - 2) * f) / b for f, b in zip(fractions, bandwidths, strict=True)]
-    assert times == pytest.approx([expected] * count, rel=1e-9)
-
-
-@pytest.mark.parametrize("bandwidths", [(1.0, 1.0, 1.0), (4.0, 3.0, 2.0), (10.0, 1.0, 1.0), (9.0, 8.0, 1.0)])
-@pytest.mark.parametrize("able", [(True, True, True), (True, True, False), (False, True, True)])
-def test_no_other_share_division_is_faster(bandwidths: tuple[float, ...], able: tuple[bool, ...]) -> None:
-    fractions = planning.shares(bandwidths, able)
-    best = seconds_of(fractions, bandwidths, able)
-    steps = 48
-    for first, second in itertools.product(range(steps + 1), repeat=2):
-        other = (first / steps, second / steps, 1 - (first + second) / steps)
-        if other[2] >= 0 and all(one or not f for f, one in zip(other, able, strict=True)):
-            assert seconds_of(other, bandwidths, able) >= best * (1 - 1e-12)
-
-
-@pytest.mark.parametrize(
-    "bandwidths, able, expected",
-    [
-        ([5.0], [True], (1.0,)),
-        ([1.0, 1e9], [True, True], (0.5, 0.5)),  # with two, everybody sends S whatever the shares
-        ([1.0, 1e9], [True, False], (1.0, 0.0)),
-        ([1e9, 1.0, 1.0, 1.0], [True] * 4, (1.0, 0.0, 0.0, 0.0)),
-        ([1e9, 1.0, 1.0, 1.0], [False, True, True, True], (0.0, 1 / 3, 1 / 3, 1 / 3)),
-        ([1e6, 1e6, 1e5, 1e6], [True] * 4, (1 / 3, 1 / 3, 0.0, 1 / 3)),
-        ([1.0, 30.0, 20.0], [True] * 3, (0.0, 0.8, 0.2)),
-    ],
-)
-def test_shares_match_hand_calculation(bandwidths: list[float], able: list[bool], expected: tuple[float, ...]) -> None:
-    assert planning.shares(bandwidths, able) == pytest.approx(expected)
-
-
-@given(links=uplinks(), elements=st.integers(0, 40) | st.integers(0, 10**9))
-def test_parts_tile_the_vector(links: tuple[list[float], list[bool]], elements: int) -> None:
-    """Odd sizes, fewer elements than members; whoever has no share has no element."""
-    fractions = planning.shares(*links)
-    bounds = planning.part_bounds(fractions, elements)
-    assert len(bounds) == len(fractions) + 1 and (bounds[0], bounds[-1]) == (0, elements)
-    for f, (low, high) in zip(fractions, itertools.pairwise(bounds), strict=True):
-        assert abs(high - low - f * elements) <= 1.001
-        assert low <= high and (f > 0 or low == high)
-
-
-@pytest.mark.parametrize(
-    "fractions, elements, expected",
-    [
-        ((1.0,), 7, (0, 7)),
-        ((0.25, 0.25, 0.5), 7, (0, 2, 4, 7)),
-        ((0.25,) * 4, 2, (0, 0, 1, 2, 2)),
-        ((0.5, 0.0, 0.5), 9, (0, 4, 4, 9)),
-        ((0.1,) * 10, 10, tuple(range(11))),
-    ],
-)
-def test_part_bounds_match_hand_calculation(
-    fractions: tuple[float, ...], elements: int, expected: tuple[int, ...]
-) -> None:
-    assert planning.part_bounds(fractions, elements) == expected
-
-
-def test_slowest_uplink_determines_the_expected_time() -> None:
-    assert planning.expected_seconds((1.0,), (5.0,), 1000) == 0.0
-    assert planning.expected_seconds((0.5, 0.5), (10.0, 20.0), 1000) == 100.0
-    assert planning.expected_seconds((0.5, 0.5, 0.0), (10.0, 30.0, 40.0), 1000) == 150.0
-
-
 # -- drawing ----------------------------------------------------------------------------------------------------------
 
 
@@ -367,7 +72,7 @@ def test_member_without_work_reduces_only_as_last_resort() -> None:
 
 
 def test_bandwidth_claim_is_clamped_to_its_spread() -> None:
-    """Nobody waits a week because one member says that its link is that slow."""
+    """No member waits a week because another claims that its link is that slow."""
     honest = [offer("anna"), offer("bert"), offer("cleo")]
     assert planning.bandwidths([1.0, 1e6, 1e6, 1e13]) == (62_500.0, 1e6, 1e6, 16e6)
     slowest, crawling = offer("dora", bandwidth=62_500.0), offer("dora", bandwidth=1.0)
@@ -379,7 +84,7 @@ def test_bandwidth_claim_is_clamped_to_its_spread() -> None:
 def test_times_are_derived_from_the_offers() -> None:
     offers = [offer("anna", step_seconds=2.0), offer("bert", step_seconds=9.0), offer("cleo", step_seconds=0.0)]
     assert drawn(*offers, elapsed_seconds=100.0).cut_seconds == 9.0
-    assert drawn(*offers, elapsed_seconds=5.0).cut_seconds == 5.0, "nobody's step is longer than the round so far"
+    assert drawn(*offers, elapsed_seconds=5.0).cut_seconds == 5.0, "no step is longer than the round so far"
     size = 4 * 3_000_000
     plan = drawn(*offers, elements=3_000_000)
     assert plan.budget_seconds == pytest.approx(4 * 2 * 2 * size / 3e6 + planning.BUDGET_FLOOR_SECONDS, rel=1e-5)
@@ -423,6 +128,7 @@ def test_only_heavily_clipped_members_are_named() -> None:
     norms = {"anna": 1.0, "bert": 1.0, "cleo": 1.9, "dora": 2.1}
     resolved = planning.resolve_plan(drawn(*(offer(peer, norm=norm) for peer, norm in norms.items())))
     assert resolved.factors == pytest.approx((1.0, 1.0, 1 / 1.9, 1 / 2.1))
+    assert resolved.factors[3] < NAMED_FACTOR <= resolved.factors[2]
     assert [(blame.peer, blame.why) for blame in resolved.clamped] == [("dora", "norm 2.1 clipped by 0.476")]
     assert [resolved.norm_limit(index) for index in range(4)] == [24.0] * 4
     assert planning.resolve_plan(drawn(offer("anna", norm=100.0), offer("bert"))).norm_limit(0) == 150.0
@@ -450,9 +156,11 @@ def test_drawn_plan_is_valid(count: int, elements: int) -> None:
 Break = Callable[[Plan], Plan]
 
 NOT_MEMBERS: dict[str, Break] = {
-    "nobody": lambda plan: replace(plan, offers=()),
-    "a stranger": lambda plan: replace(plan, offers=(*plan.offers, offer("zora"))),
-    "another life of a member": lambda plan: replace(plan, offers=(*plan.offers[:3], offer("dora", incarnation=1))),
+    "no members": lambda plan: replace(plan, offers=()),
+    "a non-member": lambda plan: replace(plan, offers=(*plan.offers, offer("zora"))),
+    "another incarnation of a member": lambda plan: replace(
+        plan, offers=(*plan.offers[:3], offer("dora", incarnation=1))
+    ),
     "a double": lambda plan: replace(plan, offers=(plan.offers[0], *plan.offers)),
     "two offers of one": lambda plan: replace(plan, offers=(*plan.offers, offer("dora", tokens=2))),
     "out of order": lambda plan: replace(plan, offers=plan.offers[::-1]),
@@ -529,7 +237,7 @@ def test_signature_of_another_member_is_rejected() -> None:
 
 
 def test_digest_changes_with_every_field_but_assignments() -> None:
-    """But for who calls and who reduces: a part that goes to another stays what it is."""
+    """All but the caller and the reducers: a part that goes to another reducer stays what it is."""
     plan = drawn()
     others = list(variants(plan))
     same = [each for each in others if replace(each, ballot=0, version=0, reducers=plan.reducers) == plan]

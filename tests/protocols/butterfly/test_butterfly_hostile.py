@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import struct
 from collections.abc import Callable, Coroutine
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
@@ -12,7 +13,9 @@ import pytest
 import torch
 
 from protocols import wire
+from protocols.allreduce.all_reduce import DATA
 from protocols.allreduce.parts import ReducedPart, chunk_digest, seal
+from protocols.allreduce.reducer import Reducer
 from protocols.base import (
     AveragingResult,
     BadPayload,
@@ -40,20 +43,23 @@ from protocols.limits import REQUESTER_IDLE_SECONDS
 from protocols.static_members import StaticMembers
 from protocols.stream_limiter import MAX_STREAMS, MAX_STREAMS_OF_ONE
 from protocols.vectors import norm
+from protocols.wire import Offer, Ready
 from tests.sim import loop as simloop
-from tests.sim.butterfly_harness import RUN
+from tests.sim.butterfly_harness import RUN, ButterflyHarness
 from tests.sim.host import sim_host
 from tests.sim.network import Node, SimNetwork
 from tests.sim.pipe import SimPipe
 from tests.sim.trace import Trace
+from tests.support.example_vectors import equal_norm_vectors
+from tests.support.simulated import on_virtual_clock, simulated
 
 STALE = 7.0
-"""What is in the place of the mean before it comes."""
+"""In the place of the mean before it comes."""
 
 
 @dataclass
 class Attempt:
-    """What came of one attempt of one peer at the round."""
+    """The result of one attempt of one peer at the round."""
 
     peer: PeerId
     mean: AveragingResult
@@ -61,7 +67,7 @@ class Attempt:
 
 
 @dataclass
-class Company:
+class ButterflyGroup:
     """Peers in one network before their first round, and all attempts at it that have ended."""
 
     count: int
@@ -100,25 +106,28 @@ class Company:
         self.attempts.append(Attempt(peer, mean, into))
         return mean.outcome
 
+    def play(self, main: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        simloop.run(main())
+        assert not self.network.bugs
+
     async def until_decided(self, peer: PeerId, elements: int) -> None:
-        """Again and again, as a node does."""
+        """Attempt the round again and again, as a node does."""
         for number in range(4):
             outcome = await self.attempt(peer, torch.full((elements,), 1.0 + number / 10))
             if outcome not in (Outcome.UNDECIDED, Outcome.SUPERSEDED):
                 return
 
-    def named(self) -> dict[PeerId, set[str]]:
-        """Who was named in any attempt, and why."""
+    def blamed(self) -> dict[PeerId, set[str]]:
+        """The peers that were blamed in any attempt, and why."""
         blames = [blame for attempt in self.attempts for blame in attempt.mean.blamed]
         return {blame.peer: {other.why for other in blames if other.peer == blame.peer} for blame in blames}
 
     def committed(self, *peers: PeerId) -> bool:
-        """Whether just these ended with the same record and the same finite bits, none of them stale."""
+        """Whether exactly these peers ended with the same record and the same finite bits, none of them stale."""
         ended = {attempt.peer: attempt for attempt in self.attempts}
         last = list(ended.values())
         return (
-            not self.network.bugs
-            and sorted(ended) == sorted(peers)
+            sorted(ended) == sorted(peers)
             and {attempt.mean.outcome for attempt in last} == {Outcome.COMMITTED}
             and len({attempt.mean.record for attempt in last}) == 1
             and len({attempt.into.numpy().tobytes() for attempt in last}) == 1
@@ -129,30 +138,27 @@ class Company:
 # -- strangers and liars on streams -----------------------------------------------------------------------------------
 
 
-def test_unexpected_control_frame_is_blamed_without_crash() -> None:
-    """Nothing is due there: its sender is named, by all others, and they commit the round without it."""
-    company = Company(3, Settings("fp32", (64,), 16))
-    liar, honest = company.peers[-1], company.peers[:-1]
+@simulated(ButterflyGroup, 3, Settings("fp32", (64,), 16))
+async def test_unexpected_control_frame_is_blamed_without_crash(group: ButterflyGroup) -> None:
+    """All others blame the sender, and commit the round without it."""
+    liar, honest = group.peers[-1], group.peers[:-1]
 
     async def answers(peer: PeerId, stream: Stream) -> None:
         await stream.send(wire.Availability(True))
         await asyncio.sleep(1.0)
 
-    async def main() -> None:
-        company.network.nodes[liar].handlers[CONTROL] = answers
-        await asyncio.gather(*(company.attempt(peer, torch.ones(64)) for peer in honest))
-
-    simloop.run(main())
-    assert company.committed(*honest)
-    for attempt in company.attempts:
+    group.network.nodes[liar].handlers[CONTROL] = answers
+    await asyncio.gather(*(group.attempt(peer, torch.ones(64)) for peer in honest))
+    assert group.committed(*honest)
+    for attempt in group.attempts:
         assert liar in {blame.peer for blame in attempt.mean.blamed}, f"{attempt.peer} named {attempt.mean.blamed}"
-    assert set(company.named()) == {liar}
+    assert set(group.blamed()) == {liar}
 
 
-def test_non_members_cannot_hold_part_streams() -> None:
-    """Who asks for nothing, or takes nothing, is sent away; so many are served at a time, and then others again."""
-    company = Company(1, Settings("fp32", (1 << 22,)))
-    network, (me,), lineage = company.network, company.peers, company.head.key.lineage
+@simulated(ButterflyGroup, 1, Settings("fp32", (1 << 22,)))
+async def test_non_members_cannot_hold_part_streams(group: ButterflyGroup) -> None:
+    """Streams on which nothing is asked for or taken are closed; the limits hold, and others are served afterwards."""
+    network, (me,), lineage = group.network, group.peers, group.head.key.lineage
     stranger, held = sim_host(network, network.join("zoe"), 1, {}), _part(0, 1 << 22)
     others = [sim_host(network, network.join(name), 1, {}) for name in ("yan", "xia")]
     wanted = held.result
@@ -176,38 +182,37 @@ def test_non_members_cannot_hold_part_streams() -> None:
             task.cancel()
         return counts
 
-    async def main() -> ReducedPart:
-        company.averagers[me].part_cache.put(lineage, held)
-        assert await streams(False, 4 * MAX_STREAMS, stranger) == [MAX_STREAMS_OF_ONE, 0]
-        assert await streams(False, MAX_STREAMS, stranger, *others) == [MAX_STREAMS, 0]
-        assert await streams(True, 1, stranger) == [1, 0]
-        deadline = asyncio.get_running_loop().time() + 100.0
-        return await fetch_part(stranger, me, wanted, held.codec, (0, held.high, held.chunk_elements), deadline)
-
-    assert simloop.run(main()).result == wanted
-    assert not network.bugs
+    group.averagers[me].part_cache.put(lineage, held)
+    assert await streams(False, 4 * MAX_STREAMS, stranger) == [MAX_STREAMS_OF_ONE, 0]
+    assert await streams(False, MAX_STREAMS, stranger, *others) == [MAX_STREAMS, 0]
+    assert await streams(True, 1, stranger) == [1, 0]
+    deadline = asyncio.get_running_loop().time() + 100.0
+    fetched = await fetch_part(stranger, me, wanted, held.codec, (0, held.high, held.chunk_elements), deadline)
+    assert fetched.result == wanted
 
 
-def test_streams_reset_by_peer_are_reopened_with_backoff() -> None:
-    """The one believes the other alive, who does not believe it, and sends it away: some tens of times in a minute."""
-    opened: list[str] = []
+class CountingNetwork(SimNetwork):
+    """Knows the method of each stream that was opened."""
 
-    class Counting(SimNetwork):
-        async def connect(self, node: Node, peer: PeerId, method: str, deadline: Deadline) -> SimPipe:
-            opened.append(method)
-            return await super().connect(node, peer, method, deadline)
+    def __init__(self) -> None:
+        super().__init__(Trace(), latency_seconds=0.001)
+        self.opened: list[str] = []
 
-    company = Company(2, Settings("fp32", (64,), 16), Counting(Trace(), latency_seconds=0.001))
-    ours, theirs = company.peers
-    endpoint = company.averagers[theirs]._endpoint
+    async def connect(self, node: Node, peer: PeerId, method: str, deadline: Deadline) -> SimPipe:
+        self.opened.append(method)
+        return await super().connect(node, peer, method, deadline)
+
+
+@simulated(lambda: ButterflyGroup(2, Settings("fp32", (64,), 16), CountingNetwork()))
+async def test_streams_reset_by_peer_are_reopened_with_backoff(group: ButterflyGroup) -> None:
+    """One peer believes the other alive, which does not know it and closes its streams: tens of times in a minute."""
+    ours, theirs = group.peers
+    endpoint = group.averagers[theirs]._endpoint
     endpoint.host = replace(endpoint.host, members=StaticMembers([Member(theirs)]))
-
-    async def main() -> None:
-        await company.attempt(ours, torch.ones(64), seconds=60.0)
-
-    simloop.run(main())
-    assert 2 <= opened.count(CONTROL) <= 40, f"{opened.count(CONTROL)} control streams in a minute"
-    assert not company.network.bugs
+    await group.attempt(ours, torch.ones(64), seconds=60.0)
+    assert isinstance(group.network, CountingNetwork)
+    opened = group.network.opened.count(CONTROL)
+    assert 2 <= opened <= 40, f"{opened} control streams in a minute"
 
 
 # -- parts ------------------------------------------------------------------------------------------------------------
@@ -224,23 +229,19 @@ def _part(low: int, high: int) -> ReducedPart:
     return held
 
 
-def test_equal_parts_at_different_offsets_stay_distinct() -> None:
+@simulated(ButterflyGroup, 4, Settings("int8", (4096,), 256))
+async def test_equal_parts_at_different_offsets_stay_distinct(group: ButterflyGroup) -> None:
     """The mean is zero throughout; a member that came late fetches its parts, and every element is written."""
-    elements = 4096
-    company = Company(4, Settings("int8", (elements,), 256))
 
     async def member(peer: PeerId, late: bool) -> None:
         await asyncio.sleep(0.6 if late else 0.0)
-        await company.attempt(peer, torch.zeros(elements), tokens=1, complete=not late)
+        await group.attempt(peer, torch.zeros(4096), tokens=1, complete=not late)
 
-    async def main() -> None:
-        await asyncio.gather(*(member(peer, peer == company.peers[-1]) for peer in company.peers))
-
-    simloop.run(main())
-    for attempt in company.attempts:
+    await asyncio.gather(*(member(peer, peer == group.peers[-1]) for peer in group.peers))
+    for attempt in group.attempts:
         stale = int((attempt.into == STALE).sum())
-        assert not stale, f"{attempt.peer} kept {stale} of {elements} elements of what was there before"
-    assert company.committed(*company.peers)
+        assert not stale, f"{attempt.peer} kept {stale} elements of what was there before"
+    assert group.committed(*group.peers)
     assert seal(0, 10, [1], [bytes(32)]) != seal(10, 20, [1], [bytes(32)])
 
 
@@ -257,99 +258,135 @@ def test_equal_parts_at_different_offsets_stay_distinct() -> None:
         ({}, ""),
     ),
 )
-def test_proposal_must_cover_vector_with_placed_parts(wrong: dict[str, Any], why: str) -> None:
-    """Or it is refused by who holds all of it; without anything wrong, it is accepted."""
-    company = Company(3, Settings("fp32", (100,), 100))
-    head, (proposer, ours) = company.head, company.order[:2]
-    part_cache, held = company.averagers[ours].part_cache, [_part(0, 60), _part(60, 100)]
+@simulated(ButterflyGroup, 3, Settings("fp32", (100,), 100))
+async def test_proposal_must_cover_vector_with_placed_parts(
+    group: ButterflyGroup, wrong: dict[str, Any], why: str
+) -> None:
+    """A member that holds all its parts refuses it; without anything wrong, it accepts it."""
+    head, (proposer, ours) = group.head, group.order[:2]
+    part_cache, held = group.averagers[ours].part_cache, [_part(0, 60), _part(60, 100)]
     results = tuple(part.result for part in held if part.result)
     record = Record(
         head.key.lineage, head.state_root, 0, Kind.MEAN, b"p" * 32, results, head.roster, (proposer,), (0, 60, 100)
     )
     proposal = Propose(head.key, Member(proposer), 0, records.encode(replace(record, **wrong)))
-
-    async def main() -> None:
-        for part in held:
-            part_cache.put(head.key.lineage, part)
-        async with company.averagers[ours].enter(head, 10.0) as session:
-            session.decision.holds(bytes(32), [], part_cache.of(head.key.lineage))
-            with pytest.raises(BadPayload, match=why) if why else nullcontext():
-                session.take(proposer, proposal)
-            assert bool(session.decision.vote.accepted) is not bool(why)
-
-    simloop.run(main())
+    for part in held:
+        part_cache.put(head.key.lineage, part)
+    async with group.averagers[ours].enter(head, 10.0) as session:
+        session.decision.holds(bytes(32), [], part_cache.of(head.key.lineage))
+        with pytest.raises(BadPayload, match=why) if why else nullcontext():
+            session.take(proposer, proposal)
+        assert bool(session.decision.vote.accepted) is not bool(why)
 
 
 # -- attempts that are given up, rounds entered again -----------------------------------------------------------------
 
 
-def test_fork_keeps_part_locations_of_accepted_mean() -> None:
+@simulated(ButterflyGroup, 5, Settings("fp32", (100,), 100))
+async def test_fork_keeps_part_locations_of_accepted_mean(group: ButterflyGroup) -> None:
     """Two are left: one has accepted a mean and has its part, the other fetches it from there; the fork commits."""
-    elements = 100
-    company = Company(5, Settings("fp32", (elements,), elements))
-    network, head, (proposer, ours, theirs) = company.network, company.head, company.order[:3]
-    held = _part(0, elements)
+    network, head, (proposer, ours, theirs) = group.network, group.head, group.order[:3]
+    held, vector = _part(0, 100), torch.ones(100)
     assert held.result is not None
-    parts, peers, bounds = (held.result,), (proposer,), (0, elements)
+    parts, peers, bounds = (held.result,), (proposer,), (0, 100)
     mean = Record(
         head.key.lineage, head.state_root, 0, Kind.MEAN, b"p" * 32, parts, head.roster, peers=peers, bounds=bounds
     )
 
     async def accepts(session: ButterflySession) -> None:
-        session.decision.holds(bytes(32), [], company.averagers[ours].part_cache.of(head.key.lineage))
+        session.decision.holds(bytes(32), [], group.averagers[ours].part_cache.of(head.key.lineage))
         session.decision.receive(proposer, Propose(head.key, Member(proposer), 0, records.encode(mean)))
         assert session.decision.vote.accepted
 
-    async def main() -> None:
-        company.averagers[ours].part_cache.put(head.key.lineage, held)
-        for peer in company.peers:
-            if peer not in (ours, theirs):
-                network.kill(peer)
-        vector = torch.ones(elements)
-        await asyncio.gather(company.attempt(ours, vector, meanwhile=accepts), company.attempt(theirs, vector))
-
-    simloop.run(main())
-    assert company.committed(ours, theirs), [attempt.mean.outcome for attempt in company.attempts]
-    decided = records.decode(company.attempts[0].mean.record)
+    group.averagers[ours].part_cache.put(head.key.lineage, held)
+    for peer in group.peers:
+        if peer not in (ours, theirs):
+            network.kill(peer)
+    await asyncio.gather(group.attempt(ours, vector, meanwhile=accepts), group.attempt(theirs, vector))
+    assert group.committed(ours, theirs), [attempt.mean.outcome for attempt in group.attempts]
+    decided = records.decode(group.attempts[0].mean.record)
     assert (decided.kind, decided.parts, decided.peers, decided.bounds) == (Kind.FORK, parts, peers, bounds)
-    assert all(torch.equal(attempt.into, torch.ones(elements)) for attempt in company.attempts)
+    assert all(torch.equal(attempt.into, vector) for attempt in group.attempts)
 
 
-def test_reentry_with_corrected_state_root_commits() -> None:
-    """Who once entered it with a wrong state root, and then has the right one, commits with the others."""
-    company = Company(2, Settings("fp32", (64,), 16))
-    mistaken = company.averagers[company.order[1]]
-
-    async def main() -> None:
-        async with mistaken.enter(replace(company.head, state_root=b"w" * 32), 5.0):
-            await asyncio.sleep(1.0)
-        await asyncio.gather(*(company.attempt(peer, torch.ones(64)) for peer in company.peers))
-
-    simloop.run(main())
-    assert company.committed(*company.peers), [attempt.mean for attempt in company.attempts]
-    assert not company.named()
+@simulated(ButterflyGroup, 2, Settings("fp32", (64,), 16))
+async def test_reentry_with_corrected_state_root_commits(group: ButterflyGroup) -> None:
+    """A peer that entered with a wrong state root, and then with the right one, commits with the others."""
+    mistaken = group.averagers[group.order[1]]
+    async with mistaken.enter(replace(group.head, state_root=b"w" * 32), 5.0):
+        await asyncio.sleep(1.0)
+    await asyncio.gather(*(group.attempt(peer, torch.ones(64)) for peer in group.peers))
+    assert group.committed(*group.peers), [attempt.mean for attempt in group.attempts]
+    assert not group.blamed()
 
 
-def test_returning_coordinator_sends_no_second_plan() -> None:
-    """It was superseded after it sent its plan; it waits for the next coordinator, and nobody calls it a liar."""
-    elements = 2_000_000
-    company = Company(3, Settings("fp32", (elements,), 1 << 16))
-    proposer = company.order[0]
+@simulated(ButterflyGroup, 3, Settings("fp32", (2_000_000,), 1 << 16))
+async def test_returning_coordinator_sends_no_second_plan(group: ButterflyGroup) -> None:
+    """It was superseded after it sent its plan; it waits for the next coordinator, and no peer blames it."""
+    elements, proposer = 2_000_000, group.order[0]
 
     async def superseded(session: ButterflySession) -> None:
         await session.cut.wait()
         await asyncio.sleep(0.2)
-        company.averagers[proposer].supersede()
+        group.averagers[proposer].supersede()
 
     async def member(peer: PeerId) -> None:
         if peer == proposer:
-            await company.attempt(peer, torch.ones(elements), meanwhile=superseded)
-        await company.until_decided(peer, elements)
+            await group.attempt(peer, torch.ones(elements), meanwhile=superseded)
+        await group.until_decided(peer, elements)
 
-    async def main() -> None:
-        await asyncio.gather(*(member(peer) for peer in company.peers))
+    await asyncio.gather(*(member(peer) for peer in group.peers))
+    assert (group.attempts[0].peer, group.attempts[0].mean.outcome) == (proposer, Outcome.SUPERSEDED)
+    assert group.committed(*group.peers), [attempt.mean.outcome for attempt in group.attempts]
+    assert not [why for whys in group.blamed().values() for why in whys if "second plan" in why]
 
-    simloop.run(main())
-    assert (company.attempts[0].peer, company.attempts[0].mean.outcome) == (proposer, Outcome.SUPERSEDED)
-    assert company.committed(*company.peers), [attempt.mean.outcome for attempt in company.attempts]
-    assert not [why for whys in company.named().values() for why in whys if "second plan" in why]
+
+# -- reducers and strangers -------------------------------------------------------------------------------------------
+
+
+def test_reducer_with_undecodable_part_is_blamed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No other peer is blamed; another reducer takes its part, and the round is committed."""
+    close = Reducer._close
+
+    def poisoned(self: Reducer, index: int) -> object:
+        result = close(self, index)
+        if self.task.me == "p02":
+            data = self.held.chunk(index)
+            data[0:4] = struct.pack("<f", float("nan"))
+            self._digests[-1] = chunk_digest(result[0], data)
+        return result
+
+    monkeypatch.setattr(Reducer, "_close", poisoned)
+    averaged = ButterflyHarness(equal_norm_vectors(4, 40_000, seed=5), [1000] * 4, [1e7] * 4).average()
+    assert {mean.outcome for mean in averaged.means} == {Outcome.COMMITTED}
+    assert {blame.peer for mean in averaged.means for blame in mean.blamed} == {"p02"}
+    assert len({result.numpy().tobytes() for result in averaged.results}) == 1
+
+
+async def send_and_wait(host: Host, method: str, *messages: Ready) -> None:
+    """Send these to p0, and wait until it closes the stream."""
+    with suppress(PeerError):
+        async with host.transport.open("p0", method, asyncio.get_running_loop().time() + 1e5) as stream:
+            for message in messages:
+                await stream.send(message)
+            await stream.receive(64)
+
+
+@pytest.mark.parametrize("round_number", (0, 1, 10**6))
+@on_virtual_clock
+async def test_non_member_stream_is_closed_within_seconds(round_number: int) -> None:
+    """Of whatever round it speaks, and also when it says nothing, though it asks for a day."""
+    network, roster = SimNetwork(Trace()), (Member("p0"), Member("p1"))
+    head, loop = genesis(RUN, "run", roster, bytes(32)), asyncio.get_running_loop()
+    host = replace(sim_host(network, network.join("p0"), 1, {}), members=StaticMembers(roster))
+    stranger = sim_host(network, network.join("zoe"), 1, {})
+    offer = Offer(Member(stranger.me), 1, 1.0, 1.0, True, False, 1e6, bytes(32), b"")
+    ready = Ready(replace(head.key, round=round_number), offer)
+    async with Butterfly(host, Settings("fp32", (10,))).enter(head, loop.time() + 3600):
+        tasks = [loop.create_task(send_and_wait(stranger, DATA)) for _ in range(20)]
+        tasks += [loop.create_task(send_and_wait(stranger, CONTROL, ready)) for _ in range(20)]
+        await asyncio.sleep(0.5)
+        assert len(network.nodes["p0"].ends) >= 20
+        await asyncio.wait(tasks, timeout=30)
+        assert not network.nodes["p0"].ends
+    assert not network.bugs

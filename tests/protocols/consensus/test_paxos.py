@@ -1,124 +1,19 @@
-"""The vote: transcripts of single rounds, random scheduling over many seeds, and planted bugs that it must catch."""
+"""The vote, in transcripts of single rounds."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from dataclasses import replace
 
 import pytest
 
-from protocols import wire
-from protocols.base import Member, PeerId, RoundKey
+from protocols.base import Member
 from protocols.consensus import messages as votes
 from protocols.consensus import record as records
 from protocols.consensus.paxos import PaxosInstance
-from protocols.consensus.record import Kind, Record
+from protocols.consensus.record import Kind
 from protocols.consensus.vote_tally import VoteTally, majority
-from protocols.wire import ChunkSpan, PartDigest, PartDone
-from tests.sim.invariants import Remembering, Seal
-from tests.sim.scheduling import play
-
-SEEDS = range(2000)
-"""Of 50,000 by `python -m tests.sim.scheduling --seeds 0:50000`."""
-KEY = RoundKey(b"r" * 32, "all", b"l" * 32, 7)
-PLAN = b"p" * 32
-PART = PartDone(0, 0, PartDigest(b"1" * 32, (ChunkSpan(1, 3),)), b"")
-Some = TypeVar("Some")
-
-
-@dataclass
-class Flight:
-    sender: PeerId
-    to: PeerId
-    message: votes.VoteMessage
-
-
-class Table:
-    """Members of one vote, in the order in which they coordinate; messages wait until they are delivered by name."""
-
-    def __init__(self, members: int = 3, fork_peers: int = 1) -> None:
-        roster = [Member(f"m{index}") for index in range(members)]
-        order = records.coordinators(KEY.lineage, roster)
-        self.roster = tuple(roster)
-        self.members = tuple(Member(peer) for peer in order)
-        self.votes = {
-            m.peer: PaxosInstance(m, VoteTally(KEY, self.roster, Seal(m.peer), fork_peers=fork_peers))
-            for m in self.members
-        }
-        self.flying: list[Flight] = []
-        self.said: list[tuple[PeerId, votes.Instruction]] = []
-
-    def name(self, index: int) -> PeerId:
-        return self.members[index].peer
-
-    def vote(self, index: int) -> PaxosInstance:
-        return self.votes[self.name(index)]
-
-    def do(self, index: int, event: str, *arguments: Any) -> list[votes.Instruction]:
-        """An event at a member; what it sends begins to fly."""
-        out: list[votes.Instruction] = getattr(self.vote(index), event)(*arguments)
-        for each in out:
-            self.said.append((self.name(index), each))
-            if isinstance(each, votes.Send):
-                self.flying += [Flight(self.name(index), to, each.message) for to in each.to]
-        return out
-
-    def deliver(self, kind: type[votes.VoteMessage] | None = None, to: int | None = None, keep: bool = False) -> int:
-        """Deliver all that flies, or one kind of it, or to one member, and what follows from it; how many."""
-        count = 0
-        while matching := [
-            flight
-            for flight in self.flying
-            if (kind is None or isinstance(flight.message, kind)) and (to is None or flight.to == self.name(to))
-        ]:
-            self.flying = [flight for flight in self.flying if keep or flight not in matching]
-            for flight in matching:
-                if flight.to in self.votes:
-                    self.do(self._index(flight.to), "receive", flight.sender, flight.message)
-                    count += 1
-            if keep or kind is not None:
-                break
-        return count
-
-    def lose(self, *indices: int) -> None:
-        """What flies to or from these members is lost; without any, everything is."""
-        names = {self.name(index) for index in indices} or set(self.votes)
-        self.flying = [flight for flight in self.flying if not {flight.sender, flight.to} & names]
-
-    def die(self, *indices: int) -> None:
-        self.lose(*indices)
-        for index in indices:
-            del self.votes[self.name(index)]
-
-    def heard(self, index: int, kind: type[Some]) -> list[Some]:
-        """Instructions of a kind that a member gave, so far."""
-        return [each for peer, each in self.said if peer == self.name(index) and isinstance(each, kind)]
-
-    def sent(self, kind: type[Some]) -> list[Some]:
-        return [
-            each.message for _, each in self.said if isinstance(each, votes.Send) and isinstance(each.message, kind)
-        ]
-
-    def decided(self) -> list[tuple[int, bytes] | None]:
-        """Ballot and record that each living member decided."""
-        certificates = [self.votes[member.peer].decided for member in self.members if member.peer in self.votes]
-        return [each and (each.ballot, each.record) for each in certificates]
-
-    def record(self, kind: Kind = Kind.SKIP, *parts: PartDone, without: int = -1, **other: Any) -> bytes:
-        roster = tuple(member for member in self.roster if without < 0 or member != self.members[without])
-        made = Record(KEY.lineage, bytes(32), KEY.round, kind, PLAN, tuple(part.result for part in parts), roster)
-        return records.encode(replace(made, **other))
-
-    def fork(self, *indices: int) -> bytes:
-        return self.record(Kind.FORK, plan=bytes(32), roster=tuple(sorted(self.members[index] for index in indices)))
-
-    def hold(self, *indices: int) -> None:
-        for index in indices:
-            self.do(index, "holds", PLAN, (PART,))
-
-    def _index(self, peer: PeerId) -> int:
-        return next(index for index, member in enumerate(self.members) if member.peer == peer)
-
+from tests.sim.invariants import Seal
+from tests.support.vote_table import KEY, PART, PLAN, Table
 
 # -- the normal case --------------------------------------------------------------------------------------------------
 
@@ -177,28 +72,6 @@ def test_invalid_roster_or_parent_is_not_proposed() -> None:
     assert (new[0].peer) in [to for each in table.heard(0, votes.Send) for to in each.to]
 
 
-@pytest.mark.parametrize("kind", (Kind.MEAN, Kind.SKIP))
-@pytest.mark.parametrize("members", (1, 2, 3, 5))
-def test_record_must_keep_one_member(members: int, kind: Kind) -> None:
-    roster, new = tuple(Member(f"m{index}") for index in range(members)), Member("n0")
-    tally = VoteTally(KEY, roster, Seal("m0"))
-    for next_roster, allowed in ((roster[:1], True), ((roster[0], new), True), ((new,), False), ((), False)):
-        record = Record(KEY.lineage, bytes(32), KEY.round, kind, PLAN, (), next_roster)
-        assert (tally.value(0, records.encode(record)) is not None) is allowed
-
-
-def test_leaving_majority_needs_a_remaining_voter() -> None:
-    """They are a majority, and gone with the mean as soon as they have decided."""
-    roster = tuple(Member(f"m{index}") for index in range(3))
-    polls = [VoteTally(KEY, roster, Seal(member.peer)) for member in roster]
-    record = Record(KEY.lineage, bytes(32), KEY.round, Kind.SKIP, PLAN, (), roster[2:])
-    value = polls[0].value(0, records.encode(record))
-    assert value is not None
-    for voter, tally, decided in zip(roster, polls, (False, False, True), strict=True):
-        polls[0].add(0, value.digest, voter, tally.sign(value, voter))
-        assert polls[0].decides(value) is decided
-
-
 def test_missing_parts_are_fetched_before_accepting() -> None:
     table = Table()
     mean = table.record(Kind.MEAN, PART)
@@ -208,7 +81,7 @@ def test_missing_parts_are_fetched_before_accepting() -> None:
     assert table.decided() == [None] * 3 and len(table.sent(votes.Accept)) == 1
     (wanted,) = table.heard(1, votes.Fetch)
     assert wanted == votes.Fetch(mean, (PART.result.digest,))
-    assert table.vote(1).tally.voters(0, records.lineage(mean)) == (table.members[0],)  # whom to fetch it from
+    assert table.vote(1).tally.voters(0, records.lineage(mean)) == (table.members[0],)  # those it can fetch from
     table.hold(1)
     table.deliver()
     assert table.decided() == [(0, mean)] * 3
@@ -373,7 +246,7 @@ def test_observer_decides_only_by_certificate() -> None:
     assert isinstance(onlooker.receive(table.name(0), certificate)[0], votes.Decided)
 
 
-# -- duplicates, strangers --------------------------------------------------------------------------------------------
+# -- duplicates, non-members -------------------------------------------------------------------------------------------
 
 
 def test_duplicate_messages_change_nothing() -> None:
@@ -520,116 +393,3 @@ def test_fork_and_majority_report_conflicting_certificates() -> None:
     table.do(0, "chosen", 0, table.record())
     table.deliver()
     assert table.vote(0).decided and table.vote(2).decided and table.heard(1, votes.ConflictingCertificate)
-
-
-# -- on the wire ------------------------------------------------------------------------------------------------------
-
-
-def test_vote_messages_round_trip_on_the_wire() -> None:
-    me, record = Member("anna", 3), Table().record(Kind.MEAN, PART)
-    signed = (votes.Signed(me, b"s" * 64),)
-    messages: list[votes.VoteMessage] = [
-        votes.StartBallot(KEY, me, 1, (me,)),
-        votes.Prepare(KEY, me, 1, ()),
-        votes.Promise(KEY, me, 2, 1, record, PLAN, (PART,)),
-        votes.BallotNack(KEY, me, 4),
-        votes.Propose(KEY, me, 5, record),
-        votes.Accept(KEY, me, 6, records.lineage(record), b"s" * 64),
-        votes.RecordRequest(KEY, me, 7, records.lineage(record)),
-        votes.Certificate(KEY, me, 8, record, signed),
-    ]
-    assert {type(message) for message in messages} == set(votes.MESSAGES)
-    for message in messages:
-        assert wire.unpack_body(type(message), wire.body(message)) == message
-
-
-# -- random scheduling ------------------------------------------------------------------------------------------------
-
-
-def test_random_schedules_break_no_invariant() -> None:
-    assert [f"seed {seed}: {error}" for seed, error in play(SEEDS)] == []
-
-
-class HalfAQuorum(Remembering):
-    def __init__(self, *arguments: Any, **named: Any) -> None:
-        super().__init__(*arguments, **named)
-        self.quorum = max(1, len(self.roster) // 2)
-
-
-class CountsStrangers(Remembering):
-    def counts(self, member: Member) -> bool:
-        return member.peer in {each.peer for each in self.roster}
-
-
-class CountsHeirs(Remembering):
-    def counts(self, member: Member) -> bool:
-        return super().counts(member) or self.is_successor(member)
-
-
-class CountsAcrossBallots(Remembering):
-    def voters(self, ballot: int, digest: bytes) -> tuple[Member, ...]:
-        return tuple({voter: None for (_, named), cast in self._votes.items() if named == digest for voter in cast})
-
-
-class ForksWithoutAll(Remembering):
-    def decides(self, value: Any) -> bool:
-        return super().decides(value) or (value.is_fork and bool(self.voters(value.ballot, value.digest)))
-
-
-class AcceptsBelowItsPromise(PaxosInstance):
-    def _on_propose(self, message: votes.Propose) -> None:
-        promised, self._standing.promised = self._standing.promised, 0
-        super()._on_propose(message)
-        self._standing.promised = max(promised, self._standing.promised)
-
-
-class PromiseForgetsAccepted(PaxosInstance):
-    def _promise(self, fork: bool) -> votes.Promise:
-        return replace(super()._promise(fork), accepted=0, record=b"")
-
-
-class ForkForgetsAccepted(PaxosInstance):
-    def _promise(self, fork: bool) -> votes.Promise:
-        promise = super()._promise(fork)
-        return replace(promise, accepted=0, record=b"") if fork else promise
-
-
-class CoordinatorIgnoresAccepted(PaxosInstance):
-    def _handle(self, message: votes.VoteMessage) -> None:
-        forgotten = isinstance(message, votes.Promise)
-        super()._handle(replace(message, accepted=0, record=b"") if forgotten else message)  # type: ignore[call-arg]
-
-
-class CoordinatorTakesTheLowest(PaxosInstance):
-    def _handle(self, message: votes.VoteMessage) -> None:
-        if isinstance(message, votes.Promise) and message.record:
-            message = replace(message, accepted=votes.MAX_BALLOT - message.accepted)
-        super()._handle(message)
-
-
-class AcceptsUnheld(PaxosInstance):
-    def _missing(self, record: Record) -> tuple[bytes, ...]:
-        return ()
-
-
-@pytest.mark.parametrize(
-    "planted, rules",
-    [
-        ({"tally": HalfAQuorum}, {"proof", "one child"}),
-        ({"tally": CountsStrangers}, {"proof", "one child", "proposal"}),
-        ({"tally": CountsHeirs}, {"proof", "one child", "proposal"}),
-        ({"tally": CountsAcrossBallots}, {"proof", "one child"}),
-        ({"tally": ForksWithoutAll}, {"fork"}),
-        ({"vote": AcceptsBelowItsPromise}, {"one child", "proposal"}),
-        ({"vote": PromiseForgetsAccepted}, {"one child", "proposal"}),
-        ({"vote": ForkForgetsAccepted}, {"fork"}),
-        ({"vote": CoordinatorIgnoresAccepted}, {"one child", "proposal"}),
-        ({"vote": CoordinatorTakesTheLowest}, {"one child", "proposal"}),
-        ({"vote": AcceptsUnheld}, {"held"}),
-        ({"same_incarnation": True}, {"one child", "proposal"}),
-    ],
-    ids=lambda value: getattr(next(iter(value.values())), "__name__", "same life") if isinstance(value, dict) else "",
-)
-def test_planted_bug_is_caught(planted: dict[str, Any], rules: set[str]) -> None:
-    caught = (error.rule for seed in SEEDS for _, error in play([seed], **planted))
-    assert any(rule in rules for rule in caught)

@@ -1,4 +1,4 @@
-"""The chain's records: one form for each, a name of its own, and what is said of who is in them."""
+"""The chain's records: each has one encoding and one lineage, and states its contributors."""
 
 from __future__ import annotations
 
@@ -12,12 +12,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from protocols import wire
 from protocols.base import BadPayload, Contribution, Member
+from protocols.consensus import messages as votes
 from protocols.consensus import record as records
 from protocols.consensus.record import Kind, Record
 from protocols.wire import ChunkSpan, PartDigest
-from tests.protocols.allreduce.test_plan import variants
-from tests.protocols.test_wire import headers, places
+from tests.support.variants import variants
+from tests.support.vote_table import KEY, PART, PLAN
+from tests.support.wire_examples import headers, places
 
 RECORD = Record(
     parent=b"p" * 32,
@@ -126,18 +129,14 @@ def test_genesis_differs_per_run_and_from_records() -> None:
     assert records.genesis(b"a" * 32) != records.lineage(b"a" * 32)
 
 
-def test_coordinator_order_ignores_roster_order() -> None:
-    roster = [Member(peer, incarnation) for incarnation, peer in enumerate(("anna", "bert", "cleo", "dora"))]
-    orders = {records.coordinators(b"7" * 32, each) for each in itertools.permutations(roster)}
-    assert orders == {("dora", "anna", "cleo", "bert")}
-
-
-def test_coordinator_role_rotates() -> None:
-    roster = [Member(peer) for peer in ("anna", "bert", "cleo", "dora")]
-    orders = [records.coordinators(bytes([line]) * 32, roster) for line in range(64)]
-    assert all(sorted(order) == ["anna", "bert", "cleo", "dora"] for order in orders)
-    for place in range(4):
-        assert {order[place] for order in orders} == {"anna", "bert", "cleo", "dora"}
+def test_coordinator_order_depends_on_lineage_and_peers_only() -> None:
+    names = ("anna", "bert", "cleo", "dora")
+    roster = [Member(peer, incarnation) for incarnation, peer in enumerate(names)]
+    by_roster = {records.coordinators(b"7" * 32, each) for each in itertools.permutations(roster)}
+    assert by_roster == {("dora", "anna", "cleo", "bert")}
+    by_lineage = [records.coordinators(bytes([line]) * 32, roster) for line in range(64)]
+    assert all(sorted(order) == list(names) for order in by_lineage)
+    assert all({order[place] for order in by_lineage} == set(names) for place in range(4)), "each member's turn comes"
 
 
 def test_coordinator_order_survives_a_departure() -> None:
@@ -146,7 +145,7 @@ def test_coordinator_order_survives_a_departure() -> None:
     assert records.coordinators(bytes(32), roster[1:]) == tuple(peer for peer in order if peer != "p0")
 
 
-# -- who is in it -----------------------------------------------------------------------------------------------------
+# -- contributors -----------------------------------------------------------------------------------------------------
 
 
 def test_contributions_count_chunks() -> None:
@@ -180,3 +179,24 @@ def test_contributions_and_whole_agree(every: list[list[int]]) -> None:
         missing = sum(not mask & (1 << bit) for mask in chunks)
         assert records.contributions("abc", parts)[peer] == Contribution(len(chunks) - missing, len(chunks))
         assert records.whole(bit, parts) == (missing == 0)
+
+
+# -- vote messages -----------------------------------------------------------------------------------------------------
+
+
+def test_vote_messages_round_trip_on_the_wire() -> None:
+    me, record = Member("anna", 3), records.encode(RECORD)
+    signed = (votes.Signed(me, b"s" * 64),)
+    messages: list[votes.VoteMessage] = [
+        votes.StartBallot(KEY, me, 1, (me,)),
+        votes.Prepare(KEY, me, 1, ()),
+        votes.Promise(KEY, me, 2, 1, record, PLAN, (PART,)),
+        votes.BallotNack(KEY, me, 4),
+        votes.Propose(KEY, me, 5, record),
+        votes.Accept(KEY, me, 6, records.lineage(record), b"s" * 64),
+        votes.RecordRequest(KEY, me, 7, records.lineage(record)),
+        votes.Certificate(KEY, me, 8, record, signed),
+    ]
+    assert {type(message) for message in messages} == set(votes.MESSAGES)
+    for message in messages:
+        assert wire.unpack_body(type(message), wire.body(message)) == message

@@ -2,45 +2,20 @@
 
 from __future__ import annotations
 
-import gc
-import tracemalloc
-from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from protocols import wire
 from protocols.base import BadPayload, Head, Member, RoundKey
 from protocols.consensus import record as records
 from protocols.consensus.record import Kind, Record
-from protocols.history.chain import UNSETTLED, Chain, DecidedRound, genesis, state_root
-from protocols.history.round_log import RECENT, ListArchive, RoundLog
+from protocols.history.chain import UNSETTLED, Chain, genesis, state_root
+from protocols.history.round_log import DecidedRound
+from tests.support.chains import ROSTER, fresh, grown, lineages, state
 from tests.support.fake_rounds import ROOT, RUN, certified, decided, encoded, line
-
-ROSTER = (Member("anna"), Member("bert"))
-
-
-def fresh() -> Chain:
-    return Chain(RUN, "run", ROSTER, ROOT)
-
-
-def grown(rounds: int, **changes: object) -> Chain:
-    chain = fresh()
-    for link in line(chain.head, rounds, **changes):
-        chain.extend(encoded(link))
-    return chain
-
-
-def lineages(chain: Chain) -> list[bytes]:
-    return [records.genesis(RUN), *(records.lineage(each) for each in chain.records)]
-
-
-def state(chain: Chain) -> tuple[Head, tuple[bytes, ...], tuple[bytes, ...]]:
-    return chain.head, chain.records, chain.locator()
-
 
 # -- extending --------------------------------------------------------------------------------------------------------
 
@@ -90,29 +65,21 @@ def test_record_not_extending_head_is_rejected(parent: bytes | None, number: int
     assert state(chain) == before
 
 
-def test_repeated_round_is_rejected() -> None:
-    chain = fresh()
-    link = decided(chain.head)
-    chain.extend(encoded(link))
-    with pytest.raises(ValueError, match="does not extend"):
-        chain.extend(encoded(link))
-
-
-def test_certificate_of_another_run_is_rejected() -> None:
-    chain, other = fresh(), Chain(b"s" * 32, "run", ROSTER, ROOT)
-    with pytest.raises(ValueError, match="certificate of round 0 does not extend"):
-        chain.extend(encoded(decided(other.head)))
-    assert state(chain) == state(fresh())
-
-
-def test_invalid_certificate_bytes_change_nothing() -> None:
-    chain = fresh()
-    data = encoded(decided(chain.head))
-    bare = decided(chain.head).certificate.record
-    for bad in (b"", b"\xc0", data[:-1], data + b"\x00", bare):
+def test_invalid_certificate_changes_nothing() -> None:
+    """Bytes that are no certificate, that of another run, and that of a round that is decided already."""
+    chain, link = fresh(), decided(fresh().head)
+    data = encoded(link)
+    for bad in (b"", b"\xc0", data[:-1], data + b"\x00", link.certificate.record):
         with pytest.raises(BadPayload):
             chain.extend(bad)
+    with pytest.raises(ValueError, match="certificate of round 0 does not extend"):
+        chain.extend(encoded(decided(Chain(b"s" * 32, "run", ROSTER, ROOT).head)))
     assert state(chain) == state(fresh())
+    chain.extend(data)
+    before = state(chain)
+    with pytest.raises(ValueError, match="does not extend"):
+        chain.extend(data)
+    assert state(chain) == before
 
 
 def test_settle_changes_only_the_state_root() -> None:
@@ -121,16 +88,9 @@ def test_settle_changes_only_the_state_root() -> None:
     assert before.state_root == UNSETTLED
     chain.settle(b"1" * 32)
     assert chain.head == replace(before, state_root=b"1" * 32)
+    assert before == grown(1).head, "a round keeps the head that it began with"
     chain.extend(encoded(decided(chain.head)))
     assert chain.head.state_root == UNSETTLED, "even a SKIP's root has to be settled again: it binds the round"
-
-
-def test_head_is_immutable() -> None:
-    chain = fresh()
-    before = chain.head
-    chain.extend(encoded(decided(before)))
-    chain.settle(b"1" * 32)
-    assert before == fresh().head, "a round keeps the head that it began with"
 
 
 # -- looking ----------------------------------------------------------------------------------------------------------
@@ -145,23 +105,21 @@ def test_heads_along_the_chain_match_the_past() -> None:
         chain.settle(bytes([number]) * 32)
         heads.append(chain.head)
     assert [chain.at(head.key.lineage) for head in heads[:-1]] == heads[:-1]
-    assert chain.at(heads[-1].key.lineage) == replace(heads[-1], state_root=UNSETTLED), "nobody has vouched for it"
+    assert chain.at(heads[-1].key.lineage) == replace(heads[-1], state_root=UNSETTLED), "no record states it yet"
     assert chain.at(b"x" * 32) is None
 
 
-def test_head_of_diverged_peer_differs_from_chain() -> None:
+def test_past_heads_have_the_recorded_state_roots() -> None:
+    """Whatever state this peer itself settled."""
+    chain = fresh()
+    chain.settle(b"9" * 32)
+    start = chain.at(records.genesis(RUN))
+    assert start is not None and start.state_root == ROOT
     chain = grown(1)
     chain.settle(b"1" * 32)
     chain.extend(encoded(decided(chain.head, root=b"2" * 32)))
-    head = chain.at(lineages(chain)[1])
-    assert head is not None and head.state_root == b"2" * 32
-
-
-def test_known_genesis_keeps_its_state_root() -> None:
-    chain = fresh()
-    chain.settle(b"9" * 32)
-    head = chain.at(records.genesis(RUN))
-    assert head is not None and head.state_root == ROOT
+    diverged = chain.at(lineages(chain)[1])
+    assert diverged is not None and diverged.state_root == b"2" * 32
 
 
 def test_since_and_child_return_following_records_or_none() -> None:
@@ -244,234 +202,6 @@ def test_copy_is_independent() -> None:
     other.switch(lineages(chain)[1], line(fresh().head, 0))
     other.extend(encoded(decided(other.head, plan=b"e" * 32)))
     assert state(chain) == before and other.head.key.round == 2
-
-
-# -- an archive -------------------------------------------------------------------------------------------------------
-
-
-class Plain:
-    """The rounds of a chain in one list: what it says of them, the long way round."""
-
-    def __init__(self, links: list[DecidedRound]) -> None:
-        self.links = links
-
-    @property
-    def heads(self) -> list[Head]:
-        roots = [link.record.state_root for link in self.links]
-        heads = [fresh().head, *(link.head for link in self.links)]
-        return [*(replace(head, state_root=root) for head, root in zip(heads, roots, strict=False)), heads[-1]]
-
-    def members(self, limit: int) -> tuple[Member, ...]:
-        every = [member for head in reversed(self.heads) for member in head.roster]
-        return tuple({member.peer: member for member in reversed(every)}[peer] for peer in dict.fromkeys(
-            member.peer for member in every
-        ))[:limit]  # fmt: skip
-
-
-def former(heads: Sequence[Head]) -> list[tuple[Member, ...]]:
-    """Rosters before that of the last head that are larger than all that came after them, the latest first."""
-    rosters = [head.roster for head in heads]
-    larger = (at for at in range(len(rosters) - 1) if len(rosters[at]) > max(map(len, rosters[at + 1 :])))
-    return [rosters[at] for at in sorted(larger, reverse=True)]
-
-
-def same(chain: Chain, plain: Plain) -> None:
-    heads, links = plain.heads, plain.links
-    assert list(chain.head.former) == former(heads)
-    assert chain.head == heads[-1] and len(chain) == len(links)
-    assert chain.records == tuple(link.certificate.record for link in links)
-    for place, head in enumerate(heads):
-        lineage = head.key.lineage
-        assert lineage in chain and chain.at(lineage) == head and chain.count_since(lineage) == len(links) - place
-        assert list(getattr(chain.at(lineage), "former", ())) == former(heads[: place + 1])
-        assert chain.since(lineage) == tuple(links[place:]) and chain.since(lineage, 2) == tuple(links[place:][:2])
-        assert tuple(chain.walk(lineage)) == tuple(links[place:])
-        assert chain.child(lineage) == next(iter(links[place:]), None)
-        some = chain.certificates(lineage)
-        assert bool(some) == (place < len(links))
-        assert some == [link.certificate for link in links[place : place + len(some)]]
-    assert [chain.members(limit) for limit in (1, 3, 9)] == [plain.members(limit) for limit in (1, 3, 9)]
-    at = [heads.index(head) for head in map(chain.at, chain.locator()) if head]
-    assert at == sorted(at, reverse=True) and at[0] == len(links) and at[-1] == 0
-
-
-ROSTERS = st.sampled_from([ROSTER, ROSTER[:1], (Member("bert"), Member("cleo", 1)), (Member("cleo", 2),)])
-STEPS = st.lists(
-    st.tuples(
-        st.sampled_from(["extend", "extend", "switch", "copy", "restart"]),
-        st.integers(0, 5),  # which of the chains: the first of them writes to the archive
-        st.integers(0, 30),  # where it is left, from the end
-        st.integers(0, 6),  # rounds
-        st.sampled_from([Kind.MEAN, Kind.SKIP, Kind.FORK]),
-        ROSTERS,
-    ),
-    max_size=12,
-)
-
-
-@settings(deadline=None, max_examples=40)
-@given(steps=STEPS, recent=st.integers(1, 4), piece=st.integers(1, 3))
-def test_archived_chain_behaves_like_a_list(steps: list[Any], recent: int, piece: int) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("protocols.history.round_log.RECENT", recent)
-        patch.setattr("protocols.history.round_log.PIECE", piece)
-        archive, plans = ListArchive(), iter(range(1000))
-        pairs = [(Chain(RUN, "run", ROSTER, ROOT, archive), Plain([]))]
-        lent: list[tuple[Sequence[DecidedRound], list[DecidedRound]]] = []
-        for what, which, back, rounds, kind, roster in steps:
-            at = which % len(pairs)
-            chain, plain = pairs[at]
-            place = max(0, len(plain.links) - back) if what == "switch" else len(plain.links)
-            start = plain.heads[place]
-            links = line(replace(start, state_root=ROOT), rounds, kind=kind, roster=roster, plan=plan(next(plans)))
-            if what == "extend":
-                for link in links:
-                    chain.extend(encoded(link))
-                plain.links = plain.links + links
-            elif what == "switch":
-                branch = links if rounds % 2 else judged(start, links)
-                assert chain.switch(start.key.lineage, branch) == tuple(plain.links[place:])
-                lent.append((branch, links))
-                plain.links = plain.links[:place] + links
-            elif what == "copy":
-                pairs.append((chain.copy(), Plain(plain.links)))
-            else:
-                pairs = [(Chain(RUN, "run", ROSTER, ROOT, archive), pairs[0][1])]
-                assert pairs[0][0].refused == 0
-            for pair in pairs:
-                same(*pair)
-            assert all(list(branch) == links for branch, links in lent), "they are the contacts' still"
-
-
-def judged(start: Head, links: list[DecidedRound]) -> RoundLog:
-    """As contacts prove them: in an archive of their own, some of them out of another's."""
-    other, branch = RoundLog(start), RoundLog(start)
-    other.extend(links)
-    branch.extend(links[: len(links) // 3])
-    branch.adopt(other, len(links) // 3, len(links) // 2)
-    branch.adopt(other, len(links) // 2, len(links))
-    assert branch.forks == other.forks and branch.locator() == other.locator()
-    return branch
-
-
-def plan(number: int) -> bytes:
-    return number.to_bytes(32, "big")
-
-
-def test_extending_a_copy_leaves_judged_branch_unchanged() -> None:
-    chain, start = fresh(), fresh().head
-    copy, links = chain.copy(), line(start, 4)
-    branch = judged(start, links)
-    copy.switch(start.key.lineage, branch)
-    copy.extend(encoded(decided(copy.head, plan=b"e" * 32)))
-    assert list(branch) == links and len(copy) == 5 and len(chain) == 0
-    other = chain.copy()
-    other.switch(start.key.lineage, branch)
-    other.switch(links[1].lineage, [])
-    assert list(branch) == links and len(other) == 2
-
-
-def archived(links: list[DecidedRound]) -> ListArchive:
-    archive = ListArchive()
-    for link in links:
-        archive.extend([encoded(link)])
-    return archive
-
-
-def test_archived_records_after_a_break_are_dropped() -> None:
-    links, other = line(fresh().head, 6), line(fresh().head, 6, plan=b"e" * 32)
-    for held, good in (
-        ([*links[:3], *other[3:]], 3),
-        ([*links[:3], *links[4:]], 3),
-        ([*links[:2], links[1]], 2),
-        (line(Chain(b"s" * 32, "run", ROSTER, ROOT).head, 2), 0),
-    ):
-        archive = archived(held)
-        chain = Chain(RUN, "run", ROSTER, ROOT, archive)
-        assert len(chain) == len(archive) == good and chain.refused == len(held) - good
-        assert chain.records == tuple(link.certificate.record for link in links[:good])
-    archive = archived(links)
-    archive._kept[4] = b"nonsense"
-    assert len(Chain(RUN, "run", ROSTER, ROOT, archive)) == len(archive) == 4
-
-
-@pytest.mark.parametrize("bad", [b"", b"nonsense", None])
-def test_unreadable_record_drops_all_earlier_ones(bad: bytes | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("protocols.history.round_log.RECENT", 2)
-    links = line(fresh().head, 20)
-    archive = archived(links)
-    chain = Chain(RUN, "run", ROSTER, ROOT, archive)
-    every = lineages(chain)
-    archive._kept[7] = encoded(decided(links[6].head, plan=b"e" * 32)) if bad is None else bad
-    assert len(chain.since(every[9])) == 11, "nobody has asked for it yet"
-    assert chain.since(every[0]) == () and chain.at(every[8]) is None
-    assert every[8] not in chain and every[9] in chain and chain.locator()[-1] == every[9]
-    assert chain.at(every[9]) == replace(links[8].head, state_root=links[9].record.state_root)
-    assert len(chain.records) == 11 and chain.head == links[-1].head
-    with pytest.raises(ValueError, match="does not leave this chain"):
-        chain.switch(every[3], [])
-    assert len(chain.switch(every[9], [])) == 11 and chain.head == links[8].head
-    chain.extend(encoded(decided(chain.head)))
-
-
-def test_switch_at_unreadable_record_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("protocols.history.round_log.RECENT", 2)
-    archive = archived(line(fresh().head, 20))
-    chain = Chain(RUN, "run", ROSTER, ROOT, archive)
-    lineage = lineages(chain)[8]
-    archive._kept[7] = b""
-    with pytest.raises(ValueError, match="cannot be read any more"):
-        chain.switch(lineage, [])
-    assert len(chain) == len(archive) == 20
-    chain.extend(encoded(decided(chain.head)))
-
-
-def test_unreadable_abandoned_record_does_not_block_switch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("protocols.history.round_log.RECENT", 2)
-    archive = archived(line(fresh().head, 20))
-    chain = Chain(RUN, "run", ROSTER, ROOT, archive)
-    every = lineages(chain)
-    archive._kept[12] = b""
-    assert [link.lineage for link in chain.switch(every[5], [])] == every[15:]
-    assert len(archive) == 5 and len(chain.records) == 5 and every[5] in chain
-
-
-@pytest.mark.parametrize("copied", [False, True])
-def test_unreadable_branch_changes_nothing(copied: bool) -> None:
-    chain = grown(5)
-    chain, before = chain.copy() if copied else chain, state(chain)
-    archive, start = ListArchive(), fresh().head
-    branch = RoundLog(start, archive)
-    branch.extend(line(start, 300, plan=b"e" * 32, voters=ROSTER[:1]))
-    del archive._kept[20:]
-    if not copied:
-        with pytest.raises(ValueError, match="cannot be read any more"):
-            chain.switch(start.key.lineage, branch)
-        assert state(chain) == before
-    else:
-        chain.switch(start.key.lineage, branch)  # nothing is written, and nobody has looked yet
-        assert chain.since(start.key.lineage) == () and chain.head == branch[-1].head
-
-
-def test_long_chain_costs_little_memory() -> None:
-    """Bytes in memory for each round of a chain whose certificates are elsewhere."""
-
-    class Elsewhere(ListArchive):
-        def extend(self, certificates: Sequence[bytes]) -> None:
-            self._kept += [b""] * len(certificates)
-
-    def grow(rounds: int) -> int:
-        chain = Chain(RUN, "run", ROSTER, ROOT, Elsewhere())
-        tracemalloc.start()
-        chain.switch(chain.head.key.lineage, links[:rounds])
-        gc.collect()  # what is garbage already is no memory of the chain
-        traces = tracemalloc.take_snapshot().filter_traces([ours])
-        tracemalloc.stop()
-        return sum(trace.size for trace in traces.statistics("filename"))
-
-    ours = tracemalloc.Filter(True, "*/protocols/*")
-    links = line(fresh().head, 400 + 9 * RECENT, voters=ROSTER[:1])  # as many are at hand of either
-    assert (grow(len(links)) - grow(400)) / (9 * RECENT) < 100
 
 
 # -- state roots ------------------------------------------------------------------------------------------------------

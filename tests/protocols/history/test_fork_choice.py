@@ -13,7 +13,7 @@ from protocols.base import BadPayload, Head, Member
 from protocols.consensus import record as records
 from protocols.consensus.messages import Signed
 from protocols.consensus.record import Kind
-from protocols.consensus.vote_tally import ONLOOKER, VoteTally
+from protocols.consensus.vote_tally import VoteTally
 from protocols.history.chain import UNSETTLED, Chain, DecidedRound, genesis
 from protocols.history.fork_choice import Branch, ForkChoice
 from tests.sim.host import SimSigner
@@ -191,8 +191,8 @@ def test_more_signatures_beat_a_longer_branch() -> None:
 def test_successor_fork_ranks_by_roster_below_majority() -> None:
     base = line(start(5), 2)
     head = base[-1].head
-    heirs = tuple(replace(member, incarnation=1) for member in ROSTER)
-    many, few, two = forked(head, *heirs), forked(head, *heirs[:2]), forked(head, CLEO, DORA)
+    successors = tuple(replace(member, incarnation=1) for member in ROSTER)
+    many, few, two = forked(head, *successors), forked(head, *successors[:2]), forked(head, CLEO, DORA)
     majority = decided(head, voters=ROSTER[:3])
     assert rules().judge(head, many.certificate).head == many.head
     for better, worse in (
@@ -204,21 +204,6 @@ def test_successor_fork_ranks_by_roster_below_majority() -> None:
         (few, forked(head, EMIL)),
     ):
         assert beats([*base, worse], [*base, better]) == 1 and beats([*base, better], [*base, worse]) == 0
-
-
-@pytest.mark.parametrize("incarnation, inherits", ((0, False), (4, False), (5, False), (6, True), (ONLOOKER, False)))
-def test_successor_is_a_later_incarnation(incarnation: int, inherits: bool) -> None:
-    tally = VoteTally(start().key, (replace(ANNA, incarnation=5), BERT), SimSigner("anna", SEED))
-    assert tally.is_successor(replace(ANNA, incarnation=incarnation)) == inherits
-    assert not tally.is_successor(replace(OUTSIDER, incarnation=incarnation))
-
-
-@pytest.mark.parametrize("fork_peers, enough", ((0, 9), (1, 1), (2, 2), (3, 3), (4, 3)))
-def test_successors_may_fork_from_configured_count(fork_peers: int, enough: int) -> None:
-    tally = VoteTally(start().key, ROSTER[:3], SimSigner("anna", SEED), fork_peers=fork_peers)
-    heirs = [replace(member, incarnation=1) for member in ROSTER[:3]]
-    assert [tally.may_fork(heirs[:count]) for count in range(4)] == [count >= enough for count in range(4)]
-    assert not tally.may_fork([heirs[0], BERT]) and not tally.may_fork([*heirs, replace(OUTSIDER, incarnation=1)])
 
 
 FIVE = tuple(Member(f"m{number}", 1) for number in range(5))
@@ -242,11 +227,11 @@ def shrinking(*rosters: tuple[Member, ...]) -> list[DecidedRound]:
         ((FIVE, FIVE[2:], FIVE[4:]), BACK[1:3], False),  # most of none
         ((FIVE, FIVE[2:], FIVE[4:]), BACK[3:4], False),
         ((FIVE, FIVE[2:], FIVE[4:]), (BACK[3], FIVE[4]), False),  # one of them still votes
-        ((FIVE, FIVE[2:], FIVE[4:]), (BACK[3], BACK[4]), True),  # with an heir
+        ((FIVE, FIVE[2:], FIVE[4:]), (BACK[3], BACK[4]), True),  # with a successor
         ((FIVE, FIVE[2:], FIVE[3:]), BACK[2:4], False),  # no more than they replace
         ((FIVE[:3], FIVE[2:3], (*FIVE[2:], OUTSIDER)), BACK[:2], False),  # it has grown again since
         ((FIVE, FIVE[4:]), (*BACK[:2], replace(OUTSIDER, incarnation=2)), False),
-        ((FIVE, FIVE[4:]), FIVE[:3], True),  # who was evicted and never restarted
+        ((FIVE, FIVE[4:]), FIVE[:3], True),  # an evicted member that never restarted
     ),
 )
 def test_former_majority_of_shrunken_roster_may_fork(
@@ -262,14 +247,14 @@ def test_former_majority_of_shrunken_roster_may_fork(
 
 
 def test_largest_branch_wins_among_former_and_other_members() -> None:
-    """Whoever looks, and however long they are; of two equal ones, not that of the former members."""
+    """For each peer, and whatever their lengths; of two equal branches, not that of the former members."""
     before = shrinking(FIVE, FIVE[2:], FIVE[4:])
     head = before[-1].head
-    two, three, heir = [forked(head, *BACK[2:4])], [forked(head, *BACK[:3])], [forked(head, BACK[4])]
+    two, three, successor = [forked(head, *BACK[2:4])], [forked(head, *BACK[:3])], [forked(head, BACK[4])]
     alone = line(head, 5, voters=FIVE[4:])
     grown = [*alone, decided(alone[-1].head, roster=(FIVE[4], *ROSTER[:2]), voters=FIVE[4:])]
     grown += line(grown[-1].head, 2)
-    for order in ([three, two, alone, heir], [grown, three, two, heir]):
+    for order in ([three, two, alone, successor], [grown, three, two, successor]):
         for better, worse in itertools.combinations(order, 2):
             for kept, shown in ((better, worse), (worse, better)):
                 chain = Chain(RUN, "run", FIVE)
@@ -306,7 +291,7 @@ def test_vote_count_of_certificate_does_not_matter() -> None:
         pairs = zip(every, (many, few), strict=True)
         links = [DecidedRound(certified(head, one, by), decided(head, plan=one.plan).head) for one, by in pairs]
         answers.add((beats(links[:1], links[1:]), beats(links[1:], links[:1])))
-    assert len(answers) == 1 and sum(answers.pop()) == 1, "this takes liars; still, all agree"
+    assert len(answers) == 1 and sum(answers.pop()) == 1, "only liars bring this about; still, all agree"
 
 
 def test_divergence_is_found_above_common_ancestor() -> None:
@@ -319,7 +304,7 @@ def test_divergence_is_found_above_common_ancestor() -> None:
         assert branch.ancestor.key == links[3].head.key and branch.links == tuple(other)
 
 
-# -- forks, and those who wait ----------------------------------------------------------------------------------------
+# -- forks, and peers that wait ----------------------------------------------------------------------------------------
 
 
 def test_single_member_fork_cannot_capture_a_majority() -> None:
@@ -329,7 +314,7 @@ def test_single_member_fork_cannot_capture_a_majority() -> None:
     longer = [alone, *line(alone.head, 9)]
     assert beats([], longer, 4, ANNA) == 0
     assert beats([], longer, 4, DORA) == 10, "its own"
-    assert beats([], longer, 4, Member("anna", 1)) == beats([], longer, 4) == 10, "who has no vote captures nobody"
+    assert beats([], longer, 4, Member("anna", 1)) == beats([], longer, 4) == 10, "a peer without a vote follows it"
     assert beats([], [pair], 4, ANNA) == 1
     assert beats([], [forked(start(2), BERT)], 2, ANNA) == 1
 

@@ -21,8 +21,9 @@ from protocols.sync.requests import (
     HeadAnnouncement,
     SnapshotRef,
 )
-from tests.protocols.test_wire import headers, places, replaced
+from tests.support.simulated import simulated
 from tests.support.sync_cluster import TOKENS, SyncCluster
+from tests.support.wire_examples import headers, places, replaced
 
 ANNA, BERT, CLEO, DORA, EMIL = (Member(name) for name in ("anna", "bert", "cleo", "dora", "emil"))
 ALL = "anna bert cleo dora emil"
@@ -36,315 +37,251 @@ def swarm(names: str = "anna bert cleo", **options: object) -> SyncCluster:
 # -- behind -----------------------------------------------------------------------------------------------------------
 
 
-def test_peer_few_rounds_behind_replays_means() -> None:
-    world = swarm(every_rounds=2)
-
-    async def main() -> None:
-        await world.rounds("anna bert cleo", 3)
-        await world.rounds("anna bert", 2)
-        await world.decide("anna bert", Kind.SKIP)
-        await world.rounds("anna bert", 2)
-        cleo = world.peers["cleo"]
-        parent = cleo.chain.head.key.lineage.hex()
-        report = await cleo.catch_up()
-        assert world.same("anna bert cleo") and cleo.round == 8
-        assert (report.outcome, report.round, report.parent) == ("superseded", 3, parent)
-        assert report.lineage == cleo.chain.head.key.lineage.hex()
-        assert (report.replayed_rounds, report.bytes_downloaded) == (4, 0)
-        assert (report.lost_rounds, report.lost_tokens, report.blamed) == (0, 0, {})
-        assert 4 * INT8 < report.bytes_received < 4 * INT8 + 8000
-        assert torch.equal(cleo.trainer.local_training.learner.vectors[0], cleo.outer_loop.anchor), (
-            "and trains on from there"
-        )
-        assert [each.round for each in cleo.snapshots.held()] == [8, 2]
-        await world.rounds("anna bert cleo", 2)
-        assert world.same("anna bert cleo")
-
-    world.play(main)
+@simulated(swarm, every_rounds=2)
+async def test_peer_few_rounds_behind_replays_means(world: SyncCluster) -> None:
+    await world.rounds("anna bert cleo", 3)
+    await world.rounds("anna bert", 2)
+    await world.decide("anna bert", Kind.SKIP)
+    await world.rounds("anna bert", 2)
+    cleo = world.peers["cleo"]
+    parent = cleo.chain.head.key.lineage.hex()
+    report = await cleo.catch_up()
+    assert world.same("anna bert cleo") and cleo.round == 8
+    assert (report.outcome, report.round, report.parent) == ("superseded", 3, parent)
+    assert report.lineage == cleo.chain.head.key.lineage.hex()
+    assert (report.replayed_rounds, report.bytes_downloaded) == (4, 0)
+    assert (report.lost_rounds, report.lost_tokens, report.blamed) == (0, 0, {})
+    assert 4 * INT8 < report.bytes_received < 4 * INT8 + 8000
+    assert torch.equal(cleo.trainer.local_training.learner.vectors[0], cleo.outer_loop.anchor), (
+        "and trains on from there"
+    )
+    assert [each.round for each in cleo.snapshots.held()] == [8, 2]
+    await world.rounds("anna bert cleo", 2)
+    assert world.same("anna bert cleo")
 
 
-def test_up_to_date_peer_has_nothing_to_do() -> None:
-    world = swarm()
-
-    async def main() -> None:
-        await world.rounds("anna bert cleo", 2)
-        before = world.peers["anna"].outer_loop.anchor.clone()
-        report = await world.peers["anna"].catch_up()
-        assert (report.outcome, report.lineage, report.parent) == ("undecided", report.parent, report.lineage)
-        assert torch.equal(world.peers["anna"].outer_loop.anchor, before) and report.blamed == {}
-
-    world.play(main)
+@simulated(swarm)
+async def test_up_to_date_peer_has_nothing_to_do(world: SyncCluster) -> None:
+    await world.rounds("anna bert cleo", 2)
+    before = world.peers["anna"].outer_loop.anchor.clone()
+    report = await world.peers["anna"].catch_up()
+    assert (report.outcome, report.lineage, report.parent) == ("undecided", report.parent, report.lineage)
+    assert torch.equal(world.peers["anna"].outer_loop.anchor, before) and report.blamed == {}
 
 
-def test_peer_far_behind_takes_snapshot_and_later_means() -> None:
-    world = swarm(keep_rounds=4)
-
-    async def main() -> None:
-        await world.decide("anna bert cleo")
-        await world.rounds("anna bert", 10)
-        report = await world.peers["cleo"].catch_up()
-        assert world.same("anna bert cleo")
-        assert (report.outcome, report.replayed_rounds, report.bytes_downloaded) == ("superseded", 3, 8000)
-        assert report.blamed == {} and report.lost_rounds == 0
-
-    world.play(main)
+@simulated(swarm, keep_rounds=4)
+async def test_peer_far_behind_takes_snapshot_and_later_means(world: SyncCluster) -> None:
+    await world.decide("anna bert cleo")
+    await world.rounds("anna bert", 10)
+    report = await world.peers["cleo"].catch_up()
+    assert world.same("anna bert cleo")
+    assert (report.outcome, report.replayed_rounds, report.bytes_downloaded) == ("superseded", 3, 8000)
+    assert report.blamed == {} and report.lost_rounds == 0
 
 
-def test_cheaper_of_snapshot_and_replay_is_chosen() -> None:
+@simulated(swarm, every_rounds=5, keep_rounds=20)
+async def test_cheaper_of_snapshot_and_replay_is_chosen(world: SyncCluster) -> None:
     """Eight means of int8 are dearer than a snapshot and the two since; two are not."""
-    world = swarm(every_rounds=5, keep_rounds=20)
-
-    async def main() -> None:
-        await world.rounds("anna bert", 12)
-        report = await world.peers["cleo"].catch_up()
-        assert (report.replayed_rounds, report.bytes_downloaded) == (2, 8000)
-        await world.rounds("anna bert", 5)
-        report = await world.peers["cleo"].catch_up()
-        assert (report.replayed_rounds, report.bytes_downloaded) == (5, 0)
-        assert world.same("anna bert cleo")
-
-    world.play(main)
+    await world.rounds("anna bert", 12)
+    report = await world.peers["cleo"].catch_up()
+    assert (report.replayed_rounds, report.bytes_downloaded) == (2, 8000)
+    await world.rounds("anna bert", 5)
+    report = await world.peers["cleo"].catch_up()
+    assert (report.replayed_rounds, report.bytes_downloaded) == (5, 0)
+    assert world.same("anna bert cleo")
 
 
 # -- newcomers --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("elements", [1000, 600_000])
-def test_newcomer_verifies_the_chain_from_the_founder(elements: int) -> None:
-    world = swarm("anna", elements=elements)
-
-    async def main() -> None:
-        await world.rounds("anna", 2)
-        bert = await world.add("bert")
-        assert (await bert.catch_up()).outcome == "superseded"
-        await world.decide("anna bert", roster=(ANNA, BERT))
-        await world.decide("anna bert")
-        await world.decide("anna", Kind.FORK, voters=(ANNA,))
-        await world.rounds("anna", 3)
-        cleo = await world.add("cleo")
-        report = await cleo.catch_up()
-        assert world.same("anna cleo") and cleo.round == 8
-        assert report.bytes_downloaded == 8 * elements and report.lost_rounds == 0
-        await world.decide("anna cleo", roster=(ANNA, CLEO))
-        await world.decide("anna cleo")
-        assert world.same("anna cleo")
-
-    world.play(main)
+@simulated(lambda elements: swarm("anna", elements=elements))
+async def test_newcomer_verifies_the_chain_from_the_founder(world: SyncCluster, elements: int) -> None:
+    await world.rounds("anna", 2)
+    bert = await world.add("bert")
+    assert (await bert.catch_up()).outcome == "superseded"
+    await world.decide("anna bert", roster=(ANNA, BERT))
+    await world.decide("anna bert")
+    await world.decide("anna", Kind.FORK, voters=(ANNA,))
+    await world.rounds("anna", 3)
+    cleo = await world.add("cleo")
+    report = await cleo.catch_up()
+    assert world.same("anna cleo") and cleo.round == 8
+    assert report.bytes_downloaded == 8 * elements and report.lost_rounds == 0
+    await world.decide("anna cleo", roster=(ANNA, CLEO))
+    await world.decide("anna cleo")
+    assert world.same("anna cleo")
 
 
-def test_newcomer_before_first_round_adopts_founders_state_root() -> None:
-    world = swarm("anna")
-
-    async def main() -> None:
-        world.root = world.peers["anna"].chain.head.state_root
-        bert = await world.add("bert")
-        assert bert.chain.head.state_root != world.root
-        report = await bert.catch_up()
-        assert world.same("anna bert") and bert.round == 0 and bert.chain.head.state_root == world.root
-        assert (report.outcome, report.bytes_downloaded) == ("superseded", 8000)
-
-    world.play(main)
+@simulated(swarm, "anna")
+async def test_newcomer_before_first_round_adopts_founders_state_root(world: SyncCluster) -> None:
+    world.root = world.peers["anna"].chain.head.state_root
+    bert = await world.add("bert")
+    assert bert.chain.head.state_root != world.root
+    report = await bert.catch_up()
+    assert world.same("anna bert") and bert.round == 0 and bert.chain.head.state_root == world.root
+    assert (report.outcome, report.bytes_downloaded) == ("superseded", 8000)
 
 
-def test_newcomer_without_answers_is_undecided() -> None:
-    world = swarm("anna")
-
-    async def main() -> None:
-        await world.rounds("anna", 2)
-        bert = await world.add("bert")
-        world.network.kill("anna")
-        report = await bert.catch_up()
-        assert (report.outcome, bert.round, report.bytes_downloaded) == ("undecided", 0, 0)
-
-    world.play(main)
+@simulated(swarm, "anna")
+async def test_newcomer_without_answers_is_undecided(world: SyncCluster) -> None:
+    await world.rounds("anna", 2)
+    bert = await world.add("bert")
+    world.network.kill("anna")
+    report = await bert.catch_up()
+    assert (report.outcome, bert.round, report.bytes_downloaded) == ("undecided", 0, 0)
 
 
-def test_newcomer_serves_the_state_it_received() -> None:
-    world = swarm("anna", every_rounds=2, keep_rounds=2)
-
-    async def main() -> None:
-        await world.rounds("anna", 4)
-        bert = await world.add("bert")
-        await bert.catch_up()
-        world.network.kill("anna")
-        world.hints.append("bert")
-        cleo = await world.add("cleo")
-        report = await cleo.catch_up()
-        assert report.outcome == "superseded" or bert.snapshots.get(bert.chain.head.key.lineage)
-        assert bert.snapshots.held()[-1].round == 2
-
-    world.play(main)
+@simulated(swarm, "anna", every_rounds=2, keep_rounds=2)
+async def test_newcomer_serves_the_state_it_received(world: SyncCluster) -> None:
+    await world.rounds("anna", 4)
+    bert = await world.add("bert")
+    await bert.catch_up()
+    world.network.kill("anna")
+    world.hints.append("bert")
+    cleo = await world.add("cleo")
+    report = await cleo.catch_up()
+    assert report.outcome == "superseded" or bert.snapshots.get(bert.chain.head.key.lineage)
+    assert bert.snapshots.held()[-1].round == 2
 
 
 # -- branches ---------------------------------------------------------------------------------------------------------
 
 
-def test_losing_branch_switches_and_reports_its_loss() -> None:
-    world = swarm(ALL)
-
-    async def main() -> None:
-        await world.rounds(ALL, 3)
-        await world.decide("anna bert cleo", roster=(ANNA, BERT, CLEO))
-        await world.decide("dora emil", Kind.FORK, parts=True)
-        await world.rounds("anna bert cleo", 2)
-        await world.rounds("dora emil", 3)
-        await world.decide("dora emil", Kind.SKIP)
-        for peer in world.of("anna bert cleo"):
-            assert (await peer.catch_up()).outcome == "undecided", "the winner stays"
-        report = await world.peers["dora"].catch_up()
-        assert world.same("anna bert cleo dora")
-        assert (report.outcome, report.round) == ("superseded", 8)
-        assert (report.lost_rounds, report.lost_tokens) == (5, 4 * TOKENS)
-        assert (report.replayed_rounds, report.bytes_downloaded, report.blamed) == (2, 8000, {})
-        assert all(each.lineage in world.peers["dora"].chain for each in world.peers["dora"].snapshots.held())
-        assert (await world.peers["emil"].catch_up()).outcome == "superseded" and world.same(ALL)
-        await world.decide("anna bert cleo dora", roster=(ANNA, BERT, CLEO, DORA))
-        assert (await world.peers["emil"].catch_up()).lost_rounds == 0, "now it was merely behind"
-
-    world.play(main)
+@simulated(swarm, ALL)
+async def test_losing_branch_switches_and_reports_its_loss(world: SyncCluster) -> None:
+    await world.rounds(ALL, 3)
+    await world.decide("anna bert cleo", roster=(ANNA, BERT, CLEO))
+    await world.decide("dora emil", Kind.FORK, parts=True)
+    await world.rounds("anna bert cleo", 2)
+    await world.rounds("dora emil", 3)
+    await world.decide("dora emil", Kind.SKIP)
+    for peer in world.of("anna bert cleo"):
+        assert (await peer.catch_up()).outcome == "undecided", "the winner stays"
+    report = await world.peers["dora"].catch_up()
+    assert world.same("anna bert cleo dora")
+    assert (report.outcome, report.round) == ("superseded", 8)
+    assert (report.lost_rounds, report.lost_tokens) == (5, 4 * TOKENS)
+    assert (report.replayed_rounds, report.bytes_downloaded, report.blamed) == (2, 8000, {})
+    assert all(each.lineage in world.peers["dora"].chain for each in world.peers["dora"].snapshots.held())
+    assert (await world.peers["emil"].catch_up()).outcome == "superseded" and world.same(ALL)
+    await world.decide("anna bert cleo dora", roster=(ANNA, BERT, CLEO, DORA))
+    assert (await world.peers["emil"].catch_up()).lost_rounds == 0, "now it was merely behind"
 
 
-def test_recently_forked_peer_returns_to_own_snapshot() -> None:
-    world = swarm(ALL)
-
-    async def main() -> None:
-        await world.rounds(ALL, 5)
-        await world.decide("anna bert cleo", roster=(ANNA, BERT, CLEO))
-        await world.decide("dora emil", Kind.FORK, parts=True)
-        report = await world.peers["dora"].catch_up()
-        assert world.same("anna bert cleo dora") and report.lost_rounds == 1
-        assert (report.replayed_rounds, report.bytes_downloaded) == (2, 0), "its snapshot before round 4"
-
-    world.play(main)
+@simulated(swarm, ALL)
+async def test_recently_forked_peer_returns_to_own_snapshot(world: SyncCluster) -> None:
+    await world.rounds(ALL, 5)
+    await world.decide("anna bert cleo", roster=(ANNA, BERT, CLEO))
+    await world.decide("dora emil", Kind.FORK, parts=True)
+    report = await world.peers["dora"].catch_up()
+    assert world.same("anna bert cleo dora") and report.lost_rounds == 1
+    assert (report.replayed_rounds, report.bytes_downloaded) == (2, 0), "its snapshot before round 4"
 
 
-def test_two_single_member_forks_merge_into_one_branch() -> None:
-    world = swarm("anna bert", every_rounds=2)
-
-    async def main() -> None:
-        await world.rounds("anna bert", 2)
-        lines = {}
-        for name in ("anna", "bert"):
-            lines[name] = await world.decide(name, Kind.FORK)
-            await world.rounds(name, 3)
-        winner, loser = sorted(lines, key=lambda name: lines[name].lineage)
-        won = await world.peers[winner].catch_up()
-        lost = await world.peers[loser].catch_up()
-        assert (won.outcome, lost.outcome) == ("undecided", "superseded")
-        assert (lost.lost_rounds, lost.lost_tokens, lost.replayed_rounds) == (4, 3 * TOKENS, 2)
-        assert world.same("anna bert") and lost.bytes_downloaded == 8000
-
-    world.play(main)
+@simulated(swarm, "anna bert", every_rounds=2)
+async def test_two_single_member_forks_merge_into_one_branch(world: SyncCluster) -> None:
+    await world.rounds("anna bert", 2)
+    lines = {}
+    for name in ("anna", "bert"):
+        lines[name] = await world.decide(name, Kind.FORK)
+        await world.rounds(name, 3)
+    winner, loser = sorted(lines, key=lambda name: lines[name].lineage)
+    won = await world.peers[winner].catch_up()
+    lost = await world.peers[loser].catch_up()
+    assert (won.outcome, lost.outcome) == ("undecided", "superseded")
+    assert (lost.lost_rounds, lost.lost_tokens, lost.replayed_rounds) == (4, 3 * TOKENS, 2)
+    assert world.same("anna bert") and lost.bytes_downloaded == 8000
 
 
-def test_diverged_peer_rejects_decision_and_resyncs() -> None:
-    world = swarm(every_rounds=2, keep_rounds=4)
-
-    async def main() -> None:
-        await world.rounds("anna bert cleo", 5)
-        cleo = world.peers["cleo"]
-        cleo.outer_loop.anchor[3] += 1e-6
-        await cleo.outer_loop.settle()
-        with pytest.raises(AssertionError, match="its state is not the one that the others hold"):
-            await world.decide("anna bert cleo")
-        assert cleo.round == 5 and world.same("anna bert")
-        report = await cleo.catch_up()
-        assert world.same("anna bert cleo") and report.outcome == "superseded"
-        assert (report.bytes_downloaded, report.replayed_rounds) == (0, 2), "its own snapshot was sound"
-
-    world.play(main)
+@simulated(swarm, every_rounds=2, keep_rounds=4)
+async def test_diverged_peer_rejects_decision_and_resyncs(world: SyncCluster) -> None:
+    await world.rounds("anna bert cleo", 5)
+    cleo = world.peers["cleo"]
+    cleo.outer_loop.anchor[3] += 1e-6
+    await cleo.outer_loop.settle()
+    with pytest.raises(AssertionError, match="its state is not the one that the others hold"):
+        await world.decide("anna bert cleo")
+    assert cleo.round == 5 and world.same("anna bert")
+    report = await cleo.catch_up()
+    assert world.same("anna bert cleo") and report.outcome == "superseded"
+    assert (report.bytes_downloaded, report.replayed_rounds) == (0, 2), "its own snapshot was sound"
 
 
-def test_means_leading_to_wrong_state_are_discarded() -> None:
+@simulated(swarm, every_rounds=3)
+async def test_means_leading_to_wrong_state_are_discarded(world: SyncCluster) -> None:
     """A machine that computes other bits notices at the next record, and takes a snapshot."""
-    world = swarm(every_rounds=3)
+    await world.rounds("anna bert cleo", 2)
+    await world.rounds("anna bert", 5)
+    cleo = world.peers["cleo"]
+    step, left = cleo.outer_loop.state.outer.step, [1]
 
-    async def main() -> None:
-        await world.rounds("anna bert cleo", 2)
-        await world.rounds("anna bert", 5)
-        cleo = world.peers["cleo"]
-        step, left = cleo.outer_loop.state.outer.step, [1]
+    def wrong(anchor: torch.Tensor, velocity: torch.Tensor, delta: torch.Tensor) -> bool:
+        finite = step(anchor, velocity, delta)
+        anchor[0] += 1e-6 * bool(left and left.pop())
+        return finite
 
-        def wrong(anchor: torch.Tensor, velocity: torch.Tensor, delta: torch.Tensor) -> bool:
-            finite = step(anchor, velocity, delta)
-            anchor[0] += 1e-6 * bool(left and left.pop())
-            return finite
-
-        cleo.outer_loop.state.outer.step = wrong  # type: ignore[method-assign]
-        report = await cleo.catch_up()
-        assert world.same("anna bert cleo") and (report.replayed_rounds, report.bytes_downloaded) == (1, 8000)
-
-    world.play(main)
+    cleo.outer_loop.state.outer.step = wrong  # type: ignore[method-assign]
+    report = await cleo.catch_up()
+    assert world.same("anna bert cleo") and (report.replayed_rounds, report.bytes_downloaded) == (1, 8000)
 
 
 # -- healing ----------------------------------------------------------------------------------------------------------
 
 
-def test_evicted_peers_are_dialled_and_learn_better_branch() -> None:
-    world = swarm(ALL)
-
-    async def main() -> None:
-        await world.rounds(ALL, 2)
-        await world.decide("anna bert cleo", roster=(ANNA, BERT, CLEO))
-        fork = await world.decide("dora emil", Kind.FORK)
-        found: dict[str, list[float]] = {name: [] for name in ALL.split()}
-        began = asyncio.get_running_loop().time()
-        for name, peer in world.peers.items():
-            peer.on_better = lambda branch, name=name: found[name].append(asyncio.get_running_loop().time())  # type: ignore[misc]
-        healing = [asyncio.create_task(peer.sync.run()) for peer in world.of("anna dora emil")]
-        await asyncio.sleep(1.0)
-        assert [name for name, times in found.items() if times] == ["dora", "emil"], "greeted at once"
-        for name in ("dora", "emil"):
-            assert world.peers[name].chain.head.key.lineage == fork.lineage, "it only tells"
-            await world.peers[name].catch_up()
-        await asyncio.sleep(60.0)
-        assert world.same(ALL) and max(map(max, filter(None, found.values()))) < began + 30
-        for task in healing:
-            assert not task.done()
-            task.cancel()
-
-    world.play(main)
+@simulated(swarm, ALL)
+async def test_evicted_peers_are_dialled_and_learn_better_branch(world: SyncCluster) -> None:
+    await world.rounds(ALL, 2)
+    await world.decide("anna bert cleo", roster=(ANNA, BERT, CLEO))
+    fork = await world.decide("dora emil", Kind.FORK)
+    found: dict[str, list[float]] = {name: [] for name in ALL.split()}
+    began = asyncio.get_running_loop().time()
+    for name, peer in world.peers.items():
+        peer.on_better = lambda branch, name=name: found[name].append(asyncio.get_running_loop().time())  # type: ignore[misc]
+    healing = [asyncio.create_task(peer.sync.run()) for peer in world.of("anna dora emil")]
+    await asyncio.sleep(1.0)
+    assert [name for name, times in found.items() if times] == ["dora", "emil"], "greeted at once"
+    for name in ("dora", "emil"):
+        assert world.peers[name].chain.head.key.lineage == fork.lineage, "it only tells"
+        await world.peers[name].catch_up()
+    await asyncio.sleep(60.0)
+    assert world.same(ALL) and max(map(max, filter(None, found.values()))) < began + 30
+    for task in healing:
+        assert not task.done()
+        task.cancel()
 
 
-def test_idle_peer_is_woken_by_a_greeting() -> None:
-    world = swarm("anna bert cleo")
-
-    async def main() -> None:
-        await world.rounds("anna bert cleo", 2)
-        world.hints.clear()
-        await world.decide("anna bert", roster=(ANNA, BERT))
-        cleo, told = world.peers["cleo"], []
-        cleo.on_better = lambda branch: told.append(asyncio.get_running_loop().time())
-        sleeper = asyncio.create_task(cleo.sync.run())
-        await asyncio.sleep(3.0)
-        assert not told, "all that it knows are in its roster"
-        caller = asyncio.create_task(world.peers["anna"].sync.run())
-        await asyncio.sleep(2.0)
-        assert len(told) == 1 and told[0] < 5.0
-        sleeper.cancel(), caller.cancel()
-
-    world.play(main)
+@simulated(swarm, "anna bert cleo")
+async def test_idle_peer_is_woken_by_a_greeting(world: SyncCluster) -> None:
+    await world.rounds("anna bert cleo", 2)
+    world.hints.clear()
+    await world.decide("anna bert", roster=(ANNA, BERT))
+    cleo, found = world.peers["cleo"], []
+    cleo.on_better = lambda branch: found.append(asyncio.get_running_loop().time())
+    sleeper = asyncio.create_task(cleo.sync.run())
+    await asyncio.sleep(3.0)
+    assert not found, "all that it knows are in its roster"
+    caller = asyncio.create_task(world.peers["anna"].sync.run())
+    await asyncio.sleep(2.0)
+    assert len(found) == 1 and found[0] < 5.0
+    sleeper.cancel(), caller.cancel()
 
 
-def test_peer_about_to_decide_round_stays_in_it() -> None:
-    world = swarm("anna bert cleo")
-
-    async def main() -> None:
-        await world.decide("anna bert cleo", roster=(ANNA, BERT))
-        link = await world.decide("bert cleo", voters=(ANNA, BERT))
-        anna, told = world.peers["anna"], []
-        anna.on_better = lambda branch: told.append(branch)
-        healing = asyncio.create_task(anna.sync.run())
-        await asyncio.sleep(0.5)
-        anna.chain.switch(link.record.parent, [link])
-        await asyncio.sleep(8.0)
-        assert not told
-        await world.rounds("bert cleo", 1, voters=(ANNA, BERT))
-        await asyncio.sleep(12.0)
-        assert len(told) == 1
-        healing.cancel()
-
-    world.play(main)
+@simulated(swarm, "anna bert cleo")
+async def test_peer_about_to_decide_round_stays_in_it(world: SyncCluster) -> None:
+    await world.decide("anna bert cleo", roster=(ANNA, BERT))
+    link = await world.decide("bert cleo", voters=(ANNA, BERT))
+    anna, found = world.peers["anna"], []
+    anna.on_better = lambda branch: found.append(branch)
+    healing = asyncio.create_task(anna.sync.run())
+    await asyncio.sleep(0.5)
+    anna.chain.switch(link.record.parent, [link])
+    await asyncio.sleep(8.0)
+    assert not found
+    await world.rounds("bert cleo", 1, voters=(ANNA, BERT))
+    await asyncio.sleep(12.0)
+    assert len(found) == 1
+    healing.cancel()
 
 
 # -- messages ---------------------------------------------------------------------------------------------------------

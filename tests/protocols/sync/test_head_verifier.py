@@ -1,4 +1,4 @@
-"""Trails of any length: judged once, led on by others where one ends, and cut off where they lead nowhere."""
+"""Proofs of a head, of any length: verified once, continued by another peer, and cut off without progress."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
-from protocols.base import Buffer, Header, Member
+from protocols.base import Buffer, Header, Member, PeerFault
 from protocols.consensus.messages import Certificate
 from protocols.framing import FramedStream
 from protocols.history.chain import Chain, DecidedRound
@@ -20,10 +20,13 @@ from protocols.sync import head_verifier as proofs
 from protocols.sync.head_verifier import ROUND_SECONDS, TRAIL_SECONDS
 from protocols.sync.requests import Certificates, HeadAnnouncement
 from tests.support.fake_rounds import RUN, line
-from tests.support.sync_cluster import SpoofedPeer, SyncCluster, SyncPeer
+from tests.support.simulated import simulated
+from tests.support.sync_cluster import SyncCluster, SyncPeer
+from tests.support.sync_lies import disguise, instead, late
 
 ANNA = Member("anna")
 ROUNDS = 900
+T = TypeVar("T")
 
 
 @cache
@@ -31,48 +34,61 @@ def trail(rounds: int = ROUNDS) -> list[DecidedRound]:
     return line(Chain(RUN, "run", (ANNA,)).head, rounds)
 
 
-class Told:
-    """What a peer is told in the place of what another says; counts certificates."""
+class LongChains(SyncCluster):
+    """Peers that are so many rounds ahead, in a run that anna has decided alone, and a newcomer, zoe.
 
-    def __init__(self, peer: SyncPeer, lie: Callable[[FramedStream, Header], Coroutine[Any, Any, Header]]) -> None:
-        self.certificates, self._lie = 0, lie
-        peer.transport.disguise = lambda method, stream, pipe: SpoofedPeer(stream, self.tell)  # type: ignore[assignment,return-value]
+    Args:
+        rounds: of each peer, anna among them.
+    """
 
-    async def tell(self, stream: FramedStream, header: Header, payload: Buffer) -> None:
-        self.certificates += isinstance(header, Certificate)
-        await stream.send(await self._lie(stream, header), payload)
+    def __init__(self, rounds: dict[str, int]) -> None:
+        super().__init__(("anna",))
+        self._rounds = rounds
+
+    @property
+    def zoe(self) -> SyncPeer:
+        return self.peers["zoe"]
+
+    def play(self, main: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        async def whole() -> T:
+            for name in self._rounds.keys() - {"anna"}:
+                await self.add(name)
+            self.hints[:] = self._rounds
+            for name, count in self._rounds.items():
+                chain = self.peers[name].chain
+                chain.switch(chain.head.key.lineage, trail()[:count])
+            await self.add("zoe")
+            return await main()
+
+        return super().play(whole)
+
+    async def better(self) -> Branch | None:
+        """The better branch that zoe finds in half a minute."""
+        return await self.zoe.sync.better(now() + 30.0)
+
+    def blamed(self) -> list[PeerFault]:
+        return list(self.zoe.sync.accounting.take()[0])
 
 
-async def true(stream: FramedStream, header: Header) -> Header:
-    return header
+def counted_certificates(peer: SyncPeer) -> list[Certificate]:
+    """The certificates that a peer sends, from now on."""
+    sent: list[Certificate] = []
 
+    async def count(stream: FramedStream, header: Header, payload: Buffer) -> None:
+        if isinstance(header, Certificate):
+            sent.append(header)
+        await stream.send(header, payload)
 
-def play(rounds: dict[str, int], main: Callable[[SyncCluster, SyncPeer], Coroutine[Any, Any, None]]) -> None:
-    """Peers that are so many rounds ahead, in a run that anna has decided alone, and a newcomer."""
-    world = SyncCluster(("anna",))
-
-    async def whole() -> None:
-        for name in rounds.keys() - {"anna"}:
-            await world.add(name)
-        world.hints[:] = rounds
-        for name, count in rounds.items():
-            chain = world.peers[name].chain
-            chain.switch(chain.head.key.lineage, trail()[:count])
-        await main(world, await world.add("zoe"))
-
-    world.play(whole)
+    disguise(peer, count)
+    return sent
 
 
 def now() -> float:
     return asyncio.get_running_loop().time()
 
 
-async def better(peer: SyncPeer, seconds: float = 30.0) -> Branch | None:
-    return await peer.sync.better(now() + seconds)
-
-
-def judged(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many certificates are judged at a time."""
+def verified_counts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many certificates the peer verifies at a time."""
     counts: list[int] = []
     verify = ForkChoice.verify
 
@@ -88,144 +104,119 @@ def leads_to(branch: Branch | None, round_number: int) -> bool:
     return branch is not None and branch.head == trail()[round_number - 1].head and len(branch.links) == round_number
 
 
-def test_long_chain_is_verified_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    counts = judged(monkeypatch)
-
-    async def main(world: SyncCluster, zoe: SyncPeer) -> None:
-        branch = await better(zoe)
-        assert leads_to(branch, ROUNDS) and branch is not None and isinstance(branch.links, RoundLog)
-        assert sum(counts) == ROUNDS and max(counts) == proofs.VERIFY_AT_ONCE
-        copy = zoe.chain.copy()
-        copy.switch(branch.ancestor.key.lineage, branch.links)
-        zoe.chain.switch(branch.ancestor.key.lineage, branch.links)
-        assert zoe.chain.head == copy.head == world.peers["anna"].chain.head
-        assert await better(zoe) is None and sum(counts) == ROUNDS
-
-    play({"anna": ROUNDS}, main)
+@simulated(LongChains, {"anna": ROUNDS})
+async def test_long_chain_is_verified_in_pieces(world: LongChains, monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = verified_counts(monkeypatch)
+    branch = await world.better()
+    assert leads_to(branch, ROUNDS) and branch is not None and isinstance(branch.links, RoundLog)
+    assert sum(counts) == ROUNDS and max(counts) == proofs.VERIFY_AT_ONCE
+    copy = world.zoe.chain.copy()
+    copy.switch(branch.ancestor.key.lineage, branch.links)
+    world.zoe.chain.switch(branch.ancestor.key.lineage, branch.links)
+    assert world.zoe.chain.head == copy.head == world.peers["anna"].chain.head
+    assert await world.better() is None and sum(counts) == ROUNDS
 
 
-def test_verified_certificates_are_not_verified_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    counts = judged(monkeypatch)
-
-    async def main(world: SyncCluster, zoe: SyncPeer) -> None:
-        told = Told(world.peers["anna"], true)
-        assert leads_to(await better(zoe), ROUNDS - 5)
-        chain = world.peers["anna"].chain
-        chain.switch(chain.head.key.lineage, trail()[ROUNDS - 5 :])
-        assert leads_to(await better(zoe), ROUNDS)
-        assert sum(counts) == told.certificates == ROUNDS
-
-    play({"anna": ROUNDS - 5}, main)
+@simulated(LongChains, {"anna": ROUNDS - 5})
+async def test_verified_certificates_are_not_verified_again(world: LongChains, monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = verified_counts(monkeypatch)
+    sent = counted_certificates(world.peers["anna"])
+    assert leads_to(await world.better(), ROUNDS - 5)
+    chain = world.peers["anna"].chain
+    chain.switch(chain.head.key.lineage, trail()[ROUNDS - 5 :])
+    assert leads_to(await world.better(), ROUNDS)
+    assert sum(counts) == len(sent) == ROUNDS
 
 
-def test_heads_on_one_branch_are_verified_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    counts = judged(monkeypatch)
-
-    async def main(world: SyncCluster, zoe: SyncPeer) -> None:
-        assert leads_to(await better(zoe), ROUNDS)
-        assert sum(counts) == ROUNDS
-
-    play({"anna": ROUNDS, "bert": ROUNDS - 1, "cleo": ROUNDS - 2, "dora": ROUNDS - 2}, main)
+@simulated(LongChains, {"anna": ROUNDS, "bert": ROUNDS - 1, "cleo": ROUNDS - 2, "dora": ROUNDS - 2})
+async def test_heads_on_one_branch_are_verified_together(world: LongChains, monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = verified_counts(monkeypatch)
+    assert leads_to(await world.better(), ROUNDS)
+    assert sum(counts) == ROUNDS
 
 
-def test_broken_off_proof_continues_with_another_peer(monkeypatch: pytest.MonkeyPatch) -> None:
-    counts = judged(monkeypatch)
+@simulated(LongChains, {"anna": ROUNDS, "bert": ROUNDS})
+async def test_broken_off_proof_continues_with_another_peer(world: LongChains, monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = verified_counts(monkeypatch)
+    sent = 0
 
-    async def main(world: SyncCluster, zoe: SyncPeer) -> None:
-        async def falls_silent(stream: FramedStream, header: Header) -> Header:
-            if told.certificates > 500:
-                await asyncio.sleep(1e5)
-            return header
+    async def falls_silent(stream: FramedStream, header: Header, payload: Buffer) -> None:
+        nonlocal sent
+        sent += isinstance(header, Certificate)
+        if sent > 500:
+            await asyncio.sleep(1e5)
+        await stream.send(header, payload)
 
-        told = Told(world.peers["anna"], falls_silent)
-        began = now()
-        assert leads_to(await better(zoe), ROUNDS)
-        assert sum(counts) == ROUNDS and now() - began < 3 * TRAIL_SECONDS
-        assert [blame.peer for blame in zoe.sync.accounting.take()[0]] == ["anna"]
-
-    play({"anna": ROUNDS, "bert": ROUNDS}, main)
+    disguise(world.peers["anna"], falls_silent)
+    began = now()
+    assert leads_to(await world.better(), ROUNDS)
+    assert sum(counts) == ROUNDS and now() - began < 3 * TRAIL_SECONDS
+    assert [blame.peer for blame in world.blamed()] == ["anna"]
 
 
 @pytest.mark.parametrize("pause, is_in_time", [(ROUND_SECONDS / 2, True), (3 * ROUND_SECONDS, False)])
-def test_slow_proof_is_followed_up_to_a_limit(pause: float, is_in_time: bool) -> None:
-    async def main(world: SyncCluster, zoe: SyncPeer) -> None:
-        async def dribble(stream: FramedStream, header: Header) -> Header:
-            await asyncio.sleep(pause if isinstance(header, Certificate) else 0)
-            return header
-
-        Told(world.peers["anna"], dribble)
-        began, branch = now(), await better(zoe)
-        assert leads_to(branch, ROUNDS) is is_in_time
-        if is_in_time:
-            assert now() - began > TRAIL_SECONDS
-        else:
-            assert now() - began < 2 * TRAIL_SECONDS
-            assert "too slow" in zoe.sync.accounting.take()[0][0].why
-
-    play({"anna": ROUNDS}, main)
+@simulated(LongChains, {"anna": ROUNDS})
+async def test_slow_proof_is_followed_up_to_a_limit(world: LongChains, pause: float, is_in_time: bool) -> None:
+    disguise(world.peers["anna"], late(Certificate, pause))
+    began, branch = now(), await world.better()
+    assert leads_to(branch, ROUNDS) is is_in_time
+    if is_in_time:
+        assert now() - began > TRAIL_SECONDS
+    else:
+        assert now() - began < 2 * TRAIL_SECONDS
+        assert "too slow" in world.blamed()[0].why
 
 
-def test_endless_proof_is_cut_off_and_blamed(monkeypatch: pytest.MonkeyPatch) -> None:
+@simulated(LongChains, {"anna": ROUNDS})
+async def test_endless_proof_is_cut_off_and_blamed(world: LongChains, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(proofs, "MAX_GROWTH", 64)
-
-    async def main(world: SyncCluster, zoe: SyncPeer) -> None:
-        async def modest(stream: FramedStream, header: Header) -> Header:
-            key = trail()[9].head.key
-            return replace(header, key=key) if isinstance(header, HeadAnnouncement) else header
-
-        Told(world.peers["anna"], modest)
-        assert await better(zoe) is None
-        [blame] = zoe.sync.accounting.take()[0]
-        assert blame.peer == "anna" and "leads on and on" in blame.why
-
-    play({"anna": ROUNDS}, main)
+    key = trail()[9].head.key
+    disguise(world.peers["anna"], instead(HeadAnnouncement, lambda each: replace(each, key=key)))
+    assert await world.better() is None
+    [blame] = world.blamed()
+    assert blame.peer == "anna" and "leads on and on" in blame.why
 
 
 @pytest.mark.parametrize("lie", ["nothing more", "the same again"])
-def test_proof_without_progress_ends(lie: str) -> None:
-    async def main(world: SyncCluster, zoe: SyncPeer) -> None:
-        start = zoe.chain.head.key.lineage
+@simulated(LongChains, {"anna": ROUNDS})
+async def test_proof_without_progress_ends(world: LongChains, lie: str) -> None:
+    start = world.zoe.chain.head.key.lineage
 
-        async def around(stream: FramedStream, header: Header) -> Header:
-            if isinstance(header, Certificates) and lie == "nothing more":
-                return replace(header, count=0, more=True)
-            if isinstance(header, Certificates) and told.certificates:
-                told.again += 1  # type: ignore[attr-defined]
-                return replace(header, ancestor=start, count=1, more=True)
-            return trail()[0].certificate if isinstance(header, Certificate) and told.again else header  # type: ignore[attr-defined]
+    sent = again = 0
 
-        told = Told(world.peers["anna"], around)
-        told.again = 0  # type: ignore[attr-defined]
-        began = now()
-        assert await better(zoe) is None and now() - began < 2 * TRAIL_SECONDS
-        assert [blame.peer for blame in zoe.sync.accounting.take()[0]] == ["anna"]
+    async def lead_nowhere(stream: FramedStream, header: Header, payload: Buffer) -> None:
+        nonlocal sent, again
+        sent += isinstance(header, Certificate)
+        if isinstance(header, Certificates) and lie == "nothing more":
+            header = replace(header, count=0, more=True)
+        elif isinstance(header, Certificates) and sent:
+            again += 1
+            header = replace(header, ancestor=start, count=1, more=True)
+        elif isinstance(header, Certificate) and again:
+            header = trail()[0].certificate
+        await stream.send(header, payload)
 
-    play({"anna": ROUNDS}, main)
-
-
-def test_peer_on_another_branch_is_not_blamed() -> None:
-    async def main(world: SyncCluster, zoe: SyncPeer) -> None:
-        bert = world.peers["bert"].chain
-        bert.switch(trail()[599].lineage, line(trail()[599].head, 200, plan=b"e" * 32))
-        branch = await better(zoe)
-        ends = {chain.head.key for chain in (bert, world.peers["anna"].chain)}
-        assert branch is not None and branch.head.key in ends
-        assert zoe.sync.accounting.take()[0] == ()
-
-    play({"anna": ROUNDS, "bert": 600}, main)
+    disguise(world.peers["anna"], lead_nowhere)
+    began = now()
+    assert await world.better() is None and now() - began < 2 * TRAIL_SECONDS
+    assert [blame.peer for blame in world.blamed()] == ["anna"]
 
 
-def test_slow_branch_does_not_delay_shorter_ones() -> None:
-    async def main(world: SyncCluster, zoe: SyncPeer) -> None:
-        async def slow(stream: FramedStream, header: Header) -> Header:
-            await asyncio.sleep(ROUND_SECONDS * 0.9 if isinstance(header, Certificate) else 0)
-            return header
+@simulated(LongChains, {"anna": ROUNDS, "bert": 600})
+async def test_peer_on_another_branch_is_not_blamed(world: LongChains) -> None:
+    bert = world.peers["bert"].chain
+    bert.switch(trail()[599].lineage, line(trail()[599].head, 200, plan=b"e" * 32))
+    branch = await world.better()
+    ends = {chain.head.key for chain in (bert, world.peers["anna"].chain)}
+    assert branch is not None and branch.head.key in ends
+    assert world.blamed() == []
 
-        Told(world.peers["cleo"], slow)
-        chain = world.peers["cleo"].chain
-        chain.switch(trail()[0].lineage, line(trail()[0].head, 2000, plan=b"e" * 32))
-        began = now()
-        assert leads_to(await better(zoe), 5)
-        assert now() - began < 2 * TRAIL_SECONDS
 
-    play({"anna": 5, "bert": 5, "cleo": 1}, main)
+@simulated(LongChains, {"anna": 5, "bert": 5, "cleo": 1})
+async def test_slow_branch_does_not_delay_shorter_ones(world: LongChains) -> None:
+    disguise(world.peers["cleo"], late(Certificate, ROUND_SECONDS * 0.9))
+    chain = world.peers["cleo"].chain
+    chain.switch(trail()[0].lineage, line(trail()[0].head, 2000, plan=b"e" * 32))
+    began = now()
+    assert leads_to(await world.better(), 5)
+    assert now() - began < 2 * TRAIL_SECONDS

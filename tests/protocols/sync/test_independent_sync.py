@@ -1,12 +1,13 @@
-"""Fetching the state of one donor: whose is taken, what is refused, and what becomes of a donor that breaks off."""
+"""Fetching the state of one donor: which donor serves, what the newcomer refuses, and donors that break off."""
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -31,6 +32,7 @@ from tests.sim.host import SimClock, sim_host
 from tests.sim.network import SimNetwork
 from tests.sim.pairs import Pairs, PairSession
 from tests.sim.trace import Trace
+from tests.support.simulated import simulated
 
 KEY = RoundKey(b"r" * 32, "run", bytes(32), 5)
 ELEMENTS = 300_000
@@ -51,178 +53,153 @@ def value_of(snapshot: Snapshot) -> float:
     return float(theta[0])
 
 
-@dataclass
-class DonorCluster:
-    """Donors, and a newcomer."""
+class Donors:
+    """Donors and a newcomer.
 
-    network: SimNetwork
-    state_sync: dict[PeerId, IndependentStateSync]
+    Args:
+        states: (value, round) of a donor's state; None: this peer is a newcomer as well.
+    """
+
+    def __init__(self, **states: tuple[float, int] | None) -> None:
+        self.network = SimNetwork(Trace())
+        self.state_sync: dict[PeerId, IndependentStateSync] = {}
+        self._states = {**states, "newcomer": None}
 
     @property
     def newcomer(self) -> IndependentStateSync:
         return self.state_sync["newcomer"]
 
-    async def fetch(self, seconds: float = 60.0, *order: PeerId) -> Snapshot:
+    def play(self, main: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        async def whole() -> None:
+            for name in self._states:
+                self.network.join(name, 1.25e6)
+            for name, described in self._states.items():
+                self.state_sync[name] = self._sync(name, state(*described) if described else None)
+            await main()
+            assert self.network.bugs == []
+
+        simloop.run(whole())
+
+    def _sync(self, name: PeerId, snapshot: Snapshot | None) -> IndependentStateSync:
+        snapshots, host = Snapshots(), sim_host(self.network, self.network.transports[name], 1, {})
+        if snapshot:
+            snapshots.put(snapshot)
+        settings = Settings("fp32", (ELEMENTS,))
+        return IndependentStateSync(
+            host, settings, snapshots, lambda: KEY, lambda: self._states, lambda: snapshot is not None
+        )
+
+    async def fetch(self, *order: PeerId, seconds: float = 60.0) -> Snapshot:
+        """The state that the newcomer gets of these donors, or of those that it chooses."""
         until = asyncio.get_running_loop().time() + seconds
         return await self.newcomer.fetch(lambda donors: order or donors, until)
 
-
-def play(body: Callable[[DonorCluster], Awaitable[None]], **donors: Snapshot | None) -> None:
-    """Args: a donor's snapshot; None: it is a newcomer as well."""
-
-    async def main() -> None:
-        network = SimNetwork(Trace())
-        names = [*donors, "newcomer"]
-        transports = {name: network.join(name, 1.25e6) for name in names}
-        town = DonorCluster(network, {})
-        for name in names:
-            snapshots, mine = Snapshots(), donors.get(name)
-            if mine:
-                snapshots.put(mine)
-            host = sim_host(network, transports[name], 1, {})
-            settings = Settings("fp32", (ELEMENTS,))
-            whole = bool(mine)
-            town.state_sync[name] = IndependentStateSync(
-                host, settings, snapshots, lambda: KEY, lambda: names, lambda whole=whole: whole
-            )
-        await body(town)
-        assert network.bugs == []
-
-    simloop.run(main())
+    def blamed(self) -> dict[PeerId, str]:
+        """The peers that the newcomer blamed, and why."""
+        return {blame.peer: blame.why for blame in self.newcomer.accounting.take()[0]}
 
 
-def test_newcomer_fetches_state_signed_by_one_donor() -> None:
-    async def body(town: DonorCluster) -> None:
-        snapshot = await town.fetch()
-        assert (value_of(snapshot), snapshot.round) == (2.0, 4)
-        assert snapshot.lineage == snapshot.index.state_root(4)
-        assert town.newcomer.take_bytes() == (8 * ELEMENTS, 0) and town.newcomer.take_bytes() == (0, 0)
-
-    play(body, anna=state(1.0, 2), bert=state(2.0, 4), cora=state(3.0, 4), dora=None)
-
-
-def test_fetch_may_name_the_donor() -> None:
-    async def body(town: DonorCluster) -> None:
-        assert value_of(await town.fetch(60.0, "anna")) == 1.0
-
-    play(body, anna=state(1.0, 4), bert=state(2.0, 4))
+@simulated(Donors, anna=(1.0, 2), bert=(2.0, 4), cora=(3.0, 4), dora=None)
+async def test_newcomer_fetches_newest_state_or_that_of_named_donor(donors: Donors) -> None:
+    snapshot = await donors.fetch()
+    assert (value_of(snapshot), snapshot.round) == (2.0, 4)
+    assert snapshot.lineage == snapshot.index.state_root(4)
+    assert donors.newcomer.take_bytes() == (8 * ELEMENTS, 0) and donors.newcomer.take_bytes() == (0, 0)
+    assert value_of(await donors.fetch("anna")) == 1.0, "a fetch may name its donor"
 
 
-def test_next_donor_replaces_a_dead_one() -> None:
-    async def body(town: DonorCluster) -> None:
-        asyncio.get_running_loop().call_later(1.0, town.network.kill, "anna")
-        assert value_of(await town.fetch(60.0, "anna", "bert")) == 2.0
-        named, _, _ = town.newcomer.accounting.take()
-        assert {blame.peer for blame in named} == {"anna"}
-
-    play(body, anna=state(1.0, 4), bert=state(2.0, 4))
+@simulated(Donors, anna=(1.0, 4), bert=(2.0, 4))
+async def test_next_donor_replaces_a_dead_one(donors: Donors) -> None:
+    asyncio.get_running_loop().call_later(1.0, donors.network.kill, "anna")
+    assert value_of(await donors.fetch("anna", "bert")) == 2.0
+    assert donors.blamed().keys() == {"anna"}
 
 
-def test_no_donor_with_state_is_state_unavailable() -> None:
-    async def body(town: DonorCluster) -> None:
-        with pytest.raises(StateUnavailable):
-            await town.fetch()
-        assert asyncio.get_running_loop().time() < 10.0
-
-    play(body, anna=None, bert=None)
+@simulated(Donors, anna=None, bert=None)
+async def test_no_donor_with_state_is_state_unavailable(donors: Donors) -> None:
+    with pytest.raises(StateUnavailable):
+        await donors.fetch()
+    assert asyncio.get_running_loop().time() < 10.0
 
 
-@pytest.mark.parametrize("lie", ["signature", "root", "round", "name", "run"])
-def test_donor_with_invalid_advert_is_blamed_and_skipped(lie: str) -> None:
-    async def body(town: DonorCluster) -> None:
-        liar = town.state_sync["liar"]
-        honest = liar._announcement
-
-        def lying() -> StateAdvert:
-            standing = honest()
-            (vouched,) = standing.states
-            match lie:
-                case "signature":
-                    return replace(standing, states=(replace(vouched, signature=b"!" * 32),))
-                case "root":
-                    return replace(standing, states=(replace(vouched, root=bytes(32)),))
-                case "round":
-                    return replace(standing, states=(replace(vouched, round=5),))
-                case "name":
-                    return replace(standing, sender=Member("zita"))
-            return replace(standing, key=replace(KEY, run=b"x" * 32))
-
-        liar._announcement = lying  # type: ignore[method-assign]
-        assert value_of(await town.fetch()) == 1.0
-        named, _, _ = town.newcomer.accounting.take()
-        assert {blame.peer for blame in named} == {"liar"}
-
-    play(body, liar=state(9.0, 4), zita=state(1.0, 4))
+def spoilt_state(**changes: object) -> Callable[[StateAdvert], StateAdvert]:
+    """A change of the one state that an advert offers."""
+    return lambda advert: replace(advert, states=(replace(advert.states[0], **changes),))  # type: ignore[arg-type]
 
 
-def test_donor_with_mismatched_index_root_is_skipped() -> None:
-    async def body(town: DonorCluster) -> None:
-        good = state(9.0, 4)
-        theta = torch.full((ELEMENTS,), 7.0)
-        wrong = Snapshot(good.lineage, 4, SnapshotIndex.of(theta, theta))
-        town.state_sync["liar"]._context.snapshots.put(wrong)
-        assert value_of(await town.fetch(60.0, "liar", "anna")) == 1.0
-        named, _, _ = town.newcomer.accounting.take()
-        assert any(blame.peer == "liar" and "state root" in blame.why for blame in named)
+INVALID_ADVERTS: dict[str, Callable[[StateAdvert], StateAdvert]] = {
+    "signature": spoilt_state(signature=b"!" * 32),
+    "root": spoilt_state(root=bytes(32)),
+    "round": spoilt_state(round=5),
+    "name": lambda advert: replace(advert, sender=Member("zita")),
+    "run": lambda advert: replace(advert, key=replace(KEY, run=b"x" * 32)),
+}
 
-    play(body, anna=state(1.0, 4), liar=state(9.0, 4))
+
+@pytest.mark.parametrize("spoil", INVALID_ADVERTS.values(), ids=INVALID_ADVERTS)
+@simulated(Donors, liar=(9.0, 4), zita=(1.0, 4))
+async def test_donor_with_invalid_advert_is_blamed_and_skipped(
+    donors: Donors, spoil: Callable[[StateAdvert], StateAdvert]
+) -> None:
+    liar = donors.state_sync["liar"]
+    honest = liar._announcement
+    liar._announcement = lambda: spoil(honest())  # type: ignore[method-assign]
+    assert value_of(await donors.fetch()) == 1.0
+    assert donors.blamed().keys() == {"liar"}
+
+
+@simulated(Donors, anna=(1.0, 4), liar=(9.0, 4))
+async def test_donor_with_mismatched_index_root_is_skipped(donors: Donors) -> None:
+    good = state(9.0, 4)
+    theta = torch.full((ELEMENTS,), 7.0)
+    wrong = Snapshot(good.lineage, 4, SnapshotIndex.of(theta, theta))
+    donors.state_sync["liar"]._context.snapshots.put(wrong)
+    assert value_of(await donors.fetch("liar", "anna")) == 1.0
+    assert "state root" in donors.blamed()["liar"]
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_non_finite_state_is_not_adopted(value: float) -> None:
-    """It would be the newcomer's for good: nobody mixes with it, and its distance from others is no number."""
-
-    async def body(town: DonorCluster) -> None:
-        assert value_of(await town.fetch(60.0, "liar", "anna")) == 1.0
-        named, _, _ = town.newcomer.accounting.take()
-        assert [blame.peer for blame in named] == ["liar"] and "not finite" in named[0].why
-
-    play(body, anna=state(1.0, 4), liar=state(value, 4))
+@simulated(lambda value: Donors(anna=(1.0, 4), liar=(value, 4)))
+async def test_non_finite_state_is_not_adopted(donors: Donors) -> None:
+    """The newcomer would keep it for good: no peer mixes with it, and its distance from others is no number."""
+    assert value_of(await donors.fetch("liar", "anna")) == 1.0
+    (blame,) = donors.newcomer.accounting.take()[0]
+    assert blame.peer == "liar" and "not finite" in blame.why
 
 
-def test_donor_not_asked_in_time_is_not_blamed() -> None:
-    async def body(town: DonorCluster) -> None:
-        asyncio.get_running_loop().call_later(1.7, town.network.kill, "anna")
-        with pytest.raises(StateUnavailable, match="none of 1 donors"):
-            await town.fetch(1.0, "anna", "bert")
-        named, _, _ = town.newcomer.accounting.take()
-        assert {blame.peer for blame in named} == {"anna"}
-
-    play(body, anna=state(1.0, 4), bert=state(2.0, 4))
+@simulated(Donors, anna=(1.0, 4), bert=(2.0, 4))
+async def test_donor_not_asked_in_time_is_not_blamed(donors: Donors) -> None:
+    asyncio.get_running_loop().call_later(1.7, donors.network.kill, "anna")
+    with pytest.raises(StateUnavailable, match="none of 1 donors"):
+        await donors.fetch("anna", "bert", seconds=1.0)
+    assert donors.blamed().keys() == {"anna"}
 
 
-def test_user_is_told_after_five_failed_fetches() -> None:
-    async def body(town: DonorCluster) -> None:
-        said: list[str] = []
-        town.newcomer.complain_to(said.append)
-        snapshots, mine = town.state_sync["anna"]._context.snapshots, state(1.0, 4)
-        for rounds in (4, 5):
-            for _ in range(rounds):
-                assert said == []
-                with pytest.raises(StateUnavailable):
-                    await town.fetch()
-            snapshots.put(mine)
-            await town.fetch()
-            snapshots.drop(mine)
-            town.state_sync["anna"]._donor._loans.clear()
-        assert said == ["nobody here has a state: waiting for a peer that has one"]
-
-    def away(town: DonorCluster) -> Awaitable[None]:
-        town.state_sync["anna"]._context.snapshots._held.clear()
-        return body(town)
-
-    play(away, anna=state(0.0, 4))
+@simulated(Donors, anna=(0.0, 4))
+async def test_user_is_told_after_five_failed_fetches(donors: Donors) -> None:
+    anna, snapshot, messages = donors.state_sync["anna"], state(1.0, 4), list[str]()
+    donors.newcomer.complain_to(messages.append)
+    snapshots = anna._context.snapshots
+    snapshots._held.clear()
+    for failures in (4, 5):
+        for _ in range(failures):
+            assert messages == []
+            with pytest.raises(StateUnavailable):
+                await donors.fetch()
+        snapshots.put(snapshot)
+        await donors.fetch()
+        snapshots.drop(snapshot)
+        anna._donor._loans.clear()
+    assert messages == ["nobody here has a state: waiting for a peer that has one"]
 
 
-def test_one_caller_leaves_streams_for_others() -> None:
-    async def body(town: DonorCluster) -> None:
-        until = asyncio.get_running_loop().time() + 60.0
-        async with AsyncExitStack() as held:
-            for _ in range(MAX_STREAMS):
-                await held.enter_async_context(town.network.transports["hog"].open("anna", SYNC, until))
-            assert value_of(await town.fetch(20.0, "anna")) == 1.0
-
-    play(body, anna=state(1.0, 4), hog=None)
+@simulated(Donors, anna=(1.0, 4), hog=None)
+async def test_one_caller_leaves_streams_for_others(donors: Donors) -> None:
+    until = asyncio.get_running_loop().time() + 60.0
+    async with AsyncExitStack() as held:
+        for _ in range(MAX_STREAMS):
+            await held.enter_async_context(donors.network.transports["hog"].open("anna", SYNC, until))
+        assert value_of(await donors.fetch("anna", seconds=20.0)) == 1.0
 
 
 @pytest.mark.parametrize(
@@ -230,13 +207,13 @@ def test_one_caller_leaves_streams_for_others() -> None:
     [([3], [3]), ([3, 9], [3]), ([3, 4, 1 << 39], [3, 4]), ([1, 2, 3, 4], [1, 2]), ([], [])],
 )
 def test_rounds_beyond_the_median_are_not_believed(rounds: list[int], taken: list[int]) -> None:
-    told = {
+    adverts = {
         f"p{index}": StateAdvert(KEY, Member(f"p{index}"), (SignedStateRef(bytes(32), number, b""),), True)
         for index, number in enumerate(rounds)
     }
-    told["newcomer"] = StateAdvert(KEY, Member("newcomer"), (), False)
-    told["liar"] = StateAdvert(KEY, Member("liar"), (SignedStateRef(bytes(32), 0, b""),), False)
-    assert sorted(each.round for each in eligible(told).values()) == taken
+    adverts["newcomer"] = StateAdvert(KEY, Member("newcomer"), (), False)
+    adverts["liar"] = StateAdvert(KEY, Member("liar"), (SignedStateRef(bytes(32), 0, b""),), False)
+    assert sorted(each.round for each in eligible(adverts).values()) == taken
 
 
 # -- with a replica ---------------------------------------------------------------------------------------------------
@@ -253,7 +230,7 @@ def test_furthest_peer_is_the_same_for_all() -> None:
 
 def lives(spread_limit: float, start: float, rounds: int) -> dict[PeerId, list[RoundReport]]:
     """Two peers that stand at 1, and one that starts at `start`; 0: it is a newcomer, with nothing."""
-    told: dict[PeerId, list[RoundReport]] = {"anna": [], "bert": [], "zoe": []}
+    reports: dict[PeerId, list[RoundReport]] = {"anna": [], "bert": [], "zoe": []}
     sketches: dict[PeerId, Sketch] = {}
 
     async def live(network: SimNetwork, name: PeerId) -> None:
@@ -273,46 +250,46 @@ def lives(spread_limit: float, start: float, rounds: int) -> dict[PeerId, list[R
         deps = OuterLoopDeps(trainer, host.compute, anchor, snapshots)
         outer_loop = IndependentOuterLoop(course, averager, outer, deps, options)
         state_sync = IndependentStateSync(
-            host, settings, snapshots, lambda: outer_loop.key, lambda: told, lambda: not outer_loop.seeks_state
+            host, settings, snapshots, lambda: outer_loop.key, lambda: reports, lambda: not outer_loop.seeks_state
         )
         await outer_loop.settle()
-        goes_on = lambda: len(told[name]) < rounds  # noqa: E731
+        goes_on = lambda: len(reports[name]) < rounds  # noqa: E731
         async for report in run_independent_rounds(outer_loop, state_sync, SimClock().wall, goes_on):
-            told[name].append(report)
+            reports[name].append(report)
 
     async def main() -> None:
         network = SimNetwork(Trace())
-        for name in told:
+        for name in reports:
             network.join(name)
-        await asyncio.gather(*(live(network, name) for name in told))
+        await asyncio.gather(*(live(network, name) for name in reports))
 
     simloop.run(main())
-    return told
+    return reports
 
 
 class Alone(PairSession):
-    """Nobody is met: nothing but fetching brings two together."""
+    """Peers exchange nothing: only fetching brings two together."""
 
     async def average(self, mine: Sequence[Vector], work: LocalProgress, into: Sequence[Vector]) -> AveragingResult:
         return AveragingResult(Outcome.SKIPPED)
 
 
 def test_newcomer_trains_only_after_fetching_a_state() -> None:
-    told = lives(math.inf, 0.0, 4)
-    first, second = told["zoe"][:2]
+    reports = lives(math.inf, 0.0, 4)
+    first, second = reports["zoe"][:2]
     assert (first.outcome, first.bytes_downloaded, first.tokens) == ("superseded", 8000, 0)
     assert (second.outcome, second.parent) == ("skipped", first.lineage)
-    assert all(report.outcome == "skipped" for report in told["anna"] + told["bert"])
-    assert told["zoe"][-1].spread < 0.05
+    assert all(report.outcome == "skipped" for report in reports["anna"] + reports["bert"])
+    assert reports["zoe"][-1].spread < 0.05
 
 
 def test_outlying_peer_fetches_anothers_state() -> None:
-    told = lives(0.3 / ASTRAY_FACTOR, 3.0, 5)
-    outcomes = [report.outcome for report in told["zoe"]]
-    assert outcomes.count("superseded") == 1 and told["zoe"][-1].spread < 0.05
-    assert all(report.outcome == "skipped" for report in told["anna"] + told["bert"]), "they are not the furthest"
+    reports = lives(0.3 / ASTRAY_FACTOR, 3.0, 5)
+    outcomes = [report.outcome for report in reports["zoe"]]
+    assert outcomes.count("superseded") == 1 and reports["zoe"][-1].spread < 0.05
+    assert all(report.outcome == "skipped" for report in reports["anna"] + reports["bert"]), "they are not the furthest"
 
 
 def test_nearby_peer_is_left_to_mixing() -> None:
-    told = lives(3.0 / ASTRAY_FACTOR, 3.0, 4)
-    assert {report.outcome for report in told["zoe"]} == {"skipped"}
+    reports = lives(3.0 / ASTRAY_FACTOR, 3.0, 4)
+    assert {report.outcome for report in reports["zoe"]} == {"skipped"}

@@ -1,4 +1,4 @@
-"""Contacts and donors that lie, stall or die: each is named and left, and the right state comes from the others."""
+"""Contacts and donors that lie, stall or die: the peer blames and leaves each, and gets the right state elsewhere."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import gc
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -22,54 +22,15 @@ from protocols.framing import FramedStream
 from protocols.sync.requests import Busy, Certificates, HeadAnnouncement, SnapshotIndexHeader, SnapshotRef
 from protocols.sync.snapshot import Snapshot
 from tests.support.fake_rounds import certified
-from tests.support.sync_cluster import SpoofedPeer, SyncCluster, SyncPeer
+from tests.support.simulated import simulated
+from tests.support.sync_cluster import SyncCluster, SyncPeer
+from tests.support.sync_lies import Lie, disguise, instead, late, raw, spoiled
 
-Lie = Callable[[FramedStream, Header, Buffer], Coroutine[Any, Any, None]]
+T = TypeVar("T")
+
 ANNA, BERT, CLEO = (Member(name) for name in ("anna", "bert", "cleo"))
 LARGE = 1_200_000
 """Ten chunks of snapshot."""
-
-
-def instead(kind: type[Header], change: Callable[[Any], Header]) -> Lie:
-    """Another header in the place of each of this kind."""
-
-    async def lie(stream: FramedStream, header: Header, payload: Buffer) -> None:
-        await stream.send(change(header) if isinstance(header, kind) else header, payload)
-
-    return lie
-
-
-def spoiled(kind: type[Header]) -> Lie:
-    """A flipped bit in each payload of this kind."""
-
-    async def lie(stream: FramedStream, header: Header, payload: Buffer) -> None:
-        data = bytearray(payload)
-        if isinstance(header, kind) and data:
-            data[len(data) // 2] ^= 1
-        await stream.send(header, data)
-
-    return lie
-
-
-def late(kind: type[Header], seconds: float) -> Lie:
-    async def lie(stream: FramedStream, header: Header, payload: Buffer) -> None:
-        if isinstance(header, kind):
-            await asyncio.sleep(seconds)
-        await stream.send(header, payload)
-
-    return lie
-
-
-def raw(kind: type[Header], data: bytes) -> Lie:
-    """Bytes that no encoder writes."""
-
-    async def lie(stream: FramedStream, header: Header, payload: Buffer) -> None:
-        if isinstance(header, kind):
-            await stream._pipe.write(data)
-        else:
-            await stream.send(header, payload)
-
-    return lie
 
 
 def truncated() -> Lie:
@@ -98,22 +59,31 @@ async def never(stream: FramedStream, header: Header, payload: Buffer) -> None:
     await asyncio.sleep(1e5)
 
 
-def play(liar: Lie | None, main: Callable[[SyncCluster, SyncPeer], Coroutine[Any, Any, None]], **options: Any) -> None:
-    """Anna and bert are eleven rounds ahead of cleo; anna lies, and is asked first."""
-    world = SyncCluster(("anna", "bert", "cleo"), **{"keep_rounds": 4, **options})
+class RoundsBehind(SyncCluster):
+    """Anna and bert are eleven rounds ahead of cleo; anna lies, if there is a lie, and is asked first."""
 
-    async def whole() -> None:
-        await world.rounds("anna bert", 11)
-        if liar:
-            world.peers["anna"].transport.disguise = lambda method, stream, pipe: SpoofedPeer(stream, liar)  # type: ignore[assignment,return-value]
-        await main(world, world.peers["cleo"])
+    def __init__(self, lie: Lie | None, **options: Any) -> None:
+        super().__init__(("anna", "bert", "cleo"), **{"keep_rounds": 4, **options})
+        self._lie = lie
 
-    world.play(whole)
+    @property
+    def cleo(self) -> SyncPeer:
+        return self.peers["cleo"]
+
+    def play(self, main: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        async def whole() -> T:
+            await self.rounds("anna bert", 11)
+            if self._lie:
+                disguise(self.peers["anna"], self._lie)
+            return await main()
+
+        return super().play(whole)
 
 
-def right(world: SyncCluster, report: RoundReport, liar: str | None) -> None:
+def check_cleo(world: SyncCluster, report: RoundReport, why: str | None) -> None:
+    """Cleo got the right state, and blamed anna for this reason, if there is one, and no other peer."""
     assert world.same("bert cleo") and report.outcome == "superseded", report.blamed
-    assert liar is None or (list(report.blamed) == ["anna"] and liar in report.blamed["anna"]), report.blamed
+    assert why is None or (list(report.blamed) == ["anna"] and why in report.blamed["anna"]), report.blamed
 
 
 # -- contacts ---------------------------------------------------------------------------------------------------------
@@ -145,76 +115,66 @@ CONTACTS: dict[str, tuple[Lie, str | None]] = {
 
 
 @pytest.mark.parametrize("lie, said", CONTACTS.values(), ids=CONTACTS)
-def test_lying_contact_is_blamed_and_others_are_believed(lie: Lie, said: str | None) -> None:
-    async def main(world: SyncCluster, cleo: SyncPeer) -> None:
-        report = await cleo.catch_up()
-        right(world, report, said)
-        assert asyncio.get_running_loop().time() < 60.0
-
-    play(lie, main)
+@simulated(RoundsBehind)
+async def test_lying_contact_is_blamed_and_others_are_believed(world: RoundsBehind, said: str | None) -> None:
+    report = await world.cleo.catch_up()
+    check_cleo(world, report, said)
+    assert asyncio.get_running_loop().time() < 60.0
 
 
-def test_lying_directory_costs_only_time() -> None:
-    async def main(world: SyncCluster, cleo: SyncPeer) -> None:
-        world.hints[:0] = ["nobody", "zeno", "cleo", "anna", "anna", *(f"invented-{each}" for each in range(500))]
-        zeno = await world.add("zeno")
-        zeno.transport.disguise = lambda method, stream, pipe: SpoofedPeer(stream, CONTACTS["ahead"][0])  # type: ignore[assignment,return-value]
-        world.network.block("cleo", "nobody")
-        report = await cleo.catch_up()
-        assert world.same("anna bert cleo") and list(report.blamed) == ["zeno"]
-        assert asyncio.get_running_loop().time() < 10.0
-
-    play(None, main)
+@simulated(RoundsBehind, None)
+async def test_lying_directory_costs_only_time(world: RoundsBehind) -> None:
+    world.hints[:0] = ["nobody", "zeno", "cleo", "anna", "anna", *(f"invented-{each}" for each in range(500))]
+    zeno = await world.add("zeno")
+    disguise(zeno, CONTACTS["ahead"][0])
+    world.network.block("cleo", "nobody")
+    report = await world.cleo.catch_up()
+    assert world.same("anna bert cleo") and list(report.blamed) == ["zeno"]
+    assert asyncio.get_running_loop().time() < 10.0
 
 
-def test_liar_is_not_asked_again_for_a_while() -> None:
-    async def main(world: SyncCluster, cleo: SyncPeer) -> None:
-        assert (await cleo.catch_up()).blamed
-        await world.decide("anna bert")
-        report = await cleo.catch_up()
-        assert world.same("bert cleo") and report.blamed == {}
-        await asyncio.sleep(61.0)
-        await world.decide("anna bert")
-        assert list((await cleo.catch_up()).blamed) == ["anna"]
-
-    play(CONTACTS["forged"][0], main)
+@simulated(RoundsBehind, CONTACTS["forged"][0])
+async def test_liar_is_not_asked_again_for_a_while(world: RoundsBehind) -> None:
+    assert (await world.cleo.catch_up()).blamed
+    await world.decide("anna bert")
+    report = await world.cleo.catch_up()
+    assert world.same("bert cleo") and report.blamed == {}
+    await asyncio.sleep(61.0)
+    await world.decide("anna bert")
+    assert list((await world.cleo.catch_up()).blamed) == ["anna"]
 
 
-def test_single_member_fork_cannot_capture_a_majority() -> None:
-    async def main(world: SyncCluster, cleo: SyncPeer) -> None:
-        await cleo.catch_up()
-        capture = await world.decide("anna", Kind.FORK)
-        await world.rounds("anna", 5)
-        assert (await cleo.catch_up()).outcome == "undecided", "bert and cleo are enough"
-        cleo.sync.stranded = True
-        report = await cleo.catch_up()
-        assert (report.outcome, report.lost_rounds) == ("superseded", 0) and capture.lineage in cleo.chain
-        await world.decide("bert", voters=(BERT, CLEO))
-        report = await cleo.catch_up()
-        assert world.same("bert cleo") and report.lost_rounds == 6
-
-    play(None, main)
+@simulated(RoundsBehind, None)
+async def test_single_member_fork_cannot_capture_a_majority(world: RoundsBehind) -> None:
+    await world.cleo.catch_up()
+    capture = await world.decide("anna", Kind.FORK)
+    await world.rounds("anna", 5)
+    assert (await world.cleo.catch_up()).outcome == "undecided", "bert and cleo are enough"
+    world.cleo.sync.stranded = True
+    report = await world.cleo.catch_up()
+    assert (report.outcome, report.lost_rounds) == ("superseded", 0) and capture.lineage in world.cleo.chain
+    await world.decide("bert", voters=(BERT, CLEO))
+    report = await world.cleo.catch_up()
+    assert world.same("bert cleo") and report.lost_rounds == 6
 
 
-def test_greetings_of_a_liar_do_not_flood_peer() -> None:
-    async def main(world: SyncCluster, cleo: SyncPeer) -> None:
-        await cleo.catch_up()
-        asked, better = [], cleo.sync.better
+@simulated(RoundsBehind, CONTACTS["ahead"][0])
+async def test_greetings_of_a_liar_do_not_flood_peer(world: RoundsBehind) -> None:
+    await world.cleo.catch_up()
+    asked, better = [], world.cleo.sync.better
 
-        async def counted(deadline: float) -> Any:
-            asked.append(asyncio.get_running_loop().time())
-            return await better(deadline)
+    async def counted(deadline: float) -> Any:
+        asked.append(asyncio.get_running_loop().time())
+        return await better(deadline)
 
-        cleo.sync.better = counted  # type: ignore[method-assign]
-        healing = asyncio.create_task(cleo.sync.run())
-        anna = world.peers["anna"]
-        for _ in range(500):
-            await anna.sync._exchange(["cleo"], asyncio.get_running_loop().time() + 1.0)
-            await asyncio.sleep(0.1)
-        assert len(asked) <= 2, "it is not listened to for a minute"
-        healing.cancel()
-
-    play(CONTACTS["ahead"][0], main)
+    world.cleo.sync.better = counted  # type: ignore[method-assign]
+    healing = asyncio.create_task(world.cleo.sync.run())
+    anna = world.peers["anna"]
+    for _ in range(500):
+        await anna.sync._exchange(["cleo"], asyncio.get_running_loop().time() + 1.0)
+        await asyncio.sleep(0.1)
+    assert len(asked) <= 2, "it is not listened to for a minute"
+    healing.cancel()
 
 
 # -- donors -----------------------------------------------------------------------------------------------------------
@@ -245,102 +205,88 @@ DONORS: dict[str, tuple[Lie, str | None]] = {
 
 
 @pytest.mark.parametrize("lie, said", DONORS.values(), ids=DONORS)
-def test_lying_donor_is_blamed_and_state_is_correct(lie: Lie, said: str | None) -> None:
-    async def main(world: SyncCluster, cleo: SyncPeer) -> None:
-        if said and "nothing moved" in said:  # bert alone is quick enough to be done before that
-            world.network.nodes["bert"].bytes_per_second = 1e5
-        report = await cleo.catch_up()
-        right(world, report, said)
-        assert report.bytes_downloaded < 2 * 8 * LARGE
-        assert said or report.blamed == {}
-
-    play(lie, main, elements=LARGE)
+@simulated(RoundsBehind, elements=LARGE)
+async def test_lying_donor_is_blamed_and_state_is_correct(world: RoundsBehind, said: str | None) -> None:
+    if said and "nothing moved" in said:  # bert alone would be done before that
+        world.network.nodes["bert"].bytes_per_second = 1e5
+    report = await world.cleo.catch_up()
+    check_cleo(world, report, said)
+    assert report.bytes_downloaded < 2 * 8 * LARGE
+    assert said or report.blamed == {}
 
 
-def test_single_lying_donor_changes_and_leaks_nothing() -> None:
+@simulated(RoundsBehind, spoiled(wire.Chunk), elements=LARGE)
+async def test_single_lying_donor_changes_and_leaks_nothing(world: RoundsBehind) -> None:
     """After a catch-up that failed: the state is what it was, buffers are gone, and a later try works."""
 
-    async def main(world: SyncCluster, cleo: SyncPeer) -> None:
-        def held() -> list[int]:
-            gc.collect()
-            return [
-                sum(type(each) is kind for each in gc.get_objects()) for kind in (Snapshot, OuterState, ReducedPart)
-            ]
+    def held() -> list[int]:
+        gc.collect()
+        return [sum(type(each) is kind for each in gc.get_objects()) for kind in (Snapshot, OuterState, ReducedPart)]
 
-        world.network.block("bert", "cleo")
-        before, count = (cleo.chain.head, cleo.outer_loop.anchor.clone()), held()
-        for _ in range(3):
-            report = await cleo.catch_up(120.0)
-            assert report.outcome == "undecided" and "another digest" in report.blamed["anna"]
-            assert cleo.chain.head == before[0] and torch.equal(cleo.outer_loop.anchor, before[1])
-            await asyncio.sleep(61.0)
-        assert held() == count
-        world.network.heal("bert", "cleo")
-        right(world, await cleo.catch_up(), "another digest")
-
-    play(spoiled(wire.Chunk), main, elements=LARGE)
+    world.network.block("bert", "cleo")
+    before, count = (world.cleo.chain.head, world.cleo.outer_loop.anchor.clone()), held()
+    for _ in range(3):
+        report = await world.cleo.catch_up(120.0)
+        assert report.outcome == "undecided" and "another digest" in report.blamed["anna"]
+        assert world.cleo.chain.head == before[0] and torch.equal(world.cleo.outer_loop.anchor, before[1])
+        await asyncio.sleep(61.0)
+    assert held() == count
+    world.network.heal("bert", "cleo")
+    check_cleo(world, await world.cleo.catch_up(), "another digest")
 
 
 @pytest.mark.parametrize("chunks", [0, 1, 2])
-def test_donor_killed_mid_chunk_is_replaced(chunks: int) -> None:
+@simulated(RoundsBehind, None, elements=LARGE)
+async def test_donor_killed_mid_chunk_is_replaced(world: RoundsBehind, chunks: int) -> None:
     brought = [0]
 
-    async def main(world: SyncCluster, cleo: SyncPeer) -> None:
-        async def count(stream: FramedStream, header: Header, payload: Buffer) -> None:
-            brought[0] += isinstance(header, wire.Chunk)
-            if brought[0] == chunks + 1:
-                asyncio.get_running_loop().call_later(0.03, world.network.kill, "anna")
-                brought[0] += 1000
-            await stream.send(header, payload)
+    async def count(stream: FramedStream, header: Header, payload: Buffer) -> None:
+        brought[0] += isinstance(header, wire.Chunk)
+        if brought[0] == chunks + 1:
+            asyncio.get_running_loop().call_later(0.03, world.network.kill, "anna")
+            brought[0] += 1000
+        await stream.send(header, payload)
 
-        world.peers["anna"].transport.disguise = lambda method, stream, pipe: SpoofedPeer(stream, count)  # type: ignore[assignment,return-value]
-        report = await cleo.catch_up()
-        right(world, report, "lost as a donor")
-        assert report.bytes_downloaded < 8 * LARGE + 5 * (1 << 20)
-
-    play(None, main, elements=LARGE)
+    disguise(world.peers["anna"], count)
+    report = await world.cleo.catch_up()
+    check_cleo(world, report, "lost as a donor")
+    assert report.bytes_downloaded < 8 * LARGE + 5 * (1 << 20)
 
 
-def test_always_busy_donors_are_asked_a_bounded_number() -> None:
-    async def main(world: SyncCluster, cleo: SyncPeer) -> None:
-        world.network.kill("bert")
-        report = await cleo.catch_up(1e6)
-        assert report.outcome == "undecided" and asyncio.get_running_loop().time() < 60.0
-        assert 2000 < report.bytes_sent < 10_000
-
-    play(DONORS["restless"][0], main)
+@simulated(RoundsBehind, DONORS["restless"][0])
+async def test_always_busy_donors_are_asked_a_bounded_number(world: RoundsBehind) -> None:
+    world.network.kill("bert")
+    report = await world.cleo.catch_up(1e6)
+    assert report.outcome == "undecided" and asyncio.get_running_loop().time() < 60.0
+    assert 2000 < report.bytes_sent < 10_000
 
 
-def test_dead_donors_give_undecided_in_bounded_time() -> None:
-    async def main(world: SyncCluster, cleo: SyncPeer) -> None:
-        loop = asyncio.get_running_loop()
-        loop.call_later(0.7, world.network.kill, "anna")
-        loop.call_later(0.8, world.network.kill, "bert")
-        report = await cleo.catch_up(3600.0)
-        assert report.outcome == "undecided" and sorted(report.blamed) == ["anna", "bert"]
-        assert 0 < report.bytes_downloaded < 8 * LARGE and loop.time() < 60.0
-
-    play(None, main, elements=LARGE)
+@simulated(RoundsBehind, None, elements=LARGE)
+async def test_dead_donors_give_undecided_in_bounded_time(world: RoundsBehind) -> None:
+    loop = asyncio.get_running_loop()
+    loop.call_later(0.7, world.network.kill, "anna")
+    loop.call_later(0.8, world.network.kill, "bert")
+    report = await world.cleo.catch_up(3600.0)
+    assert report.outcome == "undecided" and sorted(report.blamed) == ["anna", "bert"]
+    assert 0 < report.bytes_downloaded < 8 * LARGE and loop.time() < 60.0
 
 
-def test_donor_serves_few_at_once_and_eventually_all() -> None:
-    async def main(world: SyncCluster, cleo: SyncPeer) -> None:
-        world.network.kill("bert")
-        joiners = [await world.add(f"j{each}") for each in range(7)]
-        donor, most = world.peers["anna"].sync._donor, [0]
+@simulated(RoundsBehind, None, elements=LARGE)
+async def test_donor_serves_few_at_once_and_eventually_all(world: RoundsBehind) -> None:
+    world.network.kill("bert")
+    joiners = [await world.add(f"j{each}") for each in range(7)]
+    donor, most = world.peers["anna"].sync._donor, [0]
 
-        async def watch() -> None:
-            while True:
-                most[0] = max(most[0], len(donor._joiners))
-                await asyncio.sleep(0.05)
+    async def watch() -> None:
+        while True:
+            most[0] = max(most[0], len(donor._joiners))
+            await asyncio.sleep(0.05)
 
-        watcher = asyncio.create_task(watch())
-        reports = await asyncio.gather(*(joiner.catch_up() for joiner in joiners))
-        watcher.cancel()
-        assert [report.outcome for report in reports] == ["superseded"] * 7 and most == [3]
-        assert world.same("anna j0 j1 j2 j3 j4 j5 j6") and donor._joiners == []
-
-    play(None, main, elements=LARGE)
+    watcher = asyncio.create_task(watch())
+    reports = await asyncio.gather(*(joiner.catch_up() for joiner in joiners))
+    watcher.cancel()
+    assert [report.outcome for report in reports] == ["superseded"] * 7 and most == [3]
+    assert world.same("anna j0 j1 j2 j3 j4 j5 j6") and donor._joiners == []
 
 
 # -- kept means -------------------------------------------------------------------------------------------------------
@@ -350,24 +296,20 @@ def test_donor_serves_few_at_once_and_eventually_all() -> None:
     "lie",
     [spoiled(wire.Reduced), late(wire.Reduced, 1e5), instead(wire.Availability, lambda each: wire.Availability(False))],
 )
-def test_source_lying_about_a_mean_is_bypassed(lie: Lie) -> None:
-    async def main(world: SyncCluster, cleo: SyncPeer) -> None:
-        report = await cleo.catch_up()
-        right(world, report, None)
-        assert (report.replayed_rounds, report.bytes_downloaded) == (11, 0)
-        assert list(report.blamed) in (["anna"], []) and asyncio.get_running_loop().time() < 60.0
-
-    play(lie, main, keep_rounds=20, every_rounds=50)
+@simulated(RoundsBehind, keep_rounds=20, every_rounds=50)
+async def test_source_lying_about_a_mean_is_bypassed(world: RoundsBehind) -> None:
+    report = await world.cleo.catch_up()
+    check_cleo(world, report, None)
+    assert (report.replayed_rounds, report.bytes_downloaded) == (11, 0)
+    assert list(report.blamed) in (["anna"], []) and asyncio.get_running_loop().time() < 60.0
 
 
-def test_record_with_invalid_part_bounds_is_not_replayed() -> None:
-    async def main(world: SyncCluster, cleo: SyncPeer) -> None:
-        assert (await cleo.catch_up()).outcome == "superseded"
-        head = cleo.chain.head
-        link = await world.decide("anna bert")
-        for bounds in ((), (0, 5), (0, 700, 300), (1, 500, 1000), (0, 333, 1 << 40)):
-            bad = replace(link.record, bounds=bounds)
-            with pytest.raises(Exception, match="do not make up its mean"):
-                await cleo.sync.fetcher.parts(replace(link, certificate=certified(head, bad)), 1e6)
-
-    play(None, main)
+@simulated(RoundsBehind, None)
+async def test_record_with_invalid_part_bounds_is_not_replayed(world: RoundsBehind) -> None:
+    assert (await world.cleo.catch_up()).outcome == "superseded"
+    head = world.cleo.chain.head
+    link = await world.decide("anna bert")
+    for bounds in ((), (0, 5), (0, 700, 300), (1, 500, 1000), (0, 333, 1 << 40)):
+        bad = replace(link.record, bounds=bounds)
+        with pytest.raises(Exception, match="do not make up its mean"):
+            await world.cleo.sync.fetcher.parts(replace(link, certificate=certified(head, bad)), 1e6)

@@ -14,6 +14,7 @@ import tests.support.sync_cluster
 from protocols.base import Buffer
 from protocols.sync.snapshot import MemoryBuffer, Snapshots
 from tests.sim.host import SimCompute
+from tests.support.simulated import simulated
 from tests.support.sync_cluster import SyncCluster, SyncPeer
 
 T = TypeVar("T")
@@ -80,60 +81,52 @@ def swarm() -> SyncCluster:
     return SyncCluster(("anna", "bert"), every_rounds=2, keep_rounds=2)
 
 
-def test_unwritable_snapshot_is_dropped_but_round_stands(caplog: pytest.LogCaptureFixture) -> None:
-    world = swarm()
-
-    async def main() -> None:
-        fails(world.peers["anna"])
-        await world.rounds("anna bert", 2)
-        assert world.same("anna bert") and world.peers["anna"].round == 2
-        assert [each.round for each in world.peers["anna"].snapshots.held()] == [0]
-        assert [each.round for each in world.peers["bert"].snapshots.held()] == [2, 0]
-
-    world.play(main)
+@simulated(swarm)
+async def test_unwritable_snapshot_is_dropped_but_round_stands(
+    world: SyncCluster, caplog: pytest.LogCaptureFixture
+) -> None:
+    fails(world.peers["anna"])
+    await world.rounds("anna bert", 2)
+    assert world.same("anna bert") and world.peers["anna"].round == 2
+    assert [each.round for each in world.peers["anna"].snapshots.held()] == [0]
+    assert [each.round for each in world.peers["bert"].snapshots.held()] == [2, 0]
     assert [each.message for each in caplog.records] == ["no snapshot is kept before round 3: Input/output error"]
 
 
-def test_donor_with_failed_disk_withdraws_the_snapshot(caplog: pytest.LogCaptureFixture) -> None:
-    world = swarm()
-
-    async def main() -> None:
-        await world.rounds("anna bert", 5)
-        fails(world.peers["anna"])
-        cleo = await world.add("cleo")
-        report = await cleo.catch_up()
-        assert report.outcome == "superseded" and world.same("anna cleo")
-        assert [each.round for each in world.peers["anna"].snapshots.held()] == [2]
-        assert set(report.blamed) == {"anna"} and report.bytes_downloaded == 8000
-
-    world.play(main)
+@simulated(swarm)
+async def test_donor_with_failed_disk_withdraws_the_snapshot(
+    world: SyncCluster, caplog: pytest.LogCaptureFixture
+) -> None:
+    await world.rounds("anna bert", 5)
+    fails(world.peers["anna"])
+    cleo = await world.add("cleo")
+    report = await cleo.catch_up()
+    assert report.outcome == "superseded" and world.same("anna cleo")
+    assert [each.round for each in world.peers["anna"].snapshots.held()] == [2]
+    assert set(report.blamed) == {"anna"} and report.bytes_downloaded == 8000
     assert [each.message for each in caplog.records] == ["the snapshot before round 5 is lost: Input/output error"]
 
 
 @pytest.mark.parametrize("when", ["made", "put", "taken"])
-def test_joiner_unable_to_store_download_stays_unchanged(when: str) -> None:
-    world = swarm()
+@simulated(swarm)
+async def test_joiner_unable_to_store_download_stays_unchanged(world: SyncCluster, when: str) -> None:
+    await world.rounds("anna bert", 5)
+    cleo = await world.add("cleo")
+    if when == "put":
+        fails(cleo)
+    elif when == "made":
+        cleo.snapshots._make_room = full
+    else:
+        download = cleo.sync.fetcher.download
 
-    async def main() -> None:
-        await world.rounds("anna bert", 5)
-        cleo = await world.add("cleo")
-        if when == "put":
-            fails(cleo)
-        elif when == "made":
-            cleo.snapshots._make_room = full
-        else:
-            download = cleo.sync.fetcher.download
+        async def broken(*args: object) -> object:
+            snapshot = await download(*args)  # type: ignore[arg-type]
+            snapshot.room.failing = True  # type: ignore[attr-defined]
+            return snapshot
 
-            async def broken(*args: object) -> object:
-                snapshot = await download(*args)  # type: ignore[arg-type]
-                snapshot.room.failing = True  # type: ignore[attr-defined]
-                return snapshot
-
-            cleo.sync.fetcher.download = broken  # type: ignore[assignment, method-assign]
-        report = await cleo.catch_up(60.0)
-        assert report.outcome == "undecided" and report.lineage == report.parent and report.blamed == {}
-        cleo.snapshots._make_room = Disk
-        if when != "taken":
-            assert (await cleo.catch_up()).outcome == "superseded" and world.same("anna cleo")
-
-    world.play(main)
+        cleo.sync.fetcher.download = broken  # type: ignore[assignment, method-assign]
+    report = await cleo.catch_up(60.0)
+    assert report.outcome == "undecided" and report.lineage == report.parent and report.blamed == {}
+    cleo.snapshots._make_room = Disk
+    if when != "taken":
+        assert (await cleo.catch_up()).outcome == "superseded" and world.same("anna cleo")

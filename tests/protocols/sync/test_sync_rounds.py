@@ -3,198 +3,63 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
-from dataclasses import asdict, replace
-from typing import Any
 
-import torch
+from tests.support.simulated import simulated
+from tests.support.replicated_swarm import ELEMENTS, ROUND_SECONDS, ReplicatedSwarm
 
-from node.outer.outer_loop import OuterLoopDeps
-from node.outer.replicated_loop import ReplicatedOuterLoop
-from node.outer.sgd import OuterSGD
-from node.reporting.report import RoundReport
-from node.tasks.paced import Paced
-from node.training.trainer import InlineTrainer
-from protocols.aio import run_with_helper
-from protocols.base import Member, PeerId, Settings
-from protocols.butterfly.averager import Butterfly
-from protocols.butterfly.part_cache import PartCache
-from protocols.butterfly.part_store import PartStore
-from protocols.gate import Gate
-from protocols.history.chain import Chain
-from protocols.sync.chain_sync import ChainSync, ChainSyncOptions
-from protocols.sync.snapshot import SnapshotBuffer, Snapshots
-from tests.sim import loop as simloop
-from tests.sim.host import sim_host
-from tests.sim.network import SimNetwork, Trace
-from tests.support.checkers import check
-from tests.support.fake_rounds import RUN
-
-ELEMENTS = 3000
-ROUND_SECONDS = 2.0
-"""More than a round takes."""
-SETTINGS = Settings("int8", (ELEMENTS,), 256, keep_rounds=8)
+Lives = ReplicatedSwarm
 
 
-class Life:
-    """A peer's main loop, as a node's is."""
-
-    def __init__(self, world: Lives, name: PeerId) -> None:
-        host = sim_host(world.network, world.network.join(name), 1, {})
-        self.chain, snapshots = Chain(RUN, "run", world.founders), Snapshots()
-        hints = [member.peer for member in world.founders]
-        gate, store = Gate(), None
-        if world.rooms is not None:
-            store = PartStore(world.rooms, host.compute, gate, most_rounds=5, least_rounds=1)
-        part_cache = PartCache(host, store, gate)
-        options = ChainSyncOptions(part_cache, on_better=lambda branch: self.averager.supersede())
-        self.sync = ChainSync(host, self.chain, world.settings, snapshots, lambda: hints, options)
-        self.averager = Butterfly(host, world.settings, part_cache)
-        self.me, self.history = self.averager.me, list[RoundReport]()
-        self.newcomer = self.me not in world.founders
-        trainer = InlineTrainer(Paced(ELEMENTS, ord(name[0])), 4, 0.25)
-        anchor = torch.zeros(ELEMENTS) if self.newcomer else trainer.local_training.learner.vectors[0].clone()
-        self.outer_loop = ReplicatedOuterLoop(
-            self.chain, self.averager, OuterSGD(0.7, 0.9), OuterLoopDeps(trainer, host.compute, anchor, snapshots)
-        )
-        self._wall = host.clock.wall
-
-    async def run(self) -> None:
-        await run_with_helper(self._train(), self.sync.run())
-
-    async def _train(self) -> None:
-        await self.outer_loop.settle()
-        if self.newcomer:
-            await self._catch_up()
-        while True:
-            self.history.append(await self.outer_loop.run_round(self._wall))
-            if self.history[-1].outcome == "superseded":
-                await self._catch_up()
-
-    async def _catch_up(self) -> None:
-        deadline = asyncio.get_running_loop().time() + 60.0
-        self.history.append(await self.outer_loop.catch_up(self.sync, self._wall, deadline))
-
-    def caught_up(self) -> list[RoundReport]:
-        """The reports that say what catching up came to."""
-        return [each for each in self.history if each.outcome == "superseded" and each.lineage != each.parent]
+@simulated(ReplicatedSwarm, "anna bert cleo dora", fork_peers=0)
+async def test_peer_missing_few_rounds_replays_them(world: ReplicatedSwarm) -> None:
+    await asyncio.sleep(5 * ROUND_SECONDS)
+    world.cut("dora", "anna bert cleo")
+    await asyncio.sleep(5 * ROUND_SECONDS)
+    world.cut("dora", "anna bert cleo", heal=True)
+    await asyncio.sleep(15 * ROUND_SECONDS)
+    assert world.together()
+    reports = world.peers["dora"].caught_up()
+    assert sum(each.bytes_downloaded for each in reports) == 0
+    assert sum(each.lost_rounds for each in reports) == 0
+    assert not any(world.peers[name].caught_up() for name in ("anna", "bert", "cleo"))
 
 
-class Lives:
-    """Peers that live until the test is over; with `rooms` they store past rounds there."""
-
-    def __init__(self, names: str, rooms: Callable[[int], SnapshotBuffer] | None = None, **settings: Any) -> None:
-        self.rooms = rooms
-        self.network, self.settings = SimNetwork(Trace()), replace(SETTINGS, **settings)
-        self.founders = tuple(Member(name) for name in names.split())
-        self.lives: dict[PeerId, Life] = {}
-        self._tasks: list[asyncio.Task[None]] = []
-
-    def begin(self, name: PeerId) -> Life:
-        life = self.lives[name] = Life(self, name)
-        token = simloop.PROCESS.set(self.network.nodes[name].process)
-        self._tasks.append(asyncio.get_running_loop().create_task(life.run()))
-        simloop.PROCESS.reset(token)
-        return life
-
-    def cut(self, ones: str, others: str, heal: bool = False) -> None:
-        """Silence both ways between these and those; or the end of it."""
-        change = self.network.heal if heal else self.network.block
-        for one in ones.split():
-            for other in others.split():
-                change(one, other), change(other, one)
-
-    def play(self, main: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        async def whole() -> None:
-            for member in self.founders:
-                self.begin(member.peer)
-            await main()
-            for task in self._tasks:
-                assert not task.done() or task.result()
-            if self.network.bugs:
-                raise self.network.bugs[0]
-            assert check({name: [asdict(each) for each in life.history] for name, life in self.lives.items()}) == []
-
-        simloop.run(whole())
-
-    def together(self) -> bool:
-        """Whether all vote on one branch, a round apart at most."""
-        chains = [life.chain for life in self.lives.values()]
-        last = min(chains, key=lambda chain: chain.head.key.round).head
-        return all(
-            len(chain.head.roster) == len(chains)
-            and last.key.lineage in chain
-            and chain.head.key.round <= last.key.round + 1
-            for chain in chains
-        )
+@simulated(ReplicatedSwarm, "anna bert cleo dora")
+async def test_peer_that_forked_alone_returns(world: ReplicatedSwarm) -> None:
+    await asyncio.sleep(5 * ROUND_SECONDS)
+    world.cut("dora", "anna bert cleo")
+    await asyncio.sleep(30 * ROUND_SECONDS)
+    dora = world.peers["dora"]
+    assert [each.outcome for each in dora.history[-2:]] == ["alone", "alone"]
+    alone = sum(each.outcome in ("alone", "fork") for each in dora.history)
+    world.cut("dora", "anna bert cleo", heal=True)
+    await asyncio.sleep(15 * ROUND_SECONDS)
+    assert world.together()
+    (report,) = dora.caught_up()
+    assert alone <= report.lost_rounds <= alone + 10 and report.lost_tokens > 0 and report.blamed == {}
 
 
-def test_peer_missing_few_rounds_replays_them() -> None:
-    world = Lives("anna bert cleo dora", fork_peers=0)
-
-    async def main() -> None:
-        await asyncio.sleep(5 * ROUND_SECONDS)
-        world.cut("dora", "anna bert cleo")
-        await asyncio.sleep(5 * ROUND_SECONDS)
-        world.cut("dora", "anna bert cleo", heal=True)
-        await asyncio.sleep(15 * ROUND_SECONDS)
-        assert world.together()
-        reports = world.lives["dora"].caught_up()
-        assert sum(each.bytes_downloaded for each in reports) == 0
-        assert sum(each.lost_rounds for each in reports) == 0
-        assert not any(world.lives[name].caught_up() for name in ("anna", "bert", "cleo"))
-
-    world.play(main)
+@simulated(ReplicatedSwarm, "anna bert cleo dora emil")
+async def test_two_halves_of_a_swarm_merge(world: ReplicatedSwarm) -> None:
+    await asyncio.sleep(5 * ROUND_SECONDS)
+    world.cut("dora emil", "anna bert cleo")
+    await asyncio.sleep(30 * ROUND_SECONDS)
+    assert [len(life.chain.head.roster) for life in world.peers.values()] == [3, 3, 3, 2, 2]
+    world.cut("dora emil", "anna bert cleo", heal=True)
+    await asyncio.sleep(20 * ROUND_SECONDS)
+    assert world.together()
+    assert [len(life.caught_up()) > 0 for life in world.peers.values()] == [False] * 3 + [True] * 2
 
 
-def test_peer_that_forked_alone_returns() -> None:
-    world = Lives("anna bert cleo dora")
-
-    async def main() -> None:
-        await asyncio.sleep(5 * ROUND_SECONDS)
-        world.cut("dora", "anna bert cleo")
-        await asyncio.sleep(30 * ROUND_SECONDS)
-        dora = world.lives["dora"]
-        assert [each.outcome for each in dora.history[-2:]] == ["alone", "alone"]
-        alone = sum(each.outcome in ("alone", "fork") for each in dora.history)
-        world.cut("dora", "anna bert cleo", heal=True)
-        await asyncio.sleep(15 * ROUND_SECONDS)
-        assert world.together()
-        (report,) = dora.caught_up()
-        assert alone <= report.lost_rounds <= alone + 10 and report.lost_tokens > 0 and report.blamed == {}
-
-    world.play(main)
-
-
-def test_two_halves_of_a_swarm_merge() -> None:
-    world = Lives("anna bert cleo dora emil")
-
-    async def main() -> None:
-        await asyncio.sleep(5 * ROUND_SECONDS)
-        world.cut("dora emil", "anna bert cleo")
-        await asyncio.sleep(30 * ROUND_SECONDS)
-        assert [len(life.chain.head.roster) for life in world.lives.values()] == [3, 3, 3, 2, 2]
-        world.cut("dora emil", "anna bert cleo", heal=True)
-        await asyncio.sleep(20 * ROUND_SECONDS)
-        assert world.together()
-        assert [len(life.caught_up()) > 0 for life in world.lives.values()] == [False] * 3 + [True] * 2
-
-    world.play(main)
-
-
-def test_newcomers_join_a_running_swarm() -> None:
-    world = Lives("anna")
-
-    async def main() -> None:
-        await asyncio.sleep(10 * ROUND_SECONDS)
-        world.begin("bert")
-        await asyncio.sleep(5 * ROUND_SECONDS)
-        world.begin("cleo"), world.begin("dora")
-        await asyncio.sleep(10 * ROUND_SECONDS)
-        assert world.together()
-        for name in ("bert", "cleo", "dora"):
-            first = world.lives[name].history[0]
-            assert (first.outcome, first.bytes_downloaded, first.lost_rounds) == ("superseded", 8 * ELEMENTS, 0)
-        assert all(each.outcome in ("alone", "committed", "skipped") for each in world.lives["anna"].history)
-
-    world.play(main)
+@simulated(ReplicatedSwarm, "anna")
+async def test_newcomers_join_a_running_swarm(world: ReplicatedSwarm) -> None:
+    await asyncio.sleep(10 * ROUND_SECONDS)
+    world.begin("bert")
+    await asyncio.sleep(5 * ROUND_SECONDS)
+    world.begin("cleo"), world.begin("dora")
+    await asyncio.sleep(10 * ROUND_SECONDS)
+    assert world.together()
+    for name in ("bert", "cleo", "dora"):
+        first = world.peers[name].history[0]
+        assert (first.outcome, first.bytes_downloaded, first.lost_rounds) == ("superseded", 8 * ELEMENTS, 0)
+    assert all(each.outcome in ("alone", "committed", "skipped") for each in world.peers["anna"].history)

@@ -81,7 +81,13 @@ class SwarmPeer:
 
 
 class ReplicatedSwarm:
-    """Peers that run until the test is over; with `rooms` they store the parts of past rounds there."""
+    """Peers that run until the test is over.
+
+    Args:
+        names: of the founders, separated by spaces.
+        rooms: makes the buffers in which peers store the parts of past rounds; None: they store none.
+        settings: changes of `SETTINGS`.
+    """
 
     def __init__(self, names: str, rooms: Callable[[int], SnapshotBuffer] | None = None, **settings: Any) -> None:
         self.rooms = rooms
