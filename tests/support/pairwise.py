@@ -31,9 +31,7 @@ def run_round(swarm: GossipHarness, index: int, *lenders: int, seconds: float = 
     swarm.run(main)
 
 
-async def play_rounds(
-    swarm: GossipHarness, index: int, count: int, train_seconds: float = 1.0, first: int = 0
-) -> None:
+async def play_rounds(swarm: GossipHarness, index: int, count: int, train_seconds: float = 1.0, first: int = 0) -> None:
     for number in range(first, first + count):
         await swarm.round(index, number, train_seconds)
 

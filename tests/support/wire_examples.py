@@ -1,0 +1,67 @@
+"""Valid headers of every registered kind, and changes of single values inside encoded ones."""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from collections.abc import Callable
+from typing import Any
+
+from hypothesis import strategies as st
+
+from protocols import wire
+from protocols.base import BadPayload
+
+LEAVES: dict[type, list[Any]] = {
+    bool: [False, True],
+    int: [0, 1, 5, 31, 32, 1 << 16, 1 << 20, (1 << 32) - 1, 1 << 32, 1 << 40, 1 << 48, 1 << 53],
+    float: [0.0, 0.1, 1.0, 1e-300, 600.0, wire.MAX_SECONDS, 1e13, 1e30],
+    str: ["", "p", "12D3KooW" * 2, "ß" * 16, "12D3KooW" * 8],
+    bytes: [b"", b"\xff", bytes(32), b"\x80" * 32, b"s" * 64, b"s" * 128],
+}
+
+
+def accepted(spec: wire.Spec, value: Any) -> bool:
+    try:
+        spec.unpack(value)
+    except BadPayload:
+        return False
+    return True
+
+
+def valid(hint: Any, fits: Callable[[Any], bool]) -> st.SearchStrategy[Any]:
+    """Values of a field's type that its spec accepts, its bounds among them."""
+    if dataclasses.is_dataclass(hint):
+        return headers(typing.cast("type", hint))
+    if typing.get_origin(hint) is tuple:
+        inner = valid(typing.get_args(hint)[0], lambda value: fits([value]))
+        return st.lists(inner, max_size=3).map(tuple)
+    return st.sampled_from([value for value in LEAVES[hint] if fits(value)])
+
+
+def headers(kind: type) -> st.SearchStrategy[Any]:
+    """Valid headers of a kind."""
+    hints = typing.get_type_hints(kind)
+    fields = {
+        name: valid(hints[name], lambda value, spec=spec: accepted(spec, value)).filter(
+            lambda value, spec=spec: accepted(spec, spec.pack(value))
+        )
+        for name, spec in wire._specs(kind)
+    }
+    return st.builds(kind, **fields)
+
+
+def places(packed: list[Any], path: tuple[int, ...] = ()) -> list[tuple[int, ...]]:
+    """Paths to every value inside nested lists, the lists included."""
+    found = [(*path, index) for index in range(len(packed))]
+    for index, value in enumerate(packed):
+        if isinstance(value, list):
+            found += places(value, (*path, index))
+    return found
+
+
+def replaced(packed: Any, path: tuple[int, ...], value: Any) -> list[Any]:
+    """The nested lists with another value at this path."""
+    head, *rest = path
+    inner = replaced(packed[head], tuple(rest), value) if rest else value
+    return [*packed[:head], inner, *packed[head + 1 :]]
