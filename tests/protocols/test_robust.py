@@ -240,7 +240,7 @@ def test_contribution_above_declared_norm_is_clipped_and_blamed(name: str) -> No
 @pytest.mark.parametrize("others", [1, 2, 5])
 @pytest.mark.parametrize("silent", [0, 1])
 def test_lying_half_does_not_set_the_norm(others: int, silent: int) -> None:
-    """With as many liars as honest peers, they are clipped to the honest norms (twice that of a single one) and blamed."""
+    """With as many liars as honest peers, they are clipped to honest norms (twice that of a single one) and blamed."""
     rows = noisy_contributions(2 * others + silent, 400, 1)
     rows[others : 2 * others] *= -20
     rows[2 * others :] = 0

@@ -18,7 +18,7 @@ from tests.sim.faults import Message as At
 from tests.sim.gossip_harness import DONE, ROUND_SECONDS, RUN, GossipHarness, flat, head
 from tests.support.pairwise import play_rounds, run_round, run_with_faults
 
-# -- what an exchange does ------------------------------------------------------------------------------------------
+# -- what an exchange does --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("elements", (1, 7, 24, 100))
