@@ -1,4 +1,4 @@
-"""Catching up over each world: parts by digest, heads and certificates, and a state from donors of whom one lies."""
+"""State sync in each world: parts by digest, heads and certificates, and a state from donors, one of which lies."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LINEAGE = b"l" * 32
 
 
 def made_part() -> tuple[ReducedPart, torch.Tensor]:
-    """A part of more than 4 MB, and what it decodes to."""
+    """A part of more than 4 MB, and the vector that it decodes to."""
     vector = torch.randn(ELEMENTS, generator=torch.Generator().manual_seed(1))
     part = ReducedPart(codec("fp32"), *SPAN)
     for index in range(part.chunks):
@@ -89,7 +89,7 @@ class TestParts:
 
 
 def play(world: World, elements: int, body: Callable[[SyncCluster, Peers, list[str]], Awaitable[None]]) -> None:
-    """Run `body` with three peers of a world, the first two of whom start the run."""
+    """Run `body` with three peers of a world, of which the first two are founders."""
 
     async def whole(peers: Peers) -> None:
         names = [transport.me for transport in peers.transports]
@@ -131,12 +131,12 @@ class TestSnapshots:
         async def body(swarm: SyncCluster, peers: Peers, names: list[str]) -> None:
             await swarm.rounds(" ".join(names[:2]), 6)
             for snapshot in swarm.peers[names[liar]].snapshots.held():
-                for chunk in range(len(snapshot.index.digests)):  # its index stays, and makes the state root
+                for chunk in range(len(snapshot.index.digests)):  # its index, which gives the state root, stays
                     snapshot.put(chunk, bytes(snapshot.index.size(chunk)))
             newcomer = await swarm.add(names[2])
             report = await newcomer.catch_up(20)
             assert report.outcome == "superseded" and swarm.same(f"{names[1 - liar]} {names[2]}")
-            # The other may have brought everything before the liar was asked for anything.
+            # The other donor may have sent everything before the liar was asked.
             assert all(peer == names[liar] and "digest" in why for peer, why in report.blamed.items())
             extra_bytes = report.bytes_downloaded - 8 * LARGE_ELEMENTS
             assert (extra_bytes > 0) == bool(report.blamed) and extra_bytes <= 4 * CHUNK_ELEMENTS
@@ -147,7 +147,7 @@ class TestSnapshots:
         async def body(swarm: SyncCluster, peers: Peers, names: list[str]) -> None:
             await swarm.rounds(" ".join(names[:2]), 6)
             newcomer = await swarm.add(names[2])
-            await newcomer.sync.better(soon())  # it has heard what both of them hand out
+            await newcomer.sync.better(soon())  # it has heard what both donors offer
             await peers.kill_peer(0)
             report = await newcomer.catch_up(20)
             assert report.outcome == "superseded" and swarm.same(f"{names[1]} {names[2]}")

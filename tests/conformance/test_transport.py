@@ -1,7 +1,6 @@
 """What every `Transport` must do: one suite, run over each world of `tests.conformance.worlds`.
 
-Deadlines are the running loop's, and generous: a world may be slow. Where a deadline must strike, it is short, and only
-its being kept at all is asserted.
+Deadlines are generous, because a world may be slow. A deadline that must strike is short, and it may strike late.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ def noise(size: int, seed: int = 1) -> bytes:
 
 
 def pipe_of(stream: Stream) -> Pipe:
-    """Below the frames: what a peer that breaks the rules would write."""
+    """The pipe below the frames, to write what a correct peer would not."""
     assert isinstance(stream, FramedStream)
     return stream._pipe
 
@@ -46,7 +45,7 @@ async def receive_bytes(stream: Stream) -> tuple[int, bytes]:
 
 
 async def echo(peer: PeerId, stream: Stream) -> None:
-    """Sends back what comes, until there is a chunk of index 0."""
+    """Sends back each chunk, up to one with index 0."""
     while True:
         index, data = await receive_bytes(stream)
         await send_bytes(stream, data, index)
@@ -54,7 +53,7 @@ async def echo(peer: PeerId, stream: Stream) -> None:
             return
 
 
-async def asks(transport: Transport, peer: PeerId, data: bytes = b"are you there?") -> None:
+async def ask_echo(transport: Transport, peer: PeerId, data: bytes = b"are you there?") -> None:
     async with transport.open(peer, "echo", soon()) as stream:
         await send_bytes(stream, data)
         assert await receive_bytes(stream) == (0, data)
@@ -62,7 +61,7 @@ async def asks(transport: Transport, peer: PeerId, data: bytes = b"are you there
 
 @asynccontextmanager
 async def strikes(seconds: float) -> AsyncIterator[None]:
-    """The body ends with `PeerSilent`, about when a deadline of so many seconds passes."""
+    """Assert that the body ends with `PeerSilent` about when this many seconds have passed."""
     started = asyncio.get_running_loop().time()
     with pytest.raises(PeerSilent):
         yield
@@ -71,7 +70,7 @@ async def strikes(seconds: float) -> AsyncIterator[None]:
 
 
 class Probe:
-    """A handler whose stream the test plays with, and whose end it can see."""
+    """A handler whose stream the test uses, and which ends when the test allows it."""
 
     def __init__(self) -> None:
         self.opened: asyncio.Future[tuple[PeerId, Stream]] = asyncio.get_running_loop().create_future()
@@ -204,7 +203,7 @@ class TestDelivery:
             async with asyncio.TaskGroup() as tasks:
                 for seed in range(15):
                     for x, y in ((a, b), (b, a), (b, c), (c, a)):
-                        tasks.create_task(asks(x, y.me, noise(40_000, seed)))
+                        tasks.create_task(ask_echo(x, y.me, noise(40_000, seed)))
 
         world.run(body, count=3)
 
@@ -269,12 +268,12 @@ class TestBounds:
         async def body(peers: Peers) -> None:
             a, b = peers.transports
 
-            async def dawdler(peer: PeerId, stream: Stream) -> None:
+            async def slow_sender(peer: PeerId, stream: Stream) -> None:
                 await pipe_of(stream).write((100).to_bytes(4, "big") + b"x")
                 await asyncio.sleep(GENEROUS_SECONDS)
 
-            b.serve("dawdler", dawdler)
-            async with strikes(SHORT_SECONDS), a.open(b.me, "dawdler", soon(SHORT_SECONDS)) as stream:
+            b.serve("slow_sender", slow_sender)
+            async with strikes(SHORT_SECONDS), a.open(b.me, "slow_sender", soon(SHORT_SECONDS)) as stream:
                 await stream.receive(LIMIT)
 
         world.run(body)
@@ -328,7 +327,7 @@ class TestDeadlines:
         async def body(peers: Peers) -> None:
             a, b = peers.transports
             b.serve("echo", echo)
-            await asks(a, b.me)
+            await ask_echo(a, b.me)
             await peers.freeze_peer(1)
             async with strikes(SHORT_SECONDS), a.open(b.me, "echo", soon(SHORT_SECONDS)):
                 pass
@@ -391,7 +390,7 @@ class TestResets:
         async def body(peers: Peers) -> None:
             a, b = peers.transports
             b.serve("echo", echo)
-            for error in (Broken("a bug"), BadPayload("nonsense"), PeerSilent("somebody", "else")):
+            for error in (Broken("a bug"), BadPayload("nonsense"), PeerSilent("another", "peer")):
 
                 async def fails(peer: PeerId, stream: Stream, error: Exception = error) -> None:
                     await stream.receive(LIMIT)
@@ -402,7 +401,7 @@ class TestResets:
                     await send_bytes(stream, b"")
                     async with strikes(0.0):
                         await stream.receive(LIMIT)
-                await asks(a, b.me)
+                await ask_echo(a, b.me)
 
         world.run(body)
 
@@ -462,7 +461,7 @@ class TestUnreachable:
         async def body(peers: Peers) -> None:
             a, b = peers.transports
             b.serve("echo", echo)
-            await asks(a, b.me)
+            await ask_echo(a, b.me)
             await peers.kill_peer(1)
             async with asyncio.timeout(GENEROUS_SECONDS - 1):
                 with pytest.raises(PeerError):
@@ -478,7 +477,7 @@ class TestUnreachable:
             with pytest.raises(PeerGone):
                 async with a.open(b.me, "other", soon()):
                     pass
-            await asks(a, b.me)
+            await ask_echo(a, b.me)
 
         world.run(body)
 
@@ -491,7 +490,7 @@ class TestLife:
 
             async def some(count: int) -> None:
                 for _ in range(count):
-                    await asks(a, b.me)
+                    await ask_echo(a, b.me)
                     with suppress(PeerGone):
                         async with a.open(b.me, "not served", soon()):
                             pass
@@ -520,7 +519,7 @@ class TestLife:
             for transport in (a, b):
                 transport.serve("echo", echo)
             b.serve("probe", probe)
-            await asks(a, b.me)
+            await ask_echo(a, b.me)
             async with a.open(b.me, "probe", soon(3 * GENEROUS_SECONDS)) as stream:
                 other = await probe.stream()
                 await peers.kill_daemon(whose)
@@ -529,7 +528,7 @@ class TestLife:
                         with pytest.raises(PeerSilent):
                             await side.receive(LIMIT)
             probe.may_end.set()
-            await asks(a, b.me)
-            await asks(b, a.me)
+            await ask_echo(a, b.me)
+            await ask_echo(b, a.me)
 
         world.run(body)

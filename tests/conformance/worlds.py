@@ -1,7 +1,7 @@
-"""Implementations of `Transport` that the conformance suite runs over, each with its own event loop and disasters.
+"""Implementations of `Transport` that the conformance suite runs over, each with its own event loop and faults.
 
-To add one: write a class with `World`'s method, whose `run` makes a loop and gives `body` an object like `Peers`, and
-add it to `WORLDS`. `Peers.transports` must know each other's addresses.
+To add one, write a `World` whose `run` makes an event loop and gives `body` an object like `Peers`, and add it to
+`WORLDS`. The transports must know each other's addresses.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ def soon(seconds: float = GENEROUS_SECONDS) -> Deadline:
 
 
 class Peers(Protocol):
-    """Peers that know each other, in one process, and what can befall them."""
+    """Peers in one process that know each other, and faults that can be brought upon them."""
 
     transports: Sequence[Transport]
     stranger: PeerId
-    """A well-formed id of a peer that nobody can reach."""
+    """A well-formed id of an unreachable peer."""
 
     async def kill_peer(self, index: int) -> None:
-        """It vanishes without a word, for good."""
+        """End it for good and without notice."""
 
     async def kill_daemon(self, index: int) -> None:
-        """All its streams are reset; it keeps its id and its handlers. Returns when it can be reached again."""
+        """Reset all its streams; it keeps its id and its handlers. Returns when it can be reached again."""
 
     async def freeze_peer(self, index: int) -> None:
-        """It stops answering, and nothing tells the others."""
+        """Stop it from answering, without notice to the others."""
 
     def resources(self) -> int:
-        """How many tasks, file descriptors and the like this process holds."""
+        """The number of tasks, file descriptors and the like of this process."""
 
 
 Body = Callable[[Peers], Awaitable[None]]
@@ -118,7 +118,7 @@ class LibP2PWorld:
 
 
 async def freeze(pid: int | None) -> None:
-    """Stop a process. The signal only asks for it: on a busy machine its threads go on, and answer, for a while yet."""
+    """Stop a process and wait until it has stopped: on a busy machine its threads go on for a while."""
     assert pid is not None
     os.kill(pid, signal.SIGSTOP)
     async with asyncio.timeout(20):
