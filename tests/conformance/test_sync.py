@@ -13,7 +13,7 @@ from protocols.butterfly.part_cache import PartCache, fetch_part
 from protocols.codec import codec
 from protocols.vectors import CHUNK_ELEMENTS, VectorView
 from tests.conformance.hosts import Network, host
-from tests.conformance.worlds import Peers, World, soon
+from tests.conformance.worlds import Peers, World, in_each_world, soon
 from tests.support.sync_cluster import SyncCluster
 
 ELEMENTS = 4 * CHUNK_ELEMENTS + 12_345
@@ -41,51 +41,43 @@ async def fetched(peers: Peers, part: ReducedPart) -> ReducedPart:
 
 
 class TestParts:
-    def test_multi_megabyte_part_arrives_unchanged(self, world: World) -> None:
-        async def body(peers: Peers) -> None:
-            part, vector = made_part()
-            PartCache(host(peers, 1)).put(LINEAGE, part)
-            got, into = await fetched(peers, part), torch.zeros(ELEMENTS)
-            got.decode(VectorView([into]))
-            assert torch.equal(into, vector)
-            assert (got.result, got.masks) == (part.result, part.masks)
+    @in_each_world()
+    async def test_multi_megabyte_part_arrives_unchanged(self, peers: Peers) -> None:
+        part, vector = made_part()
+        PartCache(host(peers, 1)).put(LINEAGE, part)
+        got, into = await fetched(peers, part), torch.zeros(ELEMENTS)
+        got.decode(VectorView([into]))
+        assert torch.equal(into, vector)
+        assert (got.result, got.masks) == (part.result, part.masks)
 
-        world.run(body)
-
-    def test_missing_part_raises_peer_gone(self, world: World) -> None:
-        async def body(peers: Peers) -> None:
-            part_cache, (part, _) = PartCache(host(peers, 1)), made_part()
-            with pytest.raises(PeerGone):
-                await fetched(peers, part)
-            part_cache.put(LINEAGE, part)
+    @in_each_world()
+    async def test_missing_part_raises_peer_gone(self, peers: Peers) -> None:
+        part_cache, (part, _) = PartCache(host(peers, 1)), made_part()
+        with pytest.raises(PeerGone):
             await fetched(peers, part)
-            part_cache.keep([])
-            with pytest.raises(PeerGone):
-                await fetched(peers, part)
-
-        world.run(body)
-
-    def test_modified_part_is_rejected(self, world: World) -> None:
-        async def body(peers: Peers) -> None:
-            part, _ = made_part()
-            PartCache(host(peers, 1)).put(LINEAGE, part)
-            part.chunk(2)[7] ^= 1
-            with pytest.raises(BadPayload):
-                await fetched(peers, part)
-
-        world.run(body)
-
-    def test_frozen_part_holder_raises_peer_silent(self, world: World) -> None:
-        async def body(peers: Peers) -> None:
-            part, _ = made_part()
-            PartCache(host(peers, 1)).put(LINEAGE, part)
+        part_cache.put(LINEAGE, part)
+        await fetched(peers, part)
+        part_cache.keep([])
+        with pytest.raises(PeerGone):
             await fetched(peers, part)
-            await peers.freeze_peer(1)
-            assert part.result
-            with pytest.raises(PeerSilent):
-                await fetch_part(host(peers, 0), peers.transports[1].me, part.result, part.codec, SPAN, soon(0.5))
 
-        world.run(body)
+    @in_each_world()
+    async def test_modified_part_is_rejected(self, peers: Peers) -> None:
+        part, _ = made_part()
+        PartCache(host(peers, 1)).put(LINEAGE, part)
+        part.chunk(2)[7] ^= 1
+        with pytest.raises(BadPayload):
+            await fetched(peers, part)
+
+    @in_each_world()
+    async def test_frozen_part_holder_raises_peer_silent(self, peers: Peers) -> None:
+        part, _ = made_part()
+        PartCache(host(peers, 1)).put(LINEAGE, part)
+        await fetched(peers, part)
+        await peers.freeze_peer(1)
+        assert part.result
+        with pytest.raises(PeerSilent):
+            await fetch_part(host(peers, 0), peers.transports[1].me, part.result, part.codec, SPAN, soon(0.5))
 
 
 def play(world: World, elements: int, body: Callable[[SyncCluster, Peers, list[str]], Awaitable[None]]) -> None:

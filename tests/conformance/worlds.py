@@ -7,13 +7,15 @@ To add one, write a `World` whose `run` makes an event loop and gives `body` an 
 from __future__ import annotations
 
 import asyncio
+import functools
+import inspect
 import os
 import signal
 import tempfile
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, suppress
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import uvloop
 
@@ -138,3 +140,24 @@ def running_daemons() -> list[int]:
 
 
 WORLDS: dict[str, Callable[[], World]] = {"sim": SimWorld, "libp2p": LibP2PWorld}
+
+
+def in_each_world(count: int = 2) -> Callable[[Callable[..., Awaitable[None]]], Callable[..., None]]:
+    """Make a test of a coroutine function with an argument `peers`: it runs in each world, with this many peers."""
+
+    def decorate(body: Callable[..., Awaitable[None]]) -> Callable[..., None]:
+        def test(*arguments: Any, world: World, **options: Any) -> None:
+            world.run(lambda peers: body(*arguments, peers=peers, **options), count)
+
+        functools.update_wrapper(test, body)
+        del test.__wrapped__  # type: ignore[attr-defined] # pytest must see the fixture `world` in the signature
+        signature = inspect.signature(body)
+        parameters = [
+            each.replace(name="world", kind=each.KEYWORD_ONLY) if each.name == "peers" else each
+            for each in signature.parameters.values()
+        ]
+        parameters.sort(key=lambda each: each.kind)
+        test.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+        return test
+
+    return decorate

@@ -281,7 +281,7 @@ class RealSwarm:
         assert not violations, "\n".join(str(each.as_dict()) for each in violations[:5])
 
     def all_in_one_mean(self, peers: Iterable[RealPeer], since: float = 0.0) -> Report | None:
-        """A round whose mean has work of exactly these peers, and which each began after that wall time (`one_mean`)."""
+        """A round whose mean has work of exactly these peers, and that each began after that wall time (`one_mean`)."""
         return one_mean(peers, since)
 
 
