@@ -6,89 +6,27 @@ Deadlines are generous, because a world may be slow. A deadline that must strike
 from __future__ import annotations
 
 import asyncio
-import random
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import suppress
 
 import pytest
 
 from protocols import wire
-from protocols.base import BadPayload, PeerError, PeerGone, PeerId, PeerSilent, Stream, Transport
-from protocols.framing import FramedStream, Pipe
+from protocols.base import BadPayload, PeerError, PeerGone, PeerId, PeerSilent, Stream
+from tests.conformance.streams import (
+    LIMIT,
+    MIB,
+    SHORT_SECONDS,
+    Broken,
+    Probe,
+    ask_echo,
+    echo,
+    noise,
+    pipe_of,
+    receive_bytes,
+    send_bytes,
+    strikes,
+)
 from tests.conformance.worlds import GENEROUS_SECONDS, Peers, in_each_world, soon
-
-MIB = 1 << 20
-SHORT_SECONDS = 0.5
-LATE_SECONDS = 5.0
-LIMIT = 256
-
-
-def noise(size: int, seed: int = 1) -> bytes:
-    return random.Random(seed).randbytes(size)
-
-
-def pipe_of(stream: Stream) -> Pipe:
-    """The pipe below the frames, to write what a correct peer would not."""
-    assert isinstance(stream, FramedStream)
-    return stream._pipe
-
-
-async def send_bytes(stream: Stream, data: bytes, index: int = 0) -> None:
-    await stream.send(wire.Chunk(index, len(data)), data)
-
-
-async def receive_bytes(stream: Stream) -> tuple[int, bytes]:
-    chunk = wire.expect(await stream.receive(LIMIT), wire.Chunk)
-    buffer = bytearray(chunk.size)
-    await stream.receive_into(memoryview(buffer))
-    return chunk.index, bytes(buffer)
-
-
-async def echo(peer: PeerId, stream: Stream) -> None:
-    """Sends back each chunk, up to one with index 0."""
-    while True:
-        index, data = await receive_bytes(stream)
-        await send_bytes(stream, data, index)
-        if index == 0:
-            return
-
-
-async def ask_echo(transport: Transport, peer: PeerId, data: bytes = b"are you there?") -> None:
-    async with transport.open(peer, "echo", soon()) as stream:
-        await send_bytes(stream, data)
-        assert await receive_bytes(stream) == (0, data)
-
-
-@asynccontextmanager
-async def strikes(seconds: float) -> AsyncIterator[None]:
-    """Assert that the body ends with `PeerSilent` about when this many seconds have passed."""
-    started = asyncio.get_running_loop().time()
-    with pytest.raises(PeerSilent):
-        yield
-    taken = asyncio.get_running_loop().time() - started
-    assert seconds - 0.1 <= taken <= seconds + LATE_SECONDS
-
-
-class Probe:
-    """A handler whose stream the test uses, and which ends when the test allows it."""
-
-    @classmethod
-    def at(cls, transport: Transport, method: str = "probe") -> Probe:
-        probe = cls()
-        transport.serve(method, probe)
-        return probe
-
-    def __init__(self) -> None:
-        self.opened: asyncio.Future[tuple[PeerId, Stream]] = asyncio.get_running_loop().create_future()
-        self.may_end = asyncio.Event()
-
-    async def __call__(self, peer: PeerId, stream: Stream) -> None:
-        self.opened.set_result((peer, stream))
-        await self.may_end.wait()
-
-    async def stream(self) -> Stream:
-        async with asyncio.timeout(GENEROUS_SECONDS):
-            return (await self.opened)[1]
 
 
 class TestDelivery:
@@ -256,148 +194,6 @@ class TestBounds:
         b.serve("slow_sender", slow_sender)
         async with strikes(SHORT_SECONDS), a.open(b.me, "slow_sender", soon(SHORT_SECONDS)) as stream:
             await stream.receive(LIMIT)
-
-
-class TestDeadlines:
-    @in_each_world()
-    async def test_receive_without_data_hits_the_deadline(self, peers: Peers) -> None:
-        a, b = peers.transports
-        probe = Probe.at(b)
-        async with strikes(SHORT_SECONDS), a.open(b.me, "probe", soon(SHORT_SECONDS)) as stream:
-            await stream.receive(LIMIT)
-        # The handler's stream has the same deadline, or has been reset.
-        with pytest.raises(PeerSilent):
-            await (await probe.stream()).receive(LIMIT)
-        probe.may_end.set()
-
-    @in_each_world()
-    async def test_handler_learns_openers_deadline(self, peers: Peers) -> None:
-        a, b = peers.transports
-        probe = Probe.at(b)
-        async with a.open(b.me, "probe", soon(SHORT_SECONDS)):
-            other = await probe.stream()
-            async with strikes(0.1):
-                await other.receive(LIMIT)
-        probe.may_end.set()
-
-    @in_each_world()
-    async def test_calls_after_deadline_fail(self, peers: Peers) -> None:
-        a, b = peers.transports
-        probe = Probe.at(b)
-        async with a.open(b.me, "probe", soon(SHORT_SECONDS)) as stream:
-            await asyncio.sleep(SHORT_SECONDS + 0.1)
-            for call in (stream.receive(LIMIT), stream.receive_into(memoryview(bytearray(5)))):
-                with pytest.raises(PeerSilent):
-                    await call
-            with pytest.raises(PeerSilent):
-                await send_bytes(stream, noise(64 * MIB))
-        probe.may_end.set()
-
-    @in_each_world()
-    async def test_open_to_frozen_peer_hits_the_deadline(self, peers: Peers) -> None:
-        a, b = peers.transports
-        b.serve("echo", echo)
-        await ask_echo(a, b.me)
-        await peers.freeze_peer(1)
-        async with strikes(SHORT_SECONDS), a.open(b.me, "echo", soon(SHORT_SECONDS)):
-            pass
-
-    @in_each_world()
-    async def test_peer_freezing_mid_stream_hits_the_deadline(self, peers: Peers) -> None:
-        a, b = peers.transports
-        b.serve("echo", echo)
-        async with strikes(SHORT_SECONDS), a.open(b.me, "echo", soon(SHORT_SECONDS)) as stream:
-            await send_bytes(stream, b"alive", 1)
-            assert await receive_bytes(stream) == (1, b"alive")
-            await peers.freeze_peer(1)
-            while True:
-                await send_bytes(stream, noise(MIB), 1)
-
-
-class Broken(Exception):
-    pass
-
-
-class TestResets:
-    @pytest.mark.parametrize("waits_in", ["receive", "receive_into", "send"])
-    @in_each_world()
-    async def test_opener_exception_reaches_handler(self, peers: Peers, waits_in: str) -> None:
-        a, b = peers.transports
-        probe = Probe.at(b)
-
-        async def handler_side() -> None:
-            other = await probe.stream()
-            with pytest.raises(PeerSilent):
-                if waits_in == "receive":
-                    await other.receive(LIMIT)
-                elif waits_in == "receive_into":
-                    await other.receive(LIMIT)
-                    await other.receive_into(memoryview(bytearray(MIB)))
-                else:
-                    while True:
-                        await send_bytes(other, noise(MIB))
-
-        waiting = asyncio.create_task(handler_side())
-        with pytest.raises(Broken):
-            async with a.open(b.me, "probe", soon(3 * GENEROUS_SECONDS)) as stream:
-                await probe.stream()
-                if waits_in == "receive_into":
-                    await stream.send(wire.Chunk(0, MIB), b"only a part of it")
-                await asyncio.sleep(0.2)
-                raise Broken
-        async with asyncio.timeout(GENEROUS_SECONDS):
-            await waiting
-        probe.may_end.set()
-
-    @in_each_world()
-    async def test_handler_exception_reaches_opener(self, peers: Peers) -> None:
-        a, b = peers.transports
-        b.serve("echo", echo)
-        for error in (Broken("a bug"), BadPayload("nonsense"), PeerSilent("another", "peer")):
-
-            async def fails(peer: PeerId, stream: Stream, error: Exception = error) -> None:
-                await stream.receive(LIMIT)
-                raise error
-
-            b.serve(type(error).__name__, fails)
-            async with a.open(b.me, type(error).__name__, soon()) as stream:
-                await send_bytes(stream, b"")
-                async with strikes(0.0):
-                    await stream.receive(LIMIT)
-            await ask_echo(a, b.me)
-
-    @in_each_world()
-    async def test_cancelled_opener_resets_stream(self, peers: Peers) -> None:
-        a, b = peers.transports
-        probe = Probe.at(b)
-
-        async def opens() -> None:
-            async with a.open(b.me, "probe", soon()) as stream:
-                await stream.receive(LIMIT)
-
-        opener = asyncio.create_task(opens())
-        other = await probe.stream()
-        opener.cancel()
-        with suppress(asyncio.CancelledError):
-            await opener
-        async with strikes(0.0):
-            await other.receive(LIMIT)
-        probe.may_end.set()
-
-    @pytest.mark.parametrize("doing", ["receiving", "sending"])
-    @in_each_world()
-    async def test_peer_dying_mid_stream_raises_error(self, peers: Peers, doing: str) -> None:
-        a, b = peers.transports
-        probe = Probe.at(b)
-        async with a.open(b.me, "probe", soon(3 * GENEROUS_SECONDS)) as stream:
-            await probe.stream()
-            await peers.kill_peer(1)
-            async with asyncio.timeout(GENEROUS_SECONDS):
-                with pytest.raises(PeerSilent):
-                    while doing == "sending":
-                        await send_bytes(stream, noise(MIB))
-                    await stream.receive(LIMIT)
-        probe.may_end.set()
 
 
 class TestUnreachable:
