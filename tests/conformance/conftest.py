@@ -1,4 +1,4 @@
-"""Every suite here runs over each world."""
+"""Every suite of this directory runs in each world."""
 
 from __future__ import annotations
 

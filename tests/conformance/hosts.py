@@ -1,4 +1,4 @@
-"""Hosts for peers of any world: its transport, and everything else by hand."""
+"""Hosts for peers of any world: the world's transport, and everything else simulated."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.support.fake_rounds import SEED
 
 
 def host(peers: Peers, index: int) -> Host:
-    """The host of one of these peers, who all believe each other alive."""
+    """The host of one of these peers, which all consider each other live."""
     transport, clock = peers.transports[index], SimClock()
     return Host(
         transport=transport,
@@ -24,7 +24,7 @@ def host(peers: Peers, index: int) -> Host:
 
 
 class Network:
-    """What `tests.support.sync_cluster` asks of a network, of a world's peers."""
+    """The peers of a world as a network for `tests.support.sync_cluster`."""
 
     def __init__(self, peers: Peers) -> None:
         members = StaticMembers(Member(transport.me) for transport in peers.transports)

@@ -1,4 +1,4 @@
-"""Catching up over each world: parts by digest, heads and certificates, and a state from donors of whom one lies."""
+"""State sync in each world: parts by digest, heads and certificates, and a state from donors, one of which lies."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from protocols.butterfly.part_cache import PartCache, fetch_part
 from protocols.codec import codec
 from protocols.vectors import CHUNK_ELEMENTS, VectorView
 from tests.conformance.hosts import Network, host
-from tests.conformance.worlds import Peers, World, soon
+from tests.conformance.worlds import Peers, World, in_each_world, soon
 from tests.support.sync_cluster import SyncCluster
 
 ELEMENTS = 4 * CHUNK_ELEMENTS + 12_345
@@ -23,7 +23,7 @@ LINEAGE = b"l" * 32
 
 
 def made_part() -> tuple[ReducedPart, torch.Tensor]:
-    """A part of more than 4 MB, and what it decodes to."""
+    """A part of more than 4 MB, and the vector that it decodes to."""
     vector = torch.randn(ELEMENTS, generator=torch.Generator().manual_seed(1))
     part = ReducedPart(codec("fp32"), *SPAN)
     for index in range(part.chunks):
@@ -41,55 +41,47 @@ async def fetched(peers: Peers, part: ReducedPart) -> ReducedPart:
 
 
 class TestParts:
-    def test_multi_megabyte_part_arrives_unchanged(self, world: World) -> None:
-        async def body(peers: Peers) -> None:
-            part, vector = made_part()
-            PartCache(host(peers, 1)).put(LINEAGE, part)
-            got, into = await fetched(peers, part), torch.zeros(ELEMENTS)
-            got.decode(VectorView([into]))
-            assert torch.equal(into, vector)
-            assert (got.result, got.masks) == (part.result, part.masks)
+    @in_each_world()
+    async def test_multi_megabyte_part_arrives_unchanged(self, peers: Peers) -> None:
+        part, vector = made_part()
+        PartCache(host(peers, 1)).put(LINEAGE, part)
+        got, into = await fetched(peers, part), torch.zeros(ELEMENTS)
+        got.decode(VectorView([into]))
+        assert torch.equal(into, vector)
+        assert (got.result, got.masks) == (part.result, part.masks)
 
-        world.run(body)
-
-    def test_missing_part_raises_peer_gone(self, world: World) -> None:
-        async def body(peers: Peers) -> None:
-            part_cache, (part, _) = PartCache(host(peers, 1)), made_part()
-            with pytest.raises(PeerGone):
-                await fetched(peers, part)
-            part_cache.put(LINEAGE, part)
+    @in_each_world()
+    async def test_missing_part_raises_peer_gone(self, peers: Peers) -> None:
+        part_cache, (part, _) = PartCache(host(peers, 1)), made_part()
+        with pytest.raises(PeerGone):
             await fetched(peers, part)
-            part_cache.keep([])
-            with pytest.raises(PeerGone):
-                await fetched(peers, part)
-
-        world.run(body)
-
-    def test_modified_part_is_rejected(self, world: World) -> None:
-        async def body(peers: Peers) -> None:
-            part, _ = made_part()
-            PartCache(host(peers, 1)).put(LINEAGE, part)
-            part.chunk(2)[7] ^= 1
-            with pytest.raises(BadPayload):
-                await fetched(peers, part)
-
-        world.run(body)
-
-    def test_frozen_part_holder_raises_peer_silent(self, world: World) -> None:
-        async def body(peers: Peers) -> None:
-            part, _ = made_part()
-            PartCache(host(peers, 1)).put(LINEAGE, part)
+        part_cache.put(LINEAGE, part)
+        await fetched(peers, part)
+        part_cache.keep([])
+        with pytest.raises(PeerGone):
             await fetched(peers, part)
-            await peers.freeze_peer(1)
-            assert part.result
-            with pytest.raises(PeerSilent):
-                await fetch_part(host(peers, 0), peers.transports[1].me, part.result, part.codec, SPAN, soon(0.5))
 
-        world.run(body)
+    @in_each_world()
+    async def test_modified_part_is_rejected(self, peers: Peers) -> None:
+        part, _ = made_part()
+        PartCache(host(peers, 1)).put(LINEAGE, part)
+        part.chunk(2)[7] ^= 1
+        with pytest.raises(BadPayload):
+            await fetched(peers, part)
+
+    @in_each_world()
+    async def test_frozen_part_holder_raises_peer_silent(self, peers: Peers) -> None:
+        part, _ = made_part()
+        PartCache(host(peers, 1)).put(LINEAGE, part)
+        await fetched(peers, part)
+        await peers.freeze_peer(1)
+        assert part.result
+        with pytest.raises(PeerSilent):
+            await fetch_part(host(peers, 0), peers.transports[1].me, part.result, part.codec, SPAN, soon(0.5))
 
 
 def play(world: World, elements: int, body: Callable[[SyncCluster, Peers, list[str]], Awaitable[None]]) -> None:
-    """Run `body` with three peers of a world, the first two of whom start the run."""
+    """Run `body` with three peers of a world, of which the first two are founders."""
 
     async def whole(peers: Peers) -> None:
         names = [transport.me for transport in peers.transports]
@@ -131,12 +123,12 @@ class TestSnapshots:
         async def body(swarm: SyncCluster, peers: Peers, names: list[str]) -> None:
             await swarm.rounds(" ".join(names[:2]), 6)
             for snapshot in swarm.peers[names[liar]].snapshots.held():
-                for chunk in range(len(snapshot.index.digests)):  # its index stays, and makes the state root
+                for chunk in range(len(snapshot.index.digests)):  # its index, which gives the state root, stays
                     snapshot.put(chunk, bytes(snapshot.index.size(chunk)))
             newcomer = await swarm.add(names[2])
             report = await newcomer.catch_up(20)
             assert report.outcome == "superseded" and swarm.same(f"{names[1 - liar]} {names[2]}")
-            # The other may have brought everything before the liar was asked for anything.
+            # The other donor may have sent everything before the liar was asked.
             assert all(peer == names[liar] and "digest" in why for peer, why in report.blamed.items())
             extra_bytes = report.bytes_downloaded - 8 * LARGE_ELEMENTS
             assert (extra_bytes > 0) == bool(report.blamed) and extra_bytes <= 4 * CHUNK_ELEMENTS
@@ -147,7 +139,7 @@ class TestSnapshots:
         async def body(swarm: SyncCluster, peers: Peers, names: list[str]) -> None:
             await swarm.rounds(" ".join(names[:2]), 6)
             newcomer = await swarm.add(names[2])
-            await newcomer.sync.better(soon())  # it has heard what both of them hand out
+            await newcomer.sync.better(soon())  # it has heard what both donors offer
             await peers.kill_peer(0)
             report = await newcomer.catch_up(20)
             assert report.outcome == "superseded" and swarm.same(f"{names[1]} {names[2]}")

@@ -1,19 +1,21 @@
-"""Implementations of `Transport` that the conformance suite runs over, each with its own event loop and disasters.
+"""Implementations of `Transport` that the conformance suite runs over, each with its own event loop and faults.
 
-To add one: write a class with `World`'s method, whose `run` makes a loop and gives `body` an object like `Peers`, and
-add it to `WORLDS`. `Peers.transports` must know each other's addresses.
+To add one, write a `World` whose `run` makes an event loop and gives `body` an object like `Peers`, and add it to
+`WORLDS`. The transports must know each other's addresses.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
+import inspect
 import os
 import signal
 import tempfile
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, suppress
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import uvloop
 
@@ -30,23 +32,23 @@ def soon(seconds: float = GENEROUS_SECONDS) -> Deadline:
 
 
 class Peers(Protocol):
-    """Peers that know each other, in one process, and what can befall them."""
+    """Peers in one process that know each other, and faults that can be brought upon them."""
 
     transports: Sequence[Transport]
     stranger: PeerId
-    """A well-formed id of a peer that nobody can reach."""
+    """A well-formed id of an unreachable peer."""
 
     async def kill_peer(self, index: int) -> None:
-        """It vanishes without a word, for good."""
+        """End it for good and without notice."""
 
     async def kill_daemon(self, index: int) -> None:
-        """All its streams are reset; it keeps its id and its handlers. Returns when it can be reached again."""
+        """Reset all its streams; it keeps its id and its handlers. Returns when it can be reached again."""
 
     async def freeze_peer(self, index: int) -> None:
-        """It stops answering, and nothing tells the others."""
+        """Stop it from answering, without notice to the others."""
 
     def resources(self) -> int:
-        """How many tasks, file descriptors and the like this process holds."""
+        """The number of tasks, file descriptors and the like of this process."""
 
 
 Body = Callable[[Peers], Awaitable[None]]
@@ -118,7 +120,7 @@ class LibP2PWorld:
 
 
 async def freeze(pid: int | None) -> None:
-    """Stop a process. The signal only asks for it: on a busy machine its threads go on, and answer, for a while yet."""
+    """Stop a process and wait until it has stopped: on a busy machine its threads go on for a while."""
     assert pid is not None
     os.kill(pid, signal.SIGSTOP)
     async with asyncio.timeout(20):
@@ -138,3 +140,24 @@ def running_daemons() -> list[int]:
 
 
 WORLDS: dict[str, Callable[[], World]] = {"sim": SimWorld, "libp2p": LibP2PWorld}
+
+
+def in_each_world(count: int = 2) -> Callable[[Callable[..., Awaitable[None]]], Callable[..., None]]:
+    """Make a test of a coroutine function with an argument `peers`: it runs in each world, with this many peers."""
+
+    def decorate(body: Callable[..., Awaitable[None]]) -> Callable[..., None]:
+        def test(*arguments: Any, world: World, **options: Any) -> None:
+            world.run(lambda peers: body(*arguments, peers=peers, **options), count)
+
+        functools.update_wrapper(test, body)
+        del test.__wrapped__  # type: ignore[attr-defined] # pytest must see the fixture `world` in the signature
+        signature = inspect.signature(body)
+        parameters = [
+            each.replace(name="world", kind=each.KEYWORD_ONLY) if each.name == "peers" else each
+            for each in signature.parameters.values()
+        ]
+        parameters.sort(key=lambda each: each.kind)
+        test.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+        return test
+
+    return decorate

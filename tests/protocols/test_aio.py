@@ -1,4 +1,4 @@
-"""What asyncio leaves to its users: a bell for a condition, a helper alongside a task, groups of tasks."""
+"""Additions to asyncio: waiting for a condition, a helper beside a main task, and groups of tasks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def now() -> float:
     return asyncio.get_running_loop().time()
 
 
-# -- Bell -------------------------------------------------------------------------------------------------------------
+# -- Notifier ---------------------------------------------------------------------------------------------------------
 
 
 def test_waiter_wakes_when_its_condition_holds() -> None:
@@ -58,7 +58,7 @@ def test_notification_without_condition_does_not_wake() -> None:
 
 
 def test_condition_is_checked_only_on_notification() -> None:
-    """State stays with its owner, who says when it has changed."""
+    """The owner of a state notifies when it has changed."""
 
     async def main() -> list[float]:
         notifier, asked = Notifier(), list[float]()
@@ -106,11 +106,11 @@ def test_exception_in_condition_propagates() -> None:
         play(main())
 
 
-# -- alongside --------------------------------------------------------------------------------------------------------
+# -- run_with_helper --------------------------------------------------------------------------------------------------
 
 
-class Both:
-    """A main and a helper that say how they ended."""
+class RunLog:
+    """Runs coroutines as main and helper, and logs how they ended."""
 
     def __init__(self) -> None:
         self.ends: list[str] = []
@@ -129,97 +129,89 @@ class Both:
 
 
 def test_main_result_is_returned_and_helper_ends() -> None:
-    both = Both()
+    log = RunLog()
 
     async def main() -> tuple[str, float]:
-        result = await run_with_helper(both.run("main", 5, "result"), both.run("helper", 100, None, cleanup_seconds=2))
+        result = await run_with_helper(log.run("main", 5, "result"), log.run("helper", 100, None, cleanup_seconds=2))
         return result, now()
 
     assert play(main()) == ("result", 7.0)
-    assert both.ends == ["main ended at 5", "helper cancelled at 7"], "and was waited for"
+    assert log.ends == ["main ended at 5", "helper cancelled at 7"], "and it was waited for"
 
 
 def test_helper_may_end_first() -> None:
-    both = Both()
-    assert play(run_with_helper(both.run("main", 5, "result"), both.run("helper", 1, None))) == "result"
-    assert both.ends == ["helper ended at 1", "main ended at 5"]
+    log = RunLog()
+    assert play(run_with_helper(log.run("main", 5, "result"), log.run("helper", 1, None))) == "result"
+    assert log.ends == ["helper ended at 1", "main ended at 5"]
 
 
-def test_helper_error_ends_main_and_propagates() -> None:
-    both = Both()
-    error = LookupError("helper")
+@pytest.mark.parametrize("failing, other", (("helper", "main"), ("main", "helper")))
+def test_error_of_one_ends_the_other_and_propagates(failing: str, other: str) -> None:
+    log, error = RunLog(), LookupError(failing)
+    runs = {failing: log.run(failing, 2, error), other: log.run(other, 5, "result", cleanup_seconds=1)}
     with pytest.raises(LookupError) as raised:
-        play(run_with_helper(both.run("main", 5, "result", cleanup_seconds=1), both.run("helper", 2, error)))
+        play(run_with_helper(runs["main"], runs["helper"]))
     assert raised.value is error
-    assert both.ends == ["helper ended at 2", "main cancelled at 3"]
-
-
-def test_main_error_ends_helper_and_propagates() -> None:
-    both = Both()
-    error = LookupError("main")
-    with pytest.raises(LookupError) as raised:
-        play(run_with_helper(both.run("main", 2, error), both.run("helper", 5, None, cleanup_seconds=1)))
-    assert raised.value is error
-    assert both.ends == ["main ended at 2", "helper cancelled at 3"]
+    assert log.ends == [f"{failing} ended at 2", f"{other} cancelled at 3"]
 
 
 def test_first_of_two_errors_propagates() -> None:
-    async def spoilt() -> None:
+    async def failing_in_cleanup() -> None:
         try:
             await asyncio.sleep(100)
         finally:
-            raise OSError("spoilt while it was cancelled")
+            raise OSError("failed while it was cancelled")
 
     async def failing() -> None:
         await asyncio.sleep(1)
         raise LookupError("first")
 
-    for main, helper in ((failing(), spoilt()), (spoilt(), failing())):
+    for main, helper in ((failing(), failing_in_cleanup()), (failing_in_cleanup(), failing())):
         with pytest.raises(LookupError, match="first"):
             play(run_with_helper(main, helper))
 
 
 def test_cancellation_cancels_both_and_waits() -> None:
-    both = Both()
+    log = RunLog()
 
     async def main() -> None:
         running = asyncio.create_task(
-            run_with_helper(both.run("main", 100, "result", cleanup_seconds=1), both.run("helper", 100, None, 3))
+            run_with_helper(log.run("main", 100, "result", cleanup_seconds=1), log.run("helper", 100, None, 3))
         )
         await asyncio.sleep(2)
         running.cancel()
         with pytest.raises(asyncio.CancelledError):
             await running
         assert running.cancelled()
-        assert [end.split(" at ")[0] for end in both.ends] == ["main cancelled", "helper cancelled"]
+        assert [end.split(" at ")[0] for end in log.ends] == ["main cancelled", "helper cancelled"]
 
     play(main())
 
 
 def test_surrounding_timeout_raises_timeout_error() -> None:
-    both = Both()
+    log = RunLog()
 
     async def main() -> float:
         with pytest.raises(TimeoutError):
             async with asyncio.timeout_at(4.0):
-                await run_with_helper(both.run("main", 100, "result"), both.run("helper", 100, None))
+                await run_with_helper(log.run("main", 100, "result"), log.run("helper", 100, None))
         await asyncio.sleep(1)  # nothing of the cancellation is left in this task
         return now()
 
     assert play(main()) == 5.0
-    assert sorted(both.ends) == ["helper cancelled at 4", "main cancelled at 4"]
+    assert sorted(log.ends) == ["helper cancelled at 4", "main cancelled at 4"]
 
 
 def test_caller_continues_after_a_caught_error() -> None:
-    both = Both()
+    log = RunLog()
 
     async def main() -> float:
         for end in ("helper", "main"):
             with pytest.raises(LookupError):
                 seconds = {"helper": 5.0, "main": 5.0, end: 1.0}
                 await run_with_helper(
-                    both.run("main", seconds["main"], LookupError()),
-                    both.run("helper", seconds["helper"], LookupError()),
+                    log.run("main", seconds["main"], LookupError()),
+                    log.run("helper", seconds["helper"], LookupError()),
                 )
             await asyncio.sleep(1)
         return now()
@@ -238,7 +230,7 @@ def test_exception_group_of_main_stays_a_group() -> None:
         play(run_with_helper(main(), helper()))
 
 
-# -- together ---------------------------------------------------------------------------------------------------------
+# -- task_group -------------------------------------------------------------------------------------------------------
 
 
 def test_first_error_propagates_unwrapped() -> None:
@@ -271,7 +263,7 @@ def test_error_after_the_body_is_no_cancellation() -> None:
 
 
 def test_cancellation_during_error_cleanup_still_cancels() -> None:
-    async def last_words() -> None:
+    async def slow_cleanup() -> None:
         try:
             await asyncio.sleep(100)
         finally:
@@ -280,7 +272,7 @@ def test_cancellation_during_error_cleanup_still_cancels() -> None:
     async def main() -> None:
         async def body() -> None:
             async with task_group() as group:
-                group.create_task(last_words())
+                group.create_task(slow_cleanup())
                 await asyncio.sleep(1)
                 raise ValueError("no")
 

@@ -46,11 +46,11 @@ class Pair:
 
     def _take(self, peer: PeerId, message: wire.AdmissionRequest) -> None:
         if message.member.peer != peer:
-            raise BadPayload("for another")
+            raise BadPayload("for another peer")
         self.heard.append(message)
 
     def send(self, method: str, *messages: Header, seconds: float = 60.0) -> str:
-        """Send these on one stream; says why the endpoint named the sender, if it did."""
+        """Send these on one stream; returns for what the endpoint blamed the sender, if it did."""
 
         async def main() -> None:
             deadline = asyncio.get_running_loop().time() + seconds
@@ -71,11 +71,6 @@ class Pair:
         return " ".join(f"{fault.peer} {fault.why}" for fault in faults)
 
 
-def test_an_honest_first_frame_reaches_its_handler() -> None:
-    pair = Pair()
-    assert pair.send(DATA, RECALL) == "" and pair.heard == [RECALL]
-
-
 @pytest.mark.parametrize(
     "frame, why",
     (
@@ -84,31 +79,31 @@ def test_an_honest_first_frame_reaches_its_handler() -> None:
         (replace(RECALL, key=replace(KEY, scope="stage/1")), "another run or scope"),
         (replace(RECALL, sender=Member("p0")), "in the name of p0"),
         (replace(RECALL, to=Member("p1")), "for p1"),
+        (replace(RECALL, sender=Member("p1", 1)), ""),  # another incarnation is refused without blame
+        (replace(RECALL, to=Member("p0", 1)), ""),
     ),
+    ids=("kind", "run", "scope", "sender", "receiver", "sender's incarnation", "receiver's incarnation"),
 )
-def test_a_false_first_frame_is_refused_and_named(frame: Header, why: str) -> None:
+def test_only_honest_first_frame_reaches_its_handler(frame: Header, why: str) -> None:
     pair = Pair()
-    assert why in pair.send(DATA, frame) and pair.heard == []
-
-
-@pytest.mark.parametrize("frame", (replace(RECALL, sender=Member("p1", 1)), replace(RECALL, to=Member("p0", 1))))
-def test_a_frame_of_another_life_is_refused_unnamed(frame: Header) -> None:
+    blame = pair.send(DATA, frame)
+    assert why in blame and bool(why) == bool(blame) and pair.heard == []
     pair = Pair()
-    assert pair.send(DATA, frame) == "" and pair.heard == []
+    assert pair.send(DATA, RECALL) == "" and pair.heard == [RECALL]
 
 
 @pytest.mark.parametrize("sender, admitted", (("p1", True), ("friend", True), ("zoe", False)))
-def test_members_and_acquaintances_alone_are_heard(sender: PeerId, admitted: bool) -> None:
+def test_only_members_and_acquaintances_are_heard(sender: PeerId, admitted: bool) -> None:
     pair, message = Pair(sender), wire.AdmissionRequest(KEY, Member(sender), bytes(32))
     assert pair.send(CONTROL, message) == "" and (pair.heard == [message]) == admitted
 
 
-def test_before_the_first_round_any_run_is_admitted() -> None:
+def test_any_run_is_admitted_before_first_round() -> None:
     pair, frame = Pair(bound=False), replace(RECALL, key=replace(KEY, run=bytes(32)))
     assert pair.send(DATA, frame) == "" and pair.heard == [frame]
 
 
-def test_a_silent_stream_is_reset() -> None:
+def test_silent_stream_is_reset() -> None:
     pair = Pair()
 
     async def held_seconds() -> float:
@@ -130,12 +125,12 @@ def test_a_silent_stream_is_reset() -> None:
         wire.Availability(True),
     ),
 )
-def test_a_false_control_message_leaves_the_stream_open(false: Header) -> None:
+def test_false_control_message_leaves_stream_open(false: Header) -> None:
     pair, message = Pair(), wire.AdmissionRequest(KEY, Member("p1"), bytes(32))
     assert pair.send(CONTROL, false, message).startswith("p1 refused") and pair.heard == [message]
 
 
-def test_an_opened_stream_is_counted() -> None:
+def test_opened_stream_is_counted() -> None:
     pair = Pair()
 
     async def main() -> None:
@@ -146,11 +141,11 @@ def test_an_opened_stream_is_counted() -> None:
     assert pair.endpoint.accounting.take()[1] > 0
 
 
-# -- sessions ----------------------------------------------------------------------------------------------------------
+# -- sessions ---------------------------------------------------------------------------------------------------------
 
 
 class Waiting:
-    """A stream that waits for a session: all that the table asks of it."""
+    """What a session table needs of a stream that waits for a session."""
 
     peer, deadline = "p1", 10.0
 
@@ -167,7 +162,7 @@ async def _give_up(table: SessionTable[str, int]) -> None:
 
 
 @pytest.mark.parametrize("events, found, seconds", ((_open, 2, 3.0), (_give_up, None, 3.0)))
-def test_a_stream_waits_until_its_session_begins_or_cannot(
+def test_stream_waits_until_session_begins_or_cannot(
     events: Callable[[SessionTable[str, int]], Awaitable[None]], found: int | None, seconds: float
 ) -> None:
     async def main() -> None:
@@ -182,7 +177,7 @@ def test_a_stream_waits_until_its_session_begins_or_cannot(
 
 
 @pytest.mark.parametrize("until, seconds", ((None, 10.0), (4.0, 4.0), (20.0, 10.0)))
-def test_a_session_that_does_not_begin_in_time_is_silence(until: float | None, seconds: float) -> None:
+def test_session_not_begun_in_time_is_silence(until: float | None, seconds: float) -> None:
     async def main() -> None:
         table, loop = SessionTable[str, int](), asyncio.get_running_loop()
         with pytest.raises(PeerSilent, match="did not begin here"):
@@ -192,7 +187,7 @@ def test_a_session_that_does_not_begin_in_time_is_silence(until: float | None, s
     simloop.run(main())
 
 
-def test_a_closed_session_serves_no_stream() -> None:
+def test_closed_session_serves_no_stream() -> None:
     table = SessionTable[str, int]()
     for number, key in enumerate("abc"):
         table.open(key, number)

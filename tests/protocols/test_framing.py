@@ -1,4 +1,4 @@
-"""Frames over a pipe in memory: bounds before reading, one meaning for every failure, honest counts."""
+"""Frames over a pipe in memory: bounds are checked before reading, failures have one meaning, counts are right."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from protocols import wire
 from protocols.base import BadPayload, Buffer, PeerSilent
 from protocols.framing import FramedStream, accepted, opened
 
-SECONDS = 30.0  # never waited for
+SECONDS = 30.0  # no test waits this long
 CHUNK = wire.Chunk(index=3, size=5)
 
 
 class MemoryPipe:
-    """One end; the other is `other`. Fails on demand."""
+    """One end of a pipe, whose other end is `other`. It raises `error` if there is one."""
 
     def __init__(self) -> None:
         self.arrived = bytearray()
-        self.news = asyncio.Event()
+        self.changed = asyncio.Event()
         self.ended = False
         self.error: Exception | None = None
         self.other: MemoryPipe
 
     def feed(self, data: Buffer) -> None:
         self.arrived += data
-        self.news.set()
+        self.changed.set()
 
     def close(self) -> None:
         self.other.ended = True
-        self.other.news.set()
+        self.other.changed.set()
 
     async def write(self, data: Buffer) -> None:
         if self.error:
@@ -46,8 +46,8 @@ class MemoryPipe:
                 raise self.error
             if self.ended:
                 raise EOFError
-            self.news.clear()
-            await self.news.wait()
+            self.changed.clear()
+            await self.changed.wait()
         buffer[:] = self.arrived[: len(buffer)]
         del self.arrived[: len(buffer)]
 
@@ -62,6 +62,22 @@ def streams(seconds: float = SECONDS) -> tuple[FramedStream, FramedStream]:
     here, there = pipes()
     deadline = asyncio.get_running_loop().time() + seconds
     return FramedStream("there", here, deadline), FramedStream("here", there, deadline)
+
+
+def receiver(data: bytes, ended: bool = False) -> FramedStream:
+    """A stream at which this data has arrived."""
+    here, there = pipes()
+    there.feed(data)
+    if ended:
+        here.close()
+    return FramedStream("here", there, asyncio.get_running_loop().time() + SECONDS)
+
+
+def arrived(stream: FramedStream) -> bytearray:
+    """What has arrived and is not read yet."""
+    pipe = stream._pipe
+    assert isinstance(pipe, MemoryPipe)
+    return pipe.arrived
 
 
 def frame(packed: bytes) -> bytes:
@@ -86,25 +102,20 @@ async def test_headers_and_payloads_arrive_in_order_and_counted() -> None:
 @given(data=st.binary(max_size=200), limit=st.integers(0, 200))
 def test_any_bytes_give_header_or_named_error(data: bytes, limit: int) -> None:
     async def run() -> None:
-        here, there = pipes()
-        there.feed(data)
-        here.close()
-        stream = FramedStream("here", there, asyncio.get_running_loop().time() + SECONDS)
+        stream = receiver(data, ended=True)
         with suppress(BadPayload, PeerSilent):
             await stream.receive(limit)
-        assert stream.bytes_received + len(there.arrived) == len(data)
+        assert stream.bytes_received + len(arrived(stream)) == len(data)
 
     asyncio.run(run())
 
 
 @pytest.mark.parametrize("declared, limit", [(101, 100), (wire.MAX_HEADER_BYTES + 1, 1 << 40), (0xFFFFFFFF, 1 << 40)])
 async def test_oversized_header_is_rejected_unread(declared: int, limit: int) -> None:
-    _, there = pipes()
-    there.feed(declared.to_bytes(4, "big") + b"untouched")
-    stream = FramedStream("here", there, asyncio.get_running_loop().time() + SECONDS)
+    stream = receiver(declared.to_bytes(4, "big") + b"untouched")
     with pytest.raises(BadPayload, match=f"{declared} bytes"):
         await stream.receive(limit)
-    assert there.arrived == b"untouched" and stream.bytes_received == 4
+    assert arrived(stream) == b"untouched" and stream.bytes_received == 4
 
 
 async def test_header_at_the_limit_is_accepted() -> None:
@@ -113,24 +124,17 @@ async def test_header_at_the_limit_is_accepted() -> None:
     assert await there.receive(len(wire.encode(CHUNK))) == CHUNK
 
 
-@pytest.mark.parametrize("arrives", range(len(frame(wire.encode(CHUNK)))))
-async def test_end_within_frame_raises_peer_silent(arrives: int) -> None:
-    here, there = pipes()
-    there.feed(frame(wire.encode(CHUNK))[:arrives])
-    here.close()
-    stream = FramedStream("here", there, asyncio.get_running_loop().time() + SECONDS)
+@pytest.mark.parametrize("length", range(len(frame(wire.encode(CHUNK)))))
+async def test_end_within_frame_raises_peer_silent(length: int) -> None:
+    stream = receiver(frame(wire.encode(CHUNK))[:length], ended=True)
     with pytest.raises(PeerSilent, match="ended while receiving") as raised:
         await stream.receive(100)
     assert raised.value.peer == "here"
 
 
 async def test_end_within_payload_raises_peer_silent() -> None:
-    here, there = pipes()
-    there.feed(b"1234")
-    here.close()
-    stream = FramedStream("here", there, asyncio.get_running_loop().time() + SECONDS)
     with pytest.raises(PeerSilent, match="EOFError"):
-        await stream.receive_into(memoryview(bytearray(5)))
+        await receiver(b"1234", ended=True).receive_into(memoryview(bytearray(5)))
 
 
 async def test_reset_raises_peer_silent_in_both_directions() -> None:

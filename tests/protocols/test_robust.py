@@ -1,11 +1,9 @@
-"""Robust rules: by hand, in any order, by weight, up to where they break; and what reducers do with them in a swarm."""
+"""Robust rules: values by hand, order, weights, what they withstand; clipping and blame of outliers."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
-from itertools import pairwise
 from random import Random
 
 import pytest
@@ -14,21 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.robustness import table
-from node.training.trainer import InlineTrainer, LocalTraining
 from protocols import robust
-from protocols.base import Outcome, Settings, Vector
+from protocols.base import Vector
 from protocols.moshpit.matchmaker import UNCLIPPED
 from protocols.robust import RULES, RobustAggregator
-from tests.sim.butterfly_harness import Averaged, ButterflyHarness
-from tests.sim.byzantine.gradients import ATTACKS, PoisonedTrainer
-from tests.sim.scenario import Scenario
-from tests.sim.transport import SimTransport
-from tests.sim.world import Outcome as Played
-from tests.sim.world import World, play
+from tests.support.gradients import noisy_contributions
 
 LARGEST = torch.finfo(torch.float32).max
-BEARING = tuple(name for name in RULES if name != "mean")
-"""All rules that bear something."""
+TOLERANT = tuple(name for name in RULES if name != "mean")
 
 
 def aggregate(name: str, rows: Sequence[Sequence[float]] | torch.Tensor, weights: list[float] | None = None) -> Vector:
@@ -39,14 +30,8 @@ def aggregate(name: str, rows: Sequence[Sequence[float]] | torch.Tensor, weights
 
 
 def column(name: str, values: Sequence[float], weights: Sequence[float] | None = None) -> float:
-    """Of contributions of one element."""
+    """The result for contributions of one element."""
     return float(aggregate(name, [[float(value)] for value in values], weights))
-
-
-def cloud(count: int, size: int, seed: int, spread: float = 1.0) -> torch.Tensor:
-    """Contributions round a common signal of norm 1, each off by noise of that norm."""
-    noise = torch.randn(count, size, generator=torch.Generator().manual_seed(seed))
-    return (1 + spread * noise) / size**0.5
 
 
 # -- by hand ----------------------------------------------------------------------------------------------------------
@@ -59,11 +44,11 @@ def cloud(count: int, size: int, seed: int, spread: float = 1.0) -> torch.Tensor
         ("median", [9, 1, 5], None, 5),
         ("median", [9, 1, 5, 3], None, 4),
         ("median", [1, 5, 9], [1, 1, 3], 9),
-        ("median", [1, 5, 9], [1, 1, 2], 7),  # half the voices reach 5, the other half begins at 9
+        ("median", [1, 5, 9], [1, 1, 2], 7),  # half the weight reaches 5, the other half begins at 9
         ("median", [1, 5, 9], [3, 0.5, 1], 1),
         ("trimmed_mean", [1, 2, 4, 100], None, 3),  # a quarter of the weight at each end
         ("trimmed_mean", [1, 2, 4, 4, 5, -100, 100, 3], None, (2 + 3 + 4 + 4) / 4),
-        ("trimmed_mean", [1, 2, 100], None, (0.25 * 1 + 1 * 2 + 0.25 * 100) / 1.5),  # on the border: what is left
+        ("trimmed_mean", [1, 2, 100], None, (0.25 * 1 + 1 * 2 + 0.25 * 100) / 1.5),  # at the border, in part
         ("trimmed_mean", [1, 2, 9], [2, 5, 1], 2),
         ("centered_clip", [-1, 0, 1, 100], None, 0.5),  # two pull down by τ, two up: the median stays
         ("centered_clip", [0, 0, 0, 10], None, 0),
@@ -96,7 +81,7 @@ def test_krum_compares_vectors_and_median_coordinates() -> None:
     assert aggregate("krum", rows).tolist() in rows
 
 
-# -- what holds for all -----------------------------------------------------------------------------------------------
+# -- properties of all rules ------------------------------------------------------------------------------------------
 
 
 counts = st.integers(1, 12)
@@ -106,7 +91,7 @@ counts = st.integers(1, 12)
 @given(count=counts, seed=st.integers(0, 1000))
 @settings(max_examples=25)
 def test_contribution_order_does_not_matter(name: str, count: int, seed: int) -> None:
-    rows, rng = cloud(count, 7, seed), Random(seed)
+    rows, rng = noisy_contributions(count, 7, seed), Random(seed)
     weights, order = [rng.uniform(0.5, 4) for _ in range(count)], rng.sample(range(count), count)
     mixed = aggregate(name, rows[order], [weights[index] for index in order])
     assert torch.allclose(mixed, aggregate(name, rows, weights), rtol=1e-4, atol=1e-5)
@@ -116,11 +101,11 @@ def test_contribution_order_does_not_matter(name: str, count: int, seed: int) ->
 @given(count=counts, seed=st.integers(0, 1000))
 @settings(max_examples=25)
 def test_weight_equals_repeated_contributions(name: str, count: int, seed: int) -> None:
-    rows, rng = cloud(count, 5, seed), Random(seed)
-    voices = [rng.randint(1, 4) for _ in range(count)]
-    repeated = rows.repeat_interleave(torch.tensor(voices), 0)
+    rows, rng = noisy_contributions(count, 5, seed), Random(seed)
+    counts_of = [rng.randint(1, 4) for _ in range(count)]
+    repeated = rows.repeat_interleave(torch.tensor(counts_of), 0)
     unit = 2.0 ** rng.randint(-300, 300)
-    weighted = aggregate(name, rows, [unit * voice for voice in voices])
+    weighted = aggregate(name, rows, [unit * each for each in counts_of])
     assert torch.allclose(weighted, aggregate(name, repeated), rtol=1e-4, atol=1e-5)
 
 
@@ -128,7 +113,7 @@ def test_weight_equals_repeated_contributions(name: str, count: int, seed: int) 
 @given(count=counts, seed=st.integers(0, 1000), shift=st.sampled_from([-3.0, 0.0, 50.0]))
 @settings(max_examples=15)
 def test_shifting_all_shifts_the_result(name: str, count: int, seed: int, shift: float) -> None:
-    rows = cloud(count, 5, seed)
+    rows = noisy_contributions(count, 5, seed)
     assert torch.allclose(aggregate(name, rows + shift), aggregate(name, rows) + shift, rtol=1e-4, atol=1e-4)
 
 
@@ -152,7 +137,7 @@ def test_finite_input_gives_finite_result(name: str, count: int, seed: int) -> N
 
 @pytest.mark.parametrize("name", RULES)
 def test_bad_weights_and_sizes_are_rejected(name: str) -> None:
-    rows = cloud(6, 3, 0)
+    rows = noisy_contributions(6, 3, 0)
     for weights, size in (([1.0] * 5, 3), ([1.0] * 6, 4), ([1.0] * 5 + [0.0], 3), ([1.0] * 5 + [math.nan], 3)):
         with pytest.raises(ValueError):
             RULES[name](rows.clone(), weights, torch.empty(size))
@@ -167,7 +152,7 @@ def test_unknown_rule_gives_one_line_error() -> None:
         RobustAggregator("bulyan", [1.0])
 
 
-# -- what they bear ---------------------------------------------------------------------------------------------------
+# -- what they withstand ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -176,8 +161,8 @@ def test_unknown_rule_gives_one_line_error() -> None:
 )
 @pytest.mark.parametrize("scale", (-1000.0, 1e30))
 def test_rule_withstands_its_limit_but_not_more(name: str, liars: int, scale: float) -> None:
-    """Of 16, all wrong in the same direction: the result stays among the honest, and with too many it does not."""
-    honest, signal = cloud(16, 200, 3), torch.ones(200) / 200**0.5
+    """The liars among 16 are wrong in one direction: the result stays near the honest ones unless they are too many."""
+    honest, signal = noisy_contributions(16, 200, 3), torch.ones(200) / 200**0.5
     rows = honest.clone()
     rows[16 - liars :] = scale * signal
     assert float((aggregate(name, rows) - signal).norm()) <= 1.5
@@ -197,14 +182,14 @@ def test_minority_cannot_move_median_beyond_honest_range(honest: list[float], li
 
 
 def test_mean_withstands_no_liar() -> None:
-    rows = cloud(16, 200, 3)
+    rows = noisy_contributions(16, 200, 3)
     rows[0] *= -1000
     assert float(aggregate("mean", rows).norm()) > 50
 
 
 def test_close_colluders_are_not_detected() -> None:
     """No rule tells colluders from honest peers when they are nearer to each other than honest ones are."""
-    honest = cloud(9, 1000, 5)
+    honest = noisy_contributions(9, 1000, 5)
     mean = honest.mean(0)
     rows = torch.cat([honest, (-0.5 * mean).repeat(7, 1)])
     for name in RULES:
@@ -214,10 +199,10 @@ def test_close_colluders_are_not_detected() -> None:
 def test_figures_match_the_independent_implementation(monkeypatch: pytest.MonkeyPatch) -> None:
     assert table(3)
     monkeypatch.setitem(robust.RULES, "krum", robust.multi_krum)
-    assert not table(3), "and a rule that is another one is seen"
+    assert not table(3), "another rule is detected"
 
 
-# -- the judge --------------------------------------------------------------------------------------------------------
+# -- clipping and blame -----------------------------------------------------------------------------------------------
 
 
 def judged(name: str, rows: torch.Tensor, allowances: Sequence[float] | None = None) -> tuple[Vector, dict[int, str]]:
@@ -230,7 +215,7 @@ def judged(name: str, rows: torch.Tensor, allowances: Sequence[float] | None = N
 
 @pytest.mark.parametrize("name", RULES)
 def test_honest_contributors_are_not_clipped_or_blamed(name: str) -> None:
-    rows = cloud(8, 400, 1)
+    rows = noisy_contributions(8, 400, 1)
     rows[3] *= 1.3
     result, named = judged(name, rows)
     assert named == {}
@@ -240,7 +225,7 @@ def test_honest_contributors_are_not_clipped_or_blamed(name: str) -> None:
 
 @pytest.mark.parametrize("name", RULES)
 def test_contribution_above_declared_norm_is_clipped_and_blamed(name: str) -> None:
-    rows = cloud(8, 400, 1)
+    rows = noisy_contributions(8, 400, 1)
     rows[3] *= -100
     result, named = judged(name, rows)
     assert list(named) == [3]
@@ -255,8 +240,8 @@ def test_contribution_above_declared_norm_is_clipped_and_blamed(name: str) -> No
 @pytest.mark.parametrize("others", [1, 2, 5])
 @pytest.mark.parametrize("silent", [0, 1])
 def test_lying_half_does_not_set_the_norm(others: int, silent: int) -> None:
-    """As many wrong as right: they are brought down to what the right ones have, or to twice that of one, and named."""
-    rows = cloud(2 * others + silent, 400, 1)
+    """With as many liars as honest peers, they are clipped to honest norms (twice that of a single one) and blamed."""
+    rows = noisy_contributions(2 * others + silent, 400, 1)
     rows[others : 2 * others] *= -20
     rows[2 * others :] = 0
     result, named = judged("mean", rows)
@@ -267,16 +252,16 @@ def test_lying_half_does_not_set_the_norm(others: int, silent: int) -> None:
 
 
 def test_allowance_permits_a_larger_norm() -> None:
-    rows = cloud(8, 400, 1)
+    rows = noisy_contributions(8, 400, 1)
     rows[3] *= 6
     result, named = judged("mean", rows, [1.0] * 3 + [5.0] + [1.0] * 4)
     assert named == {} and torch.allclose(result, rows.mean(0), atol=1e-6)
 
 
 def test_outlier_with_normal_norm_is_blamed() -> None:
-    rows = cloud(8, 400, 1, spread=0.5)
+    rows = noisy_contributions(8, 400, 1, spread=0.5)
     rows[5] *= -1
-    for name in BEARING:
+    for name in TOLERANT:
         _, named = judged(name, rows)
         assert list(named) == [5] and named[5].startswith("stands apart"), name
 
@@ -287,124 +272,9 @@ def test_short_vectors_are_not_judged_by_norm() -> None:
     assert named == {} and torch.allclose(result, rows.mean(0))
 
 
-# -- in a swarm -------------------------------------------------------------------------------------------------------
-
-
-def averaged(name: str, rows: torch.Tensor, codec: str = "fp32", declared: dict[int, float] | None = None) -> Averaged:
-    count = len(rows)
-    group = ButterflyHarness(list(rows), [1000] * count, [1e7] * count, codec=codec, chunk_elements=1024, robust=name)
-    return replace(group, declared=declared or {}).average()
-
-
-def by_the_rule(name: str, rows: torch.Tensor) -> Vector:
-    """What the parts of a group of equals come to: norms clipped to the median, then the rule, chunk by chunk."""
-    count, size = rows.shape
-    norms = rows.norm(dim=1)
-    clipped = rows * (norms.sort().values[(count - 1) // 2] / norms).clamp(max=1)[:, None]
-    into = torch.empty(size)
-    bounds = [round(part * size / count) for part in range(count + 1)]
-    for low, high in pairwise(bounds):
-        RULES[name](clipped[:, low:high].clone(), [1.0] * count, into[low:high])
-    return into
-
-
-def follows(name: str, rows: torch.Tensor) -> bool:
-    """Whether a group commits, with the same bits at each, what the rule makes of these vectors."""
-    result = averaged(name, rows)
-    assert {mean.outcome for mean in result.means} == {Outcome.COMMITTED}
-    assert len({each.numpy().tobytes() for each in result.results}) == 1
-    return torch.allclose(result.results[0], by_the_rule(name, rows), atol=1e-5)
-
-
-@pytest.mark.parametrize("name", RULES)
-def test_group_averages_by_its_rule_and_blames_liars(name: str) -> None:
-    rows = cloud(7, 3500, 2)
-    rows[4] *= -1000
-    assert follows(name, rows)
-    result = averaged(name, rows, codec="int8")
-    assert {mean.outcome for mean in result.means} == {Outcome.COMMITTED}
-    assert {blame.peer for mean in result.means for blame in mean.blamed} == {"p04"}
-    assert all("p04" in {blame.peer for blame in mean.blamed} for mean in result.means)
-    assert float((result.results[0] - 1 / 3500**0.5).norm()) < 1.1
-    assert result.means[0].peers == result.peers, "who was left out has handed in all the same"
-
-
-def test_wrong_rule_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = cloud(5, 1000, 2)
-    assert follows("median", rows)
-    right = by_the_rule("median", rows)
-    monkeypatch.setitem(robust.RULES, "median", robust.trimmed_mean)
-    wrong = averaged("median", rows).results[0]
-    assert not torch.allclose(wrong, right, atol=1e-5)
-
-
-def test_honest_group_members_are_not_blamed() -> None:
-    rows = cloud(7, 3500, 2)
-    for name in RULES:
-        result = averaged(name, rows)
-        assert [blame for mean in result.means for blame in mean.blamed] == [], name
-
-
-def test_understated_norm_is_clipped_and_blamed_by_all() -> None:
-    """Itself included, in its own part. What it sends would not be refused in any; it counts for 1.4."""
-    rows = cloud(7, 3500, 2)
-    rows[4] *= -10
-    result = averaged("mean", rows, declared={4: 1.0})
-    naming = [blame.why for mean in result.means for blame in mean.blamed if blame.peer == "p04"]
-    assert len(naming) == 7 and all("times what counts" in why for why in naming)
-    assert float((result.results[0] - 1 / 3500**0.5).norm()) < 0.9
-    assert float((rows.mean(0) - 1 / 3500**0.5).norm()) > 2, "what the plain mean would have been"
-
-
-class PoisonedWorld(World):
-    """A swarm of which some attack, by a rule."""
-
-    def __init__(self, rule: str, attack: str, liars: int, scenario: Scenario) -> None:
-        super().__init__(scenario)
-        self._rule, self._attack, self._count = rule, attack, liars
-        self._honest: list[LocalTraining] = []
-
-    def trainer(self, index: int) -> InlineTrainer:
-        if index < self.scenario.peers - self._count:
-            honest = super().trainer(index)
-            self._honest.append(honest.local_training)
-            return honest
-        assert self.scenario.step_seconds
-        seconds = self.scenario.step_seconds[index]
-        steps, learner = self.scenario.inner_steps, self.learner(index)
-        return PoisonedTrainer(learner, steps, seconds, self._attack, self._count, lambda: self._honest)
-
-    def _settings(self, index: int, trainer: InlineTrainer, transport: SimTransport) -> Settings:
-        return replace(super()._settings(index, trainer, transport), robust=self._rule)
-
-
-def attacked(rule: str, attack: str, peers: int, liars: int, rounds: int = 2) -> Played:
-    scenario = Scenario(peers=peers, rounds=rounds, seed=4, codec="fp32", elements=2000, chunk_elements=1024)
-    return play(scenario, lambda resolved: PoisonedWorld(rule, attack, liars, resolved))  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    "rule, attack, peers, liars",
-    [
-        *((rule, "reversed", 5, 1) for rule in RULES),
-        ("mean", "understated", 5, 1),
-        ("mean", "ipm", 7, 2),
-        ("centered_clip", "alie", 7, 2),
-    ],
-)
-def test_swarm_under_attack_commits_identical_bits(rule: str, attack: str, peers: int, liars: int) -> None:
-    assert attack in ATTACKS
-    played = attacked(rule, attack, peers, liars)
-    assert played.violations == []
-    assert {report["outcome"] for history in played.histories.values() for report in history} == {"committed"}
-    blamed = {peer for history in played.histories.values() for report in history for peer in report["blamed"]}
-    if attack in ("reversed", "understated"):
-        assert blamed == {"p4"}
-
-
 @pytest.mark.parametrize("small", (1e-45, 0.0))
 def test_tiny_contribution_does_not_scale_down_the_other(small: float) -> None:
-    """In a group of states nothing is brought down to the median of what arrived, which is the lower of two."""
+    """States of a group are not clipped to the median norm, which is the lower one of two."""
     rows, into = torch.stack([torch.ones(1024), torch.full((1024,), small)]), torch.empty(1024)
     judge = RobustAggregator("mean", (UNCLIPPED, UNCLIPPED))
     judge.average([0, 1], [float(row.norm()) for row in rows], rows, [1.0, 1.0], into)

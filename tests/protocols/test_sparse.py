@@ -1,4 +1,4 @@
-"""Sparse pseudo-gradients: the largest travel, a mean of them loses none, nothing that is not sent is forgotten."""
+"""Sparse pseudo-gradients: the largest elements are sent, a mean keeps them all, and the rest is sent later."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from protocols.codec import CODECS, codec
 from protocols.codecs import sparse
 from protocols.codecs.coding import carry
 from protocols.vectors import weighted_mean
-from tests.protocols.test_codec import bits, decoded, encoded
+from tests.support.codecs import bits, decoded, encoded
 
 TOPK = codec("topk")
 SIZES = (1, 63, 64, 65, 4095, 4096, 4097, 3 * 4096 + 700)
 
 
 def heavy(count: int, seed: int) -> Vector:
-    """Like a pseudo-gradient: most of it small, some of it not, some of it zero."""
+    """Like a pseudo-gradient: most elements are small, some are large, some are zero."""
     draw = torch.Generator().manual_seed(seed)
     values = torch.randn(count, generator=draw) * torch.rand(count, generator=draw) ** 4
     return values * (torch.rand(count, generator=draw) < 0.9)
@@ -37,7 +37,7 @@ def test_encoded_sizes_are_as_stated() -> None:
     assert TOPK.encoded_bytes(4096) == 84 and TOPK.encoded_bytes(1 << 18) == 84 * 64
     for members, size in ((1, 130), (4, 456), (8, 848), (16, 1568), (32, 2880)):
         assert TOPK.reduced(members).encoded_bytes(1 << 18) == size * 64
-    assert TOPK.reduced(1).encoded_bytes(4096) == 132  # half of the block of 128 that has a scale
+    assert TOPK.reduced(1).encoded_bytes(4096) == 132  # half of a block of 128, which has one scale
     assert TOPK.reduced(1000).encoded_bytes(4096) < 2 * 4096
 
 
@@ -105,7 +105,7 @@ def test_bytes_no_encoder_writes_are_rejected() -> None:
     refused(63, 128, "beyond the last")
     backwards = bytearray(good)
     backwards[:48] = bytes(48)
-    backwards[48:64] = b"\xff" * 8 + bytes(8)  # all 64 of them at once
+    backwards[48:64] = b"\xff" * 8 + bytes(8)  # all 64 at once
     with pytest.raises(BadPayload, match="out of order"):
         decoded(TOPK, backwards, 4096)
 
@@ -147,7 +147,7 @@ def test_flipped_bits_decode_to_finite_or_are_rejected(members: int) -> None:
 
 
 def test_sent_plus_residual_equals_the_original() -> None:
-    """To the bit where nothing was sent; else to one rounding."""
+    """To the bit where nothing was sent; otherwise to one rounding."""
     delta, residual, gone = heavy(9000, 1), heavy(9000, 2), torch.empty(9000)
     before = residual.mul(0.95).add(delta)
     sparse.sent(TOPK, residual, delta, gone)
@@ -160,7 +160,7 @@ def test_sent_plus_residual_equals_the_original() -> None:
 
 
 def test_residual_is_sent_eventually() -> None:
-    """A pseudo-gradient that is the same each round: what was sent in all is what it came to, less what decayed."""
+    """With the same pseudo-gradient in each round, all that was sent, decayed and is left adds up to the sum."""
     delta, residual, gone = heavy(4096, 1), torch.zeros(4096), torch.empty(4096)
     total, forgotten = torch.zeros(4096, dtype=torch.float64), torch.zeros(4096, dtype=torch.float64)
     rounds = 120

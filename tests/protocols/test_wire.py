@@ -1,4 +1,4 @@
-"""Headers: whatever bytes arrive, `decode` gives a valid header or `BadPayload`, in bounded space and depth.
+"""Headers: `decode` turns any bytes into a valid header or `BadPayload`, in bounded space and depth.
 
 Headers are generated from the dataclasses themselves, so a new kind is tested from its first day.
 """
@@ -8,8 +8,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import tracemalloc
-import typing
-from collections.abc import Callable
 from typing import Any
 
 import msgpack
@@ -19,15 +17,9 @@ from hypothesis import strategies as st
 
 from protocols import wire
 from protocols.base import BadPayload, Header, RoundKey
+from tests.support.wire_examples import headers, places, replaced
 
 KINDS = tuple(wire._KINDS.values())
-LEAVES: dict[type, list[Any]] = {
-    bool: [False, True],
-    int: [0, 1, 5, 31, 32, 1 << 16, 1 << 20, (1 << 32) - 1, 1 << 32, 1 << 40, 1 << 48, 1 << 53],
-    float: [0.0, 0.1, 1.0, 1e-300, 600.0, wire.MAX_SECONDS, 1e13, 1e30],
-    str: ["", "p", "12D3KooW" * 2, "ß" * 16, "12D3KooW" * 8],
-    bytes: [b"", b"\xff", bytes(32), b"\x80" * 32, b"s" * 64, b"s" * 128],
-}
 HOSTILE: dict[type, list[Any]] = {
     bool: [0, 1, 1.0, None, "true", b"\x01"],
     int: [-1, 1 << 63, (1 << 64) - 1, True, False, 1.0, math.nan, None, "1", b"1"],
@@ -39,40 +31,11 @@ HOSTILE: dict[type, list[Any]] = {
 NESTED = [{}, [[[[[]]]]], msgpack.ExtType(5, b""), msgpack.ExtType(5, b"x" * 40), {"a": 1}]
 
 
-def accepted(spec: wire.Spec, value: Any) -> bool:
-    try:
-        spec.unpack(value)
-    except BadPayload:
-        return False
-    return True
-
-
-def valid(hint: Any, fits: Callable[[Any], bool]) -> st.SearchStrategy[Any]:
-    """Values of a field's type that its spec takes, the bounds among them."""
-    if dataclasses.is_dataclass(hint):
-        return headers(typing.cast("type", hint))
-    if typing.get_origin(hint) is tuple:
-        inner = valid(typing.get_args(hint)[0], lambda value: fits([value]))
-        return st.lists(inner, max_size=3).map(tuple)
-    return st.sampled_from([value for value in LEAVES[hint] if fits(value)])
-
-
-def headers(kind: type) -> st.SearchStrategy[Any]:
-    hints = typing.get_type_hints(kind)
-    fields = {
-        name: valid(hints[name], lambda value, spec=spec: accepted(spec, value)).filter(
-            lambda value, spec=spec: accepted(spec, spec.pack(value))
-        )
-        for name, spec in wire._specs(kind)
-    }
-    return st.builds(kind, **fields)
-
-
 any_header: st.SearchStrategy[Header] = st.sampled_from(KINDS).flatmap(headers)
 
 
 def check(data: bytes) -> Header | None:
-    """What every input must satisfy."""
+    """Decode; an error is short, and a header encodes to bytes that give it again."""
     try:
         header = wire.decode(data)
     except BadPayload as error:
@@ -82,26 +45,11 @@ def check(data: bytes) -> Header | None:
     return header
 
 
-def places(packed: list[Any], path: tuple[int, ...] = ()) -> list[tuple[int, ...]]:
-    """Paths to every value inside nested lists, the lists included."""
-    found = [(*path, index) for index in range(len(packed))]
-    for index, value in enumerate(packed):
-        if isinstance(value, list):
-            found += places(value, (*path, index))
-    return found
-
-
-def replaced(packed: Any, path: tuple[int, ...], value: Any) -> list[Any]:
-    head, *rest = path
-    inner = replaced(packed[head], tuple(rest), value) if rest else value
-    return [*packed[:head], inner, *packed[head + 1 :]]
-
-
 def at(packed: Any, path: tuple[int, ...]) -> Any:
     return at(packed[path[0]], path[1:]) if path else packed
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 @given(data=st.data())
 @settings(max_examples=40)
 def test_every_message_kind_round_trips(kind: type[Header], data: st.DataObject) -> None:
@@ -147,12 +95,6 @@ def test_unknown_kind_is_rejected(number: Any) -> None:
         wire.decode(msgpack.packb([wire.VERSION, number, 1.0]))
 
 
-@given(data=st.binary(max_size=400), prefixed=st.booleans(), kind=st.integers(0, len(KINDS)))
-@settings(max_examples=500)
-def test_random_bytes_decode_or_raise_bad_payload(data: bytes, prefixed: bool, kind: int) -> None:
-    check(bytes([0x90 | 5, wire.VERSION, kind]) + data if prefixed else data)
-
-
 LEAF = st.none() | st.booleans() | st.integers(-(1 << 63), (1 << 64) - 1) | st.floats() | st.binary() | st.text()
 EXTENSION = st.builds(msgpack.ExtType, st.integers(0, 127), st.binary(max_size=8)) | st.just(msgpack.Timestamp(1, 2))
 TREE = st.recursive(
@@ -160,18 +102,30 @@ TREE = st.recursive(
 )
 
 
-@given(values=st.lists(TREE, max_size=8), kind=st.integers(0, len(KINDS)), framed=st.booleans())
-@settings(max_examples=300)
-def test_random_msgpack_decodes_or_raises_bad_payload(values: list[Any], kind: int, framed: bool) -> None:
-    check(msgpack.packb([wire.VERSION, kind, *values] if framed else values))
-
-
-@given(header=any_header, cut=st.tuples(st.integers(0, 2000), st.integers(0, 8)), insert=st.binary(max_size=8))
-@settings(max_examples=500)
-def test_mutated_headers_decode_or_raise_bad_payload(header: Header, cut: tuple[int, int], insert: bytes) -> None:
+def cut(header: Header, place: int, length: int, insert: bytes) -> bytes:
+    """An encoded header with some of its bytes replaced by others."""
     packed = wire.encode(header)
-    start = cut[0] % (len(packed) + 1)
-    check(packed[:start] + insert + packed[start + cut[1] :])
+    start = place % (len(packed) + 1)
+    return packed[:start] + insert + packed[start + length :]
+
+
+any_kind = st.integers(0, len(KINDS))
+fields = st.lists(TREE, max_size=8)
+random_bytes = st.binary(max_size=400)
+ANY_BYTES = {
+    "bytes": random_bytes
+    | st.builds(lambda kind, data: bytes([0x90 | 5, wire.VERSION, kind]) + data, any_kind, random_bytes),
+    "msgpack": fields.map(msgpack.packb)
+    | st.builds(lambda kind, values: msgpack.packb([wire.VERSION, kind, *values]), any_kind, fields),
+    "changed headers": st.builds(cut, any_header, st.integers(0, 2000), st.integers(0, 8), st.binary(max_size=8)),
+}
+
+
+@pytest.mark.parametrize("source", ANY_BYTES)
+@given(data=st.data())
+@settings(max_examples=500)
+def test_any_bytes_decode_or_raise_bad_payload(source: str, data: st.DataObject) -> None:
+    check(data.draw(ANY_BYTES[source]))
 
 
 @pytest.mark.parametrize("depth", [2, 100, 900, *range(985, 1030), 1100, 5000, 60_000])

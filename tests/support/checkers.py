@@ -1,14 +1,14 @@
-"""The invariants, judged on the peers' histories alone: simulated and real runs are judged by the same code.
+"""The invariants of a run, checked on the peers' histories alone, for simulated and real runs alike.
 
 A history is the list of a peer's round reports, as dictionaries with the fields of `node.reporting.report.RoundReport`.
-A report says what its round came to:
+The outcomes of a round, and what they change:
 
     committed, alone    a MEAN record extends `parent`: lineage and parameters move
     skipped             a SKIP record extends it: the lineage moves, the parameters do not
     fork                a FORK record extends it: the lineage moves; the parameters, if it took over a mean
     undecided           nothing moves
-    superseded          this peer has moved to `lineage`, which others decided: further along its branch, or on another,
-                        at the cost of `lost_rounds` rounds and `lost_tokens` tokens of its own
+    superseded          this peer has moved to `lineage`, which others decided: later on its branch, or on another
+                        branch, which costs `lost_rounds` rounds and `lost_tokens` tokens of its own
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Violation:
 
 
 class Tree:
-    """The lineages that were decided: each one's parent, and the round that follows it."""
+    """The decided lineages: the parent of each, and the round that follows it."""
 
     def __init__(self, reports: Iterable[Report]) -> None:
         self.parents: dict[str, str] = {}
@@ -48,19 +48,19 @@ class Tree:
                 self.rounds.setdefault(report["lineage"], report["round"] + 1)
 
     def line(self, lineage: str) -> list[str]:
-        """The lineage and its ancestors, as far as they are known."""
-        line = {lineage: None}  # a dictionary: histories that are wrong may hold circles
+        """The lineage and its known ancestors."""
+        line = {lineage: None}  # a dictionary, because wrong histories may have cycles
         while (lineage := self.parents.get(lineage, "")) and lineage not in line:
             line[lineage] = None
         return list(line)
 
     def lost(self, old: str, new: str) -> int | None:
-        """Rounds of `old` that are not on the branch of `new`; None if it is not known where they part."""
+        """How many rounds of `old` are not on the branch of `new`; None if their common ancestor is not known."""
         kept = set(self.line(new))
         return next((count for count, each in enumerate(self.line(old)) if each in kept), None)
 
     def apart(self, one: str, other: str) -> bool:
-        """Whether two lineages are known to stand on different branches."""
+        """Whether two lineages are known to be on different branches."""
         return bool(self.lost(one, other)) and bool(self.lost(other, one))
 
 
@@ -75,21 +75,21 @@ def check(histories: Mapping[str, Sequence[Report]]) -> list[Violation]:
     found += finite(reports)
     found += counted_once(decided, tree)
     for history in histories.values():
-        for life in lives(history):
-            found += never_back(life, tree)
-            found += unmoved(life)
+        for incarnation in lives(history):
+            found += never_back(incarnation, tree)
+            found += unmoved(incarnation)
         found += stated(history, tree)
     return found
 
 
 def lives(history: Sequence[Report]) -> Iterator[list[Report]]:
-    """A peer's reports, parted where it restarted: a new life begins wherever the others are."""
-    for _, life in itertools.groupby(history, key=lambda report: report["incarnation"]):
-        yield list(life)
+    """A peer's reports, by incarnation. A new incarnation may begin anywhere on the chain."""
+    for _, reports in itertools.groupby(history, key=lambda report: report["incarnation"]):
+        yield list(reports)
 
 
 def began(report: Report) -> float:
-    """Wall time at which that round began for the reporting peer."""
+    """The wall time at which the reporting peer began the round."""
     return float(report["time"] - report["seconds_train"] - report["seconds_wait"] - report["seconds_average"])
 
 
@@ -109,11 +109,11 @@ def one_child(decided: Iterable[Report]) -> Iterator[Violation]:
 
 
 def same_bits(reports: Iterable[Report]) -> Iterator[Violation]:
-    """All who stand at a lineage hold the same parameters; who decided it say that the same contributions are in it."""
-    standing: dict[str, Report] = {}
+    """All peers at a lineage have the same parameters; those that decided it report the same contributions."""
+    arrived: dict[str, Report] = {}
     deciding: dict[str, Report] = {}
     for report in reports:
-        first = standing.setdefault(report["lineage"], report)
+        first = arrived.setdefault(report["lineage"], report)
         if first["params_hash"] != report["params_hash"]:
             yield _violation("same-bits", report, f"parameters differ from those of {first['peer']}")
         if report["outcome"] == "superseded" and (why := report.get("blamed", {}).get(report["peer"])):
@@ -125,16 +125,16 @@ def same_bits(reports: Iterable[Report]) -> Iterator[Violation]:
 
 
 def finite(reports: Iterable[Report]) -> Iterator[Violation]:
-    """Parameters are finite, always."""
+    """Parameters are always finite."""
     for report in reports:
         if not report["finite"]:
             yield _violation("finite", report, "parameters are not finite")
 
 
 def counted_once(decided: Iterable[Report], tree: Tree) -> Iterator[Violation]:
-    """A contribution, named by its peer and its anchor, counts at most once along a branch; in whole chunks.
+    """A contribution, identified by peer and anchor, counts at most once on a branch, in whole chunks.
 
-    Two branches of a fork may each count it; whatever is not known to be on another branch is on the same.
+    Two branches of a fork may each count it. Records that are not known to be on different branches are on one.
     """
     counted: dict[tuple[str, str], dict[str, None]] = {}
     for report in sorted(decided, key=lambda report: report["round"]):
@@ -158,14 +158,14 @@ def never_back(life: Sequence[Report], tree: Tree) -> Iterator[Violation]:
         if after["parent"] != before["lineage"]:
             yield _violation("never-back", after, "its chain is broken")
         expected: int | None = before["round"] + (before["outcome"] in DECIDED)
-        if before["outcome"] == "superseded":  # it may have moved to another branch, which tells its own round
+        if before["outcome"] == "superseded":  # another branch may have another round
             expected = tree.rounds.get(before["lineage"])
         if expected is not None and after["round"] != expected:
             yield _violation("never-back", after, f"round {after['round']} where {expected} is due")
 
 
 def unmoved(life: Sequence[Report]) -> Iterator[Violation]:
-    """Nothing is applied without a decision, and no parameters by one to skip."""
+    """Nothing is applied without a decision, and a decision to skip changes no parameters."""
     for before, after in itertools.pairwise([None, *life]):
         if after is None or after["outcome"] in ("committed", "alone", "fork"):
             continue
@@ -178,7 +178,7 @@ def unmoved(life: Sequence[Report]) -> Iterator[Violation]:
 
 
 def stated(history: Sequence[Report], tree: Tree) -> Iterator[Violation]:
-    """A switch of branch is an explicit event, `superseded`, that states what it cost."""
+    """A change of branch is reported as `superseded`, with its costs."""
     for index, report in enumerate(history):
         rounds, tokens = report.get("lost_rounds", 0), report.get("lost_tokens", 0)
         if report["outcome"] != "superseded":
@@ -190,12 +190,12 @@ def stated(history: Sequence[Report], tree: Tree) -> Iterator[Violation]:
             yield _violation("stated", report, f"lost {lost} rounds and states {rounds}")
         gone = tree.line(report["parent"])[: lost or 0]
         decided = (each for each in history[:index] if each["lineage"] in gone and each["outcome"] in DECIDED)
-        if tokens <= 0 and any(each["weight"] != 0 for each in decided):  # one that is unknown is none of 0
+        if tokens <= 0 and any(each["weight"] != 0 for each in decided):  # an unknown weight is not 0
             yield _violation("stated", report, "does not state the tokens that it lost")
 
 
 def one_branch(histories: Mapping[str, Sequence[Report]]) -> Iterator[Violation]:
-    """After healing: all peers stand on one branch, none further back than others have decided for all."""
+    """After healing, all peers are on the branch of the one that is furthest along."""
     tree = Tree(report for history in histories.values() for report in history)
     ends = [history[-1] for history in histories.values() if history]
     if not ends:

@@ -1,7 +1,6 @@
-"""`python -m tests.support.fake_peer …`: the command line over a peer of straw, which needs no PyTorch, no p2pd, no
-network.
+"""`python -m tests.support.fake_peer …`: the command line over a fake peer without PyTorch, p2pd and network.
 
-FAKE says how it behaves; what it does it writes to stderr, so that tests need no clock of their own.
+The environment variable FAKE selects its behaviour. It writes what it does to stderr, so tests need no clock.
 """
 
 from __future__ import annotations

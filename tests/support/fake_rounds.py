@@ -1,4 +1,4 @@
-"""Made-up rounds that would be decided: records with the votes of whom one likes, for tests of chains and branches."""
+"""Made-up decided rounds: records with the votes of any members, for tests of chains and branches."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def vote(head: Head, ballot: int, record: bytes, voter: Member) -> Signed:
 
 
 def certified(head: Head, record: Record, voters: Sequence[Member] | None = None, ballot: int = 0) -> Certificate:
-    """The record with the votes of these members; of the whole roster, or of a fork's, by default."""
+    """The record with the votes of these members, by default of the whole roster (of a FORK: its own roster)."""
     by_default = record.roster if record.kind == Kind.FORK else head.roster
     data = records.encode(record)
     votes = tuple(vote(head, ballot, data, voter) for voter in (by_default if voters is None else voters))
@@ -42,7 +42,7 @@ def decided(
     plan: bytes = b"d" * 32,
     root: bytes | None = None,
 ) -> DecidedRound:
-    """A round after `head`, and what it led to; a MEAN has one part."""
+    """A round decided after `head`. A MEAN has one part."""
     parts = (PartDigest(b"p" * 32, (ChunkSpan(1, 1),)),) if kind == Kind.MEAN else ()
     record = Record(
         head.key.lineage, root or head.state_root, head.key.round, kind, plan, parts, roster or head.roster,
@@ -52,7 +52,7 @@ def decided(
 
 
 def line(head: Head, rounds: int, **changes: object) -> list[DecidedRound]:
-    """So many rounds, one after the other."""
+    """This many rounds, one after the other."""
     links: list[DecidedRound] = []
     for _ in range(rounds):
         links.append(decided(links[-1].head if links else head, **changes))  # type: ignore[arg-type]
@@ -60,5 +60,5 @@ def line(head: Head, rounds: int, **changes: object) -> list[DecidedRound]:
 
 
 def encoded(link: DecidedRound) -> bytes:
-    """As an averager hands it over."""
+    """The encoded certificate, as an averager returns it."""
     return wire.encode(link.certificate)

@@ -12,7 +12,7 @@ from tests.support.checkers import Report, began
 
 
 class History:
-    """The reports in a `rounds.jsonl`; what was read once is not read again."""
+    """The reports in a `rounds.jsonl`. Lines that were read once are not read again."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -20,10 +20,10 @@ class History:
         self._read_bytes = 0
 
     def reports(self) -> list[Report]:
-        """All so far, oldest first; a line that is not whole yet is none."""
+        """All reports so far, oldest first, without an incomplete last line."""
         try:
             with self._path.open("rb") as file:
-                if file.seek(0, os.SEEK_END) < self._read_bytes:  # another run's
+                if file.seek(0, os.SEEK_END) < self._read_bytes:  # the file is of another run now
                     self._reports, self._read_bytes = [], 0
                 file.seek(self._read_bytes)
                 data = file.read()
@@ -36,7 +36,7 @@ class History:
 
 
 class Reporter(Protocol):
-    """Whoever has a peer id and a history."""
+    """A peer with an id and a history."""
 
     @property
     def id(self) -> str: ...
@@ -45,15 +45,14 @@ class Reporter(Protocol):
 
 
 def one_mean(peers: Iterable[Reporter], since: float = 0.0) -> Report | None:
-    """A round whose mean holds work of them all and of nobody else, and that each began later than at that wall
-    time; None: not yet."""
+    """A round whose mean has work of exactly these peers, and which each began after that wall time; None: not yet."""
     wanted = list(peers)
-    everybody = {peer.id for peer in wanted}
+    ids = {peer.id for peer in wanted}
     full = [
         {
             each["lineage"]: each
             for each in peer.reports()
-            if began(each) > since and everybody == {*each["peers"]} and (each["weight"] or 0) > 0
+            if began(each) > since and ids == {*each["peers"]} and (each["weight"] or 0) > 0
         }
         for peer in wanted
     ]

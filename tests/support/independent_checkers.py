@@ -1,13 +1,12 @@
-"""The invariants of peers that share no anchor, judged on their histories alone, as those of `tests.support.checkers`
-are.
+"""The invariants of peers that share no anchor, checked on their histories alone (as in `tests.support.checkers`).
 
-A report says what its round came to:
+The outcomes of a round:
 
-    committed     states were mixed with others': `messages` names each that was counted, `group` the last group held
-    skipped       with nobody's: the peer's own step is all that happened
-    superseded    this peer has fetched another's state, and stands where that stood
+    committed     averaged with other peers' states: `messages` names each that counted, `group` the last full group
+    skipped       averaged with no other peer: only the peer's own step happened
+    superseded    this peer has fetched another's state and round
 
-The chain of a life is its own: `parent` and `lineage` are the roots of its state before and after.
+Each incarnation has its own chain: `parent` and `lineage` are the roots of its state before and after.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ OUTCOMES = ("committed", "skipped", "superseded")
 
 
 def check(histories: Mapping[str, Sequence[Report]], protocol: str = "") -> list[Violation]:
-    """Every violation in these histories: peer -> its reports, oldest first; also of what one protocol promises."""
+    """Every violation in these histories (peer -> its reports, oldest first), also of one protocol's own rules."""
     reports = [report for history in histories.values() for report in history]
     found = [*finite(reports), *one_group(reports), *outcomes(reports)]
     if protocol == "moshpit":
@@ -35,7 +34,7 @@ def check(histories: Mapping[str, Sequence[Report]], protocol: str = "") -> list
 
 
 def one_group(reports: Iterable[Report]) -> Iterator[Violation]:
-    """All who completed a group last hold the same bits after it."""
+    """All peers that completed one group last have the same bits after it."""
     first: dict[str, Report] = {}
     for report in reports:
         if report["group"] and report["outcome"] == "committed":
@@ -46,14 +45,14 @@ def one_group(reports: Iterable[Report]) -> Iterator[Violation]:
 
 
 def named_groups(reports: Iterable[Report]) -> Iterator[Violation]:
-    """Who committed a round has completed a group: without its name nobody could compare what its members hold."""
+    """A peer that committed a round names its last group, so that the states of its members can be compared."""
     for report in reports:
         if report["outcome"] == "committed" and not report["group"]:
             yield _violation("one-group", report, "it committed, and names no group")
 
 
 def outcomes(reports: Iterable[Report]) -> Iterator[Violation]:
-    """Only what is known, and a round counts as committed for what was counted in it, and for nothing else."""
+    """Every outcome is known, and a round is committed if and only if messages were counted in it."""
     for report in reports:
         outcome = report["outcome"]
         if outcome not in OUTCOMES:
@@ -75,7 +74,9 @@ def counted_once(history: Sequence[Report]) -> Iterator[Violation]:
 def never_back(life: Sequence[Report]) -> Iterator[Violation]:
     """A peer's chain of states is unbroken, and its round never goes back along it."""
     for report in life:
-        if report["lineage"] == report["parent"] and report["outcome"] != "superseded":  # it may fetch what it has
+        if (
+            report["lineage"] == report["parent"] and report["outcome"] != "superseded"
+        ):  # it may fetch the state that it has
             yield _violation("never-back", report, "a round that does not move its lineage")
     for before, after in itertools.pairwise(life):
         if after["parent"] != before["lineage"]:
@@ -86,10 +87,10 @@ def never_back(life: Sequence[Report]) -> Iterator[Violation]:
 
 
 def mixed(reports: Iterable[Report], peers: Collection[str], since: float = -math.inf) -> Report | None:
-    """The report by which all these peers had mixed, in rounds that began later than at that wall time; None: not yet.
+    """The report by which all these peers have mixed, in rounds that began after that wall time; None: not yet.
 
-    Each has committed one, and who counted whose message joins them all: two halves that each mix by themselves have
-    not. Who stands alone has nobody to mix with.
+    Each has committed a round, and counted messages connect them all: two halves that each mix by themselves are not
+    mixed, nor is a single peer.
     """
     group = {peer: {peer} for peer in peers}
     alone = set(peers)

@@ -1,4 +1,4 @@
-"""Real peers that share no anchor: there is no mean of all, but exchanges that reach everybody."""
+"""Real peers that share no anchor: instead of one mean, exchanges that connect all peers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class IndependentSwarm(RealSwarm):
     invariants = staticmethod(checkers_loose.check)
 
     def all_in_one_mean(self, peers: Iterable[RealPeer], since: float = 0.0) -> Report | None:
-        """The report by which they had all mixed, in rounds that began later than at that wall time (`mixed`)."""
+        """The report by which all have mixed, in rounds that began after that wall time (`mixed`); None: not yet."""
         wanted = list(peers)
         reports = (report for peer in wanted for report in peer.reports())
         return checkers_loose.mixed(reports, [peer.id for peer in wanted], since)

@@ -1,4 +1,4 @@
-"""A learner whose every step is known."""
+"""A learner with a known result of each step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ ELEMENTS, STEP, TOKENS = 10, 0.125, 100
 
 
 class LinearLearner:
-    """A `Learner` that moves every element down by an eighth at each step: sums of it are exact."""
+    """A `Learner` whose every step subtracts an eighth from each element, so that sums are exact."""
 
     def __init__(self) -> None:
         self.layout = Layout(((("slope", (ELEMENTS,)),),))

@@ -1,4 +1,4 @@
-"""Where the repository is, for tests that start processes in it or read its files."""
+"""The path of the repository, for tests that start processes in it or read its files."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Peers as users start them: real `python -m node join` processes on the loopback, watched from outside.
+"""Peers as users start them: real `python -m node join` processes on the loopback, observed from outside.
 
-What a peer did is read from its `rounds.jsonl`, what it does from its control door, what it said from its logs. Every
-process of a peer carries a mark in its environment, which its children inherit: whatever is left of it can be found.
+A peer's past is read from its `rounds.jsonl`, its present from its control socket, its messages from its logs. Every
+process of a peer has a mark in its environment, which its children inherit, so that leftover processes are found.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _ROLES = {"worker": "node.training.worker", "p2pd": "hivemind_cli/p2pd"}
 
 
 def paced(elements: int = 250_000, step_seconds: float = 0.1, inner_steps: int = 10, rounds: int = 10_000) -> str:
-    """A run file whose rounds last what they last, whatever else this machine does."""
+    """A run file whose steps have a fixed length, whatever the load of the machine."""
     return (
         f'task = "paced"\n[paced]\nelements = {elements}\nstep_seconds = {step_seconds}\n'
         f"[recipe]\ninner_steps = {inner_steps}\nrounds = {rounds}\n"
@@ -46,7 +46,7 @@ def paced(elements: int = 250_000, step_seconds: float = 0.1, inner_steps: int =
 
 
 def wait(what: str, condition: Callable[[], T | None], seconds: float, poll_seconds: float = POLL_SECONDS) -> T:
-    """What the condition returns as soon as it is truthy; fails in these words after so many seconds."""
+    """Return the condition's value as soon as it is truthy; after this many seconds, fail with `what`."""
     until = time.monotonic() + seconds
     while not (value := condition()):
         if time.monotonic() > until:
@@ -56,14 +56,14 @@ def wait(what: str, condition: Callable[[], T | None], seconds: float, poll_seco
 
 
 class RealPeer:
-    """One `join` process and what belongs to it; it may be started again, with the same directory.
+    """One `join` process and its children. It may be started again with the same directory.
 
     Attributes:
-        id: its peer id, once it has told.
-        address: at which others can dial it, once it has told.
-        inside: what its command is started by: `nice`, `ip netns exec …`; one that keeps the process id.
+        id: the peer id, once it is known.
+        address: the address at which others can dial it, once it is known.
+        inside: a prefix of the command that keeps the process id: `nice`, `ip netns exec …`.
         listen: the multiaddr that it listens on.
-        environment: more of it, for all its lives.
+        environment: additional environment variables, for every start.
         program: the module that is run.
     """
 
@@ -83,21 +83,10 @@ class RealPeer:
     # -- its process --------------------------------------------------------------------------------------------------
 
     def start(self, *arguments: str) -> Self:
-        """Run `join` with these arguments; what it says is added to the log."""
+        """Run `join` with these arguments; its output is appended to the log."""
         command = [*self.inside, sys.executable, "-P", "-m", self.program, "join"]
-        command += [
-            "--state-dir",
-            str(self.directory),
-            "--no-nat",
-            "--listen",
-            self.listen,
-            "--nickname",
-            self.name,
-            "--threads",
-            "1",
-            "--json",
-        ]
-        command += arguments
+        command += ["--state-dir", str(self.directory), "--listen", self.listen, "--nickname", self.name]
+        command += ["--no-nat", "--threads", "1", "--json", *arguments]
         given = {name: value for name, value in os.environ.items() if not name.startswith("NODE_")}
         environment = given | {_MARK: self._mark, "PYTHONPATH": str(REPOSITORY)} | self.environment
         with self._log.open("ab") as log, self._out.open("ab") as out:
@@ -111,7 +100,7 @@ class RealPeer:
 
     @property
     def code(self) -> int | None:
-        """Exit code; minus the signal that killed it; None while it runs."""
+        """The exit code, or minus the signal that killed it; None while it runs."""
         return self._process.poll() if self._process else -1
 
     @property
@@ -119,7 +108,7 @@ class RealPeer:
         return self.code is None
 
     def left(self) -> list[psutil.Process]:
-        """All processes of this peer, its children and theirs, that there are; zombies do not count."""
+        """All running processes of this peer, its children and theirs, without zombies."""
         found = []
         for process in psutil.process_iter():
             try:
@@ -130,7 +119,7 @@ class RealPeer:
         return found
 
     def child(self, role: str) -> psutil.Process | None:
-        """Its worker or its p2pd; None while there is none."""
+        """Its worker or its p2pd, or None."""
         for child in psutil.Process(self.pid).children():
             with suppress(psutil.Error):
                 if child.status() != psutil.STATUS_ZOMBIE and _ROLES[role] in " ".join(child.cmdline()):
@@ -138,24 +127,24 @@ class RealPeer:
         return None
 
     def strike(self, role: str = "peer", number: int = signal.SIGKILL) -> float:
-        """Send a signal to the peer's own process, or to its worker or p2pd, if it has one; returns the wall time."""
+        """Send a signal to the peer's process, or to its worker or p2pd, which must exist; returns the wall time."""
         child = None if role == "peer" else self.child(role)
         assert child or role == "peer", f"{self.name} has no {role} now"
         os.kill(child.pid if child else self.pid, number)
         return time.time()
 
     def ends(self, seconds: float) -> int:
-        """Its exit code, which must come within so many seconds."""
+        """Wait this many seconds for its end; returns the exit code."""
         assert self._process is not None
         return self._process.wait(seconds)
 
     def leaves_nothing(self) -> None:
-        """That of a peer that has ended, or was just killed, nothing is left within 2 s."""
+        """Assert that of a peer that has ended or was just killed, no process is left within 2 s."""
         wait(f"{self.name}: worker and p2pd go with the peer", lambda: not self.left(), ORPHAN_SECONDS)
         self.ends(ORPHAN_SECONDS)
 
     def clear(self) -> None:
-        """Kill whatever is left."""
+        """Kill all that is left of it."""
         for process in self.left():
             with suppress(psutil.Error):  # it went with its parent
                 process.kill()
@@ -166,10 +155,10 @@ class RealPeer:
         while self.left() and time.monotonic() < until:  # a killed process takes a moment to go
             time.sleep(POLL_SECONDS)
 
-    # -- what it tells ------------------------------------------------------------------------------------------------
+    # -- its status and reports ---------------------------------------------------------------------------------------
 
     def ask(self, what: str, seconds: float = ASK_SECONDS) -> dict[str, Any]:
-        """What it answers at its door; nothing if it does not."""
+        """Its answer at the control socket; empty if it does not answer."""
 
         async def answer() -> dict[str, Any]:
             return await ask(self.directory, what, asyncio.get_running_loop().time() + seconds)
@@ -183,7 +172,7 @@ class RealPeer:
         return self.ask("status")
 
     def sees(self, other: RealPeer) -> dict[str, Any]:
-        """The line of its status about another peer; nothing if it knows of none."""
+        """What its status says about another peer; empty if it does not know the other."""
         lines = self.status().get("peers", ())
         return next((line for line in lines if line["peer"] == other.id), {})
 
@@ -196,14 +185,14 @@ class RealPeer:
         return (self.reports() or [{"round": -1, "peers": (), "outcome": ""}])[-1]
 
     def said(self) -> str:
-        """All that it wrote to stderr."""
+        """All that it has written to stderr."""
         try:
             return self._log.read_text(errors="replace")
         except OSError:
             return ""
 
     def meet(self) -> bool:
-        """Whether it can be dialled by now; notes its id and address."""
+        """Whether it can be dialled by now; sets its id and address."""
         status = self.status()
         if addresses := status.get("addresses"):
             self.id, self.address = status["peer"], addresses[0]
@@ -214,8 +203,8 @@ class RealSwarm:
     """Peers in one run. A context manager: at its end no process is left, and the histories keep the invariants.
 
     Attributes:
-        invariants: by which the histories are judged.
-        decisions: outcomes that a round is to come to, whoever was lost in it.
+        invariants: checks the histories.
+        decisions: the outcomes of a decided round.
     """
 
     decisions: tuple[str, ...] = DECIDED
@@ -224,8 +213,8 @@ class RealSwarm:
     def __init__(self, home: Path, run: str = "", prepare: Callable[[RealPeer], None] = lambda peer: None) -> None:
         """
         Args:
-            run: the run file; a paced run if there is none.
-            prepare: called with each new peer before it is started for the first time.
+            run: the content of the run file; by default a paced run.
+            prepare: called with each new peer before its first start.
         """
         self.home, self._prepare = home, prepare
         self.peers: dict[str, RealPeer] = {}
@@ -252,7 +241,7 @@ class RealSwarm:
     # -- starting -----------------------------------------------------------------------------------------------------
 
     def peer(self, name: str) -> RealPeer:
-        """One of that name, not started yet if it is new."""
+        """The peer of this name; a new one is not started yet."""
         if name not in self.peers:
             self.peers[name] = RealPeer(name, self.home)
             self._prepare(self.peers[name])
@@ -265,14 +254,14 @@ class RealSwarm:
         return peer
 
     def join(self, *names: str, via: RealPeer, seconds: float = START_SECONDS) -> list[RealPeer]:
-        """Start peers with nothing but an address, side by side, and wait until they know which run it is."""
+        """Start peers at the same time with one address to join at, and wait until they are in the run."""
         joining = [self.peer(name).start("--bootstrap", via.address) for name in names]
         for peer in joining:
             _in_the_run(peer, f"{peer.name} gets into the run", seconds)
         return joining
 
     def four(self, seconds: float) -> list[RealPeer]:
-        """Four running peers in one mean: whoever is missing is started, from where it was."""
+        """Four running peers in one mean. Peers that have ended are started again as needed."""
         if not self.peers:
             self.join("b", "c", "d", via=self.found("a"))
         elif missing := [peer.name for peer in self.peers.values() if not peer.running][: 4 - len(self.running)]:
@@ -281,24 +270,23 @@ class RealSwarm:
         wait("four are in one mean", lambda: self.all_in_one_mean(four, now), seconds)
         return four
 
-    # -- judging ------------------------------------------------------------------------------------------------------
+    # -- checking -----------------------------------------------------------------------------------------------------
 
     def histories(self) -> dict[str, list[Report]]:
         return {name: peer.reports() for name, peer in self.peers.items()}
 
     def check(self) -> None:
-        """That all histories together keep the invariants."""
+        """Assert that all histories together keep the invariants."""
         violations = self.invariants(self.histories())
         assert not violations, "\n".join(str(each.as_dict()) for each in violations[:5])
 
     def all_in_one_mean(self, peers: Iterable[RealPeer], since: float = 0.0) -> Report | None:
-        """A round whose mean holds work of them all and of nobody else, and that each began later than at that wall
-        time; None: not yet."""
+        """A round whose mean has work of exactly these peers, and that each began after that wall time (`one_mean`)."""
         return one_mean(peers, since)
 
 
 def _in_the_run(peer: RealPeer, what: str, seconds: float) -> None:
-    """Wait until others can dial it, or it has ended, which is not waited out."""
+    """Wait until others can dial the peer; fails at once if it ends."""
     wait(what, lambda: not peer.running or peer.meet(), seconds)
     assert peer.running, f"{what}: ended with {peer.code}: {(peer.said().splitlines() or [''])[-1]}"
 
@@ -309,8 +297,11 @@ def deciding(
     decisions: Collection[str] = DECIDED,
     moment: Callable[[Report], float] = itemgetter("time"),
 ) -> list[Report]:
-    """Of each peer the first decision of whose moment, the report's if nothing is said, is later than that wall time;
-    empty until all have one."""
+    """The first decision of each peer after that wall time; empty until all peers have one.
+
+    Args:
+        moment: the wall time of a report.
+    """
     wanted = list(peers)
     later = [[each for each in peer.reports() if moment(each) > since] for peer in wanted]
     found = [end for ends in later if (end := next((each for each in ends if each["outcome"] in decisions), None))]

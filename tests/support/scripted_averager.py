@@ -1,4 +1,4 @@
-"""A peer that shares no anchor, with sessions that follow a script."""
+"""A peer with its own state, whose averaging sessions follow a script."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ FROM_BERT = {"bert": Contribution(1, 1, ("bert/7",))}
 
 @dataclass
 class Script:
-    """What becomes of one round.
+    """What happens in one round.
 
     Attributes:
-        meanwhile: what others do to the state while it is lent; returns the contributions that it then holds.
-        average: writes the mean, from this peer's vectors; None: no partner is there.
-        rounds: by how many the others are ahead.
-        hurried: they call the round after this peer's first step.
+        meanwhile: changes the state while it is lent; returns the contributions that it then holds.
+        average: writes the mean, from this peer's vectors; None: there is no other peer.
+        rounds: how many rounds the others are ahead.
+        hurried: the others call the round after this peer's first step.
     """
 
     meanwhile: Callable[[Sequence[Vector]], Mapping[PeerId, Contribution]] = lambda state: {}
@@ -88,7 +88,7 @@ class ScriptedSession:
         self.half_exchanges, self.mass_drift = 2, 0.25
         self._averager, self._script = averager, script
         self._lent: Sequence[Vector] = ()
-        self._came = False
+        self._averaged_early = False
 
     def offer(self, work: LocalProgress) -> None:
         if work.complete or (self._script.hurried and work.tokens):
@@ -101,10 +101,10 @@ class ScriptedSession:
         self._lent = state
 
     async def reclaim(self) -> Mapping[PeerId, Contribution]:
-        assert self.cut.is_set(), "it is lent for as long as its peer trains"
+        assert self.cut.is_set(), "it is lent as long as its peer trains"
         lent, self._lent = self._lent, ()
         held = self._script.meanwhile(lent)
-        self._came = bool(held)
+        self._averaged_early = bool(held)
         return held
 
     async def average(self, mine: Sequence[Vector], work: LocalProgress, into: Sequence[Vector]) -> AveragingResult:
@@ -113,16 +113,17 @@ class ScriptedSession:
         if self._script.average is None:
             for each in into:
                 each.fill_(math.nan)  # undefined
-            # A real session counts what came while the state was lent as well.
+            # A real session also counts what was averaged while the state was lent.
             return AveragingResult(
-                Outcome.COMMITTED if self._came else Outcome.SKIPPED, weights={"bert": 0.5} if self._came else {}
+                Outcome.COMMITTED if self._averaged_early else Outcome.SKIPPED,
+                weights={"bert": 0.5} if self._averaged_early else {},
             )
         self._script.average(mine, into)
         return AveragingResult(Outcome.COMMITTED, contributions={"cora": Contribution(1, 1, ("cora/1",))}, bytes_sent=7)
 
 
 class IndependentPeer:
-    """A replica, and what it is made of."""
+    """A peer with its learner, averager and outer loop."""
 
     def __init__(
         self,
@@ -134,10 +135,10 @@ class IndependentPeer:
         self.learner = LinearLearner()
         self.trainer = InlineTrainer(self.learner, STEPS, 0.5)
         self.averager = ScriptedAverager(list(scripts))
-        course, anchor = LocalHistory(ME, KEY), torch.ones(ELEMENTS)
+        history, anchor = LocalHistory(ME, KEY), torch.ones(ELEMENTS)
         deps = OuterLoopDeps(self.trainer, SimCompute(), anchor, snapshots)
         self.outer_loop = IndependentOuterLoop(
-            course, self.averager, rule or OUTER, deps, options or IndependentOptions()
+            history, self.averager, rule or OUTER, deps, options or IndependentOptions()
         )
 
     def play(self, rounds: int = 1) -> list[RoundReport]:
@@ -149,7 +150,7 @@ class IndependentPeer:
 
 
 def stepped(rounds: int, start: float = 1.0) -> tuple[float, float]:
-    """Parameters and momentum after so many rounds alone."""
+    """A parameter and its momentum after this many rounds alone."""
     theta, velocity = torch.full((1,), start), torch.zeros(1)
     for _ in range(rounds):
         OUTER.step(theta, velocity, torch.full((1,), STEPS * STEP))
@@ -161,6 +162,6 @@ def holds(vector: Vector, value: float) -> bool:
 
 
 def half(mine: Sequence[Vector], into: Sequence[Vector]) -> None:
-    """A partner that stands at zero."""
+    """Average with a partner whose state is zero."""
     for source, target in zip(mine, into, strict=True):
         torch.mul(source, 0.5, out=target)

@@ -1,7 +1,6 @@
-"""Peers with all that a session is made of, on virtual time.
+"""Peers with complete sessions in virtual time.
 
-Everything is real but the network, the clocks, the signatures and the model: rounds, votes, membership, state
-directories.
+Network, clocks, signatures and model are simulated. Rounds, votes, membership and state directories are real.
 """
 
 from __future__ import annotations
@@ -52,8 +51,10 @@ def now() -> float:
 
 
 class Trainer(InlineTrainer):
-    """Attributes:
-    broken: why it cannot evaluate, nor write text.
+    """A trainer whose evaluation and text generation may fail.
+
+    Attributes:
+        broken: the error that both raise; None: they work.
     """
 
     broken: Exception | None = None
@@ -93,24 +94,24 @@ class View:
 
 
 class SessionPeer:
-    """One peer with everything that a session is made of."""
+    """One peer with everything that a session needs."""
 
-    def __init__(self, town: SessionCluster, name: PeerId, limits: SessionLimits, step_seconds: float) -> None:
-        self.town, self.name, self.view, self.status_tracker = town, name, View(), StatusTracker(name)
-        transport = town.network.join(name)
-        me, clock, lag, state = Member(name), SimClock(), LoopLag(), StateDir.open(town.path / name)
+    def __init__(self, cluster: SessionCluster, name: PeerId, limits: SessionLimits, step_seconds: float) -> None:
+        self.cluster, self.name, self.view, self.status_tracker = cluster, name, View(), StatusTracker(name)
+        transport = cluster.network.join(name)
+        me, clock, lag, state = Member(name), SimClock(), LoopLag(), StateDir.open(cluster.path / name)
         self.status_tracker.set_identity(name, 0)
         self.status_tracker.set_network(lambda: (f"/ip4/10.0.0.1/tcp/1/p2p/{name}",), lag)
         history = self.history(me)
-        local = LocalPeer(me, RUN, len(town.peers), f"nick-{name}", tuple, lambda: history.head.key.round)
+        local = LocalPeer(me, RUN, len(cluster.peers), f"nick-{name}", tuple, lambda: history.head.key.round)
         dialing = DialPolicy(lambda: [member.peer for member in history.head.roster if member != me])
         members = self.members = Membership(transport, clock, SimSigner(name, 1), local, dialing)
         self.status_tracker.join_swarm(history, members)
-        members.hint(town.founders[0].peer)
-        directory = Directory(town.entries, name, clock, Hearsay())
+        members.hint(cluster.founders[0].peer)
+        directory = Directory(cluster.entries, name, clock, Hearsay())
         host = Host(transport, directory, members, SimCompute(), clock, SimSigner(name, 1), 1)
         settings = Settings("fp32", (ELEMENTS,), 512)
-        self.trainer = Trainer(Paced(ELEMENTS, seed=len(town.peers), tokens_per_step=256), STEPS, step_seconds)
+        self.trainer = Trainer(Paced(ELEMENTS, seed=len(cluster.peers), tokens_per_step=256), STEPS, step_seconds)
         stack = self.stack(host, settings)
         self.outer_loop, journal = stack.outer_loop, Journal(state.rounds)
         sources = OuterLoopSources(journal, self.outer_loop.waiting_for, stack.sync.sync_progress.progress)
@@ -121,7 +122,7 @@ class SessionPeer:
         self.ended: float | None = None
 
     def history(self, me: Member) -> RoundHistory:
-        self.chain = Chain(RUN, "run", self.town.founders, bytes(32))
+        self.chain = Chain(RUN, "run", self.cluster.founders, bytes(32))
         return self.chain
 
     def outer_loop_deps(self, host: Host, snapshots: Snapshots) -> OuterLoopDeps:
@@ -130,7 +131,7 @@ class SessionPeer:
         return OuterLoopDeps(self.trainer, host.compute, anchor, snapshots, on_progress=show)
 
     def stack(self, host: Host, settings: Settings) -> OuterLoopStack:
-        """Its outer loop, and what belongs to its kind."""
+        """The outer loop, its state sync and its rounds."""
         snapshots, part_cache = Snapshots(), PartCache(host)
         options = ChainSyncOptions(part_cache, on_better=lambda branch: averager.supersede())
         sync = ChainSync(host, self.chain, settings, snapshots, self.members.peers, options)
@@ -143,7 +144,7 @@ class SessionPeer:
         await self.trainer.read(self.outer_loop.anchor)
         await self.session.run()
         self.ended = now()
-        asyncio.get_running_loop().call_soon(self.town.network.kill, self.name)  # its process ends
+        asyncio.get_running_loop().call_soon(self.cluster.network.kill, self.name)  # its process ends
 
     @property
     def outcomes(self) -> list[str]:
@@ -154,7 +155,7 @@ class SessionPeer:
 
 
 class IndependentSessionPeer(SessionPeer):
-    """One with a state of its own; who is no founder is a newcomer."""
+    """A peer with its own state. A peer that is not a founder is a newcomer."""
 
     outer_loop: IndependentOuterLoop
 
@@ -164,7 +165,7 @@ class IndependentSessionPeer(SessionPeer):
 
     def stack(self, host: Host, settings: Settings) -> OuterLoopStack:
         averager, snapshots = INDEPENDENT_PROTOCOLS["gossip"](host, settings), Snapshots(every_rounds=1)
-        newcomer = Member(self.name) not in self.town.founders
+        newcomer = Member(self.name) not in self.cluster.founders
         options = IndependentOptions(self.members.compare, SPREAD_LIMIT, newcomer=newcomer)
         deps = self.outer_loop_deps(host, snapshots)
         outer_loop = IndependentOuterLoop(self.own, averager, OuterSGD(0.9, 0.5), deps, options)
@@ -196,7 +197,7 @@ class SessionCluster:
         return [self.add(name, **limits) for name in names]
 
     async def end(self, names: Iterable[str] | None = None, seconds: float = 300.0) -> None:
-        """Wait for these sessions to end well."""
+        """Wait until these sessions have ended without an error."""
         async with asyncio.timeout(seconds):
             await asyncio.gather(*(self.tasks[name] for name in (names or list(self.tasks))))
 

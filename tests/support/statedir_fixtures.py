@@ -37,7 +37,7 @@ def small_gpt() -> RunConfig:
 def keep(
     directory: Path, config: RunConfig, module: nn.Module, round_number: int = 5, loss: float | None = 2.5
 ) -> Checkpoint:
-    """Make of the directory one of a run of that configuration, or add to it; the module's tensors are not changed."""
+    """Write a checkpoint of the module into a run's state directory, which is created if there is none."""
     directory.mkdir(exist_ok=True)
     founder = load_or_create(directory / "identity.key")
     flat = flatten(module)
@@ -67,7 +67,7 @@ def keep(
 
 
 def kept_gpt(directory: Path, round_number: int = 5, seed: int = 3) -> Gpt:
-    """One of a small language model, which is returned."""
+    """Write a checkpoint of a small language model, and return the model."""
     config = small_gpt()
     assert config.gpt
     module = Gpt(config.gpt.shape, seed)

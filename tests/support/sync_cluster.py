@@ -1,4 +1,4 @@
-"""Peers with a chain, a state and a way to catch up, on a simulated network, and rounds that are made up for them."""
+"""Peers with a chain, a state and state sync on a simulated network, and made-up rounds for them."""
 
 from __future__ import annotations
 
@@ -18,9 +18,7 @@ from protocols import wire
 from protocols.allreduce.parts import ReducedPart, chunk_digest, seal
 from protocols.base import (
     AveragingResult,
-    Buffer,
     Contribution,
-    Header,
     LocalProgress,
     Member,
     Outcome,
@@ -33,7 +31,6 @@ from protocols.butterfly.part_store import PartStore
 from protocols.codec import codec
 from protocols.consensus import record as records
 from protocols.consensus.record import Kind, Record
-from protocols.framing import FramedStream
 from protocols.gate import Gate
 from protocols.history.chain import UNSETTLED, Chain, DecidedRound, follow
 from protocols.history.fork_choice import Branch
@@ -43,23 +40,25 @@ from protocols.vectors import VectorView
 from tests.sim import loop as simloop
 from tests.sim.host import sim_host
 from tests.sim.network import SimNetwork, Trace
+from tests.support.disguises import SpoofedStream
 from tests.support.fake_rounds import RUN, SEED, certified
 
 T = TypeVar("T")
 
 CODEC = "int8"
 TOKENS = 100
+SpoofedPeer = SpoofedStream
 
 
 class Observer:
-    """An averager that only has a name."""
+    """An averager that only has a member id."""
 
     def __init__(self, me: Member) -> None:
         self.me = me
 
 
 class SyncPeer:
-    """One peer. It starts from `anchor`; a newcomer has none."""
+    """One peer. It starts from `anchor`; a newcomer has no anchor."""
 
     def __init__(self, swarm: SyncCluster, name: PeerId, anchor: Vector | None, incarnation: int = 0) -> None:
         self.swarm, self.me = swarm, Member(name, incarnation)
@@ -93,7 +92,7 @@ class SyncPeer:
         return self.chain.head.key.round
 
     async def keep(self, parts: Sequence[ReducedPart], record: Record) -> None:
-        """Put a round's parts on the shelf, and let those of rounds long past go, or move to the store."""
+        """Put the parts of a round into the part cache, and drop those of old rounds or move them to the store."""
         for part in parts:
             self.part_cache.put(record.parent, part)
         self.part_cache.decided(record.parent, {part.digest for part in record.parts})
@@ -108,7 +107,7 @@ class SyncPeer:
 
 
 class SyncCluster:
-    """A network, and the rounds that its peers decide. All hold what `founders` started from."""
+    """A network, and the rounds that its peers decide. All start from the state of the founders."""
 
     def __init__(
         self,
@@ -121,7 +120,7 @@ class SyncCluster:
     ) -> None:
         """
         Args:
-            store_rounds: kept beyond those in memory.
+            store_rounds: rounds that the part store keeps besides those in memory.
         """
         self.network = SimNetwork(Trace(), **options)
         self.elements, self.every_rounds, self.keep_rounds = elements, every_rounds, keep_rounds
@@ -135,7 +134,7 @@ class SyncCluster:
         self._anchor = torch.linspace(-1, 1, elements)
 
     def play(self, main: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """Run `main` with the founders there; a bug in a handler fails it."""
+        """Add the founders, then run `main`. Raises the first bug of a handler."""
 
         async def whole() -> T:
             for member in self.founders:
@@ -148,7 +147,7 @@ class SyncCluster:
         return simloop.run(whole())
 
     async def add(self, name: PeerId, founder: bool = False, incarnation: int = 0) -> SyncPeer:
-        """A peer with the state that the run starts from, or a newcomer without any."""
+        """Add a founder with the initial state of the run, or a newcomer without a state."""
         peer = self.peers[name] = SyncPeer(self, name, self._anchor if founder else None, incarnation)
         await peer.outer_loop.settle()
         return peer
@@ -165,11 +164,11 @@ class SyncCluster:
         root: bytes | None = None,
         parts: bool | None = None,
     ) -> DecidedRound:
-        """A round that these peers decide and apply; they stand at one head.
+        """Decide a round and apply it at these peers, which have one head.
 
         Args:
-            voters: whose votes its certificate holds; of the peers that are in the roster by default.
-            parts: whether there is a mean; only a MEAN has one by default.
+            voters: the members whose votes are in the certificate; by default the peers that are in the roster.
+            parts: whether there is a mean; by default only a MEAN has one.
         """
         members = self.of(names)
         head, old = members[0].chain.head, members[0].chain.head.roster
@@ -196,7 +195,7 @@ class SyncCluster:
         return [await self.decide(names, **changes) for _ in range(count)]
 
     def _parts(self) -> list[ReducedPart]:
-        """The encoded mean of a round, in two parts, as reducers would have made it."""
+        """The encoded mean of a round in two parts, as reducers would make it."""
         self._made += 1
         delta = torch.randn(self.elements, generator=torch.Generator().manual_seed(self._made)) / 100
         third, held = self.elements // 3, []
@@ -229,7 +228,7 @@ class SyncCluster:
         assert done.mean.outcome == mean.outcome, done.mean.blamed
 
     def same(self, names: str) -> bool:
-        """Whether these peers stand at one head with one state, and say what it is."""
+        """Whether these peers have one head and one state, and the head's state root is that of the state."""
         first, *others = self.of(names)
         return all(
             peer.chain.head == first.chain.head
@@ -238,20 +237,3 @@ class SyncCluster:
             and peer.chain.head.state_root == peer.outer_loop.state.root(peer.round)
             for peer in others
         )
-
-
-class SpoofedPeer:
-    """A stream of a lying peer: `lie` sees what its honest code sends, and sends what it likes.
-
-    Args:
-        lie: gets the honest stream, the header and the payload.
-    """
-
-    def __init__(self, stream: FramedStream, lie: Callable[[FramedStream, Header, Buffer], Coroutine[Any, Any, None]]):
-        self._stream, self._lie = stream, lie
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-    async def send(self, header: Header, payload: Buffer = b"") -> None:
-        await self._lie(self._stream, header, payload)

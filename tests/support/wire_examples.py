@@ -1,4 +1,4 @@
-"""Values of message types, made from the types themselves, and ways to spoil what they are packed into."""
+"""Valid headers of every registered kind, and changes of single values inside encoded ones."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def accepted(spec: wire.Spec, value: Any) -> bool:
 
 
 def valid(hint: Any, fits: Callable[[Any], bool]) -> st.SearchStrategy[Any]:
-    """Values of a field's type that its spec takes, the bounds among them."""
+    """Values of a field's type that its spec accepts, its bounds among them."""
     if dataclasses.is_dataclass(hint):
         return headers(typing.cast("type", hint))
     if typing.get_origin(hint) is tuple:
@@ -40,7 +40,7 @@ def valid(hint: Any, fits: Callable[[Any], bool]) -> st.SearchStrategy[Any]:
 
 
 def headers(kind: type) -> st.SearchStrategy[Any]:
-    """Messages of a kind, or values of another type that travels."""
+    """Valid headers of a kind."""
     hints = typing.get_type_hints(kind)
     fields = {
         name: valid(hints[name], lambda value, spec=spec: accepted(spec, value)).filter(
@@ -61,7 +61,7 @@ def places(packed: list[Any], path: tuple[int, ...] = ()) -> list[tuple[int, ...
 
 
 def replaced(packed: Any, path: tuple[int, ...], value: Any) -> list[Any]:
-    """The nested lists with another value at a path."""
+    """The nested lists with another value at this path."""
     head, *rest = path
     inner = replaced(packed[head], tuple(rest), value) if rest else value
     return [*packed[:head], inner, *packed[head + 1 :]]

@@ -1,4 +1,4 @@
-"""A parameter server without a barrier: nobody waits, each update counts once, and nobody takes the others over."""
+"""A parameter server without a barrier: no peer waits, each update counts once, and no newcomer takes over."""
 
 from __future__ import annotations
 
@@ -13,61 +13,54 @@ from protocols.baselines.async_parameter_server import AsyncParameterServer
 from protocols.baselines.delayed_nesterov import DelayedNesterov
 from protocols.baselines.registry import parameter_server_async
 from tests.sim.independent_harness import Came, IndependentHarness
+from tests.support.at_message import at_message, killing
 
 ELEMENTS = 700
 
 
 def lower(index: int, number: int, state: list[Vector]) -> None:
-    """Each peer's work lowers its own element by one, in each round."""
+    """The work of each round lowers the peer's own element by one."""
     state[0][index] -= 1.0
 
 
-def together(count: int, **options: object) -> IndependentHarness:
-    """Peers that begin with the same state."""
+def with_equal_states(count: int, **options: object) -> IndependentHarness:
+    """Peers that start from the same state."""
     swarm = IndependentHarness(count, parameter_server_async, ELEMENTS, step=lower, **options)  # type: ignore[arg-type]
     swarm.states = [[each.clone() for each in swarm.states[0]] for _ in range(count)]
     return swarm
 
 
 def lowered(swarm: IndependentHarness, came: Came, start: Vector) -> list[float]:
-    """By how much each peer's element is lower than at the start, in units of 1/N."""
+    """How much lower each peer's element is than at the start, in units of 1/N."""
     return [round(float(start[index] - came.state[0][index]) * swarm.count, 3) for index in range(swarm.count)]
 
 
 def test_every_update_counts_once_without_waiting() -> None:
-    swarm = together(3, rounds=6, work_seconds=lambda index: (1.0, 2.0, 10.0)[index])
+    swarm = with_equal_states(3, rounds=6, work_seconds=lambda index: (1.0, 2.0, 10.0)[index])
     start = swarm.states[0][0].clone()
     swarm.play()
     assert {came.mean.outcome for rounds in swarm.came.values() for came in rounds} == {Outcome.COMMITTED}
     assert lowered(swarm, swarm.came[2][-1], start) == [6.0, 6.0, 6.0]
-    assert lowered(swarm, swarm.came[0][-1], start)[0] == 6.0  # long before the slow one was done
+    assert lowered(swarm, swarm.came[0][-1], start)[0] == 6.0  # long before the slow peer was done
     assert swarm.ended < 75.0
     assert all(came.half_exchanges == 0 for rounds in swarm.came.values() for came in rounds)
 
 
 def test_momentum_stays_with_its_peer() -> None:
-    swarm = together(2, rounds=1)
+    swarm = with_equal_states(2, rounds=1)
     swarm.states[1][1].fill_(7.0)
     swarm.play()
     assert float(swarm.came[1][0].state[1].min()) == 7.0
 
 
 def test_death_at_any_message_counts_nothing_twice() -> None:
-    """Of the worker that dies; whoever is left goes on with the server, at once."""
+    """A worker dies; the other workers go on with the server at once."""
     at, lived = 0, False
     while not lived:
         at += 1
-        swarm = together(3, rounds=3, work_seconds=lambda index: 1.0 + 0.3 * index)
+        swarm = with_equal_states(3, rounds=3, work_seconds=lambda index: 1.0 + 0.3 * index)
         start = swarm.states[0][0].clone()
-
-        def watch(
-            peer: str, number: int, way: str, other: str, swarm: IndependentHarness = swarm, at: int = at
-        ) -> None:
-            if (peer, number) == ("p02", at):
-                swarm.network.kill(peer)
-
-        swarm.network.watch = watch
-        swarm.play()
+        swarm.play(killing("p02", at))
         lived = len(swarm.came[2]) == 3
         assert [came.mean.outcome for came in swarm.came[1]] == [Outcome.COMMITTED] * 3
         # each of three peers' rounds counts a third, or half where two were left
@@ -78,14 +71,8 @@ def test_death_at_any_message_counts_nothing_twice() -> None:
 
 @pytest.mark.parametrize("at", (1, 7, 9, 11, 12, 13, 14, 20, 25, 30))
 def test_lost_server_is_replaced(at: int) -> None:
-    swarm = together(3, rounds=6, work_seconds=lambda index: 1.0)
-
-    def watch(peer: str, number: int, way: str, other: str) -> None:
-        if (peer, number) == ("p00", at):
-            swarm.network.kill(peer)
-
-    swarm.network.watch = watch
-    swarm.play()
+    swarm = with_equal_states(3, rounds=6, work_seconds=lambda index: 1.0)
+    swarm.play(killing("p00", at))
     for index in (1, 2):
         outcomes = [came.mean.outcome for came in swarm.came[index]]
         assert outcomes[-2:] == [Outcome.COMMITTED] * 2
@@ -97,7 +84,7 @@ def test_lost_server_is_replaced(at: int) -> None:
 
 
 def test_newcomer_with_first_id_does_not_take_over() -> None:
-    swarm = together(3, rounds=8, work_seconds=lambda index: 1.0, joins={0: 3.5})
+    swarm = with_equal_states(3, rounds=8, work_seconds=lambda index: 1.0, joins={0: 3.5})
     start = swarm.states[1][0].clone()
     swarm.states[0][0].fill_(1000.0)
     swarm.play()
@@ -108,19 +95,11 @@ def test_newcomer_with_first_id_does_not_take_over() -> None:
 
 
 def test_silence_at_any_message_costs_one_round() -> None:
-    """Where the server may have counted what it brought, that is half an exchange."""
+    """If the server may have counted the worker's update, that is a half exchange."""
     halves = 0
     for at in range(1, 20):
-        swarm = together(2, deadline_seconds=20.0)
-
-        def watch(
-            peer: str, number: int, way: str, other: str, swarm: IndependentHarness = swarm, at: int = at
-        ) -> None:
-            if (peer, number) == ("p00", at):
-                swarm.network.block("p00", "p01")
-
-        swarm.network.watch = watch
-        swarm.play()
+        swarm = with_equal_states(2, deadline_seconds=20.0)
+        swarm.play(at_message("p00", at, lambda network: network.block("p00", "p01")))
         (came,) = swarm.came[1]
         if came.mean.outcome is Outcome.SKIPPED:
             assert [blame.peer for blame in came.mean.blamed] == ["p00"]
@@ -129,10 +108,10 @@ def test_silence_at_any_message_costs_one_round() -> None:
 
 
 def test_server_naming_no_server_is_not_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The worker would go on from what it had brought: from next to nothing."""
+    """Otherwise the worker would go on from its own update, which is next to nothing."""
     real = AsyncParameterServer.choose
     monkeypatch.setattr(AsyncParameterServer, "choose", lambda self: "" if self.me.peer == "p00" else real(self))
-    swarm = together(2, rounds=1)
+    swarm = with_equal_states(2, rounds=1)
     start = swarm.states[1][0].clone()
     swarm.play()
     (came,) = swarm.came[1]

@@ -1,4 +1,4 @@
-"""The baselines: the right mean, the same bits for all; where something fails, a clear end in time and no leak."""
+"""The baselines: the right mean and the same bits for all; a failed round ends in time, with blame and no leaks."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from protocols.baselines.scatter_reduce import ScatterReduce
 from protocols.baselines.synchronous import SynchronousAverager
 from tests.sim.independent_harness import Came, IndependentHarness
 from tests.sim.network import SimNetwork
+from tests.support.at_message import killing
 
 MAKERS: dict[str, Callable[[Host, Settings], SynchronousAverager]] = {
     "data_parallel": data_parallel,
@@ -29,7 +30,7 @@ def swarm(name: str, count: int, elements: int = 1001, **options: Any) -> Indepe
 
 
 def results(played: IndependentHarness) -> list[Came]:
-    """Of the only round."""
+    """The results of the only round."""
     return [came for (came,) in played.came.values()]
 
 
@@ -58,7 +59,7 @@ def test_all_peers_get_the_same_weighted_mean(name: str, count: int, elements: i
 @everyone
 @pytest.mark.parametrize("codec", ["int8", "topk"])
 def test_lossy_gradient_codec_is_not_applied_to_states(name: str, codec: str) -> None:
-    """Steps of a thousandth: eight bits an element, of states, would round each of them away again."""
+    """Eight bits per element of a state would round each step of a thousandth away."""
 
     def lower(index: int, number: int, state: list[Vector]) -> None:
         state[0].sub_(1e-3)
@@ -80,7 +81,7 @@ def test_lossy_codec_gives_identical_bits(name: str) -> None:
 
 @everyone
 def test_uneven_peers_complete_every_round(name: str) -> None:
-    """Peers of unequal speed: the fast ones wait, and nobody is left behind."""
+    """The fast peers wait, and no peer is left behind."""
     played = swarm(name, 3, 300, rounds=4, work_seconds=lambda index: 1.0 + index).play()
     for rounds in played.came.values():
         assert [came.round for came in rounds] == [0, 1, 2, 3]
@@ -95,20 +96,11 @@ def test_single_peer_keeps_its_state(name: str) -> None:
 
 @everyone
 def test_peer_death_ends_round_with_blame(name: str) -> None:
-    """Who has all parts already may commit; they all hold the same bits."""
+    """Peers that have all parts already may commit; they all hold the same bits."""
     at, lived = 0, False
     while not lived:
         at += 2
-        played = swarm(name, 4, 300)
-
-        def watch(
-            peer: str, number: int, way: str, other: str, played: IndependentHarness = played, at: int = at
-        ) -> None:
-            if (peer, number) == ("p01", at):
-                played.network.kill(peer)
-
-        played.network.watch = watch
-        played.play()
+        played = swarm(name, 4, 300).play(killing("p01", at))
         lived = 1 in played.came
         assert played.ended < 10.0
         assert len(bits([came for came in results(played) if came.mean.outcome is Outcome.COMMITTED])) <= 1
@@ -122,7 +114,7 @@ def test_peer_death_ends_round_with_blame(name: str) -> None:
 def test_silent_peer_is_blamed_at_the_deadline(name: str) -> None:
     def strike(network: SimNetwork) -> None:
         for other in ("p00", "p02"):
-            network.link("p01", other).blocked = True  # and nobody is told
+            network.link("p01", other).blocked = True  # without any notice to the peers
 
     played = swarm(name, 3).play(strike)
     for index in (0, 2):
@@ -144,7 +136,7 @@ def test_lagging_peer_joins_the_others_round(name: str) -> None:
 
 
 def test_bytes_sent_match_the_literature() -> None:
-    """All-reduce and ring: 2 (N - 1) / N of the state, everybody; a server: (N - 1) of it in, and as much out."""
+    """All-reduce and ring: 2 (N - 1) / N of the state per peer; a server: (N - 1) states in, and as many out."""
     size, count = 4 * 2 * 20_000, 5
     sent = {}
     for name in MAKERS:
@@ -180,7 +172,7 @@ def test_sender_of_duplicate_part_is_blamed(name: str, monkeypatch: pytest.Monke
 
 @everyone
 def test_stream_of_non_member_is_rejected(name: str) -> None:
-    """Though it names the same members: it may have come a moment later."""
+    """Even if it names the same members: it may have come a moment later."""
     averager = swarm(name, 2).play().averagers[0]
     assert isinstance(averager, SynchronousAverager) and (session := averager._session) and (meeting := session.meeting)
     assert session.misfit("p01", meeting.hello(0)) == ""

@@ -1,4 +1,4 @@
-"""The grid: exact after one pass where it is full, which one peers stand on, and what becomes of it as they go."""
+"""The grid: exact after one pass if it is full, which grid peers choose, and their cells as peers come and go."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def off(found: torch.Tensor, mean: torch.Tensor) -> float:
 
 @pytest.mark.parametrize("shape", ((8,), (2, 2), (4, 4), (4, 3), (3, 2, 2), (5, 4, 4), (2, 2, 2, 2)))
 def test_full_grid_averages_exactly_after_all_axes(shape: tuple[int, ...]) -> None:
-    """By tokens, and with a tenth of the peers that bring nothing; before the last axis it is not."""
+    """By tokens, also if a tenth of the peers has none. Before the last axis it is not exact."""
     count = math.prod(shape)
     given, rng = values(count), random.Random(count)
     tokens = torch.tensor([0 if rng.random() < 0.1 else rng.randrange(1, 1000) for _ in range(count)]).double()
@@ -47,7 +47,7 @@ def test_full_grid_averages_exactly_after_all_axes(shape: tuple[int, ...]) -> No
 
 
 def test_averaging_by_own_weights_only_is_wrong() -> None:
-    """The second group has to know how much its members speak for, not how much they trained themselves."""
+    """In the second group members need the weight that their states stand for, not their own tokens."""
     given, tokens = values(16), torch.tensor([float(1 + 9 * (peer % 5 == 0)) for peer in range(16)]).double()
     mean = (tokens[:, None] * given).sum(0) / tokens.sum()
     found = given
@@ -58,7 +58,7 @@ def test_averaging_by_own_weights_only_is_wrong() -> None:
 
 @pytest.mark.parametrize("count", (10, 13, 45))
 def test_grid_with_holes_conserves_weighted_sums(count: int) -> None:
-    """Σwx and Σw over all peers are what they were: what is left is spread, and mixing is its cure."""
+    """Σwx and Σw over all peers are unchanged; more rounds reduce the remaining spread."""
     given, rng = values(count), random.Random(count)
     tokens = torch.tensor([rng.randrange(1, 1000) for _ in range(count)]).double()
     found, weights = given, tokens
@@ -77,7 +77,7 @@ def test_random_groups_reduce_variance_as_predicted(count: int, size: int) -> No
 
 
 def test_seats_beat_random_groups_and_holes_lose() -> None:
-    """Half of the cells: the reason for seats without gaps."""
+    """With half of the cells filled. This is the reason for filling cells without gaps."""
     by_lot = left(29, lots(29, 8, 2), 80)
     assert left(29, seated(29, (8, 8)), 80) < 0.6 * by_lot
     assert left(29, holes(29, (8, 8)), 80) > 2 * by_lot
@@ -85,12 +85,12 @@ def test_seats_beat_random_groups_and_holes_lose() -> None:
 
 
 def test_positions_fill_an_unassigned_grid() -> None:
-    """Coordinates drawn by lot, then two rounds of the paper's rule: nearly as good as seats, and better than lots."""
+    """Random coordinates, then two rounds of the paper's rule: nearly as good as seats, better than random groups."""
     rng = random.Random(5)
     assert left(48, Positions(48, (8, 8), 2, rng), 80) < 0.7 * left(48, lots(48, 8, 2), 80)
 
 
-# -- which grid --------------------------------------------------------------------------------------------------------
+# -- choosing a grid --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_every_peer_count_has_a_grid(most: int) -> None:
 
 
 def test_grid_stays_while_it_fits() -> None:
-    """Peers that come and go about a boundary do not make it flap."""
+    """A count of peers that changes around a boundary does not change the grid each time."""
     grid = choose_grid(16, 3, ())
     assert grid == Grid(3, (4, 4))
     wider = choose_grid(17, 4, [grid])
@@ -125,14 +125,14 @@ def test_grid_stays_while_it_fits() -> None:
 
 
 def test_peers_with_different_counts_agree_on_a_grid() -> None:
-    """One sees seventeen, the others sixteen: its grid suits them too, and as it is the later one they follow."""
+    """One peer sees seventeen, the others sixteen. Its later grid suits them too, and they adopt it."""
     old = Grid(3, (4, 4))
     new = choose_grid(17, 9, [old] * 16)
     assert {choose_grid(count, 9, [old] * 15 + [new]) for count in (16, 17)} == {new}
 
 
 def test_newcomer_adopts_the_others_grid() -> None:
-    """Who has laid out nothing insists on nothing; and a grid that does not suit is nobody's, whatever it claims."""
+    """A newcomer has no grid of its own to keep. A grid that does not suit is never adopted, however late it claims."""
     assert choose_grid(13, 0, ()) == Grid(0, (4, 4))
     assert choose_grid(13, 0, [Grid(7, (5, 4)), Grid(0, (4, 4))]) == Grid(7, (5, 4))
     assert choose_grid(13, 5, [Grid(7, (5, 4)), Grid(1 << 40, (8, 8, 8))]) == Grid(7, (5, 4))
@@ -142,14 +142,14 @@ def test_newcomer_adopts_the_others_grid() -> None:
 
 
 def test_implausible_grid_is_ignored() -> None:
-    """Else one liar has all meet in pairs, and its grid outlives it: the latest wins."""
+    """Otherwise one liar could make all peers meet in pairs for ever, because the latest grid wins."""
     assert choose_grid(8, 3, [Grid(0, (8,)), Grid(1 << 40, (2, 2, 2))]) == Grid(0, (8,))
     for count in range(1, 200):
         shape = shape_for(count)
         assert choose_grid(count, 3, [Grid(2, shape)]) == Grid(2, shape)
 
 
-# -- where one stands --------------------------------------------------------------------------------------------------
+# -- cells ------------------------------------------------------------------------------------------------------------
 
 
 def test_seats_are_distinct_and_redrawn_each_seed() -> None:

@@ -1,11 +1,10 @@
-"""Moshpit among liars: what they say, call and hand in is refused, and they are named; the others come through."""
+"""Moshpit among liars: what they announce, call and contribute is refused and blamed, and the others commit."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, TypeAlias
+from typing import Any
 
 import pytest
 import torch
@@ -19,20 +18,28 @@ from protocols.moshpit.grid import seeded_order
 from protocols.moshpit.matchmaker import GroupMatchmaker
 from protocols.moshpit.peer_tracker import DONE, TRAINING, PositionAnnouncement, group_key
 from protocols.wire import Chunk, Contribute, Offer, PartDone, Plan, Reduced, WantPart
-from tests.protocols.moshpit.test_moshpit import death_of, handed_on, named, outcomes, same_bits_in_a_group, swarm
 from tests.sim.host import SimSigner
 from tests.sim.moshpit_harness import RUN, MoshpitHarness, Told
 from tests.sim.network import SimNetwork
+from tests.support.at_message import killing
+from tests.support.disguises import Disguise, changing, changing_kind, sending
+from tests.support.moshpit import (
+    assert_groups_hold_same_bits,
+    blames_of,
+    moshpit_swarm,
+    outcomes,
+    part_from_another_member,
+)
 
-LOSSES = ("nan", "infinity", "norm", "size", "huge-length", "endless-header", "garbage", "twice", "codec", "stale")
+LIES = ("nan", "infinity", "norm", "size", "huge-length", "endless-header", "garbage", "twice", "codec", "stale")
 
 
-@pytest.mark.parametrize("lie", LOSSES)
+@pytest.mark.parametrize("lie", LIES)
 def test_liar_is_blamed_and_others_commit(lie: str) -> None:
-    pits = swarm(4, elements=3000, lies={1: lie})
-    before = {peer: torch.cat(state) for peer, state in zip(pits.peers, pits.states, strict=True)}
-    histories = pits.play(rounds=2)
-    assert named(histories, "p01"), lie
+    swarm = moshpit_swarm(4, elements=3000, lies={1: lie})
+    before = {peer: torch.cat(state) for peer, state in zip(swarm.peers, swarm.states, strict=True)}
+    histories = swarm.play(rounds=2)
+    assert blames_of(histories, "p01"), lie
     for peer in ("p00", "p02", "p03"):
         assert outcomes(histories[peer]) == ["committed"] * 2
         state = torch.cat(histories[peer][-1].states)
@@ -40,85 +47,67 @@ def test_liar_is_blamed_and_others_commit(lie: str) -> None:
 
 
 def test_state_with_other_norm_is_excluded_and_blamed() -> None:
-    """Ten times as long is no state of this run; the others average without it."""
-    pits = swarm(4)
-    for vector in pits.states[2]:
+    """A state ten times as long is none of this run; the others average without it."""
+    swarm = moshpit_swarm(4)
+    for vector in swarm.states[2]:
         vector.mul_(10.0)
-    histories = pits.play()
-    said = [blame for history in histories.values() for blame in history[0].mean.blamed]
-    assert any(blame.peer == "p02" and "norm" in blame.why for blame in said), "by others, or by itself as their caller"
+    histories = swarm.play()
+    blames = [blame for history in histories.values() for blame in history[0].mean.blamed]
+    assert any(blame.peer == "p02" and "norm" in blame.why for blame in blames), (
+        "by others, or by itself if it called the group"
+    )
     assert outcomes(histories["p02"]) == ["skipped"]
     for peer in ("p00", "p01", "p03"):
         assert histories[peer][0].mean.peers == ("p00", "p01", "p03")
 
 
 def test_group_uses_the_runs_averaging_rule() -> None:
-    """By the mean a state with its sign turned is a fifth of what all hold."""
+    """With the mean, a state with its sign turned is a fifth of the result; with the median it is excluded."""
     far = {}
     for rule in ("mean", "median"):
-        pits = swarm(5, robust=rule)
-        pits.tokens = [1000] * 5
-        for vector in pits.states[4]:
+        swarm = moshpit_swarm(5, robust=rule)
+        swarm.tokens = [1000] * 5
+        for vector in swarm.states[4]:
             vector.neg_()
-        honest = torch.stack([torch.cat(state) for state in pits.states[:4]]).mean(0)
-        histories = pits.play()
+        honest = torch.stack([torch.cat(state) for state in swarm.states[:4]]).mean(0)
+        histories = swarm.play()
         far[rule] = float((torch.cat(histories["p00"][0].states) - honest).norm() / honest.norm())
-        assert bool(named(histories, "p04")) == (rule == "median")
+        assert bool(blames_of(histories, "p04")) == (rule == "median")
     assert far["median"] < 0.9 * far["mean"]
 
 
 def test_token_weight_is_capped_at_sixteen_medians() -> None:
-    pits = swarm(5)
-    pits.tokens = [1000] * 4 + [10**6]
-    histories = pits.play()
-    for peer in pits.peers[:4]:
+    swarm = moshpit_swarm(5)
+    swarm.tokens = [1000] * 4 + [10**6]
+    histories = swarm.play()
+    for peer in swarm.peers[:4]:
         assert histories[peer][0].mean.weights["p04"] == 16_000
-    assert named(histories, "p04")
+    assert blames_of(histories, "p04")
 
 
-# -- frames that are refused -------------------------------------------------------------------------------------------
+# -- frames that are refused ------------------------------------------------------------------------------------------
 
 
-Change: TypeAlias = Callable[[PeerId, Header], Header]
-"""To whom, what the truth is -> what is said."""
-
-
-class Twisted:
-    """A stream whose owner says everything as `change` puts it."""
-
-    def __init__(self, stream: FramedStream, change: Change) -> None:
-        self._stream, self._change = stream, change
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-    async def send(self, header: Header, payload: Buffer = b"") -> None:
-        await self._stream.send(self._change(self._stream.peer, header), payload)
-
-
-def twist(pits: MoshpitHarness, peer: PeerId, change: Change) -> None:
-    """From the start, that peer says everything as `change` puts it."""
+def disguised(swarm: MoshpitHarness, disguises: dict[PeerId, Disguise]) -> MoshpitHarness:
+    """The swarm, in which these peers send what their disguises make of their messages."""
 
     def dress(network: SimNetwork) -> None:
-        network.transports[peer].disguise = lambda method, stream, pipe: Twisted(stream, change)
+        for peer, disguise in disguises.items():
+            network.transports[peer].disguise = disguise
 
-    pits.before = dress
-
-
-def spoken(change: Change) -> dict[PeerId, list[Told]]:
-    """One round of three, of whom p02, which is the one to call the others, says everything as `change` puts it."""
-    pits = swarm(3)
-    assert seeded_order(group_key(RUN, "run", 0, (8,), 0, (0,)).lineage, pits.peers)[0] == "p02"
-    twist(pits, "p02", change)
-    return pits.play()
+    swarm.before = dress
+    return swarm
 
 
-def of_kind(kind: type[Header], change: Callable[[Any], Header]) -> Change:
-    return lambda peer, header: change(header) if isinstance(header, kind) else header
+def play_with_lying_caller(disguise: Disguise) -> dict[PeerId, list[Told]]:
+    """One round of three peers. The caller of their group, p02, has this disguise."""
+    swarm = moshpit_swarm(3)
+    assert seeded_order(group_key(RUN, "run", 0, (8,), 0, (0,)).lineage, swarm.peers)[0] == "p02"
+    return disguised(swarm, {"p02": disguise}).play()
 
 
 def forged(message: Any, field: str) -> Any:
-    """A message whose offers nobody signed."""
+    """A message whose offers have wrong signatures."""
     offers = tuple(replace(offer, signature=b"forged") for offer in getattr(message, field))
     return replace(message, **{field: offers})
 
@@ -128,92 +117,87 @@ def forged_first(plan: Plan) -> Plan:
 
 
 def many_times(plan: Plan) -> Plan:
-    """With its caller in so many lives that it alone is the median, signed by it all of them."""
+    """The plan, in which the caller is in it under many incarnations and so sets the median, all signed by it."""
     (mine,) = [offer for offer in plan.offers if offer.member.peer == "p02"]
-    lives = [replace(mine, member=Member("p02", life), tokens=1) for life in range(1, 6)]
+    again = [replace(mine, member=Member("p02", incarnation), tokens=1) for incarnation in range(1, 6)]
     signer = SimSigner("p02", 1)
-    offers = [replace(offer, signature=signer.sign(offer_message(plan.key, offer))) for offer in lives]
+    offers = [replace(offer, signature=signer.sign(offer_message(plan.key, offer))) for offer in again]
     return make_plan(PlanInputs(plan.key, plan.bounds[-1], 4.0), [*plan.offers, *offers], 0.0)
 
 
-def without_you(plan: Plan) -> Plan:
+def without_receiver(plan: Plan) -> Plan:
     return replace(plan, offers=plan.offers[-1:], bounds=plan.bounds[:1] + plan.bounds[-1:], reducers=(0,))
 
 
 @pytest.mark.parametrize(
-    "change, why",
+    "disguise, why",
     (
-        (of_kind(PositionAnnouncement, lambda here: replace(here, run=bytes(32))), "another run"),
-        (of_kind(PositionAnnouncement, lambda here: replace(here, scope="other")), "another run or scope"),
-        (of_kind(PositionAnnouncement, lambda here: replace(here, sender=Member("p01"))), "says where p01 is"),
-        (of_kind(PositionAnnouncement, lambda here: replace(here, index=(31,))), "stands at"),
-        (of_kind(PositionAnnouncement, lambda here: forged(here, "offer")), "forged signature"),
-        (of_kind(Plan, lambda plan: forged(plan, "offers")), "whom it calls"),
-        (of_kind(Plan, forged_first), "a forged offer of p00"),
-        (of_kind(Plan, without_you), "whom it calls"),
-        (of_kind(Plan, many_times), "p02 is in it twice"),
-        (of_kind(Plan, lambda plan: replace(plan, budget_seconds=1e5)), "times are not those"),
-        (of_kind(Plan, lambda plan: replace(plan, reducers=(2, 2, 2))), "parts are not those"),
-        (of_kind(Plan, lambda plan: replace(plan, ballot=1, reducers=(2, 2, 2))), "a second call"),
-        (of_kind(Plan, lambda plan: replace(plan, version=1, reducers=(2, 2, 2))), "a second call"),
-        (of_kind(PositionAnnouncement, lambda here: WantPart(bytes(32))), "on a control stream"),
-        (of_kind(Contribute, lambda opening: replace(opening, key=replace(opening.key, run=bytes(32)))), "another run"),
-        (of_kind(Contribute, lambda opening: replace(opening, codec="bf16")), "codec"),
+        (changing_kind(PositionAnnouncement, lambda here: replace(here, run=bytes(32))), "another run"),
+        (changing_kind(PositionAnnouncement, lambda here: replace(here, scope="other")), "another run or scope"),
+        (changing_kind(PositionAnnouncement, lambda here: replace(here, sender=Member("p01"))), "says where p01 is"),
+        (changing_kind(PositionAnnouncement, lambda here: replace(here, index=(31,))), "stands at"),
+        (changing_kind(PositionAnnouncement, lambda here: forged(here, "offer")), "forged signature"),
+        (changing_kind(Plan, lambda plan: forged(plan, "offers")), "whom it calls"),
+        (changing_kind(Plan, forged_first), "a forged offer of p00"),
+        (changing_kind(Plan, without_receiver), "whom it calls"),
+        (changing_kind(Plan, many_times), "p02 is in it twice"),
+        (changing_kind(Plan, lambda plan: replace(plan, budget_seconds=1e5)), "times are not those"),
+        (changing_kind(Plan, lambda plan: replace(plan, reducers=(2, 2, 2))), "parts are not those"),
+        (changing_kind(Plan, lambda plan: replace(plan, ballot=1, reducers=(2, 2, 2))), "a second call"),
+        (changing_kind(Plan, lambda plan: replace(plan, version=1, reducers=(2, 2, 2))), "a second call"),
+        (changing_kind(PositionAnnouncement, lambda here: WantPart(bytes(32))), "on a control stream"),
+        (
+            changing_kind(Contribute, lambda opening: replace(opening, key=replace(opening.key, run=bytes(32)))),
+            "another run",
+        ),
+        (changing_kind(Contribute, lambda opening: replace(opening, codec="bf16")), "codec"),
     ),
 )
-def test_lying_frame_is_rejected_and_sender_blamed(change: Change, why: str) -> None:
-    histories = spoken(change)
-    assert any(why in said for said in named(histories, "p02")), named(histories, "p02")
+def test_lying_frame_is_rejected_and_sender_blamed(disguise: Disguise, why: str) -> None:
+    histories = play_with_lying_caller(disguise)
+    assert any(why in blame for blame in blames_of(histories, "p02")), blames_of(histories, "p02")
     assert {"p00", "p01"} <= set(histories["p00"][0].mean.peers) or outcomes(histories["p00"]) == ["skipped"]
-    assert all(told.seconds < 30.0 for peer in ("p00", "p01") for told in histories[peer])
+    assert all(result.seconds < 30.0 for peer in ("p00", "p01") for result in histories[peer])
 
 
 def test_caller_sending_forged_plan_is_excluded() -> None:
-    """The others give it up, and the next one calls."""
-    histories = spoken(of_kind(Plan, lambda plan: forged(plan, "offers")))
+    """The others give up waiting for it, and the next one calls."""
+    histories = play_with_lying_caller(changing_kind(Plan, lambda plan: forged(plan, "offers")))
     assert histories["p00"][0].mean.peers == histories["p01"][0].mean.peers == ("p00", "p01")
     assert outcomes(histories["p02"]) == ["skipped"]
 
 
-class Mute(Twisted):
-    """A stream of one that calls nobody, and says that it waits."""
+@pytest.mark.parametrize("silent, outcome", ((2, "committed"), (3, "skipped")))
+def test_silent_callers_are_skipped_up_to_a_limit(silent: int, outcome: str) -> None:
+    """They send no plan, and announce that they wait."""
 
-    async def send(self, header: Header, payload: Buffer = b"") -> None:
+    async def send_no_plan(stream: FramedStream, header: Header, payload: Buffer) -> None:
         if not isinstance(header, Plan) and not (isinstance(header, PositionAnnouncement) and header.stage == DONE):
-            await self._stream.send(header, payload)
+            await stream.send(header, payload)
 
-
-@pytest.mark.parametrize("mute, outcome", ((2, "committed"), (3, "skipped")))
-def test_silent_callers_are_skipped_up_to_a_limit(mute: int, outcome: str) -> None:
-    pits = swarm(7)
-    order = seeded_order(group_key(RUN, "run", 0, (8,), 0, (0,)).lineage, pits.peers)
-
-    def dress(network: SimNetwork) -> None:
-        for peer in order[:mute]:
-            network.transports[peer].disguise = lambda method, stream, pipe: Mute(stream, lambda peer, header: header)
-
-    pits.before = dress
-    histories = pits.play()
-    assert {outcomes(histories[peer])[0] for peer in order[mute:]} == {outcome}
-    assert all(histories[peer][0].seconds < 10.0 for peer in order[mute:])
+    swarm = moshpit_swarm(7)
+    order = seeded_order(group_key(RUN, "run", 0, (8,), 0, (0,)).lineage, swarm.peers)
+    histories = disguised(swarm, dict.fromkeys(order[:silent], sending(send_no_plan))).play()
+    assert {outcomes(histories[peer])[0] for peer in order[silent:]} == {outcome}
+    assert all(histories[peer][0].seconds < 10.0 for peer in order[silent:])
 
 
 def test_caller_cannot_assign_one_part_twice() -> None:
-    """Each of the honest would hold what another made of it, under one name of the group."""
+    """Otherwise honest members would hold different results under one name of the group."""
 
     def two_ways(peer: PeerId, header: Header) -> Header:
         if isinstance(header, Plan) and peer == "p01":
             return replace(header, ballot=1, reducers=(1, 1, 2))
         return header
 
-    same_bits_in_a_group(spoken(two_ways))
+    assert_groups_hold_same_bits(play_with_lying_caller(changing(two_ways)))
 
 
-# -- what is handed in, given back and said of oneself -----------------------------------------------------------------
+# -- contributions, reduced parts and announcements -------------------------------------------------------------------
 
 
 def test_state_exceeding_its_declared_norm_is_excluded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who declares what the others have and hands in ten times that is out."""
+    """A peer that declares the norm of the others and contributes ten times as much is excluded."""
     signed = GroupMatchmaker._signed
 
     def understated(matchmaker: GroupMatchmaker) -> Offer:
@@ -222,157 +206,142 @@ def test_state_exceeding_its_declared_norm_is_excluded(monkeypatch: pytest.Monke
         return signed(matchmaker)
 
     monkeypatch.setattr(GroupMatchmaker, "_signed", understated)
-    pits = swarm(4, elements=3000)
-    for vector in pits.states[1]:
+    swarm = moshpit_swarm(4, elements=3000)
+    for vector in swarm.states[1]:
         vector.mul_(10.0)
-    histories = pits.play()
-    assert any("norm above" in why for why in named(histories, "p01"))
+    histories = swarm.play()
+    assert any("norm above" in why for why in blames_of(histories, "p01"))
     for peer in ("p00", "p02", "p03"):
         share = histories[peer][0].mean.contributions["p01"]
         assert share.chunks_counted <= share.chunks / 4, "of the part that it reduces"
 
 
 def test_part_signed_as_another_reducer_is_rejected() -> None:
-    """Another's signature makes two parts of one possible without a trace, and those whom its taker hands it to would
-    blame the taker."""
-    pits = swarm(3)
+    """Otherwise a reducer could make two versions of a part without a trace, and members that forward one would be
+    blamed."""
+    swarm = moshpit_swarm(3)
 
     def under_another_name(peer: PeerId, header: Header) -> Header:
         if not isinstance(header, PartDone):
             return header
-        (mixing,) = pits.averagers["p02"]._moshpit.mixings.values()
+        (mixing,) = swarm.averagers["p02"]._moshpit.mixings.values()
         false = replace(header, reducer=0)
         return replace(
             false, signature=SimSigner("p00", 1).sign(part_message(mixing.key, mixing.resolved.digest, false))
         )
 
-    twist(pits, "p02", under_another_name)
-    histories = pits.play()
-    assert any("did not make" in why for why in named(histories, "p02"))
-    assert not named(histories, "p00") and not named(histories, "p01")
+    histories = disguised(swarm, {"p02": changing(under_another_name)}).play()
+    assert any("did not make" in why for why in blames_of(histories, "p02"))
+    assert not blames_of(histories, "p00") and not blames_of(histories, "p01")
     assert outcomes(histories["p00"]) == outcomes(histories["p01"]) == ["skipped"]
 
 
 def test_forwarded_part_needs_its_reducers_signature() -> None:
-    """Where its reducer died: who hands it on could have made it."""
-    number, giver, taker = handed_on()
-    pits, kill = swarm(3, elements=60), death_of("p01", number)
+    """Its reducer is dead, and the member that forwards it could have made it."""
+    number, giver, taker = part_from_another_member()
+    swarm = moshpit_swarm(3, elements=60)
 
     def its_own(peer: PeerId, header: Header) -> Header:
         if not isinstance(header, PartDone) or header.reducer != 1:
             return header
-        (mixing,) = pits.averagers[giver]._moshpit.mixings.values()
+        (mixing,) = swarm.averagers[giver]._moshpit.mixings.values()
         false = replace(header, reducer=mixing.resolved.peers.index(giver))
         return replace(
             false, signature=SimSigner(giver, 1).sign(part_message(mixing.key, mixing.resolved.digest, false))
         )
 
     def dress(network: SimNetwork) -> None:
-        kill(network)
-        network.transports[giver].disguise = lambda method, stream, pipe: Twisted(stream, its_own)
+        killing("p01", number)(network)
+        network.transports[giver].disguise = changing(its_own)
 
-    pits.before = dress
-    histories = pits.play()
+    swarm.before = dress
+    histories = swarm.play()
     assert outcomes(histories[taker]) == ["skipped"] and outcomes(histories[giver]) == ["committed"]
-    assert any("did not make" in why for why in named(histories, giver))
+    assert any("did not make" in why for why in blames_of(histories, giver))
 
 
 def test_mean_without_contributors_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The only one with work, who reduces all there is, says that it is the other's."""
+    """The only contributor reduces everything, and states that another peer contributed it."""
     close = Reducer._close
 
-    def nobodys(reducer: Reducer, index: int) -> tuple[int, dict[PeerId, str]]:
+    def without_contributor(reducer: Reducer, index: int) -> tuple[int, dict[PeerId, str]]:
         mask, refused = close(reducer, index)
         reducer._digests[-1] = chunk_digest(mask ^ 3, reducer.held.chunk(index))
         return mask ^ 3, refused
 
-    monkeypatch.setattr(Reducer, "_close", nobodys)
-    pits = swarm(2)
-    pits.tokens = [0, 1000]
-    histories = pits.play()
-    assert outcomes(histories["p00"]) == ["skipped"] and any("of nobody" in why for why in named(histories, "p01"))
+    monkeypatch.setattr(Reducer, "_close", without_contributor)
+    swarm = moshpit_swarm(2)
+    swarm.tokens = [0, 1000]
+    histories = swarm.play()
+    assert outcomes(histories["p00"]) == ["skipped"] and any("of nobody" in why for why in blames_of(histories, "p01"))
 
 
 def test_repeated_leaving_claim_shortens_one_round() -> None:
-    """A round that is called at once is one step of training."""
-    pits = swarm(4, train_seconds=(10.0,) * 4)
-    twist(pits, "p01", of_kind(PositionAnnouncement, lambda here: replace(here, leaving=True)))
-    histories = pits.play(rounds=4)
+    """A round that is called at once has only one training step."""
+    swarm = moshpit_swarm(4, train_seconds=(10.0,) * 4)
+    leaving = changing_kind(PositionAnnouncement, lambda here: replace(here, leaving=True))
+    histories = disguised(swarm, {"p01": leaving}).play(rounds=4)
     for peer in ("p00", "p02", "p03"):
-        assert all(told.seconds > 9.0 for told in histories[peer][1:]), [told.seconds for told in histories[peer]]
+        assert all(result.seconds > 9.0 for result in histories[peer][1:]), [
+            result.seconds for result in histories[peer]
+        ]
 
 
 def test_peer_always_about_to_come_is_awaited_less() -> None:
-    """It says that it trains in the round of the others, and for how long: nobody can tell it from one that is slow."""
-    pits = swarm(4, train_seconds=(10.0,) * 4)
-    word = {"axis": 0, "stage": TRAINING, "holds": 1, "follows": "", "offer": (), "step_seconds": 1e3}
-    twist(
-        pits, "p01", of_kind(PositionAnnouncement, lambda here: replace(here, round=len(pits.histories["p00"]), **word))
+    """It announces that it trains in the others' round, and for how long: like a slow peer."""
+    swarm = moshpit_swarm(4, train_seconds=(10.0,) * 4)
+    fields = {"axis": 0, "stage": TRAINING, "holds": 1, "follows": "", "offer": (), "step_seconds": 1e3}
+    always_training = changing_kind(
+        PositionAnnouncement, lambda here: replace(here, round=len(swarm.histories["p00"]), **fields)
     )
-    histories = pits.play(rounds=5)
+    histories = disguised(swarm, {"p01": always_training}).play(rounds=5)
     for peer in ("p00", "p02", "p03"):
-        assert histories[peer][0].seconds > 15.0, "or nobody waited"
-        assert histories[peer][-1].seconds < 12.0, [told.seconds for told in histories[peer]]
+        assert histories[peer][0].seconds > 15.0, "otherwise no peer waited"
+        assert histories[peer][-1].seconds < 12.0, [result.seconds for result in histories[peer]]
 
 
-class Withholding:
-    """A stream on which no reduced chunk is ever sent."""
+def never_sending(kind: type[Header]) -> Disguise:
+    """The disguise of a peer whose messages of this kind never leave."""
 
-    def __init__(self, stream: FramedStream) -> None:
-        self._stream = stream
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-    async def send(self, header: Header, payload: Buffer = b"") -> None:
-        if isinstance(header, Reduced):
+    async def send(stream: FramedStream, header: Header, payload: Buffer) -> None:
+        if isinstance(header, kind):
             await asyncio.Event().wait()
-        await self._stream.send(header, payload)
+        await stream.send(header, payload)
+
+    return sending(send)
 
 
-def beside(
-    stream_of: type[Withholding], count: int, seconds: float, rounds: int, **options: Any
+def play_beside(
+    kind: type[Header], count: int, seconds: float, rounds: int, **options: Any
 ) -> dict[PeerId, list[Told]]:
-    """What peers told that train for so long, of whom the last but one has such streams."""
-    pits = swarm(count, elements=60_000, train_seconds=(seconds,) * count, **options)
-
-    def dress(network: SimNetwork) -> None:
-        network.transports[pits.peers[-2]].disguise = lambda method, stream, pipe: stream_of(stream)
-
-    pits.before = dress
-    return pits.play(rounds=rounds)
+    """Rounds of peers that train for this long. The last but one never sends messages of this kind."""
+    swarm = moshpit_swarm(count, elements=60_000, train_seconds=(seconds,) * count, **options)
+    return disguised(swarm, {swarm.peers[-2]: never_sending(kind)}).play(rounds=rounds)
 
 
 def test_withholding_reducer_does_not_spoil_every_group() -> None:
-    """It would end all averaging in a swarm of one group, and with each time budgets grow."""
-    histories = beside(Withholding, 4, 5.0, 8)
+    """Otherwise it would stop all averaging in a swarm of one group, and each failure would raise the budgets."""
+    histories = play_beside(Reduced, 4, 5.0, 8)
     for peer in ("p00", "p01", "p03"):
         assert outcomes(histories[peer]).count("committed") >= 5
-    assert named(histories, "p02")
-    same_bits_in_a_group(histories)
-
-
-class Stalling(Withholding):
-    """A stream on which no chunk of its own is ever sent."""
-
-    async def send(self, header: Header, payload: Buffer = b"") -> None:
-        if isinstance(header, Chunk):
-            await asyncio.Event().wait()
-        await self._stream.send(header, payload)
+    assert blames_of(histories, "p02")
+    assert_groups_hold_same_bits(histories)
 
 
 def test_stalling_contributor_does_not_delay_every_group() -> None:
-    """A group waits for what is late for half of its budget, which is seconds at least."""
-    histories = beside(Stalling, 4, 3.0, 8)
+    """A group waits for late contributions for half of its budget, which is seconds at least."""
+    histories = play_beside(Chunk, 4, 3.0, 8)
     for peer in ("p00", "p01", "p03"):
-        assert sum(told.seconds > 6.0 for told in histories[peer]) <= 4, [told.seconds for told in histories[peer]]
+        assert sum(result.seconds > 6.0 for result in histories[peer]) <= 4, [
+            result.seconds for result in histories[peer]
+        ]
         assert outcomes(histories[peer]).count("committed") == 8
-    assert named(histories, "p02")
-    same_bits_in_a_group(histories)
+    assert blames_of(histories, "p02")
+    assert_groups_hold_same_bits(histories)
 
 
 def test_stalled_contributor_counts_as_late_not_silent() -> None:
-    """A claim of next to nothing stretches both; a group of two would have no mean at all before its round is over."""
-    histories = beside(Stalling, 2, 3.0, 1, claims=(1.0, 12.5e6), round_seconds=600.0)
+    """A claimed bandwidth near zero stretches the budget: a group of two would have no mean before its round ends."""
+    histories = play_beside(Chunk, 2, 3.0, 1, claims=(1.0, 12.5e6), round_seconds=600.0)
     assert outcomes(histories["p01"]) == ["committed"]
-    assert any("late" in why for why in named(histories, "p00"))
+    assert any("late" in why for why in blames_of(histories, "p00"))

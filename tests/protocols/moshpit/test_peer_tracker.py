@@ -1,4 +1,4 @@
-"""What peers say of where they stand: what is refused, what is old, and what follows from it."""
+"""Announcements of peers' rounds and cells: which are rejected or stale, and what follows from the others."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ HERE = PositionAnnouncement(
 )  # fmt: skip
 
 
-def word(peer: str, number: int = 1, **changes: object) -> PositionAnnouncement:
+def announcement(peer: str, number: int = 1, **changes: object) -> PositionAnnouncement:
     return replace(HERE, sender=Member(peer), number=number, **changes)  # type: ignore[arg-type]
 
 
-def tracker(*words: PositionAnnouncement, at: float = 10.0, live: int = 0) -> PeerTracker:
-    """One that has heard these, and sees so many others besides."""
+def tracker(*announcements: PositionAnnouncement, at: float = 10.0, live: int = 0) -> PeerTracker:
+    """A tracker that has these announcements, and sees this many other peers besides."""
     found = PeerTracker(ME)
-    members = [ME, *(each.sender for each in words), *(Member(f"q{number}") for number in range(live))]
+    members = [ME, *(each.sender for each in announcements), *(Member(f"q{number}") for number in range(live))]
     found.look(members, (), at)
-    for each in words:
+    for each in announcements:
         assert found.take(each, at)
     return found
 
@@ -73,7 +73,7 @@ def test_invalid_announcement_is_rejected(changes: dict[str, object]) -> None:
 
 
 def test_key_depends_on_every_component() -> None:
-    """Run, scope, round, shape, axis and line; and nothing else: not the coordinate along the axis, nor the sender."""
+    """Run, scope, round, shape, axis and group; but not the coordinate along the axis, nor the sender."""
     keys = {HERE.key(0).lineage, HERE.key(1).lineage}
     for changes in ({"run": bytes([1] * 32)}, {"scope": "run/x"}, {"round": 4}, {"shape": (5, 3)}, {"index": (3, 1)}):
         keys.add(replace(HERE, **changes).key(0).lineage)  # type: ignore[arg-type]
@@ -82,153 +82,161 @@ def test_key_depends_on_every_component() -> None:
 
 
 def test_stale_announcement_changes_nothing() -> None:
-    found = tracker(word("p1", 5, round=4))
-    assert not found.take(word("p1", 5, round=9), 11.0)
-    assert not found.take(word("p1", 4, round=9), 11.0)
-    assert found.here("p1") == word("p1", 5, round=4)
-    later = replace(word("p1", 1, round=0), sender=Member("p1", 1))
-    assert found.take(later, 12.0), "a later life begins to count again"
-    assert found.here("p1") is None, "and is not heard before it is in sight"
+    found = tracker(announcement("p1", 5, round=4))
+    assert not found.take(announcement("p1", 5, round=9), 11.0)
+    assert not found.take(announcement("p1", 4, round=9), 11.0)
+    assert found.here("p1") == announcement("p1", 5, round=4)
+    later = replace(announcement("p1", 1, round=0), sender=Member("p1", 1))
+    assert found.take(later, 12.0), "a later incarnation counts anew"
+    assert found.here("p1") is None, "it does not count before the peer is in sight"
     found.look([ME, Member("p1", 1)], (), 13.0)
     assert found.here("p1") == later
 
 
 def test_peer_out_of_view_is_forgotten() -> None:
-    found = tracker(word("p1"), word("p2"))
+    found = tracker(announcement("p1"), announcement("p2"))
     found.look([ME, Member("p2")], (), 20.0)
     assert [each.sender.peer for each in found.words()] == ["p2"]
     found.look([ME], ("p2",), 21.0)
-    assert [each.sender.peer for each in found.words()] == ["p2"], "found in the directory, it is in sight"
+    assert [each.sender.peer for each in found.words()] == ["p2"], "a peer found in the directory is in sight"
 
 
 def test_brief_absence_keeps_announcements() -> None:
-    """Nobody repeats them to the same life."""
-    found = tracker(word("p1"), word("p2"))
+    """Peers do not repeat them to the same incarnation."""
+    found = tracker(announcement("p1"), announcement("p2"))
     found.look([ME], (), 20.0)
     assert not found.words()
     found.look([ME, Member("p1"), Member("p2", 1)], (), 20.5)
-    assert [each.sender.peer for each in found.words()] == ["p1"], "of the other there is another life"
+    assert [each.sender.peer for each in found.words()] == ["p1"], "the other peer has another incarnation"
 
 
 def test_brief_absence_keeps_the_exclusion_record() -> None:
-    found, member = tracker(word("p1")), Member("p1")
+    found, member = tracker(announcement("p1")), Member("p1")
     for round in range(3):
         found.kept(member, round)
     found.look([ME], (), 20.0)
     found.look([ME, member], (), 21.0)
     mine = replace(HERE, sender=ME)
-    assert not found.line(mine, 0) and "p1" in tracker(word("p1")).line(mine, 0)
+    assert not found.line(mine, 0) and "p1" in tracker(announcement("p1")).line(mine, 0)
 
 
 def test_announcements_of_departed_peers_are_bounded() -> None:
-    found = tracker(*(word(f"p{number}") for number in range(1, MAX_GONE + 10)))
+    found = tracker(*(announcement(f"p{number}") for number in range(1, MAX_GONE + 10)))
     found.look([ME], (), 20.0)
     assert len(found._heard) == len(found._past) == MAX_GONE
 
 
 def test_present_peers_are_recent_or_newly_joined() -> None:
-    """Those of this round and of the one before; who has just come and not yet spoken; nobody who says nothing."""
-    found = tracker(word("p1", round=3), word("p2", round=2), word("p3", round=1), word("p4", round=9), live=1)
+    """Peers of this round or the one before, and new ones without an announcement, but not long-silent ones."""
+    found = tracker(
+        announcement("p1", round=3),
+        announcement("p2", round=2),
+        announcement("p3", round=1),
+        announcement("p4", round=9),
+        live=1,
+    )
     assert found.present(3, 10.0) == ["p0", "p1", "p2", "p4", "q0"]
     assert found.present(3, 10.0 + UNHEARD_SECONDS) == ["p0", "p1", "p2", "p4"]
 
 
 def test_one_liar_does_not_advance_the_round() -> None:
-    liar = word("p9", round=1 << 40)
+    liar = announcement("p9", round=1 << 40)
     assert tracker().ahead(3) == 3
-    assert tracker(word("p1", round=5)).ahead(3) == 5
-    assert tracker(*(word(f"p{n}", round=3) for n in range(1, 5)), liar).ahead(3) == 3
-    assert tracker(*(word(f"p{n}", round=6) for n in range(1, 5)), liar).ahead(3) == 6
-    assert tracker(word("p1", round=3), word("p2", round=3), liar).ahead(3) == 3
-    assert tracker(word("p1", round=3), liar).ahead(3) == 3, "one of the only two others, neither"
-    assert tracker(word("p1", round=1), word("p2", round=2)).ahead(3) == 3, "the clock does not go back"
+    assert tracker(announcement("p1", round=5)).ahead(3) == 5
+    assert tracker(*(announcement(f"p{n}", round=3) for n in range(1, 5)), liar).ahead(3) == 3
+    assert tracker(*(announcement(f"p{n}", round=6) for n in range(1, 5)), liar).ahead(3) == 6
+    assert tracker(announcement("p1", round=3), announcement("p2", round=3), liar).ahead(3) == 3
+    assert tracker(announcement("p1", round=3), liar).ahead(3) == 3, "of two others, one is no majority"
+    assert tracker(announcement("p1", round=1), announcement("p2", round=2)).ahead(3) == 3, "the round does not go back"
 
 
 def test_first_speaker_does_not_vouch_for_silent_peers() -> None:
-    """Where a run begins, and after a moment in which everybody was out of sight."""
-    liar = word("p9", round=1 << 40)
+    """At the start of a run, or after all peers were out of sight for a moment."""
+    liar = announcement("p9", round=1 << 40)
     assert tracker(liar, live=1).ahead(3) == tracker(liar, live=4).ahead(3) == 3
-    assert tracker(word("p1", round=5), word("p2", round=5), live=3).ahead(3) == 5
-    assert tracker(word("p1", round=5), liar, live=3).ahead(3) == 5, "what both have reached"
-    assert not tracker(live=2).leads(3), "nor does anybody wait for those who say nothing"
+    assert tracker(announcement("p1", round=5), announcement("p2", round=5), live=3).ahead(3) == 5
+    assert tracker(announcement("p1", round=5), liar, live=3).ahead(3) == 5, "both have reached it"
+    assert not tracker(live=2).leads(3), "silent peers are not waited for"
 
 
 @pytest.mark.parametrize("others", range(8))
 def test_lagging_peers_follow_or_leading_peers_wait(others: int) -> None:
-    """However many of the peers are ahead: those behind go to them, or they wait for those behind."""
-    for ahead in range(1, others + 1):  # others besides this peer, which is behind in the one and ahead in the other
-        behind = tracker(*(word(f"p{n}", round=9 if n <= ahead else 3) for n in range(1, others + 1)))
-        before = tracker(*(word(f"p{n}", round=9 if n < ahead else 3) for n in range(1, others + 1)))
+    """However many peers are ahead, either those behind follow them, or they wait for those behind."""
+    for ahead in range(1, others + 1):  # of the others; this peer is behind in the one and ahead in the other
+        behind = tracker(*(announcement(f"p{n}", round=9 if n <= ahead else 3) for n in range(1, others + 1)))
+        before = tracker(*(announcement(f"p{n}", round=9 if n < ahead else 3) for n in range(1, others + 1)))
         assert (behind.ahead(3) == 9) != before.leads(9)
-    assert not tracker(*(word(f"p{n}", round=3) for n in range(1, others + 1))).leads(3)
+    assert not tracker(*(announcement(f"p{n}", round=3) for n in range(1, others + 1))).leads(3)
 
 
 def test_leading_peer_trains_until_others_catch_up() -> None:
     mine = replace(HERE, sender=ME, round=9, complete=True)
-    behind = [word(f"p{n}", complete=True) for n in (1, 2)]
+    behind = [announcement(f"p{n}", complete=True) for n in (1, 2)]
     assert tracker(*behind).due(mine, 10.0, 0.0, True, 10.0) is None
-    assert tracker(word("p1", round=9, complete=True), behind[1]).due(mine, 10.0, 0.0, True, 10.0) == 0.0
+    assert tracker(announcement("p1", round=9, complete=True), behind[1]).due(mine, 10.0, 0.0, True, 10.0) == 0.0
     assert tracker(*behind).due(replace(mine, leaving=True), 10.0, 0.0, True, 10.0) == 0.0
 
 
 def test_training_stops_when_enough_peers_are_ready() -> None:
-    """As a coordinator calls a round: all are ready, or two thirds and a little more time."""
+    """As when a coordinator calls a round: all are ready, or two thirds are and a little more time has passed."""
     mine = replace(HERE, sender=ME)
-    others = [word(f"p{n}", complete=True) for n in (1, 2)]
+    others = [announcement(f"p{n}", complete=True) for n in (1, 2)]
     assert tracker(*others).due(mine, 10.0, began=0.0, worked=True, now=10.0) == 0.0
-    slow = [*others, word("p3"), word("p4")]
+    slow = [*others, announcement("p3"), announcement("p4")]
     assert tracker(*slow).due(mine, math.inf, 0.0, True, 10.0) == pytest.approx(15.0)
     assert tracker(*slow).due(mine, 10.0, 0.0, True, 10.0) == pytest.approx(15.0)
     assert tracker(*slow[:-1]).due(mine, 10.0, 0.0, True, 10.0) == pytest.approx(11.0)
-    assert tracker(word("p1"), word("p2"), word("p3")).due(mine, 10.0, 0.0, True, 10.0) is None
-    waiting = word("p1", stage=WAITING, offer=(OFFER,))
-    assert tracker(waiting).due(mine, 10.0, 0.0, True, 10.0) == 0.0, "who was cut is done, too"
+    assert tracker(announcement("p1"), announcement("p2"), announcement("p3")).due(mine, 10.0, 0.0, True, 10.0) is None
+    waiting = announcement("p1", stage=WAITING, offer=(OFFER,))
+    assert tracker(waiting).due(mine, 10.0, 0.0, True, 10.0) == 0.0, "a peer that was cut is done, too"
 
 
 def test_leaver_is_not_kept_waiting() -> None:
-    mine, leaver = replace(HERE, sender=ME), word("p1", leaving=True)
-    assert tracker(leaver, word("p2")).due(mine, math.inf, 7.0, worked=True, now=10.0) == 7.0
-    assert tracker(leaver, word("p2")).due(mine, math.inf, 7.0, worked=False, now=10.0) == 9.0
-    assert tracker(word("p2")).due(replace(mine, leaving=True), math.inf, 7.0, True, 10.0) == 7.0
+    mine, leaver = replace(HERE, sender=ME), announcement("p1", leaving=True)
+    assert tracker(leaver, announcement("p2")).due(mine, math.inf, 7.0, worked=True, now=10.0) == 7.0
+    assert tracker(leaver, announcement("p2")).due(mine, math.inf, 7.0, worked=False, now=10.0) == 9.0
+    assert tracker(announcement("p2")).due(replace(mine, leaving=True), math.inf, 7.0, True, 10.0) == 7.0
 
 
 def test_leaver_ends_only_one_round() -> None:
-    """A round that a leaver ends has one step in it; who says in every round that it leaves ends one."""
-    found = tracker(word("p1", leaving=True), word("p2"))
+    """A round that a leaver ends has one step. A peer that announces in every round that it leaves ends only one."""
+    found = tracker(announcement("p1", leaving=True), announcement("p2"))
     mine = replace(HERE, sender=ME)
     assert [found.due(mine, math.inf, 7.0, True, 10.0) for _ in range(2)] == [7.0, 7.0]
-    found.take(word("p1", 2, round=4, leaving=True), 20.0)
-    found.take(word("p2", 2, round=4), 20.0)
+    found.take(announcement("p1", 2, round=4, leaving=True), 20.0)
+    found.take(announcement("p2", 2, round=4), 20.0)
     assert found.due(replace(mine, round=4), math.inf, 20.0, True, 21.0) is None
     found.look([ME, Member("p1", 1), Member("p2")], (), 22.0)
-    found.take(replace(word("p1", round=4, leaving=True), sender=Member("p1", 1)), 22.0)
-    assert found.due(replace(mine, round=4), math.inf, 20.0, True, 23.0) == 20.0, "in another life it may"
-    ahead = tracker(word("p1", round=9, leaving=True), word("p2"))
-    assert ahead.due(mine, math.inf, 7.0, True, 10.0) is None, "it hurries nobody whom it does not meet"
+    found.take(replace(announcement("p1", round=4, leaving=True), sender=Member("p1", 1)), 22.0)
+    assert found.due(replace(mine, round=4), math.inf, 20.0, True, 23.0) == 20.0, "in another incarnation it may again"
+    ahead = tracker(announcement("p1", round=9, leaving=True), announcement("p2"))
+    assert ahead.due(mine, math.inf, 7.0, True, 10.0) is None, "it does not hurry peers in other rounds"
     assert ahead.due(replace(mine, round=9), math.inf, 7.0, True, 10.0) == 7.0
 
 
 def test_only_peers_of_the_same_group_are_candidates() -> None:
-    """Those of the same round and grid whose cell is on it, and who are not past it."""
+    """Peers of the same round and grid whose cell is in the group, and that are not past it."""
     mine = replace(HERE, sender=ME, index=(0, 2))
-    on = [word("p1", index=(1, 2)), word("p2", index=(2, 2), stage=WAITING, offer=(OFFER,))]
+    on = [announcement("p1", index=(1, 2)), announcement("p2", index=(2, 2), stage=WAITING, offer=(OFFER,))]
     off = [
-        word("p3", index=(1, 1)),
-        word("p4", index=(1, 2), stage=DONE),
-        word("p5", index=(1, 2), axis=1),
-        word("p6", index=(1, 2), round=4),
-        word("p7", index=(1, 2), shape=(5, 3)),
+        announcement("p3", index=(1, 1)),
+        announcement("p4", index=(1, 2), stage=DONE),
+        announcement("p5", index=(1, 2), axis=1),
+        announcement("p6", index=(1, 2), round=4),
+        announcement("p7", index=(1, 2), shape=(5, 3)),
     ]
     assert set(tracker(*on, *off).line(mine, 0)) == {"p1", "p2"}
-    assert set(tracker(*on, word("p8", index=(0, 1), holds=1), word("p9", index=(0, 0))).line(mine, 1)) == {"p9"}
+    assert set(
+        tracker(*on, announcement("p8", index=(0, 1), holds=1), announcement("p9", index=(0, 0))).line(mine, 1)
+    ) == {"p9"}
 
 
 def test_withholding_peer_is_excluded_with_backoff() -> None:
-    """One, then two, then four; less each time that it gives one; nothing in another life."""
-    mine, other = replace(HERE, sender=ME, index=(0, 2)), word("p1", index=(1, 2))
+    """For one round, then two, then four; less after each part that it gives; not in another incarnation."""
+    mine, other = replace(HERE, sender=ME, index=(0, 2)), announcement("p1", index=(1, 2))
     found = tracker(other)
 
-    def left_out(after: int) -> int:
+    def excluded_rounds(after: int) -> int:
         rounds = 0
         while "p1" not in found.line(replace(mine, round=after + 1 + rounds), 0):
             rounds += 1
@@ -238,19 +246,19 @@ def test_withholding_peer_is_excluded_with_backoff() -> None:
     for after, times in ((3, 1), (10, 2), (20, 4)):
         found.take(replace(other, number=100 * after, round=after + 1), 10.0)
         found.kept(Member("p1"), after)
-        assert left_out(after) == times
+        assert excluded_rounds(after) == times
     found.gave(Member("p1"))
     found.take(replace(other, number=4000, round=41), 10.0)
     found.kept(Member("p1"), 40)
-    assert left_out(40) == 4
+    assert excluded_rounds(40) == 4
     found.look([ME, Member("p1", 1)], (), 50.0)
     found.take(replace(other, sender=Member("p1", 1), number=1, round=41), 50.0)
     assert "p1" in found.line(replace(mine, round=41), 0)
 
 
 def test_patience_follows_observed_times() -> None:
-    """Half as long again as the slowest took, bounded by what training took; less for who has not come before."""
-    slow = word("p1", step_seconds=8.0)
+    """One and a half times the slowest peer's time, bounded by the training time; less for peers that did not come."""
+    slow = announcement("p1", step_seconds=8.0)
     found = tracker(slow)
     assert found.patience_seconds([], 2.0, 10.0) == 3.0
     assert found.patience_seconds([slow], 2.0, 10.0) == 12.0

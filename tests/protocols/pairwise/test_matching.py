@@ -1,4 +1,4 @@
-"""Schedules of gossip: who asks whom, and how fast the literature's matrices mix (FIELD section 2), in float64."""
+"""Schedules of gossip: which peers ask each other, and how fast the literature's matrices mix, in float64."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_one_extra_member_changes_few_partners() -> None:
             same += select_partners("random", members, me, round_number, "x") == select_partners(
                 "random", members[1:], me, round_number, "x"
             )
-    assert same / total > 0.4  # those before the one that is missing; all others ask somebody who did not name them
+    assert same / total > 0.4  # the pairs before the missing member; the others ask a peer that did not name them
 
 
 @pytest.mark.parametrize("count", (3, 4, 5, 16, 31))
@@ -109,7 +109,7 @@ def test_one_peer_exponential_exact_iff_power_of_two(count: int) -> None:
 
 @pytest.mark.parametrize("count", (6, 9))
 def test_random_matching_reduces_variance_as_predicted(count: int) -> None:
-    """E‖(W − J)x‖² is exact where every matching is as likely: averaged over draws, it comes near."""
+    """E‖(W − J)x‖² is exact if every matching is equally likely; the average over draws comes near it."""
     assert abs(matching.matching_factor(6) - (3 - 1) / (6 - 1)) < 1e-12
     x = torch.randn(count, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     x -= x.mean()
@@ -120,7 +120,7 @@ def test_random_matching_reduces_variance_as_predicted(count: int) -> None:
 
 @pytest.mark.parametrize("count", (4, 5, 7))
 def test_matching_factor_equals_the_exact_expectation(count: int) -> None:
-    """The expectation itself, to the last digits: over every order of the members."""
+    """The exact expectation, over every order of the members."""
     x = torch.randn(count, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     x -= x.mean()
     left = [
@@ -143,12 +143,12 @@ def test_unknown_schedule_gives_one_line_error() -> None:
 
 @pytest.mark.parametrize("count", (*range(1, 18), 31, 33, 64, 65, 100))
 def test_closing_steps_reach_the_mean(count: int) -> None:
-    """Exactly for a power of two; else within what the manual says."""
+    """Exactly for a power of two; otherwise within what the manual says."""
     steps, most = closing_pairs(count), (count - 1).bit_length() + 1 if count > 1 else 0
     assert len(steps) == len(closing_hops(count)) == most
     power = count & (count - 1) == 0
     for partner_of in steps:
-        assert all(partner_of[partner_of[index]] == index for index in range(count)), "of two, both know it"
+        assert all(partner_of[partner_of[index]] == index for index in range(count)), "partners name each other"
         assert sum(partner_of[index] == index for index in range(count)) <= count % 2
     given = torch.eye(count, dtype=torch.float64)
     for hop in closing_hops(count):

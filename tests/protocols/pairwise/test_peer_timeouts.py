@@ -1,4 +1,4 @@
-"""How long an exchange may take follows from what exchanges took; questions are heard once."""
+"""The time limits of exchanges follow from the times of earlier ones; each request counts once."""
 
 from __future__ import annotations
 
@@ -20,106 +20,106 @@ SIZE = 1_000_000
 
 
 def test_initial_timeout_follows_own_bandwidth() -> None:
-    patience = PeerTimeouts(1e6)
-    assert patience.expected_seconds("p", SIZE) == 1.0
-    assert patience.timeout_seconds("p", SIZE) == 2.0 + TIMEOUT_MULTIPLE
+    timeouts = PeerTimeouts(1e6)
+    assert timeouts.expected_seconds("p", SIZE) == 1.0
+    assert timeouts.timeout_seconds("p", SIZE) == 2.0 + TIMEOUT_MULTIPLE
 
 
 def test_timeout_follows_observed_times() -> None:
-    patience = PeerTimeouts(1e6)
+    timeouts = PeerTimeouts(1e6)
     for _ in range(40):
-        patience.answered("far", 4.0)
-        patience.took("far", SIZE, 0.0, 0.1)
-    assert 8.0 < patience.expected_seconds("far", SIZE) < 8.2, "four round trips of two seconds"
-    assert patience.answer_seconds("far") > 17.0
+        timeouts.answered("far", 4.0)
+        timeouts.took("far", SIZE, 0.0, 0.1)
+    assert 8.0 < timeouts.expected_seconds("far", SIZE) < 8.2, "four round trips of two seconds"
+    assert timeouts.answer_seconds("far") > 17.0
     for _ in range(40):
-        patience.answered("far", 0.02)
-    assert patience.answer_seconds("far") < 2.2 < patience.answer_seconds("near") + 0.3
+        timeouts.answered("far", 0.02)
+    assert timeouts.answer_seconds("far") < 2.2 < timeouts.answer_seconds("near") + 0.3
 
 
 def test_slow_answers_do_not_extend_timeout_forever() -> None:
-    patience = PeerTimeouts(1e6)
+    timeouts = PeerTimeouts(1e6)
     for _ in range(20):
-        patience.answered("p", 0.99 * patience.answer_seconds("p"))
-    assert patience.answer_seconds("p") < 60.0
+        timeouts.answered("p", 0.99 * timeouts.answer_seconds("p"))
+    assert timeouts.answer_seconds("p") < 60.0
 
 
 def test_timeout_doubles_over_a_slow_link() -> None:
-    patience, needed, tries = PeerTimeouts(1e6), 300.0, 0
-    while patience.timeout_seconds("slow", SIZE) < needed:
-        patience.late("slow", 0.0, 1.0)
+    timeouts, needed, tries = PeerTimeouts(1e6), 300.0, 0
+    while timeouts.timeout_seconds("slow", SIZE) < needed:
+        timeouts.late("slow", 0.0, 1.0)
         tries += 1
     assert tries == 7, "twice the time at each try"
-    assert patience.timeout_seconds("other", SIZE) < 30.0, "one slow peer says little of others"
+    assert timeouts.timeout_seconds("other", SIZE) < 30.0, "one slow peer says little about others"
     for number in range(20):
-        patience.late(f"p{number}", 0.0, 1.0)
-    assert patience.timeout_seconds("other", SIZE) > 100.0, "but if all are slow, the line is ours"
+        timeouts.late(f"p{number}", 0.0, 1.0)
+    assert timeouts.timeout_seconds("other", SIZE) > 100.0, "but if all are slow, the slow line is ours"
 
 
 def test_link_estimate_stays_within_bounds() -> None:
-    """Else one exchange that came in a moment, or a hundred that did not, would leave no time, or all there is."""
-    patience = PeerTimeouts(1e6)
-    patience.took("p", SIZE, 0.0, 1e-6)
-    assert patience.expected_seconds("p", SIZE) == patience.expected_seconds("other", SIZE) == 1.0 / 1.5
+    """Without bounds, one very fast exchange, or a hundred failed ones, would leave no time, or all of it."""
+    timeouts = PeerTimeouts(1e6)
+    timeouts.took("p", SIZE, 0.0, 1e-6)
+    assert timeouts.expected_seconds("p", SIZE) == timeouts.expected_seconds("other", SIZE) == 1.0 / 1.5
     for _ in range(100):
-        patience.late("p", 0.0, 1.0)
-        patience.took("q", SIZE, 0.0, 1e9)
-    assert patience.expected_seconds("p", SIZE) == patience.expected_seconds("q", SIZE) == 1000.0
-    assert patience.expected_seconds("other", SIZE) == 1000.0
+        timeouts.late("p", 0.0, 1.0)
+        timeouts.took("q", SIZE, 0.0, 1e9)
+    assert timeouts.expected_seconds("p", SIZE) == timeouts.expected_seconds("q", SIZE) == 1000.0
+    assert timeouts.expected_seconds("other", SIZE) == 1000.0
 
 
 def test_unanswering_peer_rests_without_slower_estimate() -> None:
-    patience = PeerTimeouts(1e6)
-    before = patience.timeout_seconds("p", SIZE), patience.timeout_seconds("q", SIZE)
+    timeouts = PeerTimeouts(1e6)
+    before = timeouts.timeout_seconds("p", SIZE), timeouts.timeout_seconds("q", SIZE)
     for number in range(30):
-        patience.late("p", now=number * 100.0, cost_seconds=2.0, slow=False)
-        assert patience.resting("p", number * 100.0 + 7.9)
-    assert before == (patience.timeout_seconds("p", SIZE), patience.timeout_seconds("q", SIZE))
+        timeouts.late("p", now=number * 100.0, cost_seconds=2.0, slow=False)
+        assert timeouts.resting("p", number * 100.0 + 7.9)
+    assert before == (timeouts.timeout_seconds("p", SIZE), timeouts.timeout_seconds("q", SIZE))
 
 
 def test_late_peer_rests_in_proportion_to_cost() -> None:
-    patience = PeerTimeouts(1e6)
-    patience.late("p", now=100.0, cost_seconds=5.0)
+    timeouts = PeerTimeouts(1e6)
+    timeouts.late("p", now=100.0, cost_seconds=5.0)
     rest = 5.0 * REST_MULTIPLE
-    assert patience.resting("p", 100.0 + rest - 0.1) and not patience.resting("p", 100.0 + rest)
-    assert not patience.resting("q", 100.0)
-    patience.took("p", SIZE, 0.0, 1.0)
-    assert not patience.resting("p", 101.0)
-    patience.distrust("q", 100.0)
-    patience.took("q", SIZE, 0.0, 1.0)
-    assert patience.resting("q", 100.0 + DISTRUST_SECONDS - 0.1) and not patience.resting("q", 100.0 + DISTRUST_SECONDS)
+    assert timeouts.resting("p", 100.0 + rest - 0.1) and not timeouts.resting("p", 100.0 + rest)
+    assert not timeouts.resting("q", 100.0)
+    timeouts.took("p", SIZE, 0.0, 1.0)
+    assert not timeouts.resting("p", 101.0)
+    timeouts.distrust("q", 100.0)
+    timeouts.took("q", SIZE, 0.0, 1.0)
+    assert timeouts.resting("q", 100.0 + DISTRUST_SECONDS - 0.1) and not timeouts.resting("q", 100.0 + DISTRUST_SECONDS)
 
 
 def test_slow_peer_is_met_rarely() -> None:
-    """It completes what it begins, and so is never late; what time it is given doubles each time."""
-    patience = PeerTimeouts(1e6)
-    quick = 2.0 + 2 * patience.expected_seconds("p", SIZE)
-    patience.took("p", SIZE, 100.0, quick - 0.1)
-    assert not patience.resting("p", 100.0)
-    patience = PeerTimeouts(1e6)
-    patience.took("p", SIZE, 100.0, quick + 0.1)
-    assert patience.resting("p", 100.0 + REST_MULTIPLE * quick) and not patience.resting("q", 100.0)
+    """It completes every exchange, so it is never late, and each time it may take twice as long."""
+    timeouts = PeerTimeouts(1e6)
+    quick = 2.0 + 2 * timeouts.expected_seconds("p", SIZE)
+    timeouts.took("p", SIZE, 100.0, quick - 0.1)
+    assert not timeouts.resting("p", 100.0)
+    timeouts = PeerTimeouts(1e6)
+    timeouts.took("p", SIZE, 100.0, quick + 0.1)
+    assert timeouts.resting("p", 100.0 + REST_MULTIPLE * quick) and not timeouts.resting("q", 100.0)
 
 
 def test_aborted_exchange_rests_without_slower_estimate() -> None:
-    patience = PeerTimeouts(1e6)
-    before = patience.expected_seconds("p", SIZE)
-    patience.failed("p", 100.0, 100.0 + CHEAP_SECONDS / 2, 110.0, slow=True)
-    assert not patience.resting("p", 101.0)
-    patience.failed("p", 100.0, 109.0, 110.0, slow=True)
-    assert patience.resting("p", 109.0 + REST_MULTIPLE * 9 - 0.1) and patience.expected_seconds("p", SIZE) == before
-    patience.failed("p", 200.0, 210.0, 210.0, slow=True)
-    assert patience.expected_seconds("p", SIZE) > before
+    timeouts = PeerTimeouts(1e6)
+    before = timeouts.expected_seconds("p", SIZE)
+    timeouts.failed("p", 100.0, 100.0 + CHEAP_SECONDS / 2, 110.0, slow=True)
+    assert not timeouts.resting("p", 101.0)
+    timeouts.failed("p", 100.0, 109.0, 110.0, slow=True)
+    assert timeouts.resting("p", 109.0 + REST_MULTIPLE * 9 - 0.1) and timeouts.expected_seconds("p", SIZE) == before
+    timeouts.failed("p", 200.0, 210.0, 210.0, slow=True)
+    assert timeouts.expected_seconds("p", SIZE) > before
 
 
 def test_remembered_peers_are_bounded() -> None:
-    patience, questions = PeerTimeouts(1e6), RequestDeduplicator()
-    patience.late("first", 0.0, 1000.0)
+    timeouts, questions = PeerTimeouts(1e6), RequestDeduplicator()
+    timeouts.late("first", 0.0, 1000.0)
     for number in range(MAX_PEERS):
-        patience.expected_seconds(f"p{number}", SIZE)
+        timeouts.expected_seconds(f"p{number}", SIZE)
         questions.hear(Member(f"p{number}"), 0, 0)
-    assert not patience.resting("first", 1.0)
-    assert len(patience._peers) == len(questions._lives) == MAX_PEERS
+    assert not timeouts.resting("first", 1.0)
+    assert len(timeouts._peers) == len(questions._lives) == MAX_PEERS
 
 
 def test_each_request_is_accepted_once_and_not_stale() -> None:
@@ -132,4 +132,4 @@ def test_each_request_is_accepted_once_and_not_stale() -> None:
     questions.hear(member, 70 - REQUEST_WINDOW + 1, 0)
     with pytest.raises(BadPayload, match="after one of round 7"):
         questions.hear(member, 71, 6)
-    questions.hear(Member("p", 1), 0, 0)  # another life counts anew
+    questions.hear(Member("p", 1), 0, 0)  # another incarnation counts anew

@@ -1,4 +1,4 @@
-"""Control messages over each world: one stream for a pair, that stays, is watched, and loses nothing when it breaks."""
+"""The control channel in each world: one lasting stream per pair of peers, which loses nothing when it breaks."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ METHOD = "post"
 
 
 class Listener:
-    """The other end of control streams. A `deaf` one takes streams and reads nothing.
+    """The other end of control streams. A `deaf` listener accepts streams and reads nothing.
 
     Attributes:
-        heard: the number of each message that came, in order, of each stream.
-        ended: how many streams are over.
+        heard: of each stream, the numbers of its messages in order of arrival.
+        ended: how many streams have ended.
     """
 
     def __init__(self, deaf: bool = False) -> None:
@@ -43,13 +43,13 @@ class Listener:
             self.ended += 1
 
 
-def send(post: ControlChannel, peer: PeerId, numbers: Sequence[int]) -> None:
+def send(channel: ControlChannel, peer: PeerId, numbers: Sequence[int]) -> None:
     for number in numbers:
-        post.send(peer, wire.Chunk(number, 0))
+        channel.send(peer, wire.Chunk(number, 0))
 
 
 async def until(condition: Callable[[], bool], seconds: float = GENEROUS_SECONDS) -> float:
-    """Wait for it; the seconds that it took."""
+    """Wait for the condition; returns the seconds that it took."""
     began = asyncio.get_running_loop().time()
     async with asyncio.timeout(seconds):
         while not condition():  # noqa: ASYNC110
@@ -58,11 +58,11 @@ async def until(condition: Callable[[], bool], seconds: float = GENEROUS_SECONDS
 
 
 @asynccontextmanager
-async def running(post: ControlChannel, peers: Peers) -> AsyncIterator[None]:
-    """Inside, messages are carried; afterwards no task of it may be left, at once."""
+async def running(channel: ControlChannel, peers: Peers) -> AsyncIterator[None]:
+    """Inside, messages are carried; at the end all tasks must end at once."""
     others = [transport.me for transport in peers.transports[1:]]
     async with asyncio.timeout(3 * GENEROUS_SECONDS), asyncio.TaskGroup() as group:
-        async with post.run(group, soon(3 * GENEROUS_SECONDS), others):
+        async with channel.run(group, soon(3 * GENEROUS_SECONDS), others):
             yield
         left = asyncio.get_running_loop().time()
     assert asyncio.get_running_loop().time() - left < NOTICED_SECONDS
@@ -71,7 +71,7 @@ async def running(post: ControlChannel, peers: Peers) -> AsyncIterator[None]:
 def play(
     world: World, listener: Callable[[], Listener], body: Callable[[Peers, ControlChannel, Listener], Awaitable[None]]
 ) -> None:
-    """Run `body` with a post at the first of two peers and a listener at the second."""
+    """Run `body` with a control channel at the first of two peers and a listener at the second."""
 
     async def whole(peers: Peers) -> None:
         hears = listener()
@@ -82,25 +82,25 @@ def play(
 
 
 def test_messages_arrive_in_order_on_one_stream(world: World) -> None:
-    async def body(peers: Peers, post: ControlChannel, listener: Listener) -> None:
+    async def body(peers: Peers, channel: ControlChannel, listener: Listener) -> None:
         b = peers.transports[1].me
-        async with running(post, peers):
+        async with running(channel, peers):
             for first in range(0, 200, 50):
-                send(post, b, range(first, first + 50))
+                send(channel, b, range(first, first + 50))
                 await until(lambda first=first: listener.heard and len(listener.heard[0]) == first + 50)
         assert listener.heard == [list(range(200))]
-        assert post.round_trip_seconds.keys() == {b}
+        assert channel.round_trip_seconds.keys() == {b}
 
     play(world, Listener, body)
 
 
 def test_idle_stream_stays_open(world: World) -> None:
-    async def body(peers: Peers, post: ControlChannel, listener: Listener) -> None:
+    async def body(peers: Peers, channel: ControlChannel, listener: Listener) -> None:
         gone: list[PeerId] = []
-        post.on_gone = gone.append
-        async with running(post, peers):
+        channel.on_gone = gone.append
+        async with running(channel, peers):
             for number in range(3):
-                send(post, peers.transports[1].me, [number])
+                send(channel, peers.transports[1].me, [number])
                 await until(lambda number=number: listener.heard == [list(range(number + 1))])
                 await asyncio.sleep(2)
         assert (listener.heard, gone) == ([[0, 1, 2]], [])
@@ -109,9 +109,9 @@ def test_idle_stream_stays_open(world: World) -> None:
 
 
 def test_sent_messages_arrive_before_close(world: World) -> None:
-    async def body(peers: Peers, post: ControlChannel, listener: Listener) -> None:
-        async with running(post, peers):
-            send(post, peers.transports[1].me, range(60))
+    async def body(peers: Peers, channel: ControlChannel, listener: Listener) -> None:
+        async with running(channel, peers):
+            send(channel, peers.transports[1].me, range(60))
             await until(lambda: bool(listener.heard))
             await asyncio.sleep(0.5)
         await until(lambda: listener.ended == 1)
@@ -121,27 +121,27 @@ def test_sent_messages_arrive_before_close(world: World) -> None:
 
 
 def test_messages_queued_at_shutdown_are_sent_after_restart(world: World) -> None:
-    async def body(peers: Peers, post: ControlChannel, listener: Listener) -> None:
+    async def body(peers: Peers, channel: ControlChannel, listener: Listener) -> None:
         b = peers.transports[1].me
-        async with running(post, peers):
-            send(post, b, [0])
+        async with running(channel, peers):
+            send(channel, b, [0])
             await until(lambda: listener.heard == [[0]])
-        send(post, b, [1, 2])
+        send(channel, b, [1, 2])
         await until(lambda: listener.ended == 1)
         assert listener.heard == [[0]]
-        async with running(post, peers):
+        async with running(channel, peers):
             await until(lambda: listener.heard[1:] == [[1, 2]])
 
     play(world, Listener, body)
 
 
 def test_killed_peer_is_noticed_without_traffic(world: World) -> None:
-    async def body(peers: Peers, post: ControlChannel, listener: Listener) -> None:
+    async def body(peers: Peers, channel: ControlChannel, listener: Listener) -> None:
         gone: list[PeerId] = []
-        post.on_gone = gone.append
+        channel.on_gone = gone.append
         b = peers.transports[1].me
-        async with running(post, peers):
-            send(post, b, [0])
+        async with running(channel, peers):
+            send(channel, b, [0])
             await until(lambda: listener.heard == [[0]])
             await peers.kill_peer(1)
             assert await until(lambda: bool(gone)) < NOTICED_SECONDS
@@ -152,16 +152,16 @@ def test_killed_peer_is_noticed_without_traffic(world: World) -> None:
 
 @pytest.mark.parametrize("whose", [0, 1], ids=["senders", "receivers"])
 def test_messages_on_broken_stream_are_resent(world: World, whose: int) -> None:
-    async def body(peers: Peers, post: ControlChannel, listener: Listener) -> None:
+    async def body(peers: Peers, channel: ControlChannel, listener: Listener) -> None:
         b = peers.transports[1].me
-        async with running(post, peers):
-            send(post, b, range(5))
+        async with running(channel, peers):
+            send(channel, b, range(5))
             await until(lambda: bool(listener.heard))
-            await asyncio.sleep(0.5)  # all five are on the stream, or in it
+            await asyncio.sleep(0.5)  # all five have been sent
             listener.deaf = False
             deafened, listener.heard = listener.heard, []
             await peers.kill_daemon(whose)
-            send(post, b, [5])
+            send(channel, b, [5])
             await until(lambda: bool(listener.heard) and 5 in listener.heard[-1])
         assert listener.heard[-1] == [0, 1, 2, 3, 4, 5], deafened
 

@@ -1,0 +1,52 @@
+"""Streams of peers that send something else than their honest code does."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeAlias
+
+from protocols.base import Buffer, Header, PeerId
+from protocols.framing import FramedStream
+from tests.sim.byzantine.contributors import ByzantineContributorStream
+from tests.sim.pipe import SimPipe
+
+Disguise: TypeAlias = Callable[[str, FramedStream, SimPipe], Any]
+"""What a simulated transport makes of each of its streams: (method, honest stream, pipe) -> stream."""
+Send: TypeAlias = Callable[[FramedStream, Header, Buffer], Awaitable[None]]
+
+
+class SpoofedStream:
+    """A stream that hands everything that its peer's honest code sends to `send`, with the honest stream."""
+
+    def __init__(self, stream: FramedStream, send: Send) -> None:
+        self._stream, self._send = stream, send
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    async def send(self, header: Header, payload: Buffer = b"") -> None:
+        await self._send(self._stream, header, payload)
+
+
+def sending(send: Send) -> Disguise:
+    """The disguise of a peer whose streams send by this function."""
+    return lambda method, stream, pipe: SpoofedStream(stream, send)
+
+
+def changing(change: Callable[[PeerId, Header], Header]) -> Disguise:
+    """The disguise of a peer that changes its headers: (receiver, honest header) -> header."""
+
+    async def send(stream: FramedStream, header: Header, payload: Buffer) -> None:
+        await stream.send(change(stream.peer, header), payload)
+
+    return sending(send)
+
+
+def changing_kind(kind: type[Any], change: Callable[[Any], Header]) -> Disguise:
+    """The disguise of a peer that changes its headers of one kind."""
+    return changing(lambda peer, header: change(header) if isinstance(header, kind) else header)
+
+
+def lying(lie: str) -> Disguise:
+    """The disguise of a peer that tells one of `tests.sim.byzantine.contributors.LIES` in its chunks."""
+    return lambda method, stream, pipe: ByzantineContributorStream(stream, pipe, lie, None)  # type: ignore[arg-type]

@@ -1,0 +1,102 @@
+"""Moshpit swarms over given states, and what their rounds came to."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
+
+import pytest
+import torch
+
+from protocols.base import PeerId, Vector
+from protocols.moshpit.group_allreduce import GroupAllReduce
+from tests.sim.moshpit_harness import MoshpitHarness, Told
+from tests.support.at_message import killing
+
+
+def moshpit_swarm(count: int, most: int = 8, elements: int = 1001, **options: object) -> MoshpitHarness:
+    """Peers whose states are a run's: near each other, and each with a momentum."""
+    generator = torch.Generator().manual_seed(count)
+    common = torch.randn(elements, generator=generator)
+    states = [
+        [common + 0.1 * torch.randn(elements, generator=generator), torch.randn(elements, generator=generator)]
+        for _ in range(count)
+    ]
+    rng = random.Random(count)
+    return MoshpitHarness(states, [rng.randrange(1000, 5000) for _ in range(count)], most=most, **options)  # type: ignore[arg-type]
+
+
+def mean_of(swarm: MoshpitHarness) -> torch.Tensor:
+    """The mean of the present states by tokens, in float64."""
+    whole = [torch.cat(state).double() for state in swarm.states]
+    total = sum(tokens * state for tokens, state in zip(swarm.tokens, whole, strict=True))
+    assert isinstance(total, torch.Tensor)
+    return total / sum(swarm.tokens)
+
+
+def distance(state: Sequence[Vector], mean: torch.Tensor) -> float:
+    """From a state to a mean, as a share of the length of the mean."""
+    return float((torch.cat(list(state)).double() - mean).norm() / mean.norm())
+
+
+def spread(swarm: MoshpitHarness) -> float:
+    """The largest distance of a state from the mean of all."""
+    mean = mean_of(swarm)
+    return max(distance(state, mean) for state in swarm.states)
+
+
+def assert_groups_hold_same_bits(histories: dict[PeerId, list[Told]]) -> None:
+    held: dict[str, bytes] = {}
+    for result in (result for history in histories.values() for result in history if result.group):
+        bits = torch.cat(result.states).numpy().tobytes()
+        assert held.setdefault(result.group, bits) == bits
+
+
+def outcomes(history: Sequence[Told]) -> list[str]:
+    return [str(result.mean.outcome) for result in history]
+
+
+def blames_of(histories: dict[PeerId, list[Told]], peer: PeerId) -> list[str]:
+    """The reasons for which the others blame a peer."""
+    results = [result for other, history in histories.items() if other != peer for result in history]
+    return [blame.why for result in results for blame in result.mean.blamed if blame.peer == peer]
+
+
+def message_count(swarm: MoshpitHarness, victim: PeerId) -> int:
+    """How many messages a peer sends and receives in a run without faults."""
+    swarm.play()
+    return swarm.network.nodes[victim].messages
+
+
+def both_ways(call: Callable[[PeerId, PeerId], None], peer: PeerId, others: Iterable[PeerId]) -> None:
+    """Block or heal the links between a peer and others."""
+    for other in others:
+        call(peer, other)
+        call(other, peer)
+
+
+@cache
+def part_from_another_member() -> tuple[int, PeerId, PeerId]:
+    """Find a message of p01 at which its death lets one of the other two get p01's part from the other.
+
+    Returns:
+        The number of the message, the peer that hands the part on, and the peer that gets it.
+    """
+    givers: list[PeerId] = []
+    obtain = GroupAllReduce._obtain
+
+    async def watched(mixing: GroupAllReduce, part: int) -> bool:
+        found = await obtain(mixing, part)
+        givers.extend({"p00", "p02"} - {mixing._context.me.peer} if found else ())
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(GroupAllReduce, "_obtain", watched)
+        for number in range(45, message_count(moshpit_swarm(3, elements=60), "p01") + 1):
+            swarm = moshpit_swarm(3, elements=60)
+            swarm.before = killing("p01", number)
+            swarm.play()
+            if givers:
+                return number, givers[0], "p02" if givers[0] == "p00" else "p00"
+    pytest.fail("no part came from another member")
