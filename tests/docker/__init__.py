@@ -1,1 +1,1 @@
-"""The swarm of docker/compose.yaml, built, started, struck and judged: `__main__.py` first."""
+"""The test of the swarm of docker/compose.yaml; start reading at `__main__.py`."""

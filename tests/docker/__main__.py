@@ -1,12 +1,13 @@
-"""The compose swarm, tested: an image is built, a founder and three peers are started, struck and judged.
+"""Tests the compose swarm: builds an image, starts a founder and three peers, injects faults, and judges the result.
 
     python -m tests.docker                          # make docker-test
     python -m tests.docker --base IMAGE --pip-args "--extra-index-url https://download.pytorch.org/whl/cpu"
 
-It takes the Docker engine that runs here, or starts one of its own in a network of its own, which leaves the machine's
-firewall alone; and makes a base image of Debian's packages where none can be pulled. Everything is taken down at the
-end, whatever happened; `--dir` keeps what containers and journals said, timeline.txt, picture.png and result.json.
-Exit code: 0 all is well, 1 something is not, 77 this machine does not allow the test: one line says what is missing.
+The test uses the running Docker engine. If there is none, it starts one in a network namespace, which leaves the
+machine's firewall unchanged. Where no base image can be pulled, it makes one from Debian's packages. It removes
+everything at the end, also after an error. The directory of `--dir` holds the logs of containers and peers,
+timeline.txt, picture.png and result.json.
+Exit code: 0 passed, 1 failed, 77 this machine does not allow the test, and one line says what is missing.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ rows = 4
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog=PROGRAM, description=__doc__.partition("\n")[0])
     parser.add_argument("--base", default="", help="the image to build on")
-    parser.add_argument("--pip-args", help="what pip is given in the build; default: wheels fetched here before")
+    parser.add_argument("--pip-args", help="arguments of pip in the build; default: wheels fetched here before")
     parser.add_argument("--dir", type=Path, default=DIRECTORY)
     options = parser.parse_args(arguments)
     say = _Clock()
@@ -66,7 +67,7 @@ def main(arguments: list[str] | None = None) -> int:
     except NotHere as why:
         print(f"docker-test: not here: {why}", file=sys.stderr)
         return NOT_HERE
-    except AssertionError as error:  # what was waited for in vain
+    except AssertionError as error:  # a wait that timed out
         print(f"docker-test: FAIL: {error}", file=sys.stderr)
         return 1
     except subprocess.SubprocessError as error:
@@ -93,7 +94,7 @@ def _test(options: argparse.Namespace, place: Path, say: Callable[[str], None]) 
         running = stack.enter_context(engine(home))
         say(f"{running.versions}{', one of our own' if running.own else ''}")
         tag = f"starling-test:{uuid.uuid4().hex[:12]}"
-        if not running.own:  # else it goes with the engine
+        if not running.own:  # otherwise it is removed with the engine
             stack.callback(_forget, running, tag)
         built = _build(running, tag, options, home, say)
         failed += image.faults(running, tag)
@@ -136,7 +137,7 @@ def _forget(running: Engine, tag: str) -> None:
 
 
 def _play(running: Engine, tag: str, place: Path, say: Callable[[str], None]) -> dict[str, Any]:
-    """Start the swarm, do everything to it, let it leave; returns the verdict, the figures and what failed."""
+    """Start the swarm, run all cases, let it leave; returns the verdict, the figures and the failures."""
     (place / "run.toml").write_text(RUN)
     variables = {"STARLING_IMAGE": tag, "RUN_FILE": str(place / "run.toml"), "SUBNET": SUBNET, "WAIT_FOR": "2"}
     swarm = Swarm(running, f"starling-test-{uuid.uuid4().hex[:8]}", variables, place)
@@ -174,7 +175,7 @@ def _play(running: Engine, tag: str, place: Path, say: Callable[[str], None]) ->
 
 
 def _calm(swarm: Swarm, cases: Cases) -> tuple[tuple[float, float], dict[str, Any], list[str]]:
-    """All are there, healthy, and nothing happens to them for a while: from when to when, figures, what was wrong."""
+    """Start the swarm, and wait without faults; returns begin and end of this calm, figures, and failures."""
     cases.up()
     began = time.time()
     failed = []
@@ -190,7 +191,7 @@ def _calm(swarm: Swarm, cases: Cases) -> tuple[tuple[float, float], dict[str, An
 
 
 def _together(swarm: Swarm) -> bool:
-    """Whether all who run are in one mean again, after something went wrong."""
+    """Whether all running peers get into one mean again after a failed case."""
     began, peers = time.time(), swarm.peers
     try:
         wait("a mean of all", lambda: one_mean(peers, began), AGAIN_SECONDS, 0.5)

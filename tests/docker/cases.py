@@ -1,4 +1,4 @@
-"""What is done to the swarm, one after the other. A case tells when its fault was over; what came after is recovery."""
+"""The cases: faults of the compose swarm, one after the other. The recovery starts when the fault of a case is over."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ONE_BY_ONE_SECONDS = 60.0
 LEAVE_SECONDS = 15.0
 UNPLUGGED_SECONDS, PAUSED_SECONDS, STAYS_DEAD_SECONDS = 20.0, 15.0, 6.0
 PEERS, MORE_PEERS = 3, 5
-# Takes memory by 8 MB until the kernel has ended the process that trains.
+# Takes memory in pieces of 8 MB until the kernel has killed the worker.
 _HOG = """
 import os, sys, time
 worker, held = int(sys.argv[1]), []
@@ -40,14 +40,14 @@ for path in glob.glob("/proc/[0-9]*/cmdline"):
 
 @dataclass(slots=True)
 class Struck:
-    """What became of a case.
+    """The result of a case.
 
     Attributes:
-        whom: names of the peers that something was done to.
+        whom: names of the affected peers.
         began, over: wall times of the beginning of the case and of the end of the fault.
-        should: names of the peers that have to be in one mean afterwards.
-        figures: what else was measured, in seconds unless its name says otherwise.
-        failed: what was not as it should be, in words.
+        should: names of the peers that must be in one mean afterwards.
+        figures: measurements, in seconds unless the name says otherwise.
+        failed: failures, in words.
     """
 
     name: str
@@ -60,8 +60,11 @@ class Struck:
 
 
 class Cases:
-    """Attributes:
-    struck: what has been done so far; events: the same, for a timeline.
+    """Runs the cases.
+
+    Attributes:
+        struck: the cases so far.
+        events: the same as events of a timeline.
     """
 
     def __init__(self, swarm: Swarm, say: Callable[[str], None]) -> None:
@@ -70,7 +73,7 @@ class Cases:
         self._swarm, self._say = swarm, say
 
     def all(self) -> Iterator[Callable[[], None]]:
-        """One after the other; of those that follow upon a peer, each has another."""
+        """The cases in their order; consecutive faults of single peers affect different peers."""
         yield lambda: self._killed("kill -9 of the container's first process", "peer-1", self._swarm.pid)
         python = "node join"
         yield lambda: self._killed(
@@ -86,7 +89,7 @@ class Cases:
         yield self._down_and_up
 
     def up(self) -> None:
-        """The first start: a founder and peers of their own directories, all in one mean."""
+        """Start a founder and peers with directories of their own, and wait until all are in one mean."""
         with self._case(f"compose up, founder and {PEERS} peers", KILL_SECONDS) as case:
             case.over = self._swarm.up(PEERS)
             case.whom = tuple(self._swarm.names)
@@ -95,8 +98,7 @@ class Cases:
                 case.failed.append(f"{len(self._ids())} peers hold {1 + PEERS} directories")
 
     def leave(self) -> tuple[float, float]:
-        """All are stopped together, and leave in good order; wall time at which they were asked to, and how long it
-        took them."""
+        """Stop all peers at once; returns the wall time before, and the seconds until all had left."""
         swarm, names = self._swarm, self._swarm.names
         asked = self._tell("end", "docker stop", *names)
         seconds = swarm.stop(*names)
@@ -107,7 +109,7 @@ class Cases:
     # -- crashes ------------------------------------------------------------------------------------------------------
 
     def _killed(self, name: str, whom: str, pid: Callable[[str], int]) -> None:
-        """A process dies; the engine starts the container again, which is the same peer in its next life."""
+        """Kill a process; the engine restarts the container, which is the next incarnation of the same peer."""
         swarm = self._swarm
         with self._case(name, KILL_SECONDS, whom) as case:
             before, running = swarm.peer(whom).incarnation, len(swarm.running)
@@ -119,7 +121,7 @@ class Cases:
             wait(again, lambda: swarm.peer(whom).incarnation == before + 1, LIFE_SECONDS, POLL_SECONDS)
 
     def _docker_kill(self) -> None:
-        """That is an end by hand: the engine starts nothing; `docker start` does."""
+        """`docker kill`: the engine does not restart the container, `docker start` does."""
         swarm, whom = self._swarm, "peer-3"
         with self._case("docker kill, docker start", KILL_SECONDS, whom) as case:
             container = swarm.container(whom)
@@ -156,7 +158,7 @@ class Cases:
             case.over = self._tell("heal", "unpaused", whom)
 
     def _out_of_memory(self) -> None:
-        """The kernel takes the process that trains, and the peer another."""
+        """The kernel kills the worker for lack of memory, and the peer starts another."""
         swarm, whom = self._swarm, "peer-3"
         with self._case("out of memory: the kernel ends the worker", KILL_SECONDS, whom) as case:
             incarnation, old = swarm.peer(whom).incarnation, swarm.process(whom, "node.training.worker").pid
@@ -169,7 +171,7 @@ class Cases:
                 case.failed.append("the peer itself did not live through it")
 
     def _worker(self, name: str, old: int) -> int:
-        """Process id of the worker; 0 if there is none, or it is still that one."""
+        """Process id of the new worker; 0 if there is none yet."""
         try:
             found = self._swarm.process(name, "node.training.worker").pid
         except AssertionError:
@@ -179,9 +181,9 @@ class Cases:
     # -- many at once -------------------------------------------------------------------------------------------------
 
     def _one_by_one(self) -> None:
-        """All leave in good order, one after the other; all but the last come back, and go on; then it returns.
+        """All peers leave in turn; all but the last return and continue; then the last returns.
 
-        The last is the peer with the highest directory, so that no other's container takes that.
+        The last is the peer with the highest directory, so that no other container takes it.
         """
         swarm, names = self._swarm, self._swarm.names
         *others, last = names
@@ -206,7 +208,7 @@ class Cases:
             self._tell("start", "compose up --scale", *case.whom, at=case.over)
 
     def _down_and_up(self) -> None:
-        """The containers go, the volumes stay; new containers are the same peers, and go on where those were."""
+        """Remove the containers and keep the volumes: new containers are the same peers and continue."""
         swarm = self._swarm
         with self._case("compose down, compose up", TOGETHER_SECONDS, *swarm.names) as case:
             ids, rounds = self._ids(), self._rounds()
@@ -229,11 +231,11 @@ class Cases:
     def _rounds(self) -> int:
         return min(peer.reports()[-1]["round"] for peer in self._swarm.peers)
 
-    # -- what all have in common --------------------------------------------------------------------------------------
+    # -- helpers of all cases -----------------------------------------------------------------------------------------
 
     @contextmanager
     def _case(self, name: str, within_seconds: float, *whom: str) -> Iterator[Struck]:
-        """Something is done within; then all have to be in one mean that began after it."""
+        """Run the fault in the body; afterwards all peers must get into one mean that began after it."""
         case = Struck(name, tuple(whom))
         self.struck.append(case)
         try:
@@ -247,25 +249,25 @@ class Cases:
         self._say(f"{'FAIL' if case.failed else 'ok':<5} {name}: {'; '.join([*case.failed, figures])}")
 
     def _tell(self, kind: str, what: str, *whom: str, at: float | None = None) -> float:
-        """Note what was done; returns its wall time."""
+        """Log an event; returns its wall time."""
         self.events.append(Event(time.time() if at is None else at, what, whom, kind))
         return self.events[-1].time
 
     def _together(self, names: Sequence[str], since: float, within_seconds: float) -> None:
-        """All of these in one mean that each began later than that."""
+        """Wait until these peers are in one mean that each began after `since`."""
         peers = [self._swarm.peer(name) for name in names]
         left = max(1.0, since + within_seconds - time.time())
         wait(f"a mean of {len(names)}", lambda: one_mean(peers, since), left, POLL_SECONDS)
 
     def _latest(self, names: Sequence[str], since: float) -> float:
-        """When the last of them reported the first such mean."""
+        """When the last of these peers reported the first such mean."""
         peers = [self._swarm.peer(name) for name in names]
         found = one_mean(peers, since)
         assert found
         return max(each["time"] for peer in peers for each in peer.reports() if each["lineage"] == found["lineage"])
 
     def _next_round(self, since: float, without: str) -> float:
-        """How long the others took to decide a mean that began after that, and does not hold the one that is gone."""
+        """Seconds until the others decided a mean that began after `since` and is without that peer."""
         gone = self._swarm.peer(without).id
         others = [self._swarm.peer(name) for name in self._swarm.names if name != without]
 

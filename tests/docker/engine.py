@@ -1,8 +1,7 @@
-"""A Docker engine to test with: the one that runs here, or one of our own, in a network namespace of its own.
+"""The Docker engine of the test: the running one, or one that the test starts in a network namespace.
 
-An engine changes the firewall of the network that it runs in (the policy of FORWARD, chains, a bridge), and leaves
-these changes behind. So ours is given a network of its own, which goes when it does; `firewall` tells whether that
-held.
+An engine changes the firewall of its network (the policy of FORWARD, chains, a bridge), and leaves these changes
+behind. So an engine of the test gets a network namespace, which ends with it; `firewall` checks that.
 """
 
 from __future__ import annotations
@@ -20,8 +19,10 @@ import psutil
 
 START_SECONDS, STOP_SECONDS = 60.0, 40.0
 WEIGHT = 4
-"""The kernel shares processors out among control groups: without this, all containers together would count as a single
-process beside the others of the machine. So they count as four. With eight they starve the commands that stop them."""
+"""The processor share of all containers, counted in processes of the machine.
+
+Without it, all containers together would count as one process. With eight they starve the commands that stop them.
+"""
 _GROUPS = Path("/sys/fs/cgroup")
 _ASK_SECONDS = 20.0
 _OWN_NETWORK = ("unshare", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "sh")
@@ -29,14 +30,14 @@ _SETTINGS = ("bridge/bridge-nf-call-iptables", "bridge/bridge-nf-call-ip6tables"
 
 
 class NotHere(Exception):
-    """This machine does not allow the test; one line says what is missing."""
+    """This machine does not allow the test; the message says in one line what is missing."""
 
 
 class Engine:
-    """The `docker` command, and compose's, against one engine.
+    """The commands `docker` and `docker compose` against one engine.
 
     Attributes:
-        before: of one that was started for this test, what `firewall` told before; None: it ran already.
+        before: `firewall` before the test started this engine; None: it was running already.
     """
 
     def __init__(self, environment: Mapping[str, str], before: list[str] | None = None) -> None:
@@ -44,7 +45,7 @@ class Engine:
         self._compose = ("docker", "compose") if self._runs("docker", "compose", "version") else ("docker-compose",)
 
     def run(self, *arguments: str, seconds: float = _ASK_SECONDS, **more: Any) -> str:
-        """What `docker` prints on stdout.
+        """Run `docker`; returns its stdout.
 
         Raises:
             CalledProcessError: it failed; `stderr` says why.
@@ -53,23 +54,23 @@ class Engine:
         return self._run(("docker", *arguments), seconds, self.environment, **more)
 
     def compose(self, *arguments: str, seconds: float, variables: Mapping[str, str]) -> str:
-        """The same of `docker compose`, or Debian's `docker-compose` where there is no other."""
+        """Run `docker compose`, or Debian's `docker-compose`; returns its stdout."""
         return self._run((*self._compose, *arguments), seconds, self.environment | dict(variables))
 
     @property
     def own(self) -> bool:
-        """Whether it was started for this test."""
+        """Whether the test started this engine."""
         return self.before is not None
 
     @property
     def versions(self) -> str:
-        """Of the engine and of compose, in one line."""
+        """The versions of the engine and of compose, in one line."""
         compose = self._run((*self._compose, "version", "--short"), _ASK_SECONDS, self.environment).strip()
         engine = self.run("version", "--format", "{{.Server.Version}}").strip()
         return f"engine {engine}, {' '.join(self._compose)} {compose}"
 
     def events(self, file: Path, *filters: str) -> subprocess.Popen[bytes]:
-        """Write what happens to containers from now on to a file, a line of JSON each, until the process is ended."""
+        """Start a process that appends the events of containers to a file, one JSON object a line."""
         command = ["docker", "events", "--format", "{{json .}}", *(f"--filter={each}" for each in filters)]
         with file.open("ab") as out:
             return subprocess.Popen(command, env=self.environment, stdin=subprocess.DEVNULL, stdout=out)
@@ -91,10 +92,10 @@ class Engine:
 
 @contextmanager
 def engine(home: Path) -> Iterator[Engine]:
-    """The engine that runs here, or else one of our own, whose files are in that directory.
+    """The running engine, or else a new one with its files in `home`.
 
     Raises:
-        NotHere: there is none, and none can be started.
+        NotHere: none is running, and none can be started.
     """
     if os.geteuid():
         raise NotHere("it needs root, to strike processes in containers: run it as root")
@@ -117,14 +118,14 @@ def engine(home: Path) -> Iterator[Engine]:
 
 @contextmanager
 def _own(home: Path) -> Iterator[Engine]:
-    """An engine with its own files, in its own network."""
+    """A new engine with its files in `home`, in a network namespace."""
     before, address = firewall(), f"unix://{home}/docker.sock"
     command = [*_OWN_NETWORK, "dockerd", "--host", address, "--pidfile", f"{home}/docker.pid"]
     command += ["--data-root", f"{home}/data", "--exec-root", f"{home}/exec", "--cgroup-parent", f"/{home.name}"]
     _weigh(home.name)
     environment = {name: value for name, value in os.environ.items() if name not in ("DOCKER_HOST", "DOCKER_CONTEXT")}
     with (home / "dockerd.log").open("wb") as log:
-        process = subprocess.Popen(  # Ctrl-C is not for it: it is ended last
+        process = subprocess.Popen(  # a session of its own, because Ctrl-C must not end it before the containers
             command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
         )
     try:
@@ -144,8 +145,8 @@ def _own(home: Path) -> Iterator[Engine]:
 
 
 def _weigh(group: str) -> None:
-    """Make the control group of all containers as heavy as they are."""
-    second = (_GROUPS / "cgroup.controllers").exists()  # of control groups' two versions
+    """Set the processor share of the control group of all containers."""
+    second = (_GROUPS / "cgroup.controllers").exists()  # version 2 of control groups
     file, usual = (_GROUPS / group / "cpu.weight", 100) if second else (_GROUPS / "cpu" / group / "cpu.shares", 1024)
     with suppress(OSError):
         file.parent.mkdir()
@@ -158,7 +159,7 @@ def _last_line(home: Path) -> str:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End an engine and all that it started."""
+    """End an engine and its child processes."""
     children: list[psutil.Process] = []
     with suppress(psutil.Error):
         children = psutil.Process(process.pid).children(recursive=True)
@@ -174,14 +175,14 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _unmount(home: Path) -> None:
-    """What an engine that was killed leaves mounted."""
+    """Unmount what a killed engine leaves mounted."""
     mounted = [line.split()[1] for line in Path("/proc/self/mounts").read_text().splitlines()]
     for place in sorted((each for each in mounted if each.startswith(f"{home}/")), reverse=True):
         subprocess.run(["umount", "--lazy", place], check=False, timeout=10, capture_output=True)
 
 
 def firewall() -> list[str]:
-    """What an engine changes in the network that it runs in: policies, its rules and bridges, settings; as lines."""
+    """The firewall policies, Docker's rules and bridges, and the network settings, as sorted lines."""
     found = []
     for table in ("filter", "nat"):
         listed = subprocess.run(["iptables", "-t", table, "-S"], capture_output=True, text=True, timeout=10, check=True)

@@ -1,4 +1,4 @@
-"""The image under test: its base, the wheels that it is made from, its build, and what may not be in it."""
+"""The image under test: its base, its wheels, its build, and the checks of its content."""
 
 from __future__ import annotations
 
@@ -26,20 +26,22 @@ _LOOK = (
     "env | grep -E '^(PIP_|.*_CERT|.*PROXY)'; find /opt /root /home /state /tmp /var -name '*.whl' 2>/dev/null; "
     "python3 -m pip --version 2>/dev/null; exit 0"
 )
-"""Prints what an image should not hold."""
+"""A shell command that prints what the image should not hold."""
 
 
 def base(engine: Engine, given: str, home: Path) -> str:
-    """The base to build on: the given one, the usual one, or one made of Debian's packages where that is not to be had.
+    """The base image: the given one, the usual one, or one made from Debian's packages if that is not available.
 
     Raises:
-        NotHere: none is to be had.
+        NotHere: no base image is available.
     """
     if given:
         if _has(engine, given) or _pulled(engine, given):
             return given
         raise NotHere(f"BASE {given} is neither here nor can it be pulled")
-    if _has(engine, _USUAL_BASE) or (not engine.own and _pulled(engine, _USUAL_BASE)):  # ours reaches no registry
+    if _has(engine, _USUAL_BASE) or (
+        not engine.own and _pulled(engine, _USUAL_BASE)
+    ):  # an engine of the test cannot reach a registry
         return _USUAL_BASE
     if not _has(engine, _OWN_BASE):
         _debootstrap(engine, home / "base")
@@ -75,8 +77,10 @@ def _debootstrap(engine: Engine, root: Path) -> None:
 
 
 def pip_arguments(engine: Engine, base: str, given: str | None, context: Path) -> str | None:
-    """What pip is given in the build: what was asked for; or only wheels, which are put into the context now, if this
-    Python is that of the base; else None, the Dockerfile's own."""
+    """The arguments of pip in the build: the given ones, or those for wheels that are now put into the context.
+
+    None, which means the Dockerfile's own arguments, if this Python's version differs from that of the base.
+    """
     if given is not None:
         return given
     version = "import sys; print(*sys.version_info[:2])"
@@ -94,7 +98,7 @@ def pip_arguments(engine: Engine, base: str, given: str | None, context: Path) -
 
 
 def context(place: Path) -> Path:
-    """A copy of what an image is built from, so that nothing is written into the repository."""
+    """Copy the build context, so that nothing is written into the repository."""
     place.mkdir()
     for name in _SOURCES:
         source, target = REPOSITORY / name, place / name
@@ -106,7 +110,11 @@ def context(place: Path) -> Path:
 
 
 def build(engine: Engine, tag: str, base: str, pip_arguments: str | None, place: Path) -> float:
-    """Build the image; returns the seconds that it took. Raises SubprocessError."""
+    """Build the image; returns the seconds that it took.
+
+    Raises:
+        SubprocessError: the build failed.
+    """
     arguments = {"BASE": base} | ({} if pip_arguments is None else {"PIP_ARGS": pip_arguments})
     given = [f"--build-arg={name}={value}" for name, value in arguments.items()]
     began = time.monotonic()
@@ -121,7 +129,7 @@ def size_bytes(engine: Engine, tag: str) -> int:
 
 
 def faults(engine: Engine, tag: str) -> Iterator[str]:
-    """What is wrong with the image, in words."""
+    """The defects of the image, in words."""
     if (size := size_bytes(engine, tag)) > MOST_BYTES:
         yield f"it takes {size / 1e9:.2f} GB, more than {MOST_BYTES / 1e9:.2f}"
     config = json.loads(engine.run("image", "inspect", "--format", "{{json .Config}}", tag))

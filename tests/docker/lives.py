@@ -1,4 +1,4 @@
-"""Who lives in a container: peers, the spells that containers run for, and how to see from outside which peer it is."""
+"""Peers and the runs of their containers, and how to see from outside which peer a container holds."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _HELD = re.compile(r"/state/starling/(peer-\d+)(/|$)")
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """An identity: a directory in a volume, whichever container holds it."""
+    """A peer: a state directory in a volume, whichever container holds it."""
 
     name: str
     id: str
@@ -31,18 +31,19 @@ class Peer:
 
     @property
     def incarnation(self) -> int:
-        """How often it was started."""
+        """The number of starts of the peer."""
         return int((self.directory / "incarnation").read_text())
 
 
 @dataclass(slots=True)
 class Spell:
-    """A container from a start to its end.
+    """One run of a container, from its start to its end.
 
     Attributes:
-        name: of the peer that it was; empty as long as that is not known.
-        expected: the exit code that it should end with; minus a signal.
-        ended, code: None while it runs.
+        name: name of its peer; empty while that is unknown.
+        expected: the exit code with which it should end, or minus a signal.
+        ended: wall time of its end; None while it runs.
+        code: its exit code, or minus a signal, once it has ended.
     """
 
     container: str
@@ -61,7 +62,7 @@ def bytes_of(text: str) -> float:
 
 
 def directories(pid: int) -> Iterator[str]:
-    """Names of state directories that the peer under this first process holds: it has its own open while it lives."""
+    """Names of the state directories that the child processes of a container's first process have open."""
     for process in psutil.Process(pid).children():
         for descriptor in Path(f"/proc/{process.pid}/fd").iterdir():
             with suppress(OSError):

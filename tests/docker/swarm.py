@@ -1,7 +1,7 @@
-"""The swarm of docker/compose.yaml as seen from the machine that it runs on: containers, their lives, their journals.
+"""The compose swarm as seen from its machine: containers, their runs and the reports of their peers.
 
-A container is not a peer: which of the directories in the common volume a container holds may change with every start.
-What lives here is therefore named by its directory: `founder`, `peer-1`, `peer-2` …
+A container is not a peer: the state directory that a container takes in the common volume may change with every start.
+Peers are therefore named by their directories: `founder`, `peer-1`, `peer-2` …
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ class Swarm:
     """One compose project. Nothing of it is left after `remove`.
 
     Attributes:
-        spells: all lives of all its containers so far, oldest first.
-        logs: peer -> what containers that were removed had written.
-        health: (container, when its check began) -> the exit code of the check.
+        spells: all runs of all its containers so far, oldest first.
+        logs: peer -> the logs of removed containers.
+        health: (container, start of its check) -> the exit code of the check.
     """
 
     engine: Engine
@@ -65,7 +65,7 @@ class Swarm:
         )
 
     def up(self, peers: int) -> float:
-        """Start the founder and so many peers, or more, or as many as there were; returns the wall time before."""
+        """Start the founder and `peers` other peers, as far as they do not run; returns the wall time before."""
         if not self._watch:
             filters = ("type=container", "event=start", "event=die", f"label=com.docker.compose.project={self.project}")
             self._watch = self.engine.events(self.home / "events.jsonl", *filters)
@@ -75,11 +75,11 @@ class Swarm:
         return began
 
     def down(self) -> None:
-        """Remove the containers, whose logs go with them, and the network; the volumes stay."""
+        """Remove the containers with their logs, and the network; the volumes stay."""
         self.compose("down", "--timeout", str(GRACE_SECONDS), seconds=STOP_SECONDS)
 
     def remove(self) -> None:
-        """Remove whatever there is of it."""
+        """Remove containers, network and volumes."""
         with suppress(OSError, subprocess.SubprocessError):
             self.keep_logs()
         try:
@@ -92,7 +92,7 @@ class Swarm:
     # -- containers ---------------------------------------------------------------------------------------------------
 
     def container(self, name: str) -> str:
-        """The id of the container that this peer was last seen in."""
+        """The id of the last known container of a peer."""
         return next(spell.container for spell in reversed(self.spells) if spell.name == name)
 
     def inspect(self, container: str) -> dict[str, Any]:
@@ -104,7 +104,7 @@ class Swarm:
         return int(self.inspect(self.container(name))["State"]["Pid"])
 
     def process(self, name: str, command: str) -> psutil.Process:
-        """The process in a peer's container whose command line holds these words, and whose parent's does not."""
+        """The first process in a peer's container whose command line contains `command`."""
         for each in psutil.Process(self.pid(name)).children(recursive=True):
             with suppress(psutil.Error):
                 if command in " ".join(each.cmdline()):
@@ -112,19 +112,19 @@ class Swarm:
         raise AssertionError(f"{name} has no process {command!r} now")
 
     def die(self, name: str, pid: int) -> float:
-        """Send SIGKILL to a process, with which the peer's container ends; returns the wall time."""
+        """Send SIGKILL to a process whose death ends the peer's container; returns the wall time."""
         self.expect([name], -signal.SIGKILL)
         os.kill(pid, signal.SIGKILL)
         return time.time()
 
     def expect(self, names: Collection[str], code: int) -> None:
-        """That the containers of these peers end now, and how."""
+        """Set the expected exit code of the running containers of these peers."""
         for spell in self.running:
             if spell.name in names:
                 spell.expected = code
 
     def stop(self, *names: str) -> float:
-        """Stop peers as people do, side by side; returns the seconds that it took."""
+        """Stop peers at once by `docker stop`; returns the seconds that it took."""
         began = time.monotonic()
         containers = [self.container(name) for name in names]
         self.engine.run("stop", "--time", str(GRACE_SECONDS), *containers, seconds=STOP_SECONDS)
@@ -139,7 +139,7 @@ class Swarm:
         return began
 
     def privileges(self) -> list[str]:
-        """Those that a container has and should not have, in words."""
+        """Privileges that a container has and should not have, in words."""
         found = []
         for spell in self.running:
             state = self.inspect(spell.container)
@@ -153,7 +153,7 @@ class Swarm:
                 found.append(f"{spell.name} is root, or may become it")
         return found
 
-    # -- lives --------------------------------------------------------------------------------------------------------
+    # -- runs of containers -------------------------------------------------------------------------------------------
 
     @property
     def running(self) -> list[Spell]:
@@ -162,7 +162,7 @@ class Swarm:
 
     @property
     def names(self) -> list[str]:
-        """Of the peers that run, the founder first."""
+        """Names of the running peers, the founder first."""
         return sorted(spell.name for spell in self.running if spell.name)
 
     @property
@@ -170,7 +170,7 @@ class Swarm:
         return [self.peer(name) for name in self.names]
 
     def identify(self, count: int) -> None:
-        """Wait until so many containers run, and it is known which peer each of them is."""
+        """Wait until `count` containers run and the peer of each is known."""
 
         def known() -> bool:
             running = self.running
@@ -181,7 +181,7 @@ class Swarm:
         wait(f"{count} peers hold their directories", known, IDENTITY_SECONDS, POLL_SECONDS)
 
     def peer(self, name: str) -> Peer:
-        """One that has been seen."""
+        """The peer of this name, which has been identified."""
         if name not in self._peers:
             path = self._directory(name)
             key = (path / "identity.key").read_bytes()[-_KEY_BYTES:]  # the public half
@@ -189,11 +189,11 @@ class Swarm:
         return self._peers[name]
 
     def everybody(self) -> dict[str, Peer]:
-        """All peers that were ever seen."""
+        """All peers that were ever identified, by name."""
         return {name: self.peer(name) for name in sorted({spell.name for spell in self.spells if spell.name})}
 
     def lives(self) -> dict[str, list[Life]]:
-        """Of each peer, those that have ended."""
+        """Peer -> its ended runs."""
         found: dict[str, list[Life]] = {}
         for spell in self.spells:
             if spell.ended is not None and spell.name:
@@ -218,7 +218,7 @@ class Swarm:
                     spell.ended, spell.code = moment, 128 - code if code > 128 else code
 
     def _held(self, spell: Spell) -> str:
-        """The name of the peer whose directory a container holds; empty: none yet, or it is gone."""
+        """The name of the peer whose directory a container holds; empty if it holds none, or has ended."""
         with suppress(OSError, subprocess.SubprocessError, psutil.Error):
             state = self.inspect(spell.container)
             founder = state["Config"]["Labels"]["com.docker.compose.service"] == FOUNDER
@@ -238,10 +238,10 @@ class Swarm:
             self._volumes[name] = Path(said.strip())
         return self._volumes[name]
 
-    # -- what they say ------------------------------------------------------------------------------------------------
+    # -- logs, health, memory -----------------------------------------------------------------------------------------
 
     def keep_logs(self) -> None:
-        """Note what the containers have written, before they are removed."""
+        """Save the logs of all containers, before they are removed."""
         latest = {spell.container: spell.name for spell in self.spells}
         listed = self.engine.run("ps", "--all", "--quiet", "--no-trunc", f"--filter=label={self._label}").split()
         for container in listed:
@@ -256,7 +256,7 @@ class Swarm:
         return f"com.docker.compose.project={self.project}"
 
     def look_at_health(self) -> dict[str, str]:
-        """The state of each peer's health, `healthy` if all is well; its last checks are noted."""
+        """Peer -> its health status, such as `healthy`; also notes its last checks in `health`."""
         found = {}
         for spell in self.running:
             health = self.inspect(spell.container)["State"].get("Health") or {}
@@ -265,7 +265,7 @@ class Swarm:
         return found
 
     def memory_bytes(self) -> dict[str, float]:
-        """Of each container that runs, as `docker stats` has it."""
+        """Peer -> the memory use of its running container, from `docker stats`."""
         names = {spell.container: spell.name for spell in self.running}
         command = ("stats", "--no-stream", "--no-trunc", "--format", "{{.ID}} {{.MemUsage}}", *names)
         lines = [line.split() for line in self.engine.run(*command, seconds=UP_SECONDS).splitlines()]

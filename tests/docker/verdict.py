@@ -1,4 +1,4 @@
-"""What is to be said of it all: the checker of `tests/faults` over the journals, and the figures."""
+"""The verdict and the figures of the test, by the judge of `tests.faults`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Figures = dict[str, Any]
 def play(
     swarm: Swarm, events: Sequence[Event], struck: Sequence[Struck], calm: tuple[float, float], ended: float
 ) -> Recording:
-    """Everything that happened, as the checker takes it. The swarm has left; its volumes are still there."""
+    """The recording for the judge. The swarm has left, and its volumes still exist."""
     everybody = swarm.everybody()
     last = struck[-1] if struck else Struck("the start", over=calm[1], should=tuple(everybody))
     return Recording(
@@ -28,7 +28,7 @@ def play(
         seed=0,
         protocol="butterfly",
         task="gpt",
-        limits=Limits(RECOVERY_SECONDS, forks=True),  # which ones were right, `forks` tells
+        limits=Limits(RECOVERY_SECONDS, forks=True),  # `forks` checks each one
         calm=calm,
         healed=last.over,
         ended=ended,
@@ -45,7 +45,7 @@ def play(
 
 
 def forks(play: Recording, struck: Sequence[Struck]) -> Iterator[Violation]:
-    """Forks of a peer to which, or to whose roster, nothing was done just then: most of it was there all the time."""
+    """A violation for each fork of a peer that no case affected at that time."""
     windows = [
         (case.began, case.over + case.figures.get("recovery_seconds", RECOVERY_SECONDS), case) for case in struck
     ]
@@ -58,7 +58,7 @@ def forks(play: Recording, struck: Sequence[Struck]) -> Iterator[Violation]:
 
 
 def unnamed(swarm: Swarm) -> Iterator[Violation]:
-    """Containers that ended before they had a directory."""
+    """A violation for each container that ended before it held a directory."""
     for spell in swarm.spells:
         if not spell.name:
             what = f"a container ended with {spell.code} before it held a directory"
@@ -66,7 +66,7 @@ def unnamed(swarm: Swarm) -> Iterator[Violation]:
 
 
 def losses(play: Recording) -> tuple[float, float]:
-    """The first held-out loss that anybody reported, and the last."""
+    """The first and the last reported held-out loss."""
     told = [
         each["held_out_loss"]
         for each in reports(play, ("committed", "alone", "fork"))
@@ -76,7 +76,7 @@ def losses(play: Recording) -> tuple[float, float]:
 
 
 def figures(play: Recording, swarm: Swarm, struck: Sequence[Struck]) -> Figures:
-    """What was measured while it ran, for JSON."""
+    """The figures of the play, for JSON."""
     everything = [report for history in play.histories.values() for report in history]
     first, last = losses(play)
     failed = sum(code != 0 for code in swarm.health.values())
@@ -97,7 +97,7 @@ def figures(play: Recording, swarm: Swarm, struck: Sequence[Struck]) -> Figures:
 
 
 def table(found: Figures) -> list[str]:
-    """As Markdown, for benchmarks/RESULTS.md."""
+    """The figures of the cases as a Markdown table, for benchmarks/RESULTS.md."""
     lines = ["| fault | the others' next round, s | all in one mean again, s | peers | |", "|---|---|---|---|---|"]
     for case in found["cases"]:
         cells = [_number(case.get(f"{what}_seconds")) for what in ("next_round", "recovery")]
@@ -118,7 +118,7 @@ def _number(value: float | None) -> str:
 
 
 def summary(found: Figures) -> str:
-    """In one sentence or two, the figures that are of no case."""
+    """The figures of the whole play in one line."""
     first, last = found["held_out_loss"]
     memory = [value / 2**20 for value in found["memory_bytes"].values()]
     return (

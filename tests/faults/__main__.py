@@ -1,12 +1,12 @@
-"""Real peers under a nemesis: a swarm of `join` processes, trouble from one seed, and what became of it.
+"""Fault tests with real peers: a swarm of `join` processes, faults drawn from a seed, and a verdict.
 
     python -m tests.faults --scenario kill --seed 6
     python -m tests.faults --scenario matrix [--json]
 
-It prints the schedule, a timeline, and one JSON object last; the directory of the play keeps what the peers wrote, and
-a picture. Each peer runs in a network namespace of its own where the machine allows it (Linux, root, iproute2,
-iptables), else on the loopback, where scenarios that need a network are not played.
-Exit code: 0 no violation, 1 violations, 2 not played, or not all.
+It prints the schedule, a timeline and, last, one JSON object. The directory of the play holds what the peers wrote, and
+a picture. Each peer runs in its own network namespace if the machine allows that (Linux, root, iproute2, iptables).
+Otherwise all run on the loopback, and scenarios that need a network are not played.
+Exit code: 0 without violations, 1 with violations, 2 if a scenario was not played.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--protocol", choices=tuple(POINTS), default="butterfly")
     parser.add_argument("--task", choices=TASKS, default="paced", help="paced: peers do not compete for the cores")
     parser.add_argument("--seed", type=lambda text: at_least(0, text), default=0, metavar="S")
-    slow = "a busy machine: wait X times as long for what peers should do; recovery is judged as ever"
+    slow = "for a busy machine: wait X times as long for each step; the recovery limit stays the same"
     parser.add_argument("--patience", type=lambda text: float(at_least(1, text)), default=1.0, metavar="X", help=slow)
     parser.add_argument("--dir", type=Path, default=DIRECTORY, help=f"where plays are kept: {DIRECTORY} if not given")
     parser.add_argument("--json", action="store_true", help="only the JSON object on stdout")

@@ -1,4 +1,4 @@
-"""A play that is kept: played, judged, told and drawn, in a directory of its own."""
+"""One play with its artifacts: played, judged, printed and drawn, in a directory of its own."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DIRECTORY = Path("build/faults")
 
 
 def home_of(plays: Path, name: str, seed: int, stage: Options) -> Path:
-    """Where a play is kept."""
+    """The directory of a play."""
     return plays / "-".join([stage.protocol] * stage.loose + [name, str(seed)])
 
 
@@ -30,7 +30,7 @@ def one(name: str, seed: int, stage: Options, home: Path, say: Callable[[str], N
     """Play and judge one scenario in a directory of its own, which is emptied before; returns the JSON object.
 
     Raises:
-        Unplayable: this machine cannot.
+        Unplayable: this machine does not allow it.
     """
     return kept(name, scenario_of(name, stage.protocol), seed, stage, home, say)[1]
 
@@ -38,7 +38,7 @@ def one(name: str, seed: int, stage: Options, home: Path, say: Callable[[str], N
 def kept(
     name: str, scenario: Scenario, seed: int, stage: Options, home: Path, say: Callable[[str], None]
 ) -> tuple[Recording, dict[str, Any]]:
-    """As `one`, of any scenario; returns what was played, too."""
+    """As `one`, for any scenario; returns the recording, too."""
     shutil.rmtree(home, ignore_errors=True)
     home.mkdir(parents=True)
     played = play(name, scenario, seed, stage, home.absolute(), say)
@@ -55,10 +55,10 @@ def kept(
 
 
 def from_shell(command: Callable[[], int], program: str = PROGRAM) -> int:
-    """Run a command so that nothing is left behind when it is told to stop; returns its exit code."""
+    """Run a command so that a signal ends it only after its clean-up; returns its exit code."""
 
     def stop(number: int, _: object) -> None:
-        signal.signal(number, signal.SIG_IGN)  # cleaning up takes seconds; who asks twice is not answered twice
+        signal.signal(number, signal.SIG_IGN)  # cleaning up takes seconds; a second signal must not interrupt it
         sys.exit(128 + number)
 
     for number in (signal.SIGTERM, signal.SIGHUP):

@@ -1,4 +1,4 @@
-"""How schedules are drawn: of one kind of trouble, from a generator, a seed and the peers' names."""
+"""Functions that draw the schedule of a scenario from a generator, a seed and the peers' names."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from tests.faults.steps import STRUCK, Step
 JOINERS = 8
 
 Draw = Callable[[random.Random, int, Sequence[str]], list[Step]]
-"""(generator, seed, names of the peers, the founder first) -> the schedule."""
+"""(generator, seed, names of the peers with the founder first) -> the schedule."""
 
 
 def moment(rng: random.Random) -> Step:
-    """Some moment of a round."""
+    """Wait for a random moment of a round."""
     return Step("wait", amount=round(rng.uniform(0, 1.5), 2))
 
 
@@ -24,7 +24,7 @@ def trap(rng: random.Random, point: str, names: Sequence[str]) -> Step:
 
 
 def kill(points: Sequence[str]) -> Draw:
-    """At one of these points."""
+    """Kill a peer at one of these points."""
 
     def draw(rng: random.Random, seed: int, names: Sequence[str]) -> list[Step]:
         return [trap(rng, points[seed % len(points)], names)]
@@ -59,7 +59,7 @@ def bootstrap(rng: random.Random, seed: int, names: Sequence[str]) -> list[Step]
 
 
 def many(but: int) -> Draw:
-    """Kill so many at once; all but so many, if negative."""
+    """Kill `but` peers at once; all but `-but`, if it is negative."""
 
     def draw(rng: random.Random, seed: int, names: Sequence[str]) -> list[Step]:
         return [moment(rng), Step("kill", tuple(rng.sample(names, but % len(names))), role="peer")]
@@ -124,7 +124,7 @@ def new_address(rng: random.Random, seed: int, names: Sequence[str]) -> list[Ste
 
 
 def lasting(act: str, amount: float, everybody: bool = False, seconds: float = 10) -> Draw:
-    """Something that lasts for a while."""
+    """A fault that lasts for `seconds`."""
 
     def draw(rng: random.Random, seed: int, names: Sequence[str]) -> list[Step]:
         whom = () if everybody else (rng.choice(names),)
@@ -133,11 +133,11 @@ def lasting(act: str, amount: float, everybody: bool = False, seconds: float = 1
     return draw
 
 
-# -- several at once --------------------------------------------------------------------------------------------------
+# -- several faults at once -------------------------------------------------------------------------------------------
 
 
 def _strikes(rng: random.Random, whom: tuple[str, ...]) -> tuple[list[Step], list[Step]]:
-    """Something that strikes one, and what brings it back afterwards."""
+    """A momentary fault of one peer, and the steps that bring the peer back afterwards."""
     kind = rng.choice(("peer", "worker", "p2pd", "stop"))
     if kind == "stop":
         stopped = [Step("stop", whom, role="all"), Step("wait", amount=4), Step("wake", whom, role="all")]
@@ -146,7 +146,7 @@ def _strikes(rng: random.Random, whom: tuple[str, ...]) -> tuple[list[Step], lis
 
 
 def overlap(rng: random.Random, seed: int, names: Sequence[str]) -> list[Step]:
-    """One thing lasts while another strikes."""
+    """A lasting fault, and a momentary one meanwhile."""
     first, second = rng.sample(names, 2)
     lasting = rng.choice(
         (
@@ -168,19 +168,19 @@ def overlap(rng: random.Random, seed: int, names: Sequence[str]) -> list[Step]:
 
 
 def memory(rng: random.Random, seed: int, names: Sequence[str]) -> list[Step]:
-    """The kernel kills a worker."""
+    """Memory runs out once: the kernel kills a worker."""
     return [moment(rng), Step("squeeze", (rng.choice(names),)), Step("heal")]
 
 
 def memory_gone(rng: random.Random, seed: int, names: Sequence[str]) -> list[Step]:
-    """The kernel kills one worker after the other."""
+    """Memory has no room for a worker: the kernel kills one after the other."""
     victim = (rng.choice(names),)
     steps = [moment(rng), Step("confine", victim), Step("resigned", victim), Step("settle")]
     return [*steps, Step("heal"), Step("restart", victim)]
 
 
 def disk_checkpoint(rng: random.Random, seed: int, names: Sequence[str]) -> list[Step]:
-    """Its disk fills up while a checkpoint is being written; every other time it is killed then."""
+    """A disk fills up while a checkpoint is written; with odd seeds the peer is killed then."""
     victim = (rng.choice(names),)
     steps = [moment(rng), Step("choke", victim), Step("wait", amount=10)]
     if seed % 2:
@@ -189,7 +189,7 @@ def disk_checkpoint(rng: random.Random, seed: int, names: Sequence[str]) -> list
 
 
 def latency(rng: random.Random, seed: int, names: Sequence[str]) -> list[Step]:
-    """Every other time all lines are slow to answer, else those of one peer."""
+    """Latency on all lines, or with odd seeds on those of one peer."""
     whom = (rng.choice(names),) if seed % 2 else ()
     seconds = rng.choice((0.05, 0.1, 0.2, 0.4))
     return [moment(rng), Step("delay", whom, seconds), Step("wait", amount=20), Step("heal")]
@@ -202,7 +202,7 @@ def bit_flips(rng: random.Random, seed: int, names: Sequence[str]) -> list[Step]
 
 
 def liar(lies: Sequence[str]) -> Draw:
-    """One tells one of these lies for ten seconds."""
+    """One peer tells one of these lies for ten seconds."""
 
     def draw(rng: random.Random, seed: int, names: Sequence[str]) -> list[Step]:
         whom, lie = (rng.choice(names),), lies[seed % len(lies)]

@@ -1,4 +1,4 @@
-"""What was done to peers and how it went, noted while it happens."""
+"""The log of a play: faults, processes that ended, measures, and steps that failed."""
 
 from __future__ import annotations
 
@@ -15,13 +15,15 @@ DEATH_SECONDS = 3.0
 
 
 class EventLog:
-    """Attributes:
-    events: what was done.
-    measures: name -> seconds, of each time that it was measured.
-    lives: name -> processes that have ended.
-    left: name -> command lines of what was left of it a while after its end.
-    stuck: what could not be done, or was waited for in vain, in words.
-    last: wall time at which the last fault, or the last thing lasting, was over.
+    """Collects what happens during a play.
+
+    Attributes:
+        events: what was done to the peers.
+        measures: name -> the value of each measurement.
+        lives: peer -> its processes that have ended.
+        left: peer -> command lines of processes that outlived it.
+        stuck: steps that failed or timed out, in words.
+        last: wall time of the last event.
     """
 
     def __init__(self, swarm: RealSwarm) -> None:
@@ -35,17 +37,17 @@ class EventLog:
         self._began: dict[str, float] = {}
 
     def tell(self, what: str, whom: Sequence[str], kind: str) -> float:
-        """Note an event; returns its wall time, which is where recovery begins, unless another follows."""
+        """Note an event; returns its wall time. Recovery is measured from the last one."""
         self.events.append(Event(time.time(), what, tuple(whom), kind))
         self.last = self.events[-1].time
         return self.last
 
     def began(self, name: str) -> None:
-        """A process of that peer was started."""
+        """Note that a process of the peer was started."""
         self._began[name] = time.time()
 
     def over(self, name: str, expected: int, seconds: float) -> None:
-        """A peer's process ends, within so many seconds, and takes its children along; one that does not is killed."""
+        """Wait for the end of a peer's process and of its children; after `seconds`, kill them and note that."""
         peer = self._swarm[name]
         try:
             peer.ends(seconds)
@@ -62,24 +64,24 @@ class EventLog:
             peer.clear()
 
     def ended(self, name: str, expected: int) -> None:
-        """A peer's process has ended."""
+        """Note that a peer's process has ended."""
         code = self._swarm[name].code
         assert code is not None
         self.lives.setdefault(name, []).append(Life(self._began.pop(name), time.time(), code, expected))
 
     def unseen(self) -> None:
-        """Note whose process has ended without anybody's doing."""
+        """Note the peers whose processes have ended unasked."""
         for name in [name for name in self._began if name in self._swarm.peers]:
             if not self._swarm[name].running:
                 self.stuck.append(f"{name} ended, and nobody had asked it to")
                 self.ended(name, 0)
 
     def running(self, but: Sequence[str] = ()) -> list[RealPeer]:
-        """Who runs, without these."""
+        """The running peers, except those named in `but`."""
         return [peer for peer in self._swarm.running if peer.name not in but]
 
     def measure(self, what: str, value: float) -> None:
-        """Note what something came to."""
+        """Note the value of a measurement."""
         self.measures.setdefault(what, []).append(value)
 
 

@@ -1,4 +1,4 @@
-"""How much of what a swarm could have brought has counted, in spite of what was done to it, and how many took part."""
+"""Goodput and participation of a play by a protocol that votes on its rounds."""
 
 from __future__ import annotations
 
@@ -14,21 +14,25 @@ MEANS = ("committed", "alone", "fork")
 
 
 def goodput(play: Recording) -> float:
-    """How much of what the living could have brought has counted; 1 is as in the calm. nan if that rate is unknown.
+    """The share of the possible tokens that counted; 1 is the calm's rate. nan if that rate is unknown.
 
         tokens counted from the last mean of the calm to `ended`
         ─────────────────────────────────────────────────────────────────────────
         the calm's tokens per second of a peer × seconds that peers were up since
 
-    A contribution counts once, when anybody first reports its mean, with its weight as its own peer reports it, by the
-    share of its chunks that the mean holds. What is on a branch that was given up does not count; nor does what its
-    peer did not report, because it died, or caught up with that round: at most one contribution each time.
+    A contribution counts once, when a peer first reports its mean. It counts with the weight that its own peer
+    reports, times the share of its chunks that the mean holds. Contributions on abandoned branches do not count.
+    Neither do those that their peers did not report, because they died or caught up with that round: at most one each
+    time.
 
-    The rate is that between the calm's first mean and its last: from round to round, so that no round is cut in two.
-    At the other end one may be: what was under way at `ended` is not in it. A peer is up from its start to its end,
-    its imports and its way into the run included: that is part of the price of a restart.
+    The rate is measured from the calm's first mean to its last, so that no round is cut in two. The round under way at
+    `ended` does not count. A peer is up from the start of its process to its end: imports and joining are
+    part of the cost of a restart.
     """
-    counted, ever = _counted(play), _counted(play, given_up=True)  # the rate is what it was, whatever became of it
+    counted, ever = (
+        _counted(play),
+        _counted(play, given_up=True),
+    )  # the rate includes branches that were abandoned later
     calm = [time for time, _ in ever if play.calm[0] <= time <= play.calm[1]]
     if not calm:
         return math.nan
@@ -42,10 +46,10 @@ def goodput(play: Recording) -> float:
 
 
 def participation(play: Recording) -> float:
-    """Contributors of a round over peers that were up when it was decided; the mean of all rounds since the calm began.
+    """Contributors of a round over peers that were up at its decision, averaged over the rounds since the calm began.
 
-    A round that was skipped has none. One that was decided on two branches counts on both. Who is in a mean with no
-    weight, or of whom no chunk was counted, is no contributor. nan if there was no round.
+    A skipped round has no contributors. A round decided on two branches counts on both. A member without weight, or
+    without a counted chunk, is no contributor. nan if there was no round.
     """
     told = [report for report in reports(play, DECIDED) if play.calm[0] <= report["time"] <= play.ended]
     weightless = {(report["peer"], report["lineage"]) for report in told if report["weight"] == 0}
@@ -63,8 +67,7 @@ def _up(play: Recording, time: float) -> int:
 
 
 def _counted(play: Recording, given_up: bool = False) -> list[tuple[float, float]]:
-    """Times and tokens of contributions to the means of the branch on which it ended, oldest first; with those of
-    others, if what was given up is asked for, too."""
+    """(time, tokens) of contributions to means of the final branch, or with `given_up` of all, oldest first."""
     tree, times = Tree(reports(play, DECIDED)), first_told(play, MEANS)
     ends = [history[-1]["lineage"] for name in play.should if (history := play.histories.get(name))]
     end = max(ends, key=lambda lineage: tree.rounds.get(lineage, 0), default="")
@@ -77,7 +80,7 @@ def _counted(play: Recording, given_up: bool = False) -> list[tuple[float, float
 
 
 def _tokens(report: Report) -> float:
-    """Of the reporting peer's own work, as far as the mean holds it; what it trained, if it did not know its weight."""
+    """The reporter's tokens that the mean holds; its trained tokens stand for an unknown weight."""
     _, chunks_counted, chunks = report["contributions"].get(report["peer"], ("", 0, 0))
     weight = report["weight"]
     tokens = weight if weight is not None and math.isfinite(weight) else report["tokens"]
@@ -90,11 +93,11 @@ def _peer_seconds(play: Recording, since: float, until: float) -> float:
 
 
 def reports(play: Recording, outcomes: Sequence[str]) -> list[Report]:
-    """Of all peers, oldest first."""
+    """The reports of all peers with one of these outcomes, oldest first."""
     found = (report for history in play.histories.values() for report in history if report["outcome"] in outcomes)
     return sorted(found, key=lambda report: report["time"])
 
 
 def first_told(play: Recording, outcomes: Sequence[str]) -> dict[str, float]:
-    """When somebody first reported each lineage that was decided so."""
+    """Lineage with one of these outcomes -> when it was first reported."""
     return {report["lineage"]: report["time"] for report in reversed(reports(play, outcomes))}

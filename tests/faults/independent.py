@@ -1,9 +1,9 @@
-"""A play of peers that share no anchor, judged: each has a state of its own, and exchanges bring these near.
+"""Judges a play of an independent protocol, in which each peer owns its state and exchanges bring the states together.
 
-What there is no vote on cannot fork; it can drift. So the spread at the end is judged. Where the task trains, it is at
-most what the run bears. Paced peers walk at random, each by itself, round a mean of 0: n that never mix come to a
-spread of √(n − 1), so those who mix must stay well below that. It is a coarse limit: four that mix go up and down
-between .2 and 1.0 of 1.7. Whether they mix at all is judged by recovery.
+Without votes there are no forks, but states can drift apart. So the spread at the end is judged. For a task that
+trains, the limit is the run's spread limit. Paced peers walk at random around 0: n peers that never mix reach a spread
+of √(n − 1), and peers that mix must stay well below it. The limit is coarse, as the spread of four mixing peers varies
+between 0.2 and 1.0 of 1.7. The recovery shows whether the peers mix at all.
 """
 
 from __future__ import annotations
@@ -17,32 +17,32 @@ from tests.support.checkers import Report, Violation, lives
 from tests.support.independent_checkers import check, mixed
 
 APART = 0.75
-"""Of the spread of walks that never meet."""
+"""The spread limit of paced peers, as a share of the spread of peers that never mix."""
 LAST_REPORTS = 3
 
 
 def broken(play: Recording) -> list[Violation]:
-    """Every violation of what such a protocol promises."""
+    """Every violation of what an independent protocol guarantees."""
     return [*check(play.histories, play.protocol), *_apart(play)]
 
 
 def recovery_seconds(play: Recording) -> float:
-    """From the end of the faults until all who should had mixed, in rounds that began after it; nan: they have not."""
+    """Seconds from the end of the faults until all expected peers have mixed, in later rounds; nan if they have not."""
     reports = (report for name in play.should for report in play.histories.get(name, ()))
     found = mixed(reports, [play.ids.get(name, "") for name in play.should], play.healed)
     return found["time"] - play.healed if found else math.nan
 
 
 def goodput(play: Recording) -> float:
-    """How much of what the living could have brought has counted; 1 is as in the calm. nan if that rate is unknown.
+    """The share of the possible tokens that counted; 1 is the calm's rate. nan if that rate is unknown.
 
         tokens that counted, from each peer's last round of the calm to `ended`
         ───────────────────────────────────────────────────────────────────────
         the calm's tokens per second of a peer × seconds that peers were up since
 
-    What a peer trains is in its own state, and counts when it commits: when that state is mixed. Rounds that were
-    skipped wait for the next that is not; what is in a state that dies, or is left for another's, does not count.
-    The calm's rate is that from each peer's first round of it to its last.
+    Tokens count when their peer next commits a round, that is, mixes its state. The tokens of skipped rounds count
+    with the next committed one. Those in a state that is lost or replaced do not count. The calm's rate is measured
+    from each peer's first round in the calm to its last.
     """
     usual = calm_seconds = brought = seconds = 0.0
     for name in play.ids:
@@ -59,7 +59,7 @@ def goodput(play: Recording) -> float:
 
 
 def participation(play: Recording) -> float:
-    """The share of all peers' own rounds since the calm began in which they mixed; nan if there was none."""
+    """The share of the peers' rounds since the calm began in which they mixed; nan without rounds."""
     told = [
         report["outcome"] == "committed"
         for history in play.histories.values()
@@ -70,7 +70,7 @@ def participation(play: Recording) -> float:
 
 
 def _counted(history: Sequence[Report]) -> Iterator[tuple[float, float]]:
-    """When how many of a peer's own tokens counted."""
+    """(time, tokens) of each time at which tokens of a peer counted."""
     for life in lives(history):
         waiting = 0.0
         for report in life:
@@ -85,7 +85,7 @@ def _overlap(life: Life, since: float, until: float) -> float:
 
 
 def measures(play: Recording) -> dict[str, list[float]]:
-    """How far apart they were, and what may have moved one end of an exchange alone."""
+    """The spread in the calm and at the end, and the number of half exchanges."""
     reports = [report for history in play.histories.values() for report in history]
     return {
         "spread_in_the_calm": _spreads(play, *play.calm),
@@ -95,15 +95,15 @@ def measures(play: Recording) -> dict[str, list[float]]:
 
 
 def _spreads(play: Recording, since: float, until: float) -> list[float]:
-    """Of each peer, the median of what it reported last in that time."""
+    """The median of each peer's last reported spreads in that time."""
     told = ([each["spread"] for each in last] for last in _last(play, since, until))
     return [median(each) for each in told if each]
 
 
 def _last_spreads(play: Recording) -> list[float]:
-    """The same at the end; each compares itself with what others told last, so that all hold the same is known better.
+    """The same at the end; 0 for all peers if their last reports share a hash of parameters.
 
-    That they are apart by nothing is seen from a hash of parameters that all who should had among their last.
+    The hash is more exact, as reported spreads compare with the others' earlier sketches.
     """
     ends = _spreads(play, play.healed, play.ended)
     held = [{each["params_hash"] for each in last} for last in _last(play, play.healed, play.ended) if last]
@@ -112,7 +112,7 @@ def _last_spreads(play: Recording) -> list[float]:
 
 
 def _last(play: Recording, since: float, until: float) -> list[list[Report]]:
-    """Of each peer, the last reports of that time that tell a spread, oldest first."""
+    """Each peer's last reports of that time with a known spread, oldest first."""
     histories = [play.histories.get(name, ()) for name in play.ids]
     return [
         [each for each in told if since < each["time"] <= until and _known(each)][-LAST_REPORTS:] for told in histories
@@ -124,7 +124,7 @@ def _known(report: Report) -> bool:
 
 
 def _apart(play: Recording) -> Iterator[Violation]:
-    """At the end, peers are as near to each other as they should be."""
+    """A violation if the spread at the end is above the limit, or unknown."""
     ends = _last_spreads(play)
     if play.task == "paced":
         limit = APART * math.sqrt(max(0, len(play.should) - 1))

@@ -1,7 +1,7 @@
-"""A verdict on what was played: the invariants, that the swarm came back in time, and that nothing is left behind.
+"""The verdict on a play: invariants, recovery in time, and no leftover processes.
 
-Judged from what was written down alone, so that a play that was kept can be judged again. A violation fails a play; an
-aim that was missed is told, and fails nothing.
+It is made from the recording alone, so that a stored play can be judged again. A violation fails a play; a missed aim
+is reported, and does not fail it.
 """
 
 from __future__ import annotations
@@ -23,32 +23,32 @@ from tests.faults.recording import Recording
 from tests.support.checkers import DECIDED, Violation, began, check, one_branch
 
 NO_ROUND = -1
-"""The round of a violation that belongs to none."""
+"""The round of a violation that belongs to no round."""
 LEVEL_REPORTS = 3
 QUOTED_CHARACTERS = 160
 _ALARMS = re.compile(
     r'Traceback|never retrieved|Task was destroyed|was never awaited|Fatal Python error|"level": "(error|critical)"'
-    r"|(worker|p2pd) \d+ ended \((?!killed by signal 9;)"  # by SIGKILL a nemesis ends them, or a lack of memory does
+    r"|(worker|p2pd) \d+ ended \((?!killed by signal 9;)"  # SIGKILL is the harness, or a lack of memory
 )
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What is to be said of a play.
+    """The verdict on a play.
 
     Attributes:
         verdict: `pass` or `fail`; it fails with any violation.
         violations: each with `invariant`, `peer` (its name), `round` (-1: of none) and `detail`.
-        rounds_committed: lineages, on whatever branch, that somebody first reported as committed, alone or fork after
-            the calm began; rounds_skipped: as skipped.
-        goodput: tokens that counted after the calm, over those that the peers that were up would have brought at the
-            calm's rate: see `goodput`. nan if the calm is too short to know its rate.
-        participation: contributors of a round over peers that were up, the mean of all rounds since the calm began; by
-            protocols without a shared anchor the share of rounds in which a peer mixed. nan without a round.
-        recovery_seconds: from the end of the faults until the last of those who should had reported the first round
-            that holds them all; nan if there was none.
+        rounds_committed: lineages on any branch that were first reported as committed, alone or fork after the calm
+            began; rounds_skipped: as skipped.
+        goodput: tokens that counted after the calm, as a share of those that the peers that were up would have
+            contributed at the calm's rate (`tests.faults.goodput`). nan if the calm is too short to have a rate.
+        participation: contributors of a round over peers that were up, averaged over the rounds since the calm began;
+            for protocols without a shared anchor the share of rounds in which a peer mixed. nan without rounds.
+        recovery_seconds: from the end of the faults until the last expected peer reported the first round with all of
+            them; nan if there was none.
         measures: name -> `median`, `worst` (the highest) and `trials`.
-        missed: measure -> its worst value and the aim. An aim at what was never measured, or ended nowhere, is missed.
+        missed: measure -> its worst value and the aim. An aim at a measure without a finite value is missed.
     """
 
     scenario: str
@@ -64,21 +64,21 @@ class Verdict:
     missed: dict[str, list[float]]
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON: what is not a finite number is None."""
+        """The verdict for JSON, with None for numbers that are not finite."""
         found: dict[str, Any] = json.loads(json.dumps(asdict(self)), parse_constant=lambda _: None)
         return found
 
 
 @dataclass(frozen=True, slots=True)
 class Promise:
-    """What a protocol promises, and what is therefore asked of a play.
+    """How plays of a kind of protocol are judged.
 
     Attributes:
-        broken: the violations in the histories.
-        recovery_seconds: from the end of the faults until all who should were together again; nan: they were not.
-        back, together: what they have done then, and what they have done it in, in words.
+        broken: returns the violations in the histories.
+        recovery_seconds: from the end of the faults until all expected peers average together again; nan: never.
+        back, together: how the printed texts name that recovery, and the round in which it ends.
         goodput, participation: see `tests.faults.goodput`.
-        measures: what histories say of themselves: name -> values.
+        measures: returns measures taken from the histories: name -> values.
     """
 
     broken: Callable[[Recording], Sequence[Violation]]
@@ -91,7 +91,11 @@ class Promise:
 
 
 def judge(play: Recording) -> Verdict:
-    """The verdict on a play. Raises KeyError for a history that holds something else than round reports."""
+    """The verdict on a play.
+
+    Raises:
+        KeyError: a history holds something other than round reports.
+    """
     promise = promise_of(play)
     recovery = promise.recovery_seconds(play)
     measures = {name: _summary(values) for name, values in {**play.measures, **promise.measures(play)}.items()}
@@ -102,7 +106,7 @@ def judge(play: Recording) -> Verdict:
     )
     ends = {name: worst.get(name, math.nan) for name in play.limits.aims}
     found = [*promise.broken(play)]
-    found += [Violation("stuck", "", NO_ROUND, _short(step)) for step in play.stuck]  # it tried something else
+    found += [Violation("stuck", "", NO_ROUND, _short(step)) for step in play.stuck]  # not as scheduled
     found += [
         *_progress(play, recovery),
         *_forks(play),
@@ -127,12 +131,12 @@ def judge(play: Recording) -> Verdict:
 
 
 def name_of(play: Recording, peer: str) -> str:
-    """The name of the peer with this id; the id's end if it is nobody's."""
+    """The name of the peer with this id; the id's end if no peer has it."""
     return next((name for name, each in play.ids.items() if each == peer), f"…{peer[-6:]}")
 
 
 def promise_of(play: Recording) -> Promise:
-    """By whether its peers share an anchor."""
+    """How a play is judged: by whether its peers share an anchor."""
     return _APART if play.protocol in INDEPENDENT_PROTOCOLS else _ONE
 
 
@@ -141,16 +145,16 @@ def _one_story(play: Recording) -> list[Violation]:
 
 
 def _recovery_seconds(play: Recording) -> float:
-    """From the end of the faults until all who should had reported a round that holds them all; nan: they have not.
+    """Seconds from the end of the faults until all expected peers have reported one round with all of them; nan: never.
 
-    The round began after the faults: one that was under way may hold what was brought before. And it holds work of
-    them all: who is only named in its plan, with no weight, is not back.
+    The round must have begun after the faults, as an earlier one may hold contributions from before. Each peer must
+    have a weight in it: a peer that is only named in the plan has not recovered.
     """
     wanted = {play.ids.get(name, "") for name in play.should}
     told = [
         {
             report["lineage"]: report["time"]
-            for report in reversed(play.histories.get(name, ()))  # of several, the first
+            for report in reversed(play.histories.get(name, ()))  # the first report of several counts
             if report["outcome"] in MEANS and wanted <= {*report["peers"]}
             if (report["weight"] or 0) > 0 and began(report) > play.healed
         }
@@ -162,7 +166,7 @@ def _recovery_seconds(play: Recording) -> float:
 
 
 def _skipped(play: Recording) -> dict[str, float]:
-    """Rounds skipped after the calm, and their share of all that were decided since."""
+    """The number of rounds skipped after the calm, and their share of the rounds decided since."""
     skipped, means = (
         sum(time > play.calm[1] for time in first_told(play, outcomes).values()) for outcomes in (("skipped",), MEANS)
     )
@@ -170,7 +174,7 @@ def _skipped(play: Recording) -> dict[str, float]:
 
 
 def _standstill(play: Recording) -> float:
-    """The longest time, after the calm, in which nobody told of a mean."""
+    """The longest time after the calm in which no peer reported a mean."""
     times = [
         play.calm[1],
         *sorted(time for time in first_told(play, MEANS).values() if time > play.calm[1]),
@@ -180,7 +184,7 @@ def _standstill(play: Recording) -> float:
 
 
 def _progress(play: Recording, recovery: float) -> Iterator[Violation]:
-    """Who should commits a round with all the others who should, in time. That nobody should is a mistake."""
+    """A violation if the expected peers do not average together in time, or if no peer is expected to."""
     limit, whom = play.limits.recovery_seconds, ", ".join(play.should) or "nobody"
     if not recovery <= limit:
         together = promise_of(play).together
@@ -189,7 +193,7 @@ def _progress(play: Recording, recovery: float) -> Iterator[Violation]:
 
 
 def _forks(play: Recording) -> Iterator[Violation]:
-    """Nobody leaves most of its roster behind where that was there all the time."""
+    """A violation for each fork, unless the scenario allows forks."""
     if play.limits.forks:
         return
     told: set[str] = set()
@@ -202,16 +206,16 @@ def _forks(play: Recording) -> Iterator[Violation]:
 
 
 def _strangers(play: Recording) -> Iterator[Violation]:
-    """Nobody reports or is counted whom nobody started."""
+    """A violation for each peer in the reports that the harness did not start."""
     known = set(play.ids.values())
     for report in (report for history in play.histories.values() for report in history):
         for peer in sorted({report["peer"], *report["peers"]} - known):
-            known.add(peer)  # told once
+            known.add(peer)  # reported once
             yield Violation("stranger", report["peer"], report["round"], f"{peer} is none of the peers")
 
 
 def _endings(play: Recording) -> Iterator[Violation]:
-    """Each process ends when and as it should, and takes its children along."""
+    """Violations of how processes end: exit code, time, and children that are left."""
     for name in play.ids:
         lives, starts = play.lives.get(name, ()), {report["incarnation"] for report in play.histories.get(name, ())}
         if len(lives) < max(1, len(starts)):
@@ -228,7 +232,7 @@ def _endings(play: Recording) -> Iterator[Violation]:
 
 
 def _alarms(play: Recording) -> Iterator[Violation]:
-    """No peer says that something went wrong in it which nobody thought of; faults from outside are warnings."""
+    """A violation for each peer whose log holds an unexpected error; injected faults cause only warnings."""
     for name, log in play.logs.items():
         lines = log.splitlines()
         found = [index for index, line in enumerate(lines) if _ALARMS.search(line)]
@@ -237,10 +241,10 @@ def _alarms(play: Recording) -> Iterator[Violation]:
 
 
 def _levels(play: Recording) -> Iterator[Violation]:
-    """What a peer that lived through all of it holds at the end is what it held in the calm.
+    """A violation if a peer that ran all the time holds more resources at the end than in the calm.
 
-    Medians, because a report may fall into a transfer. Descriptors and tasks may grow with the number of peers, if more
-    are up at the end than in the calm, and by a few; memory is mostly torch's, and does not grow with them.
+    Medians are compared, because a report may fall into a transfer. Descriptors and tasks may grow with the number of
+    peers and by a few more. Memory is mostly that of PyTorch, and does not depend on the number of peers.
     """
     everybody = [life for lives in play.lives.values() for life in lives]
     up = [sum(life.began <= time <= life.ended for life in everybody) for time in (play.calm[1], play.ended)]
@@ -269,7 +273,7 @@ _APART = Promise(
 
 
 def in_words(code: int) -> str:
-    """An exit code, or the name of the signal that it stands for: SIGKILL."""
+    """An exit code in words, or the name of the signal, such as SIGKILL."""
     try:
         return signal.Signals(-code).name if code < 0 else f"exit code {code}"
     except ValueError:
@@ -283,7 +287,7 @@ def _summary(values: Sequence[float]) -> dict[str, float]:
 
 
 def _named(violation: Violation, play: Recording) -> Violation:
-    """With names for the peers' ids."""
+    """The violation with names in place of peer ids."""
     detail = violation.detail
     for name, peer in play.ids.items():
         detail = detail.replace(peer, name) if peer else detail
@@ -292,7 +296,7 @@ def _named(violation: Violation, play: Recording) -> Violation:
 
 
 def _quoted(lines: Sequence[str]) -> str:
-    """What the first of these lines says; of a traceback, its end says most."""
+    """The message of the first of these lines; for a traceback, its last line."""
     try:
         record = json.loads(lines[0])
         return _short(f"{record['event']} {record.get('exception', '').strip().rpartition(chr(10))[2]}")

@@ -1,12 +1,12 @@
-"""A peer that lies: what its honest code sends is altered on its way out, as in the simulator, while a file says how.
+"""A lying real peer: while a file names a lie, what its honest code sends is changed, as in the simulator.
 
     STARLING_TEST_LIE=FILE python -m tests.faults.liar join …      # else as `python -m node join …`
 
-    nan             each of its chunks begins with a number that is none
-    wrong-mean      the part that it reduces is another for one of the others, sealed and signed as it should be
-    forged-record   with each vote it tells of a record that nobody decided, with a vote that nobody cast
+    nan             each chunk begins with NaN
+    wrong-mean      one of the other members gets another reduced part, correctly sealed and signed
+    forged-record   with each vote it sends a certificate for a record that was not decided, with an invalid vote
 
-While there is no file it is honest.
+Without the file the peer is honest.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from tests.sim.byzantine.contributors import ByzantineContributorStream
 from tests.sim.byzantine.voters import ByzantineVoterStream
 
 VARIABLE = "STARLING_TEST_LIE"
-PERJURIES = {"wrong-mean": "two-parts", "forged-record": "forged-certificate"}
+VOTERS_LIES = {"wrong-mean": "two-parts", "forged-record": "forged-certificate"}
 
 
 class FirstAsked(Container[PeerId]):
-    """Holds whoever was asked for first."""
+    """Contains only the first peer that is looked up."""
 
     def __init__(self) -> None:
         self._first: object = None
@@ -40,7 +40,7 @@ class FirstAsked(Container[PeerId]):
 
 
 class LyingTransport:
-    """A transport whose streams tell the lie of the moment at which they were opened; else the same."""
+    """A transport whose streams tell the lie that the file named when they were opened."""
 
     def __init__(self, inner: Any, signer: Signer, told: Path) -> None:
         self._inner, self._signer, self._told = inner, signer, told
@@ -60,10 +60,10 @@ class LyingTransport:
 
     def _disguised(self, honest: FramedStream | Stream) -> Stream:
         lie, stream = self._lie(), cast(FramedStream, honest)
-        # Every stream: a perjury needs the plan that came on another one.
+        # Wrap every stream: some lies need the plan, which came on another stream.
         dupes = cast(Any, self._dupes)
-        perjured = ByzantineVoterStream(stream, PERJURIES.get(lie, ""), self._signer, dupes, self._plans)
-        if lie in PERJURIES:
+        perjured = ByzantineVoterStream(stream, VOTERS_LIES.get(lie, ""), self._signer, dupes, self._plans)
+        if lie in VOTERS_LIES:
             return cast(Stream, perjured)
         return cast(
             Stream, ByzantineContributorStream(cast(FramedStream, perjured), cast(Any, None), lie, self._signer)
@@ -76,7 +76,7 @@ class LyingTransport:
 
 
 def main() -> int:
-    """Run the command line of a peer whose transport lies."""
+    """Run the command line of a peer with a lying transport."""
     from node.cli import app as cli
     from node.session import peer
 

@@ -1,4 +1,4 @@
-"""Liars as a nemesis has them in hand: when which peer tells which lie, and who has named it."""
+"""Control of lying peers: which peer tells which lie, and whether an honest peer has named it."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ ACCUSED_SECONDS = 30.0
 
 
 def can_lie(peer: RealPeer) -> None:
-    """Have a peer that is not started yet run as one that can be told to lie."""
+    """Let a peer, which is not started yet, run the program that can lie."""
     peer.program = "tests.faults.liar"
     peer.environment |= {VARIABLE: str(lie_file(peer))}
 
 
 def lie_file(peer: RealPeer) -> Path:
-    """Which lie a peer tells; there is none while it is honest."""
+    """The file that holds a peer's lie; it is missing while the peer is honest."""
     return peer.directory.with_suffix(".lie")
 
 
 class LiarControl:
-    """What peers are told to say."""
+    """Makes peers lie and be honest again."""
 
     def __init__(self, notes: EventLog, swarm: RealSwarm) -> None:
         self._notes, self._swarm = notes, swarm
         self._lying: dict[str, float] = {}  # name -> since when
 
     def heal(self) -> None:
-        """All are honest."""
+        """Make all peers honest."""
         for name in self._lying:
             lie_file(self._swarm[name]).unlink(missing_ok=True)
         self._lying.clear()
@@ -45,14 +45,14 @@ class LiarControl:
         self._lying |= dict.fromkeys(whom, self._notes.tell(f"it lies: {step.role}", whom, "fault"))
 
     def accused(self, whom: tuple[str, ...], step: Step) -> None:
-        """That somebody honest has named each, in the report of a round."""
+        """Wait until an honest peer has named each liar in a report."""
         for name in whom:
             words = wait(f"somebody names {name}", lambda name=name: self._named(name), ACCUSED_SECONDS)  # type: ignore[misc]
             self._notes.measure("named_seconds", time.time() - self._lying[name])
             self._notes.tell(f"named: {words}", whom, "heal")
 
     def _named(self, name: str) -> str:
-        """What was said of a liar since it lies."""
+        """The reason for which an honest peer has named a liar since it lies; empty if none has."""
         liar = self._swarm[name]
         for peer in self._notes.running(tuple(self._lying)):
             for report in reversed(peer.reports()):

@@ -57,8 +57,10 @@ def _to_disk(directory: Path) -> None:
 
 
 class MachineFaults:
-    """Attributes:
-    began: monotonic time at which the schedule began.
+    """Faults of disks, clocks and addresses.
+
+    Attributes:
+        began: monotonic time at which the schedule began.
     """
 
     def __init__(self, notes: EventLog, swarm: RealSwarm, network: Namespaces | None) -> None:
@@ -69,7 +71,7 @@ class MachineFaults:
         self._clocks: list[tuple[str, slice, float]] = []
 
     def heal(self) -> None:
-        """Disks have room again, clocks are right."""
+        """Free the full disks and set the clocks right."""
         for peer in self._full:
             (peer.directory / _BALLAST).unlink(missing_ok=True)
         for peer, seconds, first in self._wrong:
@@ -80,7 +82,7 @@ class MachineFaults:
         self._full, self._wrong = [], []
 
     def until(self, whom: tuple[str, ...], step: Step) -> None:
-        """Wait for so many seconds of the schedule to be over."""
+        """Wait until so many seconds since the start of the schedule are over."""
         time.sleep(max(0.0, self.began + step.amount - time.monotonic()))
 
     # -- disks --------------------------------------------------------------------------------------------------------
@@ -93,7 +95,7 @@ class MachineFaults:
         self._notes.tell("its disk is full", whom, "fault")
 
     def choke(self, whom: tuple[str, ...], step: Step) -> None:
-        """Fill it as soon as the files of a checkpoint are there, before it is whole; its peer says that it is none."""
+        """Fill the disk while a checkpoint is written, so that the peer logs a failed checkpoint."""
         for name in whom:
             peer = self._small(name)
             self._full.append(peer)
@@ -104,7 +106,7 @@ class MachineFaults:
         self._notes.tell("its disk is full in the middle of a checkpoint", whom, "fault")
 
     def _choked(self, peer: RealPeer, home: Path, room_bytes: int) -> bool:
-        """Whether the next checkpoint was cut short; it may have been whole before the disk was full."""
+        """Whether the next checkpoint failed; it may be complete before the disk is full."""
         _weigh_down(peer.directory, room_bytes)
         until = time.monotonic() + CHECKPOINT_SECONDS
         while not any(home.glob(".[0-9]*")):
@@ -116,14 +118,14 @@ class MachineFaults:
         return False
 
     def _small(self, name: str) -> RealPeer:
-        """A peer whose disk may be filled."""
+        """A peer that has a small disk of its own."""
         disk = os.statvfs(self._swarm[name].directory)
         if disk.f_blocks * disk.f_frsize > 2 * SMALL_BYTES:
             raise OSError(errno.EPERM, f"{name} has no small disk of its own")
         return self._swarm[name]
 
     def flip(self, whom: tuple[str, ...], step: Step) -> None:
-        """One bit of the newest checkpoint, whatever file it is in."""
+        """Flip one bit of a file of the newest checkpoint."""
         self._damage(whom, step, _flip, "a bit of its newest checkpoint flips")
 
     def truncate(self, whom: tuple[str, ...], step: Step) -> None:
@@ -138,7 +140,7 @@ class MachineFaults:
         self._notes.tell(what, whom, "fault")
 
     def named(self, whom: tuple[str, ...], step: Step) -> None:
-        """That a peer has said what was wrong with its checkpoint."""
+        """Wait until each peer has logged that its checkpoint is damaged."""
         for name in whom:
             wait(f"{name} names what is damaged", lambda name=name: "is damaged" in self._swarm[name].said(), 20)  # type: ignore[misc]
 
@@ -151,7 +153,7 @@ class MachineFaults:
         self._notes.tell(f"its clock is {step.amount:+g} s off", whom, "fault")
 
     def right(self, histories: Mapping[str, list[Report]]) -> dict[str, list[Report]]:
-        """Histories with the times of a right clock."""
+        """The histories with the skew removed from the times of reports."""
         found = {name: [dict(each) for each in reports] for name, reports in histories.items()}
         for name, reports, seconds in self._clocks:
             for each in found[name][reports]:
@@ -166,7 +168,7 @@ class MachineFaults:
 
 
 def _weigh_down(disk: Path, but_bytes: int = 0) -> None:
-    """Fill a disk until so much is free; what filled it before makes place if that is too much."""
+    """Fill a disk until `but_bytes` are free, or shrink the ballast if less is free."""
     ballast = disk / _BALLAST
     with ballast.open("ab", buffering=0) as file:
 
@@ -182,7 +184,7 @@ def _weigh_down(disk: Path, but_bytes: int = 0) -> None:
 
 
 def _felt(reports: Sequence[Report], first: int, seconds: float) -> bool:
-    """Whether the clock that reports are timed by jumped by so much before the first of these."""
+    """Whether the clock of the reports jumped by about `seconds` just before report `first`."""
     if not 0 < first < len(reports):
         return False
     jump = began(reports[first]) - reports[first - 1]["time"]
@@ -190,12 +192,12 @@ def _felt(reports: Sequence[Report], first: int, seconds: float) -> bool:
 
 
 def clock_file(peer: RealPeer) -> Path:
-    """What a peer's clock is off by."""
+    """The file that holds the skew of a peer's clock."""
     return peer.directory.with_suffix(".clock")
 
 
 def set_clock(peer: RealPeer, seconds: float) -> None:
-    """Put a peer's wall clock off by so much; it is seen at once."""
+    """Set the skew of a peer's wall clock; it takes effect at once."""
     temporary = clock_file(peer).with_suffix(".new")
     temporary.write_text(f"{seconds}\n")
     temporary.replace(clock_file(peer))

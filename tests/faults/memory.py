@@ -1,6 +1,6 @@
-"""Memory that runs out: peers in control groups with a limit, under which the kernel kills, by either version of these.
+"""Lack of memory: peers in memory control groups (version 1 or 2), in which the kernel kills processes at a limit.
 
-What a harness killed by SIGKILL leaves behind are directories named `starling-…` there; `rmdir` removes them.
+A harness that is killed by SIGKILL leaves directories named `starling-…` there; `rmdir` removes them.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from tests.faults.steps import Step
 from tests.support.real_swarm import RealSwarm, wait
 
 HEADROOM_BYTES = 64 << 20
-"""How much more than it has a peer is allowed, before another program takes that, too."""
+"""How much a peer's limit is above its use, before another program in its group takes that memory."""
 SPARE_BYTES = 48 << 20
-"""How much a peer may grow while it has no worker; less than a worker needs to come up."""
+"""How much a peer may grow while it has no worker: less than a worker needs to start."""
 PIECE_BYTES = 2 << 20
 KILLED_SECONDS, SAID_SECONDS, GIVEN_UP_SECONDS = 30.0, 10.0, 60.0
 EVIDENCE = "memory has probably run out"
@@ -44,7 +44,7 @@ while True:
 
 
 class Group:
-    """A memory control group of a peer's own. On leaving it goes; processes that are left of it are killed before."""
+    """The memory control group of one peer."""
 
     def __init__(self, path: Path, version: int) -> None:
         self.path, self._version = path, version
@@ -52,7 +52,7 @@ class Group:
 
     @property
     def inside(self) -> tuple[str, ...]:
-        """Put before a command, runs it in the group; the process keeps its id."""
+        """Prefix of a command that runs it in the group; the process keeps its id."""
         return ("/bin/sh", "-c", _ENTER, str(self.path))
 
     def kills(self) -> int:
@@ -62,12 +62,16 @@ class Group:
         return int((self.path / _USED[self._version]).read_text())
 
     def limit(self, size: int | None) -> None:
-        """Allow so many bytes; None: any. By version 1 OSError, where more is in use that cannot be given back."""
+        """Set the limit; None: unlimited.
+
+        Raises:
+            OSError: version 1, and more is in use that cannot be reclaimed.
+        """
         name, unlimited = _LIMITS[self._version]
         (self.path / name).write_text(unlimited if size is None else str(size))
 
     def remove(self) -> None:
-        """Kill whatever is in it, and take it away."""
+        """Kill the processes in the group, and remove it."""
         until = time.monotonic() + _REMOVED_SECONDS
         while time.monotonic() < until:
             with suppress(OSError):
@@ -81,10 +85,10 @@ class Group:
 
 
 def group(name: str) -> Group:
-    """A new one.
+    """Make a memory control group.
 
     Raises:
-        OSError: there can be none; one line says why.
+        OSError: it cannot be made; one line says why.
     """
     own = memory_group()
     version = own.version
@@ -106,14 +110,14 @@ def group(name: str) -> Group:
 
 
 def _parents(own: ControlGroup) -> Iterator[Path]:
-    """Where a group may be made: by version 2 not beside processes, so that the root of all is the likelier place."""
+    """Directories in which a group may be made; in version 2 one without processes, most likely the root."""
     if own.path:
         yield own.path
         yield from (each for each in own.path.parents if (each / "cgroup.procs").exists())
 
 
 def why_not() -> str:
-    """What keeps this machine from setting memory limits, in one line; empty if nothing does."""
+    """Why this machine cannot set memory limits, in one line; empty if it can."""
     try:
         trial = group("trial")
     except OSError as error:
@@ -123,19 +127,19 @@ def why_not() -> str:
 
 
 class Memory:
-    """What can be done to a peer's memory."""
+    """Faults of a peer's memory."""
 
     def __init__(self, notes: EventLog, swarm: RealSwarm, groups: Mapping[str, Group]) -> None:
         self._notes, self._swarm, self._groups = notes, swarm, groups
 
     def heal(self) -> None:
-        """Nobody's is limited."""
+        """Remove all limits."""
         for each in self._groups.values():
             with suppress(OSError):
                 each.limit(None)
 
     def squeeze(self, whom: tuple[str, ...], step: Step) -> None:
-        """Another program takes what is left, until the kernel has killed the worker; then it ends."""
+        """Let another program take memory until the kernel has killed the worker."""
         for name in whom:
             self._kill(name)
         self._notes.tell("memory runs out, and the kernel kills the worker", whom, "fault")
@@ -148,7 +152,7 @@ class Memory:
         self._notes.tell("memory has no room for a worker any more", whom, "fault")
 
     def resigned(self, whom: tuple[str, ...], step: Step) -> None:
-        """That it has said why, and ended as is documented."""
+        """Wait until each peer has logged the reason, and ended with the documented exit code."""
         began = self._notes.last
         for name in whom:
             self._notes.over(name, NO_WORKER, GIVEN_UP_SECONDS)
@@ -173,7 +177,7 @@ class Memory:
         assert peer.running, f"the kernel killed {name} itself"
 
     def _limited(self, place: Group) -> bool:
-        """Whether there is a limit just above what is in use: a worker that dies gives back what it had bit by bit."""
+        """Whether a limit just above the use could be set: the memory of a dead worker is freed only gradually."""
         with suppress(OSError):
             place.limit(place.used_bytes() + SPARE_BYTES)
             return True
@@ -182,7 +186,7 @@ class Memory:
 
 @contextmanager
 def _hog(place: Group) -> Iterator[subprocess.Popen[bytes]]:
-    """Another program takes more and more memory in that group."""
+    """Run a program that takes more and more memory in the group."""
     hog = subprocess.Popen([*place.inside, sys.executable, "-c", _HOG])
     try:
         yield hog

@@ -1,4 +1,4 @@
-"""Plays a schedule on a real swarm, step by step, and notes what was done when, and how it went."""
+"""The nemesis: carries out a schedule on a real swarm, and logs what it did and when."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.support.checkers import began
 from tests.support.real_swarm import RealSwarm, T, deciding, wait
 
 TROUBLE = (AssertionError, LookupError, ValueError, OSError, RuntimeError, psutil.Error, subprocess.SubprocessError)
-"""What a step may end with, where peers do not do what they should."""
+"""Errors with which a step ends if peers do not do what they should."""
 SETTLE_SECONDS = 90.0
 TRAP_SECONDS = 60.0
 SUSPECTED_SECONDS = 30.0
@@ -34,16 +34,16 @@ LEAVE_SECONDS = 15.0
 
 
 HANDS = (MachineFaults, Memory, Wire, LiarControl)
-"""What does the steps that a nemesis does not do itself."""
+"""Classes that carry out steps for the nemesis."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tools:
-    """What a nemesis strikes with.
+    """The tools of a nemesis.
 
     Attributes:
         network: None where peers run on the loopback.
-        groups: of the peers whose memory can be limited, by name.
+        groups: peer -> its memory control group, if its memory can be limited.
         proxied: None where peers reach each other without a proxy.
     """
 
@@ -54,12 +54,12 @@ class Tools:
 
 
 class Nemesis(EventLog):
-    """Does what a schedule says, and notes it."""
+    """Carries out a schedule, and logs it."""
 
     def __init__(self, swarm: RealSwarm, tools: Tools, patience: float = 1.0) -> None:
         """
         Args:
-            patience: how many times as long as usual it waits for what peers should do.
+            patience: factor of all times for which it waits for peers.
         """
         super().__init__(swarm)
         self._patience = patience
@@ -72,7 +72,7 @@ class Nemesis(EventLog):
         self._struck = ""
 
     def play(self, schedule: Sequence[Step]) -> None:
-        """All steps; one that waits in vain is noted, and the next is done: what lasts must be healed."""
+        """Carry out all steps. A failed step is noted, and the next follows, so that lasting faults are healed."""
         self.machines.began = time.monotonic()
         for step in schedule:
             whom = tuple(self._struck if name == STRUCK else name for name in step.whom)
@@ -83,7 +83,11 @@ class Nemesis(EventLog):
         self.heal()
 
     def act(self, name: str) -> Act:
-        """What does the steps of that name. Raises AttributeError where there are none."""
+        """The method that carries out steps of that name.
+
+        Raises:
+            AttributeError: there is none.
+        """
         found = (getattr(hand, name) for hand in self._hands if hasattr(hand, name))
         act: Act | None = getattr(self, f"_{name}", None) or next(found, None)
         if act is None:
@@ -91,7 +95,7 @@ class Nemesis(EventLog):
         return act
 
     def heal(self) -> None:
-        """All that lasts is over."""
+        """End all lasting faults."""
         for straggler in self._stragglers:
             straggler.end()
             if not straggler.signals:
@@ -110,7 +114,7 @@ class Nemesis(EventLog):
         return wait(what, condition, self._patience * seconds)
 
     def _suffers(self) -> bool:
-        """Whether something lasts."""
+        """Whether a fault lasts."""
         return bool(self._stragglers or (self._network and self._network.suffers()))
 
     # -- processes ----------------------------------------------------------------------------------------------------
@@ -146,10 +150,9 @@ class Nemesis(EventLog):
         self.tell(f"SIGKILL at {point}", (name,), "fault")
 
     def _decided(self, dead: Sequence[str], killed: float) -> None:
-        """Measure when the last of the survivors has decided a round after that: the one that was under way, and then
-        the first that began without the dead."""
+        """Measure when all survivors have decided the round under way at a kill, and the first that began after it."""
         survivors = self.running(dead)
-        if not survivors or self._suffers():  # the one is told of what is done to them beside it
+        if not survivors or self._suffers():  # other faults would distort the figure
             return
         ends = self.awaits("the survivors decide", lambda: deciding(survivors, killed, self._swarm.decisions))
         self.measure("decided_seconds", max(each["time"] for each in ends) - killed)
@@ -217,7 +220,7 @@ class Nemesis(EventLog):
         assert self._network, "a scenario that needs a network of namespaces is refused where there is none"
         return self._network
 
-    # -- who is here --------------------------------------------------------------------------------------------------
+    # -- joining and leaving ------------------------------------------------------------------------------------------
 
     def _join(self, whom: tuple[str, ...], step: Step) -> None:
         for name in whom:
@@ -234,7 +237,7 @@ class Nemesis(EventLog):
         self._join(whom, step)
 
     def _back(self, whom: tuple[str, ...], step: Step) -> None:
-        """Everybody was killed: they know the run, and each other, from their directories alone."""
+        """Start peers again from their directories alone, after all were killed."""
         reached = max(report["round"] + 1 for name in whom for report in self._swarm[name].reports())
         for name in whom:
             assert not self._swarm[name].running, f"{name} was not killed"
@@ -257,7 +260,7 @@ class Nemesis(EventLog):
             self.measure("contributions_lost", 0.0 if handed_in else 1.0)
 
     def leave(self, name: str) -> None:
-        """Ask a peer to finish, and see it off."""
+        """Ask a peer to finish, and wait for its end."""
         self.awaits(f"{name} is asked to finish", lambda: self._swarm[name].ask("finish").get("ok"), LEAVE_SECONDS)
         self.over(name, 0, self._patience * LEAVE_SECONDS)
 

@@ -1,14 +1,14 @@
-"""A network of namespaces for real peers, and its faults: each peer has a machine's network to itself, and one line.
+"""A network of namespaces for real peers, and its faults: each peer has a namespace and one line to a router.
 
     first: 10.77.0.2 line ═════ line2 10.77.0.1 line3 ═════ line second: 10.77.0.3
                                       router
 
-The router is a namespace too: the machine's own addresses, routes, rules and settings are neither used nor changed.
-Packets vanish on the router, as on the internet: a rule in the sender's namespace would tell the sender (EPERM). It is
-no bridge, so that all rules stand in one table, which is replaced in one step: a fault strikes everybody between two
-packets, and nothing gets around it by IPv6 or by broadcast.
+The router is a namespace, too: the machine's own addresses, routes, rules and settings are neither used nor changed.
+Packets are dropped on the router, as on the internet; a rule in the sender's namespace would give the sender an error
+(EPERM). The router is no bridge, so that all rules are in one table that is replaced in one step. A fault therefore
+begins for all peers between two packets, and no packet avoids it by IPv6 or broadcast.
 
-What a harness killed by SIGKILL leaves behind is in `ip netns list`, named `starling-…`; `ip netns delete` removes it.
+A harness that is killed by SIGKILL leaves namespaces named `starling-…`; `ip netns delete` removes them.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from typing import Self, TypeVar
 COMMAND_SECONDS = 10.0
 MOST_PLACES = 250
 QUEUE_MILLISECONDS = 200
-"""What waits longer for a slow line is dropped, as by a home router."""
+"""Packets that wait longer for a slow line are dropped, as by a home router."""
 BURST_SECONDS = 0.02
 LEAST_BURST_BYTES = 3_200
-"""Two frames; fewer than one would never leave."""
+"""Two frames; a burst below one frame would block the line."""
 _ROUTER = "10.77.0.1"
 _TOOLS = ("ip", "tc", "iptables", "iptables-restore", "nsenter")
 _GSO_SEGMENTS = 65_535
 
 
 class CommandFailed(RuntimeError):
-    """A command that makes the network did not do so; says which, and what it said."""
+    """A command for the network failed; the message holds the command and its output."""
 
 
 @dataclass(frozen=True, eq=False)
 class Cut:
-    """What `sources` send to `targets` vanishes; with `both`, the answers too."""
+    """Packets from `sources` to `targets` are dropped; with `both`, also those from `targets` to `sources`."""
 
     sources: tuple[str, ...]
     targets: tuple[str, ...]
@@ -51,7 +51,7 @@ class Cut:
 
 @dataclass(frozen=True, eq=False)
 class Loss:
-    """Of a peer's packets, in each direction, this share vanishes; of all packets if `name` is None."""
+    """This share of a peer's packets is dropped in each direction; of all packets if `name` is None."""
 
     name: str | None
     share: float
@@ -84,7 +84,7 @@ def table(faults: Iterable[Fault], addresses: Mapping[str, str]) -> str:
 
 
 def rates(faults: Iterable[Fault]) -> dict[str, int]:
-    """Bits per second of every line that is slowed: of several faults on one, the slowest."""
+    """Peer -> bits per second of its line, if it is slowed; the lowest of several faults counts."""
     found: dict[str, int] = {}
     for fault in faults:
         if isinstance(fault, Slowness):
@@ -93,7 +93,7 @@ def rates(faults: Iterable[Fault]) -> dict[str, int]:
 
 
 def shaping(device: str, bits_per_second: int | None) -> str:
-    """What one end of a line sends from now on, for `tc -batch`; None is as much as it can."""
+    """The `tc -batch` command that limits what one end of a line sends; None removes the limit."""
     if bits_per_second is None:
         return f"qdisc delete dev {device} root\n"
     burst = max(LEAST_BURST_BYTES, int(bits_per_second / 8 * BURST_SECONDS))
@@ -102,13 +102,13 @@ def shaping(device: str, bits_per_second: int | None) -> str:
 
 
 def framing(faults: Iterable[Fault]) -> str:
-    """How much a peer's line takes at once, for `ip link set`: 64 KB, cheaply; a frame where losses must be singly."""
+    """The `ip link set` option for what a line takes at once: 64 KB, or one frame, so that losses are single frames."""
     return f"gso_max_segs {1 if any(isinstance(fault, Loss) for fault in faults) else _GSO_SEGMENTS}"
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where one peer runs.
+    """The namespace and line of one peer.
 
     Attributes:
         line: the number of its line.
@@ -122,12 +122,12 @@ class Place:
 
     @property
     def address(self) -> str:
-        """The only one it has, besides its own loopback."""
+        """The peer's only address besides its loopback."""
         return f"10.77.0.{self.number}"
 
     @property
     def inside(self) -> tuple[str, ...]:
-        """Put before a command, runs it here; the process keeps its id, so that signals meet the command itself."""
+        """Prefix of a command that runs it in the namespace; the process keeps its id, so signals reach the command."""
         return ("nsenter", f"--net=/run/netns/{self.namespace}")  # `ip netns exec` hides the control groups
 
     @property
@@ -137,14 +137,14 @@ class Place:
 
 
 class Namespaces:
-    """Places for peers, and what is wrong between them. On leaving, all of it goes.
+    """A context manager that makes namespaces for peers, and faults between them; it removes all of them at the end.
 
-    Processes are not ended: what still runs in a place has no network from then on. A fault lasts until it is healed,
-    and holds for open connections too. All methods raise `CommandFailed` when the machine will not do it, ValueError
-    for peers and amounts there cannot be.
+    Processes are not ended, but have no network afterwards. A fault lasts until it is healed, and affects open
+    connections, too. All methods raise `CommandFailed` if a command fails, and ValueError for unknown peers and
+    impossible amounts.
 
     Attributes:
-        places: by name.
+        places: peer -> its place.
     """
 
     def __init__(self) -> None:
@@ -222,29 +222,29 @@ class Namespaces:
         return place
 
     def part(self, one: Collection[str], other: Collection[str]) -> Cut:
-        """Nothing passes between these and those, either way."""
+        """Drop all packets between two groups."""
         return self._cut(one, other, both=True)
 
     def deafen(self, deaf: Collection[str], sources: Collection[str]) -> Cut:
-        """What `sources` send to `deaf` vanishes; what `deaf` send arrives."""
+        """Drop all packets from `sources` to `deaf`; those from `deaf` arrive."""
         return self._cut(sources, deaf, both=False)
 
     def lose(self, name: str | None, share: float) -> Loss:
-        """This share of a peer's packets vanishes, each way, at random; of everybody's packets, once, for None."""
+        """Drop this share of a peer's packets at random in each direction; for None, of all packets once."""
         self._known([] if name is None else [name])
         if not 0 < share <= 1:
             raise ValueError(f"{share} is no share of packets to lose")
         return self._strike(Loss(name, share))
 
     def slow(self, name: str, bits_per_second: int) -> Slowness:
-        """A peer's line carries so much, each way; up to 200 ms of it wait, the rest is dropped."""
+        """Limit a peer's line in each direction; packets that would wait for more than 200 ms are dropped."""
         self._known([name])
         if bits_per_second < 8:
             raise ValueError(f"{bits_per_second} bits per second is no line")
         return self._strike(Slowness(name, bits_per_second))
 
     def heal(self, fault: Fault | None = None) -> None:
-        """End this fault, or all if none is given. Healing one twice is no error."""
+        """End this fault, or all faults. Healing a fault twice is no error."""
         self._suffer(tuple(other for other in self._faults if fault not in (None, other)))
 
     def suffers(self) -> bool:
@@ -252,7 +252,7 @@ class Namespaces:
         return bool(self._faults)
 
     def felt(self) -> int:
-        """Packets that met a fault since the last one began or ended: dropped by a rule, or held by a slow line."""
+        """The number of packets that a rule dropped or a slow line delayed since the faults last changed."""
         rules = _run("ip", "netns", "exec", self._router, "iptables", "-w", "5", "-nvxL", "FORWARD")
         dropped = sum(int(line.split()[0]) for line in rules.splitlines() if " DROP " in line)
         lines = _run("tc", "-n", self._router, "-s", "qdisc")
@@ -274,7 +274,7 @@ class Namespaces:
             raise ValueError(f"{names!r} are not peers of this network")
 
     def _suffer(self, faults: tuple[Fault, ...]) -> None:
-        """From these faults on, whatever they were before; commands only for what is different."""
+        """Replace the faults; runs commands only for what differs."""
         addresses = {name: place.address for name, place in self.places.items()}
         if (rules := table(faults, addresses)) != table(self._faults, addresses):
             if (frames := framing(faults)) != framing(self._faults):
@@ -291,7 +291,7 @@ class Namespaces:
         self._faults = faults
 
     def _clear(self) -> None:
-        """Remove what has this network's name, however far it got; the lines go with the namespaces."""
+        """Remove all namespaces of this network, and with them the lines."""
         self.places, self._faults = {}, ()
         names = [line.split()[0] for line in _run("ip", "netns", "list").splitlines()]
         mine = [f"netns delete {name}\n" for name in names if name.startswith(self._router)]
@@ -300,7 +300,7 @@ class Namespaces:
 
 
 def why_not() -> str:
-    """What keeps this machine from having such a network, and what to do, in one line; empty if nothing does."""
+    """Why this machine cannot have such a network, and what to do, in one line; empty if it can."""
     if sys.platform != "linux":
         return f"network namespaces need Linux; this is {sys.platform}"
     if missing := [tool for tool in _TOOLS if not shutil.which(tool)]:
@@ -319,7 +319,7 @@ def why_not() -> str:
 
 
 def _run(*command: str, given: str | None = None) -> str:
-    """What a command prints; `given` is its standard input."""
+    """Run a command with `given` as its stdin; returns its stdout."""
     try:
         done = subprocess.run(command, input=given or "", capture_output=True, text=True, timeout=COMMAND_SECONDS)
     except (OSError, subprocess.TimeoutExpired) as error:

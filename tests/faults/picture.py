@@ -1,4 +1,4 @@
-"""A play as a picture: a lane for each peer over seconds, with its lives and rounds; above them what was done when."""
+"""Draws a play: a lane of processes and rounds for each peer over time, with the events above the lanes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ COLOURS = {
     "superseded": ("#e69f00", "#e69f00"),
     "undecided": ("#555555", "#777777"),
 }
-"""Of each outcome, for even and odd rounds. From Okabe and Ito, "Color Universal Design" (2008)."""
+"""Outcome -> colours of even and odd rounds, from Okabe and Ito, "Color Universal Design" (2008)."""
 _KINDS = {"fault": "#d55e00", "heal": "#00795a"}
 _SHADES = {"calm": "#e8f1f8", "faults": "#fbeee4"}
 _BACK: dict[str, Any] = {"color": _KINDS["heal"], "linewidth": 1.6, "linestyle": (0, (2, 1.5))}
@@ -62,7 +62,7 @@ def draw(play: Recording, verdict: Verdict, path: Path) -> None:
 
 
 def _rows(events: Sequence[Event], start: float, seconds: float) -> list[int]:
-    """Of each label, below all that reach as far as its line, which goes down from it and would cross them."""
+    """The row of each event's label, below all labels that its vertical line would cross."""
     ends: list[float] = []
     rows = []
     for event in events:
@@ -79,7 +79,7 @@ def _label(event: Event) -> str:
 
 
 def _event(play: Recording, event: Event, since: float, row: int, above: Axes, below: Axes) -> None:
-    """A line through both, a label above, and a mark in the lanes of those that it was done to."""
+    """Draw an event: a vertical line, a label above, and marks in the lanes of its peers."""
     colour, loud = _KINDS.get(event.kind, _QUIET), event.kind in _KINDS
     width, weight = (1.1, "bold") if loud else (0.6, "normal")
     below.axvline(since, color=colour, linewidth=width, zorder=3)
@@ -93,7 +93,7 @@ def _event(play: Recording, event: Event, since: float, row: int, above: Axes, b
 
 
 def _lane(play: Recording, name: str, lane: int, start: float, below: Axes, digit_seconds: float) -> None:
-    """The lives of a peer, and in them its rounds, with their numbers where there is room."""
+    """Draw the processes and rounds of a peer, with round numbers where there is room."""
     for life in play.lives.get(name, ()):
         below.barh(lane, life.ended - life.began, left=life.began - start, height=0.3, color=_LIFE, zorder=1)
         text = f"  {in_words(life.code)}" if life.code else ""
@@ -110,7 +110,7 @@ def _lane(play: Recording, name: str, lane: int, start: float, below: Axes, digi
 
 
 def _segments(play: Recording, name: str) -> Iterator[tuple[float, Report]]:
-    """When each round of a peer began, as far as its reports tell, and its report."""
+    """(beginning, report) of each round of a peer, as far as its reports show."""
     before = -math.inf
     for report in play.histories.get(name, ()):
         began = [life.began for life in play.lives.get(name, ()) if life.began <= report["time"]]
@@ -120,7 +120,7 @@ def _segments(play: Recording, name: str) -> Iterator[tuple[float, Report]]:
 
 
 def _phases(play: Recording, verdict: Verdict, start: float, above: Axes, below: Axes) -> None:
-    """The calm, and what lies between the first fault and the last heal, shaded; the end of the recovery."""
+    """Shade the calm and the time of the faults, and mark the end of the recovery."""
     faults = [event.time for event in play.events if event.kind == "fault"]
     for since, until, what in [(*play.calm, "calm"), *[(min(faults), play.healed, "faults") for _ in faults[:1]]]:
         for axes in (above, below):
@@ -130,7 +130,7 @@ def _phases(play: Recording, verdict: Verdict, start: float, above: Axes, below:
 
 
 def _dress(play: Recording, verdict: Verdict, above: Axes, below: Axes) -> None:
-    """Titles, names, seconds and a legend."""
+    """Add the title, peer names, time axis and legend."""
     known = not math.isnan(verdict.recovery_seconds)
     recovery = f"recovered in {verdict.recovery_seconds:.1f} s" if known else "not recovered"
     broken = f" ({', '.join(dict.fromkeys(each['invariant'] for each in verdict.violations))})"

@@ -20,7 +20,7 @@ POINTS: Mapping[str, tuple[str, ...]] = {
         "write", "evaluate", "report", "reported",
     ),
 }  # fmt: skip
-"""Of each protocol that can be played: what every peer passes again and again, about as it comes in a round."""
+"""Protocol -> the points that every peer passes in its rounds, roughly in their order."""
 
 ONE_ROLE_ONLY = ("send Plan", "receive Plan", "send Propose", "receive Propose")
-"""What a caller does, or what the others do: anybody who comes to it is struck."""
+"""Points that only a caller or only the other members pass: the first peer that reaches one is killed."""

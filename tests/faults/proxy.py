@@ -1,9 +1,9 @@
-"""A TCP proxy between peers, which delays what they send, or flips bits of it: what a kernel without netem cannot do.
+"""A TCP proxy between peers that delays data or flips bits, for kernels without netem.
 
     python -m tests.faults.proxy SEED      # on the router of `tests.faults.network`, which redirects all connections
 
-Each line on stdin is the faults from now on (`Faults`, as JSON), each answered by a line: how many bytes were delayed,
-and how many bits were flipped since the last answer. It ends with its stdin.
+Each line on stdin sets the faults (`Faults`, as JSON). The answer is a line with the numbers of bytes delayed and bits
+flipped since the last answer. The proxy ends with its stdin.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from dataclasses import asdict, dataclass, field
 PORT = 7077
 PIECE_BYTES = 64 << 10
 MOST_PIECES = 256
-"""Under way in each direction of a connection; more are not taken, as by any line."""
+"""The most pieces in transit in each direction of a connection; it reads no more until some are delivered."""
 CONNECT_SECONDS = 10.0
 _ORIGINAL_DESTINATION = 80
-"""SO_ORIGINAL_DST of linux/netfilter_ipv4.h: where a redirected connection was to go."""
+"""SO_ORIGINAL_DST of linux/netfilter_ipv4.h: the original destination of a redirected connection."""
 
 
 @dataclass(frozen=True, slots=True)
 class Faults:
-    """What is wrong on the wire.
+    """The faults of connections.
 
     Attributes:
-        addresses: on whose connections; on all if empty.
-        latency_seconds: each way; the jitter is added, evenly drawn from 0 to so much. The order of bytes stays.
-        flip_every_bytes: one bit of so many bytes flips, in the mean; 0: none.
+        addresses: the addresses whose connections are affected; all if empty.
+        latency_seconds: each way; a jitter drawn evenly from 0 to `jitter_seconds` is added. Bytes keep their order.
+        flip_every_bytes: mean number of bytes per flipped bit; 0: none flip.
     """
 
     addresses: tuple[str, ...] = ()
@@ -51,16 +51,16 @@ class Faults:
         return json.dumps(asdict(self))
 
     def concern(self, ends: Sequence[str]) -> bool:
-        """Whether a connection between these addresses suffers."""
+        """Whether a connection between these addresses is affected."""
         return not self.addresses or not set(self.addresses).isdisjoint(ends)
 
 
 @dataclass(slots=True)
 class Wire:
-    """All connections.
+    """Carries all connections.
 
     Attributes:
-        delayed_bytes, flipped_bits: since they were last told.
+        delayed_bytes, flipped_bits: since the last call of `told`.
     """
 
     rng: random.Random
@@ -69,13 +69,13 @@ class Wire:
     flipped_bits: int = 0
 
     def told(self) -> dict[str, int]:
-        """What was done since the last time."""
+        """The counts since the last call; resets them."""
         told = {"delayed_bytes": self.delayed_bytes, "flipped_bits": self.flipped_bits}
         self.delayed_bytes = self.flipped_bits = 0
         return told
 
     def after(self, ends: Sequence[str], size: int) -> float:
-        """How many seconds these bytes are under way."""
+        """The delay of these bytes in seconds."""
         faults = self.faults
         if not faults.latency_seconds or not faults.concern(ends):
             return 0.0
@@ -83,7 +83,7 @@ class Wire:
         return faults.latency_seconds + self.rng.uniform(0, faults.jitter_seconds)
 
     def corrupted(self, ends: Sequence[str], data: bytes) -> bytes:
-        """The bytes with what has flipped of them."""
+        """The bytes, with bits flipped if the connection is affected."""
         every = self.faults.flip_every_bytes
         if not every or not self.faults.concern(ends):
             return data
@@ -95,7 +95,7 @@ class Wire:
         return bytes(changed)
 
     async def carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """One connection, from its redirected beginning to its end."""
+        """Carry one redirected connection to its end."""
         link = writer.get_extra_info("socket")
         ends = (writer.get_extra_info("peername")[0], original(link))
         try:
@@ -116,7 +116,7 @@ class Wire:
                 each.transport.abort()
 
     async def _pump(self, ends: Sequence[str], source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
-        """One direction of a connection, to its end."""
+        """Carry one direction of a connection to its end."""
         loop = asyncio.get_running_loop()
         under_way = asyncio.Queue[tuple[float, bytes]](MOST_PIECES)
 
@@ -143,7 +143,7 @@ class Wire:
 
 
 def original(link: socket.socket) -> tuple[str, int]:
-    """Where a redirected connection was to go."""
+    """The original destination of a redirected connection."""
     _, port, address = struct.unpack("!HH4s8x", link.getsockopt(socket.SOL_IP, _ORIGINAL_DESTINATION, 16))
     return socket.inet_ntoa(address), port
 

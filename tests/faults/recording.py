@@ -1,4 +1,4 @@
-"""What was played: everything that a verdict is made from, written while the peers ran."""
+"""The recording of a play: all data from which the verdict is made."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from tests.support.checkers import Report
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Something that was done to the peers.
+    """An action on the peers.
 
     Attributes:
-        time: wall time, when it had been done.
-        what: in words, for people: `SIGKILL at send Chunk`, `cut off`, `healed`, `started`, `asked to finish`.
-        whom: names of the peers that it was done to.
+        time: wall time after the action.
+        what: in words: `SIGKILL at send Chunk`, `cut off`, `healed`, `started`, `asked to finish`.
+        whom: names of the affected peers.
         kind: `start`, `fault`, `heal` or `end`.
     """
 
@@ -31,8 +31,8 @@ class Life:
 
     Attributes:
         began, ended: wall times of its start and end.
-        code: how it ended: its exit code, or minus the signal.
-        expected: the code that it should have ended with.
+        code: its exit code, or minus the signal that ended it.
+        expected: the code with which it should have ended.
     """
 
     began: float
@@ -43,14 +43,14 @@ class Life:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Within what a scenario must recover, and what it aims at.
+    """The recovery limit and the aims of a scenario.
 
     Attributes:
-        recovery_seconds: from the end of the faults until the first round that all who should have committed; more is
-            a violation: no progress.
-        aims: measure -> the most that it should be. More is a miss, which is told, and no violation: how fast this
-            machine is decides with.
-        forks: whether most of a roster may be gone, or seem so, for long enough to go on without it.
+        recovery_seconds: from the end of the faults until all expected peers have committed a round together. A longer
+            recovery is a violation (no progress).
+        aims: measure -> its highest desired value. A higher one is reported as missed, and is no violation, because it
+            also depends on the speed of the machine.
+        forks: whether most of a roster may be gone, or seem gone, for long enough that peers fork.
     """
 
     recovery_seconds: float = 60.0
@@ -58,27 +58,26 @@ class Limits:
     forks: bool = False
 
     def beside(self, calm: tuple[float, float]) -> Limits:
-        """The same for a swarm whose first rounds took so long: it may take as long again, where that is longer."""
+        """The limits of a slow swarm: the recovery may take at least as long as the calm did."""
         return replace(self, recovery_seconds=max(self.recovery_seconds, calm[1] - calm[0]))
 
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """A scenario as it was played.
+    """A play of a scenario.
 
     Attributes:
-        protocol, task, seed: what was played with.
-        calm: wall times from when to when all peers were there and nothing was done to them.
-        healed: wall time of the end of the faults; what happens after it is recovery.
+        calm: wall times of the beginning and end of the calm, in which all peers ran without faults.
+        healed: wall time of the end of the faults, when the recovery begins.
         ended: wall time at which the peers were asked to finish.
-        should: names of the peers that must have committed a round together after the faults.
+        should: names of the expected peers, which must commit a round together after the faults.
         ids: name -> peer id.
-        histories: name -> its round reports, oldest first, of all its lives.
-        logs: name -> all that it wrote to stderr.
+        histories: name -> the round reports of all its incarnations, oldest first.
+        logs: name -> its stderr.
         lives: name -> its processes, oldest first.
-        left: name -> command lines of processes that were left of it when all was over.
-        measures: what the scenario measured by itself: name -> the value of each time that it was tried.
-        stuck: steps that waited in vain, in words: the scenario was not played as it was written.
+        left: name -> command lines of its processes that outlived it.
+        measures: name -> the value of each measurement of the nemesis.
+        stuck: steps that failed or timed out, in words.
     """
 
     scenario: str

@@ -1,4 +1,4 @@
-"""One scenario from the first process to the last: a swarm is started, played with, healed, asked to finish."""
+"""Plays one scenario: starts a swarm, carries out the schedule, waits for the recovery, and ends the swarm."""
 
 from __future__ import annotations
 
@@ -29,33 +29,33 @@ from tests.support.real_swarm import RealPeer, RealSwarm, paced, wait
 
 CALM_ROUNDS = 5
 LATER_ROUNDS, LATER_MIXINGS = 2, 8
-"""After the recovery: who averages with all at once is together then; who mixes halves what is left round by round."""
+"""Rounds to wait for after the recovery; peers that mix need more, as each round only halves their distance."""
 PROCESS_SECONDS, START_SECONDS = 60.0, 120.0
 ROUNDS_SECONDS = 90.0
 STEPS_TOLD = 40
-"""Of a schedule, before it is played: the timeline has all of them."""
+"""Steps of a schedule that are printed before the play; the timeline has all of them."""
 _RUNS = {
     "paced": paced(elements=1_000_000, inner_steps=8),
     "gpt": 'task = "gpt"\n[recipe]\ninner_steps = 8\nrounds = 10000\n',
 }
 TASKS = tuple(_RUNS)
 _DISKS, _LIMITED = frozenset(("fill", "choke")), frozenset(("squeeze", "confine"))
-"""Steps that need a small disk, a memory limit."""
+"""Steps that need a small disk, and steps that need a memory limit."""
 _APART = "spread_limit = 1.0\n"
-"""Paced peers walk at random, each by itself: they are as far apart as they are, and none is astray."""
+"""Paced peers walk at random, so the ordinary spread limit of a run does not fit them."""
 
 
 class Unplayable(Exception):
-    """This machine does not allow the scenario; one line says what is missing and what to do."""
+    """This machine does not allow the scenario; the message says in one line what is missing and what to do."""
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What to play with.
+    """The swarm of a play.
 
     Attributes:
-        peers: how many there are before anything is done to them.
-        patience: times as long is waited for what they should do, but for their recovery: on a machine with other work.
+        peers: number of peers at the start.
+        patience: factor of all waiting times except the recovery limit, for a machine with other work.
     """
 
     peers: int = 4
@@ -65,12 +65,12 @@ class Options:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the peers, the founder first."""
+        """Names of the peers, the founder first."""
         return tuple(string.ascii_lowercase[: self.peers])
 
     @property
     def run(self) -> str:
-        """The run file."""
+        """The text of the run file."""
         apart = _APART if self.loose and self.task == "paced" else ""
         return f'protocol = "{self.protocol}"\n{apart}{_RUNS[self.task]}'
 
@@ -83,10 +83,10 @@ class Options:
 def play(
     name: str, scenario: Scenario, seed: int, options: Options, home: Path, say: Callable[[str], None]
 ) -> Recording:
-    """Play a scenario in an empty directory, which keeps what the peers wrote.
+    """Play a scenario in an empty directory, in which the files of the peers stay.
 
     Raises:
-        Unplayable: this machine cannot.
+        Unplayable: this machine does not allow it.
     """
     schedule = scenario.schedule(name, seed, options.names)
     rest = f"; and {len(schedule) - STEPS_TOLD} more" if len(schedule) > STEPS_TOLD else ""
@@ -96,7 +96,7 @@ def play(
     with ExitStack() as stack:
         network = None if why else stack.enter_context(Namespaces())
         watch = stack.enter_context(Watch())
-        # Who is killed leaves its sockets behind. A short path: that of a socket has some hundred bytes at most.
+        # A killed peer leaves its sockets. The path must be short: a socket's path has about a hundred bytes at most.
         sockets = stack.enter_context(TemporaryDirectory(prefix="play-", dir="/tmp", ignore_cleanup_errors=True))
         struck = _struck(schedule)
         proxied = stack.enter_context(Proxied(network, seed)) if network and acts & {*PROXIED} else None
@@ -128,10 +128,10 @@ def play(
 
 
 def _required(name: str, scenario: Scenario, schedule: Sequence[Step], options: Options) -> str:
-    """Why this machine has no network of namespaces, where that does not matter; empty if it has one.
+    """Why this machine has no network of namespaces, if the scenario does not need one; empty if it has one.
 
     Raises:
-        Unplayable: this machine cannot play it.
+        Unplayable: this machine does not allow the scenario.
     """
     acts = {step.act for step in schedule}
     if options.loose and left(schedule, options.names) < 2:
@@ -148,7 +148,7 @@ def _required(name: str, scenario: Scenario, schedule: Sequence[Step], options: 
 
 
 def _struck(schedule: Sequence[Step]) -> Callable[[Collection[str]], set[str]]:
-    """acts -> those to whom one of them is done."""
+    """A function: acts -> names of the peers in steps with one of these acts."""
     return lambda acts: {name for step in schedule if step.act in acts for name in step.whom}
 
 
@@ -193,7 +193,7 @@ class _Runner:
         )
 
     def _begin(self, names: Sequence[str]) -> tuple[float, float]:
-        """All are there, and nothing happens for a few rounds; from when to when, which is no time if it failed."""
+        """Start all peers and run a few rounds; returns begin and end of this calm, equal if the start failed."""
         founder, *others = names
         for name in names:
             self._nemesis.began(name)
@@ -211,7 +211,7 @@ class _Runner:
         return began, time.time()
 
     def _recover(self, should: Sequence[RealPeer], healed: float, within: float) -> None:
-        """Until all who should have committed together, which the judge looks for, and for a few rounds more."""
+        """Wait until the expected peers have averaged together, and for a few rounds more."""
         with suppress(AssertionError):
             wait("a mean of all", lambda: self._swarm.all_in_one_mean(should, healed), within)
         try:
@@ -227,7 +227,7 @@ class _Runner:
         wait(f"{count} rounds more", lambda: all(means(peer) >= count for peer in peers), within)
 
     def _end(self, peers: Sequence[RealPeer]) -> None:
-        """One after the other: what leaving costs is another scenario."""
+        """Let the peers leave one after the other."""
         for peer in peers:
             try:
                 self._nemesis.leave(peer.name)

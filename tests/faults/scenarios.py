@@ -1,6 +1,6 @@
-"""What can be done to a swarm: each scenario draws a schedule from its seed: a list of steps, written before it begins.
+"""The fault scenarios. Each draws a schedule, a list of steps, from its seed before the play begins.
 
-A schedule is data. Who plays it (`tests/faults/nemesis.py`) does one step after the other, and tells when it was done.
+A schedule is data. The nemesis (`tests/faults/nemesis.py`) carries out its steps, and logs when each was done.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from tests.faults.recording import Limits
 from tests.faults.steps import Step
 
 LIES = ("wrong-mean", "nan", "forged-record")
-LOOSE_LIES = ("nan",)
-"""The others are about parts and votes (`tests/faults/liar.py`)."""
+INDEPENDENT_LIES = ("nan",)
+"""The lies that independent protocols know; the others concern parts and votes (`tests/faults/liar.py`)."""
 _VOTERS_ONLY = ("excluded",)
 _VOTERS_AIMS = ("decided_seconds", "excluded_seconds", "rounds_skipped", "skipped_share", "contributions_lost")
 
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """A kind of trouble.
+    """A kind of fault.
 
     Attributes:
-        about: what is done, in one line.
-        draw: (generator, seed, names of the peers, the founder first) -> the schedule.
+        about: a description in one line, for `--help`.
+        draw: (generator, seed, names of the peers with the founder first) -> the schedule.
         network: whether it needs a network of namespaces.
     """
 
@@ -39,19 +39,19 @@ class Scenario:
     network: bool = False
 
     def schedule(self, name: str, seed: int, names: Sequence[str]) -> list[Step]:
-        """The same for the same seed and peers."""
+        """The schedule of a seed; the same for the same seed and peers."""
         return self.draw(random.Random(f"{name}/{seed}"), seed, names)
 
 
 _GOES_ON = Limits(aims={"standstill_seconds": 10})
-"""Of trouble that lasts, and is no reason to stand still meanwhile."""
+"""For faults that last, during which the swarm should still make progress."""
 
 SCENARIOS: Mapping[str, Scenario] = {
     "kill": Scenario(
         "SIGKILL at a named point of a round", draws.kill(POINTS["butterfly"]), Limits(aims={"decided_seconds": 2})
     ),
     "kill-restart": Scenario(
-        "the same twice; whoever was killed is started again",
+        "the same twice; the killed peer is started again",
         draws.kill_restart(POINTS["butterfly"]),
         Limits(aims={"recovery_seconds": 30}),
     ),
@@ -67,27 +67,29 @@ SCENARIOS: Mapping[str, Scenario] = {
         draws.bootstrap,
         Limits(aims={"recovery_seconds": 30}),
     ),
-    "kill-two": Scenario("two are killed at once", draws.many(2), Limits(forks=True)),
-    "all-but-one": Scenario("all but one are killed at once", draws.many(-1), Limits(forks=True)),
+    "kill-two": Scenario("two peers are killed at once", draws.many(2), Limits(forks=True)),
+    "all-but-one": Scenario("all peers but one are killed at once", draws.many(-1), Limits(forks=True)),
     "partition": Scenario(
-        "halves, or one and the others, do not hear each other for 10 s",
+        "a partition into halves, or into one and the others, for 10 s",
         draws.partition,
         Limits(aims={"recovery_seconds": 30}, forks=True),
         network=True,
     ),
     "one-way": Scenario(
-        "for 10 s one hears nobody, or nobody hears one",
+        "one peer receives nothing, or nothing of it arrives, for 10 s",
         draws.one_way,
         Limits(aims={"recovery_seconds": 30}, forks=True),
         network=True,
     ),
-    "joiners": Scenario("eight join at once", draws.joiners, Limits(180, aims={"recovery_seconds": 120})),
+    "joiners": Scenario("eight peers join at once", draws.joiners, Limits(180, aims={"recovery_seconds": 120})),
     "rolling": Scenario(
-        "one after the other joins for another that leaves",
+        "for each peer another joins, and then it leaves",
         draws.rolling,
         Limits(aims={"rounds_skipped": 0, "contributions_lost": 0}),
     ),
-    "slow-link": Scenario("one line carries 10 Mbit/s for 10 s", draws.lasting("slow", 10e6), _GOES_ON, network=True),
+    "slow-link": Scenario(
+        "the line of one peer carries 10 Mbit/s for 10 s", draws.lasting("slow", 10e6), _GOES_ON, network=True
+    ),
     "loss": Scenario(
         "1 % of all packets are lost for 20 s",
         draws.lasting("lose", 0.01, everybody=True, seconds=20),
@@ -101,56 +103,56 @@ SCENARIOS: Mapping[str, Scenario] = {
         network=True,
     ),
     "everyone": Scenario(
-        "all are killed at once, and started again 3 s later",
+        "all peers are killed at once, and started again 3 s later",
         draws.everyone,
         Limits(aims={"rounds_lost": 5, "recovery_seconds": 60}, forks=True),
     ),
-    "disk": Scenario("one disk is full for 10 s", draws.lasting("fill", 0), _GOES_ON),
+    "disk": Scenario("the disk of one peer is full for 10 s", draws.lasting("fill", 0), _GOES_ON),
     "checkpoint": Scenario(
-        "one is killed, and its newest checkpoint damaged before it is started again",
+        "one peer is killed, and its newest checkpoint is damaged before it is started again",
         draws.checkpoint,
         Limits(aims={"recovery_seconds": 30}),
     ),
     "suspend": Scenario(
-        "one or two machines sleep for 20 s", draws.suspend, Limits(aims={"recovery_seconds": 30}, forks=True)
+        "one or two machines are suspended for 20 s", draws.suspend, Limits(aims={"recovery_seconds": 30}, forks=True)
     ),
-    "skew": Scenario("one clock is 5 s to 10 min off", draws.skew, Limits(aims={"rounds_skipped": 0})),
+    "skew": Scenario("the clock of one peer is 5 s to 10 min off", draws.skew, Limits(aims={"rounds_skipped": 0})),
     "new-address": Scenario(
-        "one machine gets another address", draws.new_address, Limits(aims={"recovery_seconds": 30}), network=True
+        "one peer gets another address", draws.new_address, Limits(aims={"recovery_seconds": 30}), network=True
     ),
     "straggler": Scenario("one worker runs a fifth of the time for 10 s", draws.lasting("straggle", 0.2), _GOES_ON),
     "memory": Scenario(
         "memory runs out, and the kernel kills a worker", draws.memory, Limits(aims={"recovery_seconds": 15})
     ),
     "memory-gone": Scenario(
-        "memory has no room for a worker any more; when its peer has left, there is some again, and it comes back",
+        "memory has no room for a worker until its peer has left; then the peer is started again",
         draws.memory_gone,
         Limits(aims={"recovery_seconds": 30, "leaving_seconds": 30}),
     ),
     "disk-checkpoint": Scenario(
-        "one disk is full for 10 s, from the middle of a checkpoint on; every other time its peer is killed then",
+        "one disk is full for 10 s from the middle of a checkpoint on; with odd seeds its peer is killed then",
         draws.disk_checkpoint,
         Limits(aims={"standstill_seconds": 10}),
     ),
     "latency": Scenario(
-        "for 20 s all lines, or those of one, have 50 to 400 ms of latency and as much jitter each way",
+        "50 to 400 ms of latency, and as much jitter, each way on all lines or those of one peer for 20 s",
         draws.latency,
         _GOES_ON,
         network=True,
     ),
     "bit-flips": Scenario(
-        "for 10 s bits flip on all lines, or those of one, on the wire",
+        "bits flip on all lines, or on those of one peer, for 10 s",
         draws.bit_flips,
         Limits(aims={"standstill_seconds": 30}, forks=True),
         network=True,
     ),
     "liar": Scenario(
-        "one tells a wrong mean, NaN, or of a record that nobody decided, for 10 s",
+        "one peer sends a wrong mean, NaN, or a forged certificate for 10 s",
         draws.liar(LIES),
         Limits(aims={"recovery_seconds": 15, "standstill_seconds": 10}),
     ),
     "overlap": Scenario(
-        "one thing lasts (a cut, loss, a slow line, a straggler) while another strikes (a kill, a stop)",
+        "a lasting fault (a cut, loss, a slow line, a straggler), and a kill or a stop meanwhile",
         draws.overlap,
         Limits(aims={"recovery_seconds": 60}, forks=True),
         network=True,
@@ -159,14 +161,11 @@ SCENARIOS: Mapping[str, Scenario] = {
 
 
 def scenario_of(name: str, protocol: str) -> Scenario:
-    """A scenario as it is for peers of that protocol: where nobody votes, nobody is excluded, and no round is decided.
-
-    Aims at what follows from a vote are none there, either.
-    """
+    """The scenario for a protocol: without votes there is no exclusion, no decision, and no aim at either."""
     scenario, points = SCENARIOS[name], POINTS[protocol]
     if protocol not in INDEPENDENT_PROTOCOLS:
         return scenario
-    own = {"kill": draws.kill(points), "kill-restart": draws.kill_restart(points), "liar": draws.liar(LOOSE_LIES)}
+    own = {"kill": draws.kill(points), "kill-restart": draws.kill_restart(points), "liar": draws.liar(INDEPENDENT_LIES)}
     aims = {what: aim for what, aim in scenario.limits.aims.items() if what not in _VOTERS_AIMS}
     draw = _without_votes(own.get(name, scenario.draw))
     return replace(scenario, draw=draw, limits=replace(scenario.limits, aims=aims))

@@ -1,11 +1,11 @@
-"""A long run in which something is done to somebody every 15 seconds: is what it holds at the end what it held before?
+"""A long run with a fault every 15 seconds, to find growth of memory, descriptors and tasks.
 
     python -m tests.faults.soak [--minutes 30] [--seed 0] [--json]
 
-Peers are killed, stopped, sent away and started again, and new ones come, as a seed draws it; two are left alone, and
-watched. It ends as a scenario does (`python -m tests.faults`), and says how much memory, descriptors and tasks of the
-two have grown, per hour, since the swarm was warm, and how far that may be off: half an hour tells a leak of 3 % an
-hour from none, and 1 % takes two hours. Exit code: 0 no violation, 1 violations, 2 not played.
+A seed draws which peers are killed, stopped, asked to leave, started again or added. Two peers have no faults, and are
+watched. The run ends like a scenario (`python -m tests.faults`). Then it prints how much memory, descriptors and tasks
+of the two have grown per hour since the swarm was warm, with a confidence interval. Half an hour shows a leak of 3 % an
+hour; one of 1 % takes two hours. Exit code: 0 without violations, 1 with violations, 2 not played.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ PROGRAM = "python -m tests.faults.soak"
 EVERY_SECONDS = 15.0
 STOPPED_SECONDS = 6.0
 WATCHED = 2
-"""So many of the first are never touched."""
+"""Number of peers without faults: the first ones."""
 FEWEST, MOST = 4, 7
 WARM_SECONDS = 180.0
 LEVELS = ("rss_bytes", "open_files", "tasks")
 GROWTH_LIMIT = 0.01
-"""Of each level, an hour."""
+"""The limit of the growth of each level per hour."""
 BLOCK_SECONDS = 120.0
-"""What a level is off by in one round says nothing of what it is off by so much later: measured, up to a minute."""
+"""Deviations of a level so far apart are independent: measured, they are correlated for up to a minute."""
 _CONFIDENCE = 0.95
 _FEWEST_ROUNDS, _FEWEST_BLOCKS = 10, 6
 
 
 class Growth(NamedTuple):
-    """By what a level grows in an hour, as a share of its mean; nan where too little was seen.
+    """The growth of a level per hour, as a share of its mean; nan if there is too little data.
 
     Attributes:
-        share: the best guess.
-        within: the true one is at most so far from it, in 95 of 100 soaks.
+        share: the estimate.
+        within: half the width of its 95 % confidence interval.
     """
 
     share: float
@@ -57,7 +57,7 @@ class Growth(NamedTuple):
 
     @property
     def verdict(self) -> str:
-        """What is known about the limit: `over`, `under`, or `undecided` where both may be."""
+        """Whether the growth is `over` or `under` the limit, or `undecided`."""
         if self.share - self.within > GROWTH_LIMIT:
             return "over"
         return "under" if self.share + self.within < GROWTH_LIMIT else "undecided"
@@ -67,14 +67,14 @@ class Growth(NamedTuple):
 
 
 class _Crowd:
-    """Who will be there, as a schedule is drawn."""
+    """The peers that will run, while a schedule is drawn."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self.here, self.gone = list(names), list[str]()
         self._came = 0
 
     def draw(self, rng: random.Random) -> list[Step]:
-        """What to do next to whom."""
+        """Draw the next fault."""
         watched = self.here[:WATCHED]
         others = [name for name in self.here if name not in watched]
         acts = ["worker", "p2pd", "stop"]
@@ -101,7 +101,7 @@ class _Crowd:
 
 
 def soak(minutes: int) -> Scenario:
-    """Something every 15 seconds, for so many minutes."""
+    """A scenario with a fault every 15 seconds."""
 
     def draw(rng: random.Random, seed: int, names: Sequence[str]) -> list[Step]:
         crowd, steps = _Crowd(names), list[Step]()
@@ -109,11 +109,11 @@ def soak(minutes: int) -> Scenario:
             steps += [Step("until", amount=turn * EVERY_SECONDS), *crowd.draw(rng)]
         return [*steps, Step("until", amount=60.0 * minutes)]
 
-    return Scenario(f"something every {EVERY_SECONDS:g} s, for {minutes} minutes", draw, Limits(120, forks=True))
+    return Scenario(f"a fault every {EVERY_SECONDS:g} s, for {minutes} minutes", draw, Limits(120, forks=True))
 
 
 def growth(play: Recording) -> Mapping[str, Mapping[str, Growth]]:
-    """Of each peer that lived through all of it: level -> how it grew since the swarm was warm."""
+    """Peer that ran all the time -> level -> its growth since the swarm was warm."""
     found = {}
     for name, lives in play.lives.items():
         if len(lives) == 1 and lives[0].began <= play.calm[0] and lives[0].ended >= play.ended:
@@ -126,10 +126,10 @@ def growth(play: Recording) -> Mapping[str, Mapping[str, Growth]]:
 
 
 def slope(points: Sequence[tuple[int, float, float]]) -> Growth:
-    """How a level grows, from (peers, hours, value) of each round.
+    """The growth of a level, from (peers, hours, value) of each round.
 
-    The slope of straight lines, equally steep: one for each number of peers that a round had, since each peer more is
-    a connection more. What the highest number so far has left behind counts as growth: it errs on that side.
+    It is the common slope of straight lines, one for each number of peers in a round, because each further peer is a
+    further connection. What a high number of peers leaves behind counts as growth.
     """
     unknown = Growth(math.nan, math.nan)
     if len(points) < _FEWEST_ROUNDS:
@@ -151,11 +151,11 @@ def slope(points: Sequence[tuple[int, float, float]]) -> Growth:
 
 
 def _error(off: Sequence[tuple[float, float, float]], spread: float) -> float | None:
-    """How far off a slope is at most, from (hour, that less the mean, off the line by); None: too short a time.
+    """Half the confidence interval of a slope, from (hour, hour less its mean, residual); None: too little data.
 
-    What a round is off by lasts for some rounds, so those of two minutes count as one: the sandwich of Liang and Zeger
-    (Biometrika 73, 1986). Of these there are few, which draw the line to themselves: hence Student's quantile, and
-    what a block is off by counts more the more it has drawn (Bell and McCaffrey, Survey Methodology 28, 2002).
+    Residuals are correlated for some rounds, so those of two minutes form a block: the sandwich estimator of Liang and
+    Zeger (Biometrika 73, 1986). There are few blocks, so Student's quantile is used, and residuals of a block are
+    enlarged by its leverage (Bell and McCaffrey, Survey Methodology 28, 2002).
     """
     blocks: dict[int, list[tuple[float, float]]] = {}
     first = min(hour for hour, _, _ in off)
@@ -173,9 +173,9 @@ def _error(off: Sequence[tuple[float, float, float]], spread: float) -> float | 
 
 
 def student(freedom: int) -> float:
-    """Student's quantile for an interval that holds 95 of 100, four degrees of freedom or more.
+    """Student's quantile for a 95 % interval, from four degrees of freedom on, with an error below 1 %.
 
-    Source: Abramowitz and Stegun, Handbook of Mathematical Functions, 26.7.5; off by less than 1 %.
+    Source: Abramowitz and Stegun, Handbook of Mathematical Functions, 26.7.5.
     """
     z = NormalDist().inv_cdf(0.5 + _CONFIDENCE / 2)
     terms = (z, (z**3 + z) / 4, (5 * z**5 + 16 * z**3 + 3 * z) / 96, (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384)

@@ -1,4 +1,4 @@
-"""One step of a schedule: what is done, to whom; and who is left when all of it is done."""
+"""The steps of a schedule, and the number of peers after all of them."""
 
 from __future__ import annotations
 
@@ -6,44 +6,44 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 STRUCK = "the one struck"
-"""Stands for the peer that the last trap has caught."""
+"""Name for the peer that the last trap has killed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One thing to do, or to wait for.
+    """One action, or one condition to wait for, by `act`:
 
     wait            `amount` seconds
     kill            SIGKILL to `role` of each of `whom`: `peer`, its `worker`, its `p2pd`
-    trap            SIGKILL to the first of `whom`, or of all, that comes to the point `role`; waits for it
+    trap            SIGKILL to the first of `whom`, or of all peers, that reaches the point `role`; waits for that
     stop, wake      SIGSTOP and SIGCONT to `role`: `peer` alone, or `all` its processes
-    part            nothing passes between `whom` and the others
-    deafen          what the others send to `whom` vanishes
-    mute            what `whom` send to the others vanishes
-    lose            of all packets, or of those of `whom`, the share `amount` vanishes
+    part            no packet passes between `whom` and the others
+    deafen          packets from the others to `whom` are dropped
+    mute            packets from `whom` to the others are dropped
+    lose            the share `amount` of all packets, or of those of `whom`, is dropped
     slow            the lines of `whom` carry `amount` bits per second
     straggle        the workers of `whom` run for the share `amount` of the time
-    heal            all that lasts is over
-    join            new peers, side by side, with nothing but the address of one that runs
-    restart         peers that were killed, in their directories
-    back            all peers, after all were killed: started again, with nothing but their directories
-    finish          asked to leave, one after the other
+    heal            end all lasting faults
+    join            start new peers at once, with the address of one running peer
+    restart         start killed peers again, with their directories and the address of one running peer
+    back            after all peers were killed: start them again with only their directories
+    finish          ask peers to leave, one after the other
     fill            the small disk of `whom` fills up
-    flip, truncate  one bit of the newest checkpoint of `whom` flips, or it is cut short; `amount` is drawn with
-    named           that `whom` have said so
+    flip, truncate  one bit of the newest checkpoint of `whom` flips, or it is cut short; `amount` is the seed
+    named           waits until `whom` have logged that their checkpoint is damaged
     skew            the wall clocks of `whom` are `amount` seconds off
     move            the machines of `whom` get other addresses
     choke           the small disk of `whom` fills up while a checkpoint is being written
     squeeze         the memory of `whom` runs out, until the kernel has killed its worker
     confine         the same, and from then on the memory of `whom` has no room for a worker
-    resigned        waits until `whom` have left in good order, for want of a worker
-    delay           `amount` seconds of latency, and of jitter as much again, on all that `whom`, or all, send and get
-    corrupt         one bit of each `amount` bytes that `whom`, or all, send and get flips
+    resigned        waits until `whom` have exited for lack of a worker
+    delay           `amount` seconds of latency, and as much jitter, on all data from and to `whom`, or all peers
+    corrupt         one bit of each `amount` bytes from and to `whom`, or all peers, flips
     lie             `whom` tell the lie `role`
     accused         waits until an honest peer has named `whom`
     suspected       waits until all others believe `whom` dead
     excluded        waits until the rosters of all others are without `whom`
-    settle          waits until all who run are in one mean
+    settle          waits until all running peers are in one mean
     """
 
     act: str
@@ -57,7 +57,7 @@ class Step:
 
 
 def left(schedule: Sequence[Step], names: Sequence[str]) -> int:
-    """How many peers there are when all of it is done."""
+    """The number of running peers after the whole schedule."""
     here, struck = set(names), 0
     for step in schedule:
         if step.act in ("finish", "resigned") or (step.act == "kill" and step.role == "peer"):

@@ -1,4 +1,4 @@
-"""A worker that is slower than the others'."""
+"""Slows down a worker."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _CYCLE_SECONDS = 0.5
 
 
 class Straggler:
-    """Lets a process run for a share of the time only, as cpulimit does: what a slower machine's worker would be.
+    """Lets a process run for a share of the time only, as cpulimit does, to imitate a slower machine.
 
     Attributes:
-        signals: how many it has had.
+        signals: number of signals sent.
     """
 
     def __init__(self, pid: Callable[[], int | None], share: float) -> None:
@@ -27,7 +27,7 @@ class Straggler:
 
     def _run(self) -> None:
         while not self._over.is_set():
-            pid = self._pid()  # another one, if it died
+            pid = self._pid()  # it changes when the worker is restarted
             self._signal(pid, signal.SIGSTOP)
             self._over.wait((1 - self._share) * _CYCLE_SECONDS)
             self._signal(pid, signal.SIGCONT)
@@ -40,6 +40,6 @@ class Straggler:
                 self.signals += 1
 
     def end(self) -> None:
-        """Runs as it can again."""
+        """Let the process run at full speed again."""
         self._over.set()
         self._thread.join(2 * _CYCLE_SECONDS)

@@ -1,11 +1,11 @@
-"""Every scenario with many seeds, as a table. What was played is not played again: it may be stopped at any time.
+"""Plays every scenario with many seeds, and prints a table. It may be stopped at any time, and then goes on.
 
     python -m tests.faults.table [--seeds 0:10] [--scenarios kill,stop] [--results build/faults.jsonl]
     python -m tests.faults.table --protocol gossip      # build/faults-gossip.jsonl
 
-`kill` is played with a seed for each point of a round where others are played with one: twenty, of the butterfly's.
-Results are added to a file, one JSON object a line; the table on stdout is made from all that the file holds, which is
-what was played by one protocol.
+For each seed of another scenario, `kill` is played with one seed for each point of a round (twenty for butterfly).
+Results are added to a file, one JSON object a line. The table on stdout is made from all results in the file, which
+holds those of one protocol.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ POINTWISE = "kill"
 
 
 def order(scenarios: Sequence[str], numbers: Iterable[int], protocol: str = VOTED) -> list[tuple[str, int]]:
-    """What to play: all scenarios with the first seed, then with the next: half a table is a table."""
+    """The plays in order: all scenarios with the first seed, then with the next, so that a part makes a table, too."""
     found = []
     for seed in numbers:
         for name in scenarios:
@@ -40,7 +40,7 @@ def order(scenarios: Sequence[str], numbers: Iterable[int], protocol: str = VOTE
 
 
 def load(path: Path) -> list[Result]:
-    """What was played before; a last line that was cut short was not."""
+    """The earlier results; an incomplete last line is ignored."""
     if not path.exists():
         return []
     data = path.read_bytes()
@@ -48,7 +48,7 @@ def load(path: Path) -> list[Result]:
 
 
 def add(path: Path, result: Result) -> None:
-    """One line more, after the last whole one."""
+    """Append a result after the last complete line."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a+b") as file:
         file.seek(0)
@@ -57,7 +57,7 @@ def add(path: Path, result: Result) -> None:
 
 
 def table(results: Iterable[Result], protocol: str = VOTED) -> list[str]:
-    """As Markdown: a line for each scenario."""
+    """The results as a Markdown table with a line for each scenario."""
     by_name: dict[str, list[Result]] = {}
     for each in results:
         by_name.setdefault(each["scenario"], []).append(each)

@@ -1,4 +1,4 @@
-"""A play and its verdict as lines of text: what was done to the peers, and what they made of it, in the order of time.
+"""The timeline: a play and its verdict as lines of text, in the order of time.
 
 seconds         what                 in the mean          reported by
    31.2  FAULT  SIGKILL to peer: d
@@ -21,13 +21,13 @@ _WIDTH = 20
 _WORDS = {"start": "start", "fault": "FAULT", "heal": "heal", "end": "end"}
 
 Entry = tuple[float, str, str]
-"""Wall time, a word for the margin, and what there is to say."""
+"""(wall time, word for the margin, text)."""
 
 
 def timeline(play: Recording, verdict: Verdict) -> list[str]:
-    """Lines of 100 columns for people: one for each event, each lineage that was decided, each report of anything else.
+    """Lines of at most 100 columns: one for each event, each decided lineage, and each other report; then the verdict.
 
-    Seconds are since the first process was started; rounds stand at their first report. The verdict comes last.
+    Seconds count from the start of the first process. A round stands at the time of its first report.
     """
     start = beginning(play)
     entries = sorted([*_deeds(play, verdict), *_decisions(play), *_others(play)], key=lambda entry: entry[0])
@@ -39,13 +39,13 @@ def timeline(play: Recording, verdict: Verdict) -> list[str]:
 
 
 def beginning(play: Recording) -> float:
-    """Wall time from which its seconds are counted: whatever came first."""
+    """Wall time from which the seconds count: that of the first event or process."""
     times = [event.time for event in play.events] + [life.began for lives in play.lives.values() for life in lives]
     return min(times, default=play.calm[0])
 
 
 def _deeds(play: Recording, verdict: Verdict) -> Iterator[Entry]:
-    """What was done to the peers, how their processes ended, and the moments that the verdict speaks of."""
+    """Entries for events, ends of processes, the calm, and the recovery."""
     yield play.calm[0], "", "-- the calm begins"
     yield play.calm[1], "", "-- the calm is over"
     if not math.isnan(verdict.recovery_seconds):
@@ -59,7 +59,7 @@ def _deeds(play: Recording, verdict: Verdict) -> Iterator[Entry]:
 
 
 def _decisions(play: Recording) -> Iterator[Entry]:
-    """Each lineage that was decided: who is in it, and who said so, how many seconds after the first."""
+    """An entry for each decided lineage: its members, and the reporters with their delays after the first."""
     told = [(name, each) for name, history in play.histories.items() for each in history if each["outcome"] in DECIDED]
     told.sort(key=lambda each: (each[1]["lineage"], each[1]["time"]))
     for _, group in groupby(told, key=lambda each: each[1]["lineage"]):
@@ -72,7 +72,7 @@ def _decisions(play: Recording) -> Iterator[Entry]:
 
 
 def _peers(play: Recording, report: Report) -> str:
-    """Who is in its mean; where they are many, how many, and who of those that were up is not."""
+    """The peers in a mean; if they are too many for the column, their number and the running peers that are missing."""
     peers = sorted(name_of(play, peer) for peer in report["peers"])
     if len(text := " ".join(peers)) <= _WIDTH:
         return text or "-"
@@ -84,7 +84,7 @@ def _peers(play: Recording, report: Report) -> str:
 
 
 def _others(play: Recording) -> Iterator[Entry]:
-    """Reports of rounds that were not decided, as far as their peers know; where to, of those that caught up."""
+    """An entry for each report of a round that its peer did not decide; after catching up, with the new round."""
     rounds = Tree(report for history in play.histories.values() for report in history).rounds
     for name, history in play.histories.items():
         for report in history:
@@ -120,7 +120,7 @@ def _number(value: float) -> str:
 
 
 def _wrapped(margin: str, text: str) -> list[str]:
-    """A text that is too long goes on under itself; columns keep their spaces."""
+    """Lines of a text; a long text continues under its first line, and columns keep their spaces."""
     if len(margin) + len(text) <= COLUMNS:
         return [f"{margin}{text}".rstrip()]
     return textwrap.wrap(f"{margin}{text}", COLUMNS, subsequent_indent=" " * len(margin), drop_whitespace=True)

@@ -1,7 +1,7 @@
-"""The harness's side of `node.session.failpoints`: hears of every point that traced peers pass, and strikes one there.
+"""The harness's side of `node.session.failpoints`: it learns of every point that traced peers pass, and acts there.
 
-A peer that has told of a point does nothing until it is answered. A strike happens before the answer: when it kills the
-peer, the peer has died exactly there; when it kills its worker or its p2pd, the peer finds out right afterwards.
+A peer that has reported a point waits for an answer. The action of a trap happens before the answer: a killed peer dies
+exactly at the point; a peer whose worker or p2pd is killed notices it right afterwards.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ END_SECONDS = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Passed:
-    """A point that a peer has told of.
+    """A point that a peer has reported.
 
     Attributes:
         time: wall time, as in reports.
-        round: the one that the peer had begun last; -1 before its first.
+        round: the last round that the peer has begun; -1 before its first.
     """
 
     time: float
@@ -39,11 +39,11 @@ class Passed:
 
 @dataclass(eq=False, slots=True)
 class Trap:
-    """Waits for a point; it goes off once.
+    """Waits for a point, and acts once.
 
     Attributes:
-        fired: set when its strike is over.
-        struck: where it went off; None before.
+        fired: set when its action is over.
+        struck: the point at which it acted; None before.
     """
 
     point: str
@@ -54,7 +54,7 @@ class Trap:
     struck: Passed | None = None
 
     def catches(self, passed: Passed) -> bool:
-        """Whether this is what it waits for."""
+        """Whether the trap waits for this point."""
         return (
             passed.point == self.point
             and passed.round >= self.minimum_round
@@ -63,9 +63,9 @@ class Trap:
 
 
 class Watch:
-    """Listens to traced peers, one thread for each. A context manager.
+    """Listens to traced peers, with a thread for each. A context manager.
 
-    Peers are started with `environment(name)`. All are answered at once, but for one that is in a trap.
+    Peers are started with `environment(name)`. All are answered at once, except a peer in a trap.
     """
 
     def __init__(self, max_records: int = MAX_RECORDS) -> None:
@@ -82,7 +82,7 @@ class Watch:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Nobody is heard any more; traced peers that still run go on untold."""
+        """Stop listening; traced peers that still run continue untraced."""
         with self._lock:
             self._over = True
             for each in (*self._sockets.values(), *self._lines):
@@ -95,7 +95,7 @@ class Watch:
         self._directory.cleanup()
 
     def environment(self, name: str) -> dict[str, str]:
-        """What a peer of that name has to be started with; the same for all of its lives."""
+        """The environment variables of a peer, the same for all its incarnations."""
         if name not in self._sockets:
             listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             listening.bind(f"{self._directory.name}/{len(self._sockets)}")
@@ -108,9 +108,9 @@ class Watch:
     def arm(
         self, point: str, minimum_round: int, strike: Callable[[str], None], peers: Collection[str] | None = None
     ) -> Trap:
-        """Strike the first peer, of all or of these, that comes to that point in that round or a later one.
+        """Set a trap for the first peer, of all or of `peers`, that reaches the point in `minimum_round` or later.
 
-        `strike` is called with its name, in the thread that hears it, while it stands there. Several may be armed.
+        `strike` is called with the peer's name in the listening thread, while the peer waits. Several may be armed.
         """
         trap = Trap(point, minimum_round, strike, None if peers is None else frozenset(peers))
         with self._lock:
@@ -118,19 +118,19 @@ class Watch:
         return trap
 
     def disarm(self, trap: Trap) -> None:
-        """It does not go off any more, if it has not."""
+        """Remove a trap that has not acted."""
         with self._lock, suppress(ValueError):
             self._traps.remove(trap)
 
     def records(self, peer: str | None = None) -> list[Passed]:
-        """What was passed, in the order in which it was heard, the oldest forgotten; of all peers, or of one."""
+        """The last points that all peers, or one, have passed, in the order in which the harness learned of them."""
         with self._lock:
             return [each for each in self._records if peer in (None, each.peer)]
 
     # -- a peer's thread ----------------------------------------------------------------------------------------------
 
     def _listen(self, name: str, listening: socket.socket) -> None:
-        """One life of the peer after the other."""
+        """Serve one incarnation of the peer after the other."""
         while True:
             try:
                 line, _ = listening.accept()

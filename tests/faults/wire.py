@@ -1,4 +1,4 @@
-"""The wire between peers as a nemesis has it in hand: through a proxy on the router, it is slow to answer, or lies."""
+"""Control of the connections between peers through a proxy on the router: latency and flipped bits."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ ANSWER_SECONDS = 10.0
 
 
 class Proxied:
-    """All connections between peers go through a proxy from here on. A context manager; at its end so does the proxy.
+    """A context manager in which all connections between peers go through a proxy.
 
     Attributes:
-        network: of the peers.
+        network: the network of the peers.
     """
 
     def __init__(self, network: Namespaces, seed: int) -> None:
@@ -47,7 +47,7 @@ class Proxied:
         self._end()
 
     def suffer(self, faults: Faults) -> dict[str, int]:
-        """From these faults on; returns what was felt of those before.
+        """Set the faults; returns the counts of the former ones.
 
         Raises:
             OSError: the proxy is gone, or does not answer.
@@ -72,14 +72,14 @@ class Proxied:
 
 
 class Wire:
-    """What can be done to what peers send each other."""
+    """Faults of the data between peers."""
 
     def __init__(self, notes: EventLog, proxied: Proxied | None) -> None:
         self._notes, self._proxied = notes, proxied
         self._faults = Faults()
 
     def heal(self) -> None:
-        """All arrives as it was sent, and at once; that nothing met the fault is noted."""
+        """End the faults; note if they affected nothing."""
         if self._proxied and self._faults != Faults():
             felt = self._proxied.suffer(Faults())
             if not any(felt.values()):

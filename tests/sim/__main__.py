@@ -1,7 +1,7 @@
 """`python -m tests.sim`: play a protocol over many seeds and judge every run.
 
-The last thing printed is one JSON object (with `--json`, the only thing on stdout). Exit 1 on a violation, with the
-command that replays its seed; a run of one seed prints its trace.
+The last line of output is one JSON object; with `--json` it is the only line on stdout. After a violation the exit code
+is 1, and the command that replays its seed is printed. A run of one seed prints its trace.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--json", action="store_true", help="print nothing but the JSON object on stdout")
     options = parser.parse_args(arguments)
     if options.directory and options.protocol != "moshpit":
-        parser.error(f"argument --directory: {options.protocol} finds nobody there, moshpit does")
+        parser.error(f"argument --directory: {options.protocol} does not use the directory, moshpit does")
     if options.pull is not None and (options.protocol != "gossip" or not 0 < options.pull < MOST_PULL):
         parser.error(f"argument --pull: of gossip, above 0 and below {MOST_PULL:g}")
     if options.faults == LIES and options.protocol not in (*REPLICATED_PROTOCOLS, *INDEPENDENT_LIES):
@@ -65,7 +65,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
 def _scenarios(options: argparse.Namespace) -> Iterable[Scenario]:
     for fault in GROUPS.get(options.faults, (options.faults,)):
         if fault != options.faults and not _felt(fault, options):
-            continue  # a seed that cannot fail
+            continue  # these seeds would test nothing
         for seed in options.seeds:
             yield Scenario(
                 protocol=options.protocol,
@@ -81,10 +81,10 @@ def _scenarios(options: argparse.Namespace) -> Iterable[Scenario]:
 
 
 def _felt(fault: str, options: argparse.Namespace) -> bool:
-    """Whether a family does anything to these peers that another does not."""
+    """Whether a fault family tests anything that the others do not, with these options."""
     if fault == LIES:
         return options.protocol in (*REPLICATED_PROTOCOLS, *INDEPENDENT_LIES)
-    return fault != DIRECTORY or options.directory  # else nobody asks it: a crash under another name
+    return fault != DIRECTORY or options.directory  # without directory, these are the faults of `crash`
 
 
 def replay(scenario: Scenario) -> str:
@@ -98,23 +98,23 @@ def replay(scenario: Scenario) -> str:
 
 
 def _committed(outcome: Outcome) -> tuple[int, int]:
-    """Rounds that some honest peer committed, and rounds that one skipped."""
+    """The numbers of rounds that at least one honest peer committed, and that at least one skipped."""
     rounds = {name: {r["round"] for r in outcome.reports(name)} for name in ("committed", "alone", "skipped")}
     return len(rounds["committed"] | rounds["alone"]), len(rounds["skipped"])
 
 
 def _played(scenario: Scenario) -> Outcome:
-    """The scenario's outcome; an error in protocol or round code is a violation like others, with its traceback."""
+    """The scenario's outcome; an error in protocol code is a violation, and its traceback is printed."""
     try:
         return play(scenario, world_of(scenario.protocol))
-    except Exception as error:  # noqa: BLE001 - whatever it is, the seed must not be lost
+    except Exception as error:  # noqa: BLE001 - any error must be reported with its seed
         traceback.print_exc()
         crash = Violation("crash", "", 0, f"{type(error).__name__}: {error}")
         return Outcome(scenario, {}, [crash], 0.0, Trace(), {})
 
 
 def _tell(outcome: Outcome, asked: Scenario, single: bool) -> None:
-    """A failed run, or the only one, in words."""
+    """Print the trace and the violations of a failed run, or the trace of the only run."""
     if outcome.violations or single:
         lines = list(outcome.trace.lines)[-60:] if outcome.violations else list(outcome.trace.lines)[-20:]
         print("\n".join(lines), file=sys.stderr)
@@ -125,7 +125,7 @@ def _tell(outcome: Outcome, asked: Scenario, single: bool) -> None:
 
 
 def _nothing(options: argparse.Namespace) -> dict[str, Any]:
-    """The JSON object before anything is played."""
+    """The JSON object before the first run."""
     return {
         "protocol": options.protocol,
         "peers": options.peers,

@@ -1,4 +1,4 @@
-"""Command lines of tests and benchmarks: what is wrong gets one clear line."""
+"""Command-line parsing for tests and benchmarks: a wrong argument gives one clear line."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NoReturn
 
 
 class Parser(argparse.ArgumentParser):
-    """Exits with status 2 after one line that says what is wrong, without the usage."""
+    """Exits with status 2 after one line that names the mistake, without the usage."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message} (see --help)\n")

@@ -1,4 +1,4 @@
-"""One round of averaging over given vectors, without trainers: what the protocol does with exactly these inputs."""
+"""One round of averaging over given vectors, without trainers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ RUN = bytes(32)
 
 @dataclass(slots=True)
 class Averaged:
-    """What came of it, in the order of the vectors."""
+    """The results of a round, in the order of the vectors."""
 
     means: list[AveragingResult]
     results: list[Vector]
@@ -38,14 +38,14 @@ class Averaged:
 
 @dataclass(slots=True)
 class ButterflyHarness:
-    """A group of peers, each with a vector and what it claims for it.
+    """A group of peers, each with a vector and its claims about that vector.
 
     Attributes:
-        tokens, bandwidths, step_seconds: of each peer.
-        lies: peer index -> lie (`tests.sim.byzantine.contributors`). Of two stories, the last of the others is told the
-        second.
-        declared: peer index -> norm, where it is not the vector's.
-        before: called with the network when everybody has joined.
+        tokens, bandwidths: of each peer.
+        lies: peer index -> lie (`tests.sim.byzantine.contributors`). A liar that sends two versions sends the second to
+            the last of the other peers.
+        declared: peer index -> norm that the peer declares, where it is not that of its vector.
+        before: called with the network when all peers have joined.
     """
 
     vectors: Sequence[Vector]
@@ -82,7 +82,7 @@ class ButterflyHarness:
         ]
         means = await asyncio.gather(*jobs)
         seconds = loop.time()
-        await asyncio.sleep(60.0)  # what still serves others ends
+        await asyncio.sleep(60.0)  # handlers that still serve others end
         if network.bugs:
             raise network.bugs[0]
         sent = [network.nodes[peer].sent_bytes for peer in peers]

@@ -1,9 +1,13 @@
-"""`python -m tests.sim.closing`: how far apart peers are at the end of a run, with closing exchanges and without.
+"""`python -m tests.sim.closing`: the spread at the end of a run, with and without closing exchanges.
 
-One line for each protocol, number of peers and length of the run: over the seeds, the largest true distance of a peer
-from the mean of all, as a share of that mean's norm, without closing exchanges and with them; the largest that a report
-says with them; the most closing exchanges of a peer, and how long after the last of them to end its last round all is
-over. Exit 1 if a distance with them, true or told, is above the limit.
+It prints a line for each protocol, number of peers and length of the run. The columns are maxima over the seeds:
+
+    without, with    true spread without closing exchanges, and with them
+    told             spread in the last reports, with closing exchanges
+    exchanges        closing exchanges of a peer
+    seconds          from the end of the last peer's last round to the end of the run
+
+The exit code is 1 if the true or the reported spread with closing exchanges is above the limit.
 """
 
 from __future__ import annotations
@@ -19,11 +23,11 @@ from tests.sim.process import prepare
 from tests.sim.scenario import MOST_PULL, Scenario
 
 LIMIT = 0.02
-"""What a run bears unless its file says otherwise."""
+"""The default spread limit of a run."""
 
 
 class Unclosed(IndependentWorld):
-    """A run that ends with its last round."""
+    """A run without closing exchanges."""
 
     CLOSES = False
 
@@ -33,11 +37,11 @@ class End:
     """How a run ended.
 
     Attributes:
-        spread: exactly.
-        told: the largest that a last report says.
-        exchanges: the most closing exchanges of a peer.
-        seconds: that the last peer to end its last round spent on what came after it, virtual.
-        violations: in words.
+        spread: the true spread.
+        told: the largest spread in the peers' last reports.
+        exchanges: the highest number of closing exchanges of a peer.
+        seconds: virtual seconds that the last peer to end its last round spent on what followed.
+        violations: broken invariants, in words.
     """
 
     spread: float
@@ -48,7 +52,7 @@ class End:
 
 
 def end_of(scenario: Scenario, world_type: type[IndependentWorld] = IndependentWorld) -> End:
-    """Play a run without faults to its end.
+    """Simulate a run without faults to its end.
 
     Raises:
         Exception: a bug in protocol or round code, as itself.
@@ -73,7 +77,7 @@ def _numbers(text: str) -> list[int]:
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = Parser(prog="python -m tests.sim.closing", description="How far apart peers are at the end of a run.")
+    parser = Parser(prog="python -m tests.sim.closing", description="The spread at the end of a run.")
     parser.add_argument("--protocol", choices=("gossip", "push_sum"), help="default: both")
     parser.add_argument("--peers", type=_numbers, default=[4, 8], help="numbers with commas between them")
     parser.add_argument("--rounds", type=_numbers, default=[3, 4, 5, 14])

@@ -1,8 +1,8 @@
-"""Who believes whom alive: what each simulated peer can know of the others, computed instead of sent.
+"""Which peers each simulated peer believes alive, computed instead of sent as heartbeats.
 
-A death travels the link as a reset does, and is held up where the link is. A pair whose heartbeats do not come through
-in both directions lose each other after `LIVENESS_SECONDS`, and meet again by a handshake, one round trip after both
-directions are open. Timers run only for these transitions, none while all is well.
+A death travels over the link as a reset does, and waits while the link is blocked. If heartbeats do not pass between
+two peers in both directions, each removes the other after `LIVENESS_SECONDS`; they meet again by a handshake, one round
+trip after both directions are open. Timers run only for these transitions.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Pair = tuple[PeerId, PeerId]
 
 
 class View:
-    """The members that one peer, in one life, believes alive; itself always."""
+    """The members that one incarnation of a peer believes alive, including itself."""
 
     def __init__(self, me: Member, known: Mapping[PeerId, Member]) -> None:
         self.version = 0
@@ -53,7 +53,7 @@ class View:
             self._moved()
 
     def bury(self, member: Member) -> None:
-        """This life of a peer has ended; a later one may be known already."""
+        """Remove a member that has died, unless a later incarnation has replaced it."""
         if self._known.get(member.peer) == member:
             self.lose(member.peer)
 
@@ -65,7 +65,7 @@ class View:
 
 @dataclass
 class Outages:
-    """When members died, and when pairs of peers were cut off: spans of virtual seconds, open while they last."""
+    """Virtual times at which members died, and (begin, end) of the time in which pairs were cut off; end may be inf."""
 
     deaths: dict[Member, float] = field(default_factory=dict)
     cuts: dict[Pair, list[list[float]]] = field(default_factory=dict)
@@ -86,7 +86,7 @@ class Outages:
     def connected(
         self, members: Sequence[Member], count: int, since: float, until: float, among: PeerId | None = None
     ) -> bool:
-        """Whether `count` members, one of them `among`, were alive and each in touch with each in all that time."""
+        """Whether `count` members, including `among`, were alive and mutually connected for the whole time."""
         alive = [member.peer for member in members if self.deaths.get(member, math.inf) > until]
         if among is not None:
             alive = [peer for peer in alive if peer == among or self.in_touch(peer, among, since, until)]
@@ -105,7 +105,7 @@ class Outages:
 
 
 class Contacts:
-    """The views of all peers of a network, kept up to date by what happens to it."""
+    """The views of all peers of a network, updated as peers join and die and links change."""
 
     def __init__(self, network: SimNetwork) -> None:
         self.views: dict[PeerId, View] = {}
@@ -126,7 +126,7 @@ class Contacts:
         )
 
     def joined(self, node: Node, acquainted: bool) -> None:
-        """A new life begins. Acquainted: as in a swarm that stands already; else it meets the others first."""
+        """A new incarnation begins. `acquainted`: it knows all live peers at once; else by handshakes."""
         self.views[node.peer] = View(node.member, self._alive if acquainted else {})
         for peer in self._network.nodes:
             if peer == node.peer or peer not in self._alive:
@@ -138,7 +138,7 @@ class Contacts:
         self._alive[node.peer] = node.member
 
     def died(self, node: Node) -> None:
-        """The end of its streams tells the others, as far as the links let it."""
+        """A peer has died; the others learn it over their links."""
         self.outages.deaths[node.member] = _now()
         self._alive.pop(node.peer, None)
         for peer in self._network.nodes:
@@ -148,7 +148,7 @@ class Contacts:
                 self._network.travel(node.peer, peer, lambda peer=peer: self.views[peer].bury(node.member))  # type: ignore[misc]
 
     def cut(self, source: PeerId, target: PeerId) -> None:
-        """One direction is blocked: no heartbeat is answered any more."""
+        """One direction is blocked: heartbeats are no longer answered."""
         self.outages.begin(source, target, _now())
         _cancel(self._meetings, _pair(source, target))
         for observer, subject in ((source, target), (target, source)):
@@ -198,7 +198,7 @@ def _cancel(timers: dict[Pair, asyncio.TimerHandle], key: Pair) -> None:
 
 
 def _last_beat(peer: PeerId, now: float) -> float:
-    """When this peer's last heartbeat was due: each peer beats at its own moment of the second."""
+    """When this peer's last heartbeat was due: each peer has its own phase within a second."""
     phase = zlib.crc32(peer.encode()) % 1000 / 1000 * HEARTBEAT_SECONDS
     return max(0.0, now - (now - phase) % HEARTBEAT_SECONDS)
 

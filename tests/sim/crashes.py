@@ -1,19 +1,18 @@
-"""`python -m tests.sim.crashes`: something happens at every single message of a round, once for each, and is judged.
+"""`python -m tests.sim.crashes`: one simulated run for each message of a round, with a fault at that message.
 
-A run without faults tells which messages each peer sends and receives in the second round. Then the round is played
-again for each of them, with a fault just before it takes effect:
+A run without faults lists the messages that each peer sends and receives in the second round. Then the round is
+simulated again for each message, with a fault just before the message takes effect:
 
     crash      the peer is killed
-    silence    the peer neither hears nor is heard any more
-    one-way    the link that the message crosses carries nothing any more, in that direction
+    silence    all links of the peer are blocked, in both directions
+    one-way    the link that the message crosses is blocked in that direction
     stall      that link delays everything for some seconds
 
-With `--end`, of gossip and push-sum, the same at every message of the closing exchanges with which a run ends
-(`tests.sim.ending`).
+With `--end` (gossip and push-sum), the messages are those of the closing exchanges (`tests.sim.ending`).
 
-Judged are the invariants of `tests.support.checkers` on all histories, those of the dead included, and that every peer
-in touch with a majority decides that round and the next, and leaves the dead out. The last thing printed is one JSON
-object.
+The histories of all peers, dead ones included, must keep the invariants of `tests.support.checkers`. Every peer that is
+in touch with a majority must decide that round and the next, and remove dead peers from the roster. The last line of
+output is one JSON object.
 """
 
 from __future__ import annotations
@@ -87,7 +86,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--only", help="one point, or a pair: p1:17 or p1:17,p2:30; prints its trace")
     options = parser.parse_args(arguments)
     if options.directory and options.protocol != "moshpit":
-        parser.error(f"argument --directory: {options.protocol} finds nobody there, moshpit does")
+        parser.error(f"argument --directory: {options.protocol} does not use the directory, moshpit does")
     if options.end and options.protocol not in CLOSING:
         parser.error(f"argument --end: {options.protocol} has no closing exchanges, {' and '.join(CLOSING)} have")
     return options
@@ -103,7 +102,7 @@ def replay(options: argparse.Namespace, verdict: Verdict) -> str:
 
 
 def _told(options: argparse.Namespace, verdicts: Iterable[Verdict]) -> Iterator[Verdict]:
-    """Pass the verdicts on; the first that fail, and one that was asked for, in words."""
+    """Pass the verdicts on; print the first three that fail, and the trace of the point given by `--only`."""
     failed = 0
     for verdict in verdicts:
         failed += bool(verdict.violations)
@@ -118,7 +117,7 @@ def _told(options: argparse.Namespace, verdicts: Iterable[Verdict]) -> Iterator[
 def _verdicts(
     judge: Callable[[tuple[Point, ...]], Verdict], chosen: list[tuple[Point, ...]], jobs: int
 ) -> Iterator[Verdict]:
-    """One after the other, or in so many processes; in the order of the points either way."""
+    """The verdicts in the order of the points, from this process or from `jobs` processes."""
     if jobs == 1:
         yield from map(judge, chosen)
         return

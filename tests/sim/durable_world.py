@@ -1,4 +1,4 @@
-"""A swarm whose peers have disks: a life begins from the checkpoint that one before it has written."""
+"""A simulated swarm whose peers have disks: an incarnation starts from the last checkpoint of the one before."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.sim.world import RUN
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """The outer state before a round, and what was decided up to it."""
+    """The outer state before a round, and the rounds decided before it."""
 
     links: tuple[DecidedRound, ...]
     anchor: Vector
@@ -23,9 +23,11 @@ class Checkpoint:
 
 
 class DurableWorld(ScenarioRunner):
-    """Attributes:
-    every_rounds: a checkpoint is written before every round whose number this divides.
-    disks: what each peer's checkpoint is; it may be taken away, or be another's.
+    """A world whose peers write checkpoints and restart from them.
+
+    Attributes:
+        every_rounds: a checkpoint is written before each round whose number it divides.
+        disks: peer -> its checkpoint. A test may remove or replace it.
     """
 
     def __init__(self, cast: ScenarioSetup, every_rounds: int = 1) -> None:

@@ -1,7 +1,7 @@
-"""Something happens at one message of the closing exchanges of a run, and what must hold after it.
+"""A fault at one message of the closing exchanges of a run, and what must hold afterwards.
 
-Whoever lives ends its run in the time that there is for it, whatever becomes of the others; nothing counts twice; by
-push-sum no weight is made, and none is lost but with those who died.
+Every live peer ends its run within the time limit, and no contribution counts twice. Push-sum creates no mass, and
+loses only that of dead peers.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from tests.sim.scenario import Scenario
 from tests.support.checkers import Violation
 
 ENDS_SECONDS = 120.0
-"""In these runs, whose rounds take three seconds: a wait of twenty, twice, and three steps of some seven."""
+"""In these runs, whose rounds take 3 s: two waits of 20 s, and three closing steps of about 7 s, with some margin."""
 FAR = 1e-9
-"""Of sums of weights, which are sums of halves."""
+"""Tolerance of sums of weights, which are sums of powers of 1/2."""
 
 
 class RecordingEnd(Recording):
-    """The messages of each peer from the end of its last round on."""
+    """Records the messages of each peer after its last round."""
 
     def _watch(self, peer: PeerId, number: int, way: str, other: PeerId) -> None:
         outer_loop = self.replicas.get(peer)
@@ -31,7 +31,7 @@ class RecordingEnd(Recording):
 
 
 class StruckEnd(MessageFault, IndependentWorld):
-    """A run in whose closing exchanges something happens, until all who live have ended it."""
+    """A run with a fault in its closing exchanges, until all live peers have ended it."""
 
     def __init__(self, scenario: Scenario) -> None:
         super().__init__(scenario)
@@ -58,7 +58,7 @@ class StruckEnd(MessageFault, IndependentWorld):
         yield from self._conserved()
 
     def spread(self) -> float:
-        """Of those who live."""
+        """The spread of the live peers."""
         dead = {peer for peer in self.peers if not self.network.nodes[peer].process.alive}
         kept, self.replicas = self.replicas, {peer: each for peer, each in self.replicas.items() if peer not in dead}
         try:
@@ -67,7 +67,7 @@ class StruckEnd(MessageFault, IndependentWorld):
             self.replicas = kept
 
     def _conserved(self) -> Iterator[Violation]:
-        """What is here is no more than there was, and with what is on its way, no less."""
+        """The weights at the peers are at most their number; with those in transit, at least."""
         held = [outer_loop.averager for outer_loop in self.replicas.values()]
         books = [averager.weighted.masses for averager in held if isinstance(averager, PushSum)]
         if books:

@@ -1,4 +1,4 @@
-"""Named families of faults, each drawn by a seed: what `--faults` plays."""
+"""The fault families of `--faults`; a seed draws the faults."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from protocols.base import PeerId
 from tests.sim.faults import Cut, Faults, Message
 
 Draw = Callable[[random.Random, Sequence[PeerId], float], Faults]
-"""(seeded generator, peers, seconds in which things break) -> faults."""
+"""(seeded generator, peers, seconds in which faults begin) -> faults."""
 
 MAX_MESSAGE = 600
-"""Crashes at messages happen up to here, early ones more often."""
+"""Highest number of a message at which a fault is drawn; low numbers are more likely."""
 
 
 def crash(rng: random.Random, peers: Sequence[PeerId], seconds: float) -> Faults:
-    """A minority crashes, each at a random time or message, and restarts later or when all is healed.
+    """A minority crashes, each peer at a random time or message, and restarts later or at the healing.
 
-    Of two, one; but not who is alone: there would be nothing left.
+    Of two peers, one crashes; a single peer does not.
     """
     faults = Faults()
     if len(peers) == 1:
@@ -33,7 +33,7 @@ def crash(rng: random.Random, peers: Sequence[PeerId], seconds: float) -> Faults
 
 
 def silence(rng: random.Random, peers: Sequence[PeerId], seconds: float) -> Faults:
-    """A minority, all at once or one by one, neither hears nor is heard for a while."""
+    """A minority is cut off from the others in both directions for a while, one to three times."""
     faults = Faults()
     for _ in range(rng.randint(1, 3)):
         mute = rng.sample(peers, rng.randint(1, max(1, (len(peers) - 1) // 2)))
@@ -45,7 +45,7 @@ def silence(rng: random.Random, peers: Sequence[PeerId], seconds: float) -> Faul
 
 
 def partition(rng: random.Random, peers: Sequence[PeerId], seconds: float) -> Faults:
-    """Everybody on one of two sides, of any sizes; it heals, and another may follow."""
+    """All peers are split into two sides of any size; the partition heals, and another may follow."""
     faults, at = Faults(), rng.uniform(0.0, 0.5 * seconds)
     while at < seconds:
         mixed = rng.sample(peers, len(peers))
@@ -57,7 +57,7 @@ def partition(rng: random.Random, peers: Sequence[PeerId], seconds: float) -> Fa
 
 
 def one_way(rng: random.Random, peers: Sequence[PeerId], seconds: float) -> Faults:
-    """Single links that carry nothing in one direction, some of them until all is healed."""
+    """Single links are blocked in one direction, some of them until the healing."""
     faults = Faults()
     for _ in range(rng.randint(1, len(peers))):
         source, target = _two(rng, peers)
@@ -67,7 +67,7 @@ def one_way(rng: random.Random, peers: Sequence[PeerId], seconds: float) -> Faul
 
 
 def stall(rng: random.Random, peers: Sequence[PeerId], seconds: float) -> Faults:
-    """Links that delay everything for moments, mostly shorter than anybody notices."""
+    """Links delay everything for a moment, mostly for less than the failure detector notices."""
     faults = Faults()
     for _ in range(rng.randint(2, 4 * len(peers))):
         source, target = _two(rng, peers)
@@ -76,7 +76,7 @@ def stall(rng: random.Random, peers: Sequence[PeerId], seconds: float) -> Faults
 
 
 def reset(rng: random.Random, peers: Sequence[PeerId], seconds: float) -> Faults:
-    """Daemons that die: all streams of a peer at once, at random times and messages."""
+    """The daemon of a peer dies, at random times and messages: all its streams are reset."""
     faults = Faults()
     for _ in range(rng.randint(1, 3 * len(peers))):
         if rng.random() < 0.5:
@@ -95,14 +95,14 @@ def skew(rng: random.Random, peers: Sequence[PeerId], seconds: float) -> Faults:
 
 
 def directory(rng: random.Random, peers: Sequence[PeerId], seconds: float) -> Faults:
-    """A directory that forgets, lags and lies while somebody restarts and has to find the others."""
+    """The directory forgets, lags and lies while crashed peers restart and have to find the others."""
     shares = {"forget_share": rng.random(), "lag_seconds": rng.uniform(0.0, seconds), "lie_share": rng.random()}
     wrong = {name: value for name, value in shares.items() if rng.random() < 0.6}
     return crash(rng, peers, seconds).mislead(rng.uniform(0.0, 0.5 * seconds), seconds, **wrong)
 
 
 def slower(rng: random.Random, peers: Sequence[PeerId], seconds: float) -> Faults:
-    """Bandwidths that break down for a while."""
+    """The bandwidth of a peer falls for a while."""
     at = rng.uniform(0.0, seconds)
     return Faults().slow(rng.choice(peers), rng.choice((3.0, 10.0, 100.0)), at, at + rng.uniform(1.0, seconds))
 
@@ -133,10 +133,10 @@ BREAKING: dict[str, Draw] = {
     "directory": directory,
     "mixed": mixed,
 }
-"""Families after which there is something to heal; during them a round may fail."""
+"""Families under which rounds may fail until all faults are healed."""
 
 CALM = ("none", "lies", "slow")
 """Families under which every round of every honest peer commits."""
 
 FAULTS = (*CALM, "skew", *BREAKING)
-"""`skew` changes nothing by itself, as no protocol reads a wall clock: it is there for what may come to read one."""
+"""`skew` has no effect as long as no protocol reads a wall clock."""

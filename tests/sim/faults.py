@@ -1,10 +1,10 @@
-"""Faults as data: what befalls a simulated swarm, and when. A value that can be printed, kept and played again.
+"""Faults as data: what happens to a simulated swarm, and when. The value can be printed, stored and simulated again.
 
     Faults().crash("p3", at_message=17).silence({"p1"}, {"p2"}, at=40, heal=90)
 
 Times are virtual seconds since the start. `at_message=n` is the moment just before the peer's n-th message, sent or
-received, takes effect: dead peers neither send nor see it, silent links hold it up. Links lose nothing: silence, stall
-and partition all delay, and differ in whom they part and for how long.
+received, takes effect: a killed peer neither sends nor receives it, and a blocked link delays it. Links lose nothing:
+silence, stall and partition all delay messages; they differ in the links that they block, and for how long.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from protocols.base import PeerId
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """Just before this peer's message takes effect; messages count from 1, those sent and those received."""
+    """The moment just before a peer's message takes effect; sent and received messages are counted together, from 1."""
 
     peer: PeerId
     number: int
@@ -29,7 +29,7 @@ Moment: TypeAlias = float | Message
 
 @dataclass(frozen=True, slots=True)
 class Crash:
-    """A peer's process is killed; it restarts after `lasts` seconds, without memory, or not by itself."""
+    """A peer's process is killed; it restarts after `lasts` seconds without its state. None: not before the healing."""
 
     peer: PeerId
     at: Moment
@@ -38,7 +38,7 @@ class Crash:
 
 @dataclass(frozen=True, slots=True)
 class Restart:
-    """A peer that is dead by then starts again, without memory."""
+    """A dead peer starts again, without its state."""
 
     peer: PeerId
     at: float
@@ -46,7 +46,7 @@ class Restart:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Nothing passes from sources to targets (`both`: nor back) for so long; None: until all is healed."""
+    """Nothing passes from sources to targets (`both`: nor back) for `lasts` seconds; None: until the healing."""
 
     sources: tuple[PeerId, ...]
     targets: tuple[PeerId, ...]
@@ -61,7 +61,7 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class Reset:
-    """All streams of a peer are reset, as the death of its daemon does."""
+    """All streams of a peer are reset, as when its daemon dies."""
 
     peer: PeerId
     at: Moment
@@ -69,7 +69,7 @@ class Reset:
 
 @dataclass(frozen=True, slots=True)
 class Slow:
-    """A peer's bandwidth is divided by `factor` for so long."""
+    """A peer's bandwidth is divided by `factor` for `lasts` seconds."""
 
     peer: PeerId
     factor: float
@@ -79,7 +79,7 @@ class Slow:
 
 @dataclass(frozen=True, slots=True)
 class Mislead:
-    """The directory leaves entries out, tells old ones, tells false ones (`tests.sim.host.Hearsay`)."""
+    """The directory omits entries, or returns old or false ones (`tests.sim.host.Hearsay`)."""
 
     forget_share: float
     lag_seconds: float
@@ -90,7 +90,7 @@ class Mislead:
 
 @dataclass(frozen=True, slots=True)
 class Skew:
-    """A peer's wall clock is off, in all its lives."""
+    """The wall clock of a peer is off, in all its incarnations."""
 
     peer: PeerId
     seconds: float
@@ -98,7 +98,7 @@ class Skew:
 
 @dataclass(frozen=True, slots=True)
 class Lie:
-    """A peer that lies to others (`tests.sim.byzantine.contributors`), from beginning to end."""
+    """A peer lies (`tests.sim.byzantine`) for the whole run."""
 
     peer: PeerId
     kind: str
@@ -109,7 +109,7 @@ Fault: TypeAlias = Crash | Restart | Cut | Reset | Slow | Mislead | Skew | Lie
 
 @dataclass(frozen=True, slots=True)
 class Faults:
-    """Any number of faults, in any order. Every method returns a longer value."""
+    """Any number of faults, in any order. Each builder method returns a new value with one fault more."""
 
     events: tuple[Fault, ...] = ()
 
@@ -130,14 +130,14 @@ class Faults:
     def silence(
         self, some: Iterable[PeerId], others: Iterable[PeerId], at: float | Message, heal: float | None = None
     ) -> Faults:
-        """Silence between two sets, both ways; a partition if they are everybody."""
+        """Block the links between two sets of peers in both directions."""
         return self.also(Cut(tuple(sorted(some)), tuple(sorted(others)), True, at, _lasts(at, heal)))
 
     def silence_one_way(self, source: PeerId, target: PeerId, at: float | Message, heal: float | None = None) -> Faults:
         return self.also(Cut((source,), (target,), False, at, _lasts(at, heal)))
 
     def stall(self, source: PeerId, target: PeerId, at: float | Message, lasts: float) -> Faults:
-        """One link delays everything for so long."""
+        """One link delays everything for `lasts` seconds."""
         return self.also(Cut((source,), (target,), False, at, lasts))
 
     def reset(self, peer: PeerId, at: float | None = None, at_message: int | None = None) -> Faults:
@@ -162,21 +162,21 @@ class Faults:
     def lie(self, peer: PeerId, kind: str) -> Faults:
         return self.also(Lie(peer, kind))
 
-    # -- what does not happen at a moment -----------------------------------------------------------------------------
+    # -- queries ------------------------------------------------------------------------------------------------------
 
     def skew_seconds(self, peer: PeerId) -> float:
         return sum(fault.seconds for fault in self.events if isinstance(fault, Skew) and fault.peer == peer)
 
     def lies(self) -> dict[PeerId, str]:
-        """Who lies, and how."""
+        """Lying peer -> its lie."""
         return {fault.peer: fault.kind for fault in self.events if isinstance(fault, Lie)}
 
     def dated(self) -> list[Fault]:
-        """Those that happen at a moment: after them there is something to heal."""
+        """The faults that happen at a moment, and have to be healed."""
         return [fault for fault in self.events if not isinstance(fault, Skew | Lie)]
 
     def peers(self) -> set[PeerId]:
-        """Everybody whom they name."""
+        """All peers that the faults name."""
         named: set[PeerId] = set()
         for fault in self.events:
             if isinstance(fault, Cut):

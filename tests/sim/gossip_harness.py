@@ -1,4 +1,4 @@
-"""Gossip between given states, without trainers: what the protocol does with exactly these, under faults, in time."""
+"""Gossip or push-sum between given states, without trainers, under faults."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DONE = LocalProgress(1, 0.0, 1.0, 0.0, complete=True)
 
 
 def states(count: int, elements: int, seed: int = 0) -> list[list[Vector]]:
-    """Parameters and momentum of each peer: neither small nor alike."""
+    """Parameters and momentum of each peer, drawn around 1 so that peers differ."""
     generator = torch.Generator().manual_seed(seed)
     return [[torch.randn(size, generator=generator) + 1.0 for size in (elements, elements)] for _ in range(count)]
 
@@ -38,7 +38,7 @@ def head(number: int, run: bytes = RUN) -> Head:
 
 @dataclass
 class Told:
-    """What became of one round of a peer."""
+    """The result of one round of a peer."""
 
     mean: AveragingResult
     early: dict[PeerId, Contribution]
@@ -51,11 +51,11 @@ class Told:
 
 @dataclass
 class GossipHarness:
-    """Peers p0, p1, … on a network of their own. `run` plays; afterwards nothing may be left over.
+    """Peers p0, p1, … on a network of their own. `run` checks that no task or stream is left over.
 
     Attributes:
-        first: what each started from, float64; `state` what it holds now.
-        told: of each peer, its rounds.
+        first: the state that each peer started from, as one float64 vector; `state` is its present one.
+        told: the rounds of each peer.
     """
 
     count: int
@@ -86,7 +86,7 @@ class GossipHarness:
             self.gossips.append(self.protocol(host, settings))
 
     async def round(self, index: int, number: int = 0, train_seconds: float = 1.0) -> Told:
-        """One round of a peer whose own step changes nothing."""
+        """One round of a peer whose training changes nothing."""
         loop, state = asyncio.get_running_loop(), self.state[index]
         began = loop.time()
         async with self.gossips[index].enter(head(number), began + ROUND_SECONDS) as session:
@@ -106,7 +106,7 @@ class GossipHarness:
         return told
 
     async def close(self, index: int, here: Collection[int] | None = None, number: int = 9) -> int:
-        """The end of a run at a peer, by closing exchanges: with all, unless told; returns how many held."""
+        """The closing exchanges of a peer, with all peers or those in `here`; returns how many succeeded."""
         loop, state = asyncio.get_running_loop(), self.state[index]
         began, others = loop.time(), range(self.count) if here is None else here
         async with self.gossips[index].enter(head(number), began + ROUND_SECONDS) as session:
@@ -119,7 +119,7 @@ class GossipHarness:
         return int(session.closing_exchanges)
 
     async def lending(self, index: int, seconds: float) -> None:
-        """A peer that trains for so long, and lends its state meanwhile."""
+        """A peer that trains for so many seconds, and shares its state meanwhile."""
         loop = asyncio.get_running_loop()
         async with self.gossips[index].enter(head(0), loop.time() + ROUND_SECONDS) as session:
             session.share(self.state[index])
@@ -130,7 +130,7 @@ class GossipHarness:
         self.told[index].append(Told(mean, early, session.half_exchanges, session.mass_drift, 0.0, now, now))
 
     def start(self, index: int, job: Awaitable[Any]) -> asyncio.Task[Any]:
-        """In the peer's process, with which it dies."""
+        """Run a job in a peer's process; the job ends when the peer is killed."""
         token = simloop.PROCESS.set(self.network.nodes[self.names[index]].process)
         try:
             return asyncio.get_running_loop().create_task(job)  # type: ignore[arg-type]
@@ -138,7 +138,7 @@ class GossipHarness:
             simloop.PROCESS.reset(token)
 
     def run(self, play: Callable[[], Awaitable[None]], grace_seconds: float = GRACE_SECONDS) -> float:
-        """Play, let what is under way end, and see that nothing is left. Returns when the play was over."""
+        """Run `play`, let open exchanges end, and check that nothing is left; returns when `play` ended."""
 
         async def main() -> float:
             await play()
@@ -156,7 +156,7 @@ class GossipHarness:
         return over
 
     def rounds(self, count: int = 1, stagger_seconds: float = 0.0, train_seconds: float = 1.0) -> float:
-        """Everybody plays so many rounds."""
+        """Let all peers run so many rounds; returns the time at which the last one ended."""
 
         async def life(index: int) -> None:
             await asyncio.sleep(index * stagger_seconds)
@@ -168,19 +168,19 @@ class GossipHarness:
 
         return self.run(play)
 
-    # -- what it came to ----------------------------------------------------------------------------------------------
+    # -- results ------------------------------------------------------------------------------------------------------
 
     def moved(self, index: int) -> bool:
         return not torch.equal(flat(self.state[index]), self.first[index])
 
     def messages(self, index: int) -> list[str]:
-        """Of all that this peer counted, the names."""
+        """The names of all messages that this peer counted."""
         told = self.told[index]
         whole = [part for each in told for part in (*each.early.values(), *each.mean.contributions.values())]
         return [name for part in whole for name in part.messages]
 
     def drift(self) -> float:
-        """By how much the mean of all has moved, in any element."""
+        """The largest change of any element of the mean over all peers."""
         now = torch.stack([flat(each) for each in self.state]).mean(0)
         return float((now - torch.stack(self.first).mean(0)).abs().max())
 

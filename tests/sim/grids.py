@@ -1,4 +1,4 @@
-"""Averaging on grids as arithmetic: who is in which group, what becomes of values, what is left of their variance.
+"""Averaging on grids as arithmetic: groups, means, and the share of the variance that remains.
 
 python -m tests.sim.grids [trials]
 """
@@ -20,7 +20,7 @@ Plan = Callable[[random.Random], list[Groups]]
 
 
 def lines(indices: Sequence[Cell], axis: int) -> Groups:
-    """Peers by the line along `axis` that they stand on."""
+    """The peers grouped by their line along `axis`."""
     groups: dict[Cell, list[int]] = {}
     for peer, index in enumerate(indices):
         groups.setdefault(line(index, axis), []).append(peer)
@@ -39,7 +39,7 @@ def average(values: torch.Tensor, weights: torch.Tensor, groups: Groups) -> tupl
 
 
 def seated(count: int, shape: GridShape) -> Plan:
-    """Seats without gaps, row by row, in an order that each round draws."""
+    """Cells without gaps, row by row, in an order that each round draws."""
 
     def plan(rng: random.Random) -> list[Groups]:
         indices: list[Cell] = [()] * count
@@ -51,7 +51,7 @@ def seated(count: int, shape: GridShape) -> Plan:
 
 
 def diagonal(count: int, shape: GridShape) -> Plan:
-    """Seats without gaps, dealt along the diagonals of a square: all lines are short by as much."""
+    """Cells without gaps along the diagonals of a square, so that all lines are equally short."""
 
     def plan(rng: random.Random) -> list[Groups]:
         indices: list[Cell] = [()] * count
@@ -64,7 +64,7 @@ def diagonal(count: int, shape: GridShape) -> Plan:
 
 
 def holes(count: int, shape: GridShape) -> Plan:
-    """Cells by lot, and holes where they fall."""
+    """Random cells, with holes anywhere."""
     cells = [cell(number, shape) for number in range(math.prod(shape))]
 
     def plan(rng: random.Random) -> list[Groups]:
@@ -75,7 +75,7 @@ def holes(count: int, shape: GridShape) -> Plan:
 
 
 class Positions:
-    """The paper's rule: the position in the last group becomes the coordinate."""
+    """The rule of the Moshpit paper: a peer's position in its last group becomes its coordinate."""
 
     def __init__(self, count: int, shape: GridShape, rounds: int, rng: random.Random) -> None:
         self.shape = shape
@@ -94,7 +94,7 @@ class Positions:
 
 
 def lots(count: int, size: int, axes: int) -> Plan:
-    """Groups of a size drawn by lot, as often as there are axes; the last may be smaller."""
+    """Random groups of a size, once for each axis; the last group may be smaller."""
 
     def plan(rng: random.Random) -> list[Groups]:
         return [
@@ -106,8 +106,10 @@ def lots(count: int, size: int, axes: int) -> Plan:
 
 
 def failing(plan: Plan, probability: float, again: bool) -> Plan:
-    """Each member of a group dies while it averages, with that probability, and comes back: the group has no mean,
-    which is what its members are left with if nobody has the part of a dead one; or it averages again without them."""
+    """Each member of a group dies while it averages, with this probability, and returns afterwards.
+
+    A group with a dead member has no mean, or, with `again`, averages again without the dead member.
+    """
 
     def drawn(rng: random.Random) -> list[Groups]:
         axes: list[Groups] = []
@@ -121,7 +123,7 @@ def failing(plan: Plan, probability: float, again: bool) -> Plan:
 
 
 def left(count: int, plan: Plan, trials: int, seed: int = 0) -> float:
-    """What is left of the variance after one round, on the average."""
+    """The mean share of the variance that remains after one round."""
     rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     total = 0.0
     for _ in range(trials):
@@ -135,7 +137,7 @@ def left(count: int, plan: Plan, trials: int, seed: int = 0) -> float:
 
 
 def table(trials: int) -> None:
-    """What is left after a round on 8 x 8, by how many there are and how they stand."""
+    """Print the remaining variance after a round on 8 x 8, by number and arrangement of peers."""
     shape = (8, 8)
     print("peers  holes  positions  diagonal  seats  lots")
     for count in (64, 61, 53, 45, 40, 37, 29, 20):
@@ -145,7 +147,7 @@ def table(trials: int) -> None:
 
 
 def losses(trials: int) -> None:
-    """What deaths in the midst of groups leave of the variance, if a group is given up for them or averages again."""
+    """Print the remaining variance if members die, and their groups give up or average again."""
     print("deaths  groups without a mean  left of the variance  left if such a group averages again")
     for probability in (0.001, 0.005, 0.01, 0.05):
         full, share = seated(64, (8, 8)), 1 - (1 - probability) ** 8
@@ -154,7 +156,7 @@ def losses(trials: int) -> None:
 
 
 def contraction(trials: int) -> None:
-    """One round of N peers in r groups by lot contracts the expected variance by exactly (r - 1) / (N - 1)."""
+    """Print the contraction by one round of N peers in r random groups, which is exactly (r - 1) / (N - 1)."""
     for count, size in ((16, 4), (24, 8), (36, 6)):
         found = left(count, lots(count, size, 1), trials)
         print(f"{count} peers in groups of {size}: {found:.5f}, exactly {(count // size - 1) / (count - 1):.5f}")

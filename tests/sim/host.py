@@ -21,7 +21,7 @@ EPOCH = 1_800_000_000.0
 
 
 class SimCompute:
-    """One thread's worth of work: done at once, paid for in virtual seconds, one piece after the other."""
+    """Runs work at once, and charges virtual seconds for it, as one thread would take."""
 
     def __init__(self) -> None:
         self._free_at = 0.0
@@ -35,7 +35,7 @@ class SimCompute:
 
 
 class SimClock:
-    """Wall time: virtual time after an epoch, off by this peer's skew."""
+    """Wall time: an epoch, plus virtual time, plus this peer's skew."""
 
     def __init__(self, skew_seconds: float = 0.0) -> None:
         self.skew_seconds = skew_seconds
@@ -45,7 +45,7 @@ class SimClock:
 
 
 class SimSigner:
-    """A stand-in for signatures: a hash with a secret of the world, which only this class knows."""
+    """Signs by hashing with the seed, which only this class uses."""
 
     def __init__(self, me: PeerId, seed: int) -> None:
         self._me, self._seed = me, seed
@@ -62,7 +62,7 @@ class SimSigner:
 
 @dataclass
 class Hearsay:
-    """What is wrong with the directory: shares of entries and of searches, and how old its news is."""
+    """The directory's faults: share of entries omitted, age of its values, share of searches with a false entry."""
 
     rng: random.Random = field(default_factory=lambda: random.Random("hearsay"))
     forget_share: float = 0.0
@@ -72,7 +72,7 @@ class Hearsay:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A value in the directory: when it was announced, and by whose wall clock it expires when."""
+    """A value in the directory: when it was announced (virtual), and when it expires (announcer's wall clock)."""
 
     announced: float
     value: bytes
@@ -84,7 +84,7 @@ Entries = dict[str, dict[PeerId, list[Entry]]]
 
 
 class SimDirectory:
-    """A directory that all peers of the world share; whoever reads judges by its own wall clock what has expired."""
+    """A directory that all peers share; a reader decides by its own wall clock which values have expired."""
 
     def __init__(self, entries: Entries, me: PeerId, clock: SimClock, hearsay: Hearsay) -> None:
         self._entries, self._me, self._clock, self._hearsay = entries, me, clock, hearsay
@@ -122,7 +122,7 @@ class SimDirectory:
 
 
 class SimMembers:
-    """The peers that this one, in its present life, can believe alive."""
+    """The members that this peer's present incarnation believes alive."""
 
     def __init__(self, network: SimNetwork, me: PeerId) -> None:
         self._view = network.contacts.views[me]
@@ -148,7 +148,7 @@ def sim_host(
     skew_seconds: float = 0.0,
     hearsay: Hearsay | None = None,
 ) -> Host:
-    """A host in the simulated world, for a peer's present life."""
+    """The `Host` of a peer's present incarnation in the simulated world."""
     clock = SimClock(skew_seconds)
     return Host(
         transport=transport,

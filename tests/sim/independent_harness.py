@@ -1,4 +1,4 @@
-"""Rounds of peers that share no anchor over given states, without trainers: what an averager does with these inputs."""
+"""Rounds of peers that share no anchor, over given states, without trainers."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ from tests.sim.network import SimNetwork, Trace
 
 RUN = bytes(32)
 Step = Callable[[int, int, list[Vector]], None]
-"""What a peer's own work does to its state, in place: (peer, round, state)."""
+"""Changes a peer's state in place, as its training would: (peer, round, state)."""
 
 
 def nothing(index: int, number: int, state: list[Vector]) -> None:
-    """No work."""
+    """Training that changes nothing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Came:
-    """What came of one peer's round.
+    """The result of one peer's round.
 
     Attributes:
-        state: to go on from, copied.
-        round: that the session ended in.
+        state: a copy of the state after the round.
+        round: the round in which the session ended.
     """
 
     mean: AveragingResult
@@ -51,15 +51,15 @@ class Came:
 
 @dataclass
 class IndependentHarness:
-    """Peers, each with a state of its own, and what came of their rounds.
+    """Peers, each with a state of its own, and the results of their rounds.
 
     Attributes:
-        starts: the rounds in which peers begin; 0 unless given.
-        work_seconds: how long a peer trains in each round.
-        joins: when a peer comes; 0 unless given.
-        entries: the directory that they share.
-        came: peer -> its rounds.
-        ended: when all were over.
+        starts: peer -> its first round, 0 by default.
+        work_seconds: peer -> how long it trains in each round.
+        joins: peer -> the time at which it joins, 0 by default.
+        entries: the directory that the peers share.
+        came: peer -> the results of its rounds.
+        ended: the time at which all rounds were over.
     """
 
     count: int
@@ -85,7 +85,7 @@ class IndependentHarness:
         self.tokens = [1000 + 100 * index for index in range(self.count)]
 
     def play(self, strike: Callable[[SimNetwork], None] = lambda network: None) -> IndependentHarness:
-        """All rounds of all peers; fails on a bug, and if tasks or streams are left over."""
+        """Run all rounds of all peers; fails on an error in their code, or if tasks or streams are left over."""
         simloop.run(self._run(strike))
         return self
 

@@ -1,4 +1,4 @@
-"""A simulated swarm of peers that share no anchor: the same scenarios, faults and seeds, judged by other rules."""
+"""A simulated swarm of peers that share no anchor, with the same scenarios, faults and seeds as `tests.sim.world`."""
 
 from __future__ import annotations
 
@@ -36,20 +36,20 @@ from tests.support import independent_checkers as checkers_loose
 
 STEP_SIZE = 1 / 32
 SPREAD_BOUND = 0.25
-"""Peers that mix stay well below; peers that do not are beyond it after some twenty rounds."""
+"""Peers that mix stay well below it; peers that do not exceed it after about twenty rounds."""
 SPREAD_LIMIT = 0.05
 HEALED_ROUNDS = 10
-"""So many rounds are committed by everybody after all is healed: enough to see whether the spread falls."""
+"""All peers must commit so many rounds after the healing: enough to see whether the spread falls."""
 LIARS_ROUNDS = 12
-"""In a row, to be drawn for the one liar of four: twice in a million."""
+"""The chance that the draw picks the one liar of four so many times in a row is two in a million."""
 SELDOM = 0.2
-"""Who could mix in more than a few rounds did so in such a share of them; who is slow comes when others are busy."""
+"""The least share of its possible rounds in which a peer must mix; a slow peer often finds the others busy."""
 ENDLESS = 10
-"""Times as many rounds as a run has: who has reported those gets no further."""
+"""A peer that has reported so many times the run's rounds is stopped: it makes no progress."""
 
 
 class Wander(Paced):
-    """Walks at random, with nothing to return to: only mixing keeps two of different seeds near each other."""
+    """Walks at random without a fixed point, so that only mixing keeps peers near each other."""
 
     def __init__(self, elements: int, seed: int, tokens_per_step: int) -> None:
         super().__init__(elements, seed, tokens_per_step)
@@ -58,7 +58,7 @@ class Wander(Paced):
 
     def step(self, round_number: int, step: int) -> Step:
         (vector,) = self.vectors
-        # A generator takes 64 bits: of larger numbers, the lowest.
+        # A generator takes a seed of 64 bits.
         self._generator.manual_seed(((self._seed * 1_000_003 + round_number) * 1_000_003 + step) % (1 << 64))
         noise = torch.rand(len(vector), generator=self._generator)
         vector.add_(noise.sub_(0.5).mul_(2 * STEP_SIZE))
@@ -66,7 +66,7 @@ class Wander(Paced):
 
 
 class IndependentAccount:
-    """What became of each peer's rounds: which could have met somebody, and which did."""
+    """Accounts of each peer's rounds: in how many it could have met another peer, and in how many it did."""
 
     def __init__(self, network: SimNetwork, liars: tuple[PeerId, ...]) -> None:
         self._network, self._liars = network, liars
@@ -90,11 +90,11 @@ class IndependentAccount:
             self._committed.setdefault(peer, []).append(now)
 
     def shares(self) -> tuple[int, int]:
-        """Rounds of a peer in which another was in touch with it all the time, and those of them that it committed."""
+        """(rounds of peers in which another peer was in touch all the time, rounds of these that they committed)."""
         return self.could.total(), self.did.total()
 
     def whole(self, peers: tuple[PeerId, ...], since: float) -> int:
-        """How many rounds all of these peers have committed since then, at least."""
+        """The smallest number of rounds that one of these peers has committed since then."""
         return min(sum(each >= since for each in self._committed.get(peer, ())) for peer in peers)
 
 
@@ -102,7 +102,7 @@ class IndependentWorld(World):
     """One run in progress."""
 
     CLOSES = True
-    """Whether its peers end a run with closing exchanges, if their protocol has them."""
+    """Whether peers end a run with closing exchanges, if their protocol has them."""
     replicas: dict[PeerId, IndependentOuterLoop]  # type: ignore[assignment]
     account: IndependentAccount  # type: ignore[assignment]
 
@@ -131,7 +131,7 @@ class IndependentWorld(World):
         return NoLoCo(outer.momentum, outer.learning_rate, pull) if pull else outer
 
     def averager(self, host: Host, settings: Settings) -> IndependentAverager:
-        """How the peers mix."""
+        """The averager of a peer."""
         if self.scenario.directory:
             return Moshpit(host, settings, most=2, told=0)
         return INDEPENDENT_PROTOCOLS[self.scenario.protocol](host, settings)
@@ -181,7 +181,7 @@ class IndependentWorld(World):
         return host
 
     def goes_on(self, peer: PeerId) -> bool:
-        """A run is so many rounds long, whoever has had how many of them; one whose rounds go back has no end."""
+        """Whether a peer begins another round; one whose rounds go back is stopped after `ENDLESS` times as many."""
         rounds, had = self.scenario.rounds, len(self.histories[peer])
         return self.endless or (self.replicas[peer].key.round < rounds and had < ENDLESS * rounds)
 
@@ -189,17 +189,17 @@ class IndependentWorld(World):
         self.entering(outer_loop.averager.me.peer, outer_loop.chain.head)
 
     async def restored(self, outer_loop: IndependentOuterLoop) -> bool:  # type: ignore[override]
-        """For worlds in which something outlives a process: whether this life has a state to start from."""
+        """Hook for worlds with disks: whether this incarnation has a state to start from."""
         return False
 
     def _compare(self, me: PeerId, mine: Sketch, live: tuple[Member, ...]) -> Mapping[PeerId, Sketch]:
-        """Sketches travel by themselves here; of a link that is blocked, only those of before."""
+        """The latest sketches of the live peers, exchanged without messages."""
         self.sketches[me] = mine
         near = [member.peer for member in live if member.peer != me]
         return {peer: self.sketches[peer] for peer in near if peer in self.sketches}
 
     def rounds(self, me: PeerId) -> dict[PeerId, int]:
-        """As pulses tell them; of a link that is blocked, nothing."""
+        """The rounds of connected peers, as heartbeats would carry them."""
         nodes, contacts = self.network.nodes, self.network.contacts
         near = [peer for peer in self.replicas if peer != me and nodes[peer].process.alive and contacts.open(me, peer)]
         return {peer: self.replicas[peer].key.round for peer in near}
@@ -216,7 +216,7 @@ class IndependentWorld(World):
         return self.healed_at is not None and self._rounds_since() >= HEALED_ROUNDS and self.spread() <= SPREAD_BOUND
 
     def _rounds_since(self) -> int:
-        """Rounds that all have committed since all was healed; of one alone, that it has had."""
+        """Rounds that all peers have committed since the healing; the rounds of a single peer."""
         if len(self.peers) == 1:
             return len(self.histories[self.peers[0]])
         return self.account.whole(self.peers, self.healed_at or 0.0)
@@ -232,7 +232,7 @@ class IndependentWorld(World):
         return found + self._together()
 
     def _undisturbed(self, honest: dict[PeerId, list[checkers.Report]]) -> list[checkers.Violation]:
-        """Everybody comes to the end, and whoever could mix did."""
+        """Every peer must reach the last round, and mix if it could."""
         found = []
         for peer, history in honest.items():
             if not history or history[-1]["round"] < self.scenario.rounds - 1:
@@ -242,18 +242,18 @@ class IndependentWorld(World):
             if could > self._bad_luck() and (seldom or not did):
                 what = f"it could mix in {could} rounds, and did so in {did}"
                 found.append(checkers.Violation("progress", peer, len(history), what))
-            if self.scenario.fault == "none" and len(history) < self.scenario.rounds / 2:  # nobody is that slow
+            if self.scenario.fault == "none" and len(history) < self.scenario.rounds / 2:  # no peer is that slow here
                 found.append(checkers.Violation("progress", peer, len(history), "it leaves most rounds out"))
             if len(self.peers) > 2 and any(report["round"] >= self.scenario.rounds for report in history):
                 found.append(checkers.Violation("clock", peer, len(history), "a round that nobody has come to"))
         return found + self._unnamed(honest) + self._together()
 
     def _bad_luck(self) -> int:
-        """In so many rounds a peer may meet nobody. By push-sum, who is drawn for a liar is given nothing by others."""
+        """Rounds in which a peer may fail to mix: in push-sum, more if it is drawn for a liar."""
         return LIARS_ROUNDS if self.scenario.protocol == "push_sum" and self.liars else 2
 
     def _unnamed(self, honest: dict[PeerId, list[checkers.Report]]) -> list[checkers.Violation]:
-        """Lies that are refused are named, by somebody to whom they were told."""
+        """Each liar whose lies are refused must be named by an honest peer."""
         blamed = {peer for history in honest.values() for report in history for peer in report["blamed"]}
         found = []
         for peer, liar in self.told.items():

@@ -1,4 +1,4 @@
-"""Faults brought upon a simulated network when they are due, and all of them healed at once."""
+"""Injects faults into a simulated network when they are due, and heals all of them at once."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ from tests.sim.network import SimNetwork
 
 
 class Injector:
-    """Args:
-        hearsay: of the world's directories.
-        revive: starts the next life of a dead peer.
+    """Injects the faults of a scenario.
+
+    Args:
+        hearsay: the faults of the world's directory.
+        revive: starts the next incarnation of a dead peer.
 
     Attributes:
         struck: the faults that have happened, with their times.
@@ -32,7 +34,7 @@ class Injector:
 
     def start(self) -> None:
         """Set every timer, and watch the messages if a fault waits for one."""
-        self._context = contextvars.copy_context()  # of no process: nothing that a fault starts dies with one
+        self._context = contextvars.copy_context()  # of no process, so that no kill cancels what a fault starts
         for fault in self.faults.dated():
             assert isinstance(fault, Crash | Restart | Cut | Reset | Slow | Mislead)
             if isinstance(fault.at, Message):
@@ -102,7 +104,7 @@ class Injector:
             self._network.block(*link)
 
     def _mend(self, cut: Cut) -> None:
-        """A link passes again when the last cut that holds it has ended."""
+        """Open each link of a cut, unless another cut still blocks it."""
         for link in cut.links():
             self._cuts[link] -= 1
             if not self._cuts[link]:

@@ -1,4 +1,4 @@
-"""What a run of votes is made of, and the rules that hold for it whatever happens."""
+"""The state of a simulated vote, and the invariants that it keeps under all faults."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class InvariantBroken(AssertionError):
 
 @dataclass(frozen=True, slots=True)
 class Seal:
-    """Stands in for signatures: names the signer, fits one message."""
+    """Replaces signatures: the signer's name and a checksum of the message."""
 
     peer: PeerId
 
@@ -39,7 +39,7 @@ class Seal:
 
 
 class Remembering(VoteTally):
-    """Reads each record once for the whole run: that is what it costs most."""
+    """Decodes each record once for the whole run, because decoding takes most of the time."""
 
     read: dict[bytes, Value | None]
 
@@ -52,7 +52,7 @@ class Remembering(VoteTally):
 
 @dataclass(slots=True)
 class Side:
-    """A node's part in the vote on one lineage. A ghost votes by a roster of its own, in which it believes to be."""
+    """A node's part in the vote on one lineage. A ghost wrongly believes that its incarnation is in the roster."""
 
     vote: PaxosInstance
     ghost: bool = False
@@ -67,7 +67,7 @@ class Side:
 
 @dataclass(slots=True)
 class Node:
-    """A peer in its present life."""
+    """The present incarnation of a peer."""
 
     me: Member
     alive: bool = True
@@ -77,7 +77,7 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class VoteChecker:
-    """What is true of a lineage: who votes, whose roster it shrank from, what was accepted and decided."""
+    """The facts about a lineage: its voters, the larger rosters before it, what was accepted and decided."""
 
     key: RoundKey
     roster: tuple[Member, ...]
@@ -92,7 +92,7 @@ class VoteChecker:
 
 
 def short(value: object) -> str:
-    """An instruction, for a trace."""
+    """An instruction in short, for a trace."""
     if isinstance(value, votes.Send):
         return f"-> {' '.join(value.to)}: {short(value.message)}"
     if isinstance(value, votes.VoteMessage):
@@ -105,7 +105,7 @@ def short(value: object) -> str:
 
 
 def judge_votes(line: VoteChecker, me: Member, side: Side) -> None:
-    """A vote is cast only for what is held; a majority of them chooses, whether anybody has noticed or not."""
+    """Check that a member votes only for parts that it holds, and whether its vote completes a majority."""
     for index, value in enumerate((side.vote.accepted, side.vote.forked)):
         if value is None or value is side.voted[index]:
             continue
@@ -118,7 +118,7 @@ def judge_votes(line: VoteChecker, me: Member, side: Side) -> None:
 
 
 def judge_proposal(line: VoteChecker, message: votes.Propose) -> None:
-    """One record in a ballot, unless it is a fork's."""
+    """Check that a ballot has one proposed record; forks do not count."""
     value = records.decode(message.record)
     digest = records.lineage(message.record)
     if message.sender not in line.roster and value.kind != Kind.FORK:
@@ -133,7 +133,7 @@ def judge_proposal(line: VoteChecker, message: votes.Propose) -> None:
 
 
 def judge_child(line: VoteChecker, certificate: votes.Certificate) -> Value:
-    """At most one child, but for forks; each certificate is proof to everybody."""
+    """Check that a lineage has at most one child besides forks, and that the certificate is a valid proof."""
     digest = records.lineage(certificate.record)
     value = Value(certificate.ballot, certificate.record, digest, records.decode(certificate.record))
     line.children.setdefault(digest, value)
@@ -153,7 +153,7 @@ def judge_child(line: VoteChecker, certificate: votes.Certificate) -> Value:
 
 
 def _judge_choice(line: VoteChecker, value: Value) -> None:
-    """At most one record is ever chosen, and none but it is proposed in a higher ballot."""
+    """Check that one record at most is chosen, and that higher ballots propose only that one."""
     cast = [line.accepted.get((member, value.ballot)) for member in line.roster]
     if sum(each is not None and each.digest == value.digest for each in cast) < majority(len(line.roster)):
         return
@@ -171,7 +171,7 @@ def _judge_proposals(line: VoteChecker) -> None:
 
 
 def _judge_successors(line: VoteChecker, members: Sequence[Member]) -> None:
-    """Without being of the roster may fork: later lives of it; most of a larger roster, more than they replace."""
+    """Check that non-members fork only as successors, or as most of a larger former roster and more than this one."""
     lives = {member.peer: member.incarnation for member in line.roster}
     if all(lives.get(member.peer, member.incarnation) < member.incarnation for member in members):
         return
@@ -183,7 +183,7 @@ def _judge_successors(line: VoteChecker, members: Sequence[Member]) -> None:
 
 
 def _judge_fork(line: VoteChecker, fork: Value, voters: set[Member]) -> None:
-    """A fork: all of its roster, fewer than a majority; it takes over what the last of them accepted before it."""
+    """Check that a fork has the votes of its whole roster, no majority, and what its members accepted last."""
     members = fork.record.roster
     if not set(members) <= set(line.roster):
         _judge_successors(line, members)

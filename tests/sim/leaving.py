@@ -1,14 +1,14 @@
-"""`python -m tests.sim.leaving`: members leave one after the other, and something happens at every message on the way.
+"""`python -m tests.sim.leaving`: members leave one after the other, with a fault at each message in turn.
 
-All leave in turn, the last one too. All but that one start again from their checkpoints, and have to go on without it.
-Then it comes back, and all have to be one branch. That is played once for each message that a peer sends or receives
-from the first leave until the former members go on, with a fault just before it:
+All members leave in turn, including the last. All but the last start again from their checkpoints, and must continue
+without it. Then the last returns, and all must be on one branch. The scenario is simulated once for each message that a
+peer sends or receives between the first leave and the return of the last member, with a fault just before it:
 
-    crash      the peer is killed; where it was to stay, it starts again twenty seconds later
-    silence    the peer neither hears nor is heard for forty seconds
+    crash      the peer is killed; after the restarts have begun, it starts again twenty seconds later
+    silence    all links of the peer are blocked for forty seconds
 
-Judged are the invariants of `tests.support.checkers` on all histories, and that the swarm becomes whole both times. The
-last thing printed is one JSON object.
+All histories must keep the invariants of `tests.support.checkers`, and the swarm must become whole both times. The last
+line of output is one JSON object.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from tests.sim.process import prepare, workers
 KINDS = ("crash", "silence")
 PACE_SECONDS = 0.3
 LEAVE_SECONDS = 10.0
-"""Whoever has not left by then goes without the others, as a real peer does."""
+"""A peer that has not left by then ends without waiting for the others, as a real peer does."""
 DOWN_SECONDS, SILENT_SECONDS = 20.0, 40.0
 WHOLE_SECONDS = 240.0
-"""From the start of the former members, or of the last one, until all who are there vote on one branch."""
+"""From the restart of the former members, or of the last one, until all running peers vote on one branch."""
 MAX_VIOLATIONS = 20
 
 
 class Leaving(DurableWorld, LeavingScenario):
-    """Peers that leave, and come back from the checkpoints that they wrote then."""
+    """Peers that leave, and return from the checkpoints that they wrote when they left."""
 
     async def leave_in_turn(self, peers: Sequence[PeerId], pause_seconds: float = 0.0) -> None:
         for peer in peers:
@@ -55,16 +55,16 @@ class Leaving(DurableWorld, LeavingScenario):
             await asyncio.sleep(pause_seconds)
 
     def forks(self, peer: PeerId) -> list[DecidedRound]:
-        """The FORKs on a peer's branch."""
+        """The FORK records on a peer's branch."""
         chain = self.chain(peer)
         return [link for link in chain.since(chain.locator()[-1]) if link.record.kind == Kind.FORK]
 
 
 class Play:
-    """One play, with a fault at a message, or without one.
+    """One simulation of the scenario, with a fault at message `at`, or without a fault.
 
     Attributes:
-        messages: so many crossed the peers on the way.
+        messages: the number of messages that peers sent or received.
     """
 
     def __init__(self, peers: int, kind: str = "crash", at: int | None = None) -> None:
@@ -119,10 +119,10 @@ class Play:
 
 
 def judged(peers: int, kind: str, at: int) -> str:
-    """What a play broke; empty if nothing."""
+    """The error that a simulation with a fault ends with, in words; empty if it passes."""
     try:
         Play(peers, kind, at).run()
-    except Exception as error:  # noqa: BLE001 - whatever it is, the point must not be lost
+    except Exception as error:  # noqa: BLE001 - any error must be reported with its message
         return f"{type(error).__name__}: {error}"
     return ""
 
@@ -138,7 +138,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Exit 1 if a rule broke."""
+    """Simulate the chosen messages; the exit code is 1 after a failure."""
     options = _parse(arguments)
     prepare()
     began = time.monotonic()

@@ -1,4 +1,4 @@
-"""A swarm whose members leave of their own will: a peer's process ends with its last round, as a real one's does."""
+"""A simulated swarm whose members leave: the process of a peer ends with its last round, as a real one does."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ INNER_STEPS = 10
 
 
 class LongRounds(ScenarioSetup):
-    """Rounds in which there is a middle: of ten inner steps, not of two."""
+    """Rounds of ten inner steps instead of two, so that a leave can fall into the middle of one."""
 
     __slots__ = ()
 
@@ -25,9 +25,11 @@ class LongRounds(ScenarioSetup):
 
 
 class LeavingScenario(ScenarioRunner):
-    """Attributes:
-    slow: peer -> seconds of an inner step of its own.
-    ended: when the processes of those who left ended.
+    """A scripted scenario in which peers leave.
+
+    Attributes:
+        slow: peer -> seconds of its inner step, where that differs from `pace_seconds`.
+        ended: member that left -> when its process ended.
     """
 
     def __init__(self, cast: ScenarioSetup, slow: dict[PeerId, float] | None = None) -> None:
@@ -38,7 +40,7 @@ class LeavingScenario(ScenarioRunner):
         self.ended: dict[Member, float] = {}
 
     def leave(self, *peers: PeerId) -> None:
-        """These go when the round under way is over."""
+        """Let these peers leave when their present round is over."""
         for peer in peers:
             token = simloop.PROCESS.set(self.network.nodes[peer].process)  # what it sends dies with it
             self.replicas[peer].leave()
@@ -53,7 +55,7 @@ class LeavingScenario(ScenarioRunner):
         return main
 
     def _end_of(self, peer: PeerId, member: Member) -> None:
-        """The process ends with its rounds: nothing that it has not sent by now is ever sent."""
+        """End a peer's process with its last round, so that it sends nothing more."""
         node = self.network.nodes[peer]
         if node.process.alive and node.member == member:
             self.ended[member] = self.now
@@ -64,7 +66,7 @@ class LeavingScenario(ScenarioRunner):
         return await self.until(lambda: not set(peers) & set(self.alive()), seconds, f"the end of {peers}")
 
     def since(self, peer: PeerId, round_number: int) -> tuple[DecidedRound, ...]:
-        """What a peer knows to be decided, from a round on."""
+        """The decided rounds that a peer knows, from a round on."""
         links = self.chain(peer).since(self.head_of(peer, round_number))
         assert links and links[0].record.round == round_number
         return links

@@ -1,8 +1,8 @@
-"""An event loop on virtual time: when nothing is ready it jumps to the next timer.
+"""An event loop on virtual time: when no callback is ready, it jumps to the next timer.
 
-`asyncio.sleep`, `timeout` and `TaskGroup` work unchanged. Everything is decided by the program and its seeds: no
-sockets, no threads, and tasks and futures hash by a counter, because asyncio keeps them in sets, whose order would
-otherwise follow their addresses and make cancellations differ between two runs.
+`asyncio.sleep`, `timeout` and `TaskGroup` work unchanged. A run is determined by the program and its seeds: there are
+no sockets and no threads, and tasks and futures hash by a counter. asyncio keeps tasks in sets; their order would
+otherwise depend on addresses, and cancellations would differ between two runs.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ T = TypeVar("T")
 
 
 SPINS = 100_000
-"""Turns of the loop without a step of time: more of them are a program that waits by asking again and again."""
+"""Iterations of the loop at one time; a program that takes more of them is polling, and is stopped."""
 
 
 class SimDeadlock(Exception):
-    """The program waits for ever: nothing is ready and no timer is set, or it spins, or its time is over."""
+    """The program cannot end: it waits without a timer, polls without waiting, or exceeds its time limit."""
 
 
 class SimProcess:
-    """One simulated process: the tasks that die together."""
+    """One simulated process: the tasks that are cancelled together."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -33,14 +33,14 @@ class SimProcess:
         self.tasks: dict[int, asyncio.Task[Any]] = {}
 
     def kill(self) -> None:
-        """Cancel every task; its `finally` blocks run, but nothing they send leaves the process any more."""
+        """Cancel every task; their `finally` blocks run, but nothing that they send leaves the process."""
         self.alive = False
         for task in list(self.tasks.values()):
             task.cancel()
 
 
 PROCESS: ContextVar[SimProcess | None] = ContextVar("process", default=None)
-"""The process whose code is running: tasks inherit it from the task that creates them."""
+"""The process of the running code; a task inherits it from the task that creates it."""
 
 
 class _SimFuture(asyncio.Future[Any]):
@@ -77,12 +77,12 @@ class SimLoop(asyncio.BaseEventLoop):
         return self._now
 
     def select(self, timeout: float | None) -> Iterable[Any]:
-        """The selector's part: nothing ever arrives from outside, so waiting is jumping."""
+        """Stand in for the selector: nothing arrives from outside, so to wait is to advance the time."""
         if timeout is None:
             raise SimDeadlock(f"nothing is ready and no timer is set at {self._now:.3f} s")
         self._spins += 1
         if self._spins > SPINS:
-            self._spins = 0  # what is to be cleaned up may still run
+            self._spins = 0  # clean-up code may still run
             raise SimDeadlock(f"something spins: time stands still at {self._now:.3f} s")
         if timeout > 0:
             self._spins = 0
@@ -118,7 +118,7 @@ def _task(loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, Any], 
 
 
 def run(main: Coroutine[Any, Any, T], limit_seconds: float = 1e7) -> T:
-    """Run `main` on a new loop until it ends; whatever it left running is cancelled."""
+    """Run `main` on a new loop until it ends, and cancel the tasks that it leaves."""
     loop = SimLoop(limit_seconds)
     try:
         return loop.run_until_complete(main)

@@ -1,4 +1,4 @@
-"""Something happens at one message of a round: which messages there are, what happens, and what must hold after it."""
+"""A fault at one message of a round: the list of messages, the fault, and what must hold afterwards."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from tests.support import checkers
 from tests.support.checkers import Violation
 
 ROUND = 1
-"""Whose messages are enumerated: with a round before it, from which everything is warm, and one after it."""
+"""The round whose messages are enumerated: the second of three."""
 LIMIT_SECONDS = 300.0
 STALL_SECONDS = 3.0
-"""Shorter than it takes to be believed dead."""
+"""Shorter than the failure detector takes."""
 PAIRS = 2000
-"""Pairs of points are too many to play all: so many are drawn."""
+"""Default number of pairs of points that are drawn, as there are too many to simulate all."""
 KINDS = ("crash", "silence", "one-way", "stall")
 
 
@@ -55,7 +55,7 @@ class Point:
 
 
 def small(peers: int, protocol: str = "butterfly", seed: int = 0) -> Scenario:
-    """Rounds as short as they can be: two chunks in each part, two inner steps."""
+    """Rounds that are as short as possible: two chunks in each part, two inner steps."""
     return Scenario(
         protocol=protocol,
         peers=peers,
@@ -72,7 +72,7 @@ def small(peers: int, protocol: str = "butterfly", seed: int = 0) -> Scenario:
 
 
 class Recording(World):
-    """The messages of each peer's second round, from when it enters it to when it enters the next."""
+    """Records the messages of each peer from the start of its second round to the start of its third."""
 
     def __init__(self, scenario: Scenario) -> None:
         super().__init__(scenario)
@@ -93,13 +93,13 @@ class Recording(World):
 
 
 class MessageFault(World):
-    """A run in which something happens, until all who should have gone on have."""
+    """A run with faults, until all peers that should continue have done so."""
 
     def __init__(self, scenario: Scenario) -> None:
         super().__init__(scenario)
         self.at: dict[PeerId, Head] = {}
         self.due = ROUND + 2
-        """The round that everybody who can must reach: the next but one after all that was to happen has happened."""
+        """The round that all able peers must reach: two after the round in which the last fault happened."""
 
     async def _break_and_heal(self) -> None:
         await self._wait(LIMIT_SECONDS)
@@ -113,7 +113,7 @@ class MessageFault(World):
             self._done.set()
 
     def satisfied(self) -> bool:
-        """Whether everybody who can has gone on without those who cannot; nothing is expected without a majority."""
+        """Whether all able peers have continued without the others. Without a majority nothing is expected."""
         able = self.able()
         return bool(able) and self.all_struck() and all(self.went_on(peer) and not self.absent(peer) for peer in able)
 
@@ -121,7 +121,7 @@ class MessageFault(World):
         return len(self.injector.struck) == len(self.injector.faults.events)
 
     def able(self) -> list[PeerId]:
-        """The living in touch with a majority of the roster that they know."""
+        """The live peers that are in touch with a majority of the roster that they know."""
         contacts, able = self.network.contacts, []
         for peer in self.peers:
             roster = [member.peer for member in (self.at[peer].roster if peer in self.at else self.roster)]
@@ -131,7 +131,7 @@ class MessageFault(World):
         return able
 
     def could(self) -> bool:
-        """Whether a majority of all live and are in touch, each with each: whatever rosters they made of that."""
+        """Whether a majority of all peers is alive and mutually connected, whatever their rosters are."""
 
         def near(some: Sequence[PeerId]) -> bool:
             return all(self.network.contacts.open(*pair) for pair in itertools.combinations(some, 2))
@@ -143,12 +143,12 @@ class MessageFault(World):
         return peer in self.at and self.at[peer].key.round >= self.due and self.met_since(peer, self.due - 1)
 
     def absent(self, peer: PeerId) -> list[PeerId]:
-        """Members of its roster that are dead or out of touch."""
+        """The members of a peer's roster that are dead or out of touch."""
         able = self.able()
         return [member.peer for member in self.at[peer].roster if member.peer not in able]
 
     def judge(self) -> Iterator[Violation]:
-        """What must hold when the run is over, before everybody is killed."""
+        """What must hold at the end of the run, before all peers are killed."""
         if not self.injector.struck:
             yield Violation("missed", "", ROUND, "the fault never happened: the run differs from the one without it")
         if self.FORKS and not self.able() and self.could():
@@ -166,7 +166,7 @@ class MessageFault(World):
 
 @dataclass(slots=True)
 class Verdict:
-    """What became of one point, or of a pair."""
+    """The result for one point, or for a pair."""
 
     points: tuple[Point, ...]
     outcome: str
@@ -180,7 +180,7 @@ def enumerate_points(
     """Every message of every peer in the round, from a run without faults.
 
     Raises:
-        RuntimeError: the run without faults does not get through.
+        RuntimeError: the run without faults fails.
     """
     recording = type("Recorded", (recording_type, world_type), {})(scenario)
     simloop.run(recording.run())
@@ -197,7 +197,7 @@ def strike(
     world_type: type[World] = World,
     struck_type: type[MessageFault] = MessageFault,
 ) -> Verdict:
-    """Play the round with a fault at each of the points, and judge."""
+    """Simulate the round with a fault at each of the points, and judge it."""
     faults = sum((point.fault(kind, scenario.names()) for point in points), start=Faults())
     world = type("Played", (struck_type, world_type), {})(replace(scenario, faults=faults))
     found: list[Violation] = []
@@ -210,7 +210,7 @@ def strike(
     try:
         simloop.run(world.run())
         bugs = world.network.bugs
-    except Exception as error:  # noqa: BLE001 - whatever it is, the point must not be lost
+    except Exception as error:  # noqa: BLE001 - any error must be reported with its point
         bugs = [error]
     found += [Violation("crash", "", ROUND, f"{type(error).__name__}: {error}") for error in bugs]
     found += world.check(world.histories) + world.leaks()
@@ -218,13 +218,13 @@ def strike(
 
 
 def _outcome(world: World) -> str:
-    """How the round was decided, by those who say so; "undecided" if nobody does."""
+    """The outcome of the round at the first peer that decided it; "undecided" if none did."""
     reports = [report for history in world.histories.values() for report in history if report["round"] == ROUND]
     return next((r["outcome"] for r in reports if r["outcome"] in checkers.DECIDED), "undecided")
 
 
 def combinations(points: Sequence[Point], pairs: bool, sample: int | None, seed: int) -> list[tuple[Point, ...]]:
-    """What to play: each point, or pairs of points of different peers; all of them, or so many drawn by the seed."""
+    """The points to simulate, or pairs of points of different peers: all, or a sample drawn by the seed."""
     if not pairs:
         chosen: list[tuple[Point, ...]] = [(point,) for point in points]
     else:

@@ -1,4 +1,4 @@
-"""Rounds of Moshpit over given vectors, without trainers: what becomes of exactly these states."""
+"""Rounds of Moshpit over given vectors, without trainers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ RUN = bytes(range(32))
 
 @dataclass(slots=True)
 class Told:
-    """What one round of one peer came to."""
+    """The result of one round of one peer."""
 
     began: int
     round: int
@@ -34,17 +34,17 @@ class Told:
 
 @dataclass(slots=True)
 class MoshpitHarness:
-    """A swarm.
+    """A swarm of Moshpit peers.
 
     Attributes:
-        states: of each peer: its vectors, replaced by what its rounds lead to.
+        states: the vectors of each peer, changed in place by its rounds.
         tokens: of each peer, in every round.
-        train_seconds: before its work is complete.
-        starts: the rounds in which peers begin; 0 unless given.
+        train_seconds: how long each peer trains until its work is complete; 1 by default.
+        starts: the first round of each peer; 0 by default.
         codec, chunk_elements, most, told: as of `Moshpit`.
-        claims: what peers say that they can send, bytes/s; 12.5e6 unless given.
+        claims: the bandwidth in bytes/s that each peer claims; 12.5e6 by default.
         lies: peer index -> lie (`tests.sim.byzantine.contributors`).
-        before: called with the network when everybody has joined.
+        before: called with the network when all peers have joined.
         dress: changes a peer's host.
     """
 
@@ -71,7 +71,7 @@ class MoshpitHarness:
         return [f"p{index:02}" for index in range(len(self.states))]
 
     def play(self, rounds: int = 1) -> dict[PeerId, list[Told]]:
-        """So many rounds of everybody."""
+        """Run so many rounds of all peers; returns their results."""
         simloop.run(self._play(rounds))
         return self.histories
 
@@ -95,7 +95,7 @@ class MoshpitHarness:
         for job in jobs:
             if not job.cancelled() and (error := job.exception()):
                 raise error
-        await asyncio.sleep(120.0)  # what still serves others ends
+        await asyncio.sleep(120.0)  # handlers that still serve others end
         if self.network.bugs:
             raise self.network.bugs[0]
 

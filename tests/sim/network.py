@@ -1,8 +1,8 @@
 """A simulated network: `Transport` with latency, bandwidth, back-pressure, refusals, resets and silence.
 
-Streams behave as TCP's and libp2p's do: what was sent before a process was killed still arrives, and then the reset;
-a blocked link loses nothing but delays everything until it heals; opening a stream takes a round trip, so that a
-refusal is definite. Messages of different streams may overtake each other, those of one stream never.
+Streams behave as those of TCP and libp2p do. What was sent before a process was killed still arrives, and then the
+reset. A blocked link loses nothing, and delays everything until it heals. Opening a stream takes a round trip, so that
+a refusal is definite. Messages of different streams may overtake each other; those of one stream never do.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tests.sim.trace import Trace
 from tests.sim.transport import SimTransport
 
 Watch = Callable[[PeerId, int, str, PeerId], None]
-"""Told of each message of a peer before it takes effect: peer, its number, "sent" or "received", the other peer."""
+"""Called before each message of a peer takes effect: (peer, message number, "sent" or "received", other peer)."""
 
 
 @dataclass
@@ -35,10 +35,10 @@ class Link:
 
 @dataclass
 class Node:
-    """One peer's place in the network, in one of its lives.
+    """One incarnation of a peer in the network.
 
     Attributes:
-        messages: sent and received by its process: openings of streams, data, ends. Counted over all its lives.
+        messages: sent and received: openings of streams, data, ends. Counted over all incarnations.
         slowness: divides its bandwidth.
     """
 
@@ -60,16 +60,16 @@ class Node:
         return Member(self.peer, self.incarnation)
 
     def carry(self, size: int) -> float:
-        """Seconds that so many bytes take."""
+        """Seconds that `size` bytes take."""
         return size * self.slowness / self.bytes_per_second
 
 
 class SimNetwork:
-    """All links and nodes. The only randomness is `jitter`: up to as much again on each message's latency.
+    """All links and nodes. The only randomness is `jitter`, which adds up to the link's latency to each message.
 
     Attributes:
-        nodes, transports: of each peer's present life; `past` holds the nodes of those that ended.
-        watch: told of every message before it takes effect; what it does to the network holds for that message.
+        nodes, transports: of each peer's present incarnation; `past` holds the nodes of former ones.
+        watch: called before every message takes effect; a fault that it injects already applies to that message.
     """
 
     def __init__(
@@ -95,14 +95,14 @@ class SimNetwork:
     # -- peers and links ----------------------------------------------------------------------------------------------
 
     def join(self, peer: PeerId, bytes_per_second: float | None = None) -> SimTransport:
-        """A peer that everybody knows already."""
+        """Add a peer that all others know at once."""
         node = Node(peer, SimProcess(peer), bytes_per_second or self.bytes_per_second)
         transport = self._place(node)
         self.contacts.joined(node, acquainted=True)
         return transport
 
     def restart(self, peer: PeerId) -> SimTransport:
-        """The next life of a killed peer: a new process without handlers, streams or acquaintances."""
+        """The next incarnation of a killed peer: a new process without handlers or streams that knows no peer."""
         old = self.nodes[peer]
         if old.process.alive:
             raise ValueError(f"{peer} is alive")
@@ -126,14 +126,14 @@ class SimNetwork:
         return self.links[key]
 
     def block(self, source: PeerId, target: PeerId) -> None:
-        """Silence from `source` to `target`: nothing arrives, nor what is on its way, until `heal`."""
+        """Let nothing arrive from `source` at `target`, including what is on its way, until `heal`."""
         link = self.link(source, target)
         if not link.blocked:
             link.blocked = True
             self.contacts.cut(source, target)
 
     def heal(self, source: PeerId, target: PeerId) -> None:
-        """What was held up sets out again."""
+        """Open a link; delayed messages set out again."""
         link = self.link(source, target)
         if link.blocked:
             link.blocked, link.healed_at = False, _now()
@@ -143,7 +143,7 @@ class SimNetwork:
             self.contacts.mended(source, target)
 
     def kill(self, peer: PeerId) -> None:
-        """SIGKILL: the tasks stop at once; what had been sent still arrives, then a reset."""
+        """SIGKILL: the tasks stop at once; what was sent still arrives, and then a reset."""
         node = self.nodes[peer]
         self.trace(_now(), f"{peer} killed")
         node.process.kill()
@@ -156,7 +156,7 @@ class SimNetwork:
             end.sever()
 
     def totals(self, peer: PeerId) -> tuple[int, int]:
-        """Bytes sent and received over all lives of a peer."""
+        """Bytes sent and received by all incarnations of a peer."""
         lives = [node for node in (*self.past, self.nodes[peer]) if node.peer == peer]
         return sum(node.sent_bytes for node in lives), sum(node.received_bytes for node in lives)
 
@@ -179,7 +179,7 @@ class SimNetwork:
         return end
 
     def _knock(self, node: Node, peer: PeerId, method: str, answer: asyncio.Future[SimPipe | None]) -> None:
-        """An opening arrives; the answer goes back."""
+        """An opening arrives at a peer; its answer is sent back."""
         target = self.nodes.get(peer)
         if target and self._held_up(node.peer, target, lambda: self._knock(node, peer, method, answer)):
             return
@@ -212,11 +212,11 @@ class SimNetwork:
     # -- messages -----------------------------------------------------------------------------------------------------
 
     def departing(self, end: SimPipe, data: bytes, by_process: bool = True) -> None:
-        """Queue data behind what its sender's uplink and its receiver's downlink already carry."""
+        """Queue data behind what the sender's uplink and the receiver's downlink already carry."""
         node, target = end.node, end.other.node
         if by_process:
             self._count(node, "sent", target.peer)
-            if end.closed:  # something struck at this very message
+            if end.closed:  # a fault at this message closed it
                 return
         size = 0 if data is EOF or data is RESET else len(data)
         node.sent_bytes += size
@@ -227,7 +227,7 @@ class SimNetwork:
         self.travel(node.peer, target.peer, lambda: self._arrive(end, size), node.up_free_at - now)
 
     def travel(self, source: PeerId, target: PeerId, arrive: Callable[[], None], delay_seconds: float = 0.0) -> None:
-        """Cross a link: call `arrive` after its latency or, if it was blocked on the way, as long after it healed."""
+        """Call `arrive` after the link's latency; if the link is blocked meanwhile, that long after it heals."""
         link, departs = self.link(source, target), _now() + delay_seconds
         seconds = link.latency_seconds
         if self._jitter:
@@ -255,11 +255,11 @@ class SimNetwork:
             here.deliver()
 
     def _held_up(self, source: PeerId, node: Node, arrive: Callable[[], None]) -> bool:
-        """Count a message that has come to a process, unless its link has just been blocked."""
+        """Count an arrived message, or park it if its link is blocked, also by a fault at this message."""
         link = self.link(source, node.peer)
         if not link.blocked:
             self._count(node, "received", source)
-        if link.blocked:  # before the message, or by what struck at it
+        if link.blocked:  # before the message, or by a fault at it
             link.parked.append(arrive)
         return link.blocked
 

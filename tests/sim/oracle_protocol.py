@@ -1,8 +1,8 @@
-"""A swarm with a stand-in for the protocol, to try the simulated world, its faults and its judges by themselves.
+"""A simple voting protocol with a shared oracle, with which the simulator and its checks are tested.
 
-A ledger that all peers share decides whatever a peer with a majority of its roster in touch brings to it, so nothing
-can go wrong but by a bug that a test plants: override a method of `OracleProtocol`. The messages are real: every round
-each peer asks each other member for a byte.
+A ledger that all peers share decides each round at the request of a peer that is in touch with a majority of its
+roster, so only a bug that a test plants can cause a violation. Tests plant bugs by overriding methods of
+`OracleProtocol`. The messages are real: in every round each peer asks each other member for a byte.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ CHUNKS = 2
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """Where a stand-in stands: what the world reads of a real one's head."""
+    """The head of a peer, with what the world reads of a real one."""
 
     key: RoundKey
     roster: tuple[Member, ...]
@@ -33,7 +33,7 @@ class Head:
 
 @dataclass(frozen=True, slots=True)
 class Child:
-    """What was decided of a lineage."""
+    """The decided child of a lineage."""
 
     parent: Head
     head: Head
@@ -42,12 +42,12 @@ class Child:
 
 @dataclass
 class Ledger:
-    """The truth: at most one child of each lineage."""
+    """The decided rounds: at most one child of each lineage."""
 
     children: dict[bytes, Child] = field(default_factory=dict)
 
     def decide(self, parent: Head, present: list[Member]) -> Child:
-        """The child of this lineage: as it was decided first, the members in touch with who decided it its roster."""
+        """The child of this lineage; the first peer that asks decides it, with the members in its reach as roster."""
         if parent.key.lineage not in self.children:
             self.children[parent.key.lineage] = self.child(parent, present)
         return self.children[parent.key.lineage]
@@ -61,7 +61,7 @@ class Ledger:
 
 
 class OracleProtocol(World):
-    """A world of stand-ins. `_peer` is what a real one does with a `Replica`."""
+    """A world in which peers decide rounds by the shared ledger; `_peer` replaces the real outer loop."""
 
     FORKS = False
 
@@ -95,7 +95,7 @@ class OracleProtocol(World):
         return len([member for member in present if member in head.roster]) >= majority(len(head.roster))
 
     async def present(self, transport: SimTransport, live: tuple[Member, ...]) -> list[Member]:
-        """Who of the live members answers, and this one."""
+        """This member, and the live members that answer."""
         async with asyncio.TaskGroup() as group:
             asked = [(member, group.create_task(self.ask(transport, member.peer))) for member in live]
         return [member for member, task in asked if task.result()]

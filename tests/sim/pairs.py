@@ -1,7 +1,7 @@
-"""A stand-in for a protocol without a shared anchor, to try its world, its faults and its judges by themselves.
+"""A simple protocol without a shared anchor, with which the simulator and its checks are tested.
 
-Pairs that meet at random and exchange whole states, as plainly as it can be done correctly: who is busy says so, who is
-asked changes its state before it answers, and who asked does when it has the answer. Bugs are planted by overriding.
+Pairs of peers meet at random and exchange whole states. A busy peer refuses; the responder changes its state before it
+answers, the initiator when it has the answer. Tests plant bugs by overriding methods of `PairSession`.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from protocols.base import (
     Deadline,
     Head,
     Host,
+    IndependentAverager,
     LocalProgress,
     Member,
     Outcome,
@@ -29,15 +30,16 @@ from protocols.base import (
     Stream,
     Vector,
 )
+from tests.sim.independent_world import IndependentWorld
 
 PAIRS = "pairs/1"
 EXCHANGE_SECONDS = 5.0
 WAYS = 3
-"""Partners that are asked, one after the other, before a peer goes on alone."""
+"""Partners that a peer asks, one after the other, before it goes on alone."""
 
 
 class Pairs:
-    """`protocols.base.LooseAverager`."""
+    """An `IndependentAverager` of `protocols.base`."""
 
     shares_anchor = False
 
@@ -70,7 +72,7 @@ class Pairs:
 
 
 class PairSession:
-    """`protocols.base.LooseSession`."""
+    """An `IndependentSession` of `protocols.base`."""
 
     def __init__(self, averager: Pairs, number: int) -> None:
         self.cut, self.turn = asyncio.Event(), asyncio.Lock()
@@ -137,7 +139,7 @@ class PairSession:
         self.half_exchanges -= 1
 
     def mix(self, state: Sequence[Vector], data: bytearray) -> None:
-        """Move the state halfway to theirs."""
+        """Move the state halfway to the partner's."""
         theirs = torch.frombuffer(data, dtype=torch.float32).split([len(each) for each in state])
         for vector, other in zip(state, theirs, strict=True):
             vector.add_(other).mul_(0.5)
@@ -149,3 +151,17 @@ class PairSession:
 
 def packed(state: Sequence[Vector]) -> bytes:
     return b"".join(each.numpy().tobytes() for each in state)
+
+
+class PairWorld(IndependentWorld):
+    """A world whose peers average by `Pairs`."""
+
+    session: type[PairSession] = PairSession
+
+    def averager(self, host: Host, settings: Settings) -> IndependentAverager:
+        return Pairs(host, settings, self.session)
+
+
+def pair_world(session: type[PairSession]) -> type[PairWorld]:
+    """A world of pairs whose sessions are of this class, with its bugs."""
+    return type("Planted", (PairWorld,), {"session": session})

@@ -1,4 +1,4 @@
-"""One end of a simulated stream: flow control, and the ways in which a stream ends."""
+"""One end of a simulated stream, with flow control and both ways to end: close and reset."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ if TYPE_CHECKING:
     from tests.sim.network import Node, SimNetwork
 
 WINDOW_BYTES = 1 << 20
-"""A sender waits while this much of a stream is unread."""
+"""A sender waits while so many bytes of a stream are unread."""
 
 EOF = b"<eof>"
 RESET = b"<reset>"
 
 
 class SimPipe:
-    """One end of a stream: writes travel to `other`, reads take what has arrived, in the order in which it was sent."""
+    """One end of a stream: writes travel to `other`; reads return what has arrived, in the order of sending."""
 
     def __init__(self, network: SimNetwork, node: Node, number: int) -> None:
         self.network, self.node, self.number = network, node, number
@@ -78,14 +78,14 @@ class SimPipe:
             raise EOFError("closed by the peer")
 
     def close(self) -> None:
-        """Close after what was written."""
+        """Close the stream after the written data."""
         self._end(EOF)
 
     def reset(self) -> None:
         self._end(RESET)
 
     def sever(self) -> None:
-        """A reset by what is underneath, not by the process: it sends no message, and its reads fail, too."""
+        """A reset by the network, not by the process: it counts as no message, and local reads fail, too."""
         self._end(RESET, by_process=False)
         self._broken = True
         _wake(self._readable)
@@ -95,15 +95,15 @@ class SimPipe:
         if self.closed:
             return
         self.network.departing(self, marker, by_process)
-        self.closed = True  # only now: a fault that strikes at this very message finds the stream still open
+        self.closed = True  # only now: a fault at this message must find the stream open
         self.node.ends.pop(self.number, None)
 
     def launch(self, data: bytes) -> None:
-        """Put data on its way to the other end: each `deliver` there takes the oldest."""
+        """Put data on its way to the other end, whose `deliver` takes the oldest."""
         self._flight.append(data)
 
     def deliver(self) -> None:
-        """The next thing on its way from the other end is here."""
+        """The oldest data on its way from the other end arrives."""
         data = self.other._flight.popleft()
         if data is EOF or data is RESET:
             self._ended = True

@@ -1,4 +1,4 @@
-"""Processes that simulate: how each is set up before it plays, and several side by side."""
+"""Set-up of a process that simulates, and pools of such processes."""
 
 from __future__ import annotations
 
@@ -13,14 +13,16 @@ import torch
 
 
 def prepare() -> None:
-    """One thread; and the collector of cycles passes by the quarter of a million objects that PyTorch brings."""
+    """Use one thread, and exempt PyTorch's quarter of a million objects from garbage collection."""
     torch.set_num_threads(1)
     gc.freeze()
 
 
 def workers(count: int) -> ProcessPoolExecutor:
-    """So many processes for the work of this one. They end with it, however it ends: a pool's own would wait for ever
-    for work from who was killed."""
+    """A pool of `count` processes that end with this one, even if this one is killed.
+
+    The processes of an ordinary pool would then wait for ever.
+    """
     return ProcessPoolExecutor(count, multiprocessing.get_context("spawn"), initializer=_begin)
 
 

@@ -1,18 +1,19 @@
-"""`python -m tests.sim.reducers`: what it costs a Moshpit group that one of its members, who reduces a part, dies.
+"""`python -m tests.sim.reducers`: the cost of a reducer's death to its Moshpit group.
 
-A group of k averages for three rounds, again and again; each time one member is killed at another of the messages of
-its first averaging, from the first word that its training is over, until each of them has been killed at each of its
-messages. One line for each k:
+A group of k members averages for three rounds. The simulation is repeated for each message of the first averaging,
+from the end of training on, and each time the member that sends or receives the message is killed at it. One line for
+each k:
 
-    points      messages at which one was killed
-    none lost   share of the points at which all survivors had the mean of that round nevertheless
-    all lost    share at which none of them had
-    rounds      share of the survivors' rounds without a mean, of all in which one died
-    seconds     the longest that a survivor's round took beyond one without a death
+    points      messages at which a member was killed
+    none lost   share of the points at which all survivors still had the mean of that round
+    all lost    share at which no survivor had it
+    rounds      share of the survivors' rounds without a mean, among those with a death
+    seconds     the longest delay of a survivor's round, compared with a round without a death
     after       share of the survivors' next rounds without a mean
-    later       the same of the rounds after those
+    later       the same for the rounds after those
 
-No work is lost in any of them: who has no mean goes on with its own stepped state. Exit 1 if a mean is lost later.
+No work is lost: a survivor without a mean continues from its own state. The exit code is 1 if any later round has no
+mean.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class Losses:
     most_seconds: float = 0.0
 
     def add(self, outcomes: list[list[str]], seconds: float) -> None:
-        """One death: the outcomes of each survivor's rounds, and the longest of the first."""
+        """Add one death: the outcomes of each survivor's rounds, and the longest delay of a first round."""
         lost = sum(each[0] != "committed" for each in outcomes)
         self.points += 1
         self.none_lost += not lost
@@ -72,37 +73,37 @@ def group(size: int) -> MoshpitHarness:
 
 
 def messages(size: int) -> tuple[list[tuple[PeerId, int]], float]:
-    """Those of each peer's first averaging, in a play without deaths; and how long its first round takes."""
-    pits, found = group(size), []
+    """The messages of the first averaging, from a run without deaths, and the longest first round in seconds."""
+    harness, found = group(size), []
 
     def watch(network: SimNetwork) -> None:
         def heard(peer: PeerId, number: int, way: str, other: PeerId) -> None:
-            over = any(pits.histories.values())
+            over = any(harness.histories.values())
             if asyncio.get_running_loop().time() >= TRAIN_SECONDS and not over:
                 found.append((peer, number))
 
         network.watch = heard
 
-    pits.before = watch
-    histories = pits.play(1)
+    harness.before = watch
+    histories = harness.play(1)
     return found, max(told[0].seconds for told in histories.values())
 
 
 def losses(size: int, sample: int | None = None) -> Losses:
-    """One death at every message of a group's first averaging, or at so many that are drawn."""
+    """One death at each message of a group's first averaging, or at a sample of them."""
     points, whole_seconds = messages(size)
     if sample and sample < len(points):
         points = random.Random(f"sample/{size}").sample(points, sample)
     found = Losses()
     for peer, number in points:
-        pits = group(size)
+        harness = group(size)
         faults = Faults().crash(peer, at_message=number)
 
         def kill(network: SimNetwork, faults: Faults = faults) -> None:
             Injector(faults, network, Hearsay(), lambda peer: None).start()
 
-        pits.before = kill
-        survivors = [history for each, history in pits.play(ROUNDS).items() if each != peer]
+        harness.before = kill
+        survivors = [history for each, history in harness.play(ROUNDS).items() if each != peer]
         outcomes = [[str(told.mean.outcome) for told in history] for history in survivors]
         found.add(outcomes, max(history[0].seconds for history in survivors) - whole_seconds)
     return found

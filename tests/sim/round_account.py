@@ -1,4 +1,4 @@
-"""What became of a run's rounds: which could commit, which did, and whether the swarm is whole again."""
+"""Accounts of a run's rounds: which could commit, which did, and whether the swarm is whole again."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.support.checkers import DECIDED
 
 
 class Head(Protocol):
-    """What is read of a head."""
+    """The fields of a head that the accounts read."""
 
     @property
     def key(self) -> RoundKey: ...
@@ -24,11 +24,11 @@ class Head(Protocol):
 
 @dataclass
 class Attempt:
-    """All that was done to decide the child of one lineage.
+    """All attempts to decide the child of one lineage.
 
     Attributes:
-        entered: when each peer last began a round at it.
-        missed: how often each peer left one undecided, though in touch with a majority all the time.
+        entered: peer -> when it last began a round there.
+        missed: peer -> rounds that it left undecided, though in touch with a majority all the time.
     """
 
     roster: tuple[Member, ...]
@@ -42,7 +42,7 @@ class Attempt:
 
 
 class Account:
-    """Attempts by the lineage that they extend, as the peers enter rounds and report them."""
+    """The attempts of a run, by the lineage that they extend."""
 
     def __init__(self, outages: Outages) -> None:
         self.attempts: dict[str, Attempt] = {}
@@ -54,7 +54,7 @@ class Account:
 
     def reported(self, report: dict[str, Any], now: float) -> None:
         attempt, peer = self.attempts.get(report["parent"]), report["peer"]
-        if attempt is None:  # of a round that nobody entered: it has caught up
+        if attempt is None:  # no peer entered this round: the reporter has caught up
             return
         if not attempt.decided:
             attempt.ended = now
@@ -66,12 +66,12 @@ class Account:
             attempt.missed[peer] += 1
 
     def _could(self, attempt: Attempt, since: float, until: float, peer: PeerId | None = None) -> bool:
-        """Whether a majority of the roster, the peer among them, was up and each in touch with each."""
+        """Whether a majority of the roster, including `peer`, was alive and mutually connected."""
         count = majority(len(attempt.roster))
         return self._outages.connected(attempt.roster, count, since, until, peer)
 
     def shares(self) -> tuple[int, int]:
-        """Rounds that could commit, and how many of them did; one left undecided is tried again as another round."""
+        """(rounds that could commit, rounds of these that did); each repeated attempt counts as a round."""
         could = did = 0
         for attempt in self.attempts.values():
             missed = max(attempt.missed.values(), default=0)
@@ -81,7 +81,7 @@ class Account:
         return could, did
 
     def whole(self, peers: tuple[PeerId, ...], since: float) -> int:
-        """Rounds with all peers in their roster that all of them have committed since then."""
+        """The number of rounds with all peers in the roster that all of them have committed since then."""
         return sum(
             {member.peer for member in attempt.roster} == set(peers)
             and all(attempt.committed_by.get(peer, -1.0) >= since for peer in peers)

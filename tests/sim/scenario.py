@@ -1,4 +1,4 @@
-"""What a simulated run is decided by: a scenario, and what its seed makes of the fields that are left open."""
+"""A simulated run as a value: the scenario, and the fields that its seed draws."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ from tests.sim.faults import Faults, Message, Skew
 
 DRAWN_CODECS = ("bf16", "fp16", "fp32", "int8")
 LATER_CODECS = ("e3m0", "int4", "topk")
-"""Drawn apart from all else that a seed decides, so that older seeds go on meaning what they meant."""
+"""Drawn by a generator of their own, so that older seeds keep their meaning."""
 OUTER_RATE, OUTER_MOMENTUM = 0.9, 0.5
 MOST_PULL = most_pull(OUTER_MOMENTUM)
 BREAKING_SECONDS = 40.0
-"""Things break for so long at least, and for 1.5 times what the scenario's rounds take undisturbed."""
+"""Faults last at least so long, and at least 1.5 times as long as the scenario's rounds take without faults."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """One simulated run, decided by its fields alone.
+    """One simulated run, determined by its fields. The seed draws every field that is None, except `pull`.
 
     Attributes:
-        fault: the family of which the seed draws the faults.
-        faults: to play these instead.
-        elements: length of the vector; None draws it from the seed, as with all that may be None.
+        fault: the family from which the seed draws the faults.
+        faults: these faults instead.
+        elements: length of the vector.
         uplinks: bytes/s of each peer.
         step_seconds: of each peer's inner step.
         jitter: whether messages of different streams may overtake each other.
-        breaking_seconds: for how long things break, if they do, before all is healed.
-        directory: Moshpit's peers tell nobody where they stand whom they have not found in the directory, and meet in
-            pairs: what it does where there are too many to tell.
-        pull: of NoLoCo, by which gossip's peers step and mix then.
+        breaking_seconds: how long faults last before all are healed.
+        directory: Moshpit's peers announce themselves only to peers found in the directory, and meet in pairs, as in a
+            swarm too large to announce to all.
+        pull: gamma of NoLoCo, by which gossip's peers then step and mix.
     """
 
     protocol: str = "butterfly"
@@ -80,18 +80,18 @@ class Scenario:
 
     @property
     def breaks(self) -> bool:
-        """Whether rounds may fail until all is healed; else every round must commit."""
+        """Whether rounds may fail until the healing; otherwise every round must commit."""
         return self.fault in BREAKING or bool(self.faults and self.faults.dated())
 
 
 def resolve(scenario: Scenario) -> Scenario:
-    """The scenario with everything that its seed decides written out."""
+    """The scenario with all fields that its seed draws."""
     rng = random.Random(f"world/{scenario.seed}")
     pace = rng.uniform(0.05, 0.5)
-    if scenario.breaks:  # rounds of some seconds: faults are to meet them, and peers are lost after five
+    if scenario.breaks:  # rounds of some seconds, as the failure detector takes five
         pace = rng.uniform(2.0, 6.0) / scenario.inner_steps
     steps = [pace * rng.uniform(0.9, 1.1) for _ in range(scenario.peers)]
-    # A liar needs somebody to lie to: where one peer has all the bandwidth, it reduces everything.
+    # A liar needs a receiver: where one peer has all the bandwidth, it reduces all parts itself.
     rates = (12.5e6,) if scenario.fault == "lies" else (1.25e6, 12.5e6)
     links = [rng.choice(rates) * rng.uniform(0.8, 1.2) for _ in range(scenario.peers)]
     elements = rng.choice((5000, 20_000) if scenario.fault == "lies" else (3, 64, 1000, 5000, 20_000))
@@ -99,7 +99,7 @@ def resolve(scenario: Scenario) -> Scenario:
     apart = random.Random(f"codec/{scenario.seed}")
     if apart.random() < 0.3:
         later = apart.choice(LATER_CODECS)
-        # Other protocols need vectors whole; with parts of 4096 elements a liar may have nobody to lie to.
+        # Other protocols need whole vectors; with parts of 4096 elements a liar may have no receiver.
         if later != "topk" or (scenario.protocol == "butterfly" and scenario.fault != "lies"):
             chosen = later
     lie = rng.choice(LIES)
@@ -144,7 +144,7 @@ def _with_faults(scenario: Scenario) -> Scenario:
 
 
 def _end(faults: Faults) -> float:
-    """When the last of those that have a time is over."""
+    """When the last fault with a time is over."""
     ends = [0.0]
     for fault in faults.events:
         if not isinstance(fault, Skew) and not isinstance(getattr(fault, "at", None), Message | None):

@@ -1,4 +1,4 @@
-"""A swarm whose story a test tells: real peers on virtual time, cut off, killed, revived and watched as it goes on."""
+"""Scripted scenarios: a test's coroutine cuts off, kills, revives and observes simulated peers."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ T = TypeVar("T")
 
 LATENCY_SECONDS = 0.02
 LOOK_SECONDS = 0.1
-"""How often `until` looks whether something has come about."""
+"""How often `until` evaluates its condition."""
 
 
 @dataclass(frozen=True, slots=True)
 class ScenarioSetup:
-    """Who plays, and on what terms.
+    """The peers of a scripted scenario, and their settings.
 
     Attributes:
-        founders: so many are in the first roster; None: all. The others come when they are called.
+        founders: number of peers in the first roster; None: all. The script starts the others by `begin`.
         fork_peers, keep_rounds: as in `Settings`.
-        latency_seconds: of every link, always the same.
+        latency_seconds: of every link.
         pace_seconds: of an inner step; a round has two.
         uplinks: bytes/s of each peer; None: the same for all.
     """
@@ -65,7 +65,7 @@ class ScenarioSetup:
 
 
 class ScenarioRunner(World):
-    """Peers p0, p1, …, who go on until the story ends."""
+    """Peers p0, p1, …, which run until the script ends."""
 
     def __init__(self, cast: ScenarioSetup) -> None:
         super().__init__(cast.scenario())
@@ -76,7 +76,7 @@ class ScenarioRunner(World):
         self._began: dict[PeerId, asyncio.Task[None]] = {}
 
     def play(self, story: Callable[[], Awaitable[T]]) -> T:
-        """Start the founders, let the story go on, kill everybody; nothing that the checkers watch may be broken.
+        """Start the founders, run the script, kill all peers, and check the invariants.
 
         Raises:
             Exception: a bug in protocol or round code, as itself.
@@ -105,7 +105,7 @@ class ScenarioRunner(World):
             raise self.network.bugs[0]
 
     def unclean(self) -> list[checkers.Violation]:
-        """Tasks that outlive their process."""
+        """A violation for each process that left tasks."""
         return [
             checkers.Violation("no-leak", node.peer, 0, f"{len(node.process.tasks)} tasks are left over")
             for node in (*self.network.past, *self.network.nodes.values())
@@ -113,18 +113,18 @@ class ScenarioRunner(World):
         ]
 
     def begin(self, peer: PeerId) -> None:
-        """A peer enters; for the first time."""
+        """Start the first incarnation of a peer."""
         rate = self.scenario.uplinks[self.peers.index(peer)] if self.scenario.uplinks else None
         self.network.join(peer, rate)
         self._start(peer)
 
     def kill(self, peer: PeerId) -> None:
-        """The end of a peer's present life; nothing of it is kept."""
+        """Kill a peer; nothing of its present incarnation is kept."""
         self.network.kill(peer)
         self.network.nodes[peer].handlers.clear()
 
     def revive(self, peer: PeerId) -> None:
-        """The next life of a peer that was killed."""
+        """Start the next incarnation of a killed peer."""
         self._revive(peer)
 
     def goes_on(self, peer: PeerId) -> bool:
@@ -137,7 +137,7 @@ class ScenarioRunner(World):
     # -- links --------------------------------------------------------------------------------------------------------
 
     def cut(self, some: Iterable[PeerId], others: Iterable[PeerId]) -> None:
-        """Silence between these and those, both ways."""
+        """Block the links between two groups in both directions."""
         for one, other in _pairs(some, others):
             self.network.block(one, other)
             self.network.block(other, one)
@@ -148,10 +148,10 @@ class ScenarioRunner(World):
             self.network.heal(other, one)
 
     def silence(self, peer: PeerId) -> None:
-        """One peer neither hears nor is heard."""
+        """Block all links of one peer in both directions."""
         self.cut([peer], [other for other in self.peers if other != peer])
 
-    # -- what is seen -------------------------------------------------------------------------------------------------
+    # -- observing ----------------------------------------------------------------------------------------------------
 
     @property
     def now(self) -> float:
@@ -172,7 +172,7 @@ class ScenarioRunner(World):
         return averager
 
     def session(self, peer: PeerId) -> ButterflySession | None:
-        """The attempt at a round that a peer is in, or was in last."""
+        """The present or last session of a peer."""
         return self.averager(peer)._session
 
     def decision(self, peer: PeerId) -> ConsensusDriver | None:
@@ -180,40 +180,40 @@ class ScenarioRunner(World):
         return session.decision if session else None
 
     def coordinator(self, peer: PeerId, ballot: int = 0) -> PeerId:
-        """Who owns a ballot of the round that a peer is in."""
+        """The member that owns a ballot of a peer's present round."""
         head = self.head(peer)
         order = coordinators(head.key.lineage, head.roster)
         return order[ballot % len(order)]
 
     def one_branch(self, peers: Sequence[PeerId] | None = None) -> bool:
-        """Whether all stand on one branch, no more than a round apart."""
+        """Whether all peers are on one branch, at most one round apart."""
         heads = [self.head(peer) for peer in peers or self.alive()]
         last = max(heads, key=lambda head: head.key.round)
         ahead = next(peer for peer in peers or self.alive() if self.head(peer) is last)
         return all(head.key.lineage in self.chain(ahead) and head.key.round >= last.key.round - 1 for head in heads)
 
     def whole(self) -> bool:
-        """Whether all who live vote on one branch, each in its present life."""
+        """Whether all live peers are on one branch, whose roster is exactly their present incarnations."""
         members = {self.network.nodes[peer].member for peer in self.alive()}
         return self.one_branch() and all(set(self.head(peer).roster) == members for peer in self.alive())
 
     def outcomes(self, peer: PeerId, since: float = 0.0) -> list[str]:
-        """What a peer's rounds came to, of those that were over after a moment."""
+        """The outcomes of a peer's rounds that ended at `since` or later."""
         return [str(each["outcome"]) for each in self.told(peer, since)]
 
     def told(self, peer: PeerId, since: float = 0.0) -> list[checkers.Report]:
-        """A peer's reports since a moment."""
+        """A peer's reports since a time."""
         return [each for each in self.histories[peer] if each["time"] - EPOCH >= since]
 
     def caught_up(self, peer: PeerId, since: float = 0.0) -> list[checkers.Report]:
-        """The reports that say what catching up came to."""
+        """A peer's reports of catching up."""
         return [each for each in self.told(peer, since) if moved_over(each)]
 
     async def until(self, condition: Callable[[], bool], seconds: float, what: str = "") -> float:
-        """Wait until something has come about; returns how long it took.
+        """Wait until a condition holds; returns how long it took.
 
         Raises:
-            AssertionError: it has not, in so many seconds.
+            AssertionError: it does not hold within so many seconds.
         """
         began = self.now
         while not condition():
@@ -222,16 +222,16 @@ class ScenarioRunner(World):
         return self.now - began
 
     async def rounds(self, count: int, peers: Sequence[PeerId] | None = None, seconds: float = 600.0) -> float:
-        """Wait until each of these, all who live by default, stands so many rounds further on."""
+        """Wait until each of these peers (default: all live ones) is `count` rounds further; returns the seconds."""
         peers = peers or self.alive()
-        await asyncio.sleep(0.0)  # who has just been started is there
+        await asyncio.sleep(0.0)  # peers that were just started take part
         goal = count + max(self.head(peer).key.round for peer in peers)
         return await self.until(
             lambda: all(self.head(peer).key.round >= goal for peer in peers), seconds, f"round {goal}"
         )
 
     def scene(self) -> str:
-        """Where everybody stands, in a line."""
+        """The heads of all live peers, in one line."""
         return "; ".join(
             f"{peer} at {self.head(peer).key.round} {self.head(peer).key.lineage.hex()[:6]}"
             f" of {'+'.join(f'{m.peer}.{m.incarnation}' for m in self.head(peer).roster)}"
@@ -241,7 +241,7 @@ class ScenarioRunner(World):
 
 
 def moved_over(report: checkers.Report) -> bool:
-    """Whether it says that a peer went over to what others decided."""
+    """Whether a report says that the peer went over to what others decided."""
     return report["outcome"] == "superseded" and report["lineage"] != report["parent"]
 
 

@@ -1,10 +1,10 @@
-"""The vote alone under random scheduling: a chain of lineages, a few members, every fault, all from one seed.
+"""The consensus alone under random scheduling: a chain of lineages, a few members and every fault, from one seed.
 
-    python -m tests.sim.scheduling --seeds 0:50000      plays and judges; a single seed prints what happened
+    python -m tests.sim.scheduling --seeds 0:50000      simulates and judges; a single seed prints its events
 
-First the faults: messages are lost, repeated, reordered, cut one way; timers run out whenever they like; peers crash,
-come back as other members, and may believe that they vote still; hosts are wrong about who is gone, and fork. Then the
-faults stop, virtual time runs, and everybody who is left must decide in few ballots.
+In the first phase messages are lost, repeated, reordered or cut one way, and timers expire at any time. Peers crash,
+return as other members, and may believe that they still vote. Hosts wrongly believe peers gone, and fork. Then the
+faults stop, virtual time runs, and all remaining members must decide in few ballots.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from tests.sim.process import prepare
 from tests.sim.voting import DELAY, TIMEOUT, World
 
 DEPTH = 3
-"""Lineages of a chain that are voted on."""
+"""The number of lineages of a chain that are voted on."""
 MAX_EVENTS = 1_500
 HEIRS_TRY = 8
-"""So often their hosts say that heirs should fork, once nobody else is left."""
+"""How often hosts ask successors to fork, once no member of the roster is left."""
 
 
 class Schedule:
     """One run of one seed; `vote`, `tally` and `same_incarnation` are where a test plants its bugs.
 
     Raises:
-        Broken: from `run`, when a rule does not hold.
+        InvariantBroken: from `run`, when an invariant does not hold.
     """
 
     def __init__(
@@ -51,11 +51,11 @@ class Schedule:
         self.rng = rng = random.Random(seed)
         self.same_incarnation = same_incarnation
         self.met: dict[bytes, int] = {}
-        self.left: dict[bytes, list[Node]] = {}  # the heirs of those lineages where nobody else is left
+        self.left: dict[bytes, list[Node]] = {}  # lineage without a live member -> the nodes that may fork
         depth = rng.choice((1, 1, DEPTH))
         size = rng.choice((1, 2, 3, 3, 3, 3, 3, 4, 5, 5))
         names = [f"p{index}" for index in range(size + rng.choice((0, 0, 1, 2)))]
-        # Each seed has odds of its own: what one mixture of faults hides, another finds.
+        # Each seed draws its own odds: one mixture of faults finds what another hides.
         self.loss = {kind: rng.choice((0.0, 0.0, 0.0, 0.0, 0.1, 0.3, 0.8)) for kind in votes.MESSAGES}
         self.loss[votes.Certificate] = rng.choice((0.0, 0.9, 1.0))
         self.repeat = rng.choice((0.0, 0.1, 0.4))
@@ -79,7 +79,7 @@ class Schedule:
         }
 
     def run(self) -> None:
-        """Break, then heal and demand progress."""
+        """Inject faults, heal them, and check progress."""
         actions, weights = list(self.odds), list(self.odds.values())
         for action in self.rng.choices(actions, weights, k=self.rng.choice((100, 200, 400))):
             action()
@@ -122,7 +122,7 @@ class Schedule:
             self.world.answer(*found)
 
     def mistake(self) -> None:
-        """A host says that a peer is gone, be it right or wrong."""
+        """A host reports a peer as gone, rightly or wrongly."""
         if found := self._sides(lambda side: not side.vote.decided):
             node, side = found
             self.world.obey(node, side, side.vote.gone(self.rng.choice(list(self.world.nodes))))
@@ -134,7 +134,7 @@ class Schedule:
             self.world.note(node, "crashes")
 
     def lose_a_roster(self) -> None:
-        """All of a small roster crash, as where most have left and the last go too."""
+        """All members of a small roster crash."""
         last = self.world.lines[list(self.world.lines)[-1]].roster
         nodes = [self.world.nodes[member.peer] for member in last]
         if 2 * len(nodes) < sum(node.alive for node in self.world.nodes.values()):
@@ -143,7 +143,7 @@ class Schedule:
                 self.world.note(node, "crashes")
 
     def restart(self) -> None:
-        """A dead peer is back: another member, that has forgotten all, and may not know that it does not vote."""
+        """A dead peer returns as another member without state; it may wrongly believe that it still votes."""
         peer = self.rng.choice(list(self.world.nodes))
         old = self.world.nodes[peer]
         if old.alive:
@@ -161,7 +161,7 @@ class Schedule:
         self.world.cuts[one, other] = None
 
     def partition(self) -> None:
-        """One group reaches each other, and nobody else does anybody."""
+        """Only the links within one group stay open."""
         peers = list(self.world.nodes)
         inside = self.rng.sample(peers, self.rng.randint(1, len(peers)))
         self.world.cuts = {(a, b): None for a in peers for b in peers if a != b and not (a in inside and b in inside)}
@@ -170,7 +170,7 @@ class Schedule:
         self.world.cuts.clear()
 
     def split(self) -> None:
-        """Some hosts believe that the majority is gone."""
+        """Some hosts believe that the majority of their roster is gone, and fork."""
         if found := self._sides(lambda side: not side.ghost and not side.vote.decided and side.vote.tally.quorum > 1):
             node, side = found
             tally = side.vote.tally
@@ -185,7 +185,7 @@ class Schedule:
                     self.world.obey(there, mate, mate.vote.fork(self.world.fork_record(mate, members)))
 
     def inherit(self) -> None:
-        """Hosts believe that nobody is left of a roster, rightly or not: some of its heirs or former members fork."""
+        """Hosts believe, rightly or not, that a whole roster is gone: some successors or former members fork."""
         lineages = [lineage for lineage in self.world.lines if self.world.successors(lineage)]
         if lineages:
             lineage = self.rng.choice(lineages)
@@ -200,7 +200,7 @@ class Schedule:
     # -- healing ------------------------------------------------------------------------------------------------------
 
     def heal(self) -> None:
-        """The faults stop. Hosts see each other again, and each sends the certificates that it has."""
+        """Stop the faults: hosts see each other again, and each sends its certificates."""
         self.world.calm = True
         self.world.cuts.clear()
         flying, self.world.flying = self.world.flying, []
@@ -223,7 +223,7 @@ class Schedule:
         self._leave_to_heirs()
 
     def _leave_to_heirs(self) -> None:
-        """Where nobody of a roster is left, the hosts of those who may fork will see that it is time."""
+        """Where no member of a roster is left, let the hosts of those that may fork ask for it."""
         for lineage, line in self.world.lines.items():
             if not (line.children or self.world.able(lineage)) and (some := self.world.successors(lineage)):
                 self.left[lineage] = some
@@ -231,7 +231,7 @@ class Schedule:
                     self.world.later(turn * TIMEOUT, lambda at=(lineage, some): self.world.inherit(*at))
 
     def _meet(self, lineage: bytes, ballot: int) -> None:
-        """A ballot that was known when the faults stopped."""
+        """Note a ballot that was known when the faults stopped."""
         self.met[lineage] = max(self.met.get(lineage, 0), ballot)
 
     def _wake(self, node: Node, side: Side) -> None:
@@ -242,7 +242,7 @@ class Schedule:
             self.world.later(self.rng.random() * TIMEOUT * timer[1], lambda: self.world.expire(node, side, timer))
 
     def judge_progress(self, lineage: bytes) -> None:
-        """Those who are able have decided: within F + 1 ballots above those that were known when the faults stopped."""
+        """Check that able members have decided, within F + 1 ballots of those known when the faults stopped."""
         line, able = self.world.lines[lineage], self.world.able(lineage)
         for heir in self.left.get(lineage, ()):
             side = heir.sides.get((lineage, False))
@@ -253,7 +253,7 @@ class Schedule:
             return
         accepted = [value.record.roster for value in line.accepted.values() if not value.is_fork]
         if any(set(roster).isdisjoint(able) for roster in accepted):
-            return  # all whom it keeps are gone: those who leave have nobody to leave it to
+            return  # all members that the next roster keeps are gone
         majority_left = len(able) >= majority(len(line.roster))
         if not all(side and side.vote.decided for side in sides):
             raise InvariantBroken("progress", f"{len(able)} of {len(line.roster)} are there and do not decide")
@@ -264,7 +264,7 @@ class Schedule:
 
 
 def play(chosen: Iterable[int], **planted: Any) -> list[tuple[int, InvariantBroken]]:
-    """Play seeds; those in which a rule broke, and which."""
+    """Run seeds; returns those in which an invariant broke, with the error."""
     broken = []
     for seed in chosen:
         try:
@@ -275,7 +275,7 @@ def play(chosen: Iterable[int], **planted: Any) -> list[tuple[int, InvariantBrok
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Exit 1 if a rule broke."""
+    """Run the chosen seeds; the exit code is 1 if an invariant broke."""
     parser = Parser(prog="python -m tests.sim.scheduling", description="The vote under random faults.")
     parser.add_argument("--seeds", type=seeds, default=range(2000), help="one seed, or a range like 0:50000")
     chosen = parser.parse_args(arguments).seeds
@@ -294,7 +294,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _show(seed: int) -> None:
-    """Print what happens in one run, up to where a rule breaks."""
+    """Print the events of one run, up to where an invariant breaks."""
     schedule = Schedule(seed)
     schedule.world.trace = trace = list[str]()
     try:

@@ -1,4 +1,4 @@
-"""What a simulated run did, for comparing two runs and for reading one."""
+"""The trace of a simulated run, to compare two runs and to read one."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import deque
 
 
 class Trace:
-    """What happened, as a hash of everything and as the last lines in words."""
+    """A hash of all events, and the last of them as lines."""
 
     def __init__(self, keep: int = 400) -> None:
         self._hash = hashlib.sha256()

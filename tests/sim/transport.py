@@ -25,7 +25,7 @@ class SimTransport:
         self.me = node.peer
         self.refused: list[tuple[PeerId, str]] = []
         self.disguise: Callable[[str, FramedStream, SimPipe], Stream] = lambda method, stream, pipe: stream
-        """What a lying peer puts between its honest code and its streams."""
+        """Wraps each stream of a lying peer."""
 
     def serve(self, method: str, handler: Handler) -> None:
         if method in self.node.handlers:
@@ -43,7 +43,7 @@ class SimTransport:
         end.close()
 
     async def answer(self, peer: PeerId, method: str, end: SimPipe) -> None:
-        """Serve one incoming stream: the handler boundary."""
+        """Serve one incoming stream; errors of handlers end here."""
         try:
             stream = await accepted(peer, end, OPENING_SECONDS, self._refuse)
             if stream is None:
@@ -53,12 +53,12 @@ class SimTransport:
         except BadPayload as error:
             self._refuse(peer, error)
             end.reset()
-        except PeerError:  # as over libp2p: any other is a bug, of which a person would see the traceback
+        except PeerError:  # as over libp2p; any other error is a bug
             end.reset()
         except asyncio.CancelledError:
             end.reset()
             raise
-        except Exception as error:  # noqa: BLE001 - the handler boundary; a bug is kept and fails the run
+        except Exception as error:  # noqa: BLE001 - the handler boundary; the bug fails the run
             self.network.bugs.append(error)
             end.reset()
 

@@ -1,4 +1,4 @@
-"""Hosts of a vote: a few nodes that vote on a chain of lineages, do what their votes say, and talk to each other."""
+"""Simulated hosts of the consensus: nodes that vote on a chain of lineages and exchange messages."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ from tests.sim.invariants import NOTHING, Node, Remembering, Seal, Side, VoteChe
 
 DELAY = 1.0
 TIMEOUT = 12.0
-"""What a ballot needs: ask, prepare, promise, choose, propose, fetch, accept."""
+"""What a ballot needs: start, prepare, promise, choose, propose, fetch, accept."""
 MAX_FLYING = 120
 LEAVE_CHANCE = 0.2
 MAX_PARKED = 40
 
 
 class World:
-    """The nodes, and what flies between them; `vote` and `tally` are where a test plants its bugs.
+    """The nodes, and the messages between them; a test plants bugs by other `vote` and `tally` classes.
 
     Args:
-        members: so many of the names are in the first roster.
-        depth: lineages of a chain that are voted on.
+        members: the number of names in the first roster.
+        depth: the number of lineages of a chain that are voted on.
 
     Attributes:
-        calm: nothing goes wrong any more, and time runs; before, whoever schedules decides what happens next.
-        flying: what may be delivered.
-        cuts: ways on which nothing arrives.
-        events: calls of votes, so far.
-        trace: what happened, if it is a list.
+        calm: the faults are over and time runs; before that, `Schedule` decides what happens next.
+        flying: messages that may be delivered: (sender, receiver, message).
+        cuts: (sender, receiver) pairs between which nothing arrives.
+        events: calls of `PaxosInstance` so far.
+        trace: a list of events in words, if not None.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class World:
         return RoundKey(NOTHING, "vote", lineage, depth)
 
     def go_calmly(self, limit_events: int) -> None:
-        """Let time run until nothing is due any more, or so many events have been."""
+        """Run until no action is due, or `limit_events` is reached."""
         while self._agenda and self.events < limit_events:
             self.now, _, action = heapq.heappop(self._agenda)
             action()
@@ -75,7 +75,7 @@ class World:
     # -- hosts --------------------------------------------------------------------------------------------------------
 
     def enter(self, node: Node, lineage: bytes, ghost: Member | None = None) -> Side:
-        """Take part in a lineage: vote, look on, or as a ghost that was `ghost` in its last life."""
+        """Enter a lineage as voter or observer, or as a ghost, whose former incarnation was the member `ghost`."""
         line, at = self.lines[lineage], (lineage, ghost is not None)
         if at in node.sides:
             return node.sides[at]
@@ -94,7 +94,7 @@ class World:
         return side
 
     def receive(self, node: Node, sender: PeerId, message: votes.VoteMessage) -> None:
-        """A message reaches a node; one from ahead is parked, and its sender asked for the certificates in between."""
+        """A node receives a message; one of a later lineage is parked, and its sender asked for certificates."""
         lineage, line = message.key.lineage, self.lines[message.key.lineage]
         if message.key.round >= self.depth:
             return
@@ -112,12 +112,12 @@ class World:
                 self.obey(node, side, side.vote.receive(sender, message))
 
     def catch_up(self, node: Node, lineage: bytes) -> None:
-        """Fetch the certificates that lead to a lineage, from whom we heard of it."""
+        """Enter a lineage, as after fetching the certificates that lead to it."""
         if node.alive and not self.left(node, lineage):
             self.enter(node, lineage)
 
     def left(self, node: Node, lineage: bytes) -> bool:
-        """Whether a node went another way than this fork's: that is for healing to mend, not for the vote."""
+        """Whether a node decided another child than this fork, which only fork choice can undo."""
         line = self.lines[lineage]
         parent = node.sides.get((line.parent, False))
         if not line.is_fork or (lineage, False) in node.sides or not parent or not parent.vote.decided:
@@ -125,7 +125,7 @@ class World:
         return records.lineage(parent.vote.decided.record) != lineage
 
     def obey(self, node: Node, side: Side, instructions: Iterable[votes.Instruction]) -> None:
-        """Do what a vote says, and judge it."""
+        """Carry out instructions, and check the invariants."""
         self.events += 1
         if not side.ghost:
             judging.judge_votes(self.lines[side.vote.tally.key.lineage], node.me, side)
@@ -155,7 +155,7 @@ class World:
             self.switch(node, side, each.certificate)
 
     def switch(self, node: Node, side: Side, certificate: votes.Certificate) -> None:
-        """Healing: a majority's child wins over a fork, and who has learnt it passes it on."""
+        """Replace a fork by a majority's child, and pass that certificate on."""
         value = self.learn(certificate)
         if value.is_fork or (side.certificate and side.certificate.record == certificate.record):
             return
@@ -165,7 +165,7 @@ class World:
         self.go_on(node, value)
 
     def decided(self, node: Node, side: Side, certificate: votes.Certificate) -> None:
-        """A member has decided."""
+        """Handle a member's decision."""
         side.timer = side.choice = None
         if side.ghost:
             return
@@ -174,7 +174,7 @@ class World:
         self.go_on(node, value)
 
     def learn(self, certificate: votes.Certificate) -> Value:
-        """What a certificate says becomes known to the judges."""
+        """Check a certificate, and note its lineage for the checks."""
         key = certificate.key
         value = judging.judge_child(self.lines[key.lineage], certificate)
         if value.digest not in self.lines:
@@ -186,12 +186,12 @@ class World:
         return value
 
     def go_on(self, node: Node, value: Value) -> None:
-        """To the next lineage, if its roster says so."""
+        """Enter the next lineage, if the node is in its roster."""
         if node.me in value.record.roster and value.record.round + 1 < self.depth:
             self.enter(node, value.digest)
 
     def expire(self, node: Node, side: Side, timer: tuple[int, int]) -> None:
-        """A timer runs out, if it is still that timer. Without a majority it is time to fork."""
+        """A timer expires, unless it was replaced; without a majority the host forks."""
         if side.timer is not timer or not node.alive:
             return
         if self.calm and not side.ghost and node.me in side.vote.tally.roster:
@@ -204,7 +204,7 @@ class World:
             self.obey(node, side, side.vote.timeout(timer[0]))
 
     def answer(self, node: Node, side: Side) -> None:
-        """The host's choice of a record for the ballot that its member coordinates."""
+        """Choose a record for the ballot that the node coordinates."""
         if side.choice is None or not node.alive:
             return
         (ballot, promises), side.choice = side.choice, None
@@ -221,7 +221,7 @@ class World:
         self.obey(node, side, side.vote.chosen(ballot, records.encode(record)))
 
     def reduce(self, node: Node, side: Side) -> PartDone:
-        """A new part. Whoever proposes it holds it, or knows a live source; others may hold it, too."""
+        """Make a new part that the proposer or another live node holds; further nodes may hold it, too."""
         self._records += 1
         part = PartDone(0, 0, PartDigest(self._records.to_bytes(32, "little"), (ChunkSpan(1, 1),)), b"")
         others = [each for each in self.nodes.values() if each.alive and each is not node]
@@ -239,7 +239,7 @@ class World:
                 self.obey(node, side, side.vote.holds(NOTHING, tuple(side.held.values())))
 
     def supply(self, node: Node, side: Side) -> None:
-        """Fetch the parts that a vote waits for from any live node that can be reached both ways."""
+        """Fetch the parts that a node waits for from any live node that it can reach in both directions."""
         lineage, me = side.vote.tally.key.lineage, node.me.peer
         if not node.alive or side.vote.decided:
             return
@@ -255,7 +255,7 @@ class World:
             self.later(2 * DELAY, lambda: self.supply(node, side), limit=200)
 
     def next_roster(self, roster: tuple[Member, ...]) -> tuple[Member, ...]:
-        """Most of those who live stay, some newcomers are admitted; now and then, many leave."""
+        """Draw a roster: most live members stay, some others are admitted, and sometimes many leave."""
         rng, least = self.rng, min_retained(len(roster), majority(len(roster)))
         chances = {member: 0.95 if self.lives(member) else 0.5 for member in roster}
         if rng.random() < LEAVE_CHANCE:
@@ -273,7 +273,7 @@ class World:
         return records.encode(Record(key.lineage, NOTHING, key.round, Kind.FORK, NOTHING, (), roster))
 
     def heirs(self, lineage: bytes) -> list[Node]:
-        """Who lives, and was of a lineage's roster in a former life."""
+        """Live nodes of which a former incarnation was in a lineage's roster."""
         line = self.lines[lineage]
         if line.key.round >= self.depth:
             return []
@@ -282,7 +282,7 @@ class World:
         return [node for node in alive if lives.get(node.me.peer, node.me.incarnation) < node.me.incarnation]
 
     def successors(self, lineage: bytes) -> list[Node]:
-        """Who lives, has no vote there, and may fork: most of a former roster, if they are there; else the heirs."""
+        """Live nodes without a vote that may fork: most of a former roster if they are there, else the heirs."""
         line = self.lines[lineage]
         if line.key.round >= self.depth:
             return []
@@ -299,20 +299,20 @@ class World:
         return heirs
 
     def inherit(self, lineage: bytes, heirs: Sequence[Node]) -> None:
-        """The hosts of these say that it is time to fork."""
+        """Let the hosts of these nodes ask for a fork."""
         for node in heirs:
             side, members = self.enter(node, lineage), [each.me for each in heirs]
             if node.alive and not side.vote.decided and side.vote.tally.may_fork(members):
                 self.obey(node, side, side.vote.fork(self.fork_record(side, members)))
 
-    # -- who is there, what flies -------------------------------------------------------------------------------------
+    # -- nodes and messages -------------------------------------------------------------------------------------------
 
     def lives(self, member: Member) -> bool:
         node = self.nodes[member.peer]
         return node.alive and node.me == member
 
     def able(self, lineage: bytes) -> list[Member]:
-        """Members that live and can still vote in a lineage: all but those whom a fork led elsewhere."""
+        """Live members that can still vote in a lineage, without those that went on with a fork."""
         sides = {each: self.nodes[each.peer].sides.get((lineage, False)) for each in self.lines[lineage].roster}
         there = [each for each, side in sides.items() if self.lives(each) and not (side and side.forked)]
         return [each for each in there if not self.left(self.nodes[each.peer], lineage)]

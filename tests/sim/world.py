@@ -1,4 +1,4 @@
-"""A whole simulated swarm: real protocol and round code, many peers in one thread, on virtual time, from one seed."""
+"""A simulated swarm: real protocol and outer loop code, many peers in one thread, on virtual time, from one seed."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ from tests.support import checkers
 
 RUN = bytes(range(32))
 GRACE_SECONDS = 120.0
-"""After the last round: what is still on its way arrives, what waits for a deadline gives up."""
+"""After the last round, until messages in transit have arrived and deadlines have passed."""
 HEALED_SECONDS = 600.0
-"""So long after all is healed, everybody is in the roster again and has committed `HEALED_ROUNDS` further rounds."""
+"""Within this time after the healing, all peers must be in the roster and commit `HEALED_ROUNDS` further rounds."""
 HEALED_ROUNDS = 2
 LEVEL_ROUNDS, LEVEL_TASKS = 5, 4
-"""In its last rounds a peer may hold so many tasks more than in its first ones: rounds of others are under way."""
+"""In its last `LEVEL_ROUNDS` rounds a peer may have `LEVEL_TASKS` tasks more than in its first ones."""
 
 
 @dataclass(slots=True)
 class Outcome:
-    """What a run came to."""
+    """The result of a run."""
 
     scenario: Scenario
     histories: dict[PeerId, list[checkers.Report]]
@@ -72,7 +72,7 @@ class World:
     """One run in progress."""
 
     FORKS = True
-    """Whether its peers go on without most of a roster that is gone."""
+    """Whether peers fork when most of their roster is gone."""
 
     def __init__(self, scenario: Scenario) -> None:
         self.scenario = scenario = resolve(scenario)
@@ -96,12 +96,12 @@ class World:
         self._tasks: dict[Member, list[int]] = {}  # of each life, as it enters each of its rounds
 
     def learner(self, index: int) -> Learner:
-        """What peer `index` trains."""
+        """The model and data of peer `index`."""
         assert self.scenario.elements
         return Paced(self.scenario.elements, seed=self.scenario.seed * 1000 + index, tokens_per_step=256)
 
     def trainer(self, index: int) -> InlineTrainer:
-        """How peer `index` trains it."""
+        """The trainer of peer `index`."""
         assert self.scenario.step_seconds
         return InlineTrainer(self.learner(index), self.scenario.inner_steps, self.scenario.step_seconds[index])
 
@@ -109,7 +109,7 @@ class World:
         return OuterSGD(OUTER_RATE, OUTER_MOMENTUM)
 
     async def run(self) -> None:
-        """Join everybody and play: rounds until the last one, or until what broke is healed and the swarm whole."""
+        """Start all peers, and run until the last round, or until the faults are healed and the swarm is whole."""
         for peer, rate in zip(self.peers, self.scenario.uplinks or (), strict=True):
             self.network.join(peer, rate)
         mains = [self._start(peer) for peer in self.peers]
@@ -135,15 +135,15 @@ class World:
                 await self._done.wait()
 
     async def _end(self) -> None:
-        """Kill whoever still runs, and let what is on its way arrive."""
+        """Kill the peers that still run, and let messages in transit arrive."""
         for peer, node in self.network.nodes.items():
             if node.process.alive and (self.scenario.breaks or peer in self.liars):
                 self.network.kill(peer)
         await asyncio.sleep(GRACE_SECONDS)
-        self._left = self._leaks()  # now: what still runs ends with the loop
+        self._left = self._leaks()  # now, because the loop ends the tasks that still run
 
     def _start(self, peer: PeerId) -> asyncio.Task[None]:
-        """Begin a peer's present life."""
+        """Start the main task of a peer's present incarnation."""
         transport = self.network.transports[peer]
         token = simloop.PROCESS.set(transport.node.process)
         main = asyncio.get_running_loop().create_task(self._peer(self.peers.index(peer), transport))
@@ -162,7 +162,7 @@ class World:
             self._done.set()
 
     async def _peer(self, index: int, transport: SimTransport) -> None:
-        """One life of a peer: what it is built of, and its rounds."""
+        """One incarnation of a peer: build its parts, and run its rounds."""
         scenario, me = self.scenario, transport.me
         host = self._host(transport)
         trainer = self.trainer(index)
@@ -213,7 +213,7 @@ class World:
             incarnation=transport.node.incarnation,
         )
 
-    # -- what the peers tell of their rounds --------------------------------------------------------------------------
+    # -- rounds and their reports -------------------------------------------------------------------------------------
 
     def goes_on(self, peer: PeerId) -> bool:
         """Whether a peer begins another round."""
@@ -227,7 +227,7 @@ class World:
             self._tasks.setdefault(node.member, []).append(len(node.process.tasks))
 
     def reported(self, report: checkers.Report) -> None:
-        """A peer's round is over; the dead report nothing."""
+        """Record the report of a peer's round, unless the peer is dead."""
         process = simloop.PROCESS.get()
         if process is None or not process.alive:
             return
@@ -239,21 +239,21 @@ class World:
             self._done.set()
 
     def satisfied(self) -> bool:
-        """Whether nothing more is to be seen."""
+        """Whether the run may end: the swarm has recovered."""
         return self.healed_at is not None and self.account.whole(self.peers, self.healed_at) >= HEALED_ROUNDS
 
     def met_since(self, peer: PeerId, number: int) -> bool:
-        """Whether a peer has averaged with others in that round or a later one; where rounds are decided, it has."""
+        """Whether a peer has averaged with others in that round or later; always true where rounds are voted on."""
         return True
 
     async def restored(self, outer_loop: ReplicatedOuterLoop) -> None:
-        """For worlds in which something outlives a process: the state that this life starts from."""
+        """Hook for worlds with disks: restore the state that this incarnation starts from."""
 
     async def after_round(self, index: int, trainer: InlineTrainer) -> None:
-        """For worlds that measure something between rounds."""
+        """Hook for worlds that measure something between rounds."""
 
     def check(self, histories: dict[PeerId, list[checkers.Report]]) -> list[checkers.Violation]:
-        """The invariants, on these histories."""
+        """The violations in these histories."""
         return checkers.check(histories)
 
     def leaks(self) -> list[checkers.Violation]:
@@ -266,16 +266,16 @@ class World:
             if node.process.tasks or node.ends:
                 what = f"{len(node.process.tasks)} tasks and {len(node.ends)} streams are left over"
                 found.append(checkers.Violation("no-leak", node.peer, self.scenario.rounds, what))
-        for member, counts in self._tasks.items():  # who was killed leaves none, whatever it held by then
+        for member, counts in self._tasks.items():  # a killed peer leaves no tasks, so its growth is judged here
             if len(counts) < 2 * LEVEL_ROUNDS:
-                continue  # among faults from its beginning to its end: what it waits for comes and goes
+                continue  # too few rounds: they are all among faults, where numbers vary
             if (now := min(counts[-LEVEL_ROUNDS:])) > max(counts[:LEVEL_ROUNDS]) + LEVEL_TASKS:
                 what = f"{now} tasks at the beginning of its last rounds, {max(counts[:LEVEL_ROUNDS])} of its first"
                 found.append(checkers.Violation("no-leak", member.peer, len(counts), what))
         return found
 
     def progress(self, honest: dict[PeerId, list[checkers.Report]]) -> list[checkers.Violation]:
-        """What the rounds came to, in a world that breaks and in one that does not."""
+        """Violations of progress, in a world with or without faults to heal."""
         return self._healed(honest) if self.scenario.breaks else self._undisturbed(honest)
 
     def _healed(self, honest: dict[PeerId, list[checkers.Report]]) -> list[checkers.Violation]:
@@ -286,7 +286,7 @@ class World:
         return list(checkers.one_branch(honest))
 
     def _undisturbed(self, honest: dict[PeerId, list[checkers.Report]]) -> list[checkers.Violation]:
-        """Every honest peer commits every round, and a liar is named."""
+        """Every honest peer must commit every round, and an honest peer must name the liar."""
         found = []
         for peer, history in honest.items():
             if len(history) < self.scenario.rounds:
@@ -301,7 +301,7 @@ class World:
 
 
 def play(scenario: Scenario, world_type: type[World] = World) -> Outcome:
-    """Run a scenario to its end and judge it.
+    """Simulate a scenario to its end and judge it.
 
     Raises:
         Exception: a bug in protocol or round code, as itself.

@@ -1,4 +1,4 @@
-"""Lying peers: what their honest code sends is altered on its way out."""
+"""Byzantine contributors: a stream wrapper that changes what the peer's honest code sends."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def raw(header: Header, change: Callable[[list[Any]], None]) -> bytes:
 
 
 class ByzantineContributorStream:
-    """A stream that tells one lie whenever its occasion comes."""
+    """A stream that changes every message to which its lie applies."""
 
     def __init__(self, stream: FramedStream, pipe: SimPipe, lie: str, signer: Signer) -> None:
         self._stream, self._pipe, self._lie, self._signer = stream, pipe, lie, signer
@@ -105,5 +105,5 @@ class ByzantineContributorStream:
 
 
 def _poisoned(payload: Buffer, value: float) -> bytes:
-    """The payload with a number put over its first bytes: a float32 value or a scale of any codec that has four."""
+    """The payload with a number in its first four bytes, which hold a float32 value or a scale in most codecs."""
     return struct.pack("<f", value) + bytes(payload)[4:]

@@ -1,12 +1,12 @@
-"""Peers that train as all do, and hand in something else: attacks on the mean itself, by the rules of the protocol.
+"""Byzantine trainers: peers that keep to the protocol and contribute a pseudo-gradient that harms the mean.
 
-    reversed    -1000 times its own pseudo-gradient, its norm declared as it is
-    understated -10 times it, its norm declared as that of its own work; were it 1000 times that, nothing would be taken
-    alie        the honest mean less z standard deviations in each coordinate, z as large as hides among the honest ones
+    reversed    -1000 times its own pseudo-gradient, with the norm declared correctly
+    understated -10 times it, with the norm of the unchanged one declared; a factor of 1000 would be refused
+    alie        the honest mean less z standard deviations in each coordinate, with z as large as stays undetected
                 (Baruch et al. 2019, arXiv 1902.06156, algorithm 3)
     ipm         -0.5 times the honest mean (Xie et al. 2019, arXiv 1903.03936)
 
-The last two know what the honest peers will hand in, and all say the same.
+In the last two attacks, all liars know the honest contributions, and send the same vector.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from protocols.base import LocalProgress, RoundKey, Vector
 
 FACTOR = -1000.0
 FACTORS = {"reversed": FACTOR, "understated": -10.0}
-"""What some make of their own work; the others make theirs of that of the honest."""
+"""Attacks that multiply the liar's own pseudo-gradient; the others start from those of the honest peers."""
 IPM_SHARE = 0.5
 ATTACKS = ("reversed", "understated", "alie", "ipm")
 
 
 def alie(honest: torch.Tensor, liars: int) -> Vector:
-    """(m, d) of the honest -> (d) of each of the liars, against the sign of the mean."""
+    """Honest contributions (m, d) -> the contribution (d) of each liar, against the sign of the mean."""
     count = len(honest) + liars
     needed = count // 2 + 1 - liars
     z = NormalDist().inv_cdf((len(honest) - needed) / len(honest))
@@ -38,19 +38,19 @@ def alie(honest: torch.Tensor, liars: int) -> Vector:
 
 
 def ipm(honest: torch.Tensor) -> Vector:
-    """(m, d) of the honest -> (d) of each of the liars."""
+    """Honest contributions (m, d) -> the contribution (d) of each liar."""
     return -IPM_SHARE * honest.mean(0)
 
 
 def pseudo_gradient(shift: LocalTraining) -> Vector:
-    """What a peer would hand in as it stands."""
+    """The pseudo-gradient that a peer would contribute now."""
     with shift.outer():
         anchor = shift.learner.vectors[0].clone()
     return anchor - shift.learner.vectors[0]
 
 
 class PoisonedTrainer(InlineTrainer):
-    """Hands in what its attack makes of its own work, or of that of the honest."""
+    """Contributes what its attack makes of its own pseudo-gradient, or of those of the honest peers."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class PoisonedTrainer(InlineTrainer):
     ) -> None:
         """
         Args:
-            honest: the shifts of the honest peers, once there are any.
+            honest: returns the training of the honest peers, once they have begun.
 
         Raises:
             ValueError: there is no such attack.
@@ -76,7 +76,7 @@ class PoisonedTrainer(InlineTrainer):
     async def train(
         self, key: RoundKey, cut: asyncio.Event, progress: Callable[[LocalProgress], None], surplus: bool = True
     ) -> LocalProgress:
-        """As the honest do. What is declared is true of what `reversed` hands in; to the others it is of no use."""
+        """Train honestly; `reversed` declares the norm that it contributes, the others that of honest work."""
         factor = abs(FACTOR) if self._attack == "reversed" else 1.0
 
         def declared(work: LocalProgress) -> LocalProgress:
@@ -85,7 +85,7 @@ class PoisonedTrainer(InlineTrainer):
         return declared(await super().train(key, cut, lambda work: progress(declared(work)), surplus))
 
     async def read(self, into: Vector, fragment: int = 0) -> None:
-        """The parameters at which the peer would be, had it trained what it hands in."""
+        """The parameters that would give the forged pseudo-gradient."""
         into.copy_(
             self.local_training.learner.vectors[fragment] + pseudo_gradient(self.local_training) - self._forged()
         )

@@ -1,18 +1,18 @@
-"""Lying peers that share no anchor: what their honest code sends to others is altered on its way out.
+"""Byzantine peers of independent protocols: a stream wrapper that changes what the honest code sends.
 
-    nan … twice       of each chunk of a state or a part, as in `tests.sim.byzantine.contributors`
-    scaled            states and parts, times -1000
-    reversed          the same, times -1: as long as the truth, so that nobody can tell
-    replayed          each message under the number of the one before, to the same peer
-    far-number        under a number that is far ahead, once; then under the true ones
-    ahead             of a round that is a million later
-    round-back        of rounds that go back
-    other-run, other-sender, other-size, other-codec, weight      what the name says
-    stale             to a group of another round
-    hanging           a state is promised and does not come
+    nan … twice       each chunk of a state or a part, as in `tests.sim.byzantine.contributors`
+    scaled            states and parts are multiplied by -1000
+    reversed          states and parts are multiplied by -1; the norm is right, so no receiver can detect it
+    replayed          each message has the sequence number of the one before to the same peer
+    far-number        the first message has a far higher sequence number; the others have the right ones
+    ahead             the round is a million too high
+    round-back        the rounds go back
+    other-run, other-sender, other-size, other-codec, weight      this field is wrong
+    stale             a contribution names a group of another round
+    hanging           a state is announced and never sent
 
-A lie is refused, and its teller named by somebody to whom it was told; or it is borne: nobody can tell it from the
-truth, or it concerns nobody but its teller.
+A lie is either refused, and an honest receiver blames the liar in its report; or tolerated (`BORNE`), because no
+receiver can detect it, or because it harms only the liar.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ BORNE: Final = {
 }
 _OPENING: Final = (ExchangeRequest, PushShare, ExchangeReply)
 INDEPENDENT_LIES: Final = {protocol: (*REFUSED[protocol], *BORNE[protocol]) for protocol in REFUSED}
-"""Every lie that can be told in a protocol. Those of the baselines, which bear none, are not there."""
+"""Protocol -> its lies. The baselines, which tolerate no liar, are not in it."""
 
 
 _SOMEBODY = Member("somebody")
@@ -85,9 +85,9 @@ class ByzantinePeer:
     """One lying peer, on all of its streams.
 
     Attributes:
-        refused: whether who is told the lie can tell.
-        parts: its lies are in states that are taken: the honest may be as far apart as it likes.
-        lies: how many were told.
+        refused: whether a receiver can detect the lie.
+        parts: whether receivers average the false states, so that the spread of honest peers is not judged.
+        lies: how many lies were sent.
     """
 
     def __init__(self, protocol: str, lie: str, codec_name: str, chunk_elements: int) -> None:
@@ -99,7 +99,7 @@ class ByzantinePeer:
         return ByzantineIndependentStream(stream, pipe, self)
 
     def altered(self, peer: PeerId, header: Header) -> Header:
-        """What is sent to a peer in place of a message."""
+        """The message that is sent to a peer instead of this one."""
         if isinstance(header, ExchangeRequest | ExchangeReply | PushShare) and self.lie in (
             "replayed",
             "far-number",
@@ -111,12 +111,12 @@ class ByzantinePeer:
         return change(header) if change else header
 
     def _numbered(self, peer: PeerId, header: ExchangeMessage) -> ExchangeMessage:
-        """Under a false number, or of a false round; what is told to each peer is remembered."""
+        """The message with a false sequence number or round; the numbers sent to each peer are kept."""
         told = self._last[peer]
         if not isinstance(header, ExchangeRequest | PushShare):
             self.lies += self.lie == "far-number"
             return replace(header, sequence=header.sequence + (self.lie == "far-number"))
-        self.lies += bool(told)  # only the second can be told to be one
+        self.lies += bool(told)  # the first message differs from no earlier one
         match self.lie:
             case "replayed" if told:
                 return replace(header, sequence=told[-1])
@@ -128,10 +128,10 @@ class ByzantinePeer:
         return header
 
     def scaled(self, payload: Buffer) -> bytes:
-        """A chunk of a state or a part, times a number."""
+        """A chunk of a state or a part, multiplied by the lie's factor; other payloads unchanged."""
         sizes = [each for each in range(self._chunk_elements, 0, -1) if self._codec.encoded_bytes(each) == len(payload)]
         if not sizes:
-            return bytes(payload)  # of something else
+            return bytes(payload)  # no chunk of a vector
         vector = torch.empty(sizes[0])
         self._codec.decode(payload, vector)
         told = bytearray(len(payload))
@@ -140,7 +140,7 @@ class ByzantinePeer:
 
 
 class ByzantineIndependentStream(ByzantineContributorStream):
-    """A stream that tells its peer's lie whenever its occasion comes."""
+    """A stream that changes every message to which its peer's lie applies."""
 
     def __init__(self, stream: FramedStream, pipe: SimPipe, liar: ByzantinePeer) -> None:
         super().__init__(stream, pipe, liar.lie, None)  # type: ignore[arg-type]
@@ -157,5 +157,5 @@ class ByzantineIndependentStream(ByzantineContributorStream):
         if liar.lie in FACTORS:
             payload = liar.scaled(payload)
         elif liar.lie == "hanging":
-            await asyncio.Event().wait()  # until whoever waits for it has had enough
+            await asyncio.Event().wait()  # until the receiver's timeout
         await super()._send_chunk(header, payload)

@@ -1,4 +1,4 @@
-"""Lying reducers and voters: what is sworn is altered on its way out, and signed again where the liar can sign it."""
+"""Byzantine reducers and voters: what they send is changed, and signed again where the liar has the key."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from protocols.framing import FramedStream
 
 
 class ByzantineVoterStream:
-    """A stream on which one lie is told whenever its occasion comes.
+    """A stream that changes every message to which its lie applies.
 
     Args:
-        dupes: who is told the other of two stories.
-        plans: those that this liar has sent or received, by their digests; shared by all its streams.
+        dupes: the peers that get the second version, where the liar sends two.
+        plans: the plans that this liar has sent or received, by digest; shared by all its streams.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class ByzantineVoterStream:
         await self._stream.send(header, payload)
 
     def _altered(self, proposal: Propose) -> bytes:
-        """The record that is proposed, but for one thing."""
+        """The proposed record with one field changed."""
         record = records.decode(proposal.record)
         first, *inner, last = record.bounds
         match self._lie:
@@ -79,11 +79,11 @@ class ByzantineVoterStream:
         return records.encode(record)
 
     def _members(self) -> set[Member]:
-        """Who is in a plan that this liar knows: its roster, where all have something to bring."""
+        """The members of the plans that this liar knows: the roster, if every member contributes."""
         return {offer.member for plan in self._plans.values() for offer in plan.offers}
 
     def _other_part(self, opening: wire.Contribute, header: Header, payload: Buffer) -> tuple[Header, Buffer]:
-        """Another mean than the others get, sealed and signed as it should be."""
+        """Another mean than the other members get, sealed and signed correctly."""
         if isinstance(header, wire.Reduced):
             data = bytearray(payload)
             data[0] ^= 1  # the last bit of a number, or of a scale
@@ -99,18 +99,18 @@ class ByzantineVoterStream:
 
 
 def made_up(key: RoundKey, roster: Collection[Member], state_root: bytes = bytes(32)) -> bytes:
-    """A record that hands the round's lineage to this roster, and averages nothing."""
+    """An encoded SKIP record of this round with the given next roster."""
     return records.encode(
         records.Record(key.lineage, state_root, key.round, records.Kind.SKIP, bytes(32), (), tuple(sorted(roster)))
     )
 
 
 def forged(key: RoundKey, sender: Member, roster: Collection[Member], voters: Collection[Member] = ()) -> Certificate:
-    """A certificate with votes that nobody cast, on what this roster might decide; of its sender alone, by default."""
+    """A certificate with invalid votes of `voters`, or of the sender alone, on a record with this roster."""
     votes = tuple(Signed(voter, bytes(32)) for voter in voters or (sender,))
     return Certificate(key, sender, 0, made_up(key, roster), votes)
 
 
 def usurped(ready: wire.Ready) -> wire.Plan:
-    """A call by who does not coordinate."""
+    """A plan from a member that does not coordinate the round."""
     return wire.Plan(ready.key, 0, 0, (ready.offer,), (0, 1), (0,), 0.0, 10.0)

@@ -1,19 +1,22 @@
-"""Schedules are data: the same from the same seed, playable, each point of a round with its seed. Tables of results."""
+"""Scenarios of `tests.faults`: their schedules, what differs by protocol, the table of results, and two real plays."""
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 
 import pytest
 
-from node.session.failpoints import POINTS
+from protocols import INDEPENDENT_PROTOCOLS
 from tests.faults.__main__ import main
 from tests.faults.nemesis import HANDS, Nemesis
 from tests.faults.network import why_not
+from tests.faults.points import POINTS
+from tests.faults.recording import Limits
 from tests.faults.runner import Options
-from tests.faults.scenarios import SCENARIOS
-from tests.faults.steps import STRUCK, Step
+from tests.faults.scenarios import SCENARIOS, scenario_of
+from tests.faults.steps import STRUCK, Step, left
 from tests.faults.table import add, load, order, table
 
 NAMES = Options(4).names
@@ -26,16 +29,12 @@ def steps(name: str, seeds: int = 20) -> list[Step]:
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_schedule_is_determined_by_its_seed(name: str) -> None:
+def test_schedule_is_seeded_and_every_step_can_be_played(name: str) -> None:
     drawn = [SCENARIOS[name].schedule(name, seed, NAMES) for seed in range(20)]
     assert drawn == [SCENARIOS[name].schedule(name, seed, NAMES) for seed in range(20)]
     assert name == "joiners" or len({tuple(each) for each in drawn}) > 1
-
-
-@pytest.mark.parametrize("name", SCENARIOS)
-def test_every_step_can_be_played(name: str) -> None:
     joined = set(NAMES)
-    for step in steps(name):
+    for step in itertools.chain(*drawn):
         assert hasattr(Nemesis, f"_{step.act}") or any(hasattr(hand, step.act) for hand in HANDS)
         joined |= set(step.whom) if step.act == "join" else set()
         assert set(step.whom) <= joined | {STRUCK}
@@ -51,8 +50,13 @@ def test_lasting_faults_heal_and_stopped_peers_wake() -> None:
             assert acts.count("stop") == acts.count("wake")
 
 
-def test_kill_schedule_covers_every_point_of_a_round() -> None:
-    assert [step.role for step in steps("kill")] == list(POINTS)
+@pytest.mark.parametrize("protocol", ["butterfly", *sorted(set(POINTS) & set(INDEPENDENT_PROTOCOLS))])
+def test_kill_schedule_covers_every_point_of_a_round(protocol: str) -> None:
+    points, scenario = POINTS[protocol], scenario_of("kill", protocol)
+    drawn = [scenario.schedule("kill", seed, NAMES) for seed in range(len(points))]
+    assert [step.role for (step,) in drawn] == list(points)
+    assert order(["kill", "stop"], [0, 1], protocol)[len(points)] == ("stop", 0)
+    assert order(["kill", "stop"], [1], protocol)[:2] == [("kill", len(points)), ("kill", len(points) + 1)]
 
 
 def test_kills_always_leave_a_peer() -> None:
@@ -66,9 +70,52 @@ def test_schedule_prints_in_words() -> None:
     assert str(Step("lose", (), 0.2)) == "lose 0.2"
 
 
+def test_remaining_peers_of_a_schedule_are_counted() -> None:
+    assert left([Step("trap", role="train"), Step("restart", (STRUCK,))], NAMES) == 4
+    assert left([Step("kill", ("a",), role="peer"), Step("kill", ("b",), role="worker")], NAMES) == 3
+    assert left([Step("kill", NAMES, role="peer"), Step("back", NAMES)], NAMES) == 4
+    counts = {name: left(scenario_of(name, "moshpit").schedule(name, 0, NAMES), NAMES) for name in SCENARIOS}
+    assert {name for name, count in counts.items() if count < 2} == {"all-but-one"}
+
+
+# -- protocols without votes ------------------------------------------------------------------------------------------
+
+
+def test_protocols_without_votes_schedule_no_exclusion() -> None:
+    for name in SCENARIOS:
+        scenario = scenario_of(name, "gossip")
+        drawn = [step for seed in range(20) for step in scenario.schedule(name, seed, NAMES)]
+        assert drawn and not any(step.act == "excluded" for step in drawn)
+        assert not {"excluded_seconds", "decided_seconds"} & set(scenario.limits.aims)
+    assert scenario_of("stop", "butterfly") is SCENARIOS["stop"]
+
+
+def test_spread_limit_is_set_only_for_independent_protocols() -> None:
+    assert Options(protocol="gossip").loose and not Options().loose
+    assert "spread_limit" in Options(protocol="moshpit").run and "spread_limit" not in Options().run
+    assert "spread_limit" not in Options(protocol="gossip", task="gpt").run, "the trained task's own limit is judged"
+    assert SCENARIOS["kill"].limits == Limits(aims={"decided_seconds": 2})
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["all-but-one"], "all-but-one leaves one of 4 peers: by gossip it has nobody to mix with; take more peers"),
+        (["kill-two", "--peers", "3"], "kill-two leaves one of 3 peers"),
+    ],
+)
+def test_scenario_that_leaves_one_peer_is_refused(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert main(["--protocol", "gossip", "--dir", str(tmp_path), "--json", "--scenario", *arguments]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == "" and words in printed.err.splitlines()[-1] and "Traceback" not in printed.err
+
+
+# -- results ----------------------------------------------------------------------------------------------------------
+
+
 def test_partial_results_give_a_table(tmp_path: Path) -> None:
-    assert order(["kill", "stop"], [1])[:2] == [("kill", 20), ("kill", 21)]
-    assert order(["kill", "stop"], [0, 1])[20] == ("stop", 0)
     figures = {
         "measures": {"suspected_seconds": {"median": 2.0, "worst": 7.5}},
         "missed": {"suspected_seconds": [7.5, 6]},
@@ -92,44 +139,22 @@ def test_partial_results_give_a_table(tmp_path: Path) -> None:
 
 def test_table_includes_failed_plays() -> None:
     unknown = {"spread_at_the_end": {"median": None, "worst": None, "trials": 0}}
-    told = {"goodput": None, "rounds_skipped": 0, "rounds_committed": 3, "missed": {}, "measures": unknown}
-    failed = {"scenario": "partition", "seed": 0, "verdict": "fail", "recovery_seconds": None, **told}
+    figures = {"goodput": None, "rounds_skipped": 0, "rounds_committed": 3, "missed": {}, "measures": unknown}
+    failed = {"scenario": "partition", "seed": 0, "verdict": "fail", "recovery_seconds": None, **figures}
     assert table([failed], "gossip")[-1].startswith("| `partition` | 0 of 1 | none |")
     rows = table([failed, {**failed, "seed": 1, "verdict": "pass", "recovery_seconds": 4.0}], "gossip")
     assert rows[-1].startswith("| `partition` | 1 of 2 | 4.0, 4.0, 4.0; never in 1 | unknown | unknown |")
 
 
-@pytest.mark.parametrize(
-    "arguments, words",
-    [
-        (["--scenario", "kil"], "invalid choice: 'kil'"),
-        (["--scenario", "kill", "--peers", "2"], "at least 3"),
-        (["--scenario", "kill", "--peers", "99"], "16 at most"),
-        (["--scenario", "kill", "--patience", "0"], "at least 1"),
-        (["--scenario", "kill", "--protocol", "ring"], "invalid choice: 'ring'"),
-        (["--scenario", "kill", "--seed", "x"], "'x' is not a whole number"),
-        ([], "--scenario"),
-    ],
-)
-def test_wrong_arguments_give_one_line_error(
-    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as end:
-        main(arguments)
-    told = capsys.readouterr()
-    assert end.value.code == 2 and told.out == ""
-    assert words in told.err and told.err.count("\n") == 1
-
-
 @pytest.mark.real
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("name, seed", [("kill", POINTS.index("send Reduced")), ("partition", 1)])
+@pytest.mark.parametrize("name, seed", [("kill", POINTS["butterfly"].index("send Reduced")), ("partition", 1)])
 def test_real_peers_pass_scenarios(name: str, seed: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     if SCENARIOS[name].network and (why := why_not()):
         pytest.skip(why)
     assert main(["--scenario", name, "--seed", str(seed), "--peers", "3", "--dir", str(tmp_path), "--json"]) == 0
     (line,) = capsys.readouterr().out.splitlines()
-    told = json.loads(line)
-    assert (told["scenario"], told["seed"], told["verdict"], told["violations"]) == (name, seed, "pass", [])
-    assert told["rounds_committed"] > 0 and told["recovery_seconds"] < 60
+    result = json.loads(line)
+    assert (result["scenario"], result["seed"], result["verdict"], result["violations"]) == (name, seed, "pass", [])
+    assert result["rounds_committed"] > 0 and result["recovery_seconds"] < 60
     assert (tmp_path / f"{name}-{seed}" / "picture.png").stat().st_size > 10_000

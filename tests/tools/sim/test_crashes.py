@@ -1,18 +1,21 @@
-"""A fault at every message of a round: all are found, each strikes where it says, and what goes wrong is seen."""
+"""A fault at every message of a round: each message is played, and what goes wrong is found."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
-from protocols.base import Member
+from protocols.base import AveragingResult, LocalProgress, Member, Outcome, PeerId, PeerSilent, Vector
 from tests.sim.crashes import main
 from tests.sim.faults import Crash, Cut, Message
 from tests.sim.message_fault import KINDS, ROUND, Point, combinations, enumerate_points, named, small, strike
 from tests.sim.oracle_protocol import Child, Head, OracleProtocol
+from tests.sim.pairs import PairSession, PairWorld, pair_world
 from tests.sim.world import World
 
 
@@ -39,9 +42,11 @@ def test_messages_of_a_round_are_deterministic_and_gapless(points: list[Point]) 
     assert ways["sent"] > 10 and ways["received"] > 10
 
 
-def test_real_round_has_enumerable_messages() -> None:
-    points = enumerate_points(small(3))
-    assert len(points) > 100 and {point.peer for point in points} == {"p0", "p1", "p2"}
+@pytest.mark.parametrize("world, least", [(World, 100), (PairWorld, 20)], ids=["butterfly", "pairs"])
+def test_every_peer_has_points_after_its_first_round(world: type[World], least: int) -> None:
+    points = enumerate_points(small(3), world)
+    assert len(points) > least and {point.peer for point in points} == {"p0", "p1", "p2"}
+    assert all(point.number > 1 for point in points)
 
 
 def test_failing_round_without_faults_is_an_error() -> None:
@@ -94,14 +99,14 @@ def test_points_have_names(points: list[Point]) -> None:
 
 
 class Partial(OracleProtocol):
-    """Goes on only with everybody who was there."""
+    """Decides only with all members of its roster."""
 
     def enough(self, head: Head, present: list[Member]) -> bool:
         return set(head.roster) <= set(present)
 
 
 class Faithful(OracleProtocol):
-    """Never leaves the dead out of the roster."""
+    """Keeps dead members in the roster."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -110,7 +115,7 @@ class Faithful(OracleProtocol):
 
 
 class Selfish(OracleProtocol):
-    """Whoever loses somebody decides by itself."""
+    """A peer that misses another decides by itself."""
 
     def enough(self, head: Head, present: list[Member]) -> bool:
         if len(present) < 3:
@@ -119,7 +124,7 @@ class Selfish(OracleProtocol):
 
 
 class Twice(OracleProtocol):
-    """Counts what the dead brought a second time."""
+    """Counts the contributions of dead peers a second time."""
 
     def committed(self, me: Member, child: Child) -> dict[str, Any]:
         report = super().committed(me, child)
@@ -132,7 +137,7 @@ class Twice(OracleProtocol):
 
 
 class Backwards(OracleProtocol):
-    """Leaves the living out of the roster, and keeps the dead."""
+    """Removes live members from the roster, and keeps dead ones."""
 
     FORKS = True
 
@@ -171,6 +176,36 @@ def test_planted_bug_is_found(
         f"replay: python -m tests.sim.crashes --protocol butterfly --peers 3 --kind {kind} --seed 0 --only {at}" in err
     )
     assert main(["--kind", kind, "--only", at], world) == 1
+
+
+class Endless(PairSession):
+    """Waits for a partner that does not answer."""
+
+    async def _ask(self, partner: PeerId, mine: Sequence[Vector], into: Sequence[Vector]) -> str:
+        try:
+            return await super()._ask(partner, mine, into)
+        except PeerSilent:
+            await asyncio.sleep(1e4)
+            raise
+
+
+def test_pair_that_hangs_at_silence_is_found(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--peers", "2", "--kind", "silence", "--sample", "4"], pair_world(Endless)) == 1
+    assert "goes-on" in capsys.readouterr().out
+
+
+class Shy(PairSession):
+    """Meets no other once the round is over at whose messages faults happen."""
+
+    async def average(self, mine: Sequence[Vector], work: LocalProgress, into: Sequence[Vector]) -> AveragingResult:
+        return await super().average(mine, work, into) if self.round <= ROUND else AveragingResult(Outcome.SKIPPED)
+
+
+@pytest.mark.parametrize("session, wrong", [(PairSession, set()), (Shy, {"goes-on"})])
+def test_peer_continuing_alone_after_fault_is_found(session: type[PairSession], wrong: set[str]) -> None:
+    point = enumerate_points(small(3), PairWorld)[0]
+    verdict = strike(small(3), "stall", (point,), pair_world(session))
+    assert {violation.invariant for violation in verdict.violations} == wrong
 
 
 def test_missed_fault_point_is_reported(points: list[Point]) -> None:
@@ -217,29 +252,16 @@ def test_two_processes_give_the_same_result(capsys: pytest.CaptureFixture[str]) 
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize(
-    "arguments, words",
-    [
-        (["--kind", "flood"], "flood"),
-        (["--protocol", "ring-of-fire"], "ring-of-fire"),
-        (["--peers", "1"], "at least 2"),
-        (["--sample", "0"], "at least 1"),
-        (["--only", "p9:1"], "no message 'p9:1'"),
-    ],
-)
-def test_bad_input_gives_one_clear_line(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    try:
-        code: Any = main(arguments, OracleProtocol)
-    except SystemExit as exit_:
-        code = exit_.code
-    out, err = capsys.readouterr()
-    assert code == 2 and out == "" and err.count("\n") == 1 and words in err
+def test_every_message_of_a_pair_round_is_played(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--peers", "3"], PairWorld) == 0
+    summary = result(capsys)
+    assert summary["points"] == summary["messages"] > 20 and summary["undecided"] == 0
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("kind", ["crash", "silence"])
 def test_real_protocol_survives_every_fault_point(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """The real protocol: whoever is lost at whatever message, the others decide the round, alike, and go on."""
+    """Butterfly: whichever peer is lost at whichever message, the others decide the same for the round, and go on."""
     assert main(["--peers", "3", "--kind", kind]) == 0
-    told = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert told["points"] == told["decided"] == told["messages"] > 200
+    summary = result(capsys)
+    assert summary["points"] == summary["decided"] == summary["messages"] > 200

@@ -1,19 +1,28 @@
-"""A world that breaks and heals: a stand-in for the protocol gets through, and every bug planted in it is found."""
+"""A simulated world that breaks and heals: a simple correct protocol passes, and every bug planted in it is found.
+
+`OracleProtocol` stands for protocols that vote on rounds, `PairWorld` for those whose peers share no anchor.
+"""
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from protocols.base import Member
+from protocols.base import AveragingResult, Contribution, LocalProgress, Member, PeerId, Vector
+from protocols.base import Outcome as RoundOutcome
 from tests.sim import world as worlds
 from tests.sim.families import BREAKING
 from tests.sim.faults import Faults
+from tests.sim.independent_world import IndependentWorld
 from tests.sim.oracle_protocol import Child, Head, OracleProtocol
+from tests.sim.pairs import PairSession, PairWorld, pair_world
 from tests.sim.scenario import Scenario, resolve
 from tests.sim.world import HEALED_SECONDS, Outcome, World, play
+from tests.sim.worlds import world_of
 
 
 def broken(fault: str, seed: int = 0, peers: int = 5) -> Scenario:
@@ -24,7 +33,7 @@ def violated(outcome: Outcome) -> set[str]:
     return {violation.invariant for violation in outcome.violations}
 
 
-# -- what gets through ------------------------------------------------------------------------------------------------
+# -- without bugs -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("fault", BREAKING)
@@ -35,10 +44,27 @@ def test_faultless_swarm_recovers_from_every_fault_family(fault: str) -> None:
         assert 0 < outcome.rounds_did <= outcome.rounds_could
 
 
-@pytest.mark.parametrize("fault", ["crash", "mixed"])
-def test_same_seed_gives_the_same_trace(fault: str) -> None:
-    assert len({play(broken(fault, 3), OracleProtocol).trace.digest() for _ in range(20)}) == 1
-    assert len({play(broken(fault, seed), OracleProtocol).trace.digest() for seed in range(20)}) == 20
+@pytest.mark.parametrize("fault", ["none", "slow", "crash", "partition", "mixed"])
+def test_mixing_peers_survive_every_fault_family(fault: str) -> None:
+    outcome = play(Scenario(peers=4, rounds=4, fault=fault), PairWorld)
+    assert outcome.violations == []
+    assert 0 < outcome.rounds_did <= outcome.rounds_could
+
+
+@pytest.mark.parametrize(
+    "world, scenario, repeats",
+    [
+        (World, Scenario(peers=4, rounds=2, seed=7, fault="slow"), 50),
+        (OracleProtocol, broken("crash", 3), 20),
+        (OracleProtocol, broken("mixed", 3), 20),
+        (PairWorld, Scenario(peers=4, rounds=4, seed=3), 2),
+    ],
+    ids=["butterfly", "oracle-crash", "oracle-mixed", "pairs"],
+)
+def test_trace_is_determined_by_the_seed(world: type[World], scenario: Scenario, repeats: int) -> None:
+    assert len({play(scenario, world).trace.digest() for _ in range(repeats)}) == 1
+    seeds = range(min(repeats, 20))
+    assert len({play(replace(scenario, seed=seed), world).trace.digest() for seed in seeds}) == len(seeds)
 
 
 def test_explicit_faults_replay_like_drawn_ones() -> None:
@@ -49,7 +75,7 @@ def test_explicit_faults_replay_like_drawn_ones() -> None:
 
 @pytest.mark.parametrize("fault", BREAKING)
 def test_real_protocol_runs_under_every_fault_family(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only that the world holds together: what comes of it is not judged here."""
+    """Only that the world does not fail: its violations are not looked at here."""
     monkeypatch.setattr(worlds, "HEALED_SECONDS", 30.0)
     outcome = play(replace(broken(fault, 1, 3), breaking_seconds=30.0))
     assert 30.0 < outcome.virtual_seconds < 200.0 and all(outcome.histories.values())
@@ -58,23 +84,47 @@ def test_real_protocol_runs_under_every_fault_family(fault: str, monkeypatch: py
 def test_restart_appears_as_new_incarnation_in_history() -> None:
     faults = Faults().crash("p1", at=20.0, lasts=30.0)
     outcome = play(Scenario(peers=3, rounds=5, faults=faults), OracleProtocol)
-    lives = [report["incarnation"] for report in outcome.histories["p1"]]
-    assert outcome.violations == [] and sorted(lives) == lives and set(lives) == {0, 1}
+    incarnations = [report["incarnation"] for report in outcome.histories["p1"]]
+    assert outcome.violations == [] and sorted(incarnations) == incarnations and set(incarnations) == {0, 1}
     assert {report["incarnation"] for report in outcome.histories["p0"]} == {0}
 
 
 def test_dead_peer_reports_nothing() -> None:
     faults = Faults().crash("p1", at=20.0)
     outcome = play(Scenario(peers=3, rounds=5, faults=faults, breaking_seconds=200.0), OracleProtocol)
-    lives = [report["incarnation"] for report in outcome.histories["p1"]]
-    assert outcome.violations == [] and 0 < lives.count(0) < 20 < len(outcome.histories["p0"])
+    incarnations = [report["incarnation"] for report in outcome.histories["p1"]]
+    assert outcome.violations == [] and 0 < incarnations.count(0) < 20 < len(outcome.histories["p0"])
+
+
+def test_single_peer_continues_with_zero_spread() -> None:
+    outcome = play(Scenario(peers=1, rounds=4, fault="partition"), PairWorld)
+    assert outcome.violations == [] and outcome.rounds_could == 0
+    assert {report["spread"] for report in outcome.histories["p0"]} == {0.0}
+
+
+def test_reported_spread_approximates_the_true_one() -> None:
+    reported, true = [], []
+
+    class Measured(PairWorld):
+        def reported(self, report: dict[str, object]) -> None:
+            super().reported(report)
+            if len(self.replicas) == 5 and report["round"]:
+                reported.append(report["spread"])
+                true.append(self.spread())
+
+    play(Scenario(peers=5, rounds=6, elements=2000), Measured)
+    assert sum(reported) == pytest.approx(sum(true), rel=0.2)
+
+
+def test_each_protocol_has_its_world() -> None:
+    assert world_of("butterfly") is World and world_of("gossip") is IndependentWorld
 
 
 # -- rounds that could commit -----------------------------------------------------------------------------------------
 
 
 def test_rounds_without_connected_majority_do_not_count() -> None:
-    """Five in three groups: neither of them a majority; before and after every round could, and did."""
+    """Five peers in three groups, none a majority; before and after that, every round could commit, and did."""
     faults = Faults().silence({"p0", "p1"}, {"p2", "p3", "p4"}, at=20, heal=90).silence({"p2", "p3"}, {"p4"}, 20, 90)
     outcome = play(Scenario(peers=5, rounds=4, faults=faults), OracleProtocol)
     undecided = outcome.reports("undecided")
@@ -84,7 +134,7 @@ def test_rounds_without_connected_majority_do_not_count() -> None:
 
 def test_missed_possible_rounds_count_against_the_protocol() -> None:
     class Lazy(OracleProtocol):
-        """Decides no round while anybody is missing."""
+        """Decides no round while a peer is missing."""
 
         def enough(self, head: Head, present: list[Member]) -> bool:
             return len(present) == len(self.peers)
@@ -97,14 +147,14 @@ def test_missed_possible_rounds_count_against_the_protocol() -> None:
 
 
 class Stuck(OracleProtocol):
-    """Goes on only with everybody, and never meets the next life of one who died."""
+    """Decides only with its whole roster, and never admits the next incarnation of a dead peer."""
 
     def enough(self, head: Head, present: list[Member]) -> bool:
         return set(head.roster) <= set(present)
 
 
 class Minority(OracleProtocol):
-    """Whoever is left decides, each for itself."""
+    """Each remaining peer decides by itself."""
 
     def enough(self, head: Head, present: list[Member]) -> bool:
         self.accounting.children.clear()
@@ -112,7 +162,7 @@ class Minority(OracleProtocol):
 
 
 class Hasty(OracleProtocol):
-    """Applies what nobody has decided."""
+    """Applies a mean without a decision."""
 
     def report(self, me: Member, before: Head, after: Head, outcome: str) -> dict[str, Any]:
         changes = {"params_hash": "mine alone"} if outcome == "undecided" else {}
@@ -120,7 +170,7 @@ class Hasty(OracleProtocol):
 
 
 class Greedy(OracleProtocol):
-    """Counts the first contribution of each again in every round."""
+    """Counts the first contribution of each peer again in every round."""
 
     def committed(self, me: Member, child: Child) -> dict[str, Any]:
         again = {peer: (bytes(32).hex(), 2, 2) for peer in child.contributions}
@@ -128,14 +178,14 @@ class Greedy(OracleProtocol):
 
 
 class Torn(OracleProtocol):
-    """Says that it holds more chunks than there are."""
+    """Reports more chunks than there are."""
 
     def committed(self, me: Member, child: Child) -> dict[str, Any]:
         return {**super().committed(me, child), "contributions": {me.peer: (child.parent.key.lineage.hex(), 3, 2)}}
 
 
 class Divergent(OracleProtocol):
-    """One peer's parameters differ in some bit."""
+    """One peer's parameters differ in a bit."""
 
     def report(self, me: Member, before: Head, after: Head, outcome: str) -> dict[str, Any]:
         changes = {"params_hash": "other bits"} if me.peer == "p1" else {}
@@ -143,30 +193,111 @@ class Divergent(OracleProtocol):
 
 
 class Silent(OracleProtocol):
-    """Moves to the others' branch and calls it a round like any other."""
+    """Moves to the others' branch and reports it as an undecided round."""
 
     def report(self, me: Member, before: Head, after: Head, outcome: str) -> dict[str, Any]:
         return super().report(me, before, after, "undecided" if outcome == "superseded" else outcome)
 
 
+class Deaf(PairSession):
+    """Meets no other peer."""
+
+    async def average(self, mine: Sequence[Vector], work: LocalProgress, into: Sequence[Vector]) -> AveragingResult:
+        return AveragingResult(RoundOutcome.SKIPPED)
+
+
+class Seldom(PairSession):
+    """Meets others in its first round, and in no other."""
+
+    async def average(self, mine: Sequence[Vector], work: LocalProgress, into: Sequence[Vector]) -> AveragingResult:
+        return await super().average(mine, work, into) if self.round == 0 else AveragingResult(RoundOutcome.SKIPPED)
+
+
+class Jumping(PairSession):
+    """Goes from its first round to the last one."""
+
+    async def reclaim(self) -> Mapping[PeerId, Contribution]:
+        self.round = max(self.round, 5)
+        return await super().reclaim()
+
+
+class Unmixed(PairSession):
+    """Exchanges states, and does not average them."""
+
+    def mix(self, state: Sequence[Vector], data: bytearray) -> None:
+        pass
+
+
+class Twice(PairSession):
+    """Counts each message twice."""
+
+    def count(self, peer: PeerId, name: str) -> None:
+        super().count(peer, name)
+        super().count(peer, name)
+
+
+class Grouped(PairSession):
+    """Reports all pairs of a round as one group."""
+
+    async def average(self, mine: Sequence[Vector], work: LocalProgress, into: Sequence[Vector]) -> AveragingResult:
+        self.group = f"round {self.round}"
+        return await super().average(mine, work, into)
+
+
+class Back(PairSession):
+    """Ends in a round that is long over."""
+
+    async def reclaim(self) -> Mapping[PeerId, Contribution]:
+        self.round //= 2
+        return await super().reclaim()
+
+
+class Lingering(PairSession):
+    """Leaves a task behind in each round."""
+
+    async def reclaim(self) -> Mapping[PeerId, Contribution]:
+        self.task = asyncio.get_running_loop().create_task(asyncio.sleep(1e4))
+        return await super().reclaim()
+
+
 CRASH = Faults().crash("p2", at=15.0, lasts=20.0)
-APART = Faults().silence({"p0"}, {"p1", "p2"}, at=15, heal=60)
-BUGS: list[tuple[type[World], Faults, str]] = [
+CUT_OFF = Faults().silence({"p0"}, {"p1", "p2"}, at=15, heal=60)
+VOTED_BUGS: list[tuple[type[World], Faults, str]] = [
     (Stuck, CRASH, "progress"),
-    (Minority, APART, "one-child"),
-    (Hasty, APART, "unmoved"),
+    (Minority, CUT_OFF, "one-child"),
+    (Hasty, CUT_OFF, "unmoved"),
     (Greedy, CRASH, "counted-once"),
     (Torn, CRASH, "counted-once"),
     (Divergent, CRASH, "same-bits"),
-    (Silent, APART, "unmoved"),
+    (Silent, CUT_OFF, "unmoved"),
+]
+PAIR_BUGS: list[tuple[type[PairSession], str, str]] = [
+    (Deaf, "none", "progress"),
+    (Deaf, "partition", "progress"),
+    (Seldom, "none", "progress"),
+    (Jumping, "none", "progress"),
+    (Unmixed, "partition", "spread"),
+    (Twice, "none", "counted-once"),
+    (Grouped, "none", "one-group"),
+    (Back, "none", "never-back"),
+    (Lingering, "none", "no-leak"),
+    (Lingering, "crash", "no-leak"),
 ]
 
 
-@pytest.mark.parametrize("world, faults, invariant", BUGS, ids=[world.__name__ for world, _, _ in BUGS])
-def test_planted_bug_is_found(world: type[World], faults: Faults, invariant: str) -> None:
+@pytest.mark.parametrize("world, faults, invariant", VOTED_BUGS, ids=[world.__name__ for world, _, _ in VOTED_BUGS])
+def test_planted_bug_in_voting_is_found(world: type[World], faults: Faults, invariant: str) -> None:
     scenario = Scenario(peers=3, rounds=4, faults=faults)
     assert play(scenario, OracleProtocol).violations == []
     assert invariant in violated(play(scenario, world))
+
+
+@pytest.mark.parametrize("session, fault, invariant", PAIR_BUGS)
+def test_planted_bug_in_mixing_is_found(
+    session: type[PairSession], fault: str, invariant: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worlds, "HEALED_SECONDS", 200.0)
+    assert invariant in violated(play(Scenario(peers=4, rounds=6, fault=fault), pair_world(session)))
 
 
 def test_unrecovered_swarm_ends_after_the_limit() -> None:
