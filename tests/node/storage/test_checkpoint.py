@@ -15,16 +15,14 @@ from safetensors.torch import load_file
 
 from node.storage import tensors
 from node.storage.checkpoint import INNER, MANIFEST, OUTER, CheckpointError, DataCursor, encode, newest, whole
-from tests.support.checkpoints import (  # noqa: F401
+from tests.support.checkpoints import (
     ELEMENTS,
     LAYOUT,
     MOMENTS,
     RUN,
-    Disk,
     Worker,
     checkpoints,
     keep,
-    like,
     lineage_of,
     rounds,
     state,

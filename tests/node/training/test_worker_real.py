@@ -154,8 +154,10 @@ async def test_cut_is_seen_within_a_step(compute: ThreadCompute) -> None:
         await training.until_tokens(2 * STEP_TOKENS)
         began = time.perf_counter()
         work = await training.end()
-        assert time.perf_counter() - began < 1 and work.tokens == 3 * STEP_TOKENS
-        assert work.step_seconds == pytest.approx(0.2, rel=0.5) and work.seconds >= 0.6
+        # Step 3 has begun or not when the cut arrives; no later step begins.
+        assert time.perf_counter() - began < 1 and work.tokens in (2 * STEP_TOKENS, 3 * STEP_TOKENS)
+        assert work.step_seconds == pytest.approx(0.2, rel=0.5)
+        assert work.seconds >= 0.199 * work.tokens / STEP_TOKENS
         cut, progress = asyncio.Event(), list[LocalProgress]()
         cut.set()
         again = await trainer.train(key(1), cut, progress.append)

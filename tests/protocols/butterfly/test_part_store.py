@@ -20,9 +20,9 @@ from protocols.codec import codec
 from protocols.gate import Gate
 from protocols.sync.snapshot import MemoryBuffer
 from tests.sim.host import SimCompute
+from tests.support.replicated_swarm import ROUND_SECONDS, ReplicatedSwarm
 from tests.support.simulated import on_virtual_clock, simulated
 from tests.support.sync_cluster import SyncCluster
-from tests.support.replicated_swarm import ROUND_SECONDS, ReplicatedSwarm
 
 SPAN = (100, 1100)
 CHUNK = 256

@@ -14,12 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from node.storage.file_buffer import FileBuffer, outer_buffer
-from protocols.base import CHUNK_BYTES, BadPayload, Vector
+from protocols.base import CHUNK_BYTES, BadPayload, Member, Vector
 from protocols.history.chain import Chain, state_root
 from protocols.sync.requests import SnapshotRef
 from protocols.sync.snapshot import Snapshot, SnapshotIndex, Snapshots
 from protocols.vectors import CHUNK_ELEMENTS, chunk_digests, root, root_of
-from tests.protocols.history.test_fork_choice import ROSTER
 from tests.support.fake_rounds import RUN, line
 
 SIZES = (1, 7, CHUNK_ELEMENTS - 1, CHUNK_ELEMENTS, CHUNK_ELEMENTS + 1, 3 * CHUNK_ELEMENTS)
@@ -139,7 +138,7 @@ def test_last_two_snapshots_are_kept_and_others_freed() -> None:
 
 
 def test_snapshots_of_abandoned_branch_are_dropped() -> None:
-    chain, snapshots = Chain(RUN, "run", ROSTER[:3]), Snapshots(keep=4)
+    chain, snapshots = Chain(RUN, "run", tuple(Member(name) for name in ("anna", "bert", "cleo"))), Snapshots(keep=4)
     start = chain.head
     chain.switch(start.key.lineage, line(start, 3))
     for lineage in (start.key.lineage, chain.head.key.lineage):

@@ -19,7 +19,7 @@ from protocols.sync.requests import Busy
 from protocols.sync.snapshot import MemoryBuffer, Snapshot
 from protocols.sync.snapshot_download import STALL_SECONDS
 from protocols.sync.snapshot_server import LEND_SECONDS, MAX_PAUSES, PUT_OFF_SECONDS
-from tests.node.storage import test_checkpoint as checkpoints
+from tests.support import checkpoints as saved
 from tests.support.simulated import simulated
 from tests.support.sync_cluster import SyncCluster, SyncPeer
 from tests.support.sync_lies import disguise, late
@@ -238,15 +238,15 @@ async def test_next_incarnation_resumes_the_download(world: RoundsDecided, spoil
 
 
 def test_next_incarnation_finds_download_begun_on_disk(tmp_path: Path) -> None:
-    before, whole = checkpoints.checkpoints(tmp_path).snapshots, checkpoints.state()
-    lineage = checkpoints.lineage_of(5)
+    before, whole = saved.checkpoints(tmp_path).snapshots, saved.state()
+    lineage = saved.lineage_of(5)
     made = Snapshot(lineage, 5, whole.index)
     made.fill(whole.anchor, whole.velocity)
     assert not before.has_begun(lineage, 5)
     begun = before.new(lineage, 5, whole.index)
     begun.put(0, made.chunk(0))
-    again = checkpoints.checkpoints(tmp_path).snapshots
-    assert again.has_begun(lineage, 5) and not again.has_begun(checkpoints.lineage_of(10), 10)
+    again = saved.checkpoints(tmp_path).snapshots
+    assert again.has_begun(lineage, 5) and not again.has_begun(saved.lineage_of(10), 10)
     found = again.new(lineage, 5, whole.index)
     assert begun.fresh and not found.fresh and found.chunk(0) == made.chunk(0)
 

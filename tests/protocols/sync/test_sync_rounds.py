@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from tests.support.simulated import simulated
 from tests.support.replicated_swarm import ELEMENTS, ROUND_SECONDS, ReplicatedSwarm
-
-Lives = ReplicatedSwarm
+from tests.support.simulated import simulated
 
 
 @simulated(ReplicatedSwarm, "anna bert cleo dora", fork_peers=0)
