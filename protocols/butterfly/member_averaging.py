@@ -47,7 +47,7 @@ class MemberAveraging:
     # -- the data phase -----------------------------------------------------------------------------------------------
 
     def _follow(self, group: asyncio.TaskGroup, resolved: ResolvedPlan) -> None:
-        """Begin the data phase of a plan, or go on with it under another version of that plan."""
+        """Begin the data phase of a plan, or continue it under another version of that plan."""
         exchange = self._attempt.exchange_of(resolved.digest)
         if exchange is None:
             if self._running:
@@ -92,7 +92,7 @@ class MemberAveraging:
         )
 
     def _on_exchange(self) -> None:
-        """A part came in, or cannot be had from its reducer."""
+        """Handle a part that came in, or whose reducer failed."""
         attempt, exchange = self._attempt, self._attempt.exchange
         assert exchange is not None
         for held in exchange.parts.values():
@@ -106,7 +106,7 @@ class MemberAveraging:
     # -- the end ------------------------------------------------------------------------------------------------------
 
     async def _collect(self) -> list[ReducedPart] | None:
-        """The parts of the decided record, fetched where they are missing; None if they cannot be had here."""
+        """The parts of the decided record, fetched if missing. None if this peer cannot get them or use them."""
         certificate = self._attempt.driver.certificate
         record = records.decode(certificate.record) if certificate else None
         if certificate is None or record is None or record.state_root != self._attempt.head.state_root:

@@ -1,8 +1,8 @@
-"""How a round is called: offers travel to the coordinators, the plan of one cuts every trainer.
+"""How a round is called: members send offers to the coordinators, and the plan of one of these cuts all trainers.
 
-Each member's offer goes to the round's first coordinators from the start, and again as its work grows, so that a slow
-member's tokens are known when the call comes. Once complete it goes to the whole roster: any member may have to
-coordinate.
+A member sends its offer to the round's first coordinators at the start, and again as its work grows, so that a slow
+member's tokens are known when the round is called. An offer of complete work goes to the whole roster, because any
+member may have to coordinate.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from protocols.wire import Offer, Plan, Ready
 GROWTH = 1.25
 """An offer is sent again when its tokens have grown by this factor."""
 LEAVER_SECONDS = 2.0
-"""A leaver waits so long for a round in which it has taken no step yet: called at once, the round would be skipped."""
+"""Wait before a coordinator without work calls a round for a leaving member. At once, the round would be skipped."""
 INFORMED = 2
-"""Coordinators that hear of incomplete work: the first, and the one that takes over from it."""
+"""Number of coordinators that get offers of incomplete work: the first, and the one that takes over from it."""
 
 
 class RoundCall:
     """One member's side of the call.
 
     Attributes:
-        cut: set when the round is called and no further step of ours fits, or at the round's deadline.
-        resolved: what was called; None before.
-        cut_at: when the last member is to hand in.
-        changed: rings for every offer and plan.
+        cut: set when the round is called and no further step of this member fits, or at the round's deadline.
+        resolved: the latest plan; None before the call.
+        cut_at: when the last member has to send its work.
+        changed: notified of every offer and plan.
     """
 
     def __init__(self, context: ButterflyContext, head: Head, bandwidth: float, deadline: Deadline) -> None:
@@ -60,7 +60,7 @@ class RoundCall:
         self._timer.cancel()
 
     def hand_in_until(self) -> Deadline:
-        """End of this member's data phase: one that was late to hand in has as long to fetch what the others made."""
+        """End of this member's data phase. A member that is late has the whole budget to fetch the others' results."""
         budget_seconds = self.resolved.plan.budget_seconds if self.resolved else 0.0
         handed_in = max(self.cut_at, asyncio.get_running_loop().time())
         return min(self._deadline, handed_in + budget_seconds)
@@ -81,7 +81,7 @@ class RoundCall:
         signature = self._context.host.signer.sign(planning.offer_message(self._key, offer))
         offer = replace(offer, signature=signature)
         self._take(offer)
-        if self.resolved is None or offer.leaving:  # which the next roster can still be without
+        if self.resolved is None or offer.leaving:  # even after the call, the next roster can leave this member out
             self._announce(offer)
         if self.resolved and self._me.peer in self.resolved.peers:
             self._arm()
@@ -98,10 +98,10 @@ class RoundCall:
                 self._context.post.send(peer, Ready(self._key, offer))
 
     def on_ready(self, peer: PeerId, offer: Offer) -> None:
-        """An offer from a peer.
+        """Take an offer from a peer.
 
         Raises:
-            BadPayload: it is not that peer's, or forged.
+            BadPayload: the offer is forged, not that peer's, or not of a member.
         """
         if offer.member not in self._roster or offer.member.peer != peer:
             raise BadPayload(f"an offer of {offer.member.peer}, who is not this member of the roster")
@@ -122,10 +122,10 @@ class RoundCall:
         return asyncio.get_running_loop().time() - self._began
 
     def draw(self, ballot: int, without: Collection[PeerId]) -> Plan:
-        """The plan that calls the round with the offers that are in, for the coordinator of a ballot.
+        """Draw the plan that calls the round with the offers that are in, as the coordinator of a ballot.
 
         Args:
-            without: members that have been silent: no member shall wait for them.
+            without: silent members to leave out, so that no member waits for them.
         """
         offers = [each for peer, each in self._offers.items() if peer not in without and self._agrees(each)]
         return planning.make_plan(self._inputs, offers, self._elapsed(), ballot)
@@ -148,7 +148,7 @@ class RoundCall:
         return False
 
     def incomplete(self) -> tuple[PeerId, ...]:
-        """Members that have not said that their inner steps are done."""
+        """Members that have not announced that their inner steps are complete."""
         return tuple(m.peer for m in self._roster if m.peer not in self._complete_seconds)
 
     def _stands(self) -> tuple[bool, bool, bool, int]:
@@ -169,10 +169,10 @@ class RoundCall:
         return False
 
     def on_plan(self, plan: Plan) -> None:
-        """A call, or a part given to another; from the coordinator of the ballot that it names.
+        """Take a plan from the coordinator of the ballot that it names: a call, or a part given to another reducer.
 
         Raises:
-            BadPayload: not valid, or a second one of the same version.
+            BadPayload: the plan is not valid, or differs from another one of the same version.
         """
         known = self.resolved.plan if self.resolved else None
         if known and (plan.ballot, plan.version) <= (known.ballot, known.version):
@@ -188,9 +188,9 @@ class RoundCall:
                 self._arm()
 
     def _arm(self) -> None:
-        """Cut when no further step of ours would end in time; a step's length may be news even after the call."""
+        """Cut when no further step of this member would end in time. A step's length may change even after the call."""
         loop = asyncio.get_running_loop()
-        mine = self._offers.get(self._me.peer)  # none yet if the call came before the trainer's first word
+        mine = self._offers.get(self._me.peer)  # None if the call came before the trainer's first report
         cut_at = self.cut_at - (mine.step_seconds if mine else 0.0)
         self._timer.cancel()
         if cut_at <= loop.time():
@@ -200,5 +200,5 @@ class RoundCall:
 
 
 def _extent(offer: Offer) -> tuple[bool, int, bool]:
-    """By which of two offers of one member the later one is told."""
+    """Sort key that finds the later of two offers of one member."""
     return offer.leaving, offer.tokens, offer.complete

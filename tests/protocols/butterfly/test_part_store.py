@@ -155,7 +155,7 @@ def test_full_disk_costs_rounds_parts_and_warns_once(caplog: pytest.LogCaptureFi
 
     play(main)
     assert [each.message for each in caplog.records] == [
-        "a round's parts are not kept for those who come later: No space left on device"
+        "cannot store a round's parts for peers that come later: No space left on device"
     ]
 
 
