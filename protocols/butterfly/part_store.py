@@ -1,8 +1,8 @@
 """A store on disk for the reduced parts of past rounds.
 
-It is for peers whose snapshot takes longer than parts stay in memory.
-The parts of a round are in one buffer, one after the other, and are written in pieces of at most 1 MiB. If the disk
-fails, the round is not kept, which harms only peers that would have asked for it.
+It is for peers whose snapshot takes longer than parts stay in memory. The parts of a round are in one buffer, one after
+the other, and are written in pieces of at most 1 MiB. If the disk fails, the round is not kept, which harms only peers
+that would have asked for it.
 """
 
 from __future__ import annotations
