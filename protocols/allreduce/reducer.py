@@ -217,7 +217,7 @@ class Reducer:
         if peer == task.me:
             low, high = self.held.elements(index)
             row.copy_(task.mine.read(low, high, row))
-            if self.held.codec is not task.codec:  # the mean has room only for what encoded contributions hold
+            if self.held.codec is not task.codec:  # the mean has room only for encoded contributions
                 carry(task.codec, row)
             return norm([row])
         task.codec.decode(self._inbox[index][peer][: self._handed_in.size(index)], row)

@@ -13,8 +13,8 @@ others have trained since. Nor do a few peers that start apart from the others u
 them.
 
 A peer without a child of its own at that lineage is careful with FORKs, because a single member can make one. While the
-members that the fork leaves out are enough to decide, the peer does not follow it but waits for them. A peer that is
-`stranded`, undecided for so long that it might fork itself, follows it.
+members that the fork leaves out are enough to decide, the peer does not follow it but waits for them. If the peer is
+`stranded`, undecided for so long that it might fork itself, it follows the fork.
 """
 
 from __future__ import annotations
