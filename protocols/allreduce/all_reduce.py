@@ -222,7 +222,7 @@ class AllReduce:
             raise BadPayload(f"codec {opening.codec!r} where the run uses {self.task.codec.name}")
         deadline = min(stream.deadline, self.task.deadline)
         if not await self._notifier.reached(lambda: opening.part in self._reducers, deadline):
-            raise PeerSilent(peer, f"part {opening.part} was not ours to reduce")
+            raise PeerSilent(peer, f"part {opening.part} is not reduced here")
         await self._reducers[opening.part].serve(peer, stream)
 
 

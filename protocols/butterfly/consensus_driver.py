@@ -122,7 +122,7 @@ class ConsensusDriver:
         if message.sender.peer != peer:
             raise BadPayload(f"a vote in the name of {message.sender.peer}")
         if isinstance(message, _MEMBERS_ONLY) and not self._has_a_voice(message.sender):
-            raise BadPayload("a vote of no member of the roster, or in another life")
+            raise BadPayload("a vote of a peer outside the roster, or of another incarnation")
         if isinstance(message, Propose):
             self._examine(message)
         if isinstance(message, Promise) and message.record:
@@ -159,7 +159,7 @@ class ConsensusDriver:
         record, settings = value.record, self._context.settings
         willing = [each for each in self.tally.roster if each in record.roster or each.peer in self.state.leaving]
         if len(willing) < self.tally.quorum and not value.is_fork:
-            raise BadPayload("a proposal that may not be put to the vote: it evicts too many who do not leave")
+            raise BadPayload("a proposal that may not be put to the vote: it evicts too many members that do not leave")
         if record.kind != Kind.MEAN and not record.parts:
             return
         if not record.parts or not record.peers or not record.tiles(settings.elements[self.head.key.fragment]):

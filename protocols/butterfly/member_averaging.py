@@ -125,7 +125,7 @@ class MemberAveraging:
         if certificate is None:
             return AveragingResult(Outcome.SUPERSEDED if self._attempt.over() else Outcome.UNDECIDED)
         if records.decode(certificate.record).state_root != self._attempt.head.state_root:
-            self._context.accounting.name(self._context.me.peer, "our state is not the one that was decided on")
+            self._context.accounting.name(self._context.me.peer, "this peer has another state than the decided one")
         if parts is None or not await self._decode(parts):
             return AveragingResult(Outcome.SUPERSEDED)
         return self._decided(certificate)

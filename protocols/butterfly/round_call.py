@@ -92,8 +92,8 @@ class RoundCall:
         if sent and not completed and offer.tokens < GROWTH * max(1, sent.tokens):
             return
         self._announced = offer
-        told: Sequence[PeerId] = self._order if completed else self._order[:INFORMED]
-        for peer in told:
+        receivers: Sequence[PeerId] = self._order if completed else self._order[:INFORMED]
+        for peer in receivers:
             if peer != self._me.peer:
                 self._context.post.send(peer, Ready(self._key, offer))
 
@@ -104,7 +104,7 @@ class RoundCall:
             BadPayload: the offer is forged, not that peer's, or not of a member.
         """
         if offer.member not in self._roster or offer.member.peer != peer:
-            raise BadPayload(f"an offer of {offer.member.peer}, who is not this member of the roster")
+            raise BadPayload(f"an offer of {offer.member.peer}, which is not the sender or not in the roster")
         if not self._context.host.signer.verify(peer, planning.offer_message(self._key, offer), offer.signature):
             raise BadPayload("an offer with a forged signature")
         known = self._offers.get(peer)

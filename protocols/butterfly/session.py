@@ -187,7 +187,7 @@ class ButterflySession:
 
     def _on_plan(self, peer: PeerId, plan: wire.Plan) -> None:
         if peer != self.decision.tally.coordinator(plan.ballot):
-            raise BadPayload(f"a plan of {peer}, who does not coordinate ballot {plan.ballot}")
+            raise BadPayload(f"a plan of {peer}, which does not coordinate ballot {plan.ballot}")
         if plan.ballot == self.decision.vote.promised:
             self.call.on_plan(plan)
             self.decision.progress()

@@ -263,7 +263,7 @@ class PaxosInstance:
             for vote in message.votes
         ]
         if not all(counted):
-            self._standing.out.append(ReportFault(message.sender.peer, "a certificate with votes that nobody cast"))
+            self._standing.out.append(ReportFault(message.sender.peer, "a certificate with invalid votes"))
         self._conclude(value.ballot, value.digest, value)
 
     def _on_want(self, message: RecordRequest) -> None:

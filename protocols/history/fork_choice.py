@@ -80,7 +80,7 @@ class ForkChoice:
             raise BadPayload("a first record that starts from another state than the run")
         for vote in certificate.votes:
             if not tally.counts(vote.voter) and not (value.is_fork and tally.forks_only(vote.voter)):
-                raise BadPayload(f"a vote of {vote.voter}, who has none after {_named(head)}")
+                raise BadPayload(f"a vote of {vote.voter}, which has no vote after {_named(head)}")
             if not tally.add(value.ballot, value.digest, vote.voter, vote.signature):
                 raise BadPayload(f"a forged vote of {vote.voter} after {_named(head)}")
         if not tally.decides(value):
