@@ -117,10 +117,7 @@ class AllReduce:
                 for part in range(len(resolved.plan.reducers)):
                     self._begin(group, part, resolved.reducer(part))
                 self._notifier.notify()
-                await self._notifier.reached(
-                    lambda resolved=resolved: resolved is not self.task.resolved,  # type: ignore[misc]
-                    self.task.deadline,
-                )
+                await self._notifier.reached(lambda: resolved is not self.task.resolved, self.task.deadline)  # noqa: B023
 
     def _begin(self, group: asyncio.TaskGroup, part: int, reducer: PeerId) -> None:
         """Start on a part, unless its reducer is still the same.
@@ -168,12 +165,9 @@ class AllReduce:
                     return self.take(part, await contribute(task, part, stream, again))
             except BadPayload:
                 break
-            except PeerGone as error:
-                self._accounting.name(reducer, f"lost as a reducer: {error.why}")
-                break
             except PeerError as error:
                 self._accounting.name(reducer, f"lost as a reducer: {error.why}")
-                if reducer in self._silent:
+                if isinstance(error, PeerGone) or reducer in self._silent:
                     break
                 self.torn.add(part)
         self.failed[part] = reducer

@@ -119,10 +119,7 @@ class Reducer:
     async def _take(self, peer: PeerId, stream: Stream) -> None:
         try:
             for index in range(self._chunks):
-                await self._notifier.until(
-                    lambda index=index: index < len(self._masks) + WINDOW_CHUNKS,  # type: ignore[misc]
-                    self.task.deadline,
-                )
+                await self._notifier.until(lambda: index < len(self._masks) + WINDOW_CHUNKS, self.task.deadline)  # noqa: B023
                 await self._take_chunk(peer, stream, index)
                 if peer in self.lost:
                     return
@@ -230,7 +227,7 @@ class Reducer:
 
     async def _give(self, stream: Stream) -> None:
         for index in range(self._chunks):
-            await self._notifier.until(lambda index=index: index < len(self._masks), self.task.deadline)  # type: ignore[misc]
+            await self._notifier.until(lambda: index < len(self._masks), self.task.deadline)  # noqa: B023 - awaited here
             data = self.held.chunk(index)
             await stream.send(wire.Reduced(index, self._masks[index], len(data)), data)
         await self._notifier.until(lambda: self.held.done is not None, self.task.deadline)

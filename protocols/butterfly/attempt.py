@@ -43,10 +43,6 @@ class RoundAttempt:
         self._superseded = True
         self.changed.notify()
 
-    def data_phase_begun(self, exchange: AllReduce) -> None:
-        """Note that the data phase of another plan begins."""
-        self.exchange = exchange
-
     def exchange_of(self, plan: bytes) -> AllReduce | None:
         """This member's data phase, if it belongs to the plan with this digest; else None."""
         exchange = self.exchange

@@ -14,17 +14,7 @@ from contextlib import asynccontextmanager
 from protocols import wire
 from protocols.aio import task_group
 from protocols.allreduce.all_reduce import DATA, next_claim
-from protocols.base import (
-    BadPayload,
-    Deadline,
-    Head,
-    Host,
-    PeerId,
-    PeerSilent,
-    RoundKey,
-    Settings,
-    Stream,
-)
+from protocols.base import BadPayload, Deadline, Head, Host, PeerId, PeerSilent, RoundKey, Settings, Stream
 from protocols.butterfly.consensus_driver import ConsensusDriver
 from protocols.butterfly.context import ButterflyContext
 from protocols.butterfly.part_cache import PartCache

@@ -238,15 +238,12 @@ class ConsensusDriver:
             self._timer.cancel()
         self.moved()
         if self._awake and self.certificate is None:
-            self._schedule(ballot, factor)
+            self._check_timer(ballot, factor)
 
-    def _schedule(self, ballot: int, factor: int) -> None:
-        self._timer = asyncio.get_running_loop().call_at(self._due(factor), self._on_timer, ballot, factor)
-
-    def _due(self, factor: int) -> Deadline:
-        return self._moved + factor * LENIENCE * self.patience_seconds
-
-    def _on_timer(self, ballot: int, factor: int) -> None:
-        if asyncio.get_running_loop().time() < self._due(factor):
-            return self._schedule(ballot, factor)
-        self._act(self.vote.timeout(ballot))
+    def _check_timer(self, ballot: int, factor: int) -> None:
+        """End a ballot whose time is over; otherwise check again when it should be."""
+        loop, due = asyncio.get_running_loop(), self._moved + factor * LENIENCE * self.patience_seconds
+        if loop.time() < due:
+            self._timer = loop.call_at(due, self._check_timer, ballot, factor)
+        else:
+            self._act(self.vote.timeout(ballot))

@@ -62,7 +62,7 @@ class MemberAveraging:
         bound = [value.record for value in (driver.vote.accepted, driver.vote.forked) if value]
         context.part_cache.retain(attempt.head.key.lineage, {part.digest for record in bound for part in record.parts})
         exchange = AllReduce(context.host, context.accounting, self._task(resolved), self._on_exchange)
-        attempt.data_phase_begun(exchange)
+        attempt.exchange = exchange
         live = context.live_peers()
         for peer in resolved.peers:
             if peer not in live and peer != context.me.peer:

@@ -97,12 +97,11 @@ class PartFetcher:
         def settled() -> bool:
             return index in exchange.parts or index in exchange.failed or self._attempt.exchange is not exchange
 
-        loop = asyncio.get_running_loop()
-        while not settled():
-            until = min(exchange.task.deadline, exchange.moved + self._attempt.driver.patience_seconds)
-            if loop.time() >= until:
-                return
-            await self._attempt.until(settled, until)
+        def flows_until() -> Deadline:
+            return min(exchange.task.deadline, exchange.moved + self._attempt.driver.patience_seconds)
+
+        while not settled() and asyncio.get_running_loop().time() < flows_until():
+            await self._attempt.until(settled, flows_until())
 
     async def _ask(
         self, holders: Sequence[PeerId], part: wire.PartDigest, bounds: tuple[int, int], members: int

@@ -141,10 +141,7 @@ class RoundCall:
             due = self._deadline if after is None else self._began + after
             if self.resolved is not None or (after is not None and loop.time() >= due):
                 return True
-            await self.changed.reached(
-                lambda known=known: self.resolved is not None or self._stands() != known,  # type: ignore[misc]
-                due,
-            )
+            await self.changed.reached(lambda: self.resolved is not None or self._stands() != known, due)  # noqa: B023
         return False
 
     def incomplete(self) -> tuple[PeerId, ...]:

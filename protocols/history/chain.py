@@ -154,11 +154,9 @@ class Chain:
         return self._read(place - 1, 1)[0].head if place else self._trunk.start
 
     def _lineage(self, place: int) -> bytes:
-        return (
-            self._trunk.lineage(place)
-            if place <= self._shared or self._own is None
-            else self._own.lineage(place - self._shared)
-        )
+        if place <= self._shared or self._own is None:
+            return self._trunk.lineage(place)
+        return self._own.lineage(place - self._shared)
 
     def child(self, lineage: bytes) -> DecidedRound | None:
         """The round that extends this lineage, if it is on this chain."""
