@@ -12,7 +12,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 
 from protocols import wire
-from protocols.aio import Notifier, task_group
+from protocols.aio import Notifier, loop_time, task_group
 from protocols.allreduce.parts import ReducedPart, ReduceJob, seal
 from protocols.allreduce.plan import ResolvedPlan
 from protocols.allreduce.reducer import Reducer, contribute
@@ -62,7 +62,7 @@ class AllReduce:
         self.failed: dict[int, PeerId] = {}
         self.torn: set[int] = set()
         self.finished = 0.0
-        self.moved = asyncio.get_running_loop().time()
+        self.moved = loop_time()
         self._progress = task.progress
         self._host, self._accounting, self._on_change = host, accounting, on_change
         self._reducers: dict[int, Reducer] = {}
@@ -80,7 +80,7 @@ class AllReduce:
         """Whether all parts came in within the budget; None if it failed for another reason than time."""
         if self.complete:
             return True
-        return None if asyncio.get_running_loop().time() < self.task.deadline else False
+        return None if loop_time() < self.task.deadline else False
 
     @property
     def withheld(self) -> set[PeerId]:
@@ -88,13 +88,13 @@ class AllReduce:
         return {peer for peer, why in self._lost.items() if why.startswith(("silent", "late"))}
 
     def _on_chunk(self) -> None:
-        self.moved = asyncio.get_running_loop().time()
+        self.moved = loop_time()
         self._progress()
 
     def assign(self, resolved: ResolvedPlan) -> None:
         """Continue under another version of the same plan."""
         if resolved is not self.task.resolved:
-            answer_by = asyncio.get_running_loop().time() + self.task.patience_seconds
+            answer_by = loop_time() + self.task.patience_seconds
             self.task = replace(self.task, resolved=resolved, silent=max(self.task.silent, answer_by))
             self._notifier.notify()
 
@@ -112,7 +112,7 @@ class AllReduce:
     async def run(self) -> None:
         """Reduce and contribute until the deadline, including parts that get another reducer meanwhile."""
         async with task_group() as group:
-            while asyncio.get_running_loop().time() < self.task.deadline:
+            while loop_time() < self.task.deadline:
                 resolved = self.task.resolved
                 for part in range(len(resolved.plan.reducers)):
                     self._begin(group, part, resolved.reducer(part))
@@ -181,7 +181,7 @@ class AllReduce:
             PeerGone: the reducer could not be reached.
             PeerSilent: it did not answer in time.
         """
-        answer_by = max(task.silent, asyncio.get_running_loop().time() + task.patience_seconds)
+        answer_by = max(task.silent, loop_time() + task.patience_seconds)
         async with AsyncExitStack() as opened:
             try:
                 async with asyncio.timeout_at(answer_by):
@@ -202,7 +202,7 @@ class AllReduce:
         """Take a part that is complete and decoded."""
         self.parts[part] = held
         self.failed.pop(part, None)
-        self.finished = asyncio.get_running_loop().time()
+        self.finished = loop_time()
         self._on_change()
 
     async def serve(self, peer: PeerId, stream: Stream, opening: wire.Contribute) -> None:

@@ -11,7 +11,6 @@ A contribution counts in a chunk wholly or not at all. One that breaks off count
 
 from __future__ import annotations
 
-import asyncio
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -19,7 +18,7 @@ from functools import partial
 import torch
 
 from protocols import wire
-from protocols.aio import Notifier, run_with_helper
+from protocols.aio import Notifier, loop_time, run_with_helper
 from protocols.allreduce.parts import ReducedPart, ReduceJob, chunk_digest, seal
 from protocols.allreduce.plan import SCATTER_SHARE
 from protocols.base import BadPayload, Deadline, PeerError, PeerId, PeerSilent, Stream
@@ -143,7 +142,7 @@ class Reducer:
         self._notifier.notify()
 
     def _late(self) -> Deadline:
-        now = asyncio.get_running_loop().time()
+        now = loop_time()
         return now + SCATTER_SHARE * (self.task.deadline - now)
 
     async def _gather_in(self, index: int, late: Deadline) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Collection, Iterable, Sequence
 
-from protocols.aio import Notifier
+from protocols.aio import Notifier, loop_time
 from protocols.base import BadPayload, Deadline, Head, Member, PeerId
 from protocols.butterfly.context import ButterflyContext
 from protocols.butterfly.round_state import RoundState
@@ -171,11 +171,11 @@ class ConsensusDriver:
 
     def hear(self, peer: PeerId) -> None:
         """Note that a message or a stream of a peer came in."""
-        self.state.peer_heard(peer, asyncio.get_running_loop().time())
+        self.state.peer_heard(peer, loop_time())
 
     def moved(self, at: Deadline | None = None) -> None:
         """Give the present ballot its whole time again, because data flows now or will flow from `at` on."""
-        self._moved = asyncio.get_running_loop().time() if at is None else at
+        self._moved = loop_time() if at is None else at
 
     def progress(self) -> None:
         """Begin the present ballot's time, because the round is called or should be."""
@@ -242,8 +242,8 @@ class ConsensusDriver:
 
     def _check_timer(self, ballot: int, factor: int) -> None:
         """End a ballot whose time is over; otherwise check again when it should be."""
-        loop, due = asyncio.get_running_loop(), self._moved + factor * LENIENCE * self.patience_seconds
-        if loop.time() < due:
-            self._timer = loop.call_at(due, self._check_timer, ballot, factor)
+        due = self._moved + factor * LENIENCE * self.patience_seconds
+        if loop_time() < due:
+            self._timer = asyncio.get_running_loop().call_at(due, self._check_timer, ballot, factor)
         else:
             self._act(self.vote.timeout(ballot))

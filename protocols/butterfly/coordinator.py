@@ -6,10 +6,10 @@ round only when the time of the data phase is over.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterable
 from dataclasses import replace
 
+from protocols.aio import loop_time
 from protocols.allreduce import plan as planning
 from protocols.allreduce.all_reduce import AllReduce
 from protocols.base import Deadline, Member, PeerId
@@ -45,7 +45,7 @@ class RoundCoordinator:
             self._publish(planning.reassign_parts(call.resolved.plan, {}, ballot))
         await self._fetch_what_others_hold()
         while state.leading == ballot and (resolved := call.resolved):
-            now, until = asyncio.get_running_loop().time(), self._until(resolved)
+            now, until = loop_time(), self._until(resolved)
             exchange = self._attempt.exchange_of(resolved.digest)
             if exchange and exchange.complete:
                 return driver.chosen(ballot, records.encode(self._outcome(resolved, exchange)))
@@ -132,7 +132,7 @@ class RoundCoordinator:
 
     def _suspects(self, ballot: int) -> list[PeerId]:
         """Coordinators of earlier ballots that have been silent for longer than a ballot may take."""
-        driver, now = self._attempt.driver, asyncio.get_running_loop().time()
+        driver, now = self._attempt.driver, loop_time()
         earlier = dict.fromkeys(driver.tally.coordinator(each) for each in range(min(ballot, MAX_ROSTER)))
         since = now - driver.patience_seconds
         return [peer for peer in earlier if peer != self._me.peer and self._state.heard.get(peer, -1.0) < since]

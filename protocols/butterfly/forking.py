@@ -8,9 +8,9 @@ roster from which the last one has shrunk.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 
+from protocols.aio import loop_time
 from protocols.allreduce.plan import BUDGET_FLOOR_SECONDS
 from protocols.base import Member
 from protocols.butterfly.attempt import RoundAttempt
@@ -28,16 +28,16 @@ WATCH_SECONDS = 0.5
 
 async def watch_majority(attempt: RoundAttempt) -> None:
     """Until the round is over: seek a fork with all members at hand when it is due; stop if the majority is back."""
-    loop, driver = asyncio.get_running_loop(), attempt.driver
+    driver = attempt.driver
     wanted: tuple[Member, ...] = ()
-    while not attempt.over() and loop.time() < attempt.deadline:
+    while not attempt.over() and loop_time() < attempt.deadline:
         left = _survivors(attempt) if driver.votes else _successors(attempt)
-        alone_seconds = attempt.state.alone_seconds(loop.time(), driver.tally.may_fork(left))
+        alone_seconds = attempt.state.alone_seconds(loop_time(), driver.tally.may_fork(left))
         due = left if alone_seconds >= _patience_seconds(attempt, left) else ()
         if due != wanted:
             wanted = due
             driver.fork(records.encode(records.extend(attempt.head, Kind.FORK, wanted)) if wanted else b"")
-        await attempt.until(attempt.over, min(attempt.deadline, loop.time() + WATCH_SECONDS))
+        await attempt.until(attempt.over, min(attempt.deadline, loop_time() + WATCH_SECONDS))
 
 
 def _live(attempt: RoundAttempt) -> set[Member]:

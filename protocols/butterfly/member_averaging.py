@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from protocols import wire
-from protocols.aio import task_group
+from protocols.aio import loop_time, task_group
 from protocols.allreduce.all_reduce import AllReduce
 from protocols.allreduce.parts import ReducedPart, ReduceJob
 from protocols.allreduce.plan import ResolvedPlan
@@ -85,7 +85,7 @@ class MemberAveraging:
             chunk_elements=context.settings.chunk_elements,
             compute=context.host.compute,
             signer=context.host.signer,
-            silent=max(asyncio.get_running_loop().time(), attempt.call.cut_at) + patience_seconds,
+            silent=max(loop_time(), attempt.call.cut_at) + patience_seconds,
             patience_seconds=patience_seconds,
             deadline=attempt.call.hand_in_until(),
             progress=attempt.driver.moved,

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from functools import partial
 
 from protocols import wire
+from protocols.aio import loop_time
 from protocols.allreduce.parts import ReducedPart, part_message
 from protocols.base import BadPayload, Deadline, PeerError, PeerId
 from protocols.butterfly.attempt import RoundAttempt
@@ -38,7 +38,7 @@ class PartFetcher:
         self._context.part_cache.put(self._attempt.head.key.lineage, held)
 
     def _within(self, seconds: float) -> Deadline:
-        return min(self._attempt.deadline, asyncio.get_running_loop().time() + seconds)
+        return min(self._attempt.deadline, loop_time() + seconds)
 
     async def fetch_when_asked(self) -> None:
         """Fetch the parts that this member's vote waits for, from the members that have voted already."""
@@ -100,7 +100,7 @@ class PartFetcher:
         def flows_until() -> Deadline:
             return min(exchange.task.deadline, exchange.moved + self._attempt.driver.patience_seconds)
 
-        while not settled() and asyncio.get_running_loop().time() < flows_until():
+        while not settled() and loop_time() < flows_until():
             await self._attempt.until(settled, flows_until())
 
     async def _ask(

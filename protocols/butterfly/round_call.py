@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
-from protocols.aio import Notifier
+from protocols.aio import Notifier, loop_time
 from protocols.allreduce import plan as planning
 from protocols.base import BadPayload, Deadline, Head, LocalProgress, PeerId
 from protocols.butterfly.context import ButterflyContext
@@ -42,7 +42,6 @@ class RoundCall:
             bandwidth: this member's upload, bytes/s.
             deadline: the end of the attempt at the round.
         """
-        loop = asyncio.get_running_loop()
         self.cut = asyncio.Event()
         self.resolved: planning.ResolvedPlan | None = None
         self.cut_at = deadline
@@ -50,11 +49,11 @@ class RoundCall:
         self._context, self._me, self._bandwidth, self._deadline = context, context.me, bandwidth, deadline
         self._key, self._roster, self._inputs = head.key, head.roster, context.inputs(head)
         self._order = coordinators(head.key.lineage, head.roster)
-        self._began = loop.time()
+        self._began = loop_time()
         self._offers: dict[PeerId, Offer] = {}
         self._complete_seconds: dict[PeerId, float] = {}
         self._announced: Offer | None = None
-        self._timer = loop.call_at(deadline, self.cut.set)
+        self._timer = asyncio.get_running_loop().call_at(deadline, self.cut.set)
 
     def close(self) -> None:
         self._timer.cancel()
@@ -62,7 +61,7 @@ class RoundCall:
     def hand_in_until(self) -> Deadline:
         """End of this member's data phase. A member that is late has the whole budget to fetch the others' results."""
         budget_seconds = self.resolved.plan.budget_seconds if self.resolved else 0.0
-        handed_in = max(self.cut_at, asyncio.get_running_loop().time())
+        handed_in = max(self.cut_at, loop_time())
         return min(self._deadline, handed_in + budget_seconds)
 
     def ready(self, work: LocalProgress) -> None:
@@ -119,7 +118,7 @@ class RoundCall:
         self.changed.notify()
 
     def _elapsed(self) -> float:
-        return asyncio.get_running_loop().time() - self._began
+        return loop_time() - self._began
 
     def draw(self, ballot: int, without: Collection[PeerId]) -> Plan:
         """Draw the plan that calls the round with the offers that are in, as the coordinator of a ballot.
@@ -132,14 +131,13 @@ class RoundCall:
 
     async def due(self) -> bool:
         """Wait for the moment of the call; False if the round ends first."""
-        loop, done = asyncio.get_running_loop(), self._complete_seconds
-        while loop.time() < self._deadline:
+        while loop_time() < self._deadline:
             here, worked, leaving, _ = known = self._stands()
-            after = planning.call_after(list(done.values()), len(self._roster)) if here else None
+            after = planning.call_after(list(self._complete_seconds.values()), len(self._roster)) if here else None
             if here and leaving:  # a leaver waits for a moment only, if no work is done yet
                 after = 0.0 if worked else LEAVER_SECONDS
             due = self._deadline if after is None else self._began + after
-            if self.resolved is not None or (after is not None and loop.time() >= due):
+            if self.resolved is not None or (after is not None and loop_time() >= due):
                 return True
             await self.changed.reached(lambda: self.resolved is not None or self._stands() != known, due)  # noqa: B023
         return False
@@ -180,20 +178,19 @@ class RoundCall:
         before, self.resolved = self.resolved, planning.resolve_plan(plan, self._inputs.robust)
         self.changed.notify()
         if before is None or before.digest != self.resolved.digest:
-            self.cut_at = min(self._deadline, asyncio.get_running_loop().time() + plan.cut_seconds)
+            self.cut_at = min(self._deadline, loop_time() + plan.cut_seconds)
             if self._me.peer in self.resolved.peers:
                 self._arm()
 
     def _arm(self) -> None:
         """Cut when no further step of this member would end in time. A step's length may change even after the call."""
-        loop = asyncio.get_running_loop()
         mine = self._offers.get(self._me.peer)  # None if the call came before the trainer's first report
         cut_at = self.cut_at - (mine.step_seconds if mine else 0.0)
         self._timer.cancel()
-        if cut_at <= loop.time():
+        if cut_at <= loop_time():
             self.cut.set()
         else:
-            self._timer = loop.call_at(cut_at, self.cut.set)
+            self._timer = asyncio.get_running_loop().call_at(cut_at, self.cut.set)
 
 
 def _extent(offer: Offer) -> tuple[bool, int, bool]:

@@ -7,12 +7,11 @@ leaves its decision and its parts to the next one.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 
 from protocols import wire
-from protocols.aio import task_group
+from protocols.aio import loop_time, task_group
 from protocols.base import (
     AveragingResult,
     BadPayload,
@@ -138,7 +137,7 @@ class ButterflySession:
         members = self._context.host.members
         roster = {member.peer for member in self.head.roster}
         version, peers = members.version, set(roster)
-        while asyncio.get_running_loop().time() < self.deadline:
+        while loop_time() < self.deadline:
             live = self._context.live_peers()
             for peer in sorted(peers - live):
                 self.gone(peer)
@@ -191,7 +190,7 @@ class ButterflySession:
         if plan.ballot == self.decision.vote.promised:
             self.call.on_plan(plan)
             self.decision.progress()
-            self.decision.moved(max(self.call.cut_at, asyncio.get_running_loop().time()))
+            self.decision.moved(max(self.call.cut_at, loop_time()))
 
     def _on_admission_request(self, peer: PeerId, member: Member, root: bytes) -> None:
         if member.peer != peer:
