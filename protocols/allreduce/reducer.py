@@ -42,7 +42,7 @@ class Reducer:
     def __init__(self, task: ReduceJob, part: int, held: ReducedPart | None = None) -> None:
         self.task, self.part = task, part
         self.held = held or task.part(part)
-        self._handed_in = task.handed_in(part)
+        self._contribution = task.handed_in(part)
         self.lost: dict[PeerId, str] = {}
         self.odd: dict[PeerId, str] = {}
         resolved = task.resolved
@@ -131,9 +131,9 @@ class Reducer:
 
     async def _take_chunk(self, peer: PeerId, stream: Stream, index: int) -> None:
         # Not `receive_chunk`: here only a chunk on its way has a buffer, and all members share the free buffers.
-        size = self._handed_in.size(index)
+        size = self._contribution.size(index)
         due(await stream.receive(HEADER_LIMIT), wire.Chunk, index, size)
-        whole = self._free.pop() if self._free else memoryview(bytearray(self._handed_in.size(0)))
+        whole = self._free.pop() if self._free else memoryview(bytearray(self._contribution.size(0)))
         await stream.receive_into(whole[:size])
         if peer in self.lost:
             self._free.append(whole)
@@ -216,7 +216,7 @@ class Reducer:
             if self.held.codec is not task.codec:  # the mean has room only for encoded contributions
                 carry(task.codec, row)
             return norm([row])
-        task.codec.decode(self._inbox[index][peer][: self._handed_in.size(index)], row)
+        task.codec.decode(self._inbox[index][peer][: self._contribution.size(index)], row)
         size = norm([row])
         self._squares[peer] += size**2
         limit = task.resolved.norm_limit(self._order[peer])

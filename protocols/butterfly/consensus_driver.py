@@ -121,7 +121,7 @@ class ConsensusDriver:
         """
         if message.sender.peer != peer:
             raise BadPayload(f"a vote in the name of {message.sender.peer}")
-        if isinstance(message, _MEMBERS_ONLY) and not self._has_a_voice(message.sender):
+        if isinstance(message, _MEMBERS_ONLY) and not self._takes_part(message.sender):
             raise BadPayload("a vote of a peer outside the roster, or of another incarnation")
         if isinstance(message, Propose):
             self._examine(message)
@@ -131,7 +131,7 @@ class ConsensusDriver:
         self._speaker = peer
         self._act(self.vote.receive(peer, message))
 
-    def _has_a_voice(self, sender: Member) -> bool:
+    def _takes_part(self, sender: Member) -> bool:
         """Whether a sender takes part: a member of the roster, or a peer that, like this one, may only fork."""
         return self.tally.counts(sender) or (self.forks_only and self.tally.forks_only(sender))
 
@@ -214,7 +214,7 @@ class ConsensusDriver:
     def _follow(self, instruction: Instruction) -> None:
         match instruction:
             case Send(to, message):
-                self._tell(to, message)
+                self._send(to, message)
             case SetTimer(ballot, factor):
                 self._arm(ballot, factor)
             case ProposalNeeded(ballot, promises):
@@ -223,13 +223,13 @@ class ConsensusDriver:
                 self.state.parts_missing(record, parts)
             case Decided(certificate):
                 self.stop()
-                self._tell(self.state.onlookers, certificate)
+                self._send(self.state.onlookers, certificate)
             case ConflictingCertificate():
                 self._on_rival(self._speaker)
             case ReportFault(peer, why):
                 self._context.accounting.name(peer, f"refused: {why}")
 
-    def _tell(self, peers: Iterable[PeerId], message: VoteMessage) -> None:
+    def _send(self, peers: Iterable[PeerId], message: VoteMessage) -> None:
         for peer in peers:
             self._context.post.send(peer, message)
 

@@ -76,7 +76,7 @@ class PartFetcher:
     async def obtain(self, record: Record, index: int, holders: Sequence[PeerId]) -> ReducedPart | None:
         """Get a part of a record from memory or from its holders, and keep it. None if that fails."""
         part = record.parts[index]
-        await self._underway(record, index)
+        await self._await_own_part(record, index)
         if held := self._context.part_cache.get(part.digest):
             self._keep(held)
             return held
@@ -84,11 +84,11 @@ class PartFetcher:
             return None
         held = await self._ask(holders, part, (record.bounds[index], record.bounds[index + 1]), len(record.peers))
         if held:
-            self._convict(index, held)
+            self._blame_double_signer(index, held)
             self._keep(held)
         return held
 
-    async def _underway(self, record: Record, index: int) -> None:
+    async def _await_own_part(self, record: Record, index: int) -> None:
         """Wait for a part that this member's own data phase may still complete, as long as data flows."""
         exchange = self._attempt.exchange_of(record.plan)
         if exchange is None:
@@ -128,7 +128,7 @@ class PartFetcher:
                 continue
         return None
 
-    def _convict(self, index: int, held: ReducedPart) -> None:
+    def _blame_double_signer(self, index: int, held: ReducedPart) -> None:
         """Blame a reducer that signed two different results for one part. The signatures prove it."""
         exchange = self._attempt.exchange
         mine = exchange.parts.get(index) if exchange else None

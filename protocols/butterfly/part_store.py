@@ -119,11 +119,11 @@ class PartStore:
 
     async def read(self, part: Stored, index: int) -> Buffer | None:
         """Read a chunk of a stored part. If its file fails, drop the round and return None."""
-        return await self._had(part, partial(part.chunk, index), part.size(index))
+        return await self._on_disk(part, partial(part.chunk, index), part.size(index))
 
     async def load(self, part: Stored) -> ReducedPart | None:
         """Read all of a stored part; None as for `read`."""
-        return await self._had(part, part.load, part.size_bytes)
+        return await self._on_disk(part, part.load, part.size_bytes)
 
     async def put(self, lineage: bytes, parts: Sequence[ReducedPart]) -> bool:
         """Write a round's sealed parts, or continue a write that was cancelled. False if the disk fails."""
@@ -138,14 +138,14 @@ class PartStore:
                 each.pieces.popleft()
         except OSError as error:
             self._begun = {}
-            self._fails(error)
+            self._on_write_error(error)
             return False
         self._failing, self._begun = False, {}
         self._rounds[lineage] = each
         self._trim()
         return True
 
-    async def _had(self, part: Stored, work: Callable[[], T], cost_bytes: int) -> T | None:
+    async def _on_disk(self, part: Stored, work: Callable[[], T], cost_bytes: int) -> T | None:
         try:
             return await self._compute.run(work, cost_bytes)
         except OSError as error:
@@ -170,7 +170,7 @@ class PartStore:
         ):
             del self._rounds[next(iter(self._rounds))]
 
-    def _fails(self, error: OSError) -> None:
+    def _on_write_error(self, error: OSError) -> None:
         """Log the first of several failures in a row. Drop the oldest round, to make space for the next one."""
         if not self._failing:
             log.warning("cannot store a round's parts for peers that come later: %s", error.strerror or error)

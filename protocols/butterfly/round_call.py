@@ -107,7 +107,7 @@ class RoundCall:
         if not self._context.host.signer.verify(peer, planning.offer_message(self._key, offer), offer.signature):
             raise BadPayload("an offer with a forged signature")
         known = self._offers.get(peer)
-        if known is None or _extent(offer) >= _extent(known):
+        if known is None or _recency(offer) >= _recency(known):
             self._take(offer)
 
     def _take(self, offer: Offer) -> None:
@@ -193,6 +193,6 @@ class RoundCall:
             self._timer = asyncio.get_running_loop().call_at(cut_at, self.cut.set)
 
 
-def _extent(offer: Offer) -> tuple[bool, int, bool]:
+def _recency(offer: Offer) -> tuple[bool, int, bool]:
     """Sort key that finds the later of two offers of one member."""
     return offer.leaving, offer.tokens, offer.complete

@@ -64,13 +64,13 @@ class PaxosInstance:
         self._proposal: Value | None = None
         self._waiting = False  # whether this member has yet to vote on the proposal
         self._handlers: dict[type[VoteMessage], Callable[[Any], None]] = {
-            StartBallot: self._proposer.on_ask,
+            StartBallot: self._proposer.on_start_ballot,
             Prepare: self._on_prepare,
             Promise: self._proposer.on_promise,
-            BallotNack: self._proposer.on_stale,
+            BallotNack: self._proposer.on_nack,
             Propose: self._on_propose,
             Accept: self._on_accept,
-            RecordRequest: self._on_want,
+            RecordRequest: self._on_record_request,
         }
 
     @property
@@ -156,7 +156,7 @@ class PaxosInstance:
         if data and (value is None or not value.is_fork or self.me not in value.record.roster):
             raise ValueError("a FORK in which this member may not take part")
         if not self.decided:
-            self._proposer.want(value.record if value else None)
+            self._proposer.seek_fork(value.record if value else None)
         return self._flush()
 
     def _handle(self, message: VoteMessage) -> None:
@@ -196,7 +196,7 @@ class PaxosInstance:
         standing = self._standing
         if standing.outdated(message, message.sender.peer):
             return
-        if message.fork and not self._proposer.consents(message.fork):
+        if message.fork and not self._proposer.wants_fork(message.fork):
             return
         standing.reach(message.ballot)
         standing.promised = message.ballot
@@ -228,7 +228,7 @@ class PaxosInstance:
         value = self._proposal
         if value is None or not self._waiting or value.ballot < self.promised or self._missing(value.record):
             return
-        if value.is_fork and not self._proposer.consents(value.record.roster):
+        if value.is_fork and not self._proposer.wants_fork(value.record.roster):
             return
         self._waiting, self._standing.promised = False, value.ballot
         self.accepted, self.forked = (self.accepted, value) if value.is_fork else (value, self.forked)
@@ -266,7 +266,7 @@ class PaxosInstance:
             self._standing.out.append(ReportFault(message.sender.peer, "a certificate with invalid votes"))
         self._conclude(value.ballot, value.digest, value)
 
-    def _on_want(self, message: RecordRequest) -> None:
+    def _on_record_request(self, message: RecordRequest) -> None:
         if value := self._known(message.digest):
             certificate = self.tally.certificate(replace(value, ballot=message.ballot), self.me)
             self._standing.send([message.sender.peer], certificate)

@@ -113,26 +113,26 @@ class Proposer:
         standing = self._standing
         standing.reach(standing.ballot + 1)
         if self._forking:
-            self.press()
+            self.continue_fork()
         elif standing.leads(standing.ballot):
             self._prepare(standing.ballot)
         elif self._tally.counts(standing.me):
             ask = StartBallot(self._tally.key, standing.me, standing.ballot, ())
             standing.send([self._tally.coordinator(standing.ballot)], ask)
 
-    def on_ask(self, message: StartBallot) -> None:
+    def on_start_ballot(self, message: StartBallot) -> None:
         """Begin the ballot or fork that a member asks for. If it is under way, repeat its latest message instead."""
         attempt, to = self._attempt, [message.sender.peer]
         if message.fork:
-            if not self.consents(message.fork):
+            if not self.wants_fork(message.fork):
                 return
             if attempt and attempt.fork == message.fork and attempt.ballot == self._standing.promised:
-                self._tell(attempt, to)
+                self._send_latest(attempt, to)
             else:
-                self.press()
+                self.continue_fork()
         elif not self._standing.outdated(message, self._standing.me.peer):
             if attempt and attempt.ballot == message.ballot:
-                self._tell(attempt, to)
+                self._send_latest(attempt, to)
             else:
                 self._prepare(message.ballot)
 
@@ -159,11 +159,11 @@ class Proposer:
             attempt.free = True
             self._standing.out.append(ProposalNeeded(attempt.ballot, tuple(attempt.promises.values())))
 
-    def on_stale(self, message: BallotNack) -> None:
+    def on_nack(self, message: BallotNack) -> None:
         """Go on to the higher ballot that a member promised. A fork, which needs all its members, retries at once."""
         self._standing.reach(message.ballot)
         if self._attempt and self._attempt.fork and self._attempt.ballot < message.ballot:
-            self.press()
+            self.continue_fork()
 
     def choose(self, ballot: int, data: bytes) -> None:
         """Propose the host's record in a ballot. Nothing happens if that ballot allows no choice any more."""
@@ -173,16 +173,16 @@ class Proposer:
 
     # -- a fork -------------------------------------------------------------------------------------------------------
 
-    def want(self, fork: Record | None) -> None:
+    def seek_fork(self, fork: Record | None) -> None:
         """Seek agreement on this FORK; None stops it."""
         self._forking = fork
-        self.press()
+        self.continue_fork()
 
-    def consents(self, members: tuple[Member, ...]) -> bool:
+    def wants_fork(self, members: tuple[Member, ...]) -> bool:
         """Whether this member wants to fork with exactly these members."""
         return self._forking is not None and self._forking.roster == members
 
-    def press(self) -> None:
+    def continue_fork(self) -> None:
         """Continue with the wanted fork, if any: its first member begins a ballot, the others ask it to do so."""
         standing = self._standing
         if self._forking is None:
@@ -217,14 +217,14 @@ class Proposer:
     def _prepare(self, ballot: int, fork: tuple[Member, ...] = ()) -> None:
         self._standing.reach(ballot)
         self._attempt = _BallotAttempt(ballot, fork)
-        self._tell(self._attempt, peers(fork or self._tally.roster))
+        self._send_latest(self._attempt, peers(fork or self._tally.roster))
 
     def _propose(self, attempt: _BallotAttempt, data: bytes) -> None:
         attempt.free = False
         attempt.proposal = Propose(self._tally.key, self._standing.me, attempt.ballot, data)
-        self._tell(attempt, peers(attempt.fork or self._tally.roster))
+        self._send_latest(attempt, peers(attempt.fork or self._tally.roster))
 
-    def _tell(self, attempt: _BallotAttempt, to: Iterable[PeerId]) -> None:
+    def _send_latest(self, attempt: _BallotAttempt, to: Iterable[PeerId]) -> None:
         prepare = Prepare(self._tally.key, self._standing.me, attempt.ballot, attempt.fork)
         self._standing.send(to, attempt.proposal or prepare)
 

@@ -91,7 +91,7 @@ class VoteTally:
         self.quorum = self._quorum(len(self.roster))
         self._signed = b"starling accept" + body(key)
         self._order = records.coordinators(key.lineage, self.roster)
-        self._lives = {member.peer: member.incarnation for member in self.roster}
+        self._incarnations = {member.peer: member.incarnation for member in self.roster}
         self._votes: dict[tuple[int, bytes], dict[Member, bytes]] = {}
 
     def counts(self, member: Member) -> bool:
@@ -100,12 +100,12 @@ class VoteTally:
 
     def is_successor(self, member: Member) -> bool:
         """Whether this is a later incarnation of a member of the roster."""
-        return self._lives.get(member.peer, ONLOOKER) < member.incarnation < ONLOOKER
+        return self._incarnations.get(member.peer, ONLOOKER) < member.incarnation < ONLOOKER
 
     def was_member(self, member: Member) -> bool:
         """Whether this is a former member, and its peer is in the roster in no incarnation."""
-        lives = [each.incarnation for some in self._former for each in some if each.peer == member.peer]
-        return member.peer not in self._lives and bool(lives) and min(lives) <= member.incarnation < ONLOOKER
+        known = [each.incarnation for some in self._former for each in some if each.peer == member.peer]
+        return member.peer not in self._incarnations and bool(known) and min(known) <= member.incarnation < ONLOOKER
 
     def forks_only(self, member: Member) -> bool:
         """Whether this member has no vote but may FORK with others like it: a successor or a former member."""
@@ -117,10 +117,10 @@ class VoteTally:
 
     def owns(self, ballot: int, peer: PeerId) -> bool:
         """Whether a peer coordinates a ballot of the roster, or one in which former members fork."""
-        if peer == self.coordinator(ballot) or peer in self._lives:
+        if peer == self.coordinator(ballot) or peer in self._incarnations:
             return peer == self.coordinator(ballot)
         former = records.coordinators(self.key.lineage, sorted({each for some in self._former for each in some}))
-        gone = [each for each in dict.fromkeys(former) if each not in self._lives]
+        gone = [each for each in dict.fromkeys(former) if each not in self._incarnations]
         return bool(gone) and peer == gone[ballot % len(gone)]
 
     def first(self, members: Sequence[Member]) -> PeerId:
