@@ -110,8 +110,3 @@ def contributions(peers: Sequence[PeerId], parts: Sequence[PartDigest]) -> dict[
     chunks = sum(run.count for run in runs)
     counted = [sum(run.count for run in runs if run.mask >> bit & 1) for bit in range(len(peers))]
     return {peer: Contribution(count, chunks) for peer, count in zip(peers, counted, strict=True)}
-
-
-def whole(bit: int, parts: Sequence[PartDigest]) -> bool:
-    """Whether the mean holds every chunk of the peer that this bit stands for."""
-    return all(run.mask >> bit & 1 for part in parts for run in part.runs)
