@@ -1,1 +1,1 @@
-"""The data phase: who brings what, and how parts are handed in, reduced and had back."""
+"""The data phase of a round: its plan, and the reduce-scatter and all-gather that follow from it."""

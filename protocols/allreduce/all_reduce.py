@@ -1,6 +1,7 @@
-"""The data phase of one plan at one member: every part is reduced here or handed in and had back, until told to stop.
+"""The data phase of one plan at one member. It reduces its own parts, sends its vector to the other reducers, and
+receives their parts.
 
-A part whose reducer is lost may be given to another: then it is handed in again, there.
+A part whose reducer is lost may be given to another member. Then the contributors send it again, to that member.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 
 from protocols import wire
-from protocols.aio import Notifier, task_group
+from protocols.aio import Notifier, loop_time, task_group
 from protocols.allreduce.parts import ReducedPart, ReduceJob, seal
 from protocols.allreduce.plan import ResolvedPlan
 from protocols.allreduce.reducer import Reducer, contribute
@@ -21,24 +22,30 @@ from protocols.control_channel import RoundAccounting
 DATA = "starling/butterfly/data/1"
 MIN_BANDWIDTH = 1e3
 CLAIM_GROWTH, CLAIM_CUT = 1.05, 0.5
-"""On a line slower than was said a phase fails as often as claims have grown from half of what it bears to all of it:
-one in fifteen. It was one in four with a growth of 1.25."""
+"""Factors of a bandwidth claim after a data phase in time, and after a late one.
+
+On a link that is slower than configured, a data phase fails each time that the claim has grown from half of the real
+bandwidth to all of it: one in fifteen. With a growth of 1.25 it was one in four."""
 
 
 def next_claim(claim: float, bandwidth: float, in_time: bool) -> float:
-    """What to claim of one's upload after a data phase, bytes/s, for budgets follow the claims: less after one that did
-    not end in time, and slowly more again, up to what it is."""
+    """The upload bandwidth to claim in the next round, bytes/s, from which that round's budget follows.
+
+    It is less after a data phase that was late, then slowly grows again, up to the configured `bandwidth`.
+    """
     return max(MIN_BANDWIDTH, min(bandwidth, (CLAIM_GROWTH if in_time else CLAIM_CUT) * claim))
 
 
 class AllReduce:
-    """Attributes:
-    task: what is averaged, under the latest version of the plan.
-    parts: part -> what it came to; decoded, but for the `torn`.
-    torn: parts that were begun twice, so that pieces of both may have been decoded.
-    failed: part -> the reducer of which we could not have it.
-    finished: when the last part came in.
-    moved: when the last chunk did.
+    """One member's data phase: a task for each part, which reduces it or exchanges it with its reducer.
+
+    Attributes:
+        task: what is averaged, under the latest version of the plan.
+        parts: part -> its result; decoded unless it is `torn`.
+        torn: parts that were begun twice, so that chunks of both results may have been decoded.
+        failed: part -> the reducer from which this member could not get it.
+        finished: when the latest part came in.
+        moved: when the latest chunk came in.
     """
 
     def __init__(
@@ -55,11 +62,11 @@ class AllReduce:
         self.failed: dict[int, PeerId] = {}
         self.torn: set[int] = set()
         self.finished = 0.0
-        self.moved = asyncio.get_running_loop().time()
+        self.moved = loop_time()
         self._progress = task.progress
         self._host, self._accounting, self._on_change = host, accounting, on_change
         self._reducers: dict[int, Reducer] = {}
-        self._lost: dict[PeerId, str] = {}  # of whom nothing is waited for, should another part come to us
+        self._lost: dict[PeerId, str] = {}  # peers that no reducer here waits for, also not for parts given to it later
         self._silent: list[PeerId] = []
         self._jobs: dict[int, tuple[PeerId, asyncio.Task[None]]] = {}
         self._notifier = Notifier()
@@ -70,55 +77,53 @@ class AllReduce:
 
     @property
     def in_time(self) -> bool | None:
-        """Whether all parts came in within the budget; None if time was not what was short."""
+        """Whether all parts came in within the budget; None if it failed for another reason than time."""
         if self.complete:
             return True
-        return None if asyncio.get_running_loop().time() < self.task.deadline else False
+        return None if loop_time() < self.task.deadline else False
 
     @property
     def withheld(self) -> set[PeerId]:
-        """Who brought nothing in time for the parts that are reduced here, or gave no answer."""
+        """Peers that contributed nothing in time to the parts reduced here, or gave no answer as reducers."""
         return {peer for peer, why in self._lost.items() if why.startswith(("silent", "late"))}
 
     def _on_chunk(self) -> None:
-        self.moved = asyncio.get_running_loop().time()
+        self.moved = loop_time()
         self._progress()
 
     def assign(self, resolved: ResolvedPlan) -> None:
-        """Another version of the same plan."""
+        """Continue under another version of the same plan."""
         if resolved is not self.task.resolved:
-            answer_by = asyncio.get_running_loop().time() + self.task.patience_seconds
+            answer_by = loop_time() + self.task.patience_seconds
             self.task = replace(self.task, resolved=resolved, silent=max(self.task.silent, answer_by))
             self._notifier.notify()
 
     def lose(self, peer: PeerId, why: str) -> None:
-        """Expect nothing more of a peer."""
+        """Wait for nothing more from a peer."""
         self._lost.setdefault(peer, why)
         for reducer in self._reducers.values():
             reducer.lose(peer, why)
 
     def take_silent(self) -> list[PeerId]:
-        """Who did not answer in time, and has not been told of yet."""
+        """Return the peers that did not answer in time, each once."""
         silent, self._silent = self._silent, []
         return silent
 
     async def run(self) -> None:
-        """Reduce and hand in until the deadline, also what is given to others or to us in the meantime."""
+        """Reduce and contribute until the deadline, including parts that get another reducer meanwhile."""
         async with task_group() as group:
-            while asyncio.get_running_loop().time() < self.task.deadline:
+            while loop_time() < self.task.deadline:
                 resolved = self.task.resolved
                 for part in range(len(resolved.plan.reducers)):
                     self._begin(group, part, resolved.reducer(part))
                 self._notifier.notify()
-                await self._notifier.reached(
-                    lambda resolved=resolved: resolved is not self.task.resolved,  # type: ignore[misc]
-                    self.task.deadline,
-                )
+                await self._notifier.reached(lambda: resolved is not self.task.resolved, self.task.deadline)  # noqa: B023
 
     def _begin(self, group: asyncio.TaskGroup, part: int, reducer: PeerId) -> None:
-        """Start on a part, unless its reducer is the one of before.
+        """Start on a part, unless its reducer is still the same.
 
-        Where the part is here, and only others could not have it, they wait for what we hand in to its next reducer.
+        A part that is already here is sent again, too: members that lack it wait for this member's contribution to the
+        new reducer.
         """
         by, job = self._jobs.get(part, (None, None))
         if by == reducer:
@@ -152,7 +157,7 @@ class AllReduce:
         self.take(reducer.part, held)
 
     async def _contribute(self, part: int, reducer: PeerId) -> None:
-        """Hand in a part; where the stream breaks off but its reducer lives, ask once more for what it made."""
+        """Exchange a part with its reducer. If the stream breaks off, ask once more for the reduced part."""
         task = self.task
         for again in (False, True):
             try:
@@ -160,12 +165,9 @@ class AllReduce:
                     return self.take(part, await contribute(task, part, stream, again))
             except BadPayload:
                 break
-            except PeerGone as error:
-                self._accounting.name(reducer, f"lost as a reducer: {error.why}")
-                break
             except PeerError as error:
                 self._accounting.name(reducer, f"lost as a reducer: {error.why}")
-                if reducer in self._silent:
+                if isinstance(error, PeerGone) or reducer in self._silent:
                     break
                 self.torn.add(part)
         self.failed[part] = reducer
@@ -173,8 +175,13 @@ class AllReduce:
 
     @asynccontextmanager
     async def _opened(self, peer: PeerId, task: ReduceJob) -> AsyncIterator[Stream]:
-        """A stream to a reducer, which has to answer before it counts as silent."""
-        answer_by = max(task.silent, asyncio.get_running_loop().time() + task.patience_seconds)
+        """Open a stream to a reducer. A reducer that does not answer in time counts as silent.
+
+        Raises:
+            PeerGone: the reducer could not be reached.
+            PeerSilent: it did not answer in time.
+        """
+        answer_by = max(task.silent, loop_time() + task.patience_seconds)
         async with AsyncExitStack() as opened:
             try:
                 async with asyncio.timeout_at(answer_by):
@@ -187,34 +194,34 @@ class AllReduce:
             yield stream
 
     def adopt(self, part: int, held: ReducedPart) -> None:
-        """A part is here by another way."""
+        """Take a part that came in another way than through this data phase."""
         self.torn.add(part)
         self.take(part, held)
 
     def take(self, part: int, held: ReducedPart) -> None:
-        """A part is here, and decoded."""
+        """Take a part that is complete and decoded."""
         self.parts[part] = held
         self.failed.pop(part, None)
-        self.finished = asyncio.get_running_loop().time()
+        self.finished = loop_time()
         self._on_change()
 
     async def serve(self, peer: PeerId, stream: Stream, opening: wire.Contribute) -> None:
-        """A member's data stream.
+        """Serve a member's data stream.
 
         Raises:
-            BadPayload: another codec, or it broke a rule.
-            PeerSilent: the part is not ours to reduce, or the stream broke off.
+            BadPayload: the member uses another codec, or broke a rule.
+            PeerSilent: this member does not reduce the part, or the stream broke off.
         """
         if opening.codec != self.task.codec.name:
             raise BadPayload(f"codec {opening.codec!r} where the run uses {self.task.codec.name}")
         deadline = min(stream.deadline, self.task.deadline)
         if not await self._notifier.reached(lambda: opening.part in self._reducers, deadline):
-            raise PeerSilent(peer, f"part {opening.part} was not ours to reduce")
+            raise PeerSilent(peer, f"part {opening.part} is not reduced here")
         await self._reducers[opening.part].serve(peer, stream)
 
 
 def _empty(task: ReduceJob, part: int) -> ReducedPart:
-    """A part without elements: nobody has to be asked for it."""
+    """A part without elements, for which no peer has to be asked."""
     held = task.part(part)
     held.result = seal(held.low, held.high, [], [])
     held.done = wire.PartDone(part, task.resolved.plan.reducers[part], held.result, b"")

@@ -1,4 +1,4 @@
-"""What the data phase works on: the encoded mean of a round, its chunks, parts and their digests."""
+"""What the data phase works on: parts of the encoded mean, their chunks and their digests."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from protocols.vectors import CHUNK_ELEMENTS, VectorView, chunk_count, chunk_ran
 
 
 class PartLayout:
-    """How a part is cut into chunks, and where each of them stands in its encoded bytes.
+    """How a part is cut into chunks, and where each chunk is in the part's encoded bytes.
 
     Attributes:
-        low, high: its range of elements.
-        size_bytes: of all chunks, encoded.
+        low, high: element range [low, high) of the part.
+        size_bytes: size of all chunks, encoded.
     """
 
     def __init__(self, codec: Codec, low: int, high: int, chunk_elements: int = CHUNK_ELEMENTS) -> None:
@@ -41,11 +41,11 @@ class PartLayout:
         return self.codec.encoded_bytes(high - low)
 
     def place(self, index: int) -> int:
-        """Where the bytes of a chunk begin."""
+        """Offset of a chunk's bytes."""
         return index * self._whole
 
     def room(self) -> Vector:
-        """Scratch for one chunk."""
+        """A scratch vector for one chunk."""
         return torch.empty(min(self.chunk_elements, self.high - self.low))
 
     def chunk_buffer(self) -> Callable[[int], memoryview]:
@@ -69,9 +69,9 @@ class ReducedPart(PartLayout):
     """One reduced part, encoded: filled chunk by chunk, then sealed.
 
     Attributes:
-        masks: of each chunk that is in: a bit for each contributor.
-        result: what it turned out to be, once all chunks are in.
-        done: the same as its reducer signed it; None if it came from somebody who did not keep that.
+        masks: for each chunk that is in, a bit mask of its contributors.
+        result: digest of the part; None until all chunks are in.
+        done: the digest as the reducer signed it; None if the part came from a peer that did not keep the signature.
     """
 
     def __init__(self, codec: Codec, low: int, high: int, chunk_elements: int = CHUNK_ELEMENTS) -> None:
@@ -88,7 +88,7 @@ class ReducedPart(PartLayout):
         return self._memory[start : start + self.size(index)]
 
     def decode(self, into: VectorView | None) -> None:
-        """Decode it to where it belongs; without that, see only whether it decodes.
+        """Decode the part into its range of a vector; with None, only check that it decodes.
 
         Raises:
             BadPayload: a chunk does not decode to finite numbers.
@@ -97,7 +97,7 @@ class ReducedPart(PartLayout):
             self.decode_chunk(index, into, scratch)
 
     def decode_chunk(self, index: int, into: VectorView | None, scratch: Vector) -> None:
-        """As `decode`, one chunk; `scratch` has room for it."""
+        """Decode one chunk, as `decode` does. `scratch` has at least the chunk's elements."""
         low, high = self.elements(index)
         self.codec.decode(self.chunk(index), scratch[: high - low])
         if into:
@@ -105,14 +105,14 @@ class ReducedPart(PartLayout):
 
 
 def chunk_digest(mask: int, data: memoryview) -> bytes:
-    """What stands for one reduced chunk in its part's digest."""
+    """Digest of one reduced chunk, from which its part's digest is made."""
     digest = hashlib.sha256(mask.to_bytes(4, "little"))
     digest.update(data)
     return digest.digest()
 
 
 def seal(low: int, high: int, masks: Sequence[int], digests: Sequence[bytes]) -> wire.PartDigest:
-    """What these chunks of the elements [low, high) make up; equal bytes of another place are another part."""
+    """The digest of the part [low, high) with these chunks. It covers the range: equal bytes elsewhere differ."""
     runs = tuple(wire.ChunkSpan(len(list(group)), mask) for mask, group in itertools.groupby(masks))
     place = low.to_bytes(8, "little") + high.to_bytes(8, "little")
     return wire.PartDigest(hashlib.sha256(place + b"".join(digests)).digest(), runs)
@@ -120,13 +120,13 @@ def seal(low: int, high: int, masks: Sequence[int], digests: Sequence[bytes]) ->
 
 @dataclass(frozen=True, slots=True)
 class ReduceJob:
-    """What both sides of the data phase work on.
+    """One member's data phase, as its contributing and its reducing side need it.
 
     Attributes:
         mine: this member's vectors, unchanged until the data phase ends.
-        into: takes the mean, chunk by chunk as it comes in.
-        silent: who has not opened its stream by then has no part in it.
-        patience_seconds: what a reducer has to answer a stream.
+        into: where the mean is written, chunk by chunk as it comes in.
+        silent: a contributor that has not opened its stream by then is left out.
+        patience_seconds: time that a reducer has to answer a stream.
         deadline: end of the data phase.
         progress: called for every chunk.
     """
@@ -146,20 +146,20 @@ class ReduceJob:
     progress: Callable[[], None]
 
     def part(self, index: int) -> ReducedPart:
-        """Room for a reduced part."""
+        """An empty reduced part."""
         low, high = self.resolved.part(index)
         return ReducedPart(self.codec.reduced(len(self.resolved.peers)), low, high, self.chunk_elements)
 
     def handed_in(self, index: int) -> PartLayout:
-        """How a contribution to a part travels."""
+        """Layout of a contribution to a part. Its codec may differ from that of the reduced part."""
         low, high = self.resolved.part(index)
         return PartLayout(self.codec, low, high, self.chunk_elements)
 
     def message(self, done: wire.PartDone) -> bytes:
-        """What the reducer of a part signed."""
+        """The bytes that the reducer of a part signed."""
         return part_message(self.key, self.resolved.digest, done)
 
 
 def part_message(key: RoundKey, plan: bytes, done: wire.PartDone) -> bytes:
-    """What a reducer signs."""
+    """The bytes that a reducer signs, for a part of the plan with this digest."""
     return b"starling part" + wire.body(key) + plan + wire.body(replace(done, signature=b""))

@@ -1,7 +1,7 @@
-"""Who brings what: when a round is called, weights, clip factors, part shares, and what makes a plan valid. Pure.
+"""The plan of a round: when it is called, weights, clip factors, part shares, and what makes a plan valid. Pure.
 
-Everything here is a function of what members declared, so that each receiver of a plan computes the same and no
-coordinator can favour anybody.
+Everything here is a function of what members declared. So each receiver of a plan computes the same, and no coordinator
+can favour a member.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ FIRST_SHARE = 1 / 3
 PATIENCE = 1.5
 GRACE = 1.1
 MARGIN_SECONDS = 0.25
-"""A round is called when all are ready, at GRACE times the moment at which READY_SHARE were, or at PATIENCE times the
-moment at which FIRST_SHARE were. The grace costs nothing, since those who are ready train on, and spares a swarm of
-equals from calling its last member with an old offer. Both leave MARGIN_SECONDS for offers to travel, which matters
-to rounds as short as that."""
+"""A round is called when all members are ready, at GRACE times the moment at which READY_SHARE of them were, or at
+PATIENCE times the moment at which FIRST_SHARE were.
+
+The grace costs nothing, since ready members train on. In a swarm of equal members, it lets the last one's final offer
+arrive before the call. Both wait at least MARGIN_SECONDS for offers to travel, which matters to very short rounds."""
 
 NORM_SLACK = 1.5
-"""Training goes on between an offer and the cut: what is sent may exceed the declared norm by this factor."""
+"""A contribution's norm may exceed the declared norm by this factor, since training goes on from offer to cut."""
 
 BUDGET_MULTIPLE = 4.0
 BUDGET_FLOOR_SECONDS = 10.0
@@ -42,11 +43,11 @@ def call_after(complete_seconds: Sequence[float], members: int) -> float | None:
     """When to call the round, in seconds since it began.
 
     Args:
-        complete_seconds: when members completed their inner steps, in any order; the others have not yet.
+        complete_seconds: times at which members completed their inner steps, in any order. The others have not yet.
         members: size of the roster.
 
     Returns:
-        The moment, which may be past (0 when all are complete); None while too few are complete to say.
+        The time, which may be in the past (0 if all are complete); None while too few members are complete.
     """
     done = sorted(complete_seconds)
     if len(done) == members:
@@ -63,11 +64,11 @@ def _later(seconds: float, factor: float) -> float:
 
 
 def shares(bandwidths: Sequence[float], able: Sequence[bool], growth: float = 1.0) -> tuple[float, ...]:
-    """Part shares f, summing to 1, that minimise the slowest peer's time; 0 for those not able to reduce.
+    """Part shares f, summing to 1, that minimise the slowest peer's time; 0 for peers that are not able to reduce.
 
     Peer i sends S·[1 - f_i] bytes of its own vector, S·g·(N-1)·f_i of what it reduced: in all S·[1 + h·f_i] with
     h = g·(N-1) - 1. So the least T with f_i = max(0, (T·b_i/S - 1)/h) and sum 1 is optimal (water filling): peers too
-    slow to do more than hand in their own vector reduce nothing.
+    slow to send more than their own vector reduce nothing.
 
     Args:
         growth: g, bytes of a reduced vector for each byte of a contribution.
@@ -89,13 +90,13 @@ def shares(bandwidths: Sequence[float], able: Sequence[bool], growth: float = 1.
 
 
 def bandwidths(claimed: Sequence[float]) -> tuple[float, ...]:
-    """Claimed bandwidths, within `CLAIM_SPREAD` of their median."""
+    """Claimed bandwidths, clamped to within a factor of `CLAIM_SPREAD` of their lower median."""
     middle = median_low(claimed)
     return tuple(min(max(claim, middle / CLAIM_SPREAD), middle * CLAIM_SPREAD) for claim in claimed)
 
 
 def _load(count: int, growth: float) -> float:
-    """What reducing everything adds to what a member sends, in vectors."""
+    """What a member that reduces everything sends in addition to its own vector, in vectors: h of `shares`."""
     return growth * (count - 1) - 1
 
 
@@ -111,7 +112,7 @@ def part_bounds(fractions: Sequence[float], elements: int, grain: int = 1) -> tu
 def expected_seconds(
     fractions: Sequence[float], bandwidths: Sequence[float], total_bytes: int, growth: float = 1.0
 ) -> float:
-    """Time of the data phase at the slowest uplink, with vectors of `total_bytes`; `growth` as of `shares`."""
+    """Time of the data phase at the slowest uplink, with vectors of `total_bytes`; `growth` as in `shares`."""
     count = len(fractions)
     if count == 1:
         return 0.0
@@ -121,15 +122,15 @@ def expected_seconds(
 
 @dataclass(frozen=True, slots=True)
 class PlanInputs:
-    """What a plan is drawn on: the same at every member of a round.
+    """What a plan follows from, besides the offers. It is the same at every member of a round.
 
     Attributes:
         elements: length of the vector to average.
-        bytes_per_element: of a contribution, in the codec in use.
-        complaints: links that carry no contributions: at neither end is anything reduced.
+        bytes_per_element: encoded size of a contribution, per element.
+        complaints: links that carry no contributions. The members at both ends reduce nothing.
         robust: name of the rule by which reducers average (`protocols.robust`).
-        grain: parts begin at multiples of so many elements.
-        growth: bytes of a mean of so many for each byte of a contribution.
+        grain: parts begin at multiples of this number of elements.
+        growth: bytes of a mean for each byte of a contribution, as a function of the number of members.
     """
 
     key: RoundKey
@@ -144,16 +145,17 @@ class PlanInputs:
 def make_plan(inputs: PlanInputs, offers: Sequence[Offer], elapsed_seconds: float, ballot: int = 0) -> Plan:
     """The plan that calls a round with these offers.
 
-    Nobody is cut in mid step, and nobody waits idle for the slowest member's step to end: all train on for as long as
-    it takes. A member cannot claim more than the round has lasted; one whose step is longer has nothing to hand in.
+    No member is cut in the middle of a step, and none waits idle for the slowest member's step to end: all train on as
+    long as that step takes. A claimed step length counts up to the time that the round has lasted, since a member with
+    a longer step has nothing to contribute.
 
     Args:
-        elapsed_seconds: since the round began.
-        ballot: whose coordinator calls.
+        elapsed_seconds: time since the round began.
+        ballot: the ballot whose coordinator calls the round.
     """
     barred = {end for each in inputs.complaints if each.until > inputs.key.round for end in (each.first, each.second)}
     members = tuple(sorted(offers, key=lambda offer: offer.member))
-    # One that has nothing to hand in may be in the middle of its first step: nobody waits for it to reduce anything.
+    # A member without work may be in the middle of its first step, so it reduces nothing: no other has to wait for it.
     able = [offer.tokens > 0 and offer.member.peer not in barred for offer in members]
     uplinks = bandwidths([offer.bandwidth for offer in members])
     growth = inputs.growth(len(members)) if members else 1.0
@@ -172,7 +174,7 @@ def make_plan(inputs: PlanInputs, offers: Sequence[Offer], elapsed_seconds: floa
 
 
 def offer_message(key: RoundKey, offer: Offer) -> bytes:
-    """What a member signs: its offer, bound to the round."""
+    """The bytes that a member signs: its offer, bound to the round."""
     return b"starling offer" + body(key) + body(replace(offer, signature=b""))
 
 
@@ -181,13 +183,13 @@ class ResolvedPlan:
     """A valid plan with all that follows from it.
 
     Attributes:
-        digest: names the plan in every data stream.
-        peers: the members, in the order of bits and sums.
-        weights: after clamping; 0 means that a member brings nothing.
+        digest: identifies the plan in every data stream.
+        peers: the members, in the order of mask bits and of summation.
+        weights: weights after clamping; 0 means that a member contributes nothing.
         factors: what each contribution is multiplied by before it is weighted, in (0, 1].
-        clamped: members whose weight was cut, or whose norm will be by much.
-        allowances: how many median norms each may count for.
-        median_norm: of those that were declared.
+        clamped: members whose weight was clamped, or whose norm will be clipped by much.
+        allowances: how many median norms each member's norm may reach.
+        median_norm: lower median of the declared norms.
         robust: name of the rule by which reducers average.
     """
 
@@ -211,28 +213,29 @@ class ResolvedPlan:
         return self.plan.bounds[index], self.plan.bounds[index + 1]
 
     def reducer(self, part: int) -> PeerId:
-        """Who reduces a part."""
+        """The member that reduces a part."""
         return self.peers[self.plan.reducers[part]]
 
     def norm_limit(self, member: int) -> float:
-        """What a contribution's norm may reach: work goes on growing after an offer, by a step or more.
+        """Largest norm that a contribution of the member with this index may have.
 
-        The limit is the same for all who declare less, so that honest growth is never refused. Who declares little and
-        sends more is clipped by what reducers measure (`robust.Judge`).
+        Work grows by a step or more after an offer. The limit is never below `CLAIM_SPREAD` median norms, so that
+        honest growth is not refused. A member that declares little and sends more is clipped by the norm that reducers
+        measure (`protocols.robust.RobustAggregator`).
         """
         return max(self.plan.offers[member].norm, CLAIM_SPREAD * self.median_norm) * NORM_SLACK
 
 
 def plan_digest(plan: Plan) -> bytes:
-    """Names what is averaged, and in what parts; not who reduces which, since a part may go to another."""
+    """Digest of what is averaged and in which parts. It leaves out the reducers, since a part may go to another one."""
     return hashlib.sha256(b"starling plan" + body(replace(plan, ballot=0, version=0, reducers=()))).digest()
 
 
 def reassign_parts(plan: Plan, reducers: Mapping[int, int], ballot: int) -> Plan:
-    """The next version of a plan: some parts go to other members, the rest goes on.
+    """The next version of a plan, in which some parts go to other members.
 
     Args:
-        reducers: part -> index of the member that reduces it from now on.
+        reducers: part -> index of the member that reduces it from now on. Other parts keep their reducer.
     """
     version = plan.version + 1 if ballot == plan.ballot else 0
     given = tuple(reducers.get(part, index) for part, index in enumerate(plan.reducers))
@@ -240,10 +243,10 @@ def reassign_parts(plan: Plan, reducers: Mapping[int, int], ballot: int) -> Plan
 
 
 def resolve_plan(plan: Plan, robust: str = "mean") -> ResolvedPlan:
-    """All that follows from a plan: weights, clip factors, who was clamped.
+    """Derive all that follows from a plan: weights, clip factors, clamped members.
 
-    The mean takes a member's word for its tokens, within `CLAIM_SPREAD`. To any other rule nobody counts for more than
-    the median member: who fears wrong vectors fears wrong claims.
+    With the mean, claimed tokens count within `CLAIM_SPREAD`. With any other rule no member counts for more than the
+    median member, because a run that expects wrong vectors must expect wrong claims, too.
     """
     offers = plan.offers
     tokens, norms = [offer.tokens for offer in offers], [offer.norm for offer in offers]
@@ -266,17 +269,17 @@ def resolve_plan(plan: Plan, robust: str = "mean") -> ResolvedPlan:
 def check(
     plan: Plan, inputs: PlanInputs, roster: Sequence[Member], verify: Callable[[PeerId, bytes, bytes], bool]
 ) -> None:
-    """Refuse a plan that breaks a rule, or is not what its offers lead to.
+    """Refuse a plan that breaks a rule or does not follow from its offers.
 
-    Only who reduces which part is the coordinator's choice, and that after its ballot's first plan: reducers are lost.
+    A coordinator may choose only the reducers, and those only after the round's first plan, to replace lost ones.
 
     Args:
         roster: the members that may take part.
-        verify: (peer, message, signature) -> genuine.
+        verify: maps (peer, message, signature) to whether the signature is genuine.
 
     Raises:
-        BadPayload: strangers or doubles among the members, a forged offer, offers from different states; parts,
-            reducers or times that do not follow from the offers.
+        BadPayload: members outside the roster, a member or peer twice, a forged offer, or offers from different states;
+            parts, reducers or times that do not follow from the offers.
     """
     members = [offer.member for offer in plan.offers]
     if not members or members != sorted(set(members)) or not set(members) <= set(roster):
@@ -299,13 +302,15 @@ def check(
 
 
 COMPLAINT_ROUNDS = 32
-"""For how long a link that failed is spared; then it is tried again, at the cost of one repair."""
+"""For how many rounds a failed link is avoided. Then it is tried again, at the cost of one repair."""
 
 
 def complaints(resolved: ResolvedPlan, parts: Sequence[PartDone], before: Sequence[LinkFault]) -> tuple[LinkFault, ...]:
-    """The links to spare from now on: those spared already, and those between a part's reducer and a member of whom it
-    has nothing, while another part has some. Each reducer's word counts against one other member, so that a liar
-    cannot keep everybody from reducing."""
+    """The links to avoid from now on: those that are still avoided, and newly found ones.
+
+    A new one is between a part's reducer and a member of which that part holds nothing, while another part holds some.
+    Each reducer can accuse only one member in a round, so that a liar cannot keep all others from reducing.
+    """
     now = resolved.plan.key.round
     standing = {(each.first, each.second): each for each in before if each.until > now + 1}
     present = [functools.reduce(operator.or_, (run.mask for run in part.result.runs), 0) for part in parts]

@@ -1,17 +1,16 @@
-"""The data phase inside one group: scatter, reduce, gather (butterfly all-reduce, reduce-scatter plus all-gather).
+"""The two sides of the data phase for one part: reducer and contributor (reduce-scatter plus all-gather).
 
-Each member reduces one part of the vector. A member opens one stream to each reducer: its chunks of that part go out,
-the reduced chunks come back, the same bytes to everyone. A reducer closes a chunk when every contribution that it can
-still hope for is in, averages in the order of the plan and encodes once, so that all members hold the same bits and
-the mean depends only on who is in it. Encoding, sending, receiving and reducing overlap chunk by chunk; a reducer
+Each member reduces one part of the vector. A member opens one stream to each reducer. Its chunks of that part go out,
+and the reduced chunks come back, the same bytes for every member. A reducer closes a chunk when all contributions that
+it still expects are in. It averages in the order of the plan and encodes once. So all members hold the same bits, and
+the mean depends only on its contributors. Encoding, sending, receiving and reducing overlap chunk by chunk. A reducer
 buffers `WINDOW_CHUNKS` per contributor, whatever the length of the vector.
 
-All or nothing holds for each chunk: a contribution that breaks off counts up to its last whole chunk.
+A contribution counts in a chunk wholly or not at all. One that breaks off counts up to its last whole chunk.
 """
 
 from __future__ import annotations
 
-import asyncio
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -19,7 +18,7 @@ from functools import partial
 import torch
 
 from protocols import wire
-from protocols.aio import Notifier, run_with_helper
+from protocols.aio import Notifier, loop_time, run_with_helper
 from protocols.allreduce.parts import ReducedPart, ReduceJob, chunk_digest, seal
 from protocols.allreduce.plan import SCATTER_SHARE
 from protocols.base import BadPayload, Deadline, PeerError, PeerId, PeerSilent, Stream
@@ -35,15 +34,15 @@ class Reducer:
     """Averages one part. `run` closes its chunks; `serve` answers one member's stream.
 
     Attributes:
-        held: the part; complete, and only served, if it was handed over complete.
-        lost: members whose contribution is not complete, and why; the reason names what they did.
-        odd: members whose contribution was not like the others', and how; known once the part is closed.
+        held: the part. If it was passed complete, it is only served.
+        lost: members whose contribution is not complete, and what each of them did.
+        odd: members whose contribution was not like the others', and how. Known once the part is complete.
     """
 
     def __init__(self, task: ReduceJob, part: int, held: ReducedPart | None = None) -> None:
         self.task, self.part = task, part
         self.held = held or task.part(part)
-        self._handed_in = task.handed_in(part)
+        self._contribution = task.handed_in(part)
         self.lost: dict[PeerId, str] = {}
         self.odd: dict[PeerId, str] = {}
         resolved = task.resolved
@@ -63,7 +62,7 @@ class Reducer:
         self._scratch = torch.empty(0)
 
     async def run(self) -> ReducedPart:
-        """Close every chunk, without those that are silent or late, and sign the part."""
+        """Close every chunk, without members that are silent or late, and sign the part."""
         if self.held.done:
             return self.held
         # one row for each contributor and one for the mean
@@ -72,12 +71,12 @@ class Reducer:
         late = self._late()
         for index in range(self._chunks):
             if not await self._gather_in(index, late):
-                # The window held the others up behind those that were late: they have a share of what is left.
+                # The window held up the other members behind the late ones, so they get a share of the time left.
                 late = self._late()
             cost_bytes = 4 * self._scratch.numel()
             mask, refused = await self.task.compute.run(partial(self._close, index), cost_bytes)
             for peer, why in refused.items():
-                self.lose(peer, why)  # before the chunk is closed: after the last one there is nothing more to lose
+                self.lose(peer, why)  # before the chunk is closed, since `lose` ignores peers once all chunks are
             self._masks.append(mask)
             self._free.extend(self._inbox.pop(index).values())
             self.task.progress()
@@ -91,16 +90,16 @@ class Reducer:
         return self.held
 
     def lose(self, peer: PeerId, why: str) -> None:
-        """Expect nothing more of a member; what it delivered in whole chunks stays."""
+        """Wait for nothing more from a member. The whole chunks that it sent still count."""
         if peer in self._expected and peer not in self.lost and len(self._masks) < self._chunks:
             self.lost[peer] = why
             self._notifier.notify()
 
     async def serve(self, peer: PeerId, stream: Stream) -> None:
-        """Take a member's contribution and give it the reduced part; on a second stream, give it the part alone.
+        """Receive a member's contribution and send it the reduced part; on a second stream, only send the part.
 
         Raises:
-            BadPayload: it broke a rule; it is out, and named.
+            BadPayload: the member broke a rule. It is left out and blamed.
             PeerSilent: its stream broke off.
         """
         if peer not in self._order:
@@ -119,10 +118,7 @@ class Reducer:
     async def _take(self, peer: PeerId, stream: Stream) -> None:
         try:
             for index in range(self._chunks):
-                await self._notifier.until(
-                    lambda index=index: index < len(self._masks) + WINDOW_CHUNKS,  # type: ignore[misc]
-                    self.task.deadline,
-                )
+                await self._notifier.until(lambda: index < len(self._masks) + WINDOW_CHUNKS, self.task.deadline)  # noqa: B023
                 await self._take_chunk(peer, stream, index)
                 if peer in self.lost:
                     return
@@ -134,10 +130,10 @@ class Reducer:
             raise
 
     async def _take_chunk(self, peer: PeerId, stream: Stream, index: int) -> None:
-        # Not `receive_chunk`: only a chunk that is on its way takes a buffer, and all members share the free ones.
-        size = self._handed_in.size(index)
+        # Not `receive_chunk`: here only a chunk on its way has a buffer, and all members share the free buffers.
+        size = self._contribution.size(index)
         due(await stream.receive(HEADER_LIMIT), wire.Chunk, index, size)
-        whole = self._free.pop() if self._free else memoryview(bytearray(self._handed_in.size(0)))
+        whole = self._free.pop() if self._free else memoryview(bytearray(self._contribution.size(0)))
         await stream.receive_into(whole[:size])
         if peer in self.lost:
             self._free.append(whole)
@@ -146,11 +142,11 @@ class Reducer:
         self._notifier.notify()
 
     def _late(self) -> Deadline:
-        now = asyncio.get_running_loop().time()
+        now = loop_time()
         return now + SCATTER_SHARE * (self.task.deadline - now)
 
     async def _gather_in(self, index: int, late: Deadline) -> bool:
-        """Wait for a chunk of everyone; False if somebody was silent or late, and is out."""
+        """Wait for a chunk of every member; False if a member was silent or late, and is left out."""
         inbox = self._inbox[index]
 
         def missing() -> list[PeerId]:
@@ -170,7 +166,11 @@ class Reducer:
         return in_time
 
     def _close(self, index: int) -> tuple[int, dict[PeerId, str]]:
-        """Decode, check, average and encode one chunk; off the loop. Returns the mask and who was refused."""
+        """Decode, check, average and encode one chunk. Runs outside the event loop.
+
+        Returns:
+            The mask of contributors, and the refused members with reasons.
+        """
         task, resolved = self.task, self.task.resolved
         low, high = self.held.elements(index)
         inbox = self._inbox[index]
@@ -199,20 +199,24 @@ class Reducer:
             mean.zero_()
         data = self.held.chunk(index)
         self.held.codec.encode(mean, data)
-        self.held.decode_chunk(index, task.into, mean)  # what the others will hold, to the bit
+        self.held.decode_chunk(index, task.into, mean)  # so this member has the same bits as the others
         self._digests.append(chunk_digest(mask, data))
         return mask, refused
 
     def _decode(self, peer: PeerId, index: int, row: torch.Tensor) -> float:
-        """Returns the norm of the chunk."""
+        """Decode one member's chunk into `row`, and return its norm.
+
+        Raises:
+            BadPayload: the chunk is not finite, or the contribution's norm exceeds its limit.
+        """
         task = self.task
         if peer == task.me:
             low, high = self.held.elements(index)
             row.copy_(task.mine.read(low, high, row))
-            if self.held.codec is not task.codec:  # the mean has room for what others could have had of it, no more
+            if self.held.codec is not task.codec:  # the mean has room only for encoded contributions
                 carry(task.codec, row)
             return norm([row])
-        task.codec.decode(self._inbox[index][peer][: self._handed_in.size(index)], row)
+        task.codec.decode(self._inbox[index][peer][: self._contribution.size(index)], row)
         size = norm([row])
         self._squares[peer] += size**2
         limit = task.resolved.norm_limit(self._order[peer])
@@ -222,7 +226,7 @@ class Reducer:
 
     async def _give(self, stream: Stream) -> None:
         for index in range(self._chunks):
-            await self._notifier.until(lambda index=index: index < len(self._masks), self.task.deadline)  # type: ignore[misc]
+            await self._notifier.until(lambda: index < len(self._masks), self.task.deadline)  # noqa: B023 - awaited here
             data = self.held.chunk(index)
             await stream.send(wire.Reduced(index, self._masks[index], len(data)), data)
         await self._notifier.until(lambda: self.held.done is not None, self.task.deadline)

@@ -1,1 +1,1 @@
-"""One round of a roster: called, averaged, led to its decision. `protocols.butterfly.averager` is the door."""
+"""Butterfly: a roster calls a round, averages and decides. The entry point is `protocols.butterfly.averager`."""

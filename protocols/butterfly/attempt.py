@@ -1,4 +1,4 @@
-"""One attempt at a round: what its session shares with the session's helpers."""
+"""The state of one attempt at a round, which its session shares with the session's helpers."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ class RoundAttempt:
     """One attempt at a round.
 
     Attributes:
-        call: the offers, and the plan that was called last.
+        call: the offers, and the latest plan.
         driver: decides the round, and outlives the attempt.
-        state: what this member knows of the round; the driver's.
-        exchange: the data phase of the plan that was called last; None before the first.
-        changed: rings at every event of the round.
+        state: what this member knows about the round; belongs to the driver.
+        exchange: the data phase of the latest plan; None before the first.
+        changed: notified of every event of the round.
         deadline: the end of the attempt.
     """
 
@@ -39,19 +39,15 @@ class RoundAttempt:
         return self._superseded or self.driver.certificate is not None
 
     def supersede(self) -> None:
-        """A better branch is known: the attempt ends."""
+        """End the attempt, because a better branch is known."""
         self._superseded = True
         self.changed.notify()
 
-    def data_phase_begun(self, exchange: AllReduce) -> None:
-        """The data phase of another plan begins."""
-        self.exchange = exchange
-
     def exchange_of(self, plan: bytes) -> AllReduce | None:
-        """This member's data phase, if it is of the plan with this digest."""
+        """This member's data phase, if it belongs to the plan with this digest; else None."""
         exchange = self.exchange
         return exchange if exchange and exchange.task.resolved.digest == plan else None
 
     async def until(self, condition: Callable[[], bool], deadline: Deadline | None = None) -> bool:
-        """Wait for a condition; False if the deadline comes first, which is the attempt's unless one is given."""
+        """Wait for a condition; False if the deadline comes first. The default is the deadline of the attempt."""
         return await self.changed.reached(condition, self.deadline if deadline is None else deadline)

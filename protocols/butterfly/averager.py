@@ -1,8 +1,8 @@
 """Butterfly all-reduce for a roster with one shared anchor: call, scatter, reduce, gather, vote.
 
-One session for each attempt at a round (`protocols.butterfly.session`), one decision for each lineage
-(`protocols.butterfly.consensus_driver`), which outlives it: who comes late to an old round is told what was decided.
-Here is what stays from round to round, and where a peer's streams find the round that they are about.
+Each attempt at a round has a session (`protocols.butterfly.session`). Each lineage has one decision
+(`protocols.butterfly.consensus_driver`), which outlives its sessions, so a peer that comes late to an old round learns
+what was decided. This module keeps what stays from round to round, and passes each stream to its round.
 """
 
 from __future__ import annotations
@@ -14,17 +14,7 @@ from contextlib import asynccontextmanager
 from protocols import wire
 from protocols.aio import task_group
 from protocols.allreduce.all_reduce import DATA, next_claim
-from protocols.base import (
-    BadPayload,
-    Deadline,
-    Head,
-    Host,
-    PeerId,
-    PeerSilent,
-    RoundKey,
-    Settings,
-    Stream,
-)
+from protocols.base import BadPayload, Deadline, Head, Host, PeerId, PeerSilent, RoundKey, Settings, Stream
 from protocols.butterfly.consensus_driver import ConsensusDriver
 from protocols.butterfly.context import ButterflyContext
 from protocols.butterfly.part_cache import PartCache
@@ -41,13 +31,13 @@ RoundMessage = wire.Ready | wire.Plan | wire.AdmissionRequest | VoteMessage
 ROUND_MESSAGES: tuple[type[RoundMessage], ...] = (wire.Ready, wire.Plan, wire.AdmissionRequest, *MESSAGES)
 FORGOTTEN_LIMIT = 1 << 16
 PARKED_LIMIT = 16
-"""Messages of one peer that is a round ahead of us which are kept until we get there."""
+"""Messages kept of one peer that is a round ahead, until this peer gets there."""
 MEMORY_ROUNDS = 4
-"""The parts of so many rounds wait in memory at most for a disk that is slow, or full."""
+"""Rounds whose parts wait in memory, at most, for a disk that is slow or full."""
 
 
 class Butterfly:
-    """`protocols.base.Averager`.
+    """The butterfly averager (`protocols.base.Averager`).
 
     Attributes:
         part_cache: the reduced parts of the last rounds.
@@ -64,7 +54,7 @@ class Butterfly:
     ) -> None:
         """
         Args:
-            part_cache: holds the reduced parts; None: one that keeps them in memory.
+            part_cache: holds the reduced parts; None for a cache in memory.
             on_ahead: called with a peer that is rounds ahead of this one, or on another branch.
         """
         self.settings, self._endpoint = settings, ProtocolEndpoint(host, settings)
@@ -77,9 +67,9 @@ class Butterfly:
             host, settings, codec(settings.codec), self.me, self.accounting, self._post, self.part_cache
         )
         self._decisions: dict[bytes, ConsensusDriver] = {}
-        # Who comes back to such a lineage, on another branch, has forgotten its promises there: it looks on.
+        # Lineages whose promises were dropped. If this peer comes back to one, on another branch, it only observes.
         self._forgotten: dict[bytes, None] = {}
-        # The last round's session stays: who was slow to hand in fetches the reduced parts from it.
+        # The last round's session stays: a member that was slow to contribute fetches the reduced parts from it.
         self._sessions = SessionTable[bytes, ButterflySession]()
         self._session: ButterflySession | None = None
         self._parked = defaultdict[PeerId, deque[RoundMessage]](lambda: deque(maxlen=PARKED_LIMIT))
@@ -117,12 +107,12 @@ class Butterfly:
                 self.part_cache.decided(lineage, {part.digest for part in record.parts})
 
     def supersede(self) -> None:
-        """A better branch than ours is known: the round under way ends, superseded."""
+        """End the round under way as superseded, because a better branch is known."""
         if self._session:
             self._session.supersede()
 
     def _forget(self, key: RoundKey) -> None:
-        """Keep the last rounds' decisions and parts, and the last round's session."""
+        """Drop all but the last rounds' decisions and parts, and the last round's session."""
         oldest = key.round - self.settings.keep_rounds
         for lineage, each in list(self._decisions.items()):
             if each.head.key.round < oldest:
@@ -130,7 +120,8 @@ class Butterfly:
                 self._forgotten[lineage] = None
         while len(self._forgotten) > FORGOTTEN_LIMIT:
             del self._forgotten[next(iter(self._forgotten))]
-        # The last round's parts are still handed out by its session; who has not decided may have voted for its own.
+        # The last round's session still serves its parts. Parts of an undecided round stay, since this member may have
+        # voted for them.
         age = {
             lineage: key.round - each.head.key.round if each.certificate else 0
             for lineage, each in self._decisions.items()
@@ -146,10 +137,10 @@ class Butterfly:
     # -- control ------------------------------------------------------------------------------------------------------
 
     def _take(self, peer: PeerId, message: RoundMessage) -> None:
-        """A message goes to the round that it is about.
+        """Pass a message to the round that it is about.
 
         Raises:
-            BadPayload: it breaks a rule of that round.
+            BadPayload: the message breaks a rule of that round.
         """
         session = self._session
         if session is None:
@@ -166,7 +157,7 @@ class Butterfly:
             self._on_ahead(peer)
 
     def _on_past(self, peer: PeerId, message: RoundMessage, decision: ConsensusDriver) -> None:
-        """Of a round that is over here: its certificate is the answer."""
+        """Answer a message about a round that is over here with the round's certificate."""
         if isinstance(message, VoteMessage):
             decision.receive(peer, message)
         elif decision.certificate:
@@ -181,11 +172,11 @@ class Butterfly:
     # -- data ---------------------------------------------------------------------------------------------------------
 
     async def _on_data(self, stream: Stream, opening: wire.Contribute) -> None:
-        """Serve a data stream at the session that it is bound to, waited for if its opener is a round ahead of us.
+        """Serve a data stream in the session of its round. If the sender is one round ahead, wait for that session.
 
         Raises:
-            BadPayload: of another lineage, or of a round that no peer can be in.
-            PeerSilent: we did not enter that round in time, or it is over.
+            BadPayload: the stream is of another lineage, or of a round that no peer can be in.
+            PeerSilent: this peer did not enter that round in time, or the round is over.
         """
         key, here = opening.key, self._session.head.key if self._session else None
         if here and (key.round > here.round + 1 or (key.round == here.round and key != here)):

@@ -1,7 +1,7 @@
 """Drives one lineage's vote at one member: sends messages, sets timers, reports which parts are here.
 
-`protocols.consensus.paxos` decides, without a clock or a network; the driver supplies both. It lives for as long as
-other peers may ask about its lineage, while sessions come and go. Without a session its timers rest.
+`protocols.consensus.paxos` decides, without a clock or a network; the driver supplies both. A driver is kept as long as
+other peers may ask about its lineage, while sessions come and go. Without a session its timers are stopped.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Collection, Iterable, Sequence
 
-from protocols.aio import Notifier
+from protocols.aio import Notifier, loop_time
 from protocols.base import BadPayload, Deadline, Head, Member, PeerId
 from protocols.butterfly.context import ButterflyContext
 from protocols.butterfly.round_state import RoundState
@@ -36,26 +36,29 @@ from protocols.consensus.vote_tally import ONLOOKER, Value, VoteTally
 from protocols.wire import PartDone
 
 BALLOT_FLOOR_SECONDS = 2.0
-"""What a ballot is given beyond two round trips and the time of its data phase: honest members pause, too."""
+"""Time of a ballot beyond two round trips and the data phase, because honest members pause, too."""
 ROUND_TRIP_LIMIT_SECONDS = 0.75
-"""What opening a stream took longer than that was no round trip: the link was cut in between, or a machine was busy.
-One that stops in mid contribution is late at `SCATTER_SHARE` of the budget, and as a reducer overdue a patience later:
-within this bound what is left of `BUDGET_FLOOR_SECONDS` is enough for another to reduce its part."""
+"""Longest round trip that counts. If opening a stream took longer, the link was cut meanwhile, or a machine was busy.
+
+The bound also leaves time for a repair. A member that stops in the middle of its contribution is late at
+`SCATTER_SHARE` of the budget, and as a reducer it is overdue T_b later. With this bound, the rest of
+`BUDGET_FLOOR_SECONDS` is enough for another member to reduce its part."""
 LENIENCE = 1.25
-"""A silent member is given up before the coordinator that waits for it is."""
+"""A ballot's timer is this factor longer than T_b: members give up a silent member before the coordinator that waits
+for it."""
 
 _MEMBERS_ONLY = (Prepare, Promise, Propose, Accept, BallotNack)
 
 
 class ConsensusDriver:
-    """One member's part in the decision on one lineage's child.
+    """One member's part in the decision on the record that extends one lineage.
 
     Attributes:
         head: the head that the round extends; its state root may differ between attempts.
         votes: whether this member has a vote.
-        forks_only: whether it has none, but may fork with others like it: successors, or former members.
-        state: what this member knows of the round, beside the vote.
-        changed: rings after every event; that of the present attempt.
+        forks_only: whether it has no vote, but may fork with others like it: successors or former members.
+        state: what this member knows about the round, besides the vote.
+        changed: the present attempt's notifier, notified after every event.
     """
 
     def __init__(
@@ -63,8 +66,8 @@ class ConsensusDriver:
     ) -> None:
         """
         Args:
-            may_vote: whether this member votes if it is in the roster; else it only takes certificates.
-            on_rival: called with a peer that sent a decision which this member cannot take.
+            may_vote: whether this member votes if it is in the roster; otherwise it only takes certificates.
+            on_rival: called with a peer that sent a decision which this member cannot follow.
         """
         me, settings = context.me if may_vote else Member(context.me.peer, ONLOOKER), context.settings
         self.votes = me in head.roster
@@ -85,7 +88,7 @@ class ConsensusDriver:
 
     @property
     def patience_seconds(self) -> float:
-        """T_b: two round trips, the data phase, and a floor."""
+        """T_b, the time of one ballot: two round trips, the data phase and a floor."""
         trips = self._context.post.round_trip_seconds
         slowest = max((trips.get(member.peer, 0.0) for member in self.tally.roster), default=0.0)
         return BALLOT_FLOOR_SECONDS + 2 * min(slowest, ROUND_TRIP_LIMIT_SECONDS) + self.state.phase_seconds
@@ -93,11 +96,11 @@ class ConsensusDriver:
     # -- events -------------------------------------------------------------------------------------------------------
 
     def begin_attempt(self, head: Head, changed: Notifier) -> None:
-        """A session of the round is here; `start` follows if it takes part in the vote."""
+        """Note that a session of the round begins. `start` follows if the session takes part in the vote."""
         self.head, self.changed = head, changed
 
     def start(self) -> None:
-        """Messages and timers go on."""
+        """Start the timers. A ballot in which this member sent a plan in an earlier attempt is given up."""
         self._awake = True
         if self.state.attempt_restarted():
             self._act(self.vote.timeout(self.vote.ballot))
@@ -105,21 +108,21 @@ class ConsensusDriver:
             self.progress()
 
     def stop(self) -> None:
-        """It is over: timers rest."""
+        """Stop the timers, because the session or the vote is over."""
         self._awake = False
         if self._timer:
             self._timer.cancel()
 
     def receive(self, peer: PeerId, message: VoteMessage) -> None:
-        """A message of the vote.
+        """Take a message of the vote.
 
         Raises:
             BadPayload: a vote of a peer that has none, or a proposal that no honest member makes.
         """
         if message.sender.peer != peer:
             raise BadPayload(f"a vote in the name of {message.sender.peer}")
-        if isinstance(message, _MEMBERS_ONLY) and not self._has_a_voice(message.sender):
-            raise BadPayload("a vote of no member of the roster, or in another life")
+        if isinstance(message, _MEMBERS_ONLY) and not self._takes_part(message.sender):
+            raise BadPayload("a vote of a peer outside the roster, or of another incarnation")
         if isinstance(message, Propose):
             self._examine(message)
         if isinstance(message, Promise) and message.record:
@@ -128,15 +131,15 @@ class ConsensusDriver:
         self._speaker = peer
         self._act(self.vote.receive(peer, message))
 
-    def _has_a_voice(self, sender: Member) -> bool:
-        """A member has; among peers that may only fork, one of them."""
+    def _takes_part(self, sender: Member) -> bool:
+        """Whether a sender takes part: a member of the roster, or a peer that, like this one, may only fork."""
         return self.tally.counts(sender) or (self.forks_only and self.tally.forks_only(sender))
 
     def _admissible(self, what: str, ballot: int, record: bytes) -> Value:
-        """The record, which an honest member with this member's state may have put to the vote.
+        """Decode a record that an honest member with this member's state may have put to the vote.
 
         Raises:
-            BadPayload: it may not be put to the vote, or starts from another state.
+            BadPayload: the record may not be put to the vote, or starts from another state.
         """
         value = self.tally.value(ballot, record)
         if value is None or value.record.state_root != self.head.state_root:
@@ -146,16 +149,17 @@ class ConsensusDriver:
     def _examine(self, proposal: Propose) -> None:
         """Refuse a record that may not be put to the vote, starts from another state, or does not fit the vector.
 
-        It may evict as many as could decide without the others only if these leave, which the tally does not know.
+        A quorum of the roster must be in the next roster or have announced that it leaves. The tally cannot check
+        this, because it does not know which members leave.
 
         Raises:
-            BadPayload: it is such a one.
+            BadPayload: the record is refused.
         """
         value = self._admissible("a proposal", proposal.ballot, proposal.record)
         record, settings = value.record, self._context.settings
         willing = [each for each in self.tally.roster if each in record.roster or each.peer in self.state.leaving]
         if len(willing) < self.tally.quorum and not value.is_fork:
-            raise BadPayload("a proposal that may not be put to the vote: it evicts too many who do not leave")
+            raise BadPayload("a proposal that may not be put to the vote: it evicts too many members that do not leave")
         if record.kind != Kind.MEAN and not record.parts:
             return
         if not record.parts or not record.peers or not record.tiles(settings.elements[self.head.key.fragment]):
@@ -166,23 +170,23 @@ class ConsensusDriver:
                 raise BadPayload(f"a proposal with part {index} at another place")
 
     def hear(self, peer: PeerId) -> None:
-        """A message or a stream of a peer came in."""
-        self.state.peer_heard(peer, asyncio.get_running_loop().time())
+        """Note that a message or a stream of a peer came in."""
+        self.state.peer_heard(peer, loop_time())
 
     def moved(self, at: Deadline | None = None) -> None:
-        """Data flows, or will from then on: the present ballot has its whole time again."""
-        self._moved = asyncio.get_running_loop().time() if at is None else at
+        """Give the present ballot its whole time again, because data flows now or will flow from `at` on."""
+        self._moved = loop_time() if at is None else at
 
     def progress(self) -> None:
-        """The round is called, or should be: the present ballot's time begins."""
+        """Begin the present ballot's time, because the round is called or should be."""
         self._act(self.vote.progress())
 
     def gone(self, peer: PeerId) -> None:
-        """A peer is visibly gone."""
+        """Note that a peer is known to be gone."""
         self._act(self.vote.gone(peer))
 
     def suspect(self, peer: PeerId) -> None:
-        """A peer has been silent for as long as a ballot may take: if it coordinates this one, on to the next."""
+        """Go on to the next ballot if a peer that was silent for the time of a ballot coordinates this one."""
         if peer == self.tally.coordinator(self.vote.ballot):
             self._act(self.vote.timeout(self.vote.ballot))
 
@@ -192,11 +196,11 @@ class ConsensusDriver:
         self._act(self.vote.chosen(ballot, record))
 
     def holds(self, plan: bytes, parts: Sequence[PartDone], others: Collection[bytes]) -> None:
-        """The parts that are here: of the present plan as their reducers signed them, and all others by digest."""
+        """Report the parts that are here: of the present plan as their reducers signed them, all others by digest."""
         self._act(self.vote.holds(plan, parts, others))
 
     def fork(self, record: bytes) -> None:
-        """Agree on this FORK with the members at hand; empty: the majority is back."""
+        """Seek agreement on this FORK with the members at hand; empty if the majority is back."""
         self._act(self.vote.fork(record))
 
     # -- instructions -------------------------------------------------------------------------------------------------
@@ -210,7 +214,7 @@ class ConsensusDriver:
     def _follow(self, instruction: Instruction) -> None:
         match instruction:
             case Send(to, message):
-                self._tell(to, message)
+                self._send(to, message)
             case SetTimer(ballot, factor):
                 self._arm(ballot, factor)
             case ProposalNeeded(ballot, promises):
@@ -219,13 +223,13 @@ class ConsensusDriver:
                 self.state.parts_missing(record, parts)
             case Decided(certificate):
                 self.stop()
-                self._tell(self.state.onlookers, certificate)
+                self._send(self.state.onlookers, certificate)
             case ConflictingCertificate():
                 self._on_rival(self._speaker)
             case ReportFault(peer, why):
                 self._context.accounting.name(peer, f"refused: {why}")
 
-    def _tell(self, peers: Iterable[PeerId], message: VoteMessage) -> None:
+    def _send(self, peers: Iterable[PeerId], message: VoteMessage) -> None:
         for peer in peers:
             self._context.post.send(peer, message)
 
@@ -234,15 +238,12 @@ class ConsensusDriver:
             self._timer.cancel()
         self.moved()
         if self._awake and self.certificate is None:
-            self._schedule(ballot, factor)
+            self._check_timer(ballot, factor)
 
-    def _schedule(self, ballot: int, factor: int) -> None:
-        self._timer = asyncio.get_running_loop().call_at(self._due(factor), self._on_timer, ballot, factor)
-
-    def _due(self, factor: int) -> Deadline:
-        return self._moved + factor * LENIENCE * self.patience_seconds
-
-    def _on_timer(self, ballot: int, factor: int) -> None:
-        if asyncio.get_running_loop().time() < self._due(factor):
-            return self._schedule(ballot, factor)
-        self._act(self.vote.timeout(ballot))
+    def _check_timer(self, ballot: int, factor: int) -> None:
+        """End a ballot whose time is over; otherwise check again when it should be."""
+        due = self._moved + factor * LENIENCE * self.patience_seconds
+        if loop_time() < due:
+            self._timer = asyncio.get_running_loop().call_at(due, self._check_timer, ballot, factor)
+        else:
+            self._act(self.vote.timeout(ballot))

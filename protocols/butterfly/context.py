@@ -1,4 +1,4 @@
-"""What all rounds of one averager share."""
+"""Objects that all rounds of one averager share."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from protocols.control_channel import ControlChannel, RoundAccounting
 
 @dataclass(frozen=True, slots=True)
 class ButterflyContext:
-    """What does not change from round to round.
+    """What stays the same from round to round.
 
     Raises:
-        ValueError: the settings' chunk length is no multiple of the codec's grain.
+        ValueError: the settings' chunk length is not a multiple of the codec's grain.
     """
 
     host: Host
@@ -37,7 +37,7 @@ class ButterflyContext:
         return {member.peer for member in self.host.members.live()}
 
     def elements(self, head: Head) -> int:
-        """The length of the vector that the round after this head averages."""
+        """Length of the vector that the round after this head averages."""
         return self.settings.elements[head.key.fragment]
 
     def inputs(self, head: Head) -> PlanInputs:

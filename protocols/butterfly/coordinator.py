@@ -1,15 +1,15 @@
-"""The coordinator of a ballot while it may choose a record: call the round, see to every part, propose.
+"""What the coordinator of a ballot does while it may choose a record: call the round, get every part reduced, propose.
 
-It keeps a running data phase, gives the parts of a lost reducer to another, and proposes to skip the round only when
-the time for it is spent.
+It goes on with a running data phase, and gives the parts of a lost reducer to another member. It proposes to skip the
+round only when the time of the data phase is over.
 """
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterable
 from dataclasses import replace
 
+from protocols.aio import loop_time
 from protocols.allreduce import plan as planning
 from protocols.allreduce.all_reduce import AllReduce
 from protocols.base import Deadline, Member, PeerId
@@ -30,11 +30,11 @@ class RoundCoordinator:
         self._candidates: dict[PeerId, Member] = {}
 
     def admission_asked(self, member: Member) -> None:
-        """A peer that holds the state asks for admission to the next roster."""
+        """Note a candidate: a peer that holds the state and asks for admission to the next roster."""
         self._candidates[member.peer] = member
 
     async def lead(self, ballot: int) -> None:
-        """Lead a ballot of this member's to its proposal; returns when the ballot is over for it."""
+        """Lead a ballot of this member to its proposal. Returns when the ballot is over for this member."""
         call, state, driver = self._call, self._state, self._attempt.driver
         if call.resolved is None:
             if not await call.due():
@@ -45,7 +45,7 @@ class RoundCoordinator:
             self._publish(planning.reassign_parts(call.resolved.plan, {}, ballot))
         await self._fetch_what_others_hold()
         while state.leading == ballot and (resolved := call.resolved):
-            now, until = asyncio.get_running_loop().time(), self._until(resolved)
+            now, until = loop_time(), self._until(resolved)
             exchange = self._attempt.exchange_of(resolved.digest)
             if exchange and exchange.complete:
                 return driver.chosen(ballot, records.encode(self._outcome(resolved, exchange)))
@@ -58,7 +58,7 @@ class RoundCoordinator:
             await self._wait(resolved, min(until, overdue) if overdue > now else until)
 
     async def _wait(self, resolved: planning.ResolvedPlan, until: Deadline) -> None:
-        """Wait until another plan, another data phase or news of it comes, or the ballot is lost."""
+        """Wait for another plan, another data phase, progress of the data phase, or the loss of the ballot."""
         attempt, exchange = self._attempt, self._attempt.exchange
         known = self._progress(exchange)
         await attempt.until(
@@ -88,7 +88,7 @@ class RoundCoordinator:
     # -- what is lost -------------------------------------------------------------------------------------------------
 
     def _lost(self, resolved: planning.ResolvedPlan, exchange: AllReduce | None, now: float) -> list[int]:
-        """Parts that are missing here and whose reducer is gone, has failed, or is long overdue."""
+        """Parts that are missing here and whose reducer is gone, has failed or is overdue."""
         if exchange is None:
             return []
         live = self._context.live_peers()
@@ -102,13 +102,13 @@ class RoundCoordinator:
         ]
 
     def _overdue(self, resolved: planning.ResolvedPlan, exchange: AllReduce | None) -> Deadline:
-        """When a part is overdue: other parts, which should take as long, came in long before."""
+        """When a missing part is overdue: long after other parts came in, which should take as long."""
         if exchange is None or not exchange.parts or exchange.complete:
             return self._until(resolved)
         return exchange.finished + 2 * self._state.phase_seconds + self._attempt.driver.patience_seconds
 
     def _replacement_reducer(self, resolved: planning.ResolvedPlan) -> int:
-        """The index of the member that reduces lost parts: this one; if it is not in the plan, the fastest that is."""
+        """Index of the member that is to reduce lost parts: this one or, if it is not in the plan, the fastest one."""
         if self._me.peer in resolved.peers:
             return resolved.peers.index(self._me.peer)
         live = self._context.live_peers()
@@ -132,7 +132,7 @@ class RoundCoordinator:
 
     def _suspects(self, ballot: int) -> list[PeerId]:
         """Coordinators of earlier ballots that have been silent for longer than a ballot may take."""
-        driver, now = self._attempt.driver, asyncio.get_running_loop().time()
+        driver, now = self._attempt.driver, loop_time()
         earlier = dict.fromkeys(driver.tally.coordinator(each) for each in range(min(ballot, MAX_ROSTER)))
         since = now - driver.patience_seconds
         return [peer for peer in earlier if peer != self._me.peer and self._state.heard.get(peer, -1.0) < since]
@@ -140,7 +140,7 @@ class RoundCoordinator:
     # -- records ------------------------------------------------------------------------------------------------------
 
     def _outcome(self, resolved: planning.ResolvedPlan, exchange: AllReduce) -> Record:
-        """The mean, or a skipped round if no work is in it: the outer momentum alone would move the state."""
+        """Record of the mean; a SKIP if the mean holds no work, since the outer momentum alone would move the state."""
         head, parts = self._attempt.head, [exchange.parts[part] for part in range(len(resolved.plan.reducers))]
         results = tuple(held.result for held in parts if held.result)
         brought = records.contributions(resolved.peers, results)
@@ -163,7 +163,7 @@ class RoundCoordinator:
         return records.extend(self._attempt.head, Kind.SKIP, self._roster(resolved.peers), resolved.digest)
 
     def _beyond_a_broken_link(self) -> list[PeerId]:
-        """Peers whose only broken link is the one to this member: others tell whether they are alive."""
+        """Peers whose only broken link is the one to this member, which cannot judge whether they are alive."""
         ends = [(each.first, each.second) for each in self._attempt.head.complaints]
         ours = [
             first if second == self._me.peer else second for first, second in ends if self._me.peer in (first, second)
@@ -171,15 +171,15 @@ class RoundCoordinator:
         return [peer for peer in ours if sum(peer in pair for pair in ends) == 1]
 
     def _roster(self, doubtful: Iterable[PeerId]) -> tuple[Member, ...]:
-        """The next roster: live members that stay, and candidates; without doubtful members silent since the call."""
+        """The next roster: live members that stay, and candidates. Evicts `doubtful` members silent since the cut."""
         state, tally, head = self._state, self._attempt.driver.tally, self._attempt.head
         live = set(self._context.host.members.live())
         live |= {member for member in head.roster if member.peer in self._beyond_a_broken_link()}
         mute = {peer for peer in doubtful if state.heard.get(peer, -1.0) < self._call.cut_at}
         here = [member for member in head.roster if member == self._me or (member in live and member.peer not in mute)]
-        found = here if len(here) >= tally.quorum else head.roster  # a record never evicts as many as could decide
+        found = here if len(here) >= tally.quorum else head.roster  # evict no member unless a quorum is here
         staying = [member for member in found if member.peer not in state.leaving]
-        # where all leave, as many hold the vote as any quorum needs one of
+        # if all leave, keep so many that one of them is in every quorum
         staying = staying or here[: min_retained(len(head.roster), tally.quorum)]
         taken = {member.peer for member in staying}
         asking = [member for member in self._candidates.values() if member in live and member.peer not in taken]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from protocols import wire
-from protocols.aio import task_group
+from protocols.aio import loop_time, task_group
 from protocols.allreduce.all_reduce import AllReduce
 from protocols.allreduce.parts import ReducedPart, ReduceJob
 from protocols.allreduce.plan import ResolvedPlan
@@ -47,7 +47,7 @@ class MemberAveraging:
     # -- the data phase -----------------------------------------------------------------------------------------------
 
     def _follow(self, group: asyncio.TaskGroup, resolved: ResolvedPlan) -> None:
-        """Begin the data phase of a plan, or go on with it under another version of that plan."""
+        """Begin the data phase of a plan, or continue it under another version of that plan."""
         exchange = self._attempt.exchange_of(resolved.digest)
         if exchange is None:
             if self._running:
@@ -62,7 +62,7 @@ class MemberAveraging:
         bound = [value.record for value in (driver.vote.accepted, driver.vote.forked) if value]
         context.part_cache.retain(attempt.head.key.lineage, {part.digest for record in bound for part in record.parts})
         exchange = AllReduce(context.host, context.accounting, self._task(resolved), self._on_exchange)
-        attempt.data_phase_begun(exchange)
+        attempt.exchange = exchange
         live = context.live_peers()
         for peer in resolved.peers:
             if peer not in live and peer != context.me.peer:
@@ -85,14 +85,14 @@ class MemberAveraging:
             chunk_elements=context.settings.chunk_elements,
             compute=context.host.compute,
             signer=context.host.signer,
-            silent=max(asyncio.get_running_loop().time(), attempt.call.cut_at) + patience_seconds,
+            silent=max(loop_time(), attempt.call.cut_at) + patience_seconds,
             patience_seconds=patience_seconds,
             deadline=attempt.call.hand_in_until(),
             progress=attempt.driver.moved,
         )
 
     def _on_exchange(self) -> None:
-        """A part came in, or cannot be had from its reducer."""
+        """Handle a part that came in, or whose reducer failed."""
         attempt, exchange = self._attempt, self._attempt.exchange
         assert exchange is not None
         for held in exchange.parts.values():
@@ -106,7 +106,7 @@ class MemberAveraging:
     # -- the end ------------------------------------------------------------------------------------------------------
 
     async def _collect(self) -> list[ReducedPart] | None:
-        """The parts of the decided record, fetched where they are missing; None if they cannot be had here."""
+        """The parts of the decided record, fetched if missing. None if this peer cannot get them or use them."""
         certificate = self._attempt.driver.certificate
         record = records.decode(certificate.record) if certificate else None
         if certificate is None or record is None or record.state_root != self._attempt.head.state_root:
@@ -125,7 +125,7 @@ class MemberAveraging:
         if certificate is None:
             return AveragingResult(Outcome.SUPERSEDED if self._attempt.over() else Outcome.UNDECIDED)
         if records.decode(certificate.record).state_root != self._attempt.head.state_root:
-            self._context.accounting.name(self._context.me.peer, "our state is not the one that was decided on")
+            self._context.accounting.name(self._context.me.peer, "this peer has another state than the decided one")
         if parts is None or not await self._decode(parts):
             return AveragingResult(Outcome.SUPERSEDED)
         return self._decided(certificate)

@@ -1,7 +1,7 @@
-"""Reduced parts by digest: of the round under way and of the last rounds decided, served to whoever missed one.
+"""Reduced parts by digest, of the round under way and of the last decided ones, served to peers that missed one.
 
-Those of the round under way and of the one before are in memory. What was decided before that moves to a store, if
-there is one, and goes out from there when nothing else needs the link.
+Parts of the present and the previous round are in memory. Those of earlier rounds move to a store, if there is one, and
+are served from there while no data phase needs the link.
 """
 
 from __future__ import annotations
@@ -22,31 +22,31 @@ from protocols.stream_limiter import StreamLimiter
 
 PARTS = "starling/parts/1"
 GIVE_WAY_SECONDS = 5.0
-"""A chunk of a past round waits so long for a data phase: who asked for it has a deadline."""
+"""Longest time that a chunk of a past round waits for a data phase to end, since its requester has a deadline."""
 _LIMIT = 256
 
 
 class PartCache:
-    """Parts by the lineage that their round extends and by their digest. What is served is complete, and stays so.
+    """Parts by the lineage that their round extends, and by digest. It serves complete parts only.
 
     Attributes:
-        past: where decided rounds go; None: nowhere.
-        gate: past rounds are not handed out while it is closed.
+        past: store of the parts of decided rounds; None if there is none.
+        gate: parts of past rounds are not served while it is closed.
     """
 
     def __init__(self, host: Host, past: PartStore | None = None, gate: Gate | None = None) -> None:
         """
         Args:
-            gate: that of `past`; None: one of its own.
+            gate: the gate of `past`; None for a new one.
         """
         self.past, self.gate = past, gate or Gate()
         self._parts: dict[bytes, dict[bytes, ReducedPart]] = {}
-        self._waiting: dict[bytes, None] = {}  # decided, and to be stored
+        self._waiting: dict[bytes, None] = {}  # lineages of decided rounds that are to be stored
         self._limiter = StreamLimiter()
         host.transport.serve(PARTS, self._serve)
 
     def get(self, digest: bytes) -> ReducedPart | None:
-        """The part with this digest, if we have it in memory."""
+        """The part with this digest, if it is in memory."""
         return next((parts[digest] for parts in self._parts.values() if digest in parts), None)
 
     def __contains__(self, digest: bytes) -> bool:
@@ -56,21 +56,21 @@ class PartCache:
         return self.get(digest) or (self.past.get(digest) if self.past else None)
 
     async def load(self, digest: bytes) -> ReducedPart | None:
-        """The part with this digest, if we have it anywhere."""
+        """The part with this digest, from memory or from the store; None if it is in neither."""
         part = self._find(digest)
         return await self.past.load(part) if self.past and isinstance(part, Stored) else self.get(digest)
 
     def put(self, lineage: bytes, part: ReducedPart) -> None:
-        """Take a sealed part of the round that extends a lineage."""
+        """Keep a sealed part of the round that extends a lineage."""
         assert part.result is not None
         self._parts.setdefault(lineage, {})[part.result.digest] = part
 
     def of(self, lineage: bytes) -> tuple[bytes, ...]:
-        """Digests of the parts of one round."""
+        """Digests of the parts of the round that extends a lineage, as far as they are in memory."""
         return tuple(self._parts.get(lineage, ()))
 
     def keep(self, lineages: Collection[bytes], in_memory: Collection[bytes] = ()) -> None:
-        """Drop the parts of all other rounds; of these, but for some, what is stored is in memory no more."""
+        """Drop the parts of all other rounds, and stored parts of these, unless they are to stay `in_memory`."""
         stored = self.past or ()
         self._parts = {
             lineage: parts
@@ -80,13 +80,13 @@ class PartCache:
         self._waiting = {lineage: None for lineage in self._waiting if lineage in self._parts}
 
     def decided(self, lineage: bytes, digests: Collection[bytes]) -> None:
-        """A round is over: these are its parts, and to be stored."""
+        """Note that a round is decided: drop its other parts, and let `save` store these."""
         self.retain(lineage, digests)
         if self.past and self._parts[lineage] and lineage not in self.past:
             self._waiting[lineage] = None
 
     async def save(self) -> None:
-        """Store what waits for it. Cut short, it goes on where it was when it is called again."""
+        """Store the rounds that wait for it. If it is cancelled, the next call continues where it stopped."""
         while self.past and self._waiting:
             lineage = next(iter(self._waiting))
             await self.past.put(lineage, list(self._parts[lineage].values()))
@@ -122,7 +122,7 @@ class PartCache:
         await stream.send(part.done or wire.PartDone(0, 0, part.result, b""))
 
     async def _read(self, part: Stored, index: int) -> Buffer | None:
-        """A chunk of a past round; None where its file fails."""
+        """A chunk of a past round; None if its file fails."""
         await self.gate.passed(GIVE_WAY_SECONDS)
         return await self.past.read(part, index) if self.past else None
 
@@ -130,16 +130,16 @@ class PartCache:
 async def fetch_part(
     host: Host, peer: PeerId, wanted: wire.PartDigest, codec: Codec, span: tuple[int, int, int], deadline: Deadline
 ) -> ReducedPart:
-    """Get a part from a peer that may have it. `done` of what is returned is the peer's word, and not verified.
+    """Fetch a part from a peer that may have it. The `done` of the result is the peer's claim, and not verified.
 
     Args:
-        wanted: what it must turn out to be.
+        wanted: digest that the part must have.
         span: element range [low, high) of the part, and elements of a chunk.
 
     Raises:
-        PeerGone: the peer cannot be reached or does not have it.
+        PeerGone: the peer cannot be reached or does not have the part.
         PeerSilent: the stream broke off.
-        BadPayload: what came is not what was wanted.
+        BadPayload: the peer sent another part.
     """
     part = ReducedPart(codec, *span)
     async with host.transport.open(peer, PARTS, deadline) as stream:
@@ -148,6 +148,6 @@ async def fetch_part(
             raise PeerGone(peer, "does not have the part")
         done = await receive_reduced(stream, part, host.compute)
     if part.result != wanted:
-        raise BadPayload("a part whose digest is not the one that was asked for")
+        raise BadPayload("a part with another digest than the requested one")
     part.done = replace(done, result=wanted) if done.signature else None
     return part

@@ -1,12 +1,12 @@
-"""Fetching parts from other peers: for a vote, for a decision, or for a coordinator whose reducer is lost."""
+"""Fetching parts from other peers: for a vote, for a decision, or for a coordinator that has lost a reducer."""
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from functools import partial
 
 from protocols import wire
+from protocols.aio import loop_time
 from protocols.allreduce.parts import ReducedPart, part_message
 from protocols.base import BadPayload, Deadline, PeerError, PeerId
 from protocols.butterfly.attempt import RoundAttempt
@@ -25,7 +25,7 @@ class PartFetcher:
         self._elements = attempt.context.elements(attempt.head)
 
     def hold(self) -> None:
-        """Tell the vote which parts are here."""
+        """Report to the vote which parts are here."""
         exchange = self._attempt.exchange
         signed = [held.done for held in exchange.parts.values() if held.done and held.chunks] if exchange else []
         plan = exchange.task.resolved.digest if exchange else bytes(32)
@@ -38,7 +38,7 @@ class PartFetcher:
         self._context.part_cache.put(self._attempt.head.key.lineage, held)
 
     def _within(self, seconds: float) -> Deadline:
-        return min(self._attempt.deadline, asyncio.get_running_loop().time() + seconds)
+        return min(self._attempt.deadline, loop_time() + seconds)
 
     async def fetch_when_asked(self) -> None:
         """Fetch the parts that this member's vote waits for, from the members that have voted already."""
@@ -60,7 +60,7 @@ class PartFetcher:
                 state.fetch_failed(missing)
 
     async def lost_part(self, plan: bytes, done: wire.PartDone, holders: Sequence[PeerId]) -> ReducedPart | None:
-        """Get a part of the present plan, whose reducer is lost, from the peers that hold it."""
+        """Fetch a part of the present plan, whose reducer is lost, from the peers that hold it."""
         exchange = self._attempt.exchange
         if exchange is None or done.reducer >= len(exchange.task.resolved.peers):
             return None
@@ -74,9 +74,9 @@ class PartFetcher:
         return held
 
     async def obtain(self, record: Record, index: int, holders: Sequence[PeerId]) -> ReducedPart | None:
-        """Get a part of a record, and keep it."""
+        """Get a part of a record from memory or from its holders, and keep it. None if that fails."""
         part = record.parts[index]
-        await self._underway(record, index)
+        await self._await_own_part(record, index)
         if held := self._context.part_cache.get(part.digest):
             self._keep(held)
             return held
@@ -84,12 +84,12 @@ class PartFetcher:
             return None
         held = await self._ask(holders, part, (record.bounds[index], record.bounds[index + 1]), len(record.peers))
         if held:
-            self._convict(index, held)
+            self._blame_double_signer(index, held)
             self._keep(held)
         return held
 
-    async def _underway(self, record: Record, index: int) -> None:
-        """Wait for a part that this member's data phase is about to have, for as long as data flows."""
+    async def _await_own_part(self, record: Record, index: int) -> None:
+        """Wait for a part that this member's own data phase may still complete, as long as data flows."""
         exchange = self._attempt.exchange_of(record.plan)
         if exchange is None:
             return
@@ -97,21 +97,20 @@ class PartFetcher:
         def settled() -> bool:
             return index in exchange.parts or index in exchange.failed or self._attempt.exchange is not exchange
 
-        loop = asyncio.get_running_loop()
-        while not settled():
-            until = min(exchange.task.deadline, exchange.moved + self._attempt.driver.patience_seconds)
-            if loop.time() >= until:
-                return
-            await self._attempt.until(settled, until)
+        def flows_until() -> Deadline:
+            return min(exchange.task.deadline, exchange.moved + self._attempt.driver.patience_seconds)
+
+        while not settled() and loop_time() < flows_until():
+            await self._attempt.until(settled, flows_until())
 
     async def _ask(
         self, holders: Sequence[PeerId], part: wire.PartDigest, bounds: tuple[int, int], members: int
     ) -> ReducedPart | None:
-        """Ask one peer after the other, none for longer than a ballot may take.
+        """Ask one holder after the other, each for at most the time of a ballot. Blames a holder of a wrong part.
 
         Args:
             bounds: element range of the part.
-            members: of the plan.
+            members: number of members of the plan.
         """
         codec, live = self._context.codec.reduced(members), self._context.live_peers()
         span = (*bounds, self._context.settings.chunk_elements)
@@ -129,8 +128,8 @@ class PartFetcher:
                 continue
         return None
 
-    def _convict(self, index: int, held: ReducedPart) -> None:
-        """Two different parts under one reducer's signature are proof against it."""
+    def _blame_double_signer(self, index: int, held: ReducedPart) -> None:
+        """Blame a reducer that signed two different results for one part. The signatures prove it."""
         exchange = self._attempt.exchange
         mine = exchange.parts.get(index) if exchange else None
         if not exchange or not mine or not mine.done or not held.done or mine.result == held.result:

@@ -1,7 +1,8 @@
-"""The reduced parts of past rounds, on a disk: for those who take longer over a snapshot than memory can wait.
+"""A store on disk for the reduced parts of past rounds.
 
-A round's parts stand in one room, one after the other, written in pieces of at most 1 MiB. Where the disk fails the
-round is not kept, which costs nobody but those who would have asked for it.
+It is for peers whose snapshot takes longer than parts stay in memory. The parts of a round are in one buffer, one after
+the other, and are written in pieces of at most 1 MiB. If the disk fails, the round is not kept, which harms only peers
+that would have asked for it.
 """
 
 from __future__ import annotations
@@ -24,18 +25,19 @@ T = TypeVar("T")
 
 STORE_ROUNDS = 64
 LEAST_ROUNDS = 16
-"""Kept however large they are: a state is eight bytes an element and a mean about one, so whoever can follow the rounds
-at all has fetched a snapshot before eight of them are over, and it was five old at most when it was begun."""
+"""Rounds that are kept however large they are. A state takes eight bytes an element, a mean about one. So a peer that
+can follow the rounds at all fetches a snapshot in less than eight rounds; it was at most five rounds old at the start.
+"""
 LIMIT_BYTES = 4 << 30
 GIVE_WAY_SECONDS = 10.0
-"""What is to be written waits so long for a data phase, piece by piece: longer, and it is in memory for too long."""
+"""Longest time that each piece waits for a data phase before it is written. Longer, and parts fill the memory."""
 
 
 class Stored(PartLayout):
-    """A part in the store. Its bytes can be had for as long as it is held, even after its round has gone.
+    """A part in the store. Its bytes can be read as long as this object exists, even after its round was dropped.
 
     Attributes:
-        masks, result, done: as of `ReducedPart`.
+        masks, result, done: as in `ReducedPart`.
     """
 
     def __init__(self, part: ReducedPart, room: SnapshotBuffer, offset: int) -> None:
@@ -44,7 +46,7 @@ class Stored(PartLayout):
         self._room, self._offset = room, offset
 
     def chunk(self, index: int) -> bytearray:
-        """The encoded bytes of a chunk; takes a disk's time.
+        """Read the encoded bytes of a chunk. Blocks until the disk answers.
 
         Raises:
             OSError: the file fails.
@@ -54,7 +56,7 @@ class Stored(PartLayout):
         return data
 
     def load(self) -> ReducedPart:
-        """The part in memory; takes a disk's time, and raises as `chunk` does."""
+        """Read the whole part into memory. Blocks and raises as `chunk` does."""
         held = ReducedPart(self.codec, self.low, self.high, self.chunk_elements)
         for index in range(self.chunks):
             held.chunk(index)[:] = self.chunk(index)
@@ -64,7 +66,11 @@ class Stored(PartLayout):
 
 @dataclass(slots=True)
 class _Round:
-    """One round's parts; `pieces` of them are still to be written: part, chunk, place in the room."""
+    """The parts of one round.
+
+    Attributes:
+        pieces: chunks that are not written yet: part, index of the chunk, offset in the buffer.
+    """
 
     room: SnapshotBuffer
     size_bytes: int
@@ -73,7 +79,7 @@ class _Round:
 
 
 class PartStore:
-    """Parts by the lineage that their round extends and by their digest; the oldest rounds go first."""
+    """Parts by the lineage that their round extends, and by digest. The oldest rounds are dropped first."""
 
     def __init__(
         self,
@@ -86,14 +92,14 @@ class PartStore:
     ) -> None:
         """
         Args:
-            make_room: for so many bytes; raises OSError where there is none.
-            compute: runs what waits for the disk.
-            gate: nothing is written while it is closed, or little.
+            make_room: makes a buffer of this many bytes; raises OSError if there is no space.
+            compute: runs the calls that wait for the disk.
+            gate: while it is closed, little or nothing is written.
         """
         self._make_room, self._compute, self._gate = make_room, compute, gate
         self._limit_bytes, self._most, self._least = limit_bytes, most_rounds, least_rounds
         self._rounds: dict[bytes, _Round] = {}
-        self._begun: dict[bytes, _Round] = {}  # at most one: it is written now, or goes on when it is put again
+        self._begun: dict[bytes, _Round] = {}  # at most one, which is being written or continues at the next `put`
         self._failing = False
 
     def __contains__(self, lineage: bytes) -> bool:
@@ -108,19 +114,19 @@ class PartStore:
         return sum(each.size_bytes for each in self._rounds.values())
 
     def get(self, digest: bytes) -> Stored | None:
-        """The part with this digest, if it is here."""
+        """The part with this digest, if it is in the store."""
         return next((each.parts[digest] for each in self._rounds.values() if digest in each.parts), None)
 
     async def read(self, part: Stored, index: int) -> Buffer | None:
-        """A chunk of a stored part; None, and its round is dropped, where its file fails."""
-        return await self._had(part, partial(part.chunk, index), part.size(index))
+        """Read a chunk of a stored part. If its file fails, drop the round and return None."""
+        return await self._on_disk(part, partial(part.chunk, index), part.size(index))
 
     async def load(self, part: Stored) -> ReducedPart | None:
-        """All of a stored part; None as for `read`."""
-        return await self._had(part, part.load, part.size_bytes)
+        """Read all of a stored part; None as for `read`."""
+        return await self._on_disk(part, part.load, part.size_bytes)
 
     async def put(self, lineage: bytes, parts: Sequence[ReducedPart]) -> bool:
-        """Write a round's sealed parts; what was cut short goes on where it was. False where the disk fails."""
+        """Write a round's sealed parts, or continue a write that was cancelled. False if the disk fails."""
         try:
             if lineage not in self._begun:
                 self._begun = {lineage: await self._begin(parts)}
@@ -132,18 +138,18 @@ class PartStore:
                 each.pieces.popleft()
         except OSError as error:
             self._begun = {}
-            self._fails(error)
+            self._on_write_error(error)
             return False
         self._failing, self._begun = False, {}
         self._rounds[lineage] = each
         self._trim()
         return True
 
-    async def _had(self, part: Stored, work: Callable[[], T], cost_bytes: int) -> T | None:
+    async def _on_disk(self, part: Stored, work: Callable[[], T], cost_bytes: int) -> T | None:
         try:
             return await self._compute.run(work, cost_bytes)
         except OSError as error:
-            log.warning("the parts of a past round are lost: %s", error.strerror or error)
+            log.warning("cannot read the parts of a past round, so they are dropped: %s", error.strerror or error)
             self._rounds = {key: each for key, each in self._rounds.items() if part not in each.parts.values()}
             return None
 
@@ -164,10 +170,10 @@ class PartStore:
         ):
             del self._rounds[next(iter(self._rounds))]
 
-    def _fails(self, error: OSError) -> None:
-        """Say so once, until it works again; the oldest round makes room for the next one."""
+    def _on_write_error(self, error: OSError) -> None:
+        """Log the first of several failures in a row. Drop the oldest round, to make space for the next one."""
         if not self._failing:
-            log.warning("a round's parts are not kept for those who come later: %s", error.strerror or error)
+            log.warning("cannot store a round's parts for peers that come later: %s", error.strerror or error)
         self._failing = True
         if self._rounds:
             del self._rounds[next(iter(self._rounds))]

@@ -1,8 +1,8 @@
-"""How a round is called: offers travel to the coordinators, the plan of one cuts every trainer.
+"""How a round is called: members send offers to the coordinators, and the plan of one of these cuts all trainers.
 
-Each member's offer goes to the round's first coordinators from the start, and again as its work grows, so that a slow
-member's tokens are known when the call comes. Once complete it goes to the whole roster: any member may have to
-coordinate.
+A member sends its offer to the round's first coordinators at the start, and again as its work grows, so that a slow
+member's tokens are known when the round is called. An offer of complete work goes to the whole roster, because any
+member may have to coordinate.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
-from protocols.aio import Notifier
+from protocols.aio import Notifier, loop_time
 from protocols.allreduce import plan as planning
 from protocols.base import BadPayload, Deadline, Head, LocalProgress, PeerId
 from protocols.butterfly.context import ButterflyContext
@@ -21,19 +21,19 @@ from protocols.wire import Offer, Plan, Ready
 GROWTH = 1.25
 """An offer is sent again when its tokens have grown by this factor."""
 LEAVER_SECONDS = 2.0
-"""A leaver waits so long for a round in which it has taken no step yet: called at once, the round would be skipped."""
+"""Wait before a coordinator without work calls a round for a leaving member. At once, the round would be skipped."""
 INFORMED = 2
-"""Coordinators that hear of incomplete work: the first, and the one that takes over from it."""
+"""Number of coordinators that get offers of incomplete work: the first, and the one that takes over from it."""
 
 
 class RoundCall:
     """One member's side of the call.
 
     Attributes:
-        cut: set when the round is called and no further step of ours fits, or at the round's deadline.
-        resolved: what was called; None before.
-        cut_at: when the last member is to hand in.
-        changed: rings for every offer and plan.
+        cut: set when the round is called and no further step of this member fits, or at the round's deadline.
+        resolved: the latest plan; None before the call.
+        cut_at: when the last member has to send its work.
+        changed: notified of every offer and plan.
     """
 
     def __init__(self, context: ButterflyContext, head: Head, bandwidth: float, deadline: Deadline) -> None:
@@ -42,7 +42,6 @@ class RoundCall:
             bandwidth: this member's upload, bytes/s.
             deadline: the end of the attempt at the round.
         """
-        loop = asyncio.get_running_loop()
         self.cut = asyncio.Event()
         self.resolved: planning.ResolvedPlan | None = None
         self.cut_at = deadline
@@ -50,19 +49,19 @@ class RoundCall:
         self._context, self._me, self._bandwidth, self._deadline = context, context.me, bandwidth, deadline
         self._key, self._roster, self._inputs = head.key, head.roster, context.inputs(head)
         self._order = coordinators(head.key.lineage, head.roster)
-        self._began = loop.time()
+        self._began = loop_time()
         self._offers: dict[PeerId, Offer] = {}
         self._complete_seconds: dict[PeerId, float] = {}
         self._announced: Offer | None = None
-        self._timer = loop.call_at(deadline, self.cut.set)
+        self._timer = asyncio.get_running_loop().call_at(deadline, self.cut.set)
 
     def close(self) -> None:
         self._timer.cancel()
 
     def hand_in_until(self) -> Deadline:
-        """End of this member's data phase: one that was late to hand in has as long to fetch what the others made."""
+        """End of this member's data phase. A member that is late has the whole budget to fetch the others' results."""
         budget_seconds = self.resolved.plan.budget_seconds if self.resolved else 0.0
-        handed_in = max(self.cut_at, asyncio.get_running_loop().time())
+        handed_in = max(self.cut_at, loop_time())
         return min(self._deadline, handed_in + budget_seconds)
 
     def ready(self, work: LocalProgress) -> None:
@@ -81,7 +80,7 @@ class RoundCall:
         signature = self._context.host.signer.sign(planning.offer_message(self._key, offer))
         offer = replace(offer, signature=signature)
         self._take(offer)
-        if self.resolved is None or offer.leaving:  # which the next roster can still be without
+        if self.resolved is None or offer.leaving:  # even after the call, the next roster can leave this member out
             self._announce(offer)
         if self.resolved and self._me.peer in self.resolved.peers:
             self._arm()
@@ -92,23 +91,23 @@ class RoundCall:
         if sent and not completed and offer.tokens < GROWTH * max(1, sent.tokens):
             return
         self._announced = offer
-        told: Sequence[PeerId] = self._order if completed else self._order[:INFORMED]
-        for peer in told:
+        receivers: Sequence[PeerId] = self._order if completed else self._order[:INFORMED]
+        for peer in receivers:
             if peer != self._me.peer:
                 self._context.post.send(peer, Ready(self._key, offer))
 
     def on_ready(self, peer: PeerId, offer: Offer) -> None:
-        """An offer from a peer.
+        """Take an offer from a peer.
 
         Raises:
-            BadPayload: it is not that peer's, or forged.
+            BadPayload: the offer is forged, not that peer's, or not of a member.
         """
         if offer.member not in self._roster or offer.member.peer != peer:
-            raise BadPayload(f"an offer of {offer.member.peer}, who is not this member of the roster")
+            raise BadPayload(f"an offer of {offer.member.peer}, which is not the sender or not in the roster")
         if not self._context.host.signer.verify(peer, planning.offer_message(self._key, offer), offer.signature):
             raise BadPayload("an offer with a forged signature")
         known = self._offers.get(peer)
-        if known is None or _extent(offer) >= _extent(known):
+        if known is None or _recency(offer) >= _recency(known):
             self._take(offer)
 
     def _take(self, offer: Offer) -> None:
@@ -119,36 +118,32 @@ class RoundCall:
         self.changed.notify()
 
     def _elapsed(self) -> float:
-        return asyncio.get_running_loop().time() - self._began
+        return loop_time() - self._began
 
     def draw(self, ballot: int, without: Collection[PeerId]) -> Plan:
-        """The plan that calls the round with the offers that are in, for the coordinator of a ballot.
+        """Draw the plan that calls the round with the offers that are in, as the coordinator of a ballot.
 
         Args:
-            without: members that have been silent: no member shall wait for them.
+            without: silent members to leave out, so that no member waits for them.
         """
         offers = [each for peer, each in self._offers.items() if peer not in without and self._agrees(each)]
         return planning.make_plan(self._inputs, offers, self._elapsed(), ballot)
 
     async def due(self) -> bool:
         """Wait for the moment of the call; False if the round ends first."""
-        loop, done = asyncio.get_running_loop(), self._complete_seconds
-        while loop.time() < self._deadline:
+        while loop_time() < self._deadline:
             here, worked, leaving, _ = known = self._stands()
-            after = planning.call_after(list(done.values()), len(self._roster)) if here else None
+            after = planning.call_after(list(self._complete_seconds.values()), len(self._roster)) if here else None
             if here and leaving:  # a leaver waits for a moment only, if no work is done yet
                 after = 0.0 if worked else LEAVER_SECONDS
             due = self._deadline if after is None else self._began + after
-            if self.resolved is not None or (after is not None and loop.time() >= due):
+            if self.resolved is not None or (after is not None and loop_time() >= due):
                 return True
-            await self.changed.reached(
-                lambda known=known: self.resolved is not None or self._stands() != known,  # type: ignore[misc]
-                due,
-            )
+            await self.changed.reached(lambda: self.resolved is not None or self._stands() != known, due)  # noqa: B023
         return False
 
     def incomplete(self) -> tuple[PeerId, ...]:
-        """Members that have not said that their inner steps are done."""
+        """Members that have not announced that their inner steps are complete."""
         return tuple(m.peer for m in self._roster if m.peer not in self._complete_seconds)
 
     def _stands(self) -> tuple[bool, bool, bool, int]:
@@ -169,10 +164,10 @@ class RoundCall:
         return False
 
     def on_plan(self, plan: Plan) -> None:
-        """A call, or a part given to another; from the coordinator of the ballot that it names.
+        """Take a plan from the coordinator of the ballot that it names: a call, or a part given to another reducer.
 
         Raises:
-            BadPayload: not valid, or a second one of the same version.
+            BadPayload: the plan is not valid, or differs from another one of the same version.
         """
         known = self.resolved.plan if self.resolved else None
         if known and (plan.ballot, plan.version) <= (known.ballot, known.version):
@@ -183,22 +178,21 @@ class RoundCall:
         before, self.resolved = self.resolved, planning.resolve_plan(plan, self._inputs.robust)
         self.changed.notify()
         if before is None or before.digest != self.resolved.digest:
-            self.cut_at = min(self._deadline, asyncio.get_running_loop().time() + plan.cut_seconds)
+            self.cut_at = min(self._deadline, loop_time() + plan.cut_seconds)
             if self._me.peer in self.resolved.peers:
                 self._arm()
 
     def _arm(self) -> None:
-        """Cut when no further step of ours would end in time; a step's length may be news even after the call."""
-        loop = asyncio.get_running_loop()
-        mine = self._offers.get(self._me.peer)  # none yet if the call came before the trainer's first word
+        """Cut when no further step of this member would end in time. A step's length may change even after the call."""
+        mine = self._offers.get(self._me.peer)  # None if the call came before the trainer's first report
         cut_at = self.cut_at - (mine.step_seconds if mine else 0.0)
         self._timer.cancel()
-        if cut_at <= loop.time():
+        if cut_at <= loop_time():
             self.cut.set()
         else:
-            self._timer = loop.call_at(cut_at, self.cut.set)
+            self._timer = asyncio.get_running_loop().call_at(cut_at, self.cut.set)
 
 
-def _extent(offer: Offer) -> tuple[bool, int, bool]:
-    """By which of two offers of one member the later one is told."""
+def _recency(offer: Offer) -> tuple[bool, int, bool]:
+    """Sort key that finds the later of two offers of one member."""
     return offer.leaving, offer.tokens, offer.complete

@@ -1,7 +1,7 @@
-"""What one member knows of a round, beside the vote itself. Pure: moments come in as arguments.
+"""What one member knows about a round, besides the vote itself. Pure: the time comes in as an argument.
 
-`ConsensusDriver` keeps one for each lineage, and it outlives the attempts at the round. Every method names an event;
-nothing but these methods changes the state.
+`ConsensusDriver` keeps one for each lineage, and it outlives the attempts at the round. Methods are named after events,
+and only they change the state.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from protocols.consensus.messages import Promise
 
 
 class RoundState:
-    """The coordinator's turn, the parts that the vote waits for, and the signs of life of other peers.
+    """The ballot that this member leads, the parts that its vote waits for, and when it heard of other peers.
 
     Attributes:
         leading: the ballot that this member coordinates and may still choose a record for; None if there is none.
         promises: the members' promises for that ballot.
         wanted: digests of the parts that this member must hold before it can vote for `proposed`.
         proposed: the encoded record that `wanted` belongs to.
-        heard: peer -> when this member last heard of it, in seconds.
+        heard: peer -> time at which this member last heard of it, in seconds.
         leaving: members that have announced that they leave after this round. An announcement is final.
-        onlookers: peer -> the member that waits for the decision without being in the roster.
+        onlookers: peer -> member that waits for the decision without being in the roster.
         phase_seconds: the expected length of the data phase.
     """
 
@@ -45,26 +45,26 @@ class RoundState:
     # -- this member coordinates --------------------------------------------------------------------------------------
 
     def ballot_won(self, ballot: int, promises: tuple[Promise, ...]) -> None:
-        """A quorum promised this ballot, and none of its members had accepted a record."""
+        """Note that a quorum promised this ballot, and none of its members had accepted a record."""
         self.leading, self.promises = ballot, promises
 
     def plan_published(self, ballot: int) -> None:
-        """This member sent a plan to the roster."""
+        """Note that this member sent a plan to the roster."""
         self._published = ballot
 
     def record_chosen(self) -> None:
-        """This member proposed its record: the ballot leaves no further choice."""
+        """Note that this member proposed its record, so that the ballot leaves no further choice."""
         self.leading = None
 
     def ballot_promised(self, ballot: int) -> None:
-        """This member promised a ballot, and so cannot choose in an earlier one."""
+        """Note that this member promised a ballot, so that it cannot choose in an earlier one."""
         if self.leading != ballot:
             self.leading = None
 
     def attempt_restarted(self) -> bool:
-        """A new attempt begins; whether this member gives up its ballot, because it published a plan there before.
+        """Begin a new attempt. Returns whether this member gives up its ballot, because it had sent a plan in it.
 
-        That plan belongs to an attempt that is over, so it binds no member: the next coordinator has its turn.
+        That plan belongs to an attempt that is over and binds no member, so the next coordinator takes over.
         """
         given_up = self.leading is not None and self.leading == self._published
         if given_up:
@@ -74,39 +74,39 @@ class RoundState:
     # -- this member votes --------------------------------------------------------------------------------------------
 
     def parts_missing(self, record: bytes, digests: tuple[bytes, ...]) -> None:
-        """The vote for a record waits for these parts."""
+        """Note that the vote for a record waits for these parts."""
         self.proposed, self.wanted = record, digests
 
     def fetch_begun(self) -> tuple[bytes, ...]:
-        """The digests of the parts to fetch now; they are not wanted any more."""
+        """Return the digests of the parts to fetch now, which are not wanted any more."""
         wanted, self.wanted = self.wanted, ()
         return wanted
 
     def fetch_failed(self, digests: tuple[bytes, ...]) -> None:
-        """These parts could not be fetched: they are wanted again."""
+        """Note that these parts could not be fetched and are wanted again."""
         self.wanted = digests
 
     # -- other peers --------------------------------------------------------------------------------------------------
 
     def peer_heard(self, peer: PeerId, now: float) -> None:
-        """A message or a stream of a peer came in."""
+        """Note that a message or a stream of a peer came in."""
         self.heard[peer] = now
 
     def members_leave(self, peers: Collection[PeerId]) -> None:
-        """These members announced that they leave after this round."""
+        """Note that these members leave after this round."""
         self.leaving.update(peers)
 
     def onlooker_asked(self, member: Member) -> bool:
-        """A peer outside the roster asked for admission; whether it is news."""
+        """Note that a peer outside the roster asked for admission. Returns whether that is new."""
         news = self.onlookers.get(member.peer) != member
         self.onlookers[member.peer] = member
         return news
 
     def alone_seconds(self, now: float, alone: bool) -> float:
-        """For how long the members at hand have been such that may fork; 0.0 unless they are now.
+        """For how long the members at hand have been allowed to fork; 0.0 if they are not allowed now.
 
         Args:
-            alone: whether they are.
+            alone: whether they are allowed now.
         """
         if not alone:
             self._alone_since = None
@@ -115,5 +115,5 @@ class RoundState:
         return 0.0 if self._alone_since is None else now - self._alone_since
 
     def data_phase_planned(self, seconds: float) -> None:
-        """A plan was called whose data phase should take so long."""
+        """Note the expected length of the data phase of a new plan."""
         self.phase_seconds = seconds

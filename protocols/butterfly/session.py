@@ -1,18 +1,17 @@
-"""One attempt at a round, from the first offer to the outcome: `protocols.base.Session` for a roster that votes.
+"""One attempt at a round, from the first offer to the outcome: an `AveragingSession` for a roster that votes.
 
-While the trainer works, offers travel and the round is called. Then the data phase runs, the roster decides, and the
-member fetches what it lacks of the decision and decodes it. An attempt that ends undecided leaves its decision and its
-parts to the next one.
+While the trainer works, members exchange offers and the round is called. Then the data phase runs and the roster
+decides. The member fetches the parts that it lacks of the decision, and decodes them. An attempt that ends undecided
+leaves its decision and its parts to the next one.
 """
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 
 from protocols import wire
-from protocols.aio import task_group
+from protocols.aio import loop_time, task_group
 from protocols.base import (
     AveragingResult,
     BadPayload,
@@ -38,11 +37,11 @@ from protocols.vectors import VectorView
 
 
 class ButterflySession:
-    """One attempt at a round, driven.
+    """Runs one attempt at a round (`protocols.base.AveragingSession`).
 
     Attributes:
-        cut: as in the contract.
-        attempt: what the session shares with its helpers.
+        cut: as in `AveragingSession`.
+        attempt: the state that the session shares with its helpers.
         decision: decides the round.
     """
 
@@ -64,7 +63,7 @@ class ButterflySession:
             self._state.members_leave(self.call.leaving())
 
     def waiting_for(self) -> tuple[PeerId, ...]:
-        """The members whose work is missing; then the reducers of missing parts; then the coordinator."""
+        """Members whose work is missing; after the call, reducers of missing parts; after those, the coordinator."""
         resolved, exchange = self.call.resolved, self.attempt.exchange
         if self.attempt.over():
             return ()
@@ -86,13 +85,13 @@ class ButterflySession:
 
     @property
     def in_time(self) -> bool | None:
-        """Whether the data phase ended within its budget; None if it was not time that was short."""
+        """Whether the data phase ended within its budget; None if it failed for another reason than time."""
         return self.attempt.exchange.in_time if self.attempt.exchange else None
 
-    # -- life ---------------------------------------------------------------------------------------------------------
+    # -- background work ----------------------------------------------------------------------------------------------
 
     async def live(self) -> None:
-        """Do what goes on beside training and averaging, until cancelled."""
+        """Run what goes on beside training and averaging, until cancelled: call, vote and watch over the members."""
         votes = self.decision.votes
         async with task_group() as group:
             group.create_task(self._cut_when_over())
@@ -114,7 +113,7 @@ class ButterflySession:
         self.decision.stop()
 
     def supersede(self) -> None:
-        """A better branch is known: the attempt ends."""
+        """End the attempt, because a better branch is known."""
         self.attempt.supersede()
 
     async def _cut_when_over(self) -> None:
@@ -122,7 +121,7 @@ class ButterflySession:
             self.cut.set()
 
     async def _await_call(self) -> None:
-        """Once the round should be called, its coordinator has as long as a ballot may take."""
+        """Restart the ballot's timer once the round should be called: the coordinator has the time of one ballot."""
         if await self.call.due() and not self.attempt.over():
             self.decision.progress()
 
@@ -138,7 +137,7 @@ class ButterflySession:
         members = self._context.host.members
         roster = {member.peer for member in self.head.roster}
         version, peers = members.version, set(roster)
-        while asyncio.get_running_loop().time() < self.deadline:
+        while loop_time() < self.deadline:
             live = self._context.live_peers()
             for peer in sorted(peers - live):
                 self.gone(peer)
@@ -147,7 +146,7 @@ class ButterflySession:
             peers |= roster & self._context.live_peers()
 
     def _ask_admission(self) -> None:
-        """Ask the roster for admission; former members are told, too, since this member may have to fork with them."""
+        """Ask the roster for admission, and former members too, since this member may have to fork with them."""
         tally, live = self.decision.tally, self._context.host.members.live()
         former = [member.peer for member in live if self.decision.forks_only and tally.was_member(member)]
         for peer in dict.fromkeys((*(member.peer for member in self.head.roster), *former)):
@@ -161,16 +160,16 @@ class ButterflySession:
     # -- events -------------------------------------------------------------------------------------------------------
 
     def gone(self, peer: PeerId) -> None:
-        """A peer is visibly gone."""
+        """Note that a peer is known to be gone."""
         if self.attempt.exchange:
             self.attempt.exchange.lose(peer, "gone")
         self.decision.gone(peer)
 
     def take(self, peer: PeerId, message: Header) -> None:
-        """A control message for this round.
+        """Take a control message for this round.
 
         Raises:
-            BadPayload: it breaks a rule.
+            BadPayload: the message breaks a rule.
         """
         self.decision.hear(peer)
         match message:
@@ -187,11 +186,11 @@ class ButterflySession:
 
     def _on_plan(self, peer: PeerId, plan: wire.Plan) -> None:
         if peer != self.decision.tally.coordinator(plan.ballot):
-            raise BadPayload(f"a plan of {peer}, who does not coordinate ballot {plan.ballot}")
+            raise BadPayload(f"a plan of {peer}, which does not coordinate ballot {plan.ballot}")
         if plan.ballot == self.decision.vote.promised:
             self.call.on_plan(plan)
             self.decision.progress()
-            self.decision.moved(max(self.call.cut_at, asyncio.get_running_loop().time()))
+            self.decision.moved(max(self.call.cut_at, loop_time()))
 
     def _on_admission_request(self, peer: PeerId, member: Member, root: bytes) -> None:
         if member.peer != peer:
@@ -200,16 +199,16 @@ class ButterflySession:
             raise BadPayload("asks for admission with another state")
         self._coordinator.admission_asked(member)
         if self._state.onlooker_asked(member) and self.decision.forks_only:
-            self._request_admission(peer)  # it may have come after this member told those that were here
+            self._request_admission(peer)  # the peer may have come after this member sent its requests
         if self.decision.certificate:
             self._context.post.send(peer, self.decision.certificate)
 
     async def serve(self, peer: PeerId, stream: Stream, opening: wire.Contribute) -> None:
-        """A data stream for this round.
+        """Serve a data stream for this round.
 
         Raises:
-            BadPayload: of another plan, or it broke a rule.
-            PeerSilent: our data phase did not begin in time, or the stream broke off.
+            BadPayload: the stream breaks a rule.
+            PeerSilent: the data phase of its plan did not begin here in time, or the stream broke off.
         """
         self.decision.hear(peer)
         attempt, deadline = self.attempt, min(self.deadline, stream.deadline)
@@ -219,6 +218,6 @@ class ButterflySession:
         try:
             await exchange.serve(peer, stream, opening)
         except BadPayload as error:
-            exchange.lose(peer, f"refused: {error}")  # it will not hand in anything else: no member waits for it
+            exchange.lose(peer, f"refused: {error}")  # it will send nothing else, so no member shall wait for it
             raise
         self.decision.hear(peer)

@@ -1,1 +1,1 @@
-"""How a roster decides on one record: the vote, a pure machine without clock or voice."""
+"""The vote by which a roster decides on one record (Paxos). Pure: no clock and no network."""

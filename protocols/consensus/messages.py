@@ -1,5 +1,4 @@
-"""What the vote says: messages to members, instructions to the host (`protocols.consensus.paxos` is the machine).
-Pure."""
+"""The vote's messages between members, and its instructions to the host (`protocols.consensus.paxos`). Pure."""
 
 from __future__ import annotations
 
@@ -11,17 +10,17 @@ from protocols.wire import MAX_ROSTER, PartDone, blob, digest, many, one, regist
 
 MAX_BALLOT = 1 << 20
 MAX_RECORD_BYTES = 3 << 14
-"""A record travels inside a header, with a vote of each member or with what its sender holds."""
+"""A record travels inside a header, beside a vote of each member or the parts that the sender holds."""
 
 
 @dataclass(frozen=True, slots=True)
 class VoteMessage(Header):
-    """What every message of the vote says.
+    """Fields of every message of the vote.
 
     Attributes:
-        key: of the round; `key.lineage` is what the vote extends.
-        sender: in this life.
-        ballot: what the message speaks of.
+        key: key of the round; the vote is on the record that extends `key.lineage`.
+        sender: the sending peer in its present incarnation.
+        ballot: the ballot that the message is about.
     """
 
     key: RoundKey = one(RoundKey)
@@ -31,25 +30,27 @@ class VoteMessage(Header):
 
 @dataclass(frozen=True, slots=True)
 class StartBallot(VoteMessage):
-    """To its coordinator: begin this ballot. With fork, to the first of those who are left: begin that fork."""
+    """Asks the ballot's coordinator to begin it. With `fork`, asks the fork's first member to begin that fork."""
 
     fork: tuple[Member, ...] = many(one(Member), MAX_ROSTER)
 
 
 @dataclass(frozen=True, slots=True)
 class Prepare(VoteMessage):
-    """The coordinator asks for promises: of a majority or, with `fork`, of all its members."""
+    """The coordinator asks for promises: of a quorum or, with `fork`, of all members of the fork."""
 
     fork: tuple[Member, ...] = many(one(Member), MAX_ROSTER)
 
 
 @dataclass(frozen=True, slots=True)
 class Promise(VoteMessage):
-    """The sender accepts nothing below this ballot any more.
+    """The sender promises to accept nothing in an earlier ballot.
 
     Attributes:
-        accepted, record: what it has accepted in the highest ballot, and in which; an empty record if nothing.
-        plan, held: the parts that it holds of this plan, as their reducers signed them; only if it accepted nothing.
+        accepted, record: the highest ballot in which the sender accepted a record, and that record. The record is
+            empty if there is none.
+        plan, held: digest of a plan, and the parts of it that the sender holds, as their reducers signed them. Sent
+            only if the sender accepted nothing.
     """
 
     accepted: int = uint(MAX_BALLOT)
@@ -60,19 +61,19 @@ class Promise(VoteMessage):
 
 @dataclass(frozen=True, slots=True)
 class BallotNack(VoteMessage):
-    """The sender has promised this ballot, which is above the one that it was asked about."""
+    """The sender has promised this ballot, which is higher than the one that it was asked for."""
 
 
 @dataclass(frozen=True, slots=True)
 class Propose(VoteMessage):
-    """The coordinator's only record in this ballot, encoded."""
+    """The only record that the coordinator proposes in this ballot, encoded."""
 
     record: bytes = blob(MAX_RECORD_BYTES)
 
 
 @dataclass(frozen=True, slots=True)
 class Accept(VoteMessage):
-    """The sender's signed vote for the record with this digest (the lineage that it names)."""
+    """The sender's signed vote for the record with this digest, which is the record hash."""
 
     digest: bytes = digest()
     signature: bytes = blob(128)
@@ -80,14 +81,14 @@ class Accept(VoteMessage):
 
 @dataclass(frozen=True, slots=True)
 class RecordRequest(VoteMessage):
-    """The sender saw a majority in this ballot for a record that it does not know."""
+    """Asks for a record that the sender does not know, but for which it saw a quorum of votes in this ballot."""
 
     digest: bytes = digest()
 
 
 @dataclass(frozen=True, slots=True)
 class Signed:
-    """A vote, as a certificate holds it."""
+    """One vote in a certificate."""
 
     voter: Member = one(Member)
     signature: bytes = blob(128)
@@ -95,7 +96,7 @@ class Signed:
 
 @dataclass(frozen=True, slots=True)
 class Certificate(VoteMessage):
-    """A record and the votes for it in this ballot. With too few to decide it is no more than news of them."""
+    """A record and the votes for it in this ballot. If they are too few to decide, it only reports them."""
 
     record: bytes = blob(MAX_RECORD_BYTES)
     votes: tuple[Signed, ...] = many(one(Signed), MAX_ROSTER)
@@ -116,7 +117,7 @@ register(16, MESSAGES)
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Send to each of these peers. To lose, repeat or reorder it costs time and nothing else."""
+    """Send a message to each of these peers. If it is lost, repeated or reordered, that only costs time."""
 
     to: tuple[PeerId, ...]
     message: VoteMessage
@@ -124,7 +125,7 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class SetTimer:
-    """Call `timeout(ballot)` after `factor` times what one ballot needs. Replaces the timer before."""
+    """Call `timeout(ballot)` after `factor` times the time that one ballot needs. Replaces the previous timer."""
 
     ballot: int
     factor: int
@@ -132,7 +133,10 @@ class SetTimer:
 
 @dataclass(frozen=True, slots=True)
 class ProposalNeeded:
-    """We coordinate and are free: repair, plan anew or skip, then call `chosen`. The promises say who holds what."""
+    """This member coordinates a ballot and may choose its record: repair the plan, draw a new one or skip.
+
+    Then call `chosen`. The promises say which member holds which parts.
+    """
 
     ballot: int
     promises: tuple[Promise, ...]
@@ -140,7 +144,7 @@ class ProposalNeeded:
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
-    """Our vote for this record waits for parts with these digests: get them, then call `holds`."""
+    """This member's vote for a record waits for the parts with these digests: get them, then call `holds`."""
 
     record: bytes
     parts: tuple[bytes, ...]
@@ -148,21 +152,24 @@ class Fetch:
 
 @dataclass(frozen=True, slots=True)
 class Decided:
-    """The lineage has its child. Comes once; timers, choices and fetches for the vote are over."""
+    """The record that extends the lineage is decided. Comes once; the vote needs no timer, choice or fetch after it."""
 
     certificate: Certificate
 
 
 @dataclass(frozen=True, slots=True)
 class ConflictingCertificate:
-    """A valid certificate that does not decide here: of a fork without us, or of another child than ours: heal."""
+    """A valid certificate that does not decide for this member, so that fork choice is needed.
+
+    It is of a fork without this member, or of another record than the one that was decided here.
+    """
 
     certificate: Certificate
 
 
 @dataclass(frozen=True, slots=True)
 class ReportFault:
-    """A peer sent votes that nobody cast, or on what may not be decided."""
+    """A peer sent forged votes, or votes on a record that may not be decided."""
 
     peer: PeerId
     why: str

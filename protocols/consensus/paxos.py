@@ -1,14 +1,17 @@
 """The vote: one member's side of a roster's decision on the record that extends a lineage. Pure.
 
-Single-decree Paxos over the members of a roster (docs/protocols.md). Each event is a method call of `PaxosInstance`;
-what the host must do about it comes back as instructions (`protocols.consensus.messages`). The b-th coordinator of the
-roster owns ballot b, and proposes one record in it at most (`protocols.consensus.proposer`); ballot 0 needs no
-promises. Only who holds all of a record accepts it, so it can be had for as long as one who accepted it lives. Timers
-and lost peers decide nothing: they open ballots. A fork is a ballot too: of those who are left, all of whom must
-promise and accept; or of heirs, or of former members, where none is left (`protocols.consensus.vote_tally`), who speak
-of nothing else.
+Single-decree Paxos over the members of a roster (docs/protocols.md):
 
-A `PaxosInstance` forgets nothing, and is made once for a member and a lineage: who restarts is another member.
+- Each event is a method call of `PaxosInstance`. It returns instructions for the host (`protocols.consensus.messages`).
+- Ballot b belongs to the b-th coordinator of the roster, which proposes at most one record in it
+  (`protocols.consensus.proposer`). Ballot 0 needs no promises.
+- A member accepts a record only if it holds all of its parts. So the parts can be fetched as long as one member that
+  accepted the record is alive.
+- Timers and lost peers decide nothing. They only open further ballots.
+- A fork is a ballot among the members that are left, all of which must promise and accept. If no member is left,
+  successors or former members may fork (`protocols.consensus.vote_tally`). They take part in forks only.
+
+A `PaxosInstance` forgets nothing and is made once for a member and a lineage. A restarted peer is another member.
 """
 
 from __future__ import annotations
@@ -41,12 +44,12 @@ from protocols.wire import PartDone
 
 
 class PaxosInstance:
-    """One member's side of one vote; an onlooker's, who only takes certificates, if `me` is not in the roster.
+    """One member's side of one vote. If `me` is not in the roster, it is an observer, which only takes certificates.
 
     Attributes:
-        accepted: the record that it accepted last, but for forks.
-        forked: the fork that it accepted last. Only forks take it over: it does not bind a majority that comes back.
-        decided: the certificate, once there is one.
+        accepted: the record that this member accepted last, FORKs excepted.
+        forked: the FORK that this member accepted last. It binds later forks only, not a majority that comes back.
+        decided: the certificate of the decided record; None before.
     """
 
     def __init__(self, me: Member, tally: VoteTally) -> None:
@@ -59,20 +62,20 @@ class PaxosInstance:
         self._parts: set[bytes] = set()
         self._held: tuple[bytes, tuple[PartDone, ...]] = (bytes(32), ())
         self._proposal: Value | None = None
-        self._waiting = False  # our vote on the proposal is due
+        self._waiting = False  # whether this member has yet to vote on the proposal
         self._handlers: dict[type[VoteMessage], Callable[[Any], None]] = {
-            StartBallot: self._proposer.on_ask,
+            StartBallot: self._proposer.on_start_ballot,
             Prepare: self._on_prepare,
             Promise: self._proposer.on_promise,
-            BallotNack: self._proposer.on_stale,
+            BallotNack: self._proposer.on_nack,
             Propose: self._on_propose,
             Accept: self._on_accept,
-            RecordRequest: self._on_want,
+            RecordRequest: self._on_record_request,
         }
 
     @property
     def ballot(self) -> int:
-        """The highest that this member has met."""
+        """The highest ballot that this member has heard of."""
         return self._standing.ballot
 
     @property
@@ -83,31 +86,33 @@ class PaxosInstance:
     # -- events -------------------------------------------------------------------------------------------------------
 
     def receive(self, peer: PeerId, message: VoteMessage) -> list[Instruction]:
-        """A message of `peer`; what it says of plans and of state, the host has found to be right."""
+        """Take a message of `peer`. The host has already checked what it says about plans and state."""
         if message.key == self.tally.key and message.sender.peer == peer:
             self._handle(message)
         return self._flush()
 
     def progress(self) -> list[Instruction]:
-        """The round is on its way (called, data flows): the timer of the present ballot begins anew."""
+        """Restart the timer of the present ballot, because the round progresses: it was called, or data flows."""
         if not self.decided:
             self._standing.arm()
         return self._flush()
 
     def timeout(self, ballot: int) -> list[Instruction]:
-        """The timer of a ballot ran out: on to the next ballot."""
+        """Go on to the next ballot, because the timer of this one ran out."""
         if not self.decided and ballot == self.ballot:
             self._proposer.open()
         return self._flush()
 
     def gone(self, peer: PeerId) -> list[Instruction]:
-        """A peer is visibly gone: if it coordinates the present ballot, on to the next."""
+        """Go on to the next ballot if a peer that is known to be gone coordinates the present one."""
         if not self.decided and peer == self.tally.coordinator(self.ballot):
             self._proposer.open()
         return self._flush()
 
     def chosen(self, ballot: int, data: bytes) -> list[Instruction]:
-        """The host's answer to `Choose`; from the coordinator of ballot 0, unasked. A late one is dropped.
+        """Propose the record that the host chose, as it must after `ProposalNeeded` and may in ballot 0.
+
+        A choice that comes too late is dropped.
 
         Raises:
             ValueError: the record does not extend this lineage, is a FORK, or breaks the rules for rosters.
@@ -120,9 +125,14 @@ class PaxosInstance:
         return self._flush()
 
     def holds(self, plan: bytes, parts: Sequence[PartDone], others: Iterable[bytes] = ()) -> list[Instruction]:
-        """What the host holds and keeps: these parts of this plan, and others by their digests. Replaces what it held.
+        """Note which parts the host holds and keeps. Replaces what it noted before.
 
-        It keeps the parts of a record that this member accepted, whatever happens, until the lineage is decided.
+        Until the lineage is decided, the host must keep the parts of a record that this member accepted.
+
+        Args:
+            plan: digest of the present plan.
+            parts: parts of that plan, as their reducers signed them.
+            others: digests of other parts.
         """
         self._held = (plan, tuple(parts))
         self._parts = {*(part.result.digest for part in parts), *others}
@@ -131,18 +141,22 @@ class PaxosInstance:
         return self._flush()
 
     def fork(self, data: bytes) -> list[Instruction]:
-        """The majority has been gone for long: agree on this FORK, its roster all whom we reach. Empty: it is back.
+        """Seek agreement on a FORK, because the majority has been gone for long.
 
-        What the record says of state, plan and parts gives way to what one of its roster has accepted.
+        If a member of the fork has accepted a record, the state, plan and parts of that record replace those given
+        here.
+
+        Args:
+            data: the encoded FORK, whose roster is all members within reach. Empty if the majority is back.
 
         Raises:
-            ValueError: not a FORK of this lineage by such as may fork, this member among them.
+            ValueError: not a FORK of this lineage, or its members may not fork, or this member is not one of them.
         """
         value = self.tally.value(0, data) if data else None
         if data and (value is None or not value.is_fork or self.me not in value.record.roster):
             raise ValueError("a FORK in which this member may not take part")
         if not self.decided:
-            self._proposer.want(value.record if value else None)
+            self._proposer.seek_fork(value.record if value else None)
         return self._flush()
 
     def _handle(self, message: VoteMessage) -> None:
@@ -155,7 +169,10 @@ class PaxosInstance:
             self._handlers[type(message)](message)
 
     def _concerns_us(self, message: VoteMessage) -> bool:
-        """Members hear members; heirs and former members hear each other, and of forks only."""
+        """Whether to handle a message: members hear members; successors and former members hear each other, on forks.
+
+        An observer handles no message but a certificate.
+        """
         tally, sender = self.tally, message.sender
         if tally.counts(self.me):
             return tally.counts(sender)
@@ -179,7 +196,7 @@ class PaxosInstance:
         standing = self._standing
         if standing.outdated(message, message.sender.peer):
             return
-        if message.fork and not self._proposer.consents(message.fork):
+        if message.fork and not self._proposer.wants_fork(message.fork):
             return
         standing.reach(message.ballot)
         standing.promised = message.ballot
@@ -207,11 +224,11 @@ class PaxosInstance:
             self._standing.out.append(Fetch(value.data, missing))
 
     def _consider(self) -> None:
-        """Accept the proposal, unless something is in the way."""
+        """Accept the proposal, unless a promise, a missing part or a fork that this member does not want forbids it."""
         value = self._proposal
         if value is None or not self._waiting or value.ballot < self.promised or self._missing(value.record):
             return
-        if value.is_fork and not self._proposer.consents(value.record.roster):
+        if value.is_fork and not self._proposer.wants_fork(value.record.roster):
             return
         self._waiting, self._standing.promised = False, value.ballot
         self.accepted, self.forked = (self.accepted, value) if value.is_fork else (value, self.forked)
@@ -246,10 +263,10 @@ class PaxosInstance:
             for vote in message.votes
         ]
         if not all(counted):
-            self._standing.out.append(ReportFault(message.sender.peer, "a certificate with votes that nobody cast"))
+            self._standing.out.append(ReportFault(message.sender.peer, "a certificate with invalid votes"))
         self._conclude(value.ballot, value.digest, value)
 
-    def _on_want(self, message: RecordRequest) -> None:
+    def _on_record_request(self, message: RecordRequest) -> None:
         if value := self._known(message.digest):
             certificate = self.tally.certificate(replace(value, ballot=message.ballot), self.me)
             self._standing.send([message.sender.peer], certificate)
@@ -259,7 +276,7 @@ class PaxosInstance:
         return next((value for value in values if value and value.digest == digest), None)
 
     def _conclude(self, ballot: int, digest: bytes, value: Value | None) -> None:
-        """Decide, if the votes that are in do; ask for the record, if we do not know it."""
+        """Decide if enough votes are in; ask the voters for the record if this member does not know it."""
         if value is None:
             voters = self.tally.voters(ballot, digest)
             if len(voters) == self.tally.quorum:

@@ -1,7 +1,6 @@
-"""The coordinator's side of the vote: opening ballots, collecting promises, proposing; and where a member stands. Pure.
+"""The coordinator's side of the vote (`protocols.consensus.paxos`): ballots, promises, proposals. Pure.
 
-`protocols.consensus.paxos` is the whole. A coordinator speaks to itself as a member as it does to others, so what binds
-them binds it.
+A coordinator sends its messages to itself, too, as to any member. So it is bound by the same rules as the others.
 """
 
 from __future__ import annotations
@@ -31,18 +30,18 @@ MAX_DOUBLINGS = 6
 
 
 def peers(members: Iterable[Member]) -> tuple[PeerId, ...]:
-    """Their peers."""
+    """Peer ids of some members."""
     return tuple(member.peer for member in members)
 
 
 class BallotState:
-    """Where a member stands in a vote, and what it has to say.
+    """A member's ballot and promise in a vote, and its outgoing messages.
 
     Attributes:
-        ballot: the highest that this member has met; its timer runs for it.
-        promised: it accepts nothing below.
+        ballot: the highest ballot that this member has heard of. The timer runs for this one.
+        promised: the ballot below which this member accepts nothing.
         out: instructions to the host.
-        local: messages to itself.
+        local: messages of this member to itself.
     """
 
     def __init__(self, me: Member, tally: VoteTally) -> None:
@@ -52,17 +51,20 @@ class BallotState:
         self.local: deque[VoteMessage] = deque()
 
     def leads(self, ballot: int) -> bool:
-        """Whether the ballot is ours."""
+        """Whether this member coordinates a ballot."""
         return self.tally.counts(self.me) and self.tally.coordinator(ballot) == self.me.peer
 
     def outdated(self, message: VoteMessage, owner: PeerId) -> bool:
-        """Whether its ballot is below our promise, as we then tell its sender, or not its owner's."""
+        """Whether a message's ballot is below this member's promise, or does not belong to `owner`.
+
+        If it is below the promise, the sender gets a `BallotNack`.
+        """
         if message.ballot < self.promised:
             self.send([message.sender.peer], BallotNack(self.tally.key, self.me, self.promised))
         return message.ballot < self.promised or not self.tally.owns(message.ballot, owner)
 
     def reach(self, ballot: int) -> None:
-        """Go on to a ballot, if it is above ours."""
+        """Go on to a ballot if it is higher than the present one."""
         if ballot > self.ballot:
             self.ballot = ballot
             self.arm()
@@ -72,7 +74,7 @@ class BallotState:
         self.out.append(SetTimer(self.ballot, 1 << min(self.ballot, MAX_DOUBLINGS)))
 
     def send(self, to: Iterable[PeerId], message: VoteMessage) -> None:
-        """Send to peers; to ourselves without the host."""
+        """Send a message to peers, each once. A message to this member itself does not pass through the host."""
         distinct = dict.fromkeys(to)
         others = tuple(peer for peer in distinct if peer != self.me.peer)
         if others:
@@ -83,7 +85,13 @@ class BallotState:
 
 @dataclass(slots=True)
 class _BallotAttempt:
-    """A ballot of ours; `fork` is empty but for a fork, `proposal` is there once we proposed."""
+    """A ballot that this member coordinates.
+
+    Attributes:
+        fork: the members of the fork; empty for a ballot of the roster.
+        free: whether the host may choose the record.
+        proposal: the message with the proposed record; None before.
+    """
 
     ballot: int
     fork: tuple[Member, ...] = ()
@@ -93,7 +101,7 @@ class _BallotAttempt:
 
 
 class Proposer:
-    """A member's ballots, when it is for it to coordinate, and its part in a fork."""
+    """The ballots that one member coordinates, and its part in a fork."""
 
     def __init__(self, standing: BallotState) -> None:
         self._standing, self._tally = standing, standing.tally
@@ -101,35 +109,38 @@ class Proposer:
         self._forking: Record | None = None
 
     def open(self) -> None:
-        """The next ballot: begin it, or ask its coordinator to. While we fork, that comes first."""
+        """Go on to the next ballot: begin it, or ask its coordinator to begin it. A wanted fork takes precedence."""
         standing = self._standing
         standing.reach(standing.ballot + 1)
         if self._forking:
-            self.press()
+            self.continue_fork()
         elif standing.leads(standing.ballot):
             self._prepare(standing.ballot)
         elif self._tally.counts(standing.me):
             ask = StartBallot(self._tally.key, standing.me, standing.ballot, ())
             standing.send([self._tally.coordinator(standing.ballot)], ask)
 
-    def on_ask(self, message: StartBallot) -> None:
-        """Begin what we are asked for, or repeat how far we are with it."""
+    def on_start_ballot(self, message: StartBallot) -> None:
+        """Begin the ballot or fork that a member asks for. If it is under way, repeat its latest message instead."""
         attempt, to = self._attempt, [message.sender.peer]
         if message.fork:
-            if not self.consents(message.fork):
+            if not self.wants_fork(message.fork):
                 return
             if attempt and attempt.fork == message.fork and attempt.ballot == self._standing.promised:
-                self._tell(attempt, to)
+                self._send_latest(attempt, to)
             else:
-                self.press()
+                self.continue_fork()
         elif not self._standing.outdated(message, self._standing.me.peer):
             if attempt and attempt.ballot == message.ballot:
-                self._tell(attempt, to)
+                self._send_latest(attempt, to)
             else:
                 self._prepare(message.ballot)
 
     def on_promise(self, message: Promise) -> None:
-        """With enough promises: propose what was accepted in the highest ballot; if nothing was, we are free."""
+        """Collect a promise. Once there are enough, propose the record that was accepted in the highest ballot.
+
+        If none was accepted, the host may choose the record.
+        """
         attempt = self._attempt
         if not attempt or attempt.free or attempt.proposal or attempt.ballot != message.ballot:
             return
@@ -148,31 +159,31 @@ class Proposer:
             attempt.free = True
             self._standing.out.append(ProposalNeeded(attempt.ballot, tuple(attempt.promises.values())))
 
-    def on_stale(self, message: BallotNack) -> None:
-        """Somebody is further on: so are we. A fork needs everybody, and tries again at once."""
+    def on_nack(self, message: BallotNack) -> None:
+        """Go on to the higher ballot that a member promised. A fork, which needs all its members, retries at once."""
         self._standing.reach(message.ballot)
         if self._attempt and self._attempt.fork and self._attempt.ballot < message.ballot:
-            self.press()
+            self.continue_fork()
 
     def choose(self, ballot: int, data: bytes) -> None:
-        """The host's record for a ballot in which we are free; nothing happens if we no longer are."""
+        """Propose the host's record in a ballot. Nothing happens if that ballot allows no choice any more."""
         attempt = self._attempt
         if attempt and attempt.free and attempt.ballot == ballot == self._standing.promised:
             self._propose(attempt, data)
 
     # -- a fork -------------------------------------------------------------------------------------------------------
 
-    def want(self, fork: Record | None) -> None:
-        """Go for this FORK, or for none."""
+    def seek_fork(self, fork: Record | None) -> None:
+        """Seek agreement on this FORK; None stops it."""
         self._forking = fork
-        self.press()
+        self.continue_fork()
 
-    def consents(self, members: tuple[Member, ...]) -> bool:
-        """Whether we are ready to fork with exactly these."""
+    def wants_fork(self, members: tuple[Member, ...]) -> bool:
+        """Whether this member wants to fork with exactly these members."""
         return self._forking is not None and self._forking.roster == members
 
-    def press(self) -> None:
-        """Get on with the fork that we want, if any: a new ballot of its first member's."""
+    def continue_fork(self) -> None:
+        """Continue with the wanted fork, if any: its first member begins a ballot, the others ask it to do so."""
         standing = self._standing
         if self._forking is None:
             return
@@ -201,19 +212,19 @@ class Proposer:
             )
         self._propose(attempt, records.encode(record))
 
-    # -- saying it ----------------------------------------------------------------------------------------------------
+    # -- sending ------------------------------------------------------------------------------------------------------
 
     def _prepare(self, ballot: int, fork: tuple[Member, ...] = ()) -> None:
         self._standing.reach(ballot)
         self._attempt = _BallotAttempt(ballot, fork)
-        self._tell(self._attempt, peers(fork or self._tally.roster))
+        self._send_latest(self._attempt, peers(fork or self._tally.roster))
 
     def _propose(self, attempt: _BallotAttempt, data: bytes) -> None:
         attempt.free = False
         attempt.proposal = Propose(self._tally.key, self._standing.me, attempt.ballot, data)
-        self._tell(attempt, peers(attempt.fork or self._tally.roster))
+        self._send_latest(attempt, peers(attempt.fork or self._tally.roster))
 
-    def _tell(self, attempt: _BallotAttempt, to: Iterable[PeerId]) -> None:
+    def _send_latest(self, attempt: _BallotAttempt, to: Iterable[PeerId]) -> None:
         prepare = Prepare(self._tally.key, self._standing.me, attempt.ballot, attempt.fork)
         self._standing.send(to, attempt.proposal or prepare)
 

@@ -1,4 +1,4 @@
-"""The chain of rounds: each record extends a parent, and its hash names the new lineage. Pure."""
+"""Records of decided rounds. Each extends its parent, and its hash is the new lineage. Pure."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ class Record(Header):
     Attributes:
         parent: lineage that this record extends.
         state_root: root of the outer state that the parent led to, 32 bytes.
-        round: number of the round; with fragments, round mod P names the fragment.
+        round: number of the round; with P fragments, round mod P is the fragment's index.
         kind: a `Kind`.
         plan: digest of the plan that the parts belong to.
         parts: the reduced parts, in the order of the plan; none if nothing was averaged.
         roster: the members whose votes count in the next round.
-        peers: who took part, in the order of the parts' bits.
+        peers: the plan's members; bit i of a chunk's mask stands for `peers[i]`.
         bounds: len(parts) + 1 element offsets; part i is [bounds[i], bounds[i+1]).
-        complaints: links that did not carry contributions, for the plans to come.
+        complaints: links that carried no contributions. Later plans take them into account.
     """
 
     parent: bytes = digest()
@@ -48,11 +48,11 @@ class Record(Header):
 
     @property
     def averaged(self) -> bool:
-        """Whether the outer state moves with it: a MEAN, or a FORK that took one over."""
+        """Whether this record changes the outer state: a MEAN, or a FORK that took one over."""
         return bool(self.parts)
 
     def tiles(self, elements: int) -> bool:
-        """Whether its parts lie one after the other over a vector of so many elements, all of it."""
+        """Whether the parts cover a vector of this length, one after the other and without gaps."""
         bounds = self.bounds
         if len(bounds) != len(self.parts) + 1 or list(bounds) != sorted(bounds):
             return False
@@ -60,7 +60,7 @@ class Record(Header):
 
 
 def extend(head: Head, kind: Kind, roster: Iterable[Member], plan: bytes = bytes(32)) -> Record:
-    """The record of this kind that extends a head, leaves its state as it is, and hands the vote to this roster."""
+    """A record that extends a head without a change of state. `roster` votes on the next record."""
     return Record(
         parent=head.key.lineage,
         state_root=head.state_root,
@@ -78,7 +78,7 @@ def encode(record: Record) -> bytes:
 
 
 def decode(data: bytes) -> Record:
-    """The record.
+    """Decode a record.
 
     Raises:
         BadPayload: not a record, or not in canonical form.
@@ -90,28 +90,23 @@ def decode(data: bytes) -> Record:
 
 
 def lineage(record: bytes) -> bytes:
-    """The lineage that an encoded record names."""
+    """Hash of an encoded record, which is the lineage that begins with it."""
     return hashlib.sha256(b"starling record" + record).digest()
 
 
 def genesis(run: bytes) -> bytes:
-    """The lineage that a run starts from."""
+    """The lineage that a run starts from; `run` is the run id."""
     return hashlib.sha256(b"starling genesis" + run).digest()
 
 
 def coordinators(line: bytes, roster: Sequence[Member]) -> tuple[PeerId, ...]:
-    """Who coordinates ballot 0, 1, …: an order of the roster that nobody can choose."""
+    """Coordinators of ballots 0, 1, …: the roster, ordered by hashes so that no member can choose the order."""
     return tuple(sorted((m.peer for m in roster), key=lambda peer: hashlib.sha256(line + peer.encode()).digest()))
 
 
 def contributions(peers: Sequence[PeerId], parts: Sequence[PartDigest]) -> dict[PeerId, Contribution]:
-    """Chunks of each peer that the mean holds; peers in the order of the plan's bits."""
+    """How many chunks of each peer the mean holds. Bit i of a chunk's mask stands for `peers[i]`."""
     runs = [run for part in parts for run in part.runs]
     chunks = sum(run.count for run in runs)
     counted = [sum(run.count for run in runs if run.mask >> bit & 1) for bit in range(len(peers))]
     return {peer: Contribution(count, chunks) for peer, count in zip(peers, counted, strict=True)}
-
-
-def whole(bit: int, parts: Sequence[PartDigest]) -> bool:
-    """Whether the mean holds every chunk of the peer with this bit."""
-    return all(run.mask >> bit & 1 for part in parts for run in part.runs)

@@ -1,14 +1,15 @@
-"""Who votes on a lineage's child, which records may be put to the vote, which votes are in, and what they decide. Pure.
+"""The votes on the record that extends a lineage: which members vote, on which records, and what decides. Pure.
 
-A roster's members vote, each in its life of then. A later life of one is its heir: it has no part in the members' vote,
-whose promises it does not remember, but that life is over, for certain. Heirs may FORK, all of them heirs.
+The members of a roster vote, each in the incarnation that the roster names. A later incarnation is that member's
+successor. It has no vote, because it does not remember what the member promised. But the earlier incarnation is
+certainly over. So successors may FORK with other successors.
 
-A roster shrinks as members leave, and the last of them may be gone for good. Peers of the larger rosters before it are
-its former members. A majority of one of those rosters may FORK, heirs among them, if they outnumber the members that
+A roster shrinks as members leave, and the last of them may be lost for good. Peers of the larger rosters before it are
+its former members. A majority of one of those rosters may FORK, successors included, if they outnumber the members that
 they replace.
 
-Signatures are checked here and nowhere else: votes come by three ways (accepts, certificates, answers), and all are
-counted in one place. `Signer.verify` is a function of its arguments, so the poll stays pure.
+Signatures of votes are checked here and nowhere else. Votes come in three ways (accepts, certificates, answers to
+requests), and all are counted in one place. `Signer.verify` is a function of its arguments, so the tally stays pure.
 """
 
 from __future__ import annotations
@@ -23,31 +24,36 @@ from protocols.consensus.record import Kind, Record
 from protocols.wire import body
 
 SMALL_ROSTER = 4
-"""Up to so many, any number is admitted at once: a founder and those who came first are a roster after one round."""
+"""One record may admit members up to this size: the founder and the first joiners are a roster after one round."""
 ONLOOKER = 1 << 40
-"""The life in whose name a peer looks on where it may not vote; no incarnation comes so far."""
+"""Incarnation under which a peer observes a vote in which it may not take part. No real incarnation is as high."""
 MAX_TALLIES = 1 << 10
-"""(ballot, record) pairs whose votes are kept; above it those of the lowest ballot are forgotten."""
+"""Number of (ballot, record) pairs whose votes are kept. Beyond it, those of the lowest ballot are dropped."""
 
 
 def majority(members: int, liars: bool = False) -> int:
-    """Votes that decide, of a roster of so many; more of them where voters may lie."""
+    """Number of votes that decide, for a roster of `members`; more than two thirds if voters may be `liars`."""
     return 2 * members // 3 + 1 if liars else members // 2 + 1
 
 
 def max_admitted(members: int) -> int:
-    """How many one record may admit to a roster of so many."""
+    """Number of members that one record may admit to a roster of `members`."""
     return max(1, members // 2, SMALL_ROSTER - members)
 
 
 def min_retained(members: int, quorum: int) -> int:
-    """So many of a roster that one of them is in every quorum, and holds what was decided."""
+    """Least number of members to keep so that one of them is in every quorum, and holds what was decided."""
     return members - quorum + 1
 
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """A record in a ballot: encoded, the lineage that it names, decoded."""
+    """A record in a ballot.
+
+    Attributes:
+        data: the encoded record.
+        digest: the record hash.
+    """
 
     ballot: int
     data: bytes
@@ -60,14 +66,14 @@ class Value:
 
 
 class VoteTally:
-    """The votes of one roster on the child of one lineage.
+    """The votes of one roster on the record that extends one lineage.
 
     Args:
-        key: of the round; `key.lineage` is what the record extends.
-        roster: the members whose votes count, each in its life.
-        signer: signs our votes, checks those of others.
-        quorum: votes that decide, by the size of a roster; None: `majority`.
-        fork_peers: so many members at least may fork; 0: none may.
+        key: key of the round; the record extends `key.lineage`.
+        roster: the members whose votes count, each in one incarnation.
+        signer: signs this member's votes and verifies those of others.
+        quorum: number of votes that decide, as a function of the roster's size; None means `majority`.
+        fork_peers: least number of members that may fork; 0 forbids forks.
         former: rosters that this one has shrunk from, the latest first.
     """
 
@@ -85,44 +91,44 @@ class VoteTally:
         self.quorum = self._quorum(len(self.roster))
         self._signed = b"starling accept" + body(key)
         self._order = records.coordinators(key.lineage, self.roster)
-        self._lives = {member.peer: member.incarnation for member in self.roster}
+        self._incarnations = {member.peer: member.incarnation for member in self.roster}
         self._votes: dict[tuple[int, bytes], dict[Member, bytes]] = {}
 
     def counts(self, member: Member) -> bool:
-        """Whether this member, in this life, votes."""
+        """Whether this member votes in this incarnation."""
         return member in self.roster
 
     def is_successor(self, member: Member) -> bool:
-        """Whether this is a later life of one of the roster."""
-        return self._lives.get(member.peer, ONLOOKER) < member.incarnation < ONLOOKER
+        """Whether this is a later incarnation of a member of the roster."""
+        return self._incarnations.get(member.peer, ONLOOKER) < member.incarnation < ONLOOKER
 
     def was_member(self, member: Member) -> bool:
-        """Whether this is a former member that is in the roster in no life."""
-        lives = [each.incarnation for some in self._former for each in some if each.peer == member.peer]
-        return member.peer not in self._lives and bool(lives) and min(lives) <= member.incarnation < ONLOOKER
+        """Whether this is a former member, and its peer is in the roster in no incarnation."""
+        known = [each.incarnation for some in self._former for each in some if each.peer == member.peer]
+        return member.peer not in self._incarnations and bool(known) and min(known) <= member.incarnation < ONLOOKER
 
     def forks_only(self, member: Member) -> bool:
-        """Whether this one has no vote, and may FORK with others like it: an heir or a former member."""
+        """Whether this member has no vote but may FORK with others like it: a successor or a former member."""
         return self.is_successor(member) or self.was_member(member)
 
     def coordinator(self, ballot: int) -> PeerId:
-        """Who owns a ballot of the roster."""
+        """The coordinator of a ballot of the roster."""
         return self._order[ballot % len(self._order)]
 
     def owns(self, ballot: int, peer: PeerId) -> bool:
-        """Whether a ballot is this peer's: the roster's, or one in which former members fork."""
-        if peer == self.coordinator(ballot) or peer in self._lives:
+        """Whether a peer coordinates a ballot of the roster, or one in which former members fork."""
+        if peer == self.coordinator(ballot) or peer in self._incarnations:
             return peer == self.coordinator(ballot)
         former = records.coordinators(self.key.lineage, sorted({each for some in self._former for each in some}))
-        gone = [each for each in dict.fromkeys(former) if each not in self._lives]
+        gone = [each for each in dict.fromkeys(former) if each not in self._incarnations]
         return bool(gone) and peer == gone[ballot % len(gone)]
 
     def first(self, members: Sequence[Member]) -> PeerId:
-        """Who coordinates the fork of these members."""
+        """The coordinator of a fork of these members."""
         return records.coordinators(self.key.lineage, members)[0]
 
     def value(self, ballot: int, data: bytes) -> Value | None:
-        """The record in these bytes; None if it may not be put to the vote."""
+        """Decode a record; None if it may not be put to the vote."""
         try:
             record = records.decode(data)
         except BadPayload:
@@ -130,7 +136,7 @@ class VoteTally:
         return Value(ballot, data, records.lineage(data), record) if self._allows(record) else None
 
     def _allows(self, record: Record) -> bool:
-        """It extends this lineage; its roster keeps the rules for admissions or, in a fork, for those who are left."""
+        """Whether a record extends this lineage, and its next roster keeps the rules for admissions or for forks."""
         members = len(record.roster)
         if (record.parent, record.round) != (self.key.lineage, self.key.round):
             return False
@@ -142,9 +148,11 @@ class VoteTally:
         return admitted <= max_admitted(len(self.roster)) and members > admitted
 
     def may_fork(self, left: Sequence[Member]) -> bool:
-        """Whether these may go on without the others: members that are too few to decide, or heirs, or former members.
+        """Whether these members may go on without the others. They must be at least `fork_peers`, and one of:
 
-        They are as many as it takes; heirs of a whole roster are enough, however small it was.
+        - members of the roster that are too few to decide;
+        - successors; those of a whole roster are enough even if it had fewer than `fork_peers` members;
+        - successors and former members that are a majority of a former roster and outnumber the present one.
         """
         if left and all(map(self.is_successor, left)):
             return self.fork_peers > 0 and min(self.fork_peers, len(self.roster)) <= len(left)
@@ -153,7 +161,7 @@ class VoteTally:
         return all(map(self.counts, left)) and 0 < self.fork_peers <= len(left) < self.quorum
 
     def former_majority(self, here: Collection[Member]) -> tuple[Member, ...]:
-        """Those of these that are a majority of one former roster: of the latest that has one; nobody, if none has."""
+        """Those of `here` that are a majority of a former roster: the latest one that has a majority. Else empty."""
         for each in self._former:
             peers = {member.peer for member in each}
             left = tuple(sorted(member for member in here if member.peer in peers and self.forks_only(member)))
@@ -162,20 +170,20 @@ class VoteTally:
         return ()
 
     def _majority_of(self, roster: Sequence[Member], left: Sequence[Member]) -> bool:
-        """Whether these are a majority of a former roster, and more than the members whom they would replace."""
+        """Whether `left` is a majority of a former roster, and outnumbers the members that it would replace."""
         within = {member.peer for member in left} <= {member.peer for member in roster}
         return within and len(left) >= self._quorum(len(roster)) and len(left) > len(self.roster)
 
     def message(self, ballot: int, digest: bytes, voter: Member) -> bytes:
-        """What a voter signs."""
+        """The bytes that a voter signs."""
         return self._signed + body(voter) + ballot.to_bytes(4, "big") + digest
 
     def sign(self, value: Value, voter: Member) -> bytes:
-        """The signature of this member's vote: ours."""
+        """Sign this peer's vote for a record."""
         return self.signer.sign(self.message(value.ballot, value.digest, voter))
 
     def add(self, ballot: int, digest: bytes, voter: Member, signature: bytes) -> bool:
-        """Count a vote, once; False if it is a stranger's or forged."""
+        """Count a vote, once. Returns False if it is forged or its voter may neither vote nor fork."""
         if voter in self._votes.get((ballot, digest), ()):
             return True
         message = self.message(ballot, digest, voter)
@@ -188,13 +196,13 @@ class VoteTally:
         return True
 
     def voters(self, ballot: int, digest: bytes) -> tuple[Member, ...]:
-        """Whose votes for this record in this ballot are in; each of them holds all of its parts."""
+        """Members whose votes for this record in this ballot have arrived. Each of them holds all of its parts."""
         return tuple(self._votes.get((ballot, digest), ()))
 
     def decides(self, value: Value) -> bool:
-        """Whether the votes that are in decide for it: a majority's of the members or, for a fork, its whole roster's.
+        """Whether a record has enough votes: those of a quorum or, for a fork, of its whole roster.
 
-        One of the majority is of the next roster: where many leave, somebody must hold the mean who stays.
+        One voter of the quorum must be in the next roster: if many members leave, one that stays must hold the mean.
         """
         entitled, roster = self.entitled(value), set(value.record.roster)
         voters = {voter for voter in self.voters(value.ballot, value.digest) if voter in entitled}
@@ -203,12 +211,12 @@ class VoteTally:
         return len(voters) >= self.quorum and not roster.isdisjoint(voters)
 
     def certificate(self, value: Value, sender: Member) -> Certificate:
-        """The record with the votes that are in."""
+        """The record with the votes that have arrived."""
         entitled = self.entitled(value)
         votes = sorted(self._votes.get((value.ballot, value.digest), {}).items())
         signed = tuple(Signed(*vote) for vote in votes if vote[0] in entitled)
         return Certificate(self.key, sender, value.ballot, value.data, signed)
 
     def entitled(self, value: Value) -> tuple[Member, ...]:
-        """Whose votes count for it."""
+        """Members whose votes for this record count."""
         return value.record.roster if value.is_fork else self.roster

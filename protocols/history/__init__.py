@@ -1,1 +1,1 @@
-"""The chain of decided rounds: what a peer keeps of it, proves of it, and judges of others'."""
+"""The chain of decided rounds: how a peer stores it, verifies it, and chooses between branches."""

@@ -1,7 +1,7 @@
 """The chain of decided rounds as one peer sees it, and its head, which the next round extends. No I/O of its own.
 
-A chain does not verify certificates. The caller has verified them (`protocols.history.fork_choice`) or has just taken
-part in the decision.
+A chain does not verify votes. The caller has verified them (`protocols.history.fork_choice`) or has just taken part in
+the decision.
 """
 
 from __future__ import annotations
@@ -80,10 +80,10 @@ class Chain:
             archive: storage of certificates whose votes have been verified; None keeps them in memory.
         """
         self._trunk = RoundLog(genesis(run, scope, roster, root), archive)
-        self._shared = len(self._trunk)  # rounds of the trunk that belong to this chain
-        self._own: RoundLog | None = None  # rounds after them; None: this chain owns the trunk
+        self._shared = len(self._trunk)  # number of rounds of the trunk that belong to this chain
+        self._own: RoundLog | None = None  # the rounds after them; None if this chain owns the trunk
         self._lent = False  # whether another chain uses `_own`, too
-        self._copies: WeakSet[Chain] = WeakSet()  # of the trunk
+        self._copies: WeakSet[Chain] = WeakSet()  # chains that share the trunk
         self.head = self._head(len(self))
 
     def copy(self) -> Chain:
@@ -135,7 +135,8 @@ class Chain:
         return None if own is None else self._shared + own
 
     def _read(self, place: int, count: int) -> list[DecidedRound]:
-        """
+        """Read rounds of the trunk, then own ones.
+
         Raises:
             RoundPruned: one of them cannot be read.
         """
@@ -145,18 +146,17 @@ class Chain:
         return shared + self._own.read(max(0, place - self._shared), count - len(shared))
 
     def _head(self, place: int) -> Head:
-        """
+        """Head after the first `place` rounds.
+
         Raises:
             RoundPruned: the head is not known any more.
         """
         return self._read(place - 1, 1)[0].head if place else self._trunk.start
 
     def _lineage(self, place: int) -> bytes:
-        return (
-            self._trunk.lineage(place)
-            if place <= self._shared or self._own is None
-            else self._own.lineage(place - self._shared)
-        )
+        if place <= self._shared or self._own is None:
+            return self._trunk.lineage(place)
+        return self._own.lineage(place - self._shared)
 
     def child(self, lineage: bytes) -> DecidedRound | None:
         """The round that extends this lineage, if it is on this chain."""
@@ -196,8 +196,7 @@ class Chain:
             return []
 
     def at(self, lineage: bytes) -> Head | None:
-        """The head at a lineage of this chain. Its state root is that of the certificates, not the one computed
-        here."""
+        """Head at a lineage of this chain. Its state root comes from the next record, not from this peer's state."""
         place = self._place(lineage)
         if place is None:
             return None
@@ -253,8 +252,7 @@ class Chain:
         return link.record
 
     def settle(self, root: bytes) -> None:
-        """Set the state root of the head: after its state was computed, or after a SKIP, which changes the round in
-        it."""
+        """Set the head's state root: once its state is computed, or after a SKIP, which changes the round in it."""
         self.head = replace(self.head, state_root=root)
 
     def switch(self, lineage: bytes, links: Sequence[DecidedRound]) -> tuple[DecidedRound, ...]:
@@ -284,7 +282,8 @@ class Chain:
         return lost
 
     def _extend(self, links: Sequence[DecidedRound]) -> None:
-        """
+        """Append rounds to the log that holds this chain's last ones.
+
         Raises:
             RoundPruned: some of them cannot be read any more.
         """

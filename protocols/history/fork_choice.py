@@ -13,8 +13,8 @@ others have trained since. Nor do a few peers that start apart from the others u
 them.
 
 A peer without a child of its own at that lineage is careful with FORKs, because a single member can make one. While the
-members that the fork leaves out are enough to decide, the peer does not follow it but waits for them. A peer that is
-`stranded`, undecided for so long that it might fork itself, follows it.
+members that the fork leaves out are enough to decide, the peer does not follow it but waits for them. If the peer is
+`stranded`, undecided for so long that it might fork itself, it follows the fork.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class ForkChoice:
             raise BadPayload("a first record that starts from another state than the run")
         for vote in certificate.votes:
             if not tally.counts(vote.voter) and not (value.is_fork and tally.forks_only(vote.voter)):
-                raise BadPayload(f"a vote of {vote.voter}, who has none after {_named(head)}")
+                raise BadPayload(f"a vote of {vote.voter}, which has no vote after {_named(head)}")
             if not tally.add(value.ballot, value.digest, vote.voter, vote.signature):
                 raise BadPayload(f"a forged vote of {vote.voter} after {_named(head)}")
         if not tally.decides(value):

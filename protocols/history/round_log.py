@@ -163,7 +163,7 @@ class RoundLog(Sequence[DecidedRound]):
         self.forks, self.floor = array("Q"), 0
         self._lineages = LineageIndex()
         self._lineages.append(start.key.lineage)
-        self._anchors = array("Q", [0])  # place -> that of the lineage which the state there is measured from
+        self._anchors = array("Q", [0])  # place -> place of the lineage that pseudo-gradients are measured from
         self._rosters = [_Roster(0, start.roster, start.former)]
         self._recent: list[DecidedRound] = []
         self.refused = self._restore()
@@ -208,7 +208,7 @@ class RoundLog(Sequence[DecidedRound]):
         return self.read(place - 1, 1)[0].head if place else self.start
 
     def idle(self, place: int) -> int:
-        """How many of the first `place` rounds are FORKs without a mean, so that nothing was trained in them."""
+        """Number of FORKs without a mean, in which nothing was trained, among the first `place` rounds."""
         return sum(self._anchors[at + 1] != at + 1 for at in self.forks if at < place)
 
     def rosters(self, place: int) -> Iterator[tuple[Member, ...]]:
@@ -277,7 +277,7 @@ class RoundLog(Sequence[DecidedRound]):
             for each in self._archive.read(place, min(count, PIECE)) if place + 1 >= self.floor else ():
                 found.append(wire.expect(wire.decode(each), Certificate))
         except BadPayload:
-            pass  # those before it are still good
+            pass  # the certificates before it are good
         if not found:
             raise self._forget(place)
         return found
@@ -293,7 +293,7 @@ class RoundLog(Sequence[DecidedRound]):
         return link
 
     def _before(self, key: RoundKey, place: int) -> Head:
-        """The head that the round at this place extends, with what `follow` needs of it."""
+        """The head that the round at this place extends, with the fields that `follow` needs."""
         known = bisect_right(self._rosters, place, key=lambda each: each.since)
         roster, former = self._rosters[known - 1][1:] if known else ((), ())
         anchor = self._anchors[place]

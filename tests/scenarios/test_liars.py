@@ -79,10 +79,10 @@ def test_reducer_signing_two_results_is_blamed(liar: int, codec: str) -> None:
 @pytest.mark.parametrize(
     ("lie", "why"),
     (
-        ("another-life", "a vote of no member of the roster, or in another life"),
+        ("another-life", "a vote of a peer outside the roster, or of another incarnation"),
         ("forged-vote", "a forged vote"),
-        ("forged-certificate", "a certificate with votes that nobody cast"),
-        ("usurped-plan", "who does not coordinate ballot 0"),
+        ("forged-certificate", "a certificate with invalid votes"),
+        ("usurped-plan", "which does not coordinate ballot 0"),
     ),
 )
 @pytest.mark.parametrize("liar", OTHERS)
@@ -105,7 +105,7 @@ def test_lying_voter_is_rejected_and_blamed(lie: str, why: str, liar: int) -> No
 @pytest.mark.parametrize(
     ("lie", "why"),
     (
-        ("another-life", "a vote of no member of the roster, or in another life"),
+        ("another-life", "a vote of a peer outside the roster, or of another incarnation"),
         ("another-state", "of another state"),
         ("another-vector", "not of the whole vector"),
         ("another-place", "at another place"),
@@ -156,8 +156,8 @@ def speaking(peer: PeerId, message: VoteMessage) -> Callable[[SimNetwork], None]
 @pytest.mark.parametrize(
     ("peer", "sender", "why"),
     (
-        ("zoe", Member("zoe"), "a vote of no member of the roster"),
-        (PEERS[OTHERS[0]], Member(PEERS[OTHERS[0]], 7), "or in another life"),
+        ("zoe", Member("zoe"), "a vote of a peer outside the roster"),
+        (PEERS[OTHERS[0]], Member(PEERS[OTHERS[0]], 7), "or of another incarnation"),
         (PEERS[OTHERS[0]], Member(PEERS[OTHERS[1]]), "a vote in the name of"),
     ),
 )
@@ -174,7 +174,7 @@ def test_non_member_certificate_is_rejected_and_blamed(voters: tuple[Member, ...
     """Whoever it says has voted."""
     averaged = average(before=speaking("zoe", forged(HEAD.key, Member("zoe"), ROSTER, voters)))
     assert agreed(averaged, list(range(COUNT)))
-    assert set(named(averaged, "zoe", "a certificate with votes that nobody cast")) == set(PEERS)
+    assert set(named(averaged, "zoe", "a certificate with invalid votes")) == set(PEERS)
     assert blamed(averaged, list(range(COUNT))) == {"zoe"}
 
 

@@ -80,7 +80,7 @@ async def test_former_incarnation_has_no_vote(swarm: ScenarioRunner) -> None:
     await vote()
     await swarm.rounds(2)
     named = [each["blamed"]["p2"] for each in swarm.told("p0", voted) if "p2" in each["blamed"]]
-    assert named and "in another life" in named[0], f"p0 named p2: {named}"
+    assert named and "of another incarnation" in named[0], f"p0 named p2: {named}"
 
 
 @pytest.mark.parametrize(("founders", "newcomers"), ((1, 4), (2, 4), (4, 4)))

@@ -147,7 +147,7 @@ async def test_full_disk_costs_rounds_parts_and_warns_once(caplog: pytest.LogCap
     buffers.failing = False
     assert await kept.put(lineage(6), [part(6)]) and kept.rounds == 1
     assert [each.message for each in caplog.records] == [
-        "a round's parts are not kept for those who come later: No space left on device"
+        "cannot store a round's parts for peers that come later: No space left on device"
     ]
 
 

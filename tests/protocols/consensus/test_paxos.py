@@ -240,7 +240,7 @@ def test_observer_decides_only_by_certificate() -> None:
     assert onlooker.receive(table.name(0), few) == []
     forged = [replace(vote, signature=b"no") for vote in certificate.votes]
     accused = onlooker.receive(table.name(0), replace(certificate, votes=tuple(forged)))
-    assert accused == [votes.ReportFault(table.name(0), "a certificate with votes that nobody cast")]
+    assert accused == [votes.ReportFault(table.name(0), "a certificate with invalid votes")]
     accused = onlooker.receive(table.name(0), replace(certificate, record=table.record(roster=(onlooker.me,))))
     assert accused == [votes.ReportFault(table.name(0), "a certificate of a record that may not be decided")]
     assert isinstance(onlooker.receive(table.name(0), certificate)[0], votes.Decided)

@@ -157,19 +157,8 @@ def test_contributions_count_chunks() -> None:
     assert list(records.contributions(("bert", "anna"), PARTS)) == ["bert", "anna"]
 
 
-@pytest.mark.parametrize("bit, expected", [(0, True), (1, False), (2, False)])
-def test_whole_requires_every_chunk(bit: int, expected: bool) -> None:
-    parts = (
-        PartDigest(b"1" * 32, (ChunkSpan(3, 0b101),)),
-        PartDigest(b"2" * 32, ()),
-        PartDigest(b"3" * 32, (ChunkSpan(1, 0b011), ChunkSpan(9, 0b101))),
-    )
-    assert records.whole(bit, parts) is expected
-
-
 @given(every=st.lists(st.lists(st.integers(0, 7), max_size=40), min_size=1, max_size=6))
-def test_contributions_and_whole_agree(every: list[list[int]]) -> None:
-    """Chunk by chunk, from masks of our own: contributions and whole tell the same story."""
+def test_contributions_match_the_masks(every: list[list[int]]) -> None:
     parts = [
         PartDigest(bytes(32), tuple(ChunkSpan(len(list(group)), each) for each, group in itertools.groupby(masks)))
         for masks in every
@@ -178,7 +167,6 @@ def test_contributions_and_whole_agree(every: list[list[int]]) -> None:
     for bit, peer in enumerate("abc"):
         missing = sum(not mask & (1 << bit) for mask in chunks)
         assert records.contributions("abc", parts)[peer] == Contribution(len(chunks) - missing, len(chunks))
-        assert records.whole(bit, parts) == (missing == 0)
 
 
 # -- vote messages -----------------------------------------------------------------------------------------------------

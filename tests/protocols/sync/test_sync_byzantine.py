@@ -94,7 +94,7 @@ CONTACTS: dict[str, tuple[Lie, str | None]] = {
     "few": (instead(Certificate, lambda each: replace(each, votes=each.votes[:1])), "too few"),
     "foreign": (
         instead(Certificate, lambda each: replace(each, votes=(*each.votes, Signed(Member("zeno"), b"")))),
-        "who has none",
+        "has no vote",
     ),
     "record": (instead(Certificate, lambda each: replace(each, record=each.record + b"\0")), "may not extend"),
     "truncated": (truncated(), "does not prove the head"),
