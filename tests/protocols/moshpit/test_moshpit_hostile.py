@@ -290,7 +290,7 @@ def test_mean_without_contributors_is_rejected(monkeypatch: pytest.MonkeyPatch) 
     pits = swarm(2)
     pits.tokens = [0, 1000]
     histories = pits.play()
-    assert outcomes(histories["p00"]) == ["skipped"] and any("of nobody" in why for why in named(histories, "p01"))
+    assert outcomes(histories["p00"]) == ["skipped"] and any("without any contribution" in why for why in named(histories, "p01"))
 
 
 def test_repeated_leaving_claim_shortens_one_round() -> None:
