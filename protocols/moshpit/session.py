@@ -1,4 +1,4 @@
-"""One peer's rounds of Moshpit: it sits down, trains until it is time, and meets one group along each axis."""
+"""One round of Moshpit at one peer: take a cell, train until the round is called, then average along each axis."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from protocols.moshpit.state import MoshpitState
 from protocols.vectors import VectorView, norm
 
 SETTLE_SECONDS = 0.25
-"""Between two looks at who is here: a hundred newcomers are not told of one by one."""
+"""The pause between two announcements of a new cell, so that a hundred joiners do not cause a hundred of them."""
 HASTE = 0.5
-"""No single peer is waited for much longer than this share of what training took."""
+"""The waiting time for one peer in a group is limited to about this share of this peer's training time."""
 
 
 class MoshpitSession:
-    """`protocols.base.LooseSession`."""
+    """`protocols.base.IndependentSession` for Moshpit."""
 
     def __init__(self, moshpit: MoshpitState, head: Head, deadline: Deadline) -> None:
         self.head, self.deadline = head, deadline
@@ -55,7 +55,7 @@ class MoshpitSession:
     # -- the contract -------------------------------------------------------------------------------------------------
 
     def share(self, state: Sequence[Vector]) -> None:
-        """Groups meet in `average`: nothing is averaged before."""
+        """Without effect: groups average only during `average`."""
 
     async def reclaim(self) -> Mapping[PeerId, Contribution]:
         return {}
@@ -68,7 +68,7 @@ class MoshpitSession:
         self._stir()
 
     def waiting_for(self) -> tuple[PeerId, ...]:
-        """For their work, then for their coming to the group, then for the parts that they reduce."""
+        """First the peers that still train, then those that may still come to the group, then the missing reducers."""
         if self._mixing:
             return self._mixing.missing()
         if self._matchmaker:
@@ -80,11 +80,11 @@ class MoshpitSession:
 
     async def average(self, mine: Sequence[Vector], work: LocalProgress, into: Sequence[Vector]) -> AveragingResult:
         if [len(vector) for vector in mine] != [len(vector) for vector in into]:
-            raise ValueError("what is averaged and where it goes are not of the same sizes")
+            raise ValueError(f"{[len(vector) for vector in mine]} elements into {[len(vector) for vector in into]}")
         await self.cut.wait()
         self._work = work
         results = await self._along_all(mine, into)
-        self.round = max(self.round, self._tracker.ahead(self.round) - 1)  # the next one is where enough others are
+        self.round = max(self.round, self._tracker.ahead(self.round) - 1)  # go on in the round that others have reached
         names, sent, received = self._context.accounting.take()
         return AveragingResult(
             Outcome.COMMITTED if results else Outcome.SKIPPED,
@@ -98,7 +98,7 @@ class MoshpitSession:
     # -- the groups ---------------------------------------------------------------------------------------------------
 
     async def _along_all(self, mine: Sequence[Vector], into: Sequence[Vector]) -> list[GroupResult]:
-        """One group along each axis; what comes of them is in `into`, if anything does."""
+        """Average with one group along each axis. The result is in `into`, unless all groups failed."""
         loop, compute = asyncio.get_running_loop(), self._context.host.compute
         state, free, spare = mine, into, self._moshpit.spare_buffers(into)
         weight, began = float(self._work.tokens), min(self._cut_at, loop.time())
@@ -116,7 +116,10 @@ class MoshpitSession:
                 results.append(result)
                 weight = result.weight
                 state, free = free, spare if free is into else into
-        self._axis, self._stage = len(self._mine.shape) - 1, DONE  # also where it ended early: nobody waits for us
+        self._axis, self._stage = (
+            len(self._mine.shape) - 1,
+            DONE,
+        )  # even after an early end, so that no peer waits for us
         self._say()
         if results and state is not into:
             await compute.run(lambda: [a.copy_(b) for a, b in zip(into, state, strict=True)], 2 * cost_bytes)
@@ -125,7 +128,7 @@ class MoshpitSession:
     async def _along(
         self, axis: int, contribution: GroupContribution, source: VectorView, target: VectorView, spent_seconds: float
     ) -> GroupResult | None:
-        """The group along one axis; None if there is none, or it fails here."""
+        """Average with the group along one axis. Returns None if there is none, or it fails at this peer."""
         moshpit, context = self._moshpit, self._context
         self._axis = axis
         moshpit.narrow(self._mine.key(axis).lineage)
@@ -136,7 +139,7 @@ class MoshpitSession:
         patience = MatchmakingLimits(spent_seconds, HASTE * (self._cut_at - self._began), expected)
         resolved = await matchmaker.terms_of(patience)
         if resolved:
-            for peer in resolved.peers:  # its caller knew them, if this peer did not
+            for peer in resolved.peers:  # the caller may know members that this peer does not
                 moshpit.meet(peer, matchmaker.key.lineage)
             self._look()
             self._mixing = GroupAllReduce(context, matchmaker.key, resolved, source, target, self.deadline)
@@ -152,35 +155,35 @@ class MoshpitSession:
     async def _account(
         self, mixing: GroupAllReduce, result: GroupResult | None, source: VectorView, target: VectorView
     ) -> None:
-        """What is known of a group that is over here."""
+        """Record the outcome of a group: the next bandwidth claim, the group's name, or a half exchange."""
         if mixing.in_time is not None:
             self._moshpit.bandwidth = next_claim(
                 self._moshpit.bandwidth, self._context.settings.bandwidth, mixing.in_time
             )
         if result:
             self.group = mixing.name
-        if result is None or result.torn:  # others may hold more of it than this peer, or less
+        if result is None or result.torn:  # other members may hold more of the mean than this peer, or less
             self.half_exchanges += 1
             moved_by = partial(mixing.moved, source, target)
             self.mass_drift += await self._context.host.compute.run(moved_by, 8 * source.size)
 
     def _wait(self, caller: PeerId, offer: wire.Offer) -> None:
-        """Let that one call this peer."""
+        """Announce the caller that this peer follows, and its offer."""
         self._stage, self._follows, self._offer = WAITING, caller, (offer,)
         self._say()
 
     def _pass(self, members: Sequence[PeerId]) -> None:
-        """In a group with these, or without one: not to be had any more along this axis."""
+        """Announce that this peer is in a group with these members, so no other group along this axis can have it."""
         moshpit, me = self._moshpit, self._context.me.peer
         self._stage, self._follows, self._offer = DONE, "", ()
         if not moshpit.sees_all:
             self._index = moshpit.index = next_cell(self._index, self._axis, members.index(me), self._grid.shape)
         self._say()
 
-    # -- life ---------------------------------------------------------------------------------------------------------
+    # -- in the background --------------------------------------------------------------------------------------------
 
     async def live(self) -> None:
-        """Sit down, say so, and stop the training when it is time."""
+        """Take a cell, announce it, and set `cut` when the training should stop."""
         loop = asyncio.get_running_loop()
         while not self.cut.is_set():
             self._look()
@@ -199,7 +202,7 @@ class MoshpitSession:
         self.cut.set()
 
     async def watch(self) -> None:
-        """Take note of who comes and goes, and tell who comes where this peer stands."""
+        """Follow the live members, and send each new one this peer's announcement."""
         members = self._context.host.members
         while asyncio.get_running_loop().time() < self.deadline:
             version = members.version
@@ -217,7 +220,7 @@ class MoshpitSession:
         self._news.notify()
 
     async def search(self) -> None:
-        """Look for those who come to the same group, where not all are in sight."""
+        """In a large swarm, look for the members of this peer's group in the directory."""
         await self._moshpit.search(self.deadline, self._found)
 
     def _found(self) -> None:
@@ -233,14 +236,14 @@ class MoshpitSession:
         self._stir()
 
     def gone(self, peer: PeerId) -> None:
-        """A peer cannot be reached."""
+        """Called when a peer cannot be reached."""
         self._moshpit.lose(peer)
         self._look()
 
-    # -- what others say ----------------------------------------------------------------------------------------------
+    # -- messages from other peers ------------------------------------------------------------------------------------
 
     def heard(self, here: PositionAnnouncement) -> None:
-        """A peer has moved on."""
+        """Take another peer's new announcement."""
         matchmaker = self._matchmaker
         if matchmaker:
             matchmaker.heard(here)
@@ -248,16 +251,16 @@ class MoshpitSession:
         self._stir()
 
     def on_plan(self, peer: PeerId, plan: wire.Plan) -> None:
-        """A call.
+        """Take a call. It has no effect unless it is for the group that this peer waits for.
 
         Raises:
-            BadPayload: it breaks a rule.
+            BadPayload: the plan breaks a rule.
         """
         if self._matchmaker and plan.key == self._matchmaker.key:
             self._matchmaker.on_plan(peer, plan)
 
     def _look(self) -> None:
-        """Note who is in sight, and who is not any more."""
+        """Update the peers in sight. A peer that is no longer in sight is lost for the current group."""
         self._moshpit.look()
         now = set(self._tracker.sight)
         for peer in sorted(self._members - now):
@@ -267,7 +270,7 @@ class MoshpitSession:
             self._matchmaker.stir()
         self._members = now
 
-    # -- what this peer says ------------------------------------------------------------------------------------------
+    # -- this peer's announcement -------------------------------------------------------------------------------------
 
     def _word(self) -> PositionAnnouncement:
         key, work, axes = self.head.key, self._work, len(self._grid.shape)
@@ -291,7 +294,7 @@ class MoshpitSession:
         )
 
     def _say(self) -> None:
-        """Tell everybody in sight where this peer stands, if they have not heard that."""
+        """Send this peer's announcement to each peer in sight that does not have the latest one."""
         if self._word() != self._mine:
             self._moshpit.numbered += 1
             self._mine = self._word()
