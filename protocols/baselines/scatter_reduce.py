@@ -1,8 +1,8 @@
-"""Every part of the vectors goes to its reducer, and the mean of all comes back from there.
+"""Reduce-scatter and all-gather: each member sends every part of its vectors to the part's reducer, and gets the mean.
 
-With a reducer for each member this is the all-reduce of data parallel training, reduce-scatter and all-gather in one
-hop each (Thakur et al. 2005, section 4.4); with one reducer for everything it is a parameter server with a barrier.
-The mean is encoded once, so that all who get it hold the same bits.
+If each member reduces one part, this is the all-reduce of data-parallel training, one hop for each half (Thakur et al.
+2005, section 4.4). If one member reduces the whole vector, it is a parameter server with a barrier. The mean is encoded
+once, so that all members hold the same bits.
 """
 
 from __future__ import annotations
@@ -72,8 +72,7 @@ class RunningMean:
 
 
 class ScatterReduce:
-    """`protocols.baselines.synchronous_round.Exchange`: part i of `len(reducers)` is reduced by the member
-    `reducers[i]`."""
+    """`AllReduceAlgorithm` in which the member with index `reducers[i]` reduces part i of `len(reducers)`."""
 
     def __init__(self, meeting: SynchronousRound, reducers: Sequence[int]) -> None:
         self._meeting, self._reducers = meeting, tuple(reducers)
@@ -108,7 +107,7 @@ class ScatterReduce:
     async def serve(self, peer: PeerId, stream: Stream, hello: JoinRound) -> None:
         meeting, mixture = self._meeting, self._mixtures.get(hello.part)
         if mixture is None or not mixture.held.chunks or (hello.part, peer) in self._begun:
-            raise BadPayload(f"part {hello.part} is not for this peer to reduce, or is brought already")
+            raise BadPayload(f"part {hello.part} is not for this peer to reduce, or was sent before")
         self._begun.add((hello.part, peer))
         held = mixture.held
         buffer = held.chunk_buffer()
@@ -121,7 +120,7 @@ class ScatterReduce:
         await meeting.until(lambda: mixture.sealed)
         await send_encoded(stream, held)
 
-    # -- the others' --------------------------------------------------------------------------------------------------
+    # -- the contributor's side ---------------------------------------------------------------------------------------
 
     async def _hand_in(self, part: int, peer: PeerId) -> None:
         meeting = self._meeting
@@ -135,5 +134,5 @@ class ScatterReduce:
             )
 
     async def _send(self, stream: Stream, part: PartLayout) -> None:
-        with suppress(PeerSilent):  # the receiving side raises, and knows why
+        with suppress(PeerSilent):  # the receiving side raises the same error, and knows the reason
             await send_vector(stream, part, self._meeting.mine, self._meeting.host.compute)

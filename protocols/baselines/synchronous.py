@@ -1,9 +1,10 @@
-"""All live members meet in every round, or none of them gets anything: the barrier of the baselines.
+"""The barrier of the synchronous baselines: in each round, all live members average, or none of them does.
 
-A round is a number, which all must have in common: who hears of a later one goes there. It takes those who are live
-when this peer is done with its own work; members that see others, that are gone, refuse or break off spoil it, and
-everybody who waits hears of that by the end of its streams. Then each goes on from its own state, and the next round
-averages whole states again: a spoilt round is drift, not damage.
+All members must be in the same round number. A peer that hears of a later round goes there. A round's members are the
+peers that are live when this peer has finished its own work. A member aborts the round if it sees other members, is
+lost, refuses a stream or breaks one off. The others notice this by the end of their streams. Each then goes on from its
+own state, and the next round averages whole states again. An aborted round therefore lets the states drift apart, but
+does no lasting harm.
 """
 
 from __future__ import annotations
@@ -45,10 +46,11 @@ AlgorithmFactory = Callable[[SynchronousRound], AllReduceAlgorithm]
 
 
 class SynchronousAverager:
-    """`protocols.base.LooseAverager` with a barrier.
+    """`protocols.base.IndependentAverager` with a barrier.
 
     Attributes:
-        method: under which members open streams to each other.
+        method: the method of the streams between members.
+        way: creates the algorithm by which a round's vectors travel.
     """
 
     shares_anchor = False
@@ -58,7 +60,7 @@ class SynchronousAverager:
         self.me, self.accounting = self.endpoint.me, self.endpoint.accounting
         self._session: SynchronousSession | None = None
         self._sessions = SessionTable[int, SynchronousSession]()
-        self._latest_round = 0  # that a peer was in
+        self._latest_round = 0  # the latest round that any peer has claimed
         self.endpoint.serve(method, JoinRound, self._on_stream)
 
     @asynccontextmanager
@@ -75,11 +77,11 @@ class SynchronousAverager:
             session.end()
 
     def met(self, session: SynchronousSession) -> None:
-        """The session's meeting has begun, or will not."""
+        """Serve streams of the session's round from now on: its averaging has begun, or never will."""
         self._sessions.open(session.head.key.round, session)
 
     async def _on_stream(self, stream: Stream, hello: JoinRound) -> None:
-        """Serve a stream when its round has begun here, or refuse it when that is over."""
+        """Serve a stream as soon as its round has begun at this peer, or refuse it if that round is over."""
         self._latest_round = max(self._latest_round, hello.round)
         if self._session:
             self._session.hear(hello.round)
@@ -94,11 +96,11 @@ class SynchronousAverager:
 
 
 class SynchronousSession:
-    """`protocols.base.LooseSession`: nothing is lent, and nothing is half done.
+    """`protocols.base.IndependentSession`. The state is not shared, and there are no half exchanges.
 
     Attributes:
-        meeting, exchange: once this peer has come to average.
-        ended: this round is over here.
+        meeting, exchange: the round and its algorithm; None before `average`.
+        ended: whether this peer has left the round.
     """
 
     half_exchanges = 0
@@ -123,7 +125,7 @@ class SynchronousSession:
         return self.meeting.missing() if self.meeting else ()
 
     def share(self, state: Sequence[Vector]) -> None:
-        """Nobody averages with a peer that trains."""
+        """Without effect: members average only during `average`."""
 
     async def reclaim(self) -> Mapping[PeerId, Contribution]:
         return {}
@@ -132,9 +134,9 @@ class SynchronousSession:
         averager, task = self._averager, RoundTask(mine, into, work)
         meeting = SynchronousRound(averager.endpoint, averager.method, self.head, task, self.deadline)
         if self.round > self.head.key.round:
-            meeting.spoil(f"others are in round {self.round + 1} already")
+            meeting.spoil(f"other peers are in round {self.round + 1} already")
         elif len(meeting.members) == 1:
-            meeting.spoil("")  # there is nobody: nothing is wrong, and nothing is averaged
+            meeting.spoil("")  # there is no other peer: nothing is averaged, and that is not an error
         else:
             self.meeting, self.exchange = meeting, averager.way(meeting)
             averager.met(self)
@@ -156,24 +158,24 @@ class SynchronousSession:
     def _name(self, member: Member) -> str:
         return f"{member.peer}/{member.incarnation}/{self.head.key.round}"
 
-    # -- the meeting --------------------------------------------------------------------------------------------------
+    # -- the round ----------------------------------------------------------------------------------------------------
 
     def misfit(self, peer: PeerId, hello: JoinRound) -> str:
-        """Why a stream cannot be served, now that this peer has come to average; empty if it can."""
+        """Why this peer, which has come to average, cannot serve a stream; empty if it can."""
         if self.meeting is None or hello.round != self.head.key.round:
             return "has left that round"
         if hello.members == self.meeting.digest and peer not in self.meeting.peers:
-            return "sees no member in the caller"  # one that says so is not the members' affair: nothing is spoilt
+            return "sees no member in the caller"  # a stranger's claim: it does not abort the members' round
         if why := self.meeting.misfit(hello):
             self.meeting.spoil(why, peer)
             return why
         return self.meeting.why
 
     async def serve(self, peer: PeerId, stream: Stream, hello: JoinRound) -> None:
-        """A member's stream to this meeting.
+        """Serve a member's stream to this round.
 
         Raises:
-            BadPayload, PeerError: the round is spoilt.
+            BadPayload, PeerError: the round is aborted.
         """
         meeting, exchange = self.meeting, self.exchange
         assert meeting is not None and exchange is not None
@@ -185,12 +187,12 @@ class SynchronousSession:
             meeting.spoil(str(error), peer)
             raise
         except RoundAborted as error:
-            raise PeerSilent(peer, f"the round is spoilt: {error}") from None
+            raise PeerSilent(peer, f"the round was aborted: {error}") from None
         except TimeoutError:
             raise PeerSilent(peer, "the round's deadline passed") from None
 
     async def _meet(self, meeting: SynchronousRound, exchange: AllReduceAlgorithm) -> None:
-        """Meet, to the end or until it is spoilt."""
+        """Run the round until it is complete or aborted."""
         try:
             async with task_group() as group:
                 watch = group.create_task(self._watch(meeting))
@@ -203,15 +205,18 @@ class SynchronousSession:
         except (BadPayload, RoundAborted) as error:
             meeting.spoil(str(error))
         except TimeoutError:
-            meeting.spoil("the round did not end by its deadline", *meeting.missing())
+            meeting.spoil("the round did not end before its deadline", *meeting.missing())
 
     async def _watch(self, meeting: SynchronousRound) -> None:
-        """A member that is gone spoils the round at once."""
+        """Abort the round as soon as a member is lost."""
         if gone := await until_gone(self._averager.endpoint.host.members, meeting.members, meeting.deadline):
-            meeting.spoil("gone in the middle of a round", *gone)
+            meeting.spoil("lost during a round", *gone)
 
     def hear(self, number: int) -> None:
-        """Others are in that round: go there if it is later. One that has met may still come to its end."""
+        """Note that another peer is in that round, and go there if it is later.
+
+        If this peer averages already, it first tries to complete its own round.
+        """
         if number <= self.head.key.round:
             return
         if self.meeting:
@@ -221,6 +226,7 @@ class SynchronousSession:
             self.cut.set()
 
     def end(self) -> None:
+        """Leave the round, which is aborted unless it is complete."""
         self.ended = True
         if self.meeting:
             self.meeting.spoil("this peer has left the round")
