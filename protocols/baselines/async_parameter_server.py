@@ -286,15 +286,15 @@ class AsyncSession:
             self._opened(peer, asks=True) as stream,
             peer_timeout(STALL_SECONDS, peer, "asking which peer is the server"),
         ):
-            return (await _told(stream)).server
+            return (await _reply(stream)).server
 
     async def _push(self, peer: PeerId, vector: Vector) -> PeerId:
         """Push a displacement to a peer. Returns an empty id if it is the server, else the server that it names."""
         averager, flat, compute = self._averager, VectorView([vector]), self._host.compute
         async with self._opened(peer, asks=False) as stream:
-            told = await _told(stream)
-            if not told.here:
-                return told.server
+            reply = await _reply(stream)
+            if not reply.here:
+                return reply.server
             self._brought = True
             await send_vector(stream, averager.shape(averager.settings.codec), flat, compute)
             await receive_vector(stream, averager.shape("fp32"), flat, compute)
@@ -302,13 +302,13 @@ class AsyncSession:
             return ""
 
 
-async def _told(stream: Stream) -> ServerReply:
+async def _reply(stream: Stream) -> ServerReply:
     """Receive the answer to `PushUpdate`.
 
     Raises:
         BadPayload: another message, or an answer that names no server.
     """
-    told = wire.expect(await stream.receive(_ANSWER_LIMIT), ServerReply)
-    if not told.server:
+    reply = wire.expect(await stream.receive(_ANSWER_LIMIT), ServerReply)
+    if not reply.server:
         raise BadPayload("an answer that names no server")
-    return told
+    return reply

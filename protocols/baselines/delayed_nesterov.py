@@ -34,7 +34,7 @@ class DelayedNesterov:
         """Apply a displacement: θ ← θ − δ/N. After N of them, m ← βm + Σδ/N and θ ← θ − βm.
 
         Args:
-            displacement: δ, float32 (n): the amount that a worker would subtract from the parameters. It is overwritten.
+            displacement: δ, float32 (n): what a worker would subtract from the parameters. It is overwritten.
             count: N, the number of peers that take part.
         """
         self.parameters.sub_(displacement.div_(count))

@@ -147,14 +147,14 @@ class GroupMatchmaker:
     def missing(self) -> list[PositionAnnouncement]:
         """The announcements of the peers that may still come."""
         line = self._context.tracker.line(self._mine, self._axis)
-        return [word for word in line.values() if word.progress < (self._axis, WAITING)]
+        return [latest for latest in line.values() if latest.progress < (self._axis, WAITING)]
 
     async def terms_of(self, patience: MatchmakingLimits) -> planning.ResolvedPlan | None:
         """Wait until this peer is called or calls the group itself. Returns None if it goes on without a group."""
         context, loop, callable_at = self._context, asyncio.get_running_loop(), math.inf
         while self.resolved is None and loop.time() < self._deadline:
             line, missing, now = context.tracker.line(self._mine, self._axis), self.missing(), loop.time()
-            here = {peer: word for peer, word in line.items() if word not in missing}
+            here = {peer: latest for peer, latest in line.items() if latest not in missing}
             for peer in here:
                 self._note(peer)
             waits = context.tracker.patience_seconds(missing, patience.spent_seconds, patience.most_seconds)
@@ -165,7 +165,7 @@ class GroupMatchmaker:
                 break
             if now >= late and not self._was_late:
                 self._was_late = True
-                context.tracker.missed(word.sender.peer for word in missing)
+                context.tracker.missed(latest.sender.peer for latest in missing)
             called_by = self._caller([*here] if callable_at <= now else [*line])
             if called_by is None:
                 await self._called_after_all()
@@ -173,7 +173,7 @@ class GroupMatchmaker:
             until = late
             if callable_at <= now:
                 until = callable_at + (len(self._given_up) + 1) * context.answer_seconds
-                follow = [word.offer[0] for word in here.values() if word.follows == context.me.peer]
+                follow = [latest.offer[0] for latest in here.values() if latest.follows == context.me.peer]
                 if called_by == context.me.peer and (len(follow) == len(here) or now >= until):
                     return self._call(follow)
                 if now >= until:

@@ -72,10 +72,10 @@ class MoshpitSession:
         if self._mixing:
             return self._mixing.missing()
         if self._matchmaker:
-            return tuple(word.sender.peer for word in self._matchmaker.missing())
-        words = {word.sender.peer: word for word in self._tracker.words()}
+            return tuple(latest.sender.peer for latest in self._matchmaker.missing())
+        words = {latest.sender.peer: latest for latest in self._tracker.words()}
         present = self._tracker.present(self.round, asyncio.get_running_loop().time())
-        ready = {peer for peer, word in words.items() if word.complete and word.round >= self.round}
+        ready = {peer for peer, latest in words.items() if latest.complete and latest.round >= self.round}
         return tuple(peer for peer in present if peer not in ready and peer != self._context.me.peer)
 
     async def average(self, mine: Sequence[Vector], work: LocalProgress, into: Sequence[Vector]) -> AveragingResult:

@@ -73,9 +73,9 @@ class MoshpitState:
         self._lost.clear()
         self._read()
         self.sees_all = len(self._live) <= self.told
-        words = {peer: word for peer in self.found if (word := self.context.tracker.here(peer))}
-        fellows = [peer for peer, word in words.items() if self.found[peer] and word.round + 2 >= round]
-        first = [peer for peer, word in words.items() if not self.found[peer] and word.round >= round]
+        words = {peer: latest for peer in self.found if (latest := self.context.tracker.here(peer))}
+        fellows = [peer for peer, latest in words.items() if self.found[peer] and latest.round + 2 >= round]
+        first = [peer for peer, latest in words.items() if not self.found[peer] and latest.round >= round]
         self.found = {peer: self.found[peer] for peer in (*fellows, *first[-ACQUAINTANCES:])}
         if not self.sees_all:
             others = [peer for peer in self._live if peer != self.context.me.peer]
@@ -177,7 +177,7 @@ class MoshpitState:
         present = tracker.present(round, asyncio.get_running_loop().time())
         # A peer that sees only its own line learns the size of the swarm from the live members.
         count = len(present) if self.sees_all else len(self._live)
-        told = [word.grid for word in tracker.words()]
+        told = [latest.grid for latest in tracker.words()]
         since = round if self.grid else 0
         before = self.grid
         self.grid = choose_grid(count, since, [*told, *([before] if before else [])], self.most)

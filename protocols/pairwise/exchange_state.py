@@ -50,7 +50,7 @@ class PairExchange:
     Attributes:
         ask: the request that began it, ours or the partner's.
         moving: one end may move, or has moved, so the exchange must not be aborted any more.
-        given_up: we told the asker that we did not move, so we must not.
+        given_up: we answered the asker that we have not moved, so we must not move any more.
         settled: the asker knows that we moved, because it asked.
         done: our state is free again.
     """
@@ -130,7 +130,7 @@ class ExchangeState:
         """Check that our end may still move.
 
         Raises:
-            PeerSilent: the round ended meanwhile, or we told the asker that we have not moved.
+            PeerSilent: the round ended meanwhile, or we answered the asker that we have not moved.
         """
         if self.owner is not exchange.owner:
             raise PeerSilent(exchange.partner.peer, "our round was left before the exchange was over")

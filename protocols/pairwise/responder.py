@@ -124,7 +124,7 @@ class ExchangeResponder:
         seconds = exchanges.patience.answer_seconds(stream.peer)
         self._doubted[ask.name] = exchange
         try:
-            async with peer_timeout(seconds, stream.peer, "waiting for its last word"):
+            async with peer_timeout(seconds, stream.peer, "waiting for its last message"):
                 await stream.send(StateReceived(ask.key, exchanges.me, ask.sequence))
                 await hear(stream, StateReceived, ask)
         except (PeerError, BadPayload):

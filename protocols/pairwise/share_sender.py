@@ -81,7 +81,7 @@ class ShareSender:
         give = PushShare(
             session.key, self._weighted.me, share.sequence, share.to, share.weight, elements, part.codec.name
         )
-        answer_by, told = min(until, began + patience.answer_seconds(peer)), False
+        answer_by, reached = min(until, began + patience.answer_seconds(peer)), False
         try:
             async with (
                 asyncio.timeout_at(answer_by) as limit,
@@ -89,15 +89,16 @@ class ShareSender:
             ):
                 limit.reschedule(None)  # from here on the transfer is watched
                 patience.answered(peer, 2 * (loop.time() - began))
-                told = True
+                reached = True
                 watching = watch(weighted.host.members, share.to, until)
                 counted = await run_with_helper(_deliver(stream, give, part), watching)
         except (PeerError, BadPayload, TimeoutError):
             now = loop.time()
             weighted.accounting.name(
-                peer, f"no share: {'no word of what became of it' if told else 'it was not reached'}"
+                peer,
+                f"no share: {'it did not say whether it has counted the share' if reached else 'it was not reached'}",
             )
-            if told:  # the share may have arrived: avoid this peer for a while
+            if reached:  # the share may have arrived: avoid this peer for a while
                 patience.late(peer, now, max(CHEAP_SECONDS, now - began), slow=now >= until)
                 return None
             patience.failed(peer, began, now, answer_by, slow=False)

@@ -368,7 +368,7 @@ def test_broken_stream_does_not_change_the_link_estimate() -> None:
 
     swarm.run(main)
     (told,) = swarm.told[0]
-    assert told.mean.blamed[0].why == "no share: no word of what became of it"
+    assert told.mean.blamed[0].why == "no share: it did not say whether it has counted the share"
     assert swarm.gossips[0].weighted.patience.timeout_seconds("p1", 10**6) < before + 1.0
 
 
