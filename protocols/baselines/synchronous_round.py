@@ -5,18 +5,24 @@ One lost member aborts the round for all (`protocols.baselines.registry`).
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
+
+import torch
 
 from protocols import wire
 from protocols.aio import Notifier
 from protocols.allreduce.parts import PartLayout, ReducedPart
 from protocols.base import Deadline, Head, Header, LocalProgress, PeerId, ProtocolError, Stream, Vector
+from protocols.chunks import receive_chunk
 from protocols.codec import state_codec
 from protocols.endpoint import ProtocolEndpoint
+from protocols.limits import LARGEST_FLOAT32
 from protocols.vectors import VectorView
 from protocols.wire import digest, real, register, text, uint
 
@@ -143,7 +149,7 @@ class SynchronousRound:
         self.ahead = head.key.round
         named = "".join(f"{member.peer}/{member.incarnation}\n" for member in self.members)
         self.digest = hashlib.sha256(named.encode()).digest()
-        self._notifier = Notifier()
+        self._notifier, self._turn = Notifier(), asyncio.Lock()
 
     def hello(self, part: int) -> JoinRound:
         """The first frame of a stream that this peer opens."""
@@ -178,6 +184,54 @@ class SynchronousRound:
         """Allocate that part, encoded."""
         shape = self.shape(index, parts)
         return ReducedPart(shape.codec, shape.low, shape.high, shape.chunk_elements)
+
+    # -- the mean, which grows in `into` ------------------------------------------------------------------------------
+
+    def start_mean(self, layout: PartLayout) -> None:
+        """Copy this member's elements of a part to `into`: the mean so far."""
+        for _, low, high, (scratch,) in layout.pieces(1):
+            self.into.write(low, self.mine.read(low, high, scratch))
+
+    async def receive(self, stream: Stream, layout: PartLayout, weights: list[float], weight: float) -> None:
+        """Receive a member's elements of a part, and average them into `into`, chunk by chunk.
+
+        Args:
+            weights: the weight of each chunk in `into`; grows by `weight`, that of what is received.
+
+        Raises:
+            BadPayload: another message or chunk came, or a chunk does not decode to finite numbers.
+            PeerSilent: the stream broke off.
+        """
+        buffer = layout.chunk_buffer()
+        for index in range(layout.chunks):
+            data = buffer(index)
+            await receive_chunk(stream, index, data)
+            async with self._turn:  # the members' chunks arrive at the same time, and `compute` has threads
+                await self.host.compute.run(partial(self._add, layout, index, data, weights, weight), len(data))
+
+    def _add(self, layout: PartLayout, index: int, data: memoryview, weights: list[float], weight: float) -> None:
+        low, high = layout.elements(index)
+        theirs, scratch = torch.empty(high - low), torch.empty(high - low)
+        layout.codec.decode(data, theirs)
+        held, total = weights[index], weights[index] + weight
+        torch.mul(self.into.read(low, high, scratch), held / total, out=scratch)
+        self.into.write(low, scratch.add_(theirs.mul_(weight / total)))
+        weights[index] = total
+
+    async def encode_mean(self, index: int, parts: int) -> ReducedPart:
+        """Encode the complete mean of a part, and decode it to `into`, so that all members hold the same bits."""
+        part = self.part(index, parts)
+        await self.host.compute.run(partial(self._encode_mean, part), 2 * part.size_bytes)
+        return part
+
+    def _encode_mean(self, part: ReducedPart) -> None:
+        for index, low, high, (scratch,) in part.pieces(1):
+            mean = self.into.read(low, high, scratch)
+            mean.clamp_(-LARGEST_FLOAT32, LARGEST_FLOAT32)  # rounding may have carried it beyond
+            part.codec.encode(mean, part.chunk(index))
+        part.decode(self.into)
+
+    # -- its end ------------------------------------------------------------------------------------------------------
 
     def missing(self) -> tuple[PeerId, ...]:
         """The members that have opened no stream to this peer yet."""
