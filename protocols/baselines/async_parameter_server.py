@@ -34,7 +34,6 @@ from protocols.base import (
     Header,
     Host,
     LocalProgress,
-    Outcome,
     PeerError,
     PeerGone,
     PeerId,
@@ -47,6 +46,7 @@ from protocols.baselines.delayed_nesterov import DelayedNesterov
 from protocols.chunks import receive_vector, send_vector
 from protocols.codec import codec
 from protocols.endpoint import ProtocolEndpoint, SessionTable
+from protocols.independent_session import SessionBase
 from protocols.vectors import VectorView, norm
 from protocols.wire import digest, flag, peer_id, register, text, uint
 
@@ -177,25 +177,17 @@ class AsyncParameterServer:
                 raise
 
 
-class AsyncSession:
+class AsyncSession(SessionBase):
     """`protocols.base.IndependentSession`. The shared state is not averaged with; `average` does all the work."""
 
-    group = ""
-
     def __init__(self, averager: AsyncParameterServer, head: Head, deadline: Deadline) -> None:
-        self.head, self.deadline, self.round = head, deadline, head.key.round
-        self.cut = asyncio.Event()
-        self.half_exchanges, self.mass_drift = 0, 0.0
+        super().__init__(head, deadline, averager.accounting)
         self._averager, self._host = averager, averager.host
         self._lent = self._origin = torch.empty(0)
         self._with = ""
         self._brought = False
 
     # -- the contract -------------------------------------------------------------------------------------------------
-
-    def offer(self, work: LocalProgress) -> None:
-        if work.complete or work.leaving:
-            self.cut.set()
 
     def waiting_for(self) -> tuple[PeerId, ...]:
         return (self._with,) if self._with else ()
@@ -211,14 +203,14 @@ class AsyncSession:
         return {}
 
     async def average(self, mine: Sequence[Vector], work: LocalProgress, into: Sequence[Vector]) -> AveragingResult:
-        averager, outcome = self._averager, Outcome.SKIPPED
+        averager, committed = self._averager, False
         subtract = partial(torch.sub, self._origin, mine[0], out=into[0])
         await self._host.compute.run(subtract, 12 * len(mine[0]))
         try:
             async with asyncio.timeout_at(self.deadline):
                 averager.remain_at(await self._trade(into[0]))
             into[1].copy_(mine[1])
-            outcome = Outcome.COMMITTED
+            committed = True
         except BadPayload:
             pass  # `counting` has named the peer
         except PeerError as error:
@@ -227,15 +219,12 @@ class AsyncSession:
             averager.accounting.name(self._with or self._host.me, "sent no parameters before the round's deadline")
         if self._brought:  # the server may have applied it
             self.half(subtract(), mine[0])
-        blamed, sent, received = averager.accounting.take()
         name = f"{averager.me.peer}/{averager.me.incarnation}/{self.round}"
-        held = {averager.me.peer: Contribution(1, 1, (name,))} if outcome is Outcome.COMMITTED else {}
-        return AveragingResult(outcome, contributions=held, blamed=blamed, bytes_sent=sent, bytes_received=received)
+        return self._result(committed, {averager.me.peer: Contribution(1, 1, (name,))} if committed else {}, {})
 
     def half(self, displacement: Vector, parameters: Vector) -> None:
         """Count a half exchange: one end has applied the displacement, and the other end may not know."""
-        self.half_exchanges += 1
-        self.mass_drift += norm([displacement]) / max(norm([parameters]), 1e-30)
+        self.count_half(norm([displacement]) / max(norm([parameters]), 1e-30))
 
     # -- one exchange -------------------------------------------------------------------------------------------------
 

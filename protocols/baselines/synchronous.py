@@ -9,9 +9,9 @@ does no lasting harm.
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 from protocols.aio import run_with_helper, set_at, task_group, until_gone
 from protocols.base import (
@@ -23,7 +23,6 @@ from protocols.base import (
     Host,
     LocalProgress,
     Member,
-    Outcome,
     PeerError,
     PeerFault,
     PeerId,
@@ -41,6 +40,7 @@ from protocols.baselines.synchronous_round import (
     SynchronousRound,
 )
 from protocols.endpoint import ProtocolEndpoint, SessionTable
+from protocols.independent_session import SessionBase
 
 AlgorithmFactory = Callable[[SynchronousRound], AllReduceAlgorithm]
 
@@ -95,7 +95,7 @@ class SynchronousAverager:
         return self._session is not None and hello.round < self._session.head.key.round
 
 
-class SynchronousSession:
+class SynchronousSession(SessionBase):
     """`protocols.base.IndependentSession`. The state is not shared, and there are no half exchanges.
 
     Attributes:
@@ -103,13 +103,8 @@ class SynchronousSession:
         ended: whether this peer has left the round.
     """
 
-    half_exchanges = 0
-    mass_drift = 0.0
-
     def __init__(self, averager: SynchronousAverager, head: Head, deadline: Deadline) -> None:
-        self.head, self.deadline = head, deadline
-        self.cut = asyncio.Event()
-        self.round, self.group = head.key.round, ""
+        super().__init__(head, deadline, averager.accounting)
         self.meeting: SynchronousRound | None = None
         self.exchange: AllReduceAlgorithm | None = None
         self.ended = False
@@ -117,18 +112,8 @@ class SynchronousSession:
 
     # -- the contract -------------------------------------------------------------------------------------------------
 
-    def offer(self, work: LocalProgress) -> None:
-        if work.complete or work.leaving:
-            self.cut.set()
-
     def waiting_for(self) -> tuple[PeerId, ...]:
         return self.meeting.missing() if self.meeting else ()
-
-    def share(self, state: Sequence[Vector]) -> None:
-        """Without effect: members average only during `average`."""
-
-    async def reclaim(self) -> Mapping[PeerId, Contribution]:
-        return {}
 
     async def average(self, mine: Sequence[Vector], work: LocalProgress, into: Sequence[Vector]) -> AveragingResult:
         averager, task = self._averager, RoundTask(mine, into, work)
@@ -141,22 +126,16 @@ class SynchronousSession:
             self.meeting, self.exchange = meeting, averager.way(meeting)
             averager.met(self)
             await self._meet(meeting, self.exchange)
-        blamed, sent, received = averager.accounting.take()
-        if not meeting.over:
-            self.round = max(self.round, meeting.ahead - 1)
-            if meeting.why and not blamed:
-                blamed = (PeerFault(averager.me.peer, meeting.why),)
-            return AveragingResult(Outcome.SKIPPED, blamed=blamed, bytes_sent=sent, bytes_received=received)
-        return AveragingResult(
-            Outcome.COMMITTED,
-            contributions={member.peer: Contribution(1, 1, (self._name(member),)) for member in meeting.members},
-            blamed=blamed,
-            bytes_sent=sent,
-            bytes_received=received,
-        )
+        if meeting.over:
+            return self._result(True, {member.peer: self._contribution(member) for member in meeting.members}, {})
+        self.round = max(self.round, meeting.ahead - 1)
+        result = self._result(False, {}, {})
+        if meeting.why and not result.blamed:
+            return replace(result, blamed=(PeerFault(averager.me.peer, meeting.why),))
+        return result
 
-    def _name(self, member: Member) -> str:
-        return f"{member.peer}/{member.incarnation}/{self.head.key.round}"
+    def _contribution(self, member: Member) -> Contribution:
+        return Contribution(1, 1, (f"{member.peer}/{member.incarnation}/{self.head.key.round}",))
 
     # -- the round ----------------------------------------------------------------------------------------------------
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 
 from protocols import wire
 from protocols.aio import Notifier
 from protocols.allreduce.all_reduce import next_claim
-from protocols.base import AveragingResult, Contribution, Deadline, Head, LocalProgress, Member, Outcome, PeerId, Vector
+from protocols.base import AveragingResult, Deadline, Head, LocalProgress, Member, PeerId, Vector
+from protocols.independent_session import SessionBase
 from protocols.moshpit.grid import next_cell, seeded_order
 from protocols.moshpit.group_allreduce import GroupAllReduce, GroupResult, counted
 from protocols.moshpit.matchmaker import GroupContribution, GroupMatchmaker, MatchmakingLimits
@@ -25,14 +26,11 @@ HASTE = 0.5
 """The waiting time for one peer in a group is limited to about this share of this peer's training time."""
 
 
-class MoshpitSession:
+class MoshpitSession(SessionBase):
     """`protocols.base.IndependentSession` for Moshpit."""
 
     def __init__(self, moshpit: MoshpitState, head: Head, deadline: Deadline) -> None:
-        self.head, self.deadline = head, deadline
-        self.cut = asyncio.Event()
-        self.round, self.group = head.key.round, ""
-        self.half_exchanges, self.mass_drift = 0, 0.0
+        super().__init__(head, deadline, moshpit.context.accounting)
         self._moshpit, self._context, self._tracker = moshpit, moshpit.context, moshpit.context.tracker
         self._began = asyncio.get_running_loop().time()
         self._cut_at = self._complete_at = math.inf
@@ -53,12 +51,6 @@ class MoshpitSession:
         self._late = asyncio.get_running_loop().call_at(deadline, self._end)
 
     # -- the contract -------------------------------------------------------------------------------------------------
-
-    def share(self, state: Sequence[Vector]) -> None:
-        """Without effect: groups average only during `average`."""
-
-    async def reclaim(self) -> Mapping[PeerId, Contribution]:
-        return {}
 
     def offer(self, work: LocalProgress) -> None:
         self._work = work
@@ -85,15 +77,8 @@ class MoshpitSession:
         self._work = work
         results = await self._along_all(mine, into)
         self.round = max(self.round, self._tracker.ahead(self.round) - 1)  # go on in the round that others have reached
-        names, sent, received = self._context.accounting.take()
-        return AveragingResult(
-            Outcome.COMMITTED if results else Outcome.SKIPPED,
-            contributions=counted(results),
-            weights={peer: weight for result in reversed(results) for peer, weight in result.weights.items()},
-            blamed=names,
-            bytes_sent=sent,
-            bytes_received=received,
-        )
+        weights = {peer: weight for result in reversed(results) for peer, weight in result.weights.items()}
+        return self._result(bool(results), counted(results), weights)
 
     # -- the groups ---------------------------------------------------------------------------------------------------
 

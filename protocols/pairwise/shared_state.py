@@ -20,12 +20,12 @@ from protocols.base import (
     Host,
     LocalProgress,
     Member,
-    Outcome,
     PeerId,
     RoundKey,
     Vector,
 )
 from protocols.control_channel import RoundAccounting
+from protocols.independent_session import SessionBase
 from protocols.pairwise.claimed_rounds import ClaimedRounds
 from protocols.vectors import VectorView
 
@@ -59,7 +59,7 @@ class Mixer(Protocol):
         """Wait for any change of the state in progress. Nothing new begins while a session has no state."""
 
 
-class SharedStateSession:
+class SharedStateSession(SessionBase):
     """`protocols.base.ClosingSession` for gossip and push-sum.
 
     Attributes:
@@ -72,15 +72,10 @@ class SharedStateSession:
         closing: whether the session is in closing exchanges.
     """
 
-    group = ""
-
     def __init__(self, mixer: Mixer, head: Head, deadline: Deadline) -> None:
-        self.cut = asyncio.Event()
+        super().__init__(head, deadline, mixer.accounting)
         self.key: RoundKey = head.key
-        self.deadline: Deadline = deadline
-        self.round = head.key.round
         self._longest_seconds = SLOWEST_SHARE * (deadline - asyncio.get_running_loop().time())
-        self.half_exchanges, self.mass_drift = 0, 0.0
         self.closing, self.closing_exchanges = False, 0
         self.state: VectorView | None = None
         self.held: dict[PeerId, Contribution] = {}
@@ -89,10 +84,6 @@ class SharedStateSession:
         self._mixer = mixer
 
     # -- the contract -------------------------------------------------------------------------------------------------
-
-    def offer(self, work: LocalProgress) -> None:
-        if work.complete or work.leaving:
-            self.cut.set()
 
     def waiting_for(self) -> tuple[PeerId, ...]:
         return self._mixer.partners()
@@ -143,12 +134,8 @@ class SharedStateSession:
             self.state = None  # a peer that leaves in a hurry does not wait for exchanges in progress
             raise
         held = await self.reclaim()
-        names, sent, received = self._mixer.accounting.take()
-        outcome = Outcome.COMMITTED if held or early else Outcome.SKIPPED
-        weights = self.weights if outcome is Outcome.COMMITTED else {}
-        return AveragingResult(
-            outcome, contributions=held, weights=weights, blamed=names, bytes_sent=sent, bytes_received=received
-        )
+        committed = bool(held or early)
+        return self._result(committed, held, self.weights if committed else {})
 
     def _keep_up(self) -> None:
         """Skip to the round of most other peers if this peer is behind."""
@@ -177,11 +164,6 @@ class SharedStateSession:
     def counted(self, peer: PeerId) -> int:
         """How often this peer's values were counted since the state was lent or given to `average`."""
         return len(self.held[peer].messages) if peer in self.held else 0
-
-    def count_half(self, drift: float) -> None:
-        """Count an exchange that may have moved one end only, by this share of the state's norm."""
-        self.half_exchanges += 1
-        self.mass_drift += drift
 
 
 def _copy(source: Sequence[Vector], into: Sequence[Vector]) -> None:
