@@ -7,13 +7,12 @@ others do not wait for it.
 
 from __future__ import annotations
 
-import asyncio
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from protocols import wire
-from protocols.aio import Notifier, task_group
+from protocols.aio import Notifier, loop_time, task_group
 from protocols.allreduce.all_reduce import AllReduce
 from protocols.allreduce.parts import ReducedPart, ReduceJob
 from protocols.allreduce.plan import ResolvedPlan
@@ -67,7 +66,7 @@ class GroupAllReduce:
         self.key, self.resolved, self.name = key, resolved, resolved.digest.hex()
         self._context, self._deadline, self._over, self._notifier = context, deadline, False, Notifier()
         self._gone: set[PeerId] = set()
-        now, budget_seconds = asyncio.get_running_loop().time(), resolved.plan.budget_seconds
+        now, budget_seconds = loop_time(), resolved.plan.budget_seconds
         self._patience_seconds = 2 * context.answer_seconds + resolved.phase_seconds
         task = ReduceJob(
             key=key,
@@ -116,9 +115,7 @@ class GroupAllReduce:
             async with task_group() as group:
                 running = group.create_task(exchange.run())
                 while self._hopes():
-                    again = min(
-                        exchange.task.deadline, asyncio.get_running_loop().time() + self._context.answer_seconds
-                    )
+                    again = min(exchange.task.deadline, loop_time() + self._context.answer_seconds)
                     await self._notifier.reached(lambda: all(self._known(part) for part in parts), again)
                 running.cancel()  # nothing may write to the target any more
         finally:
@@ -159,7 +156,7 @@ class GroupAllReduce:
 
         A member that counts as dead may still be sending, because heartbeats are late on a busy line.
         """
-        now, exchange = asyncio.get_running_loop().time(), self._exchange
+        now, exchange = loop_time(), self._exchange
         owing = [part for part in range(len(self.resolved.plan.reducers)) if not self._known(part)]
         moving = now < exchange.moved + self._context.answer_seconds
         hoped = [part for part in owing if moving or self.resolved.reducer(part) not in self._gone]
@@ -167,11 +164,11 @@ class GroupAllReduce:
 
     async def _obtain(self, part: int) -> bool:
         """Get a part from another member that has it with its reducer's signature."""
-        context, exchange, loop = self._context, self._exchange, asyncio.get_running_loop()
+        context, exchange = self._context, self._exchange
         for peer in seeded_order(self.resolved.digest, self.resolved.peers):
             if peer in (context.me.peer, self.resolved.reducer(part)) or peer not in context.tracker.sight:
                 continue
-            deadline = min(self._deadline, loop.time() + self._patience_seconds)
+            deadline = min(self._deadline, loop_time() + self._patience_seconds)
             try:
                 async with (
                     context.host.transport.open(peer, PART, deadline) as stream,

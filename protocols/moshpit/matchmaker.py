@@ -8,15 +8,13 @@ two smaller groups.
 
 from __future__ import annotations
 
-import asyncio
 import math
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from statistics import median_low
 
 from protocols import wire
-from protocols.aio import Notifier
+from protocols.aio import Notifier, loop_time
 from protocols.allreduce import plan as planning
 from protocols.base import BadPayload, Deadline, Host, Member, PeerId, Settings
 from protocols.codec import Codec
@@ -117,7 +115,7 @@ class GroupMatchmaker:
         """
         self.key = mine.key(axis)
         self.resolved: planning.ResolvedPlan | None = None
-        self.began = asyncio.get_running_loop().time()
+        self.began = loop_time()
         self._context, self._mine, self._axis, self._contribution = context, mine, axis, contribution
         self._tell, self._deadline = tell, deadline
         self._followed: list[PeerId] = []
@@ -142,7 +140,7 @@ class GroupMatchmaker:
         """Record once how long after this peer another one has come."""
         if peer not in self._came:
             self._came.add(peer)
-            self._context.tracker.came(peer, asyncio.get_running_loop().time() - self.began)
+            self._context.tracker.came(peer, loop_time() - self.began)
 
     def missing(self) -> list[PositionAnnouncement]:
         """The announcements of the peers that may still come."""
@@ -151,9 +149,9 @@ class GroupMatchmaker:
 
     async def terms_of(self, patience: MatchmakingLimits) -> planning.ResolvedPlan | None:
         """Wait until this peer is called or calls the group itself. Returns None if it goes on without a group."""
-        context, loop, callable_at = self._context, asyncio.get_running_loop(), math.inf
-        while self.resolved is None and loop.time() < self._deadline:
-            line, missing, now = context.tracker.line(self._mine, self._axis), self.missing(), loop.time()
+        context, callable_at = self._context, math.inf
+        while self.resolved is None and loop_time() < self._deadline:
+            line, missing, now = context.tracker.line(self._mine, self._axis), self.missing(), loop_time()
             here = {peer: latest for peer, latest in line.items() if latest not in missing}
             for peer in here:
                 self._note(peer)
@@ -198,14 +196,12 @@ class GroupMatchmaker:
 
     async def _called_after_all(self) -> None:
         """Wait once more for a call: the last caller may have called at the very moment when it was given up."""
-        with suppress(TimeoutError):
-            until = min(self._deadline, asyncio.get_running_loop().time() + self._context.answer_seconds)
-            await self._notifier.until(lambda: self.resolved is not None, until)
+        until = min(self._deadline, loop_time() + self._context.answer_seconds)
+        await self._notifier.reached(lambda: self.resolved is not None, until)
 
     async def _news(self, until: Deadline) -> None:
         stirred = self._stirred
-        with suppress(TimeoutError):
-            await self._notifier.until(lambda: self._stirred != stirred, min(until, self._deadline))
+        await self._notifier.reached(lambda: self._stirred != stirred, min(until, self._deadline))
 
     def _signed(self) -> wire.Offer:
         context, contribution = self._context, self._contribution

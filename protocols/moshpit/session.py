@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from functools import partial
 
 from protocols import wire
-from protocols.aio import Notifier
+from protocols.aio import Notifier, loop_time
 from protocols.allreduce.all_reduce import next_claim
 from protocols.base import AveragingResult, Deadline, Head, LocalProgress, Member, PeerId, Vector
 from protocols.independent_session import SessionBase
@@ -32,7 +31,7 @@ class MoshpitSession(SessionBase):
     def __init__(self, moshpit: MoshpitState, head: Head, deadline: Deadline) -> None:
         super().__init__(head, deadline, moshpit.context.accounting)
         self._moshpit, self._context, self._tracker = moshpit, moshpit.context, moshpit.context.tracker
-        self._began = asyncio.get_running_loop().time()
+        self._began = loop_time()
         self._cut_at = self._complete_at = math.inf
         self._work = LocalProgress(0, math.nan, 0.0, 0.0)
         self._news = Notifier()
@@ -55,7 +54,7 @@ class MoshpitSession(SessionBase):
     def offer(self, work: LocalProgress) -> None:
         self._work = work
         if work.complete and self._complete_at == math.inf:
-            self._complete_at = asyncio.get_running_loop().time()
+            self._complete_at = loop_time()
         self._say()
         self._stir()
 
@@ -66,7 +65,7 @@ class MoshpitSession(SessionBase):
         if self._matchmaker:
             return tuple(latest.sender.peer for latest in self._matchmaker.missing())
         words = {latest.sender.peer: latest for latest in self._tracker.words()}
-        present = self._tracker.present(self.round, asyncio.get_running_loop().time())
+        present = self._tracker.present(self.round, loop_time())
         ready = {peer for peer, latest in words.items() if latest.complete and latest.round >= self.round}
         return tuple(peer for peer in present if peer not in ready and peer != self._context.me.peer)
 
@@ -84,17 +83,17 @@ class MoshpitSession(SessionBase):
 
     async def _along_all(self, mine: Sequence[Vector], into: Sequence[Vector]) -> list[GroupResult]:
         """Average with one group along each axis. The result is in `into`, unless all groups failed."""
-        loop, compute = asyncio.get_running_loop(), self._context.host.compute
+        compute = self._context.host.compute
         state, free, spare = mine, into, self._moshpit.spare_buffers(into)
-        weight, began = float(self._work.tokens), min(self._cut_at, loop.time())
+        weight, began = float(self._work.tokens), min(self._cut_at, loop_time())
         results: list[GroupResult] = []
         cost_bytes = 4 * sum(len(vector) for vector in mine)
         for axis in range(len(self._mine.shape)):
             size = await compute.run(partial(norm, state), cost_bytes)
-            if loop.time() >= self.deadline or not size < wire.MAX_NORM:
+            if loop_time() >= self.deadline or not size < wire.MAX_NORM:
                 break
             contribution = GroupContribution(cost_bytes // 4, weight, size, self._moshpit.bandwidth)
-            came = loop.time()
+            came = loop_time()
             result = await self._along(axis, contribution, VectorView(state), VectorView(free), came - began)
             began = came
             if result:
@@ -169,36 +168,31 @@ class MoshpitSession(SessionBase):
 
     async def live(self) -> None:
         """Take a cell, announce it, and set `cut` when the training should stop."""
-        loop = asyncio.get_running_loop()
         while not self.cut.is_set():
             self._look()
             self.round = self._tracker.ahead(self.round)
             self._grid, self._index = self._moshpit.assign_cell(self.head.key, self.round)
             self._say()
             worked = self._work.tokens > 0
-            due = self._tracker.due(self._mine, self._complete_at, self._began, worked, loop.time())
-            if due is not None and due <= loop.time():
+            due = self._tracker.due(self._mine, self._complete_at, self._began, worked, loop_time())
+            if due is not None and due <= loop_time():
                 break
-            rest, stirred = loop.time() + SETTLE_SECONDS, self._stirred
-            await self._until(self.cut.is_set, min(rest, due or rest))
+            rest, stirred = loop_time() + SETTLE_SECONDS, self._stirred
+            await self._news.reached(self.cut.is_set, min(rest, due or rest))
             rest += UNHEARD_SECONDS
-            await self._until(lambda: self.cut.is_set() or self._stirred != stirred, min(rest, due or rest))  # noqa: B023
-        self._cut_at = loop.time()
+            await self._news.reached(lambda: self.cut.is_set() or self._stirred != stirred, min(rest, due or rest))  # noqa: B023
+        self._cut_at = loop_time()
         self.cut.set()
 
     async def watch(self) -> None:
         """Follow the live members, and send each new one this peer's announcement."""
         members = self._context.host.members
-        while asyncio.get_running_loop().time() < self.deadline:
+        while loop_time() < self.deadline:
             version = members.version
             self._look()
             self._say()
             self._stir()
             await members.changed(version, self.deadline)
-
-    async def _until(self, condition: Callable[[], bool], deadline: Deadline) -> None:
-        with suppress(TimeoutError):
-            await self._news.until(condition, deadline)
 
     def _stir(self) -> None:
         self._stirred += 1

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 
 import torch
 
-from protocols.aio import Notifier
+from protocols.aio import Notifier, loop_time
 from protocols.base import Deadline, Member, PeerId, RoundKey, Vector
 from protocols.endpoint import SessionTable
 from protocols.moshpit.grid import Cell, Grid, assign_cell, choose_grid, default_cell
@@ -102,7 +100,7 @@ class MoshpitState:
     def _show(self) -> None:
         peers = self._live if self.sees_all else self.found
         live = [self._live[peer] for peer in peers if peer in self._live]
-        self.context.tracker.look(live, self.found, asyncio.get_running_loop().time())
+        self.context.tracker.look(live, self.found, loop_time())
 
     def in_sight(self) -> list[PeerId]:
         """The peers that this one talks to, in the order of their ids."""
@@ -141,23 +139,19 @@ class MoshpitState:
         Args:
             found: called after each answer.
         """
-        directory, loop = self.context.host.directory, asyncio.get_running_loop()
-        said, again = b"", 0.0
-        while not self.sees_all and loop.time() < deadline:
+        directory, said, again = self.context.host.directory, b"", 0.0
+        while not self.sees_all and loop_time() < deadline:
             lineage = self.coming
-            scope, until = f"moshpit/{lineage.hex()}", min(deadline, loop.time() + 10 * SEARCH_SECONDS)
-            if lineage != said or loop.time() >= again:
-                said, again = lineage, loop.time() + LISTED_SECONDS / 2
-                await directory.announce(scope, b"", min(LISTED_SECONDS, max(1.0, deadline - loop.time())), until)
+            scope, until = f"moshpit/{lineage.hex()}", min(deadline, loop_time() + 10 * SEARCH_SECONDS)
+            if lineage != said or loop_time() >= again:
+                said, again = lineage, loop_time() + LISTED_SECONDS / 2
+                await directory.announce(scope, b"", min(LISTED_SECONDS, max(1.0, deadline - loop_time())), until)
             for peer, _ in await directory.find(scope, FIND_LIMIT, until):
                 if lineage == self.coming:  # a late answer would bring back the members of a past group
                     self.meet(peer, lineage)
             found()
-            with suppress(TimeoutError):
-                await self._turned.until(
-                    lambda lineage=lineage: self.coming != lineage,  # type: ignore[misc]
-                    min(deadline, loop.time() + SEARCH_SECONDS),
-                )
+            until = min(deadline, loop_time() + SEARCH_SECONDS)
+            await self._turned.reached(lambda lineage=lineage: self.coming != lineage, until)  # type: ignore[misc]
 
     def narrow(self, lineage: bytes) -> None:
         """Stop talking to members of groups other than this one. Acquaintances stay."""
@@ -169,12 +163,12 @@ class MoshpitState:
         lineage = here.coming.lineage
         self.meet(here.sender.peer, lineage if lineage == self.coming else b"")
         self.look()
-        return self.context.tracker.take(here, asyncio.get_running_loop().time())
+        return self.context.tracker.take(here, loop_time())
 
     def assign_cell(self, key: RoundKey, round: int) -> tuple[Grid, Cell]:
         """Choose this round's grid and this peer's cell in it."""
         tracker, me = self.context.tracker, self.context.me.peer
-        present = tracker.present(round, asyncio.get_running_loop().time())
+        present = tracker.present(round, loop_time())
         # A peer that sees only its own line learns the size of the swarm from the live members.
         count = len(present) if self.sees_all else len(self._live)
         told = [latest.grid for latest in tracker.words()]

@@ -10,7 +10,7 @@ import asyncio
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from protocols.aio import Notifier
+from protocols.aio import Notifier, loop_time
 from protocols.base import Contribution, Deadline, Member, PeerId, PeerSilent, RoundKey
 from protocols.codec import codec
 from protocols.endpoint import ProtocolEndpoint
@@ -115,7 +115,7 @@ class ExchangeState:
         """Begin an exchange. Until `end`, nothing else may touch the owner's state."""
         assert owner.state is not None and self.exchange is None
         swap = StateSwap(owner.state, self.codec, self._chunk_elements, self.host.compute)
-        self.exchange = PairExchange(ask, partner, owner, swap, deadline, asyncio.get_running_loop().time())
+        self.exchange = PairExchange(ask, partner, owner, swap, deadline, loop_time())
         return self.exchange
 
     def end(self, exchange: PairExchange) -> None:
@@ -146,7 +146,7 @@ class ExchangeState:
         finally:
             if swap.moved is not None:
                 exchange.owner.count(partner, swap.chunks, exchange_id(partner, exchange.ask), 0.5)
-        now = asyncio.get_running_loop().time()
+        now = loop_time()
         self.patience.took(partner, swap.size_bytes, now, now - exchange.began)
 
     def half(self, drift: float) -> None:
@@ -164,7 +164,7 @@ class ExchangeState:
             slow: the exchange was in progress; False: there was no answer.
         """
         self.accounting.name(peer, f"no exchange: {why}")
-        self.patience.failed(peer, began, asyncio.get_running_loop().time(), until, slow)
+        self.patience.failed(peer, began, loop_time(), until, slow)
 
     def distrust(self, peer: PeerId) -> None:
-        self.patience.distrust(peer, asyncio.get_running_loop().time())
+        self.patience.distrust(peer, loop_time())

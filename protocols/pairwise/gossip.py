@@ -13,11 +13,10 @@ peer that is asked meanwhile answers that it is busy.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Collection
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 
-from protocols.aio import set_at
+from protocols.aio import loop_time, set_at
 from protocols.base import Deadline, Head, Host, Member, PeerId, Settings
 from protocols.endpoint import ProtocolEndpoint
 from protocols.pairwise import matching
@@ -99,22 +98,22 @@ class Gossip:
 
         All attempts together take at most the time limit of one exchange: a slow or dead peer is not waited for twice.
         """
-        exchanges, loop = self.exchanges, asyncio.get_running_loop()
+        exchanges = self.exchanges
         exchanges.round = session.round
         size_bytes = exchanges.codec.encoded_bytes(state.size)
         due, others = self._candidates(session)
         if not due:
             return
-        until = min(session.deadline, loop.time() + exchanges.patience.timeout_seconds(due[0].peer, size_bytes))
+        until = min(session.deadline, loop_time() + exchanges.patience.timeout_seconds(due[0].peer, size_bytes))
         tries = 0
-        while loop.time() < until and ((due and tries < TRIES) or (others and not session.held)):
+        while loop_time() < until and ((due and tries < TRIES) or (others and not session.held)):
             if tries:
                 await self._pause(session, until)
             tries += 1
             more = [each for each in others if each not in due]
             for partner in [*due, *self.rng.sample(more, min(OTHERS, len(more)))]:
                 await self.at_rest()
-                now, peer = loop.time(), partner.peer
+                now, peer = loop_time(), partner.peer
                 if session.held and (partner not in due or peer in session.held):
                     verdict = ExchangeOutcome.HELD  # another peer has asked us
                 elif not session.has_time(exchanges.patience.expected_seconds(peer, size_bytes), until):
@@ -141,31 +140,28 @@ class Gossip:
 
     async def _exchange(self, session: SharedStateSession, partner: Member, size_bytes: int, until: Deadline) -> bool:
         """Exchange with a partner that wants it too, whichever of the two asks; return whether it completed."""
-        loop, peer, before = asyncio.get_running_loop(), partner.peer, session.counted(partner.peer)
-        while loop.time() < until and not session.cut.is_set():
+        peer, before = partner.peer, session.counted(partner.peer)
+        while loop_time() < until and not session.cut.is_set():
             await self.at_rest()
             if session.counted(peer) > before:
                 break
-            its_own = loop.time() + self.exchanges.patience.timeout_seconds(peer, size_bytes)
+            its_own = loop_time() + self.exchanges.patience.timeout_seconds(peer, size_bytes)
             verdict = await self._initiator.ask(session, partner, min(until, its_own))
             if verdict in (ExchangeOutcome.HELD, ExchangeOutcome.FAILED):
                 break
             if verdict is ExchangeOutcome.BUSY:
-                with suppress(TimeoutError):
-                    again = min(until, loop.time() + BUSY_PAUSE_SECONDS)
-                    await self.exchanges.notifier.until(lambda: session.counted(peer) > before, again)
+                again = min(until, loop_time() + BUSY_PAUSE_SECONDS)
+                await self.exchanges.notifier.reached(lambda: session.counted(peer) > before, again)
         return session.counted(peer) > before
 
     async def _pause(self, session: SharedStateSession, until: Deadline) -> None:
         """Wait until busy peers may be free, or until another peer has asked us."""
         held, seconds = dict(session.held), self.rng.uniform(BUSY_PAUSE_SECONDS, 2 * BUSY_PAUSE_SECONDS)
-        with suppress(TimeoutError):
-            resumes = min(until, asyncio.get_running_loop().time() + seconds)
-            await self.exchanges.notifier.until(lambda: session.held != held, resumes)
+        await self.exchanges.notifier.reached(lambda: session.held != held, min(until, loop_time() + seconds))
 
     def _candidates(self, session: SharedStateSession) -> tuple[list[Member], list[Member]]:
         """The peers that the schedule names, and the others. Both exclude peers that recently cost us a timeout."""
-        now = asyncio.get_running_loop().time()
+        now = loop_time()
         live = {member.peer: member for member in self.host.members.live() if member.peer != self.me.peer}
         seed = f"{session.key.run.hex()}/{session.key.scope}"
         named = matching.select_partners(self.schedule, tuple(live), self.me.peer, session.round, seed)

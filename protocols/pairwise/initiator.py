@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from enum import Enum, auto
 
-from protocols.aio import run_with_helper, task_group
+from protocols.aio import loop_time, run_with_helper, task_group
 from protocols.base import BadPayload, Deadline, Member, PeerError, Stream
 from protocols.pairwise.exchange_state import ExchangeState, PairExchange, StateOwner
 from protocols.pairwise.state_swap import (
@@ -63,7 +63,7 @@ class ExchangeInitiator:
         return ExchangeOutcome.WITHDRAWN if job.cancelled() else job.result()
 
     async def _ask(self, owner: StateOwner, ask: ExchangeRequest, partner: Member, until: Deadline) -> ExchangeOutcome:
-        exchanges, peer, began = self._exchanges, partner.peer, asyncio.get_running_loop().time()
+        exchanges, peer, began = self._exchanges, partner.peer, loop_time()
         answer_by = min(until, began + exchanges.patience.answer_seconds(peer))
         exchange: PairExchange | None = None
         try:
@@ -77,7 +77,7 @@ class ExchangeInitiator:
                 if not answer.accepted:
                     return ExchangeOutcome.BUSY
                 limit.reschedule(None)  # from here on the exchange is watched
-                exchanges.patience.answered(peer, asyncio.get_running_loop().time() - began)
+                exchanges.patience.answered(peer, loop_time() - began)
                 self._open, exchange = None, exchanges.begin(owner, ask, partner, until)
                 await run_with_helper(self._lead(exchange, stream), watch(exchanges.host.members, partner, until))
                 return ExchangeOutcome.HELD
@@ -117,7 +117,7 @@ class ExchangeInitiator:
         exchanges, ask, peer = self._exchanges, exchange.ask, exchange.partner.peer
         if not exchange.in_doubt:
             return exchange.swap.moved is not None  # then only our last message is lost
-        deadline = asyncio.get_running_loop().time() + exchanges.patience.answer_seconds(peer)
+        deadline = loop_time() + exchanges.patience.answer_seconds(peer)
         try:
             if isinstance(error, BadPayload):
                 raise error

@@ -21,11 +21,10 @@ Sources: Kempe et al. 2003; Assran et al. 2019 (SGP).
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Collection
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 
-from protocols.aio import set_at
+from protocols.aio import loop_time, set_at
 from protocols.base import Deadline, Head, Host, Member, PeerId, Settings
 from protocols.pairwise import matching
 from protocols.pairwise.closing import STEP_POLL_SECONDS, ClosingExchanges
@@ -95,22 +94,22 @@ class PushSum:
         Giving takes at most the time limit of one share: a slow or dead peer is not waited for twice.
         """
         await self.share_sender.reclaim(session)
-        loop, patience = asyncio.get_running_loop(), self.weighted.patience
+        patience = self.weighted.patience
         size_bytes = self.weighted.codec.encoded_bytes(state.size)
         live = {member.peer: member for member in self.host.members.live() if member.peer != self.me.peer}
         seed = f"{session.key.run.hex()}/{session.key.scope}"
         named = matching.select_partners(self.schedule, tuple(live), self.me.peer, session.round, seed)
         others = self.rng.sample(sorted(set(live) - set(named)), len(live) - len(named))
         due = len(named)
-        awake = [peer for peer in (*named, *others) if not patience.resting(peer, loop.time())]
+        awake = [peer for peer in (*named, *others) if not patience.resting(peer, loop_time())]
         if not awake or not await self.weighted.is_finite(state):
             return
-        until = min(session.deadline, loop.time() + patience.timeout_seconds(awake[0], size_bytes))
+        until = min(session.deadline, loop_time() + patience.timeout_seconds(awake[0], size_bytes))
         for peer in awake:
-            if not due or len(self.share_sender.kept) >= MAX_KEPT or loop.time() >= until:
+            if not due or len(self.share_sender.kept) >= MAX_KEPT or loop_time() >= until:
                 break
             if session.has_time(patience.expected_seconds(peer, size_bytes), until):
-                its_own = loop.time() + patience.timeout_seconds(peer, size_bytes)
+                its_own = loop_time() + patience.timeout_seconds(peer, size_bytes)
                 due -= await self.share_sender.give(session, live[peer], min(until, its_own))
 
     async def close(self, session: SharedStateSession, state: VectorView, here: Collection[PeerId]) -> None:
@@ -143,7 +142,6 @@ class PushSum:
     async def _is_given(self, session: SharedStateSession, giver: Member, before: int, until: Deadline) -> bool:
         """Wait for a share from a peer that is at our step too; return whether it is counted."""
         while session.counted(giver.peer) == before and await self._steps.meets(giver, until):
-            with suppress(TimeoutError):
-                again = min(until, asyncio.get_running_loop().time() + STEP_POLL_SECONDS)
-                await session.notifier.until(lambda: session.counted(giver.peer) > before, again)
+            again = min(until, loop_time() + STEP_POLL_SECONDS)
+            await session.notifier.reached(lambda: session.counted(giver.peer) > before, again)
         return session.counted(giver.peer) > before

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections import OrderedDict
-from contextlib import suppress
 
-from protocols.aio import peer_timeout, run_with_helper
+from protocols.aio import loop_time, peer_timeout, run_with_helper
 from protocols.base import BadPayload, PeerError, Stream
 from protocols.pairwise.exchange_state import ExchangeState, PairExchange
 from protocols.pairwise.initiator import ExchangeInitiator
@@ -75,7 +73,7 @@ class ExchangeResponder:
         Raises:
             BadPayload: the asker's state has another size.
         """
-        exchanges, now = self._exchanges, asyncio.get_running_loop().time()
+        exchanges, now = self._exchanges, loop_time()
         owner, patience = exchanges.owner, exchanges.patience
         if owner is None or owner.state is None or exchanges.exchange or patience.resting(stream.peer, now):
             return None
@@ -105,7 +103,7 @@ class ExchangeResponder:
             raise
         except PeerError as error:
             costly = min(exchange.deadline, exchange.began + CHEAP_SECONDS)
-            if exchange.swap.begun or asyncio.get_running_loop().time() >= costly:  # else: withdrawn
+            if exchange.swap.begun or loop_time() >= costly:  # else: withdrawn
                 exchanges.failed(stream.peer, exchange.began, exchange.deadline, error.why, exchange.swap.begun)
             raise
         self._moved[exchange.ask.name] = None
@@ -128,9 +126,8 @@ class ExchangeResponder:
                 await stream.send(StateReceived(ask.key, exchanges.me, ask.sequence))
                 await hear(stream, StateReceived, ask)
         except (PeerError, BadPayload):
-            with suppress(TimeoutError):
-                until = asyncio.get_running_loop().time() + seconds
-                return await exchanges.notifier.until(lambda: exchange.settled, until)
+            if await exchanges.notifier.reached(lambda: exchange.settled, loop_time() + seconds):
+                return
             exchanges.half(await exchange.swap.drift())
             raise
         finally:

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from functools import partial
 
-from protocols.aio import run_with_helper, task_group
+from protocols.aio import loop_time, run_with_helper, task_group
 from protocols.allreduce.parts import ReducedPart
 from protocols.base import BadPayload, Deadline, Member, PeerError, PeerId, Stream
 from protocols.chunks import send_encoded
@@ -75,8 +75,8 @@ class ShareSender:
         self, session: SharedStateSession, share: Share[float], part: ReducedPart, until: Deadline
     ) -> bool | None:
         """Send a share; return whether it was counted, or None if that is unknown."""
-        weighted, peer, loop = self._weighted, share.to.peer, asyncio.get_running_loop()
-        patience, began = weighted.patience, loop.time()
+        weighted, peer = self._weighted, share.to.peer
+        patience, began = weighted.patience, loop_time()
         elements = part.high - part.low
         give = PushShare(
             session.key, self._weighted.me, share.sequence, share.to, share.weight, elements, part.codec.name
@@ -88,12 +88,12 @@ class ShareSender:
                 weighted.endpoint.open(peer, PUSH, until) as stream,
             ):
                 limit.reschedule(None)  # from here on the transfer is watched
-                patience.answered(peer, 2 * (loop.time() - began))
+                patience.answered(peer, 2 * (loop_time() - began))
                 reached = True
                 watching = watch(weighted.host.members, share.to, until)
                 counted = await run_with_helper(_deliver(stream, give, part), watching)
         except (PeerError, BadPayload, TimeoutError):
-            now = loop.time()
+            now = loop_time()
             weighted.accounting.name(
                 peer,
                 f"no share: {'it did not say whether it has counted the share' if reached else 'it was not reached'}",
@@ -104,7 +104,7 @@ class ShareSender:
             patience.failed(peer, began, now, answer_by, slow=False)
             return False
         if counted:
-            patience.took(peer, part.size_bytes, loop.time(), loop.time() - began)
+            patience.took(peer, part.size_bytes, loop_time(), loop_time() - began)
         return counted
 
     async def _answered(self, session: SharedStateSession, share: Share[float], counted: bool) -> None:
@@ -121,7 +121,7 @@ class ShareSender:
 
     async def reclaim(self, session: SharedStateSession) -> None:
         """Settle shares without an answer: ask their receivers, or decide without those that are gone."""
-        now, masses, me = asyncio.get_running_loop().time(), self._weighted.masses, self._weighted.me
+        now, masses, me = loop_time(), self._weighted.masses, self._weighted.me
         live = {member.peer: member for member in self._weighted.host.members.live()}
         self._untold = {key: self._untold.get(key, now) for key in self.kept}
         for share, _ in list(self.kept.values()):
@@ -142,7 +142,7 @@ class ShareSender:
 
     async def _recall(self, session: SharedStateSession, share: Share[float]) -> bool | None:
         """Recall a share; return whether it was counted, or None if that is unknown."""
-        weighted, peer, began = self._weighted, share.to.peer, asyncio.get_running_loop().time()
+        weighted, peer, began = self._weighted, share.to.peer, loop_time()
         if began >= session.deadline or weighted.patience.resting(peer, began):
             return None
         answer_by = began + weighted.patience.answer_seconds(peer)
@@ -153,7 +153,7 @@ class ShareSender:
                 await stream.send(recall)
                 return (await hear(stream, ShareStatus, recall)).counted
         except (PeerError, BadPayload):
-            now = asyncio.get_running_loop().time()
+            now = loop_time()
             weighted.patience.late(peer, now, max(CHEAP_SECONDS, now - began), slow=False)
             return None
 

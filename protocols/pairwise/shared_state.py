@@ -5,13 +5,12 @@ The peer lends the state while it trains, opens it while it mixes, and keeps it 
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
-from protocols.aio import Notifier
+from protocols.aio import Notifier, loop_time
 from protocols.base import (
     AveragingResult,
     Contribution,
@@ -75,7 +74,7 @@ class SharedStateSession(SessionBase):
     def __init__(self, mixer: Mixer, head: Head, deadline: Deadline) -> None:
         super().__init__(head, deadline, mixer.accounting)
         self.key: RoundKey = head.key
-        self._longest_seconds = SLOWEST_SHARE * (deadline - asyncio.get_running_loop().time())
+        self._longest_seconds = SLOWEST_SHARE * (deadline - loop_time())
         self.closing, self.closing_exchanges = False, 0
         self.state: VectorView | None = None
         self.held: dict[PeerId, Contribution] = {}
@@ -149,7 +148,7 @@ class SharedStateSession(SessionBase):
 
     def has_time(self, seconds: float, until: Deadline) -> bool:
         """Whether an operation of this expected length may begin now, if it must end by `until`."""
-        return asyncio.get_running_loop().time() + min(seconds, self._longest_seconds) < until
+        return loop_time() + min(seconds, self._longest_seconds) < until
 
     # -- what came of it ----------------------------------------------------------------------------------------------
 
