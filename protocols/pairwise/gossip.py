@@ -13,19 +13,16 @@ peer that is asked meanwhile answers that it is busy.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Collection
-from contextlib import asynccontextmanager
+from collections.abc import Collection
 
-from protocols.aio import loop_time, set_at
-from protocols.base import Deadline, Head, Host, Member, PeerId, Settings
-from protocols.endpoint import ProtocolEndpoint
+from protocols.aio import loop_time
+from protocols.base import Deadline, Host, Member, PeerId, Settings
 from protocols.pairwise import matching
 from protocols.pairwise.closing import ClosingExchanges
 from protocols.pairwise.exchange_state import ExchangeState
 from protocols.pairwise.initiator import ExchangeInitiator, ExchangeOutcome
 from protocols.pairwise.responder import ExchangeResponder
-from protocols.pairwise.shared_state import SharedStateSession
-from protocols.pairwise.state_swap import HEADER_LIMIT
+from protocols.pairwise.shared_state import PairwiseAverager, SharedStateSession
 from protocols.vectors import VectorView
 
 OTHERS = 2
@@ -38,16 +35,12 @@ trips.
 """
 
 
-class Gossip:
-    """`protocols.base.ClosingAverager` for gossip.
+class Gossip(PairwiseAverager):
+    """Gossip.
 
     Attributes:
         exchanges: this peer's exchanges, one at a time.
-        schedule: selects the partners that it asks (`protocols.pairwise.matching`).
     """
-
-    shares_anchor = False
-    closes = True
 
     def __init__(self, host: Host, settings: Settings) -> None:
         """Create the averager.
@@ -55,43 +48,11 @@ class Gossip:
         Raises:
             ValueError: unknown schedule or codec.
         """
-        matching.known(settings.schedule)
-        self.host, self.schedule = host, settings.schedule
-        self._endpoint, self.rng = ProtocolEndpoint(host, settings, HEADER_LIMIT), host.rng("gossip")
-        self.me, self.accounting = self._endpoint.me, self._endpoint.accounting
-        self.exchanges = ExchangeState(self._endpoint)
-        self.estimator = self.exchanges.estimator
+        self.exchanges = ExchangeState(host, settings)
+        super().__init__(self.exchanges, settings.schedule, host.rng("gossip"))
         self._initiator = ExchangeInitiator(self.exchanges)
         ExchangeResponder(self.exchanges, self._initiator)
-        self._steps = ClosingExchanges(self._endpoint, self.exchanges.patience)
-
-    @property
-    def half_exchanges(self) -> int:
-        """Exchanges since this peer started that may have moved one end only."""
-        return self.exchanges.half_exchanges
-
-    @asynccontextmanager
-    async def enter(self, head: Head, deadline: Deadline) -> AsyncIterator[SharedStateSession]:
-        session = SharedStateSession(self, head, deadline)
-        self._endpoint.bind(head.key)
-        self.exchanges.open(session)
-        try:
-            async with set_at(session.cut, deadline):
-                yield session
-        finally:
-            await self.exchanges.close()
-
-    # -- what a session asks for --------------------------------------------------------------------------------------
-
-    def partners(self) -> tuple[PeerId, ...]:
-        return (self.exchanges.exchange.partner.peer,) if self.exchanges.exchange else ()
-
-    def opened(self) -> None:
-        self.exchanges.notifier.notify()
-
-    async def at_rest(self) -> None:
-        while exchange := self.exchanges.exchange:
-            await exchange.done.wait()
+        self._steps = ClosingExchanges(self.exchanges.endpoint, self.exchanges.patience)
 
     async def mix(self, session: SharedStateSession, state: VectorView) -> None:
         """Ask each partner that the schedule names; if an exchange fails, ask others while time is left.
@@ -112,7 +73,7 @@ class Gossip:
             tries += 1
             more = [each for each in others if each not in due]
             for partner in [*due, *self.rng.sample(more, min(OTHERS, len(more)))]:
-                await self.at_rest()
+                await self.exchanges.at_rest()
                 now, peer = loop_time(), partner.peer
                 if session.held and (partner not in due or peer in session.held):
                     verdict = ExchangeOutcome.HELD  # another peer has asked us
@@ -142,7 +103,7 @@ class Gossip:
         """Exchange with a partner that wants it too, whichever of the two asks; return whether it completed."""
         peer, before = partner.peer, session.counted(partner.peer)
         while loop_time() < until and not session.cut.is_set():
-            await self.at_rest()
+            await self.exchanges.at_rest()
             if session.counted(peer) > before:
                 break
             its_own = loop_time() + self.exchanges.patience.timeout_seconds(peer, size_bytes)
@@ -162,9 +123,8 @@ class Gossip:
     def _candidates(self, session: SharedStateSession) -> tuple[list[Member], list[Member]]:
         """The peers that the schedule names, and the others. Both exclude peers that recently cost us a timeout."""
         now = loop_time()
-        live = {member.peer: member for member in self.host.members.live() if member.peer != self.me.peer}
-        seed = f"{session.key.run.hex()}/{session.key.scope}"
-        named = matching.select_partners(self.schedule, tuple(live), self.me.peer, session.round, seed)
+        live = self.others()
+        named = self.named(session, live)
         up = [member for member in live.values() if not self.exchanges.patience.resting(member.peer, now)]
         due = [member for member in up if member.peer in named]
         others = [member for member in up if member.peer not in named]

@@ -74,22 +74,22 @@ class ExchangeResponder:
             BadPayload: the asker's state has another size.
         """
         exchanges, now = self._exchanges, loop_time()
-        owner, patience = exchanges.owner, exchanges.patience
-        if owner is None or owner.state is None or exchanges.exchange or patience.resting(stream.peer, now):
+        session, patience = exchanges.session, exchanges.patience
+        if session is None or session.state is None or exchanges.exchange or patience.resting(stream.peer, now):
             return None
-        if ask.key.fragment != owner.key.fragment:
+        if ask.key.fragment != session.key.fragment:
             return None
-        if stream.peer in owner.held and len(owner.held[stream.peer].messages) >= MOST_MEETINGS:
+        if stream.peer in session.held and len(session.held[stream.peer].messages) >= MOST_MEETINGS:
             return None
-        if owner.closing and ask.elements != owner.state.size:
+        if session.closing and ask.elements != session.state.size:
             return None  # closing exchanges average whole states, rounds something else
-        if ask.elements != owner.state.size:
-            raise BadPayload(f"a state of {ask.elements} elements; the run's have {owner.state.size}")
-        size_bytes = exchanges.codec.encoded_bytes(owner.state.size)
-        deadline = min(stream.deadline, owner.deadline, now + patience.timeout_seconds(stream.peer, size_bytes))
+        if ask.elements != session.state.size:
+            raise BadPayload(f"a state of {ask.elements} elements; the run's have {session.state.size}")
+        size_bytes = exchanges.codec.encoded_bytes(session.state.size)
+        deadline = min(stream.deadline, session.deadline, now + patience.timeout_seconds(stream.peer, size_bytes))
         if now >= deadline or not self._initiator.gives_way(ask):
             return None
-        return exchanges.begin(owner, ask, ask.sender, deadline)
+        return exchanges.begin(session, ask, ask.sender, deadline)
 
     async def _follow(self, exchange: PairExchange, stream: Stream) -> None:
         """Run the responder's side, until we have moved."""

@@ -9,7 +9,7 @@ from functools import partial
 
 from protocols.aio import loop_time, run_with_helper, task_group
 from protocols.allreduce.parts import ReducedPart
-from protocols.base import BadPayload, Deadline, Member, PeerError, PeerId, Stream
+from protocols.base import BadPayload, Deadline, Member, PeerError, Stream
 from protocols.chunks import send_encoded
 from protocols.pairwise.mass_ledger import Share
 from protocols.pairwise.peer_timeouts import CHEAP_SECONDS
@@ -29,14 +29,10 @@ class ShareSender:
 
     Attributes:
         kept: shares that their receivers have not answered for.
-        giving: the current receiver.
-        half_exchanges: shares that returned without an answer from their receivers, since this peer started.
     """
 
     def __init__(self, weighted: WeightedState) -> None:
         self.kept: dict[tuple[Member, int], tuple[Share[float], ReducedPart]] = {}
-        self.giving: tuple[PeerId, ...] = ()
-        self.half_exchanges = 0
         self._weighted = weighted
         self._untold: dict[tuple[Member, int], float] = {}  # when each share without an answer was first missed
 
@@ -62,11 +58,11 @@ class ShareSender:
             part = weighted.part(state.size)
             self.kept[to, share.sequence] = share, part
             await weighted.host.compute.run(partial(split_share, state, part), 16 * state.size)
-        self.giving = (to.peer,)
+        weighted.giving = (to.peer,)
         try:
             counted = await self._send(session, share, part, until) if ready is None or await ready() else False
         finally:
-            self.giving = ()
+            weighted.giving = ()
         if counted is not None:
             await self._answered(session, share, counted)
         return counted is not False
@@ -132,7 +128,7 @@ class ShareSender:
                 counted = False  # given to an earlier incarnation, which has ended
             if counted is None and now - self._untold[to, share.sequence] >= BURIAL_SECONDS:
                 counted = False
-                self.half_exchanges += 1
+                self._weighted.half_exchanges += 1
                 session.count_half(share.weight / (masses.weight + share.weight))
             if counted is not None:
                 await self._answered(session, share, counted)
