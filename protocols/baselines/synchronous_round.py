@@ -74,8 +74,7 @@ class Hop(Header):
     weight: float = real(1.0, 1e30)
 
 
-MESSAGES: tuple[type[Header], ...] = (JoinRound, RoundMismatch, Hop)
-register(112, MESSAGES)
+register(112, (JoinRound, RoundMismatch, Hop))
 
 
 class RoundAborted(ProtocolError):

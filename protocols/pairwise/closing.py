@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from protocols.aio import Notifier, loop_time
-from protocols.base import BadPayload, Deadline, Header, Member, PeerError, PeerGone, PeerId, Stream
+from protocols.base import BadPayload, Deadline, Member, PeerError, PeerGone, PeerId, Stream
 from protocols.endpoint import ProtocolEndpoint
 from protocols.pairwise.peer_timeouts import PeerTimeouts
 from protocols.pairwise.shared_state import SharedStateSession
@@ -37,8 +37,7 @@ class ClosingStep(ExchangeMessage):
     step: int = uint(BEYOND)
 
 
-MESSAGES: tuple[type[Header], ...] = (ClosingStep,)
-register(69, MESSAGES)
+register(69, (ClosingStep,))
 
 
 class ClosingExchanges:

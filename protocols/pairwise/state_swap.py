@@ -117,8 +117,7 @@ class OutcomeReply(ExchangeMessage):
     moved: bool = flag()
 
 
-MESSAGES: tuple[type[Header], ...] = (ExchangeRequest, ExchangeReply, StateReceived, OutcomeQuery, OutcomeReply)
-register(64, MESSAGES)
+register(64, (ExchangeRequest, ExchangeReply, StateReceived, OutcomeQuery, OutcomeReply))
 
 MessageType = TypeVar("MessageType", bound=ExchangeMessage)
 
