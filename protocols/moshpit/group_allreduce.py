@@ -66,6 +66,7 @@ class GroupAllReduce:
         self.key, self.resolved, self.name = key, resolved, resolved.digest.hex()
         self._context, self._deadline, self._over, self._notifier = context, deadline, False, Notifier()
         self._gone: set[PeerId] = set()
+        self._parts = range(len(resolved.plan.reducers))
         now, budget_seconds = loop_time(), resolved.plan.budget_seconds
         self._patience_seconds = 2 * context.answer_seconds + resolved.phase_seconds
         task = ReduceJob(
@@ -90,8 +91,7 @@ class GroupAllReduce:
 
     def missing(self) -> tuple[PeerId, ...]:
         """The reducers whose parts this peer does not have yet."""
-        parts = range(len(self.resolved.plan.reducers))
-        return tuple(dict.fromkeys(self.resolved.reducer(part) for part in parts if not self._held(part)))
+        return tuple(dict.fromkeys(self.resolved.reducer(part) for part in self._parts if not self._held(part)))
 
     def _held(self, part: int) -> ReducedPart | None:
         """The part, if this peer has it with the signature of its own reducer."""
@@ -110,19 +110,19 @@ class GroupAllReduce:
 
     async def run(self) -> GroupResult | None:
         """Average with the group. Returns None if this peer cannot get all parts."""
-        exchange, parts = self._exchange, range(len(self.resolved.plan.reducers))
+        exchange = self._exchange
         try:
             async with task_group() as group:
                 running = group.create_task(exchange.run())
                 while self._hopes():
                     again = min(exchange.task.deadline, loop_time() + self._context.answer_seconds)
-                    await self._notifier.reached(lambda: all(self._known(part) for part in parts), again)
+                    await self._notifier.reached(lambda: all(self._known(part) for part in self._parts), again)
                 running.cancel()  # nothing may write to the target any more
         finally:
             self._over = True  # two members that lack the same part must not wait for each other
             self._notifier.notify()
         self._remember()
-        for part in parts:
+        for part in self._parts:
             if not self._held(part):
                 self._name_reducer(part)
                 if not await self._obtain(part):
@@ -157,10 +157,11 @@ class GroupAllReduce:
         A member that counts as dead may still be sending, because heartbeats are late on a busy line.
         """
         now, exchange = loop_time(), self._exchange
-        owing = [part for part in range(len(self.resolved.plan.reducers)) if not self._known(part)]
         moving = now < exchange.moved + self._context.answer_seconds
-        hoped = [part for part in owing if moving or self.resolved.reducer(part) not in self._gone]
-        return bool(hoped) and now < exchange.task.deadline
+        hoped = any(
+            not self._known(part) and (moving or self.resolved.reducer(part) not in self._gone) for part in self._parts
+        )
+        return hoped and now < exchange.task.deadline
 
     async def _obtain(self, part: int) -> bool:
         """Get a part from another member that has it with its reducer's signature."""
@@ -226,8 +227,8 @@ class GroupAllReduce:
             BadPayload: the plan has no such part.
             PeerSilent: this peer does not get the part, or the stream broke off.
         """
-        if opening.part >= len(self.resolved.plan.reducers):
-            raise BadPayload(f"part {opening.part} of {len(self.resolved.plan.reducers)}")
+        if opening.part not in self._parts:
+            raise BadPayload(f"part {opening.part} of {len(self._parts)}")
         await self._notifier.reached(lambda: self._over or self._known(opening.part), stream.deadline)
         held = self._held(opening.part)
         if held is None or held.done is None or not held.done.signature:

@@ -74,21 +74,6 @@ class GroupContribution:
     bandwidth: float
 
 
-@dataclass(frozen=True, slots=True)
-class MatchmakingLimits:
-    """How long matchmaking waits for other peers (see `PeerTracker.patience_seconds`).
-
-    Attributes:
-        spent_seconds: the time that this peer needed for the work before the group.
-        most_seconds: an upper limit on what one peer can add to the waiting time.
-        expected: the number of peers to wait for, this one included; 0: only those that are known to come.
-    """
-
-    spent_seconds: float
-    most_seconds: float
-    expected: int = 0
-
-
 class GroupMatchmaker:
     """One peer's matchmaking for one group.
 
@@ -147,17 +132,22 @@ class GroupMatchmaker:
         line = self._context.tracker.line(self._mine, self._axis)
         return [latest for latest in line.values() if latest.progress < (self._axis, WAITING)]
 
-    async def terms_of(self, patience: MatchmakingLimits) -> planning.ResolvedPlan | None:
-        """Wait until this peer is called or calls the group itself. Returns None if it goes on without a group."""
+    async def terms_of(self, spent_seconds: float, most_seconds: float, expected: int) -> planning.ResolvedPlan | None:
+        """Wait until this peer is called or calls the group itself. Returns None if it goes on without a group.
+
+        Args:
+            spent_seconds, most_seconds: how long to wait for others (`PeerTracker.patience_seconds`).
+            expected: the number of peers to wait for, this one included; 0: only those that are known to come.
+        """
         context, callable_at = self._context, math.inf
         while self.resolved is None and loop_time() < self._deadline:
             line, missing, now = context.tracker.line(self._mine, self._axis), self.missing(), loop_time()
             here = {peer: latest for peer, latest in line.items() if latest not in missing}
             for peer in here:
                 self._note(peer)
-            waits = context.tracker.patience_seconds(missing, patience.spent_seconds, patience.most_seconds)
+            waits = context.tracker.patience_seconds(missing, spent_seconds, most_seconds)
             late = self.began + context.answer_seconds + waits
-            whole = not missing and len(here) + 1 >= patience.expected
+            whole = not missing and len(here) + 1 >= expected
             callable_at = min(callable_at, now) if whole or now >= late else math.inf
             if callable_at <= now and not here:
                 break

@@ -14,7 +14,7 @@ from protocols.base import AveragingResult, Deadline, Head, LocalProgress, Membe
 from protocols.independent_session import SessionBase
 from protocols.moshpit.grid import next_cell, seeded_order
 from protocols.moshpit.group_allreduce import GroupAllReduce, GroupResult, counted
-from protocols.moshpit.matchmaker import GroupContribution, GroupMatchmaker, MatchmakingLimits
+from protocols.moshpit.matchmaker import GroupContribution, GroupMatchmaker
 from protocols.moshpit.peer_tracker import DONE, TRAINING, UNHEARD_SECONDS, WAITING, PositionAnnouncement
 from protocols.moshpit.state import MoshpitState
 from protocols.vectors import VectorView, norm
@@ -64,9 +64,8 @@ class MoshpitSession(SessionBase):
             return self._mixing.missing()
         if self._matchmaker:
             return tuple(latest.sender.peer for latest in self._matchmaker.missing())
-        words = {latest.sender.peer: latest for latest in self._tracker.words()}
         present = self._tracker.present(self.round, loop_time())
-        ready = {peer for peer, latest in words.items() if latest.complete and latest.round >= self.round}
+        ready = {each.sender.peer for each in self._tracker.words() if each.complete and each.round >= self.round}
         return tuple(peer for peer in present if peer not in ready and peer != self._context.me.peer)
 
     async def average(self, mine: Sequence[Vector], work: LocalProgress, into: Sequence[Vector]) -> AveragingResult:
@@ -100,11 +99,8 @@ class MoshpitSession(SessionBase):
                 results.append(result)
                 weight = result.weight
                 state, free = free, spare if free is into else into
-        self._axis, self._stage = (
-            len(self._mine.shape) - 1,
-            DONE,
-        )  # even after an early end, so that no peer waits for us
-        self._say()
+        self._axis, self._stage = len(self._mine.shape) - 1, DONE
+        self._say()  # even after an early end, so that no peer waits for us
         if results and state is not into:
             await compute.run(lambda: [a.copy_(b) for a, b in zip(into, state, strict=True)], 2 * cost_bytes)
         return results
@@ -120,8 +116,7 @@ class MoshpitSession(SessionBase):
             context, self._mine, axis, contribution, self._wait, self.deadline
         )
         expected = 0 if moshpit.sees_all else self._mine.shape[axis]
-        patience = MatchmakingLimits(spent_seconds, HASTE * (self._cut_at - self._began), expected)
-        resolved = await matchmaker.terms_of(patience)
+        resolved = await matchmaker.terms_of(spent_seconds, HASTE * (self._cut_at - self._began), expected)
         if resolved:
             for peer in resolved.peers:  # the caller may know members that this peer does not
                 moshpit.meet(peer, matchmaker.key.lineage)

@@ -10,6 +10,7 @@ import torch
 from protocols.aio import Notifier, loop_time
 from protocols.base import Deadline, Member, PeerId, RoundKey, Vector
 from protocols.endpoint import SessionTable
+from protocols.estimates import RecentDict
 from protocols.moshpit.grid import Cell, Grid, assign_cell, choose_grid, default_cell
 from protocols.moshpit.group_allreduce import GroupAllReduce
 from protocols.moshpit.matchmaker import MoshpitContext
@@ -52,7 +53,7 @@ class MoshpitState:
         self.found: dict[PeerId, bytes] = {}
         self.coming = b""
         self.mixings = SessionTable[bytes, GroupAllReduce]()
-        self.closed: dict[bytes, None] = {}
+        self.closed: RecentDict[bytes, None] = RecentDict(MAX_CLOSED)
         self.bandwidth = context.settings.bandwidth
         self.numbered = 0
         self.spare: list[Vector] = []
@@ -185,8 +186,6 @@ class MoshpitState:
     def close(self, lineage: bytes) -> None:
         """Record that this peer is in that group, or goes on without it."""
         self.closed[lineage] = None
-        while len(self.closed) > MAX_CLOSED:
-            del self.closed[next(iter(self.closed))]
         self.mixings.wake()
 
     def keep(self, mixing: GroupAllReduce) -> None:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-
 from protocols.aio import loop_time, peer_timeout, run_with_helper
 from protocols.base import BadPayload, PeerError, Stream
+from protocols.estimates import RecentDict
 from protocols.pairwise.exchange_state import ExchangeState, PairExchange
 from protocols.pairwise.initiator import ExchangeInitiator
 from protocols.pairwise.peer_timeouts import CHEAP_SECONDS, MAX_PEERS, RequestDeduplicator
@@ -30,10 +29,8 @@ class ExchangeResponder:
     def __init__(self, exchanges: ExchangeState, initiator: ExchangeInitiator) -> None:
         self._exchanges, self._initiator = exchanges, initiator
         self._questions = RequestDeduplicator()
-        self._moved: OrderedDict[str, None] = OrderedDict()  # requests after which we have moved
-        self._doubted: dict[
-            str, PairExchange
-        ] = {}  # those of them where we do not know yet that the asker has moved too
+        self._moved: RecentDict[str, None] = RecentDict(MAX_PEERS)  # requests after which we have moved
+        self._doubted: dict[str, PairExchange] = {}  # those where we do not know yet whether the asker has moved too
         exchanges.endpoint.serve(EXCHANGE, ExchangeRequest, self._serve)
         exchanges.endpoint.serve(EXCHANGE, OutcomeQuery, self._tell)
 
@@ -107,8 +104,6 @@ class ExchangeResponder:
                 exchanges.failed(stream.peer, exchange.began, exchange.deadline, error.why, exchange.swap.begun)
             raise
         self._moved[exchange.ask.name] = None
-        if len(self._moved) > MAX_PEERS:
-            self._moved.popitem(last=False)
         await exchanges.move(exchange)
 
     async def _hear_out(self, exchange: PairExchange, stream: Stream) -> None:

@@ -108,7 +108,8 @@ class PairwiseAverager(ABC):
             ValueError: unknown schedule.
         """
         self.schedule, self.rng = matching.known(schedule), rng
-        self.pair, self.host, self.me, self.accounting = pair, pair.host, pair.me, pair.accounting
+        self.pair, self.host, self.me = pair, pair.host, pair.me
+        self.accounting, self.estimator = pair.accounting, pair.estimator
 
     @property
     def half_exchanges(self) -> int:
@@ -224,7 +225,7 @@ class SharedStateSession(SessionBase):
 
     def _keep_up(self) -> None:
         """Skip to the round of most other peers if this peer is behind."""
-        self.round = self._pair.estimator.round(self.round, self._averager.others())
+        self.round = self._averager.estimator.round(self.round, self._averager.others())
         self.key = replace(self.key, round=self.round)
 
     def _open(self, state: VectorView) -> None:
