@@ -14,11 +14,10 @@ become the server itself, and replace the others' parameters with its own.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -238,54 +237,48 @@ class AsyncSession(SessionBase):
         server = averager.choose()
         others = [member.peer for member in self._host.members.live() if member.peer != me]
         if server == me and others and not averager.confirmed:
-            server = await self._with_peer(others[0], self._ask(others[0]))
+            server = await self._visit(others[0], None)
         for _ in range(REFERRALS):
             if server == me:
                 await averager.serve_from(self._origin)
                 async with averager.turn:
                     vector.copy_((await averager.count(vector)).parameters)
                 return me
-            elsewhere = await self._with_peer(server, self._push(server, vector))
+            elsewhere = await self._visit(server, vector)
             if not elsewhere:
                 return server
             server = elsewhere
         raise PeerGone(server, "named as the server, but does not serve")
 
-    async def _with_peer(self, peer: PeerId, exchange: Coroutine[Any, Any, PeerId]) -> PeerId:
-        """Run an exchange as long as that peer is live."""
+    async def _visit(self, peer: PeerId, vector: Vector | None) -> PeerId:
+        """Exchange with a peer (`_exchange`) as long as it is live."""
         self._with = peer
-        return await run_with_helper(exchange, self._watch(peer))
+        return await run_with_helper(self._exchange(peer, vector), self._watch(peer))
 
     async def _watch(self, peer: PeerId) -> None:
         members = self._host.members
         await until_gone(members, [member for member in members.live() if member.peer == peer], self.deadline)
         raise PeerSilent(peer, "was lost during an exchange, or did not end it before the deadline")
 
-    @asynccontextmanager
-    async def _opened(self, peer: PeerId, asks: bool) -> AsyncIterator[Stream]:
-        key, averager = self.head.key, self._averager
-        shape = averager.shape(averager.settings.codec)
+    async def _exchange(self, peer: PeerId, vector: Vector | None) -> PeerId:
+        """Push a displacement to a peer; without one, only ask it which peer is the server.
+
+        Returns:
+            The server that the peer names. Empty if the peer itself has applied the displacement; `vector` then holds
+            its parameters.
+        """
+        key, averager, compute = self.head.key, self._averager, self._host.compute
+        layout = averager.shape(averager.settings.codec)
         async with averager.endpoint.open(peer, METHOD, self.deadline) as stream:
-            await stream.send(PushUpdate(key.run, key.scope, shape.codec.name, shape.high, asks))
-            yield stream
-
-    async def _ask(self, peer: PeerId) -> PeerId:
-        """The server, as far as that peer knows."""
-        async with (
-            self._opened(peer, asks=True) as stream,
-            peer_timeout(STALL_SECONDS, peer, "asking which peer is the server"),
-        ):
-            return (await _reply(stream)).server
-
-    async def _push(self, peer: PeerId, vector: Vector) -> PeerId:
-        """Push a displacement to a peer. Returns an empty id if it is the server, else the server that it names."""
-        averager, flat, compute = self._averager, VectorView([vector]), self._host.compute
-        async with self._opened(peer, asks=False) as stream:
-            reply = await _reply(stream)
+            await stream.send(PushUpdate(key.run, key.scope, layout.codec.name, layout.high, vector is None))
+            if vector is None:
+                async with peer_timeout(STALL_SECONDS, peer, "asking which peer is the server"):
+                    return (await _reply(stream)).server
+            reply, flat = await _reply(stream), VectorView([vector])
             if not reply.here:
                 return reply.server
             self._brought = True
-            await send_vector(stream, averager.shape(averager.settings.codec), flat, compute)
+            await send_vector(stream, layout, flat, compute)
             await receive_vector(stream, averager.shape("fp32"), flat, compute)
             self._brought = False
             return ""

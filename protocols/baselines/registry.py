@@ -19,17 +19,18 @@ all-reduce of gradients and one step of SGD, with or without momentum. An outer 
 
 from __future__ import annotations
 
+from functools import partial
+
 from protocols.base import Host, Settings
 from protocols.baselines.async_parameter_server import AsyncParameterServer
 from protocols.baselines.ring import Ring
 from protocols.baselines.scatter_reduce import ScatterReduce
 from protocols.baselines.synchronous import SynchronousAverager
-from protocols.baselines.synchronous_round import SynchronousRound
 
 
 def data_parallel(host: Host, settings: Settings) -> SynchronousAverager:
     """Synchronous data-parallel training: an all-reduce among all live peers."""
-    return SynchronousAverager(host, settings, "starling/data-parallel/1", _all_reduce)
+    return SynchronousAverager(host, settings, "starling/data-parallel/1", ScatterReduce)
 
 
 def ring(host: Host, settings: Settings) -> SynchronousAverager:
@@ -39,7 +40,7 @@ def ring(host: Host, settings: Settings) -> SynchronousAverager:
 
 def parameter_server(host: Host, settings: Settings) -> SynchronousAverager:
     """A parameter server with a barrier: one member averages for all (Li et al. 2014). Its link carries 2 (N − 1) S."""
-    return SynchronousAverager(host, settings, "starling/parameter-server/1", _through_the_first)
+    return SynchronousAverager(host, settings, "starling/parameter-server/1", partial(ScatterReduce, reducers=(0,)))
 
 
 def parameter_server_async(host: Host, settings: Settings) -> AsyncParameterServer:
@@ -48,11 +49,3 @@ def parameter_server_async(host: Host, settings: Settings) -> AsyncParameterServ
     The momentum is that of the peers' outer steps. `AsyncParameterServer` can apply a delayed one instead.
     """
     return AsyncParameterServer(host, settings)
-
-
-def _all_reduce(meeting: SynchronousRound) -> ScatterReduce:
-    return ScatterReduce(meeting, range(len(meeting.peers)))
-
-
-def _through_the_first(meeting: SynchronousRound) -> ScatterReduce:
-    return ScatterReduce(meeting, (0,))

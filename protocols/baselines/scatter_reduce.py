@@ -19,9 +19,13 @@ from protocols.chunks import receive_vector, send_encoded, send_vector
 
 
 class ScatterReduce:
-    """`AllReduceAlgorithm` in which the member with index `reducers[i]` reduces part i of `len(reducers)`."""
+    """`AllReduceAlgorithm` in which the member with index `reducers[i]` reduces part i of `len(reducers)`.
 
-    def __init__(self, meeting: SynchronousRound, reducers: Sequence[int]) -> None:
+    Without `reducers`, each member reduces one part.
+    """
+
+    def __init__(self, meeting: SynchronousRound, reducers: Sequence[int] | None = None) -> None:
+        reducers = range(len(meeting.peers)) if reducers is None else reducers
         self._meeting, self._reducers = meeting, tuple(reducers)
         self._weights: dict[int, list[float]] = {}  # of each chunk of the parts that this peer reduces
         self._means: dict[int, ReducedPart] = {}  # the encoded means of complete parts

@@ -35,7 +35,7 @@ class ShareReceiver:
     async def _serve(self, stream: Stream, give: PushShare) -> None:
         weighted, state, peer = self._weighted, self._weighted.state, stream.peer
         self._admit(give)
-        if state is None or self._is_busy(peer) or self._is_full(give.weight):
+        if state is None or self._is_busy(peer) or weighted.masses.mass + give.weight > 2 * MOST_SHARE:
             return await self._tell(stream, give)
         self._taking.add(peer)
         try:
@@ -56,9 +56,6 @@ class ShareReceiver:
     def _is_busy(self, peer: PeerId) -> bool:
         now = loop_time()
         return peer in self._taking or len(self._taking) >= MAX_TAKING or self._patience.resting(peer, now)
-
-    def _is_full(self, weight: float) -> bool:
-        return self._weighted.masses.mass + weight > 2 * MOST_SHARE
 
     def _admit(self, give: PushShare) -> None:
         """Check a share's header.

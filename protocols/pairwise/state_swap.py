@@ -168,8 +168,8 @@ class StateSwap:
         self.state = state
         self.moved: float | None = None
         self._theirs = StateReceiver(ReducedPart(codec, 0, state.size, chunk_elements), compute)
-        self._part, self._codec, self._compute = self._theirs.part, codec, compute
-        self.size_bytes, self.chunks = self._part.size_bytes, self._part.chunks
+        self._codec, self._compute = codec, compute
+        self.size_bytes, self.chunks = self._theirs.part.size_bytes, self._theirs.part.chunks
 
     @property
     def begun(self) -> bool:
@@ -191,7 +191,7 @@ class StateSwap:
         """
         await self._theirs.measure(stream, self.state)
         async with task_group() as group:
-            group.create_task(send_vector(stream, self._part, self.state, self._compute))
+            group.create_task(send_vector(stream, self._theirs.part, self.state, self._compute))
             await self._theirs.take(stream)
 
     async def commit(self) -> None:
@@ -207,14 +207,14 @@ class StateSwap:
 
     def discard(self) -> None:
         """Free the partner's state; what is known of it and of the move remains."""
-        self._part = self._theirs.part = ReducedPart(self._codec, 0, 0)
+        self._theirs.part = ReducedPart(self._codec, 0, 0)
 
     def _mix(self, write: bool) -> float:
         """Compute the move of every element, and apply it if `write`; returns its L2 norm. Runs off the loop.
 
         Multiplications and additions stay separate, so that the bits are the same on every machine.
         """
-        theirs, buffer = self._part, self._part.chunk_buffer()
+        theirs, buffer = self._theirs.part, self._theirs.part.chunk_buffer()
         squares = 0.0
         for index, low, high, (room, sent, half, mixed) in theirs.pieces(4):
             mine, data = self.state.read(low, high, room), buffer(index)
