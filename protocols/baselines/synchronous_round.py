@@ -126,12 +126,7 @@ class SynchronousRound:
     """
 
     def __init__(
-        self,
-        endpoint: ProtocolEndpoint,
-        method: str,
-        head: Head,
-        task: RoundTask,
-        deadline: Deadline,
+        self, endpoint: ProtocolEndpoint, method: str, head: Head, task: RoundTask, deadline: Deadline
     ) -> None:
         self.host, self.accounting = endpoint.host, endpoint.accounting
         self._endpoint, self._method = endpoint, method

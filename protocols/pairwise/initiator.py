@@ -72,10 +72,7 @@ class ExchangeInitiator:
         answer_by = min(until, began + exchanges.patience.answer_seconds(peer))
         exchange: PairExchange | None = None
         try:
-            async with (
-                asyncio.timeout_at(answer_by) as limit,
-                exchanges.endpoint.open(peer, EXCHANGE, until) as stream,
-            ):
+            async with asyncio.timeout_at(answer_by) as limit, exchanges.endpoint.open(peer, EXCHANGE, until) as stream:
                 await stream.send(ask)
                 answer = await hear(stream, ExchangeReply, ask)
                 exchanges.estimator.hear(peer, answer.round)

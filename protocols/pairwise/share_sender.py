@@ -79,10 +79,7 @@ class ShareSender:
         )
         answer_by, reached = min(until, began + patience.answer_seconds(peer)), False
         try:
-            async with (
-                asyncio.timeout_at(answer_by) as limit,
-                weighted.endpoint.open(peer, PUSH, until) as stream,
-            ):
+            async with asyncio.timeout_at(answer_by) as limit, weighted.endpoint.open(peer, PUSH, until) as stream:
                 limit.reschedule(None)  # from here on the transfer is watched
                 patience.answered(peer, 2 * (loop_time() - began))
                 reached = True

@@ -31,18 +31,7 @@ import torch
 from protocols import wire
 from protocols.aio import task_group, until_gone
 from protocols.allreduce.parts import ReducedPart
-from protocols.base import (
-    BadPayload,
-    Compute,
-    Deadline,
-    Header,
-    Member,
-    Members,
-    PeerId,
-    PeerSilent,
-    RoundKey,
-    Stream,
-)
+from protocols.base import BadPayload, Compute, Deadline, Header, Member, Members, PeerId, PeerSilent, RoundKey, Stream
 from protocols.chunks import send_vector
 from protocols.codec import Codec
 from protocols.limits import LARGEST_FLOAT32
