@@ -66,14 +66,9 @@ class ExchangeState(PairState):
 
     async def close(self) -> None:
         """End the round. Abort the current exchange, or wait until the state is at rest if it must not be aborted."""
-        session, self.session = self.session, None
-        if session:
-            session.state = None
+        await super().close()
         if self.exchange and self.exchange.moving:
             await self.exchange.done.wait()
-
-    def partners(self) -> tuple[PeerId, ...]:
-        return (self.exchange.partner.peer,) if self.exchange else ()
 
     async def at_rest(self) -> None:
         while exchange := self.exchange:
@@ -86,12 +81,13 @@ class ExchangeState(PairState):
         assert session.state is not None and self.exchange is None
         swap = StateSwap(session.state, self.codec, self.endpoint.settings.chunk_elements, self.host.compute)
         self.exchange = PairExchange(ask, partner, session, swap, deadline, loop_time())
+        self.partners = (partner.peer,)
         return self.exchange
 
     def end(self, exchange: PairExchange) -> None:
         """End the exchange: our state is free, and the partner's received state is no longer needed."""
         if self.exchange is exchange:
-            self.exchange = None
+            self.exchange, self.partners = None, ()
             exchange.swap.discard()
             exchange.done.set()
             self.notifier.notify()

@@ -58,11 +58,11 @@ class ShareSender:
             part = weighted.part(state.size)
             self.kept[to, share.sequence] = share, part
             await weighted.host.compute.run(partial(split_share, state, part), 16 * state.size)
-        weighted.giving = (to.peer,)
+        weighted.partners = (to.peer,)
         try:
             counted = await self._send(session, share, part, until) if ready is None or await ready() else False
         finally:
-            weighted.giving = ()
+            weighted.partners = ()
         if counted is not None:
             await self._answered(session, share, counted)
         return counted is not False

@@ -50,6 +50,7 @@ class PairState(ABC):
         notifier: notifies when there is a state, or when an exchange has ended.
         estimator: estimates how far the other peers are.
         half_exchanges: how many have been counted since this peer started.
+        partners: the peers that average with the state at this moment.
     """
 
     def __init__(self, host: Host, settings: Settings) -> None:
@@ -64,6 +65,7 @@ class PairState(ABC):
         self.estimator, self.notifier = ClaimedRounds(), Notifier()
         self.session: SharedStateSession | None = None
         self.half_exchanges = 0
+        self.partners: tuple[PeerId, ...] = ()
 
     @property
     def state(self) -> VectorView | None:
@@ -78,13 +80,11 @@ class PairState(ABC):
         """Begin a round."""
         self.session = session
 
-    @abstractmethod
     async def close(self) -> None:
-        """End the round, as soon as the state is at rest."""
-
-    @abstractmethod
-    def partners(self) -> tuple[PeerId, ...]:
-        """The peers that average with the state at this moment."""
+        """End the round. Subclasses wait until the state is at rest."""
+        if self.session:
+            self.session.state = None
+        self.session = None
 
     @abstractmethod
     async def at_rest(self) -> None:
@@ -172,7 +172,7 @@ class SharedStateSession(SessionBase):
     # -- the contract -------------------------------------------------------------------------------------------------
 
     def waiting_for(self) -> tuple[PeerId, ...]:
-        return self._pair.partners()
+        return self._pair.partners
 
     def share(self, state: Sequence[Vector]) -> None:
         self._open(VectorView(state))

@@ -7,7 +7,7 @@ import math
 from functools import partial
 
 from protocols.allreduce.parts import ReducedPart
-from protocols.base import Host, PeerId, Settings
+from protocols.base import Host, Settings
 from protocols.pairwise.mass_ledger import MassLedger
 from protocols.pairwise.shared_state import PairState
 from protocols.pairwise.shares import merge_share
@@ -21,22 +21,15 @@ class WeightedState(PairState):
     Attributes:
         masses: the weights of this peer and of its shares; its values are 0, because states are stored elsewhere.
         turn: a lock that a task holds while it changes the state, and never while it waits for another peer.
-        giving: the receiver of the share that is being sent.
     """
 
     def __init__(self, host: Host, settings: Settings) -> None:
         super().__init__(host, settings)
         self.masses, self.turn = MassLedger(self.me, 0.0), asyncio.Lock()
-        self.giving: tuple[PeerId, ...] = ()
 
     async def close(self) -> None:
-        if self.session:
-            self.session.state = None
-        self.session = None
+        await super().close()
         await self.at_rest()
-
-    def partners(self) -> tuple[PeerId, ...]:
-        return self.giving
 
     async def at_rest(self) -> None:
         async with self.turn:
