@@ -74,7 +74,8 @@ class Moshpit:
         self._post.on_gone = session.gone
         try:
             async with task_group() as group, self._post.run(group, deadline, [*self._moshpit.in_sight()]):
-                background = [group.create_task(each) for each in (session.live(), session.watch(), session.search())]
+                search = self._moshpit.search(deadline, session.found)
+                background = [group.create_task(each) for each in (session.live(), session.watch(), search)]
                 try:
                     yield session
                 finally:

@@ -193,11 +193,8 @@ class MoshpitSession(SessionBase):
         self._stirred += 1
         self._news.notify()
 
-    async def search(self) -> None:
-        """In a large swarm, look for the members of this peer's group in the directory."""
-        await self._moshpit.search(self.deadline, self._found)
-
-    def _found(self) -> None:
+    def found(self) -> None:
+        """Called after each answer of the directory."""
         self._look()
         self._say()
 
@@ -218,9 +215,8 @@ class MoshpitSession(SessionBase):
 
     def heard(self, here: PositionAnnouncement) -> None:
         """Take another peer's new announcement."""
-        matchmaker = self._matchmaker
-        if matchmaker:
-            matchmaker.heard(here)
+        if self._matchmaker:
+            self._matchmaker.heard(here)
         self._say()
         self._stir()
 

@@ -36,7 +36,7 @@ trips.
 
 
 class Gossip(PairwiseAverager):
-    """Gossip.
+    """`protocols.base.ClosingAverager` for gossip.
 
     Attributes:
         exchanges: this peer's exchanges, one at a time.

@@ -35,7 +35,7 @@ from protocols.vectors import VectorView
 
 
 class PushSum(PairwiseAverager):
-    """Push-sum.
+    """`protocols.base.ClosingAverager` for push-sum.
 
     Attributes:
         weighted: this peer's state and its weight.

@@ -92,7 +92,7 @@ class PairState(ABC):
 
 
 class PairwiseAverager(ABC):
-    """`protocols.base.ClosingAverager` for gossip and push-sum.
+    """What gossip and push-sum share as a `protocols.base.ClosingAverager`.
 
     Attributes:
         schedule: selects the peers that this one asks or gives to (`protocols.pairwise.matching`).
