@@ -41,13 +41,5 @@ class SessionBase:
         self, committed: bool, contributions: Mapping[PeerId, Contribution], weights: Mapping[PeerId, float]
     ) -> AveragingResult:
         """The result of `average`, with the bytes and the blamed peers since the last one."""
-        outcome = Outcome.COMMITTED if committed else Outcome.SKIPPED
-        blamed, sent, received = self._accounting.take()
-        return AveragingResult(
-            outcome,
-            contributions=contributions,
-            weights=weights,
-            blamed=blamed,
-            bytes_sent=sent,
-            bytes_received=received,
-        )
+        outcome, record, certificate = Outcome.COMMITTED if committed else Outcome.SKIPPED, b"", b""
+        return AveragingResult(outcome, record, certificate, contributions, weights, *self._accounting.take())
