@@ -1,1 +1,1 @@
-"""What the baselines are made of. `protocols.baselines.registry` is the door."""
+"""The baselines that the other protocols are compared with. The entry point is `protocols.baselines.registry`."""

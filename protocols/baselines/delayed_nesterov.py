@@ -1,4 +1,4 @@
-"""What a parameter server does with displacements that arrive one by one, each from another point. Pure."""
+"""How a parameter server applies displacements that arrive one by one, each from other parameters. No I/O."""
 
 from __future__ import annotations
 
@@ -8,20 +8,21 @@ from protocols.base import Vector
 
 
 class DelayedNesterov:
-    """The parameters, and what arrivals make of them.
+    """The server's parameters, which each arriving displacement moves by 1/N of its length at once.
 
-    Each counts 1/N at once. With momentum it is delayed (Liu et al. 2024, "Asynchronous Local-SGD Training for Language
-    Modeling", algorithm 3, Delayed Nesterov, with c = 0): N arrivals are gathered, the momentum takes up their mean,
-    and makes one step of its own. Momentum with each arrival would take every stale step N times over.
+    Momentum is delayed (Liu et al. 2024, "Asynchronous Local-SGD Training for Language Modeling", algorithm 3, Delayed
+    Nesterov, with c = 0). After N arrivals, their mean updates the momentum, which then takes one step of its own.
+    Momentum applied at each arrival would take every stale step N times.
 
     Attributes:
         parameters: float32 (n).
     """
 
     def __init__(self, parameters: Vector, momentum: float = 0.0) -> None:
-        """
+        """Begin with these parameters, which `apply` changes in place.
+
         Raises:
-            ValueError: a momentum outside [0, 1).
+            ValueError: the momentum is outside [0, 1).
         """
         if not 0 <= momentum < 1:
             raise ValueError(f"momentum must be in [0, 1), not {momentum}")
@@ -30,11 +31,11 @@ class DelayedNesterov:
         self._arrived = 0
 
     def apply(self, displacement: Vector, count: int) -> None:
-        """θ ← θ − δ/N; after N of them m ← βm + Σδ/N and θ ← θ − βm.
+        """Apply a displacement: θ ← θ − δ/N. After N of them, m ← βm + Σδ/N and θ ← θ − βm.
 
         Args:
-            displacement: δ, float32 (n): by how much a worker would lower the parameters; destroyed.
-            count: N, how many take part.
+            displacement: δ, float32 (n): what a worker would subtract from the parameters. It is overwritten.
+            count: N, the number of peers that take part.
         """
         self.parameters.sub_(displacement.div_(count))
         if not self._momentum:

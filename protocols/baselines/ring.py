@@ -1,46 +1,43 @@
-"""Ring all-reduce: every member sends to the next and receives from the one before, in 2 (N - 1) steps of 1/N each.
+"""Ring all-reduce: each member sends to the next one and receives from the previous one, in 2 (N − 1) steps.
 
-In the first half a part gathers the members' vectors on its way round, as their mean so far and its weight; in the
-second half the finished parts go round. The bandwidth optimum, at a latency that grows with N (Patarasu and Yuan 2009,
-"Bandwidth optimal all-reduce algorithms for clusters of workstations", section 3). Means on their way travel as
-float32, whatever the codec: a lossy one would be applied again with each hop. Finished parts are encoded once.
+Each step moves one part, 1/N of the vector. In the first half, a part collects the members' vectors on its way: it
+carries their mean so far and its weight. In the second half, the finished parts go round. This needs the least
+bandwidth, but its latency grows with N (Patarasu and Yuan 2009, "Bandwidth optimal all-reduce algorithms for clusters
+of workstations", section 3). Unfinished means are sent as float32, whatever the codec, because a lossy codec would be
+applied again at each hop. Finished parts are encoded once.
 """
 
 from __future__ import annotations
 
 from functools import partial
 
-import torch
-
 from protocols import wire
 from protocols.aio import run_with_helper, task_group
-from protocols.allreduce.parts import ReducedPart
+from protocols.allreduce.parts import PartLayout, ReducedPart
 from protocols.base import BadPayload, PeerId, PeerSilent, Stream
 from protocols.baselines.synchronous_round import REFUSED_LIMIT, Hop, JoinRound, SynchronousRound
 from protocols.chunks import receive_chunk, send_encoded, send_vector
-from protocols.codec import CODECS, Codec
-from protocols.limits import LARGEST_FLOAT32
+from protocols.codec import CODECS
 
 _HOP_LIMIT = 64
-_RAW: Codec = CODECS["fp32"]
 
 
 class Ring:
-    """`protocols.baselines.synchronous_round.Exchange` of members in the order of their ids."""
+    """`AllReduceAlgorithm` in a ring of the members, in the order of their ids."""
 
     def __init__(self, meeting: SynchronousRound) -> None:
         self._meeting, self._count = meeting, len(meeting.peers)
         self._next = meeting.peers[(meeting.place + 1) % self._count]
         self._before = meeting.peers[meeting.place - 1]
         self._incoming: Stream | None = None
-        self._weights = [meeting.weight] * self._count  # of what `into` holds of each part
+        self._weights = [meeting.weight] * self._count  # the weight of each part's mean in `into`
         self._finished: dict[int, ReducedPart] = {}
 
     async def serve(self, peer: PeerId, stream: Stream, hello: JoinRound) -> None:
-        """The member before us brings its stream, which `run` reads."""
+        """Take the previous member's stream, which `run` reads, and keep it open until the round is over."""
         meeting = self._meeting
         if peer != self._before or self._incoming:
-            raise BadPayload("not the member before us in the ring, or here already")
+            raise BadPayload("not the previous member of the ring, or its second stream")
         self._incoming = stream
         meeting.ring()
         await meeting.until(lambda: meeting.over)
@@ -50,78 +47,55 @@ class Ring:
             await run_with_helper(self._round(stream), self._refusals(stream))
 
     async def _refusals(self, stream: Stream) -> None:
-        """Nothing comes back from the next member but a refusal, and the end."""
+        """Read what the next member sends back: a refusal, or only the end of the stream."""
         try:
             header = await stream.receive(REFUSED_LIMIT)
         except PeerSilent:
-            return  # it has all that it needs; or it is lost, and what we send tells
+            return  # it has all parts, or it is lost, which the sending side notices
         self._meeting.hear(stream.peer, header)
         raise BadPayload(f"{type(header).__name__} against the direction of the ring")
 
     async def _round(self, out: Stream) -> None:
         meeting, half = self._meeting, self._count - 1
-        await meeting.host.compute.run(self._begin, 4 * meeting.mine.size)
+        await meeting.host.compute.run(partial(meeting.start_mean, meeting.shape(0, 1)), 4 * meeting.mine.size)
         await meeting.until(lambda: self._incoming is not None)
         assert self._incoming is not None
         for step in range(2 * half):
-            if step == half:  # what came in last is complete
-                part = self._part(meeting.place - step, raw=False)
-                await meeting.host.compute.run(partial(self._finish, part), 2 * part.size_bytes)
-                self._finished[(meeting.place - step) % self._count] = part
+            if step == half:  # the part that came in last is complete
+                index = (meeting.place - step) % self._count
+                self._finished[index] = await meeting.encode_mean(index, self._count)
             async with task_group() as group:
                 group.create_task(self._send(out, step))
                 group.create_task(self._receive(self._incoming, step))
 
-    def _part(self, index: int, raw: bool) -> ReducedPart:
-        part = self._meeting.part(index % self._count, self._count)
-        return ReducedPart(_RAW, part.low, part.high, part.chunk_elements) if raw else part
-
-    def _begin(self) -> None:
-        """Copy this member's vectors to `into`, where the means grow."""
-        meeting = self._meeting
-        for _, low, high, (scratch,) in meeting.shape(0, 1).pieces(1):
-            meeting.into.write(low, meeting.mine.read(low, high, scratch))
-
-    def _finish(self, part: ReducedPart) -> None:
-        """Encode a complete part, and put into `into` what the others will decode."""
-        for index, low, high, (scratch,) in part.pieces(1):
-            mean = self._meeting.into.read(low, high, scratch)
-            mean.clamp_(-LARGEST_FLOAT32, LARGEST_FLOAT32)  # rounding may have carried it beyond
-            part.codec.encode(mean, part.chunk(index))
-        part.decode(self._meeting.into)
+    def _raw(self, index: int) -> PartLayout:
+        """The layout of an unfinished part."""
+        shape = self._meeting.shape(index, self._count)
+        return PartLayout(CODECS["fp32"], shape.low, shape.high, shape.chunk_elements)
 
     async def _send(self, out: Stream, step: int) -> None:
-        """Send the part that came in with the step before."""
+        """Send the part that was received in the previous step."""
         index, compute = (self._meeting.place - step) % self._count, self._meeting.host.compute
         await out.send(Hop(step, index, self._weights[index]))
         if finished := self._finished.pop(index, None):
             await send_encoded(out, finished)
         else:
-            await send_vector(out, self._part(index, raw=True), self._meeting.into, compute)
+            await send_vector(out, self._raw(index), self._meeting.into, compute)
 
     async def _receive(self, stream: Stream, step: int) -> None:
-        """Receive a part: add this member's elements to it in the first half, decode it in the second."""
-        index, compute = (self._meeting.place - step - 1) % self._count, self._meeting.host.compute
+        """Receive a part. In the first half, average it with this member's elements; in the second, decode it."""
+        meeting, index = self._meeting, (self._meeting.place - step - 1) % self._count
         hop = wire.expect(await stream.receive(_HOP_LIMIT), Hop)
         if (hop.step, hop.part) != (step, index):
-            raise BadPayload(f"part {hop.part} in step {hop.step} where {index} in {step} is due")
-        mixing = step < self._count - 1
-        part = self._part(index, raw=mixing)
+            raise BadPayload(f"part {hop.part} in step {hop.step}, where part {index} in step {step} is due")
+        if step < self._count - 1:
+            layout = self._raw(index)
+            await meeting.receive(stream, layout, [self._weights[index]] * layout.chunks, hop.weight)
+            self._weights[index] += hop.weight
+            return
+        self._finished[index] = part = meeting.part(index, self._count)
         scratch = part.room()
         for number in range(part.chunks):
             data = part.chunk(number)
             await receive_chunk(stream, number, data)
-            decode = partial(part.decode_chunk, number, self._meeting.into, scratch)
-            await compute.run(partial(self._mix, part, number, hop.weight) if mixing else decode, len(data))
-        if mixing:
-            self._weights[index] += hop.weight
-        else:
-            self._finished[index] = part
-
-    def _mix(self, part: ReducedPart, number: int, weight: float) -> None:
-        low, high = part.elements(number)
-        theirs, ours = torch.empty(high - low), torch.empty(high - low)
-        _RAW.decode(part.chunk(number), theirs)
-        ours.copy_(self._meeting.mine.read(low, high, ours))
-        total = weight + self._meeting.weight
-        self._meeting.into.write(low, theirs.mul_(weight / total).add_(ours.mul_(self._meeting.weight / total)))
+            await meeting.host.compute.run(partial(part.decode_chunk, number, meeting.into, scratch), len(data))

@@ -1,16 +1,17 @@
-"""All live members meet in every round, or none of them gets anything: the barrier of the baselines.
+"""The barrier of the synchronous baselines: in each round, all live members average, or none of them does.
 
-A round is a number, which all must have in common: who hears of a later one goes there. It takes those who are live
-when this peer is done with its own work; members that see others, that are gone, refuse or break off spoil it, and
-everybody who waits hears of that by the end of its streams. Then each goes on from its own state, and the next round
-averages whole states again: a spoilt round is drift, not damage.
+All members must be in the same round number. A peer that hears of a later round goes there. A round's members are the
+peers that are live when this peer has finished its own work. A member aborts the round if it sees other members, is
+lost, refuses a stream or breaks one off. The others notice this by the end of their streams. Each then goes on from its
+own state, and the next round averages whole states again. An aborted round therefore lets the states drift apart, but
+does no lasting harm.
 """
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 from protocols.aio import run_with_helper, set_at, task_group, until_gone
 from protocols.base import (
@@ -22,7 +23,6 @@ from protocols.base import (
     Host,
     LocalProgress,
     Member,
-    Outcome,
     PeerError,
     PeerFault,
     PeerId,
@@ -40,15 +40,17 @@ from protocols.baselines.synchronous_round import (
     SynchronousRound,
 )
 from protocols.endpoint import ProtocolEndpoint, SessionTable
+from protocols.independent_session import SessionBase
 
 AlgorithmFactory = Callable[[SynchronousRound], AllReduceAlgorithm]
 
 
 class SynchronousAverager:
-    """`protocols.base.LooseAverager` with a barrier.
+    """`protocols.base.IndependentAverager` with a barrier.
 
     Attributes:
-        method: under which members open streams to each other.
+        method: the method of the streams between members.
+        way: creates the algorithm by which a round's vectors travel.
     """
 
     shares_anchor = False
@@ -58,7 +60,7 @@ class SynchronousAverager:
         self.me, self.accounting = self.endpoint.me, self.endpoint.accounting
         self._session: SynchronousSession | None = None
         self._sessions = SessionTable[int, SynchronousSession]()
-        self._latest_round = 0  # that a peer was in
+        self._latest_round = 0  # the latest round that any peer has claimed
         self.endpoint.serve(method, JoinRound, self._on_stream)
 
     @asynccontextmanager
@@ -75,11 +77,11 @@ class SynchronousAverager:
             session.end()
 
     def met(self, session: SynchronousSession) -> None:
-        """The session's meeting has begun, or will not."""
+        """Serve streams of the session's round from now on: its averaging has begun, or never will."""
         self._sessions.open(session.head.key.round, session)
 
     async def _on_stream(self, stream: Stream, hello: JoinRound) -> None:
-        """Serve a stream when its round has begun here, or refuse it when that is over."""
+        """Serve a stream as soon as its round has begun at this peer, or refuse it if that round is over."""
         self._latest_round = max(self._latest_round, hello.round)
         if self._session:
             self._session.hear(hello.round)
@@ -93,21 +95,16 @@ class SynchronousAverager:
         return self._session is not None and hello.round < self._session.head.key.round
 
 
-class SynchronousSession:
-    """`protocols.base.LooseSession`: nothing is lent, and nothing is half done.
+class SynchronousSession(SessionBase):
+    """`protocols.base.IndependentSession`. The state is not shared, and there are no half exchanges.
 
     Attributes:
-        meeting, exchange: once this peer has come to average.
-        ended: this round is over here.
+        meeting, exchange: the round and its algorithm; None before `average`.
+        ended: whether this peer has left the round.
     """
 
-    half_exchanges = 0
-    mass_drift = 0.0
-
     def __init__(self, averager: SynchronousAverager, head: Head, deadline: Deadline) -> None:
-        self.head, self.deadline = head, deadline
-        self.cut = asyncio.Event()
-        self.round, self.group = head.key.round, ""
+        super().__init__(head, deadline, averager.accounting)
         self.meeting: SynchronousRound | None = None
         self.exchange: AllReduceAlgorithm | None = None
         self.ended = False
@@ -115,65 +112,49 @@ class SynchronousSession:
 
     # -- the contract -------------------------------------------------------------------------------------------------
 
-    def offer(self, work: LocalProgress) -> None:
-        if work.complete or work.leaving:
-            self.cut.set()
-
     def waiting_for(self) -> tuple[PeerId, ...]:
         return self.meeting.missing() if self.meeting else ()
-
-    def share(self, state: Sequence[Vector]) -> None:
-        """Nobody averages with a peer that trains."""
-
-    async def reclaim(self) -> Mapping[PeerId, Contribution]:
-        return {}
 
     async def average(self, mine: Sequence[Vector], work: LocalProgress, into: Sequence[Vector]) -> AveragingResult:
         averager, task = self._averager, RoundTask(mine, into, work)
         meeting = SynchronousRound(averager.endpoint, averager.method, self.head, task, self.deadline)
         if self.round > self.head.key.round:
-            meeting.spoil(f"others are in round {self.round + 1} already")
+            meeting.spoil(f"other peers are in round {self.round + 1} already")
         elif len(meeting.members) == 1:
-            meeting.spoil("")  # there is nobody: nothing is wrong, and nothing is averaged
+            meeting.spoil("")  # there is no other peer: nothing is averaged, and that is not an error
         else:
             self.meeting, self.exchange = meeting, averager.way(meeting)
             averager.met(self)
             await self._meet(meeting, self.exchange)
-        blamed, sent, received = averager.accounting.take()
-        if not meeting.over:
-            self.round = max(self.round, meeting.ahead - 1)
-            if meeting.why and not blamed:
-                blamed = (PeerFault(averager.me.peer, meeting.why),)
-            return AveragingResult(Outcome.SKIPPED, blamed=blamed, bytes_sent=sent, bytes_received=received)
-        return AveragingResult(
-            Outcome.COMMITTED,
-            contributions={member.peer: Contribution(1, 1, (self._name(member),)) for member in meeting.members},
-            blamed=blamed,
-            bytes_sent=sent,
-            bytes_received=received,
-        )
+        if meeting.over:
+            return self._result(True, {member.peer: self._contribution(member) for member in meeting.members}, {})
+        self.round = max(self.round, meeting.ahead - 1)
+        result = self._result(False, {}, {})
+        if meeting.why and not result.blamed:
+            return replace(result, blamed=(PeerFault(averager.me.peer, meeting.why),))
+        return result
 
-    def _name(self, member: Member) -> str:
-        return f"{member.peer}/{member.incarnation}/{self.head.key.round}"
+    def _contribution(self, member: Member) -> Contribution:
+        return Contribution(1, 1, (f"{member.peer}/{member.incarnation}/{self.head.key.round}",))
 
-    # -- the meeting --------------------------------------------------------------------------------------------------
+    # -- the round ----------------------------------------------------------------------------------------------------
 
     def misfit(self, peer: PeerId, hello: JoinRound) -> str:
-        """Why a stream cannot be served, now that this peer has come to average; empty if it can."""
+        """Why this peer, which has come to average, cannot serve a stream; empty if it can."""
         if self.meeting is None or hello.round != self.head.key.round:
             return "has left that round"
         if hello.members == self.meeting.digest and peer not in self.meeting.peers:
-            return "sees no member in the caller"  # one that says so is not the members' affair: nothing is spoilt
+            return "sees no member in the caller"  # a stranger's claim: it does not abort the members' round
         if why := self.meeting.misfit(hello):
             self.meeting.spoil(why, peer)
             return why
         return self.meeting.why
 
     async def serve(self, peer: PeerId, stream: Stream, hello: JoinRound) -> None:
-        """A member's stream to this meeting.
+        """Serve a member's stream to this round.
 
         Raises:
-            BadPayload, PeerError: the round is spoilt.
+            BadPayload, PeerError: the round is aborted.
         """
         meeting, exchange = self.meeting, self.exchange
         assert meeting is not None and exchange is not None
@@ -185,12 +166,12 @@ class SynchronousSession:
             meeting.spoil(str(error), peer)
             raise
         except RoundAborted as error:
-            raise PeerSilent(peer, f"the round is spoilt: {error}") from None
+            raise PeerSilent(peer, f"the round was aborted: {error}") from None
         except TimeoutError:
             raise PeerSilent(peer, "the round's deadline passed") from None
 
     async def _meet(self, meeting: SynchronousRound, exchange: AllReduceAlgorithm) -> None:
-        """Meet, to the end or until it is spoilt."""
+        """Run the round until it is complete or aborted."""
         try:
             async with task_group() as group:
                 watch = group.create_task(self._watch(meeting))
@@ -203,15 +184,18 @@ class SynchronousSession:
         except (BadPayload, RoundAborted) as error:
             meeting.spoil(str(error))
         except TimeoutError:
-            meeting.spoil("the round did not end by its deadline", *meeting.missing())
+            meeting.spoil("the round did not end before its deadline", *meeting.missing())
 
     async def _watch(self, meeting: SynchronousRound) -> None:
-        """A member that is gone spoils the round at once."""
+        """Abort the round as soon as a member is lost."""
         if gone := await until_gone(self._averager.endpoint.host.members, meeting.members, meeting.deadline):
-            meeting.spoil("gone in the middle of a round", *gone)
+            meeting.spoil("lost during a round", *gone)
 
     def hear(self, number: int) -> None:
-        """Others are in that round: go there if it is later. One that has met may still come to its end."""
+        """Note that another peer is in that round, and go there if it is later.
+
+        If this peer averages already, it first tries to complete its own round.
+        """
         if number <= self.head.key.round:
             return
         if self.meeting:
@@ -221,6 +205,7 @@ class SynchronousSession:
             self.cut.set()
 
     def end(self) -> None:
+        """Leave the round, which is aborted unless it is complete."""
         self.ended = True
         if self.meeting:
             self.meeting.spoil("this peer has left the round")

@@ -1,22 +1,28 @@
-"""What members of a round in lockstep share: who they are, what each brings, and whether it is spoilt.
+"""One synchronous round at one member: its members, their streams and vectors, and whether it is aborted.
 
-One lost member spoils the round for everybody: that is what these protocols are for (`protocols.baselines.registry`).
+One lost member aborts the round for all (`protocols.baselines.registry`).
 """
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
+
+import torch
 
 from protocols import wire
 from protocols.aio import Notifier
 from protocols.allreduce.parts import PartLayout, ReducedPart
 from protocols.base import Deadline, Head, Header, LocalProgress, PeerId, ProtocolError, Stream, Vector
+from protocols.chunks import receive_chunk
 from protocols.codec import state_codec
 from protocols.endpoint import ProtocolEndpoint
+from protocols.limits import LARGEST_FLOAT32
 from protocols.vectors import VectorView
 from protocols.wire import digest, real, register, text, uint
 
@@ -28,9 +34,9 @@ class JoinRound(Header):
     """Opens a data stream between two members of a round.
 
     Attributes:
-        members: digest over who is in it, as the opener sees it.
-        weight: how much the opener's vectors count.
-        part: which part of the vectors the stream is about.
+        members: a digest of the round's members, as the sender sees them.
+        weight: the weight of the sender's vectors.
+        part: the part of the vectors that the stream is for.
     """
 
     run: bytes = digest()
@@ -45,10 +51,10 @@ class JoinRound(Header):
 
 @dataclass(frozen=True, slots=True)
 class RoundMismatch(Header):
-    """The answer of one who is not in that round, or sees other members in it; the stream ends.
+    """Refuses `JoinRound`: the sender is not in that round, or sees other members in it. The stream then ends.
 
     Attributes:
-        round: where the answerer is.
+        round: the sender's own round.
     """
 
     round: int = uint(1 << 40)
@@ -57,45 +63,48 @@ class RoundMismatch(Header):
 
 @dataclass(frozen=True, slots=True)
 class Hop(Header):
-    """A part on its way round the ring: its chunks follow. `weight`: of all that is in it."""
+    """Announces a part that is passed on round the ring; its chunks follow.
+
+    Attributes:
+        weight: the total weight of the contributions in it.
+    """
 
     step: int = uint(1 << 16)
     part: int = uint(1 << 16)
     weight: float = real(1.0, 1e30)
 
 
-MESSAGES: tuple[type[Header], ...] = (JoinRound, RoundMismatch, Hop)
-register(112, MESSAGES)
+register(112, (JoinRound, RoundMismatch, Hop))
 
 
 class RoundAborted(ProtocolError):
-    """The round has no result here; says why."""
+    """The round is aborted, so this member has no result. The text says why."""
 
 
 class AllReduceAlgorithm(Protocol):
-    """How the vectors travel in a meeting."""
+    """How the vectors of a round travel between its members."""
 
     async def run(self) -> None:
-        """Bring the mean of everybody's vectors into `meeting.into`.
+        """Write the mean of all members' vectors to `meeting.into`.
 
         Raises:
-            BadPayload, PeerError, Spoilt: it is not to be had.
+            BadPayload, PeerError, RoundAborted: there is no mean.
         """
 
     async def serve(self, peer: PeerId, stream: Stream, hello: JoinRound) -> None:
-        """A member's stream to this one.
+        """Serve a stream that another member has opened to this one.
 
         Raises:
-            BadPayload, PeerError, Spoilt: as above; the round is spoilt.
+            BadPayload, PeerError, RoundAborted: the round is aborted.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class RoundTask:
-    """What this peer brings to a round, and where the mean goes.
+    """This peer's contribution to a round, and the vectors that take the mean.
 
     Attributes:
-        mine, into: float32, of the same shapes; `into` is overwritten.
+        mine, into: float32 vectors of the same sizes; `into` is overwritten.
     """
 
     mine: Sequence[Vector]
@@ -104,25 +113,20 @@ class RoundTask:
 
 
 class SynchronousRound:
-    """A round that all live peers take part in, as this peer sees it.
+    """A round of all live peers, as this peer sees it.
 
     Attributes:
         members: the peers that are live when this one comes to average, in the order of their ids.
         place: this peer's index among the members.
-        weight: how much this peer's vectors count: tokens, one at least.
-        arrived: members that have opened a stream to this peer.
-        over: everything has arrived; what still runs serves others.
-        why: the reason why the round is spoilt; empty: it is not.
-        ahead: the latest round that any other peer was in.
+        weight: the weight of this peer's vectors: its tokens, but at least 1.
+        arrived: the members that have opened a stream to this peer.
+        over: whether this peer has the mean. It may still serve other members.
+        why: why the round is aborted; empty if it is not.
+        ahead: the latest round that another peer has claimed.
     """
 
     def __init__(
-        self,
-        endpoint: ProtocolEndpoint,
-        method: str,
-        head: Head,
-        task: RoundTask,
-        deadline: Deadline,
+        self, endpoint: ProtocolEndpoint, method: str, head: Head, task: RoundTask, deadline: Deadline
     ) -> None:
         self.host, self.accounting = endpoint.host, endpoint.accounting
         self._endpoint, self._method = endpoint, method
@@ -139,16 +143,16 @@ class SynchronousRound:
         self.ahead = head.key.round
         named = "".join(f"{member.peer}/{member.incarnation}\n" for member in self.members)
         self.digest = hashlib.sha256(named.encode()).digest()
-        self._notifier = Notifier()
+        self._notifier, self._turn = Notifier(), asyncio.Lock()
 
     def hello(self, part: int) -> JoinRound:
-        """What opens a stream of ours."""
+        """The first frame of a stream that this peer opens."""
         key = self.key
         return JoinRound(key.run, key.scope, key.round, self.digest, self.codec.name, self.mine.size, self.weight, part)
 
     @asynccontextmanager
     async def open(self, peer: PeerId, part: int) -> AsyncIterator[Stream]:
-        """A stream to a member, counted, about one part.
+        """Open a stream to a member for one part, and count its bytes.
 
         Raises:
             PeerError: as `Transport.open`.
@@ -158,7 +162,7 @@ class SynchronousRound:
             yield stream
 
     def misfit(self, hello: JoinRound) -> str:
-        """Why a stream to this round cannot be served; empty if it can."""
+        """Why this round cannot serve a stream; empty if it can."""
         if hello.members != self.digest:
             return "sees other members in this round"
         if (hello.codec, hello.elements) != (self.codec.name, self.mine.size):
@@ -166,21 +170,69 @@ class SynchronousRound:
         return ""
 
     def shape(self, index: int, parts: int) -> PartLayout:
-        """One part of so many, as equal as can be."""
+        """The layout of one of `parts` parts of nearly equal size."""
         low, high = (self.mine.size * edge // parts for edge in (index, index + 1))
         return PartLayout(self.codec, low, high, self.chunk_elements)
 
     def part(self, index: int, parts: int) -> ReducedPart:
-        """The same with room for it, encoded."""
+        """Allocate that part, encoded."""
         shape = self.shape(index, parts)
         return ReducedPart(shape.codec, shape.low, shape.high, shape.chunk_elements)
 
+    # -- the mean, which grows in `into` ------------------------------------------------------------------------------
+
+    def start_mean(self, layout: PartLayout) -> None:
+        """Copy this member's elements of a part to `into`: the mean so far."""
+        for _, low, high, (scratch,) in layout.pieces(1):
+            self.into.write(low, self.mine.read(low, high, scratch))
+
+    async def receive(self, stream: Stream, layout: PartLayout, weights: list[float], weight: float) -> None:
+        """Receive a member's elements of a part, and average them into `into`, chunk by chunk.
+
+        Args:
+            weights: the weight of each chunk in `into`; grows by `weight`, that of what is received.
+
+        Raises:
+            BadPayload: another message or chunk came, or a chunk does not decode to finite numbers.
+            PeerSilent: the stream broke off.
+        """
+        buffer = layout.chunk_buffer()
+        for index in range(layout.chunks):
+            data = buffer(index)
+            await receive_chunk(stream, index, data)
+            async with self._turn:  # the members' chunks arrive at the same time, and `compute` has threads
+                await self.host.compute.run(partial(self._add, layout, index, data, weights, weight), len(data))
+
+    def _add(self, layout: PartLayout, index: int, data: memoryview, weights: list[float], weight: float) -> None:
+        low, high = layout.elements(index)
+        theirs, scratch = torch.empty(high - low), torch.empty(high - low)
+        layout.codec.decode(data, theirs)
+        held, total = weights[index], weights[index] + weight
+        torch.mul(self.into.read(low, high, scratch), held / total, out=scratch)
+        self.into.write(low, scratch.add_(theirs.mul_(weight / total)))
+        weights[index] = total
+
+    async def encode_mean(self, index: int, parts: int) -> ReducedPart:
+        """Encode the complete mean of a part, and decode it to `into`, so that all members hold the same bits."""
+        part = self.part(index, parts)
+        await self.host.compute.run(partial(self._encode_mean, part), 2 * part.size_bytes)
+        return part
+
+    def _encode_mean(self, part: ReducedPart) -> None:
+        for index, low, high, (scratch,) in part.pieces(1):
+            mean = self.into.read(low, high, scratch)
+            mean.clamp_(-LARGEST_FLOAT32, LARGEST_FLOAT32)  # rounding may have carried it beyond
+            part.codec.encode(mean, part.chunk(index))
+        part.decode(self.into)
+
+    # -- its end ------------------------------------------------------------------------------------------------------
+
     def missing(self) -> tuple[PeerId, ...]:
-        """Members that have not come yet."""
+        """The members that have opened no stream to this peer yet."""
         return tuple(peer for peer in self.peers if peer not in self.arrived and peer != self.host.me)
 
     def spoil(self, why: str, *peers: PeerId) -> None:
-        """Nobody gets anything from us in this round any more, nor we; the first reason stays, with whom it names."""
+        """Abort the round and name the peers at fault. Only the first call has an effect."""
         if self.over or self.why:
             return
         self.why = why
@@ -189,10 +241,10 @@ class SynchronousRound:
         self._notifier.notify()
 
     def hear(self, peer: PeerId, header: Header) -> None:
-        """What a member answers to a stream of ours.
+        """Check a member's answer on a stream that this peer opened.
 
         Raises:
-            Spoilt: that it does not meet us.
+            RoundAborted: the member refuses the stream.
         """
         if isinstance(header, RoundMismatch):
             self.ahead = max(self.ahead, header.round)
@@ -200,30 +252,30 @@ class SynchronousRound:
             raise RoundAborted(self.why)
 
     def end(self) -> None:
-        """Everything is in here; it cannot be spoilt any more."""
+        """Record that this peer has the mean: it cannot abort the round any more."""
         self.over = True
         self._notifier.notify()
 
     def ring(self) -> None:
-        """Something has changed that somebody may wait for."""
+        """Wake the tasks that wait in `until`."""
         self._notifier.notify()
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        """Wait until it holds.
+        """Wait until the condition holds.
 
         Raises:
-            Spoilt: the round was spoilt first.
-            TimeoutError: the deadline came first.
+            RoundAborted: the round was aborted first.
+            TimeoutError: the deadline passed first.
         """
         await self._notifier.until(lambda: bool(self.why) or condition(), self.deadline)
         if self.why:
             raise RoundAborted(self.why)
 
     async def spoilt(self) -> None:
-        """Wait until the round is spoilt, and say so.
+        """Wait until the round is aborted, then raise.
 
         Raises:
-            Spoilt: it is.
-            TimeoutError: the deadline came first.
+            RoundAborted: the round was aborted.
+            TimeoutError: the deadline passed first.
         """
         await self.until(lambda: False)

@@ -19,12 +19,11 @@ members of their group in the directory, under the group's name, and each keeps 
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from protocols import wire
-from protocols.aio import task_group
+from protocols.aio import loop_time, task_group
 from protocols.allreduce.plan import offer_message
 from protocols.base import BadPayload, Deadline, Head, Host, PeerId, PeerSilent, Settings, Stream
 from protocols.codec import state_codec
@@ -75,7 +74,8 @@ class Moshpit:
         self._post.on_gone = session.gone
         try:
             async with task_group() as group, self._post.run(group, deadline, [*self._moshpit.in_sight()]):
-                background = [group.create_task(each) for each in (session.live(), session.watch(), session.search())]
+                search = self._moshpit.search(deadline, session.found)
+                background = [group.create_task(each) for each in (session.live(), session.watch(), search)]
                 try:
                     yield session
                 finally:
@@ -116,7 +116,7 @@ class Moshpit:
         key, moshpit = opening.key, self._moshpit
         if self._session and not moshpit.mixings.get(opening.plan) and key.round < self._session.round:
             raise BadPayload(f"a stale contribution, to round {key.round}")
-        until = asyncio.get_running_loop().time() + ENTER_SECONDS
+        until = loop_time() + ENTER_SECONDS
         mixing = await moshpit.mixings.wait_for(opening.plan, stream, lambda: key.lineage in moshpit.closed, until)
         if mixing is None:
             raise PeerSilent(stream.peer, "this peer is not in that group")

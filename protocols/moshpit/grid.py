@@ -1,35 +1,39 @@
-"""Who meets whom: peers as cells of a grid, groups as its lines (Ryabinin et al. 2021, Moshpit SGD, section 3). Pure.
+"""The grid of peers and its groups (Ryabinin et al. 2021, Moshpit SGD, section 3). No I/O.
 
-A peer's index has one coordinate for each axis. In a round it averages once along every axis: its group there are all
-peers that share every coordinate but that one. On a full grid of d axes everybody holds the exact mean after d groups.
+A peer occupies one cell, with one coordinate for each axis. In a round it averages once along each axis: its group are
+the peers that share every coordinate but that one. On a full grid of d axes, every peer has the exact mean after d
+groups.
 
-**Where the index comes from.** A peer that knows the others takes its place among them in an order that each round
-draws anew (`assign_cell`): there is no assigner, and a peer that joins or leaves opens no hole. A peer that knows too
-few others keeps an index of its own, and its position in a group becomes its coordinate along that axis (`next_cell`),
-as in the paper.
+**Cells.** A peer that knows the others sorts all of them in an order that each round draws anew; its index in that
+order gives its cell (`assign_cell`). No peer assigns cells to others, and a peer that joins or leaves makes no hole. A
+peer that knows too few others keeps its own cell. Its position in a group becomes its coordinate along that axis
+(`next_cell`), as in the paper.
 
-**Which grid.** As few axes as groups of at most `GROUP_MOST` allow, then as little spare room as can be: 4 x 3 for
-twelve peers, not 4 x 4. A peer keeps the grid that others stand on as long as it is not too empty or too full for how
-many it sees (`choose_grid`). Two who see about the same number agree; while they do not, both have smaller groups.
+**Shape.** The shape has the fewest axes that groups of at most `GROUP_MOST` allow, then the fewest empty cells: 4 x 3
+for twelve peers, not 4 x 4. A peer keeps the grid that the others use while the peers that it sees neither leave it too
+empty nor overfill it (`choose_grid`). Peers that see about the same number of peers agree. Until they agree, their
+groups are smaller.
 
-**Grids with holes.** What is left of the variance after one round of two axes, for so many peers on a grid of 8 x 8
-(`python -m tests.sim.grids`, 1,000 draws; `lots`: two rounds of groups of eight drawn by lot, which need no grid):
+**Grids with empty cells.** The table shows the share of the variance that is left after one round on an 8 x 8 grid, by
+the number of peers (`python -m tests.sim.grids`, 1,000 draws). The last row needs no grid.
 
-    peers                                     64     53     45     37     29     20
-    cells drawn by lot, holes as they fall    0      .0038  .0091  .0205  .0403  .0984
-    positions, the third round                .0019  .0042  .0079  .0136  .0110  .0198
-    dealt along the diagonals, without gaps   0      .0040  .0093  .0204  .0441  .1195
-    seats: row by row, without gaps           0      .0011  .0014  .0020  .0035  .0084
-    lots                                      .0129  .0135  .0131  .0116  .0105  .0103
+    peers                                             64     53     45     37     29     20
+    random cells                                      0      .0038  .0091  .0205  .0403  .0984
+    positions in the last group, the third round      .0019  .0042  .0079  .0136  .0110  .0198
+    consecutive cells along the diagonals             0      .0040  .0093  .0204  .0441  .1195
+    consecutive cells, row by row (`assign_cell`)     0      .0011  .0014  .0020  .0035  .0084
+    two rounds of random groups of eight              .0129  .0135  .0131  .0116  .0105  .0103
 
-Half empty, a grid with holes does worse than lots. So seats are dealt row by row: full rows, one short row, columns
-that differ by one. That is better than lots down to a third; below `EMPTY` of its cells a grid is given up all the
-same, since the next one is nearly full again, and shorter. Positions heal themselves, since a group counts from zero:
-without knowing anybody, they come near seats after two rounds.
+With half of its cells empty, a grid of random cells is worse than random groups. Cells are therefore filled row by row:
+the rows are full except for one, and the columns differ by one. This is better than random groups until two thirds of
+the cells are empty. A grid with fewer peers than `EMPTY` of its cells is still given up, because the next one is
+smaller and nearly full. Positions fill gaps by themselves, because each group counts from zero. Without knowing the
+other peers, they come close to the row-by-row figures after two rounds.
 
-**What travels along.** A group leaves its members Σwx / Σw and the mean of their w, so that Σwx and Σw over all peers
-stay what they were. On a full grid that is the exact mean by tokens; where lines differ in length, to carry the sum of
-w instead would leave half as much variance, and shift the mean of all by .1 to .4 % of it in each round, for good.
+**Weights.** A group leaves its members with Σwx / Σw and the mean of their weights w. Σwx and Σw over all peers
+therefore do not change. On a full grid, this gives the exact mean weighted by tokens. Where lines differ in length,
+keeping the sum of w instead would leave half as much variance, but would move the mean of all peers permanently, by 0.1
+to 0.4 % of it in each round.
 """
 
 from __future__ import annotations
@@ -43,22 +47,24 @@ from typing import TypeAlias
 from protocols.base import PeerId
 
 GridShape: TypeAlias = tuple[int, ...]
-"""Places along each axis."""
+"""The number of places along each axis."""
 Cell: TypeAlias = tuple[int, ...]
 """A cell: one coordinate for each axis."""
 
 GROUP_MOST = 8
-"""Places along an axis: a larger group costs hardly more bytes, and one lost member costs it more often."""
+"""The number of places along an axis. A larger group costs hardly more bytes, but loses a member more often."""
 EMPTY = 0.5
-"""A grid is given up when fewer of its cells have a peer, or when there are more peers than cells."""
+"""A grid is given up when a smaller share of its cells has a peer, or when there are more peers than cells."""
 MAX_AXES = 8
 MAX_PLACES = 32
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Grid:
-    """Attributes:
-    since: the round in which somebody laid it out; 0: nobody insists on it.
+    """A grid that peers use.
+
+    Attributes:
+        since: the round in which a peer chose it; 0 if that peer was in its first round. The latest one prevails.
     """
 
     since: int
@@ -69,16 +75,16 @@ class Grid:
         return math.prod(self.shape)
 
     def suits(self, count: int) -> bool:
-        """Whether so many peers may stay on it."""
-        least = EMPTY * self.cells if len(self.shape) > 1 else 0.0  # with one axis, all are in one group anyway
+        """Whether this number of peers may keep the grid."""
+        least = EMPTY * self.cells if len(self.shape) > 1 else 0.0  # with one axis, all peers are in one group anyway
         return least <= count <= self.cells
 
 
 def shape_for(count: int, most: int = GROUP_MOST) -> GridShape:
-    """The grid for so many peers: the fewest axes, the fewest cells, longer axes first.
+    """The shape for `count` peers: the fewest axes, then the fewest cells, longer axes first.
 
     Raises:
-        ValueError: no peers, or groups of one.
+        ValueError: `count` is less than 1, or `most` less than 2.
     """
     if count < 1 or most < 2:
         raise ValueError(f"a grid for {count} peers in groups of {most}")
@@ -96,29 +102,29 @@ def shape_for(count: int, most: int = GROUP_MOST) -> GridShape:
 
 
 def choose_grid(count: int, round: int, told: Iterable[Grid], most: int = GROUP_MOST) -> Grid:
-    """The grid to stand on: of those that peers stand on, the latest that suits; a new one where none does.
+    """The latest of the peers' grids that suits; a new one if none does.
 
     Args:
-        count: peers in sight, this one included.
+        count: the number of peers in sight, this one included.
         told: the grids of all of them, this one's included if it has one.
-        most: places along an axis, for all peers of a run: a shape that nobody's count would give is nobody's grid.
+        most: the places along an axis, the same for all peers of a run. A shape that no count gives is ignored.
     """
     known = [grid for grid in told if grid.suits(count) and grid.shape == shape_for(grid.cells, most)]
     return max(known, default=Grid(round, shape_for(count, most)))
 
 
 def seeded_order(seed: bytes, peers: Iterable[PeerId]) -> list[PeerId]:
-    """An order of peers that nobody chose: the same for all who name the same seed."""
+    """Sort peers in a pseudo-random order, which is the same at all peers that use the same seed."""
     return sorted(peers, key=lambda peer: hashlib.sha256(seed + peer.encode()).digest())
 
 
 def assign_cell(peer: PeerId, peers: Sequence[PeerId], shape: GridShape, seed: bytes) -> Cell:
-    """A peer's cell among `peers`, of which it is one, in the order of that seed."""
+    """The cell of `peer` if `peers`, which include it, fill the grid in the order of this seed."""
     return cell(seeded_order(seed, peers).index(peer), shape)
 
 
 def cell(number: int, shape: GridShape) -> Cell:
-    """The cell of the number-th peer: row by row, so that all lines but one are full, or short by one."""
+    """The cell with this number, counted row by row from 0."""
     index: list[int] = []
     for places in reversed(shape):
         number, coordinate = divmod(number, places)
@@ -127,16 +133,16 @@ def cell(number: int, shape: GridShape) -> Cell:
 
 
 def default_cell(peer: PeerId, shape: GridShape, seed: bytes) -> Cell:
-    """Where a peer that knows nobody begins."""
+    """The first cell of a peer that does not know the others: a pseudo-random one."""
     drawn_bytes = hashlib.sha256(seed + peer.encode()).digest()
     return tuple(drawn_bytes[axis] % places for axis, places in enumerate(shape))
 
 
 def next_cell(index: Cell, axis: int, position: int, shape: GridShape) -> Cell:
-    """The index after a group along `axis`: the position in the group becomes the coordinate."""
+    """The cell after a group along `axis`: the peer's position in the group becomes its coordinate."""
     return (*index[:axis], position % shape[axis], *index[axis + 1 :])
 
 
 def line(index: Cell, axis: int) -> Cell:
-    """The key of a peer's group along an axis: all coordinates but that one."""
+    """What the members of a group along `axis` have in common: all coordinates but that one."""
     return index[:axis] + index[axis + 1 :]

@@ -1,18 +1,18 @@
-"""The data phase of one Moshpit group: that of the butterfly, without a vote.
+"""The data phase of one Moshpit group: the all-reduce of butterfly, without a vote.
 
-A part whose reducer is lost is asked of the other members: only what its reducer made and signed counts, so that all
-who have all parts hold the same bits. Who lacks one keeps its own state, and nobody waits for it.
+If a part's reducer is lost, a member asks the other members for that part. A part counts only with its own reducer's
+signature, so all members that have all parts hold the same bits. A member that lacks a part keeps its own state. The
+others do not wait for it.
 """
 
 from __future__ import annotations
 
-import asyncio
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from protocols import wire
-from protocols.aio import Notifier, task_group
+from protocols.aio import Notifier, loop_time, task_group
 from protocols.allreduce.all_reduce import AllReduce
 from protocols.allreduce.parts import ReducedPart, ReduceJob
 from protocols.allreduce.plan import ResolvedPlan
@@ -28,11 +28,11 @@ PART = "starling/moshpit/part/1"
 
 @dataclass(frozen=True, slots=True)
 class GroupResult:
-    """What a completed group came to.
+    """The result of a completed group.
 
     Attributes:
-        weight: the mean of its members' weights: what each of them speaks for from now on.
-        torn: somebody's state is not in every chunk: all together count for less than before.
+        weight: each member's weight from now on: the mean of their weights, reduced by what is missing from the mean.
+        torn: a member's state is missing from some chunks, so the total weight has shrunk.
     """
 
     contributions: Mapping[PeerId, Contribution]
@@ -42,10 +42,10 @@ class GroupResult:
 
 
 class GroupAllReduce:
-    """One peer's data phase in a called group. It serves others when it is over here.
+    """One peer's data phase in a called group. It still serves the other members after `run` has returned.
 
     Attributes:
-        name: of the group: all who complete it hold the same bits.
+        name: the group's name. All members that complete the group hold the same bits.
     """
 
     def __init__(
@@ -57,15 +57,17 @@ class GroupAllReduce:
         target: VectorView,
         deadline: Deadline,
     ) -> None:
-        """
+        """Prepare the data phase; members out of sight are lost from the start.
+
         Args:
-            source: this peer's state, unchanged until `run` returns.
-            target: takes the mean; undefined while there is none.
+            source: this peer's state. The caller must not change it until `run` returns.
+            target: takes the mean; undefined unless `run` returns a result.
         """
         self.key, self.resolved, self.name = key, resolved, resolved.digest.hex()
         self._context, self._deadline, self._over, self._notifier = context, deadline, False, Notifier()
         self._gone: set[PeerId] = set()
-        now, budget_seconds = asyncio.get_running_loop().time(), resolved.plan.budget_seconds
+        self._parts = range(len(resolved.plan.reducers))
+        now, budget_seconds = loop_time(), resolved.plan.budget_seconds
         self._patience_seconds = 2 * context.answer_seconds + resolved.phase_seconds
         task = ReduceJob(
             key=key,
@@ -88,42 +90,39 @@ class GroupAllReduce:
                 self.lose(peer)
 
     def missing(self) -> tuple[PeerId, ...]:
-        """Whose parts are not here."""
-        parts = range(len(self.resolved.plan.reducers))
-        return tuple(dict.fromkeys(self.resolved.reducer(part) for part in parts if not self._held(part)))
+        """The reducers whose parts this peer does not have yet."""
+        return tuple(dict.fromkeys(self.resolved.reducer(part) for part in self._parts if not self._held(part)))
 
     def _held(self, part: int) -> ReducedPart | None:
-        """A part, if it is here, and its own reducer has signed it."""
+        """The part, if this peer has it with the signature of its own reducer."""
         held = self._exchange.parts.get(part)
         return held if held and held.done and held.done.reducer == self.resolved.plan.reducers[part] else None
 
     def lose(self, peer: PeerId, why: str = "gone") -> None:
-        """Expect nothing more of a peer, neither its state nor the part that it reduces."""
+        """Expect no more data from a peer: neither its state nor the part that it reduces."""
         self._gone.add(peer)
         self._exchange.lose(peer, why)
 
     @property
     def in_time(self) -> bool | None:
-        """Whether all parts came in within the budget; None if time was not what was short."""
+        """Whether all parts arrived within the budget; None if a part is missing for another reason than time."""
         return self._exchange.in_time
 
     async def run(self) -> GroupResult | None:
-        """Average; None if a part is not to be had."""
-        exchange, parts = self._exchange, range(len(self.resolved.plan.reducers))
+        """Average with the group. Returns None if this peer cannot get all parts."""
+        exchange = self._exchange
         try:
             async with task_group() as group:
                 running = group.create_task(exchange.run())
                 while self._hopes():
-                    again = min(
-                        exchange.task.deadline, asyncio.get_running_loop().time() + self._context.answer_seconds
-                    )
-                    await self._notifier.reached(lambda: all(self._known(part) for part in parts), again)
+                    again = min(exchange.task.deadline, loop_time() + self._context.answer_seconds)
+                    await self._notifier.reached(lambda: all(self._known(part) for part in self._parts), again)
                 running.cancel()  # nothing may write to the target any more
         finally:
-            self._over = True  # two who lack the same part do not wait for each other
+            self._over = True  # two members that lack the same part must not wait for each other
             self._notifier.notify()
         self._remember()
-        for part in parts:
+        for part in self._parts:
             if not self._held(part):
                 self._name_reducer(part)
                 if not await self._obtain(part):
@@ -131,7 +130,10 @@ class GroupAllReduce:
         return self._result()
 
     def _remember(self) -> None:
-        """Who gave its state and its part, and who did not. If nobody did, it is this peer that was cut off or slow."""
+        """Record which members delivered their state and their part.
+
+        If none of them did, this peer was probably cut off or slow itself, so none is recorded as unreliable.
+        """
         tracker, kept = self._context.tracker, self._exchange.withheld.union(self.missing())
         others = [offer.member for offer in self.resolved.plan.offers if offer.member != self._context.me]
         for member in others:
@@ -143,27 +145,31 @@ class GroupAllReduce:
     def _name_reducer(self, part: int) -> None:
         reducer, given = self.resolved.reducer(part), part in self._exchange.parts
         if reducer != self._context.me.peer:
-            why = "it did not make what it gave" if given else "its part did not come"
+            why = "it sent a part that it did not make" if given else "its part did not arrive"
             self._context.accounting.name(reducer, f"lost as a reducer: {why}")
 
     def _known(self, part: int) -> bool:
         return part in self._exchange.parts or part in self._exchange.failed
 
     def _hopes(self) -> bool:
-        """Whether to wait for more. Who is believed gone may still be sending: heartbeats are late on a busy line."""
-        now, exchange = asyncio.get_running_loop().time(), self._exchange
-        owing = [part for part in range(len(self.resolved.plan.reducers)) if not self._known(part)]
+        """Whether to wait for more parts.
+
+        A member that counts as dead may still be sending, because heartbeats are late on a busy line.
+        """
+        now, exchange = loop_time(), self._exchange
         moving = now < exchange.moved + self._context.answer_seconds
-        hoped = [part for part in owing if moving or self.resolved.reducer(part) not in self._gone]
-        return bool(hoped) and now < exchange.task.deadline
+        hoped = any(
+            not self._known(part) and (moving or self.resolved.reducer(part) not in self._gone) for part in self._parts
+        )
+        return hoped and now < exchange.task.deadline
 
     async def _obtain(self, part: int) -> bool:
-        """Get a part from a member that has it of its reducer."""
-        context, exchange, loop = self._context, self._exchange, asyncio.get_running_loop()
+        """Get a part from another member that has it with its reducer's signature."""
+        context, exchange = self._context, self._exchange
         for peer in seeded_order(self.resolved.digest, self.resolved.peers):
             if peer in (context.me.peer, self.resolved.reducer(part)) or peer not in context.tracker.sight:
                 continue
-            deadline = min(self._deadline, loop.time() + self._patience_seconds)
+            deadline = min(self._deadline, loop_time() + self._patience_seconds)
             try:
                 async with (
                     context.host.transport.open(peer, PART, deadline) as stream,
@@ -171,11 +177,11 @@ class GroupAllReduce:
                 ):
                     held = await contribute(exchange.task, part, stream, again=True)
                     if held.done is None or held.done.reducer != self.resolved.plan.reducers[part]:
-                        raise BadPayload("a part that its reducer did not make")
+                        raise BadPayload("sent a part that its reducer did not make")
                     exchange.adopt(part, held)
                     return True
             except (BadPayload, PeerError):
-                continue  # named, where it broke a rule
+                continue  # `counting` has named the member if it broke a rule
         return False
 
     def _result(self) -> GroupResult | None:
@@ -183,7 +189,8 @@ class GroupAllReduce:
         bringing = sum(1 << bit for bit, weight in enumerate(resolved.weights) if weight)
         for part, each in held.items():
             if not all(mask & bringing for mask in each.masks):
-                self._context.accounting.name(resolved.reducer(part), "refused: its part holds chunks of nobody")
+                why = "refused: its part has chunks without any contribution"
+                self._context.accounting.name(resolved.reducer(part), why)
                 return None
         chunks = sum(each.chunks for each in held.values())
         weights = {peer: weight / WEIGHT_SCALE for peer, weight in zip(resolved.peers, resolved.weights, strict=True)}
@@ -198,14 +205,14 @@ class GroupAllReduce:
             torn=any(count < chunks for count in counted.values()),
         )
 
-    # -- for the others -----------------------------------------------------------------------------------------------
+    # -- serving other members ----------------------------------------------------------------------------------------
 
     async def serve(self, peer: PeerId, stream: Stream, opening: wire.Contribute) -> None:
-        """A member's data stream.
+        """Serve a member's data stream: take its contribution to a part that this peer reduces, and send the mean.
 
         Raises:
-            BadPayload: it broke a rule.
-            PeerSilent: the part is not ours to reduce, or the stream broke off.
+            BadPayload: the member broke a rule.
+            PeerSilent: another member reduces that part, or the stream broke off.
         """
         try:
             await self._exchange.serve(peer, stream, opening)
@@ -214,24 +221,24 @@ class GroupAllReduce:
             raise
 
     async def serve_part(self, peer: PeerId, stream: Stream, opening: wire.Contribute) -> None:
-        """Give a member a part of another reducer, as soon as it is known whether it is here.
+        """Send a member another reducer's part, as soon as this peer has it.
 
         Raises:
-            BadPayload: it is not in the plan.
-            PeerSilent: the part is not here, or the stream broke off.
+            BadPayload: the plan has no such part.
+            PeerSilent: this peer does not get the part, or the stream broke off.
         """
-        if opening.part >= len(self.resolved.plan.reducers):
-            raise BadPayload(f"part {opening.part} of {len(self.resolved.plan.reducers)}")
+        if opening.part not in self._parts:
+            raise BadPayload(f"part {opening.part} of {len(self._parts)}")
         await self._notifier.reached(lambda: self._over or self._known(opening.part), stream.deadline)
         held = self._held(opening.part)
         if held is None or held.done is None or not held.done.signature:
-            raise PeerSilent(peer, f"part {opening.part} is not here")
+            raise PeerSilent(peer, f"asked for part {opening.part}, which this peer does not have")
         await Reducer(self._exchange.task, opening.part, held).serve(peer, stream)
 
     # -- afterwards ---------------------------------------------------------------------------------------------------
 
     def moved(self, source: VectorView, target: VectorView) -> float:
-        """Norm of target - source over the norm of source, in the parts that are here; 0 if source is 0."""
+        """‖target − source‖ / ‖source‖ over the parts that this peer has; 0 if source is 0."""
         squares, whole = 0.0, 0.0
         for held in self._exchange.parts.values():
             for _, low, high, (scratch, apart) in held.pieces(2):
@@ -243,12 +250,12 @@ class GroupAllReduce:
 
 
 def _counted(bit: int, held: Mapping[int, ReducedPart]) -> int:
-    """In how many chunks a member is."""
+    """The number of chunks that contain a member's contribution."""
     return sum(mask >> bit & 1 for each in held.values() for mask in each.masks)
 
 
 def counted(results: Sequence[GroupResult]) -> dict[PeerId, Contribution]:
-    """Of whom the groups of a round had something, all together."""
+    """The contributions to all groups of a round, added up by peer."""
     found: dict[PeerId, Contribution] = {}
     for result in results:
         for peer, new in result.contributions.items():

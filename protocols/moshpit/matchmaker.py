@@ -1,19 +1,20 @@
-"""Who is in one Moshpit group. Those who wait at one key name the first of them, in an order that the key draws, as the
-one to call them. It does so with a plan, signed offers and all, as soon as everybody is there who may come, or has been
-waited for. Who has accepted a plan is in no other group; two plans for one key make two smaller groups.
+"""Matchmaking: how the peers of one Moshpit group find each other and agree on the members.
+
+All peers that wait under one group key sort themselves in an order that the key gives. Each names the first one as its
+caller. The caller sends a plan with the members' signed offers as soon as all peers that may still come have come, or
+it has waited long enough for them. A peer that has accepted a plan joins no other group. Two plans for one key make
+two smaller groups.
 """
 
 from __future__ import annotations
 
-import asyncio
 import math
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from statistics import median_low
 
 from protocols import wire
-from protocols.aio import Notifier
+from protocols.aio import Notifier, loop_time
 from protocols.allreduce import plan as planning
 from protocols.base import BadPayload, Deadline, Host, Member, PeerId, Settings
 from protocols.codec import Codec
@@ -22,22 +23,23 @@ from protocols.moshpit.grid import seeded_order
 from protocols.moshpit.peer_tracker import WAITING, PeerTracker, PositionAnnouncement
 
 FLOOR_SECONDS = 1.0
-"""What anybody is given to answer, beside round trips and what was observed."""
+"""The least time that a peer has to answer; round trips come on top."""
 ROUND_TRIP_LIMIT_SECONDS = 2.0
 CALLERS = 3
-"""If so many fail to call, those who wait go without a group."""
+"""After this many callers that did not call, a peer goes on without a group."""
 GROUP_NORM_SPREAD = 4.0
-"""States that have drifted apart are still about as long: what is longer than so many median ones is no state of this
-run, and would drown the others."""
+"""A state is refused if its norm is more than this many times the median. Norms stay similar even where states drift
+apart, so a larger one is no state of this run, and would dominate the mean.
+"""
 WEIGHT_SCALE = 1 << 20
-"""Weights travel as whole numbers, and along the second axis they are means."""
+"""Weights are sent as integers in this unit, because weights that are means of others need not be whole numbers."""
 UNCLIPPED = math.inf
-"""A state that is scaled is another state: it counts whole or not at all."""
+"""No clipping: a scaled state would be a different state, so a state counts whole or not at all."""
 
 
 @dataclass(frozen=True, slots=True)
 class MoshpitContext:
-    """What all groups of one averager work with."""
+    """What all groups of one averager use."""
 
     host: Host
     settings: Settings
@@ -49,7 +51,7 @@ class MoshpitContext:
 
     @property
     def answer_seconds(self) -> float:
-        """What anybody is given to answer: a floor and the slowest round trip, there and back."""
+        """How long a peer may take to answer: the floor plus twice the slowest round trip to a peer in sight."""
         trips = self.post.round_trip_seconds
         slowest = max((trips.get(peer, 0.0) for peer in self.tracker.sight), default=0.0)
         return FLOOR_SECONDS + 2 * min(slowest, ROUND_TRIP_LIMIT_SECONDS)
@@ -57,12 +59,12 @@ class MoshpitContext:
 
 @dataclass(frozen=True, slots=True)
 class GroupContribution:
-    """What a peer brings to a group.
+    """This peer's contribution to a group.
 
     Attributes:
-        elements: of its state.
-        weight: what that counts for: tokens, or the mean of those that it speaks for.
-        norm: of the state.
+        elements: the number of elements of its state.
+        weight: the state's weight in the mean: this peer's tokens, or the weight that its previous group gave it.
+        norm: the state's L2 norm.
         bandwidth: this peer's upload, bytes/s.
     """
 
@@ -72,26 +74,13 @@ class GroupContribution:
     bandwidth: float
 
 
-@dataclass(frozen=True, slots=True)
-class MatchmakingLimits:
-    """Attributes:
-    spent_seconds: what lay before the group took this peer.
-    most_seconds: no single peer is waited for much longer, whatever it says.
-    expected: wait for so many, besides those who are known to come; 0: these are all.
-    """
-
-    spent_seconds: float
-    most_seconds: float
-    expected: int = 0
-
-
 class GroupMatchmaker:
-    """One peer's way into one group.
+    """One peer's matchmaking for one group.
 
     Attributes:
-        key: what its frames are bound to.
-        resolved: what was called; None before.
-        began: when this peer came.
+        key: the group's key, which its frames carry.
+        resolved: the group's plan; None before the call.
+        began: when this peer came to the group, in the loop's time.
     """
 
     def __init__(
@@ -103,14 +92,15 @@ class GroupMatchmaker:
         tell: Callable[[PeerId, wire.Offer], None],
         deadline: Deadline,
     ) -> None:
-        """
+        """Sign this peer's offer.
+
         Args:
-            mine: where this peer stands; the group is that of its line along `axis`.
-            tell: says to everybody by whom this peer lets itself be called, and what it brings.
+            mine: this peer's announcement. The group is that of its cell's line along `axis`.
+            tell: announces the caller that this peer follows, and its offer.
         """
         self.key = mine.key(axis)
         self.resolved: planning.ResolvedPlan | None = None
-        self.began = asyncio.get_running_loop().time()
+        self.began = loop_time()
         self._context, self._mine, self._axis, self._contribution = context, mine, axis, contribution
         self._tell, self._deadline = tell, deadline
         self._followed: list[PeerId] = []
@@ -121,44 +111,49 @@ class GroupMatchmaker:
         self._offer = self._signed()
 
     def stir(self) -> None:
-        """Something has changed: somebody came, was called, left or died."""
+        """Wake `terms_of`: a peer has come, left, died or announced something, or the group was called."""
         self._stirred += 1
         self._notifier.notify()
 
     def heard(self, here: PositionAnnouncement) -> None:
-        """A peer says where it stands: here, perhaps, when this peer has been in its group for long."""
+        """Take a peer's announcement. It may have come to this group although the group was called long ago."""
         if here.stage == WAITING and here.key(here.axis) == self.key:
             self._note(here.sender.peer)
         self.stir()
 
     def _note(self, peer: PeerId) -> None:
-        """It has come: how long after this peer is known now."""
+        """Record once how long after this peer another one has come."""
         if peer not in self._came:
             self._came.add(peer)
-            self._context.tracker.came(peer, asyncio.get_running_loop().time() - self.began)
+            self._context.tracker.came(peer, loop_time() - self.began)
 
     def missing(self) -> list[PositionAnnouncement]:
-        """Who may still come."""
+        """The announcements of the peers that may still come."""
         line = self._context.tracker.line(self._mine, self._axis)
-        return [word for word in line.values() if word.progress < (self._axis, WAITING)]
+        return [latest for latest in line.values() if latest.progress < (self._axis, WAITING)]
 
-    async def terms_of(self, patience: MatchmakingLimits) -> planning.ResolvedPlan | None:
-        """Wait until this peer is called, or calls; None if it goes without a group."""
-        context, loop, callable_at = self._context, asyncio.get_running_loop(), math.inf
-        while self.resolved is None and loop.time() < self._deadline:
-            line, missing, now = context.tracker.line(self._mine, self._axis), self.missing(), loop.time()
-            here = {peer: word for peer, word in line.items() if word not in missing}
+    async def terms_of(self, spent_seconds: float, most_seconds: float, expected: int) -> planning.ResolvedPlan | None:
+        """Wait until this peer is called or calls the group itself. Returns None if it goes on without a group.
+
+        Args:
+            spent_seconds, most_seconds: how long to wait for others (`PeerTracker.patience_seconds`).
+            expected: the number of peers to wait for, this one included; 0: only those that are known to come.
+        """
+        context, callable_at = self._context, math.inf
+        while self.resolved is None and loop_time() < self._deadline:
+            line, missing, now = context.tracker.line(self._mine, self._axis), self.missing(), loop_time()
+            here = {peer: latest for peer, latest in line.items() if latest not in missing}
             for peer in here:
                 self._note(peer)
-            waits = context.tracker.patience_seconds(missing, patience.spent_seconds, patience.most_seconds)
+            waits = context.tracker.patience_seconds(missing, spent_seconds, most_seconds)
             late = self.began + context.answer_seconds + waits
-            whole = not missing and len(here) + 1 >= patience.expected
+            whole = not missing and len(here) + 1 >= expected
             callable_at = min(callable_at, now) if whole or now >= late else math.inf
             if callable_at <= now and not here:
                 break
             if now >= late and not self._was_late:
                 self._was_late = True
-                context.tracker.missed(word.sender.peer for word in missing)
+                context.tracker.missed(latest.sender.peer for latest in missing)
             called_by = self._caller([*here] if callable_at <= now else [*line])
             if called_by is None:
                 await self._called_after_all()
@@ -166,7 +161,7 @@ class GroupMatchmaker:
             until = late
             if callable_at <= now:
                 until = callable_at + (len(self._given_up) + 1) * context.answer_seconds
-                follow = [word.offer[0] for word in here.values() if word.follows == context.me.peer]
+                follow = [latest.offer[0] for latest in here.values() if latest.follows == context.me.peer]
                 if called_by == context.me.peer and (len(follow) == len(here) or now >= until):
                     return self._call(follow)
                 if now >= until:
@@ -176,7 +171,7 @@ class GroupMatchmaker:
         return self.resolved
 
     def _caller(self, others: Sequence[PeerId]) -> PeerId | None:
-        """Whom to follow now, which all are told; None if enough have failed."""
+        """The caller to follow now; None if too many have failed. A change of caller is announced."""
         order = [
             peer
             for peer in seeded_order(self.key.lineage, [*others, self._context.me.peer])
@@ -190,15 +185,13 @@ class GroupMatchmaker:
         return order[0]
 
     async def _called_after_all(self) -> None:
-        """Who is given up last calls at the moment at which it is, if not all follow it: its call is on its way."""
-        with suppress(TimeoutError):
-            until = min(self._deadline, asyncio.get_running_loop().time() + self._context.answer_seconds)
-            await self._notifier.until(lambda: self.resolved is not None, until)
+        """Wait once more for a call: the last caller may have called at the very moment when it was given up."""
+        until = min(self._deadline, loop_time() + self._context.answer_seconds)
+        await self._notifier.reached(lambda: self.resolved is not None, until)
 
     async def _news(self, until: Deadline) -> None:
         stirred = self._stirred
-        with suppress(TimeoutError):
-            await self._notifier.until(lambda: self._stirred != stirred, min(until, self._deadline))
+        await self._notifier.reached(lambda: self._stirred != stirred, min(until, self._deadline))
 
     def _signed(self) -> wire.Offer:
         context, contribution = self._context, self._contribution
@@ -216,7 +209,7 @@ class GroupMatchmaker:
         return replace(offer, signature=context.host.signer.sign(planning.offer_message(self.key, offer)))
 
     def _kind(self) -> bytes:
-        """Stands for what is averaged: of another kind is what has another size, or travels in another codec."""
+        """32 bytes for the kind of state: its size and its codec. States of different kinds cannot be averaged."""
         return self._contribution.elements.to_bytes(8, "little") + self._context.codec.name.encode().ljust(24, b"\0")
 
     @property
@@ -227,7 +220,7 @@ class GroupMatchmaker:
     # -- calling ------------------------------------------------------------------------------------------------------
 
     def _call(self, others: Sequence[wire.Offer]) -> planning.ResolvedPlan | None:
-        """Call those who let themselves be called by this peer; None if that would be no group."""
+        """Call the peers that follow this one. Returns None if they make no group with it."""
         me, post = self._context.me.peer, self._context.post
         offers = self._alike([self._offer, *others[: wire.MAX_ROSTER - 1]])
         if self._offer not in offers or len(offers) < 2 or not any(offer.tokens for offer in offers):
@@ -240,48 +233,46 @@ class GroupMatchmaker:
         return self.resolved
 
     def _alike(self, offers: Sequence[wire.Offer]) -> list[wire.Offer]:
-        """Those that can be averaged; whose cannot is named."""
+        """The offers whose states can be averaged with this peer's. The senders of the others are named."""
         norms = [offer.norm for offer in offers if offer.norm > 0]
         most = GROUP_NORM_SPREAD * median_low(norms) if norms else 0.0
         found = []
         for offer in offers:
             if offer.state_root != self._kind():
-                self._context.accounting.name(
-                    offer.member.peer, "its state is of another size, or travels in another codec"
-                )
+                self._context.accounting.name(offer.member.peer, "its state has another size or codec than ours")
             elif offer.norm > most:
-                why = f"its state's norm is {offer.norm:.3g}, where that of the others allows {most:.3g}"
+                why = f"its state's norm is {offer.norm:.3g}, above the limit of {most:.3g} that the others' norms give"
                 self._context.accounting.name(offer.member.peer, why)
             else:
                 found.append(offer)
         return found
 
     def on_plan(self, peer: PeerId, plan: wire.Plan) -> None:
-        """A call for this group; one of whom this peer has not named as its caller is none.
+        """Accept a call for this group, unless this peer has been called already or does not follow the sender.
 
         Raises:
-            BadPayload: it breaks a rule.
+            BadPayload: the plan breaks a rule.
         """
         if self.resolved is not None or peer not in self._followed:
             return
         members = [offer.member for offer in plan.offers]
         if self._offer not in plan.offers or peer not in [member.peer for member in members]:
-            raise BadPayload("a group without its caller, or without whom it calls")
+            raise BadPayload("a plan without the offer of its sender, or without our own offer")
         if plan.ballot or plan.version:
-            raise BadPayload("a second call, which could have one part reduced by several")
+            raise BadPayload("a second plan for one group, which could give one part two reducers")
         planning.check(plan, self._inputs, members, self._context.host.signer.verify)
         if len(self._alike(plan.offers)) < len(plan.offers) or not any(offer.tokens for offer in plan.offers):
-            raise BadPayload("a group of states that are not alike, or count for nothing")
+            raise BadPayload("a plan for states of different kinds, or whose weights are all 0")
         self._accept(plan)
 
     def _accept(self, plan: wire.Plan) -> None:
         resolved = planning.resolve_plan(plan, self._context.settings.robust)
         count = len(resolved.peers)
-        # A state does not grow after its offer, as a pseudo-gradient does: its own norm is its limit, not the others'.
+        # Unlike a pseudo-gradient, a state does not grow after its offer: its limit is its own norm, not the others'.
         self.resolved = replace(resolved, factors=(1.0,) * count, allowances=(UNCLIPPED,) * count, median_norm=0.0)
         for offer, weight in zip(plan.offers, resolved.weights, strict=True):
             if weight < offer.tokens and self._context.settings.robust == "mean":
                 self._context.accounting.name(
-                    offer.member.peer, "its weight was clamped: it is far above that of the others"
+                    offer.member.peer, "its weight was clamped: far above the others' weights"
                 )
         self.stir()

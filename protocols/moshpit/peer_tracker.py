@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from protocols.allreduce.plan import PATIENCE, call_after
 from protocols.base import BadPayload, Deadline, Header, Member, PeerId, RoundKey
@@ -109,26 +109,17 @@ def check(here: PositionAnnouncement, peer: PeerId) -> None:
 
 @dataclass(slots=True)
 class LatestAnnouncement:
-    """A peer's latest announcement.
+    """A peer's latest announcement, and how late it comes to groups.
 
     Attributes:
         complete_at: when this peer first learned that the inner steps of that round were done; infinite: not yet.
+        late_seconds: how long after this peer it came to a group, the last time that it came.
+        missed: how often this peer has waited for it in vain since.
     """
 
     here: PositionAnnouncement
     complete_at: float
-
-
-@dataclass(slots=True)
-class Lateness:
-    """How late a peer comes to groups.
-
-    Attributes:
-        seconds: how long after this peer it came to a group, the last time that it came.
-        missed: how often this peer has waited for it in vain since.
-    """
-
-    seconds: float = 0.0
+    late_seconds: float = 0.0
     missed: int = 0
 
 
@@ -159,7 +150,6 @@ class PeerTracker:
     def __init__(self, me: Member) -> None:
         self.me = me
         self.sight: dict[PeerId, Member] = {}
-        self._late: dict[PeerId, Lateness] = {}
         self._heard: dict[PeerId, LatestAnnouncement] = {}
         self._past: dict[Member, PeerReliability] = {}
 
@@ -172,7 +162,10 @@ class PeerTracker:
                 return False
         was = known.complete_at if known and known.here.round == here.round else math.inf
         done = here.complete or here.stage != TRAINING
-        self._heard[peer] = LatestAnnouncement(here, min(was, now) if done else math.inf)
+        complete_at = min(was, now) if done else math.inf
+        self._heard[peer] = (
+            replace(known, here=here, complete_at=complete_at) if known else LatestAnnouncement(here, complete_at)
+        )
         return True
 
     def look(self, live: Iterable[Member], found: Iterable[PeerId], now: float) -> None:
@@ -184,7 +177,6 @@ class PeerTracker:
         gone = [peer for peer in self._heard if peer not in self.sight]
         for peer in gone[: max(0, len(gone) - MAX_GONE)]:
             del self._heard[peer]
-            self._late.pop(peer, None)
         here = set(self.sight.values())
         for member in here - before:
             self._past.setdefault(member, PeerReliability(now)).seen = now
@@ -297,13 +289,13 @@ class PeerTracker:
 
     def came(self, peer: PeerId, seconds: float) -> None:
         """Note that a peer came to this peer's group `seconds` after this peer."""
-        self._late[peer] = Lateness(seconds)
+        if heard := self._heard.get(peer):
+            heard.late_seconds, heard.missed = seconds, 0
 
     def missed(self, peers: Iterable[PeerId]) -> None:
         """Note that this peer waited for these peers in vain."""
-        for peer in peers:
-            late = self._late.setdefault(peer, Lateness())
-            late.missed = min(late.missed + 1, MAX_MISSED)
+        for heard in [self._heard[peer] for peer in peers if peer in self._heard]:
+            heard.missed = min(heard.missed + 1, MAX_MISSED)
 
     def patience_seconds(
         self, missing: Collection[PositionAnnouncement], spent_seconds: float, most_seconds: float
@@ -318,7 +310,7 @@ class PeerTracker:
         """
         longest = spent_seconds
         for here in missing:
-            late = self._late.get(here.sender.peer, Lateness())
+            heard = self._heard[here.sender.peer]
             step_seconds = here.step_seconds if here.progress == (0, TRAINING) else 0.0
-            longest = max(longest, min(most_seconds, max(late.seconds, step_seconds)) / 2**late.missed)
+            longest = max(longest, min(most_seconds, max(heard.late_seconds, step_seconds)) / 2**heard.missed)
         return PATIENCE * longest

@@ -1,40 +1,37 @@
-"""One peer's rounds of Moshpit: it sits down, trains until it is time, and meets one group along each axis."""
+"""One round of Moshpit at one peer: take a cell, train until the round is called, then average along each axis."""
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from functools import partial
 
 from protocols import wire
-from protocols.aio import Notifier
+from protocols.aio import Notifier, loop_time
 from protocols.allreduce.all_reduce import next_claim
-from protocols.base import AveragingResult, Contribution, Deadline, Head, LocalProgress, Member, Outcome, PeerId, Vector
+from protocols.base import AveragingResult, Deadline, Head, LocalProgress, Member, PeerId, Vector
+from protocols.independent_session import SessionBase
 from protocols.moshpit.grid import next_cell, seeded_order
 from protocols.moshpit.group_allreduce import GroupAllReduce, GroupResult, counted
-from protocols.moshpit.matchmaker import GroupContribution, GroupMatchmaker, MatchmakingLimits
+from protocols.moshpit.matchmaker import GroupContribution, GroupMatchmaker
 from protocols.moshpit.peer_tracker import DONE, TRAINING, UNHEARD_SECONDS, WAITING, PositionAnnouncement
 from protocols.moshpit.state import MoshpitState
 from protocols.vectors import VectorView, norm
 
 SETTLE_SECONDS = 0.25
-"""Between two looks at who is here: a hundred newcomers are not told of one by one."""
+"""The pause between two announcements of a new cell, so that a hundred joiners do not cause a hundred of them."""
 HASTE = 0.5
-"""No single peer is waited for much longer than this share of what training took."""
+"""The waiting time for one peer in a group is limited to about this share of this peer's training time."""
 
 
-class MoshpitSession:
-    """`protocols.base.LooseSession`."""
+class MoshpitSession(SessionBase):
+    """`protocols.base.IndependentSession` for Moshpit."""
 
     def __init__(self, moshpit: MoshpitState, head: Head, deadline: Deadline) -> None:
-        self.head, self.deadline = head, deadline
-        self.cut = asyncio.Event()
-        self.round, self.group = head.key.round, ""
-        self.half_exchanges, self.mass_drift = 0, 0.0
+        super().__init__(head, deadline, moshpit.context.accounting)
         self._moshpit, self._context, self._tracker = moshpit, moshpit.context, moshpit.context.tracker
-        self._began = asyncio.get_running_loop().time()
+        self._began = loop_time()
         self._cut_at = self._complete_at = math.inf
         self._work = LocalProgress(0, math.nan, 0.0, 0.0)
         self._news = Notifier()
@@ -54,70 +51,56 @@ class MoshpitSession:
 
     # -- the contract -------------------------------------------------------------------------------------------------
 
-    def share(self, state: Sequence[Vector]) -> None:
-        """Groups meet in `average`: nothing is averaged before."""
-
-    async def reclaim(self) -> Mapping[PeerId, Contribution]:
-        return {}
-
     def offer(self, work: LocalProgress) -> None:
         self._work = work
         if work.complete and self._complete_at == math.inf:
-            self._complete_at = asyncio.get_running_loop().time()
+            self._complete_at = loop_time()
         self._say()
         self._stir()
 
     def waiting_for(self) -> tuple[PeerId, ...]:
-        """For their work, then for their coming to the group, then for the parts that they reduce."""
+        """First the peers that still train, then those that may still come to the group, then the missing reducers."""
         if self._mixing:
             return self._mixing.missing()
         if self._matchmaker:
-            return tuple(word.sender.peer for word in self._matchmaker.missing())
-        words = {word.sender.peer: word for word in self._tracker.words()}
-        present = self._tracker.present(self.round, asyncio.get_running_loop().time())
-        ready = {peer for peer, word in words.items() if word.complete and word.round >= self.round}
+            return tuple(latest.sender.peer for latest in self._matchmaker.missing())
+        present = self._tracker.present(self.round, loop_time())
+        ready = {each.sender.peer for each in self._tracker.words() if each.complete and each.round >= self.round}
         return tuple(peer for peer in present if peer not in ready and peer != self._context.me.peer)
 
     async def average(self, mine: Sequence[Vector], work: LocalProgress, into: Sequence[Vector]) -> AveragingResult:
         if [len(vector) for vector in mine] != [len(vector) for vector in into]:
-            raise ValueError("what is averaged and where it goes are not of the same sizes")
+            raise ValueError(f"{[len(vector) for vector in mine]} elements into {[len(vector) for vector in into]}")
         await self.cut.wait()
         self._work = work
         results = await self._along_all(mine, into)
-        self.round = max(self.round, self._tracker.ahead(self.round) - 1)  # the next one is where enough others are
-        names, sent, received = self._context.accounting.take()
-        return AveragingResult(
-            Outcome.COMMITTED if results else Outcome.SKIPPED,
-            contributions=counted(results),
-            weights={peer: weight for result in reversed(results) for peer, weight in result.weights.items()},
-            blamed=names,
-            bytes_sent=sent,
-            bytes_received=received,
-        )
+        self.round = max(self.round, self._tracker.ahead(self.round) - 1)  # go on in the round that others have reached
+        weights = {peer: weight for result in reversed(results) for peer, weight in result.weights.items()}
+        return self._result(bool(results), counted(results), weights)
 
     # -- the groups ---------------------------------------------------------------------------------------------------
 
     async def _along_all(self, mine: Sequence[Vector], into: Sequence[Vector]) -> list[GroupResult]:
-        """One group along each axis; what comes of them is in `into`, if anything does."""
-        loop, compute = asyncio.get_running_loop(), self._context.host.compute
+        """Average with one group along each axis. The result is in `into`, unless all groups failed."""
+        compute = self._context.host.compute
         state, free, spare = mine, into, self._moshpit.spare_buffers(into)
-        weight, began = float(self._work.tokens), min(self._cut_at, loop.time())
+        weight, began = float(self._work.tokens), min(self._cut_at, loop_time())
         results: list[GroupResult] = []
         cost_bytes = 4 * sum(len(vector) for vector in mine)
         for axis in range(len(self._mine.shape)):
             size = await compute.run(partial(norm, state), cost_bytes)
-            if loop.time() >= self.deadline or not size < wire.MAX_NORM:
+            if loop_time() >= self.deadline or not size < wire.MAX_NORM:
                 break
             contribution = GroupContribution(cost_bytes // 4, weight, size, self._moshpit.bandwidth)
-            came = loop.time()
+            came = loop_time()
             result = await self._along(axis, contribution, VectorView(state), VectorView(free), came - began)
             began = came
             if result:
                 results.append(result)
                 weight = result.weight
                 state, free = free, spare if free is into else into
-        self._axis, self._stage = len(self._mine.shape) - 1, DONE  # also where it ended early: nobody waits for us
-        self._say()
+        self._axis, self._stage = len(self._mine.shape) - 1, DONE
+        self._say()  # even after an early end, so that no peer waits for us
         if results and state is not into:
             await compute.run(lambda: [a.copy_(b) for a, b in zip(into, state, strict=True)], 2 * cost_bytes)
         return results
@@ -125,7 +108,7 @@ class MoshpitSession:
     async def _along(
         self, axis: int, contribution: GroupContribution, source: VectorView, target: VectorView, spent_seconds: float
     ) -> GroupResult | None:
-        """The group along one axis; None if there is none, or it fails here."""
+        """Average with the group along one axis. Returns None if there is none, or it fails at this peer."""
         moshpit, context = self._moshpit, self._context
         self._axis = axis
         moshpit.narrow(self._mine.key(axis).lineage)
@@ -133,10 +116,9 @@ class MoshpitSession:
             context, self._mine, axis, contribution, self._wait, self.deadline
         )
         expected = 0 if moshpit.sees_all else self._mine.shape[axis]
-        patience = MatchmakingLimits(spent_seconds, HASTE * (self._cut_at - self._began), expected)
-        resolved = await matchmaker.terms_of(patience)
+        resolved = await matchmaker.terms_of(spent_seconds, HASTE * (self._cut_at - self._began), expected)
         if resolved:
-            for peer in resolved.peers:  # its caller knew them, if this peer did not
+            for peer in resolved.peers:  # the caller may know members that this peer does not
                 moshpit.meet(peer, matchmaker.key.lineage)
             self._look()
             self._mixing = GroupAllReduce(context, matchmaker.key, resolved, source, target, self.deadline)
@@ -152,75 +134,67 @@ class MoshpitSession:
     async def _account(
         self, mixing: GroupAllReduce, result: GroupResult | None, source: VectorView, target: VectorView
     ) -> None:
-        """What is known of a group that is over here."""
+        """Record the outcome of a group: the next bandwidth claim, the group's name, or a half exchange."""
         if mixing.in_time is not None:
             self._moshpit.bandwidth = next_claim(
                 self._moshpit.bandwidth, self._context.settings.bandwidth, mixing.in_time
             )
         if result:
             self.group = mixing.name
-        if result is None or result.torn:  # others may hold more of it than this peer, or less
+        if result is None or result.torn:  # other members may hold more of the mean than this peer, or less
             self.half_exchanges += 1
             moved_by = partial(mixing.moved, source, target)
             self.mass_drift += await self._context.host.compute.run(moved_by, 8 * source.size)
 
     def _wait(self, caller: PeerId, offer: wire.Offer) -> None:
-        """Let that one call this peer."""
+        """Announce the caller that this peer follows, and its offer."""
         self._stage, self._follows, self._offer = WAITING, caller, (offer,)
         self._say()
 
     def _pass(self, members: Sequence[PeerId]) -> None:
-        """In a group with these, or without one: not to be had any more along this axis."""
+        """Announce that this peer is in a group with these members, so no other group along this axis can have it."""
         moshpit, me = self._moshpit, self._context.me.peer
         self._stage, self._follows, self._offer = DONE, "", ()
         if not moshpit.sees_all:
             self._index = moshpit.index = next_cell(self._index, self._axis, members.index(me), self._grid.shape)
         self._say()
 
-    # -- life ---------------------------------------------------------------------------------------------------------
+    # -- in the background --------------------------------------------------------------------------------------------
 
     async def live(self) -> None:
-        """Sit down, say so, and stop the training when it is time."""
-        loop = asyncio.get_running_loop()
+        """Take a cell, announce it, and set `cut` when the training should stop."""
         while not self.cut.is_set():
             self._look()
             self.round = self._tracker.ahead(self.round)
             self._grid, self._index = self._moshpit.assign_cell(self.head.key, self.round)
             self._say()
             worked = self._work.tokens > 0
-            due = self._tracker.due(self._mine, self._complete_at, self._began, worked, loop.time())
-            if due is not None and due <= loop.time():
+            due = self._tracker.due(self._mine, self._complete_at, self._began, worked, loop_time())
+            if due is not None and due <= loop_time():
                 break
-            rest, stirred = loop.time() + SETTLE_SECONDS, self._stirred
-            await self._until(self.cut.is_set, min(rest, due or rest))
+            rest, stirred = loop_time() + SETTLE_SECONDS, self._stirred
+            await self._news.reached(self.cut.is_set, min(rest, due or rest))
             rest += UNHEARD_SECONDS
-            await self._until(lambda: self.cut.is_set() or self._stirred != stirred, min(rest, due or rest))  # noqa: B023
-        self._cut_at = loop.time()
+            await self._news.reached(lambda: self.cut.is_set() or self._stirred != stirred, min(rest, due or rest))  # noqa: B023
+        self._cut_at = loop_time()
         self.cut.set()
 
     async def watch(self) -> None:
-        """Take note of who comes and goes, and tell who comes where this peer stands."""
+        """Follow the live members, and send each new one this peer's announcement."""
         members = self._context.host.members
-        while asyncio.get_running_loop().time() < self.deadline:
+        while loop_time() < self.deadline:
             version = members.version
             self._look()
             self._say()
             self._stir()
             await members.changed(version, self.deadline)
 
-    async def _until(self, condition: Callable[[], bool], deadline: Deadline) -> None:
-        with suppress(TimeoutError):
-            await self._news.until(condition, deadline)
-
     def _stir(self) -> None:
         self._stirred += 1
         self._news.notify()
 
-    async def search(self) -> None:
-        """Look for those who come to the same group, where not all are in sight."""
-        await self._moshpit.search(self.deadline, self._found)
-
-    def _found(self) -> None:
+    def found(self) -> None:
+        """Called after each answer of the directory."""
         self._look()
         self._say()
 
@@ -233,31 +207,30 @@ class MoshpitSession:
         self._stir()
 
     def gone(self, peer: PeerId) -> None:
-        """A peer cannot be reached."""
+        """Called when a peer cannot be reached."""
         self._moshpit.lose(peer)
         self._look()
 
-    # -- what others say ----------------------------------------------------------------------------------------------
+    # -- messages from other peers ------------------------------------------------------------------------------------
 
     def heard(self, here: PositionAnnouncement) -> None:
-        """A peer has moved on."""
-        matchmaker = self._matchmaker
-        if matchmaker:
-            matchmaker.heard(here)
+        """Take another peer's new announcement."""
+        if self._matchmaker:
+            self._matchmaker.heard(here)
         self._say()
         self._stir()
 
     def on_plan(self, peer: PeerId, plan: wire.Plan) -> None:
-        """A call.
+        """Take a call. It has no effect unless it is for the group that this peer waits for.
 
         Raises:
-            BadPayload: it breaks a rule.
+            BadPayload: the plan breaks a rule.
         """
         if self._matchmaker and plan.key == self._matchmaker.key:
             self._matchmaker.on_plan(peer, plan)
 
     def _look(self) -> None:
-        """Note who is in sight, and who is not any more."""
+        """Update the peers in sight. A peer that is no longer in sight is lost for the current group."""
         self._moshpit.look()
         now = set(self._tracker.sight)
         for peer in sorted(self._members - now):
@@ -267,7 +240,7 @@ class MoshpitSession:
             self._matchmaker.stir()
         self._members = now
 
-    # -- what this peer says ------------------------------------------------------------------------------------------
+    # -- this peer's announcement -------------------------------------------------------------------------------------
 
     def _word(self) -> PositionAnnouncement:
         key, work, axes = self.head.key, self._work, len(self._grid.shape)
@@ -291,7 +264,7 @@ class MoshpitSession:
         )
 
     def _say(self) -> None:
-        """Tell everybody in sight where this peer stands, if they have not heard that."""
+        """Send this peer's announcement to each peer in sight that does not have the latest one."""
         if self._word() != self._mine:
             self._moshpit.numbered += 1
             self._mine = self._word()

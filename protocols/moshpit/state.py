@@ -1,17 +1,16 @@
-"""What stays of Moshpit from round to round: where this peer stands, whom it knows, the parts of its last groups."""
+"""What a peer keeps from round to round in Moshpit: its cell, the peers that it knows, and its last groups' parts."""
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 
 import torch
 
-from protocols.aio import Notifier
+from protocols.aio import Notifier, loop_time
 from protocols.base import Deadline, Member, PeerId, RoundKey, Vector
 from protocols.endpoint import SessionTable
+from protocols.estimates import RecentDict
 from protocols.moshpit.grid import Cell, Grid, assign_cell, choose_grid, default_cell
 from protocols.moshpit.group_allreduce import GroupAllReduce
 from protocols.moshpit.matchmaker import MoshpitContext
@@ -19,26 +18,31 @@ from protocols.moshpit.peer_tracker import PositionAnnouncement
 
 MAX_FOUND = 256
 ACQUAINTANCES = 2
-"""So many of all who are live are told, too, where not all are, others in each round: peers whose rounds or grids have
-come apart meet in no line, and would never hear of it."""
+"""In a large swarm, a peer also announces its position to this many random live members, to others in each round. Peers
+whose rounds or grids have come apart are never in one group, and would not notice it otherwise.
+"""
 KEEP_GROUPS = 2
-"""The parts of so many groups stay at hand for members that lack one."""
+"""The parts of this many groups are kept for members that lack one."""
 MAX_CLOSED = 64
 SEARCH_SECONDS = 1.0
 FIND_LIMIT = 64
 LISTED_SECONDS = 600.0
-"""What this peer says in the directory is good for so long, and said again before."""
+"""How long a directory entry of this peer stays valid. It is renewed after half of this time."""
 
 
 class MoshpitState:
-    """Attributes:
-    sees_all: whether all who are live are told of everything, in this round.
-    grid, index: where this peer stood last; None before its first round.
-    found: where not all are told, who is, and to which group both come; none: an acquaintance.
-    coming: lineage of the group that this peer is in, or comes to next.
-    mixings: plan -> the data phases of the last groups.
-    closed: lineages of groups that this peer is in, or will not be in any more.
-    bandwidth: what this peer claims of its upload, bytes/s.
+    """One peer's state in Moshpit, apart from its vectors.
+
+    Attributes:
+        sees_all: whether this peer announces its position to all live members in this round.
+        grid, index: the last grid and cell; None before the first round.
+        found: if not `sees_all`, the peers that this one talks to, each with the lineage of the group that both come
+            to. An acquaintance has none.
+        coming: the lineage of this peer's current or next group.
+        mixings: the data phases of the last groups, by the digest of their plan.
+        closed: the lineages of the groups that this peer is in, or will not join any more.
+        bandwidth: the upload that this peer claims, bytes/s.
+        numbered: the number of its last announcement.
     """
 
     def __init__(self, context: MoshpitContext, most: int, told: int) -> None:
@@ -49,7 +53,7 @@ class MoshpitState:
         self.found: dict[PeerId, bytes] = {}
         self.coming = b""
         self.mixings = SessionTable[bytes, GroupAllReduce]()
-        self.closed: dict[bytes, None] = {}
+        self.closed: RecentDict[bytes, None] = RecentDict(MAX_CLOSED)
         self.bandwidth = context.settings.bandwidth
         self.numbered = 0
         self.spare: list[Vector] = []
@@ -60,14 +64,17 @@ class MoshpitState:
         self._rng = context.host.rng("moshpit")
 
     def begin(self, round: int) -> None:
-        """A round begins. Of those who were found, this peer goes on speaking with its last group, and with
-        acquaintances that were there before it, as long as they keep up."""
+        """Begin a round.
+
+        Of the peers in `found`, this peer keeps the members of its last group and its latest acquaintances, as long as
+        they keep up with its rounds.
+        """
         self._lost.clear()
         self._read()
         self.sees_all = len(self._live) <= self.told
-        words = {peer: word for peer in self.found if (word := self.context.tracker.here(peer))}
-        fellows = [peer for peer, word in words.items() if self.found[peer] and word.round + 2 >= round]
-        first = [peer for peer, word in words.items() if not self.found[peer] and word.round >= round]
+        words = {peer: latest for peer in self.found if (latest := self.context.tracker.here(peer))}
+        fellows = [peer for peer, latest in words.items() if self.found[peer] and latest.round + 2 >= round]
+        first = [peer for peer, latest in words.items() if not self.found[peer] and latest.round >= round]
         self.found = {peer: self.found[peer] for peer in (*fellows, *first[-ACQUAINTANCES:])}
         if not self.sees_all:
             others = [peer for peer in self._live if peer != self.context.me.peer]
@@ -76,12 +83,12 @@ class MoshpitState:
         self._show()
 
     def look(self) -> None:
-        """Take note of who is in sight."""
+        """Update the peers in sight."""
         if self._read() or self.found or not self.sees_all:
             self._show()
 
     def _read(self) -> bool:
-        """Who is live; whether that is news."""
+        """Read the live members. Returns whether they have changed."""
         members = self.context.host.members
         if members.version == self._version:
             return False
@@ -94,15 +101,19 @@ class MoshpitState:
     def _show(self) -> None:
         peers = self._live if self.sees_all else self.found
         live = [self._live[peer] for peer in peers if peer in self._live]
-        self.context.tracker.look(live, self.found, asyncio.get_running_loop().time())
+        self.context.tracker.look(live, self.found, loop_time())
 
     def in_sight(self) -> list[PeerId]:
-        """Whom this peer talks to."""
+        """The peers that this one talks to, in the order of their ids."""
         live = self._live if self.sees_all else {}
         return sorted({*live, *self.found} - {self.context.me.peer})
 
     def meet(self, peer: PeerId, lineage: bytes = b"") -> None:
-        """Where not all are told: speak with that one, who comes to the same group, or is an acquaintance."""
+        """In a large swarm, talk to a peer from now on.
+
+        Args:
+            lineage: that of the group that both come to; none for an acquaintance.
+        """
         if self.sees_all or peer == self.context.me.peer:
             return
         self._read()
@@ -113,56 +124,55 @@ class MoshpitState:
             self.found[peer] = lineage
 
     def lose(self, peer: PeerId) -> None:
-        """Nothing is to be had of a peer, whatever the directory says, while it is not known to live again."""
+        """Stop talking to a peer, whatever the directory says, until it is a live member again."""
         self.found.pop(peer, None)
         self._lost.add(peer)
 
     def set_next_group(self, lineage: bytes) -> None:
-        """This peer is in that group, or comes to it next."""
+        """Set `coming`: the group that this peer is in, or comes to next."""
         if lineage != self.coming:
             self.coming = lineage
             self._turned.notify()
 
     async def search(self, deadline: Deadline, found: Callable[[], None]) -> None:
-        """Where not all are told: say in the directory which group this peer comes to, and ask who else does; `found`
-        is called after each answer."""
-        directory, loop = self.context.host.directory, asyncio.get_running_loop()
-        said, again = b"", 0.0
-        while not self.sees_all and loop.time() < deadline:
+        """In a large swarm, announce this peer's next group in the directory, and look for its other members there.
+
+        Args:
+            found: called after each answer.
+        """
+        directory, said, again = self.context.host.directory, b"", 0.0
+        while not self.sees_all and loop_time() < deadline:
             lineage = self.coming
-            scope, until = f"moshpit/{lineage.hex()}", min(deadline, loop.time() + 10 * SEARCH_SECONDS)
-            if lineage != said or loop.time() >= again:
-                said, again = lineage, loop.time() + LISTED_SECONDS / 2
-                await directory.announce(scope, b"", min(LISTED_SECONDS, max(1.0, deadline - loop.time())), until)
+            scope, until = f"moshpit/{lineage.hex()}", min(deadline, loop_time() + 10 * SEARCH_SECONDS)
+            if lineage != said or loop_time() >= again:
+                said, again = lineage, loop_time() + LISTED_SECONDS / 2
+                await directory.announce(scope, b"", min(LISTED_SECONDS, max(1.0, deadline - loop_time())), until)
             for peer, _ in await directory.find(scope, FIND_LIMIT, until):
-                if lineage == self.coming:  # an answer about a group that is over would bring back whom it had
+                if lineage == self.coming:  # a late answer would bring back the members of a past group
                     self.meet(peer, lineage)
             found()
-            with suppress(TimeoutError):
-                await self._turned.until(
-                    lambda lineage=lineage: self.coming != lineage,  # type: ignore[misc]
-                    min(deadline, loop.time() + SEARCH_SECONDS),
-                )
+            until = min(deadline, loop_time() + SEARCH_SECONDS)
+            await self._turned.reached(lambda lineage=lineage: self.coming != lineage, until)  # type: ignore[misc]
 
     def narrow(self, lineage: bytes) -> None:
-        """This peer comes to that group: those of earlier ones need not hear of it any more."""
+        """Stop talking to members of groups other than this one. Acquaintances stay."""
         if not self.sees_all:
             self.found = {peer: of for peer, of in self.found.items() if of in (b"", lineage)}
 
     def hear(self, here: PositionAnnouncement) -> bool:
-        """A peer's word; False if it is old."""
+        """Take an announcement. Returns False if a later one is known already."""
         lineage = here.coming.lineage
         self.meet(here.sender.peer, lineage if lineage == self.coming else b"")
         self.look()
-        return self.context.tracker.take(here, asyncio.get_running_loop().time())
+        return self.context.tracker.take(here, loop_time())
 
     def assign_cell(self, key: RoundKey, round: int) -> tuple[Grid, Cell]:
-        """The grid that all stand on, and this peer's cell in that round."""
+        """Choose this round's grid and this peer's cell in it."""
         tracker, me = self.context.tracker, self.context.me.peer
-        present = tracker.present(round, asyncio.get_running_loop().time())
-        # Who sees its own line only knows by the live members alone how many there are.
+        present = tracker.present(round, loop_time())
+        # A peer that sees only its own line learns the size of the swarm from the live members.
         count = len(present) if self.sees_all else len(self._live)
-        told = [word.grid for word in tracker.words()]
+        told = [latest.grid for latest in tracker.words()]
         since = round if self.grid else 0
         before = self.grid
         self.grid = choose_grid(count, since, [*told, *([before] if before else [])], self.most)
@@ -174,19 +184,17 @@ class MoshpitState:
         return self.grid, self.index
 
     def close(self, lineage: bytes) -> None:
-        """This peer is in that group, or goes without it."""
+        """Record that this peer is in that group, or goes on without it."""
         self.closed[lineage] = None
-        while len(self.closed) > MAX_CLOSED:
-            del self.closed[next(iter(self.closed))]
         self.mixings.wake()
 
     def keep(self, mixing: GroupAllReduce) -> None:
-        """A data phase begins."""
+        """Keep the data phase of a group that begins, and drop the oldest."""
         self.mixings.open(mixing.resolved.digest, mixing)
         self.mixings.close(self.mixings.keys()[:-KEEP_GROUPS])
 
     def spare_buffers(self, like: Sequence[Vector]) -> list[Vector]:
-        """Room for one more state."""
+        """Vectors of the same sizes as `like`, kept for the next round."""
         if [len(vector) for vector in self.spare] != [len(vector) for vector in like]:
             self.spare = [torch.empty_like(vector) for vector in like]
         return self.spare

@@ -8,13 +8,11 @@ gone, or does not support closing exchanges.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 
-from protocols.aio import Notifier
-from protocols.base import BadPayload, Deadline, Header, Member, PeerError, PeerGone, PeerId, Stream
+from protocols.aio import Notifier, loop_time
+from protocols.base import BadPayload, Deadline, Member, PeerError, PeerGone, PeerId, Stream
 from protocols.endpoint import ProtocolEndpoint
 from protocols.pairwise.peer_timeouts import PeerTimeouts
 from protocols.pairwise.shared_state import SharedStateSession
@@ -39,8 +37,7 @@ class ClosingStep(ExchangeMessage):
     step: int = uint(BEYOND)
 
 
-MESSAGES: tuple[type[Header], ...] = (ClosingStep,)
-register(69, MESSAGES)
+register(69, (ClosingStep,))
 
 
 class ClosingExchanges:
@@ -73,7 +70,7 @@ class ClosingExchanges:
             steps: the peers that each step needs; this peer's own id means no partner.
             act: performs a step before a deadline, with those of its peers that are live.
         """
-        until = asyncio.get_running_loop().time()
+        until = loop_time()
         self._session, self._heard, self.at = session, {}, BEFORE
         try:
             for self._number, needed in enumerate(steps, 1):
@@ -92,26 +89,25 @@ class ClosingExchanges:
 
         Returns False if the partner is past the step, or this peer does not wait for it.
         """
-        session, loop, self.at = self._session, asyncio.get_running_loop(), self._number
+        session, self.at = self._session, self._number
         assert session is not None
-        while loop.time() < until and not session.cut.is_set() and self._is_awaited(partner):
+        while loop_time() < until and not session.cut.is_set() and self._is_awaited(partner):
             said = await self._ask(session, partner, until)
             if said is None or said >= self.at:
                 return said == self.at
-            with suppress(TimeoutError):
-                again = min(until, loop.time() + STEP_POLL_SECONDS)
-                await self._notifier.until(lambda: self._heard.get(partner, BEFORE) >= self.at, again)
+            again = min(until, loop_time() + STEP_POLL_SECONDS)
+            await self._notifier.reached(lambda: self._heard.get(partner, BEFORE) >= self.at, again)
         return False
 
     def _is_awaited(self, partner: Member) -> bool:
-        now = asyncio.get_running_loop().time()
+        now = loop_time()
         return partner in self._members.live() and not self._patience.resting(partner.peer, now)
 
     async def _ask(self, session: SharedStateSession, partner: Member, until: Deadline) -> int | None:
         """Ask the partner which step it is at; None if it does not take part."""
         self._asked += 1
         peer, question = partner.peer, ClosingStep(session.key, self._endpoint.me, self._asked, self.at)
-        answer_by = min(until, asyncio.get_running_loop().time() + self._patience.answer_seconds(peer))
+        answer_by = min(until, loop_time() + self._patience.answer_seconds(peer))
         try:
             async with self._endpoint.open(peer, CLOSING, answer_by) as stream:
                 await stream.send(question)

@@ -1,4 +1,4 @@
-"""What a peer knows of its state exchanges: the current one, the owner of the state, and the results of earlier ones.
+"""A peer's state exchanges: the current one, and the results of earlier ones.
 
 A peer is in at most one exchange at a time. During an exchange, only that exchange may touch the peer's state
 (`protocols.pairwise.initiator` and `protocols.pairwise.responder` are its two ends).
@@ -8,39 +8,11 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
-from typing import Protocol
 
-from protocols.aio import Notifier
-from protocols.base import Contribution, Deadline, Member, PeerId, PeerSilent, RoundKey
-from protocols.codec import codec
-from protocols.endpoint import ProtocolEndpoint
-from protocols.pairwise.claimed_rounds import ClaimedRounds
-from protocols.pairwise.peer_timeouts import PeerTimeouts
+from protocols.aio import loop_time
+from protocols.base import Deadline, Host, Member, PeerId, PeerSilent, Settings
+from protocols.pairwise.shared_state import PairState, SharedStateSession
 from protocols.pairwise.state_swap import ExchangeRequest, StateSwap, exchange_id
-from protocols.vectors import VectorView
-
-
-class StateOwner(Protocol):
-    """The owner of the exchanged state, for one round.
-
-    Attributes:
-        state: what other peers may average with; None while there is nothing to average.
-        deadline: of the round.
-        held: the peers whose values are part of the state.
-        closing: whether these are the closing exchanges of the run rather than a round.
-    """
-
-    closing: bool
-    key: RoundKey
-    deadline: Deadline
-    state: VectorView | None
-    held: dict[PeerId, Contribution]
-
-    def count(self, peer: PeerId, chunks: int, name: str, share: float) -> None:
-        """Count a completed exchange: this share of the state now comes from this peer."""
-
-    def count_half(self, drift: float) -> None:
-        """Count an exchange that may have moved one end only, by this share of the state's norm."""
 
 
 @dataclass(slots=True, eq=False)
@@ -50,14 +22,14 @@ class PairExchange:
     Attributes:
         ask: the request that began it, ours or the partner's.
         moving: one end may move, or has moved, so the exchange must not be aborted any more.
-        given_up: we told the asker that we did not move, so we must not.
+        given_up: we answered the asker that we have not moved, so we must not move any more.
         settled: the asker knows that we moved, because it asked.
         done: our state is free again.
     """
 
     ask: ExchangeRequest
     partner: Member
-    owner: StateOwner
+    session: SharedStateSession
     swap: StateSwap
     deadline: Deadline
     began: float
@@ -72,56 +44,50 @@ class PairExchange:
         return self.moving and self.swap.moved is None
 
 
-class ExchangeState:
+class ExchangeState(PairState):
     """The exchanges of one peer.
 
     Attributes:
-        owner: of the round that this peer is in; None between two rounds.
         exchange: the current one.
-        half_exchanges: how many have been counted in total.
-        estimator: estimates how far the other peers are.
         round: the last round that this peer completed.
-        notifier: notifies when an exchange has ended.
     """
 
-    def __init__(self, endpoint: ProtocolEndpoint) -> None:
-        settings = endpoint.settings
-        self.endpoint, self.codec = endpoint, codec(settings.codec)
-        self.host, self.me, self.accounting = endpoint.host, endpoint.me, endpoint.accounting
-        self.patience, self.notifier = PeerTimeouts(settings.bandwidth), Notifier()
-        self.half_exchanges = 0
-        self.estimator, self.round = ClaimedRounds(), 0
-        self.owner: StateOwner | None = None
+    def __init__(self, host: Host, settings: Settings) -> None:
+        super().__init__(host, settings)
+        self.round = 0
         self.exchange: PairExchange | None = None
-        self._chunk_elements = settings.chunk_elements
         self._untold: list[float] = []  # drifts of half exchanges that ended between two rounds
 
-    def open(self, owner: StateOwner) -> None:
-        """Begin a round."""
-        self.owner = owner
+    def open(self, session: SharedStateSession) -> None:
+        super().open(session)
         for drift in self._untold:
-            owner.count_half(drift)
+            session.count_half(drift)
         self._untold.clear()
 
     async def close(self) -> None:
         """End the round. Abort the current exchange, or wait until the state is at rest if it must not be aborted."""
-        owner, self.owner = self.owner, None
-        if owner:
-            owner.state = None
+        await super().close()
         if self.exchange and self.exchange.moving:
             await self.exchange.done.wait()
 
-    def begin(self, owner: StateOwner, ask: ExchangeRequest, partner: Member, deadline: Deadline) -> PairExchange:
-        """Begin an exchange. Until `end`, nothing else may touch the owner's state."""
-        assert owner.state is not None and self.exchange is None
-        swap = StateSwap(owner.state, self.codec, self._chunk_elements, self.host.compute)
-        self.exchange = PairExchange(ask, partner, owner, swap, deadline, asyncio.get_running_loop().time())
+    async def at_rest(self) -> None:
+        while exchange := self.exchange:
+            await exchange.done.wait()
+
+    def begin(
+        self, session: SharedStateSession, ask: ExchangeRequest, partner: Member, deadline: Deadline
+    ) -> PairExchange:
+        """Begin an exchange. Until `end`, nothing else may touch the session's state."""
+        assert session.state is not None and self.exchange is None
+        swap = StateSwap(session.state, self.codec, self.endpoint.settings.chunk_elements, self.host.compute)
+        self.exchange = PairExchange(ask, partner, session, swap, deadline, loop_time())
+        self.partners = (partner.peer,)
         return self.exchange
 
     def end(self, exchange: PairExchange) -> None:
         """End the exchange: our state is free, and the partner's received state is no longer needed."""
         if self.exchange is exchange:
-            self.exchange = None
+            self.exchange, self.partners = None, ()
             exchange.swap.discard()
             exchange.done.set()
             self.notifier.notify()
@@ -130,9 +96,9 @@ class ExchangeState:
         """Check that our end may still move.
 
         Raises:
-            PeerSilent: the round ended meanwhile, or we told the asker that we have not moved.
+            PeerSilent: the round ended meanwhile, or we answered the asker that we have not moved.
         """
-        if self.owner is not exchange.owner:
+        if self.session is not exchange.session:
             raise PeerSilent(exchange.partner.peer, "our round was left before the exchange was over")
         if exchange.given_up:
             raise PeerSilent(exchange.partner.peer, "the exchange was given up before we had everything")
@@ -145,15 +111,15 @@ class ExchangeState:
             await swap.commit()
         finally:
             if swap.moved is not None:
-                exchange.owner.count(partner, swap.chunks, exchange_id(partner, exchange.ask), 0.5)
-        now = asyncio.get_running_loop().time()
+                exchange.session.count(partner, swap.chunks, exchange_id(partner, exchange.ask), 0.5)
+        now = loop_time()
         self.patience.took(partner, swap.size_bytes, now, now - exchange.began)
 
     def half(self, drift: float) -> None:
         """Count an exchange that may have moved one end only."""
         self.half_exchanges += 1
-        if self.owner:
-            self.owner.count_half(drift)
+        if self.session:
+            self.session.count_half(drift)
         else:
             self._untold.append(drift)
 
@@ -164,7 +130,7 @@ class ExchangeState:
             slow: the exchange was in progress; False: there was no answer.
         """
         self.accounting.name(peer, f"no exchange: {why}")
-        self.patience.failed(peer, began, asyncio.get_running_loop().time(), until, slow)
+        self.patience.failed(peer, began, loop_time(), until, slow)
 
     def distrust(self, peer: PeerId) -> None:
-        self.patience.distrust(peer, asyncio.get_running_loop().time())
+        self.patience.distrust(peer, loop_time())

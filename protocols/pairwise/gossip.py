@@ -13,20 +13,16 @@ peer that is asked meanwhile answers that it is busy.
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Collection
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Collection
 
-from protocols.aio import set_at
-from protocols.base import Deadline, Head, Host, Member, PeerId, Settings
-from protocols.endpoint import ProtocolEndpoint
+from protocols.aio import loop_time
+from protocols.base import Deadline, Host, Member, PeerId, Settings
 from protocols.pairwise import matching
 from protocols.pairwise.closing import ClosingExchanges
 from protocols.pairwise.exchange_state import ExchangeState
 from protocols.pairwise.initiator import ExchangeInitiator, ExchangeOutcome
 from protocols.pairwise.responder import ExchangeResponder
-from protocols.pairwise.shared_state import SharedStateSession
-from protocols.pairwise.state_swap import HEADER_LIMIT
+from protocols.pairwise.shared_state import PairwiseAverager, SharedStateSession
 from protocols.vectors import VectorView
 
 OTHERS = 2
@@ -39,16 +35,12 @@ trips.
 """
 
 
-class Gossip:
+class Gossip(PairwiseAverager):
     """`protocols.base.ClosingAverager` for gossip.
 
     Attributes:
         exchanges: this peer's exchanges, one at a time.
-        schedule: selects the partners that it asks (`protocols.pairwise.matching`).
     """
-
-    shares_anchor = False
-    closes = True
 
     def __init__(self, host: Host, settings: Settings) -> None:
         """Create the averager.
@@ -56,65 +48,33 @@ class Gossip:
         Raises:
             ValueError: unknown schedule or codec.
         """
-        matching.known(settings.schedule)
-        self.host, self.schedule = host, settings.schedule
-        self._endpoint, self.rng = ProtocolEndpoint(host, settings, HEADER_LIMIT), host.rng("gossip")
-        self.me, self.accounting = self._endpoint.me, self._endpoint.accounting
-        self.exchanges = ExchangeState(self._endpoint)
-        self.estimator = self.exchanges.estimator
+        self.exchanges = ExchangeState(host, settings)
+        super().__init__(self.exchanges, settings.schedule, host.rng("gossip"))
         self._initiator = ExchangeInitiator(self.exchanges)
         ExchangeResponder(self.exchanges, self._initiator)
-        self._steps = ClosingExchanges(self._endpoint, self.exchanges.patience)
-
-    @property
-    def half_exchanges(self) -> int:
-        """Exchanges since this peer started that may have moved one end only."""
-        return self.exchanges.half_exchanges
-
-    @asynccontextmanager
-    async def enter(self, head: Head, deadline: Deadline) -> AsyncIterator[SharedStateSession]:
-        session = SharedStateSession(self, head, deadline)
-        self._endpoint.bind(head.key)
-        self.exchanges.open(session)
-        try:
-            async with set_at(session.cut, deadline):
-                yield session
-        finally:
-            await self.exchanges.close()
-
-    # -- what a session asks for --------------------------------------------------------------------------------------
-
-    def partners(self) -> tuple[PeerId, ...]:
-        return (self.exchanges.exchange.partner.peer,) if self.exchanges.exchange else ()
-
-    def opened(self) -> None:
-        self.exchanges.notifier.notify()
-
-    async def at_rest(self) -> None:
-        while exchange := self.exchanges.exchange:
-            await exchange.done.wait()
+        self._steps = ClosingExchanges(self.exchanges.endpoint, self.exchanges.patience)
 
     async def mix(self, session: SharedStateSession, state: VectorView) -> None:
         """Ask each partner that the schedule names; if an exchange fails, ask others while time is left.
 
         All attempts together take at most the time limit of one exchange: a slow or dead peer is not waited for twice.
         """
-        exchanges, loop = self.exchanges, asyncio.get_running_loop()
+        exchanges = self.exchanges
         exchanges.round = session.round
         size_bytes = exchanges.codec.encoded_bytes(state.size)
         due, others = self._candidates(session)
         if not due:
             return
-        until = min(session.deadline, loop.time() + exchanges.patience.timeout_seconds(due[0].peer, size_bytes))
+        until = min(session.deadline, loop_time() + exchanges.patience.timeout_seconds(due[0].peer, size_bytes))
         tries = 0
-        while loop.time() < until and ((due and tries < TRIES) or (others and not session.held)):
+        while loop_time() < until and ((due and tries < TRIES) or (others and not session.held)):
             if tries:
                 await self._pause(session, until)
             tries += 1
             more = [each for each in others if each not in due]
             for partner in [*due, *self.rng.sample(more, min(OTHERS, len(more)))]:
-                await self.at_rest()
-                now, peer = loop.time(), partner.peer
+                await self.exchanges.at_rest()
+                now, peer = loop_time(), partner.peer
                 if session.held and (partner not in due or peer in session.held):
                     verdict = ExchangeOutcome.HELD  # another peer has asked us
                 elif not session.has_time(exchanges.patience.expected_seconds(peer, size_bytes), until):
@@ -141,34 +101,30 @@ class Gossip:
 
     async def _exchange(self, session: SharedStateSession, partner: Member, size_bytes: int, until: Deadline) -> bool:
         """Exchange with a partner that wants it too, whichever of the two asks; return whether it completed."""
-        loop, peer, before = asyncio.get_running_loop(), partner.peer, session.counted(partner.peer)
-        while loop.time() < until and not session.cut.is_set():
-            await self.at_rest()
+        peer, before = partner.peer, session.counted(partner.peer)
+        while loop_time() < until and not session.cut.is_set():
+            await self.exchanges.at_rest()
             if session.counted(peer) > before:
                 break
-            its_own = loop.time() + self.exchanges.patience.timeout_seconds(peer, size_bytes)
+            its_own = loop_time() + self.exchanges.patience.timeout_seconds(peer, size_bytes)
             verdict = await self._initiator.ask(session, partner, min(until, its_own))
             if verdict in (ExchangeOutcome.HELD, ExchangeOutcome.FAILED):
                 break
             if verdict is ExchangeOutcome.BUSY:
-                with suppress(TimeoutError):
-                    again = min(until, loop.time() + BUSY_PAUSE_SECONDS)
-                    await self.exchanges.notifier.until(lambda: session.counted(peer) > before, again)
+                again = min(until, loop_time() + BUSY_PAUSE_SECONDS)
+                await self.exchanges.notifier.reached(lambda: session.counted(peer) > before, again)
         return session.counted(peer) > before
 
     async def _pause(self, session: SharedStateSession, until: Deadline) -> None:
         """Wait until busy peers may be free, or until another peer has asked us."""
         held, seconds = dict(session.held), self.rng.uniform(BUSY_PAUSE_SECONDS, 2 * BUSY_PAUSE_SECONDS)
-        with suppress(TimeoutError):
-            resumes = min(until, asyncio.get_running_loop().time() + seconds)
-            await self.exchanges.notifier.until(lambda: session.held != held, resumes)
+        await self.exchanges.notifier.reached(lambda: session.held != held, min(until, loop_time() + seconds))
 
     def _candidates(self, session: SharedStateSession) -> tuple[list[Member], list[Member]]:
         """The peers that the schedule names, and the others. Both exclude peers that recently cost us a timeout."""
-        now = asyncio.get_running_loop().time()
-        live = {member.peer: member for member in self.host.members.live() if member.peer != self.me.peer}
-        seed = f"{session.key.run.hex()}/{session.key.scope}"
-        named = matching.select_partners(self.schedule, tuple(live), self.me.peer, session.round, seed)
+        now = loop_time()
+        live = self.others()
+        named = self.named(session, live)
         up = [member for member in live.values() if not self.exchanges.patience.resting(member.peer, now)]
         due = [member for member in up if member.peer in named]
         others = [member for member in up if member.peer not in named]

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 from enum import Enum, auto
 
-from protocols.aio import run_with_helper, task_group
+from protocols.aio import loop_time, run_with_helper, task_group
 from protocols.base import BadPayload, Deadline, Member, PeerError, Stream
-from protocols.pairwise.exchange_state import ExchangeState, PairExchange, StateOwner
+from protocols.pairwise.exchange_state import ExchangeState, PairExchange
+from protocols.pairwise.shared_state import SharedStateSession
 from protocols.pairwise.state_swap import (
     EXCHANGE,
     ExchangeReply,
@@ -48,13 +49,15 @@ class ExchangeInitiator:
         job.cancel()
         return True
 
-    async def ask(self, owner: StateOwner, partner: Member, until: Deadline) -> ExchangeOutcome:
+    async def ask(self, session: SharedStateSession, partner: Member, until: Deadline) -> ExchangeOutcome:
         """Ask for an exchange and carry it out. Errors are reported. This peer must not be in another exchange."""
-        assert owner.state is not None
+        assert session.state is not None
         self._asked += 1
-        ask = ExchangeRequest(owner.key, self._exchanges.me, self._asked, owner.state.size, self._exchanges.codec.name)
+        ask = ExchangeRequest(
+            session.key, self._exchanges.me, self._asked, session.state.size, self._exchanges.codec.name
+        )
         async with task_group() as group:
-            job = group.create_task(self._ask(owner, ask, partner, until))
+            job = group.create_task(self._ask(session, ask, partner, until))
             self._open = ask, job
             try:
                 await asyncio.wait([job])
@@ -62,23 +65,22 @@ class ExchangeInitiator:
                 self._open = None
         return ExchangeOutcome.WITHDRAWN if job.cancelled() else job.result()
 
-    async def _ask(self, owner: StateOwner, ask: ExchangeRequest, partner: Member, until: Deadline) -> ExchangeOutcome:
-        exchanges, peer, began = self._exchanges, partner.peer, asyncio.get_running_loop().time()
+    async def _ask(
+        self, session: SharedStateSession, ask: ExchangeRequest, partner: Member, until: Deadline
+    ) -> ExchangeOutcome:
+        exchanges, peer, began = self._exchanges, partner.peer, loop_time()
         answer_by = min(until, began + exchanges.patience.answer_seconds(peer))
         exchange: PairExchange | None = None
         try:
-            async with (
-                asyncio.timeout_at(answer_by) as limit,
-                exchanges.endpoint.open(peer, EXCHANGE, until) as stream,
-            ):
+            async with asyncio.timeout_at(answer_by) as limit, exchanges.endpoint.open(peer, EXCHANGE, until) as stream:
                 await stream.send(ask)
                 answer = await hear(stream, ExchangeReply, ask)
                 exchanges.estimator.hear(peer, answer.round)
                 if not answer.accepted:
                     return ExchangeOutcome.BUSY
                 limit.reschedule(None)  # from here on the exchange is watched
-                exchanges.patience.answered(peer, asyncio.get_running_loop().time() - began)
-                self._open, exchange = None, exchanges.begin(owner, ask, partner, until)
+                exchanges.patience.answered(peer, loop_time() - began)
+                self._open, exchange = None, exchanges.begin(session, ask, partner, until)
                 await run_with_helper(self._lead(exchange, stream), watch(exchanges.host.members, partner, until))
                 return ExchangeOutcome.HELD
         except (PeerError, BadPayload, TimeoutError) as error:
@@ -117,7 +119,7 @@ class ExchangeInitiator:
         exchanges, ask, peer = self._exchanges, exchange.ask, exchange.partner.peer
         if not exchange.in_doubt:
             return exchange.swap.moved is not None  # then only our last message is lost
-        deadline = asyncio.get_running_loop().time() + exchanges.patience.answer_seconds(peer)
+        deadline = loop_time() + exchanges.patience.answer_seconds(peer)
         try:
             if isinstance(error, BadPayload):
                 raise error

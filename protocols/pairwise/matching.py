@@ -20,16 +20,15 @@ from __future__ import annotations
 
 import difflib
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
-from typing import Final, TypeAlias
+from typing import Final
 
 import torch
 
 from protocols.base import PeerId
 
-Partners: TypeAlias = Callable[[Sequence[PeerId], int, int, str], tuple[int, ...]]
-"""(sorted members, index of the asker, round, seed) -> indices of the peers that it asks, in this order."""
+SCHEDULES: Final = ("random", "ring", "exponential", "one-peer-exponential")
 
 
 def select_partners(
@@ -47,8 +46,10 @@ def select_partners(
     everybody = sorted({*members, me})
     if len(everybody) == 1:
         return ()
-    chosen = _schedule(schedule)[0](everybody, everybody.index(me), round_number, seed)
-    return tuple(everybody[index] for index in chosen)
+    place, count = everybody.index(me), len(everybody)
+    if known(schedule) == "random":
+        return (everybody[_drawn_partner(tuple(everybody), place, round_number, seed)],)
+    return tuple(everybody[(place + hop) % count] for hop in _hops_ahead(schedule, count, round_number))
 
 
 def known(schedule: str) -> str:
@@ -57,7 +58,10 @@ def known(schedule: str) -> str:
     Raises:
         ValueError: unknown schedule; the one-line message names the schedules that exist.
     """
-    _schedule(schedule)
+    if schedule not in SCHEDULES:
+        near = difflib.get_close_matches(schedule.lower().replace("_", "-"), SCHEDULES, n=1, cutoff=0.5)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"unknown schedule {schedule[:40]!r}: there are {', '.join(SCHEDULES)}{hint}")
     return schedule
 
 
@@ -67,8 +71,12 @@ def mixing_matrix(schedule: str, members: Sequence[PeerId], round_number: int, s
     Raises:
         ValueError: unknown schedule.
     """
-    everybody = sorted(set(members))
-    return _schedule(schedule)[1](everybody, round_number, seed)
+    everybody = tuple(sorted(set(members)))
+    if known(schedule) == "random":
+        order = _matched(everybody, round_number, seed)
+        return pairwise(len(everybody), list(zip(order[::2], order[1::2], strict=False)))
+    ahead, behind = _hops_ahead(schedule, len(everybody), round_number), (-1,) if schedule == "ring" else ()
+    return _circulant(len(everybody), (0, *ahead, *behind))
 
 
 def pairwise(count: int, pairs: Sequence[tuple[int, int]]) -> torch.Tensor:
@@ -178,44 +186,21 @@ def _matched(members: tuple[PeerId, ...], round_number: int, seed: str) -> tuple
     return tuple(sorted(range(len(members)), key=drawn))
 
 
-def _random(members: Sequence[PeerId], me: int, round_number: int, seed: str) -> tuple[int, ...]:
-    order = _matched(tuple(members), round_number, seed)
+def _drawn_partner(members: tuple[PeerId, ...], me: int, round_number: int, seed: str) -> int:
+    order = _matched(members, round_number, seed)
     place = order.index(me)
     if place ^ 1 < len(order):
-        return (order[place ^ 1],)
+        return order[place ^ 1]
     drawn = hashlib.sha256(f"{seed}/{round_number}/{members[me]}/odd".encode()).digest()
-    return (order[int.from_bytes(drawn[:8], "big") % place],)  # the peer left over asks one that has a partner
+    return order[int.from_bytes(drawn[:8], "big") % place]  # the peer left over asks one that has a partner
 
 
-def _ring(members: Sequence[PeerId], me: int, round_number: int, seed: str) -> tuple[int, ...]:
-    return ((me + 1) % len(members),)
-
-
-def _exponential(members: Sequence[PeerId], me: int, round_number: int, seed: str) -> tuple[int, ...]:
-    return tuple((me + hop) % len(members) for hop in hops(len(members)))
-
-
-def _one_peer(members: Sequence[PeerId], me: int, round_number: int, seed: str) -> tuple[int, ...]:
-    every = hops(len(members))
-    return ((me + every[round_number % len(every)]) % len(members),)
-
-
-def _random_matrix(members: Sequence[PeerId], round_number: int, seed: str) -> torch.Tensor:
-    order = _matched(tuple(members), round_number, seed)
-    return pairwise(len(members), list(zip(order[::2], order[1::2], strict=False)))
-
-
-def _ring_matrix(members: Sequence[PeerId], round_number: int, seed: str) -> torch.Tensor:
-    return _circulant(len(members), (0, 1, -1))
-
-
-def _exponential_matrix(members: Sequence[PeerId], round_number: int, seed: str) -> torch.Tensor:
-    return _circulant(len(members), (0, *hops(len(members))))
-
-
-def _one_peer_matrix(members: Sequence[PeerId], round_number: int, seed: str) -> torch.Tensor:
-    every = hops(len(members))
-    return _circulant(len(members), (0, every[round_number % len(every)]) if every else (0,))
+def _hops_ahead(schedule: str, count: int, round_number: int) -> tuple[int, ...]:
+    """How many places ahead a peer's partners are, in a schedule without draws."""
+    if schedule == "ring":
+        return (1,)
+    every = hops(count)
+    return every if schedule == "exponential" else every[round_number % max(1, len(every)) :][:1]
 
 
 def _circulant(count: int, offsets: Sequence[int]) -> torch.Tensor:
@@ -225,22 +210,3 @@ def _circulant(count: int, offsets: Sequence[int]) -> torch.Tensor:
     for offset in offsets:
         mixing[rows, (rows + offset) % count] += 1 / len(offsets)
     return mixing
-
-
-Matrix: TypeAlias = Callable[[Sequence[PeerId], int, str], torch.Tensor]
-
-_SCHEDULES: Final[dict[str, tuple[Partners, Matrix]]] = {
-    "random": (_random, _random_matrix),
-    "ring": (_ring, _ring_matrix),
-    "exponential": (_exponential, _exponential_matrix),
-    "one-peer-exponential": (_one_peer, _one_peer_matrix),
-}
-SCHEDULES: Final = tuple(_SCHEDULES)
-
-
-def _schedule(name: str) -> tuple[Partners, Matrix]:
-    if name not in _SCHEDULES:
-        near = difflib.get_close_matches(name.lower().replace("_", "-"), _SCHEDULES, n=1, cutoff=0.5)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"unknown schedule {name[:40]!r}: there are {', '.join(_SCHEDULES)}{hint}")
-    return _SCHEDULES[name]

@@ -21,32 +21,26 @@ Sources: Kempe et al. 2003; Assran et al. 2019 (SGP).
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Collection
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Collection
 
-from protocols.aio import set_at
-from protocols.base import Deadline, Head, Host, Member, PeerId, Settings
+from protocols.aio import loop_time
+from protocols.base import Deadline, Host, Member, PeerId, Settings
 from protocols.pairwise import matching
 from protocols.pairwise.closing import STEP_POLL_SECONDS, ClosingExchanges
 from protocols.pairwise.share_receiver import ShareReceiver
 from protocols.pairwise.share_sender import MAX_KEPT, ShareSender
-from protocols.pairwise.shared_state import SharedStateSession
+from protocols.pairwise.shared_state import PairwiseAverager, SharedStateSession
 from protocols.pairwise.weighted_state import WeightedState
 from protocols.vectors import VectorView
 
 
-class PushSum:
+class PushSum(PairwiseAverager):
     """`protocols.base.ClosingAverager` for push-sum.
 
     Attributes:
         weighted: this peer's state and its weight.
         share_sender: sends its shares.
-        schedule: selects the peers that it gives to (`protocols.pairwise.matching`).
     """
-
-    shares_anchor = False
-    closes = True
 
     def __init__(self, host: Host, settings: Settings) -> None:
         """Create the averager.
@@ -54,40 +48,11 @@ class PushSum:
         Raises:
             ValueError: unknown schedule or codec.
         """
-        self.host, self.schedule, self.rng = host, matching.known(settings.schedule), host.rng("push-sum")
         self.weighted = WeightedState(host, settings)
-        self.me, self.accounting, self.estimator = self.weighted.me, self.weighted.accounting, self.weighted.estimator
+        super().__init__(self.weighted, settings.schedule, host.rng("push-sum"))
         self.share_sender = ShareSender(self.weighted)
         ShareReceiver(self.weighted, settings.bandwidth)
         self._steps = ClosingExchanges(self.weighted.endpoint, self.weighted.patience)
-
-    @property
-    def half_exchanges(self) -> int:
-        """Shares that returned without an answer from their receivers, since this peer started."""
-        return self.share_sender.half_exchanges
-
-    @asynccontextmanager
-    async def enter(self, head: Head, deadline: Deadline) -> AsyncIterator[SharedStateSession]:
-        self.weighted.session = session = SharedStateSession(self, head, deadline)
-        self.weighted.endpoint.bind(head.key)
-        try:
-            async with set_at(session.cut, deadline):
-                yield session
-        finally:
-            session.state, self.weighted.session = None, None
-            await self.at_rest()
-
-    # -- what a session asks for --------------------------------------------------------------------------------------
-
-    def partners(self) -> tuple[PeerId, ...]:
-        return self.share_sender.giving
-
-    def opened(self) -> None:
-        self.weighted.notifier.notify()
-
-    async def at_rest(self) -> None:
-        async with self.weighted.turn:
-            pass
 
     async def mix(self, session: SharedStateSession, state: VectorView) -> None:
         """Settle earlier shares, then give one to each peer that the schedule names; give declined shares to others.
@@ -95,22 +60,21 @@ class PushSum:
         Giving takes at most the time limit of one share: a slow or dead peer is not waited for twice.
         """
         await self.share_sender.reclaim(session)
-        loop, patience = asyncio.get_running_loop(), self.weighted.patience
+        patience = self.weighted.patience
         size_bytes = self.weighted.codec.encoded_bytes(state.size)
-        live = {member.peer: member for member in self.host.members.live() if member.peer != self.me.peer}
-        seed = f"{session.key.run.hex()}/{session.key.scope}"
-        named = matching.select_partners(self.schedule, tuple(live), self.me.peer, session.round, seed)
+        live = self.others()
+        named = self.named(session, live)
         others = self.rng.sample(sorted(set(live) - set(named)), len(live) - len(named))
         due = len(named)
-        awake = [peer for peer in (*named, *others) if not patience.resting(peer, loop.time())]
+        awake = [peer for peer in (*named, *others) if not patience.resting(peer, loop_time())]
         if not awake or not await self.weighted.is_finite(state):
             return
-        until = min(session.deadline, loop.time() + patience.timeout_seconds(awake[0], size_bytes))
+        until = min(session.deadline, loop_time() + patience.timeout_seconds(awake[0], size_bytes))
         for peer in awake:
-            if not due or len(self.share_sender.kept) >= MAX_KEPT or loop.time() >= until:
+            if not due or len(self.share_sender.kept) >= MAX_KEPT or loop_time() >= until:
                 break
             if session.has_time(patience.expected_seconds(peer, size_bytes), until):
-                its_own = loop.time() + patience.timeout_seconds(peer, size_bytes)
+                its_own = loop_time() + patience.timeout_seconds(peer, size_bytes)
                 due -= await self.share_sender.give(session, live[peer], min(until, its_own))
 
     async def close(self, session: SharedStateSession, state: VectorView, here: Collection[PeerId]) -> None:
@@ -143,7 +107,6 @@ class PushSum:
     async def _is_given(self, session: SharedStateSession, giver: Member, before: int, until: Deadline) -> bool:
         """Wait for a share from a peer that is at our step too; return whether it is counted."""
         while session.counted(giver.peer) == before and await self._steps.meets(giver, until):
-            with suppress(TimeoutError):
-                again = min(until, asyncio.get_running_loop().time() + STEP_POLL_SECONDS)
-                await session.notifier.until(lambda: session.counted(giver.peer) > before, again)
+            again = min(until, loop_time() + STEP_POLL_SECONDS)
+            await session.notifier.reached(lambda: session.counted(giver.peer) > before, again)
         return session.counted(giver.peer) > before

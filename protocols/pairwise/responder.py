@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections import OrderedDict
-from contextlib import suppress
-
-from protocols.aio import peer_timeout, run_with_helper
+from protocols.aio import loop_time, peer_timeout, run_with_helper
 from protocols.base import BadPayload, PeerError, Stream
+from protocols.estimates import RecentDict
 from protocols.pairwise.exchange_state import ExchangeState, PairExchange
 from protocols.pairwise.initiator import ExchangeInitiator
 from protocols.pairwise.peer_timeouts import CHEAP_SECONDS, MAX_PEERS, RequestDeduplicator
@@ -32,10 +29,8 @@ class ExchangeResponder:
     def __init__(self, exchanges: ExchangeState, initiator: ExchangeInitiator) -> None:
         self._exchanges, self._initiator = exchanges, initiator
         self._questions = RequestDeduplicator()
-        self._moved: OrderedDict[str, None] = OrderedDict()  # requests after which we have moved
-        self._doubted: dict[
-            str, PairExchange
-        ] = {}  # those of them where we do not know yet that the asker has moved too
+        self._moved: RecentDict[str, None] = RecentDict(MAX_PEERS)  # requests after which we have moved
+        self._doubted: dict[str, PairExchange] = {}  # those where we do not know yet whether the asker has moved too
         exchanges.endpoint.serve(EXCHANGE, ExchangeRequest, self._serve)
         exchanges.endpoint.serve(EXCHANGE, OutcomeQuery, self._tell)
 
@@ -75,23 +70,23 @@ class ExchangeResponder:
         Raises:
             BadPayload: the asker's state has another size.
         """
-        exchanges, now = self._exchanges, asyncio.get_running_loop().time()
-        owner, patience = exchanges.owner, exchanges.patience
-        if owner is None or owner.state is None or exchanges.exchange or patience.resting(stream.peer, now):
+        exchanges, now = self._exchanges, loop_time()
+        session, patience = exchanges.session, exchanges.patience
+        if session is None or session.state is None or exchanges.exchange or patience.resting(stream.peer, now):
             return None
-        if ask.key.fragment != owner.key.fragment:
+        if ask.key.fragment != session.key.fragment:
             return None
-        if stream.peer in owner.held and len(owner.held[stream.peer].messages) >= MOST_MEETINGS:
+        if stream.peer in session.held and len(session.held[stream.peer].messages) >= MOST_MEETINGS:
             return None
-        if owner.closing and ask.elements != owner.state.size:
+        if session.closing and ask.elements != session.state.size:
             return None  # closing exchanges average whole states, rounds something else
-        if ask.elements != owner.state.size:
-            raise BadPayload(f"a state of {ask.elements} elements; the run's have {owner.state.size}")
-        size_bytes = exchanges.codec.encoded_bytes(owner.state.size)
-        deadline = min(stream.deadline, owner.deadline, now + patience.timeout_seconds(stream.peer, size_bytes))
+        if ask.elements != session.state.size:
+            raise BadPayload(f"a state of {ask.elements} elements; the run's have {session.state.size}")
+        size_bytes = exchanges.codec.encoded_bytes(session.state.size)
+        deadline = min(stream.deadline, session.deadline, now + patience.timeout_seconds(stream.peer, size_bytes))
         if now >= deadline or not self._initiator.gives_way(ask):
             return None
-        return exchanges.begin(owner, ask, ask.sender, deadline)
+        return exchanges.begin(session, ask, ask.sender, deadline)
 
     async def _follow(self, exchange: PairExchange, stream: Stream) -> None:
         """Run the responder's side, until we have moved."""
@@ -105,12 +100,10 @@ class ExchangeResponder:
             raise
         except PeerError as error:
             costly = min(exchange.deadline, exchange.began + CHEAP_SECONDS)
-            if exchange.swap.begun or asyncio.get_running_loop().time() >= costly:  # else: withdrawn
+            if exchange.swap.begun or loop_time() >= costly:  # else: withdrawn
                 exchanges.failed(stream.peer, exchange.began, exchange.deadline, error.why, exchange.swap.begun)
             raise
         self._moved[exchange.ask.name] = None
-        if len(self._moved) > MAX_PEERS:
-            self._moved.popitem(last=False)
         await exchanges.move(exchange)
 
     async def _hear_out(self, exchange: PairExchange, stream: Stream) -> None:
@@ -124,13 +117,12 @@ class ExchangeResponder:
         seconds = exchanges.patience.answer_seconds(stream.peer)
         self._doubted[ask.name] = exchange
         try:
-            async with peer_timeout(seconds, stream.peer, "waiting for its last word"):
+            async with peer_timeout(seconds, stream.peer, "waiting for its last message"):
                 await stream.send(StateReceived(ask.key, exchanges.me, ask.sequence))
                 await hear(stream, StateReceived, ask)
         except (PeerError, BadPayload):
-            with suppress(TimeoutError):
-                until = asyncio.get_running_loop().time() + seconds
-                return await exchanges.notifier.until(lambda: exchange.settled, until)
+            if await exchanges.notifier.reached(lambda: exchange.settled, loop_time() + seconds):
+                return
             exchanges.half(await exchange.swap.drift())
             raise
         finally:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-
-from protocols.aio import run_with_helper
+from protocols.aio import loop_time, run_with_helper
 from protocols.allreduce.parts import ReducedPart
 from protocols.base import BadPayload, PeerId, PeerSilent, Stream
 from protocols.pairwise.mass_ledger import Share
@@ -37,14 +35,14 @@ class ShareReceiver:
     async def _serve(self, stream: Stream, give: PushShare) -> None:
         weighted, state, peer = self._weighted, self._weighted.state, stream.peer
         self._admit(give)
-        if state is None or self._is_busy(peer) or self._is_full(give.weight):
+        if state is None or self._is_busy(peer) or weighted.masses.mass + give.weight > 2 * MOST_SHARE:
             return await self._tell(stream, give)
         self._taking.add(peer)
         try:
             counted = await self._take(state, give, stream)
         except BadPayload:  # a share given to this sender would be lost to us as well
             for patience in (self._patience, weighted.patience):
-                patience.distrust(peer, asyncio.get_running_loop().time())
+                patience.distrust(peer, loop_time())
             raise
         finally:
             self._taking.remove(peer)
@@ -56,11 +54,8 @@ class ShareReceiver:
         await stream.send(ShareStatus(share.key, self._weighted.me, share.sequence, counted))
 
     def _is_busy(self, peer: PeerId) -> bool:
-        now = asyncio.get_running_loop().time()
+        now = loop_time()
         return peer in self._taking or len(self._taking) >= MAX_TAKING or self._patience.resting(peer, now)
-
-    def _is_full(self, weight: float) -> bool:
-        return self._weighted.masses.mass + weight > 2 * MOST_SHARE
 
     def _admit(self, give: PushShare) -> None:
         """Check a share's header.
@@ -99,18 +94,18 @@ class ShareReceiver:
                     return await self._count(weighted.session, weighted.session.state, give, theirs.part)
 
     async def _hear_out(self, theirs: StateReceiver, give: PushShare, stream: Stream) -> None:
-        loop, patience, peer = asyncio.get_running_loop(), self._patience, stream.peer
-        began, size_bytes = loop.time(), theirs.part.size_bytes
+        patience, peer = self._patience, stream.peer
+        began, size_bytes = loop_time(), theirs.part.size_bytes
         deadline = min(stream.deadline, began + patience.timeout_seconds(peer, size_bytes))
         try:
             await run_with_helper(theirs.take(stream), watch(self._weighted.host.members, give.sender, deadline))
         except PeerSilent as error:
-            now = loop.time()
+            now = loop_time()
             if now >= min(deadline, began + CHEAP_SECONDS):
                 self._weighted.accounting.name(peer, f"no share: {error.why}")
             patience.failed(peer, began, now, deadline, theirs.begun)
             raise
-        patience.took(peer, size_bytes, loop.time(), loop.time() - began)
+        patience.took(peer, size_bytes, loop_time(), loop_time() - began)
 
     async def _count(self, session: SharedStateSession, state: VectorView, give: PushShare, part: ReducedPart) -> bool:
         masses = self._weighted.masses

@@ -7,9 +7,9 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from functools import partial
 
-from protocols.aio import run_with_helper, task_group
+from protocols.aio import loop_time, run_with_helper, task_group
 from protocols.allreduce.parts import ReducedPart
-from protocols.base import BadPayload, Deadline, Member, PeerError, PeerId, Stream
+from protocols.base import BadPayload, Deadline, Member, PeerError, Stream
 from protocols.chunks import send_encoded
 from protocols.pairwise.mass_ledger import Share
 from protocols.pairwise.peer_timeouts import CHEAP_SECONDS
@@ -29,14 +29,10 @@ class ShareSender:
 
     Attributes:
         kept: shares that their receivers have not answered for.
-        giving: the current receiver.
-        half_exchanges: shares that returned without an answer from their receivers, since this peer started.
     """
 
     def __init__(self, weighted: WeightedState) -> None:
         self.kept: dict[tuple[Member, int], tuple[Share[float], ReducedPart]] = {}
-        self.giving: tuple[PeerId, ...] = ()
-        self.half_exchanges = 0
         self._weighted = weighted
         self._untold: dict[tuple[Member, int], float] = {}  # when each share without an answer was first missed
 
@@ -62,11 +58,11 @@ class ShareSender:
             part = weighted.part(state.size)
             self.kept[to, share.sequence] = share, part
             await weighted.host.compute.run(partial(split_share, state, part), 16 * state.size)
-        self.giving = (to.peer,)
+        weighted.partners = (to.peer,)
         try:
             counted = await self._send(session, share, part, until) if ready is None or await ready() else False
         finally:
-            self.giving = ()
+            weighted.partners = ()
         if counted is not None:
             await self._answered(session, share, counted)
         return counted is not False
@@ -75,35 +71,33 @@ class ShareSender:
         self, session: SharedStateSession, share: Share[float], part: ReducedPart, until: Deadline
     ) -> bool | None:
         """Send a share; return whether it was counted, or None if that is unknown."""
-        weighted, peer, loop = self._weighted, share.to.peer, asyncio.get_running_loop()
-        patience, began = weighted.patience, loop.time()
+        weighted, peer = self._weighted, share.to.peer
+        patience, began = weighted.patience, loop_time()
         elements = part.high - part.low
         give = PushShare(
             session.key, self._weighted.me, share.sequence, share.to, share.weight, elements, part.codec.name
         )
-        answer_by, told = min(until, began + patience.answer_seconds(peer)), False
+        answer_by, reached = min(until, began + patience.answer_seconds(peer)), False
         try:
-            async with (
-                asyncio.timeout_at(answer_by) as limit,
-                weighted.endpoint.open(peer, PUSH, until) as stream,
-            ):
+            async with asyncio.timeout_at(answer_by) as limit, weighted.endpoint.open(peer, PUSH, until) as stream:
                 limit.reschedule(None)  # from here on the transfer is watched
-                patience.answered(peer, 2 * (loop.time() - began))
-                told = True
+                patience.answered(peer, 2 * (loop_time() - began))
+                reached = True
                 watching = watch(weighted.host.members, share.to, until)
                 counted = await run_with_helper(_deliver(stream, give, part), watching)
         except (PeerError, BadPayload, TimeoutError):
-            now = loop.time()
+            now = loop_time()
             weighted.accounting.name(
-                peer, f"no share: {'no word of what became of it' if told else 'it was not reached'}"
+                peer,
+                f"no share: {'it did not say whether it has counted the share' if reached else 'it was not reached'}",
             )
-            if told:  # the share may have arrived: avoid this peer for a while
+            if reached:  # the share may have arrived: avoid this peer for a while
                 patience.late(peer, now, max(CHEAP_SECONDS, now - began), slow=now >= until)
                 return None
             patience.failed(peer, began, now, answer_by, slow=False)
             return False
         if counted:
-            patience.took(peer, part.size_bytes, loop.time(), loop.time() - began)
+            patience.took(peer, part.size_bytes, loop_time(), loop_time() - began)
         return counted
 
     async def _answered(self, session: SharedStateSession, share: Share[float], counted: bool) -> None:
@@ -120,7 +114,7 @@ class ShareSender:
 
     async def reclaim(self, session: SharedStateSession) -> None:
         """Settle shares without an answer: ask their receivers, or decide without those that are gone."""
-        now, masses, me = asyncio.get_running_loop().time(), self._weighted.masses, self._weighted.me
+        now, masses, me = loop_time(), self._weighted.masses, self._weighted.me
         live = {member.peer: member for member in self._weighted.host.members.live()}
         self._untold = {key: self._untold.get(key, now) for key in self.kept}
         for share, _ in list(self.kept.values()):
@@ -131,7 +125,7 @@ class ShareSender:
                 counted = False  # given to an earlier incarnation, which has ended
             if counted is None and now - self._untold[to, share.sequence] >= BURIAL_SECONDS:
                 counted = False
-                self.half_exchanges += 1
+                self._weighted.half_exchanges += 1
                 session.count_half(share.weight / (masses.weight + share.weight))
             if counted is not None:
                 await self._answered(session, share, counted)
@@ -141,7 +135,7 @@ class ShareSender:
 
     async def _recall(self, session: SharedStateSession, share: Share[float]) -> bool | None:
         """Recall a share; return whether it was counted, or None if that is unknown."""
-        weighted, peer, began = self._weighted, share.to.peer, asyncio.get_running_loop().time()
+        weighted, peer, began = self._weighted, share.to.peer, loop_time()
         if began >= session.deadline or weighted.patience.resting(peer, began):
             return None
         answer_by = began + weighted.patience.answer_seconds(peer)
@@ -152,7 +146,7 @@ class ShareSender:
                 await stream.send(recall)
                 return (await hear(stream, ShareStatus, recall)).counted
         except (PeerError, BadPayload):
-            now = asyncio.get_running_loop().time()
+            now = loop_time()
             weighted.patience.late(peer, now, max(CHEAP_SECONDS, now - began), slow=False)
             return None
 

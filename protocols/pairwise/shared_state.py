@@ -1,17 +1,19 @@
-"""A round of a peer whose state others may average with.
+"""What gossip and push-sum share: the averager, and a round of a peer whose state other peers may average with.
 
 The peer lends the state while it trains, opens it while it mixes, and keeps it to itself in between.
 """
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+import random
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Protocol
 
-from protocols.aio import Notifier
+from protocols.aio import Notifier, loop_time, set_at
+from protocols.allreduce.parts import ReducedPart
 from protocols.base import (
     AveragingResult,
     Contribution,
@@ -20,13 +22,18 @@ from protocols.base import (
     Host,
     LocalProgress,
     Member,
-    Outcome,
     PeerId,
     RoundKey,
+    Settings,
     Vector,
 )
-from protocols.control_channel import RoundAccounting
+from protocols.codec import codec
+from protocols.endpoint import ProtocolEndpoint
+from protocols.independent_session import SessionBase
+from protocols.pairwise import matching
 from protocols.pairwise.claimed_rounds import ClaimedRounds
+from protocols.pairwise.peer_timeouts import PeerTimeouts
+from protocols.pairwise.state_swap import HEADER_LIMIT
 from protocols.vectors import VectorView
 
 SLOWEST_SHARE = 0.25
@@ -35,31 +42,110 @@ never notice an improvement.
 """
 
 
-class Mixer(Protocol):
-    """How states are averaged, as a session sees it."""
+class PairState(ABC):
+    """The state that a peer averages with others one by one, and what it needs for that.
 
-    me: Member
-    host: Host
-    accounting: RoundAccounting
-    estimator: ClaimedRounds
+    Attributes:
+        session: of the round that this peer is in; None between two rounds.
+        notifier: notifies when there is a state, or when an exchange has ended.
+        estimator: estimates how far the other peers are.
+        half_exchanges: how many have been counted since this peer started.
+        partners: the peers that average with the state at this moment.
+    """
 
-    async def mix(self, session: SharedStateSession, state: VectorView) -> None:
-        """Average the state in place. It is open to other peers meanwhile."""
+    def __init__(self, host: Host, settings: Settings) -> None:
+        """Create the state.
 
-    async def close(self, session: SharedStateSession, state: VectorView, here: Collection[PeerId]) -> None:
-        """Average the state by the closing exchanges of a run, with the peers in `here`."""
+        Raises:
+            ValueError: unknown codec.
+        """
+        self.host, self.endpoint = host, ProtocolEndpoint(host, settings, HEADER_LIMIT)
+        self.me, self.accounting = self.endpoint.me, self.endpoint.accounting
+        self.codec, self.patience = codec(settings.codec), PeerTimeouts(settings.bandwidth)
+        self.estimator, self.notifier = ClaimedRounds(), Notifier()
+        self.session: SharedStateSession | None = None
+        self.half_exchanges = 0
+        self.partners: tuple[PeerId, ...] = ()
 
-    def partners(self) -> tuple[PeerId, ...]:
-        """The peers that average with the state at this moment."""
+    @property
+    def state(self) -> VectorView | None:
+        """What other peers may average with; None while there is nothing to average."""
+        return self.session.state if self.session else None
 
-    def opened(self) -> None:
-        """Called when a session has a state."""
+    def part(self, elements: int) -> ReducedPart:
+        """Allocate an encoded state."""
+        return ReducedPart(self.codec, 0, elements, self.endpoint.settings.chunk_elements)
 
+    def open(self, session: SharedStateSession) -> None:
+        """Begin a round."""
+        self.session = session
+
+    async def close(self) -> None:
+        """End the round. Subclasses wait until the state is at rest."""
+        if self.session:
+            self.session.state = None
+        self.session = None
+
+    @abstractmethod
     async def at_rest(self) -> None:
         """Wait for any change of the state in progress. Nothing new begins while a session has no state."""
 
 
-class SharedStateSession:
+class PairwiseAverager(ABC):
+    """What gossip and push-sum share as a `protocols.base.ClosingAverager`.
+
+    Attributes:
+        schedule: selects the peers that this one asks or gives to (`protocols.pairwise.matching`).
+    """
+
+    shares_anchor = False
+    closes = True
+
+    def __init__(self, pair: PairState, schedule: str, rng: random.Random) -> None:
+        """Create the averager.
+
+        Raises:
+            ValueError: unknown schedule.
+        """
+        self.schedule, self.rng = matching.known(schedule), rng
+        self.pair, self.host, self.me = pair, pair.host, pair.me
+        self.accounting, self.estimator = pair.accounting, pair.estimator
+
+    @property
+    def half_exchanges(self) -> int:
+        """Exchanges or shares, since this peer started, that may have moved one end only."""
+        return self.pair.half_exchanges
+
+    @asynccontextmanager
+    async def enter(self, head: Head, deadline: Deadline) -> AsyncIterator[SharedStateSession]:
+        session = SharedStateSession(self, head, deadline)
+        self.pair.endpoint.bind(head.key)
+        self.pair.open(session)
+        try:
+            async with set_at(session.cut, deadline):
+                yield session
+        finally:
+            await self.pair.close()
+
+    @abstractmethod
+    async def mix(self, session: SharedStateSession, state: VectorView) -> None:
+        """Average the state in place. It is open to other peers meanwhile."""
+
+    @abstractmethod
+    async def close(self, session: SharedStateSession, state: VectorView, here: Collection[PeerId]) -> None:
+        """Average the state by the closing exchanges of a run, with the peers in `here`."""
+
+    def others(self) -> dict[PeerId, Member]:
+        """The other live peers."""
+        return {member.peer: member for member in self.host.members.live() if member.peer != self.me.peer}
+
+    def named(self, session: SharedStateSession, others: Collection[PeerId]) -> tuple[PeerId, ...]:
+        """Those of the others that the schedule names for this round."""
+        seed = f"{session.key.run.hex()}/{session.key.scope}"
+        return matching.select_partners(self.schedule, tuple(others), self.me.peer, session.round, seed)
+
+
+class SharedStateSession(SessionBase):
     """`protocols.base.ClosingSession` for gossip and push-sum.
 
     Attributes:
@@ -72,37 +158,28 @@ class SharedStateSession:
         closing: whether the session is in closing exchanges.
     """
 
-    group = ""
-
-    def __init__(self, mixer: Mixer, head: Head, deadline: Deadline) -> None:
-        self.cut = asyncio.Event()
+    def __init__(self, averager: PairwiseAverager, head: Head, deadline: Deadline) -> None:
+        super().__init__(head, deadline, averager.accounting)
         self.key: RoundKey = head.key
-        self.deadline: Deadline = deadline
-        self.round = head.key.round
-        self._longest_seconds = SLOWEST_SHARE * (deadline - asyncio.get_running_loop().time())
-        self.half_exchanges, self.mass_drift = 0, 0.0
+        self._longest_seconds = SLOWEST_SHARE * (deadline - loop_time())
         self.closing, self.closing_exchanges = False, 0
         self.state: VectorView | None = None
         self.held: dict[PeerId, Contribution] = {}
         self.notifier = Notifier()
-        self.weights = {mixer.me.peer: 1.0}
-        self._mixer = mixer
+        self.weights = {averager.me.peer: 1.0}
+        self._averager, self._pair = averager, averager.pair
 
     # -- the contract -------------------------------------------------------------------------------------------------
 
-    def offer(self, work: LocalProgress) -> None:
-        if work.complete or work.leaving:
-            self.cut.set()
-
     def waiting_for(self) -> tuple[PeerId, ...]:
-        return self._mixer.partners()
+        return self._pair.partners
 
     def share(self, state: Sequence[Vector]) -> None:
         self._open(VectorView(state))
 
     async def reclaim(self) -> Mapping[PeerId, Contribution]:
         self.state = None
-        await self._mixer.at_rest()
+        await self._pair.at_rest()
         return self.held
 
     async def average(self, mine: Sequence[Vector], work: LocalProgress, into: Sequence[Vector]) -> AveragingResult:
@@ -114,7 +191,7 @@ class SharedStateSession:
         """
         early = await self.reclaim()
         self._keep_up()
-        return await self._averaged(mine, into, early, lambda target: self._mixer.mix(self, target))
+        return await self._averaged(mine, into, early, lambda target: self._averager.mix(self, target))
 
     async def close(self, mine: Sequence[Vector], into: Sequence[Vector], here: Collection[PeerId]) -> AveragingResult:
         """Close as the contract says.
@@ -123,7 +200,7 @@ class SharedStateSession:
             ValueError: as in `average`.
         """
         early, self.closing = await self.reclaim(), True
-        return await self._averaged(mine, into, early, lambda target: self._mixer.close(self, target, here))
+        return await self._averaged(mine, into, early, lambda target: self._averager.close(self, target, here))
 
     async def _averaged(
         self,
@@ -135,7 +212,7 @@ class SharedStateSession:
         if [len(each) for each in mine] != [len(each) for each in into]:
             raise ValueError(f"{[len(each) for each in mine]} elements into {[len(each) for each in into]}")
         target = VectorView(into)
-        await self._mixer.host.compute.run(partial(_copy, mine, into), 8 * target.size)
+        await self._pair.host.compute.run(partial(_copy, mine, into), 8 * target.size)
         self._open(target)
         try:
             await average(target)
@@ -143,26 +220,21 @@ class SharedStateSession:
             self.state = None  # a peer that leaves in a hurry does not wait for exchanges in progress
             raise
         held = await self.reclaim()
-        names, sent, received = self._mixer.accounting.take()
-        outcome = Outcome.COMMITTED if held or early else Outcome.SKIPPED
-        weights = self.weights if outcome is Outcome.COMMITTED else {}
-        return AveragingResult(
-            outcome, contributions=held, weights=weights, blamed=names, bytes_sent=sent, bytes_received=received
-        )
+        committed = bool(held or early)
+        return self._result(committed, held, self.weights if committed else {})
 
     def _keep_up(self) -> None:
         """Skip to the round of most other peers if this peer is behind."""
-        others = [member.peer for member in self._mixer.host.members.live() if member.peer != self._mixer.me.peer]
-        self.round = self._mixer.estimator.round(self.round, others)
+        self.round = self._averager.estimator.round(self.round, self._averager.others())
         self.key = replace(self.key, round=self.round)
 
     def _open(self, state: VectorView) -> None:
         self.state, self.held = state, {}
-        self._mixer.opened()
+        self._pair.notifier.notify()
 
     def has_time(self, seconds: float, until: Deadline) -> bool:
         """Whether an operation of this expected length may begin now, if it must end by `until`."""
-        return asyncio.get_running_loop().time() + min(seconds, self._longest_seconds) < until
+        return loop_time() + min(seconds, self._longest_seconds) < until
 
     # -- what came of it ----------------------------------------------------------------------------------------------
 
@@ -177,11 +249,6 @@ class SharedStateSession:
     def counted(self, peer: PeerId) -> int:
         """How often this peer's values were counted since the state was lent or given to `average`."""
         return len(self.held[peer].messages) if peer in self.held else 0
-
-    def count_half(self, drift: float) -> None:
-        """Count an exchange that may have moved one end only, by this share of the state's norm."""
-        self.half_exchanges += 1
-        self.mass_drift += drift
 
 
 def _copy(source: Sequence[Vector], into: Sequence[Vector]) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from protocols.allreduce.parts import ReducedPart
-from protocols.base import Header, Member
+from protocols.base import Member
 from protocols.pairwise.state_swap import ExchangeMessage
 from protocols.vectors import VectorView
 from protocols.wire import flag, one, real, register, text, uint
@@ -46,8 +46,7 @@ class ShareStatus(ExchangeMessage):
     counted: bool = flag()
 
 
-MESSAGES: tuple[type[Header], ...] = (PushShare, RecallShare, ShareStatus)
-register(72, MESSAGES)
+register(72, (PushShare, RecallShare, ShareStatus))
 
 
 def split_share(state: VectorView, part: ReducedPart) -> None:

@@ -31,18 +31,7 @@ import torch
 from protocols import wire
 from protocols.aio import task_group, until_gone
 from protocols.allreduce.parts import ReducedPart
-from protocols.base import (
-    BadPayload,
-    Compute,
-    Deadline,
-    Header,
-    Member,
-    Members,
-    PeerId,
-    PeerSilent,
-    RoundKey,
-    Stream,
-)
+from protocols.base import BadPayload, Compute, Deadline, Header, Member, Members, PeerId, PeerSilent, RoundKey, Stream
 from protocols.chunks import send_vector
 from protocols.codec import Codec
 from protocols.limits import LARGEST_FLOAT32
@@ -117,8 +106,7 @@ class OutcomeReply(ExchangeMessage):
     moved: bool = flag()
 
 
-MESSAGES: tuple[type[Header], ...] = (ExchangeRequest, ExchangeReply, StateReceived, OutcomeQuery, OutcomeReply)
-register(64, MESSAGES)
+register(64, (ExchangeRequest, ExchangeReply, StateReceived, OutcomeQuery, OutcomeReply))
 
 MessageType = TypeVar("MessageType", bound=ExchangeMessage)
 
@@ -169,8 +157,8 @@ class StateSwap:
         self.state = state
         self.moved: float | None = None
         self._theirs = StateReceiver(ReducedPart(codec, 0, state.size, chunk_elements), compute)
-        self._part, self._codec, self._compute = self._theirs.part, codec, compute
-        self.size_bytes, self.chunks = self._part.size_bytes, self._part.chunks
+        self._codec, self._compute = codec, compute
+        self.size_bytes, self.chunks = self._theirs.part.size_bytes, self._theirs.part.chunks
 
     @property
     def begun(self) -> bool:
@@ -192,7 +180,7 @@ class StateSwap:
         """
         await self._theirs.measure(stream, self.state)
         async with task_group() as group:
-            group.create_task(send_vector(stream, self._part, self.state, self._compute))
+            group.create_task(send_vector(stream, self._theirs.part, self.state, self._compute))
             await self._theirs.take(stream)
 
     async def commit(self) -> None:
@@ -208,14 +196,14 @@ class StateSwap:
 
     def discard(self) -> None:
         """Free the partner's state; what is known of it and of the move remains."""
-        self._part = self._theirs.part = ReducedPart(self._codec, 0, 0)
+        self._theirs.part = ReducedPart(self._codec, 0, 0)
 
     def _mix(self, write: bool) -> float:
         """Compute the move of every element, and apply it if `write`; returns its L2 norm. Runs off the loop.
 
         Multiplications and additions stay separate, so that the bits are the same on every machine.
         """
-        theirs, buffer = self._part, self._part.chunk_buffer()
+        theirs, buffer = self._theirs.part, self._theirs.part.chunk_buffer()
         squares = 0.0
         for index, low, high, (room, sent, half, mixed) in theirs.pieces(4):
             mine, data = self.state.read(low, high, room), buffer(index)

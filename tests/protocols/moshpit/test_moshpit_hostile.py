@@ -137,14 +137,14 @@ def without_receiver(plan: Plan) -> Plan:
         (changing_kind(PositionAnnouncement, lambda here: replace(here, sender=Member("p01"))), "says where p01 is"),
         (changing_kind(PositionAnnouncement, lambda here: replace(here, index=(31,))), "stands at"),
         (changing_kind(PositionAnnouncement, lambda here: forged(here, "offer")), "forged signature"),
-        (changing_kind(Plan, lambda plan: forged(plan, "offers")), "whom it calls"),
+        (changing_kind(Plan, lambda plan: forged(plan, "offers")), "our own offer"),
         (changing_kind(Plan, forged_first), "a forged offer of p00"),
-        (changing_kind(Plan, without_receiver), "whom it calls"),
+        (changing_kind(Plan, without_receiver), "our own offer"),
         (changing_kind(Plan, many_times), "p02 is in it twice"),
         (changing_kind(Plan, lambda plan: replace(plan, budget_seconds=1e5)), "times are not those"),
         (changing_kind(Plan, lambda plan: replace(plan, reducers=(2, 2, 2))), "parts are not those"),
-        (changing_kind(Plan, lambda plan: replace(plan, ballot=1, reducers=(2, 2, 2))), "a second call"),
-        (changing_kind(Plan, lambda plan: replace(plan, version=1, reducers=(2, 2, 2))), "a second call"),
+        (changing_kind(Plan, lambda plan: replace(plan, ballot=1, reducers=(2, 2, 2))), "a second plan"),
+        (changing_kind(Plan, lambda plan: replace(plan, version=1, reducers=(2, 2, 2))), "a second plan"),
         (changing_kind(PositionAnnouncement, lambda here: WantPart(bytes(32))), "on a control stream"),
         (
             changing_kind(Contribute, lambda opening: replace(opening, key=replace(opening.key, run=bytes(32)))),
@@ -273,7 +273,7 @@ def test_mean_without_contributors_is_rejected(monkeypatch: pytest.MonkeyPatch) 
     swarm = moshpit_swarm(2)
     swarm.tokens = [0, 1000]
     histories = swarm.play()
-    assert outcomes(histories["p00"]) == ["skipped"] and any("of nobody" in why for why in blames_of(histories, "p01"))
+    assert outcomes(histories["p00"]) == ["skipped"] and any("without any contribution" in why for why in blames_of(histories, "p01"))
 
 
 def test_repeated_leaving_claim_shortens_one_round() -> None:

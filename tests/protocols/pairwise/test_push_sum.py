@@ -191,7 +191,7 @@ def test_broken_stream_does_not_change_the_link_estimate() -> None:
 
     swarm.run(main)
     (result,) = swarm.told[0]
-    assert result.mean.blamed[0].why == "no share: no word of what became of it"
+    assert result.mean.blamed[0].why == "no share: it did not say whether it has counted the share"
     assert swarm.gossips[0].weighted.patience.timeout_seconds("p1", 10**6) < before + 1.0
 
 
