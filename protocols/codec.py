@@ -1,17 +1,17 @@
-"""Codecs: a float32 vector as bytes and back, at a size that is known beforehand. Pure.
+"""Codecs: encode a float32 vector as bytes of a size known in advance, and decode it. Pure.
 
-Everything is little-endian. Encoding refuses what is not finite; decoding yields finite numbers or raises `BadPayload`.
-All work in place on the caller's buffers, which may lie at any address, and are safe on several threads at once.
-Decoding is a widening or a look-up, then at most one separate multiplication: the same bits on every machine.
+All codecs are little-endian, work in place on buffers at any address, and may be used by several threads at once.
+Encoding refuses values that are not finite. Decoding yields finite values or raises `BadPayload`. It gives the same
+bits on every machine: it widens or looks up each code, then multiplies at most once.
 
     fp32   4 bytes an element, exact
-    fp16   2 bytes, to nearest even; beyond the largest float16 (65,504) it saturates there
-    bf16   2 bytes, to nearest even; beyond the largest bfloat16 (about 3.39e38) it saturates there
+    fp16   2 bytes, rounded to nearest even; saturates at the largest float16 (65,504)
+    bf16   2 bytes, rounded to nearest even; saturates at the largest bfloat16 (about 3.39e38)
     int8   1.03125 bytes, .258 of fp32: blocks of 128 elements with a float32 scale each (`protocols.codecs.lowbit`)
-    int4   .53125 bytes, .133 of fp32: the same with steps of a seventh of the largest
+    int4   .53125 bytes, .133 of fp32: the same in steps of a seventh of the block's largest magnitude
     e3m0   .53125 bytes: a sign and a power of two (`protocols.codecs.lowbit`)
-    topk   .0205 bytes, 1/195 of fp32: the 64 largest of each 4096, two bits each, with error feedback. A mean of N such
-           takes .032 bytes for N = 1, .111 for 4, .383 for 16 (`protocols.codecs.sparse`)
+    topk   .0205 bytes, 1/195 of fp32: the 64 largest of each 4096 elements, two bits each, with error feedback. A mean
+           of N contributions takes .032 bytes for N = 1, .111 for 4, .383 for 16 (`protocols.codecs.sparse`)
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = ["CODECS", "Codec", "codec", "state_codec"]
 
 
 class Float32(Codec):
-    """The vector itself."""
+    """The vector as it is."""
 
     name = "fp32"
 
@@ -51,11 +51,11 @@ class Float32(Codec):
 
 
 class Narrow(Codec):
-    """A 16-bit float, to nearest even, saturating.
+    """A 16-bit float, rounded to nearest even, saturating.
 
-    An element x of at most the largest finite number is off by at most half a unit in the last place: `unit` * |x|, or
-    `floor` where the format is denormal. One beyond becomes the largest, and is off by the whole difference: the bound
-    then tells how much was cut, and is not small against x.
+    An element x in the format's range is off by at most half a unit in the last place: `unit` * |x|, or `floor` where
+    the format is denormal. An element beyond the range becomes the largest number. Its error, and so the bound, is the
+    whole difference, which is not small compared to x.
     """
 
     def __init__(self, name: str, dtype: torch.dtype, unit: float, floor: float) -> None:
@@ -102,19 +102,19 @@ CODECS: Final[dict[str, Codec]] = {
 
 
 STATE_CODECS = ("fp32", "fp16")
-"""What loses more than a round's work changes in a state would undo that work, in every group again."""
+"""Codecs precise enough for states. A coarser one would undo the work of a round, each time peers average."""
 
 
 def state_codec(name: str) -> Codec:
-    """In what form states travel in a run whose codec that is: whole, where it is made for pseudo-gradients."""
+    """The codec for states in a run with this codec: fp32 if the run's codec is only meant for pseudo-gradients."""
     return codec(name if name in STATE_CODECS else "fp32")
 
 
 def codec(name: str) -> Codec:
-    """The codec of that name.
+    """The codec of this name.
 
     Raises:
-        ValueError: there is none; one line that names those there are.
+        ValueError: unknown codec; the one-line message names the codecs that exist.
     """
     if name in CODECS:
         return CODECS[name]
