@@ -64,7 +64,7 @@ class BootstrapServer:
     async def _serve(self, peer: PeerId, stream: Stream) -> None:
         async with peer_timeout(ASK_SECONDS, peer, "it asks"):
             request = await stream.receive(wire.MAX_HEADER_BYTES)
-        async with peer_timeout(TRANSFER_SECONDS, peer, "it takes an answer"):
+        async with peer_timeout(TRANSFER_SECONDS, peer, "it receives an answer"):
             match request:
                 case WantRun():
                     run = self._run

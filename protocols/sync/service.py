@@ -1,4 +1,4 @@
-"""What sync services with and without a shared chain have in common: announcements and snapshots."""
+"""The base of the sync services with and without a chain: announcements and snapshots."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ class SyncServiceBase(ABC, Generic[A]):
         """Create the service.
 
         Args:
-            key: of this peer's next round.
+            announcement: the type `A`.
+            key: returns the key of this peer's next round.
             donor: serves this peer's snapshots.
         """
         self.accounting, self.sync_progress = context.accounting, context.sync_progress
@@ -46,13 +47,13 @@ class SyncServiceBase(ABC, Generic[A]):
         self._server = SyncServer(context.host, context.accounting, donor, self._answer)
 
     async def run(self) -> None:
-        """Serve until cancelled: release snapshots that no peer downloads any more, and do the service's own part."""
+        """Run until cancelled: release snapshots that no peer downloads any more, and call `_look_around`."""
         while True:
             self._donor.tidy()
             await self._look_around()
 
     def complain_to(self, say: Callable[[str], None]) -> None:
-        """Set where to report, in one line, that catching up gets no closer."""
+        """Set the function that shows the operator a line, if catching up gets no closer."""
         self._context.say = say
 
     def take_bytes(self) -> tuple[int, int]:
@@ -65,21 +66,21 @@ class SyncServiceBase(ABC, Generic[A]):
 
     @abstractmethod
     async def _look_around(self) -> None:
-        """One pass of `run`, including the wait until the next one."""
+        """The service's own part of a pass of `run`, including the wait until the next pass."""
 
     @abstractmethod
     async def _answer(self, stream: Stream, request: Header) -> None:
         """Answer a request that is not for a snapshot.
 
         Raises:
-            BadPayload: it is no such request, or breaks a rule.
+            BadPayload: it is another kind of message, or breaks a rule.
         """
 
     def _admit(self, peer: PeerId, announcement: A) -> None:
         """Check and record a peer's announcement.
 
         Raises:
-            BadPayload: it is in another run, or speaks for another peer.
+            BadPayload: it is from another run, or names another peer as its sender.
         """
         ours, theirs = self._key(), announcement.key
         if (theirs.run, theirs.scope, theirs.fragment) != (ours.run, ours.scope, ours.fragment):
@@ -88,10 +89,10 @@ class SyncServiceBase(ABC, Generic[A]):
             raise BadPayload(f"{self.described} in the name of {announcement.sender.peer}")
 
     async def _exchange(self, peers: Sequence[PeerId], deadline: Deadline) -> dict[PeerId, A]:
-        """Exchange announcements with these peers. A peer that lies is reported, and not asked for a while.
+        """Exchange announcements with these peers. A peer that breaks a rule is reported, and not asked for a while.
 
         Returns:
-            The announcements of those that answered, in the order of `peers`.
+            The announcements of the peers that answered, in the order of `peers`.
         """
         deadline = min(deadline, loop_time() + ANNOUNCE_SECONDS)
         found: dict[PeerId, A] = {}

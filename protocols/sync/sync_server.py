@@ -1,4 +1,4 @@
-"""Answers requests outside of rounds: a few streams at a time, a few requests on each, each within a time limit."""
+"""Serves requests outside of rounds. The streams, the requests on each, and the time for each are limited."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ MAX_REQUESTS = 64
 
 
 class SyncServer:
-    """Passes requests to the handler. Requests for a snapshot go to the donor.
+    """Passes requests for a snapshot to the snapshot server, and all others to `answer`.
 
     Args:
-        answer: sends the answer to a request; raises `BadPayload` if it is not a valid one.
+        answer: sends the answer to a request; raises `BadPayload` if the request is not valid.
     """
 
     def __init__(
@@ -44,10 +44,10 @@ class SyncServer:
 
     async def _requests(self, peer: PeerId, stream: Stream) -> None:
         for _ in range(MAX_REQUESTS):
-            async with peer_timeout(REQUESTER_IDLE_SECONDS, peer, "it asks"):
+            async with peer_timeout(REQUESTER_IDLE_SECONDS, peer, "it sends a request"):
                 request = await stream.receive(wire.MAX_HEADER_BYTES)
             if isinstance(request, WantSnapshot):
                 return await self._donor.serve(stream, request)
-            async with peer_timeout(SERVE_SECONDS, peer, "it takes an answer"):
+            async with peer_timeout(SERVE_SECONDS, peer, "it receives an answer"):
                 await self._answer(stream, request)
         raise BadPayload(f"{MAX_REQUESTS} requests on one stream")

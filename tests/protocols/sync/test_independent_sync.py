@@ -205,7 +205,7 @@ def test_user_is_told_after_five_failed_fetches() -> None:
             await town.fetch()
             snapshots.drop(mine)
             town.state_sync["anna"]._donor._loans.clear()
-        assert said == ["nobody here has a state: waiting for a peer that has one"]
+        assert said == ["no peer here has a state: waiting for a peer that has one"]
 
     def away(town: DonorCluster) -> Awaitable[None]:
         town.state_sync["anna"]._context.snapshots._held.clear()
