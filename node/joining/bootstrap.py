@@ -200,7 +200,7 @@ class BootstrapClient:
             remembered: those of them that the user did not give: there, peers were met before.
 
         Raises:
-            ManifestError: all addresses lead into other runs, and there is no file that could add more.
+            ManifestError: all addresses are of other runs, and there is no file that could add more.
         """
         for each in dict.fromkeys(addresses):
             if each.startswith(FILE_SIGN):
