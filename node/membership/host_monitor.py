@@ -68,7 +68,7 @@ class HostMonitor:
         return TimeJump(0.0, f"this machine's addresses have changed (now {now}): all peers get the new ones")
 
     def _compare(self, offsets: Sequence[float]) -> None:
-        """Report a skew that was seen twice in a row. An echo that a suspend delayed shows a wrong skew, but only once."""
+        """Report a skew that was seen twice in a row: after a suspend, a delayed echo shows a wrong skew once."""
         if not offsets:
             return
         before, self._skewed = self._skewed, skew(offsets, MAX_OFFSET_SECONDS)
