@@ -29,29 +29,8 @@ from protocols.codecs.sparse import TopK
 __all__ = ["CODECS", "Codec", "codec", "state_codec"]
 
 
-class Float32(Codec):
-    """The vector as it is."""
-
-    name = "fp32"
-
-    def encoded_bytes(self, elements: int) -> int:
-        return 4 * elements
-
-    def encode(self, source: Vector, into: memoryview) -> None:
-        data = target(self, source, into)
-        finite_range(source)
-        typed(data, torch.float32).copy_(source)
-
-    def decode(self, data: Buffer, into: Vector) -> None:
-        into.copy_(typed(received(self, data, into), torch.float32))
-        refuse_non_finite(into)
-
-    def error_bound(self, source: Vector) -> Vector:
-        return torch.zeros_like(source)
-
-
-class Narrow(Codec):
-    """A 16-bit float, rounded to nearest even, saturating.
+class FloatCodec(Codec):
+    """A float format, rounded to nearest even, saturating.
 
     An element x in the format's range is off by at most half a unit in the last place: `unit` * |x|, or `floor` where
     the format is denormal. An element beyond the range becomes the largest number. Its error, and so the bound, is the
@@ -66,7 +45,7 @@ class Narrow(Codec):
         self._largest = torch.finfo(dtype).max
 
     def encoded_bytes(self, elements: int) -> int:
-        return 2 * elements
+        return self._dtype.itemsize * elements
 
     def encode(self, source: Vector, into: memoryview) -> None:
         data = typed(target(self, source, into), self._dtype)
@@ -87,13 +66,13 @@ class Narrow(Codec):
     def error_bound(self, source: Vector) -> Vector:
         size = source.abs()
         cut = torch.nextafter(size - self._largest, size)  # the difference may have been rounded down
-        return size.mul(self._unit).clamp_(min=self._floor).maximum(cut)
+        return size.mul(self._unit).clamp_(min=self._floor).maximum(cut.masked_fill_(size <= self._largest, 0.0))
 
 
 CODECS: Final[dict[str, Codec]] = {
-    "fp32": Float32(),
-    "fp16": Narrow("fp16", torch.float16, unit=2.0**-11, floor=2.0**-25),
-    "bf16": Narrow("bf16", torch.bfloat16, unit=2.0**-8, floor=2.0**-134),
+    "fp32": FloatCodec("fp32", torch.float32, unit=0.0, floor=0.0),
+    "fp16": FloatCodec("fp16", torch.float16, unit=2.0**-11, floor=2.0**-25),
+    "bf16": FloatCodec("bf16", torch.bfloat16, unit=2.0**-8, floor=2.0**-134),
     "int8": Int8(),
     "int4": Int4(),
     "e3m0": E3M0(),

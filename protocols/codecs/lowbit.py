@@ -32,6 +32,9 @@ class _Blockwise(Codec):
     _TOP: float
     _LEAST: float  # smaller scales become zero
     _MOST: float  # larger scales are clamped
+    _STEP = (
+        0.50002  # the error in steps: half a step, and at most 127 * 2**-24 for each rounding of quotient and product
+    )
 
     def encode(self, source: Vector, into: memoryview) -> None:
         scales, codes = self._split(target(self, source, into), len(source))
@@ -80,7 +83,7 @@ class _Blockwise(Codec):
 
     def _off_by(self, sizes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         """Upper bound of the error of elements of these magnitudes."""
-        raise NotImplementedError
+        return scale * self._STEP
 
     def _split(self, data: torch.Tensor, elements: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Views of the scales, and of the codes as bytes, in the encoded bytes."""
@@ -105,7 +108,6 @@ class Int8(_Blockwise):
     name = "int8"
     _TOP, _LEAST = 127.0, SMALLEST_NORMAL_FLOAT32
     _MOST = float.fromhex("0x1.020406p+121")  # the largest float32 whose product with 127, rounded, is finite
-    _STEP = 0.50002  # half a step, and at most 127 * 2**-24 of a step for each rounding of quotient and product
 
     def encoded_bytes(self, elements: int) -> int:
         return _scale_bytes(elements) + elements
@@ -118,9 +120,6 @@ class Int8(_Blockwise):
         if int(signed.amin()) < -127:
             raise BadPayload("int8 code -128")
         into.copy_(signed)
-
-    def _off_by(self, sizes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        return scale * self._STEP
 
 
 class _FourBit(_Blockwise):
@@ -166,15 +165,12 @@ class Int4(_FourBit):
     """Four bits. The error is at most half a step, which is absmax / 14 of the block, and a little for rounding."""
 
     name = "int4"
-    _TOP, _LEAST, _STEP = 7.0, SMALLEST_NORMAL_FLOAT32, 0.50002
+    _TOP, _LEAST = 7.0, SMALLEST_NORMAL_FLOAT32
     _MOST = float.fromhex("0x1.249248p+125")  # the largest float32 whose product with 7, rounded, is finite
     _LEVELS = (*range(8), *range(-7, 0))
 
     def _codes(self, quotients: Vector) -> torch.Tensor:
         return quotients.round_().to(torch.int8).bitwise_and_(15)
-
-    def _off_by(self, sizes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        return scale * self._STEP
 
 
 class E3M0(_FourBit):

@@ -18,7 +18,6 @@ If the last group of a vector has only n elements, ceil(n / 64) of them are sent
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -113,42 +112,36 @@ class TopK(Codec):
         data = target(self, source, into)
         finite_range(source)
         at, values = 0, []
-        for start, group in self._placed(len(source)):
-            block = source[start : start + group.count * group.width].view(-1, group.width)
+        for group, block in self._blocks(source):
             positions = group.largest(block)
             values.append(block.gather(1, positions).view(-1))
-            size = group.count * group.bytes
-            data[at : at + size].copy_(group.pack(positions).view(-1))
-            at += size
+            packed = group.pack(positions).view(-1)
+            data[at : at + len(packed)].copy_(packed)
+            at += len(packed)
         self._values.encode(torch.cat(values) if values else source, into[at:])
 
     def decode(self, data: Buffer, into: Vector) -> None:
         held = received(self, data, into)
-        placed = list(self._placed(len(into)))
-        start = sum(group.count * group.bytes for _, group in placed)
-        values = torch.empty(sum(group.count * group.keep for _, group in placed))
+        blocks = self._blocks(into)
+        start = sum(group.count * group.bytes for group, _ in blocks)
+        values = torch.empty(sum(group.count * group.keep for group, _ in blocks))
         self._values.decode(memoryview(data)[start:], values)
         into.zero_()
         at = used = 0
-        for low, group in placed:
+        for group, block in blocks:
             size, kept = group.count * group.bytes, group.count * group.keep
             positions = group.unpack(held[at : at + size].view(-1, group.bytes))
-            block = into[low : low + group.count * group.width].view(-1, group.width)
             block.scatter_(1, positions, values[used : used + kept].view(-1, group.keep))
             at, used = at + size, used + kept
 
     def error_bound(self, source: Vector) -> Vector:
         bound = source.abs()
-        placed = [
-            (source[low : low + group.count * group.width].view(-1, group.width), low, group)
-            for low, group in self._placed(len(source))
-        ]
-        positions = [group.largest(block) for block, _, group in placed]
-        values = [block.gather(1, at).view(-1) for (block, _, _), at in zip(placed, positions, strict=True)]
-        sent = self._values.error_bound(torch.cat(values) if values else source)
-        for (block, low, _), at in zip(placed, positions, strict=True):
-            here, sent = sent[: at.numel()], sent[at.numel() :]
-            bound[low : low + block.numel()].view_as(block).scatter_(1, at, here.view_as(at))
+        blocks = [(block, group.largest(block)) for group, block in self._blocks(bound)]
+        values = [block.gather(1, positions).view(-1) for block, positions in blocks]
+        sent = self._values.error_bound(torch.cat(values) if values else source)  # signs do not matter
+        for block, positions in blocks:
+            here, sent = sent[: positions.numel()], sent[positions.numel() :]
+            block.scatter_(1, positions, here.view_as(positions))
         return bound
 
     def _groups(self, elements: int) -> tuple[_Groups, ...]:
@@ -160,12 +153,15 @@ class TopK(Codec):
     def _kept(self, width: int) -> int:
         return min(width, max(1, self._members) * -(-width // (GROUP // KEEP)))
 
-    def _placed(self, elements: int) -> Iterator[tuple[int, _Groups]]:
-        """Yield runs of groups of one width, each with its first element. No run is longer than a piece."""
-        for low in range(0, elements, PIECE):
-            for group in self._groups(min(PIECE, elements - low)):
-                yield low, group
-                low += group.count * group.width
+    def _blocks(self, vector: Vector) -> list[tuple[_Groups, torch.Tensor]]:
+        """Views of a vector: runs of groups of one width, with a row for each group. No run is longer than a piece."""
+        found = []
+        for low in range(0, len(vector), PIECE):
+            for group in self._groups(min(PIECE, len(vector) - low)):
+                block = vector[low : low + group.count * group.width].view(-1, group.width)
+                found.append((group, block))
+                low += len(block) * group.width
+        return found
 
 
 @dataclass(frozen=True, slots=True)
