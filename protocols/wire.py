@@ -58,59 +58,44 @@ def _field(spec: Spec, **options: Any) -> Any:
     return dataclasses.field(metadata={"spec": spec}, **options)
 
 
-def uint(maximum: int) -> Any:
-    """An integer in 0..maximum, not a bool."""
+def _checked(what: str, kind: type, is_valid: Callable[[Any], bool], pack: Callable[[Any], Any] = _same) -> Any:
+    """A field whose values are of one type and satisfy a condition.
 
-    def unpack(value: Any) -> int:
-        if type(value) is not int or not 0 <= value <= maximum:
-            raise _refuse(f"an integer in 0..{maximum}", value)
+    Args:
+        what: description of the valid values, for the error message.
+        is_valid: called only with values of type `kind`.
+    """
+
+    def unpack(value: Any) -> Any:
+        if type(value) is not kind or not is_valid(value):
+            raise _refuse(what, value)
         return value
 
-    return _field(Spec(_same, unpack))
+    return _field(Spec(pack, unpack))
+
+
+def uint(maximum: int) -> Any:
+    """An integer in 0..maximum, not a bool."""
+    return _checked(f"an integer in 0..{maximum}", int, lambda value: 0 <= value <= maximum)
 
 
 def real(low: float, high: float) -> Any:
     """A finite float in low..high."""
-
-    def unpack(value: Any) -> float:
-        if type(value) is not float or not math.isfinite(value) or not low <= value <= high:
-            raise _refuse(f"a number in {low:g}..{high:g}", value)
-        return value
-
-    return _field(Spec(float, unpack))
+    what = f"a number in {low:g}..{high:g}"
+    return _checked(what, float, lambda value: math.isfinite(value) and low <= value <= high, pack=float)
 
 
 def flag() -> Any:
-    def unpack(value: Any) -> bool:
-        if type(value) is not bool:
-            raise _refuse("true or false", value)
-        return value
-
-    return _field(Spec(_same, unpack))
-
-
-def _text(maximum: int) -> Spec:
-    def unpack(value: Any) -> str:
-        if type(value) is not str or len(value) > maximum:
-            raise _refuse(f"a text of at most {maximum} characters", value)
-        return value
-
-    return Spec(_same, unpack)
+    return _checked("true or false", bool, lambda value: True)
 
 
 def text(maximum: int) -> Any:
-    return _field(_text(maximum))
+    return _checked(f"a text of at most {maximum} characters", str, lambda value: len(value) <= maximum)
 
 
 def blob(maximum: int, minimum: int = 0) -> Any:
     """Bytes of a length in minimum..maximum."""
-
-    def unpack(value: Any) -> bytes:
-        if type(value) is not bytes or not minimum <= len(value) <= maximum:
-            raise _refuse(f"{minimum}..{maximum} bytes", value)
-        return value
-
-    return _field(Spec(bytes, unpack))
+    return _checked(f"{minimum}..{maximum} bytes", bytes, lambda value: minimum <= len(value) <= maximum, pack=bytes)
 
 
 def digest() -> Any:
