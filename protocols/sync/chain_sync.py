@@ -64,8 +64,6 @@ class ChainSync(SyncServiceBase[HeadAnnouncement]):
         stranded: whether this peer has been undecided for long enough to fork itself: see `ForkChoice.beating`.
     """
 
-    described = "a head announcement"
-
     def __init__(
         self,
         host: Host,

@@ -45,8 +45,6 @@ def sign_state_ref(key: RoundKey, round_number: int, root: bytes) -> bytes:
 class IndependentStateSync(SyncServiceBase[StateAdvert]):
     """The sync service of a peer with independent state."""
 
-    described = "a state advert"
-
     def __init__(
         self,
         host: Host,

@@ -35,24 +35,22 @@ class RoundReplayer:
         self._codec, self._chunk_elements = codec(context.settings.codec), context.settings.chunk_elements
         self._failures: dict[PeerId, int] = {}
 
-    def encoded_bytes(self, elements: int) -> int:
+    @property
+    def mean_bytes(self) -> int:
         """Approximate bytes to fetch for the mean of one round, if its members were those that are live now."""
-        return self._codec.reduced(len(self._context.host.members.live())).encoded_bytes(elements)
+        return self._codec.reduced(len(self._context.host.members.live())).encoded_bytes(self._context.elements)
 
-    async def parts(
-        self, record: Record, elements: int, sources: Sequence[PeerId], deadline: Deadline
-    ) -> list[ReducedPart]:
+    async def parts(self, record: Record, sources: Sequence[PeerId], deadline: Deadline) -> list[ReducedPart]:
         """Fetch the parts of the mean of a decided round that has one.
 
         Args:
-            elements: length of the mean.
             sources: peers to ask.
 
         Raises:
             StateUnavailable: a part cannot be fetched from these peers, or does not fit into the mean.
         """
         bounds, sources = record.bounds, sources[:MAX_SOURCES]
-        if not record.tiles(elements):
+        if not record.tiles(self._context.elements):
             raise StateUnavailable(f"the record of round {record.round} has parts that do not make up its mean")
         turn, reduced = asyncio.Semaphore(AT_ONCE), self._codec.reduced(len(record.peers))
 

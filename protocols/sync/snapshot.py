@@ -69,11 +69,8 @@ class SnapshotIndex:
 
     def size(self, chunk: int) -> int:
         """The size of a chunk in bytes."""
-        low, high = self._place(chunk)
+        low, high = chunk_range(0, self.elements, chunk % (len(self.digests) // 2))
         return 4 * (high - low)
-
-    def _place(self, chunk: int) -> tuple[int, int]:
-        return chunk_range(0, self.elements, chunk % (len(self.digests) // 2))
 
 
 class SnapshotBuffer(Protocol):

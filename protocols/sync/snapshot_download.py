@@ -12,7 +12,6 @@ import hashlib
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from functools import partial
 from typing import TypeVar
 
@@ -120,11 +119,9 @@ class SnapshotDownload:
         Raises:
             StateUnavailable: the donors did not send the whole snapshot.
         """
-        self._scheduler = ChunkScheduler(self._missing, self._now)
-        self._missing = self._scheduler.missing
+        self._queue_missing()
         self._until = deadline + 8 * self._elements / SLOWEST_BYTES_PER_SECOND
         self._moved = float("-inf")
-        self._tell()
         asked, before = 0, self.bytes_received
         async with task_group() as group:
             jobs: dict[PeerId, asyncio.Task[None]] = {}
@@ -137,11 +134,10 @@ class SnapshotDownload:
                     asked = len(jobs)
                     if all(job.done() for job in jobs.values()):
                         break
-                    with suppress(TimeoutError):
-                        await self._notifier.until(
-                            lambda: self.complete or all(job.done() for job in jobs.values()),
-                            min(until, self._now() + LOOK_SECONDS),
-                        )
+                    await self._notifier.reached(
+                        lambda: self.complete or all(job.done() for job in jobs.values()),
+                        min(until, self._now() + LOOK_SECONDS),
+                    )
             finally:
                 for job in jobs.values():
                     job.cancel()
@@ -211,11 +207,9 @@ class SnapshotDownload:
                 self._missing.update(range(len(index.digests)))
                 if not snapshot.fresh:
                     await self._find(snapshot)
-                self._scheduler = ChunkScheduler(self._missing, self._now)
-                self._missing = self._scheduler.missing
                 self._snapshot = snapshot
+                self._queue_missing()
                 self._moved = self._now()
-                self._tell()
                 self._notifier.notify()
 
     async def _find(self, snapshot: Snapshot) -> None:
@@ -256,11 +250,10 @@ class SnapshotDownload:
         while not self.complete and self._now() < until:
             if self._scheduler.next((), rate.patience_seconds) is not None:
                 return True
-            with suppress(TimeoutError):
-                await self._notifier.until(
-                    lambda: self.complete or self._scheduler.next((), rate.patience_seconds) is not None,
-                    min(until, self._now() + rate.patience_seconds),
-                )
+            await self._notifier.reached(
+                lambda: self.complete or self._scheduler.next((), rate.patience_seconds) is not None,
+                min(until, self._now() + rate.patience_seconds),
+            )
         return self.complete
 
     def _release(self, index: int) -> None:
@@ -298,7 +291,10 @@ class SnapshotDownload:
                 return answer, put_off > 0
         raise BadPayload(f"puts off one chunk {BUSY_ANSWERS} times")
 
-    def _tell(self) -> None:
+    def _queue_missing(self) -> None:
+        """Queue the missing chunks, and report how much is missing."""
+        self._scheduler = ChunkScheduler(self._missing, self._now)
+        self._missing = self._scheduler.missing
         self._sync_progress.bytes_whole = 8 * self._elements
         self._sync_progress.bytes_here = self._sync_progress.bytes_whole - self.missing_bytes
 

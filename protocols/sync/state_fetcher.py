@@ -52,7 +52,7 @@ class StateFetcher:
         sources = self._context.peers.others(voters, self._context.peers.everybody())
         live = {member.peer for member in self._context.host.members.live()}
         sources = [peer for peer in sources if peer in live] or sources  # waiting for a silent peer takes time
-        return await self._replayer.parts(link.record, self._context.elements, sources, deadline)
+        return await self._replayer.parts(link.record, sources, deadline)
 
     async def decode(self, parts: Sequence[ReducedPart], into: Vector) -> None:
         """Decode the mean that these parts form, float32 (n), into `into`.
@@ -65,7 +65,7 @@ class StateFetcher:
     @property
     def mean_bytes(self) -> int:
         """Approximate cost of fetching the mean of one round, in bytes."""
-        return self._replayer.encoded_bytes(self._context.elements)
+        return self._replayer.mean_bytes
 
     # -- snapshots ----------------------------------------------------------------------------------------------------
 
