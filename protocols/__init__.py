@@ -1,4 +1,4 @@
-"""How peers agree. Knows nothing of processes, sockets, threads or time: see `protocols.base`."""
+"""The protocols by which peers agree. They use no processes, sockets, threads or clocks: see `protocols.base`."""
 
 from collections.abc import Callable
 
@@ -10,7 +10,7 @@ from protocols.pairwise.gossip import Gossip
 from protocols.pairwise.push_sum import PushSum
 
 REPLICATED_PROTOCOLS: dict[str, type[Butterfly]] = {"butterfly": Butterfly}
-"""Every protocol by which peers share one anchor, by its name."""
+"""The protocols with replicated state, by name."""
 
 INDEPENDENT_PROTOCOLS: dict[str, Callable[[Host, Settings], IndependentAverager]] = {
     "gossip": Gossip,
@@ -21,4 +21,4 @@ INDEPENDENT_PROTOCOLS: dict[str, Callable[[Host, Settings], IndependentAverager]
     "parameter_server": parameter_server,
     "parameter_server_async": parameter_server_async,
 }
-"""Every protocol by which each peer has a state of its own."""
+"""The protocols with independent state, by name."""

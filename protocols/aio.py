@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 def loop_time() -> float:
-    """The running loop's time, seconds: what every `Deadline` is measured in."""
+    """The running loop's time in seconds, in which every `Deadline` is measured."""
     return asyncio.get_running_loop().time()
 
 
@@ -38,7 +38,7 @@ class Notifier:
                 await self._event.wait()
 
     async def reached(self, condition: Callable[[], bool], deadline: Deadline) -> bool:
-        """Wait as `until` does; whether the condition holds before the deadline."""
+        """Wait as `until` does, and return whether the condition held before the deadline."""
         try:
             await self.until(condition, deadline)
         except TimeoutError:
@@ -50,7 +50,7 @@ async def run_with_helper(main: Coroutine[Any, Any, T], helper: Coroutine[Any, A
     """Run `helper` while `main` runs; the helper is cancelled when `main` returns.
 
     Raises:
-        The first exception of either; the other one is cancelled and awaited.
+        The first exception of either; the other coroutine is cancelled and awaited.
     """
     async with task_group() as group:
         side = group.create_task(helper)
@@ -99,7 +99,7 @@ async def task_group() -> AsyncIterator[asyncio.TaskGroup]:
 
 
 async def until_gone(members: Members, watched: Sequence[Member], deadline: Deadline) -> list[PeerId]:
-    """Wait until a watched member is no longer live, and return those that are not; empty at the deadline."""
+    """Wait until a watched member is no longer live. Returns those that are not, or an empty list at the deadline."""
     loop = asyncio.get_running_loop()
     while loop.time() < deadline:
         version, live = members.version, members.live()
@@ -111,10 +111,13 @@ async def until_gone(members: Members, watched: Sequence[Member], deadline: Dead
 
 @asynccontextmanager
 async def peer_timeout(seconds: float, peer: PeerId, doing: str) -> AsyncIterator[None]:
-    """Bound a step by a deadline earlier than the stream's own. The stream must not be used after it has passed.
+    """Give a step less time than the stream has. The stream must not be used after the time has passed.
+
+    Args:
+        doing: what the peer does in this step, for the error message.
 
     Raises:
-        PeerSilent: the deadline passed.
+        PeerSilent: the time has passed.
     """
     try:
         async with asyncio.timeout(seconds):

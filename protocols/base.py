@@ -1,13 +1,13 @@
 """The contract between protocols and the node: what a protocol may use, and what it must provide.
 
-A protocol reaches the outside world only through the `Host` that it is built with, so the same protocol code runs over
-libp2p and in the simulator. A `Deadline` is a value of the running loop's `time()` and is used through
-`asyncio.timeout_at`: the loop is the clock.
+A protocol reaches the outside world only through the `Host` that it is built with. So the same protocol code runs over
+libp2p and in the simulator. The event loop is the clock: a `Deadline` is a value of the running loop's `time()`, for
+`asyncio.timeout_at`.
 
-Its names are defined in four modules of `protocols.contract`. Import them from here:
+The names are defined in four modules of `protocols.contract`. Import them from here:
 
     values      plain values: keys, members, heads, progress, results, settings
-    errors      the tree below
+    errors      the errors below
     host        transport, directory, members, compute, clock, signer
     averager    averagers, their sessions, and trainers
 
@@ -16,8 +16,8 @@ Errors:
     ProtocolError
       PeerError            something about one peer; carries `peer`
         PeerGone           definite: no byte reached the peer, or it refused; it has not counted our data
-        PeerSilent         indefinite: a reset, an end or a deadline in mid stream; it may have counted our data
-      BadPayload           received data breaks the rules; the reader knows the sender and reports it
+        PeerSilent         indefinite: the stream was reset, ended or timed out; the peer may have counted our data
+      BadPayload           received data breaks the rules; the code that read it knows the sender, and reports it
 """
 
 from __future__ import annotations

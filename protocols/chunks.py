@@ -1,9 +1,8 @@
-"""Vectors and parts over a stream, one chunk after the other: a header, then the encoded elements.
+"""Sends and receives vectors and parts chunk by chunk: for each chunk a header, then its encoded elements.
 
-Sender and receiver know the layout, so the receiver knows the index and the size of each chunk beforehand, and refuses
-every other. Chunks go from and into buffers that exist before the first of them. Codecs and digests run through
-`Compute`, one chunk at a time. A receiver reads a chunk only when its work on the one before is done, so a slow
-receiver slows down its sender.
+Sender and receiver know the layout. So the receiver knows the index and size of each chunk in advance, and refuses any
+other. Buffers are allocated before the first chunk. Codecs and digests run through `Compute`, one chunk at a time. A
+receiver reads a chunk only when it has processed the previous one, so a slow receiver slows down its sender.
 """
 
 from __future__ import annotations
@@ -18,25 +17,26 @@ from protocols.base import BadPayload, Compute, Header, Stream
 from protocols.vectors import VectorView
 
 HEADER_LIMIT = 512
-"""Bytes of the header of a chunk, or of a message in its place, at most."""
+"""Limit of the bytes of a chunk's header, or of a message that comes instead of it."""
 
 ChunkHeader = TypeVar("ChunkHeader", wire.Chunk, wire.Reduced)
 OnHeader = Callable[[Header], None]
-"""Sees each header before it has to be that of a chunk; may raise."""
+"""Called with each header before it is checked to be that of a chunk; may raise."""
 
 
 def due(header: Header, kind: type[ChunkHeader], index: int, size: int) -> ChunkHeader:
-    """The header, which has to be that of the chunk that is due.
+    """Check that a header is that of the expected chunk, and return it.
 
     Args:
-        size: encoded bytes of the chunk.
+        index: of the expected chunk.
+        size: encoded bytes of the expected chunk.
 
     Raises:
         BadPayload: it is another message, or the header of another chunk.
     """
     chunk = wire.expect(header, kind)
     if (chunk.index, chunk.size) != (index, size):
-        raise BadPayload(f"chunk {chunk.index} of {chunk.size} bytes where {index} of {size} is due")
+        raise BadPayload(f"chunk {chunk.index} of {chunk.size} bytes where chunk {index} of {size} bytes is due")
     return chunk
 
 
@@ -47,7 +47,7 @@ async def send_vector(stream: Stream, layout: PartLayout, source: VectorView, co
     """Encode and send the elements of `source` that the layout covers.
 
     Raises:
-        PeerSilent: the stream broke off.
+        PeerSilent: the stream ended.
     """
     scratch, buffer = layout.room(), layout.chunk_buffer()
 
@@ -61,10 +61,10 @@ async def send_vector(stream: Stream, layout: PartLayout, source: VectorView, co
 
 
 async def send_encoded(stream: Stream, part: ReducedPart) -> None:
-    """Send a part that is encoded already.
+    """Send a part that is already encoded.
 
     Raises:
-        PeerSilent: the stream broke off.
+        PeerSilent: the stream ended.
     """
     for index in range(part.chunks):
         data = part.chunk(index)
@@ -72,11 +72,11 @@ async def send_encoded(stream: Stream, part: ReducedPart) -> None:
 
 
 async def receive_chunk(stream: Stream, index: int, into: memoryview, on_header: OnHeader | None = None) -> None:
-    """Receive the encoded chunk that is due; it fills `into`.
+    """Receive the encoded chunk of this index, which fills `into`.
 
     Raises:
-        BadPayload: another message or chunk came; or `on_header` says so.
-        PeerSilent: the stream broke off.
+        BadPayload: another message or chunk came, or `on_header` raised it.
+        PeerSilent: the stream ended.
     """
     header = await stream.receive(HEADER_LIMIT)
     if on_header:
@@ -88,11 +88,11 @@ async def receive_chunk(stream: Stream, index: int, into: memoryview, on_header:
 async def receive_vector(
     stream: Stream, layout: PartLayout, into: VectorView, compute: Compute, on_header: OnHeader | None = None
 ) -> None:
-    """Receive the elements that the layout covers, and decode them to where they belong in `into`.
+    """Receive the elements that the layout covers, and decode them into their place in `into`.
 
     Raises:
         BadPayload: as for `receive_chunk`, or a chunk does not decode to finite numbers.
-        PeerSilent: the stream broke off.
+        PeerSilent: the stream ended.
     """
     scratch, buffer = layout.room(), layout.chunk_buffer()
 
@@ -118,20 +118,20 @@ async def receive_reduced(
     allowed: int | None = None,
     progress: Callable[[], None] = lambda: None,
 ) -> wire.PartDone:
-    """Fill `part` with reduced chunks, and set its `masks` and its `result` to what came.
+    """Receive reduced chunks into `part`, and set its `masks` and `result` accordingly.
 
     Args:
         into: takes the decoded elements; None: they are not decoded.
-        allowed: mask of those who may be in the first chunk; a later chunk may hold only those of the chunk before.
-            None: any may be.
-        progress: called for every chunk.
+        allowed: mask of the contributors that the first chunk may hold; a later chunk may hold only those of the
+            previous chunk. None: no restriction.
+        progress: called after every chunk.
 
     Returns:
-        The sender's statement of what the part is; neither compared with `part.result` nor verified.
+        The sender's statement of what the part is. It is neither verified nor compared with `part.result`.
 
     Raises:
-        BadPayload: another message or chunk came, or one that holds others than it may, or that does not decode.
-        PeerSilent: the stream broke off.
+        BadPayload: another message or chunk came, a chunk holds a contributor that it may not, or does not decode.
+        PeerSilent: the stream ended.
     """
     digests: list[bytes] = []
     scratch = part.room() if into else None
@@ -146,7 +146,7 @@ async def receive_reduced(
         header = due(await stream.receive(HEADER_LIMIT), wire.Reduced, index, len(data))
         if allowed is not None:
             if header.mask & ~allowed:
-                raise BadPayload(f"reduced chunk {index} holds who is out already, or nobody's work")
+                raise BadPayload(f"reduced chunk {index} holds a contributor that is excluded or unknown")
             allowed = header.mask
         await stream.receive_into(data)
         part.masks.append(header.mask)

@@ -1,17 +1,17 @@
-"""Codecs: a float32 vector as bytes and back, at a size that is known beforehand. Pure.
+"""Codecs: encode a float32 vector as bytes of a size known in advance, and decode it. Pure.
 
-Everything is little-endian. Encoding refuses what is not finite; decoding yields finite numbers or raises `BadPayload`.
-All work in place on the caller's buffers, which may lie at any address, and are safe on several threads at once.
-Decoding is a widening or a look-up, then at most one separate multiplication: the same bits on every machine.
+All codecs are little-endian, work in place on buffers at any address, and may be used by several threads at once.
+Encoding refuses values that are not finite. Decoding yields finite values or raises `BadPayload`. It gives the same
+bits on every machine: it widens or looks up each code, then multiplies at most once.
 
     fp32   4 bytes an element, exact
-    fp16   2 bytes, to nearest even; beyond the largest float16 (65,504) it saturates there
-    bf16   2 bytes, to nearest even; beyond the largest bfloat16 (about 3.39e38) it saturates there
+    fp16   2 bytes, rounded to nearest even; saturates at the largest float16 (65,504)
+    bf16   2 bytes, rounded to nearest even; saturates at the largest bfloat16 (about 3.39e38)
     int8   1.03125 bytes, .258 of fp32: blocks of 128 elements with a float32 scale each (`protocols.codecs.lowbit`)
-    int4   .53125 bytes, .133 of fp32: the same with steps of a seventh of the largest
+    int4   .53125 bytes, .133 of fp32: the same in steps of a seventh of the block's largest magnitude
     e3m0   .53125 bytes: a sign and a power of two (`protocols.codecs.lowbit`)
-    topk   .0205 bytes, 1/195 of fp32: the 64 largest of each 4096, two bits each, with error feedback. A mean of N such
-           takes .032 bytes for N = 1, .111 for 4, .383 for 16 (`protocols.codecs.sparse`)
+    topk   .0205 bytes, 1/195 of fp32: the 64 largest of each 4096 elements, two bits each, with error feedback. A mean
+           of N contributions takes .032 bytes for N = 1, .111 for 4, .383 for 16 (`protocols.codecs.sparse`)
 """
 
 from __future__ import annotations
@@ -29,33 +29,12 @@ from protocols.codecs.sparse import TopK
 __all__ = ["CODECS", "Codec", "codec", "state_codec"]
 
 
-class Float32(Codec):
-    """The vector itself."""
+class FloatCodec(Codec):
+    """A float format, rounded to nearest even, saturating.
 
-    name = "fp32"
-
-    def encoded_bytes(self, elements: int) -> int:
-        return 4 * elements
-
-    def encode(self, source: Vector, into: memoryview) -> None:
-        data = target(self, source, into)
-        finite_range(source)
-        typed(data, torch.float32).copy_(source)
-
-    def decode(self, data: Buffer, into: Vector) -> None:
-        into.copy_(typed(received(self, data, into), torch.float32))
-        refuse_non_finite(into)
-
-    def error_bound(self, source: Vector) -> Vector:
-        return torch.zeros_like(source)
-
-
-class Narrow(Codec):
-    """A 16-bit float, to nearest even, saturating.
-
-    An element x of at most the largest finite number is off by at most half a unit in the last place: `unit` * |x|, or
-    `floor` where the format is denormal. One beyond becomes the largest, and is off by the whole difference: the bound
-    then tells how much was cut, and is not small against x.
+    An element x in the format's range is off by at most half a unit in the last place: `unit` * |x|, or `floor` where
+    the format is denormal. An element beyond the range becomes the largest number. Its error, and so the bound, is the
+    whole difference, which is not small compared to x.
     """
 
     def __init__(self, name: str, dtype: torch.dtype, unit: float, floor: float) -> None:
@@ -66,7 +45,7 @@ class Narrow(Codec):
         self._largest = torch.finfo(dtype).max
 
     def encoded_bytes(self, elements: int) -> int:
-        return 2 * elements
+        return self._dtype.itemsize * elements
 
     def encode(self, source: Vector, into: memoryview) -> None:
         data = typed(target(self, source, into), self._dtype)
@@ -87,13 +66,13 @@ class Narrow(Codec):
     def error_bound(self, source: Vector) -> Vector:
         size = source.abs()
         cut = torch.nextafter(size - self._largest, size)  # the difference may have been rounded down
-        return size.mul(self._unit).clamp_(min=self._floor).maximum(cut)
+        return size.mul(self._unit).clamp_(min=self._floor).maximum(cut.masked_fill_(size <= self._largest, 0.0))
 
 
 CODECS: Final[dict[str, Codec]] = {
-    "fp32": Float32(),
-    "fp16": Narrow("fp16", torch.float16, unit=2.0**-11, floor=2.0**-25),
-    "bf16": Narrow("bf16", torch.bfloat16, unit=2.0**-8, floor=2.0**-134),
+    "fp32": FloatCodec("fp32", torch.float32, unit=0.0, floor=0.0),
+    "fp16": FloatCodec("fp16", torch.float16, unit=2.0**-11, floor=2.0**-25),
+    "bf16": FloatCodec("bf16", torch.bfloat16, unit=2.0**-8, floor=2.0**-134),
     "int8": Int8(),
     "int4": Int4(),
     "e3m0": E3M0(),
@@ -102,19 +81,19 @@ CODECS: Final[dict[str, Codec]] = {
 
 
 STATE_CODECS = ("fp32", "fp16")
-"""What loses more than a round's work changes in a state would undo that work, in every group again."""
+"""Codecs precise enough for states. A coarser one would undo the work of a round, each time peers average."""
 
 
 def state_codec(name: str) -> Codec:
-    """In what form states travel in a run whose codec that is: whole, where it is made for pseudo-gradients."""
+    """The codec for states in a run with this codec: fp32 if the run's codec is only meant for pseudo-gradients."""
     return codec(name if name in STATE_CODECS else "fp32")
 
 
 def codec(name: str) -> Codec:
-    """The codec of that name.
+    """The codec of this name.
 
     Raises:
-        ValueError: there is none; one line that names those there are.
+        ValueError: unknown codec; the one-line message names the codecs that exist.
     """
     if name in CODECS:
         return CODECS[name]

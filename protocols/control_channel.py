@@ -24,9 +24,9 @@ from protocols.base import (
 RECONNECT_SECONDS = 0.1
 RECONNECT_LIMIT_SECONDS = 5.0
 MAX_NAMED = 256
-"""Peers named between two reports: a stranger can come under any number of peer ids."""
+"""Limit of peers named between two reports: a stranger can use any number of peer ids."""
 KEEP_MESSAGES = 64
-"""Messages kept for one peer: waiting, or sent on a stream that may lose them. The oldest are dropped first."""
+"""Limit of messages kept for one peer: those to send, and those sent that may be lost. The oldest are dropped first."""
 
 
 class RoundAccounting:
@@ -36,7 +36,7 @@ class RoundAccounting:
         self._names: dict[PeerId, str] = {}
         self._bytes_sent = 0
         self._bytes_received = 0
-        self._open: dict[Stream, tuple[int, int]] = {}  # what is counted already of each
+        self._open: dict[Stream, tuple[int, int]] = {}  # bytes sent and received that are already counted
 
     def name(self, peer: PeerId, why: str) -> None:
         if len(self._names) < MAX_NAMED:
@@ -62,7 +62,7 @@ class RoundAccounting:
         self._open[stream] = (stream.bytes_sent, stream.bytes_received)
 
     def take(self) -> tuple[tuple[PeerFault, ...], int, int]:
-        """Peers named, bytes sent and bytes received since the last call."""
+        """Return the peers named, bytes sent and bytes received since the last call, and begin anew."""
         for stream in self._open:
             self._count(stream)
         taken = tuple(PeerFault(peer, why) for peer, why in self._names.items()), self._bytes_sent, self._bytes_received
@@ -81,7 +81,7 @@ class _Outbox:
         self.idle = False
 
     def again(self) -> None:
-        """Queue the messages that may not have arrived again, before later ones."""
+        """Queue again the messages that may not have arrived, ahead of later ones."""
         self.waiting = deque((*self.sent, *self.waiting), maxlen=KEEP_MESSAGES)
         self.sent.clear()
 
@@ -150,8 +150,10 @@ class ControlChannel:
                 except BadPayload:
                     pause_seconds = RECONNECT_LIMIT_SECONDS  # `counting` has named the peer
                 except PeerError:
-                    if loop.time() - began > RECONNECT_SECONDS and line.sent:  # it was there: is it still?
-                        pause_seconds = 0.0
+                    if loop.time() - began > RECONNECT_SECONDS and line.sent:
+                        pause_seconds = (
+                            0.0  # the stream had worked, so find out at once whether the peer is still there
+                        )
                 line.again()
                 await asyncio.sleep(min(pause_seconds, max(0.0, self._deadline - loop.time())))
                 pause_seconds = min(max(RECONNECT_SECONDS, 2 * pause_seconds), RECONNECT_LIMIT_SECONDS)
@@ -179,7 +181,7 @@ class ControlChannel:
             line.idle = True
             try:
                 await line.more.wait()
-            finally:  # after a broken stream the task is about to retry, and the round's end does not wait for that
+            finally:  # not idle after a broken stream: the task then retries, and is cancelled at the end of the round
                 line.idle = False
         line.sent.clear()
 

@@ -1,6 +1,6 @@
-"""The streams of one protocol at one peer: it opens its own, and admits those of others by their first frame.
+"""The streams of one protocol at one peer: opens its own, and checks the first frame of those that others open.
 
-A stream may arrive before its session has begun at this peer. `SessionTable` lets it wait.
+A stream may arrive before its session has begun at this peer. It then waits in the `SessionTable`.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ class ProtocolEndpoint:
     - comes within `FIRST_FRAME_SECONDS`, from a live member or an acquaintance,
     - is of a kind that its method has a handler for,
     - is bound to the run and scope of this peer's rounds,
-    - has as `sender`, where it names one, the current incarnation of the stream's peer,
-    - has as receiver (`to`), where it names one, the current incarnation of this peer.
+    - names as `sender`, if any, the current incarnation of the stream's peer,
+    - names as receiver (`to`), if any, the current incarnation of this peer.
 
-    A control stream carries one message after the other. The same rules of time and sender hold for its first message.
-    A message of another kind, run or scope does not reach a handler.
+    A control stream carries any number of messages. The first must come in time and from such a peer, as above. A
+    message of another kind, run or scope is not passed to a handler.
 
     Attributes:
         me: this peer's current incarnation.
@@ -62,7 +62,7 @@ class ProtocolEndpoint:
         self._run: tuple[bytes, str] | None = None
 
     def bind(self, key: RoundKey) -> None:
-        """From now on, refuse frames of another run or scope. Before the first call any are accepted."""
+        """From now on, refuse frames of another run or scope. Before the first call all are accepted."""
         self._run = key.run, key.scope
 
     @asynccontextmanager
@@ -132,7 +132,7 @@ class ProtocolEndpoint:
             async with asyncio.timeout(FIRST_FRAME_SECONDS):
                 header = await stream.receive(self._limit_bytes)
         except TimeoutError:
-            raise PeerSilent(stream.peer, "opened a stream and said nothing") from None
+            raise PeerSilent(stream.peer, "opened a stream and sent nothing") from None
         live = {member.peer for member in self.host.members.live()}
         if stream.peer not in live and stream.peer not in self._acquaintances():
             raise PeerSilent(stream.peer, "not a live member")
@@ -157,13 +157,13 @@ class ProtocolEndpoint:
 
         Raises:
             BadPayload: it names another peer as its sender or receiver.
-            PeerSilent: it names another incarnation of either: an honest frame may be late.
+            PeerSilent: it names another incarnation of either; the frame of an honest peer may be late.
         """
         sender, receiver = getattr(header, "sender", None), getattr(header, "to", self.me)
         if receiver.peer != self.me.peer or (sender and sender.peer != peer):
             raise BadPayload(f"a frame in the name of {sender.peer if sender else peer} for {receiver.peer}")
         if receiver != self.me or (sender and sender not in self.host.members.live()):
-            raise PeerSilent(peer, "not of a live member, or not for this life of ours")
+            raise PeerSilent(peer, "sent by a member that is not live, or for another incarnation of this peer")
 
 
 class SessionTable(Generic[K, Session]):
@@ -200,9 +200,10 @@ class SessionTable(Generic[K, Session]):
     async def wait_for(
         self, key: K, stream: Stream, over: Callable[[], bool], until: Deadline | None = None
     ) -> Session | None:
-        """Wait until the session with this key has begun. Returns None as soon as `over` says that it will not.
+        """Wait until the session with this key has begun, and return it. None as soon as `over` returns true.
 
         Args:
+            over: whether the session will not begin any more.
             until: latest time to wait; None: the stream's deadline.
 
         Raises:
@@ -212,5 +213,5 @@ class SessionTable(Generic[K, Session]):
         try:
             await self._notifier.until(lambda: key in self._sessions or over(), deadline)
         except TimeoutError:
-            raise PeerSilent(stream.peer, "what its stream is for did not begin here") from None
+            raise PeerSilent(stream.peer, "the session of its stream did not begin here") from None
         return self._sessions.get(key)

@@ -1,4 +1,4 @@
-"""What a peer keeps of its observations of other peers: moving averages, and the entries that changed last. Pure."""
+"""A moving average and a bounded dict, for what a peer observes of other peers. Pure."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ V = TypeVar("V")
 
 
 def ewma(mean: float, observed: float, gain: float) -> float:
-    """The exponentially weighted moving average, after one more observation that counts for `gain` of it."""
+    """Update an exponentially weighted moving average with an observation of weight `gain`."""
     return (1 - gain) * mean + gain * observed
 
 
 class RecentDict(OrderedDict[K, V]):
-    """A dict of at most `limit` entries: the one that was set longest ago is forgotten first."""
+    """A dict of at most `limit` entries. Beyond the limit, the entry that was set longest ago is dropped."""
 
     def __init__(self, limit: int) -> None:
         super().__init__()
@@ -29,6 +29,6 @@ class RecentDict(OrderedDict[K, V]):
             self.popitem(last=False)
 
     def renew(self, key: K, new: Callable[[], V]) -> V:
-        """The entry of that key, made if there is none; it now counts as the one that was set last."""
+        """Return the entry of this key, created if missing, and mark it as the one that was set last."""
         self[key] = entry = self[key] if key in self else new()
         return entry

@@ -86,7 +86,7 @@ class FramedStream:
 
 
 async def opened(peer: PeerId, pipe: Pipe, deadline: Deadline) -> FramedStream:
-    """The opener's side: sends how many seconds the stream may live."""
+    """Begin a stream as its opener: send how many seconds the stream may last."""
     stream = FramedStream(peer, pipe, deadline)
     remaining = max(0.0, deadline - asyncio.get_running_loop().time())
     await stream.send(wire.Opening(min(remaining, wire.MAX_SECONDS)))
@@ -96,9 +96,14 @@ async def opened(peer: PeerId, pipe: Pipe, deadline: Deadline) -> FramedStream:
 async def accepted(
     peer: PeerId, pipe: Pipe, opening_seconds: float, on_bad: Callable[[PeerId, BadPayload], None]
 ) -> FramedStream | None:
-    """The server's side: a stream that lives as long as its opener asked; None if the opening is refused.
+    """Begin a stream as its server, with the deadline that the opener asked for. None if its first message is bad.
 
-    The opening itself must arrive within `opening_seconds`. `on_bad` reports a peer that breaks the rules.
+    Args:
+        opening_seconds: time for the opener's first message to arrive.
+        on_bad: called with a peer that breaks the rules.
+
+    Raises:
+        PeerSilent: the first message did not arrive in time.
     """
     loop = asyncio.get_running_loop()
     stream = FramedStream(peer, pipe, loop.time() + opening_seconds)

@@ -1,4 +1,4 @@
-"""Lets low-priority work wait while the data phase of a round needs the link and the disk."""
+"""Holds back low-priority work while the data phase of a round needs the link and the disk."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from protocols.base import Deadline
 
 
 class Gate:
-    """Closed until it is opened or until a deadline. One owner closes it; any number of tasks may wait."""
+    """Is closed until it is opened, or until a deadline. One owner closes it; any number of tasks may wait."""
 
     def __init__(self) -> None:
         self._until = float("-inf")
@@ -20,7 +20,7 @@ class Gate:
         return asyncio.get_running_loop().time() < self._until
 
     def close(self, until: Deadline) -> None:
-        """Close until `until` at the latest. Replaces an earlier deadline."""
+        """Close the gate until `until` at the latest. Replaces an earlier deadline."""
         self._until = until
 
     def open(self) -> None:

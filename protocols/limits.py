@@ -8,8 +8,8 @@ LARGEST_FLOAT32 = torch.finfo(torch.float32).max
 SMALLEST_NORMAL_FLOAT32 = torch.finfo(torch.float32).tiny
 
 DISTRUST_SECONDS = 60.0
-"""A peer that broke a rule, or showed what it could not prove, is left alone for so long."""
+"""A peer that broke a rule, or could not prove its claim, is not asked again for this time."""
 REQUESTER_IDLE_SECONDS = 30.0
-"""A peer that asks for nothing on an open stream, or takes nothing of what it asked for, for so long is sent away."""
+"""A stream is closed if its requester asks for nothing, or takes nothing of what it asked for, for this time."""
 SLOWEST_BYTES_PER_SECOND = 65_536.0
-"""A peer that fetches bulk data waits at most as long as the data takes at this rate."""
+"""A peer waits for bulk data at most as long as the data takes at this rate."""

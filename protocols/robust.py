@@ -1,23 +1,28 @@
-"""What a reducer does with contributions that it does not trust: rules that bear some wrong ones. Pure.
+"""Robust aggregation: rules by which a reducer averages contributions of which some may be wrong. Pure.
 
-    mean            the weighted mean: one contribution can move it anywhere; norms are clipped before it (`plan`)
-    centered_clip   from the coordinate median, five steps of the mean of what is within reach of it, the rest drawn in
-                    (Karimireddy et al. 2021, arXiv 2012.10333, algorithm 2)
-    trimmed_mean    of each coordinate, without the quarter of the weight that is lowest and the quarter that is highest
+    mean            weighted mean; one contribution can move it anywhere, so norms are clipped before it (`plan`)
+    centered_clip   five steps from the coordinate median towards the mean of the contributions, each clipped to a
+                    radius around the current estimate (Karimireddy et al. 2021, arXiv 2012.10333, algorithm 2)
+    trimmed_mean    coordinate-wise mean without the lowest and the highest quarter of the weight
                     (Yin et al. 2018, arXiv 1803.01498)
-    median          of each coordinate (the same)
-    krum            the one contribution that is nearest to its neighbours (Blanchard et al. 2017, arXiv 1703.02757)
-    multi_krum      the mean of the nearest (the same, section 4)
+    median          coordinate-wise weighted median (the same paper)
+    krum            the contribution that is nearest to its neighbours (Blanchard et al. 2017, arXiv 1703.02757)
+    multi_krum      weighted mean of the contributions that Krum ranks first (the same paper, section 4)
 
-A weight is a number of voices: weight 2 is as good as two equal contributions, except that Krum looks for the nearest
-one without regard to weights. Less than half of the voices wrong, and the result of `median` and `centered_clip` stays
-among the others; for `trimmed_mean` that is less than a quarter, for the Krums b of n >= 2b + 3. None of them finds the
-mean of the honest exactly, and none bears contributions that are wrong together and yet no further out than the honest
-ones are from each other (ALIE, Baruch et al. 2019; IPM, Xie et al. 2019).
+A contribution of weight 2 counts like two equal contributions of weight 1. Only Krum's ranking ignores weights.
 
-`mean`, `median` and `trimmed_mean` give the same bits on every machine. The others compare and multiply by norms, whose
-last digits differ between machines: a part that is reduced again elsewhere may then have another digest, as it has when
-other contributions were in; what counts is the one that is voted on.
+The result stays among the honest contributions while the wrong ones have
+
+- less than half of the weight (`median`, `centered_clip`),
+- less than a quarter of the weight (`trimmed_mean`),
+- at most b of n contributions, where n >= 2b + 3 (`krum`, `multi_krum`).
+
+No rule finds the mean of the honest contributions exactly. No rule tolerates colluding contributions that are no
+further out than the honest ones are from each other (ALIE, Baruch et al. 2019; IPM, Xie et al. 2019).
+
+`mean`, `median` and `trimmed_mean` give the same bits on every machine. The others use norms, whose last digits differ
+between machines. If another member reduces the part again, it may therefore get another digest, as it also may with
+another set of contributions. The digest that the roster votes for counts.
 """
 
 from __future__ import annotations
@@ -37,50 +42,56 @@ from protocols.vectors import norm, weighted_mean
 
 TRIM_SHARE = 0.25
 REACH = 0.5
-"""τ of `centered_clip`, in median distances from where it stands: while less than half of the voices are wrong, the
-median distance is at most an honest one. Between .25 and 1 it matters little; from 1.5 on, what is far out draws the
-centre towards itself, which makes it less far out."""
+"""τ of `centered_clip`, as a multiple of the median distance from the current estimate.
+
+While less than half of the weight is wrong, the median distance is at most an honest one. Between .25 and 1 the value
+matters little. From 1.5 on, outliers pull the estimate towards themselves, and so look less far out in the next step.
+"""
 CLIP_STEPS = 5
 KRUM_LEAST = 5
-"""Of fewer contributions than 2·1 + 3, Krum bears no wrong one: there the coordinate median stands in, which does."""
+"""With fewer than 2·1 + 3 contributions Krum tolerates no wrong one; the coordinate median, which does, replaces it."""
 
 MEASURED_SLACK = 1.4
-"""What arrives may have this multiple of the median norm of what arrived, times its sender's allowance: norms are not
-spread alike over the parts of a vector. Those of eight honest peers came to 1.16 times the median in chunks of 14,000
-elements; of 1,024 elements one in a thousand came to 1.41."""
-PAIR_SLACK = 2.0
-"""And of two, this multiple of the smaller one: which of them is wrong nobody can say."""
-MEASURED_ELEMENTS = 64
-"""The norm of fewer numbers says little."""
-NAMED_SHARE = 0.5
-"""Who is clipped to less than this share of its norm is named."""
-NAMED_DISTANCE = 3.0
-"""And who is so many times as far from the coordinate median as most: of honest peers, half of them ten
-times slower, the furthest came to twice."""
+"""Limit of a received chunk's norm: this multiple of the median norm of the chunks, times the sender's allowance.
 
-_PIECE = 1 << 14  # columns that are sorted at a time
+The slack is needed because a vector's norm is not spread evenly over its parts. With eight honest peers the largest
+norm was 1.16 times the median in chunks of 14,000 elements, and 1.41 times in one of a thousand chunks of 1,024.
+"""
+PAIR_SLACK = 2.0
+"""The same for two contributions, as a multiple of the smaller norm: it cannot be known which of the two is wrong."""
+MEASURED_ELEMENTS = 64
+"""Shorter chunks are not measured: the norm of fewer numbers says little."""
+NAMED_SHARE = 0.5
+"""A member whose contribution is clipped to less than this share of its norm is reported."""
+NAMED_DISTANCE = 3.0
+"""A member is reported if its distance from the coordinate median is more than this multiple of the median distance.
+
+With honest peers of which half were ten times slower, the largest such multiple was 2.
+"""
+
+_PIECE = 1 << 14  # columns sorted at a time
 
 
 class Rule(Protocol):
     def __call__(self, contributions: torch.Tensor, weights: Sequence[float], into: Vector) -> None:
-        """Aggregate into `into` (d), which overlaps nothing. Finite contributions give a finite result.
+        """Aggregate the contributions into `into` (d), which must not overlap them. The result is finite.
 
         Args:
-            contributions: float32 (n, d) on the CPU, n >= 1, rows contiguous, finite; may be destroyed by `mean`.
+            contributions: float32 (n, d) on the CPU, n >= 1, rows contiguous, finite. `mean` may overwrite them.
             weights: one for each row, positive and finite, in any unit.
 
         Raises:
-            ValueError: counts or sizes differ, or a weight is not positive and finite.
+            ValueError: counts or sizes do not match, or a weight is not positive and finite.
         """
 
 
 def mean(contributions: torch.Tensor, weights: Sequence[float], into: Vector) -> None:
-    """`vectors.weighted_mean`."""
+    """The weighted mean (`vectors.weighted_mean`)."""
     weighted_mean(contributions.unbind(), weights, into)
 
 
 def median(contributions: torch.Tensor, weights: Sequence[float], into: Vector) -> None:
-    """Of each coordinate, the middle of its lower and its upper weighted median."""
+    """The coordinate-wise weighted median: the midpoint of the lower and the upper one."""
     voices = _voices(contributions, weights, into)
     half = math.fsum(voices) / 2
     for piece, values, reached in _ranked(contributions, voices):
@@ -93,8 +104,13 @@ def median(contributions: torch.Tensor, weights: Sequence[float], into: Vector) 
 def trimmed_mean(
     contributions: torch.Tensor, weights: Sequence[float], into: Vector, share: float = TRIM_SHARE
 ) -> None:
-    """Of each coordinate, the weighted mean without `share` (below .5) of the weight at either end; a contribution on
-    the border counts with what is left of its weight."""
+    """The coordinate-wise weighted mean without a share of the weight at either end.
+
+    A value at the boundary of the trimmed range counts with the rest of its weight.
+
+    Args:
+        share: of the total weight, removed at each end; below .5.
+    """
     voices = _voices(contributions, weights, into)
     whole = math.fsum(voices)
     low, high = share * whole, whole - share * whole
@@ -110,8 +126,10 @@ def trimmed_mean(
 def centered_clip(
     contributions: torch.Tensor, weights: Sequence[float], into: Vector, reach: float = REACH, steps: int = CLIP_STEPS
 ) -> None:
-    """v <- v + mean_i((x_i - v) · min(1, τ / ‖x_i - v‖)), from the coordinate median; τ is `reach` times the weighted
-    median of the distances ‖x_i - v‖, anew in each step."""
+    """Centered clipping: `steps` times v <- v + mean_i((x_i - v) · min(1, τ / ‖x_i - v‖)), from the coordinate median.
+
+    In each step, τ is `reach` times the weighted median of the distances ‖x_i - v‖.
+    """
     median(contributions, weights, into)
     voices = _voices(contributions, weights, into)
     whole = math.fsum(voices)
@@ -127,8 +145,11 @@ def centered_clip(
 
 
 def krum(contributions: torch.Tensor, weights: Sequence[float], into: Vector) -> None:
-    """The contribution with the least sum of squared distances to its n - b - 2 nearest neighbours, b = (n - 3) // 2,
-    the most that Krum can bear; of fewer than `KRUM_LEAST`, the coordinate median."""
+    """The contribution with the least sum of squared distances to its n - b - 2 nearest neighbours.
+
+    b = (n - 3) // 2 is the largest number of wrong contributions that Krum tolerates. With fewer than `KRUM_LEAST`
+    contributions, the coordinate median.
+    """
     if len(contributions) < KRUM_LEAST:
         return median(contributions, weights, into)
     _voices(contributions, weights, into)
@@ -136,7 +157,7 @@ def krum(contributions: torch.Tensor, weights: Sequence[float], into: Vector) ->
 
 
 def multi_krum(contributions: torch.Tensor, weights: Sequence[float], into: Vector) -> None:
-    """The weighted mean of the n - b - 2 contributions that Krum would take first; of few, as in `krum`."""
+    """The weighted mean of the n - b - 2 contributions that Krum ranks first; for few contributions see `krum`."""
     if len(contributions) < KRUM_LEAST:
         return median(contributions, weights, into)
     _voices(contributions, weights, into)
@@ -155,10 +176,10 @@ RULES: Final[dict[str, Rule]] = {
 
 
 def known(name: str) -> str:
-    """The name itself.
+    """Return the name if such a rule exists.
 
     Raises:
-        ValueError: there is no such rule; one line that names those there are.
+        ValueError: unknown rule; the one-line message names the rules that exist.
     """
     if name in RULES:
         return name
@@ -168,18 +189,22 @@ def known(name: str) -> str:
 
 
 def _voices(contributions: torch.Tensor, weights: Sequence[float], into: Vector) -> list[float]:
-    """The weights, checked, and scaled by a power of two, which rounds nothing, so that their sum is finite."""
+    """Check the weights, and scale them so that their sum is finite: by a power of two, which rounds nothing."""
     count, size = contributions.shape
     if not count or count != len(weights) or size != len(into):
         raise ValueError(f"{count} contributions of {size} elements with {len(weights)} weights into {len(into)}")
     if not all(weight > 0 and math.isfinite(weight) for weight in weights):
-        raise ValueError(f"weights are positive and finite, not {list(weights)}")
+        raise ValueError(f"weights must be positive and finite, not {list(weights)}")
     _, exponent = math.frexp(max(weights))
     return [math.ldexp(weight, -exponent) for weight in weights]
 
 
 def _ranked(contributions: torch.Tensor, voices: Sequence[float]) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
-    """Piece by piece of the columns: which; their values in ascending order, the voices reached with each; (n, c)."""
+    """Sort the columns, a piece at a time.
+
+    Yields:
+        The columns of the piece; their values in ascending order and the cumulative weights, each (n, columns).
+    """
     each = torch.tensor(voices, dtype=torch.float64)
     for low in range(0, contributions.shape[1], _PIECE):
         piece = slice(low, low + _PIECE)
@@ -188,7 +213,7 @@ def _ranked(contributions: torch.Tensor, voices: Sequence[float]) -> Iterator[tu
 
 
 def _difference(row: Vector, centre: Vector, into: Vector) -> Vector:
-    """row - centre, held at the largest float32."""
+    """row - centre, clamped to finite float32."""
     return torch.sub(row, centre, out=into).clamp_(-LARGEST_FLOAT32, LARGEST_FLOAT32)
 
 
@@ -205,7 +230,10 @@ def _neighbours(count: int) -> int:
 
 
 def _nearest(contributions: torch.Tensor) -> list[int]:
-    """Rows by their sum of squared distances to their neighbours, least first; of equals, the first."""
+    """Indices of the rows in Krum's order: by the sum of squared distances to the nearest neighbours, least first.
+
+    Equal rows keep their order.
+    """
     count = len(contributions)
     apart = torch.empty(contributions.shape[1])
     squares = [[0.0] * count for _ in range(count)]
@@ -219,19 +247,19 @@ def _nearest(contributions: torch.Tensor) -> list[int]:
 
 
 class RobustAggregator:
-    """Averages the chunks of one part, and says whose contribution was not like the others'.
+    """Averages the chunks of one part, and finds the contributions that differ from the others.
 
-    Declared norms were brought down already, by factors that all reducers share; here is what was really sent. Norms
-    and distances are those of the chunk: who is honest in one part and not in another counts in the one.
+    Declared norms were clipped before, by factors that all reducers compute alike. This class measures what was really
+    sent. Norms and distances are those of the chunk, so a member may be found honest in one part and not in another.
     """
 
     def __init__(self, rule: str, allowances: Sequence[float]) -> None:
         """
         Args:
-            allowances: of each member, see `plan.Terms`.
+            allowances: for each member, the multiple of the others' norm that its own may have (`plan`).
 
         Raises:
-            ValueError: there is no such rule.
+            ValueError: unknown rule.
         """
         self._rule, self._allowances = known(rule), allowances
         members = len(allowances)
@@ -239,32 +267,33 @@ class RobustAggregator:
 
     def average(
         self,
-        who: Sequence[int],
+        members: Sequence[int],
         norms: Sequence[float],
         contributions: torch.Tensor,
         weights: Sequence[float],
         into: Vector,
     ) -> None:
-        """One chunk by the rule; as `Rule`. The contributions are destroyed.
+        """Aggregate one chunk by the rule, as `Rule` does. The contributions are overwritten.
 
         Args:
-            who: the member behind each row.
-            norms: of each row.
+            members: index of the member that sent each row.
+            norms: L2 norm of each row.
         """
         measured = contributions.shape[1] >= MEASURED_ELEMENTS
         if measured:
-            self._bring_down(who, norms, contributions)
+            self._clip(members, norms, contributions)
         if measured and self._rule != "mean":
             median(contributions, weights, into)
             apart = torch.empty_like(into)
-            for member, row in zip(who, contributions, strict=True):
+            for member, row in zip(members, contributions, strict=True):
                 self._apart[member] += norm([_difference(row, into, apart)]) ** 2
         RULES[self._rule](contributions, weights, into)
 
-    def _bring_down(self, who: Sequence[int], norms: Sequence[float], contributions: torch.Tensor) -> None:
+    def _clip(self, members: Sequence[int], norms: Sequence[float], contributions: torch.Tensor) -> None:
+        """Scale down the rows whose norm is above the limit, and count sent and remaining norms of each member."""
         moved = [norm for norm in norms if norm > 0]
         limit = (MEASURED_SLACK if len(moved) > 2 else PAIR_SLACK) * median_low(moved) if moved else 0.0
-        for member, size, row in zip(who, norms, contributions, strict=True):
+        for member, size, row in zip(members, norms, contributions, strict=True):
             kept = min(size, limit * self._allowances[member])
             if kept < size:
                 row.mul_(kept / size)
@@ -272,7 +301,7 @@ class RobustAggregator:
             self._kept[member] += kept**2
 
     def named(self) -> dict[int, str]:
-        """Member -> what was wrong with its contribution, in one line."""
+        """Index of each member whose contribution was wrong, and the reason in one line."""
         found = {}
         for member, (sent, kept) in enumerate(zip(self._sent, self._kept, strict=True)):
             if kept < NAMED_SHARE**2 * sent:

@@ -1,6 +1,6 @@
-"""Which round a swarm without a coordinator is in, by the rounds that its peers claim. Pure.
+"""Estimates which round a swarm without a coordinator is in, from the rounds that its peers claim. Pure.
 
-No peer is believed alone: a quorum of the claims has to be for a round or a later one before others go by it.
+No single claim is trusted. A round counts as reached only if a quorum of peers claims that round or a later one.
 """
 
 from __future__ import annotations
@@ -15,34 +15,35 @@ class RoundEstimator:
     """Finds the latest round that a quorum of peers has reached.
 
     Attributes:
-        quorum_share: of the claims, at least this share has to be for the round or a later one.
-        min_witnesses: so many in any case, or all peers where there are fewer.
+        quorum_share: least share of the claims that a quorum needs.
+        min_witnesses: least number of claims that a quorum needs, or all peers if there are fewer.
     """
 
     quorum_share: float
     min_witnesses: int
 
     def quorum(self, claims: int, peers: int) -> int:
-        """How many of so many claims have to be for a round.
+        """How many of these claims a quorum needs.
 
         Args:
-            peers: how many there are, those without a claim included.
+            claims: number of claims.
+            peers: number of peers, including those without a claim.
         """
         return max(math.ceil(self.quorum_share * claims), min(self.min_witnesses, peers))
 
     def latest(self, claims: Iterable[int], peers: int) -> int | None:
-        """The latest round that a quorum has reached; None: there is none. `peers` as in `quorum`."""
+        """The latest round that a quorum has reached, or None. `peers` is as for `quorum`."""
         rounds = sorted(claims, reverse=True)
         needed = self.quorum(len(rounds), peers)
         return rounds[needed - 1] if 0 < needed <= len(rounds) else None
 
 
 MORE_THAN_HALF = math.nextafter(1 / 2, 1)
-"""Of three peers two, of four three."""
+"""Two of three peers, three of four."""
 
 MOSHPIT_ROUND = RoundEstimator(1 / 3, 2)
-"""A peer that is behind goes to this round. Peers that are ahead of it, and fewer than that, wait."""
+"""A peer that is behind moves on to this round. Peers ahead of it, fewer than a quorum, wait for the others."""
 PAIRWISE_ROUND = RoundEstimator(MORE_THAN_HALF, 2)
-"""A peer that is slower than most goes to this round, and ends its run with the others."""
+"""A peer that is slower than most moves on to this round, so that it ends its run with the others."""
 DONOR_ROUND = RoundEstimator(MORE_THAN_HALF, 1)
-"""A newcomer fetches no state that is later. If only one peer has a state, the newcomer takes that one."""
+"""A joiner fetches no state of a later round. If only one peer has a state, the joiner fetches that one."""

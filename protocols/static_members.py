@@ -9,7 +9,7 @@ from protocols.base import Deadline, Member
 
 
 class StaticMembers:
-    """`protocols.base.Members` that are always believed alive. Only a broken stream shows that one has died."""
+    """`protocols.base.Members` that always count as live. Only a broken stream shows that a member has died."""
 
     version = 0
 

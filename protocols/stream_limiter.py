@@ -11,8 +11,10 @@ from protocols.base import PeerId
 MAX_STREAMS = 64
 """Streams served at a time. Further ones are closed."""
 MAX_STREAMS_OF_ONE = 32
-"""Streams of one peer, so that no peer can keep all others out. A peer that was cut off for a while opens many at
-once."""
+"""The same for one peer, so that no peer can keep out all others.
+
+The limit leaves room for a peer that was cut off for a while, which opens many streams at once.
+"""
 
 
 class StreamLimiter:
@@ -23,7 +25,7 @@ class StreamLimiter:
 
     @contextmanager
     def one_for(self, peer: PeerId) -> Iterator[bool]:
-        """Whether another stream of this peer may be served. If so, it counts inside this context."""
+        """Yield whether another stream of this peer may be served. If so, it counts inside this context."""
         if self._taken.total() >= MAX_STREAMS or self._taken[peer] >= MAX_STREAMS_OF_ONE:
             yield False
             return

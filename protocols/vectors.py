@@ -1,7 +1,7 @@
-"""Flat float32 vectors: seen as one, cut into chunks, averaged, measured and hashed. Pure.
+"""Flat float32 vectors: concatenated views, chunks, weighted means, norms and hashes. Pure.
 
-What decides bits that peers must share (`weighted_mean`, `root`) uses separate multiplications and additions in a fixed
-order, so the result depends neither on the number of threads nor on what the processor can do.
+Peers must get the same bits from `weighted_mean` and `root`. These use separate multiplications and additions in a
+fixed order, so the result depends neither on the number of threads nor on the processor.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _NORM_PIECE = 1 << 16  # elements; their float64 copies stay in the processor's 
 
 
 def check_vector(vector: Vector) -> None:
-    """Refuse what is not a `Vector`.
+    """Check that a tensor is a `Vector`.
 
     Raises:
-        ValueError: not 1-D, float32, on the CPU, contiguous and detached from autograd.
+        ValueError: it is not 1-D, float32, on the CPU, contiguous and detached from autograd.
     """
     if vector.dim() != 1 or vector.dtype != torch.float32 or vector.device.type != "cpu":
         raise ValueError(
@@ -40,10 +40,10 @@ def check_vector(vector: Vector) -> None:
 
 
 class VectorView:
-    """A sequence of vectors seen as one of `size` elements. Holds the vectors themselves, copies nothing.
+    """Presents a sequence of vectors as one vector of `size` elements, without copying them.
 
     Raises:
-        ValueError: one of them is no `Vector`.
+        ValueError: one of them is not a `Vector`.
     """
 
     def __init__(self, vectors: Sequence[Vector]) -> None:
@@ -54,10 +54,10 @@ class VectorView:
         self.size = self._starts[-1]
 
     def read(self, low: int, high: int, scratch: Vector) -> Vector:
-        """Elements [low, high): a view where they lie inside one vector, else copied into `scratch[:high - low]`.
+        """Return elements [low, high): a view if they lie in one vector, else a copy in `scratch[:high - low]`.
 
         Raises:
-            ValueError: out of range, or `scratch` is too small for a copy.
+            ValueError: the range is out of bounds, or `scratch` is too small for a copy.
         """
         pieces = self._pieces(low, high)
         if len(pieces) == 1:
@@ -71,10 +71,10 @@ class VectorView:
         return scratch[:at]
 
     def write(self, low: int, source: Vector) -> None:
-        """Copy `source` over the elements from `low`.
+        """Overwrite the elements from `low` on with those of `source`.
 
         Raises:
-            ValueError: out of range.
+            ValueError: the range is out of bounds.
         """
         at = 0
         for piece in self._pieces(low, low + len(source)):
@@ -82,7 +82,7 @@ class VectorView:
             at += len(piece)
 
     def _pieces(self, low: int, high: int) -> list[Vector]:
-        """Views that make up [low, high), in order, none of them empty."""
+        """Non-empty views that together are [low, high), in order."""
         if not 0 <= low <= high <= self.size:
             raise ValueError(f"elements [{low}, {high}) of a vector of {self.size}")
         pieces = []
@@ -97,12 +97,12 @@ class VectorView:
 
 
 def chunk_count(elements: int, chunk: int = CHUNK_ELEMENTS) -> int:
-    """How many chunks of `chunk` elements cover that many elements; the last may be shorter."""
+    """Number of chunks of `chunk` elements that hold this many elements; the last may be shorter."""
     return -(-elements // chunk)
 
 
 def chunk_range(low: int, high: int, index: int, chunk: int = CHUNK_ELEMENTS) -> tuple[int, int]:
-    """Elements [from, to) of chunk `index` of the range [low, high).
+    """Element offsets [start, stop) of chunk `index` of the range [low, high).
 
     Raises:
         ValueError: the range has no such chunk.
@@ -114,24 +114,25 @@ def chunk_range(low: int, high: int, index: int, chunk: int = CHUNK_ELEMENTS) ->
 
 
 def weighted_mean(contributions: Sequence[Vector], weights: Sequence[float], into: Vector) -> None:
-    """The part reducer: sum_i w_i x_i / sum_i w_i, added in the given order, into `into`.
+    """Write sum_i w_i x_i / sum_i w_i, added in the given order, into `into`.
 
-    The contributions are destroyed. `into` may be the first of them, and must not overlap the others. Each is scaled
-    by its share w_i / sum w (taken in float64, rounded to float32) before it is added, so that large weights cannot
-    overflow; a mean of finite vectors is finite, held at the largest float32 if rounding carries it beyond. One
-    contribution comes out as it went in.
+    The contributions are overwritten. `into` may be the first of them, and must not overlap the others.
+
+    Each contribution is scaled by w_i / sum w (computed in float64, rounded to float32) before it is added, so that
+    large weights cannot overflow. The mean of finite vectors is finite: it is clamped to the largest float32. A single
+    contribution is returned unchanged.
 
     Args:
         contributions: at least one, all of the size of `into`, finite.
         weights: one for each, positive and finite, in any unit.
 
     Raises:
-        ValueError: counts or sizes differ, or a weight is not positive and finite.
+        ValueError: counts or sizes do not match, or a weight is not positive and finite.
     """
     if not contributions or len(contributions) != len(weights):
         raise ValueError(f"{len(contributions)} contributions with {len(weights)} weights")
     if not all(weight > 0 and math.isfinite(weight) for weight in weights):
-        raise ValueError(f"weights are positive and finite, not {list(weights)}")
+        raise ValueError(f"weights must be positive and finite, not {list(weights)}")
     if any(len(contribution) != len(into) for contribution in contributions):
         raise ValueError(f"contributions of {[len(each) for each in contributions]} elements into {len(into)}")
     largest = max(weights)  # divided out first: the sum of finite weights need not be finite
@@ -143,9 +144,9 @@ def weighted_mean(contributions: Sequence[Vector], weights: Sequence[float], int
 
 
 def norm(vectors: Sequence[Vector]) -> float:
-    """L2 norm of all elements together, accumulated in float64, piece by piece. Not finite if an element is not.
+    """L2 norm of all elements together, accumulated in float64. Not finite if an element is not.
 
-    Its last digits may differ between machines: it is a claim about one's own work, never a shared bit.
+    Its last digits may differ between machines, so it must not decide bits that peers share.
     """
     scratch = torch.empty(_NORM_PIECE, dtype=torch.float64)
     squares = []
@@ -158,7 +159,7 @@ def norm(vectors: Sequence[Vector]) -> float:
 
 
 def chunk_digests(vector: Vector) -> tuple[bytes, ...]:
-    """SHA-256 of each 1 MiB chunk of little-endian float32."""
+    """SHA-256 of each 1 MiB chunk of the vector as little-endian float32."""
     check_vector(vector)
     held = bytearray(CHUNK_BYTES)
     chunk, found = torch.frombuffer(held, dtype=torch.float32), []
@@ -170,7 +171,7 @@ def chunk_digests(vector: Vector) -> tuple[bytes, ...]:
 
 
 def root_of(vectors: Sequence[tuple[int, Sequence[bytes]]]) -> bytes:
-    """`root` of vectors, from the number of elements and the chunk digests of each."""
+    """`root`, from the number of elements and the chunk digests of each vector."""
     outer = hashlib.sha256(_ROOT_TAG + len(vectors).to_bytes(8, "little"))
     for elements, digests in vectors:
         outer.update(elements.to_bytes(8, "little") + b"".join(digests))
@@ -178,9 +179,9 @@ def root_of(vectors: Sequence[tuple[int, Sequence[bytes]]]) -> bytes:
 
 
 def root(vectors: Sequence[Vector]) -> bytes:
-    """The state root: 32 bytes that bind every bit of the vectors, how many there are and how long each is.
+    """A hash of 32 bytes over every bit of the vectors, their number and their lengths.
 
-    SHA-256 over a tag, the count and, for each vector, its size followed by its `chunk_digests`; numbers are 8 bytes,
-    little-endian.
+    SHA-256 over a tag, the number of vectors and, for each vector, its size followed by its `chunk_digests`. Numbers
+    are 8 bytes, little-endian.
     """
     return root_of([(len(vector), chunk_digests(vector)) for vector in vectors])

@@ -1,9 +1,10 @@
 """Headers: small, versioned msgpack messages, bounded and checked field by field. Pure.
 
-A header is the msgpack array `[VERSION, kind, field, …]` of a frozen dataclass below. Every field names its own bound;
-a decoder refuses what is out of bounds, of another type, not finite, or left over, with `BadPayload`. msgpack bounds
-how deep arrays nest, and what nests deeper than the dataclasses do is refused without being walked or printed, so no
-input can exhaust the interpreter's stack.
+A header is the msgpack array `[VERSION, kind, field, …]` of a frozen dataclass below. Every field declares its bounds.
+The decoder refuses, with `BadPayload`, values that are out of bounds, of another type, not finite, or left over.
+
+No input can exhaust the interpreter's stack. msgpack limits how deep arrays nest, and the decoder neither walks nor
+prints arrays that nest deeper than the dataclasses.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ VERSION = 1
 MAX_HEADER_BYTES = 1 << 16
 MAX_ROSTER = 32
 MAX_ITEMS = 2048
-"""Items of any array: a decoder sets their space aside before it has read them."""
+"""Limit of the items of any array: a decoder allocates them before it has read them."""
 MAX_TOKENS = 1 << 53
 MAX_NORM = 1e30
 MAX_SECONDS = 86_400.0 * 7
@@ -32,7 +33,7 @@ HeaderType = TypeVar("HeaderType", bound=Header)
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """How one field goes onto the wire and comes off it."""
+    """How one field is encoded, and how it is checked and decoded."""
 
     pack: Callable[[Any], Any]
     unpack: Callable[[Any], Any]
@@ -43,7 +44,7 @@ def _refuse(what: str, value: object) -> BadPayload:
 
 
 def _shown(value: object) -> str:
-    """A foreign value in a few characters; never the text of a container, which may be nested too deep to print."""
+    """A received value in a few characters. Of a container only the type: it may be nested too deep to print."""
     if isinstance(value, str | bytes):
         return repr(value[:40])
     return f"{value!r}" if isinstance(value, int | float | None) else f"a {type(value).__name__}"
@@ -57,59 +58,44 @@ def _field(spec: Spec, **options: Any) -> Any:
     return dataclasses.field(metadata={"spec": spec}, **options)
 
 
-def uint(maximum: int) -> Any:
-    """An integer in 0..maximum; a bool is not one."""
+def _checked(what: str, kind: type, is_valid: Callable[[Any], bool], pack: Callable[[Any], Any] = _same) -> Any:
+    """A field whose values are of one type and satisfy a condition.
 
-    def unpack(value: Any) -> int:
-        if type(value) is not int or not 0 <= value <= maximum:
-            raise _refuse(f"an integer in 0..{maximum}", value)
+    Args:
+        what: description of the valid values, for the error message.
+        is_valid: called only with values of type `kind`.
+    """
+
+    def unpack(value: Any) -> Any:
+        if type(value) is not kind or not is_valid(value):
+            raise _refuse(what, value)
         return value
 
-    return _field(Spec(_same, unpack))
+    return _field(Spec(pack, unpack))
+
+
+def uint(maximum: int) -> Any:
+    """An integer in 0..maximum, not a bool."""
+    return _checked(f"an integer in 0..{maximum}", int, lambda value: 0 <= value <= maximum)
 
 
 def real(low: float, high: float) -> Any:
     """A finite float in low..high."""
-
-    def unpack(value: Any) -> float:
-        if type(value) is not float or not math.isfinite(value) or not low <= value <= high:
-            raise _refuse(f"a number in {low:g}..{high:g}", value)
-        return value
-
-    return _field(Spec(float, unpack))
+    what = f"a number in {low:g}..{high:g}"
+    return _checked(what, float, lambda value: math.isfinite(value) and low <= value <= high, pack=float)
 
 
 def flag() -> Any:
-    def unpack(value: Any) -> bool:
-        if type(value) is not bool:
-            raise _refuse("true or false", value)
-        return value
-
-    return _field(Spec(_same, unpack))
-
-
-def _text(maximum: int) -> Spec:
-    def unpack(value: Any) -> str:
-        if type(value) is not str or len(value) > maximum:
-            raise _refuse(f"a text of at most {maximum} characters", value)
-        return value
-
-    return Spec(_same, unpack)
+    return _checked("true or false", bool, lambda value: True)
 
 
 def text(maximum: int) -> Any:
-    return _field(_text(maximum))
+    return _checked(f"a text of at most {maximum} characters", str, lambda value: len(value) <= maximum)
 
 
 def blob(maximum: int, minimum: int = 0) -> Any:
     """Bytes of a length in minimum..maximum."""
-
-    def unpack(value: Any) -> bytes:
-        if type(value) is not bytes or not minimum <= len(value) <= maximum:
-            raise _refuse(f"{minimum}..{maximum} bytes", value)
-        return value
-
-    return _field(Spec(bytes, unpack))
+    return _checked(f"{minimum}..{maximum} bytes", bytes, lambda value: minimum <= len(value) <= maximum, pack=bytes)
 
 
 def digest() -> Any:
@@ -117,12 +103,12 @@ def digest() -> Any:
 
 
 def one(kind: type) -> Any:
-    """A dataclass of specs, nested."""
+    """A nested dataclass of specs."""
     return _field(Spec(_pack_fields, lambda value: _unpack_fields(kind, value)))
 
 
 def many(of: Any, maximum: int) -> Any:
-    """A tuple of at most `maximum` fields of one spec."""
+    """A tuple of at most `maximum` items, each as the field `of`."""
     spec: Spec = of.metadata["spec"]
 
     def unpack(value: Any) -> tuple[Any, ...]:
@@ -134,7 +120,7 @@ def many(of: Any, maximum: int) -> Any:
 
 
 def some(of: Any, maximum: int) -> Any:
-    """As `many`; none by default."""
+    """As `many`, empty by default."""
     return _field(many(of, maximum).metadata["spec"], default=())
 
 
@@ -153,7 +139,7 @@ _FOREIGN: dict[type, dict[str, Any]] = {
     Member: {"peer": peer_id(), "incarnation": uint(1 << 40)},
     LinkFault: {"first": peer_id(), "second": peer_id(), "until": uint(1 << 40)},
 }
-"""Specs of the contract's own dataclasses, which know nothing of the wire."""
+"""Specs of dataclasses of the contract, which do not depend on this module."""
 
 _SPECS: dict[type, tuple[tuple[str, Spec], ...]] = {}
 
@@ -184,17 +170,19 @@ def _unpack_fields(kind: type, values: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Opening(Header):
-    """First on every stream: how long its opener will wait."""
+    """The first message of every stream: how long its opener will wait."""
 
     seconds: float = real(0, MAX_SECONDS)
 
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """What one member brings to a round, signed over (key, offer without signature) so that no plan can alter it.
+    """What one member contributes to a round.
+
+    The signature covers the key and the other fields, so that no plan can alter an offer.
 
     Attributes:
-        leaving: the last that it brings: the next roster is without it.
+        leaving: the member leaves after this round; the next roster does not contain it.
     """
 
     member: Member = one(Member)
@@ -210,7 +198,7 @@ class Offer:
 
 @dataclass(frozen=True, slots=True)
 class Ready(Header):
-    """A member's offer for the round, sent to the whole roster and again as its work grows."""
+    """A member's offer for the round, sent to the whole roster, and sent again as its work grows."""
 
     key: RoundKey = one(RoundKey)
     offer: Offer = one(Offer)
@@ -218,15 +206,15 @@ class Ready(Header):
 
 @dataclass(frozen=True, slots=True)
 class Plan(Header):
-    """The coordinator's call: whose offers count, who reduces which elements, how long it may take.
+    """The coordinator's plan of a round: the offers that count, the reducer of each part, and the time limits.
 
-    Weights and clip factors are not here: every receiver computes them from the offers (`protocols.allreduce.plan`).
+    It holds no weights and clip factors: every receiver computes them from the offers (`protocols.allreduce.plan`).
 
     Attributes:
-        offers: the members that take part, in the order that bitmaps and sums use.
+        offers: of the members that take part, in the order that bit masks and sums use.
         bounds: len(offers) + 1 ascending element offsets; part i is [bounds[i], bounds[i+1]).
         reducers: part -> index of the member that reduces it.
-        cut_seconds: training may go on for so long from the receipt of the plan: the slowest member's step.
+        cut_seconds: how long training may go on after the plan has arrived: the slowest member's step.
         budget_seconds: time for the data phase and the decision, from the cut.
     """
 
@@ -242,7 +230,7 @@ class Plan(Header):
 
 @dataclass(frozen=True, slots=True)
 class Contribute(Header):
-    """Opens a data stream to the reducer of `part`; its chunks follow, and the reduced chunks come back."""
+    """Opens a data stream to the reducer of `part`. The chunks follow, and the reducer sends back reduced chunks."""
 
     key: RoundKey = one(RoundKey)
     plan: bytes = digest()
@@ -260,7 +248,11 @@ class Chunk(Header):
 
 @dataclass(frozen=True, slots=True)
 class Reduced(Header):
-    """One reduced chunk, the same bytes for every member; `mask` has a bit for each offer that it holds."""
+    """One reduced chunk; `size` payload bytes follow, the same for every member.
+
+    Attributes:
+        mask: a bit for each offer whose contribution the chunk holds.
+    """
 
     index: int = uint(1 << 32)
     mask: int = uint((1 << MAX_ROSTER) - 1)
@@ -269,7 +261,7 @@ class Reduced(Header):
 
 @dataclass(frozen=True, slots=True)
 class ChunkSpan:
-    """`count` chunks in a row that hold the same contributors."""
+    """`count` consecutive chunks that hold the same contributors."""
 
     count: int = uint(1 << 32)
     mask: int = uint((1 << MAX_ROSTER) - 1)
@@ -277,7 +269,7 @@ class ChunkSpan:
 
 @dataclass(frozen=True, slots=True)
 class PartDigest:
-    """A reduced part: digest over its chunks' digests and masks, and who is in each chunk."""
+    """A reduced part: a digest over the digests and masks of its chunks, and the contributors of each chunk."""
 
     digest: bytes = digest()
     runs: tuple[ChunkSpan, ...] = many(one(ChunkSpan), MAX_ITEMS)
@@ -285,10 +277,10 @@ class PartDigest:
 
 @dataclass(frozen=True, slots=True)
 class PartDone(Header):
-    """Ends a data stream: the reducer's signed word on its part. Two different ones convict it.
+    """Ends a data stream: the reducer's signed statement of its part. Two different statements prove that it lied.
 
     Attributes:
-        reducer: index of the member that made and signed it; another may be serving it.
+        reducer: index of the member that reduced the part and signed; another member may be serving it.
     """
 
     part: int = uint(MAX_ROSTER)
@@ -306,14 +298,14 @@ class WantPart(Header):
 
 @dataclass(frozen=True, slots=True)
 class Availability(Header):
-    """Answers whether what was asked for is here; if so, it follows."""
+    """Answers whether the sender has what was asked for; if so, it follows."""
 
     here: bool = flag()
 
 
 @dataclass(frozen=True, slots=True)
 class AdmissionRequest(Header):
-    """Who is not in the roster asks to be admitted: it stands where the round begins, and holds that state."""
+    """A peer outside the roster asks to be admitted: it has the state from which the round begins."""
 
     key: RoundKey = one(RoundKey)
     member: Member = one(Member)
@@ -327,10 +319,10 @@ _NUMBER = {kind: number for number, kind in _KINDS.items()}
 
 
 def register(first: int, kinds: Sequence[type[Header]]) -> None:
-    """Give the headers of another module numbers of their own, from `first`; numbers never change.
+    """Give the headers of another module consecutive numbers from `first`. Numbers never change.
 
     Raises:
-        ValueError: a number or a header is taken.
+        ValueError: a number or a header is registered already.
     """
     for number, kind in enumerate(kinds, first):
         if number in _KINDS or kind in _NUMBER:
@@ -339,22 +331,26 @@ def register(first: int, kinds: Sequence[type[Header]]) -> None:
 
 
 def body(value: object) -> bytes:
-    """The canonical bytes of a dataclass of specs: what is hashed and signed."""
+    """The canonical bytes of a dataclass of specs, which are hashed and signed."""
     return bytes(msgpack.packb(_pack_fields(value)))
 
 
 def unpack_body(kind: type[HeaderType], data: bytes) -> HeaderType:
-    """The dataclass whose `body` these bytes are.
+    """Decode the bytes that `body` made of a dataclass of this kind.
 
     Raises:
-        BadPayload: they are not.
+        BadPayload: they are no such bytes.
     """
     value: HeaderType = _unpack_fields(kind, _unpack(data))
     return value
 
 
 def encode(header: Header) -> bytes:
-    """The header's bytes, at most `MAX_HEADER_BYTES`."""
+    """Encode a header.
+
+    Raises:
+        ValueError: it takes more than `MAX_HEADER_BYTES`.
+    """
     packed = bytes(msgpack.packb([VERSION, _NUMBER[type(header)], *_pack_fields(header)]))
     if len(packed) > MAX_HEADER_BYTES:
         raise ValueError(f"{type(header).__name__} takes {len(packed)} bytes, more than {MAX_HEADER_BYTES}")
@@ -369,10 +365,10 @@ def _unpack(data: bytes) -> Any:
 
 
 def decode(data: bytes) -> Header:
-    """The header that `data` holds.
+    """Decode a header.
 
     Raises:
-        BadPayload: not msgpack, another version, an unknown kind, or a field out of bounds.
+        BadPayload: too long, not msgpack, another version, an unknown kind, or a field out of bounds.
     """
     if len(data) > MAX_HEADER_BYTES:
         raise BadPayload(f"a header of {len(data)} bytes, more than {MAX_HEADER_BYTES}")
@@ -389,10 +385,10 @@ def decode(data: bytes) -> Header:
 
 
 def expect(header: Header, kind: type[HeaderType]) -> HeaderType:
-    """The header, if it is of that kind.
+    """Check that a header is of this kind, and return it.
 
     Raises:
-        BadPayload: it is another.
+        BadPayload: it is of another kind.
     """
     if not isinstance(header, kind):
         raise BadPayload(f"expected {kind.__name__}, got {type(header).__name__}")

@@ -64,7 +64,7 @@ class BootstrapServer:
     async def _serve(self, peer: PeerId, stream: Stream) -> None:
         async with peer_timeout(ASK_SECONDS, peer, "it asks"):
             request = await stream.receive(wire.MAX_HEADER_BYTES)
-        async with peer_timeout(TRANSFER_SECONDS, peer, "it takes an answer"):
+        async with peer_timeout(TRANSFER_SECONDS, peer, "it receives an answer"):
             match request:
                 case WantRun():
                     run = self._run
@@ -200,7 +200,7 @@ class BootstrapClient:
             remembered: those of them that the user did not give: there, peers were met before.
 
         Raises:
-            ManifestError: all addresses lead into other runs, and there is no file that could add more.
+            ManifestError: all addresses are of other runs, and there is no file that could add more.
         """
         for each in dict.fromkeys(addresses):
             if each.startswith(FILE_SIGN):

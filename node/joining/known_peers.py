@@ -55,7 +55,7 @@ class KnownPeers:
 
 
 def local_peer(me: Member, nickname: str, addresses: Callable[[], Sequence[str]], history: RoundHistory) -> LocalPeer:
-    """What this peer says of itself in its greetings.
+    """What this peer announces about itself in its greetings.
 
     Args:
         addresses: returns the multiaddrs at which others can dial it now.

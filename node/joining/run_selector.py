@@ -110,7 +110,7 @@ class RunSelector:
             held: the run in the directory; None if there is none to resume.
 
         Raises:
-            ManifestError: all addresses lead into other runs.
+            ManifestError: all addresses are of other runs.
         """
         if not self._config.bootstrap:
             run = f"run {self._expected[:12]}" if self._expected else "the earlier run"

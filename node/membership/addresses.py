@@ -31,9 +31,9 @@ _MEANINGS = (
     ("invalid p2p multiaddr", "the relay is not named: it must read …/p2p/<the relay's id>/p2p-circuit/p2p/<peer id>"),
     ("no transport for protocol", "this kind of address is not spoken here: give one with /tcp/"),
     (_WAITING, BACKOFF),
-    ("no addresses", "nobody who is connected knows where it is: connect to its address first"),
-    ("failed to find any peer", "nobody who is connected knows where it is: connect to its address first"),
-    ("not found", "nobody who is connected knows where it is: connect to its address first"),
+    ("no addresses", "no connected peer knows its address: connect to its address first"),
+    ("failed to find any peer", "no connected peer knows its address: connect to its address first"),
+    ("not found", "no connected peer knows its address: connect to its address first"),
     ("no good addresses", "none of its addresses can be dialled from here"),
     *((words, "no answer: a firewall, or the peer is down or hangs; try another address of it") for words in SILENT),
     (_OPENING, CROSSED),  # instead of an answer, the other side's opening message arrived

@@ -27,7 +27,7 @@ DUPLICATE_IDENTITY = (
 
 @dataclass(frozen=True, slots=True)
 class LocalPeer:
-    """What this peer's greetings and heartbeats say about it.
+    """What this peer announces about itself in greetings and heartbeats.
 
     Attributes:
         me: this peer in its present incarnation.
@@ -53,30 +53,30 @@ class HandshakeProtocol:
         sketch: sent with each heartbeat: the packed sketch of its parameters (`node.outer.sketch`), or empty.
     """
 
-    def __init__(self, who: LocalPeer, clock: Clock, signer: Signer) -> None:
+    def __init__(self, local: LocalPeer, clock: Clock, signer: Signer) -> None:
         self.leaving, self.sketch = False, b""
-        self._who, self._clock, self._signer = who, clock, signer
+        self._local, self._clock, self._signer = local, clock, signer
         self._number = 0
 
     def hello(self) -> Hello:
         """The present greeting of this peer, signed."""
-        who = self._who
-        addresses = tuple(who.addresses())[:MAX_ADDRESSES]
-        hello = Hello(VERSION, who.run, who.me, who.life, who.nickname, addresses, b"")
+        local = self._local
+        addresses = tuple(local.addresses())[:MAX_ADDRESSES]
+        hello = Hello(VERSION, local.run, local.me, local.life, local.nickname, addresses, b"")
         return replace(hello, signature=self._signer.sign(signed_part(hello)))
 
     def is_duplicate(self, hello: Hello) -> bool:
         """Whether this greeting proves that another process, not an earlier incarnation, runs with this identity."""
-        who = self._who
-        same = (hello.run, hello.member.peer) == (who.run, who.me.peer)
-        later = hello.life != who.life and hello.member.incarnation >= who.me.incarnation
+        local = self._local
+        same = (hello.run, hello.member.peer) == (local.run, local.me.peer)
+        later = hello.life != local.life and hello.member.incarnation >= local.me.incarnation
         return same and later and self._is_signed(hello)
 
     def _is_signed(self, hello: Hello) -> bool:
         return self._signer.verify(hello.member.peer, signed_part(hello), hello.signature)
 
     def _pulse(self, number: int) -> Heartbeat:
-        return Heartbeat(number, self._clock.wall(), self._who.round(), self.leaving, self.sketch)
+        return Heartbeat(number, self._clock.wall(), self._local.round(), self.leaving, self.sketch)
 
     def check(self, peer: PeerId, hello: Hello) -> None:
         """Verify a peer's greeting.
@@ -88,8 +88,8 @@ class HandshakeProtocol:
             raise BadPayload(
                 f"speaks version {hello.version} of Starling, this peer speaks {VERSION}: update the older"
             )
-        if hello.run != self._who.run:
-            raise BadPayload(f"is in another run ({hello.run.hex()[:12]}), not in {self._who.run.hex()[:12]}")
+        if hello.run != self._local.run:
+            raise BadPayload(f"is in another run ({hello.run.hex()[:12]}), not in {self._local.run.hex()[:12]}")
         if hello.member.peer != peer:
             raise BadPayload(f"greets in the name of {hello.member.peer}")
         if not self._is_signed(hello):
@@ -145,7 +145,7 @@ class HandshakeProtocol:
             if contact.hello is None:
                 return  # the table has dropped this peer; it may greet again
             if contact.hello.life != hello.life:
-                return await stream.send(HelloRejected("another life of it is known here", (contact.hello,)))
+                return await stream.send(HelloRejected("another incarnation of it is known here", (contact.hello,)))
             contact.round, contact.leaving, contact.sketch = pulse.round, pulse.leaving, pulse.sketch
             contact.called()
             await stream.send(self._pulse(pulse.number))

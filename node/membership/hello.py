@@ -41,7 +41,7 @@ class Hello(Header):
         version: the sender's `VERSION`.
         run: hash of the sender's manifest.
         member: the sender in its present incarnation.
-        life: random number drawn when the process started. It tells two processes with one identity apart.
+        life: random number drawn when the process started. It distinguishes two processes with one identity.
         addresses: multiaddrs at which the sender can be dialled.
         signature: the sender's, over all other fields. It proves to a peer that another process has its identity.
     """
@@ -82,7 +82,7 @@ class HelloRejected(Header):
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat(Header):
-    """A sign of life. The receiver answers at once with a heartbeat of the same number.
+    """Shows that the sender is alive. The receiver answers at once with a heartbeat of the same number.
 
     Attributes:
         wall: the sender's wall clock, seconds since the epoch.

@@ -64,10 +64,11 @@ class HostMonitor:
         self._known = here or before  # while p2pd is down there are none
         if not before or not here or here == before:
             return None
-        return TimeJump(0.0, f"this machine's addresses have changed (now {', '.join(sorted(here)[:2])}): all are told")
+        now = ", ".join(sorted(here)[:2])
+        return TimeJump(0.0, f"this machine's addresses have changed (now {now}): all peers get the new ones")
 
     def _compare(self, offsets: Sequence[float]) -> None:
-        """Report a skew that was seen twice in a row: an echo that a suspend delayed shows a wrong one once."""
+        """Report a skew that was seen twice in a row: after a suspend, a delayed echo shows a wrong skew once."""
         if not offsets:
             return
         before, self._skewed = self._skewed, skew(offsets, MAX_OFFSET_SECONDS)

@@ -72,7 +72,7 @@ async def _drop_nothing(peer: PeerId, deadline: Deadline) -> None:
 
 @dataclass(frozen=True, slots=True)
 class DialPolicy:
-    """Which peers are dialled, and how.
+    """Which peers a `Membership` dials, and how.
 
     Attributes:
         wanted: returns peers that are dialled again without limit, such as the roster's.
@@ -87,7 +87,7 @@ class DialPolicy:
 
 @dataclass(frozen=True, slots=True)
 class MembershipCallbacks:
-    """What a `Membership` tells the peer that it belongs to.
+    """Callbacks of a `Membership` to its peer.
 
     Attributes:
         on_duplicate_identity: called with one line when another process turns out to have this peer's identity.
@@ -312,7 +312,7 @@ class Membership:
         welcome = wire.expect(answer, Welcome)
         self._handshake.check(contact.peer, welcome.hello)
         if contact.is_older(welcome.hello):
-            raise BadPayload("it greets us from an older life")
+            raise BadPayload("it greets from an older incarnation")
         self._meet(contact, welcome.hello)
         now = asyncio.get_running_loop().time()
         contact.suspicion = FailureDetector(now)
@@ -324,10 +324,15 @@ class Membership:
                 self.hint(each.peer, each.addresses[:MAX_BELIEVED_ADDRESSES], told_by=contact.peer)
 
     def _on_refusal(self, peer: PeerId, refusal: HelloRejected) -> None:
-        """A peer refuses us; it may prove that the reason is another process with our identity."""
+        """Handle a peer's refusal, which may prove that another process has this peer's identity.
+
+        Raises:
+            BadPayload: the proof is not valid.
+            PeerGone: always, otherwise.
+        """
         for other in refusal.other:
             if not self._handshake.is_duplicate(other):
-                raise BadPayload("refuses us for another life of ours that it cannot prove")
+                raise BadPayload("refuses this peer for another incarnation of it that it cannot prove")
             self._callbacks.on_duplicate_identity(DUPLICATE_IDENTITY)
         raise PeerGone(peer, f"it refuses us: {refusal.why}")
 
@@ -345,7 +350,7 @@ class Membership:
         if contact is None:
             return await stream.send(HelloRejected("too many peers are known here"))
         if contact.hello and contact.is_older(hello):
-            return await stream.send(HelloRejected("another life of it is known here", (contact.hello,)))
+            return await stream.send(HelloRejected("another incarnation of it is known here", (contact.hello,)))
         self._meet(contact, hello)
         await stream.send(Welcome(self._handshake.hello(), self._known(peer)))
         contact.called()

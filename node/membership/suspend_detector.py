@@ -61,7 +61,7 @@ class SuspendDetector:
         return TimeJump(late) if late > STOPPED_SECONDS else None
 
 
-_ANEW = "it meets everybody anew, and suspects nobody for that time"
+_ANEW = "it greets all peers again, and suspects none of them for that time"
 
 
 def skew(offsets: Sequence[float], limit_seconds: float) -> str:

@@ -4,9 +4,10 @@ One libp2p protocol carries all methods (`node.network.serving`). So a new metho
 each failure to open a stream, except a missed deadline, is definite.
 
 The option `nat` was tested only on one machine. Peers without a router find each other as before. A peer that listens
-nowhere, and whose p2pd was told that it is unreachable, reserved a relay slot at other peers of the run within seconds,
-and was reached through them. This needs four peers that can serve as relays; with fewer, p2pd waits for three minutes.
-libp2p claims that p2pd detects by itself that it is unreachable, maps ports and punches holes. That is untested.
+nowhere, and whose p2pd was set to treat it as unreachable, reserved a relay slot at other peers of the run within
+seconds, and was reached through them. This needs four peers that can serve as relays; with fewer, p2pd waits for three
+minutes. libp2p claims that p2pd detects by itself that it is unreachable, maps ports and punches holes. That is
+untested.
 """
 
 from __future__ import annotations

@@ -138,10 +138,10 @@ class CatchUp:
         return state
 
     async def _replay(self, state: OuterState, lineage: bytes, snapshot: Snapshot | None = None) -> CatchUpResult:
-        """Take the steps since a lineage again.
+        """Replay the outer steps since a lineage.
 
         Raises:
-            StateUnavailable: a mean cannot be fetched, or this peer comes to another state than the others did.
+            StateUnavailable: a mean cannot be fetched, or the replay leads to another state than the chain has.
         """
         replayed, finite = 0, True
         links = self.chain.since(lineage)

@@ -1,8 +1,8 @@
-"""The end of a run whose peers have states of their own: waiting for the other peers, and closing exchanges.
+"""The end of a run with independent state: waits for the other peers, then runs the closing exchanges.
 
-Each peer counts its own rounds, so peers come to the end of the run one after the other. A peer that has come to it
-waits for the others, and goes on sharing its state with them. It waits no longer than its last round of training took
-since the last peer arrived.
+Each peer counts its own rounds, so peers reach the end of the run one after the other. A peer that has reached it waits
+for the others, and meanwhile shares its state with them. It stops waiting if no peer has arrived for as long as its
+last round of training took.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from protocols.base import (
 )
 
 WAIT_FLOOR_SECONDS, WAIT_LIMIT_SECONDS = 20.0, 600.0
-"""Bounds of the wait for other peers to come to the end. The wait is this peer's last training time, within them."""
+"""Bounds of the wait for other peers to reach the end. Within them, the wait is this peer's last training time."""
 LOOK_SECONDS = 0.25
 SKETCH_SECONDS = 3.0
 """Longest wait for the other peers' new sketches, which are sent with heartbeats."""
@@ -36,9 +36,9 @@ class ClosingResult:
     """Result of the closing exchanges.
 
     Attributes:
-        mean: of the exchanges, including those that others began with this peer while it waited.
+        mean: result of the exchanges, including those that others began with this peer while it waited.
         exchanges: number of this peer's own exchanges that took effect.
-        half_exchanges, mass_drift: as in a session.
+        half_exchanges, mass_drift: as in `protocols.base.IndependentSession`.
         sketches: the last sketch of each participant before the exchanges; None if it had sent none.
     """
 
@@ -74,7 +74,7 @@ class ClosingPhase:
         return round_number >= self._run_rounds and bool(self.rounds())
 
     def behind(self) -> tuple[PeerId, ...]:
-        """Peers that have not come to the end of the run."""
+        """Peers that have not reached the end of the run."""
         return tuple(peer for peer, number in self.rounds().items() if number < self._run_rounds)
 
     async def run(
@@ -85,11 +85,11 @@ class ClosingPhase:
         on_enter: Callable[[ClosingSession], None],
         sketches: Callable[[], Mapping[PeerId, Sketch]],
     ) -> ClosingResult:
-        """Wait for the other peers, then average with those that have come to the end.
+        """Wait for the other peers, then average with those that have reached the end.
 
         Args:
-            key: of the last round, in which all of this counts.
-            seconds: that the last round of training took, and that a round may take.
+            key: key of the last round, to which the exchanges belong.
+            seconds: duration of the last round's training, and time limit of a round.
             on_enter: called with the session; setting the session's `cut` ends the phase soon.
             sketches: returns the last sketches of the others.
         """
@@ -114,7 +114,7 @@ class ClosingPhase:
         )
 
     async def _gather(self, wait_seconds: float, cut: asyncio.Event) -> None:
-        """Wait until no peer is behind, or none has arrived for `wait_seconds`; at most twice that in all."""
+        """Wait until no peer is behind, or none has arrived for `wait_seconds`; at most twice that time in all."""
         loop = asyncio.get_running_loop()
         limit = loop.time() + 2 * wait_seconds
         until, behind = loop.time() + wait_seconds, set(self.behind())
@@ -127,7 +127,7 @@ class ClosingPhase:
 
 
 def joined(mean: AveragingResult, held: Mapping[PeerId, Contribution]) -> AveragingResult:
-    """Merge a mean with the exchanges in `held`, which took place beside it. Given-up exchanges must not be in it.
+    """Merge a mean with `held`, exchanges that other peers began. Neither may include reverted exchanges.
 
     If `held` is empty, a committed mean without contributions becomes SKIPPED.
     """

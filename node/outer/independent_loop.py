@@ -1,7 +1,7 @@
-"""The outer rounds of a peer that has an outer state of its own: train, step and average with its partners, report.
+"""The outer loop of a peer with independent state: train, step and average with the partners, report.
 
-`node.outer.mixing` says which vectors are sent and what becomes of those that arrive: the state after the peer's own
-outer step, unless the run says otherwise.
+A mixing strategy (`node.outer.mixing`) decides which vectors are exchanged, and applies the mean. By default, peers
+average their states after the outer step.
 
 The peer shares no chain with the others: `parent` and `lineage` of a report are the roots of its state before and
 after the round.
@@ -49,18 +49,18 @@ LATE_SHARE = 0.5
 
 
 def _no_sketches(sketch: Sketch) -> Mapping[PeerId, Sketch]:
-    """Return nothing: for a peer that compares its parameters with no others."""
+    """Return no sketches, for a peer that does not compare its parameters with others."""
     return {}
 
 
 @dataclass(frozen=True, slots=True)
 class IndependentOptions:
-    """How the outer loop of a peer with a state of its own deals with the other peers.
+    """How the outer loop of a peer with independent state deals with the other peers.
 
     Attributes:
         compare: sends our sketch to the others, and returns the latest sketch of each live peer.
-        spread_limit: how far apart the parameters of the run's peers may be, as reports have it.
-        closing: how the run ends at this peer; None: with its last round.
+        spread_limit: largest accepted spread of the peers' parameters, as in reports.
+        closing: runs the closing exchanges; None: the run ends with the last round.
         newcomer: the peer must fetch its first state, and must serve none before.
     """
 
@@ -71,7 +71,7 @@ class IndependentOptions:
 
 
 class IndependentOuterLoop(OuterLoop):
-    """The outer state of one peer that shares it with no other, and the peer's rounds.
+    """The outer loop of a peer with independent state.
 
     Attributes:
         chain: the peer's own rounds.
@@ -91,14 +91,14 @@ class IndependentOuterLoop(OuterLoop):
     ) -> None:
         """
         Args:
-            optimizer: the peer's own step, after which it averages states; or NoLoCo's, which is both at once.
-            deps: the trainer stands at the anchor.
+            optimizer: SGD, after whose step the peer averages states; or NoLoCo's, whose step includes the averaging.
+            deps: dependencies; the trainer must hold the anchor.
         """
         super().__init__(averager.me, optimizer, deps)
         self.chain, self.averager, self._options = chain, averager, options
         self.astray, self.lacks_state = False, options.newcomer
-        self._sketches: dict[PeerId, Sketch] = {}  # of the others, as of the last round
-        self._sketch: Sketch | None = None  # our own, as the others have received it
+        self._sketches: dict[PeerId, Sketch] = {}  # the others' sketches, as of the last round
+        self._sketch: Sketch | None = None  # our own, as sent to the others
         self._kept_round = -1
         self._mixing = self._make_mixing(optimizer, deps)
 
@@ -109,7 +109,7 @@ class IndependentOuterLoop(OuterLoop):
 
     @property
     def key(self) -> RoundKey:
-        """Of the next round: the number is this peer's own, the lineage the root of its state."""
+        """Key of the next round: this peer's own round number, and as lineage the root of its state."""
         return self.chain.key
 
     @property
@@ -118,15 +118,15 @@ class IndependentOuterLoop(OuterLoop):
         return self.lacks_state or self.astray
 
     def took_part(self, report: RoundReport) -> bool:
-        """Whether the report is of a round that counts: all do, except that this peer fetched another's state."""
+        """Whether the report is of a round, not of the fetching of another peer's state."""
         return report.outcome != Outcome.SUPERSEDED
 
     async def settle(self) -> None:
-        """Compute the root of the state as it stands: where the next round starts from."""
+        """Compute the root of the state, from which the next round starts, and keep a snapshot if one is due."""
         await self.state.hash()
         self.chain.move_to(replace(self.key, lineage=self.state.root(self.key.round)))
         snapshots = None if self.lacks_state else self._snapshots
-        # A peer that goes by others' rounds may jump over the one in which a checkpoint is due.
+        # A peer that moves on to the others' round may skip the one in which a checkpoint is due.
         if snapshots and self.key.round // snapshots.every_rounds > self._kept_round // snapshots.every_rounds:
             self._kept_round = self.key.round
             await self._keep(snapshots, self.key)
@@ -137,12 +137,12 @@ class IndependentOuterLoop(OuterLoop):
             await self._keep(self._checkpoints.snapshots, self.key)
 
     async def start_from(self, snapshot: Snapshot) -> None:
-        """Take a state, this peer's own of an earlier incarnation or another peer's, and its round.
+        """Take over the state and the round of a snapshot: of an earlier incarnation, or of another peer.
 
         Call `settle` afterwards.
 
         Raises:
-            OSError: it cannot be read; nothing has changed.
+            OSError: the snapshot cannot be read; nothing has changed.
         """
         await self._mixing.take(snapshot)
         self.chain.move_to(replace(self.key, round=max(self.key.round, snapshot.round)))
@@ -153,10 +153,10 @@ class IndependentOuterLoop(OuterLoop):
     async def run_round(self, wall: Callable[[], float]) -> RoundReport:
         """Train, step, average with the partners of this round, and report.
 
-        There is always a next state: without partners, the peer's own.
+        Without partners, the state after this peer's own step is the next state.
 
         Args:
-            wall: the wall clock, in seconds.
+            wall: returns the wall clock, in seconds.
         """
         key, watch, mixing = self.key, LapTimer(), self._mixing
         async with self.averager.enter(self.chain.head, watch.began + self._limit_seconds) as session:
@@ -180,10 +180,10 @@ class IndependentOuterLoop(OuterLoop):
     async def _step_and_average(
         self, session: IndependentSession, work: LocalProgress, lineage: bytes
     ) -> tuple[AveragingResult, LocalProgress]:
-        """Step along what was trained, and average with the partners, as the mixing strategy does.
+        """Have the mixing strategy take the outer step and average with the partners.
 
         Returns:
-            What became of the averaging, and the work as it was offered.
+            The result of the averaging, and the work as it was offered.
         """
         self._show_progress("averaging", work)
         mean, work = await self._mixing.mix(session, work, lambda work: self._offered(work, lineage))
@@ -235,10 +235,10 @@ class IndependentOuterLoop(OuterLoop):
             self._limit_seconds = min(FIRST_ROUND_LIMIT_SECONDS, 2 * self._limit_seconds)
 
     async def _compare(self, report: RoundReport, key: RoundKey, before: Mapping[PeerId, Sketch | None]) -> RoundReport:
-        """Add to the report how far this peer is from the others, by their sketches.
+        """Add to the report how far this peer is from the others, estimated from their sketches.
 
         Args:
-            before: the last sketches of peers that are about to send others; they are waited for.
+            before: the last sketches of peers that are about to send new ones, which this method waits for.
         """
         compare, spread_limit = self._options.compare, self._options.spread_limit
         anchor, loop = self.anchor, asyncio.get_running_loop()
@@ -264,8 +264,8 @@ class IndependentOuterLoop(OuterLoop):
     ) -> RoundReport:
         """Fetch another peer's state, and go on from there.
 
-        Never raises for what other peers do: the outcome `undecided` says that nothing has changed. The donor is the
-        peer whose parameters are nearest to the mean of all live peers.
+        The donor is the peer whose parameters are nearest to the mean of all live peers. Failures of other peers do not
+        raise: with the outcome `undecided`, nothing has changed.
         """
         key, watch = self.key, LapTimer()
         outcome = Outcome.UNDECIDED
@@ -290,10 +290,12 @@ class IndependentOuterLoop(OuterLoop):
     def _nearest(self, donors: Sequence[PeerId]) -> Sequence[PeerId]:
         centre = middle([self._sketches[peer] for peer in sorted(self._sketches)])
         known = {peer: distance(numbers, centre) for peer, numbers in self._sketches.items()}
-        return sorted(donors, key=lambda donor: known.get(donor, math.inf))  # of those unknown, the newest first
+        return sorted(
+            donors, key=lambda donor: known.get(donor, math.inf)
+        )  # donors without a sketch last, the newest state first
 
     def _keep_fetched(self, snapshot: Snapshot) -> None:
-        """Keep a fetched snapshot, for others as well, and drop those of the state that was given up."""
+        """Keep a fetched snapshot, which other peers may fetch too, and drop the snapshots of the previous state."""
         if self._snapshots:
             for each in self._snapshots.held():
                 self._snapshots.drop(each)

@@ -1,11 +1,11 @@
-"""The vectors that a peer with a state of its own exchanges, and how what it receives becomes part of that state.
+"""Mixing strategies: which vectors a peer with independent state exchanges, and how it applies the mean.
 
-    StateMixing     the peer's own outer step, then the mean of stepped states: the step is linear, so the mean of
-                    stepped states is the step of the means
-    PullMixing      the peer's contribution to NoLoCo's step (`node.outer.noloco`), then the step by the mean
+    StateMixing     takes the peer's own outer step, then averages the stepped states. The step is linear, so the mean
+                    of stepped states is the step of the mean state by the mean pseudo-gradient.
+    PullMixing      averages the peers' contributions to NoLoCo's step (`node.outer.noloco`), then steps by the mean.
 
-With either, others may average with a peer that still trains: a pseudo-gradient is measured from the parameters that
-the trainer was written with, wherever the state has moved meanwhile.
+With either, other peers may average with a peer while it trains. Its pseudo-gradient is measured from the parameters
+that its trainer started from, even if averaging has changed its state since.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ class MixingStrategy(ABC):
     """Exchanges one peer's state in each round: `share`, `reclaim`, `mix`, and `begin` again.
 
     Attributes:
-        held: peers whose vectors entered the state while it was shared, in this round.
-        undone: exchanges of this round that this peer gave up: the others have moved, and this peer has not.
+        held: contributions of peers that averaged with the shared state in this round.
+        undone: exchanges of this round that this peer reverted, and its partners did not.
     """
 
     def __init__(self, state: OuterState, trainer: Trainer, compute: Compute, me: PeerId) -> None:
         self.held: Mapping[PeerId, Contribution] = {}
         self.undone = 0
         self._state, self._trainer, self._compute, self._me = state, trainer, compute, me
-        self._origin = state.anchor.clone()  # what the trainer was written with
+        self._origin = state.anchor.clone()  # the parameters that the trainer starts from
         self._delta = torch.empty_like(state.anchor)
 
     async def begin(self) -> None:
@@ -63,16 +63,16 @@ class MixingStrategy(ABC):
         await self._compute.run(lambda: self._origin.copy_(self._state.anchor), 8 * len(self._origin))
 
     async def take(self, snapshot: Snapshot) -> None:
-        """Take a kept state, or another peer's, between two rounds.
+        """Replace the state by that of a snapshot, this peer's or another peer's, between two rounds.
 
         Raises:
-            OSError: it cannot be read; the state is what it was.
+            OSError: the snapshot cannot be read; the state is unchanged.
         """
         state = self._state
         await self._compute.run(lambda: self._delta.copy_(state.velocity), 8 * len(self._delta))
         try:
             await state.take(snapshot)
-        except OSError:  # what was taken by then is no state
+        except OSError:  # the state is incomplete
             state.anchor.copy_(self._origin)
             state.velocity.copy_(self._delta)
             raise
@@ -80,24 +80,24 @@ class MixingStrategy(ABC):
 
     @abstractmethod
     def share(self, session: IndependentSession) -> None:
-        """Let others average with this peer while it trains."""
+        """Let other peers average with this peer while it trains."""
 
     async def reclaim(self, session: IndependentSession) -> None:
-        """Stop sharing after training: what arrived meanwhile is in the state."""
+        """Stop sharing after training. The state includes the exchanges that took place meanwhile."""
         self.undone, self.held = 0, await session.reclaim()
 
     @abstractmethod
     async def mix(
         self, session: IndependentSession, work: LocalProgress, offer: OfferCallback
     ) -> tuple[AveragingResult, LocalProgress]:
-        """Step along what was trained, and average with the partners.
+        """Take the outer step, and average with the partners.
 
         Returns:
-            What became of the averaging, and the work as it counts: none, where its step was not finite.
+            The result of the averaging, and the work that counts: none if the step was not finite.
         """
 
     async def close(self, session: ClosingSession, here: Collection[PeerId]) -> AveragingResult:
-        """Average whole states, parameters and momentum, with the peers that have come to the end of the run."""
+        """Average whole states, parameters and momentum, with the peers that have reached the end of the run."""
         into = [self._origin, self._delta]
         return await self._adopt(await session.close([self._state.anchor, self._state.velocity], into, here))
 
@@ -119,14 +119,14 @@ class MixingStrategy(ABC):
         await self._compute.run(lambda: pseudo_gradient(self._origin, delta, delta), 4 * len(delta))
 
     def _revert(self) -> None:
-        """Return to where the training began, and give up what arrived meanwhile."""
+        """Return to the state at the start of the training, and revert the exchanges since."""
         self._state.anchor.copy_(self._origin)
         self._state.velocity.zero_()
         self._undo(self.held)
         self.held = {}
 
     def _undo(self, held: Mapping[PeerId, Contribution]) -> None:
-        """Give up what was averaged with these peers."""
+        """Count the exchanges with these peers as reverted."""
         self.undone += sum(len(each.messages) for each in held.values())
 
     def _give_up(self, mean: AveragingResult, why: str) -> AveragingResult:
@@ -136,7 +136,7 @@ class MixingStrategy(ABC):
 
 
 class StateMixing(MixingStrategy):
-    """Stepped states travel, parameters and momentum."""
+    """Exchanges stepped states: parameters and momentum."""
 
     def share(self, session: IndependentSession) -> None:
         session.share([self._state.anchor, self._state.velocity])
@@ -150,7 +150,7 @@ class StateMixing(MixingStrategy):
         return (mean if stepped else replace(mean, blamed=(*mean.blamed, PeerFault(self._me, NOWHERE)))), work
 
     async def _step(self, work: LocalProgress) -> bool:
-        """Take the peer's own outer step along what was trained, if anything was; False if it was not finite."""
+        """Take the peer's own outer step, if it has trained. Returns whether the result is finite."""
         if not work.tokens:
             return True
         await self._read()
@@ -166,16 +166,17 @@ class StateMixing(MixingStrategy):
 
 
 class PullMixing(MixingStrategy):
-    """Contributions to NoLoCo's step travel; each peer's own momentum pulls the parameters together.
+    """Exchanges contributions to NoLoCo's step. Each peer's own momentum pulls the parameters together.
 
-    A contribution stays shared through the next round's training: what arrives by then amends the step.
+    The mean of the contributions stays shared during the training of the next round. Exchanges in that time correct the
+    step afterwards.
     """
 
     def __init__(self, state: OuterState, trainer: Trainer, compute: Compute, me: PeerId, rule: NoLoCo) -> None:
         super().__init__(state, trainer, compute, me)
         self._rule = rule
-        self._shared = torch.empty_like(state.anchor)  # the mean of the last step, which exchanges since have moved
-        self._stepped = False  # whether there was a step; its mean, as it was then, is in `_delta`
+        self._shared = torch.empty_like(state.anchor)  # the mean of the last step, as changed by exchanges since
+        self._stepped = False  # whether there was a step; `_delta` then holds its original mean
 
     async def take(self, snapshot: Snapshot) -> None:
         self._stepped = False
@@ -214,7 +215,7 @@ class PullMixing(MixingStrategy):
         return (mean if whole else replace(mean, blamed=(*mean.blamed, PeerFault(self._me, NOWHERE)))), work
 
     async def _contribute(self, work: LocalProgress) -> bool:
-        """Compute the contribution into `_delta`; returns whether it is finite. Without work, Δ is zero."""
+        """Compute the contribution into `_delta`. Returns whether it is finite. Without work, Δ is zero."""
         if work.tokens:
             await self._read()
         else:
@@ -227,7 +228,7 @@ class PullMixing(MixingStrategy):
         return await self._compute.run(make, 12 * len(self._delta))
 
     async def _average(self, session: IndependentSession, work: LocalProgress) -> AveragingResult:
-        """Average the contributions into `_shared`; without partners it is this peer's own."""
+        """Average the contributions into `_shared`, which without partners gets this peer's own contribution."""
         mean = await session.average([self._delta], work, [self._shared])
         if mean.outcome is not Outcome.COMMITTED:
             mean = replace(mean, outcome=Outcome.SKIPPED)
@@ -238,7 +239,7 @@ class PullMixing(MixingStrategy):
         return mean
 
     async def _step(self) -> bool:
-        """Step by the mean; False if the result is not finite."""
+        """Take the step by the mean. Returns whether the result is finite."""
         if not await self._state.advance(self._shared):
             return False
         await self._compute.run(lambda: self._delta.copy_(self._shared), 8 * len(self._shared))
@@ -247,5 +248,5 @@ class PullMixing(MixingStrategy):
 
 
 def nothing_of(work: LocalProgress) -> LocalProgress:
-    """The work, without tokens: its step was not finite."""
+    """The work without its tokens, for a step that was not finite."""
     return replace(work, tokens=0, norm=0.0)

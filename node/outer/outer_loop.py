@@ -1,4 +1,4 @@
-"""What the outer loops of both kinds share: the outer state, a round's training, offers of work, and the report.
+"""The base of both outer loops: the outer state, a round's training, offers of work, and the report.
 
 `node.outer.replicated_loop.ReplicatedOuterLoop` and `node.outer.independent_loop.IndependentOuterLoop` run the rounds:
 train, average, step, report.
@@ -41,17 +41,17 @@ FIRST_STEP_SECONDS = 2.0
 
 
 def _ignore_progress(phase: str, work: LocalProgress) -> None:
-    """For an outer loop whose progress is not shown."""
+    """The default, for an outer loop whose progress is not shown."""
 
 
 @dataclass(frozen=True, slots=True)
 class OuterLoopDeps:
-    """What an outer loop of either kind works with.
+    """Dependencies of an outer loop of either kind.
 
     Attributes:
         compute: runs arithmetic over whole vectors.
-        anchor: outer parameters that the run starts from, float32 (n); the outer loop owns them from now on. A joiner,
-            which has yet to fetch them, may bring any.
+        anchor: outer parameters to start from, float32 (n), which the outer loop owns from now on. Those of a joiner,
+            which must fetch a state first, do not matter.
         snapshots: keeps copies of the outer state, for this peer and for others; None: none are kept.
         checkpoints: writes the outer state to the disk, into the same `snapshots`; None: none are written.
         on_progress: called with `training` or `averaging` and the work of the round so far.
@@ -70,12 +70,12 @@ class RoundResult:
     """Result of one round at this peer.
 
     Attributes:
-        key: of the round.
+        key: key of the round.
         anchor: lineage of the state that the work was measured from, 32 bytes.
-        mean: what the averager returned; COMMITTED only if the mean was applied.
-        seconds: what the round took, by the names of its laps: `train` and `average`.
+        mean: result of the averaging; COMMITTED only if the mean was applied.
+        seconds: durations of the round's laps, by name: `train` and `average`.
         finite: whether every parameter was finite after the outer step.
-        outcome: as the report names it; empty: that of the mean.
+        outcome: outcome for the report, if it is not that of the mean; else empty.
     """
 
     key: RoundKey
@@ -88,12 +88,12 @@ class RoundResult:
 
 
 class OuterLoop:
-    """A peer's outer state, and its work in one round after the other.
+    """The base of the outer loops: holds the outer state, and trains and reports in each round.
 
     Attributes:
         me: this peer.
         state: outer parameters and momentum.
-        leaving: this peer leaves: the round under way is its last, and ends as soon as it can.
+        leaving: whether this peer leaves. If so, the present round is its last, and ends as soon as possible.
     """
 
     SHARES_ANCHOR: ClassVar[bool] = True

@@ -1,6 +1,6 @@
-"""The outer rounds of a peer that shares its outer state with all members: train, average, step, report.
+"""The outer loop of a peer with replicated state: train, average, step, report.
 
-A peer that missed rounds catches up with what the others decided.
+A peer that missed rounds catches up with the decisions of the others.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ PROOF_SHARE = 1 / 3
 
 
 class ReplicatedOuterLoop(OuterLoop):
-    """The outer state that all members share, at one peer, and the peer's rounds."""
+    """The outer loop of a peer with replicated state."""
 
     def __init__(
         self,
@@ -54,13 +54,13 @@ class ReplicatedOuterLoop(OuterLoop):
     ) -> None:
         """
         Args:
-            chain: of decided rounds; the outer loop extends it.
+            chain: decided rounds, which the outer loop extends.
             feedback: error feedback, for a codec that needs it.
         """
         super().__init__(averager.me, optimizer, deps)
         self.chain, self.averager, self.feedback = chain, averager, feedback
         self._delta, self._mean = torch.empty_like(deps.anchor), torch.empty_like(deps.anchor)
-        self._counted: dict[bytes, int] = {}  # lineage -> tokens of ours in the round that led to it
+        self._counted: dict[bytes, int] = {}  # lineage -> tokens of this peer that the round counted
 
     def recall(self, counted: Mapping[bytes, int]) -> None:
         """Restore from earlier incarnations, by lineage, the tokens of this peer's work that each round counted."""
@@ -126,7 +126,7 @@ class ReplicatedOuterLoop(OuterLoop):
         """Send the pseudo-gradient, and receive the members' mean of it into `_mean`.
 
         Returns:
-            What became of the averaging, and the work as it was offered.
+            The result of the averaging, and the work as it was offered.
         """
         self._show_progress("averaging", work)
         await self._read_pseudo_gradient(work)
@@ -142,19 +142,19 @@ class ReplicatedOuterLoop(OuterLoop):
 
     async def _read_pseudo_gradient(self, work: LocalProgress) -> None:
         """Read the pseudo-gradient of this round's work into `_delta`."""
-        if diverged(work):  # start again from the anchor, bring nothing
+        if diverged(work):  # start again from the anchor, and contribute nothing
             await self.trainer.write(self.anchor)
         await self.trainer.read(self._delta)
         cost_bytes = 4 * len(self.anchor)
         await self._compute.run(lambda: pseudo_gradient(self.anchor, self._delta, self._delta), cost_bytes)
 
     async def _step(self, head: Head, done: RoundResult, one_step: bool) -> RoundResult:
-        """Move to what was decided: extend the chain, and take the outer step if the round has a mean.
+        """Apply the decision of a round: extend the chain, and take the outer step if the round has a mean.
 
-        Without a decision the chain and the state stay as they are, and training goes on from where it is.
+        Without a decision, chain and state stay as they are, and the training continues.
 
         Args:
-            one_step: the first offer was empty and the second covered all work: the worker took one step.
+            one_step: the worker took only one step: the first offer was empty, and the second covered all work.
         """
         mean, me = done.mean, self.me
         if mean.outcome is Outcome.COMMITTED and head.roster == (me,):
@@ -162,7 +162,7 @@ class ReplicatedOuterLoop(OuterLoop):
         if mean.outcome not in (Outcome.COMMITTED, Outcome.SKIPPED) or not mean.certificate:
             return done
         record = records.decode(certificate_in(head, mean.certificate).record)
-        if record.state_root != head.state_root:  # what was decided starts from a state that this peer does not hold
+        if record.state_root != head.state_root:  # the record follows a state that this peer does not hold
             blame = PeerFault(me.peer, "its state is not the one that the others hold")
             sent, received = mean.bytes_sent, mean.bytes_received
             blamed = (*mean.blamed, blame)
@@ -178,17 +178,17 @@ class ReplicatedOuterLoop(OuterLoop):
         return replace(done, outcome="fork") if record.kind == Kind.FORK else done
 
     async def _restart_training(self, mean: AveragingResult, work: LocalProgress, one_step: bool) -> None:
-        """Put the trainer at the new anchor.
+        """Set the trainer to the new anchor.
 
-        Work that the mean does not hold is dropped: it is a step in the direction that the others' mean took already,
-        and a peer that kept it would take that step twice. Only a peer that had nothing to offer when the round was
-        called, being in the middle of its first step, keeps that step: the plan lists it with no weight, or not at all.
+        Work that the mean does not include is dropped: it goes in the direction that the others' mean went already, and
+        a peer that kept it would go there twice. There is one exception. A peer that was in its first inner step when
+        the round was called had nothing to offer: the plan lists it without weight, or not at all. It keeps that step.
         """
         me = self.me.peer
         weight = mean.weights.get(me)
         late = weight == 0 or (weight is None and one_step and me not in mean.peers)
         if late and work.tokens > 0:
-            local = self._mean  # free now: the local parameters to go on from
+            local = self._mean  # no longer needed: reused for the local parameters
             await self._compute.run(lambda: torch.sub(self.anchor, self._delta, out=local), 12 * len(self.anchor))
             await self.trainer.write(local, anchor=self.anchor, tokens=work.tokens)
         else:

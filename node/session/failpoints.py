@@ -89,15 +89,15 @@ class FailpointClient:
         except OSError as error:
             self._give_up(str(error))
 
-    def _ask(self, line: socket.socket, told: bytes) -> bytes:
+    def _ask(self, line: socket.socket, message: bytes) -> bytes:
         if not self._connected:
             line.connect(self._path)
             self._connected = True
-        line.sendall(told)
+        line.sendall(message)
         return line.recv(1)
 
     def _give_up(self, why: str) -> None:
-        log.warning("no answer from the harness at %s (%s): points are not told any more", self._path, why)
+        log.warning("no answer from the harness at %s (%s): failpoints are not reported any more", self._path, why)
         self.close()
 
     def close(self) -> None:

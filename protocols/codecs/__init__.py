@@ -1,1 +1,1 @@
-"""What travels in the place of float32: the codecs that `protocols.codec` has by name."""
+"""Codecs that are smaller than 16 bits an element, and what all codecs share. `protocols.codec` has them by name."""

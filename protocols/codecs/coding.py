@@ -1,4 +1,4 @@
-"""What every codec is, and what its encoder and decoder check first. `protocols.codec` has them by name. Pure."""
+"""The interface of codecs, and checks that all of them share. `protocols.codec` has the codecs by name. Pure."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from protocols.base import BadPayload, Buffer, Vector
 from protocols.vectors import CHUNK_ELEMENTS, check_vector
 
 if sys.byteorder != "little":
-    raise ImportError("Starling's vectors travel as they lie in memory, which must be little-endian")
+    raise ImportError("Starling sends vectors as they are in memory, so it needs a little-endian machine")
 
-PIECE = CHUNK_ELEMENTS  # what scratch an encoder takes at most; with less, the calls cost more than the numbers
+PIECE = CHUNK_ELEMENTS  # largest scratch of an encoder; in smaller pieces the calls cost more than the arithmetic
 
 
 class Codec(Protocol):
-    """Bytes of one vector, usually of one chunk of it.
+    """Encodes and decodes one vector, usually one chunk.
 
-    A codec has two sides. A contribution travels as `encode` makes it; the mean of some travels as that of `reduced`
-    does, which is the same codec nearly always.
+    Contributions are encoded by this codec, their mean by the codec that `reduced` returns. Nearly always that is the
+    same codec.
 
     Attributes:
-        grain: vectors are cut at multiples of so many elements, and nowhere else.
-        decay: how much of what was not sent is still owed a round later (error feedback); 0: nothing is kept back.
+        grain: vectors may only be cut at multiples of this many elements.
+        decay: factor by which the error feedback shrinks each round; 0: the codec has none.
     """
 
     name: str
@@ -33,17 +33,17 @@ class Codec(Protocol):
     decay: float = 0.0
 
     def reduced(self, members: int) -> Codec:
-        """The codec of a mean of that many contributions at most, each of which this one has carried."""
+        """The codec for a mean of at most this many contributions, each of which this codec has encoded."""
         return self
 
     def encoded_bytes(self, elements: int) -> int:
-        """Exact size of that many elements, encoded."""
+        """Exact size of this many encoded elements."""
 
     def encode(self, source: Vector, into: memoryview) -> None:
         """Encode `source` into the whole of `into`, `encoded_bytes(len(source))` bytes.
 
         Raises:
-            ValueError: `source` is no finite `Vector`, or `into` is of another size or read-only; what was written to
+            ValueError: `source` is not a finite `Vector`, or `into` is of another size or read-only. The content of
                 `into` is then undefined.
         """
 
@@ -51,9 +51,9 @@ class Codec(Protocol):
         """Decode `data` into the whole of `into`. Read-only data costs one more copy.
 
         Raises:
-            BadPayload: another size than `encoded_bytes(len(into))`, NaN, infinity, or bytes that no encoder writes;
-                the content of `into` is then undefined.
-            ValueError: `into` is no `Vector`.
+            BadPayload: `data` has another size than `encoded_bytes(len(into))`, or holds NaN, infinity, or bytes that
+                no encoder writes. The content of `into` is then undefined.
+            ValueError: `into` is not a `Vector`.
         """
 
     def error_bound(self, source: Vector) -> Vector:
@@ -61,10 +61,10 @@ class Codec(Protocol):
 
 
 def carry(codec: Codec, vector: Vector) -> None:
-    """Put what arrives of a vector in its place.
+    """Encode a vector and decode it in place: afterwards it holds what a receiver would get.
 
     Raises:
-        ValueError: it is no finite `Vector`.
+        ValueError: it is not a finite `Vector`.
     """
     data = memoryview(bytearray(codec.encoded_bytes(len(vector))))
     codec.encode(vector, data)
@@ -72,7 +72,7 @@ def carry(codec: Codec, vector: Vector) -> None:
 
 
 def target(codec: Codec, source: Vector, into: memoryview) -> torch.Tensor:
-    """`into` as bytes, after the checks that every encoder makes."""
+    """Check the arguments of an encoder, and return `into` as bytes."""
     check_vector(source)
     expected = codec.encoded_bytes(len(source))
     if into.nbytes != expected or into.readonly:
@@ -82,13 +82,13 @@ def target(codec: Codec, source: Vector, into: memoryview) -> torch.Tensor:
 
 
 def received(codec: Codec, data: Buffer, into: Vector) -> torch.Tensor:
-    """`data` as bytes, after the checks that every decoder makes."""
+    """Check the arguments of a decoder, and return `data` as bytes."""
     check_vector(into)
     view = memoryview(data)
     expected = codec.encoded_bytes(len(into))
     if view.nbytes != expected:
         raise BadPayload(f"{view.nbytes} bytes where {codec.name} of {len(into)} elements takes {expected}")
-    return _bytes(memoryview(bytearray(view)) if view.readonly else view)  # torch warns of read-only memory
+    return _bytes(memoryview(bytearray(view)) if view.readonly else view)  # torch warns about read-only memory
 
 
 def _bytes(view: memoryview) -> torch.Tensor:
@@ -96,12 +96,14 @@ def _bytes(view: memoryview) -> torch.Tensor:
 
 
 def typed(data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Bytes at any address, seen as numbers."""
+    """View bytes, at any address, as numbers."""
     return data.view(dtype)
 
 
 def finite_range(values: torch.Tensor) -> tuple[float, float]:
-    """Least and largest in one pass, 16 times as fast as `isfinite().all()`: both are NaN if one element is.
+    """The least and the largest element; (0, 0) if there is none.
+
+    One pass of `aminmax` is 16 times as fast as `isfinite().all()`, and yields NaN if an element is NaN.
 
     Raises:
         ValueError: an element is NaN or infinite.
@@ -115,7 +117,8 @@ def finite_range(values: torch.Tensor) -> tuple[float, float]:
 
 
 def refuse_non_finite(values: Vector) -> None:
-    """
+    """Check that all decoded elements are finite.
+
     Raises:
         BadPayload: an element is NaN or infinite.
     """

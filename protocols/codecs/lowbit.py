@@ -1,14 +1,17 @@
-"""Codecs of eight bits and fewer: a scale for each block of 128 elements, a code for each element. Pure.
+"""Codecs of eight and four bits: a scale for each block of 128 elements, and a code for each element. Pure.
 
-First all scales, float32, then all codes (blockwise absmax quantisation, Dettmers et al. 2021, arXiv 2110.02861,
-section 2.1, with the codes below). Decoding looks a code up and multiplies once: the same bits on every machine. A
-block so small that a decoded number would be denormal becomes zeros with scale 0: a denormal is too coarse for a bound,
-and processors differ in how they treat one. A scale is held where its largest product is still finite.
+Blockwise absmax quantisation (Dettmers et al. 2021, arXiv 2110.02861, section 2.1) with these codes:
 
-    int8   a byte, -127..127 times absmax / 127
-    int4   half a byte, -7..7 times absmax / 7; the even element in the low half
-    e3m0   half a byte, a sign and three bits of exponent: 0 or ±absmax / 2**k with k in 0..6 (Streaming DiLoCo sends
-           its outer gradients so: Douillard et al. 2025, arXiv 2501.18512)
+    int8   a byte: -127..127 times absmax / 127
+    int4   half a byte: -7..7 times absmax / 7
+    e3m0   half a byte, a sign and three bits of exponent: 0 or ±absmax / 2**k with k in 0..6, as in Streaming DiLoCo
+           (Douillard et al. 2025, arXiv 2501.18512)
+
+Layout: all scales as float32, then all codes. Of two half bytes in a byte, the low one is the even element.
+
+Decoding looks up a code and multiplies once, so it gives the same bits on every machine. A block is encoded as zeros
+with scale 0 if a decoded number would be denormal: denormal numbers are too coarse for the error bound, and processors
+treat them differently. Scales are limited so that every product is finite.
 """
 
 from __future__ import annotations
@@ -20,15 +23,18 @@ from protocols.codecs.coding import PIECE, Codec, finite_range, received, target
 from protocols.limits import LARGEST_FLOAT32, SMALLEST_NORMAL_FLOAT32
 
 BLOCK = 128
-_UNUSED = 8  # the code that no encoder writes: minus eight, or minus zero
+_UNUSED = 8  # the code that no encoder writes: minus eight (int4) or minus zero (e3m0)
 
 
 class _Blockwise(Codec):
-    """A scale, absmax / `_TOP`, for each block; what a quotient in [-_TOP, _TOP] becomes is the codec's own."""
+    """Scales each block by absmax / `_TOP`. A subclass encodes the quotients, which are in [-_TOP, _TOP]."""
 
     _TOP: float
-    _LEAST: float  # a smaller scale is zero
-    _MOST: float
+    _LEAST: float  # smaller scales become zero
+    _MOST: float  # larger scales are clamped
+    _STEP = (
+        0.50002  # the error in steps: half a step, and at most 127 * 2**-24 for each rounding of quotient and product
+    )
 
     def encode(self, source: Vector, into: memoryview) -> None:
         scales, codes = self._split(target(self, source, into), len(source))
@@ -47,8 +53,8 @@ class _Blockwise(Codec):
         if not len(into):
             return
         low, high = (float(end) for end in torch.aminmax(scales))
-        unused = (scales > 0) & (scales < self._LEAST)  # of these come denormal numbers
-        if not (low >= 0 and high <= self._MOST) or bool(unused.any()):  # also where they are NaN
+        unused = (scales > 0) & (scales < self._LEAST)  # these would decode to denormal numbers
+        if not (low >= 0 and high <= self._MOST) or bool(unused.any()):  # also true if one is NaN
             raise BadPayload(f"{self.name} scales from {low:g} to {high:g}")
         self._get(codes, into)
         for start, stop, width in _spans(0, len(into)):
@@ -64,28 +70,28 @@ class _Blockwise(Codec):
         return bound
 
     def _put(self, quotients: Vector, codes: torch.Tensor, low: int) -> None:
-        """Write the codes of these quotients, of elements from `low` on; destroys them."""
+        """Write the codes of these quotients, which are the elements from `low` on. Overwrites the quotients."""
         raise NotImplementedError
 
     def _get(self, codes: torch.Tensor, into: Vector) -> None:
-        """What all codes stand for.
+        """Write the quotients that the codes stand for into `into`.
 
         Raises:
-            BadPayload: one of them is none.
+            BadPayload: there is a code that no encoder writes.
         """
         raise NotImplementedError
 
     def _off_by(self, sizes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        """What elements of these magnitudes may be off by."""
-        raise NotImplementedError
+        """Upper bound of the error of elements of these magnitudes."""
+        return scale * self._STEP
 
     def _split(self, data: torch.Tensor, elements: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Scales, and codes as bytes, as views of the encoded bytes."""
+        """Views of the scales, and of the codes as bytes, in the encoded bytes."""
         scales = _scale_bytes(elements)
         return typed(data[:scales], torch.float32), data[scales:]
 
     def _scales(self, block: torch.Tensor, scratch: torch.Tensor, into: torch.Tensor) -> torch.Tensor:
-        """The scale of each row of `block`, written to `into`.
+        """Write the scale of each row of `block` to `into`, and return it.
 
         Raises:
             ValueError: an element is not finite.
@@ -97,12 +103,11 @@ class _Blockwise(Codec):
 
 
 class Int8(_Blockwise):
-    """An element is off by at most half a step, which is absmax / 254 of its block, and a little for rounding."""
+    """Eight bits. The error is at most half a step, which is absmax / 254 of the block, and a little for rounding."""
 
     name = "int8"
     _TOP, _LEAST = 127.0, SMALLEST_NORMAL_FLOAT32
     _MOST = float.fromhex("0x1.020406p+121")  # the largest float32 whose product with 127, rounded, is finite
-    _STEP = 0.50002  # half a step; quotient and product each round off by at most 127 * 2**-24 of a step
 
     def encoded_bytes(self, elements: int) -> int:
         return _scale_bytes(elements) + elements
@@ -116,14 +121,11 @@ class Int8(_Blockwise):
             raise BadPayload("int8 code -128")
         into.copy_(signed)
 
-    def _off_by(self, sizes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        return scale * self._STEP
-
 
 class _FourBit(_Blockwise):
-    """Two codes a byte; of an odd number of elements the last half is zero."""
+    """Two codes a byte. If the number of elements is odd, the last half byte is zero."""
 
-    _LEVELS: tuple[float, ...]  # by code, without that of `_UNUSED`
+    _LEVELS: tuple[float, ...]  # the values of the codes in order, without `_UNUSED`
 
     def __init__(self) -> None:
         levels = torch.tensor([*self._LEVELS[:_UNUSED], torch.nan, *self._LEVELS[_UNUSED:]])
@@ -134,7 +136,7 @@ class _FourBit(_Blockwise):
         return _scale_bytes(elements) + -(-elements // 2)
 
     def _codes(self, quotients: Vector) -> torch.Tensor:
-        """Their codes, integers in 0..15, of any integer type."""
+        """The codes of these quotients: integers in 0..15, of any integer type."""
         raise NotImplementedError
 
     def _put(self, quotients: Vector, codes: torch.Tensor, low: int) -> None:
@@ -160,23 +162,22 @@ class _FourBit(_Blockwise):
 
 
 class Int4(_FourBit):
-    """An element is off by at most half a step, which is absmax / 14 of its block, and a little for rounding."""
+    """Four bits. The error is at most half a step, which is absmax / 14 of the block, and a little for rounding."""
 
     name = "int4"
-    _TOP, _LEAST, _STEP = 7.0, SMALLEST_NORMAL_FLOAT32, 0.50002
+    _TOP, _LEAST = 7.0, SMALLEST_NORMAL_FLOAT32
     _MOST = float.fromhex("0x1.249248p+125")  # the largest float32 whose product with 7, rounded, is finite
     _LEVELS = (*range(8), *range(-7, 0))
 
     def _codes(self, quotients: Vector) -> torch.Tensor:
         return quotients.round_().to(torch.int8).bitwise_and_(15)
 
-    def _off_by(self, sizes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        return scale * self._STEP
-
 
 class E3M0(_FourBit):
-    """To the nearest of a sign and a power of two, or zero: an element is off by at most a third of itself, or by
-    absmax / 128 of its block where that is more, and a little for rounding. The largest of a block is exact.
+    """Four bits: the nearest power of two, with a sign, or zero.
+
+    The error is at most a third of the element, or absmax / 128 of the block if that is more, and a little for
+    rounding. The largest element of a block is exact.
     """
 
     name = "e3m0"
@@ -188,8 +189,8 @@ class E3M0(_FourBit):
         bits = typed(quotients, torch.int32)
         signs = (bits >> 28).bitwise_and_(_UNUSED)
         bits.bitwise_and_(0x7FFF_FFFF)
-        least = (bits >= 120 << 23).to(torch.int32)  # half of 2**-6: nearer to it than to zero
-        levels = bits.add_(1 << 22).bitwise_right_shift_(23).sub_(120)  # to the nearest exponent; 2**-6 is 1
+        least = (bits >= 120 << 23).to(torch.int32)  # from half of 2**-6 on it is nearer than zero
+        levels = bits.add_(1 << 22).bitwise_right_shift_(23).sub_(120)  # to the nearest exponent; 2**-6 has level 1
         codes = torch.maximum(levels, least, out=levels).bitwise_or_(signs)
         return codes.masked_fill_(codes == _UNUSED, 0)
 
@@ -202,7 +203,7 @@ def _scale_bytes(elements: int) -> int:
 
 
 def _spans(low: int, high: int) -> list[tuple[int, int, int]]:
-    """(start, stop, width): the whole blocks, then the short last one. `low` starts a block."""
+    """(start, stop, width) of the whole blocks, and of the shorter last one. A block begins at `low`."""
     whole = high - (high - low) % BLOCK
     spans = ((low, whole, BLOCK), (whole, high, high - whole))
     return [span for span in spans if span[0] < span[1]]

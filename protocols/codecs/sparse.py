@@ -1,24 +1,23 @@
 """Sparse pseudo-gradients with error feedback (SparseLoCo, Sarfi et al. 2025, arXiv 2508.15706, algorithm 1). Pure.
 
-Of each 4096 elements the 64 largest travel, two bits each; what does not travel is owed: it is added to what is sent a
-round later. 84 bytes stand for 4096 elements, .0205 an element, 1/195 of float32:
+Of each group of 4096 elements, the 64 largest are sent with two bits each. The rest goes into the error feedback, which
+is added to the next round's pseudo-gradient. A group takes 84 bytes: .0205 an element, 1/195 of float32.
 
     positions  48 bytes  the low 6 bits of each, in ascending order
-               16 bytes  the rest in unary: bit (position >> 6) + index is set for each (Elias 1974, Fano 1971)
+               16 bytes  the high bits in unary: for each, bit (position >> 6) + index is set (Elias 1974, Fano 1971)
     values      4 bytes  two magnitudes, bfloat16
-               16 bytes  for each a sign, and which of the two
+               16 bytes  for each element a sign, and which of the two magnitudes
 
-A mean of N of these has at most 64 N elements that are not zero, and travels as such: none is left out, each has the
-eight bits of int8. Nobody would be owed what a mean leaves out. With k = 64 N and l = floor(log2(4096 / k)) it takes
+A mean of N contributions has at most 64 N non-zero elements in each group. All of them are sent, in int8: what a mean
+left out would be in no peer's error feedback. With k = 64 N and l = floor(log2(4096 / k)), a group of a mean takes
 ceil(k l / 8) + ceil((k + (4095 >> l)) / 8) bytes for the positions, k for the values, and 4 for the scale of each 128
-of these: 130 bytes for N = 1, 456 for 4, 848 for 8, 1568 for 16, 2880 for 32.
+values: 130 bytes for N = 1, 456 for 4, 848 for 8, 1568 for 16, 2880 for 32.
 
-A vector that ends within a group of 4096 has of its last n elements ceil(n / 64) sent.
+If the last group of a vector has only n elements, ceil(n / 64) of them are sent.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -35,10 +34,12 @@ _LARGEST_LEVEL = torch.finfo(torch.bfloat16).max
 
 
 class TwoBits(Codec):
-    """A sign and one of two magnitudes: the means of those elements of a block of 64 that are below, and not below,
-    their mean. Where there are zeros they are the lower ones, and exact.
+    """A sign and one of two magnitudes for each element, in blocks of 64.
 
-    What was decoded is encoded without loss. An element is off by less than the largest of its block.
+    The magnitudes are the mean of the elements below the block's mean magnitude, and the mean of the others. If a block
+    holds zeros, the zeros form the lower class, and are exact.
+
+    A decoded vector is encoded again without loss. The error is less than the largest magnitude of the block.
     """
 
     name = "two bits"
@@ -81,17 +82,19 @@ class TwoBits(Codec):
 
 
 class TopK(Codec):
-    """The largest of each group; see above. What was decoded is encoded without loss, if it lies on the same groups.
+    """Sends the largest elements of each group; the format is described above.
 
-    An element that is not sent is off by itself, one that is by what `TwoBits` or, of a mean, int8 is off by.
+    A decoded vector is encoded again without loss if its groups begin at the same elements. The error of an element
+    that is not sent is its magnitude. The error of one that is sent is that of `TwoBits`, or, in a mean, of int8.
     """
 
     grain, decay = GROUP, DECAY
 
     def __init__(self, members: int = 0) -> None:
-        """
+        """Create the codec.
+
         Args:
-            members: of a mean of so many; 0: a contribution.
+            members: number of contributions of the mean to encode; 0: for a contribution.
         """
         self.name = f"topk of {members}" if members else "topk"
         self._members = members
@@ -109,46 +112,40 @@ class TopK(Codec):
         data = target(self, source, into)
         finite_range(source)
         at, values = 0, []
-        for start, group in self._placed(len(source)):
-            block = source[start : start + group.count * group.width].view(-1, group.width)
+        for group, block in self._blocks(source):
             positions = group.largest(block)
             values.append(block.gather(1, positions).view(-1))
-            size = group.count * group.bytes
-            data[at : at + size].copy_(group.pack(positions).view(-1))
-            at += size
+            packed = group.pack(positions).view(-1)
+            data[at : at + len(packed)].copy_(packed)
+            at += len(packed)
         self._values.encode(torch.cat(values) if values else source, into[at:])
 
     def decode(self, data: Buffer, into: Vector) -> None:
         held = received(self, data, into)
-        placed = list(self._placed(len(into)))
-        start = sum(group.count * group.bytes for _, group in placed)
-        values = torch.empty(sum(group.count * group.keep for _, group in placed))
+        blocks = self._blocks(into)
+        start = sum(group.count * group.bytes for group, _ in blocks)
+        values = torch.empty(sum(group.count * group.keep for group, _ in blocks))
         self._values.decode(memoryview(data)[start:], values)
         into.zero_()
         at = used = 0
-        for low, group in placed:
+        for group, block in blocks:
             size, kept = group.count * group.bytes, group.count * group.keep
             positions = group.unpack(held[at : at + size].view(-1, group.bytes))
-            block = into[low : low + group.count * group.width].view(-1, group.width)
             block.scatter_(1, positions, values[used : used + kept].view(-1, group.keep))
             at, used = at + size, used + kept
 
     def error_bound(self, source: Vector) -> Vector:
         bound = source.abs()
-        placed = [
-            (source[low : low + group.count * group.width].view(-1, group.width), low, group)
-            for low, group in self._placed(len(source))
-        ]
-        positions = [group.largest(block) for block, _, group in placed]
-        values = [block.gather(1, at).view(-1) for (block, _, _), at in zip(placed, positions, strict=True)]
-        sent = self._values.error_bound(torch.cat(values) if values else source)
-        for (block, low, _), at in zip(placed, positions, strict=True):
-            here, sent = sent[: at.numel()], sent[at.numel() :]
-            bound[low : low + block.numel()].view_as(block).scatter_(1, at, here.view_as(at))
+        blocks = [(block, group.largest(block)) for group, block in self._blocks(bound)]
+        values = [block.gather(1, positions).view(-1) for block, positions in blocks]
+        sent = self._values.error_bound(torch.cat(values) if values else source)  # signs do not matter
+        for block, positions in blocks:
+            here, sent = sent[: positions.numel()], sent[positions.numel() :]
+            block.scatter_(1, positions, here.view_as(positions))
         return bound
 
     def _groups(self, elements: int) -> tuple[_Groups, ...]:
-        """The whole groups, then the one that is cut short."""
+        """The whole groups, and the shorter last one."""
         whole, rest = divmod(elements, GROUP)
         made = ((whole, GROUP), (1 if rest else 0, rest))
         return tuple(_Groups(count, width, self._kept(width)) for count, width in made if count)
@@ -156,17 +153,26 @@ class TopK(Codec):
     def _kept(self, width: int) -> int:
         return min(width, max(1, self._members) * -(-width // (GROUP // KEEP)))
 
-    def _placed(self, elements: int) -> Iterator[tuple[int, _Groups]]:
-        """Where runs of groups begin, none longer than a piece."""
-        for low in range(0, elements, PIECE):
-            for group in self._groups(min(PIECE, elements - low)):
-                yield low, group
-                low += group.count * group.width
+    def _blocks(self, vector: Vector) -> list[tuple[_Groups, torch.Tensor]]:
+        """Views of a vector: runs of groups of one width, with a row for each group. No run is longer than a piece."""
+        found = []
+        for low in range(0, len(vector), PIECE):
+            for group in self._groups(min(PIECE, len(vector) - low)):
+                block = vector[low : low + group.count * group.width].view(-1, group.width)
+                found.append((group, block))
+                low += len(block) * group.width
+        return found
 
 
 @dataclass(frozen=True, slots=True)
 class _Groups:
-    """Some groups of one width, of each of which so many elements are kept, and how their positions are packed."""
+    """Consecutive groups of one width, and how the positions of their sent elements are packed.
+
+    Attributes:
+        count: number of groups.
+        width: elements of a group.
+        keep: elements of a group that are sent.
+    """
 
     count: int
     width: int
@@ -187,29 +193,30 @@ class _Groups:
 
     @property
     def bytes(self) -> int:
-        """Of one group's positions."""
+        """Size of the positions of one group."""
         return self._low_bytes + -(-self._slots // 8)
 
     def largest(self, block: torch.Tensor) -> torch.Tensor:
-        """Ascending positions of the largest magnitudes of each row; of equal ones the first."""
+        """Ascending positions of the largest magnitudes of each row. Of equal magnitudes the first ones are taken."""
         sizes = block.abs()
-        least = sizes.topk(self.keep, dim=1).values[:, -1:]  # which of several equal ones it takes is nobody's promise
+        least = sizes.topk(self.keep, dim=1).values[:, -1:]  # topk may take any of several equal ones
         above, equal = sizes > least, sizes == least
         spare = self.keep - above.sum(1, keepdim=True)
         taken = above | (equal & (equal.cumsum(1) <= spare))
         return taken.nonzero()[:, 1].view(-1, self.keep)
 
     def pack(self, positions: torch.Tensor) -> torch.Tensor:
-        """Ascending positions as bytes, a row for each group."""
+        """Pack ascending positions as bytes, a row for each group."""
         low = (positions[:, :, None] >> torch.arange(self._low_bits) & 1).flatten(1)
         high = torch.zeros(len(positions), self._slots, dtype=torch.int64)
         high.scatter_(1, (positions >> self._low_bits) + torch.arange(self.keep), 1)
         return torch.cat((_bytes_of(low), _bytes_of(high)), dim=1)
 
     def unpack(self, data: torch.Tensor) -> torch.Tensor:
-        """
+        """Unpack the positions from the bytes that `pack` made.
+
         Raises:
-            BadPayload: no positions that `pack` packs.
+            BadPayload: `pack` cannot have made these bytes.
         """
         bits = (data[:, :, None] >> torch.arange(8, dtype=torch.uint8) & 1).flatten(1)
         low, high = bits[:, : 8 * self._low_bytes], bits[:, 8 * self._low_bytes :]
@@ -228,10 +235,13 @@ class _Groups:
 
 
 def _levels(values: torch.Tensor, there: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Two magnitudes for each row, float32 that bfloat16 holds, and which elements have the upper one.
+    """The two magnitudes of each row, and which elements have the upper one.
 
     Args:
-        there: which elements count.
+        there: which elements are not padding.
+
+    Returns:
+        Magnitudes, float32 (rows, 2), exact in bfloat16; and a mask of the shape of `values`.
     """
     sizes = values.abs().double()
     zeros = ((sizes == 0) & there).any(1, keepdim=True)
@@ -246,7 +256,7 @@ def _levels(values: torch.Tensor, there: torch.Tensor) -> tuple[torch.Tensor, to
 
 
 def _sum(rows: torch.Tensor) -> torch.Tensor:
-    """Of each row of 64, float64, by halves: `sum` adds in an order that depends on the machine."""
+    """The sum of each row of 64, float64, added by halves: the order in which `sum` adds depends on the machine."""
     while rows.shape[1] > 1:
         half = rows.shape[1] // 2
         rows = rows[:, :half] + rows[:, half:]
@@ -254,14 +264,14 @@ def _sum(rows: torch.Tensor) -> torch.Tensor:
 
 
 def _padded(values: torch.Tensor, width: int) -> torch.Tensor:
-    """Rows of that width, the last filled up with zeros."""
+    """The values in rows of this width, the last padded with zeros."""
     rows = torch.zeros(-(-len(values) // width), width, dtype=values.dtype)
     rows.view(-1)[: len(values)].copy_(values)
     return rows
 
 
 def _bytes_of(bits: torch.Tensor) -> torch.Tensor:
-    """Rows of bits as rows of bytes, the lowest first."""
+    """Pack rows of bits into rows of bytes, the lowest bit first."""
     rows = torch.zeros(len(bits), -(-bits.shape[1] // 8), 8, dtype=torch.int64)
     rows.flatten(1)[:, : bits.shape[1]].copy_(bits)
     return (rows << torch.arange(8)).sum(2).to(torch.uint8)
@@ -271,9 +281,13 @@ def _bytes_of(bits: torch.Tensor) -> torch.Tensor:
 
 
 def sent(codec: Codec, residual: Vector, delta: Vector, into: Vector) -> None:
-    """What travels of a pseudo-gradient and of what is owed from before: codec(decay · owed + delta), into `into`.
+    """Write what a receiver gets of a pseudo-gradient and the error feedback: codec(decay · residual + delta).
 
-    All are float32 (n) and do not overlap; the first two stay as they are.
+    The vectors are float32 (n) and must not overlap. Only `into` is changed.
+
+    Args:
+        residual: the error feedback.
+        delta: the pseudo-gradient.
 
     Raises:
         ValueError: the sum is not finite.
@@ -286,5 +300,9 @@ def sent(codec: Codec, residual: Vector, delta: Vector, into: Vector) -> None:
 
 
 def settle(codec: Codec, residual: Vector, delta: Vector, gone: Vector) -> None:
-    """It was counted: owed ← decay · owed + delta − gone, with `gone` as `sent` made it."""
+    """Update the error feedback after the contribution was counted: residual ← decay · residual + delta − gone.
+
+    Args:
+        gone: what `sent` wrote.
+    """
     residual.mul_(codec.decay).add_(delta).sub_(gone)

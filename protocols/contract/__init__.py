@@ -1,1 +1,1 @@
-"""What the contract is made of. `protocols.base` is the door: it has every name."""
+"""The modules of the contract between protocols and the node. Import its names from `protocols.base`."""

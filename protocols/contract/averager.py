@@ -25,7 +25,7 @@ class AveragingSession(Protocol):
     """One peer's side of one round of averaging."""
 
     cut: asyncio.Event
-    """Set when the coordinator calls the round, or its deadline has come: finish the step, then call `average`."""
+    """Set when the coordinator calls the round or its deadline has come. Then finish the step and call `average`."""
 
     def offer(self, work: LocalProgress) -> None:
         """Announce this peer's progress to the others. Call it again as the work grows."""
@@ -36,8 +36,8 @@ class AveragingSession(Protocol):
     async def average(self, mine: Sequence[Vector], work: LocalProgress, into: Sequence[Vector]) -> AveragingResult:
         """Average `mine` with the others' vectors into `into`, which has the same shapes.
 
-        The caller must not change `mine` before this returns. A failure of another peer never raises: the outcome of
-        the result says what became of the round.
+        The caller must not change `mine` before this returns. A failure of another peer never raises: the result's
+        outcome says how the round ended.
         """
 
 
@@ -65,8 +65,8 @@ class IndependentSession(AveragingSession, Protocol):
         group: name of the last group that this peer completed. All peers that report the same name hold the same bits.
             Empty if there was none, or if the protocol has no groups.
         half_exchanges: exchanges of this peer that may have been committed at one end only.
-        mass_drift: upper bound of how far these moved the mean of all peers: the sum over them of
-            ‖what this end changed, or would have changed‖ / ‖its state‖.
+        mass_drift: upper bound of how far the half exchanges moved the mean of all peers: the sum over them of
+            ‖the change, made or not, of this peer's state‖ / ‖this peer's state‖.
     """
 
     round: int

@@ -31,7 +31,7 @@ class RoundKey:
     Attributes:
         run: hash of the manifest, 32 bytes.
         scope: which parameters are averaged: peers of equal scope hold the same ones.
-        lineage: record hash that this round extends, 32 bytes.
+        lineage: hash of the record that this round extends, 32 bytes.
         round: number of the round, from 0.
         fragment: index of the model fragment that this round commits.
     """
@@ -194,8 +194,7 @@ class Settings:
         fork_peers: least number of members that may fork when the majority is gone; 0 forbids forks.
         robust: name of the rule by which reducers average (`protocols.robust`); equal at all peers of a run.
         schedule: name of the partner schedule of gossip and push-sum (`protocols.pairwise.matching`); equal at all
-        peers
-            of a run.
+            peers of a run.
     """
 
     codec: str

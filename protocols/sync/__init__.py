@@ -1,1 +1,1 @@
-"""Bringing a peer to the state of the others: announcements, snapshots, and the means decided since."""
+"""State sync: brings a peer to the state of the others by announcements, snapshots, and the means decided since."""

@@ -1,8 +1,8 @@
-"""Catching up: find out which heads other peers have, which rounds were decided meanwhile, and fetch the state.
+"""State sync with a chain: learns the heads of other peers, has them proved, and fetches the state.
 
-One method serves all cases. Peers exchange their heads. A peer that sees an unknown head asks for the certificates that
-lead to it and judges them itself (`protocols.history.fork_choice`). No contact is trusted: a peer that cannot prove its
-head is reported and dropped, and the others are asked.
+Peers exchange their heads. A peer that sees an unknown head asks for the certificates that lead to it, and verifies
+them itself (`protocols.history.fork_choice`). No other peer is trusted: one that cannot prove its head is reported and
+dropped, and the others are asked.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from protocols.sync.state_fetcher import StateFetcher
 
 DIAL_SECONDS = 10.0
 HASTE_SECONDS = 1.0
-"""Least time between two checks for news, however many announcements arrive."""
+"""Least time between two checks for unknown heads, however many announcements arrive."""
 GRACE_SECONDS = 1.0
-"""Time for a certificate that is already on its way: a peer that is slightly behind need not leave its round."""
+"""Time for a certificate that is on its way, so that a peer that is slightly behind need not leave its round."""
 PROOFS_AT_ONCE = 8
 
 
@@ -56,15 +56,13 @@ class ChainSyncOptions:
 
 
 class ChainSync(SyncServiceBase[HeadAnnouncement]):
-    """Asks other peers about the chain, and answers their questions about it.
+    """The sync service of a peer with a chain: asks other peers for heads and states, and answers such requests.
 
     Attributes:
         rules: the fork choice rules of this run.
         fetcher: fetches what other peers serve.
-        stranded: whether this peer has been undecided for so long that it might fork itself: see `ForkChoice.beating`.
+        stranded: whether this peer has been undecided for long enough to fork itself: see `ForkChoice.beating`.
     """
-
-    described = "a greeting"
 
     def __init__(
         self,
@@ -78,9 +76,9 @@ class ChainSync(SyncServiceBase[HeadAnnouncement]):
         """Create the service.
 
         Args:
-            chain: this peer's, shared with the outer loop that moves it.
+            chain: this peer's chain, shared with the outer loop, which extends it.
             snapshots: those that this peer serves.
-            hints: peers that may know more: bootstrap addresses, hints of a directory. Any of them may lie.
+            hints: peers that may know more, from bootstrap addresses or a directory. Any of them may lie.
         """
         context, part_cache = SyncContext(host, settings, snapshots, hints, chain), options.part_cache
         donor = SnapshotServer(snapshots, host.compute, part_cache.gate, self._has_rounds_since)
@@ -92,7 +90,7 @@ class ChainSync(SyncServiceBase[HeadAnnouncement]):
         self._news = asyncio.Event()
 
     def hear(self, peer: PeerId) -> None:
-        """Note that a peer seems to be at another head, and look into it."""
+        """Note that a peer seems to have another head, and wake the check for unknown heads."""
         if self._context.peers.called(peer):
             self._news.set()
 
@@ -110,8 +108,10 @@ class ChainSync(SyncServiceBase[HeadAnnouncement]):
             raise BadPayload(f"{type(request).__name__} as a request")
 
     async def _lead(self, stream: Stream, lineage: bytes) -> None:
-        """Send the certificates that follow a lineage, a few at a time: they are read from disk, and other requests
-        wait.
+        """Send the certificates that follow a lineage, a few at a time, so that other requests are served in between.
+
+        Raises:
+            PeerGone: this peer's chain switched to another branch meanwhile.
         """
         after = self._chain.count_since(lineage)
         left = min(after, MAX_TRAIL)
@@ -119,7 +119,7 @@ class ChainSync(SyncServiceBase[HeadAnnouncement]):
         while left:
             found = self._chain.certificates(lineage)[:left]
             if not found:
-                raise PeerGone(stream.peer, "we have left the branch that it asks for")
+                raise PeerGone(stream.peer, "this peer has left the branch that was asked for")
             for certificate in found:
                 await stream.send(certificate)
             lineage, left = records.lineage(found[-1].record), left - len(found)
@@ -129,7 +129,7 @@ class ChainSync(SyncServiceBase[HeadAnnouncement]):
         return HeadAnnouncement(self._key(), self.rules.me, self._donor.kept())
 
     def _has_rounds_since(self, lineage: bytes) -> bool:
-        """Whether we hold all means since that lineage. Without them, a snapshot of its state is of no use."""
+        """Whether this peer has all means since that lineage, without which a snapshot of its state is useless."""
         chain, parts = self._chain, self._part_cache
         return lineage in chain and all(
             part.digest in parts for link in chain.since(lineage) for part in link.record.parts
@@ -145,7 +145,10 @@ class ChainSync(SyncServiceBase[HeadAnnouncement]):
     # -- asking -------------------------------------------------------------------------------------------------------
 
     async def _look_around(self) -> None:
-        """Dial the peers that are not in the roster, and look into every head that we do not know."""
+        """Ask peers for their heads, and pass on a better branch if their unknown heads lead to one.
+
+        A member of the roster hears of the roster's heads in its rounds, so it asks only the other peers.
+        """
         began, news = loop_time(), self._news.is_set()
         self._news.clear()
         if not news:
@@ -165,10 +168,10 @@ class ChainSync(SyncServiceBase[HeadAnnouncement]):
                 await self._news.wait()
 
     async def better(self, deadline: Deadline) -> Branch | None:
-        """Ask all contacts for their heads; return the best proved branch that beats ours, or None.
+        """Ask all sync peers for their heads. Returns the best proved branch that beats this peer's, or None.
 
         Args:
-            deadline: for contacts that send nothing. A contact that proves its head round by round has more time.
+            deadline: for peers that send nothing. A peer that proves its head round by round has more time.
         """
         heads = await self._exchange(self._context.peers.everybody(), deadline)
         claims: dict[bytes, list[PeerId]] = {}
@@ -188,9 +191,10 @@ class ChainSync(SyncServiceBase[HeadAnnouncement]):
 
 
 async def _most_shown(proofs: dict[asyncio.Task[Branch | None], int]) -> list[Branch]:
-    """Wait for proofs and return the proved branches.
+    """Wait for proofs, and return the proved branches.
 
-    Once one branch is proved, a head shown by no more peers than that one gets only as long again to be proved.
+    Once a branch is proved, the other proofs get as much time again. Then those are cancelled whose head is shown by no
+    more peers than that of a proved branch.
 
     Args:
         proofs: each proof, with the number of peers that show its head.

@@ -14,8 +14,7 @@ from protocols.estimates import ewma
 MAX_REQUESTED_CHUNKS = 8
 """Limit of chunks requested from one donor ahead of what it has sent."""
 AHEAD_SECONDS = 1.0
-"""A donor is asked for as many chunks as it sends in this time: enough to cover a round trip, while a slow donor
-does not hold much.
+"""A donor is asked for as many chunks as it sends in this time. This covers a round trip, and leaves a slow donor few.
 """
 CRAWL_SECONDS = 4.0
 """A donor that takes this long for a chunk is asked for one at a time."""
@@ -63,14 +62,15 @@ class ChunkScheduler:
         self._asked: dict[int, list[float]] = {}  # chunk -> when it was requested, for each donor that is sending it
 
     def share(self, donors: int) -> int:
-        """Limit of chunks to request ahead from one of this many donors, so that none holds most of the remaining
-        ones.
-        """
+        """Limit of chunks to request ahead from one of this many donors, so that none gets most of the rest."""
         return max(2, -(-len(self._queue) // max(1, donors)))
 
     def next(self, mine: Collection[int], patience_seconds: float) -> int | None:
-        """The next chunk for one donor: one that no donor was asked for, or that only one other was asked for long
-        ago.
+        """The next chunk for one donor: one that no donor was asked for, or only one other donor, long ago.
+
+        Args:
+            mine: chunks that this donor was asked for.
+            patience_seconds: how long ago the other donor must have been asked.
         """
         if self._queue:
             return self._queue[0]
@@ -88,9 +88,7 @@ class ChunkScheduler:
         return index
 
     def release(self, index: int) -> None:
-        """Note that a donor will not send the chunk any more. If no other donor is sending it, it is requested
-        again.
-        """
+        """Note that a donor will not send the chunk any more. Unless another donor sends it, it is queued again."""
         self._asked[index].pop()
         if not self._asked[index]:
             del self._asked[index]

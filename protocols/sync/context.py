@@ -20,13 +20,13 @@ class SyncContext:
 
     Attributes:
         me: this peer's current incarnation.
-        elements: of the parameters, n.
+        elements: number of parameters, n.
         snapshots: those that this peer serves; it also allocates buffers for those that it fetches.
         peers: those that this peer may ask.
         accounting: faults of other peers, and bytes on streams, since the last report.
         sync_progress: how far this peer is with catching up.
-        snapshot_bytes: of snapshots fetched since `take_bytes`, including bad and duplicate chunks.
-        part_bytes: of parts of means fetched since `take_bytes`: encoded, and only those that were used.
+        snapshot_bytes: bytes of snapshots fetched since `take_bytes`, including bad and duplicate chunks.
+        part_bytes: encoded bytes of the parts of means fetched and used since `take_bytes`.
         say: shows a line to the operator.
     """
 
@@ -41,7 +41,7 @@ class SyncContext:
         """Create the context.
 
         Args:
-            hints: peers that may know more: bootstrap addresses, hints of a directory. Any of them may lie.
+            hints: peers that may know more, from bootstrap addresses or a directory. Any of them may lie.
             chain: the former members of this chain are asked as well.
         """
         self.host, self.settings, self.snapshots = host, settings, snapshots
@@ -56,7 +56,7 @@ class SyncContext:
         """Open a stream to a peer's sync service. Its bytes are counted, and a peer that breaks a rule is reported.
 
         Raises:
-            PeerError: the peer is not reached in time.
+            PeerError: the peer cannot be reached in time.
         """
         async with self.host.transport.open(peer, SYNC, deadline) as stream, self.accounting.counting(stream):
             yield stream

@@ -1,8 +1,8 @@
-"""Verifying the head that a peer shows: it sends its certificates from where our chains part, and each is judged.
+"""Verifies the head that a peer shows, by the certificates from where its chain parts from ours.
 
-A trail of certificates may have any length. It is judged in pieces, off the event loop, and put into an archive. A
-peer's time limit grows with the rounds that it has sent. Judged certificates stay judged if the peer breaks off. Other
-peers that show the same branch, at the same time or later, continue from there.
+The certificates may be any number. They are verified in pieces, off the event loop, and put into an archive. A peer's
+time limit grows with the rounds that it has sent. If the peer breaks off, what was verified is kept, and the proof of
+the same branch by another peer, at the same time or later, continues from there.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from protocols.sync.context import SyncContext
 from protocols.sync.requests import MAX_LOCATOR, Certificates, CertificatesRequest
 
 TRAIL_SECONDS = 20.0
-"""Time that a contact has to begin to prove its head, or to continue."""
+"""Time for a peer to begin to prove its head, or to continue."""
 ROUND_SECONDS = 0.1
-"""Extra waiting time for each round already proved: a link of 10 kB/s carries those of a roster of four in time."""
+"""Extra time for each round already proved: enough for the certificates of a roster of four at 10 kB/s."""
 MAX_AHEAD = 1 << 20
-"""In rounds. A head farther ahead of ours cannot be a head of a run."""
+"""In rounds. A head that is further ahead of ours cannot be a head of the run."""
 MAX_GROWTH = 4096
 """Limit of rounds by which a chain may grow while it is being verified."""
 MAX_PIECES = 32
-"""Pieces of a trail that are requested on one stream."""
+"""Limit of requests for certificates on one stream."""
 VERIFY_BYTES = 1 << 16
-"""Cost of judging one certificate, as bytes of `Compute`: a few signatures."""
+"""Cost of verifying one certificate, a few signatures, in the bytes of `Compute`."""
 VERIFY_AT_ONCE = 16
 _LIMIT = 256
 
@@ -47,7 +47,7 @@ class _Proof:
     Attributes:
         shown: the head that the peer claims.
         head: the head on our chain after which the unknown rounds begin.
-        links: the judged rounds after `head`; None: nothing yet.
+        links: the verified rounds after `head`; None: none yet.
         rounds: number of rounds proved.
         waited_seconds: time spent waiting for the peer.
     """
@@ -64,7 +64,7 @@ class _Proof:
 
 
 class HeadVerifier:
-    """Asks peers for certificates, and trusts no peer that sends them."""
+    """Asks peers for certificates, and verifies what they send."""
 
     def __init__(
         self, context: SyncContext, chain: Chain, rules: ForkChoice, make_archive: Callable[[], Archive]
@@ -76,18 +76,21 @@ class HeadVerifier:
         """
         self._context, self._chain, self._rules, self._make_archive = context, chain, rules, make_archive
         self._ways: list[_Proof] = []  # proofs in progress
-        self._turn = asyncio.Lock()  # held while judging
-        self._judged: RoundLog | None = None  # the longest rounds judged by proofs that have ended
+        self._turn = asyncio.Lock()  # held while certificates are verified
+        self._judged: RoundLog | None = None  # the longest rounds verified by proofs that have ended
 
     async def verify(
         self, claims: Sequence[tuple[PeerId, RoundKey]], stranded: bool, deadline: Deadline
     ) -> Branch | None:
-        """Let one of the peers that show the same head prove it. None if it does not beat ours, or no peer can prove
-        it.
+        """Have one of the peers that show the same head prove it.
 
         Args:
+            claims: the peers, and the key that each shows.
             stranded: as for `ForkChoice.beating`.
-            deadline: for contacts that send nothing. A contact that makes progress has more time.
+            deadline: for peers that send nothing. A peer that makes progress has more time.
+
+        Returns:
+            The branch; None if it does not beat ours, or no peer can prove it.
         """
         for peer, key in claims:
             way = _Proof(key)
@@ -107,7 +110,7 @@ class HeadVerifier:
         return None
 
     def _keep(self, way: _Proof) -> None:
-        """Keep the judged rounds as the starting point of later proofs, unless our chain has them."""
+        """Keep the verified rounds as the starting point of later proofs, unless our chain has them."""
         if way.links and len(way.links) >= len(self._judged or ()):
             self._judged = way.links
         if self._judged and (
@@ -116,7 +119,7 @@ class HeadVerifier:
             self._judged = None
 
     async def _proved(self, peer: PeerId, way: _Proof, stranded: bool, deadline: Deadline) -> Branch | None:
-        """Follow a peer's certificates from where our chains part to the head that it has shown.
+        """Verify a peer's certificates, from where our chains part to the head that it shows.
 
         Raises:
             BadPayload: a certificate is invalid, or they do not lead to that head.
@@ -142,7 +145,7 @@ class HeadVerifier:
         return self._rules.depends_on_growth(self._chain, links.start.key.lineage, links)
 
     async def _leg(self, stream: Stream, way: _Proof, stranded: bool) -> bool:
-        """Follow the trail on one stream; return whether it continues.
+        """Verify certificates on one stream. Returns whether there are more.
 
         Raises:
             BadPayload: a certificate is invalid, or they do not lead to the head that the peer shows.
@@ -152,7 +155,7 @@ class HeadVerifier:
         for _ in range(MAX_PIECES):
             more = await self._piece(stream, way)
             if way.links and not self._beating(way, stranded) and not self._may_grow(way.links):
-                return False  # the branch has lost or must not be followed, whatever comes later
+                return False  # the branch does not beat ours, and no later round can change that
             if not more and (way.end is None or way.end.key.round < way.shown.round):
                 raise BadPayload(f"does not prove the head at round {way.shown.round} that it shows")
             if not more:
@@ -160,7 +163,12 @@ class HeadVerifier:
         return True
 
     async def _piece(self, stream: Stream, way: _Proof) -> bool:
-        """Ask for some certificates and judge them; return whether there are more."""
+        """Ask for some certificates and verify them. Returns whether there are more.
+
+        Raises:
+            BadPayload: a certificate is invalid, or follows none of the lineages in the request.
+            PeerGone: the peer has no certificates back to our chain, or is too slow.
+        """
         known = max(self._others(way.links), key=len, default=None)
         locator = self._locator(way, known)
         await stream.send(CertificatesRequest(locator))
@@ -169,7 +177,7 @@ class HeadVerifier:
         way.waited_seconds += loop_time() - began
         if trail.ancestor not in locator:
             if trail.ancestor == bytes(32) and not trail.count:
-                raise PeerGone(stream.peer, "keeps nothing back to where we stand")
+                raise PeerGone(stream.peer, "has no certificates back to this peer's chain")
             raise BadPayload("certificates that follow none of the lineages they were asked from")
         self._go_to(way, known, trail.ancestor)
         for place in range(0, trail.count, VERIFY_AT_ONCE):
@@ -182,7 +190,7 @@ class HeadVerifier:
         way.waited_seconds += loop_time() - began
         assert way.end
         while some and not way.links and (head := self._ours(way.end, some[0])):
-            way.head, some = head, some[1:]  # whichever votes certify a round that we have
+            way.head, some = head, some[1:]  # other votes may certify a round that we have
         if not some:
             return
         async with self._turn:  # other proofs may be at the same rounds
@@ -196,16 +204,16 @@ class HeadVerifier:
         if way.end.key.round > way.shown.round + MAX_GROWTH:
             raise BadPayload(f"shows a head at round {way.shown.round}, and leads on and on beyond it")
         if way.waited_seconds > TRAIL_SECONDS + ROUND_SECONDS * way.rounds:
-            raise PeerGone(stream.peer, f"led on by {way.rounds} rounds in {way.waited_seconds:.0f} s: too slow")
+            raise PeerGone(stream.peer, f"proved {way.rounds} rounds in {way.waited_seconds:.0f} s: too slow")
 
     def _ours(self, head: Head, certificate: Certificate) -> Head | None:
         """The head that the certificate leads to, if it is on our chain."""
         return self._chain.at(records.lineage(certificate.record)) if certificate.key == head.key else None
 
-    # -- what was judged already --------------------------------------------------------------------------------------
+    # -- what other proofs have verified ------------------------------------------------------------------------------
 
     def _take_over(self, links: RoundLog, some: Sequence[Certificate]) -> int:
-        """Add those of these rounds that were judged earlier; return how many."""
+        """Add those of these rounds that another proof has verified already. Returns their number."""
         end = links[-1].lineage if links else links.start.key.lineage
         count = 0
         for known in self._others(links):
@@ -220,7 +228,7 @@ class HeadVerifier:
         return count
 
     def _others(self, links: RoundLog | None) -> list[RoundLog]:
-        """The rounds judged by other proofs, in progress or ended."""
+        """The rounds verified by other proofs, in progress or ended."""
         every = (self._judged, *(way.links for way in self._ways))
         return [each for each in every if each and each is not links]
 
@@ -238,6 +246,6 @@ class HeadVerifier:
             return
         place = known.place(lineage) if known else None
         if known is None or place is None:
-            raise RoundPruned("our chain has moved meanwhile")
+            raise RoundPruned("this peer's chain has changed meanwhile")
         way.head, way.links = known.start, RoundLog(known.start, self._make_archive())
         way.links.adopt(known, 0, place)

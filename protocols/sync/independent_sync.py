@@ -1,8 +1,8 @@
-"""Announcements of peers with independent state, and fetching the state of one of them.
+"""State sync without a chain: announces this peer's state, and fetches the state of another peer.
 
 There is no chain to check a state against, and no two states are equal. So each peer signs the states that it serves:
-the signature covers the run, the round and the root. A joiner fetches a state that one donor has signed, and no other
-peer's bytes can match that root. The joiner chooses the donor, and never one that claims to be far ahead of most.
+the signature covers the run, the round and the root. A joiner fetches a state that one donor has signed, and bytes of
+another state cannot match its root. The joiner chooses the donor, and never one that claims to be far ahead of most.
 """
 
 from __future__ import annotations
@@ -30,22 +30,20 @@ from protocols.sync.snapshot_server import SnapshotServer
 
 TIDY_SECONDS = 10.0
 COMPLAIN_AFTER = 5
-"""Consecutive failed attempts before a complaint; the first few are normal at a start."""
+"""Consecutive failed attempts before a message to the operator; a few are normal when a run starts."""
 DONORS = 8
-"""At most this many donors are tried one after the other before all are asked anew."""
+"""Limit of donors that are tried one after the other before all are asked again."""
 Order: TypeAlias = Callable[[Sequence[PeerId]], Sequence[PeerId]]
 _TAG = b"starling state 1\n"
 
 
 def sign_state_ref(key: RoundKey, round_number: int, root: bytes) -> bytes:
-    """The bytes that a peer signs for its state before that round."""
+    """The bytes that a peer signs for its state before this round."""
     return _TAG + wire.body(replace(key, round=round_number, lineage=root))
 
 
 class IndependentStateSync(SyncServiceBase[StateAdvert]):
-    """What one peer with independent state asks others outside of rounds, and answers them."""
-
-    described = "a standing"
+    """The sync service of a peer with independent state."""
 
     def __init__(
         self,
@@ -60,9 +58,9 @@ class IndependentStateSync(SyncServiceBase[StateAdvert]):
 
         Args:
             snapshots: those that this peer serves; they also allocate buffers for what it fetches.
-            key: of our next round.
-            hints: peers that may be in the run; any of them may lie.
-            has_state: whether others may start from our state. A joiner must fetch its first state.
+            key: returns the key of this peer's next round.
+            hints: peers that may be in the run. Any of them may lie.
+            has_state: returns whether others may start from this peer's state. A joiner must first fetch one.
         """
         context = SyncContext(host, settings, snapshots, hints)
         super().__init__(context, StateAdvert, key, SnapshotServer(snapshots, host.compute, Gate()))
@@ -72,7 +70,7 @@ class IndependentStateSync(SyncServiceBase[StateAdvert]):
     async def _look_around(self) -> None:
         await asyncio.sleep(TIDY_SECONDS)
 
-    # -- where we stand -----------------------------------------------------------------------------------------------
+    # -- announcing ---------------------------------------------------------------------------------------------------
 
     def _announcement(self) -> StateAdvert:
         kept = [(each.round, each.lineage) for each in self._donor.kept()]
@@ -88,12 +86,12 @@ class IndependentStateSync(SyncServiceBase[StateAdvert]):
         await stream.send(self._announcement())
 
     def _admit(self, peer: PeerId, announcement: StateAdvert) -> None:
-        """As in `SyncServiceBase`. A peer that signs a state wrongly also breaks a rule."""
+        """Check and record a peer's announcement, including the signatures of its states."""
         super()._admit(peer, announcement)
         for each in announcement.states:
             signed = sign_state_ref(announcement.key, each.round, each.root)
             if not self._context.host.signer.verify(peer, signed, each.signature):
-                raise BadPayload(f"a state before round {each.round + 1} without its signature")
+                raise BadPayload(f"a state before round {each.round + 1} with a wrong signature")
 
     # -- fetching a state ---------------------------------------------------------------------------------------------
 
@@ -101,7 +99,7 @@ class IndependentStateSync(SyncServiceBase[StateAdvert]):
         """Fetch the newest state of one donor: the first donor that sends it whole.
 
         Args:
-            order: returns these donors in the order to try them; given with the newest state first.
+            order: puts donors into the order in which to try them. It gets them with the newest state first.
             deadline: past it, the download continues only while it makes progress.
 
         Raises:
@@ -128,24 +126,24 @@ class IndependentStateSync(SyncServiceBase[StateAdvert]):
         for donor in due:
             if loop_time() >= deadline:
                 break
-            share = (deadline - loop_time()) / (len(due) - tried)  # a donor that sends nothing leaves time for the next
+            share = (deadline - loop_time()) / (len(due) - tried)  # leaves time for the next donor
             tried += 1
             if snapshot := await self._brought(donor, donors[donor], loop_time() + share):
                 return snapshot
-        raise StateUnavailable(f"none of {tried} donors brought its state" if due else "nobody here has a state")
+        raise StateUnavailable(f"none of {tried} donors sent its state" if due else "no peer here has a state")
 
     async def _brought(self, donor: PeerId, state: SignedStateRef, deadline: Deadline) -> Snapshot | None:
-        """That state, whole and finite. None if the donor did not send it; the donor is then reported."""
+        """Fetch a donor's state. None if it does not arrive or is not finite; the donor is then reported."""
         key = replace(self._key(), round=state.round, lineage=state.root)
         head = Head(key, (), state.root, state.root)
         try:
             snapshot = await SnapshotDownload(self._context, head).run(lambda: [donor], deadline)
             await self._context.host.compute.run(partial(_refuse_non_finite, snapshot), 8 * self._context.elements)
         except StateUnavailable:
-            self.accounting.name(donor, "did not bring its state")
-        except ValueError:  # no peer would average with it, and no sketch would show how far off it is
+            self.accounting.name(donor, "did not send its state")
+        except ValueError:  # no peer would average with such a state, and no sketch could measure it
             self._context.peers.distrust(donor)
-            self.accounting.name(donor, "hands out a state that is not finite")
+            self.accounting.name(donor, "serves a state that is not finite")
         else:
             return snapshot
         return None
@@ -154,8 +152,8 @@ class IndependentStateSync(SyncServiceBase[StateAdvert]):
 def eligible(standings: Mapping[PeerId, StateAdvert]) -> dict[PeerId, SignedStateRef]:
     """The donors whose newest state may be fetched. No I/O.
 
-    A donor that claims to be further than half of those that have a state is excluded. If its claim of a far future
-    round were false, a joiner that believed it would leave the run's schedule.
+    A donor that claims a later round than most peers with a state is excluded. If the claim were false, a joiner that
+    believed it would leave the run's schedule.
     """
     newest = {peer: each.states[0] for peer, each in standings.items() if each.whole and each.states}
     latest = DONOR_ROUND.latest((state.round for state in newest.values()), len(newest))

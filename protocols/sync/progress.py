@@ -1,4 +1,4 @@
-"""How far a peer is with catching up, how fast, and whether it gets any closer. No I/O."""
+"""How far a peer is with catching up, how fast, and whether it gets closer. No I/O."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 METER_SECONDS = 15.0
 LEAST_SECONDS = 10.0
-"""A pass shorter than this says nothing about the line."""
+"""Shorter passes say nothing about this peer's download rate."""
 SAY_SECONDS = 600.0
 
 
@@ -17,11 +17,11 @@ class SyncProgressLine:
     """How much of the state has arrived.
 
     Attributes:
-        bytes_here, bytes_whole: of a snapshot; both 0 if none is needed.
-        donors: the peers that are sending it.
-        bytes_per_second: of everything fetched recently.
-        rounds_here, rounds_whole: rounds after the starting state: fetched, and known in total.
-        eta_seconds: until the last known round has arrived; None if nothing moves.
+        bytes_here, bytes_whole: bytes of the snapshot that have arrived, and in total; 0 if no snapshot is needed.
+        donors: number of peers that are sending it.
+        bytes_per_second: recent rate of everything that is fetched.
+        rounds_here, rounds_whole: rounds after the snapshot that have arrived, and that are known.
+        eta_seconds: time until the last known round has arrived; None if nothing arrives.
     """
 
     bytes_here: int
@@ -34,13 +34,14 @@ class SyncProgressLine:
 
 
 class SyncProgress:
-    """Progress reported by download and replay.
+    """Collects the progress of downloads and of replays.
+
+    The other attributes are as in `SyncProgressLine`.
 
     Attributes:
         active: whether the peer is catching up.
         round_bytes: bytes to fetch for one mean.
-        fetched_bytes: since the process started.
-        the others: as in `SyncProgressLine`.
+        fetched_bytes: bytes fetched since the process started.
     """
 
     def __init__(self, now: Callable[[], float]) -> None:
@@ -51,7 +52,12 @@ class SyncProgress:
         self._came: deque[tuple[float, int]] = deque(maxlen=4096)
 
     def begin(self, rounds: int, round_bytes: int) -> None:
-        """Begin another attempt. `rounds` is the number of rounds to replay, as far as it is known."""
+        """Begin another attempt.
+
+        Args:
+            rounds: number of rounds to replay, as far as it is known.
+            round_bytes: bytes to fetch for one mean.
+        """
         self.active, self.rounds_here, self.rounds_whole, self.round_bytes = True, 0, rounds, round_bytes
         self.bytes_here = self.bytes_whole = self.donors = 0
 
@@ -91,15 +97,22 @@ class SyncProgress:
 
 
 class CatchUpTrend:
-    """Detects that rounds are decided faster than this peer's line can fetch them, so that it never catches up."""
+    """Detects that rounds are decided faster than this peer can fetch them, so that it never catches up."""
 
     def __init__(self) -> None:
-        self._pass: tuple[float, int, int] | None = None  # the last pass: when, to which round, bytes fetched before it
+        self._pass: tuple[float, int, int] | None = None  # the last pass: began, its goal, bytes fetched before
         self._ended = self._said = float("-inf")
 
     def begins(self, now: float, goal: int, fetched_bytes: int, round_bytes: int) -> str:
-        """Begin another pass, to round `goal`. Returns a one-line message if the last pass got no closer, else an
-        empty one.
+        """Begin another pass.
+
+        Args:
+            goal: the round that the pass leads to.
+            fetched_bytes: fetched by this process so far.
+            round_bytes: of one mean.
+
+        Returns:
+            One line for the operator if the last pass got no closer; else "".
         """
         line = ""
         if self._pass and now - self._ended < LEAST_SECONDS:

@@ -1,4 +1,4 @@
-"""Messages between peers outside of rounds: their heads, decided rounds, and the states that they serve."""
+"""Messages between peers outside of rounds: heads, decided rounds, and states."""
 
 # ruff: noqa: RUF009 - a field's bound is its default
 
@@ -13,14 +13,14 @@ SYNC = "starling/sync/1"
 
 MAX_LOCATOR = 64
 MAX_TRAIL = 256
-"""Certificates in one answer."""
+"""Limit of certificates in one answer."""
 MAX_SNAPSHOTS = 6
 MAX_BUSY_SECONDS = 600.0
 
 
 @dataclass(frozen=True, slots=True)
 class SnapshotRef:
-    """A snapshot that a peer serves: of the state that this lineage names, before that round."""
+    """A snapshot that a peer serves: the state at this lineage, before this round."""
 
     lineage: bytes = digest()
     round: int = uint(1 << 40)
@@ -33,7 +33,7 @@ class HeadAnnouncement(Header):
     Attributes:
         key: of the sender's next round.
         sender: the sending member.
-        kept: snapshots, newest first; then those that other peers are still downloading.
+        kept: snapshots, newest first; then those that are only kept because a joiner still downloads them.
     """
 
     key: RoundKey = one(RoundKey)
@@ -43,7 +43,7 @@ class HeadAnnouncement(Header):
 
 @dataclass(frozen=True, slots=True)
 class SignedStateRef:
-    """A state that its peer serves: its root, the round that it precedes, and the peer's signature of both."""
+    """A state that the sender serves: its root, the round that follows it, and the sender's signature of both."""
 
     root: bytes = digest()
     round: int = uint(1 << 40)
@@ -58,7 +58,7 @@ class StateAdvert(Header):
         key: of the sender's next round.
         sender: the sending member.
         states: those that it serves, newest first.
-        whole: whether it has a state; otherwise it is looking for one.
+        whole: whether it has a state; if not, it is looking for one.
     """
 
     key: RoundKey = one(RoundKey)
@@ -79,8 +79,8 @@ class Certificates(Header):
     """`count` certificates follow, each in its own header (`protocols.consensus.messages.Certificate`).
 
     Attributes:
-        ancestor: the lineage that they follow; zeros if none of the locator's is held.
-        more: there are more; ask again from the last one.
+        ancestor: the lineage that they follow; zeros if the sender has none of those in the locator.
+        more: whether there are more; ask again from the last one.
     """
 
     ancestor: bytes = digest()
@@ -97,23 +97,21 @@ class WantSnapshot(Header):
 
 @dataclass(frozen=True, slots=True)
 class Busy(Header):
-    """Other peers are being served: try again after this many seconds. Instead of a chunk: it will come a little
-    later.
-    """
+    """The sender serves other peers: try again after this many seconds. In place of a chunk: the chunk comes later."""
 
     seconds: float = real(0, MAX_BUSY_SECONDS)
 
 
 @dataclass(frozen=True, slots=True)
 class SnapshotIndexHeader(Header):
-    """The digests of the snapshot's chunks follow, 32 bytes each: the parameters' chunks, then the velocity's."""
+    """Answers `WantSnapshot`. Digests of the chunks follow, 32 bytes each: of the parameters, then of the velocity."""
 
     elements: int = uint(1 << 48)
 
 
 @dataclass(frozen=True, slots=True)
 class WantChunk(Header):
-    """Asks for one chunk of the snapshot whose index came on this stream: a `wire.Chunk`, perhaps after some `Busy`."""
+    """Asks for one chunk of the snapshot of this stream. The answer is a `wire.Chunk`, perhaps after some `Busy`."""
 
     index: int = uint(1 << 32)
 

@@ -1,4 +1,4 @@
-"""The mean of a round that was decided without this peer: its parts, fetched by digest and decoded again."""
+"""Fetches the mean of a round that was decided without this peer: its parts, by digest."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from protocols.vectors import VectorView
 AT_ONCE = 4
 """Parts of a round that are fetched concurrently."""
 PART_SECONDS = 20.0
-"""Time for a source to send a part, on top of the part's time at the slowest rate."""
+"""Time for a source to send a part, in addition to the part's time at the slowest rate."""
 MAX_SOURCES = 16
 MAX_FAILURES = 64
-"""Limit of sources remembered as failed."""
+"""Limit of sources whose failures are counted."""
 
 
 class RoundReplayer:
@@ -35,23 +35,22 @@ class RoundReplayer:
         self._codec, self._chunk_elements = codec(context.settings.codec), context.settings.chunk_elements
         self._failures: dict[PeerId, int] = {}
 
-    def encoded_bytes(self, elements: int) -> int:
-        """Approximate bytes to fetch for the mean of one round, if its members are those that are here now."""
-        return self._codec.reduced(len(self._context.host.members.live())).encoded_bytes(elements)
+    @property
+    def mean_bytes(self) -> int:
+        """Approximate bytes to fetch for the mean of one round, if its members were those that are live now."""
+        return self._codec.reduced(len(self._context.host.members.live())).encoded_bytes(self._context.elements)
 
-    async def parts(
-        self, record: Record, elements: int, sources: Sequence[PeerId], deadline: Deadline
-    ) -> list[ReducedPart]:
+    async def parts(self, record: Record, sources: Sequence[PeerId], deadline: Deadline) -> list[ReducedPart]:
         """Fetch the parts of the mean of a decided round that has one.
 
         Args:
-            elements: of the mean.
+            sources: peers to ask.
 
         Raises:
-            StateUnavailable: a part cannot be fetched from these peers, or does not fit.
+            StateUnavailable: a part cannot be fetched from these peers, or does not fit into the mean.
         """
         bounds, sources = record.bounds, sources[:MAX_SOURCES]
-        if not record.tiles(elements):
+        if not record.tiles(self._context.elements):
             raise StateUnavailable(f"the record of round {record.round} has parts that do not make up its mean")
         turn, reduced = asyncio.Semaphore(AT_ONCE), self._codec.reduced(len(record.peers))
 
@@ -80,14 +79,14 @@ class RoundReplayer:
         for part in parts:
             try:
                 await self._context.host.compute.run(partial(part.decode, target), 4 * (part.high - part.low))
-            except BadPayload as error:  # a quorum signed it, so the peer that passed it on is not to blame
+            except BadPayload as error:  # a quorum signed it, so the peer that sent it is not to blame
                 raise StateUnavailable(f"a decided part does not decode: {error}") from None
 
     async def _part(
         self, part: wire.PartDigest, shape: PartLayout, sources: Sequence[PeerId], deadline: Deadline
     ) -> ReducedPart:
         if sum(run.count for run in part.runs) != shape.chunks:
-            raise StateUnavailable("a part of another number of chunks than it has elements for")
+            raise StateUnavailable("the record has a part whose number of chunks does not fit its elements")
         held = await self._part_cache.load(part.digest)
         return held or await self._fetch(part, shape, sources, deadline)
 
@@ -109,7 +108,7 @@ class RoundReplayer:
                 self._context.part_bytes += size
                 self._context.sync_progress.came(size)
                 return held
-        raise StateUnavailable(f"nobody has a part that is needed, of {len(sources)} asked")
+        raise StateUnavailable(f"none of {len(sources)} peers asked has a part that is needed")
 
     def _fail(self, source: PeerId, why: str) -> None:
         """Report a source, and ask it last from now on."""

@@ -1,21 +1,29 @@
-"""What sync services with and without a shared chain have in common: announcements and snapshots."""
+"""The base of the sync services with and without a chain: announcements, and requests of other peers.
+
+Requests are served outside of rounds. The streams, the requests on each, and the time for each are limited.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import ClassVar, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from protocols import wire
-from protocols.aio import loop_time, task_group
+from protocols.aio import loop_time, peer_timeout, task_group
 from protocols.base import BadPayload, Deadline, Header, PeerError, PeerId, RoundKey, Stream
+from protocols.limits import REQUESTER_IDLE_SECONDS
+from protocols.stream_limiter import StreamLimiter
 from protocols.sync.context import SyncContext
-from protocols.sync.requests import HeadAnnouncement, StateAdvert
+from protocols.sync.requests import SYNC, HeadAnnouncement, StateAdvert, WantSnapshot
 from protocols.sync.snapshot_server import SnapshotServer
-from protocols.sync.sync_server import SyncServer
 
 ANNOUNCE_SECONDS = 5.0
 """Time for a peer to answer an announcement."""
+SERVE_SECONDS = 30.0
+"""Time to answer one request."""
+MAX_REQUESTS = 64
+"""Limit of requests on one stream."""
 
 A = TypeVar("A", HeadAnnouncement, StateAdvert)
 
@@ -28,31 +36,30 @@ class SyncServiceBase(ABC, Generic[A]):
         sync_progress: how far this peer is with catching up.
     """
 
-    described: ClassVar[str]
-    """The name of `A` in fault reports about other peers."""
-
     def __init__(
         self, context: SyncContext, announcement: type[A], key: Callable[[], RoundKey], donor: SnapshotServer
     ) -> None:
         """Create the service.
 
         Args:
-            key: of this peer's next round.
+            announcement: the type `A`.
+            key: returns the key of this peer's next round.
             donor: serves this peer's snapshots.
         """
         self.accounting, self.sync_progress = context.accounting, context.sync_progress
         self._context, self._key, self._donor = context, key, donor
         self._announcement_type: type[A] = announcement
-        self._server = SyncServer(context.host, context.accounting, donor, self._answer)
+        self._limiter = StreamLimiter()
+        context.host.transport.serve(SYNC, self._serve)
 
     async def run(self) -> None:
-        """Serve until cancelled: release snapshots that no peer downloads any more, and do the service's own part."""
+        """Run until cancelled: release snapshots that no peer downloads any more, and call `_look_around`."""
         while True:
             self._donor.tidy()
             await self._look_around()
 
     def complain_to(self, say: Callable[[str], None]) -> None:
-        """Set where to report, in one line, that catching up gets no closer."""
+        """Set the function that shows the operator a line, if catching up gets no closer."""
         self._context.say = say
 
     def take_bytes(self) -> tuple[int, int]:
@@ -65,33 +72,50 @@ class SyncServiceBase(ABC, Generic[A]):
 
     @abstractmethod
     async def _look_around(self) -> None:
-        """One pass of `run`, including the wait until the next one."""
+        """The service's own part of a pass of `run`, including the wait until the next pass."""
 
     @abstractmethod
     async def _answer(self, stream: Stream, request: Header) -> None:
         """Answer a request that is not for a snapshot.
 
         Raises:
-            BadPayload: it is no such request, or breaks a rule.
+            BadPayload: it is another kind of message, or breaks a rule.
         """
 
     def _admit(self, peer: PeerId, announcement: A) -> None:
         """Check and record a peer's announcement.
 
         Raises:
-            BadPayload: it is in another run, or speaks for another peer.
+            BadPayload: it is from another run, or names another peer as its sender.
         """
         ours, theirs = self._key(), announcement.key
         if (theirs.run, theirs.scope, theirs.fragment) != (ours.run, ours.scope, ours.fragment):
-            raise BadPayload(f"{self.described} of another run")
+            raise BadPayload(f"{type(announcement).__name__} of another run")
         if announcement.sender.peer != peer:
-            raise BadPayload(f"{self.described} in the name of {announcement.sender.peer}")
+            raise BadPayload(f"{type(announcement).__name__} in the name of {announcement.sender.peer}")
+
+    async def _serve(self, peer: PeerId, stream: Stream) -> None:
+        with self._limiter.one_for(peer) as served:
+            if served:
+                async with self.accounting.counting(stream):
+                    await self._requests(peer, stream)
+
+    async def _requests(self, peer: PeerId, stream: Stream) -> None:
+        """Answer the requests on a stream; one for a snapshot is the last."""
+        for _ in range(MAX_REQUESTS):
+            async with peer_timeout(REQUESTER_IDLE_SECONDS, peer, "it sends a request"):
+                request = await stream.receive(wire.MAX_HEADER_BYTES)
+            if isinstance(request, WantSnapshot):
+                return await self._donor.serve(stream, request)
+            async with peer_timeout(SERVE_SECONDS, peer, "it receives an answer"):
+                await self._answer(stream, request)
+        raise BadPayload(f"{MAX_REQUESTS} requests on one stream")
 
     async def _exchange(self, peers: Sequence[PeerId], deadline: Deadline) -> dict[PeerId, A]:
-        """Exchange announcements with these peers. A peer that lies is reported, and not asked for a while.
+        """Exchange announcements with these peers. A peer that breaks a rule is reported, and not asked for a while.
 
         Returns:
-            The announcements of those that answered, in the order of `peers`.
+            The announcements of the peers that answered, in the order of `peers`.
         """
         deadline = min(deadline, loop_time() + ANNOUNCE_SECONDS)
         found: dict[PeerId, A] = {}

@@ -1,8 +1,7 @@
-"""Immutable copies of the outer state, in chunks that can be checked one by one.
+"""Snapshots: immutable copies of the outer state, in chunks that can be verified one by one.
 
-The state root is a hash over the hashes of 1 MiB chunks (`protocols.vectors.root`). The list of those hashes is the
-index. It can be checked against the root in a certificate before anything else is fetched; then each chunk can be
-checked against the index as it arrives.
+The state root is a hash over the hashes of 1 MiB chunks (`protocols.vectors.root`). The list of these hashes is the
+index. A joiner first verifies the index against the root in a certificate, then each chunk against the index.
 """
 
 from __future__ import annotations
@@ -20,8 +19,10 @@ from protocols.sync.requests import SnapshotRef
 from protocols.vectors import CHUNK_ELEMENTS, chunk_count, chunk_digests, chunk_range, root_of
 
 SNAPSHOT_ROUNDS = 4
-"""Rounds between snapshots. A snapshot can be served once the next round is decided, and is useful while the deltas
-since then are available: keep parts for at least twice as many rounds.
+"""Rounds between snapshots.
+
+A snapshot can be served once the next round is decided. It is useful while the means since then are available, so parts
+must be kept for at least twice as many rounds.
 """
 KEEP_SNAPSHOTS = 2
 
@@ -43,7 +44,7 @@ class SnapshotIndex:
         """Read an index from `packed_bytes(elements)` bytes.
 
         Raises:
-            BadPayload: another number of bytes.
+            BadPayload: the number of bytes is wrong.
         """
         if len(data) != cls.packed_bytes(elements):
             raise BadPayload(f"an index of {len(data)} bytes for {elements} elements")
@@ -62,24 +63,21 @@ class SnapshotIndex:
         return root_of([(self.elements, self.digests[: len(self.digests) // 2])])
 
     def state_root(self, round_number: int) -> bytes:
-        """The root of the outer state before that round."""
+        """The root of the outer state before this round."""
         velocity = root_of([(self.elements, self.digests[len(self.digests) // 2 :])])
         return state_root(self.parameters_root, velocity, round_number)
 
     def size(self, chunk: int) -> int:
         """The size of a chunk in bytes."""
-        low, high = self._place(chunk)
+        low, high = chunk_range(0, self.elements, chunk % (len(self.digests) // 2))
         return 4 * (high - low)
-
-    def _place(self, chunk: int) -> tuple[int, int]:
-        return chunk_range(0, self.elements, chunk % (len(self.digests) // 2))
 
 
 class SnapshotBuffer(Protocol):
     """A buffer of fixed size for the bytes of a snapshot.
 
     Attributes:
-        fresh: whether it is new. If not, it may hold what an earlier download of the same state left.
+        fresh: whether it is new. If not, it may hold chunks from an earlier download of the same state.
     """
 
     @property
@@ -101,7 +99,7 @@ MakeBuffer: TypeAlias = Callable[[bytes, int, int], SnapshotBuffer]
 
 
 class MemoryBuffer:
-    """A buffer in memory. It costs nothing until it is written, and is freed with its last reference."""
+    """A buffer in memory. It takes no memory until it is written, and is freed with its last reference."""
 
     fresh = True
 
@@ -116,12 +114,12 @@ class MemoryBuffer:
 
 
 class Snapshot:
-    """The outer state that a lineage names: filled once, then never changed.
+    """The outer state at a lineage: filled once, then never changed.
 
-    Methods that move its bytes may wait for the disk, and raise OSError if it fails.
+    Methods that read or write its bytes may wait for the disk, and raise OSError if it fails.
 
     Attributes:
-        room: its buffer: the parameters, then the velocity, little-endian float32.
+        room: its buffer, which holds the parameters, then the velocity, as little-endian float32.
     """
 
     def __init__(
@@ -130,25 +128,25 @@ class Snapshot:
         """Create an empty snapshot.
 
         Args:
-            room: a buffer of `buffer_bytes(index.elements)`; None: in memory.
+            room: a buffer of `buffer_bytes(index.elements)`; None: a buffer in memory.
         """
         self.lineage, self.round, self.index = lineage, round_number, index
         self.room = room or MemoryBuffer(buffer_bytes(index.elements))
 
     @property
     def fresh(self) -> bool:
-        """Whether it starts empty. If not, an earlier download may have left chunks, right or wrong."""
+        """Whether it starts empty. If not, it may hold chunks, right or wrong, from an earlier download."""
         return self.room.fresh
 
     def fill(self, parameters: Vector, velocity: Vector) -> None:
-        """Copy in these vectors, float32 (n), whose index is `index`."""
+        """Copy these vectors, float32 (n), into the snapshot. Their index must be `index`."""
         for chunk, piece in self._pieces(parameters, velocity):
             data, held = _scratch(len(piece))
             held.copy_(piece)
             self.put(chunk, data)
 
     def copy(self, parameters: Vector, velocity: Vector) -> None:
-        """Copy the state out into these vectors, float32 (n)."""
+        """Copy the state into these vectors, float32 (n)."""
         for chunk, piece in self._pieces(parameters, velocity):
             data, held = _scratch(len(piece))
             self.room.read(self._offset(chunk), data)
@@ -158,7 +156,7 @@ class Snapshot:
         """The bytes of a chunk.
 
         Raises:
-            BadPayload: there is no chunk of that number.
+            BadPayload: there is no such chunk.
         """
         if not 0 <= chunk < len(self.index.digests):
             raise BadPayload(f"chunk {chunk} of a snapshot of {len(self.index.digests)}")
@@ -183,22 +181,22 @@ class Snapshot:
 
 
 def buffer_bytes(elements: int) -> int:
-    """Bytes of the outer state of this many parameters."""
+    """Size of the outer state with this many parameters, in bytes."""
     return 8 * elements
 
 
 def _scratch(elements: int) -> tuple[memoryview, Vector]:
-    """The same memory as bytes and as float32."""
+    """Allocate memory for this many float32, and view it as bytes and as a vector."""
     data = bytearray(4 * elements)
     return memoryview(data), torch.frombuffer(data, dtype=torch.float32)
 
 
 class Snapshots:
-    """The last snapshots of its chain, which this peer keeps.
+    """The latest snapshots, which this peer keeps and serves.
 
     Attributes:
-        every_rounds: a state is kept before every round whose number is a multiple of this.
-        has_begun: whether an earlier process left a partial download of the state of a lineage, before a round.
+        every_rounds: a snapshot is taken before every round whose number is a multiple of this.
+        has_begun: (lineage, round) -> whether an earlier process left a partial download of this snapshot.
     """
 
     def __init__(
@@ -212,7 +210,7 @@ class Snapshots:
         self._held: list[Snapshot] = []
 
     def new(self, lineage: bytes, round_number: int, index: SnapshotIndex) -> Snapshot:
-        """A snapshot to fill; not empty (`Snapshot.fresh`) if an earlier download of this state was interrupted.
+        """Create a snapshot to fill. It is not empty (`Snapshot.fresh`) if an earlier download of it was interrupted.
 
         Raises:
             OSError: there is no space.
@@ -221,7 +219,7 @@ class Snapshots:
         return Snapshot(lineage, round_number, index, room)
 
     def put(self, snapshot: Snapshot) -> None:
-        """Add a filled snapshot. Above the limit, those of the lowest rounds are dropped."""
+        """Add a filled snapshot. Above the limit, the snapshots of the lowest rounds are dropped."""
         held = [each for each in self._held if each.lineage != snapshot.lineage]
         self._held = sorted([*held, snapshot], key=lambda each: -each.round)[: self._keep]
 
@@ -233,7 +231,7 @@ class Snapshots:
         self._held = [each for each in self._held if each is not snapshot]
 
     def prune(self, chain: Chain) -> None:
-        """Drop snapshots that the chain no longer contains after it switched to another branch."""
+        """Drop the snapshots of rounds that the chain does not contain, after it has switched to another branch."""
         self._held = [each for each in self._held if each.lineage in chain]
 
     def held(self) -> tuple[Snapshot, ...]:

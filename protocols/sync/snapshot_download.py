@@ -1,8 +1,8 @@
-"""Fetching a snapshot from several donors at once, none of which is trusted.
+"""Downloads a snapshot from several donors at once, none of which is trusted.
 
-Every donor first shows the index, which must match the state root in the chain's certificates. Then all donors take
-chunks from one queue (`protocols.sync.chunk_scheduler`). Chunks that have arrived are kept: another attempt fetches
-only the rest. So does a restarted peer, if the snapshot's buffer has survived.
+Every donor first sends the index, which must match the state root in the chain's certificates. Then all donors take
+chunks from one queue (`protocols.sync.chunk_scheduler`). Another attempt fetches only the chunks that have not arrived.
+So does a restarted peer, if the snapshot's buffer has survived.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import hashlib
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from functools import partial
 from typing import TypeVar
 
@@ -43,36 +42,37 @@ T = TypeVar("T")
 
 MAX_DONORS = 16
 CHUNK_SECONDS = 30.0
-"""A donor that sends nothing at all for this long has stalled."""
+"""A donor that sends nothing for this long has stalled."""
 PIECE_BYTES = 1 << 16
 STALL_SECONDS = 60.0
-"""Past its deadline, a download continues while data arrives within each such interval, but no longer than it would
-take at the slowest rate.
+"""Past its deadline, a download continues while data arrives at least this often.
+
+It ends in any case after the time that it would take at the slowest rate.
 """
 LOOK_SECONDS = 10.0
-"""How often to look for other donors."""
+"""Interval at which to look for further donors."""
 FAILURES = 3
-"""How often a donor may break off."""
+"""A donor is dropped after it has broken off this many times."""
 BUSY_LIMIT_SECONDS = 10.0
 """The longest wait that a donor may ask for."""
 RETRY_DONOR_SECONDS = 1.0
 BUSY_ANSWERS = 20
-"""How often a busy donor is asked again, and how often a donor may defer one chunk."""
+"""Limit of attempts with a busy donor, and of `Busy` messages for one chunk."""
 WAIT_SECONDS = 20.0
 """How long a stream stays open while there is nothing to request on it."""
 _LIMIT = 256
 
 
 class StateUnavailable(ProtocolError):
-    """No peer that could be asked has what is needed, or can prove that it is right."""
+    """No peer that was asked has what is needed, or can prove that it is right."""
 
 
 class SnapshotDownload:
-    """One snapshot download.
+    """The download of one snapshot.
 
     Attributes:
-        at: the head whose state it is.
-        bytes_received: of chunks, including bad and duplicate ones.
+        at: the head whose state is downloaded.
+        bytes_received: bytes of chunks, including bad and duplicate ones.
     """
 
     _now = staticmethod(loop_time)
@@ -81,7 +81,7 @@ class SnapshotDownload:
         """Create the download.
 
         Args:
-            at: its state root is that of the certificates, or the one that most donors state.
+            at: the head. Its state root is that of the certificates, or the one that most donors show.
         """
         self.at, self.bytes_received = at, 0
         self._context, self._host, self._sync_progress = context, context.host, context.sync_progress
@@ -110,21 +110,18 @@ class SnapshotDownload:
         return sum(self._snapshot.index.size(index) for index in self._missing)
 
     async def run(self, donors: Callable[[], Sequence[PeerId]], deadline: Deadline) -> Snapshot:
-        """Fetch what is missing. A donor that lies, stalls or dies is reported and dropped; new donors are asked as
-        well.
+        """Fetch what is missing. A donor that lies, stalls or dies is reported and dropped; new donors are added.
 
         Args:
-            donors: returns the donors known at the time of the call.
+            donors: returns the donors that are known at present.
             deadline: past it, the download continues only while it makes progress.
 
         Raises:
-            StateUnavailable: the donors did not send all of it.
+            StateUnavailable: the donors did not send the whole snapshot.
         """
-        self._scheduler = ChunkScheduler(self._missing, self._now)
-        self._missing = self._scheduler.missing
+        self._queue_missing()
         self._until = deadline + 8 * self._elements / SLOWEST_BYTES_PER_SECOND
         self._moved = float("-inf")
-        self._tell()
         asked, before = 0, self.bytes_received
         async with task_group() as group:
             jobs: dict[PeerId, asyncio.Task[None]] = {}
@@ -137,11 +134,10 @@ class SnapshotDownload:
                     asked = len(jobs)
                     if all(job.done() for job in jobs.values()):
                         break
-                    with suppress(TimeoutError):
-                        await self._notifier.until(
-                            lambda: self.complete or all(job.done() for job in jobs.values()),
-                            min(until, self._now() + LOOK_SECONDS),
-                        )
+                    await self._notifier.reached(
+                        lambda: self.complete or all(job.done() for job in jobs.values()),
+                        min(until, self._now() + LOOK_SECONDS),
+                    )
             finally:
                 for job in jobs.values():
                     job.cancel()
@@ -152,16 +148,16 @@ class SnapshotDownload:
         return self._snapshot
 
     def _shares(self) -> str:
-        """Each donor's share of the bytes received since the process started, by the last characters of its name."""
+        """For the log: the share of the bytes received that each donor sent."""
         whole = sum(self._brought.values())
         order = sorted(self._brought.items(), key=lambda each: -each[1])
-        return ", ".join(f"…{peer[-6:]} {100 * size // whole} %" for peer, size in order) or "a former life"
+        return ", ".join(f"…{peer[-6:]} {100 * size // whole} %" for peer, size in order) or "an earlier process"
 
     def _ends(self, deadline: Deadline) -> Deadline:
         return min(self._until, max(deadline, self._moved + STALL_SECONDS))
 
     async def _ask(self, donor: PeerId) -> None:
-        """Take chunks from one donor until none are left or it has failed too often."""
+        """Fetch chunks from one donor until none are left, or it has failed or was busy too often."""
         failures = busy = 0
         rate = DonorRate()
         while not self.complete and failures < FAILURES and busy < BUSY_ANSWERS:
@@ -183,7 +179,7 @@ class SnapshotDownload:
         """Request chunks on one stream until none are left.
 
         Returns:
-            Seconds to wait, if the donor is busy.
+            Seconds to wait before asking again, if the donor is busy; else 0.
         """
         index = await shown_index(stream, self.at.key.lineage, self._elements)
         if isinstance(index, Busy):
@@ -203,7 +199,7 @@ class SnapshotDownload:
         root = await self._host.compute.run(lambda: index.state_root(at.key.round), 32 * len(index.digests))
         if root != at.state_root:
             raise BadPayload("an index that does not make the state root")
-        async with self._beginning:  # other donors show the same index
+        async with self._beginning:  # other donors send the same index
             if self._snapshot is None:
                 snapshot = await self._stored(
                     lambda: self._context.snapshots.new(at.key.lineage, at.key.round, index), 0
@@ -211,15 +207,13 @@ class SnapshotDownload:
                 self._missing.update(range(len(index.digests)))
                 if not snapshot.fresh:
                     await self._find(snapshot)
-                self._scheduler = ChunkScheduler(self._missing, self._now)
-                self._missing = self._scheduler.missing
                 self._snapshot = snapshot
+                self._queue_missing()
                 self._moved = self._now()
-                self._tell()
                 self._notifier.notify()
 
     async def _find(self, snapshot: Snapshot) -> None:
-        """Find out which chunks an earlier download has left."""
+        """Mark the chunks that an earlier download has left as present."""
         for chunk in sorted(self._missing):
             if await self._stored(partial(_holds, snapshot, chunk), snapshot.index.size(chunk)):
                 self._missing.discard(chunk)
@@ -248,18 +242,18 @@ class SnapshotDownload:
                 self._release(index)
 
     async def _more(self, rate: DonorRate) -> bool:
-        """Wait for a while until there is something to request. A chunk that becomes overdue at another donor sends
-        no notification.
+        """Wait at most `WAIT_SECONDS` until there is a chunk to request. Returns whether there is, or all have arrived.
+
+        A chunk that becomes overdue at another donor causes no notification, so the wait ends from time to time.
         """
         until = min(self._until, self._now() + WAIT_SECONDS)
         while not self.complete and self._now() < until:
             if self._scheduler.next((), rate.patience_seconds) is not None:
                 return True
-            with suppress(TimeoutError):
-                await self._notifier.until(
-                    lambda: self.complete or self._scheduler.next((), rate.patience_seconds) is not None,
-                    min(until, self._now() + rate.patience_seconds),
-                )
+            await self._notifier.reached(
+                lambda: self.complete or self._scheduler.next((), rate.patience_seconds) is not None,
+                min(until, self._now() + rate.patience_seconds),
+            )
         return self.complete
 
     def _release(self, index: int) -> None:
@@ -271,11 +265,11 @@ class SnapshotDownload:
         index, began = mine[0], self._now()
         size = self._snapshot.index.size(index)
         data = scratch[:size]
-        # Not `receive_chunk`: a donor may put a chunk off, and each piece of it shows that the donor has not stalled.
+        # Not `receive_chunk`: a donor may defer a chunk, and each piece of it shows that the donor has not stalled.
         header, put_off = await self._header(stream)
         due(header, wire.Chunk, index, size)
         for start in range(0, size, PIECE_BYTES):
-            async with peer_timeout(CHUNK_SECONDS, stream.peer, "it brings a chunk"):
+            async with peer_timeout(CHUNK_SECONDS, stream.peer, "it sends a chunk"):
                 await stream.receive_into(data[start : start + PIECE_BYTES])
             self._moved = self._now()
         self.bytes_received += size
@@ -284,20 +278,23 @@ class SnapshotDownload:
             rate.took(self._now() - began)
         await self._stored(partial(_put, self._snapshot, index, data), 2 * size)
         self._brought[stream.peer] = self._brought.get(stream.peer, 0) + size
-        if index in self._missing:  # else another donor has sent it as well
+        if index in self._missing:  # otherwise another donor has sent it as well
             self._missing.discard(index)
             self._sync_progress.bytes_here += size
 
     async def _header(self, stream: Stream) -> tuple[Header, bool]:
         """Receive the next header that is not `Busy`, and whether the donor deferred the chunk first."""
         for put_off in range(BUSY_ANSWERS):
-            async with peer_timeout(CHUNK_SECONDS, stream.peer, "it brings a chunk"):
+            async with peer_timeout(CHUNK_SECONDS, stream.peer, "it sends a chunk"):
                 answer = await stream.receive(_LIMIT)
             if not isinstance(answer, Busy):
                 return answer, put_off > 0
         raise BadPayload(f"puts off one chunk {BUSY_ANSWERS} times")
 
-    def _tell(self) -> None:
+    def _queue_missing(self) -> None:
+        """Queue the missing chunks, and report how much is missing."""
+        self._scheduler = ChunkScheduler(self._missing, self._now)
+        self._missing = self._scheduler.missing
         self._sync_progress.bytes_whole = 8 * self._elements
         self._sync_progress.bytes_here = self._sync_progress.bytes_whole - self.missing_bytes
 
@@ -305,25 +302,25 @@ class SnapshotDownload:
         try:
             return await self._host.compute.run(work, cost_bytes)
         except OSError as error:
-            log.warning("there is nowhere to put the state that is fetched: %s", error.strerror or error)
-            raise StateUnavailable("there is nowhere to put a snapshot") from error
+            log.warning("cannot store the state that is being fetched: %s", error.strerror or error)
+            raise StateUnavailable("a snapshot cannot be stored") from error
 
 
 async def shown_index(stream: Stream, lineage: bytes, elements: int) -> SnapshotIndex | Busy:
     """Ask a donor for the snapshot at a lineage. Returns its index, or how long to wait.
 
     Raises:
-        StateUnavailable: it does not have that snapshot.
-        BadPayload: its index is malformed, or of another model.
-        PeerSilent: it showed none in time.
+        StateUnavailable: the donor does not have this snapshot.
+        BadPayload: the index is malformed, or of another model.
+        PeerSilent: the donor did not answer in time.
     """
-    async with peer_timeout(CHUNK_SECONDS, stream.peer, "it shows an index"):
+    async with peer_timeout(CHUNK_SECONDS, stream.peer, "it sends an index"):
         await stream.send(WantSnapshot(lineage))
         answer = await stream.receive(_LIMIT)
         if isinstance(answer, Busy):
             return answer
         if isinstance(answer, wire.Availability) and not answer.here:
-            raise StateUnavailable("the snapshot has made room for a later one")
+            raise StateUnavailable("the donor does not have this snapshot any more")
         shown = wire.expect(answer, Shown)
         if shown.elements != elements:
             raise BadPayload(f"a snapshot of {shown.elements} elements where the run has {elements}")
@@ -340,8 +337,8 @@ def _put(snapshot: Snapshot, index: int, data: memoryview) -> None:
     """Write a chunk that matches the index. If two donors sent it, the same bytes are written twice.
 
     Raises:
-        BadPayload: the chunk does not match.
-        OSError: it cannot be written.
+        BadPayload: the chunk does not match the index.
+        OSError: the chunk cannot be written.
     """
     if hashlib.sha256(data).digest() != snapshot.index.digests[index]:
         raise BadPayload(f"chunk {index} of a snapshot with another digest than its index has")

@@ -1,7 +1,7 @@
-"""Serving snapshots to a few joiners at a time, in chunks that they request, while training continues.
+"""Serves snapshots to a few joiners at a time, in chunks that they request, while training continues.
 
-Rounds have priority: during a round's data phase, joiners are told to wait. A snapshot stays available while a joiner
-downloads it and for a while after, even if newer snapshots have replaced it; it is then no longer announced.
+Rounds have priority: during the data phase of a round, joiners have to wait. A snapshot stays available while a joiner
+downloads it and for some time after, even if newer snapshots have replaced it.
 """
 
 from __future__ import annotations
@@ -23,17 +23,15 @@ log = logging.getLogger(__name__)
 
 JOINERS = 3
 BUSY_SECONDS = 5.0
-"""How soon a joiner that we cannot serve may ask again."""
+"""How soon a joiner that this peer cannot serve may ask again."""
 LENT = 2
-"""Snapshots kept for joiners beyond the announced ones: those that were read most recently."""
+"""Limit of older snapshots kept for joiners: those that were read most recently."""
 LEND_SECONDS = 300.0
-"""A joiner that was cut off or restarted comes back within this time."""
+"""How long an older snapshot is kept after it was read: enough for a joiner that was cut off, or restarts."""
 PUT_OFF_SECONDS = 4.0
-"""Interval at which a joiner that waits for the end of a round is told so."""
+"""Interval at which a joiner that waits for the end of a data phase gets a `Busy` message."""
 MAX_PAUSES = 4
-"""After this many messages to wait, the joiner gets one chunk. So a run whose rounds are nothing but data phases
-serves little, but not nothing.
-"""
+"""After this many `Busy` messages the joiner gets one chunk. So joiners make progress even if data phases never end."""
 _LIMIT = 256
 
 
@@ -48,7 +46,7 @@ class SnapshotServer:
 
     Args:
         gate: while it is closed, nothing is served.
-        follows: whether this peer has the rounds since a lineage; without them, a snapshot of it is of no use.
+        follows: whether this peer has the means since a lineage, without which a snapshot of its state is useless.
     """
 
     def __init__(
@@ -69,11 +67,11 @@ class SnapshotServer:
         return (*held, *(each for each in lent if each not in held))[:MAX_SNAPSHOTS]
 
     def tidy(self) -> None:
-        """Release snapshots that no joiner downloads any more. Call it from time to time."""
+        """Release snapshots that no joiner downloads any more. To be called from time to time."""
         self._lent()
 
     def _lent(self) -> list[_Lease]:
-        """The snapshots still in use beyond the kept ones; releases the others."""
+        """The older snapshots that joiners still use. Releases the other ones."""
         now, held = loop_time(), {each.lineage for each in self._snapshots.held()}
         last = sorted(self._loans.values(), key=lambda loan: -loan.until)
         loans = [each for each in last if each.until > now and each.snapshot.lineage not in held]
@@ -88,10 +86,10 @@ class SnapshotServer:
         self._loans.setdefault(snapshot.lineage, _Lease(snapshot, until)).until = until
 
     async def serve(self, stream: Stream, wanted: WantSnapshot) -> None:
-        """Answer a stream that asked for a snapshot, until it ends.
+        """Serve a stream on which a joiner has asked for a snapshot, until the stream ends.
 
         Raises:
-            BadPayload: it asks for chunks that do not exist, or for everything many times over.
+            BadPayload: the joiner asks for a chunk that does not exist, or for all chunks more than twice.
             PeerSilent: the joiner has what it wanted, or is gone.
         """
         loan = self._loans.get(wanted.lineage)
@@ -109,7 +107,7 @@ class SnapshotServer:
 
     async def _hand_out(self, stream: Stream, snapshot: Snapshot) -> None:
         index = snapshot.index
-        async with peer_timeout(REQUESTER_IDLE_SECONDS, stream.peer, "it takes an index"):
+        async with peer_timeout(REQUESTER_IDLE_SECONDS, stream.peer, "it receives an index"):
             await stream.send(SnapshotIndexHeader(index.elements), index.pack())
         for _ in range(2 * len(index.digests)):
             async with peer_timeout(REQUESTER_IDLE_SECONDS, stream.peer, "it asks for a chunk"):
@@ -119,20 +117,20 @@ class SnapshotServer:
             data = await self._read(snapshot, asked.index)
             if data is None:
                 return
-            async with peer_timeout(REQUESTER_IDLE_SECONDS, stream.peer, "it takes a chunk"):
+            async with peer_timeout(REQUESTER_IDLE_SECONDS, stream.peer, "it receives a chunk"):
                 await stream.send(wire.Chunk(asked.index, len(data)), data)
         raise BadPayload(f"asks for {2 * len(index.digests)} chunks, twice all there are")
 
     async def _give_way(self, stream: Stream) -> None:
-        """Wait while a round needs the link, and tell the joiner that this peer is still alive."""
+        """Wait while a round needs the link. `Busy` messages show the joiner that this peer is still alive."""
         for _ in range(MAX_PAUSES):
             if await self._gate.passed(PUT_OFF_SECONDS):
                 return
-            async with peer_timeout(REQUESTER_IDLE_SECONDS, stream.peer, "it is told to wait"):
+            async with peer_timeout(REQUESTER_IDLE_SECONDS, stream.peer, "it receives a message"):
                 await stream.send(Busy(PUT_OFF_SECONDS))
 
     async def _read(self, snapshot: Snapshot, chunk: int) -> bytearray | None:
-        """A chunk's bytes; None if its file fails, and then the snapshot is no longer served."""
+        """Read a chunk. None if its file cannot be read; the snapshot is then served no longer."""
         try:
             return await self._compute.run(partial(snapshot.chunk, chunk), CHUNK_BYTES)
         except OSError as error:

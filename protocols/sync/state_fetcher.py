@@ -1,4 +1,4 @@
-"""Fetches a state: a snapshot that another peer serves, and the means of the rounds since."""
+"""Fetches a state: a snapshot that another peer serves, and the means of the rounds since then."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ MAX_FAILED = 16
 
 
 class StateFetcher:
-    """Fetches what leads to the head of a chain, from a state that this peer has or another peer serves.
+    """Fetches the snapshots and the means that lead to the head of a chain.
 
     Attributes:
         sync_progress: how far this peer is with catching up.
-        trend: whether it gets closer.
+        trend: whether this peer gets closer to the head.
     """
 
     def __init__(self, context: SyncContext, part_cache: PartCache) -> None:
         self.sync_progress, self.trend = context.sync_progress, CatchUpTrend()
         self._context, self._replayer = context, RoundReplayer(context, part_cache)
         self._begun: SnapshotDownload | None = None
-        self._failed: set[bytes] = set()  # roots of which no former member sent the state
+        self._failed: set[bytes] = set()  # roots whose state no former member sent
 
     def on_slow(self, line: str) -> None:
         """Called with a one-line message when catching up gets no closer."""
@@ -43,37 +43,37 @@ class StateFetcher:
     # -- means --------------------------------------------------------------------------------------------------------
 
     async def parts(self, link: DecidedRound, deadline: Deadline) -> list[ReducedPart]:
-        """Fetch the parts of the mean of a judged round that has one.
+        """Fetch the parts of the mean of a verified round that has one.
 
         Raises:
-            StateUnavailable: they cannot be fetched.
+            StateUnavailable: the parts cannot be fetched.
         """
         voters = [vote.voter.peer for vote in link.certificate.votes]  # each of them held all parts when it voted
         sources = self._context.peers.others(voters, self._context.peers.everybody())
         live = {member.peer for member in self._context.host.members.live()}
-        sources = [peer for peer in sources if peer in live] or sources  # a silent peer would cost time
-        return await self._replayer.parts(link.record, self._context.elements, sources, deadline)
+        sources = [peer for peer in sources if peer in live] or sources  # waiting for a silent peer takes time
+        return await self._replayer.parts(link.record, sources, deadline)
 
     async def decode(self, parts: Sequence[ReducedPart], into: Vector) -> None:
         """Decode the mean that these parts form, float32 (n), into `into`.
 
         Raises:
-            StateUnavailable: it does not decode; `into` is then undefined.
+            StateUnavailable: the mean does not decode; `into` is then undefined.
         """
         await self._replayer.decode(parts, into)
 
     @property
     def mean_bytes(self) -> int:
         """Approximate cost of fetching the mean of one round, in bytes."""
-        return self._replayer.encoded_bytes(self._context.elements)
+        return self._replayer.mean_bytes
 
     # -- snapshots ----------------------------------------------------------------------------------------------------
 
     def offered(self, chain: Chain) -> list[Head]:
-        """Heads of a judged chain whose state is served and whose root is certified, cheapest first.
+        """Heads of a verified chain whose state is served and whose root is certified, cheapest first.
 
-        A snapshot costs its missing bytes and the means since. So a partial download is continued until it costs more
-        than a newer snapshot from its first byte.
+        The cost is that of the snapshot's missing bytes and of the means since then. So a partial download is continued
+        until a newer snapshot costs less.
         """
         lineages = [*self._context.peers.stock(), *([self._begun.at.key.lineage] if self._begun else [])]
         heads = [head for lineage in dict.fromkeys(lineages) if (head := chain.at(lineage))]
@@ -81,17 +81,17 @@ class StateFetcher:
         return sorted(sound, key=lambda head: (self.cost_bytes(chain, head), -head.key.round))
 
     def cost_bytes(self, chain: Chain, head: Head) -> int:
-        """Approximate bytes to fetch, from a snapshot at this head to the head of the chain."""
+        """Approximate bytes to fetch for a snapshot at this head, and for the means up to the head of the chain."""
         if self._begun and self._begun.at == head:
             missing_bytes = self._begun.missing_bytes
         else:
             missing_bytes = 8 * self._context.elements
             if self._context.snapshots.has_begun(head.key.lineage, head.key.round):
-                missing_bytes //= 2  # an earlier process left an unknown share of it
+                missing_bytes //= 2  # an earlier process has fetched an unknown share of it
         return missing_bytes + self.mean_bytes * (chain.head.key.round - head.key.round)
 
     async def download(self, chain: Chain, deadline: Deadline) -> Snapshot:
-        """Fetch the first snapshot of `offered`, or else the next. Partial downloads are kept for the next attempt.
+        """Fetch the first snapshot of `offered` that can be fetched. A partial download is kept for the next attempt.
 
         Args:
             deadline: past it, the download continues only while it makes progress.
@@ -109,7 +109,7 @@ class StateFetcher:
                 continue
             finally:
                 self._begun = download if download.begun else self._begun
-        raise StateUnavailable("nobody brought a snapshot of this chain")
+        raise StateUnavailable("no peer sent a snapshot of this chain")
 
     async def from_former(self, chain: Chain, deadline: Deadline) -> Snapshot:
         """Fetch the state at the head of a chain from a former member or a successor. No record certifies it yet.
@@ -118,13 +118,13 @@ class StateFetcher:
         A FORK of a majority of them then certifies it (`protocols.consensus.vote_tally`).
 
         Raises:
-            StateUnavailable: this peer is neither a former member nor a successor, a member of the roster is here, or
+            StateUnavailable: this peer is neither a former member nor a successor, a member of the roster is live, or
                 no peer sends the state.
         """
         donors = self.former_donors(chain.head)
         roots = await self._roots(chain.head, donors, min(deadline, loop_time() + INDEX_SECONDS))
         if not roots:
-            raise StateUnavailable("nobody here who was a member has the state at the head of the chain")
+            raise StateUnavailable("no former member that is live has the state at the head of the chain")
         # All peers that ask these donors choose the same state, even if one of them is wrong. Otherwise they could not
         # agree on a FORK.
         root = min(roots, key=lambda root: (root in self._failed, -len(roots[root]), root))
@@ -136,7 +136,7 @@ class StateFetcher:
             raise
 
     async def _roots(self, head: Head, donors: Sequence[PeerId], deadline: Deadline) -> dict[bytes, list[PeerId]]:
-        """State roots that these donors show for the head of the chain, and the donors that show each."""
+        """The state roots that these donors show for the head of the chain, each with its donors."""
         found: dict[bytes, list[PeerId]] = {}
 
         async def one(donor: PeerId) -> None:
@@ -152,7 +152,7 @@ class StateFetcher:
         return found
 
     def former_donors(self, head: Head) -> list[PeerId]:
-        """The donors to ask for an uncertified state, from the latest roster that has any: see `from_former`."""
+        """The donors of an uncertified state (`from_former`), from the latest roster that has any."""
         live = self._context.host.members.live()
         rosters = [{member.peer for member in each} for each in (head.roster, *head.former)]
         if not set(head.roster).isdisjoint(live) or not any(self._context.host.me in each for each in rosters):

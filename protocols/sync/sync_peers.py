@@ -1,4 +1,4 @@
-"""The peers that a peer can ask: live peers, former members, peers that called, and hints that may be wrong. No I/O."""
+"""The peers to ask for heads and states: live peers, former members, callers, and hints that may be wrong. No I/O."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MAX_CONTACTS = 64
 
 
 class SyncPeers:
-    """The peers that may know more than we do, and what they announced. All of it is bounded.
+    """The peers that may have a later head than this peer, and the snapshots that they announced. All is bounded.
 
     Args:
         chain: its former members are asked too; None if there is no chain.
@@ -37,24 +37,24 @@ class SyncPeers:
         self._stock: RecentDict[PeerId, tuple[SnapshotRef, ...]] = RecentDict(MAX_CONTACTS)
 
     def called(self, peer: PeerId) -> bool:
-        """Note that a peer came with news; return whether to look into it."""
+        """Note that a peer has an unknown head. Returns whether to have it proved."""
         if self.trusts(peer) and peer not in self._callers:
             self._callers.append(peer)
         return self.trusts(peer)
 
     def has(self, peer: PeerId, kept: tuple[SnapshotRef, ...]) -> None:
-        """Record which snapshots a peer says that it serves."""
+        """Record the snapshots that a peer claims to serve."""
         self._stock[peer] = kept
 
     def distrust(self, peer: PeerId) -> None:
-        """Record that a peer lied."""
+        """Ask this peer for nothing for `DISTRUST_SECONDS`, since it broke a rule."""
         self._distrusted[peer] = self._now() + DISTRUST_SECONDS
 
     def trusts(self, peer: PeerId) -> bool:
         return self._distrusted.get(peer, 0.0) <= self._now()
 
     def stock(self) -> dict[bytes, list[PeerId]]:
-        """Lineage -> the peers that claim to serve the state that it names."""
+        """Lineage -> the peers that claim to serve its state."""
         found: dict[bytes, list[PeerId]] = {}
         for peer in self.others(self._stock):
             for kept in self._stock[peer]:
@@ -67,12 +67,12 @@ class SyncPeers:
         return self.others(self._callers, live[: MAX_CONTACTS // 2], self._past(), self._hints())
 
     def outsiders(self) -> list[PeerId]:
-        """The peers that a round does not reach: evicted, or only hinted at."""
+        """The peers that a round does not reach: evicted members and hints."""
         roster = {member.peer for member in self._chain.head.roster} if self._chain else set()
         return [peer for peer in self.others(self._past(), self._hints()) if peer not in roster]
 
     def others(self, *groups: Iterable[PeerId]) -> list[PeerId]:
-        """Each peer once, in this order, without this peer and those that lied recently."""
+        """The peers of these groups, each once and in order, without this peer and distrusted ones."""
         every = dict.fromkeys(peer for group in groups for peer in group)
         return [peer for peer in every if peer != self._me and self.trusts(peer)][:MAX_CONTACTS]
 

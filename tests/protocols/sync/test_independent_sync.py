@@ -190,7 +190,7 @@ async def test_user_is_told_after_five_failed_fetches(donors: Donors) -> None:
         await donors.fetch()
         snapshots.drop(snapshot)
         anna._donor._loans.clear()
-    assert messages == ["nobody here has a state: waiting for a peer that has one"]
+    assert messages == ["no peer here has a state: waiting for a peer that has one"]
 
 
 @simulated(Donors, anna=(1.0, 4), hog=None)
