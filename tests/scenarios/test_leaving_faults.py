@@ -169,7 +169,7 @@ def test_coordinator_evicting_non_leaver_is_rejected_and_blamed(count: int) -> N
     assert {averaged.means[index].outcome for index in honest} == {Outcome.COMMITTED}
     assert len({averaged.means[index].record for index in honest}) == 1
     found = blames(averaged, honest)
-    assert len(found) == len(honest) and all("who do not leave" in why for _, why in found), found
+    assert len(found) == len(honest) and all("that do not leave" in why for _, why in found), found
     assert {peer for peer, _ in found} == {averaged.peers[liar]}
 
 

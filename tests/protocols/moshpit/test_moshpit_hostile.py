@@ -273,7 +273,9 @@ def test_mean_without_contributors_is_rejected(monkeypatch: pytest.MonkeyPatch) 
     swarm = moshpit_swarm(2)
     swarm.tokens = [0, 1000]
     histories = swarm.play()
-    assert outcomes(histories["p00"]) == ["skipped"] and any("without any contribution" in why for why in blames_of(histories, "p01"))
+    assert outcomes(histories["p00"]) == ["skipped"] and any(
+        "without any contribution" in why for why in blames_of(histories, "p01")
+    )
 
 
 def test_repeated_leaving_claim_shortens_one_round() -> None:
