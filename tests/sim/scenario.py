@@ -39,6 +39,8 @@ class Scenario:
         directory: Moshpit's peers tell nobody where they stand whom they have not found in the directory, and meet in
             pairs: what it does where there are too many to tell.
         pull: of NoLoCo, by which gossip's peers step and mix then.
+        stages: of a pipeline; peer i is in stage i mod `stages`. 1: no pipeline.
+        batches: microbatches of an AdamW step, with more than one stage.
     """
 
     protocol: str = "butterfly"
@@ -58,6 +60,8 @@ class Scenario:
     breaking_seconds: float | None = None
     directory: bool = False
     pull: float | None = None
+    stages: int = 1
+    batches: int = 4
 
     def __post_init__(self) -> None:
         for name, known in (("protocol", (*REPLICATED_PROTOCOLS, *INDEPENDENT_PROTOCOLS)), ("fault", FAULTS)):
@@ -71,6 +75,10 @@ class Scenario:
             raise ValueError(f"{self.protocol} finds nobody in the directory")
         if self.pull is not None and not (self.protocol == "gossip" and 0 < self.pull < MOST_PULL):
             raise ValueError(f"a pull is of gossip, above 0 and below {MOST_PULL:g}: {self.protocol}, {self.pull}")
+        if self.stages > 1 and self.protocol != "butterfly":
+            raise ValueError(f"stages average by the butterfly, not by {self.protocol}")
+        if not 1 <= self.stages <= self.peers or self.batches < 1:
+            raise ValueError(f"each of {self.stages} stages needs a peer, and a step microbatches: {self.peers} peers")
         strangers = (self.faults or Faults()).peers() - set(self.names())
         if strangers:
             raise ValueError(f"faults of {', '.join(sorted(strangers))}, who is none of {', '.join(self.names())}")

@@ -1,0 +1,183 @@
+"""A simulated swarm whose model is cut into stages: peer i holds stage i mod S, and averages with those of its stage.
+
+Peers of stage 0 drive microbatches of the paced task through all stages. What became of each microbatch is recorded and
+judged (`tests.support.pipeline_checkers`), beside the rounds of each stage.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from functools import partial
+
+from node.tasks.paced_stage import ACTIVATION_BYTES, TARGET_BYTES, PacedStage
+from node.training.inline_stage import InlineStage, StageSeconds
+from node.training.stage_trainer import DrivingTrainer, ServingTrainer, StageTraining
+from protocols.aio import task_group
+from protocols.base import Host, Member, PeerId, Settings, Trainer
+from protocols.endpoint import ProtocolEndpoint
+from protocols.pipeline.driving import PipelineDriver
+from protocols.pipeline.serving import StageServer
+from protocols.pipeline.settings import PipelineEvent, PipelineSettings, stage_scope
+from protocols.pipeline.stages import StageClock, StageMembers, by_stage
+from tests.sim import loop as simloop
+from tests.sim.contact import HEARTBEAT_SECONDS
+from tests.sim.scenario import Scenario
+from tests.sim.world import HEALED_ROUNDS, HEALED_SECONDS, RUN, World
+from tests.support import checkers, pipeline_checkers
+
+TOKENS = 32
+"""Tokens of a microbatch."""
+FORWARD_SHARE = 1 / 3
+"""Of a stage's time for a microbatch: a backward computes the forward again, but an average one is twice a forward."""
+
+
+class Announcements:
+    """What one peer, in one life, knows of the others' stages, and has heard of their rounds."""
+
+    def __init__(self, world: PipelineWorld) -> None:
+        self._world = world
+        self._rounds: dict[PeerId, int] = {}
+
+    def stage_of(self, peer: PeerId) -> int | None:
+        return self._world.stage(peer)
+
+    def rounds_of(self, peer: PeerId) -> int:
+        return self._rounds.get(peer, 0)
+
+    def hear(self, peer: PeerId, rounds: int) -> None:
+        self._rounds[peer] = max(rounds, self._rounds.get(peer, 0))
+
+
+class PipelineWorld(World):
+    """One run in progress.
+
+    Attributes:
+        events: what became of microbatches, and when, in virtual seconds.
+    """
+
+    def __init__(self, scenario: Scenario) -> None:
+        super().__init__(scenario)
+        self.events: list[tuple[float, PipelineEvent]] = []
+        self.announcements: dict[PeerId, Announcements] = {}
+        self._rounds: dict[Member, int] = {}
+
+    async def run(self) -> None:
+        async with task_group() as group:
+            beats = group.create_task(self._beat())
+            await super().run()
+            beats.cancel()
+
+    async def _beat(self) -> None:
+        """Heartbeats, which tell of rounds."""
+        while True:
+            await asyncio.sleep(HEARTBEAT_SECONDS)
+            for me, rounds in self._rounds.items():
+                if self.network.nodes[me.peer].member == me and self.network.nodes[me.peer].process.alive:
+                    self._tell(me.peer, rounds)
+
+    def announce(self, me: Member, rounds: int) -> None:
+        """A driver has completed so many rounds: the others hear of it at once, and again with every heartbeat."""
+        self._rounds[me] = max(rounds, self._rounds.get(me, 0))
+        self._tell(me.peer, self._rounds[me])
+
+    def _tell(self, source: PeerId, rounds: int) -> None:
+        for peer in self.peers:
+            if peer != source and peer in self.announcements:
+                self.network.travel(source, peer, partial(self._hear, peer, source, rounds))
+
+    def _hear(self, peer: PeerId, source: PeerId, rounds: int) -> None:
+        self.announcements[peer].hear(source, rounds)
+
+    def stage(self, peer: PeerId) -> int:
+        return self.peers.index(peer) % self.scenario.stages
+
+    def pipeline(self) -> PipelineSettings:
+        """What all peers agree on."""
+        return PipelineSettings(RUN, self.scenario.stages, self.scenario.batches, ACTIVATION_BYTES, TARGET_BYTES)
+
+    def seconds(self, index: int) -> StageSeconds:
+        """Of a peer's jobs: an inner step of B microbatches takes it `step_seconds`."""
+        assert self.scenario.step_seconds
+        microbatch = self.scenario.step_seconds[index] / self.scenario.batches
+        return StageSeconds(FORWARD_SHARE * microbatch, (1 - FORWARD_SHARE) * microbatch, 0.01 * microbatch)
+
+    # -- what a peer is built of --------------------------------------------------------------------------------------
+
+    def trainer_on(self, index: int, host: Host) -> Trainer:
+        """A driver's trainer in stage 0, a server's in the others."""
+        assert self.scenario.elements
+        me = self.network.nodes[host.me].member
+        stage, settings = self.stage(host.me), self.pipeline()
+        directory = self.announcements[host.me] = Announcements(self)
+        seed = self.scenario.seed * 1000 + index
+        work = InlineStage(PacedStage(self.scenario.elements, seed, TOKENS, me), self.seconds(index))
+        training = StageTraining(me, stage, work, self.scenario.inner_steps, lambda: self.is_member(me), self.watch)
+        averaging = Settings("fp32", (self.scenario.elements,), incarnation=me.incarnation)
+        endpoint = ProtocolEndpoint(host, averaging)
+        if stage == 0:
+            driver = PipelineDriver(endpoint, settings, work, directory, self.watch)
+            return DrivingTrainer(training, driver, lambda rounds: self.announce(me, rounds))
+        clock = StageClock(directory)
+
+        def drivers() -> tuple[Member, ...]:
+            return by_stage(host.members.live(), directory, settings.stages)[0]
+
+        server = StageServer(endpoint, settings, stage, work, lambda: len(drivers()), self.watch)
+        return ServingTrainer(training, server, lambda: clock.rounds(drivers()))
+
+    def averaging_host(self, index: int, host: Host) -> Host:
+        me = self.network.nodes[host.me].member
+        members = StageMembers(host.members, self.announcements[host.me], self.stage(host.me), me)
+        return replace(host, members=members)
+
+    def scope(self, index: int) -> str:
+        return stage_scope(self.stage(self.peers[index]))
+
+    def founders_of(self, index: int) -> tuple[Member, ...]:
+        return tuple(Member(peer) for peer in self.sharing(index))
+
+    def sharing(self, index: int) -> tuple[PeerId, ...]:
+        return self.of_stage(self.stage(self.peers[index]))
+
+    def of_stage(self, stage: int) -> tuple[PeerId, ...]:
+        """All peers of a stage."""
+        return self.peers[stage :: self.scenario.stages]
+
+    def is_member(self, me: Member) -> bool:
+        """Whether what this peer trains counts."""
+        outer_loop = self.replicas[me.peer]
+        return me in outer_loop.chain.head.roster and not outer_loop.lacks_state
+
+    # -- what is seen -------------------------------------------------------------------------------------------------
+
+    def watch(self, event: PipelineEvent) -> None:
+        """An event of a living peer; the dead do nothing more."""
+        process = simloop.PROCESS.get()
+        if process is None or process.alive:
+            self.events.append((asyncio.get_running_loop().time(), event))
+
+    def satisfied(self) -> bool:
+        """Whether enough rounds of all peers of each stage were committed since all was healed."""
+        return self.healed_at is not None and self.whole_rounds() >= HEALED_ROUNDS
+
+    def whole_rounds(self) -> int:
+        """Rounds since all was healed, with all peers of the stage in their roster, of the stage with the fewest."""
+        stages = range(self.scenario.stages)
+        return min(self.account.whole(self.of_stage(stage), self.healed_at or 0.0) for stage in stages)
+
+    def progress(self, honest: dict[PeerId, list[checkers.Report]]) -> list[checkers.Violation]:
+        """What the rounds of each stage came to."""
+        if not self.scenario.breaks:
+            return super().progress(honest)
+        if not self.satisfied():
+            what = f"{self.whole_rounds()} rounds of all peers in {HEALED_SECONDS:g} s after all was healed"
+            return [checkers.Violation("progress", "", 0, f"{what}, not {HEALED_ROUNDS}")]
+        stages = [{peer: honest[peer] for peer in self.of_stage(stage)} for stage in range(self.scenario.stages)]
+        return [violation for stage in stages for violation in checkers.one_branch(stage)]
+
+    def check(self, histories: dict[PeerId, list[checkers.Report]]) -> list[checkers.Violation]:
+        found = []
+        for stage in range(self.scenario.stages):
+            found += checkers.check({peer: histories[peer] for peer in self.of_stage(stage) if peer in histories})
+        return found + pipeline_checkers.check(self.events, self.pipeline(), TOKENS, histories)
