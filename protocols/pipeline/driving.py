@@ -92,6 +92,7 @@ class PipelineDriver:
     Attributes:
         admission: which microbatches this peer's own step consists of.
         routers: for each other stage, how its replicas are chosen.
+        watch: is passed every event.
     """
 
     def __init__(
@@ -103,7 +104,7 @@ class PipelineDriver:
         watch: Callable[[PipelineEvent], None] = ignore_event,
     ) -> None:
         self.endpoint, self.settings, self.work = endpoint, settings, work
-        self._directory, self._watch = directory, watch
+        self._directory, self.watch = directory, watch
         self._notifier = Notifier()
         self.admission = StepAdmission(settings.batches, self._notifier.notify, self._tell)
         rng = endpoint.host.rng("pipeline router")
@@ -159,7 +160,7 @@ class PipelineDriver:
 
     def report(self, kind: str, lease: Lease, why: str = "") -> None:
         """Report what became of a microbatch."""
-        self._watch(PipelineEvent(kind, lease.driver, lease.number, 0, self.endpoint.me, lease.epoch, why))
+        self.watch(PipelineEvent(kind, lease.driver, lease.number, 0, self.endpoint.me, lease.epoch, why))
 
     def _replicas(self) -> dict[int, tuple[Member, ...]]:
         live = self.endpoint.host.members.live()
@@ -249,6 +250,7 @@ class _Lane:
         failures, router = 0, self._driver.routers[stage]
         while failures < MAX_FAILURES:
             member, began = await self._driver.route(stage, deadline), loop_time()
+            self._driver.watch(PipelineEvent("asked", lease.driver, lease.number, stage, member, lease.epoch))
             try:
                 call = await self._streams.request(stage, member, lease.number)
             except StageIsBusy as busy:

@@ -51,7 +51,7 @@ class ReplicaRouter:
         usable = [peer for peer in sorted(live) if self._replica(peer).banned_until <= now]
         if not usable:
             return None
-        chosen = min(usable, key=lambda peer: self._start(peer) + self._replicas[peer].seconds)
+        chosen = min(usable, key=lambda peer: (self._start(peer), self._replicas[peer].seconds))
         replica, start = self._replicas[chosen], self._start(chosen)
         self._virtual_time, replica.finish = start, start + replica.seconds
         if replica.failures:

@@ -68,12 +68,12 @@ class PipelineEvent:
     """Something that became of a microbatch, for checkers and logs.
 
     Attributes:
-        kind: `started`, `granted`, `forwarded`, `counted`, `ended` (a lease that was not counted), `stepped`,
-            `voided` (all that a replica had counted in this epoch was dropped), `done` or `abandoned`. Of stage 0,
-            `granted` says that the driver has drawn the microbatch.
+        kind: At a replica: `granted`, `forwarded`, `counted`, `ended` (a lease that was not counted), `stepped`, or
+            `voided` (what was counted in this epoch is dropped). At a driver, which is the replica of stage 0, too:
+            `asked` (a replica of another stage, for a place), `done`, `abandoned`.
         origin, number: the microbatch; for `stepped` and `voided` the replica itself, and 0.
-        replica: where it happened.
-        epoch: of the replica's weights.
+        stage, replica: where it happened; of `asked`, the one that is asked.
+        epoch: of the replica's weights; of `asked`, of the driver's.
         why: of `abandoned`, in a few words.
     """
 

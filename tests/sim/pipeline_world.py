@@ -7,21 +7,25 @@ judged (`tests.support.pipeline_checkers`), beside the rounds of each stage.
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from node.tasks.paced_stage import ACTIVATION_BYTES, TARGET_BYTES, PacedStage
 from node.training.inline_stage import InlineStage, StageSeconds
 from node.training.stage_trainer import DrivingTrainer, ServingTrainer, StageTraining
 from protocols.aio import task_group
-from protocols.base import Host, Member, PeerId, Settings, Trainer
+from protocols.base import Host, LocalProgress, Member, PeerId, Settings, Trainer
 from protocols.endpoint import ProtocolEndpoint
+from protocols.pipeline.admission import StepAdmission
 from protocols.pipeline.driving import PipelineDriver
 from protocols.pipeline.serving import StageServer
 from protocols.pipeline.settings import PipelineEvent, PipelineSettings, stage_scope
 from protocols.pipeline.stages import StageClock, StageMembers, by_stage
 from tests.sim import loop as simloop
 from tests.sim.contact import HEARTBEAT_SECONDS
+from tests.sim.round_account import Head
 from tests.sim.scenario import Scenario
 from tests.sim.world import HEALED_ROUNDS, HEALED_SECONDS, RUN, World
 from tests.support import checkers, pipeline_checkers
@@ -37,16 +41,16 @@ class Announcements:
 
     def __init__(self, world: PipelineWorld) -> None:
         self._world = world
-        self._rounds: dict[PeerId, int] = {}
+        self._completed: dict[PeerId, int] = {}
 
     def stage_of(self, peer: PeerId) -> int | None:
         return self._world.stage(peer)
 
     def rounds_of(self, peer: PeerId) -> int:
-        return self._rounds.get(peer, 0)
+        return self._completed.get(peer, 0)
 
     def hear(self, peer: PeerId, rounds: int) -> None:
-        self._rounds[peer] = max(rounds, self._rounds.get(peer, 0))
+        self._completed[peer] = max(rounds, self._completed.get(peer, 0))
 
 
 class PipelineWorld(World):
@@ -60,7 +64,11 @@ class PipelineWorld(World):
         super().__init__(scenario)
         self.events: list[tuple[float, PipelineEvent]] = []
         self.announcements: dict[PeerId, Announcements] = {}
-        self._rounds: dict[Member, int] = {}
+        self.admissions: dict[Member, StepAdmission] = {}
+        self.found: list[checkers.Violation] = []
+        self._completed: dict[Member, int] = {}
+        self._stepped: Counter[Member] = Counter()
+        self._trained: dict[PeerId, int] = {}
 
     async def run(self) -> None:
         async with task_group() as group:
@@ -72,14 +80,14 @@ class PipelineWorld(World):
         """Heartbeats, which tell of rounds."""
         while True:
             await asyncio.sleep(HEARTBEAT_SECONDS)
-            for me, rounds in self._rounds.items():
+            for me, rounds in self._completed.items():
                 if self.network.nodes[me.peer].member == me and self.network.nodes[me.peer].process.alive:
                     self._tell(me.peer, rounds)
 
     def announce(self, me: Member, rounds: int) -> None:
         """A driver has completed so many rounds: the others hear of it at once, and again with every heartbeat."""
-        self._rounds[me] = max(rounds, self._rounds.get(me, 0))
-        self._tell(me.peer, self._rounds[me])
+        self._completed[me] = max(rounds, self._completed.get(me, 0))
+        self._tell(me.peer, self._completed[me])
 
     def _tell(self, source: PeerId, rounds: int) -> None:
         for peer in self.peers:
@@ -117,14 +125,31 @@ class PipelineWorld(World):
         endpoint = ProtocolEndpoint(host, averaging)
         if stage == 0:
             driver = PipelineDriver(endpoint, settings, work, directory, self.watch)
-            return DrivingTrainer(training, driver, lambda rounds: self.announce(me, rounds))
+            self.admissions[me] = driver.admission
+            return self._checked(me, DrivingTrainer(training, driver, lambda rounds: self.announce(me, rounds)))
         clock = StageClock(directory)
 
         def drivers() -> tuple[Member, ...]:
             return by_stage(host.members.live(), directory, settings.stages)[0]
 
         server = StageServer(endpoint, settings, stage, work, lambda: len(drivers()), self.watch)
-        return ServingTrainer(training, server, lambda: clock.rounds(drivers()))
+        self.admissions[me] = server.admission
+        return self._checked(me, ServingTrainer(training, server, lambda: clock.rounds(drivers())))
+
+    def _checked(self, me: Member, trainer: DrivingTrainer | ServingTrainer) -> Trainer:
+        """The trainer, whose work is compared with the events of its steps."""
+        train = trainer.train
+
+        async def checked(*arguments: Any, **options: Any) -> LocalProgress:
+            work = await train(*arguments, **options)
+            due = self._stepped[me] * TOKENS + work.carried
+            if work.tokens != due:
+                what = f"offers {work.tokens} tokens, and has stepped on {due} since its anchor"
+                self.found.append(checkers.Violation("tokens", me.peer, 0, what))
+            return work
+
+        trainer.train = checked  # type: ignore[method-assign]
+        return trainer
 
     def averaging_host(self, index: int, host: Host) -> Host:
         me = self.network.nodes[host.me].member
@@ -144,6 +169,12 @@ class PipelineWorld(World):
         """All peers of a stage."""
         return self.peers[stage :: self.scenario.stages]
 
+    def can_train(self, peer: PeerId) -> bool:
+        """Whether a peer is in touch with a peer of every other stage; each path needs one of them all."""
+        stages = [stage for stage in range(self.scenario.stages) if stage != self.stage(peer)]
+        open_ = partial(self.network.contacts.open, peer)
+        return all(any(open_(other) for other in self.of_stage(stage)) for stage in stages)
+
     def is_member(self, me: Member) -> bool:
         """Whether what this peer trains counts."""
         outer_loop = self.replicas[me.peer]
@@ -156,6 +187,19 @@ class PipelineWorld(World):
         process = simloop.PROCESS.get()
         if process is None or process.alive:
             self.events.append((asyncio.get_running_loop().time(), event))
+            if event.kind == "stepped":
+                self._stepped[event.replica] += self.scenario.batches
+            elif event.kind == "voided":
+                self._stepped[event.replica] = 0
+
+    def entering(self, peer: PeerId, head: Head) -> None:
+        super().entering(peer, head)
+        if peer in self.replicas:
+            trained = self._trained[peer] = self.replicas[peer].chain.trained
+            furthest = max(self._trained.get(driver, 0) for driver in self.of_stage(0))
+            if trained > furthest + 1:
+                what = f"has trained {trained} rounds where stage 0 has trained {furthest}"
+                self.found.append(checkers.Violation("clock", peer, trained, what))
 
     def satisfied(self) -> bool:
         """Whether enough rounds of all peers of each stage were committed since all was healed."""
@@ -180,4 +224,12 @@ class PipelineWorld(World):
         found = []
         for stage in range(self.scenario.stages):
             found += checkers.check({peer: histories[peer] for peer in self.of_stage(stage) if peer in histories})
-        return found + pipeline_checkers.check(self.events, self.pipeline(), TOKENS, histories)
+        finished = () if self.scenario.breaks else self.admissions
+        return found + self.found + pipeline_checkers.check(self.events, self.pipeline(), finished)
+
+    def leaks(self) -> list[checkers.Violation]:
+        found = [] if self.scenario.breaks else [
+            checkers.Violation("no-leak", me.peer, 0, f"{admission.leased} leases are left over")
+            for me, admission in self.admissions.items() if admission.leased
+        ]  # fmt: skip
+        return super().leaks() + found

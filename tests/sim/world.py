@@ -125,6 +125,14 @@ class World:
         """All peers of its scope."""
         return self.peers
 
+    def groups(self) -> tuple[tuple[PeerId, ...], ...]:
+        """The peers of each scope."""
+        return tuple(dict.fromkeys(self.sharing(index) for index in range(len(self.peers))))
+
+    def can_train(self, peer: PeerId) -> bool:
+        """Whether a peer is in touch with all that it needs for training."""
+        return True
+
     def outer(self) -> OuterSGD:
         return OuterSGD(OUTER_RATE, OUTER_MOMENTUM)
 

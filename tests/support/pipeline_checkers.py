@@ -10,9 +10,8 @@ accounted         each microbatch that a driver started is done, abandoned with 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from protocols.base import Member
 from protocols.pipeline.settings import PipelineEvent, PipelineSettings
@@ -35,7 +34,8 @@ class PipelineJudge:
 
     Attributes:
         found: violations.
-        stepped: microbatches of each replica's steps since its parameters were last written.
+        counted: of each stage, what it has counted.
+        started, ended: microbatches that drivers have drawn, and what became of them.
     """
 
     def __init__(self, settings: PipelineSettings) -> None:
@@ -48,6 +48,8 @@ class PipelineJudge:
 
     def read(self, event: PipelineEvent) -> None:
         replica = self._replicas.setdefault(event.replica, _Replica())
+        if event.kind == "asked":
+            return
         if event.kind == "ended" and event.epoch < replica.epoch:
             return  # voided with its epoch
         if event.epoch != replica.epoch:
@@ -65,6 +67,8 @@ class PipelineJudge:
         replica.leased.add(microbatch)
         if event.stage == 0:
             self.started.add(microbatch)
+            if len(replica.leased) > self._settings.window(1):
+                self._violate("window", event, f"{len(replica.leased)} microbatches are in flight")
         if len(replica.leased) + len(replica.counted) > self._settings.batches:
             self._violate("full-steps", event, f"{len(replica.leased)} leased beside {len(replica.counted)} counted")
 
@@ -79,9 +83,18 @@ class PipelineJudge:
         replica.leased.discard(microbatch)
         replica.counted.add(microbatch)
         self.counted[stage].add(microbatch)
+        if stage == 0:
+            self.ended.setdefault(microbatch, "")
 
     def _ended(self, event: PipelineEvent, replica: _Replica) -> None:
-        replica.leased.discard((event.origin, event.number))
+        microbatch = event.origin, event.number
+        replica.leased.discard(microbatch)
+        if event.stage == 0:
+            self.ended.setdefault(microbatch, "")
+
+    def open(self, origins: Collection[Member]) -> list[Microbatch]:
+        """Microbatches of these drivers that have not ended."""
+        return sorted(each for each in self.started - self.ended.keys() if each[0] in origins)
 
     def _stepped(self, event: PipelineEvent, replica: _Replica) -> None:
         if len(replica.counted) != self._settings.batches or replica.leased:
@@ -111,18 +124,16 @@ class PipelineJudge:
 
 
 def check(
-    events: Sequence[tuple[float, PipelineEvent]],
-    settings: PipelineSettings,
-    tokens: int,
-    histories: Mapping[str, Sequence[Mapping[str, Any]]],
+    events: Sequence[tuple[float, PipelineEvent]], settings: PipelineSettings, finished: Collection[Member] = ()
 ) -> list[Violation]:
     """Every violation of these events: (virtual seconds, event), in the order in which they happened.
 
     Args:
-        tokens: of one microbatch.
-        histories: peer -> its reports.
+        finished: drivers that ended in good order: nothing of theirs may be in flight.
     """
     judge = PipelineJudge(settings)
     for _, event in events:
         judge.read(event)
-    return judge.found
+    found = [Violation("accounted", member.peer, 0, f"microbatch {number} has no end") for member, number in
+             judge.open(finished)]  # fmt: skip
+    return judge.found + found
