@@ -76,7 +76,7 @@ class StageServer:
         self._notifier = Notifier()
         self.admission = StepAdmission(settings.batches, self._notifier.notify, self._tell)
         self._queue: list[tuple[object, Member]] = []  # drivers that wait for a place, first come first
-        self._usual_seconds = 0.0  # from the grant of a lease to its count
+        self._usual_seconds = LEASE_SECONDS / LEASE_MULTIPLE  # from the grant of a lease to its count
         endpoint.serve(METHOD, MicrobatchRequest, self._serve)
 
     async def until(self, condition: Callable[[], bool], deadline: float) -> bool:
@@ -201,6 +201,7 @@ class StageServer:
         async def until_expired() -> None:
             while (left := lease.granted_at + self._lease_seconds() - loop_time()) > 0:
                 await self._notifier.reached(partial(self._has_changed, bool(self._queue)), loop_time() + left)
+            self._usual_seconds = ewma(self._usual_seconds, loop_time() - lease.granted_at, GAIN)
             self.admission.expire(lease)
             raise PeerSilent(stream.peer, "did not send a microbatch's gradient in time")
 

@@ -12,11 +12,12 @@ MAX_STREAMS = 512
 
 GRANT_SECONDS = 5.0
 """A replica answers a request within this time: with a place, or that it is busy."""
-CALL_FLOOR_SECONDS, CALL_LIMIT_SECONDS, CALL_MULTIPLE = 10.0, 60.0, 8.0
-"""A forward or backward call may take CALL_MULTIPLE times the usual, within these limits."""
-MICROBATCH_SECONDS = 300.0
+CALL_FLOOR_SECONDS, CALL_LIMIT_SECONDS, CALL_MULTIPLE = 20.0, 240.0, 8.0
+"""A forward or backward call may take CALL_MULTIPLE times the usual, within these limits. It may wait in the replica's
+queue behind B others. A replica that is dead or mute is found sooner, by the failure detector."""
+MICROBATCH_SECONDS = 600.0
 """The whole path of a microbatch, forwards and backwards."""
-LEASE_SECONDS, CONTENDED_LEASE_SECONDS, LEASE_MULTIPLE = 300.0, 10.0, 4.0
+LEASE_SECONDS, CONTENDED_LEASE_SECONDS, LEASE_MULTIPLE = 600.0, 10.0, 4.0
 """How long a replica waits for a microbatch's backward. Where other drivers wait for a place: LEASE_MULTIPLE times the
 usual, at least CONTENDED_LEASE_SECONDS. A step needs every lease to end, so one that never ends stops a replica."""
 SERVER_IDLE_SECONDS, DRIVER_IDLE_SECONDS = 60.0, 30.0

@@ -135,7 +135,7 @@ class MessageFault(World):
         return able
 
     def could(self) -> bool:
-        """Whether a majority of each scope live and are in touch with each other, whatever rosters they made of that."""
+        """Whether a majority of each scope live and are in touch, whatever rosters they made of that."""
 
         def near(some: Sequence[PeerId]) -> bool:
             return all(self.network.contacts.open(*pair) for pair in itertools.combinations(some, 2))

@@ -15,7 +15,6 @@ from typing import Any
 from node.tasks.paced_stage import ACTIVATION_BYTES, TARGET_BYTES, PacedStage
 from node.training.inline_stage import InlineStage, StageSeconds
 from node.training.stage_trainer import DrivingTrainer, ServingTrainer, StageTraining
-from protocols.aio import task_group
 from protocols.base import Host, LocalProgress, Member, PeerId, Settings, Trainer
 from protocols.endpoint import ProtocolEndpoint
 from protocols.pipeline.admission import StepAdmission
@@ -58,6 +57,9 @@ class PipelineWorld(World):
 
     Attributes:
         events: what became of microbatches, and when, in virtual seconds.
+        admissions: which microbatches each peer's present step consists of.
+        work: what each peer computes with, in its present incarnation.
+        found: violations that are seen as they happen.
     """
 
     def __init__(self, scenario: Scenario) -> None:
@@ -66,15 +68,16 @@ class PipelineWorld(World):
         self.announcements: dict[PeerId, Announcements] = {}
         self.admissions: dict[Member, StepAdmission] = {}
         self.found: list[checkers.Violation] = []
+        self.work: dict[PeerId, InlineStage] = {}
+        self._beats: asyncio.Task[None] | None = None
         self._completed: dict[Member, int] = {}
         self._stepped: Counter[Member] = Counter()
         self._trained: dict[PeerId, int] = {}
 
-    async def run(self) -> None:
-        async with task_group() as group:
-            beats = group.create_task(self._beat())
-            await super().run()
-            beats.cancel()
+    def _start(self, peer: PeerId) -> asyncio.Task[None]:
+        if self._beats is None:
+            self._beats = asyncio.get_running_loop().create_task(self._beat())
+        return super()._start(peer)
 
     async def _beat(self) -> None:
         """Heartbeats, which tell of rounds."""
@@ -120,6 +123,7 @@ class PipelineWorld(World):
         directory = self.announcements[host.me] = Announcements(self)
         seed = self.scenario.seed * 1000 + index
         work = InlineStage(PacedStage(self.scenario.elements, seed, TOKENS, me), self.seconds(index))
+        self.work[me.peer] = work
         training = StageTraining(me, stage, work, self.scenario.inner_steps, lambda: self.is_member(me), self.watch)
         averaging = Settings("fp32", (self.scenario.elements,), incarnation=me.incarnation)
         endpoint = ProtocolEndpoint(host, averaging)
@@ -224,12 +228,16 @@ class PipelineWorld(World):
         found = []
         for stage in range(self.scenario.stages):
             found += checkers.check({peer: histories[peer] for peer in self.of_stage(stage) if peer in histories})
-        finished = () if self.scenario.breaks else self.admissions
-        return found + self.found + pipeline_checkers.check(self.events, self.pipeline(), finished)
+        return found + self.found + pipeline_checkers.check(self.events, self.pipeline(), self._finished())
+
+    def _finished(self) -> list[Member]:
+        """Peers that came to the end of the run."""
+        nodes = self.network.nodes
+        return [me for me in self.admissions if nodes[me.peer].member == me and nodes[me.peer].process.alive]
 
     def leaks(self) -> list[checkers.Violation]:
-        found = [] if self.scenario.breaks else [
-            checkers.Violation("no-leak", me.peer, 0, f"{admission.leased} leases are left over")
-            for me, admission in self.admissions.items() if admission.leased
+        found = [
+            checkers.Violation("no-leak", me.peer, 0, f"{self.admissions[me].leased} leases are left over")
+            for me in self._finished() if self.admissions[me].leased
         ]  # fmt: skip
         return super().leaks() + found

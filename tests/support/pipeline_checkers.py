@@ -52,7 +52,7 @@ class PipelineJudge:
             return
         if event.kind == "ended" and event.epoch < replica.epoch:
             return  # voided with its epoch
-        if event.epoch != replica.epoch:
+        if event.epoch != replica.epoch and event.kind not in ("done", "abandoned"):  # their lease has ended before
             self._violate("same-weights", event, f"in epoch {event.epoch}, and its replica is in {replica.epoch}")
         handle = getattr(self, f"_{event.kind}", None)
         if handle:
