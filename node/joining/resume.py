@@ -227,7 +227,7 @@ def _listed(checkpoints: Sequence[Checkpoint]) -> str:
 def cut_back(checkpoints: Iterable[Checkpoint], chain: Chain) -> tuple[Checkpoint, ...]:
     """Cut the chain back to the first checkpoint on it, or to the genesis. Returns the checkpoints on the chain."""
     usable = tuple(each for each in checkpoints if _is_of(chain, each))
-    chain.switch(usable[0].lineage if usable else records.genesis(chain.head.key.run), ())
+    chain.switch(usable[0].lineage if usable else records.genesis(chain.head.key.run, chain.head.key.scope), ())
     return usable
 
 

@@ -80,7 +80,7 @@ class ReplicatedOuterLoop(OuterLoop):
 
     async def _keep_head(self, snapshots: Snapshots) -> None:
         """Keep the state as it stands, if it is the head's."""
-        if not self._lacks_state():
+        if not self.lacks_state:
             await self._keep(snapshots, self.chain.head.key)
 
     async def keep(self) -> None:
@@ -92,7 +92,8 @@ class ReplicatedOuterLoop(OuterLoop):
         """Whether this peer took part in the round: it did not only observe it, and the round was not skipped."""
         return report.peer in report.peers
 
-    def _lacks_state(self) -> bool:
+    @property
+    def lacks_state(self) -> bool:
         """Whether this peer is known not to hold the head's state, as a joiner before it has caught up."""
         head = self.chain.at(self.chain.head.key.lineage)
         return head is not None and head.state_root not in (UNSETTLED, self.chain.head.state_root)
@@ -215,7 +216,7 @@ class ReplicatedOuterLoop(OuterLoop):
         if branch:
             chain.switch(branch.ancestor.key.lineage, branch.links)
         reached = None
-        if branch or self._lacks_state():
+        if branch or self.lacks_state:
             held = self._snapshots.held() if self._snapshots else ()
             reached = await CatchUp(sync.fetcher, chain, self.state, head.key.lineage, held, self._mean, deadline).run()
         lost_rounds, lost_tokens = await self._adopt(branch, reached) if reached else (0, 0)

@@ -93,7 +93,7 @@ def preset(name: str) -> Preset:
     return PRESETS[name]
 
 
-class _Linear(nn.Linear):
+class Linear(nn.Linear):
     """A linear layer without bias, left uninitialised: `Gpt` draws all weights from its own generator."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
@@ -120,10 +120,10 @@ class _Attention(nn.Module):
     def __init__(self, shape: GptConfig) -> None:
         super().__init__()
         self.heads = shape.heads
-        self.q_proj = _Linear(shape.width, shape.width)
-        self.k_proj = _Linear(shape.width, shape.width)
-        self.v_proj = _Linear(shape.width, shape.width)
-        self.o_proj = _Linear(shape.width, shape.width)
+        self.q_proj = Linear(shape.width, shape.width)
+        self.k_proj = Linear(shape.width, shape.width)
+        self.v_proj = Linear(shape.width, shape.width)
+        self.o_proj = Linear(shape.width, shape.width)
 
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         rows, positions, width = x.shape
@@ -139,16 +139,16 @@ class _Attention(nn.Module):
 class _Mlp(nn.Module):
     def __init__(self, shape: GptConfig) -> None:
         super().__init__()
-        self.gate_proj = _Linear(shape.width, shape.hidden)
-        self.up_proj = _Linear(shape.width, shape.hidden)
-        self.down_proj = _Linear(shape.hidden, shape.width)
+        self.gate_proj = Linear(shape.width, shape.hidden)
+        self.up_proj = Linear(shape.width, shape.hidden)
+        self.down_proj = Linear(shape.hidden, shape.width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
         return out
 
 
-class _Layer(nn.Module):
+class TransformerLayer(nn.Module):
     def __init__(self, shape: GptConfig) -> None:
         super().__init__()
         self.self_attn = _Attention(shape)
@@ -169,7 +169,7 @@ class _Body(nn.Module):
     def __init__(self, shape: GptConfig) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(VOCABULARY, shape.width, _weight=torch.empty(VOCABULARY, shape.width))
-        self.layers = nn.ModuleList(_Layer(shape) for _ in range(shape.layers))
+        self.layers = nn.ModuleList(TransformerLayer(shape) for _ in range(shape.layers))
         self.norm = nn.RMSNorm(shape.width, RMS_EPS)
         cos, sin = rotary(shape.context, shape.width // shape.heads)
         self.register_buffer("cos", cos, persistent=False)
@@ -196,7 +196,7 @@ class Gpt(nn.Module):
         super().__init__()
         self.shape = shape
         self.model = _Body(shape)
-        self.lm_head = _Linear(shape.width, VOCABULARY)
+        self.lm_head = Linear(shape.width, VOCABULARY)
         generator = torch.Generator().manual_seed(seed)
         for module in self.modules():
             if isinstance(module, nn.Embedding):

@@ -94,9 +94,13 @@ def lineage(record: bytes) -> bytes:
     return hashlib.sha256(b"starling record" + record).digest()
 
 
-def genesis(run: bytes) -> bytes:
-    """The lineage that a run starts from; `run` is the run id."""
-    return hashlib.sha256(b"starling genesis" + run).digest()
+def genesis(run: bytes, scope: str = "run") -> bytes:
+    """The lineage that a scope of a run starts from; `run` is the run id.
+
+    The scope "run", the only one of a run without stages, is not hashed: its lineage is that of earlier versions.
+    """
+    name = b"" if scope == "run" else scope.encode()
+    return hashlib.sha256(b"starling genesis" + run + name).digest()
 
 
 def coordinators(line: bytes, roster: Sequence[Member]) -> tuple[PeerId, ...]:

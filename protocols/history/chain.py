@@ -38,7 +38,7 @@ def genesis(run: bytes, scope: str, roster: tuple[Member, ...], root: bytes = UN
         run: hash of the manifest, 32 bytes.
         root: state root at the start of the run, 32 bytes.
     """
-    lineage = records.genesis(run)
+    lineage = records.genesis(run, scope)
     return Head(RoundKey(run, scope, lineage, 0), roster, root, anchor=lineage)
 
 

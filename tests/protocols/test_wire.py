@@ -12,7 +12,7 @@ from typing import Any
 
 import msgpack
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from protocols import wire
@@ -67,6 +67,7 @@ def test_value_of_wrong_type_or_size_is_rejected(header: Header, data: st.DataOb
     packed = msgpack.unpackb(wire.encode(header))
     path = data.draw(st.sampled_from([path for path in places(packed) if path[0] >= 2]))
     hostile = data.draw(st.sampled_from(HOSTILE[type(at(packed, path))] + NESTED))
+    assume(not isinstance(header, LossResult) or hostile != -1.0)  # the only field that may be negative
     with pytest.raises(BadPayload):
         wire.decode(msgpack.packb(replaced(packed, path, hostile)))
 

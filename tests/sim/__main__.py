@@ -51,12 +51,20 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--inner-steps", type=at_least_one, default=10)
     parser.add_argument("--directory", action="store_true", help="Moshpit: in pairs, found in the directory")
     parser.add_argument("--pull", type=float, help="gossip by NoLoCo's rule, with this as its gamma")
+    parser.add_argument("--stages", type=at_least_one, default=1, help="of a pipeline: peer i is in stage i mod stages")
+    parser.add_argument("--batches", type=at_least_one, default=4, help="microbatches of a step, with stages")
     parser.add_argument("--json", action="store_true", help="print nothing but the JSON object on stdout")
     options = parser.parse_args(arguments)
     if options.directory and options.protocol != "moshpit":
         parser.error(f"argument --directory: {options.protocol} does not use the directory, moshpit does")
     if options.pull is not None and (options.protocol != "gossip" or not 0 < options.pull < MOST_PULL):
         parser.error(f"argument --pull: of gossip, above 0 and below {MOST_PULL:g}")
+    if options.stages > 1 and options.protocol != "butterfly":
+        parser.error(f"argument --stages: stages average by the butterfly, not by {options.protocol}")
+    if options.stages > options.peers:
+        parser.error(f"argument --stages: each of {options.stages} needs a peer, and there are {options.peers}")
+    if options.stages > 1 and options.faults == LIES:
+        parser.error(f"argument --faults: with stages, nothing is promised under {LIES}")
     if options.faults == LIES and options.protocol not in (*REPLICATED_PROTOCOLS, *INDEPENDENT_LIES):
         parser.error(f"argument --faults: {options.protocol} is not made to bear {LIES}")
     return options
@@ -77,11 +85,15 @@ def _scenarios(options: argparse.Namespace) -> Iterable[Scenario]:
                 inner_steps=options.inner_steps,
                 directory=options.directory,
                 pull=options.pull,
+                stages=options.stages,
+                batches=options.batches,
             )
 
 
 def _felt(fault: str, options: argparse.Namespace) -> bool:
     """Whether a fault family tests anything that the others do not, with these options."""
+    if fault == LIES and options.stages > 1:
+        return False
     if fault == LIES:
         return options.protocol in (*REPLICATED_PROTOCOLS, *INDEPENDENT_LIES)
     return fault != DIRECTORY or options.directory  # without directory, these are the faults of `crash`
@@ -91,6 +103,8 @@ def replay(scenario: Scenario) -> str:
     """The command that plays this scenario again."""
     codec = f" --codec {scenario.codec}" if scenario.codec else ""
     rest = (" --directory" if scenario.directory else "") + (f" --pull {scenario.pull:g}" if scenario.pull else "")
+    if scenario.stages > 1:
+        rest += f" --stages {scenario.stages} --batches {scenario.batches}"
     return (
         f"python -m tests.sim --protocol {scenario.protocol} --peers {scenario.peers} --rounds {scenario.rounds}"
         f" --seeds {scenario.seed} --faults {scenario.fault} --inner-steps {scenario.inner_steps}{codec}{rest}"
@@ -106,7 +120,7 @@ def _committed(outcome: Outcome) -> tuple[int, int]:
 def _played(scenario: Scenario) -> Outcome:
     """The scenario's outcome; an error in protocol code is a violation, and its traceback is printed."""
     try:
-        return play(scenario, world_of(scenario.protocol))
+        return play(scenario, world_of(scenario.protocol, scenario.stages))
     except Exception as error:  # noqa: BLE001 - any error must be reported with its seed
         traceback.print_exc()
         crash = Violation("crash", "", 0, f"{type(error).__name__}: {error}")

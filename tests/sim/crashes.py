@@ -79,6 +79,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--kind", choices=KINDS, default="crash")
     parser.add_argument("--seed", type=int, default=0, help="of latencies and of the order of messages")
     parser.add_argument("--directory", action="store_true", help="Moshpit: in pairs, found in the directory")
+    parser.add_argument("--stages", type=at_least_one, default=1, help="of a pipeline: peer i is in stage i mod stages")
     parser.add_argument("--end", action="store_true", help="gossip and push_sum: in the closing exchanges of the run")
     parser.add_argument("--pairs", action="store_true", help="two at once, at two peers")
     parser.add_argument("--sample", type=at_least_one, help=f"play so many, drawn; of pairs, {PAIRS} unless given")
@@ -87,6 +88,10 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if options.directory and options.protocol != "moshpit":
         parser.error(f"argument --directory: {options.protocol} does not use the directory, moshpit does")
+    if options.stages > 1 and options.protocol != "butterfly":
+        parser.error(f"argument --stages: stages average by the butterfly, not by {options.protocol}")
+    if options.peers < options.stages:
+        parser.error(f"argument --stages: each of {options.stages} needs a peer, and there are {options.peers}")
     if options.end and options.protocol not in CLOSING:
         parser.error(f"argument --end: {options.protocol} has no closing exchanges, {' and '.join(CLOSING)} have")
     return options
@@ -95,6 +100,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
 def replay(options: argparse.Namespace, verdict: Verdict) -> str:
     where = ",".join(str(point) for point in verdict.points)
     directory = (" --directory" if options.directory else "") + (" --end" if options.end else "")
+    directory += f" --stages {options.stages}" if options.stages > 1 else ""
     return (
         f"python -m tests.sim.crashes --protocol {options.protocol} --peers {options.peers} --kind {options.kind}"
         f" --seed {options.seed} --only {where}{directory}"
@@ -127,10 +133,12 @@ def _verdicts(
 
 def main(arguments: list[str] | None = None, world_type: type[World] | None = None) -> int:
     options = _parse(arguments)
-    world_type = world_type or world_of(options.protocol)
+    world_type = world_type or world_of(options.protocol, options.stages)
     prepare()
     began = time.monotonic()
-    scenario = replace(small(options.peers, options.protocol, options.seed), directory=options.directory)
+    scenario = replace(
+        small(options.peers, options.protocol, options.seed, options.stages), directory=options.directory
+    )
     recording, struck = (RecordingEnd, StruckEnd) if options.end else (Recording, MessageFault)
     points = enumerate_points(scenario, world_type, recording)
     try:

@@ -37,7 +37,7 @@ class DurableWorld(ScenarioRunner):
 
     async def restored(self, outer_loop: ReplicatedOuterLoop) -> None:
         if kept := self.disks.get(outer_loop.averager.me.peer):
-            outer_loop.chain.switch(genesis(RUN), kept.links)
+            outer_loop.chain.switch(genesis(RUN, outer_loop.chain.head.key.scope), kept.links)
             outer_loop.anchor.copy_(kept.anchor)
             outer_loop.velocity.copy_(kept.velocity)
             await outer_loop.trainer.write(outer_loop.anchor)
@@ -55,4 +55,5 @@ class DurableWorld(ScenarioRunner):
 
     @staticmethod
     def _checkpoint(chain: Chain, outer_loop: ReplicatedOuterLoop) -> Checkpoint:
-        return Checkpoint(chain.since(genesis(RUN)), outer_loop.anchor.clone(), outer_loop.velocity.clone())
+        start = genesis(RUN, chain.head.key.scope)
+        return Checkpoint(chain.since(start), outer_loop.anchor.clone(), outer_loop.velocity.clone())

@@ -54,8 +54,8 @@ class Point:
         raise ValueError(f"unknown kind {kind!r}; known: {', '.join(KINDS)}")
 
 
-def small(peers: int, protocol: str = "butterfly", seed: int = 0) -> Scenario:
-    """Rounds that are as short as possible: two chunks in each part, two inner steps."""
+def small(peers: int, protocol: str = "butterfly", seed: int = 0, stages: int = 1) -> Scenario:
+    """Rounds that are as short as possible: two chunks in each part, two inner steps (of two microbatches each)."""
     return Scenario(
         protocol=protocol,
         peers=peers,
@@ -68,6 +68,8 @@ def small(peers: int, protocol: str = "butterfly", seed: int = 0) -> Scenario:
         uplinks=(1.25e6,) * peers,
         step_seconds=tuple(1.0 + 0.1 * index for index in range(peers)),
         jitter=True,
+        stages=stages,
+        batches=2,
     )
 
 
@@ -121,23 +123,28 @@ class MessageFault(World):
         return len(self.injector.struck) == len(self.injector.faults.events)
 
     def able(self) -> list[PeerId]:
-        """The live peers that are in touch with a majority of the roster that they know."""
+        """The live peers that are in touch with a majority of the roster that they know, and that can train."""
         contacts, able = self.network.contacts, []
         for peer in self.peers:
-            roster = [member.peer for member in (self.at[peer].roster if peer in self.at else self.roster)]
+            founders = self.founders_of(self.peers.index(peer))
+            roster = [member.peer for member in (self.at[peer].roster if peer in self.at else founders)]
             near = [other for other in roster if other == peer or contacts.open(peer, other)]
-            if self.network.nodes[peer].process.alive and len(near) >= majority(len(roster)):
+            alive = self.network.nodes[peer].process.alive
+            if alive and len(near) >= majority(len(roster)) and self.can_train(peer):
                 able.append(peer)
         return able
 
     def could(self) -> bool:
-        """Whether a majority of all peers is alive and mutually connected, whatever their rosters are."""
+        """Whether a majority of each scope is alive and mutually connected, whatever their rosters are."""
 
         def near(some: Sequence[PeerId]) -> bool:
             return all(self.network.contacts.open(*pair) for pair in itertools.combinations(some, 2))
 
-        alive = [peer for peer in self.peers if self.network.nodes[peer].process.alive]
-        return any(near(some) for some in itertools.combinations(alive, majority(len(self.peers))))
+        def could(group: Sequence[PeerId]) -> bool:
+            alive = [peer for peer in group if self.network.nodes[peer].process.alive]
+            return any(near(some) for some in itertools.combinations(alive, majority(len(group))))
+
+        return all(could(group) for group in self.groups())
 
     def went_on(self, peer: PeerId) -> bool:
         return peer in self.at and self.at[peer].key.round >= self.due and self.met_since(peer, self.due - 1)

@@ -39,6 +39,8 @@ class Scenario:
         directory: Moshpit's peers announce themselves only to peers found in the directory, and meet in pairs, as in a
             swarm too large to announce to all.
         pull: gamma of NoLoCo, by which gossip's peers then step and mix.
+        stages: of a pipeline; peer i is in stage i mod `stages`. 1: no pipeline.
+        batches: microbatches of an AdamW step, with more than one stage.
     """
 
     protocol: str = "butterfly"
@@ -58,6 +60,8 @@ class Scenario:
     breaking_seconds: float | None = None
     directory: bool = False
     pull: float | None = None
+    stages: int = 1
+    batches: int = 4
 
     def __post_init__(self) -> None:
         for name, known in (("protocol", (*REPLICATED_PROTOCOLS, *INDEPENDENT_PROTOCOLS)), ("fault", FAULTS)):
@@ -68,9 +72,13 @@ class Scenario:
         if self.inner_steps < 1:
             raise ValueError(f"inner steps must be at least 1, not {self.inner_steps}")
         if self.directory and self.protocol != "moshpit":
-            raise ValueError(f"{self.protocol} finds nobody in the directory")
+            raise ValueError(f"{self.protocol} does not use the directory")
         if self.pull is not None and not (self.protocol == "gossip" and 0 < self.pull < MOST_PULL):
             raise ValueError(f"a pull is of gossip, above 0 and below {MOST_PULL:g}: {self.protocol}, {self.pull}")
+        if self.stages > 1 and self.protocol != "butterfly":
+            raise ValueError(f"stages average by the butterfly, not by {self.protocol}")
+        if not 1 <= self.stages <= self.peers or self.batches < 1:
+            raise ValueError(f"each of {self.stages} stages needs a peer, and a step microbatches: {self.peers} peers")
         strangers = (self.faults or Faults()).peers() - set(self.names())
         if strangers:
             raise ValueError(f"faults of {', '.join(sorted(strangers))}, who is none of {', '.join(self.names())}")

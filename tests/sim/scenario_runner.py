@@ -38,6 +38,7 @@ class ScenarioSetup:
         latency_seconds: of every link.
         pace_seconds: of an inner step; a round has two.
         uplinks: bytes/s of each peer; None: the same for all.
+        stages, batches: of a pipeline, as in `Scenario`.
     """
 
     peers: int
@@ -50,6 +51,8 @@ class ScenarioSetup:
     chunk_elements: int = 50
     uplinks: tuple[float, ...] | None = None
     jitter: bool = False
+    stages: int = 1
+    batches: int = 4
 
     def scenario(self) -> Scenario:
         return Scenario(
@@ -61,6 +64,8 @@ class ScenarioSetup:
             uplinks=self.uplinks or (1.25e7,) * self.peers,
             step_seconds=(self.pace_seconds,) * self.peers,
             jitter=self.jitter,
+            stages=self.stages,
+            batches=self.batches,
         )
 
 

@@ -18,7 +18,7 @@ from node.tasks.paced import Paced
 from node.training.trainer import InlineTrainer, Learner
 from protocols import REPLICATED_PROTOCOLS
 from protocols.aio import task_group
-from protocols.base import Host, Member, PeerId, Settings
+from protocols.base import Host, Member, PeerId, Settings, Trainer
 from protocols.butterfly.part_cache import PartCache
 from protocols.codec import codec
 from protocols.history.chain import Chain
@@ -105,6 +105,34 @@ class World:
         assert self.scenario.step_seconds
         return InlineTrainer(self.learner(index), self.scenario.inner_steps, self.scenario.step_seconds[index])
 
+    def trainer_on(self, index: int, host: Host) -> Trainer:
+        """The same for a trainer that needs a host."""
+        return self.trainer(index)
+
+    def averaging_host(self, index: int, host: Host) -> Host:
+        """The host as the peer's averager and sync see it."""
+        return host
+
+    def scope(self, index: int) -> str:
+        """Which parameters peer `index` averages."""
+        return "run"
+
+    def founders_of(self, index: int) -> tuple[Member, ...]:
+        """The first roster of its scope."""
+        return self.roster
+
+    def sharing(self, index: int) -> tuple[PeerId, ...]:
+        """All peers of its scope."""
+        return self.peers
+
+    def groups(self) -> tuple[tuple[PeerId, ...], ...]:
+        """The peers of each scope."""
+        return tuple(dict.fromkeys(self.sharing(index) for index in range(len(self.peers))))
+
+    def can_train(self, peer: PeerId) -> bool:
+        """Whether a peer is in touch with all that it needs for training."""
+        return True
+
     def outer(self) -> OuterSGD:
         return OuterSGD(OUTER_RATE, OUTER_MOMENTUM)
 
@@ -164,15 +192,16 @@ class World:
     async def _peer(self, index: int, transport: SimTransport) -> None:
         """One incarnation of a peer: build its parts, and run its rounds."""
         scenario, me = self.scenario, transport.me
-        host = self._host(transport)
-        trainer = self.trainer(index)
+        whole_host = self._host(transport)
+        trainer = self.trainer_on(index, whole_host)
+        host = self.averaging_host(index, whole_host)
         settings, snapshots = self._settings(index, trainer, transport), Snapshots()
         part_cache = PartCache(host)
         anchor = torch.empty(trainer.layout.sizes()[0])
         await trainer.read(anchor)
-        chain = Chain(RUN, "run", self.roster, bytes(32))
+        chain = Chain(RUN, self.scope(index), self.founders_of(index), bytes(32))
         options = ChainSyncOptions(part_cache, on_better=lambda branch: averager.supersede())
-        sync = ChainSync(host, chain, settings, snapshots, lambda: self.peers, options)
+        sync = ChainSync(host, chain, settings, snapshots, lambda: self.sharing(index), options)
         averager = REPLICATED_PROTOCOLS[scenario.protocol](host, settings, part_cache, sync.hear)
         outer_loop = self.replicas[me] = ReplicatedOuterLoop(
             chain,
@@ -202,7 +231,7 @@ class World:
             transport.disguise = lambda method, stream, pipe: ByzantineContributorStream(stream, pipe, lie, signer)
         return host
 
-    def _settings(self, index: int, trainer: InlineTrainer, transport: SimTransport) -> Settings:
+    def _settings(self, index: int, trainer: Trainer, transport: SimTransport) -> Settings:
         scenario = self.scenario
         assert scenario.codec and scenario.uplinks
         return Settings(
@@ -249,7 +278,7 @@ class World:
     async def restored(self, outer_loop: ReplicatedOuterLoop) -> None:
         """Hook for worlds with disks: restore the state that this incarnation starts from."""
 
-    async def after_round(self, index: int, trainer: InlineTrainer) -> None:
+    async def after_round(self, index: int, trainer: Trainer) -> None:
         """Hook for worlds that measure something between rounds."""
 
     def check(self, histories: dict[PeerId, list[checkers.Report]]) -> list[checkers.Violation]:

@@ -95,7 +95,7 @@ def test_late_joiner_uses_the_rounds_learning_rate() -> None:
     rates = []
     for number, step in [(0, 0), (3, 2), (3, 9), (3, 500), (4, 0)]:
         learner.step(number, step)
-        rates.append(learner._adamw.param_groups[0]["lr"])
+        rates.append(learner._optimizer._adamw.param_groups[0]["lr"])
     assert rates == [RECIPE.rate(global_step) for global_step in (0, 32, 39, 39, 40)]
 
 

@@ -1,0 +1,212 @@
+"""Pipelines of unequal, unreliable peers: SWARM routing beside fixed columns, and what is learnt beside whole models.
+
+    python -m benchmarks.pipeline throughput [--seeds 0:3] [--json FILE]
+    python -m benchmarks.pipeline churn [--seeds 0:3]
+
+throughput  microbatches/s between two rounds, as a share of the capacity of all replicas of the slowest stage.
+            `equal`: all replicas take as long. `1:4`: four replicas of each stage are 1, 2, 3 and 4 times as fast
+churn       the same over many rounds, while 5 % of the replicas restart each minute, each away for half a minute
+
+The peers, the protocol, and in `churn` the averaging are those of `tests.sim`, on virtual time: links of 50 ms, a
+microbatch takes .4 s of a replica of speed 1. `columns` is the baseline: replica i of each stage forms a column
+with replica i of the others, in an order that the seed draws. A column runs GPipe's schedule (Huang et al. 2019): all
+forwards, all backwards, a step. Nothing is rerouted: if a member is away, its column stands still, and begins its step
+again from the checkpoint of the last one. Columns average at no cost.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import fmean
+
+from tests.sim import loop as simloop
+from tests.sim.arguments import Parser, seeds
+from tests.sim.faults import Crash, Faults
+from tests.sim.pipeline_world import FORWARD_SHARE, PipelineWorld
+from tests.sim.process import prepare
+from tests.sim.scenario import Scenario
+
+STAGES, REPLICAS, BATCHES = 3, 4, 16
+LATENCY_SECONDS = 0.05
+MICROBATCH_SECONDS = 0.4
+SPEEDS = {"equal": (2.0, 2.0, 2.0, 2.0), "1:4": (1.0, 2.0, 3.0, 4.0)}
+WARM_SECONDS, MEASURED_SECONDS = 60.0, 240.0
+CHURN_A_MINUTE, AWAY_SECONDS = 0.05, 30.0
+CHURN_STEPS = 20
+"""Inner steps of a round under churn: about a minute."""
+CHURN_SECONDS = 1800.0
+
+
+@dataclass(frozen=True, slots=True)
+class Throughput:
+    """Shares of the slowest stage's capacity."""
+
+    what: str
+    seed: int
+    swarm: float
+    columns: float
+
+
+class MeasuredWorld(PipelineWorld):
+    """A pipeline that runs for a set time and is not judged."""
+
+    def __init__(self, scenario: Scenario, seconds: float) -> None:
+        super().__init__(scenario)
+        self.network.latency_seconds = LATENCY_SECONDS
+        self._seconds = seconds
+
+    async def run(self) -> None:
+        """Until the time is over."""
+        for peer, rate in zip(self.peers, self.scenario.uplinks or (), strict=True):
+            self.network.join(peer, rate)
+        for peer in self.peers:
+            self._start(peer)
+        self.injector.start()
+        await self._wait(self._seconds)
+
+    def goes_on(self, peer: str) -> bool:
+        return True
+
+    def done_since(self, seconds: float) -> int:
+        """Microbatches that stage 0 has counted since then."""
+        return sum(event.kind == "counted" and event.stage == 0 and time >= seconds for time, event in self.events)
+
+
+def shuffled(speeds: Sequence[float], seed: int) -> list[list[float]]:
+    """Of each stage, the speeds of its replicas in an order of its own."""
+    rng = random.Random(f"speeds/{seed}")
+    return [rng.sample(speeds, len(speeds)) for _ in range(STAGES)]
+
+
+def capacity(speeds: Sequence[float]) -> float:
+    """Microbatches/s of a stage whose replicas never wait."""
+    return sum(speeds) / MICROBATCH_SECONDS
+
+
+def swarm(speeds: Sequence[Sequence[float]], seed: int, inner_steps: int, faults: Faults, seconds: float) -> float:
+    """Microbatches/s after the first `WARM_SECONDS`."""
+    times = [BATCHES * MICROBATCH_SECONDS / speeds[index % STAGES][index // STAGES]
+             for index in range(STAGES * REPLICAS)]  # fmt: skip
+    scenario = Scenario(
+        peers=STAGES * REPLICAS,
+        rounds=1_000_000,
+        seed=seed,
+        faults=faults,
+        codec="fp32",
+        elements=64,
+        inner_steps=inner_steps,
+        uplinks=(12.5e6,) * len(times),
+        step_seconds=tuple(times),
+        jitter=False,
+        stages=STAGES,
+        batches=BATCHES,
+    )
+    world = MeasuredWorld(scenario, seconds)
+    simloop.run(world.run())
+    if world.network.bugs:
+        raise world.network.bugs[0]
+    return world.done_since(WARM_SECONDS) / (seconds - WARM_SECONDS)
+
+
+def gpipe_seconds(speeds: Sequence[float]) -> float:
+    """How long a column takes for one step: B forwards through all stages, B backwards, all in order."""
+    forward = [FORWARD_SHARE * MICROBATCH_SECONDS / speed for speed in speeds]
+    backward = [(1 - FORWARD_SHARE) * MICROBATCH_SECONDS / speed for speed in speeds]
+    free = [0.0] * len(speeds)
+    arrived = []
+    for _ in range(BATCHES):
+        time = 0.0
+        for stage, seconds in enumerate(forward):
+            free[stage] = time = max(free[stage], time) + seconds
+            time += LATENCY_SECONDS
+        arrived.append(time - LATENCY_SECONDS)
+    for time in reversed(arrived):
+        for stage in reversed(range(len(speeds))):
+            free[stage] = time = max(free[stage], time) + backward[stage]
+            time += LATENCY_SECONDS
+    return free[0]
+
+
+def columns(speeds: Sequence[Sequence[float]], away: Sequence[tuple[int, float]] = (), seconds: float = 1.0) -> float:
+    """Microbatches/s of fixed columns.
+
+    Args:
+        away: (index of a peer, when it dies) in order of time; it is back after `AWAY_SECONDS`.
+    """
+    total = 0.0
+    for column in range(REPLICAS):
+        step = gpipe_seconds([stage[column] for stage in speeds])
+        if not away:
+            total += BATCHES / step
+            continue
+        now, steps = WARM_SECONDS, 0
+        for _, dies in sorted((index, time) for index, time in away if index // STAGES == column):
+            if dies >= now:
+                steps += int((dies - now) / step)  # the one under way is lost
+            now = max(now, dies + AWAY_SECONDS)
+        steps += int(max(0.0, seconds - now) / step)
+        total += BATCHES * steps / (seconds - WARM_SECONDS)
+    return total
+
+
+def throughput(seed: int) -> list[Throughput]:
+    """Both kinds of speeds, between two rounds."""
+    found = []
+    for what, each in SPEEDS.items():
+        speeds, most = shuffled(each, seed), capacity(each)
+        rate = swarm(speeds, seed, 1_000_000, Faults(), WARM_SECONDS + MEASURED_SECONDS)
+        found.append(Throughput(what, seed, rate / most, columns(speeds) / most))
+    return found
+
+
+def churn(seed: int) -> list[Throughput]:
+    """Restarts, at moments that the seed draws, the same ones for both."""
+    rng = random.Random(f"churn/{seed}")
+    peers, away, time = STAGES * REPLICAS, [], WARM_SECONDS
+    while (time := time + rng.expovariate(CHURN_A_MINUTE * peers / 60.0)) < CHURN_SECONDS - AWAY_SECONDS:
+        away.append((rng.randrange(peers), time))
+    free = dict.fromkeys(range(peers), 0.0)
+    kept = []
+    for index, at in away:  # the dead do not die again
+        if at >= free[index]:
+            kept.append((index, at))
+            free[index] = at + AWAY_SECONDS + 1.0
+    speeds, most = shuffled(SPEEDS["equal"], seed), capacity(SPEEDS["equal"])
+    faults = Faults().also(*(Crash(f"p{index}", at, AWAY_SECONDS) for index, at in kept))
+    rate = swarm(speeds, seed, CHURN_STEPS, faults, CHURN_SECONDS)
+    return [
+        Throughput("churn", seed, rate / most, columns(speeds, sorted(kept, key=lambda e: e[1]), CHURN_SECONDS) / most)
+    ]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = Parser(prog="python -m benchmarks.pipeline", description="Pipelines of unequal, unreliable peers.")
+    parser.add_argument("experiment", choices=("throughput", "churn"))
+    parser.add_argument("--seeds", type=seeds, default=range(3))
+    parser.add_argument("--json", type=Path, help="write the figures there, too")
+    options = parser.parse_args(arguments)
+    prepare()
+    play = throughput if options.experiment == "throughput" else churn
+    found = []
+    print("| speeds | seed | SWARM | fixed columns | ratio |\n|---|---|---|---|---|")
+    for seed in options.seeds:
+        for each in play(seed):
+            found.append(each)
+            print(f"| {each.what} | {seed} | {each.swarm:.2f} | {each.columns:.2f} | {each.swarm / each.columns:.2f} |")
+            sys.stdout.flush()
+    for what in dict.fromkeys(each.what for each in found):
+        mine = [each for each in found if each.what == what]
+        swarm_share, column_share = fmean(each.swarm for each in mine), fmean(each.columns for each in mine)
+        print(f"| {what} | mean | {swarm_share:.2f} | {column_share:.2f} | {swarm_share / column_share:.2f} |")
+    if options.json:
+        options.json.write_text(json.dumps([asdict(each) for each in found], indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,163 @@
+"""One stage of the built-in model, and the task that trains it. Its tensors have the names of the whole model's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from statistics import median
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from node.tasks.drawn import draw_weights
+from node.tasks.gpt import RMS_EPS, VOCABULARY, Gpt, GptConfig, Linear, Preset, TransformerLayer, rotary
+from node.tasks.partition import BlockCost, Partition
+from node.tasks.text import Text
+
+_TRIALS = 5
+
+
+class _StageBody(nn.Module):
+    """The stage's part of `Gpt.model`. Layers are keyed by their number in the whole model."""
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+
+    def __init__(self, config: GptConfig, low: int, high: int) -> None:
+        super().__init__()
+        if low == 0:
+            self.embed_tokens = nn.Embedding(VOCABULARY, config.width, _weight=torch.empty(VOCABULARY, config.width))
+        layers = range(max(low, 1) - 1, min(high, config.layers + 1) - 1)
+        self.layers = nn.ModuleDict({str(number): TransformerLayer(config) for number in layers})
+        if high == config.layers + 2:
+            self.norm = nn.RMSNorm(config.width, RMS_EPS)
+        cos, sin = rotary(config.context, config.width // config.heads)
+        self.register_buffer("cos", cos, persistent=False)
+        self.register_buffer("sin", sin, persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if hasattr(self, "embed_tokens"):
+            x = self.embed_tokens(x)
+        cos, sin = self.cos[: x.shape[1]], self.sin[: x.shape[1]]
+        for layer in self.layers.values():
+            x = layer(x, cos, sin)
+        return self.norm(x) if hasattr(self, "norm") else x
+
+
+class GptStage(nn.Module):
+    """Blocks [low, high) of the model: block 0 is the embedding, then the layers, the last one norm and head.
+
+    The first stage takes int64 bytes (rows, positions), the last one gives logits (rows, positions, 256). In between
+    go float32 activations (rows, positions, width). The weights depend only on the seed and the tensors' names, so
+    they do not depend on the cut.
+    """
+
+    def __init__(self, config: GptConfig, low: int, high: int, seed: int = 0) -> None:
+        super().__init__()
+        if not 0 <= low < high <= config.layers + 2:
+            raise ValueError(f"blocks {low} to {high} are not of the model's {config.layers + 2}")
+        self.model = _StageBody(config, low, high)
+        if high == config.layers + 2:
+            self.lm_head = Linear(config.width, VOCABULARY)
+        draw_weights(self, seed)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.model(x)
+        return self.lm_head(x) if hasattr(self, "lm_head") else x
+
+
+@dataclass(frozen=True, slots=True)
+class ActivationShape:
+    """Of one microbatch: rows, positions, and the width of an activation."""
+
+    rows: int
+    positions: int
+    width: int
+
+    @property
+    def tokens(self) -> int:
+        return self.rows * self.positions
+
+
+class GptStageTask:
+    """One stage of the built-in task.
+
+    Attributes:
+        module: the stage.
+        shape: of the activations that it takes and gives.
+    """
+
+    def __init__(
+        self, preset: Preset, partition: Partition, stage: int, seed: int = 0, text: Text | None = None
+    ) -> None:
+        """
+        Args:
+            seed: of the initial weights, the same for all peers.
+            text: what stage 0 draws its batches from. The other stages have no data.
+        """
+        config = preset.shape
+        self.module = GptStage(config, partition.bounds[stage], partition.bounds[stage + 1], seed)
+        self.shape = ActivationShape(preset.rows, config.context, config.width)
+        self._text = text
+        if text is not None:
+            text.require(config.context + 1)
+
+    def batch(self, seed: int, position: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Inputs and targets of stage 0, each int64 (rows, positions): those of `GptTask`."""
+        assert self._text is not None, "only stage 0 draws batches"
+        windows = self._text.windows(seed, position, self.shape.rows, self.shape.positions + 1)
+        return windows[:, :-1], windows[:, 1:]
+
+    def loss(self, output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Mean cross-entropy of the last stage's logits, in nats per byte."""
+        return functional.cross_entropy(output.flatten(0, 1), targets.flatten())
+
+
+def block_names(config: GptConfig) -> tuple[str, ...]:
+    """The blocks of the model, in order."""
+    return ("embedding", *(f"layer {number}" for number in range(config.layers)), "norm and head")
+
+
+def measure(preset: Preset, timer: Callable[[], float]) -> tuple[BlockCost, ...]:
+    """Time each block of the model on this machine: forward, and forward with backward, medians of a few trials.
+
+    The founder of a run measures once, and the cut that follows is part of the run.
+
+    Args:
+        timer: the time in seconds, such as `time.perf_counter`.
+    """
+    config = preset.shape
+    costs = []
+    for number, name in enumerate(block_names(config)):
+        block = GptStage(config, number, number + 1)
+        size = sum(parameter.numel() for parameter in block.parameters())
+        x = torch.zeros(preset.rows, config.context, dtype=torch.int64)
+        if number:
+            x = torch.full((preset.rows, config.context, config.width), 0.1).requires_grad_()
+        forward = _median_seconds(torch.no_grad()(partial(block, x)), timer)
+        both = _median_seconds(partial(_forward_backward, block, x), timer)
+        costs.append(BlockCost(name, forward, both, 4 * size))
+    return tuple(costs)
+
+
+def assemble(config: GptConfig, stages: Sequence[GptStage]) -> Gpt:
+    """The whole model with the stages' weights."""
+    whole = Gpt(config)
+    state = {name: tensor for stage in stages for name, tensor in stage.state_dict().items()}
+    whole.load_state_dict(state)
+    return whole
+
+
+def _forward_backward(block: GptStage, x: torch.Tensor) -> None:
+    block(x).sum().backward()
+
+
+def _median_seconds(work: Callable[[], object], timer: Callable[[], float]) -> float:
+    seconds = []
+    for _ in range(_TRIALS):
+        began = timer()
+        work()
+        seconds.append(timer() - began)
+    return median(seconds)

@@ -1,0 +1,91 @@
+"""One stage of the paced task: it takes a set time, and its activations name the weights that computed them.
+
+An activation is a hash of its input, the replica and the epoch of its weights. A backward computes it again, and the
+gradient that it is given must name the same activation. So a backward at another replica than its forward's, or in
+other weights, cannot pass unseen.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+from node.tasks.paced import Paced
+from node.training.trainer import Step
+from protocols.base import Buffer, Member
+
+ACTIVATION_BYTES = 256
+TARGET_BYTES = 32
+
+
+class PacedStage(Paced):
+    """A `StageCompute` whose vector follows the walk of `Paced`, one move a step."""
+
+    def __init__(self, elements: int, seed: int, tokens: int, me: Member) -> None:
+        """
+        Args:
+            tokens: of one microbatch.
+            me: the replica, for the names of its activations.
+        """
+        super().__init__(elements, seed, tokens)
+        self._me = f"{me.peer}/{me.incarnation}"
+        self._epoch = 0
+        self._microbatches = 0
+
+    def forward(self, x: Buffer) -> bytes:
+        return self._activation(x)
+
+    def backward(self, x: Buffer, gradient: Buffer) -> bytes:
+        """
+        Raises:
+            RuntimeError: the forward was computed elsewhere, or in other weights.
+        """
+        self._accumulate(x, gradient)
+        return _gradient(x)
+
+    def loss(self, x: Buffer, targets: Buffer) -> tuple[float, bytes]:
+        self._microbatches += 1
+        return 1.0, _gradient(x)
+
+    def draw(self) -> tuple[object, bytes, bytes]:
+        self.position += 1
+        batch = f"{self._me}/{self.position}".encode()
+        return batch, self._activation(batch), bytes(TARGET_BYTES)
+
+    def finish(self, batch: object, gradient: Buffer, loss: float) -> None:
+        """
+        Raises:
+            RuntimeError: the forward was computed in other weights.
+        """
+        assert isinstance(batch, bytes)
+        self._accumulate(batch, gradient)
+
+    def discard(self) -> None:
+        self._microbatches = 0
+        self._epoch += 1
+
+    def step(self, round_number: int, step: int) -> Step:
+        """Move as `Paced` does, and count the tokens of the microbatches since the last step."""
+        position = self.position
+        moved = super().step(round_number, step)
+        self.position = position  # it counts batches here
+        tokens = moved.tokens * self._microbatches
+        self.discard()
+        return Step(moved.loss, tokens)
+
+    def _accumulate(self, x: Buffer, gradient: Buffer) -> None:
+        if bytes(gradient) != _gradient(self._activation(x)):
+            raise RuntimeError(
+                f"{self._me}: a gradient for an output that its weights of epoch {self._epoch} never gave"
+            )
+        self._microbatches += 1
+
+    def _activation(self, x: Buffer) -> bytes:
+        return _filled(hashlib.sha256(f"{self._me}/{self._epoch}/".encode() + bytes(x)).digest())
+
+
+def _gradient(activation: Buffer) -> bytes:
+    return _filled(hashlib.sha256(b"gradient" + bytes(activation)).digest())
+
+
+def _filled(digest: bytes) -> bytes:
+    return digest * (ACTIVATION_BYTES // len(digest))

@@ -1,0 +1,189 @@
+"""A stage of a real model: activations from bytes and back, gradients summed over microbatches, AdamW steps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import torch
+
+from node.tasks.base import Recipe, flatten
+from node.tasks.gpt_stage import ActivationShape, GptStageTask
+from node.training.trainer import ClippedAdamW, Step
+from protocols.base import BadPayload, Buffer, Vector
+
+ACTIVATION_DTYPES: Mapping[str, torch.dtype] = MappingProxyType({"bf16": torch.bfloat16, "fp32": torch.float32})
+"""How activations and their gradients may travel."""
+
+
+@dataclass(frozen=True, slots=True)
+class ActivationCodec:
+    """Turns activations (rows, positions, width), float32, into bytes and back.
+
+    Attributes:
+        name: one of `ACTIVATION_DTYPES`.
+    """
+
+    shape: ActivationShape
+    name: str = "bf16"
+
+    @property
+    def activation_bytes(self) -> int:
+        """Of one activation, or its gradient."""
+        return self.shape.tokens * self.shape.width * ACTIVATION_DTYPES[self.name].itemsize
+
+    @property
+    def target_bytes(self) -> int:
+        """Of a microbatch's targets, int32."""
+        return 4 * self.shape.tokens
+
+    def encode(self, activation: torch.Tensor) -> bytes:
+        """The bytes of an activation or a gradient. The receiver refuses what is not finite."""
+        return _bytes(activation.detach().cpu().to(ACTIVATION_DTYPES[self.name]))
+
+    def decode(self, data: Buffer) -> torch.Tensor:
+        """
+        Raises:
+            BadPayload: wrong size, or not finite.
+        """
+        if len(data) != self.activation_bytes:
+            raise BadPayload(f"an activation of {len(data)} bytes where {self.activation_bytes} are due")
+        flat = torch.frombuffer(bytearray(data), dtype=ACTIVATION_DTYPES[self.name]).float()
+        if not bool(torch.isfinite(flat).all()):
+            raise BadPayload("an activation or gradient that is not finite")
+        return flat.view(self.shape.rows, self.shape.positions, self.shape.width)
+
+    def encode_targets(self, targets: torch.Tensor) -> bytes:
+        return _bytes(targets.to(torch.int32))
+
+    def decode_targets(self, data: Buffer, classes: int) -> torch.Tensor:
+        """int64 (rows, positions), each in 0..classes-1.
+
+        Raises:
+            BadPayload: wrong size, or out of range.
+        """
+        if len(data) != self.target_bytes:
+            raise BadPayload(f"targets of {len(data)} bytes where {self.target_bytes} are due")
+        targets = torch.frombuffer(bytearray(data), dtype=torch.int32).long()
+        if not bool(((targets >= 0) & (targets < classes)).all()):
+            raise BadPayload("targets that are not in the vocabulary")
+        return targets.view(self.shape.rows, self.shape.positions)
+
+
+def _bytes(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()
+
+
+@dataclass(slots=True)
+class _Accumulated:
+    """Microbatches since the last step."""
+
+    count: int = 0
+    tokens: int = 0
+    loss: float = 0.0
+    losses: int = 0
+
+    def add(self, tokens: int, loss: float | None) -> None:
+        self.count += 1
+        self.tokens += tokens
+        if loss is not None:
+            self.loss += loss
+            self.losses += 1
+
+
+class StageLearner:
+    """A `StageCompute` on a stage of the built-in model.
+
+    No graph is kept between a forward and its backward: the backward computes the forward again.
+
+    Attributes:
+        position: number of batches drawn so far, in stage 0.
+    """
+
+    def __init__(
+        self,
+        task: GptStageTask,
+        recipe: Recipe,
+        codec: ActivationCodec,
+        seed: int = 0,
+        allocate: Callable[[int], Vector] | None = None,
+        resume: bool = False,
+    ) -> None:
+        """
+        Args:
+            seed: of this peer's stream of data.
+            allocate, resume: as in `flatten`.
+        """
+        flat = flatten(task.module, allocate, resume)
+        self.layout, self.vectors = flat.layout, flat.vectors
+        self.position = 0
+        self._task, self._codec, self._seed = task, codec, seed
+        self._device = flat.vectors[0].device
+        self._optimizer = ClippedAdamW(flat, recipe)
+        self._accumulated = _Accumulated()
+
+    # -- microbatches -------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def forward(self, x: Buffer) -> bytes:
+        return self._codec.encode(self._task.module(self._decoded(x)))
+
+    def backward(self, x: Buffer, gradient: Buffer) -> bytes:
+        taken, given = self._decoded(x).requires_grad_(), self._decoded(gradient)
+        self._task.module(taken).backward(given)
+        self._accumulated.add(self._codec.shape.tokens, None)
+        assert taken.grad is not None
+        return self._codec.encode(taken.grad)
+
+    def loss(self, x: Buffer, targets: Buffer) -> tuple[float, bytes]:
+        taken = self._decoded(x).requires_grad_()
+        output = self._task.module(taken)
+        loss = self._task.loss(output, self._codec.decode_targets(targets, output.shape[-1]).to(self._device))
+        loss.backward()  # type: ignore[no-untyped-call]
+        value = float(loss.detach())
+        self._accumulated.add(self._codec.shape.tokens, value)
+        assert taken.grad is not None
+        return value, self._codec.encode(taken.grad)
+
+    @torch.no_grad()
+    def draw(self) -> tuple[object, bytes, bytes]:
+        inputs, targets = self._task.batch(self._seed, self.position)
+        self.position += 1
+        output = self._task.module(inputs.to(self._device))
+        return inputs, self._codec.encode(output), self._codec.encode_targets(targets)
+
+    def finish(self, batch: object, gradient: Buffer, loss: float) -> None:
+        assert isinstance(batch, torch.Tensor)
+        self._task.module(batch.to(self._device)).backward(self._decoded(gradient))
+        self._accumulated.add(batch.numel(), loss)
+
+    def discard(self) -> None:
+        self._optimizer.clear()
+        self._accumulated = _Accumulated()
+
+    def _decoded(self, data: Buffer) -> torch.Tensor:
+        return self._codec.decode(data).to(self._device)
+
+    # -- steps --------------------------------------------------------------------------------------------------------
+
+    def step(self, round_number: int, step: int) -> Step:
+        """Take one optimiser step along the mean gradient of the microbatches; skip it if that is not finite.
+
+        The loss is their mean, and nan in a middle stage, which measures none.
+        """
+        done = self._accumulated
+        stepped = self._optimizer.step(round_number, step, max(1, done.count))
+        self.discard()
+        if not stepped:
+            return Step(math.nan, 0)
+        return Step(done.loss / done.losses if done.losses else math.nan, done.tokens)
+
+    def moments(self, make: bool = False) -> dict[str, torch.Tensor]:
+        """The optimiser's tensors by name; see `ClippedAdamW.moments`."""
+        return self._optimizer.moments(make)
+
+    def evaluate(self) -> float:
+        """nan: a stage alone has no loss."""
+        return math.nan

@@ -1,0 +1,156 @@
+"""Admission of microbatches to the AdamW steps of one replica: leases instead of barriers. Pure.
+
+A replica grants a lease while counted + leased < B, and steps when B microbatches are counted. No lease is left then,
+so its weights never change between the forward and the backward of a microbatch, and no step waits for other stages.
+A write of new outer parameters, or the death of the worker, voids all leases and all that was counted.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from protocols.base import Member
+from protocols.pipeline.settings import fair_share
+
+
+class LeaseState(Enum):
+    """What a lease's place is used for."""
+
+    HELD = auto()
+    """The microbatch has been admitted; its backward has not begun."""
+    COMPUTING = auto()
+    """Its backward runs, and will count whatever becomes of the driver."""
+    COUNTED = auto()
+    """It is part of the gradient of its epoch."""
+    ENDED = auto()
+    """It was not counted and never will be."""
+
+
+@dataclass(slots=True, eq=False)
+class Lease:
+    """A microbatch's place in one step of one replica.
+
+    Attributes:
+        driver, number: the microbatch.
+        epoch: of the weights in which its forward runs, and its backward must.
+        granted_at: seconds.
+    """
+
+    driver: Member
+    number: int
+    epoch: int
+    granted_at: float
+    _admission: StepAdmission = field(repr=False)
+    state: LeaseState = LeaseState.HELD
+
+    @property
+    def is_void(self) -> bool:
+        """Whether the microbatch cannot be counted any more."""
+        return self.state is LeaseState.ENDED
+
+    def begin_backward(self) -> bool:
+        """Keep the place until the backward has ended, even if the driver is lost meanwhile; False if it is void."""
+        if self.state is LeaseState.HELD:
+            self.state = LeaseState.COMPUTING
+        return self.state is LeaseState.COMPUTING
+
+    def count(self) -> None:
+        """The backward has added to the gradient."""
+        if self.state is not LeaseState.COMPUTING:
+            raise ValueError(f"a lease that is {self.state.name} cannot be counted")
+        self._admission._settle(self, LeaseState.COUNTED)
+
+    def fail(self) -> None:
+        """The backward has ended without adding to the gradient."""
+        if self.state is LeaseState.COMPUTING:
+            self._admission._settle(self, LeaseState.ENDED)
+
+    def end(self) -> None:
+        """The driver needs the place no longer. A backward that runs is still counted."""
+        if self.state is LeaseState.HELD:
+            self._admission._settle(self, LeaseState.ENDED)
+
+
+class StepAdmission:
+    """Which microbatches the present AdamW step of a replica consists of.
+
+    Attributes:
+        batches: B.
+        epoch: number of times that the weights have changed.
+        counted: microbatches in the present gradient.
+        is_open: whether leases are granted: between a round's begin and its cut.
+    """
+
+    def __init__(self, batches: int, on_change: Callable[[], None], watch: Callable[[str, Lease], None]) -> None:
+        """
+        Args:
+            on_change: called whenever a lease may be granted, or a step taken, that could not before.
+            watch: called with `granted`, `counted` or `ended` and the lease.
+        """
+        self.batches = batches
+        self.epoch = 0
+        self.counted: list[Lease] = []
+        self.is_open = False
+        self._leased: dict[Lease, None] = {}
+        self._limited: set[Member] = set()  # drivers that let a lease run out
+        self._on_change, self._watch = on_change, watch
+
+    @property
+    def leased(self) -> int:
+        """Places that are held."""
+        return len(self._leased)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the step is due."""
+        return len(self.counted) == self.batches
+
+    def may_grant(self, driver: Member, drivers: int) -> bool:
+        """Whether this driver, one of so many, can have a place now."""
+        held = Counter(lease.driver for lease in (*self.counted, *self._leased))
+        if not self.is_open or held.total() >= self.batches:
+            return False
+        open_leases = sum(lease.driver == driver for lease in self._leased)
+        return open_leases < (1 if driver in self._limited else fair_share(self.batches, drivers))
+
+    def grant(self, driver: Member, number: int, now: float) -> Lease:
+        """Admit a microbatch. Call it only if `may_grant`."""
+        lease = Lease(driver, number, self.epoch, now, self)
+        self._leased[lease] = None
+        self._watch("granted", lease)
+        return lease
+
+    def expire(self, lease: Lease) -> None:
+        """End a lease whose backward did not come in time. Its driver gets one place at a time until it returns one."""
+        if lease.state is LeaseState.HELD:
+            self._limited.add(lease.driver)
+            lease.end()
+
+    def open(self) -> None:
+        """Grant leases from now on."""
+        self.is_open = True
+        self._on_change()
+
+    def close(self) -> None:
+        """Grant no lease. Those that are held stay valid."""
+        self.is_open = False
+
+    def next_epoch(self) -> None:
+        """The weights have changed: void every lease, and forget what was counted."""
+        for lease in tuple(self._leased):
+            self._settle(lease, LeaseState.ENDED)
+        self.counted = []
+        self.epoch += 1
+        self._on_change()
+
+    def _settle(self, lease: Lease, state: LeaseState) -> None:
+        lease.state = state
+        self._leased.pop(lease, None)
+        if state is LeaseState.COUNTED:
+            self._limited.discard(lease.driver)
+            self.counted.append(lease)
+        self._watch("counted" if state is LeaseState.COUNTED else "ended", lease)
+        self._on_change()

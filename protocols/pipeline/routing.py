@@ -1,0 +1,105 @@
+"""Which replica of a stage gets the next microbatch: weighted fair queueing by the replicas' usual call times. Pure.
+
+As in SWARM (Ryabinin et al. 2023, section 3.2) a replica's share is inversely proportional to the moving average of its
+call times. Start-time fair queueing (Goyal et al. 1996) does it here: a newcomer, or a replica that was away, starts at
+the present virtual time, so it is not flooded to make up for the past.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from protocols.base import PeerId
+from protocols.estimates import ewma
+
+GAIN = 0.2
+FIRST_SECONDS = 1.0
+"""Call time of a replica before any was observed."""
+BAN_SECONDS, MAX_BAN_SECONDS = 0.5, 30.0
+"""A replica is left alone after a failure for BAN_SECONDS, doubled with each further one in a row."""
+
+
+@dataclass(slots=True)
+class _Replica:
+    seconds: float
+    finish: float
+    failures: int = 0
+    banned_until: float = 0.0
+
+
+class ReplicaRouter:
+    """One driver's choice among the replicas of one stage."""
+
+    def __init__(self, rng: random.Random) -> None:
+        """
+        Args:
+            rng: of the jitter on bans, so that drivers do not come back all at once.
+        """
+        self._rng = rng
+        self._replicas: dict[PeerId, _Replica] = {}
+        self._virtual_time = 0.0
+
+    def choose(self, live: Sequence[PeerId], now: float) -> PeerId | None:
+        """The replica for the next call; None if there is none, or all of them are banned.
+
+        A replica whose ban has ended is banned for as long again at once: it gets a single call until that call ends.
+        """
+        self._forget(live)
+        usable = [peer for peer in sorted(live) if self._replica(peer).banned_until <= now]
+        if not usable:
+            return None
+        chosen = min(usable, key=lambda peer: (self._start(peer), self._replicas[peer].seconds))
+        replica, start = self._replicas[chosen], self._start(chosen)
+        self._virtual_time, replica.finish = start, start + replica.seconds
+        if replica.failures:
+            replica.banned_until = now + self._ban_seconds(replica.failures)
+        return chosen
+
+    def usual_seconds(self, peer: PeerId) -> float:
+        """Moving average of the replica's call times."""
+        return self._replica(peer).seconds
+
+    def succeeded(self, peer: PeerId, seconds: float) -> None:
+        """A call took so long, from the request to its answer."""
+        replica = self._replica(peer)
+        replica.seconds = seconds if replica.failures else ewma(replica.seconds, seconds, GAIN)
+        replica.failures, replica.banned_until = 0, 0.0
+
+    def failed(self, peer: PeerId, now: float, seconds: float | None = None) -> None:
+        """A call failed; after so many seconds without an answer, or at once."""
+        replica = self._replica(peer)
+        replica.failures += 1
+        replica.banned_until = now + self._ban_seconds(replica.failures)
+        if seconds is not None:
+            replica.seconds = ewma(replica.seconds, seconds, GAIN)
+
+    def busy(self, peer: PeerId, now: float, retry_seconds: float) -> None:
+        """The replica has no place for so long. That is no failure."""
+        self._replica(peer).banned_until = now + min(retry_seconds, MAX_BAN_SECONDS) * self._rng.uniform(0.5, 1.5)
+
+    def retry_at(self, live: Sequence[PeerId]) -> float | None:
+        """When the first of these replicas may be called again; None if there are none."""
+        return min((self._replica(peer).banned_until for peer in live), default=None)
+
+    def _start(self, peer: PeerId) -> float:
+        return max(self._virtual_time, self._replicas[peer].finish)
+
+    def _ban_seconds(self, failures: int) -> float:
+        seconds: float = min(BAN_SECONDS * 2.0 ** (failures - 1), MAX_BAN_SECONDS)
+        return seconds * self._rng.uniform(0.5, 1.5)
+
+    def _replica(self, peer: PeerId) -> _Replica:
+        if peer not in self._replicas:
+            usual = median([each.seconds for each in self._replicas.values()] or [FIRST_SECONDS])
+            self._replicas[peer] = _Replica(usual, self._virtual_time)
+        return self._replicas[peer]
+
+    def _forget(self, live: Sequence[PeerId]) -> None:
+        """Drop replicas that are gone, but for their bans: one that fails its calls may come and go."""
+        for peer in [peer for peer, each in self._replicas.items() if peer not in live and not each.failures]:
+            del self._replicas[peer]
+        if len(self._replicas) > 4 * max(8, len(live)):
+            self._replicas = {peer: each for peer, each in self._replicas.items() if peer in live}

@@ -1,0 +1,66 @@
+"""Which live members are in which stage, and how far the run is: stage 0 is the clock of all rounds. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from statistics import median_low
+from typing import Protocol
+
+from protocols.base import Deadline, Member, Members, PeerId
+
+
+class StageDirectory(Protocol):
+    """What peers announce of themselves with their heartbeats."""
+
+    def stage_of(self, peer: PeerId) -> int | None:
+        """The stage of a peer; None if it is not known."""
+
+    def rounds_of(self, peer: PeerId) -> int:
+        """Training rounds that a peer of stage 0 has completed: its own inner steps, not the averaging."""
+
+
+class StageMembers:
+    """`protocols.base.Members` of one stage: the live members that are in it, and always this peer."""
+
+    def __init__(self, members: Members, directory: StageDirectory, stage: int, me: Member) -> None:
+        self._members, self._directory, self._stage, self._me = members, directory, stage, me
+
+    @property
+    def version(self) -> int:
+        return self._members.version
+
+    def live(self) -> tuple[Member, ...]:
+        """The live members of the stage, this peer included if it is of the stage, ordered by id."""
+        return tuple(
+            member for member in self._members.live()
+            if member == self._me or self._directory.stage_of(member.peer) == self._stage
+        )  # fmt: skip
+
+    async def changed(self, since: int, deadline: Deadline) -> int:
+        return await self._members.changed(since, deadline)
+
+
+class StageClock:
+    """The round that all stages are in: the lower median of what the live peers of stage 0 have completed.
+
+    It never goes back, so it outlives the peers that announced it.
+    """
+
+    def __init__(self, directory: StageDirectory) -> None:
+        self._directory, self._rounds = directory, 0
+
+    def rounds(self, drivers: Sequence[Member]) -> int:
+        """Training rounds that stage 0 has completed, by what these live peers of it say."""
+        if drivers:
+            self._rounds = max(self._rounds, median_low([self._directory.rounds_of(each.peer) for each in drivers]))
+        return self._rounds
+
+
+def by_stage(members: Sequence[Member], directory: StageDirectory, stages: int) -> Mapping[int, tuple[Member, ...]]:
+    """The members of each stage, all stages included."""
+    found: dict[int, list[Member]] = {stage: [] for stage in range(stages)}
+    for member in members:
+        stage = directory.stage_of(member.peer)
+        if stage is not None and stage in found:
+            found[stage].append(member)
+    return {stage: tuple(each) for stage, each in found.items()}

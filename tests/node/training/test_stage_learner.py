@@ -1,0 +1,184 @@
+"""A pipeline of stages computes what the whole model computes."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+from node.tasks.base import Recipe
+from node.tasks.gpt import Gpt, GptConfig, GptTask, Preset
+from node.tasks.gpt_stage import GptStage, GptStageTask, assemble, block_names, measure
+from node.tasks.partition import BlockCost, Partition, cut
+from node.tasks.text import Text
+from node.training.stage_learner import ActivationCodec, StageLearner
+from node.training.trainer import AdamWLearner, Step
+from protocols.base import BadPayload
+
+RECIPE = Recipe(
+    inner_steps=50,
+    rounds=4,
+    learning_rate=3e-3,
+    outer_learning_rate=0.9,
+    outer_momentum=0.5,
+    batches=4,
+    clip_norm=1e9,  # of each stage by itself in a pipeline: off, so that the whole model can be compared
+)
+PRESET = Preset(GptConfig(layers=4, width=32, heads=2, context=32), rows=2, recipe=RECIPE)
+SEED, STREAM = 3, 11
+
+
+def text() -> Text:
+    """Words in random order."""
+    rng = random.Random(1)
+    words = ["gossip", "butterfly", "peer", "round", "stage", "lease", "the", "of", "and", "counts"]
+    training, held_out = (" ".join(rng.choices(words, k=k)).encode() for k in (4000, 400))
+    return Text(*(torch.frombuffer(bytearray(each), dtype=torch.uint8) for each in (training, held_out)))
+
+
+def partition(stages: int, config: GptConfig = PRESET.shape) -> Partition:
+    names = block_names(config)
+    return cut([BlockCost(name, 1.0, 2.0, 4) for name in names], stages)
+
+
+class Pipeline:
+    """All stages in one process: one replica of each, one driver, no network."""
+
+    def __init__(self, stages: int, codec: str = "fp32", preset: Preset = PRESET, data: Text | None = None) -> None:
+        self.preset, cuts = preset, partition(stages, preset.shape)
+        tasks = [GptStageTask(preset, cuts, 0, SEED, data or text())]
+        tasks += [GptStageTask(preset, cuts, stage, SEED) for stage in range(1, stages)]
+        self.stages = [StageLearner(t, preset.recipe, ActivationCodec(t.shape, codec), STREAM) for t in tasks]
+        self.modules = [task.module for task in tasks]
+
+    def accumulate(self) -> None:
+        """All microbatches of one step, each through all stages and back."""
+        first, *middle, last = self.stages
+        for _ in range(self.preset.recipe.batches):
+            batch, x, targets = first.draw()
+            inputs = []
+            for stage in middle:
+                inputs.append(x)
+                x = stage.forward(x)
+            loss, gradient = last.loss(x, targets)
+            for stage, x in zip(reversed(middle), reversed(inputs), strict=True):
+                gradient = stage.backward(x, gradient)
+            first.finish(batch, gradient, loss)
+
+    def step(self, number: int) -> Step:
+        self.accumulate()
+        return [stage.step(0, number) for stage in self.stages][-1]
+
+    def whole(self) -> Gpt:
+        return assemble(self.preset.shape, self.modules)
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """The mean gradient by the whole model's names."""
+        return {
+            name: parameter.grad / self.preset.recipe.batches
+            for module in self.modules for name, parameter in module.named_parameters()
+        }  # fmt: skip
+
+
+def unpartitioned(pipeline: Pipeline, data: Text | None = None) -> tuple[GptTask, AdamWLearner]:
+    """The whole model with the same weights and the same data."""
+    task = GptTask(pipeline.preset, data or text())
+    task.module.load_state_dict(pipeline.whole().state_dict())
+    return task, AdamWLearner(task, pipeline.preset.recipe, STREAM)
+
+
+@pytest.mark.parametrize("stages", (2, 4))
+def test_one_step_equals_the_unpartitioned_one(stages: int) -> None:
+    pipeline = Pipeline(stages)
+    task, learner = unpartitioned(pipeline)
+    before = {name: parameter.detach().clone() for name, parameter in task.module.named_parameters()}
+    pipeline.accumulate()
+    gradients = pipeline.gradients()
+    gradients = {name: gradient.clone() for name, gradient in gradients.items()}
+    losses = [stage.step(0, 0).loss for stage in pipeline.stages]
+    done = learner.step(0, 0)
+    assert losses[0] == pytest.approx(done.loss, rel=1e-6) and losses[-1] == pytest.approx(done.loss, rel=1e-6)
+    assert all(math.isnan(loss) for loss in losses[1:-1])
+    after = dict(pipeline.whole().named_parameters())
+    for name, parameter in task.module.named_parameters():
+        difference = (gradients[name] - parameter.grad).norm() / parameter.grad.norm()
+        assert difference < 1e-6, f"{name}: gradients differ by {difference:.1e}"
+        moved = (parameter - before[name]).norm()
+        assert (after[name] - parameter).norm() < 1e-4 * moved, f"{name}: parameters differ"
+
+
+@pytest.mark.parametrize("stages", (2, 4))
+def test_fifty_steps_keep_the_unpartitioned_loss(stages: int) -> None:
+    pipeline = Pipeline(stages)
+    _, learner = unpartitioned(pipeline)
+    for number in range(50):
+        mine, whole = pipeline.step(number), learner.step(0, number)
+    assert mine.tokens == whole.tokens == 4 * 2 * 32
+    assert mine.loss == pytest.approx(whole.loss, abs=1e-4) and whole.loss < 4.0
+
+
+def test_bf16_activations_cost_little_loss() -> None:
+    """Mean of the last twenty of 200 steps: within .02 nats of the unpartitioned learner's."""
+    shape = GptConfig(layers=2, width=32, heads=2, context=32)
+    pipeline = Pipeline(3, "bf16", replace(PRESET, shape=shape, recipe=replace(RECIPE, batches=1)))
+    _, learner = unpartitioned(pipeline)
+    pairs = [(pipeline.step(number).loss, learner.step(0, number).loss) for number in range(200)]
+    mine, whole = (sum(each) / 20 for each in zip(*pairs[-20:], strict=True))
+    assert abs(mine - whole) < 0.02, f"{mine:.4f} against {whole:.4f} nats"
+
+
+def test_weights_do_not_depend_on_the_cut() -> None:
+    whole = GptStage(PRESET.shape, 0, 6, SEED).state_dict()
+    parts = [module.state_dict() for module in Pipeline(4).modules]
+    found = {name: tensor for part in parts for name, tensor in part.items()}
+    assert found.keys() == whole.keys() == Gpt(PRESET.shape).state_dict().keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in whole.items())
+
+
+@pytest.mark.parametrize("threads", (1, 4))
+def test_drawn_weights_are_the_same_bits_everywhere(threads: int) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        state = GptStage(PRESET.shape, 0, 6, SEED).state_dict()
+    finally:
+        torch.set_num_threads(before)
+    digest = hashlib.sha256(b"".join(tensor.numpy().tobytes() for tensor in state.values())).hexdigest()
+    assert digest[:16] == "2176d18fd547a18b"
+    weight = state["model.embed_tokens.weight"]
+    assert abs(float(weight.mean())) < 0.05 and float(weight.std()) == pytest.approx(1.0, abs=0.02)
+
+
+@pytest.mark.parametrize("name", ("bf16", "fp32"))
+def test_codec_refuses_what_is_not_finite(name: str) -> None:
+    codec = ActivationCodec(GptStageTask(PRESET, partition(2), 1).shape, name)
+    activation = torch.randn(2, 32, 32)
+    assert torch.allclose(codec.decode(codec.encode(activation)), activation, rtol=1e-2)
+    for value in (math.nan, math.inf):
+        activation[1, 2, 3] = value
+        with pytest.raises(BadPayload, match="not finite"):
+            codec.decode(codec.encode(activation))
+    with pytest.raises(BadPayload, match="bytes"):
+        codec.decode(bytes(7))
+    with pytest.raises(BadPayload, match="vocabulary"):
+        codec.decode_targets(codec.encode_targets(torch.full((2, 32), 256)), 256)
+
+
+def test_step_that_is_not_finite_changes_nothing() -> None:
+    stage = Pipeline(2).stages[0]
+    before = stage.vectors[0].clone()
+    stage.draw()
+    stage._optimizer._gradients[0].fill_(math.nan)
+    assert stage.step(0, 0).tokens == 0 and torch.equal(stage.vectors[0], before)
+    assert not stage._optimizer._gradients[0].any(), "the gradient is cleared"
+
+
+def test_measured_costs_name_every_block() -> None:
+    ticks = iter(range(1000))
+    costs = measure(replace(PRESET, shape=GptConfig(2, 32, 2, 16)), lambda: float(next(ticks)))
+    assert [cost.name for cost in costs] == ["embedding", "layer 0", "layer 1", "norm and head"]
+    assert all(cost.forward_seconds == cost.backward_seconds == 1.0 and cost.parameter_bytes for cost in costs)

@@ -1,0 +1,106 @@
+"""A step consists of exactly B microbatches, each of which was forwarded and counted in the same weights."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from protocols.base import Member
+from protocols.pipeline.admission import Lease, LeaseState, StepAdmission
+from protocols.pipeline.settings import fair_share
+
+A, B = Member("a"), Member("b")
+
+
+def admission(batches: int = 4) -> tuple[StepAdmission, list[tuple[str, int]]]:
+    events: list[tuple[str, int]] = []
+    found = StepAdmission(batches, lambda: None, lambda kind, lease: events.append((kind, lease.number)))
+    found.open()
+    return found, events
+
+
+def counted(lease: Lease) -> None:
+    assert lease.begin_backward()
+    lease.count()
+
+
+@given(st.integers(1, 5), st.lists(st.tuples(st.integers(0, 6), st.integers(0, 5)), max_size=80))
+def test_step_holds_exactly_its_batches(batches: int, moves: list[tuple[int, int]]) -> None:
+    """Whatever drivers, the worker and the outer loop do: counted + leased stays within B, full steps have no lease."""
+    step, events = admission(batches)
+    leases: list[Lease] = []
+    for number, (move, which) in enumerate(moves):
+        lease = leases[which % len(leases)] if leases else None
+        if move == 0 and step.may_grant(A, 2):
+            leases.append(step.grant(A, number, 0.0))
+        elif move == 1 and step.may_grant(B, 2):
+            leases.append(step.grant(B, number, 0.0))
+        elif move == 2 and lease:
+            lease.end()
+        elif move == 3 and lease:
+            lease.begin_backward()
+        elif move == 4 and lease and lease.state is LeaseState.COMPUTING:
+            lease.count()
+        elif move == 5 and step.is_full:
+            assert step.leased == 0
+            step.next_epoch()
+        elif move == 6 and all(each.state is not LeaseState.COMPUTING for each in leases):
+            step.next_epoch()
+        assert len(step.counted) + step.leased <= batches
+        assert all(each.epoch == step.epoch for each in step.counted)
+    numbers = [number for kind, number in events if kind != "granted"]
+    assert len(numbers) == len(set(numbers)), "each lease ends once"
+
+
+def test_voided_lease_never_counts() -> None:
+    step, _ = admission()
+    lease = step.grant(A, 1, 0.0)
+    step.next_epoch()
+    assert lease.is_void and not lease.begin_backward()
+    with pytest.raises(ValueError, match="ENDED"):
+        lease.count()
+
+
+def test_backward_that_began_counts_without_its_driver() -> None:
+    step, events = admission()
+    lease = step.grant(A, 1, 0.0)
+    assert lease.begin_backward()
+    lease.end()
+    assert step.leased == 1, "its place is kept while its backward runs"
+    lease.count()
+    assert (step.leased, len(step.counted)) == (0, 1) and events == [("granted", 1), ("counted", 1)]
+
+
+def test_failed_backward_frees_its_place() -> None:
+    step, events = admission(1)
+    lease = step.grant(A, 1, 0.0)
+    lease.begin_backward()
+    lease.fail()
+    assert step.may_grant(A, 1) and events[-1] == ("ended", 1)
+
+
+def test_closed_gate_keeps_leases_valid() -> None:
+    step, _ = admission()
+    lease = step.grant(A, 1, 0.0)
+    step.close()
+    assert not step.may_grant(A, 1)
+    counted(lease)
+    assert len(step.counted) == 1
+
+
+def test_driver_holds_at_most_twice_its_share() -> None:
+    assert [fair_share(16, drivers) for drivers in (0, 1, 2, 4, 5)] == [16, 16, 16, 8, 7]
+    step, _ = admission(4)
+    for number in range(2):
+        step.grant(A, number, 0.0)
+    assert not step.may_grant(A, 4) and step.may_grant(B, 4)
+
+
+def test_driver_whose_lease_ran_out_gets_one_place() -> None:
+    step, _ = admission(4)
+    step.expire(step.grant(A, 1, 0.0))
+    lease = step.grant(A, 2, 0.0)
+    assert not step.may_grant(A, 1) and step.may_grant(B, 2)
+    counted(lease)
+    assert step.may_grant(A, 1), "it has returned one"

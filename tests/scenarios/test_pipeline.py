@@ -1,0 +1,195 @@
+"""Pipelines whose peers die, stall, come and go in the middle of microbatches: training goes on, nothing counts twice.
+
+Each story is judged by the checkers of rounds and of microbatches (`PipelineRunner.play`) beside what it asserts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+
+from node.training.inline_stage import StageSeconds
+from protocols.pipeline.settings import PipelineEvent
+from tests.sim.pipeline_runner import PipelineRunner
+from tests.sim.scenario_runner import ScenarioSetup
+
+SUSPECTED_SECONDS = 6.0
+"""A mute peer is believed dead by then."""
+
+
+def test_driver_killed_before_its_own_backward_loses_only_its_microbatch() -> None:
+    """The last stage has counted it, the driver has not."""
+    run = PipelineRunner((0, 0, 1, 1, 2))
+
+    async def story() -> None:
+        await run.rounds(1)
+
+        def strike(event: PipelineEvent) -> None:
+            if event.kind == "counted" and event.stage == 2 and event.origin.peer == "p0":
+                run.soon(run.kill, "p0")
+
+        run.react(strike)
+        await run.until(lambda: "p0" not in run.alive(), 10.0)
+        killed_at = run.now
+        await run.rounds(2)
+        assert run.count("counted", killed_at, 2).total() > 4
+        assert all(event.origin.peer != "p0" for time, event in run.events if time > killed_at + 1.0)
+
+    run.play(story)
+
+
+def in_forward(event: PipelineEvent, held: int) -> bool:
+    return event.kind == "granted" and event.stage == 1
+
+
+def with_three_leases(event: PipelineEvent, held: int) -> bool:
+    return event.kind == "granted" and event.stage == 1 and held == 3
+
+
+def before_backward(event: PipelineEvent, held: int) -> bool:
+    return event.kind == "counted" and event.stage == 2
+
+
+@pytest.mark.parametrize("moment", (in_forward, with_three_leases, before_backward))
+def test_microbatches_survive_a_killed_replica(moment: Callable[[PipelineEvent, int], bool]) -> None:
+    """Another replica takes over; only microbatches that it held are abandoned."""
+    run = PipelineRunner((0, 0, 1, 1, 2))
+
+    async def story() -> None:
+        await run.rounds(1)
+
+        def strike(event: PipelineEvent) -> None:
+            if moment(event, run.admissions[run.network.nodes["p2"].member].leased) and event.replica.peer in (
+                "p2",
+                "p4",
+            ):
+                run.soon(run.kill, "p2")
+
+        run.react(strike)
+        await run.until(lambda: "p2" not in run.alive(), 10.0)
+        killed_at = run.now
+        await run.rounds(2)
+        counts = run.count("counted", killed_at, 1)
+        assert counts["p3"] > 8 and not counts["p2"]
+        assert run.count("abandoned", killed_at).total() <= 8, "those that it held, of two drivers"
+
+    run.play(story)
+
+
+def test_stage_without_replicas_stops_the_run_until_they_return() -> None:
+    """No rounds are used up and nobody is asked over and over; from their disks both go on."""
+    run = PipelineRunner((0, 0, 1, 1))
+
+    async def story() -> None:
+        await run.rounds(2)
+        for peer in ("p2", "p3"):
+            run.kill(peer)
+        await asyncio.sleep(1.0)
+        gone_at, before = run.now, run.trained("p0")
+        await asyncio.sleep(60.0)
+        assert run.trained("p0") <= before + 1, "the round under way may end, no other begins"
+        assert run.count("asked", gone_at).total() <= 600
+        for peer in ("p2", "p3"):
+            run.revive(peer)
+        await asyncio.sleep(0.0)
+        goal = run.trained("p0") + 2
+        await run.until(lambda: all(run.trained(peer) >= goal for peer in run.peers), 120.0, "two more rounds")
+
+    run.play(story)
+
+
+def test_mute_replica_gets_no_requests() -> None:
+    run = PipelineRunner((0, 0, 1, 1))
+
+    async def story() -> None:
+        await run.rounds(1)
+        run.silence("p2")
+        await asyncio.sleep(SUSPECTED_SECONDS)
+        since = run.now
+        await run.rounds(1, ("p0", "p1", "p3"))
+        asked = run.count("asked", since)
+        assert asked["p3"] > 4 and not asked["p2"]
+        run.heal(["p2"], [peer for peer in run.peers if peer != "p2"])
+        await run.until(run.whole, 120.0, "a whole swarm")
+
+    run.play(story)
+
+
+def test_lone_replica_has_no_rounds_of_its_own() -> None:
+    """A stage of one peer could decide rounds alone: stage 0 is its clock."""
+    run = PipelineRunner((0, 0, 0, 0, 1), ScenarioSetup(5, batches=2))
+
+    async def story() -> None:
+        for _ in range(4):
+            await run.rounds(1)
+            assert abs(run.trained("p4") - run.trained("p0")) <= 1
+        outcomes = set(run.outcomes("p4"))
+        assert outcomes == {"alone"}, outcomes
+
+    run.play(story)
+
+
+def test_peers_join_and_leave_in_mid_round() -> None:
+    run = PipelineRunner((0, 0, 1, 1, 1), ScenarioSetup(5, founders=4))
+
+    async def story() -> None:
+        await run.rounds(1)
+        run.begin("p4")
+        await asyncio.sleep(0.0)
+        await run.until(lambda: run.whole(), 60.0, "the newcomer in its roster")
+        since = run.now
+        await run.rounds(1)
+        assert run.count("counted", since, 1)["p4"], "it serves"
+        run.replicas["p2"].leave()
+        await run.until(lambda: all(m.peer != "p2" for m in run.head("p3").roster), 30.0, "a roster without p2")
+        left_at = run.now
+        await run.rounds(2, ("p0", "p1", "p3", "p4"))
+        assert not run.count("counted", left_at + 1.0, 1)["p2"]
+
+    run.play(story)
+
+
+def test_stages_average_side_by_side() -> None:
+    """Stage 1 takes long to average: stage 0 waits for it within its round, and neither runs ahead."""
+    uplinks = (1.25e6, 1.25e6, 400.0, 400.0)
+    run = PipelineRunner((0, 0, 1, 1), ScenarioSetup(4, elements=4000, chunk_elements=500, uplinks=uplinks))
+
+    async def story() -> None:
+        await run.rounds(3, seconds=1200.0)
+        slow = [report["seconds_average"] for report in run.histories["p2"] if report["outcome"] == "committed"]
+        assert max(slow) > 4.0
+        assert all(report["outcome"] == "committed" for history in run.histories.values() for report in history)
+
+    run.play(story)
+
+
+def test_step_longer_than_the_rounds_limit_completes() -> None:
+    """What a replica has counted survives rounds that end undecided, since nothing is written then."""
+    run = PipelineRunner((0, 0, 1, 1), ScenarioSetup(4, batches=8))
+
+    async def story() -> None:
+        await run.rounds(3)
+        for work in run.work.values():
+            work.seconds = StageSeconds(4.0, 8.0, 0.0)
+        await run.rounds(1, seconds=3600.0)
+
+    run.play(story)
+    outcomes = {report["outcome"] for history in run.histories.values() for report in history}
+    assert "undecided" in outcomes, "its rounds ran into their limit"
+
+
+def test_two_plays_of_a_pipeline_are_equal() -> None:
+    traces = []
+    for _ in range(2):
+        run = PipelineRunner((0, 0, 1, 1, 2), ScenarioSetup(5, batches=2, jitter=True))
+
+        async def story(run: PipelineRunner = run) -> None:
+            await run.rounds(2)
+            run.kill("p2")
+            await run.rounds(1)
+
+        run.play(story)
+        traces.append((list(run.trace.lines), run.events))
+    assert traces[0] == traces[1]

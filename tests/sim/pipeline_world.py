@@ -1,0 +1,243 @@
+"""A simulated swarm whose model is cut into stages: peer i holds stage i mod S, and averages with those of its stage.
+
+Peers of stage 0 drive microbatches of the paced task through all stages. What became of each microbatch is recorded and
+judged (`tests.support.pipeline_checkers`), beside the rounds of each stage.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from node.tasks.paced_stage import ACTIVATION_BYTES, TARGET_BYTES, PacedStage
+from node.training.inline_stage import InlineStage, StageSeconds
+from node.training.stage_trainer import DrivingTrainer, ServingTrainer, StageTraining
+from protocols.base import Host, LocalProgress, Member, PeerId, Settings, Trainer
+from protocols.endpoint import ProtocolEndpoint
+from protocols.pipeline.admission import StepAdmission
+from protocols.pipeline.driving import PipelineDriver
+from protocols.pipeline.serving import StageServer
+from protocols.pipeline.settings import PipelineEvent, PipelineSettings, stage_scope
+from protocols.pipeline.stages import StageClock, StageMembers, by_stage
+from tests.sim import loop as simloop
+from tests.sim.contact import HEARTBEAT_SECONDS
+from tests.sim.round_account import Head
+from tests.sim.scenario import Scenario
+from tests.sim.world import HEALED_ROUNDS, HEALED_SECONDS, RUN, World
+from tests.support import checkers, pipeline_checkers
+
+TOKENS = 32
+"""Tokens of a microbatch."""
+FORWARD_SHARE = 1 / 3
+"""Of a stage's time for a microbatch: a backward computes the forward again, but an average one is twice a forward."""
+
+
+class Announcements:
+    """What one peer, in one life, knows of the others' stages, and has heard of their rounds."""
+
+    def __init__(self, world: PipelineWorld) -> None:
+        self._world = world
+        self._completed: dict[PeerId, int] = {}
+
+    def stage_of(self, peer: PeerId) -> int | None:
+        return self._world.stage(peer)
+
+    def rounds_of(self, peer: PeerId) -> int:
+        return self._completed.get(peer, 0)
+
+    def hear(self, peer: PeerId, rounds: int) -> None:
+        self._completed[peer] = max(rounds, self._completed.get(peer, 0))
+
+
+class PipelineWorld(World):
+    """One run in progress.
+
+    Attributes:
+        events: what became of microbatches, and when, in virtual seconds.
+        admissions: which microbatches each peer's present step consists of.
+        work: what each peer computes with, in its present incarnation.
+        found: violations that are seen as they happen.
+    """
+
+    def __init__(self, scenario: Scenario) -> None:
+        super().__init__(scenario)
+        self.events: list[tuple[float, PipelineEvent]] = []
+        self.announcements: dict[PeerId, Announcements] = {}
+        self.admissions: dict[Member, StepAdmission] = {}
+        self.found: list[checkers.Violation] = []
+        self.work: dict[PeerId, InlineStage] = {}
+        self._beats: asyncio.Task[None] | None = None
+        self._completed: dict[Member, int] = {}
+        self._stepped: Counter[Member] = Counter()
+        self._trained: dict[PeerId, int] = {}
+
+    def _start(self, peer: PeerId) -> asyncio.Task[None]:
+        if self._beats is None:
+            self._beats = asyncio.get_running_loop().create_task(self._beat())
+        return super()._start(peer)
+
+    async def _beat(self) -> None:
+        """Heartbeats, which tell of rounds."""
+        while True:
+            await asyncio.sleep(HEARTBEAT_SECONDS)
+            for me, rounds in self._completed.items():
+                if self.network.nodes[me.peer].member == me and self.network.nodes[me.peer].process.alive:
+                    self._tell(me.peer, rounds)
+
+    def announce(self, me: Member, rounds: int) -> None:
+        """A driver has completed so many rounds: the others hear of it at once, and again with every heartbeat."""
+        self._completed[me] = max(rounds, self._completed.get(me, 0))
+        self._tell(me.peer, self._completed[me])
+
+    def _tell(self, source: PeerId, rounds: int) -> None:
+        for peer in self.peers:
+            if peer != source and peer in self.announcements:
+                self.network.travel(source, peer, partial(self._hear, peer, source, rounds))
+
+    def _hear(self, peer: PeerId, source: PeerId, rounds: int) -> None:
+        self.announcements[peer].hear(source, rounds)
+
+    def stage(self, peer: PeerId) -> int:
+        return self.peers.index(peer) % self.scenario.stages
+
+    def pipeline(self) -> PipelineSettings:
+        """What all peers agree on."""
+        return PipelineSettings(RUN, self.scenario.stages, self.scenario.batches, ACTIVATION_BYTES, TARGET_BYTES)
+
+    def seconds(self, index: int) -> StageSeconds:
+        """Of a peer's jobs: an inner step of B microbatches takes it `step_seconds`."""
+        assert self.scenario.step_seconds
+        microbatch = self.scenario.step_seconds[index] / self.scenario.batches
+        return StageSeconds(FORWARD_SHARE * microbatch, (1 - FORWARD_SHARE) * microbatch, 0.01 * microbatch)
+
+    # -- what a peer is built of --------------------------------------------------------------------------------------
+
+    def trainer_on(self, index: int, host: Host) -> Trainer:
+        """A driver's trainer in stage 0, a server's in the others."""
+        assert self.scenario.elements
+        me = self.network.nodes[host.me].member
+        stage, settings = self.stage(host.me), self.pipeline()
+        directory = self.announcements[host.me] = Announcements(self)
+        seed = self.scenario.seed * 1000 + index
+        work = InlineStage(PacedStage(self.scenario.elements, seed, TOKENS, me), self.seconds(index))
+        self.work[me.peer] = work
+        training = StageTraining(me, stage, work, self.scenario.inner_steps, lambda: self.is_member(me), self.watch)
+        averaging = Settings("fp32", (self.scenario.elements,), incarnation=me.incarnation)
+        endpoint = ProtocolEndpoint(host, averaging)
+        if stage == 0:
+            driver = PipelineDriver(endpoint, settings, work, directory, self.watch)
+            self.admissions[me] = driver.admission
+            return self._checked(me, DrivingTrainer(training, driver, lambda rounds: self.announce(me, rounds)))
+        clock = StageClock(directory)
+
+        def drivers() -> tuple[Member, ...]:
+            return by_stage(host.members.live(), directory, settings.stages)[0]
+
+        server = StageServer(endpoint, settings, stage, work, lambda: len(drivers()), self.watch)
+        self.admissions[me] = server.admission
+        return self._checked(me, ServingTrainer(training, server, lambda: clock.rounds(drivers())))
+
+    def _checked(self, me: Member, trainer: DrivingTrainer | ServingTrainer) -> Trainer:
+        """The trainer, whose work is compared with the events of its steps."""
+        train = trainer.train
+
+        async def checked(*arguments: Any, **options: Any) -> LocalProgress:
+            work = await train(*arguments, **options)
+            due = self._stepped[me] * TOKENS + work.carried
+            if work.tokens != due:
+                what = f"offers {work.tokens} tokens, and has stepped on {due} since its anchor"
+                self.found.append(checkers.Violation("tokens", me.peer, 0, what))
+            return work
+
+        trainer.train = checked  # type: ignore[method-assign]
+        return trainer
+
+    def averaging_host(self, index: int, host: Host) -> Host:
+        me = self.network.nodes[host.me].member
+        members = StageMembers(host.members, self.announcements[host.me], self.stage(host.me), me)
+        return replace(host, members=members)
+
+    def scope(self, index: int) -> str:
+        return stage_scope(self.stage(self.peers[index]))
+
+    def founders_of(self, index: int) -> tuple[Member, ...]:
+        return tuple(Member(peer) for peer in self.sharing(index))
+
+    def sharing(self, index: int) -> tuple[PeerId, ...]:
+        return self.of_stage(self.stage(self.peers[index]))
+
+    def of_stage(self, stage: int) -> tuple[PeerId, ...]:
+        """All peers of a stage."""
+        return self.peers[stage :: self.scenario.stages]
+
+    def can_train(self, peer: PeerId) -> bool:
+        """Whether a peer is in touch with a peer of every other stage; each path needs one of them all."""
+        stages = [stage for stage in range(self.scenario.stages) if stage != self.stage(peer)]
+        open_ = partial(self.network.contacts.open, peer)
+        return all(any(open_(other) for other in self.of_stage(stage)) for stage in stages)
+
+    def is_member(self, me: Member) -> bool:
+        """Whether what this peer trains counts."""
+        outer_loop = self.replicas[me.peer]
+        return me in outer_loop.chain.head.roster and not outer_loop.lacks_state
+
+    # -- what is seen -------------------------------------------------------------------------------------------------
+
+    def watch(self, event: PipelineEvent) -> None:
+        """An event of a living peer; the dead do nothing more."""
+        process = simloop.PROCESS.get()
+        if process is None or process.alive:
+            self.events.append((asyncio.get_running_loop().time(), event))
+            if event.kind == "stepped":
+                self._stepped[event.replica] += self.scenario.batches
+            elif event.kind == "voided":
+                self._stepped[event.replica] = 0
+
+    def entering(self, peer: PeerId, head: Head) -> None:
+        super().entering(peer, head)
+        if peer in self.replicas:
+            trained = self._trained[peer] = self.replicas[peer].chain.trained
+            furthest = max(self._trained.get(driver, 0) for driver in self.of_stage(0))
+            if trained > furthest + 1:
+                what = f"has trained {trained} rounds where stage 0 has trained {furthest}"
+                self.found.append(checkers.Violation("clock", peer, trained, what))
+
+    def satisfied(self) -> bool:
+        """Whether enough rounds of all peers of each stage were committed since all was healed."""
+        return self.healed_at is not None and self.whole_rounds() >= HEALED_ROUNDS
+
+    def whole_rounds(self) -> int:
+        """Rounds since all was healed, with all peers of the stage in their roster, of the stage with the fewest."""
+        stages = range(self.scenario.stages)
+        return min(self.account.whole(self.of_stage(stage), self.healed_at or 0.0) for stage in stages)
+
+    def progress(self, honest: dict[PeerId, list[checkers.Report]]) -> list[checkers.Violation]:
+        """What the rounds of each stage came to."""
+        if not self.scenario.breaks:
+            return super().progress(honest)
+        if not self.satisfied():
+            what = f"{self.whole_rounds()} rounds of all peers in {HEALED_SECONDS:g} s after all was healed"
+            return [checkers.Violation("progress", "", 0, f"{what}, not {HEALED_ROUNDS}")]
+        stages = [{peer: honest[peer] for peer in self.of_stage(stage)} for stage in range(self.scenario.stages)]
+        return [violation for stage in stages for violation in checkers.one_branch(stage)]
+
+    def check(self, histories: dict[PeerId, list[checkers.Report]]) -> list[checkers.Violation]:
+        found = []
+        for stage in range(self.scenario.stages):
+            found += checkers.check({peer: histories[peer] for peer in self.of_stage(stage) if peer in histories})
+        return found + self.found + pipeline_checkers.check(self.events, self.pipeline(), self._finished())
+
+    def _finished(self) -> list[Member]:
+        """Peers that came to the end of the run."""
+        nodes = self.network.nodes
+        return [me for me in self.admissions if nodes[me.peer].member == me and nodes[me.peer].process.alive]
+
+    def leaks(self) -> list[checkers.Violation]:
+        found = [
+            checkers.Violation("no-leak", me.peer, 0, f"{self.admissions[me].leased} leases are left over")
+            for me in self._finished() if self.admissions[me].leased
+        ]  # fmt: skip
+        return super().leaks() + found

@@ -1,0 +1,139 @@
+"""What must hold of a pipeline, judged on the events of all its peers (I1 to I7 of docs/pipeline.md).
+
+counted-once      a microbatch counts at most once in each stage, over all replicas and incarnations
+counted-below     what a stage has counted, the stage after it has counted before
+same-weights      a count follows a grant of the same replica, in the same epoch, and no other
+full-steps        counted + leased never exceeds B; a step holds exactly B microbatches, and no lease is left
+tokens            the tokens that a peer offers are those of the microbatches that it has stepped on since its anchor
+accounted         each microbatch that a driver started is done, abandoned with a reason, or was in flight at its end
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+
+from protocols.base import Member
+from protocols.pipeline.settings import PipelineEvent, PipelineSettings
+from tests.support.checkers import Violation
+
+Microbatch = tuple[Member, int]
+
+
+@dataclass(slots=True)
+class _Replica:
+    """One replica's present step."""
+
+    leased: set[Microbatch] = field(default_factory=set)
+    counted: set[Microbatch] = field(default_factory=set)
+    epoch: int = 0
+
+
+class PipelineJudge:
+    """Reads events in the order in which they happened.
+
+    Attributes:
+        found: violations.
+        counted: of each stage, what it has counted.
+        started, ended: microbatches that drivers have drawn, and what became of them.
+    """
+
+    def __init__(self, settings: PipelineSettings) -> None:
+        self.found: list[Violation] = []
+        self.counted: list[set[Microbatch]] = [set() for _ in range(settings.stages)]
+        self.ended: dict[Microbatch, str] = {}
+        self.started: set[Microbatch] = set()
+        self._settings = settings
+        self._replicas: dict[Member, _Replica] = {}
+
+    def read(self, event: PipelineEvent) -> None:
+        replica = self._replicas.setdefault(event.replica, _Replica())
+        if event.kind == "asked":
+            return
+        if event.kind == "ended" and event.epoch < replica.epoch:
+            return  # voided with its epoch
+        if event.epoch != replica.epoch and event.kind not in ("done", "abandoned"):  # their lease has ended before
+            self._violate("same-weights", event, f"in epoch {event.epoch}, and its replica is in {replica.epoch}")
+        handle = getattr(self, f"_{event.kind}", None)
+        if handle:
+            handle(event, replica)
+
+    def _violate(self, invariant: str, event: PipelineEvent, detail: str) -> None:
+        what = f"stage {event.stage}, microbatch {event.number} of {event.origin.peer}: {detail}"
+        self.found.append(Violation(invariant, event.replica.peer, 0, what))
+
+    def _granted(self, event: PipelineEvent, replica: _Replica) -> None:
+        microbatch = event.origin, event.number
+        replica.leased.add(microbatch)
+        if event.stage == 0:
+            self.started.add(microbatch)
+            if len(replica.leased) > self._settings.window(1):
+                self._violate("window", event, f"{len(replica.leased)} microbatches are in flight")
+        if len(replica.leased) + len(replica.counted) > self._settings.batches:
+            self._violate("full-steps", event, f"{len(replica.leased)} leased beside {len(replica.counted)} counted")
+
+    def _counted(self, event: PipelineEvent, replica: _Replica) -> None:
+        microbatch, stage = (event.origin, event.number), event.stage
+        if microbatch not in replica.leased:
+            self._violate("same-weights", event, "counted without a lease")
+        if microbatch in self.counted[stage]:
+            self._violate("counted-once", event, "counted twice")
+        if stage < self._settings.last and microbatch not in self.counted[stage + 1]:
+            self._violate("counted-below", event, f"stage {stage + 1} has not counted it")
+        replica.leased.discard(microbatch)
+        replica.counted.add(microbatch)
+        self.counted[stage].add(microbatch)
+        if stage == 0:
+            self.ended.setdefault(microbatch, "")
+
+    def _ended(self, event: PipelineEvent, replica: _Replica) -> None:
+        microbatch = event.origin, event.number
+        replica.leased.discard(microbatch)
+        if event.stage == 0:
+            self.ended.setdefault(microbatch, "")
+
+    def open(self, origins: Collection[Member]) -> list[Microbatch]:
+        """Microbatches of these drivers that have not ended."""
+        return sorted(each for each in self.started - self.ended.keys() if each[0] in origins)
+
+    def _stepped(self, event: PipelineEvent, replica: _Replica) -> None:
+        if len(replica.counted) != self._settings.batches or replica.leased:
+            self._violate("full-steps", event, f"{len(replica.counted)} counted and {len(replica.leased)} leased")
+        self._voided(event, replica)
+
+    def _voided(self, event: PipelineEvent, replica: _Replica) -> None:
+        replica.leased.clear()
+        replica.counted.clear()
+        replica.epoch += 1
+
+    def _done(self, event: PipelineEvent, replica: _Replica) -> None:
+        self._close(event, "done")
+
+    def _abandoned(self, event: PipelineEvent, replica: _Replica) -> None:
+        self._close(event, "abandoned")
+        if not event.why:
+            self._violate("accounted", event, "abandoned without a reason")
+
+    def _close(self, event: PipelineEvent, how: str) -> None:
+        microbatch = event.origin, event.number
+        if microbatch not in self.started:
+            self._violate("accounted", event, f"{how}, and it was never started")
+        if before := self.ended.setdefault(microbatch, ""):
+            self._violate("accounted", event, f"{how}, and {before} before")
+        self.ended[microbatch] = how
+
+
+def check(
+    events: Sequence[tuple[float, PipelineEvent]], settings: PipelineSettings, finished: Collection[Member] = ()
+) -> list[Violation]:
+    """Every violation of these events: (virtual seconds, event), in the order in which they happened.
+
+    Args:
+        finished: drivers that ended in good order: nothing of theirs may be in flight.
+    """
+    judge = PipelineJudge(settings)
+    for _, event in events:
+        judge.read(event)
+    found = [Violation("accounted", member.peer, 0, f"microbatch {number} has no end") for member, number in
+             judge.open(finished)]  # fmt: skip
+    return judge.found + found
