@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from protocols import wire
 from protocols.base import BadPayload, Header, RoundKey
+from protocols.pipeline.messages import LossResult
 from tests.support.wire_examples import headers, places, replaced
 
 KINDS = tuple(wire._KINDS.values())
