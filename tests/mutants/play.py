@@ -38,7 +38,8 @@ def imports_of(tree: ast.AST) -> set[str]:
 def importers(root: Path) -> Mapping[str, Mapping[str, int]]:
     """Of each module the test files that import it, with the number of steps over which they do.
 
-    One step is a direct import. A test that reaches a module through others counts, too, if none imports it directly.
+    One step is a direct import, by the test itself or by the modules of tests/support that it imports. A test that
+    reaches a module in more steps counts, too, if none does in one.
     """
     files = {path: imports_of(ast.parse(path.read_text())) for top in ("node", "protocols", "tests")
              for path in (root / top).rglob("*.py")}  # fmt: skip
@@ -46,27 +47,38 @@ def importers(root: Path) -> Mapping[str, Mapping[str, int]]:
     graph = {path: {modules[name] for name in names if name in modules} for path, names in files.items()}
     found: dict[str, dict[str, int]] = {}
     for test in sorted(path for path in files if path.name.startswith("test_")):
-        distance, reached = 0, {test}
-        border = {test}
+        distance, reached, border = 0, {test}, _with_support(root, graph, {test})
         while border:
-            distance += 1
-            border = {each for path in border for each in graph[path]} - reached
             reached |= border
-            for path in border:
+            distance += 1
+            nearer = {each for path in border for each in graph[path]} - reached
+            for path in nearer:
                 found.setdefault(path.relative_to(root).as_posix(), {})[test.relative_to(root).as_posix()] = distance
+            border = _with_support(root, graph, nearer) - reached
     return found
 
 
+def _with_support(root: Path, graph: Mapping[Path, set[Path]], paths: set[Path]) -> set[Path]:
+    """These files, and the modules of tests/support that they import, directly or one by another."""
+    whole, border = set(paths), set(paths)
+    while border:
+        border = {each for path in border for each in graph[path] if (root / "tests/support") in each.parents} - whole
+        whole |= border
+    return whole
+
+
 def tests_of(file: str, reaching: Mapping[str, Mapping[str, int]]) -> list[list[str]]:
-    """The tests to play for a mutant of a file, in batches: those that import it, or else those that reach it in fewest
-    steps. The tests in the directory that mirrors the file's come first: they kill most mutants, and soonest."""
+    """The tests to play for a mutant of a file, in batches.
+
+    First the tests in the directory that mirrors the file's: they kill most mutants, and soonest. Then all others that
+    import it, or, if none does, those that reach it in fewest steps.
+    """
     steps = reaching.get(file, {})
     least = min(steps.values(), default=0)
-    nearest = sorted(test for test, distance in steps.items() if distance == least)
     mirror = f"tests/{Path(file).parent.as_posix()}/"
     batches = (
-        [test for test in nearest if test.startswith(mirror)],
-        [test for test in nearest if not test.startswith(mirror)],
+        sorted(test for test in steps if test.startswith(mirror)),
+        sorted(test for test, distance in steps.items() if distance == least and not test.startswith(mirror)),
     )
     return [batch for batch in batches if batch]
 
