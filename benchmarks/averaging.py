@@ -1,15 +1,15 @@
-"""Averaging between processes: the butterfly over real libp2p, beside the time that moving its bytes alone takes.
+"""Averaging between processes: butterfly over real libp2p, compared with the time to move its bytes alone.
 
     python -m benchmarks.averaging --peers 4 --megabytes 100 --codec fp32 --rounds 3 [--json]
 
-Each peer is a process with its own p2pd on the loopback and its own vector. In each round all of them
+Each peer is a process with its own p2pd on the loopback and its own vector. In each round all peers
 
-move      2 (N - 1) / N encoded vectors, what a round sends, to the next peer over one plain stream, nothing reduced
-average   through `protocols.butterfly.averager`, from the cut to the return of `mean`
+move      send 2 (N - 1) / N encoded vectors, as many as a round, to the next peer over one plain stream; no reduction
+average   average through `protocols.butterfly.averager`, from the cut to the return of `mean`
 
-The time of a step is that of the swarm: from the first peer's start to the last one's end. Results must be the same
-bits everywhere, and the float64 mean computed here from the same seeds, within the codec's bound; else the exit code
-is 1. Processor seconds count from the command to the last answer.
+The time of a step runs from the first peer's start to the last peer's end. Results must be the same bits at all peers.
+They must equal the float64 mean computed here from the same seeds, within the codec's bound. Otherwise the exit code is
+1. Processor seconds count from the command to the last answer.
 """
 
 from __future__ import annotations
@@ -37,23 +37,23 @@ from protocols.wire import MAX_ROSTER
 from tests.sim.arguments import Parser
 
 BOUNDS = {"fp32": 1e-6, "fp16": 1e-3, "bf16": 1e-2, "int8": 3e-2, "int4": 0.25, "e3m0": 0.35, "topk": 1.0}
-"""Relative L2 error of a mean of normal vectors: each travels once, and the mean once more. Of topk most is owed."""
+"""Bounds on the relative L2 error of a mean of normal vectors, encoded twice. topk sends most only in later rounds."""
 START_SECONDS = 60.0
 STOP_SECONDS = 10.0
-SPARE_SECONDS = 60.0  # what an answer may take beyond the round's own deadline
+SPARE_SECONDS = 60.0  # how long an answer may take beyond the round's own deadline
 
 Answer = dict[str, Any]
 
 
 class SwarmError(Exception):
-    """A peer's process ended or says nothing."""
+    """A peer's process ended or did not answer."""
 
 
 class Swarm:
-    """Peers in processes of their own. Nothing of it outlives `async with`.
+    """Peers in processes of their own, all of which end with `async with`.
 
     Attributes:
-        ups: what each peer said when it was up: its id and address, its process id and its p2pd's.
+        ups: each peer's first answer: its id and address, its process id and its p2pd's.
     """
 
     def __init__(self, setup: Setup) -> None:
@@ -99,11 +99,11 @@ class Swarm:
         return await asyncio.create_subprocess_exec(
             sys.executable, "-m", "benchmarks.averaging_peer", json.dumps(setup),
             stdin=PIPE, stdout=PIPE, cwd=Path(__file__).parents[1],
-            start_new_session=True,  # Ctrl-C is for us
+            start_new_session=True,  # so that Ctrl-C reaches this process only
         )  # fmt: skip
 
     async def all(self, command: str, **arguments: Any) -> list[Answer]:
-        """Give all peers a command; their answers, by rank.
+        """Send a command to all peers and return their answers, by rank.
 
         Raises:
             SwarmError: a peer ended, or did not answer in time.
@@ -118,7 +118,7 @@ class Swarm:
         pipe.write(json.dumps({"do": command, **arguments}).encode() + b"\n")
 
     async def hear(self, rank: int, event: str, seconds: float) -> Answer:
-        """The next `event` of a peer; what else it says before is dropped."""
+        """The next `event` of a peer. Earlier events of other kinds are dropped."""
         output = self._processes[rank].stdout
         assert output is not None
         try:
@@ -135,7 +135,7 @@ class Swarm:
         return list(await asyncio.gather(*(self.hear(rank, event, seconds) for rank in range(self.setup.peers))))
 
     async def metered(self, command: str, **arguments: Any) -> list[Answer]:
-        """As `all`; the answers hold the processor seconds that went by, too."""
+        """As `all`; each answer also holds the processor seconds used."""
         before = [_cpu_seconds(up) for up in self.ups]
         answers = await self.all(command, **arguments)
         for up, answer, (process, daemon) in zip(self.ups, answers, before, strict=True):
@@ -144,7 +144,7 @@ class Swarm:
         return answers
 
     def left_over(self) -> list[int]:
-        """The ids of processes of this swarm that still run; a killed one may wait to be reaped."""
+        """The ids of this swarm's processes that still run; a killed one may not have been reaped yet."""
         pids = {up[kind] for up in self.ups for kind in ("pid", "daemon")}
         seen = psutil.process_iter(["status"])
         return [each.pid for each in seen if each.pid in pids and each.info["status"] != psutil.STATUS_ZOMBIE]
@@ -171,7 +171,7 @@ def relative_error(setup: Setup, number: int) -> float:
 
 
 async def play_round(swarm: Swarm, number: int, floor: bool = True) -> Answer:
-    """One round: the floor, the averaging, and what they came to."""
+    """Play one round: move the bytes alone, then average. Returns the report."""
     await swarm.all("make", round=number)
     moved = await swarm.metered("move") if floor else []
     averaged = await swarm.metered("average", round=number)
@@ -192,7 +192,7 @@ async def play_round(swarm: Swarm, number: int, floor: bool = True) -> Answer:
 
 
 def _span(answers: Sequence[Answer]) -> float:
-    """From the first start to the last end."""
+    """Seconds from the first start to the last end."""
     return max(answer["ended"] for answer in answers) - min(answer["began"] for answer in answers)
 
 
@@ -216,7 +216,7 @@ def show(report: Answer) -> None:
 
 
 def summary(reports: Sequence[Answer]) -> Answer:
-    """Least and median over the rounds; processor seconds are the whole swarm's, for one round."""
+    """Minimum and median over the rounds. Processor seconds are the whole swarm's, for one round."""
 
     def both(values: Sequence[float]) -> tuple[float, float]:
         return round(min(values), 4), round(median(values), 4)
@@ -236,7 +236,7 @@ def summary(reports: Sequence[Answer]) -> Answer:
 
 
 async def measure(setup: Setup, rounds: int) -> list[Answer]:
-    """Play the rounds and show each; stops at the first that is not right."""
+    """Play and print the rounds; stop at the first wrong one."""
     reports: list[Answer] = []
     async with Swarm(setup) as swarm:
         for number in range(rounds):

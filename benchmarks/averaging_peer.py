@@ -1,11 +1,11 @@
-"""One peer of `benchmarks.averaging`, a process of its own: obeys lines of JSON, ends with its input.
+"""One peer of `benchmarks.averaging` in a process of its own. It reads commands as JSON lines and ends with its input.
 
-    connect {peers}     (id, address) of all peers, by rank: connects to the others
+    connect {peers}     connects to the other peers; (id, address) of all, by rank
     make {round}        draws this rank's vector for the round
-    move {}             the floor: as many bytes as a round sends, over one plain stream to the next peer
-    average {round}     one round of the butterfly, at the head of this peer's chain; says "cut" before the data phase
-                        begins and, with {mark}, "mark" when that share of the mean is in
-    digest              SHA-256 of the result, and what this process holds by now; rank 0 writes the result to a file
+    move {}             sends as many bytes as a round, over one plain stream to the next peer: the lower bound
+    average {round}     one round of butterfly, at the head of this peer's chain. Prints "cut" before the data phase
+                        and, with {mark}, "mark" when that share of the mean has arrived
+    digest              SHA-256 of the result, and this process's memory; rank 0 writes the result to a file
 
 Times are seconds of CLOCK_MONOTONIC, which all processes of a machine share.
 """
@@ -54,7 +54,7 @@ from protocols.static_members import StaticMembers
 from protocols.vectors import norm
 
 RUN = hashlib.sha256(b"benchmarks.averaging").digest()
-ROOT = bytes(32)  # nobody keeps an outer state
+ROOT = bytes(32)  # no peer keeps an outer state
 PIECE_ELEMENTS = 1 << 20
 PROBE_ELEMENTS = 1 << 12
 LAG_STEP_SECONDS = 0.005
@@ -63,12 +63,12 @@ MOVE = "starling/benchmark/move/1"
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What all peers of a run share; `rank` and `directory` are one peer's own.
+    """What all peers of a run share, except `rank` and `directory`, which differ for each peer.
 
     Attributes:
         elements: length of the vectors.
         deadline_seconds: of each round.
-        bandwidth: what every peer declares, bytes/s: decides the budget of the data phase.
+        bandwidth: what every peer declares, bytes/s; the budget of the data phase follows from it.
     """
 
     peers: int
@@ -81,13 +81,13 @@ class Setup:
     directory: str = ""
 
     def tokens(self, rank: int) -> int:
-        """What a rank's vector weighs: no two the same."""
+        """The weight of a rank's vector; all weights differ."""
         return 1000 + 100 * rank
 
     def pieces(self, rank: int, number: int) -> Iterator[tuple[int, Vector]]:
         """A rank's vector for a round, in pieces: (offset, elements). Normal numbers, the same in every process.
 
-        All pieces of a size are as long: a vector counts up to the median norm, and would be scaled a little.
+        Pieces of one size have equal norms. Otherwise clipping to the median norm would scale some vectors a little.
         """
         for index, low in enumerate(range(0, self.elements, PIECE_ELEMENTS)):
             name = hashlib.sha256(f"{self.seed}/{rank}/{number}/{index}".encode()).digest()
@@ -97,7 +97,7 @@ class Setup:
 
     @property
     def result(self) -> Path:
-        """Where rank 0 puts what it got: raw float32."""
+        """Where rank 0 writes the result: raw float32."""
         return Path(self.directory) / "result"
 
     @property
@@ -109,7 +109,7 @@ class Setup:
 
 
 class NoDirectory:
-    """`protocols.base.Directory` without entries: everybody knows everybody."""
+    """`protocols.base.Directory` without entries: all peers know each other."""
 
     async def announce(self, scope: str, value: bytes, ttl_seconds: float, deadline: Deadline) -> None: ...
 
@@ -118,7 +118,7 @@ class NoDirectory:
 
 
 class Lag:
-    """How late the event loop runs what is due, and how much processor time its thread takes in between."""
+    """Measures how late the event loop runs its timers, and the processor time of its thread in between."""
 
     def __init__(self) -> None:
         self.late: list[float] = []
@@ -248,7 +248,7 @@ class Peer:
 
     @asynccontextmanager
     async def _marking(self, share: float | None) -> AsyncIterator[None]:
-        """Say when so much of the mean is in: `make` has filled the place for it with NaN."""
+        """Print "mark" when that share of the mean has arrived; `make` filled its memory with NaN."""
 
         async def watch() -> None:
             while float(torch.isnan(self._into[::PROBE_ELEMENTS]).float().mean()) > 1 - (share or 1.0):  # noqa: ASYNC110
@@ -282,7 +282,7 @@ def say(**fields: Any) -> None:
 
 
 async def listen(commands: asyncio.Queue[dict[str, Any]]) -> None:
-    """Read commands until whoever started this process closes its input, or is gone."""
+    """Read commands until the parent process closes the input, or ends."""
     reader = asyncio.StreamReader()
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
     while line := await reader.readline():
@@ -301,5 +301,5 @@ async def main(setup: Setup) -> None:
 
 
 if __name__ == "__main__":
-    with suppress(BrokenPipeError):  # whoever started this process is gone
+    with suppress(BrokenPipeError):  # the parent process is gone
         uvloop.run(main(Setup(**json.loads(sys.argv[1]))))

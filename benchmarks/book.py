@@ -1,4 +1,4 @@
-"""What laboratories keep: runs that are done, in a file; the others are done, some at a time."""
+"""Finished runs of an experiment, kept in a file. The missing ones run some at a time."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ History = list[tuple[int, float]]
 
 
 class Named(Protocol):
-    """A run in a book: what it is known by, and what says how long it takes."""
+    """A run in a book: its name, and the sizes that tell how long it takes."""
 
     @property
     def peers(self) -> int: ...
@@ -34,22 +34,22 @@ R = TypeVar("R", bound=Named)
 
 
 def text_digest() -> str:
-    """Of the text that laboratories train on: the standard library's source, which another Python has another of."""
+    """Digest of the training text: the standard library's source, which differs between Python versions."""
     text = load()
     return hashlib.sha256(text.training.numpy().tobytes() + text.held_out.numpy().tobytes()).hexdigest()[:16]
 
 
 class Book:
-    """The runs that are done, in a JSON file that is written after each: name -> {history, seconds}.
+    """The finished runs, in a JSON file that is written after each: name -> {history, seconds}.
 
     Attributes:
-        text: digest of what they were trained on; empty if there are none.
+        text: digest of the training text; empty if there are no runs.
     """
 
     def __init__(self, path: Path, resume: bool) -> None:
         """
         Raises:
-            ValueError: the file is there, and is not to be resumed, or not a laboratory's.
+            ValueError: the file exists and is not to be resumed, or it holds no runs of a benchmark.
         """
         self._path = path
         self.runs: dict[str, dict[str, object]] = {}
@@ -58,7 +58,7 @@ class Book:
             raise ValueError(f"{path} cannot be written: name a file in a directory that exists")
         if path.exists():
             if not resume:
-                raise ValueError(f"{path} is there already: go on with --resume, or name another file")
+                raise ValueError(f"{path} is there already: continue with --resume, or name another file")
             try:
                 kept = json.loads(path.read_text())
                 self.runs, self.text = dict(kept["runs"]), str(kept["text"])
@@ -75,20 +75,20 @@ class Book:
         return run.name() in self.runs
 
     def loss(self, run: Named) -> float:
-        """Final loss of a run that is done."""
+        """Final loss of a finished run."""
         history: History = self.runs[run.name()]["history"]  # type: ignore[assignment]
         return float(history[-1][1])
 
 
 def due(runs: Sequence[R], book: Book) -> list[R]:
-    """What is not done yet, seed by seed, so that who is stopped has whole seeds; of a seed the longest first."""
+    """The missing runs, seed by seed, so that an interruption leaves whole seeds; the longest of a seed come first."""
     return sorted(dict.fromkeys(run for run in runs if run not in book), key=lambda run: (run.seed, -run.peers))
 
 
 def perform_all(
     runs: Sequence[R], book: Book, perform: Callable[[R], tuple[History, float]], workers: int | None = None
 ) -> None:
-    """Do what is due, so many at a time: by default as many as there are cores."""
+    """Run the missing runs, `workers` at a time: by default one per core."""
     todo, text = due(runs, book), text_digest()
     if todo and text != (book.text or text):
         print("the runs in that file were trained on another Python's text: name another file", file=sys.stderr)

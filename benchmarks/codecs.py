@@ -1,11 +1,11 @@
-"""What codecs cost a model in loss, and spare it in bytes: the laboratory of `benchmarks.learning`, codec by codec.
+"""What each codec costs in loss and saves in bytes, by the experiments of `benchmarks.learning`.
 
     python -m benchmarks.codecs --json FILE [--resume] [--seeds 5] [--preset w128] [--rounds R] [--inner-steps H]
                                 [--show]
 
-Four peers at equal steps, from equal weights and equal text for each seed: the mean travels as float32, and as every
-codec makes it. topk is shown with the preset's outer steps, and with those of its paper, learning rate 1 without
-momentum (SparseLoCo, Sarfi et al. 2025). Losses are of the outer parameters over held-out text, in nats per byte.
+Four peers take equal steps; for each seed all codecs start from the same weights and text. The mean travels as float32,
+and in every codec. topk runs with the preset's outer steps, and with those of its paper: learning rate 1, no momentum
+(SparseLoCo, Sarfi et al. 2025). Losses are those of the outer parameters over held-out text, in nats per byte.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ VARIANTS: tuple[tuple[str, tuple[float, float] | None], ...] = (
     ("topk", PLAIN),
     ("fp32", PLAIN),
 )
-"""Codecs, and learning rate and momentum of their outer steps; the first is what the others are compared with."""
+"""Codecs, with learning rate and momentum of their outer steps. The first one is the reference."""
 
 
 def trials(base: Run, seeds: range) -> dict[str, list[Run]]:
-    """Variant -> a run for each seed."""
+    """Variant -> one run per seed."""
     return {
         name + (" outer {:g}, {:g}".format(*outer) if outer else ""): [
             Run(base.peers, base.rounds, base.inner_steps, base.preset, seed, codec=name, outer=outer) for seed in seeds
@@ -47,14 +47,14 @@ def trials(base: Run, seeds: range) -> dict[str, list[Run]]:
 
 
 def round_bytes(run: Run, elements: int) -> float:
-    """What a peer of this run sends in a round, but for headers and votes."""
+    """Bytes that a peer of this run sends in a round, without headers and votes."""
     used = codec(run.codec)
     both = used.encoded_bytes(elements) + used.reduced(run.peers).encoded_bytes(elements)
     return (run.peers - 1) / run.peers * both
 
 
 def print_table(rows: dict[str, list[Run]], elements: int, book: Book) -> None:
-    """Every seed as far as it is done; the mean, and its difference to that of the first row, pair by pair."""
+    """Print the finished seeds, their mean, and its difference from the first row's, pair by pair."""
     first = next(iter(rows.values()))
     print(
         f"\n{PEERS} peers, {first[0].preset}, {first[0].rounds} rounds of {first[0].inner_steps} steps, nats per byte"

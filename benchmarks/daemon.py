@@ -1,15 +1,15 @@
-"""What p2pd holds after many streams, and after many peers that came and went.
+"""How much memory p2pd holds after many streams, and after many peers that came and left.
 
     python -m benchmarks.daemon [--streams 4000] [--peers 100]
 
-Two peers on the loopback. The first one's p2pd is watched while it opens streams to the other, is sent streams by it,
-and moves data; then newcomers connect, open a stream and end, every other one by SIGKILL. After each tenth a line:
+Two peers run on the loopback. The first one's p2pd is watched while it opens streams to the other, accepts streams and
+moves data. Then joiners connect, open a stream and end, every second one by SIGKILL. After each tenth a line shows:
 
-    kept       what was alive when Go last collected, MB: what is not garbage. A leak shows here, whatever else does.
-    resident   in the mean, and at most, over that tenth, MB: with garbage, stacks, and 31 MB of p2pd itself.
+    kept       live heap after Go's last collection, MB. A leak always shows here.
+    resident   mean and maximum over that tenth, MB: with garbage, stacks, and 31 MB of p2pd itself.
     cpu        seconds of processor time so far.
 
-The last line is JSON. `GOGC=100` in front shows what Go does by itself.
+The last line is JSON. `GOGC=100` in front of the command shows Go's default.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _COLLECTED = re.compile(r"gc (?P<number>\d+) @.*->(?P<kept>\d+) MB, ")
 
 
 class _Heard(logging.Handler):
-    """What Go says of its collections (GODEBUG=gctrace=1); p2pd's output is logged line by line."""
+    """Go's log of its collections (GODEBUG=gctrace=1), read from p2pd's output line by line."""
 
     kept_megabytes = collections = 0
 
@@ -54,7 +54,7 @@ class _Heard(logging.Handler):
 
 
 class _Watch:
-    """The memory of one process, between two lines."""
+    """The memory of one process between two printed lines."""
 
     def __init__(self, pid: int, heard: _Heard) -> None:
         self._process, self._heard, self._seen = psutil.Process(pid), heard, list[float]()
@@ -119,7 +119,7 @@ async def _measure(home: Path, streams: int, peers: int) -> list[dict[str, Any]]
     words.setLevel(logging.DEBUG)
     words.propagate = False
     async with _peer(home, "b") as other:
-        os.environ["GODEBUG"] = "gctrace=1"  # of the one that is started next
+        os.environ["GODEBUG"] = "gctrace=1"  # of the next p2pd that is started
         async with _peer(home, "a") as watched:
             del os.environ["GODEBUG"]
             assert watched.daemon_pid is not None
@@ -134,7 +134,7 @@ async def _measure(home: Path, streams: int, peers: int) -> list[dict[str, Any]]
             watch.line(f"{_MOVED_MEGABYTES} MB moved")
             await _tenths(watch, "peers", peers, 2, lambda number: _newcomer(home, number, watched))
             looking.cancel()
-            assert not watched.restarts, "its p2pd was ended for not answering: too much else runs on this machine"
+            assert not watched.restarts, "its p2pd was ended because it did not answer: this machine is too busy"
     return watch.rows
 
 

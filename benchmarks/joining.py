@@ -1,17 +1,17 @@
-"""What it takes to join a run that goes on: time, bytes, and what the others notice.
+"""The cost of joining a run in progress: time, bytes, and the effect on the others.
 
     python -m benchmarks.joining [line] [shares] [killed] [--megabytes 100] [--round-seconds 10] [--json]
 
-Real `join` processes, each in a network of its own with a line of its own (`tests.faults.network`; as root), paced
-inner steps; `--loopback` does without, and then no line is slow. Megabytes are of the outer state, parameters and
-momentum. Three peers average for some rounds; then a newcomer with nothing but the address of one catches up.
+Each peer is a real `join` process in a network of its own with a line of its own (`tests.faults.network`; needs root).
+Inner steps are paced. `--loopback` needs no networks, and then no line is slow. Megabytes are those of the outer state:
+parameters and momentum. Three peers average for some rounds. Then a joiner that knows one address catches up.
 
-line    The newcomer's line carries 100 Mbit/s, the others' as much as they can. Seconds of catching up, and how many
-        times as long that is as what came in takes on that line.
-shares  The others' lines carry 30 Mbit/s each, and the rounds go first on them. Which part of the state each brings.
-killed  As `line`; one of the three is killed with SIGKILL while the state is on its way. What was fetched twice.
+line    The joiner's line carries 100 Mbit/s; the others' are not limited. Shows the seconds of catching up, and their
+        ratio to the time that the received bytes take on that line.
+shares  The others' lines carry 30 Mbit/s each, with priority for rounds. Shows which share of the state each sends.
+killed  As `line`, but one of the three gets SIGKILL while it serves the state. Shows what was downloaded twice.
 
-In each, how long the others' rounds are while it joins, beside as many before. Without a choice, all three.
+Each also shows how long the others' rounds are during the join, beside as many before. By default all three run.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ DONORS = ("a", "b", "c")
 NEWCOMER = "d"
 LINE_MEGABITS, DONOR_MEGABITS = 100, 30
 CALM_ROUNDS = 14
-"""Until the means since the beginning are dearer than a snapshot, and to compare with."""
+"""Enough that replaying all means costs more than a snapshot; they are also the rounds to compare with."""
 PATIENT_SECONDS = 300.0
 KILLED_AT = 0.3
 _STEP_SECONDS = 0.1
 _BROUGHT = re.compile(r"brought by (.*?)(?:\"|$)", re.MULTILINE)
 
 Lines = Callable[[str, int], None]
-"""Sets what somebody's line carries, Mbit/s."""
+"""Sets the bandwidth of a peer's line, Mbit/s."""
 
 
 def play(what: str, megabytes: int, round_seconds: int, loopback: bool) -> dict[str, Any]:
-    """One swarm, one newcomer."""
+    """One swarm and one joiner."""
     elements = megabytes * 125_000
     run = paced(elements, _STEP_SECONDS, max(1, round(round_seconds / _STEP_SECONDS)))
     patience_seconds = PATIENT_SECONDS + 10 * (round_seconds + 8 * elements / (LINE_MEGABITS * 125_000))
@@ -117,14 +117,14 @@ def _part_here(peer: RealPeer) -> float:
 
 
 def _passes(peer: RealPeer) -> list[Report] | None:
-    """Its reports until it was there: None before it takes part in a round."""
+    """The joiner's reports of catching up; None until it has taken part in a round."""
     reports = peer.reports()
     taken = next((place for place, each in enumerate(reports) if each["outcome"] != "superseded"), None)
     return reports[:taken] if taken else None
 
 
 def _brought(newcomer: RealPeer, swarm: RealSwarm) -> dict[str, float]:
-    """Share of the state by donor, as the newcomer has it in its log."""
+    """Share of the state by donor, from the joiner's log."""
     words = _BROUGHT.findall(newcomer.said())
     ends = {peer.id[-6:]: name for name, peer in swarm.peers.items()}
     shares = re.findall(r"(\w{6}) (\d+) %", words[-1]) if words else []
@@ -132,7 +132,7 @@ def _brought(newcomer: RealPeer, swarm: RealSwarm) -> dict[str, float]:
 
 
 def _rounds(first: RealPeer, began: float, found: dict[str, Any]) -> dict[str, Any]:
-    """How long those are whose middle lies in the time of joining, how long as many before, and the difference."""
+    """Length of the rounds whose middle lies within the join, of as many before it, and the difference."""
     during = [s for end, s in lengths(first) if found["joined"] <= end - s / 2 <= found["there"]]
     before = [s for end, s in lengths(first) if began <= end - s and end <= found["joined"]][-max(3, len(during)) :]
     grown = 100 * (median(during) / median(before) - 1) if during and before else None
@@ -140,14 +140,14 @@ def _rounds(first: RealPeer, began: float, found: dict[str, Any]) -> dict[str, A
 
 
 def show(result: dict[str, Any]) -> str:
-    """Its lines of the table."""
+    """Lines of the table for one experiment."""
     state, received = result["state_bytes"], result["bytes_received"]
     words = [
         f"{result['what']}, {result['megabytes']} MB of state",
         f"  caught up in        {result['seconds']:.1f} s, {result['passes']} passes, "
-        f"{result['replayed_rounds']} rounds taken again; its work counts after "
+        f"{result['replayed_rounds']} rounds replayed; its work counts after "
         f"{result['seconds_until_it_counts']:.1f} s",
-        f"  came in             {received / 1e6:.1f} MB; of the state {result['bytes_downloaded'] / 1e6:.1f} MB, "
+        f"  received            {received / 1e6:.1f} MB; of the state {result['bytes_downloaded'] / 1e6:.1f} MB, "
         f"{(result['bytes_downloaded'] - state) / 1e6:+.1f}",
     ]
     if result["line_megabits"]:
@@ -161,7 +161,7 @@ def show(result: dict[str, Any]) -> str:
             f"  the others' rounds  {during:.2f} s where {before:.2f} s before ({result['longer_percent']:+.1f} %, "
             f"{len(result['during_seconds'])} rounds)"
         )
-    return "\n".join([*words, *(f"  named               {why}" for why in result["blamed"])])
+    return "\n".join([*words, *(f"  blamed              {why}" for why in result["blamed"])])
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -1,13 +1,13 @@
-"""What a lost peer costs the others: four real peers, of which one is killed, or stopped for a while, in mid round.
+"""What a lost peer costs the others: four real peers, of which one is killed or paused in the middle of a round.
 
     python -m benchmarks.killing --megabytes 100 --trials 5 [--seed 0] [--stop]
 
-Peers are `join` processes with p2pd and a worker each, on the loopback; inner steps are paced, so that rounds do not
-get faster where there is one trainer less. Judged on `rounds.jsonl` alone. A kill comes at a random moment of training,
-or of the data phase. The last line is JSON.
+Each peer is a `join` process on the loopback with its p2pd and its worker. Inner steps are paced, so that rounds do not
+get faster with one trainer fewer. Only `rounds.jsonl` is judged. A kill comes at a random moment of training or of the
+data phase. The last line is JSON.
 
 after     from the kill until the last survivor has decided the round that was under way
-late      how much longer than usual that round was, for the last survivor: training goes on after a kill
+late      how much longer than usual that round was for the last survivor: training goes on after a kill
 next      length of the round after it
 """
 
@@ -33,13 +33,13 @@ AIM_SECONDS = 2.0
 SUSPECTED_SECONDS = 6.0
 STOPPED_SECONDS = 30.0
 PATIENT_SECONDS = 240.0
-"""For what this benchmark only waits for: a round, or a peer that fetches the state."""
+"""Limit of each wait for a round, or for a peer that downloads the state."""
 USUAL_ROUNDS = 5
 
 
 @dataclass(frozen=True, slots=True)
 class Killed:
-    """What one kill came to."""
+    """Figures of one kill."""
 
     trial: int
     phase: str
@@ -53,7 +53,7 @@ class Killed:
 
 @dataclass(frozen=True, slots=True)
 class Stopped:
-    """What one stop came to; seconds from the stop, and the last from the waking."""
+    """Figures of one pause, in seconds from its start; the last figure counts from its end."""
 
     trial: int
     suspected_seconds: float
@@ -63,12 +63,12 @@ class Stopped:
 
 
 def decided(peer: RealPeer) -> dict[int, Report]:
-    """Round -> what this peer decided; of a round told twice, the last."""
+    """Round -> what this peer decided; the last report if a round has two."""
     return {report["round"]: report for report in peer.reports() if report["outcome"] in DECIDED}
 
 
 def length_seconds(peer: RealPeer, number: int) -> float:
-    """From the end of the round before to the end of this one."""
+    """Seconds from the end of the previous round to the end of this one."""
     rounds = decided(peer)
     return float(rounds[number]["time"] - rounds[number - 1]["time"])
 
@@ -88,7 +88,7 @@ def moment(draw: random.Random, victim: RealPeer) -> str:
 
 
 def settled(swarm: RealSwarm) -> list[RealPeer]:
-    """Four peers that have done some rounds together."""
+    """Four peers that have completed some rounds together."""
     four = swarm.four(PATIENT_SECONDS)
     first = four[0].last()["round"]
     wait("some rounds", lambda: all(peer.last()["round"] > first + USUAL_ROUNDS for peer in four), PATIENT_SECONDS)
@@ -138,7 +138,7 @@ def stop(swarm: RealSwarm, draw: random.Random, trial: int) -> Stopped:
 
 
 def said(trial: Killed | Stopped) -> str:
-    """One line for a person."""
+    """One line of text for a trial."""
     values = asdict(trial).items()
     return "  ".join(f"{name} {value:.2f}" if isinstance(value, float) else f"{name} {value}" for name, value in values)
 
@@ -151,7 +151,7 @@ def passed(trial: Killed | Stopped) -> bool:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run all trials on one swarm; returns 0 if all came to what is aimed at."""
+    """Run all trials on one swarm. Returns 0 if all reached their aims."""
     parser = Parser(prog="python -m benchmarks.killing", description="What a lost peer costs the others.")
     parser.add_argument("--megabytes", type=at_least_one, default=100, help="of the vector, as float32")
     parser.add_argument("--trials", type=at_least_one, default=5)

@@ -1,17 +1,19 @@
-"""What a newcomer costs the others, and what many rounds leave behind.
+"""What a joiner costs the others, and what many rounds leave behind.
 
     python -m benchmarks.lasting join [--megabytes 100] [--trials 3]
     python -m benchmarks.lasting level [--rounds 600] [--megabytes 4]
 
-Real `join` processes on the loopback, paced inner steps, judged on `rounds.jsonl` alone; the last line is JSON.
+Peers are real `join` processes on the loopback with paced inner steps. Only `rounds.jsonl` is judged. The last line is
+JSON.
 
-join    three peers, and newcomers with nothing but the address of one, one after the other. How long the others' rounds
-        are from a newcomer's start until its work counts, and otherwise; in which round it is admitted, and counts;
-        how late the event loops are; the memory of those who were there, the most in any round, all three processes of
-        each, beside that of a bare loop of the same steps.
-level   three peers; every twenty rounds, for as long as the first hundred last, one of them loses its worker, another
-        its p2pd. Then nothing happens any more, and memory, descriptors and tasks of each peer are compared: as they
-        are a hundred rounds later, when all has been used that is ever used, and at the end.
+join    Three peers, and joiners that know one address, one after the other. Shows:
+        - how long the others' rounds are from a joiner's start until its work counts, and otherwise;
+        - in which round the joiner is admitted, and in which its work counts;
+        - how late the event loops are;
+        - the largest memory of the three peers in any round, all processes of each, beside a bare loop of such steps.
+level   Three peers. During the first hundred rounds, every twenty rounds one of them loses its worker, and another its
+        p2pd. After that there are no faults. Memory, descriptors and tasks of each peer are compared at two times: a
+        hundred rounds later, when everything is warm, and at the end.
 """
 
 from __future__ import annotations
@@ -44,17 +46,17 @@ def decided(peer: RealPeer) -> list[Report]:
 
 
 def lengths(peer: RealPeer) -> list[tuple[float, float]]:
-    """(end, seconds) of each decided round but the first: from the end of the one before."""
+    """(end, seconds) of each decided round but the first, from the end of the previous round."""
     ends = [each["time"] for each in decided(peer)]
     return [(end, end - before) for before, end in itertools.pairwise(ends)]
 
 
 def join(megabytes: int, trials: int) -> dict[str, Any]:
-    """Newcomers one after the other: each leaves when its work has counted.
+    """Joiners one after the other: each leaves when its work has counted.
 
-    Calm are the rounds that begin when the one before is gone, and end before the next begins: a round in which
-    somebody leaves is called at once. They run at the lowest priority: elsewhere than on one
-    machine, their start would take none of the others' cores.
+    A calm round begins after the previous joiner has left and ends before the next one starts, since a round in which
+    a peer leaves is called at once. Joiners run at the lowest priority: on a machine of their own, their start would
+    take none of the others' cores.
     """
     run = paced(elements=megabytes * 250_000, step_seconds=0.1, inner_steps=50)
     with tempfile.TemporaryDirectory() as home, RealSwarm(Path(home), run) as swarm:
@@ -98,13 +100,13 @@ print(psutil.Process().memory_info().rss / 1e6)
 
 
 def _bare(megabytes: int) -> float:
-    """Memory of one process that does nothing but the same task's steps."""
+    """Memory of one process that only takes the same task's steps."""
     command = [sys.executable, "-c", _BARE, str(megabytes * 250_000)]
     return float(subprocess.run(command, capture_output=True, check=True, timeout=60, cwd=REPOSITORY).stdout)
 
 
 def _lag(reports: list[Report]) -> dict[str, float]:
-    """How late the event loop was: the middle and the worst of rounds' 99th percentiles, and the worst of all."""
+    """Lag of the event loop: median and maximum of the rounds' 99th percentiles, and the overall maximum."""
     p99 = [1000 * each["loop_lag_p99_seconds"] for each in reports]
     worst = max(1000 * each["loop_lag_max_seconds"] for each in reports)
     return {"p99_median": median(p99), "p99_worst": max(p99), "worst": worst}
@@ -116,7 +118,7 @@ def _go_on(peer: RealPeer, rounds: int) -> None:
 
 
 def _newcomer(swarm: RealSwarm, name: str, first: RealPeer) -> dict[str, Any]:
-    """From its start until its work counted; it is gone afterwards, and the roster without it."""
+    """Figures from a joiner's start until its work counted. Afterwards it has left, and the roster is without it."""
     swarm.peer(name).inside = ("nice", "-n", "19")
     began, number = time.time(), decided(first)[-1]["round"] + 1
     (newcomer,) = swarm.join(name, via=first)
@@ -154,7 +156,7 @@ def level(rounds: int, megabytes: int) -> dict[str, Any]:
 
 
 def _levels(reports: list[Report], rounds: int) -> dict[str, Any]:
-    """[median of the hundred rounds once warm, median of the last hundred] of each figure; then what rounds came to."""
+    """[median of the first hundred warm rounds, of the last hundred] of each figure; then the counts of outcomes."""
     early = [each for each in reports if _WARM <= each["round"] < _WARM + 100]
     late = [each for each in reports if rounds - 100 <= each["round"]]
     figures: dict[str, Any] = {

@@ -1,19 +1,21 @@
-"""The laboratory for claims about learning: real training on real text, through the real protocol code.
+"""Experiments on learning: real training on real text, through the real protocol code.
 
     python -m benchmarks.learning EXPERIMENT --json FILE [--resume] [--seeds 5] [--preset w128]
 
-with EXPERIMENT one of the below, or all (of the first three):
+EXPERIMENT is one of these, or `all` for the first three:
 
-pairs   4 peers against one worker at equal steps: plain AdamW by the same schedule, without an outer step
-sweep   rounds of H inner steps, at equal steps in all: nearly flat in H, then worse (Douillard et al. 2023, figure 4)
-drop    each round, half of the contributions, drawn at random, are lost: at most 3 % worse (the same, figure 8).
-        What a round did not count is thrown away: its peer starts again from the new anchor. In `drop-kept` it stays
-        with its peer, which hands it in with the next round
-check   a few rounds through the protocol and through a plain mean in memory: the same losses
+pairs   4 peers against one worker at equal steps. The worker takes plain AdamW steps by the same schedule, and no outer
+        step
+sweep   rounds of H inner steps, with equal total steps. Expected: nearly flat in H, then worse (Douillard et al. 2023,
+        figure 4)
+drop    in each round a random half of the contributions is lost. Expected: at most 3 % worse (the same, figure 8). A
+        peer drops work that a round did not count, and starts again from the new anchor. In `drop-kept` the peer keeps
+        that work and contributes it in the next round
+check   a few rounds through the protocol and through a plain mean in memory give the same losses
 
-Peers are simulated: `tests.sim.world` runs their rounds in virtual time. Each has its own stream of data; all losses
-are of the outer parameters, over held-out text, in nats per byte. Every seed is printed, losers too. A run is known by
-its parameters, so experiments share runs, and a laboratory that was stopped goes on with `--resume`.
+Peers are simulated: `tests.sim.world` runs their rounds in virtual time. Each has its own stream of data. All losses
+are those of the outer parameters over held-out text, in nats per byte. Every seed is printed, unfavourable ones too. A
+run's parameters identify it, so experiments share runs. `--resume` continues after an interruption.
 """
 
 from __future__ import annotations
@@ -50,20 +52,20 @@ SWEEP_INNER_STEPS = (10, 25, 50, 100, 200, 300)
 DROP_BOUND = 0.03
 EXPERIMENTS = ("pairs", "sweep", "drop", "drop-kept")
 EVALUATION_STEPS = 50
-"""Losses are taken at the end of every round, or of the first round after so many steps."""
+"""Inner steps between two evaluations, rounded up to the end of a round."""
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One training run, decided by its fields alone.
+    """One training run, determined by its fields alone.
 
     Attributes:
-        peers: 0 stands for one worker without an outer step.
+        peers: 0 means one worker without an outer step.
         drop: share of the contributions that are lost each round.
-        keep: what was lost stays with its peer for the next round, instead of being thrown away.
-        codec: in which vectors travel.
-        outer: learning rate and momentum of the outer steps; None: the preset's.
-        rate: times the preset's learning rate of the inner steps.
+        keep: a peer keeps lost work for the next round, instead of dropping it.
+        codec: the encoding of vectors on the wire.
+        outer: learning rate and momentum of the outer steps; None for the preset's.
+        rate: learning rate of the inner steps, as a multiple of the preset's.
     """
 
     peers: int
@@ -86,7 +88,7 @@ class Run:
 
     @property
     def recipe(self) -> Recipe:
-        """The preset's, with what this run does otherwise."""
+        """The preset's recipe, with this run's changes."""
         recipe = preset(self.preset).recipe
         rate = self.rate * recipe.learning_rate
         return replace(recipe, inner_steps=self.inner_steps, rounds=self.rounds, learning_rate=rate)
@@ -98,9 +100,9 @@ def _text() -> Text:
 
 
 class LabMember:
-    """A learner in the laboratory: exactly H steps a round, so that no peer gets more than the one worker.
+    """A simulated learner: exactly H steps a round, so that no peer trains more than the one worker.
 
-    In a round in which its contribution is lost and not kept, it trains, but has no tokens to show: its weight is 0.
+    If its contribution to a round is lost and not kept, it trains but reports no tokens: its weight is 0.
     """
 
     def __init__(self, run: Run, index: int) -> None:
@@ -119,7 +121,7 @@ class LabMember:
 
 
 class _KeepingTrainer(InlineTrainer):
-    """Offers nothing in a round in which its contribution is lost, and so keeps all of it for the next."""
+    """Offers nothing in a round in which its contribution is lost, and so keeps its work for the next round."""
 
     def __init__(self, run: Run, index: int) -> None:
         super().__init__(LabMember(run, index), run.inner_steps, step_seconds=1.0)
@@ -135,7 +137,7 @@ class _KeepingTrainer(InlineTrainer):
 
 
 def lost(run: Run, round_number: int) -> list[int]:
-    """Whose contributions are lost in a round."""
+    """The peers whose contributions are lost in a round."""
     draw = random.Random(f"{run.seed}/drop/{round_number}")
     return draw.sample(range(run.peers), int(run.drop * run.peers))
 
@@ -151,7 +153,7 @@ def _evaluated(run: Run, rounds_done: int) -> bool:
 
 
 def alone(run: Run) -> History:
-    """One worker: the inner steps one after the other, and nothing else."""
+    """Train one worker: inner steps one after the other, and nothing else."""
     learner, history = LabMember(replace(run, peers=1), 0), History()
     for number in range(run.rounds):
         for step in range(run.inner_steps):
@@ -162,10 +164,10 @@ def alone(run: Run) -> History:
 
 
 def in_memory(run: Run, weights: Sequence[Sequence[float]] | None = None) -> History:
-    """The reference: a mean of clipped norms and an outer step, without any protocol.
+    """The reference: a mean with clipped norms and an outer step, without any protocol.
 
     Args:
-        weights: of every peer in every round; equal ones for all that have tokens to show unless given.
+        weights: of every peer in every round. By default all peers that report tokens have equal weights.
     """
     shifts = [LocalTraining(LabMember(run, index), run.inner_steps) for index in range(run.peers)]
     outer, history = _outer(run), History()
@@ -215,13 +217,13 @@ class LearningWorld(World):
 def through_the_protocol(
     run: Run, world: Callable[[Run, History, Scenario], World] | None = None
 ) -> tuple[History, list[list[float]]]:
-    """Peers of equal speed through averager, round and outer step: the history, and all weights in every round.
+    """Run peers of equal speed through averager, round and outer step. Returns history and weights of each round.
 
     Args:
-        world: in which they live; `LearningWorld` unless given.
+        world: the simulated world; `LearningWorld` by default.
 
     Raises:
-        RuntimeError: an invariant of the rounds was broken; the losses would mean nothing.
+        RuntimeError: an invariant of the rounds was broken, so the losses would mean nothing.
     """
     scenario = Scenario(
         peers=run.peers,
@@ -242,7 +244,7 @@ def through_the_protocol(
 
 
 def perform(run: Run) -> tuple[History, float]:
-    """A run's history and the seconds that it took."""
+    """Train a run; returns its history and the seconds that it took."""
     torch.set_num_threads(1)
     began = time.perf_counter()
     history = through_the_protocol(run)[0] if run.peers else alone(run)
@@ -272,7 +274,7 @@ def _swept(seed: int) -> list[Run]:
 
 
 def _print_paired(title: str, names: tuple[str, str], pairs: Sequence[tuple[Run, Run]], loss: Losses) -> list[float]:
-    """A line for each seed; returns the relative differences, second to first."""
+    """Print a line per seed. Returns the relative differences of the second from the first."""
     print(f"\n{title}\n{'seed':>4} {names[0]:>12} {names[1]:>12} {'difference':>11}")
     found = []
     for first, second in pairs:
@@ -292,8 +294,8 @@ def print_pairs(name: str, seeds: range, loss: Losses) -> bool:
 
 
 def print_drop(name: str, seeds: range, keep: bool, loss: Losses) -> bool:
-    """Whether the bound holds, in the mean over the seeds."""
-    title = f"drop: {name}, {PEERS} peers, half of the contributions lost and {'kept' if keep else 'thrown away'}"
+    """Whether the bound holds for the mean over the seeds."""
+    title = f"drop: {name}, {PEERS} peers, half of the contributions lost and {'kept' if keep else 'dropped'}"
     found = _print_paired(title, ("all", "half lost"), [_dropped(name, seed, keep) for seed in seeds], loss)
     held = fmean(found) <= DROP_BOUND
     print(f"bound {DROP_BOUND:+.0%}: {'held' if held else 'BROKEN'}")
@@ -312,7 +314,7 @@ def print_sweep(seeds: range, loss: Losses) -> None:
 
 
 def check() -> int:
-    """Compare the protocol with the reference by the same weights, with all contributions and with half of them."""
+    """Compare the protocol with the reference at equal weights, with all contributions and with half of them."""
     worst = 0.0
     for drop in (0.0, 0.5):
         run = Run(PEERS, rounds=3, inner_steps=4, preset=SWEEP_PRESET, seed=0, drop=drop)
@@ -323,7 +325,7 @@ def check() -> int:
     return 0 if worst < 1e-4 else 1
 
 
-# -- the laboratory ---------------------------------------------------------------------------------------------------
+# -- command line -----------------------------------------------------------------------------------------------------
 
 
 def _wanted(experiments: Sequence[str], name: str, seeds: range, few: range) -> Iterator[Run]:
@@ -340,11 +342,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser = Parser(prog="python -m benchmarks.learning", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("experiment", choices=(*EXPERIMENTS, "all", "check"))
     parser.add_argument(
-        "--seeds", type=int, default=5, help="seeds of pairs and drop; the sweep takes at most 3 of them"
+        "--seeds", type=int, default=5, help="seeds of pairs and drop; the sweep uses at most 3 of them"
     )
     parser.add_argument("--preset", default=DEFAULT_PRESET, help=f"of pairs and drop; the sweep's is {SWEEP_PRESET}")
     parser.add_argument("--json", type=Path, help="where the runs are kept")
-    parser.add_argument("--resume", action="store_true", help="go on with the runs in that file")
+    parser.add_argument("--resume", action="store_true", help="continue with the runs in that file")
     options = parser.parse_args(arguments)
     if options.experiment == "check":
         torch.set_num_threads(1)

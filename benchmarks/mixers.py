@@ -1,8 +1,9 @@
-"""How fast averaging protocols mix, over vectors in memory: no peers, no network, only who averages with whom.
+"""How fast averaging protocols mix vectors in memory: only which peer averages with which, without peers or a network.
 
-A mixer takes one round: the round's number, who is up in it (bool, n) and everybody's values (float64, n × elements)
-come in, the new values go out. Who is down neither gives nor takes, and keeps what it has. Failures, first values and
-every protocol's own draws come from the trial's seed alone, so that all protocols meet the same failures.
+A mixer computes one round. It takes the round's number, which peers are up (bool, n) and the values of all peers
+(float64, n × elements); it returns the new values. A peer that is down neither sends nor receives, and keeps its value.
+Failures, initial values and each protocol's own draws depend on the trial's seed alone. So all protocols meet the same
+failures.
 """
 
 from __future__ import annotations
@@ -20,22 +21,22 @@ from protocols.pairwise import matching
 
 Mixer = Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor]
 Maker = Callable[[int, random.Random], Mixer]
-"""A mixer for so many peers, with a source of draws of its own."""
+"""(number of peers, generator) -> a mixer that draws from that generator."""
 
 
 class TooMany(ValueError):
-    """There are more peers than there is room for."""
+    """There are more peers than cells."""
 
 
 def group_means(labels: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Everybody's mean over its group; `labels` (n) are small whole numbers, equal in a group."""
+    """The mean of each peer's group. `labels` (n) are small whole numbers, equal within a group."""
     count = int(labels.max()) + 1
     sums = torch.zeros(count, values.shape[1], dtype=values.dtype).index_add_(0, labels, values)
     return (sums / torch.bincount(labels, minlength=count).clamp(min=1)[:, None])[labels]
 
 
 def among(up: torch.Tensor, labels: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """As `group_means`, among those that are up; the others keep what they have."""
+    """As `group_means`, among the peers that are up; the others keep their values."""
     mixed = values.clone()
     if bool(up.any()):
         mixed[up] = group_means(labels[up], values[up])
@@ -52,7 +53,7 @@ def all_reduce(peers: int, rng: random.Random) -> Mixer:
 
 
 def random_groups(size: int) -> Maker:
-    """Everybody who is up, in groups of `size` drawn afresh each round; who is left over joins one of them.
+    """All peers that are up, in random groups of `size`, drawn anew each round. Peers left over join one of them.
 
     Without failures, and if `size` divides N, the variance is multiplied by (N/size − 1) / (N − 1) in expectation.
     """
@@ -76,16 +77,16 @@ def random_groups(size: int) -> Maker:
 
 
 def taken(mixing: torch.Tensor, up: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """x ← Wx among those that are up: in the place of what somebody down would have brought one takes one's own.
+    """x ← Wx among the peers that are up. A peer uses its own value in place of one from a peer that is down.
 
-    Where W is symmetric the mean stays where it is.
+    If W is symmetric the mean stays the same.
     """
     here = up[:, None].to(values.dtype)
     return torch.where(up[:, None], mixing @ (values * here) + (mixing @ (1 - here)) * values, values)
 
 
 def pushed(pushing: torch.Tensor, up: torch.Tensor, mass: torch.Tensor) -> torch.Tensor:
-    """x ← Px, P's columns being what each gives away, among those that are up: what finds nobody is kept."""
+    """x ← Px among the peers that are up. P's columns are what each sends; it keeps what a down peer would receive."""
     here = up[:, None].to(mass.dtype)
     return torch.where(up[:, None], pushing @ (mass * here) + (pushing.T @ (1 - here)) * mass, mass)
 
@@ -105,7 +106,7 @@ def gossip(schedule: str) -> Maker:
 
 
 def pairs(peers: int, rng: random.Random) -> Mixer:
-    """As `gossip("random")`, but who finds its partner down asks another: pairs are drawn among those that are up."""
+    """As `gossip("random")`, but pairs are drawn among the peers that are up, as if a peer asked again."""
     members, seed = names(peers), str(rng.getrandbits(63))
 
     def mix(number: int, up: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
@@ -118,7 +119,7 @@ def pairs(peers: int, rng: random.Random) -> Mixer:
 
 
 def torus(peers: int, rng: random.Random) -> Mixer:
-    """A fifth each for oneself and one's four neighbours, on the torus nearest to a square."""
+    """A weight of one fifth each for a peer and its four neighbours, on the torus nearest to a square."""
     rows = next(side for side in range(math.isqrt(peers), 0, -1) if peers % side == 0)
     across, along = (_neighbours(side) for side in (rows, peers // rows))
     mixing = torch.kron(across, torch.eye(peers // rows, dtype=torch.float64))
@@ -136,7 +137,7 @@ def _neighbours(count: int) -> torch.Tensor:
 
 
 def push_sum(peers: int, rng: random.Random) -> Mixer:
-    """Half of value and weight is pushed 1, 2, 4, … places on; a share whose receiver is down stays with its giver."""
+    """A peer pushes half of its value and weight 1, 2, 4, … places on; if the receiver is down, it keeps the share."""
     members, seed = names(peers), str(rng.getrandbits(63))
     weights = torch.ones(peers, 1, dtype=torch.float64)
 
@@ -158,7 +159,7 @@ _static: dict[tuple[str, int, int], torch.Tensor] = {}
 
 
 def _matrix(schedule: str, members: Sequence[str], number: int, seed: str) -> torch.Tensor:
-    """`matching.matrix`; those that come again and again are made once."""
+    """`matching.matrix`, which caches the matrices that recur."""
     if schedule == "random":
         return matching.mixing_matrix(schedule, members, number, seed)
     key = (schedule, len(members), number % len(matching.hops(len(members))))
@@ -172,7 +173,7 @@ def _matrix(schedule: str, members: Sequence[str], number: int, seed: str) -> to
 
 @cache
 def _lines(shape: GridShape) -> tuple[torch.Tensor, ...]:
-    """For each axis: the line, as a number, of the n-th cell."""
+    """For each axis: the number of the line that the n-th cell is on."""
     found = []
     for axis in range(len(shape)):
         seen: dict[GridShape, int] = {}
@@ -182,7 +183,7 @@ def _lines(shape: GridShape) -> tuple[torch.Tensor, ...]:
 
 
 def moshpit_cells(shape: GridShape) -> Maker:
-    """Cells by lot, once and for all, holes as they fall: what the paper simulates."""
+    """Random cells, drawn once, with holes at random places, as the paper simulates."""
 
     def make(peers: int, rng: random.Random) -> Mixer:
         if peers > math.prod(shape):
@@ -198,7 +199,7 @@ def moshpit_cells(shape: GridShape) -> Maker:
 
 
 def moshpit_seats(most: int) -> Maker:
-    """Seats without gaps on the grid that `protocols.moshpit.grid` lays out, in an order drawn anew after each pass."""
+    """Cells without gaps on the grid of `protocols.moshpit.grid`, in an order drawn anew after each pass."""
 
     def make(peers: int, rng: random.Random) -> Mixer:
         shape = shape_for(peers, most)
@@ -237,18 +238,18 @@ MIXERS: dict[str, Maker] = {
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """What one simulation came to.
+    """The result of one simulation.
 
     Attributes:
-        variances: over the peers, mean over the elements, before the first round and after each.
-        drift: how far the mean over the peers has moved, in units of one peer's first deviation.
+        variances: over the peers, averaged over the elements, before the first round and after each round.
+        drift: how far the mean over the peers has moved, in units of one peer's initial deviation.
     """
 
     variances: tuple[float, ...]
     drift: float
 
     def rounds_to(self, bound: float) -> int:
-        """Rounds until the variance is below the bound; all that were simulated, if it never is."""
+        """Rounds until the variance is below the bound; the number of simulated rounds if it never is."""
         return next((number for number, v in enumerate(self.variances) if v < bound), len(self.variances) - 1)
 
 
@@ -256,7 +257,7 @@ def simulate(make: Maker, peers: int, failure: float, rounds: int, seed: int, el
     """Mix normal values for at most `rounds` rounds, or until the variance is below `until`.
 
     Args:
-        failure: the probability with which a peer is down in a round, drawn for each round.
+        failure: the probability that a peer is down, drawn anew in each round.
     """
     start = torch.Generator().manual_seed(seed)
     values = torch.randn(peers, elements, dtype=torch.float64, generator=start)

@@ -1,14 +1,14 @@
-"""How fast averaging mixes while peers fail, in memory: who averages with whom, without peers or a network.
+"""How fast averaging mixes in memory while peers fail: only which peer averages with which, without a network.
 
     python -m benchmarks.mixing table [--peers 512 768 900 1024] [--failures 0 .001 .005 .01] [--json]
     python -m benchmarks.mixing plot --file build/mixing.png
     python -m benchmarks.mixing groups [--trials 20000]
 
-table   rounds until the variance over the peers is below 1e-4 and 1e-9, of protocols x peers x failures: each peer is
-        down in a round with that probability. Beside it the figures of Ryabinin et al. 2021 (Moshpit SGD), which has
-        one number a peer, ten trials and at most fifty rounds, as here
+table   rounds until the variance over the peers is below 1e-4 and 1e-9, for protocols x peers x failures. In each round
+        each peer is down with the failure probability. Beside it are the figures of Ryabinin et al. 2021 (Moshpit SGD),
+        with one number per peer, ten trials and at most fifty rounds, as here
 plot    the variance, round by round
-groups  one round of random groups against its exact factor, (groups − 1) / (N − 1); within 2 %, else the exit code is 1
+groups  one round of random groups against its exact factor, (groups − 1) / (N − 1). Beyond 2 % the exit code is 1
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ PAPER: dict[tuple[int, float], tuple[str, ...]] = {
     (1024, 0.0): ("- 1.0", "- 50", "", "- 6.2", "- 2.0"),
     (1024, 0.005): ("- 42.6", "- 50", "", "- 6.7", "- 5.0"),
 }
-"""Rounds to 1e-4 and to 1e-9 as the authors print them (their repository, plot_results.ipynb, commit 78fb4da), their
-gossip beside our ring and their SGP beside our push-sum; N = 1024 is of the paper. 50: not reached."""
+"""Rounds to 1e-4 and to 1e-9 as the authors print them (their repository, plot_results.ipynb, commit 78fb4da). Their
+gossip stands beside our ring, their SGP beside our push-sum. N = 1024 is from the paper. 50 means not reached."""
 GROUPS = ((16, 4), (32, 8), (48, 4), (128, 32), (1024, 32))
 GROUPS_BOUND = 0.02
 PANELS = ((1024, 0.0), (1024, 0.005), (768, 0.005))
@@ -66,7 +66,7 @@ COLOURS = {
     "Moshpit seats of 32": "#e69f00",
     "Moshpit seats of 8": "#cc79a7",
 }
-"""Of each family a tone: all-reduce, gossip, push-sum, random groups, Moshpit."""
+"""A colour per family: all-reduce, gossip, push-sum, random groups, Moshpit."""
 STYLES = ("-", "--", "-.", ":")
 DRAWN_TO = 1e-12
 
@@ -74,7 +74,7 @@ DRAWN_TO = 1e-12
 def mixed(
     name: str, peers: int, failure: float, options: argparse.Namespace, until: float = BOUNDS[-1]
 ) -> list[Trial] | None:
-    """So many trials; None where there are more peers than cells."""
+    """The trials of one cell of the table; None if there are more peers than cells of a grid."""
     try:
         return [
             simulate(MIXERS[name], peers, failure, options.rounds, seed, options.elements, until)
@@ -85,7 +85,7 @@ def mixed(
 
 
 def row(name: str, peers: int, failure: float, options: argparse.Namespace) -> dict[str, Any] | None:
-    """What one cell of the table holds."""
+    """The content of one cell of the table."""
     trials = mixed(name, peers, failure, options)
     if trials is None:
         return None
@@ -108,9 +108,9 @@ def rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def print_table(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """A line for each protocol: here, and in the paper."""
+    """Print a line per protocol: our figures and the paper's."""
     print(f"rounds to a variance of {BOUNDS[0]:g} and {BOUNDS[1]:g}, means of {options.trials} trials; at most")
-    print(f"{options.rounds} are played, > says that not all trials reached it. drift: most that the mean moved\n")
+    print(f"{options.rounds} are played, > means that not all trials reached it. drift: largest move of the mean\n")
     print(f"{'N':>5} {'failure':>7}  {'protocol':<22} {'1e-4':>6} {'1e-9':>6}  {'paper: 1e-4':>11} {'1e-9':>5}  drift")
     found = []
     for each in rows(options):
@@ -130,7 +130,7 @@ def print_table(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def groups_factor(peers: int, size: int, trials: int) -> tuple[float, float]:
-    """By how much one round of random groups multiplies the variance: measured, and exactly."""
+    """The factor of the variance in one round of random groups: measured, and exact."""
     start = torch.Generator().manual_seed(peers)
     values = torch.randn(peers, 8, dtype=torch.float64, generator=start)
     up, before = torch.ones(peers, dtype=torch.bool), values.var(0, correction=0).sum()
@@ -140,7 +140,7 @@ def groups_factor(peers: int, size: int, trials: int) -> tuple[float, float]:
 
 
 def print_groups(trials: int) -> tuple[list[dict[str, float]], bool]:
-    """Whether all are within the bound, and what they are."""
+    """Print all factors. Returns whether they are within the bound."""
     print(f"random groups, {trials} trials of one round: what is left of the variance\n")
     print(f"{'N':>5} {'size':>4} {'groups':>6} {'measured':>9} {'exact':>9} {'off':>7}")
     found = []
@@ -153,7 +153,7 @@ def print_groups(trials: int) -> tuple[list[dict[str, float]], bool]:
 
 
 def draw(options: argparse.Namespace) -> None:
-    """The variance by rounds, means over the trials. Raises OSError if the file cannot be written."""
+    """Plot the variance by rounds, averaged over the trials. Raises OSError if the file cannot be written."""
     figure = Figure(figsize=(15.0, 4.8), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)
     panels = figure.subplots(1, len(PANELS), sharey=True)
@@ -171,7 +171,7 @@ def draw(options: argparse.Namespace) -> None:
 
 
 def _course(trials: Sequence[Trial]) -> list[float]:
-    """Mean variance after each round; who has reached the bound stays where it was."""
+    """Mean variance after each round. A trial that has reached the bound keeps its last variance."""
     length = max(len(trial.variances) for trial in trials)
     held = [[*trial.variances, *(trial.variances[-1],) * (length - len(trial.variances))] for trial in trials]
     return [max(sum(each) / len(each), 1e-17) for each in zip(*held, strict=True)]

@@ -1,19 +1,19 @@
-"""Training beside other programs: what a worker does alone and beside busy processes, and what they keep.
+"""Training beside other programs: the speed of a worker alone and beside busy processes, and their speed beside it.
 
     python -m benchmarks.neighbour [--seconds 10] [--times 3] [--also THREADS,NICE,SPIN]
 
-before    as many threads as there are cores, nice 0, and libgomp's own spin (GOMP_SPINCOUNT=300000 is its default)
-now       the defaults: threads that are measured, the default nice, a bounded spin
+before    one thread per core, nice 0, and libgomp's default spin (GOMP_SPINCOUNT=300000)
+now       Starling's defaults: a measured number of threads, the default nice, a bounded spin
 --also    one more setting, e.g. 2,0,1000 or auto,19,default; repeatable
 
-A busy process counts in a plain Python loop, in a session of its own, as a program in another terminal. Each setting
-has a worker of its own behind a `RemoteTrainer`: it trains alone, beside one busy process and beside two. Settings take
-turns, A B B A A B. After each change some seconds pass before the measurement (`--settle`), in which measured threads
-follow; what was trained in them beside the first busy process is told, too. A busy process's speed is told as a share
-of its speed with no worker there, measured before each worker.
+A busy process counts in a plain Python loop, in a session of its own, like a program in another terminal. Each setting
+has its own worker behind a `RemoteTrainer`, which trains alone, beside one busy process and beside two. Settings take
+turns, A B B A A B. After each change, the measurement waits some seconds (`--settle`) until the number of threads has
+adapted. `first s` is the training speed in these seconds, beside the first busy process. The speed of a busy process is
+a share of its speed without a worker, measured before each worker.
 
-Other programs spoil the figures: `others` is the processor time that they took meanwhile, in cores; a table with more
-than a few hundredths there is no evidence. Five and a half minutes; on a machine with two cores the figures mean most.
+Other programs spoil the figures. `others` is the processor time that they took meanwhile, in cores; a table with more
+than a few hundredths there is no evidence. It takes five and a half minutes. The figures mean most on two cores.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from tests.sim.arguments import Parser
 LIBGOMP_SPIN = 300_000
 MOST_BUSY = 2
 NOISE = 0.1
-"""Cores that other programs may take before a table is no evidence."""
+"""Cores that other programs may take before the table counts as no evidence."""
 _LONE_SECONDS = 2.0
 _START_SECONDS = 120.0
 _BUSY = """
@@ -65,7 +65,7 @@ while os.getppid() == parent:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """How a worker is run. Threads 0: measured. Spin 0: what a peer sets."""
+    """How a worker runs. Threads 0: measured. Spin 0: the value that a peer sets."""
 
     name: str
     threads: int
@@ -81,10 +81,12 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """What was seen in one stretch of time.
+    """The measurements of one period.
 
     Attributes:
-        tokens: a second; busy: of each busy process, turns a second; others: cores that other programs took.
+        tokens: per second.
+        busy: turns per second of each busy process.
+        others: cores that other programs took.
     """
 
     tokens: float
@@ -98,8 +100,8 @@ class Turn:
     """One worker, from its start to its end.
 
     Attributes:
-        lone: turns a second of a busy process with no worker.
-        first: the seconds just after the first busy process came.
+        lone: turns per second of a busy process without a worker.
+        first: the seconds just after the first busy process started.
         windows: alone, beside one, beside two.
     """
 
@@ -113,7 +115,7 @@ class Turn:
 
 
 class Busy:
-    """A process that has all to do, in a session of its own."""
+    """A process that always has work, in a session of its own."""
 
     def __init__(self, process: Process, count: mmap.mmap) -> None:
         self.process, self._count = process, count
@@ -147,10 +149,10 @@ def _all_processor_seconds() -> float:
 
 
 async def watch(seconds: float, trainer: RemoteTrainer | None, busy: Sequence[Busy], tokens: int) -> Window:
-    """Look on for so long.
+    """Measure for that many seconds.
 
     Args:
-        tokens: of a batch.
+        tokens: in a batch.
     """
     pids = [os.getpid(), *(each.process.pid for each in busy)]
     if trainer and trainer.pid:
@@ -220,7 +222,7 @@ def _share(part: float, whole: float) -> float:
 
 
 def _summary(settings: Sequence[Setting], turns: dict[Setting, list[Turn]]) -> None:
-    """A table of medians, and what is asked of the defaults."""
+    """Print a table of medians, and the aims for the defaults."""
     print("\n| median of turns | alone | beside one | beside two | first seconds | one keeps | two keep |")
     print("|---|---|---|---|---|---|---|")
     middle: dict[Setting, list[float]] = {}
@@ -232,8 +234,9 @@ def _summary(settings: Sequence[Setting], turns: dict[Setting, list[Turn]]) -> N
         print(f"| {setting.name} | {speeds} | {kept} |")
     before, now = settings[:2]
     kept_one = median(turn.kept(1) for turn in turns[now])
-    print(f"\nalone: {_share(middle[now][0], middle[before][0]):.0%} of before (95 % is asked)")
-    print(f"beside one: {_share(middle[now][1], middle[now][0]):.0%} of alone (45 %); it keeps {kept_one:.0%} (90 %)")
+    print(f"\nalone: {_share(middle[now][0], middle[before][0]):.0%} of before (aim 95 %)")
+    share = _share(middle[now][1], middle[now][0])
+    print(f"beside one: {share:.0%} of alone (aim 45 %); it keeps {kept_one:.0%} (aim 90 %)")
     if (worst := max(each.others for all_of in turns.values() for turn in all_of for each in turn.windows)) > NOISE:
         print(f"no evidence: other programs took up to {worst:.2f} cores meanwhile")
 

@@ -65,7 +65,7 @@ class Run:
 
 
 def play(home: Path, rounds: int, inner_steps: int) -> Run:
-    """Run the swarm to its end; returns what became of it."""
+    """Run the swarm to its end. Returns the collected figures."""
     recipe = f'[recipe]\nrounds = {rounds}\ninner_steps = {inner_steps}\n[gpt]\npreset = "w64"\n'
     with RealSwarm(home, recipe, not_nice) as swarm:
         founder = swarm.found(NAMES[0], "--wait-for", str(len(NAMES)), seconds=PATIENT_SECONDS)

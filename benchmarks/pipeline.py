@@ -1,17 +1,17 @@
-"""Pipelines of unequal, unreliable peers: SWARM routing beside fixed columns, and what is learnt beside whole models.
+"""Pipelines of unequal, unreliable peers: SWARM routing beside fixed columns.
 
     python -m benchmarks.pipeline throughput [--seeds 0:3] [--json FILE]
     python -m benchmarks.pipeline churn [--seeds 0:3]
 
 throughput  microbatches/s between two rounds, as a share of the capacity of all replicas of the slowest stage.
-            `equal`: all replicas take as long. `1:4`: four replicas of each stage are 1, 2, 3 and 4 times as fast
-churn       the same over many rounds, while 5 % of the replicas restart each minute, each away for half a minute
+            `equal`: all replicas are equally fast. `1:4`: the four replicas of each stage have speeds 1, 2, 3 and 4
+churn       the same over many rounds. 5 % of the replicas restart each minute; each is away for half a minute
 
-The peers, the protocol, and in `churn` the averaging are those of `tests.sim`, on virtual time: links of 50 ms, a
-microbatch takes .4 s of a replica of speed 1. `columns` is the baseline: replica i of each stage forms a column
-with replica i of the others, in an order that the seed draws. A column runs GPipe's schedule (Huang et al. 2019): all
-forwards, all backwards, a step. Nothing is rerouted: if a member is away, its column stands still, and begins its step
-again from the checkpoint of the last one. Columns average at no cost.
+`tests.sim` provides the peers, the protocol, and in `churn` the averaging, in virtual time. Links take 50 ms; a replica
+of speed 1 takes .4 s for a microbatch. `columns` is the baseline: replica i of each stage forms a column with replica i
+of the others, in an order drawn from the seed. A column runs GPipe's schedule (Huang et al. 2019): all forwards, all
+backwards, a step. Nothing is rerouted: if a member is away, its column waits, and repeats its step from the last
+checkpoint. Columns average at no cost.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ SPEEDS = {"equal": (2.0, 2.0, 2.0, 2.0), "1:4": (1.0, 2.0, 3.0, 4.0)}
 WARM_SECONDS, MEASURED_SECONDS = 60.0, 240.0
 CHURN_A_MINUTE, AWAY_SECONDS = 0.05, 30.0
 CHURN_STEPS = 20
-"""Inner steps of a round under churn: about a minute."""
+"""Inner steps of a round under churn, about a minute."""
 CHURN_SECONDS = 1800.0
 
 
@@ -61,7 +61,7 @@ class MeasuredWorld(PipelineWorld):
         self._seconds = seconds
 
     async def run(self) -> None:
-        """Until the time is over."""
+        """Run until the time is over."""
         for peer, rate in zip(self.peers, self.scenario.uplinks or (), strict=True):
             self.network.join(peer, rate)
         for peer in self.peers:
@@ -73,12 +73,12 @@ class MeasuredWorld(PipelineWorld):
         return True
 
     def done_since(self, seconds: float) -> int:
-        """Microbatches that stage 0 has counted since then."""
+        """Microbatches that stage 0 has counted since that time."""
         return sum(event.kind == "counted" and event.stage == 0 and time >= seconds for time, event in self.events)
 
 
 def shuffled(speeds: Sequence[float], seed: int) -> list[list[float]]:
-    """Of each stage, the speeds of its replicas in an order of its own."""
+    """For each stage, the speeds of its replicas in a random order."""
     rng = random.Random(f"speeds/{seed}")
     return [rng.sample(speeds, len(speeds)) for _ in range(STAGES)]
 
@@ -114,7 +114,7 @@ def swarm(speeds: Sequence[Sequence[float]], seed: int, inner_steps: int, faults
 
 
 def gpipe_seconds(speeds: Sequence[float]) -> float:
-    """How long a column takes for one step: B forwards through all stages, B backwards, all in order."""
+    """Seconds of one step of a column: B forwards through all stages, then B backwards, all in order."""
     forward = [FORWARD_SHARE * MICROBATCH_SECONDS / speed for speed in speeds]
     backward = [(1 - FORWARD_SHARE) * MICROBATCH_SECONDS / speed for speed in speeds]
     free = [0.0] * len(speeds)
@@ -136,7 +136,7 @@ def columns(speeds: Sequence[Sequence[float]], away: Sequence[tuple[int, float]]
     """Microbatches/s of fixed columns.
 
     Args:
-        away: (index of a peer, when it dies) in order of time; it is back after `AWAY_SECONDS`.
+        away: (index of a peer, time of its death), in order of time. It returns after `AWAY_SECONDS`.
     """
     total = 0.0
     for column in range(REPLICAS):
@@ -147,7 +147,7 @@ def columns(speeds: Sequence[Sequence[float]], away: Sequence[tuple[int, float]]
         now, steps = WARM_SECONDS, 0
         for _, dies in sorted((index, time) for index, time in away if index // STAGES == column):
             if dies >= now:
-                steps += int((dies - now) / step)  # the one under way is lost
+                steps += int((dies - now) / step)  # the step under way is lost
             now = max(now, dies + AWAY_SECONDS)
         steps += int(max(0.0, seconds - now) / step)
         total += BATCHES * steps / (seconds - WARM_SECONDS)
@@ -155,7 +155,7 @@ def columns(speeds: Sequence[Sequence[float]], away: Sequence[tuple[int, float]]
 
 
 def throughput(seed: int) -> list[Throughput]:
-    """Both kinds of speeds, between two rounds."""
+    """Compare both routings for both kinds of speeds, between two rounds."""
     found = []
     for what, each in SPEEDS.items():
         speeds, most = shuffled(each, seed), capacity(each)
@@ -165,7 +165,7 @@ def throughput(seed: int) -> list[Throughput]:
 
 
 def churn(seed: int) -> list[Throughput]:
-    """Restarts, at moments that the seed draws, the same ones for both."""
+    """Compare both routings under the same restarts, drawn from the seed."""
     rng = random.Random(f"churn/{seed}")
     peers, away, time = STAGES * REPLICAS, [], WARM_SECONDS
     while (time := time + rng.expovariate(CHURN_A_MINUTE * peers / 60.0)) < CHURN_SECONDS - AWAY_SECONDS:

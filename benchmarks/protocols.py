@@ -1,27 +1,30 @@
-"""What peers learn by each protocol at equal tokens, and what it costs them when some fail in every round.
+"""What peers learn with each protocol at equal tokens, and what failures in every round cost them.
 
     python -m benchmarks.protocols --json FILE [--resume] [--seeds 5] [--preset w64] [--peers 8] [--failures 0 .1 .3]
                                    [--inner-steps H] [--rate TIMES] [--show]
 
-one-worker      as many tokens as all peers together, one step after the other: plain AdamW, nobody fails
-alone           one peer that meets nobody: as many steps as each of the others, a share of the tokens. What the others
-                are better by is what meeting is worth
-data-parallel   the gradient is averaged in every step, and one AdamW step follows it (`protocols.baselines.registry`
-says why
-                that one is here): H times the messages of the others
-butterfly       DiLoCo: one mean of the pseudo-gradients in each round, one outer step of all
-moshpit         each peer steps by itself; states are averaged in small groups along both axes of a grid: eight peers
-                on 3 x 3 cells, one of which is empty
-gossip          the same, in pairs that each round draws among those who are up: who is not answered asks another
+one-worker      one worker takes the tokens of all peers, one step after the other: plain AdamW, without failures
+alone           one peer that meets no other: as many steps as each of the others, so only its share of the tokens. The
+                advantage of the other arms over it is the value of averaging
+data-parallel   the gradient is averaged in every step and one AdamW step follows, which takes H times the messages of
+                the others (`protocols.baselines.registry` says why that method is implemented here)
+butterfly       DiLoCo: in each round one mean of the pseudo-gradients, and one outer step of all
+moshpit         each peer takes its own outer step; states are averaged in small groups along both axes of a grid: eight
+                peers on 3 x 3 cells, one of which is empty
+gossip          the same in pairs, drawn each round among the peers that are up: an unanswered peer asks another
 noloco          the same pairs, which pull each other by NoLoCo's rule instead of averaging states; gamma is .75
 
-Real training on real text, averaged in memory by the pure schedules of `protocols`: what peers and networks do to that
-is measured elsewhere: no votes, no waiting for a majority, no rounds that a peer needs to be let in again. In each
-round each peer is down with the same probability, the same peers for all protocols (drawn again if nobody would be
-up). Who is down trains, but does not meet anybody: by the butterfly its work is lost, and it goes on with the others'
-anchor; by the others it goes on from its own state, and nothing is lost; data parallel it has no part in any
-step of the round, and the others do not stop for it, which a barrier would. Losses are held out, in nats per byte: of
-the one model, or the mean over all peers' own, those included that were down.
+Training is real, on real text; the pure schedules of `protocols` average in memory. There are no votes, no waits for a
+majority, and no rounds before a peer is admitted again: other benchmarks measure the effects of peers and networks.
+
+In each round each peer is down with the same probability, the same peers for all protocols (drawn again if none would
+be up). A peer that is down trains, but meets no other peer:
+
+- with butterfly its work is lost, and it goes on with the others' anchor;
+- with moshpit, gossip and noloco it goes on from its own state, and nothing is lost;
+- with data-parallel it takes part in no step of the round. The others do not stop for it; with a barrier they would.
+
+Losses are held out, in nats per byte: of the one model, or the mean over all peers' models, down ones included.
 """
 
 from __future__ import annotations
@@ -52,16 +55,16 @@ from tests.sim.arguments import Parser, at_least, at_least_one
 ARMS = ("one-worker", "alone", "data-parallel", "butterfly", "moshpit", "gossip", "noloco")
 NOBODY_FAILS = ("one-worker", "alone")
 PULL = 0.75
-"""Best against what work drives apart, with the presets' momentum of .5: `node.outer.noloco`."""
+"""The best pull against drift by training, with the presets' momentum of .5: `node.outer.noloco`."""
 GROUP_MOST = 4
-"""Of Moshpit: eight peers are one group by default, which is the butterfly without a vote."""
+"""For Moshpit. By default eight peers are one group, which is butterfly without a vote."""
 EVALUATE_EVERY = 4
 """Rounds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """One training run, decided by its fields alone."""
+    """One training run, determined by its fields alone."""
 
     protocol: str
     peers: int
@@ -78,12 +81,12 @@ class Arm:
         return f"{self.preset} {self.protocol} {sizes} failure={self.failure:g} {self.seed}{rate}"
 
     def run(self) -> Run:
-        """The same for the laboratory of one anchor."""
+        """The same run for `benchmarks.learning`, whose peers share an anchor."""
         return Run(self.peers, self.rounds, self.inner_steps, self.preset, self.seed, rate=self.rate)
 
 
 def up(arm: Arm, number: int) -> list[bool]:
-    """Who is up in a round: the same for all protocols."""
+    """Which peers are up in a round: the same for all protocols."""
     draw = random.Random(f"{arm.seed}/down/{arm.failure}/{number}")
     while True:
         found = [draw.random() >= arm.failure for _ in range(arm.peers)]
@@ -92,7 +95,7 @@ def up(arm: Arm, number: int) -> list[bool]:
 
 
 class _Streams:
-    """A task whose batches come from the streams of those who are up, one after the other."""
+    """A task whose batches come from the streams of the peers that are up, in turn."""
 
     def __init__(self, task: GptTask, seed: int, peers: int) -> None:
         self.module, self.loss, self.evaluate = task.module, task.loss, task.evaluate
@@ -117,7 +120,7 @@ class Pooled(AdamWLearner):
         super().__init__(self._streams, self._one, seed=arm.seed)
 
     def among(self, peers: Sequence[int]) -> None:
-        """From now on these take part."""
+        """Let these peers take part from now on."""
         self._streams.up = list(peers)
         self._recipe = replace(self._one, batches=self._one.batches * len(peers))
 
@@ -138,11 +141,11 @@ def butterfly(arm: Arm) -> History:
 
 
 def loose(arm: Arm, mixer: Mixer, passes: int, pull: float | None = None) -> History:
-    """Peers that step by themselves and average states; or that pull each other, by NoLoCo's rule.
+    """Train peers that take their own outer steps and average states, or that pull each other by NoLoCo's rule.
 
     Args:
-        passes: how often the mixer is applied in each round.
-        pull: of NoLoCo; what is averaged then is what they bring to its step.
+        passes: how often each round applies the mixer.
+        pull: of NoLoCo. The mixer then averages what the peers bring to NoLoCo's step, not their states.
     """
     shifts = [LocalTraining(LabMember(arm.run(), index), arm.inner_steps) for index in range(arm.peers)]
     travelling, history = (
@@ -168,10 +171,10 @@ def loose(arm: Arm, mixer: Mixer, passes: int, pull: float | None = None) -> His
 
 
 class _States:
-    """Stepped states travel, as by `node.outer.mixing.StateMixing`.
+    """Sends states after the outer step, as `node.outer.mixing.StateMixing` does.
 
     Attributes:
-        brought: what each peer brings, a row each.
+        brought: what each peer sends, one row per peer.
     """
 
     def __init__(self, starts: torch.Tensor, outer: OuterSGD) -> None:
@@ -188,7 +191,7 @@ class _States:
 
 
 class _Pulls:
-    """As by `node.outer.mixing.PullMixing`, where all meet at the end of a round."""
+    """As `node.outer.mixing.PullMixing`, with all peers meeting at the end of a round."""
 
     def __init__(self, starts: torch.Tensor, rule: NoLoCo) -> None:
         self.brought, self._phis, self._velocities = torch.zeros_like(starts), starts, torch.zeros_like(starts)
@@ -213,7 +216,7 @@ def _evaluated(arm: Arm, number: int) -> bool:
 
 
 def perform(arm: Arm) -> tuple[History, float]:
-    """A run's history and the seconds that it took."""
+    """Train a run. Returns its history and the seconds that it took."""
     torch.set_num_threads(1)
     began, rng = time.perf_counter(), random.Random(f"{arm.seed}/mixing")
     if arm.protocol == "one-worker":
@@ -232,7 +235,7 @@ def perform(arm: Arm) -> tuple[History, float]:
 
 
 def wanted(options: argparse.Namespace) -> Iterator[Arm]:
-    """Seed by seed, and of each the calm ones first; those of whom nobody fails more than once."""
+    """The runs seed by seed, those without failures first. Arms that never fail come several times."""
     recipe = preset(options.preset).recipe
     rounds, steps = options.rounds or recipe.rounds, options.inner_steps or recipe.inner_steps
     for seed in range(options.seeds):
@@ -243,7 +246,7 @@ def wanted(options: argparse.Namespace) -> Iterator[Arm]:
 
 
 def print_all(arms: Sequence[Arm], book: Book) -> None:
-    """Every seed as far as it is done; each arm paired with data parallel training, its own calm run and one alone."""
+    """Print the finished seeds. Pair each arm with data-parallel training, its run without failures and a lone peer."""
     found: dict[tuple[str, float], dict[int, float]] = {}
     for arm in arms:
         if arm in book:
@@ -251,7 +254,7 @@ def print_all(arms: Sequence[Arm], book: Book) -> None:
     seeds = sorted({arm.seed for arm in arms})
     whole = [seed for seed in seeds if found and all(seed in losses for losses in found.values())]
     heads = "".join(f"  seed {seed:>2}" for seed in seeds)
-    done = f"{sum(map(len, found.values()))} of {len(arms)} runs are done; means over {len(whole)} whole seeds"
+    done = f"{sum(map(len, found.values()))} of {len(arms)} runs are done; means over {len(whole)} complete seeds"
     print(f"\nheld-out loss, nats per byte; {done}")
     columns = f"{'to data-parallel':>20}{'to no failures':>20}{'to alone':>20}{'of the gain':>16}"
     print(f"{'protocol':<15} {'failure':>7}{heads}     mean{columns}")
@@ -267,14 +270,14 @@ def print_all(arms: Sequence[Arm], book: Book) -> None:
 
 
 def _paired(losses: Mapping[int, float], others: Mapping[int, float]) -> str:
-    """Relative differences of the seeds that both have: mean and deviation."""
+    """Relative differences for the seeds that both have: mean and deviation."""
     found = [losses[seed] / others[seed] - 1 for seed in losses if seed in others]
     spread = f" ± {stdev(found):.2%}" if len(found) > 1 else ""
     return f"{fmean(found):+.2%}{spread}" if found else ""
 
 
 def _share(losses: Mapping[int, float], alone: Mapping[int, float], butterfly: Mapping[int, float]) -> str:
-    """What was gained over one that is alone, as a share of what the butterfly gains where nobody fails."""
+    """The gain over a lone peer, as a share of butterfly's gain without failures."""
     found = [
         (alone[seed] - losses[seed]) / (alone[seed] - butterfly[seed])
         for seed in losses
@@ -287,17 +290,17 @@ def _share(losses: Mapping[int, float], alone: Mapping[int, float], butterfly: M
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser("python -m benchmarks.protocols", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--json", type=Path, required=True, help="where the runs are kept")
-    parser.add_argument("--resume", action="store_true", help="go on with the runs in that file")
+    parser.add_argument("--resume", action="store_true", help="continue with the runs in that file")
     parser.add_argument("--seeds", type=at_least_one, default=5, help="default %(default)s")
     parser.add_argument("--preset", default="w64", help="default %(default)s")
     parser.add_argument("--peers", type=partial(at_least, 2), default=8, help="default %(default)s")
     parser.add_argument("--failures", type=float, nargs="+", default=(0.0, 0.1, 0.3), help="default %(default)s")
     parser.add_argument("--rounds", type=at_least_one, help="default: the preset's")
     parser.add_argument("--inner-steps", type=at_least_one, help="default: the preset's")
-    parser.add_argument("--rate", type=float, default=1.0, help="of the inner steps, times the preset's")
+    parser.add_argument("--rate", type=float, default=1.0, help="inner learning rate, as a multiple of the preset's")
     parser.add_argument("--only", choices=ARMS, nargs="+", help="these alone")
-    parser.add_argument("--workers", type=at_least_one, help="runs at a time; default: as many as there are cores")
-    parser.add_argument("--show", action="store_true", help="print what is done, run nothing")
+    parser.add_argument("--workers", type=at_least_one, help="runs at a time; default: one per core")
+    parser.add_argument("--show", action="store_true", help="print finished runs, run nothing")
     options = parser.parse_args(arguments)
     if not all(0 <= failure < 1 for failure in options.failures):
         parser.error("argument --failures: probabilities from 0 to below 1")

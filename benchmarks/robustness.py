@@ -1,16 +1,16 @@
-"""What robust averaging bears: rules on vectors, and swarms of which some peers hand in something else.
+"""What robust averaging tolerates: rules on vectors, and swarms in which some peers send wrong contributions.
 
     python -m benchmarks.robustness table [--seeds 20]
     python -m benchmarks.robustness training --json FILE [--resume] [--seeds 1] [--preset w64] [--rounds 12]
                                              [--inner-steps 20] [--only NAMES] [--show]
 
-table      the error of an aggregate of 16 vectors of 1000 elements, a signal and noise of norm 1 each, beside what was
-           found with other code: within 5 %
-training   16 simulated peers train a GPT on real text, through the real protocol, in virtual time. Attacked, three of
-           them hand in -1000 times their work (reversed), or -10 times without saying so (understated), or seven
-           something that is made to look honest (alie, ipm): see `tests.sim.byzantine.gradients`. Final held-out losses
-           in nats per byte, and what that is to the clean run's, seed by seed; with the default, three such peers may
-           cost 5 % in the mean over the seeds. "plain" is the mean without any clip
+table      the error of an aggregate of 16 vectors of 1000 elements, a signal plus noise of norm 1 each. It must be
+           within 5 % of the error found with other code
+training   16 simulated peers train a GPT on real text, through the real protocol, in virtual time. Three of them send
+           -1000 times their work (reversed), or -10 times but declare 1 (understated); or seven send vectors that look
+           honest (alie, ipm): see `tests.sim.byzantine.gradients`. Shows final held-out losses in nats per byte, and
+           their change from the clean run, seed by seed. With the default, three such peers may cost 5 % in the mean
+           over the seeds. "plain" is the mean without clipping
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from tests.sim.transport import SimTransport
 PEERS = 16
 LIARS = {"none": 0, "reversed": 3, "alie": 7, "ipm": 7}
 IN_TRAINING = {**LIARS, "understated": 3}
-"""On vectors alone nothing is declared."""
+"""`understated` needs declared norms, which vectors alone do not have."""
 JUDGED = ("reversed", "understated")
 TABLE_BOUND = 0.05
 DEFAULT_BOUND = 0.05
@@ -59,7 +59,7 @@ FOUND: dict[str, tuple[float, float, float, float]] = {
     "krum": (0.96, 0.96, 0.80, 1.51),
     "centered_clip": (0.25, 0.33, 0.54, 0.90),
 }
-"""By other code, in the order of `LIARS`. Of the trimmed mean, b is 3, 3, 7 and 7: as many as there are liars."""
+"""Errors found with other code, in the order of `LIARS`. The trimmed mean has b = 3, 3, 7 and 7, as many as liars."""
 
 
 def vectors(attack: str, seed: int) -> tuple[torch.Tensor, Vector]:
@@ -86,7 +86,7 @@ def error(rule: Rule, attack: str, seed: int) -> float:
 
 
 def clipped_mean(contributions: torch.Tensor, weights: Sequence[float], into: Vector) -> None:
-    """The mean of norms brought down to their median, as in a run without a rule."""
+    """The mean with norms clipped to their median, as in a run without a rule."""
     norms = [float(row.norm()) for row in contributions]
     for row, factor in zip(contributions, planning.clip_factors(norms, [1.0] * len(norms)), strict=True):
         row.mul_(factor)
@@ -98,13 +98,13 @@ def _whatever(rule: Rule, attack: str) -> Rule:
 
 
 def table(seeds: int) -> bool:
-    """Whether every figure is within the bound."""
+    """Print the table. Returns whether every figure is within the bound."""
     rows: dict[str, Callable[[str], Rule]] = {name: partial(_whatever, rule) for name, rule in RULES.items()}
     rows["mean, norms clipped"] = partial(_whatever, clipped_mean)
     rows["trimmed_mean b"] = lambda attack: partial(robust.trimmed_mean, share=(LIARS[attack] or 3) / PEERS)
     for reach in (0.25, 1.0, 1.5):
         rows[f"centered_clip {reach:g}"] = partial(_whatever, partial(robust.centered_clip, reach=reach))
-    print(f"error of the aggregate, n = {PEERS}, d = {ELEMENTS}, mean of {seeds} seeds; (what was found before)")
+    print(f"error of the aggregate, n = {PEERS}, d = {ELEMENTS}, mean of {seeds} seeds; (found with other code)")
     heads = [f"{liars} {attack}" if liars else attack for attack, liars in LIARS.items()]
     print(f"{'':20}" + "".join(f"{head:>16}" for head in heads))
     held = True
@@ -119,7 +119,7 @@ def table(seeds: int) -> bool:
                 held = held and abs(ours / before - 1) <= TABLE_BOUND
             cells.append(f"{cell:>16}")
         print(f"{name:20}" + "".join(cells))
-    print(f"of those found before, all within {TABLE_BOUND:.0%}: {'yes' if held else 'NO'}")
+    print(f"all within {TABLE_BOUND:.0%} of those found with other code: {'yes' if held else 'NO'}")
     return held
 
 
@@ -128,10 +128,10 @@ def table(seeds: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """One training run, decided by its fields alone.
+    """One training run, determined by its fields alone.
 
     Attributes:
-        rule: of `RULES`, or "plain": the mean without any clip.
+        rule: of `RULES`, or "plain": the mean without clipping.
         attack: of `IN_TRAINING`.
     """
 
@@ -148,12 +148,12 @@ class Trial:
         return f"{what} {self.preset} peers={self.peers} rounds={self.rounds} H={self.inner_steps} {self.seed}"
 
     def run(self) -> Run:
-        """The same without attack and rule."""
+        """The same run without attack and rule."""
         return Run(self.peers, self.rounds, self.inner_steps, self.preset, self.seed)
 
 
 class _World(LearningWorld):
-    """The last peers lie: the history is the first one's."""
+    """The last peers lie. The history is that of the first peer."""
 
     def __init__(self, trial: Trial, run: Run, history: History, scenario: Scenario) -> None:
         super().__init__(run, history, scenario)
@@ -176,7 +176,7 @@ class _World(LearningWorld):
 
 @contextmanager
 def _unclipped() -> Iterator[None]:
-    """Nothing is brought down, neither what is declared nor what is measured."""
+    """Switch off clipping, by declared and by measured norms."""
     factors, slack = planning.clip_factors, robust.MEASURED_SLACK
     planning.clip_factors = lambda norms, allowances: (1.0,) * len(norms)  # type: ignore[attr-defined]
     robust.MEASURED_SLACK = math.inf
@@ -187,7 +187,7 @@ def _unclipped() -> Iterator[None]:
 
 
 def perform(trial: Trial) -> tuple[History, float]:
-    """A trial's history and the seconds that it took; a loss of infinity where its peers came to no finite numbers."""
+    """Train a trial. Returns its history, with infinity for losses that are not finite, and its seconds."""
     torch.set_num_threads(1)
     began = time.perf_counter()
     with _unclipped() if trial.rule == "plain" else nullcontext():
@@ -205,7 +205,7 @@ def _trials(base: Trial, seeds: range, only: Sequence[str]) -> list[Trial]:
 
 
 def print_training(trials: Sequence[Trial], book: Book) -> bool:
-    """Every trial that is done, as its clean one is; whether the default bears what it has to."""
+    """Print each finished trial whose clean run is finished. Returns whether the default meets its bound."""
     print(f"\n{'attack':10} {'rule':14} {'seed':>4} {'loss':>8} {'to clean':>9}")
     found: dict[tuple[str, str], list[float]] = {}
     for trial in trials:
@@ -241,8 +241,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--only", nargs="*", default=(), metavar="RULE/ATTACK", help="these, and the clean run")
     parser.add_argument("--workers", type=at_least_one, help="trials at a time; unless given as many as cores")
     parser.add_argument("--json", type=Path, help="where the trials are kept")
-    parser.add_argument("--resume", action="store_true", help="go on with the trials in that file")
-    parser.add_argument("--show", action="store_true", help="print what is done, run nothing")
+    parser.add_argument("--resume", action="store_true", help="continue with the trials in that file")
+    parser.add_argument("--show", action="store_true", help="print finished trials, run nothing")
     options = parser.parse_args(arguments)
     if options.what == "table":
         torch.set_num_threads(1)

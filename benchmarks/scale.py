@@ -1,11 +1,11 @@
-"""What one round costs a peer as the swarm grows: messages and bytes, counted on the real averagers.
+"""What a round costs each peer as the swarm grows: messages and bytes, counted with the real averagers.
 
     python -m benchmarks.scale [--peers 32 128] [--protocols gossip ...] [--rounds 3] [--json]
     python -m benchmarks.scale --peers 32 128 512 2000 --file build/scale.png
 
-Simulated peers (`tests.sim`) with states of a few numbers, so that nearly all bytes are what the protocol adds; they
-train for ten seconds or a little longer each, and average. Counted is what crosses streams, openings and ends included:
-of a directory, which is a DHT in a node, nothing is. Protocols in lockstep send N² messages: they stop at 128 peers.
+Simulated peers (`tests.sim`) have states of a few numbers, so nearly all bytes are overhead of the protocol. Each
+trains for ten seconds or a little longer, then averages. Traffic on streams counts, their opening and closing included.
+Traffic of the directory, a DHT in a node, does not. Protocols in lockstep send N² messages, so they stop at 128 peers.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ LOCKSTEP_MOST = 128
 
 
 def measure(protocol: str, peers: int, rounds: int) -> dict[str, Any]:
-    """So many rounds of so many peers, and what each of them sent and received for one."""
+    """Run `rounds` rounds of `peers` peers. Returns what each peer sent and received in a round."""
     began = time.perf_counter()
     swarm = IndependentHarness(
         peers,
@@ -59,7 +59,7 @@ def measure(protocol: str, peers: int, rounds: int) -> dict[str, Any]:
 
 
 def print_all(options: argparse.Namespace) -> list[dict[str, Any]]:
-    print("of each peer and round: messages sent and received, bytes sent; mean and most\n")
+    print("per peer and round: messages sent and received, bytes sent; mean and maximum\n")
     print(
         f"{'protocol':<24} {'peers':>5} {'messages':>8} {'most':>7} {'bytes':>8} {'most':>9} {'committed':>9} {'s':>6}"
     )
@@ -79,14 +79,14 @@ def print_all(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def draw(found: Sequence[dict[str, Any]], file: Path) -> None:
-    """Messages and bytes over the number of peers. Raises OSError if the file cannot be written."""
+    """Plot messages and bytes over the number of peers. Raises OSError if the file cannot be written."""
     figure = Figure(figsize=(11.0, 4.6), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)
     for axes, kind in zip(figure.subplots(1, 2), ("messages", "bytes"), strict=True):
         for protocol in dict.fromkeys(each["protocol"] for each in found):
             mine = [each for each in found if each["protocol"] == protocol]
             axes.semilogx([e["peers"] for e in mine], [e[kind][0] for e in mine], marker="o", label=protocol)
-        axes.set_ylim(0, 1.1 * axes.get_ylim()[1])  # whether it is flat is what it is to show
+        axes.set_ylim(0, 1.1 * axes.get_ylim()[1])  # the plot should show whether the curve is flat
         sizes = sorted({each["peers"] for each in found})
         axes.set_xticks(sizes, [str(size) for size in sizes])
         axes.set_xticks([], minor=True)

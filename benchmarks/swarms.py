@@ -1,12 +1,12 @@
-"""What real peers learn together, beside what one learns alone in as many steps.
+"""What real peers learn together, compared with one peer alone in as many steps.
 
     python -m benchmarks.swarms [--seeds 0:5] [--peers 4] [--rounds 16] [--json build/swarms.json]
 
-Each run is `python -m node swarm`: real processes, real p2pds, the default preset. A pair has one seed, of the weights
-that both start from: so many peers, then one alone, in the same number of rounds of as many steps. What is compared is
-the held-out loss after the last round. Peers draw their data by their identities, which are new in every run.
+Each run is `python -m node swarm`: real processes, real p2pds, the default preset. A pair of runs shares a seed,
+which gives the initial weights: first several peers, then one alone, with equal rounds and steps. The held-out losses
+after the last round are compared. A peer's identity seeds its data, and is new in every run.
 
-With `--json FILE` a run that is in the file already is not done again.
+With `--json FILE`, runs that the file already holds are not repeated.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _RUN_SECONDS = 900.0
 
 
 def swarm(peers: int, rounds: int, seed: int, directory: Path) -> dict[str, Any]:
-    """Run one; returns what it says of itself, with the seconds that it took and the losses of its rounds."""
+    """Run one swarm. Returns its JSON result, with its duration in seconds and the losses of its rounds."""
     file = directory / "run.toml"
     file.write_text(f"seed = {seed}\n")
     command = [sys.executable, "-m", "node", "swarm", "--peers", str(peers), "--rounds", str(rounds)]
@@ -39,7 +39,7 @@ def swarm(peers: int, rounds: int, seed: int, directory: Path) -> dict[str, Any]
     )
     lines = done.stdout.decode().splitlines()
     if not lines:
-        raise SystemExit(f"the swarm of {peers} with seed {seed} said nothing (exit code {done.returncode})")
+        raise SystemExit(f"the swarm of {peers} with seed {seed} printed no result (exit code {done.returncode})")
     result: dict[str, Any] = json.loads(lines[-1])
     reports = [json.loads(line) for line in next((directory / "peers").glob("*/rounds.jsonl")).read_text().splitlines()]
     return result | {

@@ -1,14 +1,14 @@
-"""What the worker's boundary costs: inner steps behind `RemoteTrainer`, beside a bare PyTorch loop.
+"""The cost of the worker process: inner steps behind `RemoteTrainer`, compared with a bare PyTorch loop.
 
     python -m benchmarks.training [--preset w128] [--steps 50] [--pairs 6] [--threads 1]
 
 bare      the same model, data and AdamW in a process of its own: separate parameters, `clip_grad_norm_`, no rounds
 worker    rounds of the same number of steps: train until they are complete, read, write, as a peer does
 
-They take turns, A B A B …, the other one idle, so that both see the machine as it is at that time. Tokens are all that
-were trained, seconds are the wall's: of the loop (bare), or from the call of `train` to the return of `write` (worker).
-What is judged is the ratio within a pair, by the wall's seconds; on a machine with other work the ratio by processor
-seconds (of worker and peer together) says more.
+The two take turns, A B A B …, while the other is idle, so that both see the machine under the same conditions. All
+trained tokens count. Seconds are wall time: of the loop (bare), or from the call of `train` to the return of `write`
+(worker). The ratio of wall speeds within a pair is judged. On a machine with other work, the ratio by processor seconds
+(of worker and peer together) says more.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Setup:
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """Tokens per second of the wall, and of a processor."""
+    """Tokens per second of wall time, and of processor time."""
 
     wall: float
     processor: float
@@ -79,7 +79,7 @@ def bare(setup: Setup) -> None:
 
 
 class Bare:
-    """The bare loop in its process."""
+    """The bare loop in a process of its own."""
 
     def __init__(self, setup: Setup) -> None:
         self._setup = setup
@@ -116,7 +116,7 @@ def _busy_seconds(trainer: RemoteTrainer) -> float:
 
 
 async def speed(trainer: RemoteTrainer, number: int, local: Vector) -> Speed:
-    """Of the worker's next round."""
+    """Measure the worker's next round."""
     cut = asyncio.Event()
     began, busy = time.perf_counter(), _busy_seconds(trainer)
     key = RoundKey(bytes(32), "run", bytes(32), number)
