@@ -78,8 +78,12 @@ class ProtocolEndpoint:
     def serve(
         self, method: str, kind: type[HeaderType], handle: Callable[[Stream, HeaderType], Awaitable[None]]
     ) -> None:
-        """Let `handle` serve the streams of a method whose first frame is of this kind."""
-        self._register(method, self._serve)[kind] = handle
+        """Let `handle` serve the streams of a method whose first frame is of this kind.
+
+        A kind that opens a stream says which run it belongs to: it has the fields `run` and `scope`, or a `key`. With
+        the fields `sender` and `to` (members) the endpoint refuses frames of or for another incarnation.
+        """
+        self._handlers_of(method, self._serve, kind)[kind] = handle
 
     def listen(
         self, method: str, kinds: Iterable[type[HeaderType]], take: Callable[[PeerId, HeaderType], None]
@@ -88,7 +92,8 @@ class ProtocolEndpoint:
 
         If `take` raises `BadPayload`, the sender is named, and the stream stays open for its next messages.
         """
-        self._register(method, self._serve_messages).update(dict.fromkeys(kinds, take))
+        for kind in kinds:
+            self._handlers_of(method, self._serve_messages, kind)[kind] = take
 
     def deliver(self, method: str, peer: PeerId, message: Header) -> None:
         """Give a control message to its handler."""
@@ -98,7 +103,12 @@ class ProtocolEndpoint:
         except BadPayload as error:
             self.accounting.name(peer, f"refused: {error}")
 
-    def _register(self, method: str, serve: Callable[..., Awaitable[None]]) -> dict[type[Header], Callable[..., Any]]:
+    def _handlers_of(
+        self, method: str, serve: Callable[..., Awaitable[None]], kind: type[Header]
+    ) -> dict[type[Header], Callable[..., Any]]:
+        names = wire.field_names(kind)
+        if not {"run", "scope"} <= names and "key" not in names:
+            raise TypeError(f"{kind.__name__} opens a stream, but has neither the fields run and scope nor a key")
         if method not in self._handlers:
             self._handlers[method] = {}
             self.host.transport.serve(method, partial(serve, method))

@@ -147,8 +147,15 @@ _SPECS: dict[type, tuple[tuple[str, Spec], ...]] = {}
 def _specs(kind: type) -> tuple[tuple[str, Spec], ...]:
     if kind not in _SPECS:
         fields = _FOREIGN.get(kind) or {f.name: f for f in dataclasses.fields(kind)}
+        if unbounded := [name for name, f in fields.items() if "spec" not in f.metadata]:
+            raise ValueError(f"{kind.__name__}.{unbounded[0]} has no bounds: use the field types of protocols.wire")
         _SPECS[kind] = tuple((name, f.metadata["spec"]) for name, f in fields.items())
     return _SPECS[kind]
+
+
+def field_names(kind: type) -> frozenset[str]:
+    """Names of the fields of a header."""
+    return frozenset(name for name, _ in _specs(kind))
 
 
 def _pack_fields(value: Any) -> list[Any]:
@@ -322,11 +329,15 @@ def register(first: int, kinds: Sequence[type[Header]]) -> None:
     """Give the headers of another module consecutive numbers from `first`. Numbers never change.
 
     Raises:
-        ValueError: a number or a header is registered already.
+        ValueError: a number or a header is registered already, or a field has no bounds.
     """
     for number, kind in enumerate(kinds, first):
-        if number in _KINDS or kind in _NUMBER:
-            raise ValueError(f"{kind.__name__} or its number {number} is registered already")
+        if number in _KINDS:
+            free = f"numbers from {max(_KINDS) + 1} on are free"
+            raise ValueError(f"number {number} of {kind.__name__} belongs to {_KINDS[number].__name__}; {free}")
+        if kind in _NUMBER:
+            raise ValueError(f"{kind.__name__} is registered already, as number {_NUMBER[kind]}")
+        _specs(kind)
         _KINDS[number], _NUMBER[kind] = kind, number
 
 
@@ -349,8 +360,10 @@ def encode(header: Header) -> bytes:
     """Encode a header.
 
     Raises:
-        ValueError: it takes more than `MAX_HEADER_BYTES`.
+        ValueError: it takes more than `MAX_HEADER_BYTES`, or its kind is not registered.
     """
+    if type(header) not in _NUMBER:
+        raise ValueError(f"{type(header).__name__} has no number: pass it to protocols.wire.register")
     packed = bytes(msgpack.packb([VERSION, _NUMBER[type(header)], *_pack_fields(header)]))
     if len(packed) > MAX_HEADER_BYTES:
         raise ValueError(f"{type(header).__name__} takes {len(packed)} bytes, more than {MAX_HEADER_BYTES}")

@@ -36,8 +36,11 @@ class AveragingSession(Protocol):
     async def average(self, mine: Sequence[Vector], work: LocalProgress, into: Sequence[Vector]) -> AveragingResult:
         """Average `mine` with the others' vectors into `into`, which has the same shapes.
 
-        The caller must not change `mine` before this returns. A failure of another peer never raises: the result's
-        outcome says how the round ended.
+        With replicated state these are the fragments of the pseudo-gradient. With independent state they are parameters
+        and momentum, or, in a run with `outer_pull`, the pseudo-gradient alone. All are flat and float32.
+
+        Neither this nor the caller changes `mine` before this returns. A failure of another peer never raises: the
+        result's outcome says how the round ended.
         """
 
 
@@ -57,11 +60,13 @@ class IndependentSession(AveragingSession, Protocol):
     """One round of a protocol in which each peer owns its state.
 
     The peer calls `average` at the end of its round with its state, or with its contribution to its own outer step. If
-    the outcome is COMMITTED, `into` holds the mean. If it is SKIPPED, no peer averaged with this one and `into` is
-    undefined. Other peers may average with a shared state while its owner still trains.
+    the outcome is COMMITTED, `into` holds the mean, and the result names at least one contribution. If it is SKIPPED,
+    no peer averaged with this one and `into` is undefined. Other outcomes do not occur. Other peers may average with a
+    shared state while its owner still trains.
 
     Attributes:
-        round: number of the round in which the session ended; higher than at entry if other peers were ahead.
+        round: number of the round in which the session ended; higher than at entry if other peers were ahead. A
+            protocol in which peers do not follow each other's rounds leaves it as it is.
         group: name of the last group that this peer completed. All peers that report the same name hold the same bits.
             Empty if there was none, or if the protocol has no groups.
         half_exchanges: exchanges of this peer that may have been committed at one end only.

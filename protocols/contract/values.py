@@ -141,6 +141,8 @@ class Contribution:
     """How much of one peer's pseudo-gradient or state the mean holds.
 
     Attributes:
+        chunks_counted, chunks: chunks of this peer in the mean, and chunks of a whole vector; 1 and 1 for a protocol
+            that counts whole vectors.
         messages: for protocols that send states: names of the messages that were counted, at most 128 characters
             each. A name is never used twice, which lets the checkers find a message that was counted twice.
     """
@@ -158,7 +160,8 @@ class AveragingResult:
         outcome: `into` holds the mean only if this is COMMITTED.
         record: encoded record of the round (`protocols.consensus.record`); empty if none was decided.
         certificate: the record with the votes that decided it, encoded as a header; empty if none was decided.
-        contributions: peer -> chunks of its contribution in the mean, in the order of the plan.
+        contributions: peer -> chunks of its contribution in the mean, in the order of the plan. With independent state
+            this peer itself may be named or not.
         weights: peer -> its weight in the mean, after clamping; empty if this peer does not know the plan.
         blamed: peers that were refused, lost or clamped, with reasons.
         bytes_sent, bytes_received: traffic of this round, headers and control messages included.

@@ -174,3 +174,19 @@ def test_body_round_trips_or_is_rejected(key: RoundKey, junk: bytes) -> None:
     assert wire.unpack_body(RoundKey, wire.body(key)) == key
     with pytest.raises(BadPayload):
         wire.unpack_body(RoundKey, junk)
+
+
+@dataclasses.dataclass(frozen=True)
+class Unbounded(Header):
+    count: int = 0
+
+
+def test_mistakes_in_a_new_message_are_named() -> None:
+    with pytest.raises(ValueError, match=r"number 1 of Unbounded belongs to \w+; numbers from \d+ on are free"):
+        wire.register(1, (Unbounded,))
+    with pytest.raises(ValueError, match="LossResult is registered already"):
+        wire.register(max(wire._KINDS) + 1, (LossResult,))
+    with pytest.raises(ValueError, match=r"Unbounded.count has no bounds"):
+        wire.register(max(wire._KINDS) + 1, (Unbounded,))
+    with pytest.raises(ValueError, match="Unbounded has no number"):
+        wire.encode(Unbounded())

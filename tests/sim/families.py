@@ -136,7 +136,7 @@ BREAKING: dict[str, Draw] = {
 """Families under which rounds may fail until all faults are healed."""
 
 CALM = ("none", "lies", "slow")
-"""Families under which every round of every honest peer commits."""
+"""Families under which, with replicated state, every round of every honest peer commits."""
 
 FAULTS = (*CALM, "skew", *BREAKING)
 """`skew` has no effect as long as no protocol reads a wall clock."""

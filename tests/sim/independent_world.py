@@ -25,6 +25,7 @@ from protocols.base import ClosingAverager, Host, IndependentAverager, Member, P
 from protocols.moshpit.averager import Moshpit
 from protocols.sync.independent_sync import IndependentStateSync
 from protocols.sync.snapshot import Snapshots
+from tests.sim.blank_results import blank_results
 from tests.sim.byzantine.independent import ByzantinePeer
 from tests.sim.network import SimNetwork
 from tests.sim.round_account import Head
@@ -131,7 +132,10 @@ class IndependentWorld(World):
         return NoLoCo(outer.momentum, outer.learning_rate, pull) if pull else outer
 
     def averager(self, host: Host, settings: Settings) -> IndependentAverager:
-        """The averager of a peer."""
+        """The averager of a peer. The vectors for its means hold NaN when `average` begins."""
+        return blank_results(self._averager(host, settings))
+
+    def _averager(self, host: Host, settings: Settings) -> IndependentAverager:
         if self.scenario.directory:
             return Moshpit(host, settings, most=2, told=0)
         return INDEPENDENT_PROTOCOLS[self.scenario.protocol](host, settings)

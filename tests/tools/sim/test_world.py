@@ -14,6 +14,7 @@ import pytest
 
 from protocols.base import AveragingResult, Contribution, LocalProgress, Member, PeerId, Vector
 from protocols.base import Outcome as RoundOutcome
+from protocols.vectors import VectorView
 from tests.sim import world as worlds
 from tests.sim.families import BREAKING
 from tests.sim.faults import Faults
@@ -323,3 +324,9 @@ def test_faults_end_before_healing() -> None:
     assert (resolve(Scenario(faults=Faults().crash("p0", at=500.0, lasts=50.0))).breaking_seconds or 0) > 550
     assert resolve(Scenario(faults=Faults().crash("p0", at_message=5))).breaks
     assert not resolve(Scenario(faults=Faults().skew("p0", 5.0))).breaks
+
+
+def test_mean_that_is_not_written_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(VectorView, "write", lambda *arguments: None)
+    outcome = play(Scenario(protocol="parameter_server_async", peers=4, rounds=5), IndependentWorld)
+    assert "spread" in violated(outcome)
