@@ -362,10 +362,10 @@ class Membership:
         before, contact.hello = contact.hello, hello
         gone = set(before.addresses if before else ()) - set(hello.addresses)  # addresses that it no longer announces
         contact.addresses = sound((*hello.addresses, *(each for each in contact.addresses if each not in gone)))
-        if before is not None and before.life == hello.life and set(before.addresses) != set(hello.addresses):
+        if before is not None and before.nonce == hello.nonce and set(before.addresses) != set(hello.addresses):
             # its addresses changed: the present connection may be dead
             contact.doubt(asyncio.get_running_loop().time())
-        if before is not None and before.life != hello.life:
+        if before is not None and before.nonce != hello.nonce:
             contact.offended = False
             contact.end_watch()  # the watched stream belongs to its previous process
             self._set_live(contact, False, "it was started again")

@@ -120,7 +120,7 @@ class PeerRecord:
     def is_older(self, hello: Hello) -> bool:
         """Whether the greeting comes from another process of the peer that is not a later incarnation."""
         known = self.hello
-        return known is not None and hello.life != known.life and hello.member.incarnation <= known.member.incarnation
+        return known is not None and hello.nonce != known.nonce and hello.member.incarnation <= known.member.incarnation
 
     def doubt(self, now: float) -> None:
         """Ignore the silence so far and greet the peer again: this machine slept, or one of the two moved."""

@@ -116,7 +116,7 @@ class CheckpointManager:
         Args:
             like: supplies run, layout and data of all checkpoints.
         """
-        self.snapshots = Snapshots(storage.every_rounds, KEEP, self.room, self._has_draft)
+        self.snapshots = Snapshots(storage.every_rounds, KEEP, self.make_buffer, self._has_draft)
         self.home, self._like = storage.directory / DIRECTORY, like
         self._quota = Quota(self.home, storage.limit_bytes)
         self._inner, self.feedback = inner, feedback
@@ -127,7 +127,7 @@ class CheckpointManager:
         self._kept_wall: float | None = None  # wall-clock time at which the newest whole checkpoint was published
 
     async def __aenter__(self) -> Self:
-        self._now = asyncio.get_running_loop().time  # `room` is called on other threads, too
+        self._now = asyncio.get_running_loop().time  # `make_buffer` is called on other threads, too
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
@@ -188,10 +188,10 @@ class CheckpointManager:
             return None
 
     def _begin_to_seal(self, snapshot: Snapshot, inner: bool, feedback: bool = False) -> None:
-        if isinstance(snapshot.room, FileBuffer):
+        if isinstance(snapshot.buffer, FileBuffer):
             made = replace(
                 self._like,
-                path=snapshot.room.path.parent,
+                path=snapshot.buffer.path.parent,
                 round=snapshot.round,
                 lineage=snapshot.lineage,
                 state_root=snapshot.index.state_root(snapshot.round),
@@ -252,7 +252,7 @@ class CheckpointManager:
 
     # -- disk space ---------------------------------------------------------------------------------------------------
 
-    def room(self, lineage: bytes, round_number: int, size: int) -> SnapshotBuffer:
+    def make_buffer(self, lineage: bytes, round_number: int, size: int) -> SnapshotBuffer:
         """A buffer for an outer state: on disk, or in memory if it does not fit there, because other peers need it."""
         draft = self._draft(lineage, round_number)
         try:

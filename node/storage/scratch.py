@@ -39,7 +39,7 @@ class ScratchSpace:
     async def __aexit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
         await self._disk.run(self._empty, 0)
 
-    def room(self, size: int) -> ScratchFile:
+    def allocate(self, size: int) -> ScratchFile:
         """Create a file of this many bytes. Blocks: call it on the disk's thread.
 
         It first deletes files that are no longer used. That is not done earlier because the last reference to a file is

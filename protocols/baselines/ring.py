@@ -96,7 +96,7 @@ class Ring:
             self._weights[index] += hop.weight
             return
         self._finished[index] = part = current_round.part(index, self._count)
-        scratch = part.room()
+        scratch = part.scratch_vector()
         for number in range(part.chunks):
             data = part.chunk(number)
             await receive_chunk(stream, number, data)
