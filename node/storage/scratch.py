@@ -30,7 +30,7 @@ class ScratchSpace:
 
     def __init__(self, home: Path, disk: Compute) -> None:
         self._directory, self._disk = home / DIRECTORY, disk
-        self._useless: deque[Path] = deque()
+        self._unused: deque[Path] = deque()
 
     async def __aenter__(self) -> Self:
         await self._disk.run(self._empty, 0)
@@ -48,9 +48,9 @@ class ScratchSpace:
         Raises:
             OSError: there is not enough space.
         """
-        while self._useless:
-            _remove(self._useless.popleft())
-        return ScratchFile(self._directory, size, self._useless.append)
+        while self._unused:
+            _remove(self._unused.popleft())
+        return ScratchFile(self._directory, size, self._unused.append)
 
     def _empty(self) -> None:
         shutil.rmtree(self._directory, ignore_errors=True)
