@@ -18,6 +18,7 @@ import torch
 
 from protocols.moshpit.grid import GridShape, cell, line, shape_for
 from protocols.pairwise import matching
+from tests.support.mixing_matrices import mixing_matrix
 
 Mixer = Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor]
 Maker = Callable[[int, random.Random], Mixer]
@@ -92,7 +93,7 @@ def pushed(pushing: torch.Tensor, up: torch.Tensor, mass: torch.Tensor) -> torch
 
 
 def gossip(schedule: str) -> Maker:
-    """Rounds in lockstep by the matrices of `protocols.pairwise.matching`."""
+    """Rounds in lockstep by the matrices of `tests.support.mixing_matrices`."""
 
     def make(peers: int, rng: random.Random) -> Mixer:
         members, seed = names(peers), str(rng.getrandbits(63))
@@ -112,7 +113,7 @@ def pairs(peers: int, rng: random.Random) -> Mixer:
     def mix(number: int, up: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         here = [name for name, is_up in zip(members, up.tolist(), strict=True) if is_up]
         mixed = values.clone()
-        mixed[up] = matching.mixing_matrix("random", here, number, seed) @ values[up]
+        mixed[up] = mixing_matrix("random", here, number, seed) @ values[up]
         return mixed
 
     return mix
@@ -159,12 +160,12 @@ _static: dict[tuple[str, int, int], torch.Tensor] = {}
 
 
 def _matrix(schedule: str, members: Sequence[str], number: int, seed: str) -> torch.Tensor:
-    """`matching.matrix`, which caches the matrices that recur."""
+    """`mixing_matrix`, which caches the matrices that recur."""
     if schedule == "random":
-        return matching.mixing_matrix(schedule, members, number, seed)
+        return mixing_matrix(schedule, members, number, seed)
     key = (schedule, len(members), number % len(matching.hops(len(members))))
     if key not in _static:
-        _static[key] = matching.mixing_matrix(schedule, members, number, seed)
+        _static[key] = mixing_matrix(schedule, members, number, seed)
     return _static[key]
 
 

@@ -49,7 +49,7 @@ async def send_vector(stream: Stream, layout: PartLayout, source: VectorView, co
     Raises:
         PeerSilent: the stream ended.
     """
-    scratch, buffer = layout.room(), layout.chunk_buffer()
+    scratch, buffer = layout.scratch_vector(), layout.chunk_buffer()
 
     def encode(index: int, data: memoryview) -> None:
         layout.codec.encode(source.read(*layout.elements(index), scratch), data)
@@ -94,7 +94,7 @@ async def receive_vector(
         BadPayload: as for `receive_chunk`, or a chunk does not decode to finite numbers.
         PeerSilent: the stream ended.
     """
-    scratch, buffer = layout.room(), layout.chunk_buffer()
+    scratch, buffer = layout.scratch_vector(), layout.chunk_buffer()
 
     def decode(index: int, data: memoryview) -> None:
         low, high = layout.elements(index)
@@ -134,7 +134,7 @@ async def receive_reduced(
         PeerSilent: the stream ended.
     """
     digests: list[bytes] = []
-    scratch = part.room() if into else None
+    scratch = part.scratch_vector() if into else None
 
     def accept(index: int) -> bytes:
         if scratch is not None:

@@ -148,7 +148,7 @@ class ProtocolEndpoint:
             raise PeerSilent(stream.peer, "not a live member")
         return header
 
-    def _handler(self, method: str, header: Any, misfit: str) -> Callable[..., Any]:
+    def _handler(self, method: str, header: Any, why: str) -> Callable[..., Any]:
         """The handler for this kind of header.
 
         Raises:
@@ -156,7 +156,7 @@ class ProtocolEndpoint:
         """
         handle = self._handlers[method].get(type(header))
         if handle is None:
-            raise BadPayload(f"{type(header).__name__} {misfit}")
+            raise BadPayload(f"{type(header).__name__} {why}")
         bound = header if hasattr(header, "run") else header.key
         if self._run not in (None, (bound.run, bound.scope)):
             raise BadPayload("a frame of another run or scope")

@@ -92,9 +92,9 @@ def mean(contributions: torch.Tensor, weights: Sequence[float], into: Vector) ->
 
 def median(contributions: torch.Tensor, weights: Sequence[float], into: Vector) -> None:
     """The coordinate-wise weighted median: the midpoint of the lower and the upper one."""
-    voices = _voices(contributions, weights, into)
-    half = math.fsum(voices) / 2
-    for piece, values, reached in _ranked(contributions, voices):
+    scaled = _scaled_weights(contributions, weights, into)
+    half = math.fsum(scaled) / 2
+    for piece, values, reached in _ranked(contributions, scaled):
         lower = (reached < half).sum(0, keepdim=True)
         upper = (reached <= half).sum(0, keepdim=True)
         middle = values.gather(0, lower).mul_(0.5).add_(values.gather(0, upper).mul_(0.5))
@@ -111,10 +111,10 @@ def trimmed_mean(
     Args:
         share: of the total weight, removed at each end; below .5.
     """
-    voices = _voices(contributions, weights, into)
-    whole = math.fsum(voices)
+    scaled = _scaled_weights(contributions, weights, into)
+    whole = math.fsum(scaled)
     low, high = share * whole, whole - share * whole
-    for piece, values, reached in _ranked(contributions, voices):
+    for piece, values, reached in _ranked(contributions, scaled):
         total, before = torch.zeros(values.shape[1], dtype=torch.float64), torch.tensor(low, dtype=torch.float64)
         for value, up_to in zip(values, reached, strict=True):
             up_to = up_to.clamp(low, high)
@@ -131,16 +131,16 @@ def centered_clip(
     In each step, τ is `reach` times the weighted median of the distances ‖x_i - v‖.
     """
     median(contributions, weights, into)
-    voices = _voices(contributions, weights, into)
-    whole = math.fsum(voices)
+    scaled = _scaled_weights(contributions, weights, into)
+    whole = math.fsum(scaled)
     apart, step = torch.empty_like(into), torch.empty_like(into)
     for _ in range(steps):
         far = [norm([_difference(row, into, apart)]) for row in contributions]
-        within = reach * _middle(far, voices)
+        within = reach * _middle(far, scaled)
         step.zero_()
-        for row, distance, voice in zip(contributions, far, voices, strict=True):
+        for row, distance, weight in zip(contributions, far, scaled, strict=True):
             kept = within / distance if distance > within else 1.0
-            step.add_(_difference(row, into, apart).mul_(kept * voice / whole))
+            step.add_(_difference(row, into, apart).mul_(kept * weight / whole))
         into.add_(step).clamp_(-LARGEST_FLOAT32, LARGEST_FLOAT32)
 
 
@@ -152,7 +152,7 @@ def krum(contributions: torch.Tensor, weights: Sequence[float], into: Vector) ->
     """
     if len(contributions) < KRUM_LEAST:
         return median(contributions, weights, into)
-    _voices(contributions, weights, into)
+    _scaled_weights(contributions, weights, into)
     into.copy_(contributions[_nearest(contributions)[0]])
 
 
@@ -160,7 +160,7 @@ def multi_krum(contributions: torch.Tensor, weights: Sequence[float], into: Vect
     """The weighted mean of the n - b - 2 contributions that Krum ranks first; for few contributions see `krum`."""
     if len(contributions) < KRUM_LEAST:
         return median(contributions, weights, into)
-    _voices(contributions, weights, into)
+    _scaled_weights(contributions, weights, into)
     chosen = sorted(_nearest(contributions)[: _neighbours(len(contributions))])
     weighted_mean([contributions[index].clone() for index in chosen], [weights[index] for index in chosen], into)
 
@@ -188,7 +188,7 @@ def known(name: str) -> str:
     raise ValueError(f"unknown robust rule {name[:40]!r}: there are {', '.join(RULES)}{hint}")
 
 
-def _voices(contributions: torch.Tensor, weights: Sequence[float], into: Vector) -> list[float]:
+def _scaled_weights(contributions: torch.Tensor, weights: Sequence[float], into: Vector) -> list[float]:
     """Check the weights, and scale them so that their sum is finite: by a power of two, which rounds nothing."""
     count, size = contributions.shape
     if not count or count != len(weights) or size != len(into):
@@ -199,13 +199,13 @@ def _voices(contributions: torch.Tensor, weights: Sequence[float], into: Vector)
     return [math.ldexp(weight, -exponent) for weight in weights]
 
 
-def _ranked(contributions: torch.Tensor, voices: Sequence[float]) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
+def _ranked(contributions: torch.Tensor, scaled: Sequence[float]) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
     """Sort the columns, a piece at a time.
 
     Yields:
         The columns of the piece; their values in ascending order and the cumulative weights, each (n, columns).
     """
-    each = torch.tensor(voices, dtype=torch.float64)
+    each = torch.tensor(scaled, dtype=torch.float64)
     for low in range(0, contributions.shape[1], _PIECE):
         piece = slice(low, low + _PIECE)
         values, order = contributions[:, piece].sort(stable=True, dim=0)
@@ -217,11 +217,11 @@ def _difference(row: Vector, centre: Vector, into: Vector) -> Vector:
     return torch.sub(row, centre, out=into).clamp_(-LARGEST_FLOAT32, LARGEST_FLOAT32)
 
 
-def _middle(values: Sequence[float], voices: Sequence[float]) -> float:
+def _middle(values: Sequence[float], scaled: Sequence[float]) -> float:
     """The lower weighted median."""
     order = sorted(range(len(values)), key=lambda index: values[index])
-    reached = accumulate(voices[index] for index in order)
-    half = math.fsum(voices) / 2
+    reached = accumulate(scaled[index] for index in order)
+    half = math.fsum(scaled) / 2
     return values[next(index for index, sum_ in zip(order, reached, strict=True) if sum_ >= half)]
 
 

@@ -15,8 +15,8 @@ from tests.support.paths import REPOSITORY
 
 SOURCES = {
     path.relative_to(REPOSITORY).as_posix(): path.read_text()
-    for room in ("protocols", "node")
-    for path in (REPOSITORY / room).rglob("*.py")
+    for package in ("protocols", "node")
+    for path in (REPOSITORY / package).rglob("*.py")
 }
 ROOMS = {"node", "protocols", "tests", "benchmarks"}
 PEER = {"node/session/peer.py"}
@@ -61,8 +61,8 @@ def imports(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 
 def allowed(file: str, name: str) -> bool:
-    top, room = name.split(".")[0], file.split("/")[0]
-    if room == "protocols" and top not in sys.stdlib_module_names | {"torch", "msgpack", "protocols"}:
+    top, package = name.split(".")[0], file.split("/")[0]
+    if package == "protocols" and top not in sys.stdlib_module_names | {"torch", "msgpack", "protocols"}:
         return False
     if top in {"tests", "benchmarks", ""} or (top == "random" and name not in {"random", "random.Random"}):
         return False

@@ -203,11 +203,11 @@ class Swarm:
     def leave(self) -> None:
         """Ask all peers to finish their round and leave."""
         self._leaving = True
-        self._hurry(LEAVE_SECONDS)
+        self._end_within(LEAVE_SECONDS)
         for each in self._peers:
             each.ask()
 
-    def _hurry(self, seconds: float) -> None:
+    def _end_within(self, seconds: float) -> None:
         self._until = min(self._until, asyncio.get_running_loop().time() + seconds)
 
     async def run(self) -> int:
@@ -310,7 +310,7 @@ class Swarm:
         self._ended.add(peer.name)
         self._tally.tracks[peer.name].well = peer.well
         if peer.well:
-            self._hurry(LAST_SECONDS)
+            self._end_within(LAST_SECONDS)
         elif not self._leaving:
             self._screen.say(f"{peer.name} {peer.end}, the others continue; its last output: {peer.output_tail}")
 

@@ -179,7 +179,7 @@ class BootstrapClient:
         self._exit = AsyncExitStack()
         self._tries: dict[str, asyncio.Task[None]] = {}
         self._readers: list[asyncio.Task[None]] = []
-        self._useless, self._stopped = 0, False
+        self._given_up, self._stopped = 0, False
 
     async def __aenter__(self) -> Self:
         self._found: asyncio.Future[RunInfo] = asyncio.get_running_loop().create_future()
@@ -280,8 +280,8 @@ class BootstrapClient:
 
     def _give_up(self, address: str, why: str, group: _Refusals | None) -> None:
         """Give up an address that leads into another run. `find` fails once this was the last address."""
-        self._useless += 1
-        if self._useless == len(self._tries) and not self._readers and not self._found.done():
+        self._given_up += 1
+        if self._given_up == len(self._tries) and not self._readers and not self._found.done():
             self._found.set_exception(ManifestError(f"{address}: {why}"))
         else:
             self._report(address, why, "", group)

@@ -63,7 +63,7 @@ def local_peer(me: Member, nickname: str, addresses: Callable[[], Sequence[str]]
     return LocalPeer(
         me=me,
         run=history.head.key.run,
-        life=secrets.randbits(63),
+        nonce=secrets.randbits(63),
         nickname=nickname,
         addresses=lambda: [address.rpartition("/p2p/")[0] for address in addresses()],
         round=lambda: history.head.key.round,

@@ -32,14 +32,14 @@ class LocalPeer:
     Attributes:
         me: this peer in its present incarnation.
         run: hash of the manifest, 32 bytes.
-        life: random number drawn when the process started.
+        nonce: random number drawn when the process started.
         addresses: returns the addresses at which this peer can be dialled now.
         round: returns the number of this peer's current round.
     """
 
     me: Member
     run: bytes
-    life: int
+    nonce: int
     nickname: str
     addresses: Callable[[], Sequence[str]]
     round: Callable[[], int]
@@ -62,14 +62,14 @@ class HandshakeProtocol:
         """The present greeting of this peer, signed."""
         local = self._local
         addresses = tuple(local.addresses())[:MAX_ADDRESSES]
-        hello = Hello(VERSION, local.run, local.me, local.life, local.nickname, addresses, b"")
+        hello = Hello(VERSION, local.run, local.me, local.nonce, local.nickname, addresses, b"")
         return replace(hello, signature=self._signer.sign(signed_part(hello)))
 
     def is_duplicate(self, hello: Hello) -> bool:
         """Whether this greeting proves that another process, not an earlier incarnation, runs with this identity."""
         local = self._local
         same = (hello.run, hello.member.peer) == (local.run, local.me.peer)
-        later = hello.life != local.life and hello.member.incarnation >= local.me.incarnation
+        later = hello.nonce != local.nonce and hello.member.incarnation >= local.me.incarnation
         return same and later and self._is_signed(hello)
 
     def _is_signed(self, hello: Hello) -> bool:
@@ -144,7 +144,7 @@ class HandshakeProtocol:
                 pulse = wire.expect(await stream.receive(wire.MAX_HEADER_BYTES), Heartbeat)
             if contact.hello is None:
                 return  # the table has dropped this peer; it may greet again
-            if contact.hello.life != hello.life:
+            if contact.hello.nonce != hello.nonce:
                 return await stream.send(HelloRejected("another incarnation of it is known here", (contact.hello,)))
             contact.round, contact.leaving, contact.sketch = pulse.round, pulse.leaving, pulse.sketch
             contact.called()

@@ -41,7 +41,7 @@ class Hello(Header):
         version: the sender's `VERSION`.
         run: hash of the sender's manifest.
         member: the sender in its present incarnation.
-        life: random number drawn when the process started. It distinguishes two processes with one identity.
+        nonce: random number drawn when the process started. It distinguishes two processes with one identity.
         addresses: multiaddrs at which the sender can be dialled.
         signature: the sender's, over all other fields. It proves to a peer that another process has its identity.
     """
@@ -49,7 +49,7 @@ class Hello(Header):
     version: int = uint(1 << 16)
     run: bytes = digest()
     member: Member = one(Member)
-    life: int = uint((1 << 63) - 1)
+    nonce: int = uint((1 << 63) - 1)
     nickname: str = text(MAX_NICKNAME_CHARACTERS)
     addresses: tuple[str, ...] = many(text(MAX_ADDRESS_CHARACTERS), MAX_ADDRESSES)
     signature: bytes = blob(128)

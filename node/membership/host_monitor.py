@@ -21,7 +21,7 @@ class HostMonitor:
 
     Attributes:
         clock: user-facing line while this machine's clock differs from the other peers'; else empty.
-        upset: set when this peer has to announce its addresses again; the code that announces them clears the event.
+        announce_again: set when this peer has to announce its addresses again; the code that announces them clears it.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class HostMonitor:
             say: called with a user-facing line for each event.
         """
         self._say = say
-        self.clock, self.upset = "", asyncio.Event()
+        self.clock, self.announce_again = "", asyncio.Event()
         self._wall, self._addresses = clock, addresses
         self._ticks = SuspendDetector()
         self._known: frozenset[str] = frozenset()
@@ -56,7 +56,7 @@ class HostMonitor:
             self._compare(sorted(offsets()))
         if gap and gap.line:
             self._say(gap.line)
-            self.upset.set()
+            self.announce_again.set()
         return gap
 
     def _moved(self) -> TimeJump | None:

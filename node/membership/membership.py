@@ -48,8 +48,8 @@ WATCH_SECONDS = 86_400.0
 ANSWER_SECONDS = 5.0
 TICK_SECONDS = 0.25
 DIALS_AT_ONCE = 16
-HEARSAY_AT_ONCE = 4
-HEARSAY_SECONDS = 0.25
+INTRODUCED_DIALS_AT_ONCE = 4
+INTRODUCED_DIAL_SECONDS = 0.25
 MAX_REASONS = 256
 RETRY_SECONDS = 0.05
 CUT_FAILURES = 3
@@ -124,7 +124,8 @@ class Membership:
         self._contacts = PeerTable(local.me.peer, dialing.wanted, self._on_forget)
         self._changed = Notifier()
         self._group: asyncio.TaskGroup | None = None
-        self._dials, self._hearsay = asyncio.Semaphore(DIALS_AT_ONCE), asyncio.Semaphore(HEARSAY_AT_ONCE)
+        self._dials = asyncio.Semaphore(DIALS_AT_ONCE)
+        self._introduced_dials = asyncio.Semaphore(INTRODUCED_DIALS_AT_ONCE)
         transport.serve(HELLO, self._serve)
 
     # -- what others see ----------------------------------------------------------------------------------------------
@@ -174,7 +175,7 @@ class Membership:
         """
         contact = self._contacts.add(peer, addresses, told_by)
         if contact and self._group and contact.is_due(asyncio.get_running_loop().time()):
-            contact.task = self._group.create_task(self._tend(contact))
+            contact.task = self._group.create_task(self._keep_contact(contact))
         return contact
 
     def _on_forget(self, contact: PeerRecord) -> None:
@@ -229,7 +230,7 @@ class Membership:
 
     # -- watching -----------------------------------------------------------------------------------------------------
 
-    async def _tend(self, contact: PeerRecord) -> None:
+    async def _keep_contact(self, contact: PeerRecord) -> None:
         """Watch one peer until that fails, then pause without a task; pauses grow from failure to failure."""
         while True:
             contact.greeted = None
@@ -271,7 +272,7 @@ class Membership:
         except TimeoutError:
             return contact.why or "no answer in time"
         except BadPayload as error:
-            contact.failures, contact.offended = MAX_FAILURES, True
+            contact.failures, contact.broke_rules = MAX_FAILURES, True
             self._set_live(contact, False, str(error))
             self._refuse(contact.peer, str(error))
             return str(error)
@@ -299,8 +300,8 @@ class Membership:
     async def _turn(self, contact: PeerRecord, dialling: AsyncExitStack) -> None:
         """Wait for a turn to dial. Peers known only from unverified introductions share a slow queue of their own."""
         if contact.told_by and contact.hello is None and not self._contacts.wants(contact.peer):
-            await dialling.enter_async_context(self._hearsay)
-            await asyncio.sleep(HEARSAY_SECONDS)
+            await dialling.enter_async_context(self._introduced_dials)
+            await asyncio.sleep(INTRODUCED_DIAL_SECONDS)
         else:
             await dialling.enter_async_context(self._dials)
 
@@ -362,11 +363,11 @@ class Membership:
         before, contact.hello = contact.hello, hello
         gone = set(before.addresses if before else ()) - set(hello.addresses)  # addresses that it no longer announces
         contact.addresses = sound((*hello.addresses, *(each for each in contact.addresses if each not in gone)))
-        if before is not None and before.life == hello.life and set(before.addresses) != set(hello.addresses):
+        if before is not None and before.nonce == hello.nonce and set(before.addresses) != set(hello.addresses):
             # its addresses changed: the present connection may be dead
             contact.doubt(asyncio.get_running_loop().time())
-        if before is not None and before.life != hello.life:
-            contact.offended = False
+        if before is not None and before.nonce != hello.nonce:
+            contact.broke_rules = False
             contact.end_watch()  # the watched stream belongs to its previous process
             self._set_live(contact, False, "it was started again")
 

@@ -38,7 +38,7 @@ class PeerRecord:
         sketch: packed sketch of its parameters, as received.
         failures: attempts in a row that did not make it live.
         breaks: streams in a row that broke soon after a handshake.
-        offended: its present process broke a rule, or broke streams too often: not dialled before the pause is over.
+        broke_rules: its present process broke a rule, or broke streams too often: not dialled before the pause is over.
         greeted: time of the handshake in the present attempt; None before it.
         stale: this machine slept or moved since the last handshake: the connection may be dead.
         cut: the connection has been closed: the peer has to be dialled, though it still counts as live.
@@ -62,7 +62,7 @@ class PeerRecord:
     told_by: PeerId = ""
     failures: int = 0
     breaks: int = 0
-    offended: bool = False
+    broke_rules: bool = False
     greeted: float | None = None
     stale: bool = False
     cut: bool = False
@@ -99,7 +99,7 @@ class PeerRecord:
 
     def called(self) -> None:
         """Note that the peer has called this one, so it is probably reachable."""
-        if not self.live and not self.offended:
+        if not self.live and not self.broke_rules:
             self.nudge.set()
 
     def broke(self, now: float) -> bool:
@@ -111,16 +111,16 @@ class PeerRecord:
         if self.greeted is None or not self.live:
             return False
         if now - self.greeted >= AGAIN_SECONDS:
-            self.breaks, self.offended = 0, False
+            self.breaks, self.broke_rules = 0, False
         self.breaks += 1
         self.failures = self.breaks
-        self.offended |= self.breaks > MAX_BREAKS
-        return not self.offended
+        self.broke_rules |= self.breaks > MAX_BREAKS
+        return not self.broke_rules
 
     def is_older(self, hello: Hello) -> bool:
         """Whether the greeting comes from another process of the peer that is not a later incarnation."""
         known = self.hello
-        return known is not None and hello.life != known.life and hello.member.incarnation <= known.member.incarnation
+        return known is not None and hello.nonce != known.nonce and hello.member.incarnation <= known.member.incarnation
 
     def doubt(self, now: float) -> None:
         """Ignore the silence so far and greet the peer again: this machine slept, or one of the two moved."""

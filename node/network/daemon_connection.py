@@ -101,12 +101,12 @@ class DaemonConnection:
         """Connect to the peer at a multiaddr."""
         where = Multiaddr(address).to_bytes()  # not hivemind's Multiaddr, which cannot encode the id of a relay
         target = p2pd_pb2.ConnectRequest(peer=_peer_bytes(peer), addrs=[where], timeout=seconds)
-        await self._tell(type=p2pd_pb2.Request.CONNECT, connect=target)
+        await self._request(type=p2pd_pb2.Request.CONNECT, connect=target)
 
     async def disconnect(self, peer: PeerId) -> None:
         """Close the connections to the peer."""
         target = p2pd_pb2.DisconnectRequest(peer=_peer_bytes(peer))
-        await self._tell(type=p2pd_pb2.Request.DISCONNECT, disconnect=target)
+        await self._request(type=p2pd_pb2.Request.DISCONNECT, disconnect=target)
 
     async def ended(self) -> str:
         """Wait until p2pd has ended, and return how, in one line. A p2pd that hangs is killed."""
@@ -132,13 +132,13 @@ class DaemonConnection:
         await self.daemon.kill()
 
     async def _look(self) -> None:
-        mine = await self._tell(type=p2pd_pb2.Request.IDENTIFY)
+        mine = await self._request(type=p2pd_pb2.Request.IDENTIFY)
         self.addresses = tuple(text for address in mine.identify.addrs if (text := _text(address)))
-        others = await self._tell(type=p2pd_pb2.Request.LIST_PEERS)
+        others = await self._request(type=p2pd_pb2.Request.LIST_PEERS)
         found = ((PeerID(each.id).to_base58(), _text(each.addrs[0])) for each in others.peers if each.addrs)
         self.peers = {peer: address for peer, address in found if address}
 
-    async def _tell(self, **request: Any) -> Any:
+    async def _request(self, **request: Any) -> Any:
         response, _, writer = await self._ask(**request)
         writer.close()
         return response

@@ -162,7 +162,8 @@ class StarlingDHT(DHTProtocol):  # type: ignore[misc]
     async def call_find(self, peer: PeerID, keys: Collection[Key]) -> Any:
         found = await super().call_find(peer, keys)
         return found and {
-            key: (self._sift(peer, key, value), self._true_nodes(nearest)) for key, (value, nearest) in found.items()
+            key: (self._store_valid(peer, key, value), self._true_nodes(nearest))
+            for key, (value, nearest) in found.items()
         }
 
     async def update_routing_table(self, node_id: Key, peer_id: PeerID, responded: bool = True) -> None:
@@ -207,7 +208,7 @@ class StarlingDHT(DHTProtocol):  # type: ignore[misc]
         sound = self._judge(sender.to_base58(), where, subkey, value, expiration_time)
         return sound and self._records.put(where, subkey, value, expiration_time)
 
-    def _sift(self, sender: PeerID, key: Key, found: Any) -> Any:
+    def _store_valid(self, sender: PeerID, key: Key, found: Any) -> Any:
         """Store the valid records that a node has found, and return all known records of this key."""
         if found is not None and isinstance(found.value, DictionaryDHTValue):
             known = self._records.live(key)

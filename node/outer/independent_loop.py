@@ -42,7 +42,7 @@ from protocols.vectors import norm
 
 log = logging.getLogger(__name__)
 
-ASTRAY_FACTOR = 10.0
+DRIFT_FACTOR = 10.0
 """Multiple of the spread limit. A peer that is further from the mean of all peers fetches another peer's state."""
 LATE_SHARE = 0.5
 """Share of a round's time limit. A peer that trained for longer had little or no time left to average."""
@@ -76,7 +76,7 @@ class IndependentOuterLoop(OuterLoop):
     Attributes:
         chain: the peer's own rounds.
         lacks_state: the peer must fetch its first state; it does not hold a state of the run yet.
-        astray: the peer has drifted too far from the others to rely on averaging: it must fetch another's state.
+        has_drifted: the peer has drifted too far from the others to rely on averaging: it must fetch another's state.
     """
 
     SHARES_ANCHOR = False
@@ -96,7 +96,7 @@ class IndependentOuterLoop(OuterLoop):
         """
         super().__init__(averager.me, optimizer, deps)
         self.chain, self.averager, self._options = chain, averager, options
-        self.astray, self.lacks_state = False, options.newcomer
+        self.has_drifted, self.lacks_state = False, options.newcomer
         self._sketches: dict[PeerId, Sketch] = {}  # the others' sketches, as of the last round
         self._sketch: Sketch | None = None  # our own, as sent to the others
         self._kept_round = -1
@@ -115,7 +115,7 @@ class IndependentOuterLoop(OuterLoop):
     @property
     def seeks_state(self) -> bool:
         """Whether this peer must fetch another peer's state. Until then it serves none."""
-        return self.lacks_state or self.astray
+        return self.lacks_state or self.has_drifted
 
     def took_part(self, report: RoundReport) -> bool:
         """Whether the report is of a round, not of the fetching of another peer's state."""
@@ -252,7 +252,7 @@ class IndependentOuterLoop(OuterLoop):
             await asyncio.sleep(LOOK_SECONDS)
             self._sketches = dict(compare(ours))
         far = furthest({**self._sketches, self.me.peer: ours})
-        self.astray = far[0] == self.me.peer and far[1] > ASTRAY_FACTOR * spread_limit
+        self.has_drifted = far[0] == self.me.peer and far[1] > DRIFT_FACTOR * spread_limit
         return replace(
             report, finite=finite, spread_limit=spread_limit, spread=spread([ours, *self._sketches.values()])
         )
@@ -277,7 +277,7 @@ class IndependentOuterLoop(OuterLoop):
         except OSError as error:
             log.warning("the state that was fetched cannot be read: %s", error.strerror or error)
         else:
-            outcome, self.astray, self.lacks_state = Outcome.SUPERSEDED, False, False
+            outcome, self.has_drifted, self.lacks_state = Outcome.SUPERSEDED, False, False
             self._keep_fetched(snapshot)
             await self.settle()
         blamed, sent, received = state_sync.accounting.take()

@@ -358,7 +358,7 @@ class Peer:
 
     def _part_store(self, scratch: ScratchSpace, resources: _Resources, gate: Gate) -> PartStore:
         least_rounds = max(LEAST_ROUNDS, KEEP_CHECKPOINTS * self._config.checkpoint_every)
-        return PartStore(scratch.room, resources.disk, gate, least_rounds=least_rounds)
+        return PartStore(scratch.allocate, resources.disk, gate, least_rounds=least_rounds)
 
     def _membership(self, resources: _Resources, history: RoundHistory) -> Membership:
         """Build the run's membership. From now on it receives the peers that files of addresses name."""

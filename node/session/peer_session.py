@@ -34,7 +34,7 @@ FINISH_SECONDS = 7.0
 """Time that a peer has to finish its round after it was asked to leave. It then leaves without the round."""
 OBSERVER_SECONDS = 1.0
 """The same for a peer outside the roster, which only has to say goodbye."""
-FAREWELLS = 2
+MAX_LAST_ROUNDS = 2
 """Further rounds that a leaving peer takes part in if it could not announce its leaving in time for an earlier one."""
 KEEP_BYTES = 1 << 30
 """A leaving peer writes a checkpoint only if its parameters are no larger: there is no time for more."""
@@ -131,7 +131,7 @@ class PeerSession:
         self, deps: PeerSessionDeps, limits: SessionLimits, status_tracker: StatusTracker, view: EventSink
     ) -> None:
         self._deps, self._limits, self._status_tracker, self._view = deps, limits, status_tracker, view
-        self._done = self._farewells = 0
+        self._done = self._last_rounds = 0
         self._evaluated = ""  # hash of the parameters that were evaluated last, or that the session starts from
         self._leave, self._reported = asyncio.Event(), asyncio.Event()
 
@@ -178,8 +178,8 @@ class PeerSession:
         enough = self._limits.rounds is not None and self._done >= self._limits.rounds
         if not enough and not self._leave.is_set():
             return True
-        self._farewells += 1
-        return self._farewells <= FAREWELLS and self._is_expected()
+        self._last_rounds += 1
+        return self._last_rounds <= MAX_LAST_ROUNDS and self._is_expected()
 
     def _is_expected(self) -> bool:
         """Whether other members count on this peer: one that leaves unannounced costs them the time of a round."""
@@ -292,11 +292,11 @@ class PeerSession:
 
     async def _pause(self, until: Deadline) -> None:
         """Wait until the given time, or less if this machine slept or moved: others may have its old addresses."""
-        upset = self._deps.membership.host_monitor.upset
+        announce_again = self._deps.membership.host_monitor.announce_again
         with suppress(TimeoutError):
             async with asyncio.timeout_at(until):
-                await upset.wait()
-                upset.clear()
+                await announce_again.wait()
+                announce_again.clear()
                 await asyncio.sleep(SETTLE_SECONDS)
 
 

@@ -116,18 +116,18 @@ class CheckpointManager:
         Args:
             like: supplies run, layout and data of all checkpoints.
         """
-        self.snapshots = Snapshots(storage.every_rounds, KEEP, self.room, self._has_draft)
+        self.snapshots = Snapshots(storage.every_rounds, KEEP, self.make_buffer, self._has_draft)
         self.home, self._like = storage.directory / DIRECTORY, like
         self._quota = Quota(self.home, storage.limit_bytes)
         self._inner, self.feedback = inner, feedback
         self._disk, self._sync = storage.disk, storage.sync
         self._sealing: asyncio.Task[None] | None = None
         self._whole: set[str] = set()
-        self._told = -math.inf
+        self._warned_at = -math.inf
         self._kept_wall: float | None = None  # wall-clock time at which the newest whole checkpoint was published
 
     async def __aenter__(self) -> Self:
-        self._now = asyncio.get_running_loop().time  # `room` is called on other threads, too
+        self._now = asyncio.get_running_loop().time  # `make_buffer` is called on other threads, too
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
@@ -188,10 +188,10 @@ class CheckpointManager:
             return None
 
     def _begin_to_seal(self, snapshot: Snapshot, inner: bool, feedback: bool = False) -> None:
-        if isinstance(snapshot.room, FileBuffer):
+        if isinstance(snapshot.buffer, FileBuffer):
             made = replace(
                 self._like,
-                path=snapshot.room.path.parent,
+                path=snapshot.buffer.path.parent,
                 round=snapshot.round,
                 lineage=snapshot.lineage,
                 state_root=snapshot.index.state_root(snapshot.round),
@@ -224,7 +224,7 @@ class CheckpointManager:
             await self._fail(made.round, error.strerror or str(error), made.path)
         else:
             log.debug("the checkpoint before round %d was sealed in %.2f s", made.round + 1, self._now() - began)
-            self._told = -math.inf
+            self._warned_at = -math.inf
             self._whole.add(made.name)
             self._is_kept(self.home / made.name)
             held = {name_of(each.round, each.lineage) for each in self.snapshots.held()}
@@ -245,14 +245,14 @@ class CheckpointManager:
 
     def _warn(self, line: str) -> None:
         """Warn at once, then at most every ten minutes until a checkpoint succeeds."""
-        due = self._now() >= self._told + AGAIN_SECONDS
+        due = self._now() >= self._warned_at + AGAIN_SECONDS
         log.log(logging.WARNING if due else logging.DEBUG, line)
         if due:
-            self._told = self._now()
+            self._warned_at = self._now()
 
     # -- disk space ---------------------------------------------------------------------------------------------------
 
-    def room(self, lineage: bytes, round_number: int, size: int) -> SnapshotBuffer:
+    def make_buffer(self, lineage: bytes, round_number: int, size: int) -> SnapshotBuffer:
         """A buffer for an outer state: on disk, or in memory if it does not fit there, because other peers need it."""
         draft = self._draft(lineage, round_number)
         try:
@@ -295,20 +295,20 @@ class CheckpointManager:
                 return True
             except OSError as error:
                 full, why = error.errno in (errno.ENOSPC, errno.EDQUOT), error.strerror or str(error)
-            gone = [*self._spare(draft), draft]
+            gone = [*self._removable(draft), draft]
             enough = partial(self._quota.would_do, needed_bytes, gone)
-            if not (full and await self._disk.run(enough, 0)) or not await self._thin(draft):
+            if not (full and await self._disk.run(enough, 0)) or not await self._remove_one(draft):
                 await self._fail(key.round, why, draft)
                 return False
 
-    async def _thin(self, draft: Path) -> bool:
+    async def _remove_one(self, draft: Path) -> bool:
         """Remove the least useful checkpoint, but never the last whole one; False if there is none to remove."""
-        for path in self._spare(draft)[:1]:
+        for path in self._removable(draft)[:1]:
             await self._remove([path])
             return not path.exists()
         return False
 
-    def _spare(self, draft: Path) -> list[Path]:
+    def _removable(self, draft: Path) -> list[Path]:
         """What may be removed for a draft, the least useful first.
 
         Whole checkpoints of earlier incarnations that this peer did not load are not among them.

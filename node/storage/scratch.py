@@ -30,7 +30,7 @@ class ScratchSpace:
 
     def __init__(self, home: Path, disk: Compute) -> None:
         self._directory, self._disk = home / DIRECTORY, disk
-        self._useless: deque[Path] = deque()
+        self._unused: deque[Path] = deque()
 
     async def __aenter__(self) -> Self:
         await self._disk.run(self._empty, 0)
@@ -39,7 +39,7 @@ class ScratchSpace:
     async def __aexit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
         await self._disk.run(self._empty, 0)
 
-    def room(self, size: int) -> ScratchFile:
+    def allocate(self, size: int) -> ScratchFile:
         """Create a file of this many bytes. Blocks: call it on the disk's thread.
 
         It first deletes files that are no longer used. That is not done earlier because the last reference to a file is
@@ -48,9 +48,9 @@ class ScratchSpace:
         Raises:
             OSError: there is not enough space.
         """
-        while self._useless:
-            _remove(self._useless.popleft())
-        return ScratchFile(self._directory, size, self._useless.append)
+        while self._unused:
+            _remove(self._unused.popleft())
+        return ScratchFile(self._directory, size, self._unused.append)
 
     def _empty(self) -> None:
         shutil.rmtree(self._directory, ignore_errors=True)

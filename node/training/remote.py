@@ -69,7 +69,7 @@ class RemoteTrainer:
         self._spec, self._compute = spec, compute
         self._worker: WorkerProcess | None = None
         # A worker that did not answer its command: the local parameters may be inconsistent.
-        self._torn: WorkerProcess | None = None
+        self._unanswered: WorkerProcess | None = None
         # Tokens of uncounted work in the local parameters, and whether the worker must still be notified of them.
         self._carried, self._notify_carried = 0, False
         self._turn, self._waiting = asyncio.Lock(), 0
@@ -93,13 +93,13 @@ class RemoteTrainer:
             if isinstance(error, WorkerError) and error.is_killed:
                 raise WorkerError(self._supervisor.explained(str(error), True)) from error
             raise
-        self._minding = asyncio.create_task(self._mind(worker), name="worker")
-        self._minding.add_done_callback(lambda _: self._notifier.notify())
+        self._supervision = asyncio.create_task(self._supervise(worker), name="worker")
+        self._supervision.add_done_callback(lambda _: self._notifier.notify())
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
-        self._minding.cancel()
-        await asyncio.gather(self._minding, return_exceptions=True)
+        self._supervision.cancel()
+        await asyncio.gather(self._supervision, return_exceptions=True)
         del self._shared  # unmap it, even if this object is still referenced
         os.close(self._descriptor)
 
@@ -266,18 +266,18 @@ class RemoteTrainer:
             raise WorkerGone
         if self._notify_carried:
             command = command | {"carried": self._carried}
-        self._torn = worker
+        self._unanswered = worker
         try:
             answer = await worker.ask(command, self._shared, extra_seconds, on_progress)
         except WorkerError:  # rejected: it changed nothing
-            self._torn, self._notify_carried = None, False
+            self._unanswered, self._notify_carried = None, False
             raise
         except BaseException:  # the worker died, or the caller was cancelled and does not read the answer
             worker.child.send_kill()
             if self._worker is worker:
                 self._worker = None
             raise
-        self._torn, self._notify_carried = None, False
+        self._unanswered, self._notify_carried = None, False
         return answer
 
     @asynccontextmanager
@@ -290,18 +290,18 @@ class RemoteTrainer:
         finally:
             self._waiting -= 1
         try:
-            if self._torn:
-                await self._heal(self._torn)
+            if self._unanswered:
+                await self._reset_local(self._unanswered)
             yield
         finally:
             self._turn.release()
 
-    async def _heal(self, torn: WorkerProcess) -> None:
+    async def _reset_local(self, worker: WorkerProcess) -> None:
         """Kill the worker, so that it cannot write any more, and reset the local parameters to the anchor."""
-        await torn.child.kill()
+        await worker.child.kill()
         for local, anchor in zip(self._shared.local, self._shared.anchor, strict=True):
             await self._compute.run(partial(local.copy_, anchor), 4 * len(anchor))
-        self._torn, self._carried, self._notify_carried = None, 0, True
+        self._unanswered, self._carried, self._notify_carried = None, 0, True
 
     # -- worker processes ---------------------------------------------------------------------------------------------
 
@@ -313,19 +313,19 @@ class RemoteTrainer:
         """
 
         def settled() -> bool:
-            return self._worker is not None or self._minding.done() or (cut is not None and cut.is_set())
+            return self._worker is not None or self._supervision.done() or (cut is not None and cut.is_set())
 
         await self._notifier.until(settled, asyncio.get_running_loop().time() + MENDING_SECONDS)
-        if self._minding.cancelled():
+        if self._supervision.cancelled():
             raise WorkerError("the trainer is closed, so there is no worker")
-        if self._minding.done():
+        if self._supervision.done():
             if cut is None or self._on_given_up is None:
-                self._minding.result()
+                self._supervision.result()
             else:  # this peer is leaving, but the other peers still need it in its last rounds
                 await cut.wait()
         return self._worker is not None
 
-    async def _mind(self, worker: WorkerProcess) -> None:
+    async def _supervise(self, worker: WorkerProcess) -> None:
         """Replace the worker each time it has died.
 
         Raises:

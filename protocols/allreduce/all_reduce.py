@@ -41,8 +41,8 @@ class AllReduce:
 
     Attributes:
         task: what is averaged, under the latest version of the plan.
-        parts: part -> its result; decoded unless it is `torn`.
-        torn: parts that were begun twice, so that chunks of both results may have been decoded.
+        parts: part -> its result; decoded unless it is `restarted`.
+        restarted: parts that were begun twice, so that chunks of both results may have been decoded.
         failed: part -> the reducer from which this member could not get it.
         finished: when the latest part came in.
         moved: when the latest chunk came in.
@@ -60,7 +60,7 @@ class AllReduce:
         self.task = replace(task, progress=self._on_chunk)
         self.parts: dict[int, ReducedPart] = {}
         self.failed: dict[int, PeerId] = {}
-        self.torn: set[int] = set()
+        self.restarted: set[int] = set()
         self.finished = 0.0
         self.moved = loop_time()
         self._progress = task.progress
@@ -130,7 +130,7 @@ class AllReduce:
             return
         if job:
             job.cancel()
-            self.torn.add(part)
+            self.restarted.add(part)
         self.failed.pop(part, None)
         self._reducers.pop(part, None)
         low, high = self.task.resolved.part(part)
@@ -169,7 +169,7 @@ class AllReduce:
                 self._accounting.name(reducer, f"lost as a reducer: {error.why}")
                 if isinstance(error, PeerGone) or reducer in self._silent:
                     break
-                self.torn.add(part)
+                self.restarted.add(part)
         self.failed[part] = reducer
         self._on_change()
 
@@ -195,7 +195,7 @@ class AllReduce:
 
     def adopt(self, part: int, held: ReducedPart) -> None:
         """Take a part that came in another way than through this data phase."""
-        self.torn.add(part)
+        self.restarted.add(part)
         self.take(part, held)
 
     def take(self, part: int, held: ReducedPart) -> None:

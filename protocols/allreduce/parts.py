@@ -44,7 +44,7 @@ class PartLayout:
         """Offset of a chunk's bytes."""
         return index * self._whole
 
-    def room(self) -> Vector:
+    def scratch_vector(self) -> Vector:
         """A scratch vector for one chunk."""
         return torch.empty(min(self.chunk_elements, self.high - self.low))
 
@@ -59,10 +59,10 @@ class PartLayout:
         Yields:
             A chunk's index, its element range [low, high), and the vectors, each of high - low elements.
         """
-        rooms = [self.room() for _ in range(count)]
+        vectors = [self.scratch_vector() for _ in range(count)]
         for index in range(self.chunks):
             low, high = self.elements(index)
-            yield index, low, high, [room[: high - low] for room in rooms]
+            yield index, low, high, [vector[: high - low] for vector in vectors]
 
 
 class ReducedPart(PartLayout):

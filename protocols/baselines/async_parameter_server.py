@@ -124,7 +124,7 @@ class AsyncParameterServer:
         live = [member.peer for member in self.host.members.live()]
         return self._chosen if self._chosen in live else live[0]
 
-    def remain_at(self, server: PeerId) -> None:
+    def use(self, server: PeerId) -> None:
         """Use this server from now on."""
         self._chosen, self.confirmed = server, True
         self._served.wake()
@@ -136,14 +136,14 @@ class AsyncParameterServer:
             if not self._served.get(self.me.peer):
                 self._served.open(self.me.peer, DelayedNesterov(copied, self._momentum))
 
-    async def count(self, displacement: Vector) -> DelayedNesterov:
+    async def apply(self, displacement: Vector) -> DelayedNesterov:
         """Apply a displacement of this peer or of a worker. The caller holds `turn`."""
-        served, count = self._served.get(self.me.peer), len(self.host.members.live())
+        served, peers = self._served.get(self.me.peer), len(self.host.members.live())
         assert served is not None
-        await self.host.compute.run(partial(served.apply, displacement, count), 12 * len(displacement))
+        await self.host.compute.run(partial(served.apply, displacement, peers), 12 * len(displacement))
         return served
 
-    def shape(self, name: str) -> PartLayout:
+    def layout(self, name: str) -> PartLayout:
         """The layout of a whole vector in that codec."""
         return PartLayout(codec(name), 0, self.settings.elements[0], self.settings.chunk_elements)
 
@@ -166,10 +166,10 @@ class AsyncParameterServer:
         brought, compute = torch.empty(self.settings.elements[0]), self.host.compute
         async with peer_timeout(STALL_SECONDS, peer, "serving it"):
             await stream.send(ServerReply(True, self.me.peer))
-            await receive_vector(stream, self.shape(self.settings.codec), VectorView([brought]), compute)
-            parameters = (await self.count(brought)).parameters
+            await receive_vector(stream, self.layout(self.settings.codec), VectorView([brought]), compute)
+            parameters = (await self.apply(brought)).parameters
             try:
-                await send_vector(stream, self.shape("fp32"), VectorView([parameters]), compute)
+                await send_vector(stream, self.layout("fp32"), VectorView([parameters]), compute)
             except (PeerError, asyncio.CancelledError):
                 if self._session:
                     self._session.half(brought, parameters)
@@ -182,21 +182,21 @@ class AsyncSession(SessionBase):
     def __init__(self, averager: AsyncParameterServer, head: Head, deadline: Deadline) -> None:
         super().__init__(head, deadline, averager.accounting)
         self._averager, self._host = averager, averager.host
-        self._lent = self._origin = torch.empty(0)
-        self._with = ""
-        self._brought = False
+        self._shared = self._origin = torch.empty(0)
+        self._partner = ""
+        self._unconfirmed = False
 
     # -- the contract -------------------------------------------------------------------------------------------------
 
     def waiting_for(self) -> tuple[PeerId, ...]:
-        return (self._with,) if self._with else ()
+        return (self._partner,) if self._partner else ()
 
     def share(self, state: Sequence[Vector]) -> None:
-        self._lent = state[0]
+        self._shared = state[0]
 
     async def reclaim(self) -> Mapping[PeerId, Contribution]:
         """Keep the parameters that the round began with, because the outer step is about to change them."""
-        self._origin = await self._host.compute.run(self._lent.clone, 8 * len(self._lent))
+        self._origin = await self._host.compute.run(self._shared.clone, 8 * len(self._shared))
         if self._averager.choose() == self._host.me and self._averager.confirmed:
             await self._averager.serve_from(self._origin)
         return {}
@@ -207,7 +207,7 @@ class AsyncSession(SessionBase):
         await self._host.compute.run(subtract, 12 * len(mine[0]))
         try:
             async with asyncio.timeout_at(self.deadline):
-                averager.remain_at(await self._trade(into[0]))
+                averager.use(await self._push_update(into[0]))
             into[1].copy_(mine[1])
             committed = True
         except BadPayload:
@@ -215,8 +215,8 @@ class AsyncSession(SessionBase):
         except PeerError as error:
             averager.accounting.name(error.peer, error.why)
         except TimeoutError:
-            averager.accounting.name(self._with or self._host.me, "sent no parameters before the round's deadline")
-        if self._brought:  # the server may have applied it
+            averager.accounting.name(self._partner or self._host.me, "sent no parameters before the round's deadline")
+        if self._unconfirmed:  # the server may have applied it
             self.half(subtract(), mine[0])
         name = f"{averager.me.peer}/{averager.me.incarnation}/{self.round}"
         return self._result(committed, {averager.me.peer: Contribution(1, 1, (name,))} if committed else {}, {})
@@ -227,7 +227,7 @@ class AsyncSession(SessionBase):
 
     # -- one exchange -------------------------------------------------------------------------------------------------
 
-    async def _trade(self, vector: Vector) -> PeerId:
+    async def _push_update(self, vector: Vector) -> PeerId:
         """Bring a displacement to the server, whose parameters then replace it in `vector`. Returns the server.
 
         Raises:
@@ -242,7 +242,7 @@ class AsyncSession(SessionBase):
             if server == me:
                 await averager.serve_from(self._origin)
                 async with averager.turn:
-                    vector.copy_((await averager.count(vector)).parameters)
+                    vector.copy_((await averager.apply(vector)).parameters)
                 return me
             elsewhere = await self._visit(server, vector)
             if not elsewhere:
@@ -252,7 +252,7 @@ class AsyncSession(SessionBase):
 
     async def _visit(self, peer: PeerId, vector: Vector | None) -> PeerId:
         """Exchange with a peer (`_exchange`) as long as it is live."""
-        self._with = peer
+        self._partner = peer
         return await run_with_helper(self._exchange(peer, vector), self._watch(peer))
 
     async def _watch(self, peer: PeerId) -> None:
@@ -268,7 +268,7 @@ class AsyncSession(SessionBase):
             its parameters.
         """
         key, averager, compute = self.head.key, self._averager, self._host.compute
-        layout = averager.shape(averager.settings.codec)
+        layout = averager.layout(averager.settings.codec)
         async with averager.endpoint.open(peer, METHOD, self.deadline) as stream:
             await stream.send(PushUpdate(key.run, key.scope, layout.codec.name, layout.high, vector is None))
             if vector is None:
@@ -277,10 +277,10 @@ class AsyncSession(SessionBase):
             reply, flat = await _reply(stream), VectorView([vector])
             if not reply.here:
                 return reply.server
-            self._brought = True
+            self._unconfirmed = True
             await send_vector(stream, layout, flat, compute)
-            await receive_vector(stream, averager.shape("fp32"), flat, compute)
-            self._brought = False
+            await receive_vector(stream, averager.layout("fp32"), flat, compute)
+            self._unconfirmed = False
             return ""
 
 

@@ -25,25 +25,25 @@ _HOP_LIMIT = 64
 class Ring:
     """`AllReduceAlgorithm` in a ring of the members, in the order of their ids."""
 
-    def __init__(self, meeting: SynchronousRound) -> None:
-        self._meeting, self._count = meeting, len(meeting.peers)
-        self._next = meeting.peers[(meeting.place + 1) % self._count]
-        self._before = meeting.peers[meeting.place - 1]
+    def __init__(self, current_round: SynchronousRound) -> None:
+        self._current_round, self._count = current_round, len(current_round.peers)
+        self._next = current_round.peers[(current_round.place + 1) % self._count]
+        self._before = current_round.peers[current_round.place - 1]
         self._incoming: Stream | None = None
-        self._weights = [meeting.weight] * self._count  # the weight of each part's mean in `into`
+        self._weights = [current_round.weight] * self._count  # the weight of each part's mean in `into`
         self._finished: dict[int, ReducedPart] = {}
 
     async def serve(self, peer: PeerId, stream: Stream, hello: JoinRound) -> None:
         """Take the previous member's stream, which `run` reads, and keep it open until the round is over."""
-        meeting = self._meeting
+        current_round = self._current_round
         if peer != self._before or self._incoming:
             raise BadPayload("not the previous member of the ring, or its second stream")
         self._incoming = stream
-        meeting.ring()
-        await meeting.until(lambda: meeting.over)
+        current_round.wake()
+        await current_round.until(lambda: current_round.over)
 
     async def run(self) -> None:
-        async with self._meeting.open(self._next, 0) as stream:
+        async with self._current_round.open(self._next, 0) as stream:
             await run_with_helper(self._round(stream), self._refusals(stream))
 
     async def _refusals(self, stream: Stream) -> None:
@@ -52,50 +52,54 @@ class Ring:
             header = await stream.receive(REFUSED_LIMIT)
         except PeerSilent:
             return  # it has all parts, or it is lost, which the sending side notices
-        self._meeting.hear(stream.peer, header)
+        self._current_round.hear(stream.peer, header)
         raise BadPayload(f"{type(header).__name__} against the direction of the ring")
 
     async def _round(self, out: Stream) -> None:
-        meeting, half = self._meeting, self._count - 1
-        await meeting.host.compute.run(partial(meeting.start_mean, meeting.shape(0, 1)), 4 * meeting.mine.size)
-        await meeting.until(lambda: self._incoming is not None)
+        current_round, half = self._current_round, self._count - 1
+        await current_round.host.compute.run(
+            partial(current_round.start_mean, current_round.layout(0, 1)), 4 * current_round.mine.size
+        )
+        await current_round.until(lambda: self._incoming is not None)
         assert self._incoming is not None
         for step in range(2 * half):
             if step == half:  # the part that came in last is complete
-                index = (meeting.place - step) % self._count
-                self._finished[index] = await meeting.encode_mean(index, self._count)
+                index = (current_round.place - step) % self._count
+                self._finished[index] = await current_round.encode_mean(index, self._count)
             async with task_group() as group:
                 group.create_task(self._send(out, step))
                 group.create_task(self._receive(self._incoming, step))
 
     def _raw(self, index: int) -> PartLayout:
         """The layout of an unfinished part."""
-        shape = self._meeting.shape(index, self._count)
-        return PartLayout(CODECS["fp32"], shape.low, shape.high, shape.chunk_elements)
+        layout = self._current_round.layout(index, self._count)
+        return PartLayout(CODECS["fp32"], layout.low, layout.high, layout.chunk_elements)
 
     async def _send(self, out: Stream, step: int) -> None:
         """Send the part that was received in the previous step."""
-        index, compute = (self._meeting.place - step) % self._count, self._meeting.host.compute
+        index, compute = (self._current_round.place - step) % self._count, self._current_round.host.compute
         await out.send(Hop(step, index, self._weights[index]))
         if finished := self._finished.pop(index, None):
             await send_encoded(out, finished)
         else:
-            await send_vector(out, self._raw(index), self._meeting.into, compute)
+            await send_vector(out, self._raw(index), self._current_round.into, compute)
 
     async def _receive(self, stream: Stream, step: int) -> None:
         """Receive a part. In the first half, average it with this member's elements; in the second, decode it."""
-        meeting, index = self._meeting, (self._meeting.place - step - 1) % self._count
+        current_round, index = self._current_round, (self._current_round.place - step - 1) % self._count
         hop = wire.expect(await stream.receive(_HOP_LIMIT), Hop)
         if (hop.step, hop.part) != (step, index):
             raise BadPayload(f"part {hop.part} in step {hop.step}, where part {index} in step {step} is due")
         if step < self._count - 1:
             layout = self._raw(index)
-            await meeting.receive(stream, layout, [self._weights[index]] * layout.chunks, hop.weight)
+            await current_round.receive(stream, layout, [self._weights[index]] * layout.chunks, hop.weight)
             self._weights[index] += hop.weight
             return
-        self._finished[index] = part = meeting.part(index, self._count)
-        scratch = part.room()
+        self._finished[index] = part = current_round.part(index, self._count)
+        scratch = part.scratch_vector()
         for number in range(part.chunks):
             data = part.chunk(number)
             await receive_chunk(stream, number, data)
-            await meeting.host.compute.run(partial(part.decode_chunk, number, meeting.into, scratch), len(data))
+            await current_round.host.compute.run(
+                partial(part.decode_chunk, number, current_round.into, scratch), len(data)
+            )

@@ -50,13 +50,13 @@ class SynchronousAverager:
 
     Attributes:
         method: the method of the streams between members.
-        way: creates the algorithm by which a round's vectors travel.
+        algorithm: creates the algorithm by which a round's vectors travel.
     """
 
     shares_anchor = False
 
-    def __init__(self, host: Host, settings: Settings, method: str, way: AlgorithmFactory) -> None:
-        self.endpoint, self.method, self.way = ProtocolEndpoint(host, settings), method, way
+    def __init__(self, host: Host, settings: Settings, method: str, algorithm: AlgorithmFactory) -> None:
+        self.endpoint, self.method, self.algorithm = ProtocolEndpoint(host, settings), method, algorithm
         self.me, self.accounting = self.endpoint.me, self.endpoint.accounting
         self._session: SynchronousSession | None = None
         self._sessions = SessionTable[int, SynchronousSession]()
@@ -76,7 +76,7 @@ class SynchronousAverager:
         finally:
             session.end()
 
-    def met(self, session: SynchronousSession) -> None:
+    def serve_session(self, session: SynchronousSession) -> None:
         """Serve streams of the session's round from now on: its averaging has begun, or never will."""
         self._sessions.open(session.head.key.round, session)
 
@@ -87,7 +87,7 @@ class SynchronousAverager:
             self._session.hear(hello.round)
         session = await self._sessions.wait_for(hello.round, stream, lambda: self._is_past(hello)) or self._session
         assert session is not None
-        if why := session.misfit(stream.peer, hello):
+        if why := session.why_refused(stream.peer, hello):
             return await stream.send(RoundMismatch(session.head.key.round + session.ended, why[:128]))
         await session.serve(stream.peer, stream, hello)
 
@@ -99,13 +99,13 @@ class SynchronousSession(SessionBase):
     """`protocols.base.IndependentSession`. The state is not shared, and there are no half exchanges.
 
     Attributes:
-        meeting, exchange: the round and its algorithm; None before `average`.
+        current_round, exchange: the round and its algorithm; None before `average`.
         ended: whether this peer has left the round.
     """
 
     def __init__(self, averager: SynchronousAverager, head: Head, deadline: Deadline) -> None:
         super().__init__(head, deadline, averager.accounting)
-        self.meeting: SynchronousRound | None = None
+        self.current_round: SynchronousRound | None = None
         self.exchange: AllReduceAlgorithm | None = None
         self.ended = False
         self._averager = averager
@@ -113,25 +113,25 @@ class SynchronousSession(SessionBase):
     # -- the contract -------------------------------------------------------------------------------------------------
 
     def waiting_for(self) -> tuple[PeerId, ...]:
-        return self.meeting.missing() if self.meeting else ()
+        return self.current_round.missing() if self.current_round else ()
 
     async def average(self, mine: Sequence[Vector], work: LocalProgress, into: Sequence[Vector]) -> AveragingResult:
         averager, task = self._averager, RoundTask(mine, into, work)
-        meeting = SynchronousRound(averager.endpoint, averager.method, self.head, task, self.deadline)
+        current_round = SynchronousRound(averager.endpoint, averager.method, self.head, task, self.deadline)
         if self.round > self.head.key.round:
-            meeting.spoil(f"other peers are in round {self.round + 1} already")
-        elif len(meeting.members) == 1:
-            meeting.spoil("")  # there is no other peer: nothing is averaged, and that is not an error
+            current_round.abort(f"other peers are in round {self.round + 1} already")
+        elif len(current_round.members) == 1:
+            current_round.abort("")  # there is no other peer: nothing is averaged, and that is not an error
         else:
-            self.meeting, self.exchange = meeting, averager.way(meeting)
-            averager.met(self)
-            await self._meet(meeting, self.exchange)
-        if meeting.over:
-            return self._result(True, {member.peer: self._contribution(member) for member in meeting.members}, {})
-        self.round = max(self.round, meeting.ahead - 1)
+            self.current_round, self.exchange = current_round, averager.algorithm(current_round)
+            averager.serve_session(self)
+            await self._run_round(current_round, self.exchange)
+        if current_round.over:
+            return self._result(True, {member.peer: self._contribution(member) for member in current_round.members}, {})
+        self.round = max(self.round, current_round.ahead - 1)
         result = self._result(False, {}, {})
-        if meeting.why and not result.blamed:
-            return replace(result, blamed=(PeerFault(averager.me.peer, meeting.why),))
+        if current_round.why and not result.blamed:
+            return replace(result, blamed=(PeerFault(averager.me.peer, current_round.why),))
         return result
 
     def _contribution(self, member: Member) -> Contribution:
@@ -139,16 +139,16 @@ class SynchronousSession(SessionBase):
 
     # -- the round ----------------------------------------------------------------------------------------------------
 
-    def misfit(self, peer: PeerId, hello: JoinRound) -> str:
+    def why_refused(self, peer: PeerId, hello: JoinRound) -> str:
         """Why this peer, which has come to average, cannot serve a stream; empty if it can."""
-        if self.meeting is None or hello.round != self.head.key.round:
+        if self.current_round is None or hello.round != self.head.key.round:
             return "has left that round"
-        if hello.members == self.meeting.digest and peer not in self.meeting.peers:
+        if hello.members == self.current_round.digest and peer not in self.current_round.peers:
             return "sees no member in the caller"  # a stranger's claim: it does not abort the members' round
-        if why := self.meeting.misfit(hello):
-            self.meeting.spoil(why, peer)
+        if why := self.current_round.why_refused(hello):
+            self.current_round.abort(why, peer)
             return why
-        return self.meeting.why
+        return self.current_round.why
 
     async def serve(self, peer: PeerId, stream: Stream, hello: JoinRound) -> None:
         """Serve a member's stream to this round.
@@ -156,40 +156,42 @@ class SynchronousSession(SessionBase):
         Raises:
             BadPayload, PeerError: the round is aborted.
         """
-        meeting, exchange = self.meeting, self.exchange
-        assert meeting is not None and exchange is not None
-        meeting.arrived.add(peer)
-        meeting.ring()
+        current_round, exchange = self.current_round, self.exchange
+        assert current_round is not None and exchange is not None
+        current_round.arrived.add(peer)
+        current_round.wake()
         try:
-            await run_with_helper(exchange.serve(peer, stream, hello), meeting.spoilt())
+            await run_with_helper(exchange.serve(peer, stream, hello), current_round.aborted())
         except (BadPayload, PeerError) as error:
-            meeting.spoil(str(error), peer)
+            current_round.abort(str(error), peer)
             raise
         except RoundAborted as error:
             raise PeerSilent(peer, f"the round was aborted: {error}") from None
         except TimeoutError:
             raise PeerSilent(peer, "the round's deadline passed") from None
 
-    async def _meet(self, meeting: SynchronousRound, exchange: AllReduceAlgorithm) -> None:
+    async def _run_round(self, current_round: SynchronousRound, exchange: AllReduceAlgorithm) -> None:
         """Run the round until it is complete or aborted."""
         try:
             async with task_group() as group:
-                watch = group.create_task(self._watch(meeting))
-                await run_with_helper(exchange.run(), meeting.spoilt())
+                watch = group.create_task(self._watch(current_round))
+                await run_with_helper(exchange.run(), current_round.aborted())
                 watch.cancel()
-            meeting.end()
-            self.group = f"{self.head.key.round}/{meeting.digest.hex()[:16]}"
+            current_round.end()
+            self.group = f"{self.head.key.round}/{current_round.digest.hex()[:16]}"
         except PeerError as error:
-            meeting.spoil(error.why, error.peer)
+            current_round.abort(error.why, error.peer)
         except (BadPayload, RoundAborted) as error:
-            meeting.spoil(str(error))
+            current_round.abort(str(error))
         except TimeoutError:
-            meeting.spoil("the round did not end before its deadline", *meeting.missing())
+            current_round.abort("the round did not end before its deadline", *current_round.missing())
 
-    async def _watch(self, meeting: SynchronousRound) -> None:
+    async def _watch(self, current_round: SynchronousRound) -> None:
         """Abort the round as soon as a member is lost."""
-        if gone := await until_gone(self._averager.endpoint.host.members, meeting.members, meeting.deadline):
-            meeting.spoil("lost during a round", *gone)
+        if gone := await until_gone(
+            self._averager.endpoint.host.members, current_round.members, current_round.deadline
+        ):
+            current_round.abort("lost during a round", *gone)
 
     def hear(self, number: int) -> None:
         """Note that another peer is in that round, and go there if it is later.
@@ -198,8 +200,8 @@ class SynchronousSession(SessionBase):
         """
         if number <= self.head.key.round:
             return
-        if self.meeting:
-            self.meeting.ahead = max(self.meeting.ahead, number)
+        if self.current_round:
+            self.current_round.ahead = max(self.current_round.ahead, number)
         else:
             self.round = max(self.round, number - 1)
             self.cut.set()
@@ -207,6 +209,6 @@ class SynchronousSession(SessionBase):
     def end(self) -> None:
         """Leave the round, which is aborted unless it is complete."""
         self.ended = True
-        if self.meeting:
-            self.meeting.spoil("this peer has left the round")
-        self._averager.met(self)
+        if self.current_round:
+            self.current_round.abort("this peer has left the round")
+        self._averager.serve_session(self)

@@ -85,7 +85,7 @@ class AllReduceAlgorithm(Protocol):
     """How the vectors of a round travel between its members."""
 
     async def run(self) -> None:
-        """Write the mean of all members' vectors to `meeting.into`.
+        """Write the mean of all members' vectors to `current_round.into`.
 
         Raises:
             BadPayload, PeerError, RoundAborted: there is no mean.
@@ -161,7 +161,7 @@ class SynchronousRound:
             await stream.send(self.hello(part))
             yield stream
 
-    def misfit(self, hello: JoinRound) -> str:
+    def why_refused(self, hello: JoinRound) -> str:
         """Why this round cannot serve a stream; empty if it can."""
         if hello.members != self.digest:
             return "sees other members in this round"
@@ -169,15 +169,15 @@ class SynchronousRound:
             return f"brings {hello.elements} elements in {hello.codec}"
         return ""
 
-    def shape(self, index: int, parts: int) -> PartLayout:
+    def layout(self, index: int, parts: int) -> PartLayout:
         """The layout of one of `parts` parts of nearly equal size."""
         low, high = (self.mine.size * edge // parts for edge in (index, index + 1))
         return PartLayout(self.codec, low, high, self.chunk_elements)
 
     def part(self, index: int, parts: int) -> ReducedPart:
         """Allocate that part, encoded."""
-        shape = self.shape(index, parts)
-        return ReducedPart(shape.codec, shape.low, shape.high, shape.chunk_elements)
+        layout = self.layout(index, parts)
+        return ReducedPart(layout.codec, layout.low, layout.high, layout.chunk_elements)
 
     # -- the mean, which grows in `into` ------------------------------------------------------------------------------
 
@@ -231,7 +231,7 @@ class SynchronousRound:
         """The members that have opened no stream to this peer yet."""
         return tuple(peer for peer in self.peers if peer not in self.arrived and peer != self.host.me)
 
-    def spoil(self, why: str, *peers: PeerId) -> None:
+    def abort(self, why: str, *peers: PeerId) -> None:
         """Abort the round and name the peers at fault. Only the first call has an effect."""
         if self.over or self.why:
             return
@@ -248,7 +248,7 @@ class SynchronousRound:
         """
         if isinstance(header, RoundMismatch):
             self.ahead = max(self.ahead, header.round)
-            self.spoil(f"refused: {header.why}", peer)
+            self.abort(f"refused: {header.why}", peer)
             raise RoundAborted(self.why)
 
     def end(self) -> None:
@@ -256,7 +256,7 @@ class SynchronousRound:
         self.over = True
         self._notifier.notify()
 
-    def ring(self) -> None:
+    def wake(self) -> None:
         """Wake the tasks that wait in `until`."""
         self._notifier.notify()
 
@@ -271,7 +271,7 @@ class SynchronousRound:
         if self.why:
             raise RoundAborted(self.why)
 
-    async def spoilt(self) -> None:
+    async def aborted(self) -> None:
         """Wait until the round is aborted, then raise.
 
         Raises:

@@ -80,7 +80,7 @@ class ConsensusDriver:
         self._timer: asyncio.TimerHandle | None = None
         self._moved = 0.0
         self._awake = False
-        self._speaker = me.peer
+        self._sender = me.peer
 
     @property
     def certificate(self) -> Certificate | None:
@@ -128,7 +128,7 @@ class ConsensusDriver:
         if isinstance(message, Promise) and message.record:
             self._admissible("a promise with a record", message.accepted, message.record)
         self.hear(peer)
-        self._speaker = peer
+        self._sender = peer
         self._act(self.vote.receive(peer, message))
 
     def _takes_part(self, sender: Member) -> bool:
@@ -225,7 +225,7 @@ class ConsensusDriver:
                 self.stop()
                 self._send(self.state.onlookers, certificate)
             case ConflictingCertificate():
-                self._on_rival(self._speaker)
+                self._on_rival(self._sender)
             case ReportFault(peer, why):
                 self._context.accounting.name(peer, f"refused: {why}")
 

@@ -183,5 +183,5 @@ class RoundCoordinator:
         staying = staying or here[: min_retained(len(head.roster), tally.quorum)]
         taken = {member.peer for member in staying}
         asking = [member for member in self._candidates.values() if member in live and member.peer not in taken]
-        room = min(max_admitted(len(head.roster)), MAX_ROSTER - len(staying))
-        return tuple(sorted((*staying, *sorted(asking)[:room])))
+        limit = min(max_admitted(len(head.roster)), MAX_ROSTER - len(staying))
+        return tuple(sorted((*staying, *sorted(asking)[:limit])))

@@ -146,7 +146,7 @@ class MemberAveraging:
         """Decode the parts that the last data phase did not decode; False if one does not decode."""
         exchange = self._attempt.exchange
         for index, held in enumerate(parts):
-            if exchange and exchange.parts.get(index) is held and index not in exchange.torn:
+            if exchange and exchange.parts.get(index) is held and index not in exchange.restarted:
                 continue
             try:
                 await self._context.host.compute.run(partial(held.decode, self._into), 4 * (held.high - held.low))

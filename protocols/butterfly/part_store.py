@@ -40,10 +40,10 @@ class Stored(PartLayout):
         masks, result, done: as in `ReducedPart`.
     """
 
-    def __init__(self, part: ReducedPart, room: SnapshotBuffer, offset: int) -> None:
+    def __init__(self, part: ReducedPart, buffer: SnapshotBuffer, offset: int) -> None:
         super().__init__(part.codec, part.low, part.high, part.chunk_elements)
         self.masks, self.result, self.done = part.masks, part.result, part.done
-        self._room, self._offset = room, offset
+        self._buffer, self._offset = buffer, offset
 
     def chunk(self, index: int) -> bytearray:
         """Read the encoded bytes of a chunk. Blocks until the disk answers.
@@ -52,7 +52,7 @@ class Stored(PartLayout):
             OSError: the file fails.
         """
         data = bytearray(self.size(index))
-        self._room.read(self._offset + self.place(index), memoryview(data))
+        self._buffer.read(self._offset + self.place(index), memoryview(data))
         return data
 
     def load(self) -> ReducedPart:
@@ -72,7 +72,7 @@ class _Round:
         pieces: chunks that are not written yet: part, index of the chunk, offset in the buffer.
     """
 
-    room: SnapshotBuffer
+    buffer: SnapshotBuffer
     size_bytes: int
     parts: dict[bytes, Stored] = field(default_factory=dict)
     pieces: deque[tuple[ReducedPart, int, int]] = field(default_factory=deque)
@@ -83,7 +83,7 @@ class PartStore:
 
     def __init__(
         self,
-        make_room: Callable[[int], SnapshotBuffer],
+        make_buffer: Callable[[int], SnapshotBuffer],
         compute: Compute,
         gate: Gate,
         limit_bytes: int = LIMIT_BYTES,
@@ -92,11 +92,11 @@ class PartStore:
     ) -> None:
         """
         Args:
-            make_room: makes a buffer of this many bytes; raises OSError if there is no space.
+            make_buffer: makes a buffer of this many bytes; raises OSError if there is no space.
             compute: runs the calls that wait for the disk.
             gate: while it is closed, little or nothing is written.
         """
-        self._make_room, self._compute, self._gate = make_room, compute, gate
+        self._make_buffer, self._compute, self._gate = make_buffer, compute, gate
         self._limit_bytes, self._most, self._least = limit_bytes, most_rounds, least_rounds
         self._rounds: dict[bytes, _Round] = {}
         self._begun: dict[bytes, _Round] = {}  # at most one, which is being written or continues at the next `put`
@@ -134,7 +134,7 @@ class PartStore:
             while each.pieces:
                 await self._gate.passed(GIVE_WAY_SECONDS)
                 part, index, place = each.pieces[0]
-                await self._compute.run(partial(each.room.write, place, part.chunk(index)), part.size(index))
+                await self._compute.run(partial(each.buffer.write, place, part.chunk(index)), part.size(index))
                 each.pieces.popleft()
         except OSError as error:
             self._begun = {}
@@ -155,11 +155,11 @@ class PartStore:
 
     async def _begin(self, parts: Sequence[ReducedPart]) -> _Round:
         size_bytes = sum(part.size_bytes for part in parts)
-        each = _Round(await self._compute.run(lambda: self._make_room(max(1, size_bytes)), 0), size_bytes)
+        each = _Round(await self._compute.run(lambda: self._make_buffer(max(1, size_bytes)), 0), size_bytes)
         offset = 0
         for part in parts:
             assert part.result is not None
-            each.parts[part.result.digest] = Stored(part, each.room, offset)
+            each.parts[part.result.digest] = Stored(part, each.buffer, offset)
             each.pieces.extend((part, index, offset + part.place(index)) for index in range(part.chunks))
             offset += part.size_bytes
         return each

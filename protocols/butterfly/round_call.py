@@ -132,21 +132,21 @@ class RoundCall:
     async def due(self) -> bool:
         """Wait for the moment of the call; False if the round ends first."""
         while loop_time() < self._deadline:
-            here, worked, leaving, _ = known = self._stands()
+            here, worked, leaving, _ = known = self._call_progress()
             after = planning.call_after(list(self._complete_seconds.values()), len(self._roster)) if here else None
             if here and leaving:  # a leaver waits for a moment only, if no work is done yet
                 after = 0.0 if worked else LEAVER_SECONDS
             due = self._deadline if after is None else self._began + after
             if self.resolved is not None or (after is not None and loop_time() >= due):
                 return True
-            await self.changed.reached(lambda: self.resolved is not None or self._stands() != known, due)  # noqa: B023
+            await self.changed.reached(lambda: self.resolved is not None or self._call_progress() != known, due)  # noqa: B023
         return False
 
     def incomplete(self) -> tuple[PeerId, ...]:
         """Members that have not announced that their inner steps are complete."""
         return tuple(m.peer for m in self._roster if m.peer not in self._complete_seconds)
 
-    def _stands(self) -> tuple[bool, bool, bool, int]:
+    def _call_progress(self) -> tuple[bool, bool, bool, int]:
         """Whether this member has an offer, and one with work; whether a member leaves; how many are complete."""
         mine = self._offers.get(self._me.peer)
         leaving = any(offer.leaving for offer in self._offers.values())

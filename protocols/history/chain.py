@@ -82,7 +82,7 @@ class Chain:
         self._trunk = RoundLog(genesis(run, scope, roster, root), archive)
         self._shared = len(self._trunk)  # number of rounds of the trunk that belong to this chain
         self._own: RoundLog | None = None  # the rounds after them; None if this chain owns the trunk
-        self._lent = False  # whether another chain uses `_own`, too
+        self._own_is_shared = False  # whether another chain uses `_own`, too
         self._copies: WeakSet[Chain] = WeakSet()  # chains that share the trunk
         self.head = self._head(len(self))
 
@@ -90,7 +90,7 @@ class Chain:
         """An independent chain with the same rounds. It never writes to the archive."""
         other = Chain.__new__(Chain)
         other._trunk, other._shared, other._copies = self._trunk, self._shared, self._copies
-        other._own, other._lent = RoundLog(self._trunk.head(self._shared)), False
+        other._own, other._own_is_shared = RoundLog(self._trunk.head(self._shared)), False
         other._own.extend(self._own or ())
         other.head = self.head
         self._copies.add(other)
@@ -291,15 +291,15 @@ class Chain:
             self._trunk.extend(links)
             self._shared = len(self._trunk)
         elif isinstance(links, RoundLog) and not self._own:
-            self._own, self._lent = links, True  # copies serve for judging and are rarely extended
+            self._own, self._own_is_shared = links, True  # copies serve for judging and are rarely extended
         else:
             self._unshare()
             self._own.extend(links)
 
     def _unshare(self) -> None:
         """Copy `_own` before a change if another chain uses it, too."""
-        if self._lent and self._own is not None:
-            before, self._own, self._lent = self._own, RoundLog(self._own.start), False
+        if self._own_is_shared and self._own is not None:
+            before, self._own, self._own_is_shared = self._own, RoundLog(self._own.start), False
             self._own.extend(before)
 
     def _append(self, link: DecidedRound, encoded: bytes | None = None) -> None:
@@ -321,7 +321,7 @@ class Chain:
             return self._own.cut(place - self._shared)
         if self._own is not None:
             head, given_up = self._trunk.head(place), self._read(place, len(self) - place)
-            self._shared, self._own, self._lent = place, RoundLog(head), False
+            self._shared, self._own, self._own_is_shared = place, RoundLog(head), False
             return tuple(given_up)
         head, lost = self._trunk.head(place), self._trunk.cut(place)
         for each in self._copies:
@@ -332,7 +332,7 @@ class Chain:
     def _part(self, head: Head, place: int, lost: tuple[DecidedRound, ...]) -> None:
         """Keep the rounds of the trunk that its owner drops from `place` on, if this chain has them."""
         if place < self._shared and self._own is not None:
-            before, self._own, self._lent = self._own, RoundLog(head), False
+            before, self._own, self._own_is_shared = self._own, RoundLog(head), False
             self._own.extend((*lost[: self._shared - place], *before))
             self._shared = place
 

@@ -13,8 +13,8 @@ A round of one peer:
 The weight of its state is its tokens in the first group, and the mean weight of the previous group from then on. Where
 a group fails, or no other peer comes, the peer goes on with the state that it has.
 
-A peer announces its position to all live members, if there are at most `TOLD`. In a larger swarm, peers find the
-members of their group in the directory, under the group's name, and each keeps its own coordinates.
+A peer announces its position to all live members, if there are at most `ANNOUNCE_TO_ALL_LIMIT`. In a larger swarm,
+peers find the members of their group in the directory, under the group's name, and each keeps its own coordinates.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from protocols.moshpit.session import MoshpitSession
 from protocols.moshpit.state import MoshpitState
 
 CONTROL = "starling/moshpit/control/1"
-TOLD = 64
+ANNOUNCE_TO_ALL_LIMIT = 64
 """With more live members than this, a peer talks only to the peers of its line, and to a few acquaintances."""
 ENTER_SECONDS = 10.0
 """How long a data stream waits for its group: its opener may have received the plan earlier than this peer."""
@@ -48,11 +48,13 @@ class Moshpit:
 
     shares_anchor = False
 
-    def __init__(self, host: Host, settings: Settings, most: int = GROUP_MOST, told: int = TOLD) -> None:
+    def __init__(
+        self, host: Host, settings: Settings, most: int = GROUP_MOST, announce_limit: int = ANNOUNCE_TO_ALL_LIMIT
+    ) -> None:
         """
         Args:
             most: largest group size; the same for all peers of a run.
-            told: largest number of live members at which a peer announces its position to all of them.
+            announce_limit: largest number of live members at which a peer announces its position to all of them.
         """
         self.host, self.settings = host, settings
         self._endpoint = ProtocolEndpoint(host, settings, acquaintances=lambda: self._moshpit.found)
@@ -60,7 +62,7 @@ class Moshpit:
         self._post = ControlChannel(host, CONTROL, self.accounting)
         used, tracker = state_codec(settings.codec), PeerTracker(self.me)
         context = MoshpitContext(host, settings, used, self.me, self.accounting, self._post, tracker)
-        self._moshpit = MoshpitState(context, most, told)
+        self._moshpit = MoshpitState(context, most, announce_limit)
         self._session: MoshpitSession | None = None
         self._endpoint.listen(CONTROL, [PositionAnnouncement], self._hear)
         self._endpoint.listen(CONTROL, [wire.Plan], self._on_plan)
@@ -86,13 +88,14 @@ class Moshpit:
 
     # -- messages from other peers ------------------------------------------------------------------------------------
 
-    def _hear(self, peer: PeerId, here: PositionAnnouncement) -> None:
-        check(here, peer)
-        for offer in here.offer:
-            if not self.host.signer.verify(peer, offer_message(here.key(here.axis), offer), offer.signature):
+    def _hear(self, peer: PeerId, announcement: PositionAnnouncement) -> None:
+        check(announcement, peer)
+        for offer in announcement.offer:
+            signed = offer_message(announcement.key(announcement.axis), offer)
+            if not self.host.signer.verify(peer, signed, offer.signature):
                 raise BadPayload("an offer with a forged signature")
-        if self._moshpit.hear(here) and self._session:
-            self._session.heard(here)
+        if self._moshpit.hear(announcement) and self._session:
+            self._session.heard(announcement)
 
     def _on_plan(self, peer: PeerId, plan: wire.Plan) -> None:
         if self._session:
@@ -101,12 +104,12 @@ class Moshpit:
     # -- data ---------------------------------------------------------------------------------------------------------
 
     async def _on_data(self, stream: Stream, opening: wire.Contribute) -> None:
-        await (await self._mixing_for(stream, opening)).serve(stream.peer, stream, opening)
+        await (await self._data_phase_for(stream, opening)).serve(stream.peer, stream, opening)
 
     async def _on_part(self, stream: Stream, opening: wire.Contribute) -> None:
-        await (await self._mixing_for(stream, opening)).serve_part(stream.peer, stream, opening)
+        await (await self._data_phase_for(stream, opening)).serve_part(stream.peer, stream, opening)
 
-    async def _mixing_for(self, stream: Stream, opening: wire.Contribute) -> GroupAllReduce:
+    async def _data_phase_for(self, stream: Stream, opening: wire.Contribute) -> GroupAllReduce:
         """Wait for the group that a stream belongs to: its opener may have received the plan earlier.
 
         Raises:
@@ -114,13 +117,15 @@ class Moshpit:
             PeerSilent: this peer is in another group, or did not receive the plan in time.
         """
         key, moshpit = opening.key, self._moshpit
-        if self._session and not moshpit.mixings.get(opening.plan) and key.round < self._session.round:
+        if self._session and not moshpit.data_phases.get(opening.plan) and key.round < self._session.round:
             raise BadPayload(f"a stale contribution, to round {key.round}")
         until = loop_time() + ENTER_SECONDS
-        mixing = await moshpit.mixings.wait_for(opening.plan, stream, lambda: key.lineage in moshpit.closed, until)
-        if mixing is None:
+        data_phase = await moshpit.data_phases.wait_for(
+            opening.plan, stream, lambda: key.lineage in moshpit.closed, until
+        )
+        if data_phase is None:
             raise PeerSilent(stream.peer, "this peer is not in that group")
-        if key != mixing.key:
-            mixing.lose(stream.peer, "refused: a contribution to another group")
+        if key != data_phase.key:
+            data_phase.lose(stream.peer, "refused: a contribution to another group")
             raise BadPayload("a contribution to another group than its plan's")
-        return mixing
+        return data_phase

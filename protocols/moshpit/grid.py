@@ -101,15 +101,15 @@ def shape_for(count: int, most: int = GROUP_MOST) -> GridShape:
     return tuple(places)
 
 
-def choose_grid(count: int, round: int, told: Iterable[Grid], most: int = GROUP_MOST) -> Grid:
+def choose_grid(count: int, round: int, grids: Iterable[Grid], most: int = GROUP_MOST) -> Grid:
     """The latest of the peers' grids that suits; a new one if none does.
 
     Args:
         count: the number of peers in sight, this one included.
-        told: the grids of all of them, this one's included if it has one.
+        grids: the grids of all of them, this one's included if it has one.
         most: the places along an axis, the same for all peers of a run. A shape that no count gives is ignored.
     """
-    known = [grid for grid in told if grid.suits(count) and grid.shape == shape_for(grid.cells, most)]
+    known = [grid for grid in grids if grid.suits(count) and grid.shape == shape_for(grid.cells, most)]
     return max(known, default=Grid(round, shape_for(count, most)))
 
 

@@ -32,13 +32,13 @@ class GroupResult:
 
     Attributes:
         weight: each member's weight from now on: the mean of their weights, reduced by what is missing from the mean.
-        torn: a member's state is missing from some chunks, so the total weight has shrunk.
+        incomplete: a member's state is missing from some chunks, so the total weight has shrunk.
     """
 
     contributions: Mapping[PeerId, Contribution]
     weights: Mapping[PeerId, float]
     weight: float
-    torn: bool
+    incomplete: bool
 
 
 class GroupAllReduce:
@@ -114,7 +114,7 @@ class GroupAllReduce:
         try:
             async with task_group() as group:
                 running = group.create_task(exchange.run())
-                while self._hopes():
+                while self._expects_more():
                     again = min(exchange.task.deadline, loop_time() + self._context.answer_seconds)
                     await self._notifier.reached(lambda: all(self._known(part) for part in self._parts), again)
                 running.cancel()  # nothing may write to the target any more
@@ -125,7 +125,7 @@ class GroupAllReduce:
         for part in self._parts:
             if not self._held(part):
                 self._name_reducer(part)
-                if not await self._obtain(part):
+                if not await self._fetch_part(part):
                     return None
         return self._result()
 
@@ -134,13 +134,13 @@ class GroupAllReduce:
 
         If none of them did, this peer was probably cut off or slow itself, so none is recorded as unreliable.
         """
-        tracker, kept = self._context.tracker, self._exchange.withheld.union(self.missing())
+        tracker, withheld = self._context.tracker, self._exchange.withheld.union(self.missing())
         others = [offer.member for offer in self.resolved.plan.offers if offer.member != self._context.me]
         for member in others:
-            if member.peer not in kept:
-                tracker.gave(member)
-            elif not {each.peer for each in others} <= kept:
-                tracker.kept(member, self.key.round)
+            if member.peer not in withheld:
+                tracker.delivered(member)
+            elif not {each.peer for each in others} <= withheld:
+                tracker.withheld(member, self.key.round)
 
     def _name_reducer(self, part: int) -> None:
         reducer, given = self.resolved.reducer(part), part in self._exchange.parts
@@ -151,19 +151,19 @@ class GroupAllReduce:
     def _known(self, part: int) -> bool:
         return part in self._exchange.parts or part in self._exchange.failed
 
-    def _hopes(self) -> bool:
+    def _expects_more(self) -> bool:
         """Whether to wait for more parts.
 
         A member that counts as dead may still be sending, because heartbeats are late on a busy line.
         """
         now, exchange = loop_time(), self._exchange
         moving = now < exchange.moved + self._context.answer_seconds
-        hoped = any(
+        possible = any(
             not self._known(part) and (moving or self.resolved.reducer(part) not in self._gone) for part in self._parts
         )
-        return hoped and now < exchange.task.deadline
+        return possible and now < exchange.task.deadline
 
-    async def _obtain(self, part: int) -> bool:
+    async def _fetch_part(self, part: int) -> bool:
         """Get a part from another member that has it with its reducer's signature."""
         context, exchange = self._context, self._exchange
         for peer in seeded_order(self.resolved.digest, self.resolved.peers):
@@ -202,7 +202,7 @@ class GroupAllReduce:
             },
             weights=weights,
             weight=total / len(resolved.peers),
-            torn=any(count < chunks for count in counted.values()),
+            incomplete=any(count < chunks for count in counted.values()),
         )
 
     # -- serving other members ----------------------------------------------------------------------------------------

@@ -89,39 +89,39 @@ class GroupMatchmaker:
         mine: PositionAnnouncement,
         axis: int,
         contribution: GroupContribution,
-        tell: Callable[[PeerId, wire.Offer], None],
+        announce: Callable[[PeerId, wire.Offer], None],
         deadline: Deadline,
     ) -> None:
         """Sign this peer's offer.
 
         Args:
             mine: this peer's announcement. The group is that of its cell's line along `axis`.
-            tell: announces the caller that this peer follows, and its offer.
+            announce: announces the caller that this peer follows, and its offer.
         """
         self.key = mine.key(axis)
         self.resolved: planning.ResolvedPlan | None = None
         self.began = loop_time()
         self._context, self._mine, self._axis, self._contribution = context, mine, axis, contribution
-        self._tell, self._deadline = tell, deadline
+        self._announce, self._deadline = announce, deadline
         self._followed: list[PeerId] = []
         self._given_up: list[PeerId] = []
         self._came: set[PeerId] = set()
         self._was_late = False
-        self._stirred, self._notifier = 0, Notifier()
+        self._changes, self._notifier = 0, Notifier()
         self._offer = self._signed()
 
-    def stir(self) -> None:
-        """Wake `terms_of`: a peer has come, left, died or announced something, or the group was called."""
-        self._stirred += 1
+    def wake(self) -> None:
+        """Wake `wait_for_plan`: a peer has come, left, died or announced something, or the group was called."""
+        self._changes += 1
         self._notifier.notify()
 
-    def heard(self, here: PositionAnnouncement) -> None:
+    def heard(self, announcement: PositionAnnouncement) -> None:
         """Take a peer's announcement. It may have come to this group although the group was called long ago."""
-        if here.stage == WAITING and here.key(here.axis) == self.key:
-            self._note(here.sender.peer)
-        self.stir()
+        if announcement.stage == WAITING and announcement.key(announcement.axis) == self.key:
+            self._note_arrival(announcement.sender.peer)
+        self.wake()
 
-    def _note(self, peer: PeerId) -> None:
+    def _note_arrival(self, peer: PeerId) -> None:
         """Record once how long after this peer another one has come."""
         if peer not in self._came:
             self._came.add(peer)
@@ -132,7 +132,9 @@ class GroupMatchmaker:
         line = self._context.tracker.line(self._mine, self._axis)
         return [latest for latest in line.values() if latest.progress < (self._axis, WAITING)]
 
-    async def terms_of(self, spent_seconds: float, most_seconds: float, expected: int) -> planning.ResolvedPlan | None:
+    async def wait_for_plan(
+        self, spent_seconds: float, most_seconds: float, expected: int
+    ) -> planning.ResolvedPlan | None:
         """Wait until this peer is called or calls the group itself. Returns None if it goes on without a group.
 
         Args:
@@ -142,32 +144,32 @@ class GroupMatchmaker:
         context, callable_at = self._context, math.inf
         while self.resolved is None and loop_time() < self._deadline:
             line, missing, now = context.tracker.line(self._mine, self._axis), self.missing(), loop_time()
-            here = {peer: latest for peer, latest in line.items() if latest not in missing}
-            for peer in here:
-                self._note(peer)
+            waiting = {peer: latest for peer, latest in line.items() if latest not in missing}
+            for peer in waiting:
+                self._note_arrival(peer)
             waits = context.tracker.patience_seconds(missing, spent_seconds, most_seconds)
             late = self.began + context.answer_seconds + waits
-            whole = not missing and len(here) + 1 >= expected
+            whole = not missing and len(waiting) + 1 >= expected
             callable_at = min(callable_at, now) if whole or now >= late else math.inf
-            if callable_at <= now and not here:
+            if callable_at <= now and not waiting:
                 break
             if now >= late and not self._was_late:
                 self._was_late = True
                 context.tracker.missed(latest.sender.peer for latest in missing)
-            called_by = self._caller([*here] if callable_at <= now else [*line])
+            called_by = self._caller([*waiting] if callable_at <= now else [*line])
             if called_by is None:
                 await self._called_after_all()
                 break
             until = late
             if callable_at <= now:
                 until = callable_at + (len(self._given_up) + 1) * context.answer_seconds
-                follow = [latest.offer[0] for latest in here.values() if latest.follows == context.me.peer]
-                if called_by == context.me.peer and (len(follow) == len(here) or now >= until):
+                follow = [latest.offer[0] for latest in waiting.values() if latest.follows == context.me.peer]
+                if called_by == context.me.peer and (len(follow) == len(waiting) or now >= until):
                     return self._call(follow)
                 if now >= until:
                     self._given_up.append(called_by)
                     continue
-            await self._news(until)
+            await self._wait_for_change(until)
         return self.resolved
 
     def _caller(self, others: Sequence[PeerId]) -> PeerId | None:
@@ -181,7 +183,7 @@ class GroupMatchmaker:
             return None
         if self._followed[-1:] != order[:1]:
             self._followed.append(order[0])
-            self._tell(order[0], self._offer)
+            self._announce(order[0], self._offer)
         return order[0]
 
     async def _called_after_all(self) -> None:
@@ -189,9 +191,9 @@ class GroupMatchmaker:
         until = min(self._deadline, loop_time() + self._context.answer_seconds)
         await self._notifier.reached(lambda: self.resolved is not None, until)
 
-    async def _news(self, until: Deadline) -> None:
-        stirred = self._stirred
-        await self._notifier.reached(lambda: self._stirred != stirred, min(until, self._deadline))
+    async def _wait_for_change(self, until: Deadline) -> None:
+        changes = self._changes
+        await self._notifier.reached(lambda: self._changes != changes, min(until, self._deadline))
 
     def _signed(self) -> wire.Offer:
         context, contribution = self._context, self._contribution
@@ -222,7 +224,7 @@ class GroupMatchmaker:
     def _call(self, others: Sequence[wire.Offer]) -> planning.ResolvedPlan | None:
         """Call the peers that follow this one. Returns None if they make no group with it."""
         me, post = self._context.me.peer, self._context.post
-        offers = self._alike([self._offer, *others[: wire.MAX_ROSTER - 1]])
+        offers = self._compatible([self._offer, *others[: wire.MAX_ROSTER - 1]])
         if self._offer not in offers or len(offers) < 2 or not any(offer.tokens for offer in offers):
             return None
         plan = planning.make_plan(self._inputs, offers, 0.0)
@@ -232,7 +234,7 @@ class GroupMatchmaker:
         self._accept(plan)
         return self.resolved
 
-    def _alike(self, offers: Sequence[wire.Offer]) -> list[wire.Offer]:
+    def _compatible(self, offers: Sequence[wire.Offer]) -> list[wire.Offer]:
         """The offers whose states can be averaged with this peer's. The senders of the others are named."""
         norms = [offer.norm for offer in offers if offer.norm > 0]
         most = GROUP_NORM_SPREAD * median_low(norms) if norms else 0.0
@@ -261,7 +263,7 @@ class GroupMatchmaker:
         if plan.ballot or plan.version:
             raise BadPayload("a second plan for one group, which could give one part two reducers")
         planning.check(plan, self._inputs, members, self._context.host.signer.verify)
-        if len(self._alike(plan.offers)) < len(plan.offers) or not any(offer.tokens for offer in plan.offers):
+        if len(self._compatible(plan.offers)) < len(plan.offers) or not any(offer.tokens for offer in plan.offers):
             raise BadPayload("a plan for states of different kinds, or whose weights are all 0")
         self._accept(plan)
 
@@ -275,4 +277,4 @@ class GroupMatchmaker:
                 self._context.accounting.name(
                     offer.member.peer, "its weight was clamped: far above the others' weights"
                 )
-        self.stir()
+        self.wake()

@@ -71,7 +71,7 @@ class PositionAnnouncement(Header):
         return self.axis, self.stage
 
     @property
-    def coming(self) -> RoundKey:
+    def next_group_key(self) -> RoundKey:
         """Key of the group along the last settled axis: where coordinates change, its current or next group."""
         return self.key(self.holds - 1)
 
@@ -89,21 +89,22 @@ def group_key(run: bytes, scope: str, round: int, shape: GridShape, axis: int, i
     return RoundKey(run, scope, hashlib.sha256(b"starling group" + run + named.encode()).digest(), round)
 
 
-def check(here: PositionAnnouncement, peer: PeerId) -> None:
+def check(announcement: PositionAnnouncement, peer: PeerId) -> None:
     """Check that an announcement is consistent and about its own sender.
 
     Raises:
         BadPayload: it is about another peer, its grid or cell is invalid, or its offer does not fit its stage.
     """
-    axes = len(here.shape)
-    if here.sender.peer != peer:
-        raise BadPayload(f"says where {here.sender.peer} is")
-    if not axes or any(places < 2 for places in here.shape) or math.prod(here.shape) > 1 << 20:
-        raise BadPayload(f"stands on a grid of {here.shape}")
-    cell = len(here.index) == axes and all(at < places for at, places in zip(here.index, here.shape, strict=True))
-    if not cell or here.axis >= axes or not 0 < here.holds <= axes:
-        raise BadPayload(f"stands at {here.index} of {here.shape}, axis {here.axis}")
-    if (here.stage == WAITING) != bool(here.offer) or any(offer.member != here.sender for offer in here.offer):
+    axes, index, shape = len(announcement.shape), announcement.index, announcement.shape
+    if announcement.sender.peer != peer:
+        raise BadPayload(f"says where {announcement.sender.peer} is")
+    if not axes or any(places < 2 for places in shape) or math.prod(shape) > 1 << 20:
+        raise BadPayload(f"stands on a grid of {shape}")
+    cell = len(index) == axes and all(at < places for at, places in zip(index, shape, strict=True))
+    if not cell or announcement.axis >= axes or not 0 < announcement.holds <= axes:
+        raise BadPayload(f"stands at {index} of {shape}, axis {announcement.axis}")
+    offers = announcement.offer
+    if (announcement.stage == WAITING) != bool(offers) or any(offer.member != announcement.sender for offer in offers):
         raise BadPayload("waits for a group without an offer of its own, or offers without waiting")
 
 
@@ -117,7 +118,7 @@ class LatestAnnouncement:
         missed: how often this peer has waited for it in vain since.
     """
 
-    here: PositionAnnouncement
+    announcement: PositionAnnouncement
     complete_at: float
     late_seconds: float = 0.0
     missed: int = 0
@@ -130,13 +131,13 @@ class PeerReliability:
     Attributes:
         seen: when it last came into sight.
         hurried: the round of this peer that it cut short by leaving.
-        kept: how often its part of a group did not come although it was in sight, less how often it has come since.
+        withheld: how often its part of a group did not come although it was in sight, less how often it has come since.
         until: the first round in which it may be in a group with this peer again.
     """
 
     seen: float
     hurried: int | None = None
-    kept: int = 0
+    withheld: int = 0
     until: int = 0
 
 
@@ -150,52 +151,54 @@ class PeerTracker:
     def __init__(self, me: Member) -> None:
         self.me = me
         self.sight: dict[PeerId, Member] = {}
-        self._heard: dict[PeerId, LatestAnnouncement] = {}
-        self._past: dict[Member, PeerReliability] = {}
+        self._latest: dict[PeerId, LatestAnnouncement] = {}
+        self._reliability: dict[Member, PeerReliability] = {}
 
-    def take(self, here: PositionAnnouncement, now: float) -> bool:
+    def take(self, announcement: PositionAnnouncement, now: float) -> bool:
         """Store an announcement. Returns False if a later one is known already."""
-        peer, known = here.sender.peer, self._heard.get(here.sender.peer)
+        peer, known = announcement.sender.peer, self._latest.get(announcement.sender.peer)
         if known:
-            last = known.here
-            if (here.sender.incarnation, here.number) <= (last.sender.incarnation, last.number):
+            last = known.announcement
+            if (announcement.sender.incarnation, announcement.number) <= (last.sender.incarnation, last.number):
                 return False
-        was = known.complete_at if known and known.here.round == here.round else math.inf
-        done = here.complete or here.stage != TRAINING
+        was = known.complete_at if known and known.announcement.round == announcement.round else math.inf
+        done = announcement.complete or announcement.stage != TRAINING
         complete_at = min(was, now) if done else math.inf
-        self._heard[peer] = (
-            replace(known, here=here, complete_at=complete_at) if known else LatestAnnouncement(here, complete_at)
+        self._latest[peer] = (
+            replace(known, announcement=announcement, complete_at=complete_at)
+            if known
+            else LatestAnnouncement(announcement, complete_at)
         )
         return True
 
-    def look(self, live: Iterable[Member], found: Iterable[PeerId], now: float) -> None:
+    def set_sight(self, live: Iterable[Member], found: Iterable[PeerId], now: float) -> None:
         """Set the peers in sight. Up to `MAX_GONE` others stay remembered: a peer that was out of sight for a moment
         does not repeat its announcement."""
         before = set(self.sight.values())
-        self.sight = {peer: self._life(peer) for peer in found} | {member.peer: member for member in live}
+        self.sight = {peer: self._member_of(peer) for peer in found} | {member.peer: member for member in live}
         self.sight.pop(self.me.peer, None)
-        gone = [peer for peer in self._heard if peer not in self.sight]
+        gone = [peer for peer in self._latest if peer not in self.sight]
         for peer in gone[: max(0, len(gone) - MAX_GONE)]:
-            del self._heard[peer]
-        here = set(self.sight.values())
-        for member in here - before:
-            self._past.setdefault(member, PeerReliability(now)).seen = now
-        lost = [member for member in self._past if member not in here]
+            del self._latest[peer]
+        after = set(self.sight.values())
+        for member in after - before:
+            self._reliability.setdefault(member, PeerReliability(now)).seen = now
+        lost = [member for member in self._reliability if member not in after]
         for member in lost[: max(0, len(lost) - MAX_GONE)]:
-            del self._past[member]
+            del self._reliability[member]
 
-    def _life(self, peer: PeerId) -> Member:
-        heard = self._heard.get(peer)
-        return heard.here.sender if heard else Member(peer)
+    def _member_of(self, peer: PeerId) -> Member:
+        heard = self._latest.get(peer)
+        return heard.announcement.sender if heard else Member(peer)
 
-    def here(self, peer: PeerId) -> PositionAnnouncement | None:
+    def announcement_of(self, peer: PeerId) -> PositionAnnouncement | None:
         """The latest announcement of the incarnation that is in sight; None if it has made none."""
-        heard, member = self._heard.get(peer), self.sight.get(peer)
-        return heard.here if heard and member and heard.here.sender == member else None
+        heard, member = self._latest.get(peer), self.sight.get(peer)
+        return heard.announcement if heard and member and heard.announcement.sender == member else None
 
-    def words(self) -> list[PositionAnnouncement]:
+    def announcements(self) -> list[PositionAnnouncement]:
         """The latest announcements of all peers in sight, in the order of their ids."""
-        return [here for peer in sorted(self.sight) if (here := self.here(peer))]
+        return [latest for peer in sorted(self.sight) if (latest := self.announcement_of(peer))]
 
     # -- what follows from it -----------------------------------------------------------------------------------------
 
@@ -206,9 +209,9 @@ class PeerTracker:
         """
         found = [self.me.peer]
         for peer, member in self.sight.items():
-            here = self.here(peer)
-            new = now < self._past[member].seen + UNHEARD_SECONDS
-            if (here and here.round + 1 >= round) or (not here and new):
+            announcement = self.announcement_of(peer)
+            new = now < self._reliability[member].seen + UNHEARD_SECONDS
+            if (announcement and announcement.round + 1 >= round) or (not announcement and new):
                 found.append(peer)
         return sorted(found)
 
@@ -217,13 +220,13 @@ class PeerTracker:
 
         "Enough" counts all peers in sight, so the first few announcements cannot decide it alone.
         """
-        latest = MOSHPIT_ROUND.latest((here.round for here in self.words()), len(self.sight))
+        latest = MOSHPIT_ROUND.latest((each.round for each in self.announcements()), len(self.sight))
         return round if latest is None else max(round, latest)
 
     def leads(self, round: int) -> bool:
         """Whether so few peers are in this peer's round or a later one that those behind will not jump to it."""
-        rounds = [here.round for here in self.words()]
-        return 1 + sum(each >= round for each in rounds) < MOSHPIT_ROUND.quorum(len(rounds), len(rounds))
+        rounds = [each.round for each in self.announcements()]
+        return 1 + sum(number >= round for number in rounds) < MOSHPIT_ROUND.quorum(len(rounds), len(rounds))
 
     def due(
         self, mine: PositionAnnouncement, complete_at: float, began: float, worked: bool, now: float
@@ -238,9 +241,10 @@ class PeerTracker:
             began: when its round began.
             worked: whether it has done a step.
         """
-        others = [self._heard[here.sender.peer] for here in self.words() if here.round >= mine.round]
+        others = [self._latest[each.sender.peer] for each in self.announcements() if each.round >= mine.round]
         # A leaver in a later round does not wait for this peer.
-        leavers = [heard.here.sender for heard in others if heard.here.leaving and heard.here.round == mine.round]
+        leaving = [each.announcement for each in others if each.announcement.leaving]
+        leavers = [each.sender for each in leaving if each.round == mine.round]
         if mine.leaving or any([self._hurries(leaver, mine.round) for leaver in leavers]):
             return began if worked else began + LEAVER_SECONDS
         if self.leads(mine.round):  # (nearly) alone after a split: the others have to catch up round by round
@@ -254,47 +258,47 @@ class PeerTracker:
 
         Otherwise a peer that announced its leaving in every round would end each of them after its first step.
         """
-        past = self._past[leaver]
-        past.hurried = round if past.hurried is None else past.hurried
-        return past.hurried == round
+        reliability = self._reliability[leaver]
+        reliability.hurried = round if reliability.hurried is None else reliability.hurried
+        return reliability.hurried == round
 
     def line(self, mine: PositionAnnouncement, axis: int) -> dict[PeerId, PositionAnnouncement]:
         """The other peers that are in this peer's group along an axis, or may still come to it.
 
-        A peer that recently withheld its part is left out (see `kept`).
+        A peer that recently withheld its part is left out (see `withheld`).
         """
         ours = line(mine.index, axis)
         return {
-            here.sender.peer: here
-            for here in self.words()
-            if here.round == mine.round and here.holds > axis and here.progress <= (axis, WAITING)
-            and here.shape == mine.shape and line(here.index, axis) == ours
-            and self._past[here.sender].until <= mine.round
+            each.sender.peer: each
+            for each in self.announcements()
+            if each.round == mine.round and each.holds > axis and each.progress <= (axis, WAITING)
+            and each.shape == mine.shape and line(each.index, axis) == ours
+            and self._reliability[each.sender].until <= mine.round
         }  # fmt: skip
 
-    def kept(self, member: Member, round: int) -> None:
+    def withheld(self, member: Member, round: int) -> None:
         """Note that a member's part did not come, and keep it out of this peer's groups.
 
         It is left out for one round, then for twice as many each time. Otherwise a single live peer that sends nothing
         would make all of its groups fail for good.
         """
-        if past := self._past.get(member):
-            past.kept = min(past.kept + 1, MAX_WITHHELD)
-            past.until = round + 1 + 2 ** (past.kept - 1)
+        if reliability := self._reliability.get(member):
+            reliability.withheld = min(reliability.withheld + 1, MAX_WITHHELD)
+            reliability.until = round + 1 + 2 ** (reliability.withheld - 1)
 
-    def gave(self, member: Member) -> None:
+    def delivered(self, member: Member) -> None:
         """Note that a member's part of a group came."""
-        if past := self._past.get(member):
-            past.kept = max(0, past.kept - 1)
+        if reliability := self._reliability.get(member):
+            reliability.withheld = max(0, reliability.withheld - 1)
 
     def came(self, peer: PeerId, seconds: float) -> None:
         """Note that a peer came to this peer's group `seconds` after this peer."""
-        if heard := self._heard.get(peer):
+        if heard := self._latest.get(peer):
             heard.late_seconds, heard.missed = seconds, 0
 
     def missed(self, peers: Iterable[PeerId]) -> None:
         """Note that this peer waited for these peers in vain."""
-        for heard in [self._heard[peer] for peer in peers if peer in self._heard]:
+        for heard in [self._latest[peer] for peer in peers if peer in self._latest]:
             heard.missed = min(heard.missed + 1, MAX_MISSED)
 
     def patience_seconds(
@@ -309,8 +313,8 @@ class PeerTracker:
             most_seconds: upper limit on what one missing peer can add.
         """
         longest = spent_seconds
-        for here in missing:
-            heard = self._heard[here.sender.peer]
-            step_seconds = here.step_seconds if here.progress == (0, TRAINING) else 0.0
+        for announcement in missing:
+            heard = self._latest[announcement.sender.peer]
+            step_seconds = announcement.step_seconds if announcement.progress == (0, TRAINING) else 0.0
             longest = max(longest, min(most_seconds, max(heard.late_seconds, step_seconds)) / 2**heard.missed)
         return PATIENCE * longest

@@ -38,28 +38,28 @@ class MoshpitState:
         grid, index: the last grid and cell; None before the first round.
         found: if not `sees_all`, the peers that this one talks to, each with the lineage of the group that both come
             to. An acquaintance has none.
-        coming: the lineage of this peer's current or next group.
-        mixings: the data phases of the last groups, by the digest of their plan.
+        next_group: the lineage of this peer's current or next group.
+        data_phases: the data phases of the last groups, by the digest of their plan.
         closed: the lineages of the groups that this peer is in, or will not join any more.
         bandwidth: the upload that this peer claims, bytes/s.
-        numbered: the number of its last announcement.
+        last_number: the number of its last announcement.
     """
 
-    def __init__(self, context: MoshpitContext, most: int, told: int) -> None:
-        self.context, self.most, self.told = context, most, told
+    def __init__(self, context: MoshpitContext, most: int, announce_limit: int) -> None:
+        self.context, self.most, self.announce_limit = context, most, announce_limit
         self.sees_all = True
         self.grid: Grid | None = None
         self.index: Cell | None = None
         self.found: dict[PeerId, bytes] = {}
-        self.coming = b""
-        self.mixings = SessionTable[bytes, GroupAllReduce]()
+        self.next_group = b""
+        self.data_phases = SessionTable[bytes, GroupAllReduce]()
         self.closed: RecentDict[bytes, None] = RecentDict(MAX_CLOSED)
         self.bandwidth = context.settings.bandwidth
-        self.numbered = 0
+        self.last_number = 0
         self.spare: list[Vector] = []
         self._live: dict[PeerId, Member] = {}
         self._version = -1
-        self._turned = Notifier()
+        self._group_changed = Notifier()
         self._lost: set[PeerId] = set()
         self._rng = context.host.rng("moshpit")
 
@@ -71,21 +71,21 @@ class MoshpitState:
         """
         self._lost.clear()
         self._read()
-        self.sees_all = len(self._live) <= self.told
-        words = {peer: latest for peer in self.found if (latest := self.context.tracker.here(peer))}
-        fellows = [peer for peer, latest in words.items() if self.found[peer] and latest.round + 2 >= round]
-        first = [peer for peer, latest in words.items() if not self.found[peer] and latest.round >= round]
+        self.sees_all = len(self._live) <= self.announce_limit
+        announcements = {peer: latest for peer in self.found if (latest := self.context.tracker.announcement_of(peer))}
+        fellows = [peer for peer, latest in announcements.items() if self.found[peer] and latest.round + 2 >= round]
+        first = [peer for peer, latest in announcements.items() if not self.found[peer] and latest.round >= round]
         self.found = {peer: self.found[peer] for peer in (*fellows, *first[-ACQUAINTANCES:])}
         if not self.sees_all:
             others = [peer for peer in self._live if peer != self.context.me.peer]
             for peer in self._rng.sample(others, min(ACQUAINTANCES, len(others))):
                 self.meet(peer)
-        self._show()
+        self._publish_sight()
 
-    def look(self) -> None:
+    def update_sight(self) -> None:
         """Update the peers in sight."""
         if self._read() or self.found or not self.sees_all:
-            self._show()
+            self._publish_sight()
 
     def _read(self) -> bool:
         """Read the live members. Returns whether they have changed."""
@@ -98,10 +98,10 @@ class MoshpitState:
             self.lose(peer)
         return True
 
-    def _show(self) -> None:
+    def _publish_sight(self) -> None:
         peers = self._live if self.sees_all else self.found
         live = [self._live[peer] for peer in peers if peer in self._live]
-        self.context.tracker.look(live, self.found, loop_time())
+        self.context.tracker.set_sight(live, self.found, loop_time())
 
     def in_sight(self) -> list[PeerId]:
         """The peers that this one talks to, in the order of their ids."""
@@ -129,10 +129,10 @@ class MoshpitState:
         self._lost.add(peer)
 
     def set_next_group(self, lineage: bytes) -> None:
-        """Set `coming`: the group that this peer is in, or comes to next."""
-        if lineage != self.coming:
-            self.coming = lineage
-            self._turned.notify()
+        """Set `next_group`: the group that this peer is in, or comes to next."""
+        if lineage != self.next_group:
+            self.next_group = lineage
+            self._group_changed.notify()
 
     async def search(self, deadline: Deadline, found: Callable[[], None]) -> None:
         """In a large swarm, announce this peer's next group in the directory, and look for its other members there.
@@ -142,29 +142,29 @@ class MoshpitState:
         """
         directory, said, again = self.context.host.directory, b"", 0.0
         while not self.sees_all and loop_time() < deadline:
-            lineage = self.coming
+            lineage = self.next_group
             scope, until = f"moshpit/{lineage.hex()}", min(deadline, loop_time() + 10 * SEARCH_SECONDS)
             if lineage != said or loop_time() >= again:
                 said, again = lineage, loop_time() + LISTED_SECONDS / 2
                 await directory.announce(scope, b"", min(LISTED_SECONDS, max(1.0, deadline - loop_time())), until)
             for peer, _ in await directory.find(scope, FIND_LIMIT, until):
-                if lineage == self.coming:  # a late answer would bring back the members of a past group
+                if lineage == self.next_group:  # a late answer would bring back the members of a past group
                     self.meet(peer, lineage)
             found()
             until = min(deadline, loop_time() + SEARCH_SECONDS)
-            await self._turned.reached(lambda lineage=lineage: self.coming != lineage, until)  # type: ignore[misc]
+            await self._group_changed.reached(lambda lineage=lineage: self.next_group != lineage, until)  # type: ignore[misc]
 
-    def narrow(self, lineage: bytes) -> None:
+    def keep_group(self, lineage: bytes) -> None:
         """Stop talking to members of groups other than this one. Acquaintances stay."""
         if not self.sees_all:
             self.found = {peer: of for peer, of in self.found.items() if of in (b"", lineage)}
 
-    def hear(self, here: PositionAnnouncement) -> bool:
+    def hear(self, announcement: PositionAnnouncement) -> bool:
         """Take an announcement. Returns False if a later one is known already."""
-        lineage = here.coming.lineage
-        self.meet(here.sender.peer, lineage if lineage == self.coming else b"")
-        self.look()
-        return self.context.tracker.take(here, loop_time())
+        lineage = announcement.next_group_key.lineage
+        self.meet(announcement.sender.peer, lineage if lineage == self.next_group else b"")
+        self.update_sight()
+        return self.context.tracker.take(announcement, loop_time())
 
     def assign_cell(self, key: RoundKey, round: int) -> tuple[Grid, Cell]:
         """Choose this round's grid and this peer's cell in it."""
@@ -172,10 +172,10 @@ class MoshpitState:
         present = tracker.present(round, loop_time())
         # A peer that sees only its own line learns the size of the swarm from the live members.
         count = len(present) if self.sees_all else len(self._live)
-        told = [latest.grid for latest in tracker.words()]
+        grids = [latest.grid for latest in tracker.announcements()]
         since = round if self.grid else 0
         before = self.grid
-        self.grid = choose_grid(count, since, [*told, *([before] if before else [])], self.most)
+        self.grid = choose_grid(count, since, [*grids, *([before] if before else [])], self.most)
         seed = hashlib.sha256(key.run + f"{key.scope}\n{round}".encode()).digest()
         if self.sees_all:
             self.index = assign_cell(me, present, self.grid.shape, seed)
@@ -186,12 +186,12 @@ class MoshpitState:
     def close(self, lineage: bytes) -> None:
         """Record that this peer is in that group, or goes on without it."""
         self.closed[lineage] = None
-        self.mixings.wake()
+        self.data_phases.wake()
 
-    def keep(self, mixing: GroupAllReduce) -> None:
+    def keep(self, data_phase: GroupAllReduce) -> None:
         """Keep the data phase of a group that begins, and drop the oldest."""
-        self.mixings.open(mixing.resolved.digest, mixing)
-        self.mixings.close(self.mixings.keys()[:-KEEP_GROUPS])
+        self.data_phases.open(data_phase.resolved.digest, data_phase)
+        self.data_phases.close(self.data_phases.keys()[:-KEEP_GROUPS])
 
     def spare_buffers(self, like: Sequence[Vector]) -> list[Vector]:
         """Vectors of the same sizes as `like`, kept for the next round."""

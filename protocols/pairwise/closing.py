@@ -47,9 +47,9 @@ class ClosingExchanges:
         at: the step that this peer is at.
     """
 
-    def __init__(self, endpoint: ProtocolEndpoint, patience: PeerTimeouts) -> None:
+    def __init__(self, endpoint: ProtocolEndpoint, timeouts: PeerTimeouts) -> None:
         self.at = BEFORE
-        self._endpoint, self._members, self._patience = endpoint, endpoint.host.members, patience
+        self._endpoint, self._members, self._timeouts = endpoint, endpoint.host.members, timeouts
         self._session: SharedStateSession | None = None
         self._number, self._asked = BEFORE, 0
         self._heard: dict[Member, int] = {}  # of live members
@@ -78,7 +78,7 @@ class ClosingExchanges:
                     break
                 live = {member.peer: member for member in self._members.live() if member != self._endpoint.me}
                 there = tuple(live.get(peer) for peer in needed)
-                waits = [self._patience.timeout_seconds(each.peer, size_bytes) for each in there if each]
+                waits = [self._timeouts.timeout_seconds(each.peer, size_bytes) for each in there if each]
                 until += STEP_SECONDS + max(waits) if waits else 0.0
                 await act(there, min(until, session.deadline))
         finally:
@@ -101,13 +101,13 @@ class ClosingExchanges:
 
     def _is_awaited(self, partner: Member) -> bool:
         now = loop_time()
-        return partner in self._members.live() and not self._patience.resting(partner.peer, now)
+        return partner in self._members.live() and not self._timeouts.resting(partner.peer, now)
 
     async def _ask(self, session: SharedStateSession, partner: Member, until: Deadline) -> int | None:
         """Ask the partner which step it is at; None if it does not take part."""
         self._asked += 1
         peer, question = partner.peer, ClosingStep(session.key, self._endpoint.me, self._asked, self.at)
-        answer_by = min(until, loop_time() + self._patience.answer_seconds(peer))
+        answer_by = min(until, loop_time() + self._timeouts.answer_seconds(peer))
         try:
             async with self._endpoint.open(peer, CLOSING, answer_by) as stream:
                 await stream.send(question)

@@ -56,13 +56,13 @@ class ExchangeState(PairState):
         super().__init__(host, settings)
         self.round = 0
         self.exchange: PairExchange | None = None
-        self._untold: list[float] = []  # drifts of half exchanges that ended between two rounds
+        self._unreported_drifts: list[float] = []  # drifts of half exchanges that ended between two rounds
 
     def open(self, session: SharedStateSession) -> None:
         super().open(session)
-        for drift in self._untold:
+        for drift in self._unreported_drifts:
             session.count_half(drift)
-        self._untold.clear()
+        self._unreported_drifts.clear()
 
     async def close(self) -> None:
         """End the round. Abort the current exchange, or wait until the state is at rest if it must not be aborted."""
@@ -113,7 +113,7 @@ class ExchangeState(PairState):
             if swap.moved is not None:
                 exchange.session.count(partner, swap.chunks, exchange_id(partner, exchange.ask), 0.5)
         now = loop_time()
-        self.patience.took(partner, swap.size_bytes, now, now - exchange.began)
+        self.timeouts.took(partner, swap.size_bytes, now, now - exchange.began)
 
     def half(self, drift: float) -> None:
         """Count an exchange that may have moved one end only."""
@@ -121,7 +121,7 @@ class ExchangeState(PairState):
         if self.session:
             self.session.count_half(drift)
         else:
-            self._untold.append(drift)
+            self._unreported_drifts.append(drift)
 
     def failed(self, peer: PeerId, began: float, until: Deadline, why: str, slow: bool) -> None:
         """Record a failed exchange. A peer that cost us time is avoided for a while.
@@ -130,7 +130,7 @@ class ExchangeState(PairState):
             slow: the exchange was in progress; False: there was no answer.
         """
         self.accounting.name(peer, f"no exchange: {why}")
-        self.patience.failed(peer, began, loop_time(), until, slow)
+        self.timeouts.failed(peer, began, loop_time(), until, slow)
 
     def distrust(self, peer: PeerId) -> None:
-        self.patience.distrust(peer, loop_time())
+        self.timeouts.distrust(peer, loop_time())

@@ -52,7 +52,7 @@ class Gossip(PairwiseAverager):
         super().__init__(self.exchanges, settings.schedule, host.rng("gossip"))
         self._initiator = ExchangeInitiator(self.exchanges)
         ExchangeResponder(self.exchanges, self._initiator)
-        self._steps = ClosingExchanges(self.exchanges.endpoint, self.exchanges.patience)
+        self._steps = ClosingExchanges(self.exchanges.endpoint, self.exchanges.timeouts)
 
     async def mix(self, session: SharedStateSession, state: VectorView) -> None:
         """Ask each partner that the schedule names; if an exchange fails, ask others while time is left.
@@ -65,7 +65,7 @@ class Gossip(PairwiseAverager):
         due, others = self._candidates(session)
         if not due:
             return
-        until = min(session.deadline, loop_time() + exchanges.patience.timeout_seconds(due[0].peer, size_bytes))
+        until = min(session.deadline, loop_time() + exchanges.timeouts.timeout_seconds(due[0].peer, size_bytes))
         tries = 0
         while loop_time() < until and ((due and tries < TRIES) or (others and not session.held)):
             if tries:
@@ -77,10 +77,10 @@ class Gossip(PairwiseAverager):
                 now, peer = loop_time(), partner.peer
                 if session.held and (partner not in due or peer in session.held):
                     verdict = ExchangeOutcome.HELD  # another peer has asked us
-                elif not session.has_time(exchanges.patience.expected_seconds(peer, size_bytes), until):
+                elif not session.has_time(exchanges.timeouts.expected_seconds(peer, size_bytes), until):
                     verdict = ExchangeOutcome.FAILED  # the time left is too short for this one
                 else:
-                    its_own = now + exchanges.patience.timeout_seconds(peer, size_bytes)
+                    its_own = now + exchanges.timeouts.timeout_seconds(peer, size_bytes)
                     verdict = await self._initiator.ask(session, partner, min(until, its_own))
                 if verdict in (ExchangeOutcome.HELD, ExchangeOutcome.FAILED):
                     due, others = ([each for each in group if each != partner] for group in (due, others))
@@ -106,7 +106,7 @@ class Gossip(PairwiseAverager):
             await self.exchanges.at_rest()
             if session.counted(peer) > before:
                 break
-            its_own = loop_time() + self.exchanges.patience.timeout_seconds(peer, size_bytes)
+            its_own = loop_time() + self.exchanges.timeouts.timeout_seconds(peer, size_bytes)
             verdict = await self._initiator.ask(session, partner, min(until, its_own))
             if verdict in (ExchangeOutcome.HELD, ExchangeOutcome.FAILED):
                 break
@@ -125,7 +125,7 @@ class Gossip(PairwiseAverager):
         now = loop_time()
         live = self.others()
         named = self.named(session, live)
-        up = [member for member in live.values() if not self.exchanges.patience.resting(member.peer, now)]
+        up = [member for member in live.values() if not self.exchanges.timeouts.resting(member.peer, now)]
         due = [member for member in up if member.peer in named]
         others = [member for member in up if member.peer not in named]
         return due or self.rng.sample(others, min(1, len(others))), others

@@ -69,7 +69,7 @@ class ExchangeInitiator:
         self, session: SharedStateSession, ask: ExchangeRequest, partner: Member, until: Deadline
     ) -> ExchangeOutcome:
         exchanges, peer, began = self._exchanges, partner.peer, loop_time()
-        answer_by = min(until, began + exchanges.patience.answer_seconds(peer))
+        answer_by = min(until, began + exchanges.timeouts.answer_seconds(peer))
         exchange: PairExchange | None = None
         try:
             async with asyncio.timeout_at(answer_by) as limit, exchanges.endpoint.open(peer, EXCHANGE, until) as stream:
@@ -79,7 +79,7 @@ class ExchangeInitiator:
                 if not answer.accepted:
                     return ExchangeOutcome.BUSY
                 limit.reschedule(None)  # from here on the exchange is watched
-                exchanges.patience.answered(peer, loop_time() - began)
+                exchanges.timeouts.answered(peer, loop_time() - began)
                 self._open, exchange = None, exchanges.begin(session, ask, partner, until)
                 await run_with_helper(self._lead(exchange, stream), watch(exchanges.host.members, partner, until))
                 return ExchangeOutcome.HELD
@@ -119,7 +119,7 @@ class ExchangeInitiator:
         exchanges, ask, peer = self._exchanges, exchange.ask, exchange.partner.peer
         if not exchange.in_doubt:
             return exchange.swap.moved is not None  # then only our last message is lost
-        deadline = loop_time() + exchanges.patience.answer_seconds(peer)
+        deadline = loop_time() + exchanges.timeouts.answer_seconds(peer)
         try:
             if isinstance(error, BadPayload):
                 raise error

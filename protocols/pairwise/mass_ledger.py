@@ -96,12 +96,6 @@ class MassLedger(Generic[V]):
         self._senders: RecentDict[Member, _Numbers] = RecentDict(MAX_GIVERS)
 
     @property
-    def mean(self) -> V:
-        """x / w: this peer's estimate of the mean of all peers."""
-        mean: V = self.value / self.weight
-        return mean
-
-    @property
     def mass(self) -> float:
         """The weight that this peer holds or has given without acknowledgement: the most that it can hold again."""
         given = (share.weight for shares in self._outstanding.values() for share in shares.values())
@@ -136,32 +130,27 @@ class MassLedger(Generic[V]):
         """The shares to send again: given, and neither acknowledged nor returned."""
         return tuple(self._outstanding.get(to, {}).values())
 
-    def acknowledged(self, by: Member, sequence: int) -> None:
-        """Record that the share is now the receiver's. Without effect for a share that is not outstanding."""
-        self._answered(by, sequence)
-
     def answered(self, by: Member, sequence: int, counted: bool) -> None:
-        """Record the receiver's answer to a recall: it counted the share, or never will."""
-        share = self._answered(by, sequence)
-        if share is not None and not counted:
-            self._home(share)
+        """Record the receiver's answer: it counted the share, or never will; then the share returns.
 
-    def buried(self, member: Member) -> None:
-        """Take back the unacknowledged shares of an incarnation that has certainly ended. A silent peer may still be
-        alive.
+        Without effect for a share that is not outstanding.
         """
-        for share in self._outstanding.pop(member, {}).values():
-            self._home(share)
-        self._next.pop(member, None)
-
-    def _answered(self, by: Member, sequence: int) -> Share[V] | None:
         waiting = self._outstanding.get(by, {})
         share = waiting.pop(sequence, None)
         if not waiting:
             self._outstanding.pop(by, None)
-        return share
+        if share is not None and not counted:
+            self._add(share)
 
-    def _home(self, share: Share[V]) -> None:
+    def take_back(self, member: Member) -> None:
+        """Take back the unacknowledged shares of an incarnation that has certainly ended. A silent peer may still be
+        alive.
+        """
+        for share in self._outstanding.pop(member, {}).values():
+            self._add(share)
+        self._next.pop(member, None)
+
+    def _add(self, share: Share[V]) -> None:
         self.value, self.weight = self.value + share.value, self.weight + share.weight
 
     # -- taking -------------------------------------------------------------------------------------------------------
@@ -183,7 +172,7 @@ class MassLedger(Generic[V]):
         if numbers.settled(share.sequence):
             return share.sequence in numbers.counted
         numbers.settle(share.sequence, numbers.counted)
-        self._home(share)
+        self._add(share)
         return True
 
     def recalled(self, sender: Member, sequence: int) -> bool:

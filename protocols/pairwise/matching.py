@@ -12,8 +12,7 @@ first, so their order does not matter.
     closing_pairs          the pairs of each step at the end of a run
     closing_hops           the same for one-way shares: how many places ahead each peer gives
 
-The mixing matrices are those of the literature, for rounds in lockstep: x ← Wx, doubly stochastic, so that the mean
-does not change. `pairwise` gives the effect of consecutive exchanges, which is what peers without a barrier get.
+The mixing matrix W of a round in lockstep is doubly stochastic, so that x ← Wx does not change the mean.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ def select_partners(
     place, count = everybody.index(me), len(everybody)
     if known(schedule) == "random":
         return (everybody[_drawn_partner(tuple(everybody), place, round_number, seed)],)
-    return tuple(everybody[(place + hop) % count] for hop in _hops_ahead(schedule, count, round_number))
+    return tuple(everybody[(place + hop) % count] for hop in hops_ahead(schedule, count, round_number))
 
 
 def known(schedule: str) -> str:
@@ -65,40 +64,10 @@ def known(schedule: str) -> str:
     return schedule
 
 
-def mixing_matrix(schedule: str, members: Sequence[PeerId], round_number: int, seed: str) -> torch.Tensor:
-    """The mixing matrix W of one round in lockstep, float64 (n, n), over the sorted members.
-
-    Raises:
-        ValueError: unknown schedule.
-    """
-    everybody = tuple(sorted(set(members)))
-    if known(schedule) == "random":
-        order = _matched(everybody, round_number, seed)
-        return pairwise(len(everybody), list(zip(order[::2], order[1::2], strict=False)))
-    ahead, behind = _hops_ahead(schedule, len(everybody), round_number), (-1,) if schedule == "ring" else ()
-    return _circulant(len(everybody), (0, *ahead, *behind))
-
-
-def pairwise(count: int, pairs: Sequence[tuple[int, int]]) -> torch.Tensor:
-    """The mixing matrix of consecutive exchanges, each of which moves both ends to their mean. float64 (n, n)."""
-    product = torch.eye(count, dtype=torch.float64)
-    for one, other in pairs:
-        product[[one, other]] = product[[one, other]].mean(0)
-    return product
-
-
 def contraction(mixing: torch.Tensor) -> float:
     """ρ = ‖W − J‖, the largest share of the distance to the mean that one round leaves."""
     count = len(mixing)
     return float(torch.linalg.matrix_norm(mixing - torch.full_like(mixing, 1 / count), 2))
-
-
-def matching_factor(count: int) -> float:
-    """The expected factor by which a random matching scales the variance: (n/2 − 1) / (n − 1) for an even n.
-
-    Each of the ⌊n/2⌋ pairs removes 1 / (n − 1) of it.
-    """
-    return 1 - count // 2 / (count - 1) if count > 1 else 0.0
 
 
 def hops(count: int) -> tuple[int, ...]:
@@ -161,7 +130,7 @@ def stepped(steps: Sequence[Sequence[int]]) -> torch.Tensor:
 def _drawn_steps(count: int, draw: int) -> tuple[tuple[int, ...], ...]:
     names, steps = tuple(map(str, range(count))), []
     for step in range(len(closing_hops(count))):
-        order, partner_of = _matched(names, step, f"closing/{draw}"), list(range(count))
+        order, partner_of = matched_order(names, step, f"closing/{draw}"), list(range(count))
         for one, other in zip(order[::2], order[1::2], strict=False):
             partner_of[one], partner_of[other] = other, one
         steps.append(tuple(partner_of))
@@ -172,7 +141,7 @@ def _drawn_steps(count: int, draw: int) -> tuple[tuple[int, ...], ...]:
 
 
 @lru_cache(maxsize=4)
-def _matched(members: tuple[PeerId, ...], round_number: int, seed: str) -> tuple[int, ...]:
+def matched_order(members: tuple[PeerId, ...], round_number: int, seed: str) -> tuple[int, ...]:
     """Indices in a drawn order: each two consecutive ones are partners.
 
     The order is that of a hash of each member, so a peer that knows one more member still finds mostly the same
@@ -187,7 +156,7 @@ def _matched(members: tuple[PeerId, ...], round_number: int, seed: str) -> tuple
 
 
 def _drawn_partner(members: tuple[PeerId, ...], me: int, round_number: int, seed: str) -> int:
-    order = _matched(members, round_number, seed)
+    order = matched_order(members, round_number, seed)
     place = order.index(me)
     if place ^ 1 < len(order):
         return order[place ^ 1]
@@ -195,18 +164,9 @@ def _drawn_partner(members: tuple[PeerId, ...], me: int, round_number: int, seed
     return order[int.from_bytes(drawn[:8], "big") % place]  # the peer left over asks one that has a partner
 
 
-def _hops_ahead(schedule: str, count: int, round_number: int) -> tuple[int, ...]:
+def hops_ahead(schedule: str, count: int, round_number: int) -> tuple[int, ...]:
     """How many places ahead a peer's partners are, in a schedule without draws."""
     if schedule == "ring":
         return (1,)
     every = hops(count)
     return every if schedule == "exponential" else every[round_number % max(1, len(every)) :][:1]
-
-
-def _circulant(count: int, offsets: Sequence[int]) -> torch.Tensor:
-    """The mixing matrix in which every peer takes the mean of the peers at these distances."""
-    mixing = torch.zeros(count, count, dtype=torch.float64)
-    rows = torch.arange(count)
-    for offset in offsets:
-        mixing[rows, (rows + offset) % count] += 1 / len(offsets)
-    return mixing

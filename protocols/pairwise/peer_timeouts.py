@@ -136,7 +136,7 @@ class RequestDeduplicator:
     """Remembers the requests of each peer's incarnation. Each counts once, in whatever order they arrive."""
 
     def __init__(self) -> None:
-        self._lives: RecentDict[Member, _Asked] = RecentDict(MAX_PEERS)
+        self._by_member: RecentDict[Member, _Asked] = RecentDict(MAX_PEERS)
 
     def hear(self, sender: Member, sequence: int, round_number: int) -> None:
         """Record a request.
@@ -144,7 +144,7 @@ class RequestDeduplicator:
         Raises:
             BadPayload: it was received before, is older than any that may still be under way, or its round goes back.
         """
-        asked = self._lives.renew(sender, _Asked)
+        asked = self._by_member.renew(sender, _Asked)
         if sequence in asked.seen:
             raise BadPayload(f"question {sequence} is asked again")
         if sequence <= asked.highest - REQUEST_WINDOW:

@@ -52,7 +52,7 @@ class PushSum(PairwiseAverager):
         super().__init__(self.weighted, settings.schedule, host.rng("push-sum"))
         self.share_sender = ShareSender(self.weighted)
         ShareReceiver(self.weighted, settings.bandwidth)
-        self._steps = ClosingExchanges(self.weighted.endpoint, self.weighted.patience)
+        self._steps = ClosingExchanges(self.weighted.endpoint, self.weighted.timeouts)
 
     async def mix(self, session: SharedStateSession, state: VectorView) -> None:
         """Settle earlier shares, then give one to each peer that the schedule names; give declined shares to others.
@@ -60,21 +60,21 @@ class PushSum(PairwiseAverager):
         Giving takes at most the time limit of one share: a slow or dead peer is not waited for twice.
         """
         await self.share_sender.reclaim(session)
-        patience = self.weighted.patience
+        timeouts = self.weighted.timeouts
         size_bytes = self.weighted.codec.encoded_bytes(state.size)
         live = self.others()
         named = self.named(session, live)
         others = self.rng.sample(sorted(set(live) - set(named)), len(live) - len(named))
         due = len(named)
-        awake = [peer for peer in (*named, *others) if not patience.resting(peer, loop_time())]
+        awake = [peer for peer in (*named, *others) if not timeouts.resting(peer, loop_time())]
         if not awake or not await self.weighted.is_finite(state):
             return
-        until = min(session.deadline, loop_time() + patience.timeout_seconds(awake[0], size_bytes))
+        until = min(session.deadline, loop_time() + timeouts.timeout_seconds(awake[0], size_bytes))
         for peer in awake:
             if not due or len(self.share_sender.kept) >= MAX_KEPT or loop_time() >= until:
                 break
-            if session.has_time(patience.expected_seconds(peer, size_bytes), until):
-                its_own = loop_time() + patience.timeout_seconds(peer, size_bytes)
+            if session.has_time(timeouts.expected_seconds(peer, size_bytes), until):
+                its_own = loop_time() + timeouts.timeout_seconds(peer, size_bytes)
                 due -= await self.share_sender.give(session, live[peer], min(until, its_own))
 
     async def close(self, session: SharedStateSession, state: VectorView, here: Collection[PeerId]) -> None:

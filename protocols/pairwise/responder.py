@@ -19,7 +19,7 @@ from protocols.pairwise.state_swap import (
     watch,
 )
 
-MOST_MEETINGS = 4
+MAX_EXCHANGES_PER_PEER = 4
 """How often one peer may average with a lent state. Each time, half of the state becomes that peer's."""
 
 
@@ -30,9 +30,11 @@ class ExchangeResponder:
         self._exchanges, self._initiator = exchanges, initiator
         self._questions = RequestDeduplicator()
         self._moved: RecentDict[str, None] = RecentDict(MAX_PEERS)  # requests after which we have moved
-        self._doubted: dict[str, PairExchange] = {}  # those where we do not know yet whether the asker has moved too
+        self._unconfirmed: dict[
+            str, PairExchange
+        ] = {}  # those where we do not know yet whether the asker has moved too
         exchanges.endpoint.serve(EXCHANGE, ExchangeRequest, self._serve)
-        exchanges.endpoint.serve(EXCHANGE, OutcomeQuery, self._tell)
+        exchanges.endpoint.serve(EXCHANGE, OutcomeQuery, self._send_outcome)
 
     async def _serve(self, stream: Stream, ask: ExchangeRequest) -> None:
         exchanges = self._exchanges
@@ -44,9 +46,9 @@ class ExchangeResponder:
             await self._follow(exchange, stream)
         finally:
             exchanges.end(exchange)
-        await self._last_word(exchange, stream)
+        await self._confirm(exchange, stream)
 
-    async def _tell(self, stream: Stream, query: OutcomeQuery) -> None:
+    async def _send_outcome(self, stream: Stream, query: OutcomeQuery) -> None:
         await stream.send(OutcomeReply(query.key, self._exchanges.me, query.sequence, self._settle(query)))
 
     def _answer(self, ask: ExchangeRequest, accepted: bool) -> ExchangeReply:
@@ -71,19 +73,19 @@ class ExchangeResponder:
             BadPayload: the asker's state has another size.
         """
         exchanges, now = self._exchanges, loop_time()
-        session, patience = exchanges.session, exchanges.patience
-        if session is None or session.state is None or exchanges.exchange or patience.resting(stream.peer, now):
+        session, timeouts = exchanges.session, exchanges.timeouts
+        if session is None or session.state is None or exchanges.exchange or timeouts.resting(stream.peer, now):
             return None
         if ask.key.fragment != session.key.fragment:
             return None
-        if stream.peer in session.held and len(session.held[stream.peer].messages) >= MOST_MEETINGS:
+        if stream.peer in session.held and len(session.held[stream.peer].messages) >= MAX_EXCHANGES_PER_PEER:
             return None
         if session.closing and ask.elements != session.state.size:
             return None  # closing exchanges average whole states, rounds something else
         if ask.elements != session.state.size:
             raise BadPayload(f"a state of {ask.elements} elements; the run's have {session.state.size}")
         size_bytes = exchanges.codec.encoded_bytes(session.state.size)
-        deadline = min(stream.deadline, session.deadline, now + patience.timeout_seconds(stream.peer, size_bytes))
+        deadline = min(stream.deadline, session.deadline, now + timeouts.timeout_seconds(stream.peer, size_bytes))
         if now >= deadline or not self._initiator.gives_way(ask):
             return None
         return exchanges.begin(session, ask, ask.sender, deadline)
@@ -93,7 +95,7 @@ class ExchangeResponder:
         exchanges = self._exchanges
         try:
             watching = watch(exchanges.host.members, exchange.partner, exchange.deadline)
-            await run_with_helper(self._hear_out(exchange, stream), watching)
+            await run_with_helper(self._receive(exchange, stream), watching)
             exchanges.check(exchange)
         except BadPayload:
             exchanges.distrust(stream.peer)
@@ -106,16 +108,16 @@ class ExchangeResponder:
         self._moved[exchange.ask.name] = None
         await exchanges.move(exchange)
 
-    async def _hear_out(self, exchange: PairExchange, stream: Stream) -> None:
+    async def _receive(self, exchange: PairExchange, stream: Stream) -> None:
         await stream.send(self._answer(exchange.ask, True))
         await exchange.swap.transfer(stream)
         await hear(stream, StateReceived, exchange.ask)
 
-    async def _last_word(self, exchange: PairExchange, stream: Stream) -> None:
+    async def _confirm(self, exchange: PairExchange, stream: Stream) -> None:
         """Find out whether the asker has moved: it says so, or asks us. Our state is already free."""
         exchanges, ask = self._exchanges, exchange.ask
-        seconds = exchanges.patience.answer_seconds(stream.peer)
-        self._doubted[ask.name] = exchange
+        seconds = exchanges.timeouts.answer_seconds(stream.peer)
+        self._unconfirmed[ask.name] = exchange
         try:
             async with peer_timeout(seconds, stream.peer, "waiting for its last message"):
                 await stream.send(StateReceived(ask.key, exchanges.me, ask.sequence))
@@ -126,7 +128,7 @@ class ExchangeResponder:
             exchanges.half(await exchange.swap.drift())
             raise
         finally:
-            del self._doubted[ask.name]
+            del self._unconfirmed[ask.name]
 
     def _settle(self, message: OutcomeQuery) -> bool:
         """Whether we have moved; if not, we never will."""
@@ -135,7 +137,7 @@ class ExchangeResponder:
             exchange.given_up = True
         if message.name not in self._moved:
             return False
-        for each in (exchange, self._doubted.get(message.name)):
+        for each in (exchange, self._unconfirmed.get(message.name)):
             if each and each.ask.name == message.name:
                 each.settled = True
         self._exchanges.notifier.notify()

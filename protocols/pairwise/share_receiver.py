@@ -27,35 +27,35 @@ class ShareReceiver:
 
     def __init__(self, weighted: WeightedState, bandwidth: float) -> None:
         self._weighted = weighted
-        self._patience = PeerTimeouts(bandwidth)  # timeouts from the lines in this direction
+        self._timeouts = PeerTimeouts(bandwidth)  # timeouts from the lines in this direction
         self._taking: set[PeerId] = set()
         weighted.endpoint.serve(PUSH, PushShare, self._serve)
-        weighted.endpoint.serve(PUSH, RecallShare, self._tell)
+        weighted.endpoint.serve(PUSH, RecallShare, self._send_status)
 
     async def _serve(self, stream: Stream, give: PushShare) -> None:
         weighted, state, peer = self._weighted, self._weighted.state, stream.peer
         self._admit(give)
         if state is None or self._is_busy(peer) or weighted.masses.mass + give.weight > 2 * MOST_SHARE:
-            return await self._tell(stream, give)
+            return await self._send_status(stream, give)
         self._taking.add(peer)
         try:
             counted = await self._take(state, give, stream)
         except BadPayload:  # a share given to this sender would be lost to us as well
-            for patience in (self._patience, weighted.patience):
-                patience.distrust(peer, loop_time())
+            for timeouts in (self._timeouts, weighted.timeouts):
+                timeouts.distrust(peer, loop_time())
             raise
         finally:
             self._taking.remove(peer)
         await stream.send(ShareStatus(give.key, weighted.me, give.sequence, counted))
 
-    async def _tell(self, stream: Stream, share: PushShare | RecallShare) -> None:
+    async def _send_status(self, stream: Stream, share: PushShare | RecallShare) -> None:
         """Answer whether a share has been counted; if not, it never will be."""
         counted = self._weighted.masses.recalled(share.sender, share.sequence)
         await stream.send(ShareStatus(share.key, self._weighted.me, share.sequence, counted))
 
     def _is_busy(self, peer: PeerId) -> bool:
         now = loop_time()
-        return peer in self._taking or len(self._taking) >= MAX_TAKING or self._patience.resting(peer, now)
+        return peer in self._taking or len(self._taking) >= MAX_TAKING or self._timeouts.resting(peer, now)
 
     def _admit(self, give: PushShare) -> None:
         """Check a share's header.
@@ -83,7 +83,7 @@ class ShareReceiver:
         theirs = StateReceiver(weighted.part(state.size), weighted.host.compute)
         async with weighted.turn:
             await theirs.measure(stream, state)
-        await self._hear_out(theirs, give, stream)
+        await self._receive(theirs, give, stream)
         while True:
             try:
                 await weighted.notifier.until(lambda: weighted.state is not None, stream.deadline)
@@ -93,19 +93,19 @@ class ShareReceiver:
                 if weighted.session and weighted.session.state:
                     return await self._count(weighted.session, weighted.session.state, give, theirs.part)
 
-    async def _hear_out(self, theirs: StateReceiver, give: PushShare, stream: Stream) -> None:
-        patience, peer = self._patience, stream.peer
+    async def _receive(self, theirs: StateReceiver, give: PushShare, stream: Stream) -> None:
+        timeouts, peer = self._timeouts, stream.peer
         began, size_bytes = loop_time(), theirs.part.size_bytes
-        deadline = min(stream.deadline, began + patience.timeout_seconds(peer, size_bytes))
+        deadline = min(stream.deadline, began + timeouts.timeout_seconds(peer, size_bytes))
         try:
             await run_with_helper(theirs.take(stream), watch(self._weighted.host.members, give.sender, deadline))
         except PeerSilent as error:
             now = loop_time()
             if now >= min(deadline, began + CHEAP_SECONDS):
                 self._weighted.accounting.name(peer, f"no share: {error.why}")
-            patience.failed(peer, began, now, deadline, theirs.begun)
+            timeouts.failed(peer, began, now, deadline, theirs.begun)
             raise
-        patience.took(peer, size_bytes, loop_time(), loop_time() - began)
+        timeouts.took(peer, size_bytes, loop_time(), loop_time() - began)
 
     async def _count(self, session: SharedStateSession, state: VectorView, give: PushShare, part: ReducedPart) -> bool:
         masses = self._weighted.masses
@@ -117,5 +117,5 @@ class ShareReceiver:
         try:
             await self._weighted.blend(state, part, part_of_us)
         finally:
-            session.count(give.sender.peer, part.chunks, give.told, part_of_us)
+            session.count(give.sender.peer, part.chunks, give.share_name, part_of_us)
         return counted

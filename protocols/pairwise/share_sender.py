@@ -18,7 +18,7 @@ from protocols.pairwise.shares import PUSH, PushShare, RecallShare, ShareStatus,
 from protocols.pairwise.state_swap import hear, watch
 from protocols.pairwise.weighted_state import WeightedState
 
-BURIAL_SECONDS = 120.0
+RETURN_SECONDS = 120.0
 """After this many seconds without an answer, a share returns to the sender, whether its receiver is live or not."""
 MAX_KEPT = 2
 """Limit of shares with an unknown outcome. At this limit a peer gives no more until outcomes are known."""
@@ -34,7 +34,9 @@ class ShareSender:
     def __init__(self, weighted: WeightedState) -> None:
         self.kept: dict[tuple[Member, int], tuple[Share[float], ReducedPart]] = {}
         self._weighted = weighted
-        self._untold: dict[tuple[Member, int], float] = {}  # when each share without an answer was first missed
+        self._unanswered_since: dict[
+            tuple[Member, int], float
+        ] = {}  # when each share without an answer was first missed
 
     async def give(
         self,
@@ -72,16 +74,16 @@ class ShareSender:
     ) -> bool | None:
         """Send a share; return whether it was counted, or None if that is unknown."""
         weighted, peer = self._weighted, share.to.peer
-        patience, began = weighted.patience, loop_time()
+        timeouts, began = weighted.timeouts, loop_time()
         elements = part.high - part.low
         give = PushShare(
             session.key, self._weighted.me, share.sequence, share.to, share.weight, elements, part.codec.name
         )
-        answer_by, reached = min(until, began + patience.answer_seconds(peer)), False
+        answer_by, reached = min(until, began + timeouts.answer_seconds(peer)), False
         try:
             async with asyncio.timeout_at(answer_by) as limit, weighted.endpoint.open(peer, PUSH, until) as stream:
                 limit.reschedule(None)  # from here on the transfer is watched
-                patience.answered(peer, 2 * (loop_time() - began))
+                timeouts.answered(peer, 2 * (loop_time() - began))
                 reached = True
                 watching = watch(weighted.host.members, share.to, until)
                 counted = await run_with_helper(_deliver(stream, give, part), watching)
@@ -92,12 +94,12 @@ class ShareSender:
                 f"no share: {'it did not say whether it has counted the share' if reached else 'it was not reached'}",
             )
             if reached:  # the share may have arrived: avoid this peer for a while
-                patience.late(peer, now, max(CHEAP_SECONDS, now - began), slow=now >= until)
+                timeouts.late(peer, now, max(CHEAP_SECONDS, now - began), slow=now >= until)
                 return None
-            patience.failed(peer, began, now, answer_by, slow=False)
+            timeouts.failed(peer, began, now, answer_by, slow=False)
             return False
         if counted:
-            patience.took(peer, part.size_bytes, loop_time(), loop_time() - began)
+            timeouts.took(peer, part.size_bytes, loop_time(), loop_time() - began)
         return counted
 
     async def _answered(self, session: SharedStateSession, share: Share[float], counted: bool) -> None:
@@ -116,14 +118,14 @@ class ShareSender:
         """Settle shares without an answer: ask their receivers, or decide without those that are gone."""
         now, masses, me = loop_time(), self._weighted.masses, self._weighted.me
         live = {member.peer: member for member in self._weighted.host.members.live()}
-        self._untold = {key: self._untold.get(key, now) for key in self.kept}
+        self._unanswered_since = {key: self._unanswered_since.get(key, now) for key in self.kept}
         for share, _ in list(self.kept.values()):
             to, counted = share.to, None
             if live.get(to.peer) == to:
                 counted = await self._recall(session, share)
             elif to.peer in live:
                 counted = False  # given to an earlier incarnation, which has ended
-            if counted is None and now - self._untold[to, share.sequence] >= BURIAL_SECONDS:
+            if counted is None and now - self._unanswered_since[to, share.sequence] >= RETURN_SECONDS:
                 counted = False
                 self._weighted.half_exchanges += 1
                 session.count_half(share.weight / (masses.weight + share.weight))
@@ -136,9 +138,9 @@ class ShareSender:
     async def _recall(self, session: SharedStateSession, share: Share[float]) -> bool | None:
         """Recall a share; return whether it was counted, or None if that is unknown."""
         weighted, peer, began = self._weighted, share.to.peer, loop_time()
-        if began >= session.deadline or weighted.patience.resting(peer, began):
+        if began >= session.deadline or weighted.timeouts.resting(peer, began):
             return None
-        answer_by = began + weighted.patience.answer_seconds(peer)
+        answer_by = began + weighted.timeouts.answer_seconds(peer)
         deadline = min(session.deadline, answer_by)
         recall = RecallShare(session.key, weighted.me, share.sequence, share.to)
         try:
@@ -147,7 +149,7 @@ class ShareSender:
                 return (await hear(stream, ShareStatus, recall)).counted
         except (PeerError, BadPayload):
             now = loop_time()
-            weighted.patience.late(peer, now, max(CHEAP_SECONDS, now - began), slow=False)
+            weighted.timeouts.late(peer, now, max(CHEAP_SECONDS, now - began), slow=False)
             return None
 
 

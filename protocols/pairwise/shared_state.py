@@ -61,7 +61,7 @@ class PairState(ABC):
         """
         self.host, self.endpoint = host, ProtocolEndpoint(host, settings, HEADER_LIMIT)
         self.me, self.accounting = self.endpoint.me, self.endpoint.accounting
-        self.codec, self.patience = codec(settings.codec), PeerTimeouts(settings.bandwidth)
+        self.codec, self.timeouts = codec(settings.codec), PeerTimeouts(settings.bandwidth)
         self.estimator, self.notifier = ClaimedRounds(), Notifier()
         self.session: SharedStateSession | None = None
         self.half_exchanges = 0

@@ -27,7 +27,7 @@ class PushShare(ExchangeMessage):
     codec: str = text(16)
 
     @property
-    def told(self) -> str:
+    def share_name(self) -> str:
         """The unique name of this share."""
         return f"{self.name} to {self.to.peer}.{self.to.incarnation}"
 
@@ -54,8 +54,8 @@ def split_share(state: VectorView, part: ReducedPart) -> None:
 
     The mean of what the receiver decodes and of what stays equals the state before.
     """
-    for index, low, high, (room, sent) in part.pieces(2):
-        mine = state.read(low, high, room)
+    for index, low, high, (scratch, sent) in part.pieces(2):
+        mine = state.read(low, high, scratch)
         part.codec.encode(mine, part.chunk(index))
         part.decode_chunk(index, None, sent)
         state.write(low, torch.sub(mine, sent, out=sent).add_(mine))
@@ -63,7 +63,7 @@ def split_share(state: VectorView, part: ReducedPart) -> None:
 
 def merge_share(state: VectorView, part: ReducedPart, share: float) -> None:
     """Average an encoded state into `state`, in place. `share` is its weight, between 0 and 1."""
-    for index, low, high, (room, theirs) in part.pieces(2):
+    for index, low, high, (scratch, theirs) in part.pieces(2):
         part.decode_chunk(index, None, theirs)
-        mine = state.read(low, high, room)
+        mine = state.read(low, high, scratch)
         state.write(low, theirs.mul_(share).add_(torch.mul(mine, 1 - share)))

@@ -53,24 +53,24 @@ class StateReceiver:
                 large.
             PeerSilent: the stream broke off.
         """
-        room = self.part.room()
+        scratch = self.part.scratch_vector()
         for index in range(self.part.chunks):
             data = self.part.chunk(index)
             await receive_chunk(stream, index, data, self._on_header)
-            await self._compute.run(partial(self._check, index, room), 2 * len(data))
+            await self._compute.run(partial(self._check, index, scratch), 2 * len(data))
 
     def _on_header(self, header: Header) -> None:
         self.begun = True
 
-    def _check(self, index: int, room: Vector) -> None:
-        self.part.decode_chunk(index, None, room)
+    def _check(self, index: int, scratch: Vector) -> None:
+        self.part.decode_chunk(index, None, scratch)
         low, high = self.part.elements(index)
-        self._squares += norm([room[: high - low]]) ** 2
+        self._squares += norm([scratch[: high - low]]) ** 2
         if not self._squares <= self._limit * self._limit:
             raise BadPayload(f"a state of norm above {self._limit:.3g}, {PAIR_NORM_SPREAD:g} times ours")
 
 
 def state_norm(state: VectorView, part: ReducedPart) -> float:
     """L2 norm of a state, read in the chunks of `part`. Not finite if an element is not."""
-    pieces = (state.read(low, high, room) for _, low, high, (room,) in part.pieces(1))
+    pieces = (state.read(low, high, scratch) for _, low, high, (scratch,) in part.pieces(1))
     return math.sqrt(math.fsum(norm([piece]) ** 2 for piece in pieces))

@@ -205,8 +205,8 @@ class StateSwap:
         """
         theirs, buffer = self._theirs.part, self._theirs.part.chunk_buffer()
         squares = 0.0
-        for index, low, high, (room, sent, half, mixed) in theirs.pieces(4):
-            mine, data = self.state.read(low, high, room), buffer(index)
+        for index, low, high, (scratch, sent, half, mixed) in theirs.pieces(4):
+            mine, data = self.state.read(low, high, scratch), buffer(index)
             self._codec.encode(mine, data)
             self._codec.decode(data, sent)
             theirs.decode_chunk(index, None, mixed)

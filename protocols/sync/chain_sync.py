@@ -87,12 +87,12 @@ class ChainSync(SyncServiceBase[HeadAnnouncement]):
         self.fetcher, self.stranded = StateFetcher(context, part_cache), False
         self._chain, self._part_cache, self._on_better = chain, part_cache, options.on_better
         self._verifier = HeadVerifier(context, chain, self.rules, options.make_archive)
-        self._news = asyncio.Event()
+        self._new_heads = asyncio.Event()
 
     def hear(self, peer: PeerId) -> None:
         """Note that a peer seems to have another head, and wake the check for unknown heads."""
         if self._context.peers.called(peer):
-            self._news.set()
+            self._new_heads.set()
 
     # -- answering ----------------------------------------------------------------------------------------------------
 
@@ -149,15 +149,15 @@ class ChainSync(SyncServiceBase[HeadAnnouncement]):
 
         A member of the roster hears of the roster's heads in its rounds, so it asks only the other peers.
         """
-        began, news = loop_time(), self._news.is_set()
-        self._news.clear()
-        if not news:
+        began, new_heads = loop_time(), self._new_heads.is_set()
+        self._new_heads.clear()
+        if not new_heads:
             here = self.rules.me in self._chain.head.roster
             peers = self._context.peers.outsiders() if here else self._context.peers.everybody()
             heads = await self._exchange(peers, began + DIAL_SECONDS)
-            news = any(self._unknown(head.key) for head in heads.values())
-        news = news and not self.sync_progress.active  # if active, this peer asks again once it has caught up
-        if news and (branch := await self.better(loop_time() + ANNOUNCE_SECONDS + TRAIL_SECONDS)):
+            new_heads = any(self._unknown(head.key) for head in heads.values())
+        new_heads = new_heads and not self.sync_progress.active  # if active, this peer asks again once it has caught up
+        if new_heads and (branch := await self.better(loop_time() + ANNOUNCE_SECONDS + TRAIL_SECONDS)):
             if branch.ancestor.key == self._chain.head.key:
                 await asyncio.sleep(GRACE_SECONDS)
             if self._unknown(branch.head.key) and branch.ancestor.key.lineage in self._chain:
@@ -165,7 +165,7 @@ class ChainSync(SyncServiceBase[HeadAnnouncement]):
         await asyncio.sleep(HASTE_SECONDS)
         with suppress(TimeoutError):
             async with asyncio.timeout_at(began + DIAL_SECONDS):
-                await self._news.wait()
+                await self._new_heads.wait()
 
     async def better(self, deadline: Deadline) -> Branch | None:
         """Ask all sync peers for their heads. Returns the best proved branch that beats this peer's, or None.

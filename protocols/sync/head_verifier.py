@@ -75,7 +75,7 @@ class HeadVerifier:
             make_archive: returns an archive for certificates that are being verified.
         """
         self._context, self._chain, self._rules, self._make_archive = context, chain, rules, make_archive
-        self._ways: list[_Proof] = []  # proofs in progress
+        self._proofs: list[_Proof] = []  # proofs in progress
         self._turn = asyncio.Lock()  # held while certificates are verified
         self._judged: RoundLog | None = None  # the longest rounds verified by proofs that have ended
 
@@ -93,32 +93,32 @@ class HeadVerifier:
             The branch; None if it does not beat ours, or no peer can prove it.
         """
         for peer, key in claims:
-            way = _Proof(key)
-            self._ways.append(way)
+            proof = _Proof(key)
+            self._proofs.append(proof)
             try:
-                return await self._proved(peer, way, stranded, deadline)
+                return await self._proved(peer, proof, stranded, deadline)
             except BadPayload:
                 self._context.peers.distrust(peer)
             except PeerError as error:
                 self._context.accounting.name(peer, f"lost as a contact: {error.why}")
             except RoundPruned:
-                self._judged = way.links = None
+                self._judged = proof.links = None
             finally:
-                self._ways.remove(way)
-                self._keep(way)
-                deadline += ROUND_SECONDS * way.rounds
+                self._proofs.remove(proof)
+                self._keep(proof)
+                deadline += ROUND_SECONDS * proof.rounds
         return None
 
-    def _keep(self, way: _Proof) -> None:
+    def _keep(self, proof: _Proof) -> None:
         """Keep the verified rounds as the starting point of later proofs, unless our chain has them."""
-        if way.links and len(way.links) >= len(self._judged or ()):
-            self._judged = way.links
+        if proof.links and len(proof.links) >= len(self._judged or ()):
+            self._judged = proof.links
         if self._judged and (
             self._judged[-1].lineage in self._chain or self._judged.start.key.lineage not in self._chain
         ):
             self._judged = None
 
-    async def _proved(self, peer: PeerId, way: _Proof, stranded: bool, deadline: Deadline) -> Branch | None:
+    async def _proved(self, peer: PeerId, proof: _Proof, stranded: bool, deadline: Deadline) -> Branch | None:
         """Verify a peer's certificates, from where our chains part to the head that it shows.
 
         Raises:
@@ -127,84 +127,86 @@ class HeadVerifier:
         """
         goes_on = True
         while goes_on:
-            before, until = way.rounds, loop_time() + TRAIL_SECONDS
+            before, until = proof.rounds, loop_time() + TRAIL_SECONDS
             try:
                 async with self._context.open(peer, until if before else min(until, deadline)) as stream:
-                    goes_on = await self._leg(stream, way, stranded)
+                    goes_on = await self._verify_some(stream, proof, stranded)
             except PeerSilent:
-                if way.rounds == before:
+                if proof.rounds == before:
                     raise
-        return self._beating(way, stranded)
+        return self._beating(proof, stranded)
 
-    def _beating(self, way: _Proof, stranded: bool) -> Branch | None:
-        if not way.links:
+    def _beating(self, proof: _Proof, stranded: bool) -> Branch | None:
+        if not proof.links:
             return None
-        return self._rules.beating(self._chain, way.links.start.key.lineage, way.links, stranded)
+        return self._rules.beating(self._chain, proof.links.start.key.lineage, proof.links, stranded)
 
     def _may_grow(self, links: RoundLog) -> bool:
         return self._rules.depends_on_growth(self._chain, links.start.key.lineage, links)
 
-    async def _leg(self, stream: Stream, way: _Proof, stranded: bool) -> bool:
+    async def _verify_some(self, stream: Stream, proof: _Proof, stranded: bool) -> bool:
         """Verify certificates on one stream. Returns whether there are more.
 
         Raises:
             BadPayload: a certificate is invalid, or they do not lead to the head that the peer shows.
         """
-        if way.shown.round > len(self._chain) + MAX_AHEAD:
-            raise BadPayload(f"does not prove the head at round {way.shown.round} that it shows: no run lasts so long")
+        if proof.shown.round > len(self._chain) + MAX_AHEAD:
+            raise BadPayload(
+                f"does not prove the head at round {proof.shown.round} that it shows: no run lasts so long"
+            )
         for _ in range(MAX_PIECES):
-            more = await self._piece(stream, way)
-            if way.links and not self._beating(way, stranded) and not self._may_grow(way.links):
+            more = await self._piece(stream, proof)
+            if proof.links and not self._beating(proof, stranded) and not self._may_grow(proof.links):
                 return False  # the branch does not beat ours, and no later round can change that
-            if not more and (way.end is None or way.end.key.round < way.shown.round):
-                raise BadPayload(f"does not prove the head at round {way.shown.round} that it shows")
+            if not more and (proof.end is None or proof.end.key.round < proof.shown.round):
+                raise BadPayload(f"does not prove the head at round {proof.shown.round} that it shows")
             if not more:
                 return False
         return True
 
-    async def _piece(self, stream: Stream, way: _Proof) -> bool:
+    async def _piece(self, stream: Stream, proof: _Proof) -> bool:
         """Ask for some certificates and verify them. Returns whether there are more.
 
         Raises:
             BadPayload: a certificate is invalid, or follows none of the lineages in the request.
             PeerGone: the peer has no certificates back to our chain, or is too slow.
         """
-        known = max(self._others(way.links), key=len, default=None)
-        locator = self._locator(way, known)
+        known = max(self._others(proof.links), key=len, default=None)
+        locator = self._locator(proof, known)
         await stream.send(CertificatesRequest(locator))
         began = loop_time()
         trail = wire.expect(await stream.receive(_LIMIT), Certificates)
-        way.waited_seconds += loop_time() - began
+        proof.waited_seconds += loop_time() - began
         if trail.ancestor not in locator:
             if trail.ancestor == bytes(32) and not trail.count:
                 raise PeerGone(stream.peer, "has no certificates back to this peer's chain")
             raise BadPayload("certificates that follow none of the lineages they were asked from")
-        self._go_to(way, known, trail.ancestor)
+        self._go_to(proof, known, trail.ancestor)
         for place in range(0, trail.count, VERIFY_AT_ONCE):
-            await self._judge(stream, way, min(VERIFY_AT_ONCE, trail.count - place))
+            await self._judge(stream, proof, min(VERIFY_AT_ONCE, trail.count - place))
         return trail.more and trail.count > 0
 
-    async def _judge(self, stream: Stream, way: _Proof, count: int) -> None:
+    async def _judge(self, stream: Stream, proof: _Proof, count: int) -> None:
         began = loop_time()
         some = [wire.expect(await stream.receive(wire.MAX_HEADER_BYTES), Certificate) for _ in range(count)]
-        way.waited_seconds += loop_time() - began
-        assert way.end
-        while some and not way.links and (head := self._ours(way.end, some[0])):
-            way.head, some = head, some[1:]  # other votes may certify a round that we have
+        proof.waited_seconds += loop_time() - began
+        assert proof.end
+        while some and not proof.links and (head := self._ours(proof.end, some[0])):
+            proof.head, some = head, some[1:]  # other votes may certify a round that we have
         if not some:
             return
         async with self._turn:  # other proofs may be at the same rounds
-            way.links = way.links or RoundLog(way.end, self._make_archive())
-            way.rounds += len(some)
-            if some := some[self._take_over(way.links, some) :]:
+            proof.links = proof.links or RoundLog(proof.end, self._make_archive())
+            proof.rounds += len(some)
+            if some := some[self._take_over(proof.links, some) :]:
                 cost_bytes = VERIFY_BYTES * len(some)
-                way.links.extend(
-                    await self._context.host.compute.run(partial(self._rules.verify, way.end, some), cost_bytes)
+                proof.links.extend(
+                    await self._context.host.compute.run(partial(self._rules.verify, proof.end, some), cost_bytes)
                 )
-        if way.end.key.round > way.shown.round + MAX_GROWTH:
-            raise BadPayload(f"shows a head at round {way.shown.round}, and leads on and on beyond it")
-        if way.waited_seconds > TRAIL_SECONDS + ROUND_SECONDS * way.rounds:
-            raise PeerGone(stream.peer, f"proved {way.rounds} rounds in {way.waited_seconds:.0f} s: too slow")
+        if proof.end.key.round > proof.shown.round + MAX_GROWTH:
+            raise BadPayload(f"shows a head at round {proof.shown.round}, and leads on and on beyond it")
+        if proof.waited_seconds > TRAIL_SECONDS + ROUND_SECONDS * proof.rounds:
+            raise PeerGone(stream.peer, f"proved {proof.rounds} rounds in {proof.waited_seconds:.0f} s: too slow")
 
     def _ours(self, head: Head, certificate: Certificate) -> Head | None:
         """The head that the certificate leads to, if it is on our chain."""
@@ -229,23 +231,23 @@ class HeadVerifier:
 
     def _others(self, links: RoundLog | None) -> list[RoundLog]:
         """The rounds verified by other proofs, in progress or ended."""
-        every = (self._judged, *(way.links for way in self._ways))
+        every = (self._judged, *(proof.links for proof in self._proofs))
         return [each for each in every if each and each is not links]
 
-    def _locator(self, way: _Proof, known: RoundLog | None) -> tuple[bytes, ...]:
-        if way.end:
-            return (way.end.key.lineage,)
+    def _locator(self, proof: _Proof, known: RoundLog | None) -> tuple[bytes, ...]:
+        if proof.end:
+            return (proof.end.key.lineage,)
         return (*(known.locator()[:-1] if known else ()), *self._chain.locator())[:MAX_LOCATOR]
 
-    def _go_to(self, way: _Proof, known: RoundLog | None, lineage: bytes) -> None:
+    def _go_to(self, proof: _Proof, known: RoundLog | None, lineage: bytes) -> None:
         """Continue from one of the lineages in the request."""
-        if way.end:
+        if proof.end:
             return  # it was the only one
-        way.head = self._chain.at(lineage)
-        if way.head:
+        proof.head = self._chain.at(lineage)
+        if proof.head:
             return
         place = known.place(lineage) if known else None
         if known is None or place is None:
             raise RoundPruned("this peer's chain has changed meanwhile")
-        way.head, way.links = known.start, RoundLog(known.start, self._make_archive())
-        way.links.adopt(known, 0, place)
+        proof.head, proof.links = known.start, RoundLog(known.start, self._make_archive())
+        proof.links.adopt(known, 0, place)

@@ -64,7 +64,7 @@ class IndependentStateSync(SyncServiceBase[StateAdvert]):
         """
         context = SyncContext(host, settings, snapshots, hints)
         super().__init__(context, StateAdvert, key, SnapshotServer(snapshots, host.compute, Gate()))
-        self._has_state, self._fruitless = has_state, 0
+        self._has_state, self._failed_fetches = has_state, 0
         self._signed: dict[tuple[int, bytes], bytes] = {}
 
     async def _look_around(self) -> None:
@@ -111,13 +111,13 @@ class IndependentStateSync(SyncServiceBase[StateAdvert]):
             adverts = await self._exchange(self._context.peers.everybody(), deadline)
             snapshot = await self._from_one(eligible(adverts), order, deadline)
         except StateUnavailable as error:
-            self._fruitless += 1
-            if self._fruitless == COMPLAIN_AFTER:
+            self._failed_fetches += 1
+            if self._failed_fetches == COMPLAIN_AFTER:
                 self._context.say(f"{error}: waiting for a peer that has one")
             raise
         finally:
             self.sync_progress.end()
-        self._fruitless = 0
+        self._failed_fetches = 0
         return snapshot
 
     async def _from_one(self, donors: Mapping[PeerId, SignedStateRef], order: Order, deadline: Deadline) -> Snapshot:

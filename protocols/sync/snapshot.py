@@ -119,24 +119,24 @@ class Snapshot:
     Methods that read or write its bytes may wait for the disk, and raise OSError if it fails.
 
     Attributes:
-        room: its buffer, which holds the parameters, then the velocity, as little-endian float32.
+        buffer: its buffer, which holds the parameters, then the velocity, as little-endian float32.
     """
 
     def __init__(
-        self, lineage: bytes, round_number: int, index: SnapshotIndex, room: SnapshotBuffer | None = None
+        self, lineage: bytes, round_number: int, index: SnapshotIndex, buffer: SnapshotBuffer | None = None
     ) -> None:
         """Create an empty snapshot.
 
         Args:
-            room: a buffer of `buffer_bytes(index.elements)`; None: a buffer in memory.
+            buffer: a buffer of `buffer_bytes(index.elements)`; None: a buffer in memory.
         """
         self.lineage, self.round, self.index = lineage, round_number, index
-        self.room = room or MemoryBuffer(buffer_bytes(index.elements))
+        self.buffer = buffer or MemoryBuffer(buffer_bytes(index.elements))
 
     @property
     def fresh(self) -> bool:
         """Whether it starts empty. If not, it may hold chunks, right or wrong, from an earlier download."""
-        return self.room.fresh
+        return self.buffer.fresh
 
     def fill(self, parameters: Vector, velocity: Vector) -> None:
         """Copy these vectors, float32 (n), into the snapshot. Their index must be `index`."""
@@ -149,7 +149,7 @@ class Snapshot:
         """Copy the state into these vectors, float32 (n)."""
         for chunk, piece in self._pieces(parameters, velocity):
             data, held = _scratch(len(piece))
-            self.room.read(self._offset(chunk), data)
+            self.buffer.read(self._offset(chunk), data)
             piece.copy_(held)
 
     def chunk(self, chunk: int) -> bytearray:
@@ -161,12 +161,12 @@ class Snapshot:
         if not 0 <= chunk < len(self.index.digests):
             raise BadPayload(f"chunk {chunk} of a snapshot of {len(self.index.digests)}")
         data = bytearray(self.index.size(chunk))
-        self.room.read(self._offset(chunk), memoryview(data))
+        self.buffer.read(self._offset(chunk), memoryview(data))
         return data
 
     def put(self, chunk: int, data: Buffer) -> None:
         """Set the bytes of a chunk."""
-        self.room.write(self._offset(chunk), data)
+        self.buffer.write(self._offset(chunk), data)
 
     def _offset(self, chunk: int) -> int:
         half = len(self.index.digests) // 2
@@ -203,10 +203,10 @@ class Snapshots:
         self,
         every_rounds: int = SNAPSHOT_ROUNDS,
         keep: int = KEEP_SNAPSHOTS,
-        make_room: MakeBuffer = lambda lineage, round_number, size: MemoryBuffer(size),
+        make_buffer: MakeBuffer = lambda lineage, round_number, size: MemoryBuffer(size),
         has_begun: Callable[[bytes, int], bool] = lambda lineage, round_number: False,
     ) -> None:
-        self.every_rounds, self._keep, self._make_room, self.has_begun = every_rounds, keep, make_room, has_begun
+        self.every_rounds, self._keep, self._make_buffer, self.has_begun = every_rounds, keep, make_buffer, has_begun
         self._held: list[Snapshot] = []
 
     def new(self, lineage: bytes, round_number: int, index: SnapshotIndex) -> Snapshot:
@@ -215,8 +215,8 @@ class Snapshots:
         Raises:
             OSError: there is no space.
         """
-        room = self._make_room(lineage, round_number, buffer_bytes(index.elements))
-        return Snapshot(lineage, round_number, index, room)
+        buffer = self._make_buffer(lineage, round_number, buffer_bytes(index.elements))
+        return Snapshot(lineage, round_number, index, buffer)
 
     def put(self, snapshot: Snapshot) -> None:
         """Add a filled snapshot. Above the limit, the snapshots of the lowest rounds are dropped."""

@@ -34,7 +34,7 @@ class SyncPeers:
         self._me, self._members, self._chain, self._hints, self._now = me, members, chain, hints, now
         self._callers: deque[PeerId] = deque(maxlen=MAX_CONTACTS // 4)
         self._distrusted: RecentDict[PeerId, float] = RecentDict(MAX_CONTACTS)
-        self._stock: RecentDict[PeerId, tuple[SnapshotRef, ...]] = RecentDict(MAX_CONTACTS)
+        self._snapshots: RecentDict[PeerId, tuple[SnapshotRef, ...]] = RecentDict(MAX_CONTACTS)
 
     def called(self, peer: PeerId) -> bool:
         """Note that a peer has an unknown head. Returns whether to have it proved."""
@@ -44,7 +44,7 @@ class SyncPeers:
 
     def has(self, peer: PeerId, kept: tuple[SnapshotRef, ...]) -> None:
         """Record the snapshots that a peer claims to serve."""
-        self._stock[peer] = kept
+        self._snapshots[peer] = kept
 
     def distrust(self, peer: PeerId) -> None:
         """Ask this peer for nothing for `DISTRUST_SECONDS`, since it broke a rule."""
@@ -56,8 +56,8 @@ class SyncPeers:
     def stock(self) -> dict[bytes, list[PeerId]]:
         """Lineage -> the peers that claim to serve its state."""
         found: dict[bytes, list[PeerId]] = {}
-        for peer in self.others(self._stock):
-            for kept in self._stock[peer]:
+        for peer in self.others(self._snapshots):
+            for kept in self._snapshots[peer]:
                 found.setdefault(kept.lineage, []).append(peer)
         return found
 

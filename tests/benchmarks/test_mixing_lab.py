@@ -9,7 +9,7 @@ import torch
 
 from benchmarks.mixers import MIXERS, TooMany, pushed, simulate, taken
 from benchmarks.mixing import groups_factor, main
-from protocols.pairwise import matching
+from tests.support.mixing_matrices import mixing_matrix
 
 PEERS = 64
 KEEP_THE_MEAN = ("ring", "torus", "random matching", "groups of 32", "Moshpit 32 x 32", "Moshpit seats of 8")
@@ -32,12 +32,12 @@ def test_down_peer_keeps_its_value_while_others_mix(name: str) -> None:
 def test_pushed_mass_is_conserved() -> None:
     draw = torch.Generator().manual_seed(2)
     mass, up = torch.rand(16, 2, dtype=torch.float64, generator=draw), torch.rand(16, generator=draw) >= 0.3
-    pushing = matching.mixing_matrix("one-peer-exponential", [f"{index:02}" for index in range(16)], 1, "").T
+    pushing = mixing_matrix("one-peer-exponential", [f"{index:02}" for index in range(16)], 1, "").T
     assert float((pushed(pushing, up, mass).sum(0) - mass.sum(0)).abs().max()) < 1e-12
 
 
 def test_mixing_rows_sum_to_one_with_peers_down() -> None:
-    mixing = matching.mixing_matrix("exponential", [f"{index:02}" for index in range(16)], 0, "")
+    mixing = mixing_matrix("exponential", [f"{index:02}" for index in range(16)], 0, "")
     up = torch.arange(16) % 3 > 0
     ones = torch.ones(16, 1, dtype=torch.float64)
     torch.testing.assert_close(taken(mixing, up, ones), ones)

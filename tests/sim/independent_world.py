@@ -137,7 +137,7 @@ class IndependentWorld(World):
 
     def _averager(self, host: Host, settings: Settings) -> IndependentAverager:
         if self.scenario.directory:
-            return Moshpit(host, settings, most=2, told=0)
+            return Moshpit(host, settings, most=2, announce_limit=0)
         return INDEPENDENT_PROTOCOLS[self.scenario.protocol](host, settings)
 
     async def _peer(self, index: int, transport: SimTransport) -> None:

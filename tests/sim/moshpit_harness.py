@@ -41,7 +41,7 @@ class MoshpitHarness:
         tokens: of each peer, in every round.
         train_seconds: how long each peer trains until its work is complete; 1 by default.
         starts: the first round of each peer; 0 by default.
-        codec, chunk_elements, most, told: as of `Moshpit`.
+        codec, chunk_elements, most, announce_limit: as of `Moshpit`.
         claims: the bandwidth in bytes/s that each peer claims; 12.5e6 by default.
         lies: peer index -> lie (`tests.sim.byzantine.contributors`).
         before: called with the network when all peers have joined.
@@ -55,7 +55,7 @@ class MoshpitHarness:
     codec: str = "fp32"
     chunk_elements: int = 1 << 10
     most: int = 8
-    told: int = 64
+    announce_limit: int = 64
     claims: Sequence[float] = ()
     lies: dict[int, str] = field(default_factory=dict)
     before: Callable[[SimNetwork], None] = lambda network: None
@@ -104,7 +104,7 @@ class MoshpitHarness:
         state = self.states[index]
         claim = self.claims[index] if self.claims else 12.5e6
         settings = Settings(self.codec, (len(state[0]),), self.chunk_elements, bandwidth=claim, robust=self.robust)
-        averager = self.averagers[peer] = Moshpit(host, settings, self.most, self.told)
+        averager = self.averagers[peer] = Moshpit(host, settings, self.most, self.announce_limit)
         history = self.histories.setdefault(peer, [])
         number = self.starts[index] if self.starts else 0
         while number < rounds:

@@ -23,13 +23,13 @@ RUN = bytes(range(32))
 def greeting(
     name: PeerId,
     incarnation: int = 0,
-    life: int = 77,
+    nonce: int = 77,
     version: int = VERSION,
     run: bytes = RUN,
     addresses: tuple[str, ...] = (),
 ) -> Hello:
     """Signed by the peer that it names."""
-    hello = Hello(version, run, Member(name, incarnation), life, "mallory", addresses, b"")
+    hello = Hello(version, run, Member(name, incarnation), nonce, "mallory", addresses, b"")
     return replace(hello, signature=SimSigner(name, 0).sign(signed_part(hello)))
 
 
@@ -69,10 +69,10 @@ class MembershipSwarm:
         known = peer in self.network.nodes
         transport = self.network.restart(peer) if known else self.network.join(peer)
         self._starts += 1
-        life = self._starts
+        nonce = self._starts
         me = Member(peer, transport.node.incarnation if incarnation is None else incarnation)
         token = simloop.PROCESS.set(transport.node.process)
-        members = self._membership(transport, me, run, life, skew_seconds)
+        members = self._membership(transport, me, run, nonce, skew_seconds)
         if self.members and peer != (first := next(iter(self.members))):
             members.hint(first)
         self.members[peer] = members
@@ -80,8 +80,8 @@ class MembershipSwarm:
         simloop.PROCESS.reset(token)
         return members
 
-    def _membership(self, transport: Transport, me: Member, run: bytes, life: int, skew_seconds: float) -> Membership:
-        self.addresses[me.peer] = (f"/ip4/10.0.0.1/tcp/{life}",)
+    def _membership(self, transport: Transport, me: Member, run: bytes, nonce: int, skew_seconds: float) -> Membership:
+        self.addresses[me.peer] = (f"/ip4/10.0.0.1/tcp/{nonce}",)
         self.clocks[me.peer] = SimClock(skew_seconds)
         dialing = DialPolicy(lambda: [peer for peer in self.members if peer != me.peer], self.reach, self.drop)
         callbacks = MembershipCallbacks(
@@ -91,7 +91,7 @@ class MembershipSwarm:
             transport,
             self.clocks[me.peer],
             SimSigner(me.peer, 0),
-            LocalPeer(me, run, life, f"nick-{me.peer}", lambda: self.addresses[me.peer], lambda: 7),
+            LocalPeer(me, run, nonce, f"nick-{me.peer}", lambda: self.addresses[me.peer], lambda: 7),
             dialing,
             callbacks,
         )
@@ -124,11 +124,11 @@ class HostilePeer:
         self.echo: Callable[[Heartbeat], Sequence[Header]] = lambda pulse: [pulse]
         self.refusal: HelloRejected | None = None
         self.addresses: tuple[str, ...] = ()
-        self.incarnation, self.life = 0, 77
+        self.incarnation, self.nonce = 0, 77
         self.transport.serve(HELLO, self._serve)
 
     def hello(self) -> Hello:
-        return greeting(self.name, self.incarnation, self.life, addresses=self.addresses)
+        return greeting(self.name, self.incarnation, self.nonce, addresses=self.addresses)
 
     async def _serve(self, peer: PeerId, stream: Stream) -> None:
         self.dials.append(asyncio.get_running_loop().time())

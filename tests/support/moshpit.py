@@ -84,15 +84,15 @@ def part_from_another_member() -> tuple[int, PeerId, PeerId]:
         The number of the message, the peer that hands the part on, and the peer that gets it.
     """
     givers: list[PeerId] = []
-    obtain = GroupAllReduce._obtain
+    obtain = GroupAllReduce._fetch_part
 
-    async def watched(mixing: GroupAllReduce, part: int) -> bool:
-        found = await obtain(mixing, part)
-        givers.extend({"p00", "p02"} - {mixing._context.me.peer} if found else ())
+    async def watched(data_phase: GroupAllReduce, part: int) -> bool:
+        found = await obtain(data_phase, part)
+        givers.extend({"p00", "p02"} - {data_phase._context.me.peer} if found else ())
         return found
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(GroupAllReduce, "_obtain", watched)
+        patch.setattr(GroupAllReduce, "_fetch_part", watched)
         for number in range(45, message_count(moshpit_swarm(3, elements=60), "p01") + 1):
             swarm = moshpit_swarm(3, elements=60)
             swarm.before = killing("p01", number)

@@ -44,8 +44,8 @@ class SwarmPeer:
         self.chain, snapshots = Chain(RUN, "run", swarm.founders), Snapshots()
         hints = [member.peer for member in swarm.founders]
         gate, store = Gate(), None
-        if swarm.rooms is not None:
-            store = PartStore(swarm.rooms, host.compute, gate, most_rounds=5, least_rounds=1)
+        if swarm.make_buffer is not None:
+            store = PartStore(swarm.make_buffer, host.compute, gate, most_rounds=5, least_rounds=1)
         part_cache = PartCache(host, store, gate)
         options = ChainSyncOptions(part_cache, on_better=lambda branch: self.averager.supersede())
         self.sync = ChainSync(host, self.chain, swarm.settings, snapshots, lambda: hints, options)
@@ -85,12 +85,12 @@ class ReplicatedSwarm:
 
     Args:
         names: of the founders, separated by spaces.
-        rooms: makes the buffers in which peers store the parts of past rounds; None: they store none.
+        make_buffer: makes the buffers in which peers store the parts of past rounds; None: they store none.
         settings: changes of `SETTINGS`.
     """
 
-    def __init__(self, names: str, rooms: Callable[[int], SnapshotBuffer] | None = None, **settings: Any) -> None:
-        self.rooms = rooms
+    def __init__(self, names: str, make_buffer: Callable[[int], SnapshotBuffer] | None = None, **settings: Any) -> None:
+        self.make_buffer = make_buffer
         self.network, self.settings = SimNetwork(Trace()), replace(SETTINGS, **settings)
         self.founders = tuple(Member(name) for name in names.split())
         self.peers: dict[PeerId, SwarmPeer] = {}

@@ -81,7 +81,7 @@ async def test_wakeup_regreets_all_without_suspicion(swarm: MembershipSwarm, jum
     assert swarm.members["b"].offset_seconds() == pytest.approx(max(-600, min(600, -jump_seconds)), abs=0.1)
     [(peer, line)] = swarm.said
     assert peer == "b" and ("slept" if jump_seconds > 0 else "set back") in line
-    assert swarm.members["b"].host_monitor.upset.is_set() and not swarm.dropped, "the old connections are good"
+    assert swarm.members["b"].host_monitor.announce_again.is_set() and not swarm.dropped, "the old connections are good"
 
 
 @pytest.mark.parametrize("is_mended", [True, False])
@@ -122,7 +122,7 @@ async def test_new_address_spreads_and_replaces_the_old(swarm: MembershipSwarm) 
     await until(lambda: known("a") == ("/ip4/192.0.2.7/tcp/2", "/dns/b.example/tcp/1"), 3.0)
     await until(lambda: known("c") == ("/ip4/192.0.2.7/tcp/2",), 3.0)
     assert {name: swarm.members[name].version for name in "abc"} == versions
-    assert swarm.members["b"].host_monitor.upset.is_set() and "192.0.2.7" in swarm.said[0][1]
+    assert swarm.members["b"].host_monitor.announce_again.is_set() and "192.0.2.7" in swarm.said[0][1]
 
 
 @on_virtual_time

@@ -56,7 +56,7 @@ async def test_violator_is_removed_until_its_next_incarnation(swarm: MembershipS
     assert swarm.members["a"].version == version, "it does not come and go"
     assert any("not sent" in why for why in swarm.members["a"].refused)
     hostile.echo = lambda heartbeat: [heartbeat]
-    hostile.incarnation, hostile.life = 1, 78
+    hostile.incarnation, hostile.nonce = 1, 78
     asyncio.get_running_loop().create_task(hostile.greet("a", 30.0, 1.0))
     await until(lambda: Member("x", 1) in swarm.members["a"].live(), 5.0)
 
@@ -86,7 +86,7 @@ async def test_peer_without_heartbeats_is_disconnected(swarm: MembershipSwarm) -
     assert swarm.settled() and swarm.sees("a") == ["a", "b", "c"]
 
 
-OLDER = greeting("a", incarnation=0, life=76)
+OLDER = greeting("a", incarnation=0, nonce=76)
 PROVEN = greeting("a", incarnation=9)
 
 
@@ -105,7 +105,7 @@ PROVEN = greeting("a", incarnation=9)
 async def test_unproven_duplicate_claim_is_ignored(swarm: MembershipSwarm, other: Hello) -> None:
     liars = [HostilePeer(swarm, name) for name in "uvwx"]
     for liar in liars:
-        liar.refusal = HelloRejected("another life of it is known here", (other,))
+        liar.refusal = HelloRejected("another incarnation of it is known here", (other,))
     swarm.start("a", incarnation=1)
     for liar in liars:
         swarm.members["a"].hint(liar.name)
@@ -117,7 +117,7 @@ async def test_unproven_duplicate_claim_is_ignored(swarm: MembershipSwarm, other
 @on_virtual_time
 async def test_duplicate_claim_with_own_signature_is_believed(swarm: MembershipSwarm) -> None:
     other = HostilePeer(swarm, "x")
-    other.refusal = HelloRejected("another life of it is known here", (PROVEN,))
+    other.refusal = HelloRejected("another incarnation of it is known here", (PROVEN,))
     swarm.start("a")
     swarm.members["a"].hint("x")
     await until(lambda: bool(swarm.duplicates), 20.0)
@@ -257,11 +257,11 @@ async def test_heartbeat_of_former_incarnation_is_rejected(swarm: MembershipSwar
     hostile = HostilePeer(swarm)
     old = asyncio.create_task(hostile.greet("a", 60.0, heartbeats_per_second=2.0))
     await until(lambda: "x" in swarm.sees("a"), 10.0)
-    hostile.incarnation, hostile.life = 1, 78
+    hostile.incarnation, hostile.nonce = 1, 78
     asyncio.get_running_loop().create_task(hostile.greet("a", 60.0, 1.0))
     await until(lambda: Member("x", 1) in swarm.members["a"].live(), 10.0)
     await asyncio.wait_for(old, 5.0)  # its heartbeat was refused, and the stream closed
-    hostile.incarnation, hostile.life = 0, 77
+    hostile.incarnation, hostile.nonce = 0, 77
     version = swarm.members["a"].version
     assert await hostile.greet("a", 5.0, 2.0) == 0
     assert Member("x", 1) in swarm.members["a"].live() and swarm.members["a"].version <= version + 2

@@ -253,11 +253,11 @@ class OneDonor:
         return 0, 0
 
 
-def another(round_number: int, room: type[MemoryBuffer] = MemoryBuffer) -> Snapshot:
+def another(round_number: int, buffer_type: type[MemoryBuffer] = MemoryBuffer) -> Snapshot:
     """The state of a donor whose parameters are all nine."""
     theta, velocity = torch.full((ELEMENTS,), 9.0), torch.full((ELEMENTS,), 1.0)
     index = SnapshotIndex.of(theta, velocity)
-    held: SnapshotBuffer = room(buffer_bytes(ELEMENTS))
+    held: SnapshotBuffer = buffer_type(buffer_bytes(ELEMENTS))
     snapshot = Snapshot(index.state_root(round_number), round_number, index, held)
     snapshot.fill(theta, velocity)
     return snapshot
@@ -297,7 +297,7 @@ def test_adopting_anothers_state_drops_own_snapshots() -> None:
 def test_peer_seeking_state_serves_none() -> None:
     outer_loop = IndependentPeer().outer_loop
     assert not outer_loop.seeks_state
-    outer_loop.astray = True
+    outer_loop.has_drifted = True
     assert outer_loop.seeks_state
-    outer_loop.astray, outer_loop.lacks_state = False, True
+    outer_loop.has_drifted, outer_loop.lacks_state = False, True
     assert outer_loop.seeks_state

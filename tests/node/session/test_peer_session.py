@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from node.session.peer_session import (
-    FAREWELLS,
     FINISH_SECONDS,
     LINGER_SECONDS,
+    MAX_LAST_ROUNDS,
     OBSERVER_SECONDS,
     SCOPE,
     PeerSession,
@@ -127,7 +127,7 @@ async def test_leave_between_rounds_starts_few_more_rounds(cluster: SessionClust
     a, b, c = cluster.all(run_rounds=6)
     c.view.on_report = lambda report: c.session.leave()
     await cluster.end("c")
-    assert len(c.view.reports) <= 1 + FAREWELLS and (c.ended or math.inf) <= 3.0 + FINISH_SECONDS
+    assert len(c.view.reports) <= 1 + MAX_LAST_ROUNDS and (c.ended or math.inf) <= 3.0 + FINISH_SECONDS
     await cluster.end()
     assert a.outcomes == b.outcomes and a.outcomes.count("committed") >= 5 and len(a.outcomes) == 6
 
@@ -277,13 +277,13 @@ def test_lingering_ends_on_catch_up_or_leave() -> None:
     assert simloop.run(lingered([contact("a", 4)], PeerSession.leave)) == pytest.approx(3.0, abs=0.2)
 
 
-@pytest.mark.parametrize(("founders", "farewells"), [("abc", FAREWELLS), ("a", 0), ("bc", 0)])
+@pytest.mark.parametrize(("founders", "last_rounds"), [("abc", MAX_LAST_ROUNDS), ("a", 0), ("bc", 0)])
 @on_virtual_time
-async def test_farewell_rounds_are_few_and_only_for_members(cluster: SessionCluster, farewells: int) -> None:
+async def test_farewell_rounds_are_few_and_only_for_members(cluster: SessionCluster, last_rounds: int) -> None:
     session = SessionPeer(cluster, "a", SessionLimits(9, None, 1), 0.1).session
     assert all(session._should_continue() for _ in range(5))
     session.leave()
-    assert [session._should_continue() for _ in range(5)] == [True] * farewells + [False] * (5 - farewells)
+    assert [session._should_continue() for _ in range(5)] == [True] * last_rounds + [False] * (5 - last_rounds)
 
 
 # -- reports and records -----------------------------------------------------------------------------------------------

@@ -195,7 +195,7 @@ def test_full_disk_evicts_older_then_skips_the_checkpoint(
     free[0] = 0
     keep(tmp_path, 25, 30, of=made)
     assert rounds(tmp_path) == [20]
-    assert [type(each.room) is MemoryBuffer for each in made.snapshots.held()] == [True, True, False]
+    assert [type(each.buffer) is MemoryBuffer for each in made.snapshots.held()] == [True, True, False]
     assert [each.message for each in caplog.records] == ["no checkpoint before round 26: No space left on device"]
     monkeypatch.undo()
     monkeypatch.setattr(keepers, "SMALL_BYTES", 4096)

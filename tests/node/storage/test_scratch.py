@@ -26,12 +26,12 @@ def count(directory: Path) -> int | None:
 
 def test_written_bytes_are_read_without_open_files(directory: Path) -> None:
     before = psutil.Process().num_fds()
-    rooms = [ScratchFile(directory, 100) for _ in range(50)]
-    for number, room in enumerate(rooms):
-        room.write(40, bytes([number]) * 60)
+    files = [ScratchFile(directory, 100) for _ in range(50)]
+    for number, file in enumerate(files):
+        file.write(40, bytes([number]) * 60)
     held = bytearray(60)
-    for number, room in enumerate(rooms):
-        room.read(40, memoryview(held))
+    for number, file in enumerate(files):
+        file.read(40, memoryview(held))
         assert held == bytes([number]) * 60
     assert psutil.Process().num_fds() == before
     assert directory.stat().st_mode & 0o077 == 0
@@ -52,20 +52,20 @@ async def test_leftovers_of_killed_incarnation_are_removed(tmp_path: Path, direc
         assert count(directory) is None
         with pytest.raises(OSError):
             left.read(0, memoryview(bytearray(8)))
-        room = space.room(8)
+        file = space.allocate(8)
         assert count(directory) == 1
     assert count(directory) is None, "the next incarnation finds nothing"
     with pytest.raises(OSError):
-        room.read(0, memoryview(bytearray(8)))
+        file.read(0, memoryview(bytearray(8)))
 
 
 async def test_freed_files_are_deleted_at_next_allocation(tmp_path: Path, directory: Path) -> None:
     async with ScratchSpace(tmp_path, SimCompute()) as space:
-        rooms = [space.room(8) for _ in range(3)]
-        rooms.clear()
+        files = [space.allocate(8) for _ in range(3)]
+        files.clear()
         gc.collect()
         assert count(directory) == 3, "deleting takes time, and the event loop must not wait for it"
-        kept = space.room(8)
+        kept = space.allocate(8)
         assert count(directory) == 1
         kept.write(0, b"12345678")
 

@@ -161,7 +161,7 @@ def test_sender_of_duplicate_part_is_blamed(name: str, monkeypatch: pytest.Monke
 
     async def twice(self: ScatterReduce, part: int, peer: PeerId) -> None:
         async with task_group() as group:
-            for _ in range(1 + (self._meeting.host.me == "p02")):
+            for _ in range(1 + (self._current_round.host.me == "p02")):
                 group.create_task(once(self, part, peer))
 
     monkeypatch.setattr(ScatterReduce, "_hand_in", twice)
@@ -174,6 +174,7 @@ def test_sender_of_duplicate_part_is_blamed(name: str, monkeypatch: pytest.Monke
 def test_stream_of_non_member_is_rejected(name: str) -> None:
     """Even if it names the same members: it may have come a moment later."""
     averager = swarm(name, 2).play().averagers[0]
-    assert isinstance(averager, SynchronousAverager) and (session := averager._session) and (meeting := session.meeting)
-    assert session.misfit("p01", meeting.hello(0)) == ""
-    assert "no member" in session.misfit("p09", meeting.hello(0))
+    assert isinstance(averager, SynchronousAverager)
+    assert (session := averager._session) and (current_round := session.current_round)
+    assert session.why_refused("p01", current_round.hello(0)) == ""
+    assert "no member" in session.why_refused("p09", current_round.hello(0))

@@ -185,7 +185,7 @@ async def test_writing_yields_to_data_phase_for_limited_time() -> None:
 async def test_failing_file_costs_its_round(world: SyncCluster) -> None:
     part_cache, buffers = world.peers["anna"].part_cache, FailingBuffers()
     assert part_cache.past
-    part_cache.past._make_room = buffers
+    part_cache.past._make_buffer = buffers
     links = await world.rounds("anna bert", 6)
     buffers.failing = True
     wanted = links[0].record.parts[0].digest
@@ -204,7 +204,7 @@ async def test_long_absent_peer_replays_stored_rounds(world: SyncCluster) -> Non
     assert world.same("anna bert cleo") and (report.replayed_rounds, report.blamed) == (40, {})
 
 
-@simulated(lambda: ReplicatedSwarm("anna bert", keep_rounds=4, rooms=FailingBuffers()))
+@simulated(lambda: ReplicatedSwarm("anna bert", keep_rounds=4, make_buffer=FailingBuffers()))
 async def test_swarm_keeps_two_rounds_in_memory_others_stored(world: ReplicatedSwarm) -> None:
     most = 0
     for _ in range(100):

@@ -135,8 +135,8 @@ def test_death_in_one_group_spares_the_others() -> None:
 
     def kill_in_data(network: SimNetwork) -> None:
         def watch(peer: PeerId, number: int, way: str, other: PeerId) -> None:
-            mixing = swarm.averagers["p03"]._moshpit.mixings.values() if "p03" in swarm.averagers else ()
-            if mixing and not deaths:
+            data_phase = swarm.averagers["p03"]._moshpit.data_phases.values() if "p03" in swarm.averagers else ()
+            if data_phase and not deaths:
                 deaths.append("p03")
                 network.kill("p03")
 

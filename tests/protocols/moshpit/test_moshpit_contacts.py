@@ -38,7 +38,7 @@ def without_contacts(host: Host) -> Host:
 
 def test_unconnected_peers_find_groups_through_the_directory() -> None:
     """Each keeps coordinates of its own, which its positions in groups become. Some rounds bring the peers close."""
-    swarm = moshpit_swarm(4, most=4, told=0, dress=without_contacts, train_seconds=(4.0,) * 4)
+    swarm = moshpit_swarm(4, most=4, announce_limit=0, dress=without_contacts, train_seconds=(4.0,) * 4)
     before = spread(swarm)
     histories = swarm.play(rounds=4)
     assert all("committed" in outcomes(history) for history in histories.values())
@@ -48,14 +48,16 @@ def test_unconnected_peers_find_groups_through_the_directory() -> None:
 
 def test_directory_entry_is_renewed_during_long_training() -> None:
     """The directory forgets an entry after ten minutes, and later peers have to find it all the same."""
-    swarm = moshpit_swarm(2, most=2, told=0, dress=without_contacts, train_seconds=(1500.0,) * 2, round_seconds=3000.0)
+    swarm = moshpit_swarm(
+        2, most=2, announce_limit=0, dress=without_contacts, train_seconds=(1500.0,) * 2, round_seconds=3000.0
+    )
     listed: list[Sequence[tuple[PeerId, bytes]]] = []
     tasks: list[asyncio.Task[None]] = []
 
     async def ask() -> None:
         moshpit = swarm.averagers["p00"]._moshpit
         now = asyncio.get_running_loop().time()
-        listed.append(await moshpit.context.host.directory.find(f"moshpit/{moshpit.coming.hex()}", 2, now + 1.0))
+        listed.append(await moshpit.context.host.directory.find(f"moshpit/{moshpit.next_group.hex()}", 2, now + 1.0))
 
     def begin(network: SimNetwork) -> None:
         loop = asyncio.get_running_loop()
@@ -69,7 +71,7 @@ def test_directory_entry_is_renewed_during_long_training() -> None:
 
 def test_peers_in_diverged_rounds_meet_again() -> None:
     """The directory lists groups by round, so only contacts can show a peer that the others are in another round."""
-    swarm = moshpit_swarm(4, most=2, told=0, train_seconds=(4.0,) * 4, starts=(0, 0, 3, 3))
+    swarm = moshpit_swarm(4, most=2, announce_limit=0, train_seconds=(4.0,) * 4, starts=(0, 0, 3, 3))
     before = spread(swarm)
     histories = swarm.play(rounds=7)
     assert [result.round for result in histories["p00"]][:2] == [3, 4], "at once"
@@ -79,7 +81,7 @@ def test_peers_in_diverged_rounds_meet_again() -> None:
 
 def test_announcements_go_to_group_and_few_contacts() -> None:
     """Sixteen peers in groups of four, which the directory lists. Each knows few of the others, and they mix."""
-    swarm = moshpit_swarm(16, most=4, told=8, elements=16, train_seconds=(4.0,) * 16)
+    swarm = moshpit_swarm(16, most=4, announce_limit=8, elements=16, train_seconds=(4.0,) * 16)
     before, most = spread(swarm), 0
 
     def watch(peer: PeerId, number: int, way: str, other: PeerId) -> None:
@@ -103,7 +105,7 @@ def moshpit() -> MoshpitState:
     """The state of p00 before its first round; it announces itself to at most one other peer."""
     network = SimNetwork(Trace())
     hosts = [sim_host(network, network.join(f"p{index:02}"), 1, {}) for index in range(6)]
-    return Moshpit(hosts[0], Settings("fp32", (8,), 8), most=2, told=1)._moshpit
+    return Moshpit(hosts[0], Settings("fp32", (8,), 8), most=2, announce_limit=1)._moshpit
 
 
 async def test_contacts_change_each_round(moshpit: MoshpitState) -> None:
@@ -120,12 +122,12 @@ async def test_dead_peer_is_not_sought_until_it_returns(moshpit: MoshpitState) -
     network = moshpit.context.host.transport.network  # type: ignore[attr-defined]
     moshpit.meet("p03", b"group")
     network.contacts.views["p00"].lose("p03")
-    moshpit.look()
+    moshpit.update_sight()
     moshpit.meet("p03", b"group")
     assert "p03" not in moshpit.in_sight() and "p03" not in moshpit.context.tracker.sight
     network.contacts.views["p00"].meet(Member("p03", 1))
     moshpit.meet("p03", b"group")
-    moshpit.look()
+    moshpit.update_sight()
     assert moshpit.context.tracker.sight["p03"] == Member("p03", 1)
 
 
@@ -153,7 +155,7 @@ async def test_members_of_finished_groups_are_dropped(moshpit: MoshpitState) -> 
     others = sorted({f"p{index:02}" for index in range(1, 6)} - contacts)
     moshpit.meet(others[0], b"first")
     moshpit.meet(others[1], b"second")
-    moshpit.narrow(b"second")
+    moshpit.keep_group(b"second")
     assert set(moshpit.in_sight()) == {*contacts, others[1]}
     moshpit.meet(others[1])
     assert moshpit.found[others[1]] == b"second", "it stays a member of the group"

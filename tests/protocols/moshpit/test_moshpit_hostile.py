@@ -132,11 +132,17 @@ def without_receiver(plan: Plan) -> Plan:
 @pytest.mark.parametrize(
     "disguise, why",
     (
-        (changing_kind(PositionAnnouncement, lambda here: replace(here, run=bytes(32))), "another run"),
-        (changing_kind(PositionAnnouncement, lambda here: replace(here, scope="other")), "another run or scope"),
-        (changing_kind(PositionAnnouncement, lambda here: replace(here, sender=Member("p01"))), "says where p01 is"),
-        (changing_kind(PositionAnnouncement, lambda here: replace(here, index=(31,))), "stands at"),
-        (changing_kind(PositionAnnouncement, lambda here: forged(here, "offer")), "forged signature"),
+        (changing_kind(PositionAnnouncement, lambda announcement: replace(announcement, run=bytes(32))), "another run"),
+        (
+            changing_kind(PositionAnnouncement, lambda announcement: replace(announcement, scope="other")),
+            "another run or scope",
+        ),
+        (
+            changing_kind(PositionAnnouncement, lambda announcement: replace(announcement, sender=Member("p01"))),
+            "says where p01 is",
+        ),
+        (changing_kind(PositionAnnouncement, lambda announcement: replace(announcement, index=(31,))), "stands at"),
+        (changing_kind(PositionAnnouncement, lambda announcement: forged(announcement, "offer")), "forged signature"),
         (changing_kind(Plan, lambda plan: forged(plan, "offers")), "our own offer"),
         (changing_kind(Plan, forged_first), "a forged offer of p00"),
         (changing_kind(Plan, without_receiver), "our own offer"),
@@ -145,7 +151,7 @@ def without_receiver(plan: Plan) -> Plan:
         (changing_kind(Plan, lambda plan: replace(plan, reducers=(2, 2, 2))), "parts are not those"),
         (changing_kind(Plan, lambda plan: replace(plan, ballot=1, reducers=(2, 2, 2))), "a second plan"),
         (changing_kind(Plan, lambda plan: replace(plan, version=1, reducers=(2, 2, 2))), "a second plan"),
-        (changing_kind(PositionAnnouncement, lambda here: WantPart(bytes(32))), "on a control stream"),
+        (changing_kind(PositionAnnouncement, lambda announcement: WantPart(bytes(32))), "on a control stream"),
         (
             changing_kind(Contribute, lambda opening: replace(opening, key=replace(opening.key, run=bytes(32)))),
             "another run",
@@ -224,10 +230,10 @@ def test_part_signed_as_another_reducer_is_rejected() -> None:
     def under_another_name(peer: PeerId, header: Header) -> Header:
         if not isinstance(header, PartDone):
             return header
-        (mixing,) = swarm.averagers["p02"]._moshpit.mixings.values()
+        (data_phase,) = swarm.averagers["p02"]._moshpit.data_phases.values()
         false = replace(header, reducer=0)
         return replace(
-            false, signature=SimSigner("p00", 1).sign(part_message(mixing.key, mixing.resolved.digest, false))
+            false, signature=SimSigner("p00", 1).sign(part_message(data_phase.key, data_phase.resolved.digest, false))
         )
 
     histories = disguised(swarm, {"p02": changing(under_another_name)}).play()
@@ -244,10 +250,10 @@ def test_forwarded_part_needs_its_reducers_signature() -> None:
     def its_own(peer: PeerId, header: Header) -> Header:
         if not isinstance(header, PartDone) or header.reducer != 1:
             return header
-        (mixing,) = swarm.averagers[giver]._moshpit.mixings.values()
-        false = replace(header, reducer=mixing.resolved.peers.index(giver))
+        (data_phase,) = swarm.averagers[giver]._moshpit.data_phases.values()
+        false = replace(header, reducer=data_phase.resolved.peers.index(giver))
         return replace(
-            false, signature=SimSigner(giver, 1).sign(part_message(mixing.key, mixing.resolved.digest, false))
+            false, signature=SimSigner(giver, 1).sign(part_message(data_phase.key, data_phase.resolved.digest, false))
         )
 
     def dress(network: SimNetwork) -> None:
@@ -281,7 +287,7 @@ def test_mean_without_contributors_is_rejected(monkeypatch: pytest.MonkeyPatch) 
 def test_repeated_leaving_claim_shortens_one_round() -> None:
     """A round that is called at once has only one training step."""
     swarm = moshpit_swarm(4, train_seconds=(10.0,) * 4)
-    leaving = changing_kind(PositionAnnouncement, lambda here: replace(here, leaving=True))
+    leaving = changing_kind(PositionAnnouncement, lambda announcement: replace(announcement, leaving=True))
     histories = disguised(swarm, {"p01": leaving}).play(rounds=4)
     for peer in ("p00", "p02", "p03"):
         assert all(result.seconds > 9.0 for result in histories[peer][1:]), [
@@ -294,7 +300,7 @@ def test_peer_always_about_to_come_is_awaited_less() -> None:
     swarm = moshpit_swarm(4, train_seconds=(10.0,) * 4)
     fields = {"axis": 0, "stage": TRAINING, "holds": 1, "follows": "", "offer": (), "step_seconds": 1e3}
     always_training = changing_kind(
-        PositionAnnouncement, lambda here: replace(here, round=len(swarm.histories["p00"]), **fields)
+        PositionAnnouncement, lambda announcement: replace(announcement, round=len(swarm.histories["p00"]), **fields)
     )
     histories = disguised(swarm, {"p01": always_training}).play(rounds=5)
     for peer in ("p00", "p02", "p03"):

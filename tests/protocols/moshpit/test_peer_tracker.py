@@ -37,7 +37,7 @@ def tracker(*announcements: PositionAnnouncement, at: float = 10.0, live: int = 
     """A tracker that has these announcements, and sees this many other peers besides."""
     found = PeerTracker(ME)
     members = [ME, *(each.sender for each in announcements), *(Member(f"q{number}") for number in range(live))]
-    found.look(members, (), at)
+    found.set_sight(members, (), at)
     for each in announcements:
         assert found.take(each, at)
     return found
@@ -85,45 +85,45 @@ def test_stale_announcement_changes_nothing() -> None:
     found = tracker(announcement("p1", 5, round=4))
     assert not found.take(announcement("p1", 5, round=9), 11.0)
     assert not found.take(announcement("p1", 4, round=9), 11.0)
-    assert found.here("p1") == announcement("p1", 5, round=4)
+    assert found.announcement_of("p1") == announcement("p1", 5, round=4)
     later = replace(announcement("p1", 1, round=0), sender=Member("p1", 1))
     assert found.take(later, 12.0), "a later incarnation counts anew"
-    assert found.here("p1") is None, "it does not count before the peer is in sight"
-    found.look([ME, Member("p1", 1)], (), 13.0)
-    assert found.here("p1") == later
+    assert found.announcement_of("p1") is None, "it does not count before the peer is in sight"
+    found.set_sight([ME, Member("p1", 1)], (), 13.0)
+    assert found.announcement_of("p1") == later
 
 
 def test_peer_out_of_view_is_forgotten() -> None:
     found = tracker(announcement("p1"), announcement("p2"))
-    found.look([ME, Member("p2")], (), 20.0)
-    assert [each.sender.peer for each in found.words()] == ["p2"]
-    found.look([ME], ("p2",), 21.0)
-    assert [each.sender.peer for each in found.words()] == ["p2"], "a peer found in the directory is in sight"
+    found.set_sight([ME, Member("p2")], (), 20.0)
+    assert [each.sender.peer for each in found.announcements()] == ["p2"]
+    found.set_sight([ME], ("p2",), 21.0)
+    assert [each.sender.peer for each in found.announcements()] == ["p2"], "a peer found in the directory is in sight"
 
 
 def test_brief_absence_keeps_announcements() -> None:
     """Peers do not repeat them to the same incarnation."""
     found = tracker(announcement("p1"), announcement("p2"))
-    found.look([ME], (), 20.0)
-    assert not found.words()
-    found.look([ME, Member("p1"), Member("p2", 1)], (), 20.5)
-    assert [each.sender.peer for each in found.words()] == ["p1"], "the other peer has another incarnation"
+    found.set_sight([ME], (), 20.0)
+    assert not found.announcements()
+    found.set_sight([ME, Member("p1"), Member("p2", 1)], (), 20.5)
+    assert [each.sender.peer for each in found.announcements()] == ["p1"], "the other peer has another incarnation"
 
 
 def test_brief_absence_keeps_the_exclusion_record() -> None:
     found, member = tracker(announcement("p1")), Member("p1")
     for round in range(3):
-        found.kept(member, round)
-    found.look([ME], (), 20.0)
-    found.look([ME, member], (), 21.0)
+        found.withheld(member, round)
+    found.set_sight([ME], (), 20.0)
+    found.set_sight([ME, member], (), 21.0)
     mine = replace(HERE, sender=ME)
     assert not found.line(mine, 0) and "p1" in tracker(announcement("p1")).line(mine, 0)
 
 
 def test_announcements_of_departed_peers_are_bounded() -> None:
     found = tracker(*(announcement(f"p{number}") for number in range(1, MAX_GONE + 10)))
-    found.look([ME], (), 20.0)
-    assert len(found._heard) == len(found._past) == MAX_GONE
+    found.set_sight([ME], (), 20.0)
+    assert len(found._latest) == len(found._reliability) == MAX_GONE
 
 
 def test_present_peers_are_recent_or_newly_joined() -> None:
@@ -206,7 +206,7 @@ def test_leaver_ends_only_one_round() -> None:
     found.take(announcement("p1", 2, round=4, leaving=True), 20.0)
     found.take(announcement("p2", 2, round=4), 20.0)
     assert found.due(replace(mine, round=4), math.inf, 20.0, True, 21.0) is None
-    found.look([ME, Member("p1", 1), Member("p2")], (), 22.0)
+    found.set_sight([ME, Member("p1", 1), Member("p2")], (), 22.0)
     found.take(replace(announcement("p1", round=4, leaving=True), sender=Member("p1", 1)), 22.0)
     assert found.due(replace(mine, round=4), math.inf, 20.0, True, 23.0) == 20.0, "in another incarnation it may again"
     ahead = tracker(announcement("p1", round=9, leaving=True), announcement("p2"))
@@ -245,13 +245,13 @@ def test_withholding_peer_is_excluded_with_backoff() -> None:
 
     for after, times in ((3, 1), (10, 2), (20, 4)):
         found.take(replace(other, number=100 * after, round=after + 1), 10.0)
-        found.kept(Member("p1"), after)
+        found.withheld(Member("p1"), after)
         assert excluded_rounds(after) == times
-    found.gave(Member("p1"))
+    found.delivered(Member("p1"))
     found.take(replace(other, number=4000, round=41), 10.0)
-    found.kept(Member("p1"), 40)
+    found.withheld(Member("p1"), 40)
     assert excluded_rounds(40) == 4
-    found.look([ME, Member("p1", 1)], (), 50.0)
+    found.set_sight([ME, Member("p1", 1)], (), 50.0)
     found.take(replace(other, sender=Member("p1", 1), number=1, round=41), 50.0)
     assert "p1" in found.line(replace(mine, round=41), 0)
 

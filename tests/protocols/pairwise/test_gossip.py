@@ -11,11 +11,11 @@ import torch
 
 from protocols.base import Member, Outcome, RoundKey
 from protocols.codec import codec
-from protocols.pairwise.matching import pairwise
 from protocols.pairwise.state_swap import ExchangeRequest
 from tests.sim.faults import Faults
 from tests.sim.faults import Message as At
 from tests.sim.gossip_harness import DONE, ROUND_SECONDS, RUN, GossipHarness, flat, head
+from tests.support.mixing_matrices import pairwise
 from tests.support.pairwise import play_rounds, run_round, run_with_faults
 
 # -- what an exchange does --------------------------------------------------------------------------------------------

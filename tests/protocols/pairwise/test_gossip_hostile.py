@@ -14,7 +14,7 @@ from protocols import wire
 from protocols.base import Buffer, Header, Member, PeerError, RoundKey, Stream
 from protocols.framing import FramedStream
 from protocols.limits import DISTRUST_SECONDS
-from protocols.pairwise.responder import MOST_MEETINGS
+from protocols.pairwise.responder import MAX_EXCHANGES_PER_PEER
 from protocols.pairwise.state_swap import (
     EXCHANGE,
     HEADER_LIMIT,
@@ -208,7 +208,7 @@ def test_initiator_that_aborts_early_is_blamed_and_avoided() -> None:
                 async with opened(swarm, EXCHANGE) as stream:
                     number += 1
                     if await is_accepted(stream, number):
-                        timeouts = swarm.gossips[0].exchanges.patience
+                        timeouts = swarm.gossips[0].exchanges.timeouts
                         await asyncio.sleep(0.9 * timeouts.timeout_seconds("p1", 4 * ELEMENTS))
             except PeerError:
                 await asyncio.sleep(0.002)
@@ -240,11 +240,11 @@ def test_exchanges_per_peer_and_lent_state_are_bounded() -> None:
 
     async def main() -> None:
         async with lending(swarm, 0, seconds=30.0):
-            for number in range(3 * MOST_MEETINGS):
+            for number in range(3 * MAX_EXCHANGES_PER_PEER):
                 await swarm.start(1, exchange(number))
 
     swarm.run(main)
-    assert began == list(range(MOST_MEETINGS))
+    assert began == list(range(MAX_EXCHANGES_PER_PEER))
 
 
 @pytest.mark.parametrize("initiator", (0, 1))

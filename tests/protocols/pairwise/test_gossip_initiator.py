@@ -21,7 +21,7 @@ from tests.support.pairwise import lending, run_round
 
 def with_slow_link(swarm: GossipHarness, peer: str) -> None:
     """Let p0 have seen that its link to this peer carries next to nothing, and to the others as much as ever."""
-    timeouts = swarm.gossips[0].exchanges.patience
+    timeouts = swarm.gossips[0].exchanges.timeouts
     for _ in range(12):
         timeouts.late(peer, -1e6, 0.0)
     for other in swarm.names:
@@ -48,7 +48,7 @@ def test_stalled_peer_costs_only_its_own_timeout() -> None:
 
     swarm = GossipHarness(3, 2000, schedule="ring", chunk_elements=1000, disguises={2: sending(stall)})
     with_slow_link(swarm, "p1")
-    assert swarm.gossips[0].exchanges.patience.timeout_seconds("p1", 16_000) > 50.0
+    assert swarm.gossips[0].exchanges.timeouts.timeout_seconds("p1", 16_000) > 50.0
     run_round(swarm, 0, 2)
     (result,) = swarm.told[0]
     assert 2.0 < result.ended - result.asked < 5.0 and result.mean.blamed[0].peer == "p2"

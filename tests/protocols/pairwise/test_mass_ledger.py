@@ -11,7 +11,8 @@ import torch
 
 from protocols.base import BadPayload, Member
 from protocols.pairwise.mass_ledger import MAX_RECEIVERS, SHARE_WINDOW, MassLedger, Share
-from protocols.pairwise.matching import mixing_matrix, select_partners
+from protocols.pairwise.matching import select_partners
+from tests.support.mixing_matrices import mixing_matrix
 
 
 def ledger(index: int, incarnation: int = 0) -> MassLedger[Any]:
@@ -57,7 +58,7 @@ class Swarm:
         elif act < 0.424 and len(self.ledgers) > 2:
             self.die(sender)
         elif act < 0.5 and to in self.dead:
-            sender.buried(to)
+            sender.take_back(to)
         elif self.in_transit:
             self.arrive(*self.in_transit.pop(rng.randrange(len(self.in_transit))))
 
@@ -101,7 +102,7 @@ class Swarm:
         if counted and share.to in self.dead and share in sender.outstanding(share.to):  # it died with its receiver
             self.expected = (self.expected[0] - share.value, self.expected[1] - share.weight)
         if counted and self.rng.random() < 0.5:
-            sender.acknowledged(share.to, share.sequence)
+            sender.answered(share.to, share.sequence, counted=True)
         else:
             sender.answered(share.to, share.sequence, counted)
 
@@ -122,7 +123,7 @@ def test_ledgers_hold_all_mass_once_settled() -> None:
         swarm.step()
     for sender in swarm.ledgers.values():
         for dead in swarm.dead:
-            sender.buried(dead)
+            sender.take_back(dead)
         for to, receiver in swarm.ledgers.items():
             for share in sender.outstanding(to):
                 counted = receiver.recalled(sender.me, share.sequence)
@@ -146,9 +147,9 @@ def test_lockstep_exponential_matches_its_matrix(count: int) -> None:
             shares.append(share)
         for share in shares:
             assert ledgers[share.to.peer].take(share)
-            ledgers[share.sender.peer].acknowledged(share.to, share.sequence)
+            ledgers[share.sender.peer].answered(share.to, share.sequence, counted=True)
         expected = mixing_matrix("one-peer-exponential", names, round_number, "").T @ expected
-    found = torch.stack([ledgers[name].mean for name in names])
+    found = torch.stack([ledgers[name].value / ledgers[name].weight for name in names])
     assert float((found - expected).abs().max()) < 1e-10
     exact = float((found - values.mean(0)).abs().max()) < 1e-10
     assert exact == (count == 8)
@@ -169,9 +170,9 @@ def test_column_stochastic_graph_still_finds_the_mean() -> None:
             for again in ledgers[sender].outstanding(to.me):
                 if rng.random() < 0.5:
                     to.take(again)
-                    ledgers[sender].acknowledged(to.me, again.sequence)
+                    ledgers[sender].answered(to.me, again.sequence, counted=True)
     assert sum(each.weight for each in ledgers) < count  # the rest is in transit
-    assert all(abs(float(each.mean) - 2.5) < 1e-6 for each in ledgers)
+    assert all(abs(float(each.value / each.weight) - 2.5) < 1e-6 for each in ledgers)
 
 
 def test_recalled_share_is_never_counted() -> None:
@@ -187,9 +188,9 @@ def test_share_is_for_one_incarnation_of_its_receiver() -> None:
     sender, former, later = ledger(1), ledger(2), ledger(2, incarnation=1)
     share = sender.give(former.me)
     assert share is not None and not later.take(share) and later.weight == 1
-    sender.buried(former.me)
+    sender.take_back(former.me)
     assert sender.weight == 1
-    sender.acknowledged(former.me, share.sequence)  # a late acknowledgement changes nothing
+    sender.answered(former.me, share.sequence, counted=True)  # a late acknowledgement changes nothing
     assert sender.weight == 1
 
 

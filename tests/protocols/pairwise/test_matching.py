@@ -8,17 +8,15 @@ from itertools import permutations
 import pytest
 import torch
 
-from protocols.pairwise import matching
 from protocols.pairwise.matching import (
     SCHEDULES,
     closing_hops,
     closing_pairs,
     contraction,
-    mixing_matrix,
-    pairwise,
     select_partners,
     stepped,
 )
+from tests.support.mixing_matrices import matching_factor, mixing_matrix, pairwise
 
 
 def names(count: int) -> list[str]:
@@ -110,12 +108,12 @@ def test_one_peer_exponential_exact_iff_power_of_two(count: int) -> None:
 @pytest.mark.parametrize("count", (6, 9))
 def test_random_matching_reduces_variance_as_predicted(count: int) -> None:
     """E‖(W − J)x‖² is exact if every matching is equally likely; the average over draws comes near it."""
-    assert abs(matching.matching_factor(6) - (3 - 1) / (6 - 1)) < 1e-12
+    assert abs(matching_factor(6) - (3 - 1) / (6 - 1)) < 1e-12
     x = torch.randn(count, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     x -= x.mean()
     draws = 800
     kept = sum(float((mixing_matrix("random", names(count), n, "v") @ x).square().sum()) for n in range(draws)) / draws
-    assert abs(kept / float(x.square().sum()) - matching.matching_factor(count)) < 0.06
+    assert abs(kept / float(x.square().sum()) - matching_factor(count)) < 0.06
 
 
 @pytest.mark.parametrize("count", (4, 5, 7))
@@ -127,7 +125,7 @@ def test_matching_factor_equals_the_exact_expectation(count: int) -> None:
         float((pairwise(count, list(zip(order[::2], order[1::2], strict=False))) @ x).square().sum())
         for order in permutations(range(count))
     ]
-    assert abs(sum(left) / len(left) / float(x.square().sum()) - matching.matching_factor(count)) < 1e-10
+    assert abs(sum(left) / len(left) / float(x.square().sum()) - matching_factor(count)) < 1e-10
 
 
 def test_sequential_pairs_keep_mean_and_order_matters() -> None:

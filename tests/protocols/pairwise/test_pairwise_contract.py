@@ -23,7 +23,7 @@ both_protocols = pytest.mark.parametrize("protocol", (Gossip, PushSum))
 
 
 def timeouts_of(averager: Any) -> PeerTimeouts:
-    found: PeerTimeouts = averager.exchanges.patience if isinstance(averager, Gossip) else averager.weighted.patience
+    found: PeerTimeouts = averager.exchanges.timeouts if isinstance(averager, Gossip) else averager.weighted.timeouts
     return found
 
 

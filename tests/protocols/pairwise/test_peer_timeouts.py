@@ -119,7 +119,7 @@ def test_remembered_peers_are_bounded() -> None:
         timeouts.expected_seconds(f"p{number}", SIZE)
         questions.hear(Member(f"p{number}"), 0, 0)
     assert not timeouts.resting("first", 1.0)
-    assert len(timeouts._peers) == len(questions._lives) == MAX_PEERS
+    assert len(timeouts._peers) == len(questions._by_member) == MAX_PEERS
 
 
 def test_each_request_is_accepted_once_and_not_stale() -> None:

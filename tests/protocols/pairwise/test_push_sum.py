@@ -71,7 +71,7 @@ def test_sender_keeps_the_codec_loss(name: str) -> None:
     before = torch.randn(elements, generator=torch.Generator().manual_seed(1)) + 1.0
     state, part = before.clone(), ReducedPart(CODECS[name], 0, elements, chunk)
     split_share(VectorView([state]), part)
-    sent, scratch = torch.empty(elements), part.room()
+    sent, scratch = torch.empty(elements), part.scratch_vector()
     for index in range(part.chunks):
         low, high = part.elements(index)
         part.decode_chunk(index, None, scratch)
@@ -135,7 +135,7 @@ def test_share_for_former_incarnation_returns_to_sender() -> None:
 
 
 def test_share_for_departed_peer_returns_and_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(share_sender, "BURIAL_SECONDS", 20.0)
+    monkeypatch.setattr(share_sender, "RETURN_SECONDS", 20.0)
     swarm = push_sum_swarm(2)
 
     async def main() -> None:
@@ -183,7 +183,7 @@ def test_finished_round_asks_nothing_about_shares() -> None:
 
 def test_broken_stream_does_not_change_the_link_estimate() -> None:
     swarm = push_sum_swarm(2)
-    before = swarm.gossips[0].weighted.patience.timeout_seconds("p1", 10**6)
+    before = swarm.gossips[0].weighted.timeouts.timeout_seconds("p1", 10**6)
 
     async def main() -> None:
         async with lending(swarm, 1), counted_share(swarm):
@@ -192,7 +192,7 @@ def test_broken_stream_does_not_change_the_link_estimate() -> None:
     swarm.run(main)
     (result,) = swarm.told[0]
     assert result.mean.blamed[0].why == "no share: it did not say whether it has counted the share"
-    assert swarm.gossips[0].weighted.patience.timeout_seconds("p1", 10**6) < before + 1.0
+    assert swarm.gossips[0].weighted.timeouts.timeout_seconds("p1", 10**6) < before + 1.0
 
 
 # -- busy, slow and stalled receivers ---------------------------------------------------------------------------------
@@ -221,7 +221,7 @@ def test_stalled_peer_costs_only_its_own_timeout() -> None:
         await asyncio.Event().wait()
 
     swarm = push_sum_swarm(3, disguises={2: sending(stall)})
-    timeouts = swarm.gossips[0].weighted.patience
+    timeouts = swarm.gossips[0].weighted.timeouts
     for _ in range(12):
         timeouts.late("p1", 0.0, 1000.0)
         timeouts.took("p2", 384, 0.0, 1e-4)

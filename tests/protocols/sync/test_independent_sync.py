@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from node.outer.independent_loop import ASTRAY_FACTOR, IndependentOptions, IndependentOuterLoop
+from node.outer.independent_loop import DRIFT_FACTOR, IndependentOptions, IndependentOuterLoop
 from node.outer.outer_loop import OuterLoopDeps
 from node.outer.round_history import LocalHistory
 from node.outer.round_loops import run_independent_rounds
@@ -284,12 +284,12 @@ def test_newcomer_trains_only_after_fetching_a_state() -> None:
 
 
 def test_outlying_peer_fetches_anothers_state() -> None:
-    reports = lives(0.3 / ASTRAY_FACTOR, 3.0, 5)
+    reports = lives(0.3 / DRIFT_FACTOR, 3.0, 5)
     outcomes = [report.outcome for report in reports["zoe"]]
     assert outcomes.count("superseded") == 1 and reports["zoe"][-1].spread < 0.05
     assert all(report.outcome == "skipped" for report in reports["anna"] + reports["bert"]), "they are not the furthest"
 
 
 def test_nearby_peer_is_left_to_mixing() -> None:
-    reports = lives(3.0 / ASTRAY_FACTOR, 3.0, 4)
+    reports = lives(3.0 / DRIFT_FACTOR, 3.0, 4)
     assert {report.outcome for report in reports["zoe"]} == {"skipped"}

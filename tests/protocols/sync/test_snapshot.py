@@ -77,8 +77,8 @@ def test_snapshot_is_rebuilt_from_index_and_chunks(elements: int, place: str, tm
     assert len(packed) == SnapshotIndex.packed_bytes(elements)
     index = SnapshotIndex.unpack(elements, packed)
     assert index == snapshot.index
-    make_room = partial(outer_buffer, tmp_path / "outer.safetensors", [elements], snapshot.round, snapshot.lineage)
-    again = Snapshot(snapshot.lineage, snapshot.round, index, None if place == "memory" else make_room())
+    make_buffer = partial(outer_buffer, tmp_path / "outer.safetensors", [elements], snapshot.round, snapshot.lineage)
+    again = Snapshot(snapshot.lineage, snapshot.round, index, None if place == "memory" else make_buffer())
     assert again.fresh
     for number in range(len(index.digests)):
         again.put(number, snapshot.chunk(number))
@@ -87,17 +87,17 @@ def test_snapshot_is_rebuilt_from_index_and_chunks(elements: int, place: str, tm
     snapshot.copy(*expected)
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
     if place == "disk":  # who comes back finds what is there already, and only that
-        later = Snapshot(snapshot.lineage, snapshot.round, index, make_room())
+        later = Snapshot(snapshot.lineage, snapshot.round, index, make_buffer())
         assert not later.fresh and later.chunk(0) == snapshot.chunk(0)
         assert outer_buffer(tmp_path / "outer.safetensors", [elements], snapshot.round + 1, snapshot.lineage).fresh
 
 
 def test_buffer_stays_readable_after_unlink(tmp_path: Path) -> None:
-    room = FileBuffer(tmp_path / "file", b"header", 10)
-    room.write(3, b"abc")
+    buffer = FileBuffer(tmp_path / "file", b"header", 10)
+    buffer.write(3, b"abc")
     (tmp_path / "file").unlink()
     held = bytearray(4)
-    room.read(2, memoryview(held))
+    buffer.read(2, memoryview(held))
     assert held == b"\0abc"
     with pytest.raises(OSError, match="was replaced"):
         (tmp_path / "file").write_bytes(b"header")

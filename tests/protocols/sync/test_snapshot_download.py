@@ -219,7 +219,7 @@ class LastingBuffers(dict[bytes, MemoryBuffer]):
 @simulated(RoundsDecided, every_rounds=2)
 async def test_next_incarnation_resumes_the_download(world: RoundsDecided, spoilt: bool) -> None:
     buffers, first = LastingBuffers(), await joiner(world, SLOW)
-    first.snapshots._make_room = buffers.make
+    first.snapshots._make_buffer = buffers.make
     sync_progress = asyncio.create_task(first.catch_up())
     await asyncio.sleep(3.5)
     sync_progress.cancel()
@@ -229,7 +229,7 @@ async def test_next_incarnation_resumes_the_download(world: RoundsDecided, spoil
     if spoilt:
         buffer.write(5, b"x")
     again = await joiner(world, SLOW, "emil")
-    again.snapshots._make_room = buffers.make
+    again.snapshots._make_buffer = buffers.make
     again.snapshots.has_begun = lambda lineage, before: lineage in buffers
     report = await again.catch_up()
     assert world.same("anna bert emil") and len(buffers) == 1

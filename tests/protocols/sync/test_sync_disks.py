@@ -63,14 +63,14 @@ def disks(monkeypatch: pytest.MonkeyPatch) -> None:
         return await run(self, at_work, cost_bytes)
 
     monkeypatch.setattr(SimCompute, "run", watched)
-    monkeypatch.setattr(tests.support.sync_cluster, "Snapshots", partial(Snapshots, make_room=Disk))
+    monkeypatch.setattr(tests.support.sync_cluster, "Snapshots", partial(Snapshots, make_buffer=Disk))
 
 
 def fails(peer: SyncPeer) -> None:
     """What it holds, and what it will."""
-    peer.snapshots._make_room = partial(Disk, failing=True)
+    peer.snapshots._make_buffer = partial(Disk, failing=True)
     for snapshot in peer.snapshots.held():
-        snapshot.room.failing = True  # type: ignore[attr-defined]
+        snapshot.buffer.failing = True  # type: ignore[attr-defined]
 
 
 def full(lineage: bytes, round_number: int, size: int) -> Disk:
@@ -115,18 +115,18 @@ async def test_joiner_unable_to_store_download_stays_unchanged(world: SyncCluste
     if when == "put":
         fails(cleo)
     elif when == "made":
-        cleo.snapshots._make_room = full
+        cleo.snapshots._make_buffer = full
     else:
         download = cleo.sync.fetcher.download
 
         async def broken(*args: object) -> object:
             snapshot = await download(*args)  # type: ignore[arg-type]
-            snapshot.room.failing = True  # type: ignore[attr-defined]
+            snapshot.buffer.failing = True  # type: ignore[attr-defined]
             return snapshot
 
         cleo.sync.fetcher.download = broken  # type: ignore[assignment, method-assign]
     report = await cleo.catch_up(60.0)
     assert report.outcome == "undecided" and report.lineage == report.parent and report.blamed == {}
-    cleo.snapshots._make_room = Disk
+    cleo.snapshots._make_buffer = Disk
     if when != "taken":
         assert (await cleo.catch_up()).outcome == "superseded" and world.same("anna cleo")
