@@ -230,14 +230,14 @@ def test_one_way_link_failure_costs_one_repair(source: str, target: str) -> None
 
     began, complained = swarm.play(story)
     for peer in swarm.peers:
-        reports = swarm.told(peer, began)
+        reports = swarm.reports(peer, began)
         assert {each["outcome"] for each in reports} == {"committed"}
         slow = {each["round"]: round(each["seconds_average"], 2) for each in reports if each["seconds_average"] > 1.0}
         counted_in = {each["round"] for each in reports if peer in each["peers"]}
         # An end of the link stays out of the rounds that the other end calls, and fetches what was decided.
         waited = slow if peer not in pair else [each for each in slow if each >= complained and each in counted_in]
         assert set(waited) <= {complained}, f"{peer} waited in rounds {slow}; complained in {complained}"
-    later = [each for each in swarm.told(bystander, began) if each["round"] > complained]
+    later = [each for each in swarm.reports(bystander, began) if each["round"] > complained]
     assert len(later) >= 6
     for peer in pair:  # in the rounds that the other end calls, it may stay out
         counted = sum(peer in each["peers"] for each in later)

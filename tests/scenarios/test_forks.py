@@ -67,7 +67,7 @@ def split(left: int, right: int, fork_peers: int, apart_seconds: float) -> Split
             Side(
                 peers,
                 {peer: swarm.head(peer).key.lineage for peer in peers},
-                {peer: swarm.told(peer, began + ROUND_SECONDS) for peer in peers},
+                {peer: swarm.reports(peer, began + ROUND_SECONDS) for peer in peers},
             )
             for peers in (some, others)
         ]
@@ -165,7 +165,7 @@ async def test_peer_missing_few_rounds_decides_them_afterwards(swarm: ScenarioRu
     swarm.heal(["p3"], rest)
     await swarm.until(swarm.whole, HEAL_SECONDS, "a whole roster")
     await swarm.rounds(2)
-    reports, moved = swarm.told("p3", began), sum(len(swarm.caught_up(peer)) for peer in rest)
+    reports, moved = swarm.reports("p3", began), sum(len(swarm.caught_up(peer)) for peer in rest)
     assert {each["outcome"] for each in reports} == {"committed"} and moved == 0
     assert sum(each["bytes_downloaded"] + each["lost_rounds"] for each in reports) == 0
 

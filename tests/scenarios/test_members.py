@@ -52,9 +52,9 @@ async def test_restarted_peer_rejoins_as_new_member(swarm: ScenarioRunner, peers
     assert seconds <= 5.0, f"admitted {seconds:.1f} s after its start"
     counted = contributed(links[first + 1 :], "p2")
     assert len(counted) >= 2, f"admitted in round {links[first].record.round}, brings work in {counted}"
-    others = [each for peer in swarm.peers if peer != "p2" for each in swarm.told(peer, born)]
+    others = [each for peer in swarm.peers if peer != "p2" for each in swarm.reports(peer, born)]
     assert {each["outcome"] for each in others} == {"committed"}
-    assert {each["incarnation"] for each in swarm.told("p2", born)} == {1}
+    assert {each["incarnation"] for each in swarm.reports("p2", born)} == {1}
 
 
 @simulated(ScenarioRunner, ScenarioSetup(4, fork_peers=0))
@@ -79,7 +79,7 @@ async def test_former_incarnation_has_no_vote(swarm: ScenarioRunner) -> None:
     voted = swarm.now
     await vote()
     await swarm.rounds(2)
-    named = [each["blamed"]["p2"] for each in swarm.told("p0", voted) if "p2" in each["blamed"]]
+    named = [each["blamed"]["p2"] for each in swarm.reports("p0", voted) if "p2" in each["blamed"]]
     assert named and "of another incarnation" in named[0], f"p0 named p2: {named}"
 
 

@@ -79,7 +79,7 @@ class Slow:
 
 @dataclass(frozen=True, slots=True)
 class Mislead:
-    """The directory omits entries, or returns old or false ones (`tests.sim.host.Hearsay`)."""
+    """The directory omits entries, or returns old or false ones (`tests.sim.host.DirectoryFaults`)."""
 
     forget_share: float
     lag_seconds: float

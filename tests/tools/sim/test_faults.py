@@ -10,7 +10,7 @@ import pytest
 from tests.sim import loop as simloop
 from tests.sim.families import BREAKING, CALM, FAULTS, skew
 from tests.sim.faults import Crash, Cut, Faults, Lie, Message, Mislead, Reset, Restart, Skew, Slow
-from tests.sim.host import Hearsay
+from tests.sim.host import DirectoryFaults
 from tests.sim.injection import Injector
 from tests.sim.network import SimNetwork
 from tests.sim.trace import Trace
@@ -126,8 +126,8 @@ class Stage:
         self.network = SimNetwork(Trace(), 0.1)
         for peer in PEERS[:3]:
             self.network.join(peer)
-        self.hearsay = Hearsay()
-        self.injector = Injector(faults, self.network, self.hearsay, self.network.restart)  # type: ignore[arg-type]
+        self.directory_faults = DirectoryFaults()
+        self.injector = Injector(faults, self.network, self.directory_faults, self.network.restart)  # type: ignore[arg-type]
 
     def run(self, seconds: int = 20, heal_at: int | None = None) -> list[str]:
         """One letter a second: the state of p0 and of its link to p1."""
@@ -155,7 +155,7 @@ class Stage:
             ">": there.blocked,
             "<": back.blocked,
             "s": node.slowness > 1,
-            "f": self.hearsay.forget_share > 0,
+            "f": self.directory_faults.forget_share > 0,
         }
         return "".join(letter for letter, holds in letters.items() if holds) or "-"
 
@@ -202,7 +202,7 @@ def test_healing_ends_faults_and_prevents_new_ones() -> None:
     assert states[1] == "x><" and states[5:] == ["-"] * 15
     assert [node.incarnation for node in stage.network.nodes.values()] == [1, 0, 0]
     assert all(node.slowness == 1.0 for node in stage.network.nodes.values())
-    assert stage.hearsay.lie_share == 0.0 and len(stage.injector.struck) == 4
+    assert stage.directory_faults.lie_share == 0.0 and len(stage.injector.struck) == 4
     live = {peer: stage.network.contacts.views[peer].live() for peer in PEERS[:3]}
     assert {len(members) for members in live.values()} == {3}
 
