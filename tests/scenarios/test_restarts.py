@@ -16,7 +16,7 @@ from tests.support.scenario_steps import restart, revive
 from tests.support.simulated import simulated
 
 WHOLE_SECONDS = 30.0
-"""From the moment when all are there again to the moment when all vote on one branch, in their new lives."""
+"""The limit from the last restart until all new incarnations vote on one branch."""
 PATIENCE_SECONDS = 3 * BUDGET_FLOOR_SECONDS
 
 
@@ -144,7 +144,7 @@ async def test_members_branch_beats_that_of_restarted_peers(swarm: DurableWorld)
 
 @simulated(DurableWorld, ScenarioSetup(3))
 async def test_lagging_survivor_does_not_block_restarted_peers(swarm: DurableWorld) -> None:
-    """It lives, and cannot get to where they are: the means that lead there died with those who held them."""
+    """The survivor cannot catch up: the means that it lacks were lost with the processes that held them."""
     behind, others = swarm.peers[2], swarm.peers[:2]
     await swarm.rounds(3)
     stood = swarm.head(behind).key.round
@@ -161,7 +161,7 @@ async def test_lagging_survivor_does_not_block_restarted_peers(swarm: DurableWor
 @pytest.mark.parametrize(("peers", "fork_peers", "dead"), ((3, 2, 2), (4, 2, 3)))
 @simulated(lambda peers, fork_peers: DurableWorld(ScenarioSetup(peers, fork_peers=fork_peers)))
 async def test_restarted_peers_proceed_with_too_few_survivors(swarm: DurableWorld, peers: int, dead: int) -> None:
-    """They may not fork, being fewer than the run wants; the heirs are enough, and admit them."""
+    """The survivors are fewer than `fork_peers` and may not fork. The restarted peers are enough, and admit them."""
     await swarm.rounds(3)
     await restart(swarm, *swarm.peers[:dead])
     await swarm.until(swarm.whole, 2 * PATIENCE_SECONDS + 2 * WHOLE_SECONDS, "a whole roster")

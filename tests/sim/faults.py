@@ -196,7 +196,7 @@ def _lasts(at: Moment, heal: float | None) -> float | None:
     if heal is None:
         return None
     if isinstance(at, Message):
-        raise ValueError("what begins at a message ends after so many seconds, not at a time")
+        raise ValueError("a fault that begins at a message lasts a number of seconds; it has no end time")
     if heal <= at:
         raise ValueError(f"healed at {heal:g} s, before it begins at {at:g} s")
     return heal - at

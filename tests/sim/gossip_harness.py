@@ -119,7 +119,7 @@ class GossipHarness:
         return int(session.closing_exchanges)
 
     async def lending(self, index: int, seconds: float) -> None:
-        """A peer that trains for so many seconds, and shares its state meanwhile."""
+        """A peer that trains for `seconds`, and shares its state meanwhile."""
         loop = asyncio.get_running_loop()
         async with self.gossips[index].enter(head(0), loop.time() + ROUND_SECONDS) as session:
             session.share(self.state[index])
@@ -156,7 +156,7 @@ class GossipHarness:
         return over
 
     def rounds(self, count: int = 1, stagger_seconds: float = 0.0, train_seconds: float = 1.0) -> float:
-        """Let all peers run so many rounds; returns the time at which the last one ended."""
+        """Let all peers run `count` rounds; returns the time at which the last one ended."""
 
         async def run_peer(index: int) -> None:
             await asyncio.sleep(index * stagger_seconds)

@@ -39,13 +39,13 @@ SPREAD_BOUND = 0.25
 """Peers that mix stay well below it; peers that do not exceed it after about twenty rounds."""
 SPREAD_LIMIT = 0.05
 HEALED_ROUNDS = 10
-"""All peers must commit so many rounds after the healing: enough to see whether the spread falls."""
+"""The rounds that all peers must commit after the healing: enough to see whether the spread falls."""
 LIARS_ROUNDS = 12
-"""The chance that the draw picks the one liar of four so many times in a row is two in a million."""
+"""The chance that a draw picks the one liar of four in each of these rounds is two in a million."""
 SELDOM = 0.2
 """The least share of its possible rounds in which a peer must mix; a slow peer often finds the others busy."""
 ENDLESS = 10
-"""A peer that has reported so many times the run's rounds is stopped: it makes no progress."""
+"""A peer that reports this many times the run's rounds is stopped: it makes no progress."""
 
 
 class Wander(Paced):

@@ -71,7 +71,7 @@ class MoshpitHarness:
         return [f"p{index:02}" for index in range(len(self.states))]
 
     def play(self, rounds: int = 1) -> dict[PeerId, list[RoundResult]]:
-        """Run so many rounds of all peers; returns their results."""
+        """Let all peers run `rounds` rounds; returns their results."""
         simloop.run(self._play(rounds))
         return self.histories
 

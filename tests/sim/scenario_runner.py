@@ -218,7 +218,7 @@ class ScenarioRunner(World):
         """Wait until a condition holds; returns how long it took.
 
         Raises:
-            AssertionError: it does not hold within so many seconds.
+            AssertionError: it does not hold within `seconds`.
         """
         began = self.now
         while not condition():

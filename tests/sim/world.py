@@ -93,7 +93,7 @@ class World:
         self._done = asyncio.Event()
         self._left: list[checkers.Violation] = []
         self._entries: Entries = {}
-        self._tasks: dict[Member, list[int]] = {}  # of each life, as it enters each of its rounds
+        self._tasks: dict[Member, list[int]] = {}  # of each incarnation, at the start of each of its rounds
 
     def learner(self, index: int) -> Learner:
         """The model and data of peer `index`."""

@@ -29,7 +29,7 @@ CHILD = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {SLEEP
 
 
 class Network:
-    """Notes what is asked of it; its faults are felt by so many packets."""
+    """Notes each request; its faults affect a set number of packets."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []

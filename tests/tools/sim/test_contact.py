@@ -1,4 +1,4 @@
-"""What a simulated peer can know of others: deaths travel, silence is noticed by its length, lives are told apart."""
+"""What a simulated peer knows of others: deaths spread, long silence is noticed, and incarnations are distinguished."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def test_restarted_peer_is_new_member_after_handshake() -> None:
 
 
 def test_restart_behind_silence_replaces_former_incarnation() -> None:
-    """Neither the death nor the timeout of the old life takes the new one away."""
+    """Neither the death nor the timeout of the old incarnation removes the new one."""
     swarm = Swarm()
     pairs = (("p0", "p2"), ("p2", "p0"))
     swarm.run(

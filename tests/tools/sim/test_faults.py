@@ -69,7 +69,7 @@ def test_cut_links_exclude_self_links() -> None:
         (lambda: Faults().crash("p0"), "either at a time or at a message"),
         (lambda: Faults().reset("p0", at=1, at_message=1), "either at a time or at a message"),
         (lambda: Faults().silence({"a"}, {"b"}, at=9, heal=3), "before it begins"),
-        (lambda: Faults().silence({"a"}, {"b"}, at=Message("a", 1), heal=3), "after so many seconds"),
+        (lambda: Faults().silence({"a"}, {"b"}, at=Message("a", 1), heal=3), "lasts a number of seconds"),
     ],
 )
 def test_invalid_faults_are_rejected(build: object, words: str) -> None:
