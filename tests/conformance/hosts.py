@@ -5,7 +5,7 @@ from __future__ import annotations
 from protocols.base import Host, Member, PeerId, Transport
 from protocols.static_members import StaticMembers
 from tests.conformance.worlds import Peers
-from tests.sim.host import Hearsay, SimClock, SimCompute, SimDirectory, SimSigner
+from tests.sim.host import DirectoryFaults, SimClock, SimCompute, SimDirectory, SimSigner
 from tests.support.fake_rounds import SEED
 
 
@@ -14,7 +14,7 @@ def host(peers: Peers, index: int) -> Host:
     transport, clock = peers.transports[index], SimClock()
     return Host(
         transport=transport,
-        directory=SimDirectory({}, transport.me, clock, Hearsay()),
+        directory=SimDirectory({}, transport.me, clock, DirectoryFaults()),
         members=StaticMembers(Member(other.me) for other in peers.transports),
         compute=SimCompute(),
         clock=clock,

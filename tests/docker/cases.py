@@ -17,7 +17,7 @@ from tests.support.real_swarm import wait
 KILL_SECONDS = CUT_SECONDS = 90.0
 TOGETHER_SECONDS = 120.0
 NEXT_ROUND_SECONDS = 30.0
-LIFE_SECONDS = 30.0
+RESTART_SECONDS = 30.0
 ONE_BY_ONE_SECONDS = 60.0
 LEAVE_SECONDS = 15.0
 UNPLUGGED_SECONDS, PAUSED_SECONDS, STAYS_DEAD_SECONDS = 20.0, 15.0, 6.0
@@ -43,7 +43,7 @@ class Struck:
     """The result of a case.
 
     Attributes:
-        whom: names of the affected peers.
+        targets: names of the affected peers.
         began, over: wall times of the beginning of the case and of the end of the fault.
         should: names of the peers that must be in one mean afterwards.
         figures: measurements, in seconds unless the name says otherwise.
@@ -51,7 +51,7 @@ class Struck:
     """
 
     name: str
-    whom: tuple[str, ...] = ()
+    targets: tuple[str, ...] = ()
     began: float = field(default_factory=time.time)
     over: float = 0.0
     should: tuple[str, ...] = ()
@@ -92,8 +92,8 @@ class Cases:
         """Start a founder and peers with directories of their own, and wait until all are in one mean."""
         with self._case(f"compose up, founder and {PEERS} peers", KILL_SECONDS) as case:
             case.over = self._swarm.up(PEERS)
-            case.whom = tuple(self._swarm.names)
-            self._tell("start", "compose up", *case.whom, at=case.over)
+            case.targets = tuple(self._swarm.names)
+            self._tell("start", "compose up", *case.targets, at=case.over)
             if len(self._ids()) != 1 + PEERS:
                 case.failed.append(f"{len(self._ids())} peers hold {1 + PEERS} directories")
 
@@ -108,66 +108,66 @@ class Cases:
 
     # -- crashes ------------------------------------------------------------------------------------------------------
 
-    def _killed(self, name: str, whom: str, pid: Callable[[str], int]) -> None:
+    def _killed(self, name: str, peer: str, pid: Callable[[str], int]) -> None:
         """Kill a process; the engine restarts the container, which is the next incarnation of the same peer."""
         swarm = self._swarm
-        with self._case(name, KILL_SECONDS, whom) as case:
-            before, running = swarm.peer(whom).incarnation, len(swarm.running)
-            case.over = self._tell("fault", f"SIGKILL: {name}", whom, at=swarm.die(whom, pid(whom)))
-            wait(f"{whom} has died", lambda: whom not in swarm.names, 10.0, POLL_SECONDS)
-            case.figures["next_round_seconds"] = self._next_round(case.over, whom)
+        with self._case(name, KILL_SECONDS, peer) as case:
+            before, running = swarm.peer(peer).incarnation, len(swarm.running)
+            case.over = self._tell("fault", f"SIGKILL: {name}", peer, at=swarm.die(peer, pid(peer)))
+            wait(f"{peer} has died", lambda: peer not in swarm.names, 10.0, POLL_SECONDS)
+            case.figures["next_round_seconds"] = self._next_round(case.over, peer)
             swarm.identify(running)
-            again = f"{whom} is the same peer in its next life"
-            wait(again, lambda: swarm.peer(whom).incarnation == before + 1, LIFE_SECONDS, POLL_SECONDS)
+            again = f"{peer} is the same peer in its next incarnation"
+            wait(again, lambda: swarm.peer(peer).incarnation == before + 1, RESTART_SECONDS, POLL_SECONDS)
 
     def _docker_kill(self) -> None:
         """`docker kill`: the engine does not restart the container, `docker start` does."""
-        swarm, whom = self._swarm, "peer-3"
-        with self._case("docker kill, docker start", KILL_SECONDS, whom) as case:
-            container = swarm.container(whom)
-            swarm.expect([whom], -9)
+        swarm, peer = self._swarm, "peer-3"
+        with self._case("docker kill, docker start", KILL_SECONDS, peer) as case:
+            container = swarm.container(peer)
+            swarm.expect([peer], -9)
             swarm.engine.run("kill", container)
-            killed = self._tell("fault", "docker kill", whom)
-            case.figures["next_round_seconds"] = self._next_round(killed, whom)
+            killed = self._tell("fault", "docker kill", peer)
+            case.figures["next_round_seconds"] = self._next_round(killed, peer)
             time.sleep(max(0.0, killed + STAYS_DEAD_SECONDS - time.time()))
             if swarm.inspect(container)["State"]["Status"] != "exited":
                 case.failed.append("the engine started a container that docker kill had ended")
-            case.over = self._tell("start", "docker start", whom, at=swarm.start(whom))
+            case.over = self._tell("start", "docker start", peer, at=swarm.start(peer))
 
     # -- away for a while ---------------------------------------------------------------------------------------------
 
     def _disconnect(self) -> None:
-        swarm, whom = self._swarm, "peer-1"
-        with self._case(f"network: disconnected for {UNPLUGGED_SECONDS:g} s", CUT_SECONDS, whom) as case:
-            network, container = f"{swarm.project}_default", swarm.container(whom)
+        swarm, peer = self._swarm, "peer-1"
+        with self._case(f"network: disconnected for {UNPLUGGED_SECONDS:g} s", CUT_SECONDS, peer) as case:
+            network, container = f"{swarm.project}_default", swarm.container(peer)
             swarm.engine.run("network", "disconnect", network, container)
-            cut = self._tell("fault", "disconnected", whom)
-            case.figures["next_round_seconds"] = self._next_round(cut, whom)
+            cut = self._tell("fault", "disconnected", peer)
+            case.figures["next_round_seconds"] = self._next_round(cut, peer)
             time.sleep(max(0.0, cut + UNPLUGGED_SECONDS - time.time()))
             swarm.engine.run("network", "connect", network, container)
-            case.over = self._tell("heal", "connected", whom)
+            case.over = self._tell("heal", "connected", peer)
 
     def _pause(self) -> None:
-        swarm, whom = self._swarm, "peer-2"
-        with self._case(f"docker pause for {PAUSED_SECONDS:g} s", CUT_SECONDS, whom) as case:
-            swarm.engine.run("pause", swarm.container(whom))
-            paused = self._tell("fault", "paused", whom)
-            case.figures["next_round_seconds"] = self._next_round(paused, whom)
+        swarm, peer = self._swarm, "peer-2"
+        with self._case(f"docker pause for {PAUSED_SECONDS:g} s", CUT_SECONDS, peer) as case:
+            swarm.engine.run("pause", swarm.container(peer))
+            paused = self._tell("fault", "paused", peer)
+            case.figures["next_round_seconds"] = self._next_round(paused, peer)
             time.sleep(max(0.0, paused + PAUSED_SECONDS - time.time()))
-            swarm.engine.run("unpause", swarm.container(whom))
-            case.over = self._tell("heal", "unpaused", whom)
+            swarm.engine.run("unpause", swarm.container(peer))
+            case.over = self._tell("heal", "unpaused", peer)
 
     def _out_of_memory(self) -> None:
         """The kernel kills the worker for lack of memory, and the peer starts another."""
-        swarm, whom = self._swarm, "peer-3"
-        with self._case("out of memory: the kernel ends the worker", KILL_SECONDS, whom) as case:
-            incarnation, old = swarm.peer(whom).incarnation, swarm.process(whom, "node.training.worker").pid
-            container = swarm.container(whom)
+        swarm, peer = self._swarm, "peer-3"
+        with self._case("out of memory: the kernel ends the worker", KILL_SECONDS, peer) as case:
+            incarnation, old = swarm.peer(peer).incarnation, swarm.process(peer, "node.training.worker").pid
+            container = swarm.container(peer)
             inside = swarm.engine.run("exec", container, "python", "-c", _FIND_WORKER).split()
             swarm.engine.run("exec", container, "python", "-c", _HOG, inside[0], seconds=60)
-            case.over = self._tell("fault", "its worker was killed: no memory", whom)
-            new = wait("another worker", lambda: self._worker(whom, old), 30.0, POLL_SECONDS)
-            if new == old or swarm.peer(whom).incarnation != incarnation or whom not in swarm.names:
+            case.over = self._tell("fault", "its worker was killed: no memory", peer)
+            new = wait("another worker", lambda: self._worker(peer, old), 30.0, POLL_SECONDS)
+            if new == old or swarm.peer(peer).incarnation != incarnation or peer not in swarm.names:
                 case.failed.append("the peer itself did not live through it")
 
     def _worker(self, name: str, old: int) -> int:
@@ -204,20 +204,20 @@ class Cases:
         with self._case(f"scaled from {PEERS} to {MORE_PEERS} peers", TOGETHER_SECONDS) as case:
             before = set(swarm.names)
             case.over = swarm.up(MORE_PEERS)
-            case.whom = tuple(sorted(set(swarm.names) - before))
-            self._tell("start", "compose up --scale", *case.whom, at=case.over)
+            case.targets = tuple(sorted(set(swarm.names) - before))
+            self._tell("start", "compose up --scale", *case.targets, at=case.over)
 
     def _down_and_up(self) -> None:
         """Remove the containers and keep the volumes: new containers are the same peers and continue."""
         swarm = self._swarm
         with self._case("compose down, compose up", TOGETHER_SECONDS, *swarm.names) as case:
             ids, rounds = self._ids(), self._rounds()
-            self._tell("end", "compose down", *case.whom)
+            self._tell("end", "compose down", *case.targets)
             swarm.keep_logs()
             seconds = time.monotonic()
             swarm.down()
             case.figures["down_seconds"] = time.monotonic() - seconds
-            case.over = self._tell("start", "compose up", *case.whom, at=swarm.up(len(ids) - 1))
+            case.over = self._tell("start", "compose up", *case.targets, at=swarm.up(len(ids) - 1))
             if self._ids() != ids:
                 case.failed.append("other peers came up than went down")
             case.should = tuple(swarm.names)
@@ -234,9 +234,9 @@ class Cases:
     # -- helpers of all cases -----------------------------------------------------------------------------------------
 
     @contextmanager
-    def _case(self, name: str, within_seconds: float, *whom: str) -> Iterator[Struck]:
+    def _case(self, name: str, within_seconds: float, *targets: str) -> Iterator[Struck]:
         """Run the fault in the body; afterwards all peers must get into one mean that began after it."""
-        case = Struck(name, tuple(whom))
+        case = Struck(name, tuple(targets))
         self.struck.append(case)
         try:
             yield case
@@ -248,9 +248,9 @@ class Cases:
         figures = ", ".join(f"{what.removesuffix('_seconds')} {value:.1f} s" for what, value in case.figures.items())
         self._say(f"{'FAIL' if case.failed else 'ok':<5} {name}: {'; '.join([*case.failed, figures])}")
 
-    def _tell(self, kind: str, what: str, *whom: str, at: float | None = None) -> float:
+    def _tell(self, kind: str, what: str, *peers: str, at: float | None = None) -> float:
         """Log an event; returns its wall time."""
-        self.events.append(Event(time.time() if at is None else at, what, whom, kind))
+        self.events.append(Event(time.time() if at is None else at, what, peers, kind))
         return self.events[-1].time
 
     def _together(self, names: Sequence[str], since: float, within_seconds: float) -> None:

@@ -20,9 +20,9 @@ from typing import Any
 import psutil
 
 from node.runtime.identity import peer_id_of
+from tests.docker.containers import Peer, Spell, bytes_of, directories
 from tests.docker.engine import Engine
-from tests.docker.lives import Peer, Spell, bytes_of, directories
-from tests.faults.recording import Life
+from tests.faults.recording import Incarnation
 from tests.support.history import History
 from tests.support.paths import REPOSITORY
 from tests.support.real_swarm import wait
@@ -192,12 +192,14 @@ class Swarm:
         """All peers that were ever identified, by name."""
         return {name: self.peer(name) for name in sorted({spell.name for spell in self.spells if spell.name})}
 
-    def lives(self) -> dict[str, list[Life]]:
+    def incarnations(self) -> dict[str, list[Incarnation]]:
         """Peer -> its ended runs."""
-        found: dict[str, list[Life]] = {}
+        found: dict[str, list[Incarnation]] = {}
         for spell in self.spells:
             if spell.ended is not None and spell.name:
-                found.setdefault(spell.name, []).append(Life(spell.began, spell.ended, spell.code, spell.expected))
+                found.setdefault(spell.name, []).append(
+                    Incarnation(spell.began, spell.ended, spell.code, spell.expected)
+                )
         return found
 
     def _read_events(self) -> None:

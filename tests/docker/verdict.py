@@ -37,7 +37,7 @@ def play(
         events=events,
         histories={name: peer.reports() for name, peer in everybody.items()},
         logs=swarm.logs,
-        lives=swarm.lives(),
+        incarnations=swarm.incarnations(),
         left=swarm.left(),
         measures={},
         stuck=[f"{case.name}: {what}" for case in struck for what in case.failed],
@@ -51,7 +51,7 @@ def forks(play: Recording, struck: Sequence[Struck]) -> Iterator[Violation]:
     ]
     for report in reports(play, ("fork",)):
         name = next((name for name, peer in play.ids.items() if peer == report["peer"]), "")
-        if not any(began <= report["time"] <= end and name in case.whom for began, end, case in windows):
+        if not any(began <= report["time"] <= end and name in case.targets for began, end, case in windows):
             yield Violation(
                 "fork", report["peer"], report["round"], "it went on without most of its roster, which was there"
             )
@@ -67,12 +67,12 @@ def unnamed(swarm: Swarm) -> Iterator[Violation]:
 
 def losses(play: Recording) -> tuple[float, float]:
     """The first and the last reported held-out loss."""
-    told = [
+    reported = [
         each["held_out_loss"]
         for each in reports(play, ("committed", "alone", "fork"))
         if each["held_out_loss"] is not None and math.isfinite(each["held_out_loss"])
     ]
-    return (told[0], told[-1]) if told else (math.nan, math.nan)
+    return (reported[0], reported[-1]) if reported else (math.nan, math.nan)
 
 
 def figures(play: Recording, swarm: Swarm, struck: Sequence[Struck]) -> Figures:
@@ -82,7 +82,7 @@ def figures(play: Recording, swarm: Swarm, struck: Sequence[Struck]) -> Figures:
     failed = sum(code != 0 for code in swarm.health.values())
     return {
         "cases": [
-            {"name": each.name, "whom": each.whom, "peers": len(each.should), "failed": each.failed, **each.figures}
+            {"name": each.name, "whom": each.targets, "peers": len(each.should), "failed": each.failed, **each.figures}
             for each in struck
         ],
         "rounds": max((each["round"] + 1 for each in everything), default=0),

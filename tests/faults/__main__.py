@@ -52,8 +52,8 @@ def main(arguments: list[str] | None = None) -> int:
     whole = results[0]
     if options.scenario == MATRIX:
         verdict = "fail" if failed else NOT_PLAYED if unplayed else "pass"
-        told = {"failed": failed, "not_played": unplayed, "results": results}
-        whole = {"scenario": MATRIX, "seed": options.seed, "verdict": verdict, **told}
+        outcome = {"failed": failed, "not_played": unplayed, "results": results}
+        whole = {"scenario": MATRIX, "seed": options.seed, "verdict": verdict, **outcome}
         for each in results:
             say(_line(each))
     print(json.dumps(whole, allow_nan=False))
@@ -62,11 +62,11 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _line(result: dict[str, Any]) -> str:
     recovery = result.get("recovery_seconds")
-    told = "" if recovery is None else f"recovery {recovery:5.1f} s"
+    figures = "" if recovery is None else f"recovery {recovery:5.1f} s"
     for what in ("goodput", "participation"):
-        told += "" if (share := result.get(what)) is None else f"  {what} {share:4.0%}"
+        figures += "" if (share := result.get(what)) is None else f"  {what} {share:4.0%}"
     missed = ", ".join(result.get("missed", ()))
-    return f"{result['scenario']:<17}{result['verdict']:<11}{told}{'  missed ' + missed if missed else ''}"
+    return f"{result['scenario']:<17}{result['verdict']:<11}{figures}{'  missed ' + missed if missed else ''}"
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:

@@ -104,15 +104,15 @@ def checkpoint(rng: random.Random, seed: int, names: Sequence[str]) -> list[Step
 
 
 def suspend(rng: random.Random, seed: int, names: Sequence[str]) -> list[Step]:
-    whom = tuple(rng.sample(names, 1 + seed % 2))
-    return [moment(rng), Step("stop", whom, role="all"), Step("wait", amount=20), Step("wake", whom, role="all")]
+    targets = tuple(rng.sample(names, 1 + seed % 2))
+    return [moment(rng), Step("stop", targets, role="all"), Step("wait", amount=20), Step("wake", targets, role="all")]
 
 
 def skew(rng: random.Random, seed: int, names: Sequence[str]) -> list[Step]:
-    whom, seconds = (rng.choice(names),), rng.choice((-600.0, -90.0, -5.0, 5.0, 90.0, 600.0))
+    targets, seconds = (rng.choice(names),), rng.choice((-600.0, -90.0, -5.0, 5.0, 90.0, 600.0))
     return [
         moment(rng),
-        Step("skew", whom, seconds),
+        Step("skew", targets, seconds),
         Step("join", ("newcomer",)),
         Step("wait", amount=5),
         Step("heal"),
@@ -127,8 +127,8 @@ def lasting(act: str, amount: float, everybody: bool = False, seconds: float = 1
     """A fault that lasts for `seconds`."""
 
     def draw(rng: random.Random, seed: int, names: Sequence[str]) -> list[Step]:
-        whom = () if everybody else (rng.choice(names),)
-        return [moment(rng), Step(act, whom, amount), Step("wait", amount=seconds), Step("heal")]
+        targets = () if everybody else (rng.choice(names),)
+        return [moment(rng), Step(act, targets, amount), Step("wait", amount=seconds), Step("heal")]
 
     return draw
 
@@ -136,13 +136,13 @@ def lasting(act: str, amount: float, everybody: bool = False, seconds: float = 1
 # -- several faults at once -------------------------------------------------------------------------------------------
 
 
-def _strikes(rng: random.Random, whom: tuple[str, ...]) -> tuple[list[Step], list[Step]]:
+def _strikes(rng: random.Random, targets: tuple[str, ...]) -> tuple[list[Step], list[Step]]:
     """A momentary fault of one peer, and the steps that bring the peer back afterwards."""
     kind = rng.choice(("peer", "worker", "p2pd", "stop"))
     if kind == "stop":
-        stopped = [Step("stop", whom, role="all"), Step("wait", amount=4), Step("wake", whom, role="all")]
+        stopped = [Step("stop", targets, role="all"), Step("wait", amount=4), Step("wake", targets, role="all")]
         return stopped, []
-    return [Step("kill", whom, role=kind)], [Step("restart", whom)] if kind == "peer" else []
+    return [Step("kill", targets, role=kind)], [Step("restart", targets)] if kind == "peer" else []
 
 
 def overlap(rng: random.Random, seed: int, names: Sequence[str]) -> list[Step]:
@@ -190,22 +190,28 @@ def disk_checkpoint(rng: random.Random, seed: int, names: Sequence[str]) -> list
 
 def latency(rng: random.Random, seed: int, names: Sequence[str]) -> list[Step]:
     """Latency on all lines, or with odd seeds on those of one peer."""
-    whom = (rng.choice(names),) if seed % 2 else ()
+    targets = (rng.choice(names),) if seed % 2 else ()
     seconds = rng.choice((0.05, 0.1, 0.2, 0.4))
-    return [moment(rng), Step("delay", whom, seconds), Step("wait", amount=20), Step("heal")]
+    return [moment(rng), Step("delay", targets, seconds), Step("wait", amount=20), Step("heal")]
 
 
 def bit_flips(rng: random.Random, seed: int, names: Sequence[str]) -> list[Step]:
-    whom = (rng.choice(names),) if seed % 2 else ()
+    targets = (rng.choice(names),) if seed % 2 else ()
     every_bytes = rng.choice((1e6, 2e6, 4e6))
-    return [moment(rng), Step("corrupt", whom, every_bytes), Step("wait", amount=10), Step("heal")]
+    return [moment(rng), Step("corrupt", targets, every_bytes), Step("wait", amount=10), Step("heal")]
 
 
 def liar(lies: Sequence[str]) -> Draw:
     """One peer tells one of these lies for ten seconds."""
 
     def draw(rng: random.Random, seed: int, names: Sequence[str]) -> list[Step]:
-        whom, lie = (rng.choice(names),), lies[seed % len(lies)]
-        return [moment(rng), Step("lie", whom, role=lie), Step("accused", whom), Step("wait", amount=10), Step("heal")]
+        targets, lie = (rng.choice(names),), lies[seed % len(lies)]
+        return [
+            moment(rng),
+            Step("lie", targets, role=lie),
+            Step("accused", targets),
+            Step("wait", amount=10),
+            Step("heal"),
+        ]
 
     return draw

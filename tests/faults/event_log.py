@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import psutil
 
-from tests.faults.recording import Event, Life
+from tests.faults.recording import Event, Incarnation
 from tests.support.real_swarm import ORPHAN_SECONDS, RealPeer, RealSwarm
 
 DEATH_SECONDS = 3.0
@@ -20,7 +20,7 @@ class EventLog:
     Attributes:
         events: what was done to the peers.
         measures: name -> the value of each measurement.
-        lives: peer -> its processes that have ended.
+        incarnations: peer -> its processes that have ended.
         left: peer -> command lines of processes that outlived it.
         stuck: steps that failed or timed out, in words.
         last: wall time of the last event.
@@ -29,16 +29,16 @@ class EventLog:
     def __init__(self, swarm: RealSwarm) -> None:
         self.events: list[Event] = []
         self.measures: dict[str, list[float]] = {}
-        self.lives: dict[str, list[Life]] = {}
+        self.incarnations: dict[str, list[Incarnation]] = {}
         self.left: dict[str, list[str]] = {}
         self.stuck: list[str] = []
         self.last = time.time()
         self._swarm = swarm
         self._began: dict[str, float] = {}
 
-    def tell(self, what: str, whom: Sequence[str], kind: str) -> float:
+    def tell(self, what: str, peers: Sequence[str], kind: str) -> float:
         """Note an event; returns its wall time. Recovery is measured from the last one."""
-        self.events.append(Event(time.time(), what, tuple(whom), kind))
+        self.events.append(Event(time.time(), what, tuple(peers), kind))
         self.last = self.events[-1].time
         return self.last
 
@@ -67,13 +67,13 @@ class EventLog:
         """Note that a peer's process has ended."""
         code = self._swarm[name].code
         assert code is not None
-        self.lives.setdefault(name, []).append(Life(self._began.pop(name), time.time(), code, expected))
+        self.incarnations.setdefault(name, []).append(Incarnation(self._began.pop(name), time.time(), code, expected))
 
     def unseen(self) -> None:
         """Note the peers whose processes have ended unasked."""
         for name in [name for name in self._began if name in self._swarm.peers]:
             if not self._swarm[name].running:
-                self.stuck.append(f"{name} ended, and nobody had asked it to")
+                self.stuck.append(f"{name} ended without being asked to")
                 self.ended(name, 0)
 
     def running(self, but: Sequence[str] = ()) -> list[RealPeer]:

@@ -51,9 +51,9 @@ def participation(play: Recording) -> float:
     A skipped round has no contributors. A round decided on two branches counts on both. A member without weight, or
     without a counted chunk, is no contributor. nan if there was no round.
     """
-    told = [report for report in reports(play, DECIDED) if play.calm[0] <= report["time"] <= play.ended]
-    weightless = {(report["peer"], report["lineage"]) for report in told if report["weight"] == 0}
-    first = {report["lineage"]: report for report in reversed(told)}
+    decided = [report for report in reports(play, DECIDED) if play.calm[0] <= report["time"] <= play.ended]
+    weightless = {(report["peer"], report["lineage"]) for report in decided if report["weight"] == 0}
+    first = {report["lineage"]: report for report in reversed(decided)}
     shares = []
     for lineage, report in first.items():
         counted = report["contributions"].items() if report["outcome"] in MEANS else ()
@@ -63,12 +63,12 @@ def participation(play: Recording) -> float:
 
 
 def _up(play: Recording, time: float) -> int:
-    return sum(life.began <= time <= life.ended for each in play.lives.values() for life in each)
+    return sum(process.began <= time <= process.ended for each in play.incarnations.values() for process in each)
 
 
 def _counted(play: Recording, given_up: bool = False) -> list[tuple[float, float]]:
     """(time, tokens) of contributions to means of the final branch, or with `given_up` of all, oldest first."""
-    tree, times = Tree(reports(play, DECIDED)), first_told(play, MEANS)
+    tree, times = Tree(reports(play, DECIDED)), first_reported(play, MEANS)
     ends = [history[-1]["lineage"] for name in play.should if (history := play.histories.get(name))]
     end = max(ends, key=lambda lineage: tree.rounds.get(lineage, 0), default="")
     lost = {lineage for lineage in times if tree.apart(lineage, end) and not given_up}
@@ -88,8 +88,8 @@ def _tokens(report: Report) -> float:
 
 
 def _peer_seconds(play: Recording, since: float, until: float) -> float:
-    lives = (life for each in play.lives.values() for life in each)
-    return sum(max(0.0, min(life.ended, until) - max(life.began, since)) for life in lives)
+    incarnations = (process for each in play.incarnations.values() for process in each)
+    return sum(max(0.0, min(process.ended, until) - max(process.began, since)) for process in incarnations)
 
 
 def reports(play: Recording, outcomes: Sequence[str]) -> list[Report]:
@@ -98,6 +98,6 @@ def reports(play: Recording, outcomes: Sequence[str]) -> list[Report]:
     return sorted(found, key=lambda report: report["time"])
 
 
-def first_told(play: Recording, outcomes: Sequence[str]) -> dict[str, float]:
+def first_reported(play: Recording, outcomes: Sequence[str]) -> dict[str, float]:
     """Lineage with one of these outcomes -> when it was first reported."""
     return {report["lineage"]: report["time"] for report in reversed(reports(play, outcomes))}

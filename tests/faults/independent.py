@@ -12,8 +12,8 @@ import math
 from collections.abc import Iterator, Sequence
 from statistics import median
 
-from tests.faults.recording import Life, Recording
-from tests.support.checkers import Report, Violation, lives
+from tests.faults.recording import Incarnation, Recording
+from tests.support.checkers import Report, Violation, incarnations
 from tests.support.independent_checkers import check, mixed
 
 APART = 0.75
@@ -52,7 +52,7 @@ def goodput(play: Recording) -> float:
         usual += sum(tokens for time, tokens in counted if first < time <= last)
         calm_seconds += last - first
         brought += sum(tokens for time, tokens in counted if last < time <= play.ended)
-        seconds += sum(_overlap(life, last, play.ended) for life in play.lives.get(name, ()))
+        seconds += sum(_overlap(incarnation, last, play.ended) for incarnation in play.incarnations.get(name, ()))
     if not (usual and calm_seconds and seconds):
         return math.nan
     return brought / (usual / calm_seconds * seconds)
@@ -60,28 +60,28 @@ def goodput(play: Recording) -> float:
 
 def participation(play: Recording) -> float:
     """The share of the peers' rounds since the calm began in which they mixed; nan without rounds."""
-    told = [
+    mixed = [
         report["outcome"] == "committed"
         for history in play.histories.values()
         for report in history
         if play.calm[0] <= report["time"] <= play.ended and report["outcome"] in ("committed", "skipped")
     ]
-    return sum(told) / len(told) if told else math.nan
+    return sum(mixed) / len(mixed) if mixed else math.nan
 
 
 def _counted(history: Sequence[Report]) -> Iterator[tuple[float, float]]:
     """(time, tokens) of each time at which tokens of a peer counted."""
-    for life in lives(history):
+    for incarnation in incarnations(history):
         waiting = 0.0
-        for report in life:
+        for report in incarnation:
             waiting = 0.0 if report["outcome"] == "superseded" else waiting + report["tokens"]
             if report["outcome"] == "committed":
                 yield report["time"], waiting
                 waiting = 0.0
 
 
-def _overlap(life: Life, since: float, until: float) -> float:
-    return max(0.0, min(life.ended, until) - max(life.began, since))
+def _overlap(incarnation: Incarnation, since: float, until: float) -> float:
+    return max(0.0, min(incarnation.ended, until) - max(incarnation.began, since))
 
 
 def measures(play: Recording) -> dict[str, list[float]]:
@@ -96,8 +96,8 @@ def measures(play: Recording) -> dict[str, list[float]]:
 
 def _spreads(play: Recording, since: float, until: float) -> list[float]:
     """The median of each peer's last reported spreads in that time."""
-    told = ([each["spread"] for each in last] for last in _last(play, since, until))
-    return [median(each) for each in told if each]
+    spreads = ([each["spread"] for each in last] for last in _last(play, since, until))
+    return [median(each) for each in spreads if each]
 
 
 def _last_spreads(play: Recording) -> list[float]:
@@ -115,7 +115,8 @@ def _last(play: Recording, since: float, until: float) -> list[list[Report]]:
     """Each peer's last reports of that time with a known spread, oldest first."""
     histories = [play.histories.get(name, ()) for name in play.ids]
     return [
-        [each for each in told if since < each["time"] <= until and _known(each)][-LAST_REPORTS:] for told in histories
+        [each for each in history if since < each["time"] <= until and _known(each)][-LAST_REPORTS:]
+        for history in histories
     ]
 
 

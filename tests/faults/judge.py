@@ -18,7 +18,7 @@ from typing import Any
 
 from protocols import INDEPENDENT_PROTOCOLS
 from tests.faults import independent as loose
-from tests.faults.goodput import MEANS, first_told, goodput, participation, reports
+from tests.faults.goodput import MEANS, first_reported, goodput, participation, reports
 from tests.faults.recording import Recording
 from tests.support.checkers import DECIDED, Violation, began, check, one_branch
 
@@ -120,8 +120,8 @@ def judge(play: Recording) -> Verdict:
         seed=play.seed,
         verdict="fail" if found else "pass",
         violations=[_named(violation, play).as_dict() for violation in found],
-        rounds_committed=sum(time >= play.calm[0] for time in first_told(play, MEANS).values()),
-        rounds_skipped=sum(time >= play.calm[0] for time in first_told(play, ("skipped",)).values()),
+        rounds_committed=sum(time >= play.calm[0] for time in first_reported(play, MEANS).values()),
+        rounds_skipped=sum(time >= play.calm[0] for time in first_reported(play, ("skipped",)).values()),
         goodput=promise.goodput(play),
         participation=promise.participation(play),
         recovery_seconds=recovery,
@@ -151,7 +151,7 @@ def _recovery_seconds(play: Recording) -> float:
     have a weight in it: a peer that is only named in the plan has not recovered.
     """
     wanted = {play.ids.get(name, "") for name in play.should}
-    told = [
+    decided = [
         {
             report["lineage"]: report["time"]
             for report in reversed(play.histories.get(name, ()))  # the first report of several counts
@@ -160,15 +160,16 @@ def _recovery_seconds(play: Recording) -> float:
         }
         for name in play.should
     ]
-    common = set.intersection(*map(set, told)) if told else set()
-    ends = [max(each[lineage] for each in told) for lineage in common]
+    common = set.intersection(*map(set, decided)) if decided else set()
+    ends = [max(each[lineage] for each in decided) for lineage in common]
     return float(min(ends, default=math.nan) - play.healed)
 
 
 def _skipped(play: Recording) -> dict[str, float]:
     """The number of rounds skipped after the calm, and their share of the rounds decided since."""
     skipped, means = (
-        sum(time > play.calm[1] for time in first_told(play, outcomes).values()) for outcomes in (("skipped",), MEANS)
+        sum(time > play.calm[1] for time in first_reported(play, outcomes).values())
+        for outcomes in (("skipped",), MEANS)
     )
     return {"rounds_skipped": skipped, "skipped_share": skipped / max(1, skipped + means)}
 
@@ -177,7 +178,7 @@ def _standstill(play: Recording) -> float:
     """The longest time after the calm in which no peer reported a mean."""
     times = [
         play.calm[1],
-        *sorted(time for time in first_told(play, MEANS).values() if time > play.calm[1]),
+        *sorted(time for time in first_reported(play, MEANS).values() if time > play.calm[1]),
         play.ended,
     ]
     return max(later - earlier for earlier, later in itertools.pairwise(times))
@@ -185,21 +186,21 @@ def _standstill(play: Recording) -> float:
 
 def _progress(play: Recording, recovery: float) -> Iterator[Violation]:
     """A violation if the expected peers do not average together in time, or if no peer is expected to."""
-    limit, whom = play.limits.recovery_seconds, ", ".join(play.should) or "nobody"
+    limit, peers = play.limits.recovery_seconds, ", ".join(play.should) or "no peer"
     if not recovery <= limit:
         together = promise_of(play).together
         what = f"no {together}" if math.isnan(recovery) else f"the first {together} after {recovery:.1f} s"
-        yield Violation("progress", "", NO_ROUND, f"{what} with {whom} in it; due within {limit:g} s")
+        yield Violation("progress", "", NO_ROUND, f"{what} with {peers} in it; due within {limit:g} s")
 
 
 def _forks(play: Recording) -> Iterator[Violation]:
     """A violation for each fork, unless the scenario allows forks."""
     if play.limits.forks:
         return
-    told: set[str] = set()
+    seen: set[str] = set()
     for report in reports(play, ("fork",)):
-        if report["time"] > play.calm[1] and report["lineage"] not in told:
-            told.add(report["lineage"])
+        if report["time"] > play.calm[1] and report["lineage"] not in seen:
+            seen.add(report["lineage"])
             yield Violation(
                 "fork", report["peer"], report["round"], "it went on without most of its roster, which was there"
             )
@@ -217,14 +218,15 @@ def _strangers(play: Recording) -> Iterator[Violation]:
 def _endings(play: Recording) -> Iterator[Violation]:
     """Violations of how processes end: exit code, time, and children that are left."""
     for name in play.ids:
-        lives, starts = play.lives.get(name, ()), {report["incarnation"] for report in play.histories.get(name, ())}
-        if len(lives) < max(1, len(starts)):
-            yield Violation("exit-code", name, NO_ROUND, f"ended unseen after {len(lives)} lives")
-        for number, life in enumerate(lives, 1):
-            if life.code != life.expected:
-                what = f"life {number} ended with {in_words(life.code)}, not {in_words(life.expected)}"
+        incarnations = play.incarnations.get(name, ())
+        starts = {report["incarnation"] for report in play.histories.get(name, ())}
+        if len(incarnations) < max(1, len(starts)):
+            yield Violation("exit-code", name, NO_ROUND, f"ended unseen after {len(incarnations)} incarnations")
+        for number, process in enumerate(incarnations, 1):
+            if process.code != process.expected:
+                what = f"incarnation {number} ended with {in_words(process.code)}, not {in_words(process.expected)}"
                 yield Violation("exit-code", name, NO_ROUND, what)
-        if name in play.should and lives and (early := play.ended - lives[-1].ended) > 0:
+        if name in play.should and incarnations and (early := play.ended - incarnations[-1].ended) > 0:
             yield Violation("exit-code", name, NO_ROUND, f"ended {early:.1f} s before it was asked to")
     for name, commands in play.left.items():
         for command in commands:
@@ -246,11 +248,13 @@ def _levels(play: Recording) -> Iterator[Violation]:
     Medians are compared, because a report may fall into a transfer. Descriptors and tasks may grow with the number of
     peers and by a few more. Memory is mostly that of PyTorch, and does not depend on the number of peers.
     """
-    everybody = [life for lives in play.lives.values() for life in lives]
-    up = [sum(life.began <= time <= life.ended for life in everybody) for time in (play.calm[1], play.ended)]
+    processes = [process for incarnations in play.incarnations.values() for process in incarnations]
+    up = [sum(process.began <= time <= process.ended for process in processes) for time in (play.calm[1], play.ended)]
     crowd = max(1.0, up[1] / max(1, up[0]))
-    for name, lives in play.lives.items():
-        if not (len(lives) == 1 and lives[0].began <= play.calm[0] and lives[0].ended >= play.ended):
+    for name, incarnations in play.incarnations.items():
+        if not (
+            len(incarnations) == 1 and incarnations[0].began <= play.calm[0] and incarnations[0].ended >= play.ended
+        ):
             continue
         decided = [report for report in play.histories.get(name, ()) if report["outcome"] in DECIDED]
         before = [report for report in decided if play.calm[0] <= report["time"] <= play.calm[1]]

@@ -42,8 +42,8 @@ class FirstAsked(Container[PeerId]):
 class LyingTransport:
     """A transport whose streams tell the lie that the file named when they were opened."""
 
-    def __init__(self, inner: Any, signer: Signer, told: Path) -> None:
-        self._inner, self._signer, self._told = inner, signer, told
+    def __init__(self, inner: Any, signer: Signer, lie_file: Path) -> None:
+        self._inner, self._signer, self._lie_file = inner, signer, lie_file
         self._dupes = FirstAsked()
         self._plans: dict[bytes, wire.Plan] = {}
 
@@ -71,7 +71,7 @@ class LyingTransport:
 
     def _lie(self) -> str:
         with suppress(OSError):
-            return self._told.read_text().strip()
+            return self._lie_file.read_text().strip()
         return ""
 
 

@@ -37,19 +37,19 @@ class LiarControl:
             lie_file(self._swarm[name]).unlink(missing_ok=True)
         self._lying.clear()
 
-    def lie(self, whom: tuple[str, ...], step: Step) -> None:
-        for name in whom:
+    def lie(self, targets: tuple[str, ...], step: Step) -> None:
+        for name in targets:
             file = lie_file(self._swarm[name])
             file.with_suffix(".new").write_text(step.role)
             file.with_suffix(".new").replace(file)
-        self._lying |= dict.fromkeys(whom, self._notes.tell(f"it lies: {step.role}", whom, "fault"))
+        self._lying |= dict.fromkeys(targets, self._notes.tell(f"it lies: {step.role}", targets, "fault"))
 
-    def accused(self, whom: tuple[str, ...], step: Step) -> None:
+    def accused(self, targets: tuple[str, ...], step: Step) -> None:
         """Wait until an honest peer has named each liar in a report."""
-        for name in whom:
-            words = wait(f"somebody names {name}", lambda name=name: self._named(name), ACCUSED_SECONDS)  # type: ignore[misc]
+        for name in targets:
+            words = wait(f"an honest peer names {name}", lambda name=name: self._named(name), ACCUSED_SECONDS)  # type: ignore[misc]
             self._notes.measure("named_seconds", time.time() - self._lying[name])
-            self._notes.tell(f"named: {words}", whom, "heal")
+            self._notes.tell(f"named: {words}", targets, "heal")
 
     def _named(self, name: str) -> str:
         """The reason for which an honest peer has named a liar since it lies; empty if none has."""

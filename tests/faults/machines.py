@@ -24,7 +24,7 @@ Act = Callable[[tuple[str, ...], Step], None]
 CLOCK = "STARLING_CLOCK_FILE"
 """Names the file that holds what a peer's wall clock is off by."""
 SMALL_BYTES = 256 << 20
-"""Of a disk that can be filled without harm to anybody else."""
+"""The size of a disk that fills up without harm to other programs."""
 CHOKES = 5
 CHECKPOINT_SECONDS, SAID_SECONDS = 30.0, 3.0
 _GLANCE_SECONDS = 0.002
@@ -81,29 +81,29 @@ class MachineFaults:
             self._clocks.append((peer.name, slice(first, len(peer.reports())), seconds))
         self._full, self._wrong = [], []
 
-    def until(self, whom: tuple[str, ...], step: Step) -> None:
-        """Wait until so many seconds since the start of the schedule are over."""
+    def until(self, targets: tuple[str, ...], step: Step) -> None:
+        """Wait until `amount` seconds after the start of the schedule."""
         time.sleep(max(0.0, self.began + step.amount - time.monotonic()))
 
     # -- disks --------------------------------------------------------------------------------------------------------
 
-    def fill(self, whom: tuple[str, ...], step: Step) -> None:
-        for name in whom:
+    def fill(self, targets: tuple[str, ...], step: Step) -> None:
+        for name in targets:
             peer = self._small(name)
             self._full.append(peer)
             _weigh_down(peer.directory)
-        self._notes.tell("its disk is full", whom, "fault")
+        self._notes.tell("its disk is full", targets, "fault")
 
-    def choke(self, whom: tuple[str, ...], step: Step) -> None:
+    def choke(self, targets: tuple[str, ...], step: Step) -> None:
         """Fill the disk while a checkpoint is written, so that the peer logs a failed checkpoint."""
-        for name in whom:
+        for name in targets:
             peer = self._small(name)
             self._full.append(peer)
             home = peer.directory / "checkpoints"
             newest = max((each for each in home.glob("[0-9]*") if each.is_dir()), key=lambda each: each.name)
             room_bytes = 2 * sum(file.stat().st_size for file in newest.iterdir())
             assert any(self._choked(peer, home, room_bytes) for _ in range(CHOKES)), f"{name} was always faster"
-        self._notes.tell("its disk is full in the middle of a checkpoint", whom, "fault")
+        self._notes.tell("its disk is full in the middle of a checkpoint", targets, "fault")
 
     def _choked(self, peer: RealPeer, home: Path, room_bytes: int) -> bool:
         """Whether the next checkpoint failed; it may be complete before the disk is full."""
@@ -124,33 +124,35 @@ class MachineFaults:
             raise OSError(errno.EPERM, f"{name} has no small disk of its own")
         return self._swarm[name]
 
-    def flip(self, whom: tuple[str, ...], step: Step) -> None:
+    def flip(self, targets: tuple[str, ...], step: Step) -> None:
         """Flip one bit of a file of the newest checkpoint."""
-        self._damage(whom, step, _flip, "a bit of its newest checkpoint flips")
+        self._damage(targets, step, _flip, "a bit of its newest checkpoint flips")
 
-    def truncate(self, whom: tuple[str, ...], step: Step) -> None:
-        self._damage(whom, step, _truncate, "its newest checkpoint is cut short")
+    def truncate(self, targets: tuple[str, ...], step: Step) -> None:
+        self._damage(targets, step, _truncate, "its newest checkpoint is cut short")
 
-    def _damage(self, whom: tuple[str, ...], step: Step, how: Callable[[Path, random.Random], None], what: str) -> None:
-        for name in whom:
+    def _damage(
+        self, targets: tuple[str, ...], step: Step, how: Callable[[Path, random.Random], None], what: str
+    ) -> None:
+        for name in targets:
             kept = [each for each in (self._swarm[name].directory / "checkpoints").glob("[0-9]*") if each.is_dir()]
             files = sorted(max(kept, key=lambda each: each.name).iterdir())
             rng = random.Random(f"{step.amount}")
             how(rng.choice(files), rng)
-        self._notes.tell(what, whom, "fault")
+        self._notes.tell(what, targets, "fault")
 
-    def named(self, whom: tuple[str, ...], step: Step) -> None:
+    def named(self, targets: tuple[str, ...], step: Step) -> None:
         """Wait until each peer has logged that its checkpoint is damaged."""
-        for name in whom:
+        for name in targets:
             wait(f"{name} names what is damaged", lambda name=name: "is damaged" in self._swarm[name].said(), 20)  # type: ignore[misc]
 
     # -- clocks, addresses --------------------------------------------------------------------------------------------
 
-    def skew(self, whom: tuple[str, ...], step: Step) -> None:
-        for name in whom:
+    def skew(self, targets: tuple[str, ...], step: Step) -> None:
+        for name in targets:
             set_clock(self._swarm[name], step.amount)
             self._wrong.append((self._swarm[name], step.amount, len(self._swarm[name].reports())))
-        self._notes.tell(f"its clock is {step.amount:+g} s off", whom, "fault")
+        self._notes.tell(f"its clock is {step.amount:+g} s off", targets, "fault")
 
     def right(self, histories: Mapping[str, list[Report]]) -> dict[str, list[Report]]:
         """The histories with the skew removed from the times of reports."""
@@ -160,9 +162,9 @@ class MachineFaults:
                 each["time"] -= seconds
         return found
 
-    def move(self, whom: tuple[str, ...], step: Step) -> None:
+    def move(self, targets: tuple[str, ...], step: Step) -> None:
         assert self._network, "an address changes in a network of namespaces only"
-        for name in whom:
+        for name in targets:
             place = self._network.move(name)
             self._notes.tell(f"its address is {place.address} now", (name,), "fault")
 

@@ -138,29 +138,29 @@ class Memory:
             with suppress(OSError):
                 each.limit(None)
 
-    def squeeze(self, whom: tuple[str, ...], step: Step) -> None:
+    def squeeze(self, targets: tuple[str, ...], step: Step) -> None:
         """Let another program take memory until the kernel has killed the worker."""
-        for name in whom:
+        for name in targets:
             self._kill(name)
-        self._notes.tell("memory runs out, and the kernel kills the worker", whom, "fault")
-        self._said(whom)
+        self._notes.tell("memory runs out, and the kernel kills the worker", targets, "fault")
+        self._said(targets)
 
-    def confine(self, whom: tuple[str, ...], step: Step) -> None:
-        for name in whom:
+    def confine(self, targets: tuple[str, ...], step: Step) -> None:
+        for name in targets:
             self._kill(name)
             wait(f"there is a limit for {name}", lambda name=name: self._limited(self._groups[name]), 5)  # type: ignore[misc]
-        self._notes.tell("memory has no room for a worker any more", whom, "fault")
+        self._notes.tell("memory has no room for a worker any more", targets, "fault")
 
-    def resigned(self, whom: tuple[str, ...], step: Step) -> None:
+    def resigned(self, targets: tuple[str, ...], step: Step) -> None:
         """Wait until each peer has logged the reason, and ended with the documented exit code."""
         began = self._notes.last
-        for name in whom:
+        for name in targets:
             self._notes.over(name, NO_WORKER, GIVEN_UP_SECONDS)
             self._notes.measure("leaving_seconds", time.time() - began)
-        self._said(whom)
+        self._said(targets)
 
-    def _said(self, whom: tuple[str, ...]) -> None:
-        for name in whom:
+    def _said(self, targets: tuple[str, ...]) -> None:
+        for name in targets:
             wait(f"{name} says that {EVIDENCE}", lambda name=name: EVIDENCE in self._swarm[name].said(), SAID_SECONDS)  # type: ignore[misc]
 
     def _kill(self, name: str) -> None:
@@ -173,7 +173,7 @@ class Memory:
                 f"the kernel kills for {name}", lambda: place.kills() > before or hog.poll() is not None, KILLED_SECONDS
             )
             assert hog.poll() is None, "the kernel has killed the program that took the memory, and not the worker"
-        wait(f"it was the worker of {name}", lambda: not _lives(worker), SAID_SECONDS)
+        wait(f"it was the worker of {name}", lambda: not _is_alive(worker), SAID_SECONDS)
         assert peer.running, f"the kernel killed {name} itself"
 
     def _limited(self, place: Group) -> bool:
@@ -195,7 +195,7 @@ def _hog(place: Group) -> Iterator[subprocess.Popen[bytes]]:
         hog.wait(SAID_SECONDS)
 
 
-def _lives(process: psutil.Process) -> bool:
+def _is_alive(process: psutil.Process) -> bool:
     try:
         return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
     except psutil.Error:

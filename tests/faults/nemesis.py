@@ -75,9 +75,9 @@ class Nemesis(EventLog):
         """Carry out all steps. A failed step is noted, and the next follows, so that lasting faults are healed."""
         self.machines.began = time.monotonic()
         for step in schedule:
-            whom = tuple(self._struck if name == STRUCK else name for name in step.whom)
+            targets = tuple(self._struck if name == STRUCK else name for name in step.targets)
             try:
-                self.act(step.act)(whom, step)
+                self.act(step.act)(targets, step)
             except TROUBLE as error:
                 self.stuck.append(f"{step}: {error or type(error).__name__}")
         self.heal()
@@ -119,27 +119,27 @@ class Nemesis(EventLog):
 
     # -- processes ----------------------------------------------------------------------------------------------------
 
-    def _wait(self, whom: tuple[str, ...], step: Step) -> None:
+    def _wait(self, targets: tuple[str, ...], step: Step) -> None:
         time.sleep(step.amount)
 
-    def _kill(self, whom: tuple[str, ...], step: Step) -> None:
-        for name in whom:
+    def _kill(self, targets: tuple[str, ...], step: Step) -> None:
+        for name in targets:
             if step.role != "peer":
                 self.awaits(f"{name} has a {step.role}", lambda name=name: self._swarm[name].child(step.role), 5)  # type: ignore[misc]
             self._swarm[name].strike(step.role)
-        killed = self.tell(f"SIGKILL to {step.role}", whom, "fault")
+        killed = self.tell(f"SIGKILL to {step.role}", targets, "fault")
         if step.role == "peer":
-            for name in whom:
+            for name in targets:
                 self.over(name, -signal.SIGKILL, DEATH_SECONDS)
-            self._decided(whom, killed)
+            self._decided(targets, killed)
 
-    def _trap(self, whom: tuple[str, ...], step: Step) -> None:
+    def _trap(self, targets: tuple[str, ...], step: Step) -> None:
         self._struck = ""
         now = max(peer.last()["round"] for peer in self.running())
-        trap = self._watch.arm(step.role, now + 2, lambda name: self._spring(name, step.role), whom or None)
+        trap = self._watch.arm(step.role, now + 2, lambda name: self._spring(name, step.role), targets or None)
         if not trap.fired.wait(self._patience * TRAP_SECONDS):
             self._watch.disarm(trap)
-            raise AssertionError(f"nobody came to {step.role} within {TRAP_SECONDS:g} s")
+            raise AssertionError(f"no peer reached {step.role} within {TRAP_SECONDS:g} s")
         assert trap.struck
         self._struck, killed = trap.struck.peer, self.last
         self.over(self._struck, -signal.SIGKILL, DEATH_SECONDS)
@@ -160,24 +160,24 @@ class Nemesis(EventLog):
         ends = self.awaits("they go on", lambda: deciding(survivors, killed, decisions, began))
         self.measure("next_round_seconds", max(each["time"] for each in ends) - killed)
 
-    def _stop(self, whom: tuple[str, ...], step: Step) -> None:
-        self._signal(whom, step.role, signal.SIGSTOP)
-        self.tell(f"SIGSTOP to {step.role}", whom, "fault")
+    def _stop(self, targets: tuple[str, ...], step: Step) -> None:
+        self._signal(targets, step.role, signal.SIGSTOP)
+        self.tell(f"SIGSTOP to {step.role}", targets, "fault")
 
-    def _wake(self, whom: tuple[str, ...], step: Step) -> None:
-        self._signal(whom, step.role, signal.SIGCONT)
-        self.tell(f"SIGCONT to {step.role}", whom, "heal")
+    def _wake(self, targets: tuple[str, ...], step: Step) -> None:
+        self._signal(targets, step.role, signal.SIGCONT)
+        self.tell(f"SIGCONT to {step.role}", targets, "heal")
 
-    def _signal(self, whom: Sequence[str], role: str, number: int) -> None:
-        for name in whom:
+    def _signal(self, targets: Sequence[str], role: str, number: int) -> None:
+        for name in targets:
             peer = self._swarm[name]
             for pid in [each.pid for each in peer.left()] if role == "all" else [peer.pid]:
                 os.kill(pid, number)
 
-    def _straggle(self, whom: tuple[str, ...], step: Step) -> None:
-        for name in whom:
+    def _straggle(self, targets: tuple[str, ...], step: Step) -> None:
+        for name in targets:
             self._stragglers.append(Straggler(lambda name=name: self._worker(name), step.amount))  # type: ignore[misc]
-        self.tell(f"the worker runs {step.amount:.0%} of the time", whom, "fault")
+        self.tell(f"the worker runs {step.amount:.0%} of the time", targets, "fault")
 
     def _worker(self, name: str) -> int | None:
         with suppress(psutil.Error):
@@ -187,29 +187,29 @@ class Nemesis(EventLog):
 
     # -- the network --------------------------------------------------------------------------------------------------
 
-    def _part(self, whom: tuple[str, ...], step: Step) -> None:
-        self._net.part(whom, self._names(whom))
-        self.tell("cut off from the others", whom, "fault")
+    def _part(self, targets: tuple[str, ...], step: Step) -> None:
+        self._net.part(targets, self._names(targets))
+        self.tell("cut off from the others", targets, "fault")
 
-    def _deafen(self, whom: tuple[str, ...], step: Step) -> None:
-        self._net.deafen(whom, self._names(whom))
-        self.tell("hears nobody", whom, "fault")
+    def _deafen(self, targets: tuple[str, ...], step: Step) -> None:
+        self._net.deafen(targets, self._names(targets))
+        self.tell("hears no other peer", targets, "fault")
 
-    def _mute(self, whom: tuple[str, ...], step: Step) -> None:
-        self._net.deafen(self._names(whom), whom)
-        self.tell("is heard by nobody", whom, "fault")
+    def _mute(self, targets: tuple[str, ...], step: Step) -> None:
+        self._net.deafen(self._names(targets), targets)
+        self.tell("is heard by no other peer", targets, "fault")
 
-    def _lose(self, whom: tuple[str, ...], step: Step) -> None:
-        for name in whom or (None,):
+    def _lose(self, targets: tuple[str, ...], step: Step) -> None:
+        for name in targets or (None,):
             self._net.lose(name, step.amount)
-        self.tell(f"{step.amount:.0%} of packets lost", whom or self._names(()), "fault")
+        self.tell(f"{step.amount:.0%} of packets lost", targets or self._names(()), "fault")
 
-    def _slow(self, whom: tuple[str, ...], step: Step) -> None:
-        for name in whom:
+    def _slow(self, targets: tuple[str, ...], step: Step) -> None:
+        for name in targets:
             self._net.slow(name, int(step.amount))
-        self.tell(f"the line carries {step.amount / 1e6:g} Mbit/s", whom, "fault")
+        self.tell(f"the line carries {step.amount / 1e6:g} Mbit/s", targets, "fault")
 
-    def _heal(self, whom: tuple[str, ...], step: Step) -> None:
+    def _heal(self, targets: tuple[str, ...], step: Step) -> None:
         if self._network and self._network.suffers() and not self._network.felt():
             self.stuck.append("no packet met the fault")
         self.heal()
@@ -222,36 +222,36 @@ class Nemesis(EventLog):
 
     # -- joining and leaving ------------------------------------------------------------------------------------------
 
-    def _join(self, whom: tuple[str, ...], step: Step) -> None:
-        for name in whom:
+    def _join(self, targets: tuple[str, ...], step: Step) -> None:
+        for name in targets:
             self.began(name)
         via = self.running()[-1]
         self.awaits(f"{via.name} says where it is", via.meet)  # it may have moved
-        self.tell(f"started, through {via.name}", whom, "start")
+        self.tell(f"started, through {via.name}", targets, "start")
         began = self.last
-        self._swarm.join(*whom, via=via, seconds=self._patience * SETTLE_SECONDS)
+        self._swarm.join(*targets, via=via, seconds=self._patience * SETTLE_SECONDS)
         self.measure("in_the_run_seconds", time.time() - began)
 
-    def _restart(self, whom: tuple[str, ...], step: Step) -> None:
-        assert all(whom) and not any(self._swarm[name].running for name in whom), "nobody was struck"
-        self._join(whom, step)
+    def _restart(self, targets: tuple[str, ...], step: Step) -> None:
+        assert all(targets) and not any(self._swarm[name].running for name in targets), "no peer was struck"
+        self._join(targets, step)
 
-    def _back(self, whom: tuple[str, ...], step: Step) -> None:
+    def _back(self, targets: tuple[str, ...], step: Step) -> None:
         """Start peers again from their directories alone, after all were killed."""
-        reached = max(report["round"] + 1 for name in whom for report in self._swarm[name].reports())
-        for name in whom:
+        reached = max(report["round"] + 1 for name in targets for report in self._swarm[name].reports())
+        for name in targets:
             assert not self._swarm[name].running, f"{name} was not killed"
             self.began(name)
             self._swarm[name].start()
-        again = self.tell("started again, with nothing but what they had", whom, "start")
-        for name in whom:
+        again = self.tell("started again, with nothing but what they had", targets, "start")
+        for name in targets:
             self.awaits(f"{name} is back", self._swarm[name].meet)
-        peers = [self._swarm[name] for name in whom]
+        peers = [self._swarm[name] for name in targets]
         first = self.awaits("a round after that", lambda: deciding(peers, again, self._swarm.decisions))
         self.measure("rounds_lost", max(0, reached - min(each["round"] for each in first)))
 
-    def _finish(self, whom: tuple[str, ...], step: Step) -> None:
-        for name in whom:
+    def _finish(self, targets: tuple[str, ...], step: Step) -> None:
+        for name in targets:
             asked = self.tell("asked to finish", (name,), "end")
             self.leave(name)
             self.measure("leaving_seconds", time.time() - asked)
@@ -264,23 +264,23 @@ class Nemesis(EventLog):
         self.awaits(f"{name} is asked to finish", lambda: self._swarm[name].ask("finish").get("ok"), LEAVE_SECONDS)
         self.over(name, 0, self._patience * LEAVE_SECONDS)
 
-    def _suspected(self, whom: tuple[str, ...], step: Step) -> None:
-        self._seen(whom, "live")
+    def _suspected(self, targets: tuple[str, ...], step: Step) -> None:
+        self._seen(targets, "live")
         self.measure("suspected_seconds", time.time() - self.last)
 
-    def _excluded(self, whom: tuple[str, ...], step: Step) -> None:
-        self._seen(whom, "member")
+    def _excluded(self, targets: tuple[str, ...], step: Step) -> None:
+        self._seen(targets, "member")
         self.measure("excluded_seconds", time.time() - self.last)
 
-    def _seen(self, whom: Sequence[str], what: str) -> None:
-        others, gone = self.running(whom), [self._swarm[name] for name in whom]
+    def _seen(self, targets: Sequence[str], what: str) -> None:
+        others, gone = self.running(targets), [self._swarm[name] for name in targets]
         self.awaits(
-            f"no other sees {', '.join(whom)} as {what}",
+            f"no other sees {', '.join(targets)} as {what}",
             lambda: all(other.sees(peer).get(what) is False for other in others for peer in gone),
             SUSPECTED_SECONDS,
         )
 
-    def _settle(self, whom: tuple[str, ...], step: Step) -> None:
+    def _settle(self, targets: tuple[str, ...], step: Step) -> None:
         since, asked = self.last, time.time()
         self.awaits("all who run are in one mean", lambda: self._swarm.all_in_one_mean(self.running(), since))
         self.measure("settled_seconds", time.time() - asked)

@@ -262,7 +262,7 @@ class Namespaces:
         self._known(sources)
         self._known(targets)
         if not (sources and targets):
-            raise ValueError("nobody cannot be cut off")
+            raise ValueError("no host to cut off")
         return self._strike(Cut(tuple(sources), tuple(targets), both))
 
     def _strike(self, fault: F) -> F:

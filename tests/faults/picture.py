@@ -33,7 +33,7 @@ COLOURS = {
 _KINDS = {"fault": "#d55e00", "heal": "#00795a"}
 _SHADES = {"calm": "#e8f1f8", "faults": "#fbeee4"}
 _BACK: dict[str, Any] = {"color": _KINDS["heal"], "linewidth": 1.6, "linestyle": (0, (2, 1.5))}
-_QUIET, _LIFE = "#8c8c8c", "#dedede"
+_QUIET, _RUNNING = "#8c8c8c", "#dedede"
 _LANE = 0.64
 _AXES_INCHES, _DIGIT_INCHES, _LETTER_INCHES = WIDTH_INCHES - 1.2, 0.08, 0.07
 _TURN = 0.8  # from this share of the picture on, a label stands to the left of its line
@@ -41,7 +41,8 @@ _TURN = 0.8  # from this share of the picture on, a label stands to the left of 
 
 def draw(play: Recording, verdict: Verdict, path: Path) -> None:
     """Write the picture as a PNG. Raises OSError if the file cannot be written."""
-    start, ends = beginning(play), [life.ended for lives in play.lives.values() for life in lives]
+    start = beginning(play)
+    ends = [process.ended for incarnations in play.incarnations.values() for process in incarnations]
     seconds = max([*ends, play.ended, start + 1.0]) - start
     events = sorted(play.events, key=lambda event: event.time)
     rows = _rows(events, start, seconds)
@@ -75,7 +76,7 @@ def _rows(events: Sequence[Event], start: float, seconds: float) -> list[int]:
 
 
 def _label(event: Event) -> str:
-    return f"{event.what}: {', '.join(event.whom)}" if 0 < len(event.whom) <= 4 else event.what
+    return f"{event.what}: {', '.join(event.peers)}" if 0 < len(event.peers) <= 4 else event.what
 
 
 def _event(play: Recording, event: Event, since: float, row: int, above: Axes, below: Axes) -> None:
@@ -87,17 +88,19 @@ def _event(play: Recording, event: Event, since: float, row: int, above: Axes, b
     text, side = f" {_label(event)} ", "left" if since < _TURN * below.get_xlim()[1] else "right"
     above.text(since, row, text, color=colour, fontsize=8, weight=weight, va="center", ha=side)
     if loud:
-        edges = [lane - _LANE / 2 for lane, name in enumerate(play.ids) if name in event.whom]  # numbers stay readable
+        edges = [lane - _LANE / 2 for lane, name in enumerate(play.ids) if name in event.peers]  # numbers stay readable
         marker = "v" if event.kind == "fault" else "^"
         below.plot([since] * len(edges), edges, marker, color=colour, markeredgecolor="white", markersize=9, zorder=5)
 
 
 def _lane(play: Recording, name: str, lane: int, start: float, below: Axes, digit_seconds: float) -> None:
     """Draw the processes and rounds of a peer, with round numbers where there is room."""
-    for life in play.lives.get(name, ()):
-        below.barh(lane, life.ended - life.began, left=life.began - start, height=0.3, color=_LIFE, zorder=1)
-        text = f"  {in_words(life.code)}" if life.code else ""
-        below.text(life.ended - start, lane, text, fontsize=7, va="center", color=_KINDS["fault"], zorder=6)
+    for process in play.incarnations.get(name, ()):
+        below.barh(
+            lane, process.ended - process.began, left=process.began - start, height=0.3, color=_RUNNING, zorder=1
+        )
+        text = f"  {in_words(process.code)}" if process.code else ""
+        below.text(process.ended - start, lane, text, fontsize=7, va="center", color=_KINDS["fault"], zorder=6)
     for began, report in _segments(play, name):
         seconds, number = report["time"] - began, str(report["round"])
         colour = COLOURS[report["outcome"]][report["round"] % 2]
@@ -113,7 +116,7 @@ def _segments(play: Recording, name: str) -> Iterator[tuple[float, Report]]:
     """(beginning, report) of each round of a peer, as far as its reports show."""
     before = -math.inf
     for report in play.histories.get(name, ()):
-        began = [life.began for life in play.lives.get(name, ()) if life.began <= report["time"]]
+        began = [process.began for process in play.incarnations.get(name, ()) if process.began <= report["time"]]
         took = sum(report[each] for each in ("seconds_train", "seconds_wait", "seconds_average"))
         yield max([before, report["time"] - took, *began]), report
         before = report["time"]
@@ -146,7 +149,7 @@ def _dress(play: Recording, verdict: Verdict, above: Axes, below: Axes) -> None:
     keys: list[Artist] = [
         Patch(color=colours[0], label=outcome) for outcome, colours in COLOURS.items() if outcome in there
     ]
-    keys += [Patch(color=_LIFE, label="alive, no round told")]
-    keys += [Patch(facecolor=colour, edgecolor=_LIFE, label=what) for what, colour in _SHADES.items()]
+    keys += [Patch(color=_RUNNING, label="alive, no round reported")]
+    keys += [Patch(facecolor=colour, edgecolor=_RUNNING, label=what) for what, colour in _SHADES.items()]
     keys += [Line2D([], [], label=f"all who should {promise_of(play).back}", **_BACK)]
     below.figure.legend(handles=keys, loc="outside lower left", ncols=len(keys), fontsize=8, frameon=False)

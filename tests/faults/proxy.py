@@ -60,7 +60,7 @@ class Wire:
     """Carries all connections.
 
     Attributes:
-        delayed_bytes, flipped_bits: since the last call of `told`.
+        delayed_bytes, flipped_bits: since the last call of `take_counts`.
     """
 
     rng: random.Random
@@ -68,11 +68,11 @@ class Wire:
     delayed_bytes: int = 0
     flipped_bits: int = 0
 
-    def told(self) -> dict[str, int]:
+    def take_counts(self) -> dict[str, int]:
         """The counts since the last call; resets them."""
-        told = {"delayed_bytes": self.delayed_bytes, "flipped_bits": self.flipped_bits}
+        counts = {"delayed_bytes": self.delayed_bytes, "flipped_bits": self.flipped_bits}
         self.delayed_bytes = self.flipped_bits = 0
-        return told
+        return counts
 
     def after(self, ends: Sequence[str], size: int) -> float:
         """The delay of these bytes in seconds."""
@@ -155,10 +155,10 @@ async def serve(seed: str) -> None:
     loop = asyncio.get_running_loop()
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
     server = await asyncio.start_server(wire.carry, "0.0.0.0", PORT, limit=2 * PIECE_BYTES)
-    print(json.dumps(wire.told()), flush=True)
+    print(json.dumps(wire.take_counts()), flush=True)
     while line := await reader.readline():
         wire.faults = Faults.from_json(line.decode())
-        print(json.dumps(wire.told()), flush=True)
+        print(json.dumps(wire.take_counts()), flush=True)
     server.close()
     for task in asyncio.all_tasks() - {asyncio.current_task()}:
         task.cancel()

@@ -15,18 +15,18 @@ class Event:
     Attributes:
         time: wall time after the action.
         what: in words: `SIGKILL at send Chunk`, `cut off`, `healed`, `started`, `asked to finish`.
-        whom: names of the affected peers.
+        peers: names of the affected peers.
         kind: `start`, `fault`, `heal` or `end`.
     """
 
     time: float
     what: str
-    whom: tuple[str, ...]
+    peers: tuple[str, ...]
     kind: str
 
 
 @dataclass(frozen=True, slots=True)
-class Life:
+class Incarnation:
     """One process of a peer.
 
     Attributes:
@@ -74,7 +74,7 @@ class Recording:
         ids: name -> peer id.
         histories: name -> the round reports of all its incarnations, oldest first.
         logs: name -> its stderr.
-        lives: name -> its processes, oldest first.
+        incarnations: name -> its processes, oldest first.
         left: name -> command lines of its processes that outlived it.
         measures: name -> the value of each measurement of the nemesis.
         stuck: steps that failed or timed out, in words.
@@ -93,7 +93,7 @@ class Recording:
     events: Sequence[Event]
     histories: Mapping[str, Sequence[Report]]
     logs: Mapping[str, str]
-    lives: Mapping[str, Sequence[Life]]
+    incarnations: Mapping[str, Sequence[Incarnation]]
     left: Mapping[str, Sequence[str]]
     measures: Mapping[str, Sequence[float]] = field(default_factory=dict)
     stuck: Sequence[str] = ()

@@ -135,7 +135,7 @@ def _required(name: str, scenario: Scenario, schedule: Sequence[Step], options: 
     """
     acts = {step.act for step in schedule}
     if options.loose and left(schedule, options.names) < 2:
-        what = f"{name} leaves one of {options.peers} peers: by {options.protocol} it has nobody to mix with"
+        what = f"{name} leaves one of {options.peers} peers: by {options.protocol} it has no peer to mix with"
         raise Unplayable(f"{what}; take more peers, or another scenario")
     why = why_not()
     if why and scenario.network:
@@ -149,7 +149,7 @@ def _required(name: str, scenario: Scenario, schedule: Sequence[Step], options: 
 
 def _struck(schedule: Sequence[Step]) -> Callable[[Collection[str]], set[str]]:
     """A function: acts -> names of the peers in steps with one of these acts."""
-    return lambda acts: {name for step in schedule if step.act in acts for name in step.whom}
+    return lambda acts: {name for step in schedule if step.act in acts for name in step.targets}
 
 
 def _clear(swarm: RealSwarm) -> None:
@@ -186,7 +186,7 @@ class _Runner:
             events=nemesis.events,
             histories=nemesis.machines.right(swarm.histories()),
             logs={peer.name: peer.said() for peer in swarm.peers.values()},
-            lives=nemesis.lives,
+            incarnations=nemesis.incarnations,
             left=nemesis.left,
             measures=nemesis.measures,
             stuck=nemesis.stuck,

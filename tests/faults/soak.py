@@ -115,8 +115,8 @@ def soak(minutes: int) -> Scenario:
 def growth(play: Recording) -> Mapping[str, Mapping[str, Growth]]:
     """Peer that ran all the time -> level -> its growth since the swarm was warm."""
     found = {}
-    for name, lives in play.lives.items():
-        if len(lives) == 1 and lives[0].began <= play.calm[0] and lives[0].ended >= play.ended:
+    for name, incarnations in play.incarnations.items():
+        if len(incarnations) == 1 and incarnations[0].began <= play.calm[0] and incarnations[0].ended >= play.ended:
             since = play.calm[1] + WARM_SECONDS
             warm = [each for each in play.histories[name] if each["outcome"] in DECIDED and each["time"] > since]
             found[name] = {
@@ -205,8 +205,8 @@ def main(arguments: list[str] | None = None) -> int:
     judged = {verdict: _levels(grown, verdict) for verdict in ("over", "undecided")}
     for verdict, what in judged.items():
         say(f"{verdict}, of a limit of {GROWTH_LIMIT:.0%} an hour: {', '.join(what) or 'nothing'}")
-    told = {"minutes": options.minutes, "growth": _finite(grown), "grown_too_much": judged["over"]}
-    print(json.dumps(result | told | {"growth_undecided": judged["undecided"]}, allow_nan=False))
+    figures = {"minutes": options.minutes, "growth": _finite(grown), "grown_too_much": judged["over"]}
+    print(json.dumps(result | figures | {"growth_undecided": judged["undecided"]}, allow_nan=False))
     return 1 if result["verdict"] == "fail" else 0
 
 

@@ -92,7 +92,7 @@ def _share(what: str, played: Sequence[Result]) -> str:
 
 def _measured(name: str, played: Sequence[Result], protocol: str) -> str:
     """Of each thing measured the median and the worst, and how often an aim was missed."""
-    told = []
+    measures = []
     aims = scenario_of(name, protocol).limits.aims
     for what in sorted({what for each in played for what in each["measures"]} | set(aims)):
         figures = [figure for each in played if (figure := each["measures"].get(what)) and figure["worst"] is not None]
@@ -102,8 +102,8 @@ def _measured(name: str, played: Sequence[Result], protocol: str) -> str:
         if what in aims:
             missed = sum(what in each["missed"] for each in played)
             words += f" (aim {aims[what]:g}, missed {missed} of {len(played)})"
-        told.append(words)
-    return "; ".join(told)
+        measures.append(words)
+    return "; ".join(measures)
 
 
 def main(arguments: list[str] | None = None) -> int:

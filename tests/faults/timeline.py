@@ -40,7 +40,8 @@ def timeline(play: Recording, verdict: Verdict) -> list[str]:
 
 def beginning(play: Recording) -> float:
     """Wall time from which the seconds count: that of the first event or process."""
-    times = [event.time for event in play.events] + [life.began for lives in play.lives.values() for life in lives]
+    times = [event.time for event in play.events]
+    times += [process.began for incarnations in play.incarnations.values() for process in incarnations]
     return min(times, default=play.calm[0])
 
 
@@ -52,17 +53,19 @@ def _deeds(play: Recording, verdict: Verdict) -> Iterator[Entry]:
         when = play.healed + verdict.recovery_seconds
         yield when, "", f"-- all who should {promise_of(play).back}: {', '.join(play.should)}"
     for event in play.events:
-        yield event.time, _WORDS.get(event.kind, event.kind), f"{event.what}: {', '.join(event.whom) or 'everybody'}"
-    for name, lives in play.lives.items():
-        for life in lives:
-            yield life.ended, "exit", f"{name}: {in_words(life.code)}"
+        yield event.time, _WORDS.get(event.kind, event.kind), f"{event.what}: {', '.join(event.peers) or 'everybody'}"
+    for name, incarnations in play.incarnations.items():
+        for process in incarnations:
+            yield process.ended, "exit", f"{name}: {in_words(process.code)}"
 
 
 def _decisions(play: Recording) -> Iterator[Entry]:
     """An entry for each decided lineage: its members, and the reporters with their delays after the first."""
-    told = [(name, each) for name, history in play.histories.items() for each in history if each["outcome"] in DECIDED]
-    told.sort(key=lambda each: (each[1]["lineage"], each[1]["time"]))
-    for _, group in groupby(told, key=lambda each: each[1]["lineage"]):
+    decided = [
+        (name, each) for name, history in play.histories.items() for each in history if each["outcome"] in DECIDED
+    ]
+    decided.sort(key=lambda each: (each[1]["lineage"], each[1]["time"]))
+    for _, group in groupby(decided, key=lambda each: each[1]["lineage"]):
         reports = list(group)
         first = reports[0][1]
         peers = _peers(play, first)
@@ -77,7 +80,9 @@ def _peers(play: Recording, report: Report) -> str:
     if len(text := " ".join(peers)) <= _WIDTH:
         return text or "-"
     up = {
-        name for name, lives in play.lives.items() if any(each.began <= report["time"] <= each.ended for each in lives)
+        name
+        for name, incarnations in play.incarnations.items()
+        if any(each.began <= report["time"] <= each.ended for each in incarnations)
     }
     missing = " ".join(sorted(up - set(peers)))
     return f"{len(peers)} peers{f', without {missing}' if missing else ''}"

@@ -147,8 +147,8 @@ class Watch:
                     self._lines.discard(line)
 
     def _hear(self, name: str, line: socket.socket) -> None:
-        with line.makefile("r") as told:
-            for each in told:
+        with line.makefile("r") as lines:
+            for each in lines:
                 number, _, point = each.rstrip("\n").partition(" ")
                 self._pass(Passed(time.time(), name, point, int(number)))
                 line.sendall(b"\n")

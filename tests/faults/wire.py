@@ -90,17 +90,19 @@ class Wire:
                 self._notes.measure("flipped_bits", felt["flipped_bits"])
             self._faults = Faults()
 
-    def delay(self, whom: tuple[str, ...], step: Step) -> None:
-        self._suffer(replace(self._faults, latency_seconds=step.amount, jitter_seconds=step.amount), whom)
+    def delay(self, targets: tuple[str, ...], step: Step) -> None:
+        self._suffer(replace(self._faults, latency_seconds=step.amount, jitter_seconds=step.amount), targets)
         milliseconds = f"{1000 * step.amount:g}"
-        self._notes.tell(f"latency of {milliseconds} ms and up to {milliseconds} ms of jitter each way", whom, "fault")
+        self._notes.tell(
+            f"latency of {milliseconds} ms and up to {milliseconds} ms of jitter each way", targets, "fault"
+        )
 
-    def corrupt(self, whom: tuple[str, ...], step: Step) -> None:
-        self._suffer(replace(self._faults, flip_every_bytes=step.amount), whom)
-        self._notes.tell(f"a bit of each {step.amount / 1e6:g} MB flips", whom, "fault")
+    def corrupt(self, targets: tuple[str, ...], step: Step) -> None:
+        self._suffer(replace(self._faults, flip_every_bytes=step.amount), targets)
+        self._notes.tell(f"a bit of each {step.amount / 1e6:g} MB flips", targets, "fault")
 
-    def _suffer(self, faults: Faults, whom: Collection[str]) -> None:
+    def _suffer(self, faults: Faults, targets: Collection[str]) -> None:
         assert self._proxied, "a scenario that needs a network of namespaces is refused where there is none"
         places = self._proxied.network.places
-        self._faults = replace(faults, addresses=tuple(places[name].address for name in whom))
+        self._faults = replace(faults, addresses=tuple(places[name].address for name in targets))
         self._proxied.suffer(self._faults)

@@ -16,7 +16,7 @@ _COMPARISONS = {
 _ARITHMETIC = {ast.Add: "-", ast.Sub: "+", ast.Mult: "+", ast.FloorDiv: "*", ast.Div: "*", ast.Mod: "//"}
 _CALLS = {"min": "max", "max": "min", "all": "any", "any": "all"}
 _SILENT = {"debug", "info", "warning", "error", "log"}
-"""Log calls: what they say is nobody's guarantee."""
+"""Log calls: their messages are not guaranteed."""
 
 
 @dataclass(frozen=True, slots=True)

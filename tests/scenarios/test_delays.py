@@ -134,8 +134,12 @@ def test_reducer_death_costs_four_round_trips(at: int, decisions: Decisions) -> 
 
 
 def silenced(peers: int, coordinating: bool | None, after_seconds: float, decisions: Decisions) -> tuple[float, float]:
-    """Who coordinates, or who does not, falls silent so long after its offer was complete; None: nobody does. When the
-    last of the others decided the round, and the T_b by which they waited."""
+    """Silence one peer after its offer is complete; returns when the last other peer decided, and the T_b of the round.
+
+    Args:
+        coordinating: whether the silent peer is the coordinator; None: no peer falls silent.
+        after_seconds: from the complete offer to the silence.
+    """
     swarm = delayed_swarm(peers)
 
     async def story() -> tuple[float, float]:
@@ -182,8 +186,8 @@ def test_silent_member_costs_one_ballot_timeout(peers: int, coordinating: bool, 
     undisturbed, _ = silenced(peers, None, 0.0, decisions)
     decided, patience_seconds = silenced(peers, coordinating, 1.2 * LATENCY_SECONDS, decisions)
     delay, bound = decided - undisturbed, patience_seconds + 4 * ROUND_TRIP_SECONDS
-    told = f"{peers} peers, coordinating: {coordinating}: {delay:.2f} s more, T_b {patience_seconds:.2f} s"
-    assert 0.9 * patience_seconds <= delay <= bound, told
+    words = f"{peers} peers, coordinating: {coordinating}: {delay:.2f} s more, T_b {patience_seconds:.2f} s"
+    assert 0.9 * patience_seconds <= delay <= bound, words
 
 
 @pytest.mark.usefixtures("unseen")
@@ -211,8 +215,11 @@ def test_stalled_peer_costs_no_round_despite_slow_opening(at: int, coordinating:
 
 @pytest.mark.parametrize(("source", "target"), (("p0", "p1"), ("p1", "p0"), ("p3", "p1")))
 def test_one_way_link_failure_costs_one_repair(source: str, target: str) -> None:
-    """For good: everybody commits every round, with the same bits. One round waits for what does not come; its record
-    complains of the link, and from then on both bring their work past it, nobody waits, and neither is evicted."""
+    """All peers commit every round with the same bits, although the link stays broken.
+
+    One round waits for the missing chunks, and its record notes the link fault. Afterwards both peers contribute by
+    other links, no peer waits, and neither is evicted.
+    """
     swarm, pair = delayed_swarm(), (min(source, target), max(source, target))
     bystander = next(peer for peer in swarm.peers if peer not in pair)
 
@@ -230,14 +237,14 @@ def test_one_way_link_failure_costs_one_repair(source: str, target: str) -> None
 
     began, complained = swarm.play(story)
     for peer in swarm.peers:
-        reports = swarm.told(peer, began)
+        reports = swarm.reports(peer, began)
         assert {each["outcome"] for each in reports} == {"committed"}
         slow = {each["round"]: round(each["seconds_average"], 2) for each in reports if each["seconds_average"] > 1.0}
         counted_in = {each["round"] for each in reports if peer in each["peers"]}
         # An end of the link stays out of the rounds that the other end calls, and fetches what was decided.
         waited = slow if peer not in pair else [each for each in slow if each >= complained and each in counted_in]
         assert set(waited) <= {complained}, f"{peer} waited in rounds {slow}; complained in {complained}"
-    later = [each for each in swarm.told(bystander, began) if each["round"] > complained]
+    later = [each for each in swarm.reports(bystander, began) if each["round"] > complained]
     assert len(later) >= 6
     for peer in pair:  # in the rounds that the other end calls, it may stay out
         counted = sum(peer in each["peers"] for each in later)

@@ -20,7 +20,7 @@ APART_SECONDS = (57.0, 63.1)
 """Longer than it takes to go on by a fork; where the rounds stand when the links open again differs."""
 PACE_SECONDS = 2.0
 ROUND_SECONDS = 5.0
-"""At most, where nobody waits for the silent."""
+"""The longest round in which no peer waits for silent ones."""
 SPLITS = ((1, 1), (3, 2), (2, 2), (1, 3))
 
 
@@ -67,7 +67,7 @@ def split(left: int, right: int, fork_peers: int, apart_seconds: float) -> Split
             Side(
                 peers,
                 {peer: swarm.head(peer).key.lineage for peer in peers},
-                {peer: swarm.told(peer, began + ROUND_SECONDS) for peer in peers},
+                {peer: swarm.reports(peer, began + ROUND_SECONDS) for peer in peers},
             )
             for peers in (some, others)
         ]
@@ -115,7 +115,7 @@ def expected_winner(done: Split) -> int:
 @pytest.mark.parametrize("apart_seconds", APART_SECONDS)
 @pytest.mark.parametrize(("left", "right"), SPLITS)
 def test_allowed_forks_continue_and_merge_after_healing(left: int, right: int, apart_seconds: float) -> None:
-    """The majority commits, a minority goes on by a FORK; healed, the rule's branch holds and the loss is told."""
+    """The majority commits, a minority forks. After healing, fork choice picks a branch, and the loss is reported."""
     done = split(left, right, fork_peers=1, apart_seconds=apart_seconds)
     quorum = majority(left + right)
     for side in done.sides:
@@ -137,7 +137,7 @@ def test_allowed_forks_continue_and_merge_after_healing(left: int, right: int, a
 
 @pytest.mark.parametrize(("left", "right"), SPLITS)
 def test_minority_waits_without_loss_where_forks_are_forbidden(left: int, right: int) -> None:
-    """Only a majority goes on; without one, nobody. Healed, there was never more than one branch."""
+    """Only a majority continues; without one, no peer does. There is never more than one branch."""
     done = split(left, right, fork_peers=0, apart_seconds=APART_SECONDS[0])
     quorum = majority(left + right)
     for side in done.sides:
@@ -156,7 +156,7 @@ def test_minority_waits_without_loss_where_forks_are_forbidden(left: int, right:
 @pytest.mark.parametrize("fork_peers", (0, 1))
 @simulated(lambda fork_peers: ScenarioRunner(ScenarioSetup(4, fork_peers=fork_peers)))
 async def test_peer_missing_few_rounds_decides_them_afterwards(swarm: ScenarioRunner) -> None:
-    """It asks about the round that it stands in, and is told what was decided, round by round; nothing is lost."""
+    """The peer asks for the decision of its present round, round by round, until it is level; no round is lost."""
     rest = swarm.peers[:3]
     await swarm.rounds(4)
     began = swarm.now
@@ -165,7 +165,7 @@ async def test_peer_missing_few_rounds_decides_them_afterwards(swarm: ScenarioRu
     swarm.heal(["p3"], rest)
     await swarm.until(swarm.whole, HEAL_SECONDS, "a whole roster")
     await swarm.rounds(2)
-    reports, moved = swarm.told("p3", began), sum(len(swarm.caught_up(peer)) for peer in rest)
+    reports, moved = swarm.reports("p3", began), sum(len(swarm.caught_up(peer)) for peer in rest)
     assert {each["outcome"] for each in reports} == {"committed"} and moved == 0
     assert sum(each["bytes_downloaded"] + each["lost_rounds"] for each in reports) == 0
 

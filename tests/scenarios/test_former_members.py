@@ -56,7 +56,7 @@ async def test_too_few_former_members_wait_for_last_member(
 
 @simulated(Leaving, LongRounds(4, pace_seconds=PACE_SECONDS))
 async def test_former_members_wait_for_a_long_round(swarm: Leaving) -> None:
-    """It is there and trains: they are admitted when its round is over, and nobody forks."""
+    """The last member still trains. It admits the former members when its round is over, and no peer forks."""
     await swarm.rounds(1)
     await swarm.leave_in_turn(swarm.peers[:3])
     trainer = swarm.replicas["p3"].trainer
@@ -69,7 +69,7 @@ async def test_former_members_wait_for_a_long_round(swarm: Leaving) -> None:
 
 @simulated(Leaving, LongRounds(7, pace_seconds=PACE_SECONDS))
 async def test_former_members_find_head_despite_silent_donors(swarm: Leaving) -> None:
-    """Of seven, the last three do not even refuse: those who were told to ask them first lose no time by it."""
+    """Three of seven peers do not answer at all. Former members that ask them first lose no time."""
     await swarm.rounds(2)
     await swarm.leave_in_turn(swarm.peers, 0.5)
     swarm.cut(swarm.peers[:4], swarm.peers[4:])

@@ -1,4 +1,4 @@
-"""Who leaves says so: the round ends for all at once, with its work, and nobody waits for it in the next."""
+"""A leaver announces it: the round ends at once with its contribution, and no peer waits for it in the next."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ async def test_leaver_ends_the_round_and_is_not_awaited(swarm: LeavingScenario, 
 @pytest.mark.parametrize("peers", (2, 3, 4))
 @simulated(lambda peers: LeavingScenario(LongRounds(peers, pace_seconds=STEP_SECONDS), {"p1": 4 * STEP_SECONDS}))
 async def test_leaver_without_a_step_is_waited_for(swarm: LeavingScenario) -> None:
-    """It has asked to leave, and has nothing to bring before; where nobody has, the round is skipped."""
+    """The leaver has no complete step when it asks to leave. If no peer has a complete step, the round is skipped."""
     await swarm.rounds(2)
     await asyncio.sleep(0.2)
     number = swarm.head("p0").key.round

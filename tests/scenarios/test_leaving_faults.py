@@ -33,7 +33,7 @@ def others(swarm: LeavingScenario, peer: PeerId) -> list[PeerId]:
 
 
 def leave_and_die(peers: int, role: int, at: int | None) -> tuple[int, float, list[str]]:
-    """Somebody leaves, and is killed at its n-th message of that round.
+    """A peer leaves, and is killed at its n-th message of that round.
 
     Returns:
         How many messages it came to, how long the others took for that round and two more, what those came to.

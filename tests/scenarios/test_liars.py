@@ -171,7 +171,7 @@ def test_vote_of_non_member_is_rejected_and_blamed(kind: str, peer: PeerId, send
 
 @pytest.mark.parametrize("voters", ((), ROSTER, ROSTER[:3]))
 def test_non_member_certificate_is_rejected_and_blamed(voters: tuple[Member, ...]) -> None:
-    """Whoever it says has voted."""
+    """Whatever votes the certificate claims to have."""
     averaged = average(before=speaking("zoe", forged(HEAD.key, Member("zoe"), ROSTER, voters)))
     assert agreed(averaged, list(range(COUNT)))
     assert set(named(averaged, "zoe", "a certificate with invalid votes")) == set(PEERS)

@@ -35,7 +35,7 @@ def contributed(links: tuple[DecidedRound, ...], peer: PeerId) -> list[int]:
 @pytest.mark.parametrize("peers", (3, 5))
 @simulated(lambda peers: ScenarioRunner(ScenarioSetup(peers, fork_peers=0)))
 async def test_restarted_peer_rejoins_as_new_member(swarm: ScenarioRunner, peers: int, dead_seconds: float) -> None:
-    """It catches up, knocks, is admitted by a record, and brings work again; nobody is kept waiting for it."""
+    """The peer catches up, is admitted by a record and contributes again, while the others do not wait for it."""
     await swarm.rounds(4)
     parent = swarm.head("p0").key.lineage
     swarm.kill("p2")
@@ -46,23 +46,23 @@ async def test_restarted_peer_rejoins_as_new_member(swarm: ScenarioRunner, peers
     await swarm.rounds(3)
     links = swarm.chain("p0").since(parent)
     rosters = [{member.incarnation for member in link.record.roster if member.peer == "p2"} for link in links]
-    assert all(len(lives) <= 1 for lives in rosters), "two lives of one peer vote"
+    assert all(len(incarnations) <= 1 for incarnations in rosters), "two incarnations of one peer vote"
     first = rosters.index({1})
-    assert set().union(*rosters[first:]) == {1}, "the old life votes again"
+    assert set().union(*rosters[first:]) == {1}, "the old incarnation votes again"
     assert seconds <= 5.0, f"admitted {seconds:.1f} s after its start"
     counted = contributed(links[first + 1 :], "p2")
     assert len(counted) >= 2, f"admitted in round {links[first].record.round}, brings work in {counted}"
-    others = [each for peer in swarm.peers if peer != "p2" for each in swarm.told(peer, born)]
+    others = [each for peer in swarm.peers if peer != "p2" for each in swarm.reports(peer, born)]
     assert {each["outcome"] for each in others} == {"committed"}
-    assert {each["incarnation"] for each in swarm.told("p2", born)} == {1}
+    assert {each["incarnation"] for each in swarm.reports("p2", born)} == {1}
 
 
 @simulated(ScenarioRunner, ScenarioSetup(4, fork_peers=0))
 async def test_former_incarnation_has_no_vote(swarm: ScenarioRunner) -> None:
-    """Whoever says something in its name is refused and named, before its next life is admitted and after."""
+    """A vote of the former incarnation is refused and blamed, before and after the admission of the next one."""
 
     async def vote() -> None:
-        """In the name of p2's first life, by its second."""
+        """Vote in the name of p2's first incarnation, from its second."""
         key = swarm.head("p0").key
         host = sim_host(swarm.network, swarm.network.transports["p2"], swarm.scenario.seed, {})
         with suppress(PeerError):
@@ -79,7 +79,7 @@ async def test_former_incarnation_has_no_vote(swarm: ScenarioRunner) -> None:
     voted = swarm.now
     await vote()
     await swarm.rounds(2)
-    named = [each["blamed"]["p2"] for each in swarm.told("p0", voted) if "p2" in each["blamed"]]
+    named = [each["blamed"]["p2"] for each in swarm.reports("p0", voted) if "p2" in each["blamed"]]
     assert named and "of another incarnation" in named[0], f"p0 named p2: {named}"
 
 
@@ -108,7 +108,7 @@ async def test_newcomers_are_admitted_a_few_at_a_time(swarm: ScenarioRunner, fou
 async def test_isolated_proposer_does_not_evict_the_majority(
     swarm: ScenarioRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It holds a whole mean, and nobody is left to vote on it: in time it forks, with that mean."""
+    """The proposer holds a whole mean, and no member is left to vote on it. In time it forks, with that mean."""
     draft, left, drafted = RoundCoordinator._outcome, list[PeerId](), list[Record]()
 
     def bereft(self: RoundCoordinator, resolved: ResolvedPlan, exchange: AllReduce) -> Record:

@@ -56,7 +56,7 @@ async def nothing(swarm: ScenarioRunner) -> None:
 
 
 async def undecided(swarm: ScenarioRunner) -> None:
-    """Nobody has a majority, for many attempts."""
+    """No side has a majority, for many attempts."""
     half = swarm.peers[:2], swarm.peers[2:]
     swarm.cut(*half)
     await _attempts(swarm, 3)
@@ -74,7 +74,7 @@ async def _attempts(swarm: ScenarioRunner, count: int) -> None:
 
 
 async def skipped(swarm: ScenarioRunner) -> None:
-    """Nobody gets anything computed for longer than a round may take."""
+    """All peers' computations hang for longer than a round may take."""
     for peer in swarm.peers:
         compute = swarm.replicas[peer]._compute
         assert isinstance(compute, SimCompute)

@@ -79,7 +79,7 @@ def test_microbatches_survive_a_killed_replica(moment: Callable[[PipelineEvent, 
 
 
 def test_stage_without_replicas_stops_the_run_until_they_return() -> None:
-    """No rounds are used up and nobody is asked over and over; from their disks both go on."""
+    """The run uses up no rounds, and no peer is asked again and again. Both replicas continue from their disks."""
     run = PipelineRunner((0, 0, 1, 1))
 
     async def story() -> None:

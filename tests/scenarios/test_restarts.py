@@ -16,7 +16,7 @@ from tests.support.scenario_steps import restart, revive
 from tests.support.simulated import simulated
 
 WHOLE_SECONDS = 30.0
-"""From the moment when all are there again to the moment when all vote on one branch, in their new lives."""
+"""The limit from the last restart until all new incarnations vote on one branch."""
 PATIENCE_SECONDS = 3 * BUDGET_FLOOR_SECONDS
 
 
@@ -129,22 +129,22 @@ async def test_peer_restarted_alone_does_not_fork(swarm: DurableWorld) -> None:
 @simulated(DurableWorld, ScenarioSetup(4))
 async def test_members_branch_beats_that_of_restarted_peers(swarm: DurableWorld) -> None:
     """Two live, two were started again, and the two halves do not hear each other: neither can know of the other."""
-    members, heirs = swarm.peers[:2], swarm.peers[2:]
+    members, restarted = swarm.peers[:2], swarm.peers[2:]
     await swarm.rounds(3)
-    swarm.cut(members, heirs)
-    await restart(swarm, *heirs)
+    swarm.cut(members, restarted)
+    await restart(swarm, *restarted)
     await asyncio.sleep(2 * PATIENCE_SECONDS)
     apart = {peer: swarm.head(peer).key.lineage for peer in swarm.peers}
-    assert forks(swarm, members[0]) and forks(swarm, heirs[0])
-    swarm.heal(members, heirs)
+    assert forks(swarm, members[0]) and forks(swarm, restarted[0])
+    swarm.heal(members, restarted)
     await swarm.until(swarm.whole, 2 * WHOLE_SECONDS, "a whole roster")
     assert all(apart[members[0]] in swarm.chain(peer) for peer in swarm.peers)
-    assert all(apart[heirs[0]] not in swarm.chain(peer) for peer in swarm.peers)
+    assert all(apart[restarted[0]] not in swarm.chain(peer) for peer in swarm.peers)
 
 
 @simulated(DurableWorld, ScenarioSetup(3))
 async def test_lagging_survivor_does_not_block_restarted_peers(swarm: DurableWorld) -> None:
-    """It lives, and cannot get to where they are: the means that lead there died with those who held them."""
+    """The survivor cannot catch up: the means that it lacks were lost with the processes that held them."""
     behind, others = swarm.peers[2], swarm.peers[:2]
     await swarm.rounds(3)
     stood = swarm.head(behind).key.round
@@ -161,7 +161,7 @@ async def test_lagging_survivor_does_not_block_restarted_peers(swarm: DurableWor
 @pytest.mark.parametrize(("peers", "fork_peers", "dead"), ((3, 2, 2), (4, 2, 3)))
 @simulated(lambda peers, fork_peers: DurableWorld(ScenarioSetup(peers, fork_peers=fork_peers)))
 async def test_restarted_peers_proceed_with_too_few_survivors(swarm: DurableWorld, peers: int, dead: int) -> None:
-    """They may not fork, being fewer than the run wants; the heirs are enough, and admit them."""
+    """The survivors are fewer than `fork_peers` and may not fork. The restarted peers are enough, and admit them."""
     await swarm.rounds(3)
     await restart(swarm, *swarm.peers[:dead])
     await swarm.until(swarm.whole, 2 * PATIENCE_SECONDS + 2 * WHOLE_SECONDS, "a whole roster")

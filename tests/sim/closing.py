@@ -3,7 +3,7 @@
 It prints a line for each protocol, number of peers and length of the run. The columns are maxima over the seeds:
 
     without, with    true spread without closing exchanges, and with them
-    told             spread in the last reports, with closing exchanges
+    reported         spread in the last reports, with closing exchanges
     exchanges        closing exchanges of a peer
     seconds          from the end of the last peer's last round to the end of the run
 
@@ -38,14 +38,14 @@ class End:
 
     Attributes:
         spread: the true spread.
-        told: the largest spread in the peers' last reports.
+        reported: the largest spread in the peers' last reports.
         exchanges: the highest number of closing exchanges of a peer.
         seconds: virtual seconds that the last peer to end its last round spent on what followed.
         violations: broken invariants, in words.
     """
 
     spread: float
-    told: float
+    reported: float
     exchanges: int
     seconds: float
     violations: tuple[str, ...]
@@ -94,7 +94,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = _parse(arguments)
     prepare()
     failed = 0
-    print("protocol  peers  rounds  without    with    told  exchanges  seconds")
+    print("protocol  peers  rounds  without    with  reported  exchanges  seconds")
     for protocol in [options.protocol] if options.protocol else ["gossip", "push_sum"]:
         for peers, rounds in ((peers, rounds) for peers in options.peers for rounds in options.rounds):
             first = Scenario(
@@ -103,14 +103,14 @@ def main(arguments: list[str] | None = None) -> int:
             played = [replace(first, seed=seed) for seed in options.seeds]
             without = max(end_of(each, Unclosed).spread for each in played)
             ends = [end_of(each) for each in played]
-            spread, told = max(each.spread for each in ends), max(each.told for each in ends)
+            spread, reported = max(each.spread for each in ends), max(each.reported for each in ends)
             exchanges, seconds = max(each.exchanges for each in ends), max(each.seconds for each in ends)
             print(
-                f"{protocol:9} {peers:5}  {rounds:6}  {without:7.2%} {spread:7.2%} {told:7.2%}  {exchanges:9}"
+                f"{protocol:9} {peers:5}  {rounds:6}  {without:7.2%} {spread:7.2%} {reported:9.2%}  {exchanges:9}"
                 f"  {seconds:7.1f}",
                 flush=True,
             )
-            failed += max(spread, told) > LIMIT
+            failed += max(spread, reported) > LIMIT
             for violation in (violation for each in ends for violation in each.violations):
                 print(violation, file=sys.stderr)
                 failed += 1

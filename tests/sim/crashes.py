@@ -82,7 +82,9 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--stages", type=at_least_one, default=1, help="of a pipeline: peer i is in stage i mod stages")
     parser.add_argument("--end", action="store_true", help="gossip and push_sum: in the closing exchanges of the run")
     parser.add_argument("--pairs", action="store_true", help="two at once, at two peers")
-    parser.add_argument("--sample", type=at_least_one, help=f"play so many, drawn; of pairs, {PAIRS} unless given")
+    parser.add_argument(
+        "--sample", type=at_least_one, help=f"play a drawn sample of this many; of pairs, {PAIRS} unless given"
+    )
     parser.add_argument("--jobs", type=at_least_one, default=1, help="processes that play")
     parser.add_argument("--only", help="one point, or a pair: p1:17 or p1:17,p2:30; prints its trace")
     options = parser.parse_args(arguments)
@@ -107,7 +109,7 @@ def replay(options: argparse.Namespace, verdict: Verdict) -> str:
     )
 
 
-def _told(options: argparse.Namespace, verdicts: Iterable[Verdict]) -> Iterator[Verdict]:
+def _reported(options: argparse.Namespace, verdicts: Iterable[Verdict]) -> Iterator[Verdict]:
     """Pass the verdicts on; print the first three that fail, and the trace of the point given by `--only`."""
     failed = 0
     for verdict in verdicts:
@@ -151,7 +153,7 @@ def main(arguments: list[str] | None = None, world_type: type[World] | None = No
         print(f"python -m tests.sim.crashes: {error}", file=sys.stderr)
         return 2
     judge = partial(strike, scenario, options.kind, world_type=world_type, struck_type=struck)
-    result = survey(_told(options, _verdicts(judge, chosen, options.jobs)))
+    result = survey(_reported(options, _verdicts(judge, chosen, options.jobs)))
     seconds = time.monotonic() - began
     about = {"protocol": options.protocol, "peers": options.peers, "kind": options.kind, "pairs": options.pairs}
     rates = {"real_seconds": round(seconds, 3), "points_per_minute": round(60.0 * result["points"] / seconds, 1)}

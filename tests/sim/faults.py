@@ -79,7 +79,7 @@ class Slow:
 
 @dataclass(frozen=True, slots=True)
 class Mislead:
-    """The directory omits entries, or returns old or false ones (`tests.sim.host.Hearsay`)."""
+    """The directory omits entries, or returns old or false ones (`tests.sim.host.DirectoryFaults`)."""
 
     forget_share: float
     lag_seconds: float
@@ -196,7 +196,7 @@ def _lasts(at: Moment, heal: float | None) -> float | None:
     if heal is None:
         return None
     if isinstance(at, Message):
-        raise ValueError("what begins at a message ends after so many seconds, not at a time")
+        raise ValueError("a fault that begins at a message lasts a number of seconds; it has no end time")
     if heal <= at:
         raise ValueError(f"healed at {heal:g} s, before it begins at {at:g} s")
     return heal - at

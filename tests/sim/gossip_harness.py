@@ -37,7 +37,7 @@ def head(number: int, run: bytes = RUN) -> Head:
 
 
 @dataclass
-class Told:
+class RoundResult:
     """The result of one round of a peer."""
 
     mean: AveragingResult
@@ -55,7 +55,7 @@ class GossipHarness:
 
     Attributes:
         first: the state that each peer started from, as one float64 vector; `state` is its present one.
-        told: the rounds of each peer.
+        results: the rounds of each peer.
     """
 
     count: int
@@ -75,7 +75,7 @@ class GossipHarness:
         self.names = [f"p{index}" for index in range(self.count)]
         self.state = states(self.count, self.elements, self.seed)
         self.first = [flat(each) for each in self.state]
-        self.told: list[list[Told]] = [[] for _ in self.names]
+        self.results: list[list[RoundResult]] = [[] for _ in self.names]
         self.gossips: list[Any] = []
         for index, name in enumerate(self.names):
             transport = self.network.join(name, self.uplink)
@@ -85,7 +85,7 @@ class GossipHarness:
             settings = Settings(self.codec, (self.elements,), self.chunk_elements, self.uplink, schedule=self.schedule)
             self.gossips.append(self.protocol(host, settings))
 
-    async def round(self, index: int, number: int = 0, train_seconds: float = 1.0) -> Told:
+    async def round(self, index: int, number: int = 0, train_seconds: float = 1.0) -> RoundResult:
         """One round of a peer whose training changes nothing."""
         loop, state = asyncio.get_running_loop(), self.state[index]
         began = loop.time()
@@ -101,9 +101,9 @@ class GossipHarness:
             assert all(torch.equal(one, other) for one, other in zip(state, before, strict=True)), "lent, unchanged"
             if mean.outcome == "committed":
                 self.state[index] = into
-        told = Told(mean, early, session.half_exchanges, session.mass_drift, began, asked, loop.time())
-        self.told[index].append(told)
-        return told
+        result = RoundResult(mean, early, session.half_exchanges, session.mass_drift, began, asked, loop.time())
+        self.results[index].append(result)
+        return result
 
     async def close(self, index: int, here: Collection[int] | None = None, number: int = 9) -> int:
         """The closing exchanges of a peer, with all peers or those in `here`; returns how many succeeded."""
@@ -114,12 +114,12 @@ class GossipHarness:
             mean = await session.close(state, into, [self.names[other] for other in others if other != index])
             if mean.outcome == "committed":
                 self.state[index] = into
-        told = Told(mean, {}, session.half_exchanges, session.mass_drift, began, began, loop.time())
-        self.told[index].append(told)
+        result = RoundResult(mean, {}, session.half_exchanges, session.mass_drift, began, began, loop.time())
+        self.results[index].append(result)
         return int(session.closing_exchanges)
 
     async def lending(self, index: int, seconds: float) -> None:
-        """A peer that trains for so many seconds, and shares its state meanwhile."""
+        """A peer that trains for `seconds`, and shares its state meanwhile."""
         loop = asyncio.get_running_loop()
         async with self.gossips[index].enter(head(0), loop.time() + ROUND_SECONDS) as session:
             session.share(self.state[index])
@@ -127,7 +127,7 @@ class GossipHarness:
             early = dict(await session.reclaim())
         now = loop.time()
         mean = AveragingResult("skipped")  # type: ignore[arg-type]
-        self.told[index].append(Told(mean, early, session.half_exchanges, session.mass_drift, 0.0, now, now))
+        self.results[index].append(RoundResult(mean, early, session.half_exchanges, session.mass_drift, 0.0, now, now))
 
     def start(self, index: int, job: Awaitable[Any]) -> asyncio.Task[Any]:
         """Run a job in a peer's process; the job ends when the peer is killed."""
@@ -156,15 +156,15 @@ class GossipHarness:
         return over
 
     def rounds(self, count: int = 1, stagger_seconds: float = 0.0, train_seconds: float = 1.0) -> float:
-        """Let all peers run so many rounds; returns the time at which the last one ended."""
+        """Let all peers run `count` rounds; returns the time at which the last one ended."""
 
-        async def life(index: int) -> None:
+        async def run_peer(index: int) -> None:
             await asyncio.sleep(index * stagger_seconds)
             for number in range(count):
                 await self.round(index, number, train_seconds)
 
         async def play() -> None:
-            await asyncio.wait([self.start(index, life(index)) for index in range(self.count)])
+            await asyncio.wait([self.start(index, run_peer(index)) for index in range(self.count)])
 
         return self.run(play)
 
@@ -175,8 +175,8 @@ class GossipHarness:
 
     def messages(self, index: int) -> list[str]:
         """The names of all messages that this peer counted."""
-        told = self.told[index]
-        whole = [part for each in told for part in (*each.early.values(), *each.mean.contributions.values())]
+        results = self.results[index]
+        whole = [part for each in results for part in (*each.early.values(), *each.mean.contributions.values())]
         return [name for part in whole for name in part.messages]
 
     def drift(self) -> float:

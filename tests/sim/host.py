@@ -61,7 +61,7 @@ class SimSigner:
 
 
 @dataclass
-class Hearsay:
+class DirectoryFaults:
     """The directory's faults: share of entries omitted, age of its values, share of searches with a false entry."""
 
     rng: random.Random = field(default_factory=lambda: random.Random("hearsay"))
@@ -86,24 +86,24 @@ Entries = dict[str, dict[PeerId, list[Entry]]]
 class SimDirectory:
     """A directory that all peers share; a reader decides by its own wall clock which values have expired."""
 
-    def __init__(self, entries: Entries, me: PeerId, clock: SimClock, hearsay: Hearsay) -> None:
-        self._entries, self._me, self._clock, self._hearsay = entries, me, clock, hearsay
+    def __init__(self, entries: Entries, me: PeerId, clock: SimClock, faults: DirectoryFaults) -> None:
+        self._entries, self._me, self._clock, self._faults = entries, me, clock, faults
 
     async def announce(self, scope: str, value: bytes, ttl_seconds: float, deadline: Deadline) -> None:
         entry = Entry(asyncio.get_running_loop().time(), value, self._clock.wall() + ttl_seconds)
         self._entries.setdefault(scope, {}).setdefault(self._me, []).append(entry)
 
     async def find(self, scope: str, limit: int, deadline: Deadline) -> Sequence[tuple[PeerId, bytes]]:
-        hearsay = self._hearsay
-        told = self._known(scope)
-        if hearsay.forget_share:
-            told = [each for each in told if hearsay.rng.random() >= hearsay.forget_share]
-        if hearsay.lie_share and hearsay.rng.random() < hearsay.lie_share:
-            told.insert(hearsay.rng.randint(0, len(told)), self._invented())
-        return told[:limit]
+        faults = self._faults
+        found = self._known(scope)
+        if faults.forget_share:
+            found = [each for each in found if faults.rng.random() >= faults.forget_share]
+        if faults.lie_share and faults.rng.random() < faults.lie_share:
+            found.insert(faults.rng.randint(0, len(found)), self._invented())
+        return found[:limit]
 
     def _known(self, scope: str) -> list[tuple[PeerId, bytes]]:
-        until, wall = asyncio.get_running_loop().time() - self._hearsay.lag_seconds, self._clock.wall()
+        until, wall = asyncio.get_running_loop().time() - self._faults.lag_seconds, self._clock.wall()
         known = []
         for peer, entries in self._entries.get(scope, {}).items():
             old = [entry for entry in entries if entry.announced <= until]
@@ -113,7 +113,7 @@ class SimDirectory:
 
     def _invented(self) -> tuple[PeerId, bytes]:
         """A peer that does not exist, or a value that belongs to another peer or another scope."""
-        rng = self._hearsay.rng
+        rng = self._faults.rng
         scopes = self._entries.values()
         others = [(peer, entries[-1].value) for scope in scopes for peer, entries in scope.items()]
         if not others or rng.random() < 0.3:
@@ -146,13 +146,13 @@ def sim_host(
     seed: int,
     entries: Entries,
     skew_seconds: float = 0.0,
-    hearsay: Hearsay | None = None,
+    directory_faults: DirectoryFaults | None = None,
 ) -> Host:
     """The `Host` of a peer's present incarnation in the simulated world."""
     clock = SimClock(skew_seconds)
     return Host(
         transport=transport,
-        directory=SimDirectory(entries, transport.me, clock, hearsay or Hearsay()),
+        directory=SimDirectory(entries, transport.me, clock, directory_faults or DirectoryFaults()),
         members=SimMembers(network, transport.me),
         compute=SimCompute(),
         clock=clock,

@@ -40,13 +40,13 @@ SPREAD_BOUND = 0.25
 """Peers that mix stay well below it; peers that do not exceed it after about twenty rounds."""
 SPREAD_LIMIT = 0.05
 HEALED_ROUNDS = 10
-"""All peers must commit so many rounds after the healing: enough to see whether the spread falls."""
+"""The rounds that all peers must commit after the healing: enough to see whether the spread falls."""
 LIARS_ROUNDS = 12
-"""The chance that the draw picks the one liar of four so many times in a row is two in a million."""
+"""The chance that a draw picks the one liar of four in each of these rounds is two in a million."""
 SELDOM = 0.2
 """The least share of its possible rounds in which a peer must mix; a slow peer often finds the others busy."""
 ENDLESS = 10
-"""A peer that has reported so many times the run's rounds is stopped: it makes no progress."""
+"""A peer that reports this many times the run's rounds is stopped: it makes no progress."""
 
 
 class Wander(Paced):
@@ -112,7 +112,7 @@ class IndependentWorld(World):
         self.account = IndependentAccount(self.network, self.liars)
         self.endless = scenario.breaks
         self.sketches: dict[PeerId, Sketch] = {}
-        self.told: dict[PeerId, ByzantinePeer] = {}
+        self.liars: dict[PeerId, ByzantinePeer] = {}
 
     def learner(self, index: int) -> Paced:
         assert self.scenario.elements
@@ -181,7 +181,7 @@ class IndependentWorld(World):
         if me in self.liars:
             assert scenario.codec and scenario.lie
             liar = ByzantinePeer(scenario.protocol, scenario.lie, scenario.codec, scenario.chunk_elements)
-            self.told[me], transport.disguise = liar, liar.disguise
+            self.liars[me], transport.disguise = liar, liar.disguise
         return host
 
     def goes_on(self, peer: PeerId) -> bool:
@@ -249,7 +249,7 @@ class IndependentWorld(World):
             if self.scenario.fault == "none" and len(history) < self.scenario.rounds / 2:  # no peer is that slow here
                 found.append(checkers.Violation("progress", peer, len(history), "it leaves most rounds out"))
             if len(self.peers) > 2 and any(report["round"] >= self.scenario.rounds for report in history):
-                found.append(checkers.Violation("clock", peer, len(history), "a round that nobody has come to"))
+                found.append(checkers.Violation("clock", peer, len(history), "a round that no peer has reached"))
         return found + self._unnamed(honest) + self._together()
 
     def _bad_luck(self) -> int:
@@ -260,12 +260,12 @@ class IndependentWorld(World):
         """Each liar whose lies are refused must be named by an honest peer."""
         blamed = {peer for history in honest.values() for report in history for peer in report["blamed"]}
         found = []
-        for peer, liar in self.told.items():
+        for peer, liar in self.liars.items():
             if liar.refused and liar.lies and peer not in blamed:
-                found.append(checkers.Violation("named", peer, 0, f"nobody named the lie {liar.lie!r}"))
+                found.append(checkers.Violation("named", peer, 0, f"no peer named the lie {liar.lie!r}"))
         return found
 
     def _together(self) -> list[checkers.Violation]:
-        if any(liar.parts for liar in self.told.values()) or (spread := self.spread()) <= SPREAD_BOUND:
+        if any(liar.parts for liar in self.liars.values()) or (spread := self.spread()) <= SPREAD_BOUND:
             return []
         return [checkers.Violation("spread", "", 0, f"{spread:.3f} at the end, not at most {SPREAD_BOUND}")]

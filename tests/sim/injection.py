@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from protocols.base import PeerId
 from tests.sim.faults import Crash, Cut, Fault, Faults, Message, Mislead, Reset, Restart, Slow
-from tests.sim.host import Hearsay
+from tests.sim.host import DirectoryFaults
 from tests.sim.network import SimNetwork
 
 
@@ -17,17 +17,19 @@ class Injector:
     """Injects the faults of a scenario.
 
     Args:
-        hearsay: the faults of the world's directory.
+        directory_faults: the faults of the world's directory.
         revive: starts the next incarnation of a dead peer.
 
     Attributes:
         struck: the faults that have happened, with their times.
     """
 
-    def __init__(self, faults: Faults, network: SimNetwork, hearsay: Hearsay, revive: Callable[[PeerId], None]) -> None:
+    def __init__(
+        self, faults: Faults, network: SimNetwork, directory_faults: DirectoryFaults, revive: Callable[[PeerId], None]
+    ) -> None:
         self.faults = faults
         self.struck: list[tuple[float, Fault]] = []
-        self._network, self._hearsay, self._revive = network, hearsay, revive
+        self._network, self._directory_faults, self._revive = network, directory_faults, revive
         self._at_messages: dict[tuple[PeerId, int], list[Fault]] = {}
         self._timers: list[asyncio.TimerHandle] = []
         self._cuts: Counter[tuple[PeerId, PeerId]] = Counter()
@@ -115,5 +117,6 @@ class Injector:
         node.slowness = max(1.0, node.slowness / slow.factor)
 
     def _mislead(self, how: Mislead) -> None:
-        hearsay = self._hearsay
-        hearsay.forget_share, hearsay.lag_seconds, hearsay.lie_share = how.forget_share, how.lag_seconds, how.lie_share
+        directory_faults = self._directory_faults
+        directory_faults.forget_share, directory_faults.lag_seconds = how.forget_share, how.lag_seconds
+        directory_faults.lie_share = how.lie_share

@@ -172,8 +172,8 @@ def _judge_proposals(line: VoteChecker) -> None:
 
 def _judge_successors(line: VoteChecker, members: Sequence[Member]) -> None:
     """Check that non-members fork only as successors, or as most of a larger former roster and more than this one."""
-    lives = {member.peer: member.incarnation for member in line.roster}
-    if all(lives.get(member.peer, member.incarnation) < member.incarnation for member in members):
+    incarnations = {member.peer: member.incarnation for member in line.roster}
+    if all(incarnations.get(member.peer, member.incarnation) < member.incarnation for member in members):
         return
     peers = {member.peer for member in members}
     if any(member in line.roster for member in members) or len(members) <= len(line.roster):

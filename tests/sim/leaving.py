@@ -131,7 +131,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = Parser(prog="python -m tests.sim.leaving", description="Members leave in turn; a fault at every message.")
     parser.add_argument("--peers", type=partial(at_least, 3), default=3)
     parser.add_argument("--kind", choices=KINDS, default="crash")
-    parser.add_argument("--every", type=at_least_one, default=1, help="play every so many messages only")
+    parser.add_argument("--every", type=at_least_one, default=1, help="play only every n-th message")
     parser.add_argument("--jobs", type=at_least_one, default=1, help="processes that play")
     parser.add_argument("--only", type=at_least_one, help="one message, by its number")
     return parser.parse_args(arguments)

@@ -50,8 +50,8 @@ class LeavingScenario(ScenarioRunner):
         return not self.replicas[peer].leaving
 
     def _start(self, peer: PeerId) -> asyncio.Task[None]:
-        main, life = super()._start(peer), self.network.nodes[peer]
-        main.add_done_callback(lambda _: self._end_of(peer, life.member))
+        main, node = super()._start(peer), self.network.nodes[peer]
+        main.add_done_callback(lambda _: self._end_of(peer, node.member))
         return main
 
     def _end_of(self, peer: PeerId, member: Member) -> None:

@@ -160,12 +160,12 @@ class MessageFault(World):
             yield Violation("missed", "", ROUND, "the fault never happened: the run differs from the one without it")
         if self.FORKS and not self.able() and self.could():
             yield Violation(
-                "goes-on", "", ROUND, "nobody is in touch with a majority of its roster, though most are there"
+                "goes-on", "", ROUND, "no peer is in touch with a majority of its roster, though most are there"
             )
         for peer in self.able():
             where = self.at[peer].key.round if peer in self.at else 0
             if not self.went_on(peer):
-                what = f"at round {where}, not {self.due}, or with nobody, {LIMIT_SECONDS:g} s after all began"
+                what = f"at round {where}, not {self.due}, or with no other peer, {LIMIT_SECONDS:g} s after all began"
                 yield Violation("goes-on", peer, where, f"in touch with a majority, and {what}")
             elif absent := self.absent(peer):
                 yield Violation("left-out", peer, where, f"{', '.join(absent)} still in the roster")

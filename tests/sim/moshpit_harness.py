@@ -20,7 +20,7 @@ RUN = bytes(range(32))
 
 
 @dataclass(slots=True)
-class Told:
+class RoundResult:
     """The result of one round of one peer."""
 
     began: int
@@ -62,7 +62,7 @@ class MoshpitHarness:
     dress: Callable[[Host], Host] = lambda host: host
     round_seconds: float = 600.0
     robust: str = "mean"
-    histories: dict[PeerId, list[Told]] = field(default_factory=dict)
+    histories: dict[PeerId, list[RoundResult]] = field(default_factory=dict)
     network: SimNetwork = field(init=False)
     averagers: dict[PeerId, Moshpit] = field(default_factory=dict)
 
@@ -70,8 +70,8 @@ class MoshpitHarness:
     def peers(self) -> list[PeerId]:
         return [f"p{index:02}" for index in range(len(self.states))]
 
-    def play(self, rounds: int = 1) -> dict[PeerId, list[Told]]:
-        """Run so many rounds of all peers; returns their results."""
+    def play(self, rounds: int = 1) -> dict[PeerId, list[RoundResult]]:
+        """Let all peers run `rounds` rounds; returns their results."""
         simloop.run(self._play(rounds))
         return self.histories
 
@@ -120,8 +120,10 @@ class MoshpitHarness:
                 if mean.outcome == "committed":
                     for vector, new in zip(state, into, strict=True):
                         vector.copy_(new)
-            told = Told(number, session.round, session.group, mean, session.half_exchanges, loop.time() - began, [])
-            history.append(replace(told, states=[vector.clone() for vector in state]))
+            result = RoundResult(
+                number, session.round, session.group, mean, session.half_exchanges, loop.time() - began, []
+            )
+            history.append(replace(result, states=[vector.clone() for vector in state]))
             number = session.round + 1
 
     async def _train(self, index: int, session: MoshpitSession, work: LocalProgress) -> LocalProgress:

@@ -107,9 +107,9 @@ class SimNetwork:
         if old.process.alive:
             raise ValueError(f"{peer} is alive")
         self.past.append(old)
-        life = old.incarnation + 1
-        node = Node(peer, SimProcess(peer), old.bytes_per_second, life, old.slowness, messages=old.messages)
-        self.trace(_now(), f"{peer} restarted as {life}")
+        incarnation = old.incarnation + 1
+        node = Node(peer, SimProcess(peer), old.bytes_per_second, incarnation, old.slowness, messages=old.messages)
+        self.trace(_now(), f"{peer} restarted as {incarnation}")
         transport = self._place(node)
         self.contacts.joined(node, acquainted=False)
         return transport
@@ -157,8 +157,8 @@ class SimNetwork:
 
     def totals(self, peer: PeerId) -> tuple[int, int]:
         """Bytes sent and received by all incarnations of a peer."""
-        lives = [node for node in (*self.past, self.nodes[peer]) if node.peer == peer]
-        return sum(node.sent_bytes for node in lives), sum(node.received_bytes for node in lives)
+        nodes = [node for node in (*self.past, self.nodes[peer]) if node.peer == peer]
+        return sum(node.sent_bytes for node in nodes), sum(node.received_bytes for node in nodes)
 
     # -- streams ------------------------------------------------------------------------------------------------------
 

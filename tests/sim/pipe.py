@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from tests.sim.network import Node, SimNetwork
 
 WINDOW_BYTES = 1 << 20
-"""A sender waits while so many bytes of a stream are unread."""
+"""A sender waits while this many bytes of a stream are unread."""
 
 EOF = b"<eof>"
 RESET = b"<reset>"

@@ -36,7 +36,7 @@ FORWARD_SHARE = 1 / 3
 
 
 class Announcements:
-    """What one peer, in one life, knows of the others' stages, and has heard of their rounds."""
+    """What one incarnation of a peer knows of the others' stages and rounds."""
 
     def __init__(self, world: PipelineWorld) -> None:
         self._world = world
@@ -88,7 +88,7 @@ class PipelineWorld(World):
                     self._tell(me.peer, rounds)
 
     def announce(self, me: Member, rounds: int) -> None:
-        """A driver has completed so many rounds: the others hear of it at once, and again with every heartbeat."""
+        """Announce the completed rounds of a driver to the others: at once, and again with every heartbeat."""
         self._completed[me] = max(rounds, self._completed.get(me, 0))
         self._tell(me.peer, self._completed[me])
 

@@ -29,7 +29,7 @@ import torch
 from protocols.base import PeerId
 from tests.sim.arguments import Parser, at_least, at_least_one
 from tests.sim.faults import Faults
-from tests.sim.host import Hearsay
+from tests.sim.host import DirectoryFaults
 from tests.sim.injection import Injector
 from tests.sim.moshpit_harness import MoshpitHarness
 from tests.sim.network import SimNetwork
@@ -86,7 +86,7 @@ def messages(size: int) -> tuple[list[tuple[PeerId, int]], float]:
 
     harness.before = watch
     histories = harness.play(1)
-    return found, max(told[0].seconds for told in histories.values())
+    return found, max(history[0].seconds for history in histories.values())
 
 
 def losses(size: int, sample: int | None = None) -> Losses:
@@ -100,11 +100,11 @@ def losses(size: int, sample: int | None = None) -> Losses:
         faults = Faults().crash(peer, at_message=number)
 
         def kill(network: SimNetwork, faults: Faults = faults) -> None:
-            Injector(faults, network, Hearsay(), lambda peer: None).start()
+            Injector(faults, network, DirectoryFaults(), lambda peer: None).start()
 
         harness.before = kill
         survivors = [history for each, history in harness.play(ROUNDS).items() if each != peer]
-        outcomes = [[str(told.mean.outcome) for told in history] for history in survivors]
+        outcomes = [[str(result.mean.outcome) for result in history] for history in survivors]
         found.add(outcomes, max(history[0].seconds for history in survivors) - whole_seconds)
     return found
 
@@ -112,7 +112,7 @@ def losses(size: int, sample: int | None = None) -> Losses:
 def main(arguments: list[str] | None = None) -> int:
     parser = Parser(prog="python -m tests.sim.reducers", description="Deaths of reducers in Moshpit's groups.")
     parser.add_argument("--sizes", type=_sizes, default=[3, 4, 6, 8], help="of groups, with commas between them")
-    parser.add_argument("--sample", type=at_least_one, help="play so many of the points, drawn")
+    parser.add_argument("--sample", type=at_least_one, help="play a drawn sample of this many points")
     options = parser.parse_args(arguments)
     prepare()
     later = 0

@@ -204,21 +204,21 @@ class ScenarioRunner(World):
 
     def outcomes(self, peer: PeerId, since: float = 0.0) -> list[str]:
         """The outcomes of a peer's rounds that ended at `since` or later."""
-        return [str(each["outcome"]) for each in self.told(peer, since)]
+        return [str(each["outcome"]) for each in self.reports(peer, since)]
 
-    def told(self, peer: PeerId, since: float = 0.0) -> list[checkers.Report]:
+    def reports(self, peer: PeerId, since: float = 0.0) -> list[checkers.Report]:
         """A peer's reports since a time."""
         return [each for each in self.histories[peer] if each["time"] - EPOCH >= since]
 
     def caught_up(self, peer: PeerId, since: float = 0.0) -> list[checkers.Report]:
         """A peer's reports of catching up."""
-        return [each for each in self.told(peer, since) if moved_over(each)]
+        return [each for each in self.reports(peer, since) if moved_over(each)]
 
     async def until(self, condition: Callable[[], bool], seconds: float, what: str = "") -> float:
         """Wait until a condition holds; returns how long it took.
 
         Raises:
-            AssertionError: it does not hold within so many seconds.
+            AssertionError: it does not hold within `seconds`.
         """
         began = self.now
         while not condition():

@@ -30,7 +30,7 @@ from tests.sim.voting import DELAY, TIMEOUT, World
 DEPTH = 3
 """The number of lineages of a chain that are voted on."""
 MAX_EVENTS = 1_500
-HEIRS_TRY = 8
+FORK_ATTEMPTS = 8
 """How often hosts ask successors to fork, once no member of the roster is left."""
 
 
@@ -176,7 +176,7 @@ class Schedule:
             tally = side.vote.tally
             if not tally.counts(node.me):
                 return
-            others = [member for member in tally.roster if self.world.lives(member) and member != node.me]
+            others = [member for member in tally.roster if self.world.alive(member) and member != node.me]
             members = [node.me, *self.rng.sample(others, min(len(others), self.rng.randrange(tally.quorum - 1 or 1)))]
             for member in members:
                 there = self.world.nodes[member.peer]
@@ -186,10 +186,10 @@ class Schedule:
 
     def inherit(self) -> None:
         """Hosts believe, rightly or not, that a whole roster is gone: some successors or former members fork."""
-        lineages = [lineage for lineage in self.world.lines if self.world.successors(lineage)]
+        lineages = [lineage for lineage in self.world.lines if self.world.fork_candidates(lineage)]
         if lineages:
             lineage = self.rng.choice(lineages)
-            some = self.rng.choice((self.world.heirs, self.world.successors))(lineage)
+            some = self.rng.choice((self.world.successors, self.world.fork_candidates))(lineage)
             if some:
                 self.world.inherit(lineage, self.rng.sample(some, self.rng.randint(1, len(some))))
 
@@ -220,14 +220,14 @@ class Schedule:
         for flight in flying:
             self._meet(flight[2].key.lineage, flight[2].ballot)
             self.world.fly(*flight)
-        self._leave_to_heirs()
+        self._ask_successors_to_fork()
 
-    def _leave_to_heirs(self) -> None:
+    def _ask_successors_to_fork(self) -> None:
         """Where no member of a roster is left, let the hosts of those that may fork ask for it."""
         for lineage, line in self.world.lines.items():
-            if not (line.children or self.world.able(lineage)) and (some := self.world.successors(lineage)):
+            if not (line.children or self.world.able(lineage)) and (some := self.world.fork_candidates(lineage)):
                 self.left[lineage] = some
-                for turn in range(HEIRS_TRY):
+                for turn in range(FORK_ATTEMPTS):
                     self.world.later(turn * TIMEOUT, lambda at=(lineage, some): self.world.inherit(*at))
 
     def _meet(self, lineage: bytes, ballot: int) -> None:
@@ -244,10 +244,10 @@ class Schedule:
     def judge_progress(self, lineage: bytes) -> None:
         """Check that able members have decided, within F + 1 ballots of those known when the faults stopped."""
         line, able = self.world.lines[lineage], self.world.able(lineage)
-        for heir in self.left.get(lineage, ()):
-            side = heir.sides.get((lineage, False))
+        for node in self.left.get(lineage, ()):
+            side = node.sides.get((lineage, False))
             if not side or not side.vote.decided:
-                raise InvariantBroken("progress", f"nobody is left, and {heir.me} does not fork with the other heirs")
+                raise InvariantBroken("progress", f"no member is left, and {node.me} does not fork with the others")
         sides = [self.world.nodes[member.peer].sides.get((lineage, False)) for member in able]
         if line.key.round >= self.world.depth or not any(sides):
             return

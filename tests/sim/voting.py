@@ -257,7 +257,7 @@ class World:
     def next_roster(self, roster: tuple[Member, ...]) -> tuple[Member, ...]:
         """Draw a roster: most live members stay, some others are admitted, and sometimes many leave."""
         rng, least = self.rng, min_retained(len(roster), majority(len(roster)))
-        chances = {member: 0.95 if self.lives(member) else 0.5 for member in roster}
+        chances = {member: 0.95 if self.alive(member) else 0.5 for member in roster}
         if rng.random() < LEAVE_CHANCE:
             chances, least = dict.fromkeys(roster, 0.3), 1
         session = [member for member, chance in chances.items() if rng.random() < chance] or [rng.choice(roster)]
@@ -272,49 +272,49 @@ class World:
         key, roster = side.vote.tally.key, tuple(sorted(members))
         return records.encode(Record(key.lineage, NOTHING, key.round, Kind.FORK, NOTHING, (), roster))
 
-    def heirs(self, lineage: bytes) -> list[Node]:
+    def successors(self, lineage: bytes) -> list[Node]:
         """Live nodes of which a former incarnation was in a lineage's roster."""
         line = self.lines[lineage]
         if line.key.round >= self.depth:
             return []
-        lives = {member.peer: member.incarnation for member in line.roster}
+        incarnations = {member.peer: member.incarnation for member in line.roster}
         alive = [node for node in self.nodes.values() if node.alive]
-        return [node for node in alive if lives.get(node.me.peer, node.me.incarnation) < node.me.incarnation]
+        return [node for node in alive if incarnations.get(node.me.peer, node.me.incarnation) < node.me.incarnation]
 
-    def successors(self, lineage: bytes) -> list[Node]:
-        """Live nodes without a vote that may fork: most of a former roster if they are there, else the heirs."""
+    def fork_candidates(self, lineage: bytes) -> list[Node]:
+        """Live nodes without a vote that may fork: most of a former roster if they are there, else the successors."""
         line = self.lines[lineage]
         if line.key.round >= self.depth:
             return []
-        heirs, voters = self.heirs(lineage), {member.peer for member in line.roster}
+        successors, voters = self.successors(lineage), {member.peer for member in line.roster}
         for former in line.former:
-            lives = {member.peer: member.incarnation for member in former if member.peer not in voters}
+            incarnations = {member.peer: member.incarnation for member in former if member.peer not in voters}
             there = [
                 node for node in self.nodes.values()
-                if node.alive and node.me.incarnation >= lives.get(node.me.peer, 1 << 30)
+                if node.alive and node.me.incarnation >= incarnations.get(node.me.peer, 1 << 30)
             ]  # fmt: skip
-            there += [node for node in heirs if node.me.peer in {member.peer for member in former}]
+            there += [node for node in successors if node.me.peer in {member.peer for member in former}]
             if 2 * len(there) > len(former) and len(there) > len(line.roster):
                 return there
-        return heirs
+        return successors
 
-    def inherit(self, lineage: bytes, heirs: Sequence[Node]) -> None:
+    def inherit(self, lineage: bytes, successors: Sequence[Node]) -> None:
         """Let the hosts of these nodes ask for a fork."""
-        for node in heirs:
-            side, members = self.enter(node, lineage), [each.me for each in heirs]
+        for node in successors:
+            side, members = self.enter(node, lineage), [each.me for each in successors]
             if node.alive and not side.vote.decided and side.vote.tally.may_fork(members):
                 self.obey(node, side, side.vote.fork(self.fork_record(side, members)))
 
     # -- nodes and messages -------------------------------------------------------------------------------------------
 
-    def lives(self, member: Member) -> bool:
+    def alive(self, member: Member) -> bool:
         node = self.nodes[member.peer]
         return node.alive and node.me == member
 
     def able(self, lineage: bytes) -> list[Member]:
         """Live members that can still vote in a lineage, without those that went on with a fork."""
         sides = {each: self.nodes[each.peer].sides.get((lineage, False)) for each in self.lines[lineage].roster}
-        there = [each for each, side in sides.items() if self.lives(each) and not (side and side.forked)]
+        there = [each for each, side in sides.items() if self.alive(each) and not (side and side.forked)]
         return [each for each in there if not self.left(self.nodes[each.peer], lineage)]
 
     def fly(self, sender: PeerId, to: PeerId, message: votes.VoteMessage) -> None:

@@ -26,7 +26,7 @@ from protocols.sync.chain_sync import ChainSync, ChainSyncOptions
 from protocols.sync.snapshot import Snapshots
 from tests.sim import loop as simloop
 from tests.sim.byzantine.contributors import ByzantineContributorStream
-from tests.sim.host import Entries, Hearsay, sim_host
+from tests.sim.host import DirectoryFaults, Entries, sim_host
 from tests.sim.injection import Injector
 from tests.sim.network import SimNetwork
 from tests.sim.round_account import Account, Head
@@ -81,8 +81,8 @@ class World:
         self.trace = Trace()
         jitter = random.Random(f"jitter/{scenario.seed}") if scenario.jitter else None
         self.network = SimNetwork(self.trace, latency_seconds=self.rng.uniform(0.005, 0.08), jitter=jitter)
-        self.hearsay = Hearsay(random.Random(f"hearsay/{scenario.seed}"))
-        self.injector = Injector(scenario.faults, self.network, self.hearsay, self._revive)
+        self.directory_faults = DirectoryFaults(random.Random(f"hearsay/{scenario.seed}"))
+        self.injector = Injector(scenario.faults, self.network, self.directory_faults, self._revive)
         self.peers = scenario.names()
         self.liars = tuple(scenario.faults.lies())
         self.histories: dict[PeerId, list[checkers.Report]] = {peer: [] for peer in self.peers}
@@ -93,7 +93,7 @@ class World:
         self._done = asyncio.Event()
         self._left: list[checkers.Violation] = []
         self._entries: Entries = {}
-        self._tasks: dict[Member, list[int]] = {}  # of each life, as it enters each of its rounds
+        self._tasks: dict[Member, list[int]] = {}  # of each incarnation, at the start of each of its rounds
 
     def learner(self, index: int) -> Learner:
         """The model and data of peer `index`."""
@@ -225,7 +225,7 @@ class World:
         me, scenario = transport.me, self.scenario
         assert scenario.faults
         skew_seconds = scenario.faults.skew_seconds(me)
-        host = sim_host(self.network, transport, scenario.seed, self._entries, skew_seconds, self.hearsay)
+        host = sim_host(self.network, transport, scenario.seed, self._entries, skew_seconds, self.directory_faults)
         if me in self.liars:
             lie, signer = scenario.faults.lies()[me], host.signer
             transport.disguise = lambda method, stream, pipe: ByzantineContributorStream(stream, pipe, lie, signer)
@@ -325,7 +325,7 @@ class World:
                     found.append(checkers.Violation("progress", peer, report["round"], f"outcome {report['outcome']}"))
         for liar in self.liars:
             if len(self.peers) > 1 and not any(liar in r["blamed"] for history in honest.values() for r in history):
-                found.append(checkers.Violation("named", liar, 0, f"nobody named the lie {self.scenario.lie!r}"))
+                found.append(checkers.Violation("named", liar, 0, f"no peer named the lie {self.scenario.lie!r}"))
         return found
 
 

@@ -75,14 +75,14 @@ def check(histories: Mapping[str, Sequence[Report]]) -> list[Violation]:
     found += finite(reports)
     found += counted_once(decided, tree)
     for history in histories.values():
-        for incarnation in lives(history):
+        for incarnation in incarnations(history):
             found += never_back(incarnation, tree)
             found += unmoved(incarnation)
         found += stated(history, tree)
     return found
 
 
-def lives(history: Sequence[Report]) -> Iterator[list[Report]]:
+def incarnations(history: Sequence[Report]) -> Iterator[list[Report]]:
     """A peer's reports, by incarnation. A new incarnation may begin anywhere on the chain."""
     for _, reports in itertools.groupby(history, key=lambda report: report["incarnation"]):
         yield list(reports)
@@ -149,12 +149,12 @@ def counted_once(decided: Iterable[Report], tree: Tree) -> Iterator[Violation]:
             records[report["lineage"]] = None
 
 
-def never_back(life: Sequence[Report], tree: Tree) -> Iterator[Violation]:
+def never_back(incarnation: Sequence[Report], tree: Tree) -> Iterator[Violation]:
     """A peer's chain is unbroken, and its round never goes back along it."""
-    for report in life:
+    for report in incarnation:
         if report["outcome"] in DECIDED and report["lineage"] == report["parent"]:
             yield _violation("never-back", report, "a decision that does not move its lineage")
-    for before, after in itertools.pairwise(life):
+    for before, after in itertools.pairwise(incarnation):
         if after["parent"] != before["lineage"]:
             yield _violation("never-back", after, "its chain is broken")
         expected: int | None = before["round"] + (before["outcome"] in DECIDED)
@@ -164,9 +164,9 @@ def never_back(life: Sequence[Report], tree: Tree) -> Iterator[Violation]:
             yield _violation("never-back", after, f"round {after['round']} where {expected} is due")
 
 
-def unmoved(life: Sequence[Report]) -> Iterator[Violation]:
+def unmoved(incarnation: Sequence[Report]) -> Iterator[Violation]:
     """Nothing is applied without a decision, and a decision to skip changes no parameters."""
-    for before, after in itertools.pairwise([None, *life]):
+    for before, after in itertools.pairwise([None, *incarnation]):
         if after is None or after["outcome"] in ("committed", "alone", "fork"):
             continue
         moves = after["lineage"] != after["parent"]

@@ -15,7 +15,7 @@ import itertools
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
-from tests.support.checkers import Report, Violation, began, finite, lives
+from tests.support.checkers import Report, Violation, began, finite, incarnations
 
 OUTCOMES = ("committed", "skipped", "superseded")
 
@@ -28,8 +28,8 @@ def check(histories: Mapping[str, Sequence[Report]], protocol: str = "") -> list
         found += named_groups(reports)
     for history in histories.values():
         found += counted_once(history)
-        for life in lives(history):
-            found += never_back(life)
+        for incarnation in incarnations(history):
+            found += never_back(incarnation)
     return found
 
 
@@ -71,14 +71,14 @@ def counted_once(history: Sequence[Report]) -> Iterator[Violation]:
             counted.add(name)
 
 
-def never_back(life: Sequence[Report]) -> Iterator[Violation]:
+def never_back(incarnation: Sequence[Report]) -> Iterator[Violation]:
     """A peer's chain of states is unbroken, and its round never goes back along it."""
-    for report in life:
+    for report in incarnation:
         if (
             report["lineage"] == report["parent"] and report["outcome"] != "superseded"
         ):  # it may fetch the state that it has
             yield _violation("never-back", report, "a round that does not move its lineage")
-    for before, after in itertools.pairwise(life):
+    for before, after in itertools.pairwise(incarnation):
         if after["parent"] != before["lineage"]:
             yield _violation("never-back", after, "its chain is broken")
         least = before["round"] + (before["outcome"] != "superseded")

@@ -11,7 +11,7 @@ import torch
 
 from protocols.base import PeerId, Vector
 from protocols.moshpit.group_allreduce import GroupAllReduce
-from tests.sim.moshpit_harness import MoshpitHarness, Told
+from tests.sim.moshpit_harness import MoshpitHarness, RoundResult
 from tests.support.at_message import killing
 
 
@@ -46,18 +46,18 @@ def spread(swarm: MoshpitHarness) -> float:
     return max(distance(state, mean) for state in swarm.states)
 
 
-def assert_groups_hold_same_bits(histories: dict[PeerId, list[Told]]) -> None:
+def assert_groups_hold_same_bits(histories: dict[PeerId, list[RoundResult]]) -> None:
     held: dict[str, bytes] = {}
     for result in (result for history in histories.values() for result in history if result.group):
         bits = torch.cat(result.states).numpy().tobytes()
         assert held.setdefault(result.group, bits) == bits
 
 
-def outcomes(history: Sequence[Told]) -> list[str]:
+def outcomes(history: Sequence[RoundResult]) -> list[str]:
     return [str(result.mean.outcome) for result in history]
 
 
-def blames_of(histories: dict[PeerId, list[Told]], peer: PeerId) -> list[str]:
+def blames_of(histories: dict[PeerId, list[RoundResult]], peer: PeerId) -> list[str]:
     """The reasons for which the others blame a peer."""
     results = [result for other, history in histories.items() if other != peer for result in history]
     return [blame.why for result in results for blame in result.mean.blamed if blame.peer == peer]

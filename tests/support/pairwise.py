@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from protocols.base import Stream
 from tests.sim.faults import Faults
 from tests.sim.gossip_harness import GossipHarness
-from tests.sim.host import Hearsay
+from tests.sim.host import DirectoryFaults
 from tests.sim.injection import Injector
 
 
@@ -45,7 +45,7 @@ def run_with_faults(
     """This many rounds of every peer with these faults, then what comes `afterwards`."""
 
     async def main() -> None:
-        injector = Injector(faults, swarm.network, Hearsay(), lambda peer: None)
+        injector = Injector(faults, swarm.network, DirectoryFaults(), lambda peer: None)
         injector.start()
         await asyncio.wait([swarm.start(index, play_rounds(swarm, index, rounds)) for index in range(swarm.count)])
         await asyncio.sleep(5.0)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from tests.faults.judge import judge
-from tests.faults.recording import Event, Life, Limits, Recording
+from tests.faults.recording import Event, Incarnation, Limits, Recording
 from tests.support.checkers import Report
 
 BEGAN = 1_000.0
@@ -89,13 +89,13 @@ def voted() -> Recording:
         ),
         histories={name: [voted_report(name, number) for number in range(30)] for name in PEERS},
         logs=dict.fromkeys(PEERS, log),
-        lives=dict.fromkeys(PEERS, (Life(BEGAN - 9, BEGAN + 31, 0, 0),)),
+        incarnations=dict.fromkeys(PEERS, (Incarnation(BEGAN - 9, BEGAN + 31, 0, 0),)),
         left={name: () for name in PEERS},
     )
 
 
 def mixed() -> Recording:
-    """Gossip: the same times and lives; each peer mixes with the peer before it in every round."""
+    """Gossip: the same times and incarnations; each peer mixes with the peer before it in every round."""
     histories = {name: [mixed_report(name, number) for number in range(30)] for name in PEERS}
     return replace(voted(), protocol="gossip", histories=histories)
 
@@ -107,9 +107,9 @@ def history(play: Recording, name: str) -> list[Report]:
     return found
 
 
-def with_lives(play: Recording, name: str, *lives: Life) -> Recording:
+def with_incarnations(play: Recording, name: str, *incarnations: Incarnation) -> Recording:
     """The recording with other processes of one peer."""
-    return replace(play, lives={**play.lives, name: lives})
+    return replace(play, incarnations={**play.incarnations, name: incarnations})
 
 
 def after_death(pause_seconds: float = 0.0) -> Recording:
@@ -121,8 +121,8 @@ def after_death(pause_seconds: float = 0.0) -> Recording:
         for each in history(play, name)[15:]:
             each["time"] += pause_seconds
         history(play, name)[:] = [each for each in history(play, name) if each["time"] <= play.ended]
-    killed = Life(BEGAN - 9, BEGAN + 15, -9, -9)
-    return with_lives(replace(play, should=("anna", "bert")), "cleo", killed)
+    killed = Incarnation(BEGAN - 9, BEGAN + 15, -9, -9)
+    return with_incarnations(replace(play, should=("anna", "bert")), "cleo", killed)
 
 
 def skip_mixing(reports: list[Report]) -> None:

@@ -36,7 +36,7 @@ from protocols.sync.chain_sync import ChainSync, ChainSyncOptions
 from protocols.sync.independent_sync import IndependentStateSync
 from protocols.sync.snapshot import Snapshots
 from tests.sim import loop as simloop
-from tests.sim.host import Entries, Hearsay, SimClock, SimCompute, SimDirectory, SimSigner
+from tests.sim.host import DirectoryFaults, Entries, SimClock, SimCompute, SimDirectory, SimSigner
 from tests.sim.network import SimNetwork, Trace
 from tests.support.fake_rounds import RUN
 
@@ -108,7 +108,7 @@ class SessionPeer:
         members = self.members = Membership(transport, clock, SimSigner(name, 1), local, dialing)
         self.status_tracker.join_swarm(history, members)
         members.hint(cluster.founders[0].peer)
-        directory = Directory(cluster.entries, name, clock, Hearsay())
+        directory = Directory(cluster.entries, name, clock, DirectoryFaults())
         host = Host(transport, directory, members, SimCompute(), clock, SimSigner(name, 1), 1)
         settings = Settings("fp32", (ELEMENTS,), 512)
         self.trainer = Trainer(Paced(ELEMENTS, seed=len(cluster.peers), tokens_per_step=256), STEPS, step_seconds)

@@ -95,7 +95,7 @@ async def strike(swarm: Swarm, place: int, process: str, number: int) -> Fault:
 
 
 async def others_commit(swarm: Swarm, fault: Fault, seconds: float) -> list[tuple[str, str]]:
-    """The others end round 1 within so many seconds of the fault, and round 2; returns (lineage, digest) of both."""
+    """The others end round 1 within `seconds` of the fault, and round 2; returns (lineage, digest) of both."""
     ends = await asyncio.gather(*(swarm.hear(rank, "average", PATIENT_SECONDS) for rank in fault.others))
     assert max(end["ended"] for end in ends) - fault.began < seconds
     first = await agreed(swarm, fault.others, ends)

@@ -134,7 +134,7 @@ async def test_one_contact_cannot_trigger_unbounded_dials(swarm: MembershipSwarm
         dialled.extend([peer] * len(addresses))
         await asyncio.sleep(0.05)
         if peer.startswith("ghost"):
-            raise PeerGone(peer, "nobody there")
+            raise PeerGone(peer, "unreachable")
 
     members._dialing = replace(members._dialing, reach=reach)
     hostile, count = HostilePeer(swarm), itertools.count()

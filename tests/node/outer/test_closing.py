@@ -46,7 +46,7 @@ def ended(swarm: GossipHarness, closing_peers: int, stagger_seconds: float = 0.0
 
 def seconds(swarm: GossipHarness) -> float:
     """The longest time that a peer took."""
-    return max(rounds[-1].ended - rounds[-1].began for rounds in swarm.told if rounds)
+    return max(rounds[-1].ended - rounds[-1].began for rounds in swarm.results if rounds)
 
 
 @settings(max_examples=25)

@@ -264,7 +264,7 @@ def another(round_number: int, buffer_type: type[MemoryBuffer] = MemoryBuffer) -
 
 
 def fetched(peer: IndependentPeer, rounds: int, snapshot: Snapshot) -> RoundReport:
-    """The report of fetching this snapshot after so many rounds of the peer's own."""
+    """The report of fetching this snapshot after `rounds` rounds of the peer's own."""
 
     async def main() -> RoundReport:
         await peer.outer_loop.settle()

@@ -229,9 +229,9 @@ def test_trap_fires_once_for_its_point_and_peer(watch: Watch, trace: FailpointCl
 
 def test_reconnecting_peer_is_recorded_and_record_is_bounded() -> None:
     with Watch(max_records=3) as watch:
-        for life in range(4):
+        for incarnation in range(4):
             trace = FailpointClient(watch.environment("a")[VARIABLE])
-            trace.round = life
+            trace.round = incarnation
             trace.point("train")
             trace.close()
         assert [each.round for each in watch.records("a")] == [1, 2, 3]

@@ -26,7 +26,7 @@ from node.ui.status_tracker import StatusTracker
 from protocols.allreduce.parts import ReducedPart
 from protocols.base import Member
 from tests.sim import loop as simloop
-from tests.sim.host import Hearsay, SimClock
+from tests.sim.host import DirectoryFaults, SimClock
 from tests.support.session_cluster import Directory, SessionCluster, SessionPeer, View, now, until
 from tests.support.virtual_time import on_virtual_time
 
@@ -325,7 +325,7 @@ async def test_loss_is_reported_only_when_state_changed(cluster: SessionCluster)
 @on_virtual_time
 async def test_invalid_directory_records_are_ignored(cluster: SessionCluster, value: bytes) -> None:
     for name in ("ghost", "b", "x" * 1000, ""):
-        await Directory(cluster.entries, name, SimClock(), Hearsay()).announce(SCOPE, value, 1e6, 1e6)
+        await Directory(cluster.entries, name, SimClock(), DirectoryFaults()).announce(SCOPE, value, 1e6, 1e6)
     peers = cluster.all(run_rounds=3)
     await until(lambda: any(each.peer == "ghost" for each in peers[0].members.contacts()))
     await cluster.end()

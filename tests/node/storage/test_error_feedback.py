@@ -243,7 +243,7 @@ def played_with(name: str) -> Played:
 
 @pytest.mark.parametrize("name, factor", [("int4", 6), ("e3m0", 6), ("topk", 12)])
 def test_lossy_codec_swarm_holds_identical_bits(name: str, factor: float) -> None:
-    """The swarm sends so many times less than in float32, votes and headers included."""
+    """The swarm sends less than in float32 by `factor`, votes and headers included."""
     played, plain = played_with(name), played_with("fp32")
     for reports in zip(*played.histories.values(), strict=True):
         assert {report["outcome"] for report in reports} == {"committed"}

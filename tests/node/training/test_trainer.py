@@ -66,7 +66,7 @@ def key(number: int) -> RoundKey:
 
 
 def counting(inner_steps: int, steps: int = 0, seconds: float = 0.0) -> LocalTraining:
-    """Training of a `Count` that has done so many steps of round 0."""
+    """Training of a `Count` that has done `steps` steps of round 0."""
     training = LocalTraining(Count(), inner_steps)
     training.begin(0)
     do_steps(training, steps, seconds)

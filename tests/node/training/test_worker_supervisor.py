@@ -37,7 +37,7 @@ def starts(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 def replace_workers(
     count: int, seconds: float, useful: bool, group: ControlGroup | None = None, die: Callable[[], None] = lambda: None
 ) -> None:
-    """Replace so many workers, each of which runs so long; `die` is called at each death."""
+    """Replace `count` workers that each run for `seconds`; `die` is called at each death."""
 
     async def main() -> None:
         supervisor = WorkerSupervisor(cast(WorkerSpec, None), 0, group)

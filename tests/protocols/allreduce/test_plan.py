@@ -207,9 +207,9 @@ def test_plan_breaking_a_rule_is_rejected(broken: Break, why: str) -> None:
 
 
 def test_peer_counts_once_across_its_incarnations() -> None:
-    lives = (offer("anna"), offer("anna", incarnation=1), offer("bert"))
+    offers = (offer("anna"), offer("anna", incarnation=1), offer("bert"))
     with pytest.raises(BadPayload, match="one peer several times"):
-        checked(drawn(*lives), roster=tuple(each.member for each in lives))
+        checked(drawn(*offers), roster=tuple(each.member for each in offers))
 
 
 @pytest.mark.parametrize("index", range(len(ROSTER)))

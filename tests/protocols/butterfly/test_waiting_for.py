@@ -1,4 +1,4 @@
-"""Whom a round waits for, in each of its phases."""
+"""The peers that a round waits for, in each of its phases."""
 
 from __future__ import annotations
 

@@ -101,7 +101,9 @@ class AcceptsUnheld(PaxosInstance):
         ({"vote": AcceptsUnheld}, {"held"}),
         ({"same_incarnation": True}, {"one child", "proposal"}),
     ],
-    ids=lambda value: getattr(next(iter(value.values())), "__name__", "same life") if isinstance(value, dict) else "",
+    ids=lambda value: (
+        getattr(next(iter(value.values())), "__name__", "same incarnation") if isinstance(value, dict) else ""
+    ),
 )
 def test_planted_bug_is_caught(planted: dict[str, Any], rules: set[str]) -> None:
     caught = (error.rule for seed in SEEDS for _, error in play([seed], **planted))

@@ -19,7 +19,7 @@ from protocols.moshpit.matchmaker import GroupMatchmaker
 from protocols.moshpit.peer_tracker import DONE, TRAINING, PositionAnnouncement, group_key
 from protocols.wire import Chunk, Contribute, Offer, PartDone, Plan, Reduced, WantPart
 from tests.sim.host import SimSigner
-from tests.sim.moshpit_harness import RUN, MoshpitHarness, Told
+from tests.sim.moshpit_harness import RUN, MoshpitHarness, RoundResult
 from tests.sim.network import SimNetwork
 from tests.support.at_message import killing
 from tests.support.disguises import Disguise, changing, changing_kind, sending
@@ -99,7 +99,7 @@ def disguised(swarm: MoshpitHarness, disguises: dict[PeerId, Disguise]) -> Moshp
     return swarm
 
 
-def play_with_lying_caller(disguise: Disguise) -> dict[PeerId, list[Told]]:
+def play_with_lying_caller(disguise: Disguise) -> dict[PeerId, list[RoundResult]]:
     """One round of three peers. The caller of their group, p02, has this disguise."""
     swarm = moshpit_swarm(3)
     assert seeded_order(group_key(RUN, "run", 0, (8,), 0, (0,)).lineage, swarm.peers)[0] == "p02"
@@ -321,7 +321,7 @@ def never_sending(kind: type[Header]) -> Disguise:
 
 def play_beside(
     kind: type[Header], count: int, seconds: float, rounds: int, **options: Any
-) -> dict[PeerId, list[Told]]:
+) -> dict[PeerId, list[RoundResult]]:
     """Rounds of peers that train for this long. The last but one never sends messages of this kind."""
     swarm = moshpit_swarm(count, elements=60_000, train_seconds=(seconds,) * count, **options)
     return disguised(swarm, {swarm.peers[-2]: never_sending(kind)}).play(rounds=rounds)

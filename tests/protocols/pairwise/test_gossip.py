@@ -29,7 +29,7 @@ def test_pair_reaches_identical_mean(elements: int) -> None:
     expected = (swarm.first[0] + swarm.first[1]) / 2
     assert torch.equal(flat(swarm.state[0]), flat(swarm.state[1]))
     assert float((flat(swarm.state[0]) - expected).abs().max()) < 1e-6
-    for index, (result,) in enumerate(swarm.told):
+    for index, (result,) in enumerate(swarm.results):
         other = swarm.names[1 - index]
         assert result.mean.outcome is Outcome.COMMITTED and result.mean.peers == (other,)
         assert result.mean.weights == {swarm.names[index]: 0.5, other: 0.5}
@@ -84,24 +84,24 @@ def test_state_is_lent_during_training() -> None:
         await asyncio.wait([slow])
 
     swarm.run(main)
-    result = swarm.told[0][0]
+    result = swarm.results[0][0]
     assert list(result.early) == ["p1"] and result.mean.contributions == {}
     assert result.mean.outcome is Outcome.COMMITTED and torch.equal(flat(swarm.state[0]), flat(lent))
-    assert swarm.told[1][0].ended < 2.0
+    assert swarm.results[1][0].ended < 2.0
     assert result.mean.weights == {"p0": 0.5, "p1": 0.5}
 
 
 def test_single_peer_skips_at_once() -> None:
     swarm = GossipHarness(1)
     assert swarm.rounds() < 1.01
-    assert swarm.told[0][0].mean.outcome is Outcome.SKIPPED and not swarm.told[0][0].mean.weights
+    assert swarm.results[0][0].mean.outcome is Outcome.SKIPPED and not swarm.results[0][0].mean.weights
 
 
 def test_peer_between_rounds_answers_busy_at_once() -> None:
     """The asking peer tries for as long as one exchange may take, and then skips."""
     swarm = GossipHarness(2)
     run_round(swarm, 1)
-    (result,) = swarm.told[1]
+    (result,) = swarm.results[1]
     assert result.mean.outcome is Outcome.SKIPPED and result.ended - result.asked < 3.0 and not result.mean.blamed
     assert not swarm.moved(0) and not swarm.moved(1)
 
@@ -111,7 +111,7 @@ def test_simultaneous_requests_become_one_exchange(jitter: int) -> None:
     swarm = GossipHarness(2, jitter=jitter)
     swarm.rounds()
     assert all(len(swarm.messages(index)) == 1 for index in range(2))
-    assert max(each[0].ended - each[0].asked for each in swarm.told) < 0.5
+    assert max(each[0].ended - each[0].asked for each in swarm.results) < 0.5
 
 
 @pytest.mark.parametrize("jitter", range(6))
@@ -122,7 +122,7 @@ def test_cycle_of_requests_does_not_deadlock(count: int, jitter: int) -> None:
     swarm.rounds()
     met = [bool(swarm.messages(index)) for index in range(count)]
     assert sum(met) >= count - 1 and swarm.drift() < 1e-6
-    assert max(each[0].ended - each[0].asked for each in swarm.told) < 2.5
+    assert max(each[0].ended - each[0].asked for each in swarm.results) < 2.5
 
 
 def test_crossing_requests_are_ranked_fairly() -> None:
@@ -174,7 +174,7 @@ def test_partner_death_at_any_message_keeps_survivor_whole(victim: int) -> None:
         swarm = GossipHarness(2, jitter=3)
         run_with_faults(swarm, Faults().crash(f"p{victim}", at_message=number))
         assert is_whole(swarm, survivor, [victim]), f"at message {number}"
-        (result,) = swarm.told[survivor]
+        (result,) = swarm.results[survivor]
         assert result.ended - result.asked < 3.0, f"it cost more than one timeout at message {number}"
         assert swarm.moved(survivor) == bool(swarm.messages(survivor))
 
@@ -203,12 +203,12 @@ def test_partner_silence_at_any_message_costs_one_timeout(both: bool) -> None:
         swarm = GossipHarness(2, jitter=3)
         run_with_faults(swarm, faults)
         for index in range(2):
-            (result,) = swarm.told[index]
+            (result,) = swarm.results[index]
             assert result.ended - result.asked < 5.0, f"at message {number}"
             assert is_whole(swarm, index, [1 - index])
         if swarm.moved(0) != swarm.moved(1):
             assert sum(gossip.half_exchanges for gossip in swarm.gossips) > 0, f"at message {number}"
-            drifts = [result.mass_drift for (result,) in swarm.told if result.half_exchanges]
+            drifts = [result.mass_drift for (result,) in swarm.results if result.half_exchanges]
             half = float((swarm.first[0] - swarm.first[1]).norm()) / 2
             assert not drifts or max(drifts) > 0.999 * half / max(float(first.norm()) for first in swarm.first)
 
@@ -220,7 +220,7 @@ def test_state_beyond_sixteen_times_our_norm_is_rejected(times: float, counts: b
         theirs.copy_(ours).mul_(times)
     swarm.rounds()
     assert swarm.moved(0) == counts
-    assert counts or any("16 times ours" in blame.why for result in swarm.told[0] for blame in result.mean.blamed)
+    assert counts or any("16 times ours" in blame.why for result in swarm.results[0] for blame in result.mean.blamed)
 
 
 def test_dead_partner_delays_no_other_peers() -> None:
@@ -234,7 +234,7 @@ def test_dead_partner_delays_no_other_peers() -> None:
 
     swarm.run(main)
     for index in (0, 2, 3):
-        (result,) = swarm.told[index]
+        (result,) = swarm.results[index]
         assert result.ended - result.asked < 3.0
     assert sum(bool(swarm.messages(index)) for index in (0, 2, 3)) >= 2
 
@@ -243,7 +243,7 @@ def test_peer_that_timed_out_is_avoided_briefly() -> None:
     swarm = GossipHarness(2)
     swarm.network.link("p1", "p0").blocked = True
     swarm.run(lambda: play_rounds(swarm, 0, 2, train_seconds=0.1))
-    first, second = swarm.told[0]
+    first, second = swarm.results[0]
     assert first.mean.blamed[0].peer == "p1" and "did not answer in time" in first.mean.blamed[0].why
     assert 1.9 < first.ended - first.asked < 3.0 and second.ended - second.asked < 0.01
 
@@ -262,7 +262,7 @@ def test_link_slower_than_claimed_gets_more_time() -> None:
 
     swarm.run(main)
     assert swarm.messages(0) and swarm.drift() < 1e-6
-    assert all(result.ended - result.asked < ROUND_SECONDS for results in swarm.told for result in results)
+    assert all(result.ended - result.asked < ROUND_SECONDS for results in swarm.results for result in results)
 
 
 def test_cancelled_round_leaves_its_state_unchanged() -> None:

@@ -63,7 +63,7 @@ def test_forged_messages_are_rejected_and_blamed(forgery: str) -> None:
             )
 
         swarm.run(main)
-        (result,) = swarm.told[0]
+        (result,) = swarm.results[0]
         blamed |= any(blame.peer == "p1" and blame.why.startswith("refused") for blame in result.mean.blamed)
         if late == 0 and kind is ExchangeRequest:
             assert not swarm.moved(0)
@@ -160,7 +160,7 @@ def test_outcome_not_moved_is_binding() -> None:
             await swarm.start(1, initiator())
 
     swarm.run(main)
-    assert answers == ["False"] and not swarm.moved(0) and swarm.told[0][0].early == {}
+    assert answers == ["False"] and not swarm.moved(0) and swarm.results[0][0].early == {}
 
 
 def test_silent_initiator_costs_only_its_own_exchange() -> None:
@@ -221,8 +221,8 @@ def test_initiator_that_aborts_early_is_blamed_and_avoided() -> None:
 
     swarm.run(main)
     for index, other in ((0, "p2"), (2, "p0")):
-        assert sum(other in {*result.early, *result.mean.contributions} for result in swarm.told[index]) >= 10
-    assert any(blame.peer == "p1" for result in swarm.told[0] for blame in result.mean.blamed)
+        assert sum(other in {*result.early, *result.mean.contributions} for result in swarm.results[index]) >= 10
+    assert any(blame.peer == "p1" for result in swarm.results[0] for blame in result.mean.blamed)
 
 
 def test_exchanges_per_peer_and_lent_state_are_bounded() -> None:

@@ -36,7 +36,7 @@ def test_peer_without_enough_time_does_not_end_round(monkeypatch: pytest.MonkeyP
     with_slow_link(swarm, "p2")
     monkeypatch.setattr(swarm.gossips[0].rng, "sample", lambda population, count: list(population)[:count])
     run_round(swarm, 0, 2, 3)
-    assert swarm.told[0][0].mean.outcome is Outcome.COMMITTED and swarm.told[0][0].mean.peers == ("p3",)
+    assert swarm.results[0][0].mean.outcome is Outcome.COMMITTED and swarm.results[0][0].mean.peers == ("p3",)
 
 
 def test_stalled_peer_costs_only_its_own_timeout() -> None:
@@ -50,7 +50,7 @@ def test_stalled_peer_costs_only_its_own_timeout() -> None:
     with_slow_link(swarm, "p1")
     assert swarm.gossips[0].exchanges.timeouts.timeout_seconds("p1", 16_000) > 50.0
     run_round(swarm, 0, 2)
-    (result,) = swarm.told[0]
+    (result,) = swarm.results[0]
     assert 2.0 < result.ended - result.asked < 5.0 and result.mean.blamed[0].peer == "p2"
 
 
@@ -66,7 +66,7 @@ def test_busy_peer_is_asked_again_only_after_pause(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(initiator, "ask", timed)
     run_round(swarm, 0, 2)
-    assert swarm.told[0][0].mean.peers == ("p2",) and len(times) == 3
+    assert swarm.results[0][0].mean.peers == ("p2",) and len(times) == 3
     assert all(later - sooner >= BUSY_PAUSE_SECONDS for sooner, later in pairwise(times))
 
 
@@ -115,7 +115,7 @@ def test_half_exchange_is_reported_in_the_next_round(unconfirmed: GossipHarness)
             await swarm.start(1, swarm.lending(1, 1.0))
 
     swarm.run(main)
-    assert [result.half_exchanges for result in swarm.told[1]] == [0, 1, 0] and swarm.told[1][1].mass_drift > 0
+    assert [result.half_exchanges for result in swarm.results[1]] == [0, 1, 0] and swarm.results[1][1].mass_drift > 0
 
 
 def test_partner_state_is_freed_before_the_confirmation(
@@ -156,4 +156,4 @@ def test_peer_without_time_for_an_exchange_is_busy() -> None:
         await asyncio.gather(swarm.start(0, swarm.round(0)), lender)
 
     swarm.run(main)
-    assert not swarm.told[0][0].mean.blamed and not any(gossip.accounting.take()[0] for gossip in swarm.gossips)
+    assert not swarm.results[0][0].mean.blamed and not any(gossip.accounting.take()[0] for gossip in swarm.gossips)

@@ -41,7 +41,7 @@ def test_swarm_converges_and_keeps_its_sum(
     assert swarm.drift() < 1e-6 if protocol is Gossip else is_conserved(swarm)
     counted = [name for index in range(count) for name in swarm.messages(index)]
     assert len(counted) == len(set(counted)) > 40
-    results = [result for each in swarm.told for result in each]
+    results = [result for each in swarm.results for result in each]
     assert max(result.ended - result.asked for result in results) < slowest_seconds
     assert protocol is PushSum or all(result.mean.outcome is Outcome.COMMITTED for result in results)
 
@@ -51,8 +51,8 @@ def test_non_finite_state_is_not_sent(protocol: Any) -> None:
     swarm = GossipHarness(2, protocol=protocol)
     swarm.state[0][1][3] = torch.inf  # not NaN, which is not equal to itself
     swarm.rounds()
-    assert not swarm.moved(1) and all(result.mean.outcome is Outcome.SKIPPED for (result,) in swarm.told)
-    assert protocol is Gossip or not swarm.told[0][0].mean.blamed
+    assert not swarm.moved(1) and all(result.mean.outcome is Outcome.SKIPPED for (result,) in swarm.results)
+    assert protocol is Gossip or not swarm.results[0][0].mean.blamed
 
 
 @both_protocols
@@ -78,7 +78,7 @@ def test_invalid_settings_are_rejected(protocol: Any, settings: Settings, error:
 def test_lying_partner_is_blamed_and_nothing_moves(protocol: Any, lie: str, seed: int) -> None:
     swarm = GossipHarness(2, protocol=protocol, disguises={1: lying(lie)}, jitter=seed)
     swarm.rounds()
-    (result,) = swarm.told[0]
+    (result,) = swarm.results[0]
     assert not swarm.moved(0) and result.mean.blamed[0].peer == "p1"
     assert result.mean.blamed[0].why.startswith("refused")
     assert result.ended - result.asked < 15.0

@@ -58,7 +58,7 @@ def test_share_moves_only_the_receiver() -> None:
     expected = (swarm.first[0] + swarm.first[1] / 2) / 1.5
     assert float((flat(swarm.state[0]) - expected).abs().max()) < 1e-6
     assert is_conserved(swarm)
-    (result,) = swarm.told[1]
+    (result,) = swarm.results[1]
     assert result.mean.outcome is Outcome.SKIPPED and result.ended - result.asked < 1.0, "it was given nothing"
     assert swarm.messages(0) == ["p1.0/0 to p0.0"]
 
@@ -96,7 +96,7 @@ def test_silence_at_any_message_conserves_mass(both: bool) -> None:
         swarm = push_sum_swarm(2, jitter=3)
         run_with_faults(swarm, faults, 1, healed_rounds(swarm, 3))
         assert is_conserved(swarm), f"at message {number}"
-        assert all(result.ended - result.asked < 5.0 for results in swarm.told for result in results)
+        assert all(result.ended - result.asked < 5.0 for results in swarm.results for result in results)
 
 
 # -- shares without an answer -----------------------------------------------------------------------------------------
@@ -129,7 +129,7 @@ def test_share_for_former_incarnation_returns_to_sender() -> None:
 
     swarm.run(main)
     assert swarm.gossips[0].weighted.masses.weight == 1.0 and not swarm.gossips[0].share_sender.kept
-    second = swarm.told[0][1]
+    second = swarm.results[0][1]
     assert second.mean.outcome is Outcome.COMMITTED and list(second.mean.contributions) == ["p0"], "its own earlier one"
     assert float((flat(swarm.state[0]) - swarm.first[0]).abs().max()) < 1e-6
 
@@ -145,8 +145,8 @@ def test_share_for_departed_peer_returns_and_is_reported(monkeypatch: pytest.Mon
 
     swarm.run(main)
     assert swarm.gossips[0].weighted.masses.weight == 1.0 and swarm.gossips[0].half_exchanges == 1
-    assert sum(result.half_exchanges for result in swarm.told[0]) == 1
-    assert sum(result.mass_drift for result in swarm.told[0]) == 0.5
+    assert sum(result.half_exchanges for result in swarm.results[0]) == 1
+    assert sum(result.mass_drift for result in swarm.results[0]) == 0.5
 
 
 def test_unsent_share_returns_and_unreachable_peer_rests() -> None:
@@ -155,7 +155,7 @@ def test_unsent_share_returns_and_unreachable_peer_rests() -> None:
     swarm.network.link("p1", "p0").blocked = True
     swarm.run(lambda: play_rounds(swarm, 0, 2, train_seconds=0.1))
     assert weights(swarm) == [1.0, 1.0] and is_conserved(swarm)
-    first, second = swarm.told[0]
+    first, second = swarm.results[0]
     assert first.mean.blamed[0].peer == "p1" and first.ended - first.asked < 3.0
     assert second.ended - second.asked < 0.01
 
@@ -190,7 +190,7 @@ def test_broken_stream_does_not_change_the_link_estimate() -> None:
             swarm.network.reset_streams("p0")
 
     swarm.run(main)
-    (result,) = swarm.told[0]
+    (result,) = swarm.results[0]
     assert result.mean.blamed[0].why == "no share: it did not say whether it has counted the share"
     assert swarm.gossips[0].weighted.timeouts.timeout_seconds("p1", 10**6) < before + 1.0
 
@@ -209,7 +209,7 @@ def test_busy_receiver_answers_before_whole_state_is_sent() -> None:
     """p1 is between two rounds. The state is 4.8 MB, of which 1 MiB is in flight at most."""
     swarm = push_sum_swarm(2, elements=600_000, chunk_elements=100_000)
     run_round(swarm, 0)
-    (result,) = swarm.told[0]
+    (result,) = swarm.results[0]
     assert weights(swarm) == [1.0, 1.0] and is_conserved(swarm) and not result.mean.blamed
     assert result.ended - result.asked < 1.0 and result.mean.bytes_sent < 2e6
 
@@ -226,5 +226,5 @@ def test_stalled_peer_costs_only_its_own_timeout() -> None:
         timeouts.late("p1", 0.0, 1000.0)
         timeouts.took("p2", 384, 0.0, 1e-4)
     run_round(swarm, 0, 2)
-    (result,) = swarm.told[0]
+    (result,) = swarm.results[0]
     assert 2.0 < result.ended - result.asked < 3.0

@@ -53,7 +53,7 @@ def test_sender_of_invalid_share_gets_no_more() -> None:
     """A share for it would take half of the sender's mass along."""
     swarm = push_sum_swarm(2, disguises={1: lying("norm")})
     swarm.rounds(4)
-    refused = [number for number, result in enumerate(swarm.told[0]) if result.mean.blamed]
+    refused = [number for number, result in enumerate(swarm.results[0]) if result.mean.blamed]
     assert refused == [0] and weights(swarm)[0] >= 0.25
 
 
@@ -71,7 +71,7 @@ def test_sender_of_invalid_share_gets_no_more() -> None:
 def test_impossible_share_is_rejected_and_blamed(change: Callable[[Any], Header], why: str) -> None:
     swarm = push_sum_swarm(2, disguises={1: changing_kind(PushShare, change)})
     swarm.rounds()
-    (result,) = swarm.told[0]
+    (result,) = swarm.results[0]
     assert not swarm.moved(0) and any(why in blame.why for blame in result.mean.blamed)
 
 
@@ -179,7 +179,7 @@ def play_beside(swarm: GossipHarness, lender: int, rounds: int, train_seconds: f
 
     swarm.run(main)
     for index in others:
-        assert sum(bool(result.early or result.mean.contributions) for result in swarm.told[index][-30:]) > 10
+        assert sum(bool(result.early or result.mean.contributions) for result in swarm.results[index][-30:]) > 10
 
 
 def test_peer_that_only_takes_does_not_stop_others() -> None:

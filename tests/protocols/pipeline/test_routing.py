@@ -24,7 +24,7 @@ class Queues:
         self._calls: list[tuple[float, str, float]] = []  # (answered at, replica, began)
 
     def run(self, calls: int) -> Counter[str]:
-        """Make so many calls; returns how many each replica got."""
+        """Make `calls` calls; returns how many each replica got."""
         got: Counter[str] = Counter()
         while got.total() < calls:
             while len(self._calls) < self.window:

@@ -35,7 +35,7 @@ def trail(rounds: int = ROUNDS) -> list[DecidedRound]:
 
 
 class LongChains(SyncCluster):
-    """Peers that are so many rounds ahead, in a run that anna has decided alone, and a newcomer, zoe.
+    """Peers that are `rounds` ahead, in a run that anna decided alone, and a newcomer, zoe.
 
     Args:
         rounds: of each peer, anna among them.

@@ -228,7 +228,7 @@ def test_furthest_peer_is_the_same_for_all() -> None:
     assert math.isnan(furthest({"a": sketch(torch.zeros(5), b"s")})[1])
 
 
-def lives(spread_limit: float, start: float, rounds: int) -> dict[PeerId, list[RoundReport]]:
+def play(spread_limit: float, start: float, rounds: int) -> dict[PeerId, list[RoundReport]]:
     """Two peers that stand at 1, and one that starts at `start`; 0: it is a newcomer, with nothing."""
     reports: dict[PeerId, list[RoundReport]] = {"anna": [], "bert": [], "zoe": []}
     sketches: dict[PeerId, Sketch] = {}
@@ -275,7 +275,7 @@ class Alone(PairSession):
 
 
 def test_newcomer_trains_only_after_fetching_a_state() -> None:
-    reports = lives(math.inf, 0.0, 4)
+    reports = play(math.inf, 0.0, 4)
     first, second = reports["zoe"][:2]
     assert (first.outcome, first.bytes_downloaded, first.tokens) == ("superseded", 8000, 0)
     assert (second.outcome, second.parent) == ("skipped", first.lineage)
@@ -284,12 +284,12 @@ def test_newcomer_trains_only_after_fetching_a_state() -> None:
 
 
 def test_outlying_peer_fetches_anothers_state() -> None:
-    reports = lives(0.3 / DRIFT_FACTOR, 3.0, 5)
+    reports = play(0.3 / DRIFT_FACTOR, 3.0, 5)
     outcomes = [report.outcome for report in reports["zoe"]]
     assert outcomes.count("superseded") == 1 and reports["zoe"][-1].spread < 0.05
     assert all(report.outcome == "skipped" for report in reports["anna"] + reports["bert"]), "they are not the furthest"
 
 
 def test_nearby_peer_is_left_to_mixing() -> None:
-    reports = lives(3.0 / DRIFT_FACTOR, 3.0, 4)
+    reports = play(3.0 / DRIFT_FACTOR, 3.0, 4)
     assert {report.outcome for report in reports["zoe"]} == {"skipped"}

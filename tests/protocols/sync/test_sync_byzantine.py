@@ -124,10 +124,10 @@ async def test_lying_contact_is_blamed_and_others_are_believed(world: RoundsBehi
 
 @simulated(RoundsBehind, None)
 async def test_lying_directory_costs_only_time(world: RoundsBehind) -> None:
-    world.hints[:0] = ["nobody", "zeno", "cleo", "anna", "anna", *(f"invented-{each}" for each in range(500))]
+    world.hints[:0] = ["absent", "zeno", "cleo", "anna", "anna", *(f"invented-{each}" for each in range(500))]
     zeno = await world.add("zeno")
     disguise(zeno, CONTACTS["ahead"][0])
-    world.network.block("cleo", "nobody")
+    world.network.block("cleo", "absent")
     report = await world.cleo.catch_up()
     assert world.same("anna bert cleo") and list(report.blamed) == ["zeno"]
     assert asyncio.get_running_loop().time() < 10.0

@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 class Disk(MemoryBuffer):
-    """Room that may only be used by what runs in `Compute`, and fails when it is told to.
+    """A buffer that only code inside `Compute` may use, and that fails on demand.
 
     Attributes:
         at_work: whether heavy work is under way.

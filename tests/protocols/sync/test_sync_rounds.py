@@ -42,11 +42,11 @@ async def test_two_halves_of_a_swarm_merge(world: ReplicatedSwarm) -> None:
     await asyncio.sleep(5 * ROUND_SECONDS)
     world.cut("dora emil", "anna bert cleo")
     await asyncio.sleep(30 * ROUND_SECONDS)
-    assert [len(life.chain.head.roster) for life in world.peers.values()] == [3, 3, 3, 2, 2]
+    assert [len(peer.chain.head.roster) for peer in world.peers.values()] == [3, 3, 3, 2, 2]
     world.cut("dora emil", "anna bert cleo", heal=True)
     await asyncio.sleep(20 * ROUND_SECONDS)
     assert world.together()
-    assert [len(life.caught_up()) > 0 for life in world.peers.values()] == [False] * 3 + [True] * 2
+    assert [len(peer.caught_up()) > 0 for peer in world.peers.values()] == [False] * 3 + [True] * 2
 
 
 @simulated(ReplicatedSwarm, "anna")

@@ -57,7 +57,7 @@ INDEPENDENT_LIES: Final = {protocol: (*REFUSED[protocol], *BORNE[protocol]) for 
 """Protocol -> its lies. The baselines, which tolerate no liar, are not in it."""
 
 
-_SOMEBODY = Member("somebody")
+_OTHER_MEMBER = Member("stranger")
 _CHANGES: Final[dict[tuple[str, type], Callable[[Any], Header]]] = {
     ("ahead", ExchangeRequest): lambda ask: _in_round(ask, ask.key.round + AHEAD_ROUNDS),
     ("ahead", PushShare): lambda give: _in_round(give, give.key.round + AHEAD_ROUNDS),
@@ -65,12 +65,12 @@ _CHANGES: Final[dict[tuple[str, type], Callable[[Any], Header]]] = {
     ("ahead", PositionAnnouncement): lambda here: replace(here, round=here.round + AHEAD_ROUNDS),
     ("replayed", PositionAnnouncement): lambda here: replace(here, number=1),
     ("other-run", PositionAnnouncement): lambda here: replace(here, run=bytes(32)),
-    ("other-sender", PositionAnnouncement): lambda here: replace(here, sender=_SOMEBODY),
+    ("other-sender", PositionAnnouncement): lambda here: replace(here, sender=_OTHER_MEMBER),
     ("other-codec", wire.Contribute): lambda opening: replace(opening, codec="fp64"),
     ("stale", wire.Contribute): lambda opening: replace(opening, key=replace(opening.key, lineage=bytes(32))),
     ("weight", PushShare): lambda give: replace(give, weight=1e6),
     **{("other-run", kind): lambda each: replace(each, key=replace(each.key, run=bytes(32))) for kind in _OPENING},
-    **{("other-sender", kind): lambda each: replace(each, sender=_SOMEBODY) for kind in _OPENING},
+    **{("other-sender", kind): lambda each: replace(each, sender=_OTHER_MEMBER) for kind in _OPENING},
     **{("other-size", kind): lambda each: replace(each, elements=each.elements + 1) for kind in _OPENING[:2]},
     **{("other-codec", kind): lambda each: replace(each, codec="fp64") for kind in _OPENING[:2]},
 }
@@ -112,19 +112,19 @@ class ByzantinePeer:
 
     def _numbered(self, peer: PeerId, header: ExchangeMessage) -> ExchangeMessage:
         """The message with a false sequence number or round; the numbers sent to each peer are kept."""
-        told = self._last[peer]
+        sent = self._last[peer]
         if not isinstance(header, ExchangeRequest | PushShare):
             self.lies += self.lie == "far-number"
             return replace(header, sequence=header.sequence + (self.lie == "far-number"))
-        self.lies += bool(told)  # the first message differs from no earlier one
+        self.lies += bool(sent)  # the first message differs from no earlier one
         match self.lie:
-            case "replayed" if told:
-                return replace(header, sequence=told[-1])
-            case "far-number" if not told:
+            case "replayed" if sent:
+                return replace(header, sequence=sent[-1])
+            case "far-number" if not sent:
                 header = replace(header, sequence=header.sequence + (1 << 39))
             case "round-back":
-                header = _in_round(header, AHEAD_ROUNDS - len(told))
-        told.append(header.sequence)
+                header = _in_round(header, AHEAD_ROUNDS - len(sent))
+        sent.append(header.sequence)
         return header
 
     def scaled(self, payload: Buffer) -> bytes:
@@ -134,9 +134,9 @@ class ByzantinePeer:
             return bytes(payload)  # no chunk of a vector
         vector = torch.empty(sizes[0])
         self._codec.decode(payload, vector)
-        told = bytearray(len(payload))
-        self._codec.encode(vector.mul_(FACTORS[self.lie]), memoryview(told))
-        return bytes(told)
+        scaled = bytearray(len(payload))
+        self._codec.encode(vector.mul_(FACTORS[self.lie]), memoryview(scaled))
+        return bytes(scaled)
 
 
 class ByzantineIndependentStream(ByzantineContributorStream):

@@ -6,7 +6,7 @@ import re
 import time
 
 from tests.docker.cases import Struck
-from tests.docker.lives import bytes_of
+from tests.docker.containers import bytes_of
 from tests.docker.verdict import forks, table
 from tests.faults.recording import Limits, Recording
 from tests.support.paths import REPOSITORY
@@ -32,9 +32,9 @@ def test_fork_of_unharmed_peer_is_a_violation() -> None:
     play = _play({"founder": [fork]}, {"founder": "A", "peer-1": "B"}, now)
     struck = Struck("network", ("founder",), now, now + 6, ("founder",), {"recovery_seconds": 2.0})
     assert not list(forks(play, [struck]))
-    struck.whom = ("peer-1",)
+    struck.targets = ("peer-1",)
     assert [each.invariant for each in forks(play, [struck])] == ["fork"]
-    struck.whom, struck.over = ("founder",), now + 1
+    struck.targets, struck.over = ("founder",), now + 1
     assert [each.round for each in forks(play, [struck])] == [7]
 
 
@@ -50,5 +50,5 @@ def test_table_marks_unmeasured_values() -> None:
 def _play(histories: dict[str, list[dict[str, object]]], ids: dict[str, str], now: float) -> Recording:
     return Recording(
         scenario="docker", seed=0, protocol="butterfly", task="gpt", limits=Limits(), calm=(now, now), healed=now,
-        ended=now, should=(), ids=ids, events=(), histories=histories, logs={}, lives={}, left={},
+        ended=now, should=(), ids=ids, events=(), histories=histories, logs={}, incarnations={}, left={},
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""A command that plays, told to stop, cleans up once, and says by its exit code why it ended."""
+"""A stop signal makes a command that plays clean up once; its exit code names the signal."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ sys.exit(from_shell(command))
 """
 
 
-def told(first: signal.Signals, *more: signal.Signals) -> tuple[int, str]:
+def exit_of(first: signal.Signals, *more: signal.Signals) -> tuple[int, str]:
     """What becomes of a command that gets a signal, and more while it cleans up: its exit code, and its last word."""
     command = [sys.executable, "-c", COMMAND]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
@@ -46,11 +46,11 @@ def told(first: signal.Signals, *more: signal.Signals) -> tuple[int, str]:
 
 @pytest.mark.parametrize("number, code", [(signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGINT, 130)])
 def test_stop_signal_runs_cleanup(number: signal.Signals, code: int) -> None:
-    assert told(number) == (code, "done\n")
+    assert exit_of(number) == (code, "done\n")
 
 
 def test_second_stop_signal_does_not_interrupt_cleanup() -> None:
-    assert told(signal.SIGTERM, signal.SIGTERM) == (143, "done\n")
+    assert exit_of(signal.SIGTERM, signal.SIGTERM) == (143, "done\n")
 
 
 def test_nohup_ignores_the_hangup_signal() -> None:

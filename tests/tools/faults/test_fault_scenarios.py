@@ -36,8 +36,8 @@ def test_schedule_is_seeded_and_every_step_can_be_played(name: str) -> None:
     joined = set(NAMES)
     for step in itertools.chain(*drawn):
         assert hasattr(Nemesis, f"_{step.act}") or any(hasattr(hand, step.act) for hand in HANDS)
-        joined |= set(step.whom) if step.act == "join" else set()
-        assert set(step.whom) <= joined | {STRUCK}
+        joined |= set(step.targets) if step.act == "join" else set()
+        assert set(step.targets) <= joined | {STRUCK}
         assert SCENARIOS[name].network or step.act not in ON_THE_NETWORK
 
 
@@ -61,8 +61,8 @@ def test_kill_schedule_covers_every_point_of_a_round(protocol: str) -> None:
 
 def test_kills_always_leave_a_peer() -> None:
     drawn = [name for name in SCENARIOS if name != "everyone"]
-    assert all(len(set(step.whom)) < len(NAMES) for name in drawn for step in steps(name) if step.act == "kill")
-    assert {len(step.whom) for step in steps("all-but-one") if step.act == "kill"} == {3}
+    assert all(len(set(step.targets)) < len(NAMES) for name in drawn for step in steps(name) if step.act == "kill")
+    assert {len(step.targets) for step in steps("all-but-one") if step.act == "kill"} == {3}
 
 
 def test_schedule_prints_in_words() -> None:
@@ -100,7 +100,7 @@ def test_spread_limit_is_set_only_for_independent_protocols() -> None:
 @pytest.mark.parametrize(
     "arguments, words",
     [
-        (["all-but-one"], "all-but-one leaves one of 4 peers: by gossip it has nobody to mix with; take more peers"),
+        (["all-but-one"], "all-but-one leaves one of 4 peers: by gossip it has no peer to mix with; take more peers"),
         (["kill-two", "--peers", "3"], "kill-two leaves one of 3 peers"),
     ],
 )

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from tests.faults.judge import judge
-from tests.faults.recording import Life, Limits, Recording
+from tests.faults.recording import Incarnation, Limits, Recording
 from tests.support.recordings import (
     BEGAN,
     IDS,
@@ -22,7 +22,7 @@ from tests.support.recordings import (
     skip_mixing,
     voted,
     voted_report,
-    with_lives,
+    with_incarnations,
 )
 
 
@@ -129,8 +129,8 @@ def test_goodput_of_abandoned_calm_phase_is_known() -> None:
             if number == 3:
                 again.update(parent="L3", outcome="fork", weight=0.0, **NO_CONTRIBUTIONS)
             history(play, name).append(again)
-    lives = (Life(BEGAN - 9, BEGAN + 11.5, -9, -9), Life(BEGAN + 14, BEGAN + 31, 0, 0))
-    verdict = judge(replace(play, lives=dict.fromkeys(PEERS, lives), limits=Limits(60, forks=True)))
+    incarnations = (Incarnation(BEGAN - 9, BEGAN + 11.5, -9, -9), Incarnation(BEGAN + 14, BEGAN + 31, 0, 0))
+    verdict = judge(replace(play, incarnations=dict.fromkeys(PEERS, incarnations), limits=Limits(60, forks=True)))
     assert verdict.violations == []
     assert verdict.goodput == pytest.approx(8 / 17.5, rel=0.1)  # eight rounds of three, in 17.5 s of three
 
@@ -162,7 +162,7 @@ def test_work_in_an_abandoned_state_does_not_count() -> None:
 def test_dead_peer_is_not_expected_to_contribute() -> None:
     play = mixed()
     del history(play, "cleo")[15:]
-    play = with_lives(replace(play, should=("anna", "bert")), "cleo", Life(BEGAN - 9, BEGAN + 15, -9, -9))
+    play = with_incarnations(replace(play, should=("anna", "bert")), "cleo", Incarnation(BEGAN - 9, BEGAN + 15, -9, -9))
     for name, partner in (("anna", "bert"), ("bert", "anna")):
         for each in history(play, name)[15:]:
             each["peers"] = (IDS[partner],)

@@ -11,7 +11,7 @@ import pytest
 
 from tests.faults.independent import APART
 from tests.faults.judge import Verdict, judge
-from tests.faults.recording import Life, Limits, Recording
+from tests.faults.recording import Incarnation, Limits, Recording
 from tests.support.independent_checkers import mixed as last_to_mix
 from tests.support.recordings import (
     BEGAN,
@@ -28,7 +28,7 @@ from tests.support.recordings import (
     mixed_report,
     skip_mixing,
     voted,
-    with_lives,
+    with_incarnations,
 )
 
 PROTOCOLS = pytest.mark.parametrize("healthy", [voted, mixed], ids=["butterfly", "gossip"])
@@ -280,24 +280,26 @@ def test_orphan_process_is_reported(healthy: Callable[[], Recording]) -> None:
 
 
 @pytest.mark.parametrize(
-    "life, words",
+    "incarnation, words",
     [
-        (Life(BEGAN - 9, BEGAN + 31, -9, 0), "life 1 ended with SIGKILL, not exit code 0"),
-        (Life(BEGAN - 9, BEGAN + 28, 0, 0), "ended 2.0 s before it was asked to"),
+        (Incarnation(BEGAN - 9, BEGAN + 31, -9, 0), "incarnation 1 ended with SIGKILL, not exit code 0"),
+        (Incarnation(BEGAN - 9, BEGAN + 28, 0, 0), "ended 2.0 s before it was asked to"),
     ],
     ids=["wrong-exit-code", "premature"],
 )
-def test_wrong_exit_is_reported_in_words(life: Life, words: str) -> None:
-    play = with_lives(voted(), "anna", life)
+def test_wrong_exit_is_reported_in_words(incarnation: Incarnation, words: str) -> None:
+    play = with_incarnations(voted(), "anna", incarnation)
     assert found(play) == [("exit-code", "anna")] and detail(play) == words
 
 
 def test_unobserved_exit_is_reported() -> None:
     play = voted()
-    assert found(replace(play, lives={name: play.lives[name] for name in ("anna", "bert")})) == [("exit-code", "cleo")]
+    assert found(replace(play, incarnations={name: play.incarnations[name] for name in ("anna", "bert")})) == [
+        ("exit-code", "cleo")
+    ]
     for each in history(play, "bert")[20:]:
         each["incarnation"] = 1
-    assert found(play) == [("exit-code", "bert")] and detail(play) == "ended unseen after 1 lives"
+    assert found(play) == [("exit-code", "bert")] and detail(play) == "ended unseen after 1 incarnations"
 
 
 FAILED = {
@@ -367,14 +369,14 @@ def test_more_peers_may_use_more_resources() -> None:
     play = voted()
     for number in (28, 29):
         history(play, "bert")[number]["open_files"] = 80
-    newcomers = {name: (Life(BEGAN + 12, BEGAN + 31, 0, 0),) for name in ("dora", "emil", "finn")}
+    newcomers = {name: (Incarnation(BEGAN + 12, BEGAN + 31, 0, 0),) for name in ("dora", "emil", "finn")}
     assert found(play) == [("level", "bert")]
-    assert found(replace(play, lives={**play.lives, **newcomers})) == []
+    assert found(replace(play, incarnations={**play.incarnations, **newcomers})) == []
 
 
 def test_restarted_peer_is_not_compared_with_former_incarnation() -> None:
     play = voted()
     for number in range(15, 30):
         history(play, "bert")[number].update(open_files=1_000, incarnation=1)
-    lives = (Life(BEGAN - 9, BEGAN + 14.1, -9, -9), Life(BEGAN + 14.2, BEGAN + 31, 0, 0))
-    assert found(with_lives(play, "bert", *lives)) == []
+    incarnations = (Incarnation(BEGAN - 9, BEGAN + 14.1, -9, -9), Incarnation(BEGAN + 14.2, BEGAN + 31, 0, 0))
+    assert found(with_incarnations(play, "bert", *incarnations)) == []

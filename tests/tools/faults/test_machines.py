@@ -27,8 +27,8 @@ def test_skewed_report_times_are_corrected(tmp_path: Path) -> None:
     assert float(clock_file(cast(Any, peer)).read_text()) == 0.0
     reports.append(_report(clock + 2))
     machines.heal()
-    told = machines.right({"c": list(reports), "a": [_report(7.0)]})
-    assert told == {"c": [_report(100.0), _report(101.0), _report(102.0)], "a": [_report(7.0)]}
+    corrected = machines.right({"c": list(reports), "a": [_report(7.0)]})
+    assert corrected == {"c": [_report(100.0), _report(101.0), _report(102.0)], "a": [_report(7.0)]}
     assert reports[1]["time"] == -499.0 and notes.stuck == []
 
 

@@ -185,7 +185,7 @@ def hears_nothing(end: socket.socket) -> bool:
 
 
 def arrived(source: Place, target: Place, count: int) -> int:
-    """How many of so many datagrams come; few at a time, so that no buffer is ever full."""
+    """How many of `count` datagrams arrive; few are sent at a time, so that no buffer is ever full."""
 
     def take(seconds: float) -> int:
         time.sleep(seconds)
@@ -223,7 +223,7 @@ def test_moved_peer_is_reachable_only_at_new_address(network: Namespaces, connec
     old, a = network.places["b"].address, network.places["a"]
     new = network.move("b")
     assert network.places["b"] == new and new.address != old and new.device == f"line{new.line}"
-    mine.sendall(b"to nobody")
+    mine.sendall(b"unheard")
     assert hears_nothing(theirs)
     assert arrived(a, new, 20) == 20 == arrived(new, a, 20)
     again = network.move("b")

@@ -29,7 +29,7 @@ CHILD = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {SLEEP
 
 
 class Network:
-    """Notes what is asked of it; its faults are felt by so many packets."""
+    """Notes each request; its faults affect a set number of packets."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
@@ -79,8 +79,8 @@ def state(peer: RealPeer) -> str:
     return str(psutil.Process(peer.pid).status())
 
 
-def told(nemesis: Nemesis) -> list[tuple[str, tuple[str, ...], str]]:
-    return [(each.what, each.whom, each.kind) for each in nemesis.events]
+def events_of(nemesis: Nemesis) -> list[tuple[str, tuple[str, ...], str]]:
+    return [(each.what, each.peers, each.kind) for each in nemesis.events]
 
 
 def test_patience_factor_extends_the_wait(nemesis: Nemesis) -> None:
@@ -97,7 +97,7 @@ def test_stopped_peer_resumes_when_woken(nemesis: Nemesis, swarm: RealSwarm) -> 
     assert state(swarm["a"]) != psutil.STATUS_STOPPED
     nemesis.play([Step("wake", ("b",), role="peer")])
     wait("b goes on", lambda: state(swarm["b"]) != psutil.STATUS_STOPPED, 2)
-    assert told(nemesis) == [("SIGSTOP to peer", ("b",), "fault"), ("SIGCONT to peer", ("b",), "heal")]
+    assert events_of(nemesis) == [("SIGSTOP to peer", ("b",), "fault"), ("SIGCONT to peer", ("b",), "heal")]
     assert nemesis.stuck == []
 
 
@@ -138,8 +138,8 @@ def test_fault_without_affected_packets_is_noted(nemesis: Nemesis, network: Netw
 
 
 def test_failed_step_is_noted_and_next_is_played(nemesis: Nemesis, network: Network) -> None:
-    nemesis.play([Step("restart", (STRUCK,)), Step("kill", ("b",), role="nobody"), Step("part", ("a",))])
-    assert [each.partition(":")[0] for each in nemesis.stuck] == [f"restart {STRUCK}", "kill b nobody"]
+    nemesis.play([Step("restart", (STRUCK,)), Step("kill", ("b",), role="unknown"), Step("part", ("a",))])
+    assert [each.partition(":")[0] for each in nemesis.stuck] == [f"restart {STRUCK}", "kill b unknown"]
     assert network.calls == [("part", ("a",), ["b", "c"]), ("heal",)]
 
 
@@ -151,7 +151,7 @@ def test_running_peer_is_not_started_twice(nemesis: Nemesis, swarm: RealSwarm) -
 
 def test_missing_exit_is_noted_and_forced(nemesis: Nemesis, swarm: RealSwarm) -> None:
     nemesis.over("a", 0, 0.2)
-    assert [(life.code, life.expected) for life in nemesis.lives["a"]] == [(-signal.SIGKILL, 0)]
+    assert [(each.code, each.expected) for each in nemesis.incarnations["a"]] == [(-signal.SIGKILL, 0)]
     assert nemesis.stuck == ["a did not end within 0.2 s"] and not swarm["a"].running
 
 
@@ -169,16 +169,17 @@ def test_unrequested_exit_is_recorded(nemesis: Nemesis, swarm: RealSwarm) -> Non
     os.kill(swarm["c"].pid, signal.SIGSEGV)
     swarm["c"].ends(2)
     nemesis.unseen()
-    assert {name: [(each.code, each.expected) for each in lives] for name, lives in nemesis.lives.items()} == {
-        "c": [(-signal.SIGSEGV, 0)]
-    }
-    assert nemesis.stuck == ["c ended, and nobody had asked it to"], "nor does exit code 0 make that right"
+    assert {
+        name: [(each.code, each.expected) for each in incarnations]
+        for name, incarnations in nemesis.incarnations.items()
+    } == {"c": [(-signal.SIGSEGV, 0)]}
+    assert nemesis.stuck == ["c ended without being asked to"], "nor does exit code 0 make that right"
 
 
 def test_peer_never_started_has_no_exit_record(nemesis: Nemesis) -> None:
-    nemesis.began("zoe")  # all are told of before the first is started, and then that fails
+    nemesis.began("zoe")  # every process is announced before the first start, which then fails
     nemesis.unseen()
-    assert nemesis.lives == {}
+    assert nemesis.incarnations == {}
 
 
 def test_peer_exiting_at_start_is_not_waited_for(swarm: RealSwarm) -> None:

@@ -20,8 +20,8 @@ def test_bits_flip_at_the_requested_rate() -> None:
     flipped = [(one ^ other).bit_count() for one, other in zip(changed, DATA, strict=True) if one != other]
     assert 60 < len(flipped) < 150 and set(flipped) == {1}
     assert wire.corrupted(("10.77.0.4", "10.77.0.5"), DATA) == DATA
-    assert wire.told() == {"delayed_bytes": 0, "flipped_bits": len(flipped)}
-    assert wire.told()["flipped_bits"] == 0
+    assert wire.take_counts() == {"delayed_bytes": 0, "flipped_bits": len(flipped)}
+    assert wire.take_counts()["flipped_bits"] == 0
 
 
 def test_faults_round_trip_as_json() -> None:
@@ -56,4 +56,4 @@ async def test_delayed_bytes_arrive_whole_and_in_order(monkeypatch: pytest.Monke
         assert loop.time() - began >= 2 * 0.01
         writer.close()
         await writer.wait_closed()
-    assert wire.told()["delayed_bytes"] == 2 * len(DATA)
+    assert wire.take_counts()["delayed_bytes"] == 2 * len(DATA)

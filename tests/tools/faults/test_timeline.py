@@ -20,7 +20,7 @@ from tests.support.recordings import (
     voted_report,
 )
 
-EMPTY = replace(voted(), events=(), histories={}, lives={}, logs={}, left={})
+EMPTY = replace(voted(), events=(), histories={}, incarnations={}, logs={}, left={})
 
 
 def troubled() -> Recording:
@@ -41,7 +41,7 @@ def test_timeline_lists_events_rounds_and_violations_in_order() -> None:
     play = troubled()
     lines = timeline(play, judge(play))
     text = "\n".join(lines)
-    assert all(f"{event.what}: {', '.join(event.whom)}" in text for event in play.events)
+    assert all(f"{event.what}: {', '.join(event.peers)}" in text for event in play.events)
     assert all(f"round {number} " in text for number in range(30))
     assert "   19.0  FAULT  cut off: bert" in lines and "   24.0  exit   cleo: SIGKILL" in lines
     assert "   10.0         round 0 committed    anna bert cleo       anna, bert, cleo" in lines
@@ -73,7 +73,7 @@ def test_timeline_of_many_peers_names_the_missing() -> None:
     histories = {
         name: [{**voted_report("anna", 0), "peer": ids[name], "peers": tuple(ids.values())[1:]}] for name in ids
     }
-    play = replace(play, ids=ids, histories=histories, lives=dict.fromkeys(ids, play.lives["anna"]))
+    play = replace(play, ids=ids, histories=histories, incarnations=dict.fromkeys(ids, play.incarnations["anna"]))
     assert "round 0 committed    5 peers, without anna " in "\n".join(timeline(play, judge(play)))
 
 

@@ -213,7 +213,7 @@ def decided_and_did_not_move(histories: Histories) -> None:
 
 
 def undecided_yet_changed(histories: Histories) -> None:
-    """A mean was applied that nobody decided."""
+    """A peer applied a mean that was never decided."""
     histories["cleo"][2]["params_hash"] = histories["cleo"][3]["params_hash"] = "elsewhere"
 
 

@@ -1,4 +1,4 @@
-"""What a simulated peer can know of others: deaths travel, silence is noticed by its length, lives are told apart."""
+"""What a simulated peer knows of others: deaths spread, long silence is noticed, and incarnations are distinguished."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from protocols.base import Host, Member
 from tests.sim import loop as simloop
 from tests.sim.contact import HEARTBEAT_SECONDS, LIVENESS_SECONDS, Outages
-from tests.sim.host import EPOCH, Entries, Hearsay, sim_host
+from tests.sim.host import EPOCH, DirectoryFaults, Entries, sim_host
 from tests.sim.network import SimNetwork
 from tests.sim.trace import Trace
 
@@ -65,8 +65,8 @@ class Swarm:
         self.network.restart(peer)
         self.start(peer)
 
-    def names(self, peer: str, life: int = 0) -> list[tuple[float, str]]:
-        return [(time, " ".join(each.peer for each in live)) for time, live in self.seen[peer, life]]
+    def names(self, peer: str, incarnation: int = 0) -> list[tuple[float, str]]:
+        return [(time, " ".join(each.peer for each in live)) for time, live in self.seen[peer, incarnation]]
 
 
 def test_stable_swarm_sees_all_members_without_timers() -> None:
@@ -146,7 +146,7 @@ def test_restarted_peer_is_new_member_after_handshake() -> None:
 
 
 def test_restart_behind_silence_replaces_former_incarnation() -> None:
-    """Neither the death nor the timeout of the old life takes the new one away."""
+    """Neither the death nor the timeout of the old incarnation removes the new one."""
     swarm = Swarm()
     pairs = (("p0", "p2"), ("p2", "p0"))
     swarm.run(
@@ -196,12 +196,14 @@ def test_mutually_connected_majority_is_counted() -> None:
 # -- the directory ----------------------------------------------------------------------------------------------------
 
 
-def found(hearsay: Hearsay, skews: tuple[float, ...] = (0.0, 0.0, 0.0), at: float = 20.0) -> list[tuple[str, bytes]]:
+def found(
+    faults: DirectoryFaults, skews: tuple[float, ...] = (0.0, 0.0, 0.0), at: float = 20.0
+) -> list[tuple[str, bytes]]:
     """What p2 finds of what p0 and p1 announced at 0 s and at 10 s, for 60 s each."""
     network = SimNetwork(Trace())
     entries: Entries = {}
     hosts: list[Host] = [
-        sim_host(network, network.join(f"p{index}"), 1, entries, skew, hearsay) for index, skew in enumerate(skews)
+        sim_host(network, network.join(f"p{index}"), 1, entries, skew, faults) for index, skew in enumerate(skews)
     ]
 
     async def main() -> list[tuple[str, bytes]]:
@@ -217,28 +219,28 @@ def found(hearsay: Hearsay, skews: tuple[float, ...] = (0.0, 0.0, 0.0), at: floa
 
 
 def test_directory_returns_last_value_until_expiry() -> None:
-    assert found(Hearsay()) == [("p0", b"newp0"), ("p1", b"newp1")]
-    assert found(Hearsay(), at=71.0) == []
+    assert found(DirectoryFaults()) == [("p0", b"newp0"), ("p1", b"newp1")]
+    assert found(DirectoryFaults(), at=71.0) == []
 
 
 def test_skewed_clock_shifts_entry_expiry() -> None:
-    assert found(Hearsay(), skews=(-120.0, 120.0, 0.0), at=75.0) == [("p1", b"newp1")]
-    assert found(Hearsay(), skews=(0.0, 0.0, 120.0)) == []
+    assert found(DirectoryFaults(), skews=(-120.0, 120.0, 0.0), at=75.0) == [("p1", b"newp1")]
+    assert found(DirectoryFaults(), skews=(0.0, 0.0, 120.0)) == []
 
 
 def test_lagging_directory_returns_only_old_values() -> None:
-    assert found(Hearsay(lag_seconds=15.0)) == [("p0", b"oldp0"), ("p1", b"oldp1")]
-    assert found(Hearsay(lag_seconds=25.0)) == []
+    assert found(DirectoryFaults(lag_seconds=15.0)) == [("p0", b"oldp0"), ("p1", b"oldp1")]
+    assert found(DirectoryFaults(lag_seconds=25.0)) == []
 
 
 def test_forgetful_directory_omits_entries() -> None:
-    told = [found(Hearsay(random.Random(seed), forget_share=0.5)) for seed in range(40)]
-    assert {len(each) for each in told} == {0, 1, 2}
-    assert told == [found(Hearsay(random.Random(seed), forget_share=0.5)) for seed in range(40)]
+    results = [found(DirectoryFaults(random.Random(seed), forget_share=0.5)) for seed in range(40)]
+    assert {len(each) for each in results} == {0, 1, 2}
+    assert results == [found(DirectoryFaults(random.Random(seed), forget_share=0.5)) for seed in range(40)]
 
 
 def test_lying_directory_invents_peers_and_swaps_values() -> None:
-    told = [found(Hearsay(random.Random(seed), lie_share=1.0)) for seed in range(40)]
-    extra = [entry for each in told for entry in each if entry not in found(Hearsay())]
+    results = [found(DirectoryFaults(random.Random(seed), lie_share=1.0)) for seed in range(40)]
+    extra = [entry for each in results for entry in each if entry not in found(DirectoryFaults())]
     assert any(peer.startswith("ghost") for peer, _ in extra)
-    assert any(peer in ("p0", "p1") for peer, _ in extra) and all(len(each) == 3 for each in told)
+    assert any(peer in ("p0", "p1") for peer, _ in extra) and all(len(each) == 3 for each in results)

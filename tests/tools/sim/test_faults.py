@@ -10,7 +10,7 @@ import pytest
 from tests.sim import loop as simloop
 from tests.sim.families import BREAKING, CALM, FAULTS, skew
 from tests.sim.faults import Crash, Cut, Faults, Lie, Message, Mislead, Reset, Restart, Skew, Slow
-from tests.sim.host import Hearsay
+from tests.sim.host import DirectoryFaults
 from tests.sim.injection import Injector
 from tests.sim.network import SimNetwork
 from tests.sim.trace import Trace
@@ -69,7 +69,7 @@ def test_cut_links_exclude_self_links() -> None:
         (lambda: Faults().crash("p0"), "either at a time or at a message"),
         (lambda: Faults().reset("p0", at=1, at_message=1), "either at a time or at a message"),
         (lambda: Faults().silence({"a"}, {"b"}, at=9, heal=3), "before it begins"),
-        (lambda: Faults().silence({"a"}, {"b"}, at=Message("a", 1), heal=3), "after so many seconds"),
+        (lambda: Faults().silence({"a"}, {"b"}, at=Message("a", 1), heal=3), "lasts a number of seconds"),
     ],
 )
 def test_invalid_faults_are_rejected(build: object, words: str) -> None:
@@ -126,8 +126,8 @@ class Stage:
         self.network = SimNetwork(Trace(), 0.1)
         for peer in PEERS[:3]:
             self.network.join(peer)
-        self.hearsay = Hearsay()
-        self.injector = Injector(faults, self.network, self.hearsay, self.network.restart)  # type: ignore[arg-type]
+        self.directory_faults = DirectoryFaults()
+        self.injector = Injector(faults, self.network, self.directory_faults, self.network.restart)  # type: ignore[arg-type]
 
     def run(self, seconds: int = 20, heal_at: int | None = None) -> list[str]:
         """One letter a second: the state of p0 and of its link to p1."""
@@ -155,7 +155,7 @@ class Stage:
             ">": there.blocked,
             "<": back.blocked,
             "s": node.slowness > 1,
-            "f": self.hearsay.forget_share > 0,
+            "f": self.directory_faults.forget_share > 0,
         }
         return "".join(letter for letter, holds in letters.items() if holds) or "-"
 
@@ -202,7 +202,7 @@ def test_healing_ends_faults_and_prevents_new_ones() -> None:
     assert states[1] == "x><" and states[5:] == ["-"] * 15
     assert [node.incarnation for node in stage.network.nodes.values()] == [1, 0, 0]
     assert all(node.slowness == 1.0 for node in stage.network.nodes.values())
-    assert stage.hearsay.lie_share == 0.0 and len(stage.injector.struck) == 4
+    assert stage.directory_faults.lie_share == 0.0 and len(stage.injector.struck) == 4
     live = {peer: stage.network.contacts.views[peer].live() for peer in PEERS[:3]}
     assert {len(members) for members in live.values()} == {3}
 

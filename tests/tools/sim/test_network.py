@@ -24,7 +24,7 @@ def now() -> float:
 
 
 class Scene:
-    """Peers whose handlers note every byte: (when, at whom, which stream's first byte, byte)."""
+    """Peers whose handlers note every byte: (time, receiver, first byte of the stream, byte)."""
 
     def __init__(self, *peers: str, jitter: random.Random | None = None) -> None:
         self.network = SimNetwork(Trace(), LATENCY, jitter=jitter)
@@ -170,7 +170,7 @@ def test_streams_keep_their_order_without_jitter() -> None:
 
 @pytest.mark.parametrize("blocked", [False, True])
 def test_next_incarnation_receives_nothing_from_the_last(blocked: bool) -> None:
-    """Bytes that were under way to a peer, or held up, when it was killed reach no stream of its next life."""
+    """Bytes that were under way to a peer, or held up, when it was killed reach no stream of its next incarnation."""
     scene = Scene("a", "b")
 
     async def body() -> None:
