@@ -112,7 +112,7 @@ class IndependentWorld(World):
         self.account = IndependentAccount(self.network, self.liars)
         self.endless = scenario.breaks
         self.sketches: dict[PeerId, Sketch] = {}
-        self.liars: dict[PeerId, ByzantinePeer] = {}
+        self.byzantine_peers: dict[PeerId, ByzantinePeer] = {}
 
     def learner(self, index: int) -> Paced:
         assert self.scenario.elements
@@ -181,7 +181,7 @@ class IndependentWorld(World):
         if me in self.liars:
             assert scenario.codec and scenario.lie
             liar = ByzantinePeer(scenario.protocol, scenario.lie, scenario.codec, scenario.chunk_elements)
-            self.liars[me], transport.disguise = liar, liar.disguise
+            self.byzantine_peers[me], transport.disguise = liar, liar.disguise
         return host
 
     def goes_on(self, peer: PeerId) -> bool:
@@ -260,12 +260,12 @@ class IndependentWorld(World):
         """Each liar whose lies are refused must be named by an honest peer."""
         blamed = {peer for history in honest.values() for report in history for peer in report["blamed"]}
         found = []
-        for peer, liar in self.liars.items():
+        for peer, liar in self.byzantine_peers.items():
             if liar.refused and liar.lies and peer not in blamed:
                 found.append(checkers.Violation("named", peer, 0, f"no peer named the lie {liar.lie!r}"))
         return found
 
     def _together(self) -> list[checkers.Violation]:
-        if any(liar.parts for liar in self.liars.values()) or (spread := self.spread()) <= SPREAD_BOUND:
+        if any(liar.parts for liar in self.byzantine_peers.values()) or (spread := self.spread()) <= SPREAD_BOUND:
             return []
         return [checkers.Violation("spread", "", 0, f"{spread:.3f} at the end, not at most {SPREAD_BOUND}")]

@@ -167,7 +167,7 @@ class CountingWorld(IndependentWorld):
     lies, apart = 0, 0.0
 
     def check(self, histories: dict[PeerId, list[Report]]) -> list[Violation]:
-        CountingWorld.lies = sum(liar.lies for liar in self.liars.values())
+        CountingWorld.lies = sum(liar.lies for liar in self.byzantine_peers.values())
         CountingWorld.apart = self.spread()
         return super().check(histories)
 
