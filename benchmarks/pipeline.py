@@ -8,7 +8,7 @@ throughput  microbatches/s between two rounds, as a share of the capacity of all
 churn       the same over many rounds. 5 % of the replicas restart each minute; each is away for half a minute
 
 `tests.sim` provides the peers, the protocol, and in `churn` the averaging, in virtual time. Links take 50 ms; a replica
-of speed 1 takes .4 s for a microbatch. `columns` is the baseline: replica i of each stage forms a column with replica i
+of speed 1 takes .4, 1 or 2 s for a microbatch. `columns` is the baseline: replica i of each stage forms a column with replica i
 of the others, in an order drawn from the seed. A column runs GPipe's schedule (Huang et al. 2019): all forwards, all
 backwards, a step. Nothing is rerouted: if a member is away, its column waits, and repeats its step from the last
 checkpoint. Columns average at no cost.
@@ -33,7 +33,9 @@ from tests.sim.scenario import Scenario
 
 STAGES, REPLICAS, BATCHES = 3, 4, 16
 LATENCY_SECONDS = 0.05
-MICROBATCH_SECONDS = 0.4
+MICROBATCH_SECONDS = (0.4, 1.0, 2.0)
+"""Of a replica of speed 1: from small models to those that a volunteer's machine is needed for."""
+CHURN_MICROBATCH_SECONDS = 0.4
 SPEEDS = {"equal": (2.0, 2.0, 2.0, 2.0), "1:4": (1.0, 2.0, 3.0, 4.0)}
 WARM_SECONDS, MEASURED_SECONDS = 60.0, 240.0
 CHURN_A_MINUTE, AWAY_SECONDS = 0.05, 30.0
@@ -77,20 +79,16 @@ class MeasuredWorld(PipelineWorld):
         return sum(event.kind == "counted" and event.stage == 0 and time >= seconds for time, event in self.events)
 
 
-def shuffled(speeds: Sequence[float], seed: int) -> list[list[float]]:
-    """For each stage, the speeds of its replicas in a random order."""
+def shuffled(speeds: Sequence[float], microbatch_seconds: float, seed: int) -> list[list[float]]:
+    """For each stage, the microbatches/s of its replicas, in a random order."""
     rng = random.Random(f"speeds/{seed}")
-    return [rng.sample(speeds, len(speeds)) for _ in range(STAGES)]
+    rates = [speed / microbatch_seconds for speed in speeds]
+    return [rng.sample(rates, len(rates)) for _ in range(STAGES)]
 
 
-def capacity(speeds: Sequence[float]) -> float:
-    """Microbatches/s of a stage whose replicas never wait."""
-    return sum(speeds) / MICROBATCH_SECONDS
-
-
-def swarm(speeds: Sequence[Sequence[float]], seed: int, inner_steps: int, faults: Faults, seconds: float) -> float:
+def swarm(rates: Sequence[Sequence[float]], seed: int, inner_steps: int, faults: Faults, seconds: float) -> float:
     """Microbatches/s after the first `WARM_SECONDS`."""
-    times = [BATCHES * MICROBATCH_SECONDS / speeds[index % STAGES][index // STAGES]
+    times = [BATCHES / rates[index % STAGES][index // STAGES]
              for index in range(STAGES * REPLICAS)]  # fmt: skip
     scenario = Scenario(
         peers=STAGES * REPLICAS,
@@ -113,11 +111,11 @@ def swarm(speeds: Sequence[Sequence[float]], seed: int, inner_steps: int, faults
     return world.done_since(WARM_SECONDS) / (seconds - WARM_SECONDS)
 
 
-def gpipe_seconds(speeds: Sequence[float]) -> float:
+def gpipe_seconds(rates: Sequence[float]) -> float:
     """Seconds of one step of a column: B forwards through all stages, then B backwards, all in order."""
-    forward = [FORWARD_SHARE * MICROBATCH_SECONDS / speed for speed in speeds]
-    backward = [(1 - FORWARD_SHARE) * MICROBATCH_SECONDS / speed for speed in speeds]
-    free = [0.0] * len(speeds)
+    forward = [FORWARD_SHARE / rate for rate in rates]
+    backward = [(1 - FORWARD_SHARE) / rate for rate in rates]
+    free = [0.0] * len(rates)
     arrived = []
     for _ in range(BATCHES):
         time = 0.0
@@ -126,13 +124,13 @@ def gpipe_seconds(speeds: Sequence[float]) -> float:
             time += LATENCY_SECONDS
         arrived.append(time - LATENCY_SECONDS)
     for time in reversed(arrived):
-        for stage in reversed(range(len(speeds))):
+        for stage in reversed(range(len(rates))):
             free[stage] = time = max(free[stage], time) + backward[stage]
             time += LATENCY_SECONDS
     return free[0]
 
 
-def columns(speeds: Sequence[Sequence[float]], away: Sequence[tuple[int, float]] = (), seconds: float = 1.0) -> float:
+def columns(rates: Sequence[Sequence[float]], away: Sequence[tuple[int, float]] = (), seconds: float = 1.0) -> float:
     """Microbatches/s of fixed columns.
 
     Args:
@@ -140,7 +138,7 @@ def columns(speeds: Sequence[Sequence[float]], away: Sequence[tuple[int, float]]
     """
     total = 0.0
     for column in range(REPLICAS):
-        step = gpipe_seconds([stage[column] for stage in speeds])
+        step = gpipe_seconds([stage[column] for stage in rates])
         if not away:
             total += BATCHES / step
             continue
@@ -157,10 +155,12 @@ def columns(speeds: Sequence[Sequence[float]], away: Sequence[tuple[int, float]]
 def throughput(seed: int) -> list[Throughput]:
     """Compare both routings for both kinds of speeds, between two rounds."""
     found = []
-    for what, each in SPEEDS.items():
-        speeds, most = shuffled(each, seed), capacity(each)
-        rate = swarm(speeds, seed, 1_000_000, Faults(), WARM_SECONDS + MEASURED_SECONDS)
-        found.append(Throughput(what, seed, rate / most, columns(speeds) / most))
+    for each in MICROBATCH_SECONDS:
+        measured = MEASURED_SECONDS * max(1.0, each)
+        for what, speeds in SPEEDS.items():
+            rates = shuffled(speeds, each, seed)
+            rate = swarm(rates, seed, 1_000_000, Faults(), WARM_SECONDS + measured) / sum(rates[0])
+            found.append(Throughput(f"{what}, {each:g} s", seed, rate, columns(rates) / sum(rates[0])))
     return found
 
 
@@ -176,12 +176,11 @@ def churn(seed: int) -> list[Throughput]:
         if at >= free[index]:
             kept.append((index, at))
             free[index] = at + AWAY_SECONDS + 1.0
-    speeds, most = shuffled(SPEEDS["equal"], seed), capacity(SPEEDS["equal"])
+    rates = shuffled(SPEEDS["equal"], CHURN_MICROBATCH_SECONDS, seed)
     faults = Faults().also(*(Crash(f"p{index}", at, AWAY_SECONDS) for index, at in kept))
-    rate = swarm(speeds, seed, CHURN_STEPS, faults, CHURN_SECONDS)
-    return [
-        Throughput("churn", seed, rate / most, columns(speeds, sorted(kept, key=lambda e: e[1]), CHURN_SECONDS) / most)
-    ]
+    rate = swarm(rates, seed, CHURN_STEPS, faults, CHURN_SECONDS) / sum(rates[0])
+    fixed = columns(rates, sorted(kept, key=lambda each: each[1]), CHURN_SECONDS) / sum(rates[0])
+    return [Throughput("churn", seed, rate, fixed)]
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -1,7 +1,7 @@
 """One stage of a pipeline computed in the event loop itself: for the simulator, paced tasks and tests.
 
 StageCompute    what a stage computes, synchronously: `node.tasks.paced_stage`, `node.training.stage_learner`
-TurnQueue       one job at a time; of those that wait, backwards before forwards
+TurnQueue       one job at a time: what changes the weights first, the others as they arrive
 InlineStage     `protocols.pipeline.work` over a `StageCompute`
 """
 
@@ -54,11 +54,10 @@ class StageCompute(Learner, Protocol):
 
 
 class Priority(IntEnum):
-    """Which job is next: what changes the weights, then what frees a lease, then what takes memory."""
+    """Which job is next. Backwards do not go before forwards: stages further on would stand still meanwhile."""
 
     WEIGHTS = 0
-    BACKWARD = 1
-    FORWARD = 2
+    MICROBATCH = 1
 
 
 class TurnQueue:
@@ -139,7 +138,7 @@ class InlineStage:
         return self.seconds.forward + self.seconds.backward
 
     async def _uncounted(self, lease: Lease, work: Callable[[], T]) -> T:
-        async with self.turns.turn(Priority.FORWARD):
+        async with self.turns.turn(Priority.MICROBATCH):
             _require_valid(not lease.is_void)
             await asyncio.sleep(self.seconds.forward)
             return work()
@@ -148,7 +147,7 @@ class InlineStage:
         """A job that adds to the gradient. Once it has begun it ends and counts, even if the caller is cancelled."""
 
         async def job() -> T:
-            async with self.turns.turn(Priority.BACKWARD):
+            async with self.turns.turn(Priority.MICROBATCH):
                 _require_valid(lease.begin_backward())
                 try:
                     await asyncio.sleep(seconds)
