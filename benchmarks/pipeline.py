@@ -8,10 +8,10 @@ throughput  microbatches/s between two rounds, as a share of the capacity of all
 churn       the same over many rounds. 5 % of the replicas restart each minute; each is away for half a minute
 
 `tests.sim` provides the peers, the protocol, and in `churn` the averaging, in virtual time. Links take 50 ms; a replica
-of speed 1 takes .4, 1 or 2 s for a microbatch. `columns` is the baseline: replica i of each stage forms a column with replica i
-of the others, in an order drawn from the seed. A column runs GPipe's schedule (Huang et al. 2019): all forwards, all
-backwards, a step. Nothing is rerouted: if a member is away, its column waits, and repeats its step from the last
-checkpoint. Columns average at no cost.
+of speed 1 takes .4, 1 or 2 s for a microbatch. `columns` is the baseline: replica i of each stage forms a column with
+replica i of the others, in an order drawn from the seed. A column runs GPipe's schedule (Huang et al. 2019): all
+forwards, all backwards, a step. Nothing is rerouted: if a member is away, its column waits, and repeats its step from
+the last checkpoint. Columns average at no cost.
 """
 
 from __future__ import annotations
