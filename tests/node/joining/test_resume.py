@@ -22,8 +22,9 @@ from protocols.base import Member
 from protocols.consensus.record import Kind
 from protocols.history.chain import Chain
 from protocols.sync.snapshot import Snapshot
+from tests.support.checkpoints import LAYOUT, state
 from tests.support.fake_rounds import RUN, decided
-from tests.support.restart_examples import LAYOUT, ROSTER, begin, checkpoint, checkpoint_manager, flip_bit, state, train
+from tests.support.restart_examples import ROSTER, begin, checkpoint, checkpoint_manager, flip_bit, train
 
 
 @pytest.fixture
