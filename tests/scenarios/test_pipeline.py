@@ -6,6 +6,8 @@ Each story is judged by the checkers of rounds and of microbatches (`PipelineRun
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -193,3 +195,10 @@ def test_two_plays_of_a_pipeline_are_equal() -> None:
         run.play(story)
         traces.append((list(run.trace.lines), run.events))
     assert traces[0] == traces[1]
+
+
+def test_runs_without_stages_load_no_pipeline() -> None:
+    code = "import sys, tests.sim.__main__, tests.sim.crashes, node.session.peer, node.training.worker\n"
+    code += "print([name for name in sys.modules if 'pipeline' in name])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout == "[]\n"
