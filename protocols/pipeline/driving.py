@@ -259,6 +259,7 @@ class _Lane:
                 router.failed(member.peer, loop_time())
                 failures += 1
             else:
+                router.granted(member.peer)
                 return call, began
         raise Abandoned(f"{MAX_FAILURES} replicas of stage {stage} cannot be reached")
 

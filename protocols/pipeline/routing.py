@@ -20,6 +20,8 @@ FIRST_SECONDS = 1.0
 """Call time of a replica before any was observed."""
 BAN_SECONDS, MAX_BAN_SECONDS = 0.5, 30.0
 """A replica is left alone after a failure for BAN_SECONDS, doubled with each further one in a row."""
+MAX_BUSY_SECONDS = 2.0
+"""The same for a replica that has no place, from the time on that it names."""
 
 
 @dataclass(slots=True)
@@ -27,6 +29,7 @@ class _Replica:
     seconds: float
     finish: float
     failures: int = 0
+    refusals: int = 0
     banned_until: float = 0.0
 
 
@@ -56,7 +59,16 @@ class ReplicaRouter:
         self._virtual_time, replica.finish = start, start + replica.seconds
         if replica.failures:
             replica.banned_until = now + self._ban_seconds(replica.failures)
+        elif replica.refusals:
+            replica.banned_until = now + MAX_BUSY_SECONDS
         return chosen
+
+    def granted(self, peer: PeerId) -> None:
+        """The replica has a place after all."""
+        replica = self._replica(peer)
+        if replica.refusals and not replica.failures:
+            replica.banned_until = 0.0
+        replica.refusals = 0
 
     def usual_seconds(self, peer: PeerId) -> float:
         """Moving average of the replica's call times."""
@@ -77,8 +89,11 @@ class ReplicaRouter:
             replica.seconds = ewma(replica.seconds, seconds, GAIN)
 
     def busy(self, peer: PeerId, now: float, retry_seconds: float) -> None:
-        """The replica has no place for so long. That is no failure."""
-        self._replica(peer).banned_until = now + min(retry_seconds, MAX_BAN_SECONDS) * self._rng.uniform(0.5, 1.5)
+        """The replica has no place for so long, or longer if it says so again. That is no failure."""
+        replica = self._replica(peer)
+        seconds = min(retry_seconds * 2.0**replica.refusals, MAX_BUSY_SECONDS)
+        replica.banned_until = now + seconds * self._rng.uniform(0.5, 1.5)
+        replica.refusals = min(replica.refusals + 1, 10)
 
     def retry_at(self, live: Sequence[PeerId]) -> float | None:
         """When the first of these replicas may be called again; None if there are none."""

@@ -45,7 +45,7 @@ from protocols.pipeline.work import LeaseLost, StageWork
 from protocols.wire import expect
 
 GAIN = 0.2
-RETRY_SECONDS = 1.0
+RETRY_SECONDS = 0.25
 """When a driver that was refused may ask again."""
 
 
@@ -142,7 +142,9 @@ class StageServer:
             return next((t for t, each in queue if admission.may_grant(each, drivers)), None) is ticket
 
         try:
-            if not await self._notifier.reached(is_next, loop_time() + GRANT_SECONDS):
+            # between two rounds, or while it catches up, other replicas may well have places
+            await self._notifier.reached(lambda: not admission.is_open or is_next(), loop_time() + GRANT_SECONDS)
+            if not is_next():
                 return None
             return admission.grant(driver, request.number, loop_time())
         finally:

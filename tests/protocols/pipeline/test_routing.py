@@ -101,10 +101,15 @@ def test_banned_replica_gets_one_probe_per_ban() -> None:
 def test_busy_replica_is_left_alone_and_not_blamed() -> None:
     router = ReplicaRouter(random.Random(1))
     assert router.choose(("a",), 0.0) == "a"
-    router.busy("a", 0.0, 2.0)
-    assert router.choose(("a",), 0.9) is None and router.choose(("a", "b"), 0.9) == "b"
-    assert 1.0 <= (router.retry_at(("a",)) or 0.0) <= 3.0
-    assert router.choose(("a",), 3.1) == "a" and router.choose(("a",), 3.1) == "a", "no single probe after a mere busy"
+    router.busy("a", 0.0, 1.0)
+    assert router.choose(("a",), 0.4) is None and router.choose(("a", "b"), 0.4) == "b"
+    assert 0.5 <= (router.retry_at(("a",)) or 0.0) <= 1.5
+    assert router.choose(("a",), 3.1) == "a" and router.choose(("a",), 3.1) is None, "one call asks again"
+    router.busy("a", 3.1, 1.0)
+    assert 4.1 <= (router.retry_at(("a",)) or 0.0) <= 6.1
+    assert router.choose(("a",), 9.2) == "a"
+    router.granted("a")
+    assert router.choose(("a",), 9.2) == "a"
 
 
 def test_no_replica_is_no_choice() -> None:
