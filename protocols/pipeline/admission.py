@@ -15,6 +15,9 @@ from enum import Enum, auto
 from protocols.base import Member
 from protocols.pipeline.settings import fair_share
 
+FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS = 10.0, 600.0
+"""How long a driver whose lease ran out waits for its next place; doubled each time, until it returns a microbatch."""
+
 
 class LeaseState(Enum):
     """What a lease's place is used for."""
@@ -95,7 +98,7 @@ class StepAdmission:
         self.counted: list[Lease] = []
         self.is_open = False
         self._leased: dict[Lease, None] = {}
-        self._limited: set[Member] = set()  # drivers that let a lease run out
+        self._expired: dict[Member, tuple[int, float]] = {}  # drivers: leases that ran out in a row, none before then
         self._on_change, self._watch = on_change, watch
 
     @property
@@ -108,13 +111,15 @@ class StepAdmission:
         """Whether the step is due."""
         return len(self.counted) == self.batches
 
-    def may_grant(self, driver: Member, drivers: int) -> bool:
+    def may_grant(self, driver: Member, drivers: int, now: float) -> bool:
         """Whether this driver, one of so many, can have a place now."""
         held = Counter(lease.driver for lease in (*self.counted, *self._leased))
         if not self.is_open or held.total() >= self.batches:
             return False
         open_leases = sum(lease.driver == driver for lease in self._leased)
-        return open_leases < (1 if driver in self._limited else fair_share(self.batches, drivers))
+        if driver in self._expired:
+            return not open_leases and now >= self._expired[driver][1]
+        return open_leases < fair_share(self.batches, drivers)
 
     def grant(self, driver: Member, number: int, now: float) -> Lease:
         """Admit a microbatch. Call it only if `may_grant`."""
@@ -123,11 +128,23 @@ class StepAdmission:
         self._watch("granted", lease)
         return lease
 
-    def expire(self, lease: Lease) -> None:
-        """End a lease whose backward did not come in time. Its driver gets one place at a time until it returns one."""
-        if lease.state is LeaseState.HELD:
-            self._limited.add(lease.driver)
-            lease.end()
+    def lets_leases_expire(self, driver: Member) -> bool:
+        """Whether a lease of this driver ran out, and it has returned none since."""
+        return driver in self._expired
+
+    def expire(self, lease: Lease, now: float) -> None:
+        """End a lease whose backward did not come in time.
+
+        Until its driver returns a microbatch it gets one place at a time, each after a longer wait: each such place may
+        hold up a whole step.
+        """
+        if lease.state is not LeaseState.HELD:
+            return
+        times, until = self._expired.get(lease.driver, (0, 0.0))
+        if now >= until:  # of leases that run out together, only the first counts
+            wait_seconds = min(FIRST_WAIT_SECONDS * 2.0 ** min(times, 10), LONGEST_WAIT_SECONDS)
+            self._expired[lease.driver] = times + 1, now + wait_seconds
+        lease.end()
 
     def open(self) -> None:
         """Grant leases from now on."""
@@ -150,7 +167,7 @@ class StepAdmission:
         lease.state = state
         self._leased.pop(lease, None)
         if state is LeaseState.COUNTED:
-            self._limited.discard(lease.driver)
+            self._expired.pop(lease.driver, None)
             self.counted.append(lease)
         self._watch("counted" if state is LeaseState.COUNTED else "ended", lease)
         self._on_change()

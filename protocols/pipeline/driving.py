@@ -133,7 +133,9 @@ class PipelineDriver:
         """Wait for a place in this peer's own step and for a replica of every stage; then begin a microbatch."""
         me = self.endpoint.me
         while True:
-            ready = await self._notifier.reached(lambda: self.admission.may_grant(me, 1), loop_time() + LOOK_SECONDS)
+            ready = await self._notifier.reached(
+                lambda: self.admission.may_grant(me, 1, loop_time()), loop_time() + LOOK_SECONDS
+            )
             if ready and not self.without_replicas:
                 self._number += 1
                 return self.admission.grant(me, self._number, loop_time())

@@ -139,7 +139,7 @@ class StageServer:
 
         def is_next() -> bool:
             drivers = self._drivers()
-            return next((t for t, each in queue if admission.may_grant(each, drivers)), None) is ticket
+            return next((t for t, each in queue if admission.may_grant(each, drivers, loop_time())), None) is ticket
 
         try:
             # between two rounds, or while it catches up, other replicas may well have places
@@ -203,8 +203,9 @@ class StageServer:
         async def until_expired() -> None:
             while (left := lease.granted_at + self._lease_seconds() - loop_time()) > 0:
                 await self._notifier.reached(partial(self._has_changed, bool(self._queue)), loop_time() + left)
-            self._usual_seconds = ewma(self._usual_seconds, loop_time() - lease.granted_at, GAIN)
-            self.admission.expire(lease)
+            if not self.admission.lets_leases_expire(lease.driver):  # else such a driver would make all leases long
+                self._usual_seconds = ewma(self._usual_seconds, loop_time() - lease.granted_at, GAIN)
+            self.admission.expire(lease, loop_time())
             raise PeerSilent(stream.peer, "did not send a microbatch's gradient in time")
 
         expect(await run_with_helper(stream.receive(HEADER_LIMIT), until_expired()), BackwardRequest)

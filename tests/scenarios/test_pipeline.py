@@ -9,10 +9,12 @@ import asyncio
 import subprocess
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 from node.training.inline_stage import StageSeconds
+from protocols.pipeline.driving import _Lane
 from protocols.pipeline.settings import PipelineEvent
 from tests.sim.pipeline_runner import PipelineRunner
 from tests.sim.scenario_runner import ScenarioSetup
@@ -195,6 +197,35 @@ def test_two_plays_of_a_pipeline_are_equal() -> None:
         run.play(story)
         traces.append((list(run.trace.lines), run.events))
     assert traces[0] == traces[1]
+
+
+def test_driver_that_keeps_leases_leaves_the_others_their_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes a place for each of its microbatches and never returns one."""
+    run = PipelineRunner((0, 0, 0, 1, 1, 2), ScenarioSetup(6, batches=8))
+    backward = _Lane._backward
+    hoarders: set[str] = set()
+
+    async def hoard(self: _Lane, *arguments: Any) -> Any:
+        if self._driver.endpoint.me.peer in hoarders:
+            await asyncio.sleep(1e6)
+        return await backward(self, *arguments)
+
+    async def story() -> None:
+        await asyncio.sleep(30.0)
+        honest = await counted_in(60.0)
+        hoarders.add("p0")
+        await asyncio.sleep(60.0)
+        assert await counted_in(60.0) >= 0.7 * honest
+
+    async def counted_in(seconds: float) -> int:
+        """Microbatches of p1 and p2."""
+        since = run.now
+        await asyncio.sleep(seconds)
+        counts = run.count("counted", since, 0)
+        return counts["p1"] + counts["p2"]
+
+    monkeypatch.setattr(_Lane, "_backward", hoard)
+    run.play(story)
 
 
 def test_runs_without_stages_load_no_pipeline() -> None:

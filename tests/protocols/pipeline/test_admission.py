@@ -32,9 +32,9 @@ def test_step_holds_exactly_its_batches(batches: int, moves: list[tuple[int, int
     leases: list[Lease] = []
     for number, (move, which) in enumerate(moves):
         lease = leases[which % len(leases)] if leases else None
-        if move == 0 and step.may_grant(A, 2):
+        if move == 0 and step.may_grant(A, 2, 0.0):
             leases.append(step.grant(A, number, 0.0))
-        elif move == 1 and step.may_grant(B, 2):
+        elif move == 1 and step.may_grant(B, 2, 0.0):
             leases.append(step.grant(B, number, 0.0))
         elif move == 2 and lease:
             lease.end()
@@ -77,14 +77,14 @@ def test_failed_backward_frees_its_place() -> None:
     lease = step.grant(A, 1, 0.0)
     lease.begin_backward()
     lease.fail()
-    assert step.may_grant(A, 1) and events[-1] == ("ended", 1)
+    assert step.may_grant(A, 1, 0.0) and events[-1] == ("ended", 1)
 
 
 def test_closed_gate_keeps_leases_valid() -> None:
     step, _ = admission()
     lease = step.grant(A, 1, 0.0)
     step.close()
-    assert not step.may_grant(A, 1)
+    assert not step.may_grant(A, 1, 0.0)
     counted(lease)
     assert len(step.counted) == 1
 
@@ -94,13 +94,18 @@ def test_driver_holds_at_most_twice_its_share() -> None:
     step, _ = admission(4)
     for number in range(2):
         step.grant(A, number, 0.0)
-    assert not step.may_grant(A, 4) and step.may_grant(B, 4)
+    assert not step.may_grant(A, 4, 0.0) and step.may_grant(B, 4, 0.0)
 
 
-def test_driver_whose_lease_ran_out_gets_one_place() -> None:
+def test_driver_whose_leases_run_out_waits_longer_each_time() -> None:
     step, _ = admission(4)
-    step.expire(step.grant(A, 1, 0.0))
-    lease = step.grant(A, 2, 0.0)
-    assert not step.may_grant(A, 1) and step.may_grant(B, 2)
-    counted(lease)
-    assert step.may_grant(A, 1), "it has returned one"
+    first, second = step.grant(A, 1, 0.0), step.grant(A, 2, 0.0)
+    step.expire(first, 20.0)
+    step.expire(second, 20.0)
+    assert not step.may_grant(A, 1, 29.0) and step.may_grant(B, 2, 20.0)
+    third = step.grant(A, 3, 30.0)
+    assert not step.may_grant(A, 1, 30.0), "one place at a time"
+    step.expire(third, 40.0)
+    assert not step.may_grant(A, 1, 59.0) and step.may_grant(A, 1, 60.0)
+    counted(step.grant(A, 4, 60.0))
+    assert step.may_grant(A, 1, 60.0) and not step.lets_leases_expire(A), "it has returned one"
