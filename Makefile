@@ -52,7 +52,7 @@ sim: install
 		$(BIN)/python -m tests.sim.crashes --peers 4 --kind $$kind --jobs 2 || exit 1; done
 	$(BIN)/python -m tests.sim.crashes --peers 5 --kind crash --pairs --sample 500 --jobs 2
 	$(BIN)/python -m tests.sim.leaving --peers 3 --every 4 --jobs 2
-	$(BIN)/python -m tests.sim --stages 3 --peers 6 --rounds 4 --seeds 0:5 --faults none
+	$(BIN)/python -m tests.sim --stages 3 --peers 6 --rounds 4 --seeds 0:10 --faults calm
 	$(BIN)/python -m tests.sim --protocol gossip --peers 4 --rounds 5 --seeds 0:6 --faults breaking
 	$(BIN)/python -m tests.sim.closing --rounds 4,14 --seeds 0:2
 	for protocol in gossip push_sum; do \

@@ -146,7 +146,7 @@ class DrivingTrainer(_StageTrainer):
     def __init__(self, training: StageTraining, driver: PipelineDriver, announce: Callable[[int], None]) -> None:
         """
         Args:
-            announce: tells the other peers how many training rounds this one has completed.
+            announce: tells the other peers how many training rounds have ended at this one.
         """
         super().__init__(training, driver.admission)
         self._driver, self._announce = driver, announce
@@ -167,8 +167,8 @@ class DrivingTrainer(_StageTrainer):
                 self._admission.close()
                 driving.cancel()
         await cut.wait()
-        if local_training.complete:
-            self._announce(key.round + 1)
+        # a slow driver, too: in the run's last round nothing else says that stage 0 has ended its training
+        self._announce(key.round + 1)
         return local_training.work()
 
     async def _steps(self, cut: asyncio.Event, progress: Callable[[LocalProgress], None], surplus: bool) -> None:

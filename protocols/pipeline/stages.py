@@ -16,7 +16,7 @@ class StageDirectory(Protocol):
         """The stage of a peer; None if it is not known."""
 
     def rounds_of(self, peer: PeerId) -> int:
-        """Training rounds that a peer of stage 0 has completed: its own inner steps, not the averaging."""
+        """Training rounds that have ended at a peer of stage 0: its inner steps, or the call of the round."""
 
 
 class StageMembers:

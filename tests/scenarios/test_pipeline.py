@@ -146,7 +146,7 @@ def test_peers_join_and_leave_in_mid_round() -> None:
         since = run.now
         await run.rounds(1)
         assert run.count("counted", since, 1)["p4"], "it serves"
-        run.replicas["p2"].leave()
+        run.leave("p2")
         await run.until(lambda: all(m.peer != "p2" for m in run.head("p3").roster), 30.0, "a roster without p2")
         left_at = run.now
         await run.rounds(2, ("p0", "p1", "p3", "p4"))

@@ -24,19 +24,15 @@ class LongRounds(ScenarioSetup):
         return replace(super().scenario(), inner_steps=INNER_STEPS)
 
 
-class LeavingScenario(ScenarioRunner):
-    """A scripted scenario in which peers leave.
+class LeavingPeers(ScenarioRunner):
+    """Peers that can leave; the process of one that does ends with its last round.
 
     Attributes:
-        slow: peer -> seconds of its inner step, where that differs from `pace_seconds`.
         ended: member that left -> when its process ended.
     """
 
-    def __init__(self, cast: ScenarioSetup, slow: dict[PeerId, float] | None = None) -> None:
+    def __init__(self, cast: ScenarioSetup) -> None:
         super().__init__(cast)
-        self.slow = slow or {}
-        paces = tuple(self.slow.get(peer, cast.pace_seconds) for peer in self.peers)
-        self.scenario = replace(self.scenario, step_seconds=paces)
         self.ended: dict[Member, float] = {}
 
     def leave(self, *peers: PeerId) -> None:
@@ -64,6 +60,20 @@ class LeavingScenario(ScenarioRunner):
     async def gone(self, *peers: PeerId, seconds: float = 20.0) -> float:
         """Wait until these have left; returns how long it took."""
         return await self.until(lambda: not set(peers) & set(self.alive()), seconds, f"the end of {peers}")
+
+
+class LeavingScenario(LeavingPeers):
+    """A scripted scenario in which peers leave.
+
+    Attributes:
+        slow: peer -> seconds of its inner step, where that differs from `pace_seconds`.
+    """
+
+    def __init__(self, cast: ScenarioSetup, slow: dict[PeerId, float] | None = None) -> None:
+        super().__init__(cast)
+        self.slow = slow or {}
+        paces = tuple(self.slow.get(peer, cast.pace_seconds) for peer in self.peers)
+        self.scenario = replace(self.scenario, step_seconds=paces)
 
     def since(self, peer: PeerId, round_number: int) -> tuple[DecidedRound, ...]:
         """The decided rounds that a peer knows, from a round on."""

@@ -10,12 +10,13 @@ from dataclasses import replace
 from protocols.base import Member, PeerId
 from protocols.pipeline.settings import PipelineEvent
 from tests.sim.durable_world import DurableWorld
+from tests.sim.leaving_scenario import LeavingPeers
 from tests.sim.pipeline_world import PipelineWorld
 from tests.sim.scenario_runner import ScenarioSetup
 from tests.support import checkers
 
 
-class PipelineRunner(DurableWorld, PipelineWorld):
+class PipelineRunner(LeavingPeers, DurableWorld, PipelineWorld):
     """Peers p0, p1, …, each in the stage that `layout` says."""
 
     def __init__(self, layout: Sequence[int], cast: ScenarioSetup | None = None) -> None:
@@ -32,10 +33,6 @@ class PipelineRunner(DurableWorld, PipelineWorld):
 
     def founders_of(self, index: int) -> tuple[Member, ...]:
         return tuple(Member(peer) for peer in self.sharing(index) if peer in self.founders)
-
-    def goes_on(self, peer: PeerId) -> bool:
-        """Until it leaves."""
-        return not self.replicas[peer].leaving
 
     # -- what is seen, and what follows from it -----------------------------------------------------------------------
 

@@ -36,7 +36,7 @@ def test_step_of_too_few_microbatches_is_found(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_grant_beyond_the_batches_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    def may_grant(self: StepAdmission, driver: Member, drivers: int) -> bool:
+    def may_grant(self: StepAdmission, driver: Member, drivers: int, now: float) -> bool:
         return self.is_open and self.leased < self.batches
 
     monkeypatch.setattr(StepAdmission, "may_grant", may_grant)
