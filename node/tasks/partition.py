@@ -63,7 +63,7 @@ class Partition:
 
 
 def cut(blocks: Sequence[BlockCost], stages: int, limit_bytes: int | None = None) -> Partition:
-    """The best cut into so many stages, none of them empty.
+    """The best cut into `stages` stages, none of them empty.
 
     It minimises the costliest stage's seconds; of equal cuts, the largest stage's bytes; of these, the earliest bounds.
     A dynamic programme over (stage, first block): S · L² steps.

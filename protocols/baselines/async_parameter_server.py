@@ -93,8 +93,6 @@ class AsyncParameterServer:
         confirmed: whether this peer has used a server, or another peer has said that this one is the server.
     """
 
-    shares_anchor = False
-
     def __init__(self, host: Host, settings: Settings, momentum: float = 0.0) -> None:
         """Create the averager.
 

@@ -53,8 +53,6 @@ class SynchronousAverager:
         algorithm: creates the algorithm by which a round's vectors travel.
     """
 
-    shares_anchor = False
-
     def __init__(self, host: Host, settings: Settings, method: str, algorithm: AlgorithmFactory) -> None:
         self.endpoint, self.method, self.algorithm = ProtocolEndpoint(host, settings), method, algorithm
         self.me, self.accounting = self.endpoint.me, self.endpoint.accounting

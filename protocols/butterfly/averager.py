@@ -43,8 +43,6 @@ class Butterfly:
         part_cache: the reduced parts of the last rounds.
     """
 
-    shares_anchor = True
-
     def __init__(
         self,
         host: Host,

@@ -179,7 +179,7 @@ class RoundCoordinator:
         here = [member for member in head.roster if member == self._me or (member in live and member.peer not in mute)]
         found = here if len(here) >= tally.quorum else head.roster  # evict no member unless a quorum is here
         staying = [member for member in found if member.peer not in state.leaving]
-        # if all leave, keep so many that one of them is in every quorum
+        # if all leave, keep enough members that each quorum has one of them
         staying = staying or here[: min_retained(len(head.roster), tally.quorum)]
         taken = {member.peer for member in staying}
         asking = [member for member in self._candidates.values() if member in live and member.peer not in taken]

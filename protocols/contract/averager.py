@@ -115,12 +115,10 @@ class ClosingSession(IndependentSession, Protocol):
 class IndependentAverager(Protocol):
     """How peers with independent state bring their states near each other.
 
-    The head passed to `enter` has this peer's own round number, and as lineage the root of its own last state. Classes
-    set `shares_anchor = False`.
+    The head passed to `enter` has this peer's own round number, and as lineage the root of its own last state.
     """
 
     me: Member
-    shares_anchor: bool
 
     def enter(self, head: Head, deadline: Deadline) -> AbstractAsyncContextManager[IndependentSession]:
         """Take part in a round. From then on other peers may open the round, or an exchange with a shared state."""

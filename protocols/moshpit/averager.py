@@ -46,8 +46,6 @@ ENTER_SECONDS = 10.0
 class Moshpit:
     """The `IndependentAverager` of the Moshpit protocol."""
 
-    shares_anchor = False
-
     def __init__(
         self, host: Host, settings: Settings, most: int = GROUP_MOST, announce_limit: int = ANNOUNCE_TO_ALL_LIMIT
     ) -> None:

@@ -98,7 +98,6 @@ class PairwiseAverager(ABC):
         schedule: selects the peers that this one asks or gives to (`protocols.pairwise.matching`).
     """
 
-    shares_anchor = False
     closes = True
 
     def __init__(self, pair: PairState, schedule: str, rng: random.Random) -> None:

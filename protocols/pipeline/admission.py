@@ -112,7 +112,7 @@ class StepAdmission:
         return len(self.counted) == self.batches
 
     def may_grant(self, driver: Member, drivers: int, now: float) -> bool:
-        """Whether this driver, one of so many, can have a place now."""
+        """Whether this driver, one of `drivers`, can have a place at `now`."""
         held = Counter(lease.driver for lease in (*self.counted, *self._leased))
         if not self.is_open or held.total() >= self.batches:
             return False

@@ -60,7 +60,7 @@ class MicrobatchTargets(Header):
 
 @dataclass(frozen=True, slots=True)
 class StageBusy(Header):
-    """There is no place for the microbatch now. The driver may ask again after so many seconds."""
+    """There is no place for the microbatch now. The driver may ask again after `retry_seconds`."""
 
     retry_seconds: float = real(0, MAX_SECONDS)
 

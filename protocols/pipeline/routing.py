@@ -81,7 +81,7 @@ class ReplicaRouter:
         replica.failures, replica.banned_until = 0, 0.0
 
     def failed(self, peer: PeerId, now: float, seconds: float | None = None) -> None:
-        """A call failed; after so many seconds without an answer, or at once."""
+        """A call failed: after `seconds` without an answer, or at once."""
         replica = self._replica(peer)
         replica.failures += 1
         replica.banned_until = now + self._ban_seconds(replica.failures)

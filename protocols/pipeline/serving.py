@@ -67,7 +67,7 @@ class StageServer:
     ) -> None:
         """
         Args:
-            endpoint: of the whole run's members, bound to no round: it checks who sends, and to whom.
+            endpoint: of the whole run's members, bound to no round: it checks the sender and the receiver.
             drivers: number of live peers of stage 0.
             watch: is passed every event.
         """

@@ -60,7 +60,7 @@ class PipelineSettings:
         return self.stages - 1
 
     def window(self, drivers: int) -> int:
-        """W, microbatches that one of so many drivers keeps in flight."""
+        """W, microbatches that one of `drivers` drivers keeps in flight."""
         return max(1, min(self.batches, MAX_WINDOW, MAX_STREAMS // max(1, drivers)))
 
 
@@ -92,5 +92,5 @@ def ignore_event(event: PipelineEvent) -> None:
 
 
 def fair_share(batches: int, drivers: int) -> int:
-    """Places of a step that one of so many drivers may hold: twice its share, and all of them where it is alone."""
+    """Places of a step that one of `drivers` drivers may hold: twice its share; all of them if it is the only one."""
     return batches if drivers <= 1 else -(-2 * batches // drivers)

@@ -97,6 +97,9 @@ def main() -> int:
     comparing.add_argument("before", type=Path)
     comparing.add_argument("after", type=Path)
     arguments = parser.parse_args()
+    for name in {"draw": (), "play": ("list",), "compare": ("before", "after")}[arguments.command]:
+        if not (path := getattr(arguments, name)).is_file():
+            parser.error(f"argument {name}: there is no file {path}")
     return {"draw": _draw, "play": _play, "compare": _compare}[arguments.command](arguments)
 
 

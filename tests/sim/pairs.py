@@ -41,8 +41,6 @@ WAYS = 3
 class Pairs:
     """An `IndependentAverager` of `protocols.base`."""
 
-    shares_anchor = False
-
     def __init__(self, host: Host, settings: Settings, session_type: type[PairSession]) -> None:
         self.host, self.me = host, Member(host.me, settings.incarnation)
         self.rng, self.session_type = host.rng("pairs"), session_type

@@ -61,7 +61,7 @@ class PipelineRunner(LeavingPeers, DurableWorld, PipelineWorld):
         return self.chain(peer).trained
 
     def whole(self) -> bool:
-        """Whether in each stage all who live vote on one branch, each in its present incarnation."""
+        """Whether in each stage all live peers vote on one branch, each in its present incarnation."""
         for stage in range(self.scenario.stages):
             alive = [peer for peer in self.of_stage(stage) if peer in self.alive()]
             members = {self.network.nodes[peer].member for peer in alive}

@@ -64,7 +64,6 @@ class ScriptedAverager:
 
     scripts: list[Script]
     me: Member = ME
-    shares_anchor: bool = False
     heads: list[Head] = field(default_factory=list)
     works: list[LocalProgress] = field(default_factory=list)
     brought: list[list[Vector]] = field(default_factory=list)
