@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from node.tasks.paced_stage import ACTIVATION_BYTES, TARGET_BYTES, PacedStage
-from node.training.inline_stage import InlineStage, StageSeconds
+from node.training.inline_stage import InlineStage, StageCompute, StageSeconds
 from node.training.stage_trainer import DrivingTrainer, ServingTrainer, StageTraining
 from protocols.base import Host, LocalProgress, Member, PeerId, Settings, Trainer
 from protocols.endpoint import ProtocolEndpoint
@@ -30,7 +30,7 @@ from tests.sim.world import HEALED_ROUNDS, HEALED_SECONDS, RUN, World
 from tests.support import checkers, pipeline_checkers
 
 TOKENS = 32
-"""Tokens of a microbatch."""
+"""Tokens of a microbatch of the paced task."""
 FORWARD_SHARE = 1 / 3
 """Of a stage's time for a microbatch: a backward computes the forward again, but an average one is twice a forward."""
 
@@ -61,6 +61,8 @@ class PipelineWorld(World):
         work: what each peer computes with, in its present incarnation.
         found: violations that are seen as they happen.
     """
+
+    microbatch_tokens = TOKENS
 
     def __init__(self, scenario: Scenario) -> None:
         super().__init__(scenario)
@@ -103,6 +105,11 @@ class PipelineWorld(World):
     def stage(self, peer: PeerId) -> int:
         return self.peers.index(peer) % self.scenario.stages
 
+    def stage_compute(self, index: int, me: Member) -> StageCompute:
+        """What peer `index` computes, in its present incarnation: a stage of the paced task."""
+        assert self.scenario.elements
+        return PacedStage(self.scenario.elements, self.scenario.seed * 1000 + index, TOKENS, me)
+
     def pipeline(self) -> PipelineSettings:
         """What all peers agree on."""
         return PipelineSettings(RUN, self.scenario.stages, self.scenario.batches, ACTIVATION_BYTES, TARGET_BYTES)
@@ -117,15 +124,13 @@ class PipelineWorld(World):
 
     def trainer_on(self, index: int, host: Host) -> Trainer:
         """A driver's trainer in stage 0, a server's in the others."""
-        assert self.scenario.elements
         me = self.network.nodes[host.me].member
         stage, settings = self.stage(host.me), self.pipeline()
         directory = self.announcements[host.me] = Announcements(self)
-        seed = self.scenario.seed * 1000 + index
-        work = InlineStage(PacedStage(self.scenario.elements, seed, TOKENS, me), self.seconds(index))
+        work = InlineStage(self.stage_compute(index, me), self.seconds(index))
         self.work[me.peer] = work
         training = StageTraining(me, stage, work, self.scenario.inner_steps, lambda: self.is_member(me), self.watch)
-        averaging = Settings("fp32", (self.scenario.elements,), incarnation=me.incarnation)
+        averaging = Settings("fp32", work.compute.layout.sizes(), incarnation=me.incarnation)
         endpoint = ProtocolEndpoint(host, averaging)
         if stage == 0:
             driver = PipelineDriver(endpoint, settings, work, directory, self.watch)
@@ -146,7 +151,7 @@ class PipelineWorld(World):
 
         async def checked(*arguments: Any, **options: Any) -> LocalProgress:
             work = await train(*arguments, **options)
-            due = self._stepped[me] * TOKENS + work.carried
+            due = self._stepped[me] * self.microbatch_tokens + work.carried
             if work.tokens != due:
                 what = f"offers {work.tokens} tokens, and has stepped on {due} since its anchor"
                 self.found.append(checkers.Violation("tokens", me.peer, 0, what))

@@ -1,0 +1,241 @@
+"""Learning in a pipeline: real training on real text, with stages and without, at equal tokens.
+
+    python -m benchmarks.pipeline_learning --json FILE [--resume] [--seeds 0:3] [--stages 2 3]
+
+`whole`: 4 peers of DiLoCo, each with the whole model. `S stages`: 4 drivers, and 4 replicas of each later stage. Both
+take 40 rounds of 50 inner steps with the recipe of w64. A driver's step has the tokens of a peer's step, as 8
+microbatches of one row; so has the peer's. Activations travel as bf16.
+
+`tests.sim.pipeline_world` provides the peers, the pipeline and the averaging, in virtual time. All runs of a seed start
+from the same weights. The loss is that of the outer parameters of all stages, put together, over held-out text, in nats
+per byte.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from statistics import fmean
+
+import torch
+
+from benchmarks.book import Book, History, perform_all
+from node.outer.sgd import OuterSGD
+from node.tasks.base import flatten
+from node.tasks.gpt import GptTask, Preset, preset
+from node.tasks.gpt_stage import GptStage, GptStageTask, assemble, block_names
+from node.tasks.partition import BlockCost, Partition, cut
+from node.tasks.text import load
+from node.training.stage_learner import ActivationCodec, StageLearner
+from node.training.trainer import AdamWLearner, InlineTrainer
+from protocols.base import Host, LocalProgress, Member, RoundKey, Trainer
+from protocols.pipeline.settings import PipelineSettings
+from tests.sim.arguments import Parser, seeds
+from tests.sim.pipeline_world import PipelineWorld
+from tests.sim.scenario import Scenario
+from tests.sim.world import RUN, World, play
+
+PRESET, PEERS, ROUNDS, INNER_STEPS, BATCHES = "w64", 4, 40, 50, 8
+EVALUATION_ROUNDS = 5
+BOUND = 0.03
+"""How much more loss a pipeline may have than the whole model."""
+LAYER_COST, HEAD_COST = 1.0, 0.3
+"""What a layer, and norm and head together, cost in the partition: given numbers, so that runs repeat."""
+
+
+@dataclass(frozen=True, slots=True)
+class StagedRun:
+    """One training run, determined by its fields alone.
+
+    Attributes:
+        stages: 1 means peers with the whole model.
+        peers: of each stage.
+    """
+
+    stages: int
+    seed: int
+    peers: int = PEERS
+    rounds: int = ROUNDS
+    inner_steps: int = INNER_STEPS
+
+    def name(self) -> str:
+        sizes = f"stages={self.stages} peers={self.peers} rounds={self.rounds} H={self.inner_steps}"
+        return f"{PRESET} {sizes} B={BATCHES} {self.seed}"
+
+    @property
+    def preset(self) -> Preset:
+        """The preset with this run's changes: the tokens of a step in `BATCHES` microbatches."""
+        given = preset(PRESET)
+        recipe = replace(given.recipe, inner_steps=self.inner_steps, rounds=self.rounds, batches=BATCHES)
+        return replace(given, rows=given.rows // BATCHES, recipe=recipe)
+
+    def partition(self) -> Partition:
+        """The cut into stages; one stage has all blocks."""
+        names = block_names(self.preset.shape)
+        seconds = [0.0, *(LAYER_COST for _ in names[2:]), HEAD_COST]
+        blocks = [BlockCost(name, each, 2 * each, 0) for name, each in zip(names, seconds, strict=True)]
+        return cut(blocks, self.stages)
+
+    def stage_task(self, stage: int) -> GptStageTask:
+        """A stage with its initial weights. Only stage 0 has data."""
+        return GptStageTask(self.preset, self.partition(), stage, self.seed, load() if stage == 0 else None)
+
+    def stream(self, number: int) -> int:
+        """Seed of the data of a driver, or of a peer with the whole model."""
+        return 1000 * self.seed + number
+
+
+def initial_weights(run: StagedRun) -> dict[str, torch.Tensor]:
+    """Of the whole model: those that a pipeline starts with. They do not depend on the cut."""
+    return GptStage(run.preset.shape, 0, len(block_names(run.preset.shape)), run.seed).state_dict()
+
+
+def evaluated(run: StagedRun, anchors: Sequence[torch.Tensor]) -> float:
+    """Held-out loss of these outer parameters: one vector for each stage."""
+    task = GptTask(run.preset, load())
+    if run.stages == 1:
+        flatten(task.module, lambda size: anchors[0].clone(), resume=True)
+        return task.evaluate()
+    modules = [run.stage_task(stage).module for stage in range(run.stages)]
+    for module, anchor in zip(modules, anchors, strict=True):
+        flatten(module, lambda size, anchor=anchor: anchor.clone(), resume=True)
+    task.module.load_state_dict(assemble(run.preset.shape, modules).state_dict())
+    return task.evaluate()
+
+
+def exact(trainer: Trainer) -> Trainer:
+    """A trainer that stops at H inner steps, so that all runs train on equally many tokens."""
+    train = trainer.train
+
+    async def stopped(
+        key: RoundKey, cut: asyncio.Event, progress: Callable[[LocalProgress], None], surplus: bool = True
+    ) -> LocalProgress:
+        return await train(key, cut, progress, surplus=False)
+
+    trainer.train = stopped  # type: ignore[method-assign]
+    return trainer
+
+
+class _Evaluation(World):
+    """Evaluates the outer parameters as soon as a round of all stages is over."""
+
+    def __init__(self, run: StagedRun, history: History, scenario: Scenario) -> None:
+        super().__init__(scenario)
+        self._run, self._history = run, history
+        self._anchors: dict[int, dict[int, torch.Tensor]] = {}  # round -> stage -> outer parameters
+
+    def outer(self) -> OuterSGD:
+        recipe = self._run.preset.recipe
+        return OuterSGD(recipe.outer_learning_rate, recipe.outer_momentum)
+
+    async def after_round(self, index: int, trainer: Trainer) -> None:
+        if index >= self._run.stages:
+            return
+        done = len(self.histories[self.peers[index]]) + 1
+        anchors = self._anchors.setdefault(done, {})
+        anchors[index] = self.replicas[self.peers[index]].anchor.clone()
+        if len(anchors) == self._run.stages and (done % EVALUATION_ROUNDS == 0 or done == self._run.rounds):
+            loss = evaluated(self._run, [anchors[stage] for stage in range(self._run.stages)])
+            self._history.append((done * self._run.inner_steps, loss))
+
+
+class WholeWorld(_Evaluation):
+    """Peers that each hold the whole model."""
+
+    def trainer_on(self, index: int, host: Host) -> Trainer:
+        task = GptTask(self._run.preset, load())
+        task.module.load_state_dict(initial_weights(self._run))
+        learner = AdamWLearner(task, self._run.preset.recipe, self._run.stream(index))
+        return exact(InlineTrainer(learner, self._run.inner_steps, step_seconds=1.0))
+
+
+class StagedWorld(_Evaluation, PipelineWorld):
+    """A pipeline of real stages: peer i is replica i div S of stage i mod S."""
+
+    def __init__(self, run: StagedRun, history: History, scenario: Scenario) -> None:
+        super().__init__(run, history, scenario)
+        self._codec = ActivationCodec(run.stage_task(0).shape)
+        self.microbatch_tokens = self._codec.shape.tokens
+
+    def pipeline(self) -> PipelineSettings:
+        codec = self._codec
+        return PipelineSettings(RUN, self._run.stages, BATCHES, codec.activation_bytes, codec.target_bytes)
+
+    def stage_compute(self, index: int, me: Member) -> StageLearner:
+        number, stage = divmod(index, self._run.stages)
+        return StageLearner(self._run.stage_task(stage), self._run.preset.recipe, self._codec, self._run.stream(number))
+
+    def trainer_on(self, index: int, host: Host) -> Trainer:
+        trainer = super().trainer_on(index, host)
+        return exact(trainer) if self.stage(host.me) == 0 else trainer
+
+
+def perform(run: StagedRun) -> tuple[History, float]:
+    """Train a run; returns its history and the seconds that it took.
+
+    Raises:
+        RuntimeError: an invariant was broken, so the loss would mean nothing.
+    """
+    torch.set_num_threads(1)
+    peers = run.peers * run.stages
+    scenario = Scenario(
+        peers=peers,
+        rounds=run.rounds,
+        seed=run.seed,
+        codec="fp32",
+        inner_steps=run.inner_steps,
+        chunk_elements=1 << 18,
+        uplinks=(12.5e6,) * peers,
+        step_seconds=(1.0,) * peers,
+        stages=run.stages,
+        batches=BATCHES,
+    )
+    began, history = time.perf_counter(), History()
+    outcome = play(scenario, partial(StagedWorld if run.stages > 1 else WholeWorld, run, history))
+    if outcome.violations:
+        raise RuntimeError(f"{run.name()}: {outcome.violations[0]}")
+    return history, time.perf_counter() - began
+
+
+def print_table(runs: Sequence[StagedRun], book: Book) -> bool:
+    """Print a line per seed. Returns whether the bound holds for the mean over the seeds."""
+    stages = sorted({run.stages for run in runs} - {1})
+    heads = "".join(f" {count} stages | difference |" for count in stages)
+    print(f"| seed | whole model |{heads}\n|---|---|" + "---|---|" * len(stages))
+    found: dict[int, list[float]] = {count: [] for count in stages}
+    for seed in sorted({run.seed for run in runs}):
+        whole = book.loss(StagedRun(1, seed))
+        row = f"| {seed} | {whole:.4f} |"
+        for count in stages:
+            loss = book.loss(StagedRun(count, seed))
+            found[count].append(loss / whole - 1)
+            row += f" {loss:.4f} | {loss / whole - 1:+.2%} |"
+        print(row)
+    print("| mean | |" + "".join(f" | {fmean(each):+.2%} |" for each in found.values()))
+    return all(fmean(each) <= BOUND for each in found.values())
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = Parser(prog="python -m benchmarks.pipeline_learning", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--seeds", type=seeds, default=range(3))
+    parser.add_argument("--stages", type=int, nargs="+", default=[2, 3], choices=range(2, 7), help="numbers of stages")
+    parser.add_argument("--json", type=Path, required=True, help="where the runs are kept")
+    parser.add_argument("--resume", action="store_true", help="continue with the runs in that file")
+    options = parser.parse_args(arguments)
+    runs = [StagedRun(stages, seed) for seed in options.seeds for stages in (1, *options.stages)]
+    try:
+        book = Book(options.json, options.resume)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    perform_all(runs, book, perform)
+    return 0 if print_table(runs, book) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
