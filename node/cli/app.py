@@ -38,6 +38,9 @@ _OPTIONS = {
 }
 """Name of a value in a `ConfigError` -> the option that sets it."""
 
+OF_RUN = ("run", "task", "protocol", "stages")
+"""Options that describe a run to start."""
+
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 app.add_typer(offline.app)
 
@@ -64,6 +67,8 @@ def join(
     run: options.RunFileOption = None,
     task: options.TaskOption = None,
     protocol: options.ProtocolOption = None,
+    stages: options.StagesOption = None,
+    stage: options.StageOption = None,
     rounds: options.RoundsOption = None,
     wait_for_peers: options.WaitForPeersOption = None,
     new: options.NewOption = None,
@@ -102,6 +107,7 @@ def swarm(
         int | None, typer.Option(min=1, metavar="N", help="Number of rounds in the run.", show_default=False)
     ] = None,
     protocol: options.ProtocolOption = None,
+    stages: options.StagesOption = None,
     task: options.TaskOfSwarmOption = None,
     run: options.RunFileOption = None,
     dir: Annotated[
@@ -118,10 +124,12 @@ def swarm(
     with exit_on_signal():
         from node.cli.swarm_command import run_swarm
 
-        if run or task or protocol:
-            with _name_options():  # before anything is started
-                _check(run, task, protocol, rounds)
-        return asyncio.run(run_swarm(SwarmOptions(peers, rounds, protocol, task, run, dir, json)))
+        with _name_options():  # before anything is started
+            of_run = {"run": run, "task": task, "protocol": protocol, "stages": stages}
+            stages = _check(of_run, rounds) if run or task or protocol or stages else 1
+        if peers < stages:
+            raise CommandError(f"{stages} stages need as many peers, not {peers}: give --peers {stages} or more")
+        return asyncio.run(run_swarm(SwarmOptions(peers, rounds, protocol, task, run, dir, json, stages)))
 
 
 @app.command()
@@ -153,7 +161,7 @@ def finish(state_dir: options.RunningPeerOption = None) -> int:
 
 
 def _join(given: dict[str, Any]) -> int:
-    of_run: dict[str, Any] = {name: given.pop(name) for name in ("run", "task", "protocol") if name in given}
+    of_run: dict[str, Any] = {name: given.pop(name) for name in OF_RUN if name in given}
     if "bandwidth" in given:
         given["bandwidth_bytes_per_second"] = 1e6 * given.pop("bandwidth")
     if "disk_limit" in given:
@@ -236,20 +244,20 @@ def _load_run(of_run: Mapping[str, Any], rounds: int | None) -> RunConfig:
     from node.config.run_config import load_run
     from protocols import INDEPENDENT_PROTOCOLS, REPLICATED_PROTOCOLS
 
-    overrides = {"task": of_run.get("task"), "protocol": of_run.get("protocol"), "recipe.rounds": rounds}
+    overrides = {name: of_run.get(name) for name in ("task", "protocol", "stages")} | {"recipe.rounds": rounds}
     return load_run(of_run.get("run"), overrides, (*REPLICATED_PROTOCOLS, *INDEPENDENT_PROTOCOLS))
 
 
-def _check(run: Path | None, task: str | None, protocol: str | None, rounds: int | None) -> None:
-    """Check the configuration that a swarm's peers will get.
+def _check(of_run: Mapping[str, Any], rounds: int | None) -> int:
+    """Check the configuration that a swarm's peers will get, and return its number of stages.
 
     Raises:
         ConfigError: a value is missing or wrong.
     """
     from node.config.peer_config import load_peer
 
-    _load_run({"run": run, "task": task, "protocol": protocol}, rounds)
-    load_peer({}, os.environ, run)
+    load_peer({}, os.environ, of_run["run"])
+    return _load_run(of_run, rounds).stages or 1
 
 
 def _run_peer(config: PeerConfig, run: RunConfig | None) -> int:

@@ -44,6 +44,16 @@ ProtocolOption = Annotated[
         metavar="NAME",
     ),
 ]
+StagesOption = Annotated[
+    int | None,
+    option(
+        RUN,
+        "Cut the model of a new run into N stages, of which each peer holds one. Default: 1, each peer holds it whole.",
+        min=1,
+        max=32,
+        metavar="N",
+    ),
+]
 TaskOfSwarmOption = Annotated[
     str | None,
     option(RUN, "What the swarm trains: gpt (the default), paced, or your own as module:factory.", metavar="NAME"),
@@ -78,6 +88,10 @@ BootstrapOption = Annotated[
 ]
 RunIdOption = Annotated[
     str | None, option(RUN, "Join this run only. Its id, or at least the first 12 digits.", metavar="HEX")
+]
+StageOption = Annotated[
+    int | None,
+    option(RUN, "Join this stage, from 0. Default: the one with the least capacity.", min=0, max=31, metavar="K"),
 ]
 RoundsOption = Annotated[
     int | None,

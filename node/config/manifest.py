@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Annotated
 
 import msgpack
@@ -23,6 +24,7 @@ from node.config.run_config import STRICT, RunConfig
 from node.config.toml import MAX_BYTES, canonical, one_line
 from node.tasks.base import MAX_ELEMENTS
 from protocols.base import Layout, Member, PeerId, Signer
+from protocols.pipeline.settings import stage_scope
 
 FORMAT = 1
 MAX_FRAGMENTS = 64
@@ -40,6 +42,21 @@ class ManifestError(ValueError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
+class StageEntry:
+    """One stage of a run with stages.
+
+    Attributes:
+        end: number of the first block that is not in the stage; the stage begins where the one before it ends.
+        state_root: state root of the stage's outer state before round 0, 32 bytes.
+        layout: `layout_digest` of the stage's parameters.
+    """
+
+    end: int = Field(ge=1, le=1 << 20)
+    state_root: Digest
+    layout: Digest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
 class Manifest:
     """A run, as declared by its founder.
 
@@ -48,11 +65,12 @@ class Manifest:
 
     Attributes:
         founder: the founder, in the incarnation that founded the run.
-        elements: length of each fragment's flat vector.
-        state_root: state root of the outer state before round 0, 32 bytes.
+        elements: length of each fragment's flat vector; with stages, of each stage's.
+        state_root: state root of the outer state before round 0, 32 bytes; with stages, that of stage 0.
         held_out: SHA-256 of the evaluation sample that travels with the run; 32 zero bytes if the task has none.
         created: wall time, seconds since 1970.
-        layout: `layout_digest` of the parameters; None in manifests of older versions.
+        layout: `layout_digest` of the parameters; None in manifests of older versions, and with stages.
+        stages: the stages, in order; None in a run without stages.
     """
 
     config: RunConfig
@@ -62,6 +80,7 @@ class Manifest:
     held_out: Digest = bytes(32)
     created: float = Field(ge=0, le=1e11)
     layout: Digest | None = None
+    stages: tuple[StageEntry, ...] | None = Field(default=None, max_length=MAX_FRAGMENTS)
 
     def __post_init__(self) -> None:
         peer, incarnation = self.founder.peer, self.founder.incarnation
@@ -74,22 +93,53 @@ class Manifest:
             raise ValueError(f"the task takes {self.config.elements} elements, the manifest has {total}")
         if total > MAX_ELEMENTS:
             raise ValueError(f"the manifest has {total} elements, more than {MAX_ELEMENTS}")
+        self._check_stages()
+
+    def _check_stages(self) -> None:
+        stages = self.stages or ()
+        if len(stages) != (self.config.stages or 0) or (stages and len(self.elements) != len(stages)):
+            raise ValueError(f"the run has {self.config.stages or 'no'} stages, the manifest describes {len(stages)}")
+        bounds = self.bounds
+        if any(low >= high for low, high in pairwise(bounds)):
+            raise ValueError("the stages' blocks are not in order")
+        if stages and self.config.gpt and bounds[-1] != self.config.gpt.layers + 2:
+            raise ValueError(f"the stages have {bounds[-1]} blocks, the model has {self.config.gpt.layers + 2}")
+        if stages and stages[0].state_root != self.state_root:
+            raise ValueError("the state root is not that of stage 0")
+
+    @property
+    def bounds(self) -> tuple[int, ...]:
+        """First block of each stage, and the number of blocks: S + 1 numbers; (0,) in a run without stages."""
+        return (0, *(stage.end for stage in self.stages or ()))
+
+    def scope(self, stage: int) -> str:
+        """The scope in which a stage's replicas average; in a run without stages, that of all peers."""
+        return stage_scope(stage) if self.stages else "run"
+
+    def elements_of(self, stage: int) -> tuple[int, ...]:
+        """Length of each fragment of a stage; of the whole model in a run without stages."""
+        return (self.elements[stage],) if self.stages else self.elements
+
+    def root_of(self, stage: int) -> bytes:
+        """State root of a stage's outer state before round 0, 32 bytes."""
+        return self.stages[stage].state_root if self.stages else self.state_root
 
     @property
     def run_id(self) -> str:
         """Hash of the manifest, 64 hex digits; as bytes it is `protocols.base.RoundKey.run`."""
         return hashlib.sha256(_RUN_TAG + self.encode()).hexdigest()
 
-    def require_layout(self, layout: Layout) -> None:
-        """Check that the parameters of this peer's worker are those of the run.
+    def require_layout(self, layout: Layout, stage: int = 0) -> None:
+        """Check that the parameters of this peer's worker are those of the run, or of its stage.
 
         Raises:
             ManifestError: sizes, names or shapes differ.
         """
-        if layout.sizes() == self.elements and self.layout in (None, layout_digest(layout)):
+        elements, digest = self.elements_of(stage), self.stages[stage].layout if self.stages else self.layout
+        if layout.sizes() == elements and digest in (None, layout_digest(layout)):
             return
-        what = f"{layout.sizes()} parameters, in this run {self.elements}"
-        if layout.sizes() == self.elements:
+        what = f"{layout.sizes()} parameters, in this run {elements}"
+        if layout.sizes() == elements:
             what = "other tensors than in this run"
         own = self.config.own_task
         version = f"version of {own.partition(':')[0]}" if own else "version of Starling"

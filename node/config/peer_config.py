@@ -20,6 +20,7 @@ from pydantic.dataclasses import dataclass
 
 from node.config.toml import ConfigError, check_keys, one_line, read_toml, shown, suggestion
 from node.membership.hello import MAX_ADDRESS_CHARACTERS
+from protocols.pipeline.settings import MAX_STAGES
 from protocols.wire import MAX_ROSTER
 
 PREFIX = "NODE_"
@@ -163,6 +164,7 @@ class PeerConfig:
         bootstrap: multiaddrs of peers of the run, each ending in /p2p/<peer id>, or @ and the path of a file that holds
             such addresses, one per line, and may appear later; empty: start or resume a run.
         run_id: id of the run to join, 64 hex digits or at least the first 12; other runs are refused.
+        stage: stage to join, from 0, in a run with stages; None: the one with the least capacity. A restart keeps it.
         state_dir: directory of the identity and the checkpoints; None: the first free peer-N of this user.
         rounds: rounds after which this peer leaves; for a peer that starts a run: the run's rounds, instead of those in
             [recipe].
@@ -189,6 +191,7 @@ class PeerConfig:
 
     bootstrap: Annotated[tuple[Annotated[str, AfterValidator(_bootstrap)], ...], BeforeValidator(_split)] = ()
     run_id: Annotated[str, AfterValidator(_run_id)] | None = None
+    stage: int | None = Field(default=None, ge=0, lt=MAX_STAGES)
     state_dir: Annotated[Path, AfterValidator(_home)] | None = None
     rounds: int | None = Field(default=None, ge=1)
     listen: Annotated[
@@ -220,7 +223,7 @@ _OF_THE_MACHINE = (
     "disk_limit_bytes", "log_level",
 )  # fmt: skip
 KEYS = tuple(field.name for field in fields(PeerConfig) if field.name not in ("consent", "origins"))
-_OF_JOINERS = ("bootstrap", "run_id")
+_OF_JOINERS = ("bootstrap", "run_id", "stage")
 FILE_KEYS = tuple(key for key in KEYS if key not in _OF_JOINERS)
 """Keys that `[peer]` may hold. A run file starts or resumes a run, so it has no addresses to join."""
 

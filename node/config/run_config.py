@@ -17,9 +17,11 @@ value is bounded, because a configuration may come from an untrusted peer, and d
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
@@ -32,11 +34,19 @@ from node.tasks.base import MAX_ELEMENTS, Recipe
 from node.tasks.gpt import DEFAULT_PRESET, PRESETS, VOCABULARY, GptConfig, Preset, preset
 from protocols.codec import codec
 from protocols.pairwise.matching import known as known_schedule
+from protocols.pipeline.settings import MAX_STAGES
 from protocols.robust import known as known_rule
 from protocols.vectors import CHUNK_ELEMENTS
 from protocols.wire import MAX_ROSTER
 
 MAX_BATCH_TOKENS = 1 << 20
+MAX_STAGE_BATCHES = 64
+MAX_ACTIVATION_BYTES = 16 << 20
+"""Of one microbatch's activations in float32, with stages: a replica holds up to two of them for each microbatch."""
+STAGE_BATCHES = 8
+"""Microbatches of an inner step in the presets, with stages. The tokens of a step stay the same."""
+ACTIVATION_BYTES: Mapping[str, int] = MappingProxyType({"bf16": 2, "fp32": 4})
+"""Ways in which activations travel -> bytes of an element."""
 _MIN_CHUNK_ELEMENTS = 1 << 10
 
 STRICT = ConfigDict(
@@ -88,6 +98,17 @@ def _unless_random(schedule: str | None) -> str | None:
     return None if schedule is None or known_schedule(schedule) == "random" else schedule
 
 
+def _unless_one(stages: int | None) -> int | None:
+    """The number of stages to store: None for one, for the same reason as `_unless_mean`."""
+    return None if stages == 1 else stages
+
+
+def _known_activations(name: str | None) -> str | None:
+    if name is not None and name not in ACTIVATION_BYTES:
+        raise ValueError(f"must be one of {', '.join(ACTIVATION_BYTES)}")
+    return name
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
 class GptTable:
     """`[gpt]`: the model's shape and the rows of a batch; see `node.tasks.gpt`. The run file quotes the descriptions.
@@ -116,6 +137,18 @@ class GptTable:
     @property
     def shape(self) -> GptConfig:
         return GptConfig(self.layers, self.width, self.heads, self.context)
+
+    def require_stages(self, stages: int) -> None:
+        """Check that the model can be cut into so many stages.
+
+        Raises:
+            ValueError: it cannot; the message says why, in one line.
+        """
+        if stages > (blocks := self.layers + 2):
+            raise ValueError(f"{stages} stages need as many blocks, and the model has {blocks}: take fewer stages")
+        if (size := 4 * self.rows * self.context * self.width) > MAX_ACTIVATION_BYTES:
+            what = f"a microbatch has activations of {size / 2**20:.0f} MiB, more than {MAX_ACTIVATION_BYTES >> 20}"
+            raise ValueError(f"{what}: take fewer gpt.rows and more recipe.batches")
 
     @property
     def elements(self) -> int:
@@ -160,6 +193,10 @@ class RunConfig:
         schedule: which peers a peer exchanges with, in gossip and push_sum. ring: the next one. exponential: those at
             distances 1, 2, 4, …. one-peer-exponential: one of these in turn. Without it, pairs are drawn at random in
             each round.
+        stages: number of stages into which the model is cut, for machines that cannot hold it whole. Each peer holds
+            one stage, and peers of stage 0 send microbatches through all others. Without it, each peer holds the whole
+            model. For the tasks gpt and paced, with butterfly. See docs/pipeline.md.
+        activations: how activations travel between stages: bf16 (the default with stages) or fp32.
         fork: whether a minority may go on alone once the majority of the roster is gone for long; butterfly only.
         min_peers: peers that such a minority must have, at least; butterfly only.
         spread_limit: largest accepted distance of a peer from the mean of all, as a share of the mean's length (0.02 is
@@ -175,6 +212,8 @@ class RunConfig:
     codec: Annotated[str, AfterValidator(_known_codec)] = "int8"
     robust: Annotated[str | None, AfterValidator(_unless_mean)] = None
     schedule: Annotated[str | None, AfterValidator(_unless_random)] = None
+    stages: Annotated[int | None, Field(ge=1, le=MAX_STAGES), AfterValidator(_unless_one)] = None
+    activations: Annotated[str | None, AfterValidator(_known_activations)] = None
     fork: Literal["allowed", "never"] = "allowed"
     min_peers: int = Field(default=1, ge=1, le=MAX_ROSTER)
     spread_limit: float = Field(default=0.02, gt=0, le=1)
@@ -204,6 +243,31 @@ class RunConfig:
             raise ValueError(f"recipe.outer_pull is for gossip, whose pairs pull each other: not for {self.protocol}")
         if self.protocol != "butterfly" and (self.fork == "never" or self.min_peers > 1):
             raise ValueError(f"fork and min_peers are for butterfly: {self.protocol} has no votes")
+        self._check_stages()
+
+    def _check_stages(self) -> None:
+        stages = self.stages
+        if stages is None:
+            if self.activations is not None:
+                raise ValueError("activations is for runs with stages: give stages, too, or leave it out")
+            return
+        if self.protocol != "butterfly":
+            raise ValueError(f"stages average by butterfly, not by {self.protocol}")
+        if self.options is not None:
+            raise ValueError(f"stages is for the tasks gpt and paced: {self.task} cannot be cut")
+        if self.codec == "topk":
+            raise ValueError("stages and codec topk do not go together: use another codec")
+        if (batches := self.recipe.batches) > MAX_STAGE_BATCHES:
+            raise ValueError(f"with stages, recipe.batches must be at most {MAX_STAGE_BATCHES}, not {batches}")
+        if self.gpt is not None:
+            self.gpt.require_stages(stages)
+        elif self.paced is not None and self.paced.elements < stages:
+            raise ValueError(f"{self.paced.elements} elements cannot be cut into {stages} stages")
+
+    @property
+    def activation_codec(self) -> str:
+        """How activations travel between stages: a key of `ACTIVATION_BYTES`."""
+        return self.activations or "bf16"
 
     @property
     def fork_peers(self) -> int:
@@ -347,5 +411,15 @@ def _expanded(values: dict[str, Any]) -> dict[str, Any]:
         base = preset(str(gpt.pop("preset", DEFAULT_PRESET)))
     except ValueError as error:
         raise ConfigError(str(error), "gpt.preset") from None
-    gpt = {**asdict(base.shape), "rows": base.rows, **gpt}
-    return {**values, "gpt": gpt, "recipe": {**asdict(base.recipe), **values["recipe"]}}
+    rows, recipe = base.rows, asdict(base.recipe)
+    if values.get("stages") not in (None, 1) and "rows" not in gpt and "batches" not in values["recipe"]:
+        rows, recipe["batches"] = _microbatches(base)
+    gpt = {**asdict(base.shape), "rows": rows, **gpt}
+    return {**values, "gpt": gpt, "recipe": {**recipe, **values["recipe"]}}
+
+
+def _microbatches(base: Preset) -> tuple[int, int]:
+    """Rows and batches with stages: the tokens of a step in `STAGE_BATCHES` microbatches, if its rows allow that."""
+    rows = base.rows * base.recipe.batches
+    batches = math.gcd(rows, STAGE_BATCHES)
+    return rows // batches, batches

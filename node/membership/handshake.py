@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from node.membership.failure_detector import PULSE_SECONDS
-from node.membership.hello import MAX_ADDRESSES, VERSION, Heartbeat, Hello, HelloRejected, signed_part
+from node.membership.hello import MAX_ADDRESSES, VERSION, Heartbeat, Hello, HelloRejected, StageSeat, signed_part
 from node.membership.peer_record import PeerRecord
 from protocols import wire
 from protocols.aio import peer_timeout, task_group
@@ -25,6 +25,22 @@ DUPLICATE_IDENTITY = (
 )
 
 
+@dataclass(slots=True)
+class LocalStage:
+    """What this peer announces of its stage, in a run with stages.
+
+    Attributes:
+        seat: the stage's first member, signed by the founder.
+        rounds: of stage 0: training rounds that have ended at this peer.
+        rate: microbatches/s that this peer can compute; 0 if it is not known yet.
+    """
+
+    stage: int
+    seat: StageSeat
+    rounds: int = 0
+    rate: float = 0.0
+
+
 @dataclass(frozen=True, slots=True)
 class LocalPeer:
     """What this peer announces about itself in greetings and heartbeats.
@@ -35,6 +51,7 @@ class LocalPeer:
         nonce: random number drawn when the process started.
         addresses: returns the addresses at which this peer can be dialled now.
         round: returns the number of this peer's current round.
+        stage: its stage; None in a run without stages.
     """
 
     me: Member
@@ -43,6 +60,7 @@ class LocalPeer:
     nickname: str
     addresses: Callable[[], Sequence[str]]
     round: Callable[[], int]
+    stage: LocalStage | None = None
 
 
 class HandshakeProtocol:
@@ -62,7 +80,8 @@ class HandshakeProtocol:
         """The present greeting of this peer, signed."""
         local = self._local
         addresses = tuple(local.addresses())[:MAX_ADDRESSES]
-        hello = Hello(VERSION, local.run, local.me, local.nonce, local.nickname, addresses, b"")
+        stage, seats = (local.stage.stage, (local.stage.seat,)) if local.stage else (0, ())
+        hello = Hello(VERSION, local.run, local.me, local.nonce, local.nickname, addresses, stage, seats, b"")
         return replace(hello, signature=self._signer.sign(signed_part(hello)))
 
     def is_duplicate(self, hello: Hello) -> bool:
@@ -76,7 +95,9 @@ class HandshakeProtocol:
         return self._signer.verify(hello.member.peer, signed_part(hello), hello.signature)
 
     def _pulse(self, number: int) -> Heartbeat:
-        return Heartbeat(number, self._clock.wall(), self._local.round(), self.leaving, self.sketch)
+        rounds, rate = (stage.rounds, stage.rate) if (stage := self._local.stage) else (0, 0.0)
+        wall, round_number = self._clock.wall(), self._local.round()
+        return Heartbeat(number, wall, round_number, self.leaving, self.sketch, rounds, rate)
 
     def check(self, peer: PeerId, hello: Hello) -> None:
         """Verify a peer's greeting.
@@ -132,7 +153,7 @@ class HandshakeProtocol:
     def _hear(self, contact: PeerRecord, echo: Heartbeat, began: float) -> None:
         now = asyncio.get_running_loop().time()
         contact.suspicion.hear(now)
-        contact.round, contact.leaving, contact.sketch = echo.round, echo.leaving, echo.sketch
+        contact.hear(echo)
         contact.round_trip_seconds = now - began
         if contact.round_trip_seconds <= QUICK_SECONDS:
             contact.offset_seconds = echo.wall - (self._clock.wall() - contact.round_trip_seconds / 2)
@@ -146,7 +167,7 @@ class HandshakeProtocol:
                 return  # the table has dropped this peer; it may greet again
             if contact.hello.nonce != hello.nonce:
                 return await stream.send(HelloRejected("another incarnation of it is known here", (contact.hello,)))
-            contact.round, contact.leaving, contact.sketch = pulse.round, pulse.leaving, pulse.sketch
+            contact.hear(pulse)
             contact.called()
             await stream.send(self._pulse(pulse.number))
             await asyncio.sleep(GAP_SECONDS)

@@ -7,13 +7,19 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from protocols.base import Header, Member
+from protocols.pipeline.settings import MAX_STAGES
 from protocols.wire import blob, body, digest, flag, many, one, peer_id, real, register, some, text, uint
 
-HELLO = "starling/hello/1"
+HELLO = "starling/hello/2"
 ENTRY = "starling/entry/1"
 
-VERSION = 1
-"""Version of the messages, beside the version of the frames. Peers of different versions do not train together."""
+VERSION = 2
+"""Version of the messages, beside the version of the frames. Peers of different versions do not train together. The
+method's name changes with it, so that a greeting of another version is never decoded."""
+FORMER_HELLO = "starling/hello/1"
+"""Method by which peers of version 1 greet. They are told to update."""
+ANY_STAGE = MAX_STAGES
+"""In `WantStage`: the joiner leaves the choice to the others."""
 MAX_ADDRESSES = 16
 MAX_ADDRESS_CHARACTERS = 256
 MAX_INTRODUCED = 32
@@ -23,6 +29,7 @@ MAX_SKETCH_BYTES = 256
 MAX_SAMPLE_BYTES = 1 << 18
 MAX_STATUS_BYTES = 1 << 16
 MAX_WALL_SECONDS = 1e11
+MAX_RATE = 1e9
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +38,19 @@ class PeerAddress:
 
     peer: str = peer_id()
     addresses: tuple[str, ...] = many(text(MAX_ADDRESS_CHARACTERS), MAX_ADDRESSES)
+
+
+@dataclass(frozen=True, slots=True)
+class StageSeat:
+    """Makes a member the first one of a stage: the genesis of the stage's chain has it alone in the roster.
+
+    Attributes:
+        signature: the founder's, see `node.joining.seats`.
+    """
+
+    stage: int = uint(MAX_STAGES - 1)
+    member: Member = one(Member)
+    signature: bytes = blob(128)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +63,8 @@ class Hello(Header):
         member: the sender in its present incarnation.
         nonce: random number drawn when the process started. It distinguishes two processes with one identity.
         addresses: multiaddrs at which the sender can be dialled.
+        stage: of the sender; 0 in a run without stages.
+        seats: the first member of the sender's stage; none in a run without stages.
         signature: the sender's, over all other fields. It proves to a peer that another process has its identity.
     """
 
@@ -52,6 +74,8 @@ class Hello(Header):
     nonce: int = uint((1 << 63) - 1)
     nickname: str = text(MAX_NICKNAME_CHARACTERS)
     addresses: tuple[str, ...] = many(text(MAX_ADDRESS_CHARACTERS), MAX_ADDRESSES)
+    stage: int = uint(MAX_STAGES - 1)
+    seats: tuple[StageSeat, ...] = many(one(StageSeat), 1)
     signature: bytes = blob(128)
 
 
@@ -89,6 +113,8 @@ class Heartbeat(Header):
         round: number of the sender's current round.
         leaving: the sender is about to leave of its own accord.
         sketch: of the sender's parameters, with independent state (`node.outer.sketch`); empty if there is none yet.
+        rounds: of a peer of stage 0, training rounds that have ended at it; 0 otherwise.
+        rate: microbatches/s that the sender can compute for its stage; 0 if it is not known yet, or without stages.
     """
 
     number: int = uint(1 << 53)
@@ -96,6 +122,8 @@ class Heartbeat(Header):
     round: int = uint(1 << 40)
     leaving: bool = flag()
     sketch: bytes = blob(MAX_SKETCH_BYTES)
+    rounds: int = uint(1 << 40)
+    rate: float = real(0, MAX_RATE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +151,34 @@ class StatusReply(Header):
     size: int = uint(MAX_STATUS_BYTES)
 
 
+@dataclass(frozen=True, slots=True)
+class WantStage(Header):
+    """Asks for a stage to work in; answered with `StageReply` or `StageRejected`. A peer may pass it on to the founder.
+
+    Attributes:
+        sender: the joiner.
+        wanted: the stage that it wants, or `ANY_STAGE`.
+    """
+
+    sender: Member = one(Member)
+    wanted: int = uint(MAX_STAGES)
+
+
+@dataclass(frozen=True, slots=True)
+class StageReply(Header):
+    """The stage for the joiner, and the seats that the sender knows: at least that stage's."""
+
+    stage: int = uint(MAX_STAGES - 1)
+    seats: tuple[StageSeat, ...] = many(one(StageSeat), MAX_STAGES)
+
+
+@dataclass(frozen=True, slots=True)
+class StageRejected(Header):
+    """The joiner gets no stage now."""
+
+    why: str = text(200)
+
+
 MESSAGES: tuple[type[Header], ...] = (
     Hello,
     Welcome,
@@ -134,3 +190,4 @@ MESSAGES: tuple[type[Header], ...] = (
     StatusReply,
 )
 register(48, MESSAGES)
+register(189, (WantStage, StageReply, StageRejected))

@@ -19,7 +19,16 @@ from statistics import median
 from node.membership.addresses import sound
 from node.membership.failure_detector import FailureDetector
 from node.membership.handshake import DUPLICATE_IDENTITY, HandshakeProtocol, LocalPeer
-from node.membership.hello import HELLO, MAX_INTRODUCED, Hello, HelloRejected, PeerAddress, Welcome
+from node.membership.hello import (
+    FORMER_HELLO,
+    HELLO,
+    MAX_INTRODUCED,
+    VERSION,
+    Hello,
+    HelloRejected,
+    PeerAddress,
+    Welcome,
+)
 from node.membership.host_monitor import MAX_OFFSET_SECONDS, HostMonitor
 from node.membership.peer_record import MAX_FAILURES, PeerRecord
 from node.membership.peer_table import PeerTable
@@ -127,6 +136,7 @@ class Membership:
         self._dials = asyncio.Semaphore(DIALS_AT_ONCE)
         self._introduced_dials = asyncio.Semaphore(INTRODUCED_DIALS_AT_ONCE)
         transport.serve(HELLO, self._serve)
+        transport.serve(FORMER_HELLO, self._refuse_former)
 
     # -- what others see ----------------------------------------------------------------------------------------------
 
@@ -166,6 +176,34 @@ class Membership:
     def rounds(self) -> dict[PeerId, int]:
         """The round of each other peer that is live and does not leave, as that peer says."""
         return {each.peer: each.round for each in self._contacts if each.live and not each.leaving}
+
+    # -- stages: `protocols.pipeline.stages.StageDirectory` -----------------------------------------------------------
+
+    def stage_of(self, peer: PeerId) -> int | None:
+        """The stage of a peer, this one included; None if it is not known. 0 for all in a run without stages."""
+        if peer == self._local.me.peer:
+            return self._local.stage.stage if self._local.stage else 0
+        contact = self._contacts.get(peer)
+        return contact.stage if contact else None
+
+    def rounds_of(self, peer: PeerId) -> int:
+        """Training rounds that have ended at a peer of stage 0, as it says."""
+        if peer == self._local.me.peer:
+            return self._local.stage.rounds if self._local.stage else 0
+        contact = self._contacts.get(peer)
+        return contact.rounds if contact else 0
+
+    def announce_rounds(self, rounds: int) -> None:
+        """Tell all peers at once that so many training rounds have ended at this peer of stage 0."""
+        assert self._local.stage is not None
+        self._local.stage.rounds = max(rounds, self._local.stage.rounds)
+        for contact in self._contacts:
+            contact.hurry.set()
+
+    def announce_rate(self, rate: float) -> None:
+        """Tell the others, with the next heartbeats, how many microbatches/s this peer can compute."""
+        assert self._local.stage is not None
+        self._local.stage.rate = rate
 
     def hint(self, peer: PeerId, addresses: Sequence[str] = (), told_by: PeerId = "") -> PeerRecord | None:
         """Note that a peer may be found at these addresses; returns its contact, if the table has a place for it.
@@ -356,6 +394,11 @@ class Membership:
         await stream.send(Welcome(self._handshake.hello(), self._known(peer)))
         contact.called()
         await self._handshake.echo(contact, hello, stream)
+
+    async def _refuse_former(self, peer: PeerId, stream: Stream) -> None:
+        """Answer a peer of an older version, whose greeting cannot be read here."""
+        self._refuse(peer, "speaks an older version of Starling")
+        await stream.send(HelloRejected(f"this peer speaks version {VERSION} of Starling: update the older"))
 
     # -- greetings ----------------------------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ import asyncio
 from dataclasses import dataclass, field
 
 from node.membership.failure_detector import FailureDetector
-from node.membership.hello import Hello
+from node.membership.hello import Heartbeat, Hello
 from protocols.base import Member, PeerId
 
 AGAIN_SECONDS = 2.0
@@ -36,6 +36,7 @@ class PeerRecord:
         round_trip_seconds: of its last echo.
         round: number of its current round, as it says.
         sketch: packed sketch of its parameters, as received.
+        rounds, rate: as in its last `Heartbeat`.
         failures: attempts in a row that did not make it live.
         breaks: streams in a row that broke soon after a handshake.
         broke_rules: its present process broke a rule, or broke streams too often: not dialled before the pause is over.
@@ -59,6 +60,8 @@ class PeerRecord:
     round_trip_seconds: float = 0.0
     round: int = 0
     sketch: bytes = b""
+    rounds: int = 0
+    rate: float = 0.0
     told_by: PeerId = ""
     failures: int = 0
     breaks: int = 0
@@ -72,6 +75,16 @@ class PeerRecord:
     watching: asyncio.Timeout | None = None
     task: asyncio.Task[None] | None = None
     rested: tuple[float, float] = (0.0, 0.0)
+
+    def hear(self, heartbeat: Heartbeat) -> None:
+        """Note what the peer says of itself with a heartbeat."""
+        self.round, self.leaving, self.sketch = heartbeat.round, heartbeat.leaving, heartbeat.sketch
+        self.rounds, self.rate = heartbeat.rounds, heartbeat.rate
+
+    @property
+    def stage(self) -> int | None:
+        """The peer's stage, by its last greeting; None before its first."""
+        return self.hello.stage if self.hello else None
 
     @property
     def member(self) -> Member | None:

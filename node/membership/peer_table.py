@@ -39,6 +39,10 @@ class PeerTable:
     def __contains__(self, peer: PeerId) -> bool:
         return peer in self._contacts
 
+    def get(self, peer: PeerId) -> PeerRecord | None:
+        """A peer's record; None if there is none."""
+        return self._contacts.get(peer)
+
     def wants(self, peer: PeerId) -> bool:
         return peer in set(self._wanted())
 

@@ -6,10 +6,13 @@ import asyncio
 import json
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Self
 
 from protocols.base import LocalProgress
+
+_LATER = ("stage", "stages", "microbatches", "abandoned")
+"""Fields that lines of an older version lack."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +48,10 @@ class RoundReport:
         loop_lag_p99_seconds, loop_lag_max_seconds: lag of the event loop since the previous report.
         rss_bytes: memory of the peer's own process, its worker and p2pd.
         open_files, tasks: file descriptors and tasks of the peer's own process when the round was over.
+        stage, stages: this peer's stage, and the number of stages; 0 and 1 in a run without stages. Tokens are those
+            that passed this stage: the sum over one stage is what the run has trained on.
+        microbatches: microbatches that were counted at this peer since the previous report; 0 without stages.
+        abandoned: of a driver: why microbatches were abandoned -> how many.
     """
 
     run: str
@@ -87,6 +94,10 @@ class RoundReport:
     rss_bytes: int = 0
     open_files: int = 0
     tasks: int = 0
+    stage: int = 0
+    stages: int = 1
+    microbatches: int = 0
+    abandoned: dict[str, int] = field(default_factory=dict)
 
     def after(self, failed: RoundReport) -> RoundReport:
         """This report, with the faults and bytes of an attempt to catch up that failed just before it."""
@@ -100,14 +111,16 @@ class RoundReport:
 
     @classmethod
     def from_json(cls, line: str | bytes) -> Self:
-        """Parse a line written by this version.
+        """Parse a line written by this version, or by one without stages.
 
         Raises:
-            ValueError: it is not a report of this version.
+            ValueError: it is not such a report.
         """
         values = json.loads(line)
         try:
-            given = {each.name: values[each.name] for each in fields(cls)}
+            given = {
+                each.name: values[each.name] for each in fields(cls) if each.name in values or each.name not in _LATER
+            }
         except (TypeError, KeyError):
             raise ValueError("not a report of this version") from None
         unknown = [each.name for each in fields(cls) if each.type == "float" and given[each.name] is None]

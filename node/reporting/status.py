@@ -22,6 +22,8 @@ MAX_WORD = 512
 MAX_LISTED = 4096
 """Most peers or addresses in one status."""
 MAX_NUMBER = 1 << 63
+_LATER = ("stage", "stages")
+"""Fields that a status from an older version lacks; it has no stages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +34,7 @@ class PeerStatus:
         member: whether it is in the roster; always true with independent state.
         live: whether it is live; otherwise the failure detector suspects it.
         address: a multiaddr, or empty if none is known.
+        stage: its stage; 0 in a run without stages.
     """
 
     peer: str
@@ -40,6 +43,7 @@ class PeerStatus:
     live: bool
     round: int
     address: str
+    stage: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +89,7 @@ class Status:
         clock: user-facing warning while this machine's clock differs from the others'; else empty.
         checkpoint_age_seconds: age of the newest whole checkpoint; None while there is none.
         spread, spread_limit: as in the last report that has them; nan with replicated state.
+        stage, stages: this peer's stage, and the number of stages; 0 and 1 in a run without stages.
     """
 
     state: str
@@ -117,6 +122,8 @@ class Status:
     protocol: str = ""
     spread: float = math.nan
     spread_limit: float = math.nan
+    stage: int = 0
+    stages: int = 1
 
 
 def public(status: Status) -> Status:
@@ -143,6 +150,7 @@ class SwarmOptions:
     Attributes:
         directory: parent of all peers' state directories; None for a new one.
         as_json: whether to print one JSON object to stdout at the end.
+        stages: of the run; peer i is in stage i mod `stages`.
     """
 
     peers: int
@@ -152,6 +160,7 @@ class SwarmOptions:
     run: Path | None
     directory: Path | None
     as_json: bool
+    stages: int = 1
 
 
 class _Dataclass(Protocol):
@@ -191,7 +200,7 @@ _KINDS: dict[str, tuple[type, ...]] = {"str": (str,), "int": (int,), "bool": (bo
 def _parsed(kind: Any, data: object, where: str) -> Any:
     if not isinstance(data, Mapping):
         raise ValueError(f"{where} is not an object")
-    fields = dataclasses.fields(kind)
+    fields = [each for each in dataclasses.fields(kind) if each.name in data or each.name not in _LATER]
     return kind(**{each.name: _value(str(each.type), data.get(each.name), f"{where}.{each.name}") for each in fields})
 
 

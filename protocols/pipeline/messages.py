@@ -22,6 +22,7 @@ from protocols.base import Header, Member
 from protocols.wire import MAX_SECONDS, digest, one, real, register, text, uint
 
 METHOD = "starling/stage/1"
+OUTER_METHOD = "starling/stage-outer/1"
 HEADER_LIMIT = 1024
 MAX_LOSS = 1e9
 
@@ -94,6 +95,38 @@ class LeaseVoid(Header):
     why: str = text(120)
 
 
+@dataclass(frozen=True, slots=True)
+class OuterRequest(Header):
+    """Asks a replica to compute a forward with its outer parameters; answered with `Granted` or `StageBusy`.
+
+    After `Granted` the input follows as payload; at the last stage without `position`, the targets as well. The answer
+    is `OuterOutput`, or `OuterLoss` if there were targets.
+
+    Attributes:
+        trained: training rounds whose result the outer parameters must have; the replica is busy until they have it.
+        position: at the last stage: return the logits of this position, from 1; 0: the loss of all positions.
+    """
+
+    run: bytes = digest()
+    scope: str = text(64)
+    sender: Member = one(Member)
+    to: Member = one(Member)
+    trained: int = uint(1 << 40)
+    position: int = uint(1 << 20)
+
+
+@dataclass(frozen=True, slots=True)
+class OuterOutput(Header):
+    """The stage's output follows as payload; of the last stage, float32 logits (rows, classes)."""
+
+
+@dataclass(frozen=True, slots=True)
+class OuterLoss(Header):
+    """The mean loss of the microbatch, in nats per token."""
+
+    loss: float = real(-MAX_LOSS, MAX_LOSS)
+
+
 MESSAGES = (
     MicrobatchRequest,
     Granted,
@@ -105,5 +138,8 @@ MESSAGES = (
     InputGradient,
     LossResult,
     LeaseVoid,
+    OuterRequest,
+    OuterOutput,
+    OuterLoss,
 )
 register(176, MESSAGES)

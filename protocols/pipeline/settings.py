@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from protocols.base import Member
 
+MAX_STAGES = 32
 MAX_WINDOW = 32
 MAX_STREAMS = 512
 """Streams of all drivers to one replica, at most: a driver's window shrinks as drivers become more."""

@@ -29,7 +29,7 @@ def greeting(
     addresses: tuple[str, ...] = (),
 ) -> Hello:
     """Signed by the peer that it names."""
-    hello = Hello(version, run, Member(name, incarnation), nonce, "mallory", addresses, b"")
+    hello = Hello(version, run, Member(name, incarnation), nonce, "mallory", addresses, 0, (), b"")
     return replace(hello, signature=SimSigner(name, 0).sign(signed_part(hello)))
 
 
@@ -153,7 +153,7 @@ class HostilePeer:
                 await stream.send(self.hello())
                 await stream.receive(wire.MAX_HEADER_BYTES)
                 while heartbeats_per_second and loop.time() < until:
-                    await stream.send(Heartbeat(answered, 0.0, 1 << 40, False, b""))
+                    await stream.send(Heartbeat(answered, 0.0, 1 << 40, False, b"", 0, 0.0))
                     await stream.receive(wire.MAX_HEADER_BYTES)
                     answered += 1
                     await asyncio.sleep(1 / heartbeats_per_second)

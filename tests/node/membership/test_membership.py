@@ -106,7 +106,7 @@ async def test_peer_that_cannot_be_dialled_is_not_live(swarm: MembershipSwarm) -
         await stream.send(greeting("x"))
         assert isinstance(await stream.receive(wire.MAX_HEADER_BYTES), Welcome)
         for number in range(5):
-            await stream.send(Heartbeat(number, 0.0, 0, False, b""))
+            await stream.send(Heartbeat(number, 0.0, 0, False, b"", 0, 0.0))
             assert wire.expect(await stream.receive(wire.MAX_HEADER_BYTES), Heartbeat).number == number
             await asyncio.sleep(1.0)
         assert swarm.sees("a") == ["a"]

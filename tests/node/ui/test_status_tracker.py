@@ -43,7 +43,7 @@ def shown(status_tracker: StatusTracker) -> Status:
 
 
 def contact(peer: str, nickname: str | None, live: bool = True, addresses: tuple[str, ...] = ()) -> PeerRecord:
-    hello = None if nickname is None else Hello(VERSION, RUN, Member(peer), 1, nickname, addresses, b"")
+    hello = None if nickname is None else Hello(VERSION, RUN, Member(peer), 1, nickname, addresses, 0, (), b"")
     return PeerRecord(peer, addresses, hello, live)
 
 
