@@ -2,7 +2,7 @@
 
 StageCompute    what a stage computes, synchronously: `node.tasks.paced_stage`, `node.training.stage_learner`
 TurnQueue       one job at a time: what changes the weights first, the others as they arrive
-InlineStage     `protocols.pipeline.work` over a `StageCompute`
+InlineStage     the jobs and the weights of a stage, over a `StageCompute`
 """
 
 from __future__ import annotations
@@ -11,17 +11,14 @@ import asyncio
 import heapq
 import itertools
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Protocol, TypeVar
+from typing import Protocol
 
-from node.training.trainer import Learner
-from protocols.base import Buffer
-from protocols.pipeline.admission import Lease
-from protocols.pipeline.work import LeaseLost
-
-T = TypeVar("T")
+from node.training.trainer import Learner, LocalTraining
+from protocols.aio import loop_time
+from protocols.base import Buffer, LocalProgress, Vector
 
 
 class StageCompute(Learner, Protocol):
@@ -106,69 +103,84 @@ class StageSeconds:
 
 
 class InlineStage:
-    """`StageWork` and `FirstStageWork` over a `StageCompute`. A job sleeps for its duration, then is done at once.
+    """`StageJobs` and `StageReplica` over a `StageCompute`. A job sleeps for its duration, then is done at once.
 
     Attributes:
         compute: the stage.
         seconds: durations; they may change at any time.
         turns: what runs between jobs takes a turn of its own.
+        local_training: the stage's work since its anchor.
     """
 
-    def __init__(self, compute: StageCompute, seconds: StageSeconds) -> None:
+    def __init__(self, compute: StageCompute, inner_steps: int, seconds: StageSeconds) -> None:
+        """
+        Args:
+            inner_steps: H, inner steps of a round of stage 0.
+        """
         self.compute, self.seconds = compute, seconds
+        self.layout = compute.layout
         self.turns = TurnQueue()
-        self._jobs: set[asyncio.Task[object]] = set()
+        self.local_training = LocalTraining(compute, inner_steps)
+        self._marked = 0.0
 
-    async def forward(self, x: Buffer, lease: Lease) -> bytes:
-        return await self._uncounted(lease, lambda: self.compute.forward(x))
+    def turn(self) -> AbstractAsyncContextManager[None]:
+        return self.turns.turn(Priority.MICROBATCH)
 
-    async def backward(self, x: Buffer, gradient: Buffer, lease: Lease) -> bytes:
-        return await self._counted(lease, self.seconds.backward, lambda: self.compute.backward(x, gradient))
+    # -- jobs ---------------------------------------------------------------------------------------------------------
 
-    async def loss(self, x: Buffer, targets: Buffer, lease: Lease) -> tuple[float, bytes]:
-        return await self._counted(lease, self._both_seconds(), lambda: self.compute.loss(x, targets))
+    async def forward(self, x: Buffer) -> bytes:
+        await asyncio.sleep(self.seconds.forward)
+        return self.compute.forward(x)
 
-    async def draw(self, lease: Lease) -> tuple[object, bytes, bytes]:
-        return await self._uncounted(lease, self.compute.draw)
+    async def backward(self, x: Buffer, gradient: Buffer) -> bytes:
+        await asyncio.sleep(self.seconds.backward)
+        return self.compute.backward(x, gradient)
 
-    async def finish(self, batch: object, gradient: Buffer, loss: float, lease: Lease) -> None:
-        await self._counted(lease, self.seconds.backward, lambda: self.compute.finish(batch, gradient, loss))
+    async def loss(self, x: Buffer, targets: Buffer) -> tuple[float, bytes]:
+        await asyncio.sleep(self.seconds.forward + self.seconds.backward)
+        return self.compute.loss(x, targets)
 
-    def _both_seconds(self) -> float:
-        return self.seconds.forward + self.seconds.backward
+    async def draw(self) -> tuple[object, bytes, bytes]:
+        await asyncio.sleep(self.seconds.forward)
+        return self.compute.draw()
 
-    async def _uncounted(self, lease: Lease, work: Callable[[], T]) -> T:
-        async with self.turns.turn(Priority.MICROBATCH):
-            _require_valid(not lease.is_void)
-            await asyncio.sleep(self.seconds.forward)
-            return work()
+    async def finish(self, batch: object, gradient: Buffer, loss: float) -> None:
+        await asyncio.sleep(self.seconds.backward)
+        self.compute.finish(batch, gradient, loss)
 
-    async def _counted(self, lease: Lease, seconds: float, work: Callable[[], T]) -> T:
-        """A job that adds to the gradient. Once it has begun it ends and counts, even if the caller is cancelled."""
+    # -- the weights --------------------------------------------------------------------------------------------------
 
-        async def job() -> T:
-            async with self.turns.turn(Priority.MICROBATCH):
-                _require_valid(lease.begin_backward())
-                try:
-                    await asyncio.sleep(seconds)
-                    result = work()
-                except BaseException:
-                    lease.fail()
-                    raise
-                lease.count()
-                return result
+    async def begin(self, round_number: int, cut: asyncio.Event) -> LocalProgress:
+        self.local_training.begin(round_number)
+        self._marked = loop_time()
+        return self.local_training.work()
 
-        task = asyncio.get_running_loop().create_task(job())
-        self._jobs.add(task)
-        task.add_done_callback(self._ended)
-        return await asyncio.shield(task)
+    async def step(self, round_number: int, on_stepped: Callable[[], None]) -> tuple[bool, LocalProgress | None]:
+        async with self.turns.turn(Priority.WEIGHTS):
+            await asyncio.sleep(self.seconds.step)
+            self.local_training.step()
+            on_stepped()
+            now = loop_time()
+            self.local_training.spend(now - self._marked)
+            self._marked = now
+        due = self.local_training.due()
+        return self.local_training.complete, self.local_training.work() if due else None
 
-    def _ended(self, task: asyncio.Task[object]) -> None:
-        self._jobs.discard(task)
-        if not task.cancelled():
-            task.exception()  # its caller may be gone
+    async def work(self) -> LocalProgress:
+        return self.local_training.work()
 
+    async def read(self, into: Vector, fragment: int = 0) -> None:
+        async with self.turns.turn(Priority.WEIGHTS):
+            self.local_training.read(into, fragment)
 
-def _require_valid(valid: bool) -> None:
-    if not valid:
-        raise LeaseLost("the replica's weights have changed since it was granted")
+    async def replace(
+        self, source: Vector, anchor: Vector | None, tokens: int, on_replaced: Callable[[], None]
+    ) -> None:
+        async with self.turns.turn(Priority.WEIGHTS):
+            self.local_training.write(source, 0, anchor, tokens)
+            self.compute.discard()
+            on_replaced()
+
+    async def evaluate(self) -> float:
+        async with self.turns.turn(Priority.WEIGHTS):
+            return self.local_training.evaluate()

@@ -9,11 +9,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Protocol
 
-from node.training.inline_stage import InlineStage, Priority
-from node.training.trainer import LocalTraining
 from protocols.aio import loop_time, task_group
-from protocols.base import LocalProgress, Member, RoundKey, Vector
+from protocols.base import Layout, LocalProgress, Member, RoundKey, Vector
 from protocols.pipeline.admission import StepAdmission
 from protocols.pipeline.driving import PipelineDriver
 from protocols.pipeline.serving import StageServer
@@ -23,73 +22,87 @@ LOOK_SECONDS = 0.25
 """How often a stage looks whether the round's inner steps are complete at stage 0."""
 
 
+class StageReplica(Protocol):
+    """One stage's weights at this peer, and its work since its anchor: `InlineStage`, `RemoteStage`.
+
+    What is called inside a turn (`on_stepped`, `on_replaced`) runs before any further job.
+    """
+
+    layout: Layout
+
+    async def begin(self, round_number: int, cut: asyncio.Event) -> LocalProgress:
+        """Start a round, or resume it. Returns the work so far; without a worker, waits for one until the cut."""
+
+    async def step(self, round_number: int, on_stepped: Callable[[], None]) -> tuple[bool, LocalProgress | None]:
+        """Take the AdamW step over all microbatches since the last one.
+
+        Returns:
+            Whether the round's inner steps are complete, and the work so far if it is time to report it.
+        """
+
+    async def work(self) -> LocalProgress:
+        """The work since the anchor was written."""
+
+    async def read(self, into: Vector, fragment: int = 0) -> None:
+        """Copy the local parameters out, between two jobs."""
+
+    async def replace(
+        self, source: Vector, anchor: Vector | None, tokens: int, on_replaced: Callable[[], None]
+    ) -> None:
+        """Replace the local parameters and the anchor, and drop the gradients; see `protocols.base.Trainer.write`."""
+
+    async def evaluate(self) -> float:
+        """Held-out loss of the outer parameters, if a stage alone has one; else nan."""
+
+
 @dataclass(frozen=True, slots=True)
 class StageTraining:
     """What both trainers work with.
 
     Attributes:
         me, stage: for events.
-        inner_steps: H, inner steps of a round of stage 0.
         is_member: whether what this peer trains counts: it is in the head's roster, and holds the head's state.
         watch: is passed each step, and each write that drops what was counted.
     """
 
     me: Member
     stage: int
-    work: InlineStage
-    inner_steps: int
+    replica: StageReplica
     is_member: Callable[[], bool]
     watch: Callable[[PipelineEvent], None] = ignore_event
 
 
 class _StageTrainer:
-    """`protocols.base.Trainer` but for `train`.
-
-    Attributes:
-        local_training: the stage's work since its anchor.
-    """
+    """`protocols.base.Trainer` but for `train`."""
 
     def __init__(self, training: StageTraining, admission: StepAdmission) -> None:
-        self.layout = training.work.compute.layout
-        self.local_training = LocalTraining(training.work.compute, training.inner_steps)
+        self.layout = training.replica.layout
         self._training, self._admission = training, admission
-        self._marked = 0.0
+        self._replica = training.replica
 
     async def read(self, into: Vector, fragment: int = 0) -> None:
         """Copy the local parameters out, between two jobs."""
-        async with self._training.work.turns.turn(Priority.WEIGHTS):
-            self.local_training.read(into, fragment)
+        await self._replica.read(into, fragment)
 
     async def write(self, source: Vector, fragment: int = 0, anchor: Vector | None = None, tokens: int = 0) -> None:
         """Replace the local parameters, between two jobs. All leases are void then, and what was counted is dropped."""
-        async with self._training.work.turns.turn(Priority.WEIGHTS):
-            self.local_training.write(source, fragment, anchor, tokens)
-            self._training.work.compute.discard()
-            self._change_epoch("voided")
+        await self._replica.replace(source, anchor, tokens, self.void)
 
     async def evaluate(self) -> float:
         """Held-out loss, if the stage's task has one."""
-        async with self._training.work.turns.turn(Priority.WEIGHTS):
-            return self.local_training.evaluate()
+        return await self._replica.evaluate()
 
-    async def _step(self) -> None:
-        """Take the AdamW step that is due."""
-        work = self._training.work
-        async with work.turns.turn(Priority.WEIGHTS):
-            await asyncio.sleep(work.seconds.step)
-            self.local_training.step()
-            self._change_epoch("stepped")
-        self._spend()
+    def void(self) -> None:
+        """The weights or the gradients have changed: all leases are void, and what was counted is dropped."""
+        self._change_epoch("voided")
+
+    def _stepped(self) -> None:
+        self._change_epoch("stepped")
 
     def _change_epoch(self, kind: str) -> None:
         training, admission = self._training, self._admission
         training.watch(PipelineEvent(kind, training.me, 0, training.stage, training.me, admission.epoch))
         admission.next_epoch()
-
-    def _spend(self) -> None:
-        now = loop_time()
-        self.local_training.spend(now - self._marked)
-        self._marked = now
 
 
 class ServingTrainer(_StageTrainer):
@@ -111,37 +124,33 @@ class ServingTrainer(_StageTrainer):
         self, key: RoundKey, cut: asyncio.Event, progress: Callable[[LocalProgress], None], surplus: bool = True
     ) -> LocalProgress:
         """Serve until `cut` is set, whatever `surplus` says: other stages need this one."""
-        local_training, admission = self.local_training, self._admission
-        local_training.begin(key.round)
-        self._marked = loop_time()
+        admission = self._admission
+        work = await self._replica.begin(key.round, cut)
         complete = self._is_complete(key)
-        progress(self._work(key))
+        progress(replace(work, complete=complete))
         if self._training.is_member():
             admission.open()
         try:
             while not cut.is_set():
                 if admission.is_full:
-                    await self._step()
-                    if local_training.due():
-                        progress(self._work(key))
+                    _, due = await self._replica.step(key.round, self._stepped)
+                    if due:
+                        progress(replace(due, complete=self._is_complete(key)))
                 elif complete != self._is_complete(key):
                     complete = not complete
-                    progress(self._work(key))
+                    progress(replace(await self._replica.work(), complete=complete))
                 else:
                     await self._server.until(lambda: admission.is_full or cut.is_set(), loop_time() + LOOK_SECONDS)
         finally:
             admission.close()
-        return self._work(key)
+        return replace(await self._replica.work(), complete=self._is_complete(key))
 
     def _is_complete(self, key: RoundKey) -> bool:
         return self._rounds_completed() > key.round
 
-    def _work(self, key: RoundKey) -> LocalProgress:
-        return replace(self.local_training.work(), complete=self._is_complete(key))
-
 
 class DrivingTrainer(_StageTrainer):
-    """Trains stage 0: it draws microbatches and drives them through all stages until the round is cut."""
+    """Trains stage 0: it drives microbatches through all stages until the round is cut."""
 
     def __init__(self, training: StageTraining, driver: PipelineDriver, announce: Callable[[int], None]) -> None:
         """
@@ -155,30 +164,35 @@ class DrivingTrainer(_StageTrainer):
         self, key: RoundKey, cut: asyncio.Event, progress: Callable[[LocalProgress], None], surplus: bool = True
     ) -> LocalProgress:
         """Train until `cut` is set; see `protocols.base.Trainer`."""
-        local_training = self.local_training
-        local_training.begin(key.round)
-        self._marked = loop_time()
         self._announce(key.round)
-        progress(local_training.work())
-        if self._training.is_member():
+        work = await self._replica.begin(key.round, cut)
+        progress(work)
+        if self._training.is_member() and not cut.is_set():
             async with task_group() as group:
                 driving = group.create_task(self._driver.run())
-                await self._steps(cut, progress, surplus)
+                await self._steps(key, cut, progress, surplus, work.complete)
                 self._admission.close()
                 driving.cancel()
         await cut.wait()
         # a slow driver, too: in the run's last round nothing else says that stage 0 has ended its training
         self._announce(key.round + 1)
-        return local_training.work()
+        return await self._replica.work()
 
-    async def _steps(self, cut: asyncio.Event, progress: Callable[[LocalProgress], None], surplus: bool) -> None:
+    async def _steps(
+        self,
+        key: RoundKey,
+        cut: asyncio.Event,
+        progress: Callable[[LocalProgress], None],
+        surplus: bool,
+        complete: bool,
+    ) -> None:
         """Take the steps as they fall due, until the cut; without surplus, until the inner steps are complete."""
-        local_training, admission = self.local_training, self._admission
+        admission = self._admission
         admission.open()
-        while not cut.is_set() and (surplus or not local_training.complete):
+        while not cut.is_set() and (surplus or not complete):
             if admission.is_full:
-                await self._step()
-                if local_training.due():
-                    progress(local_training.work())
+                complete, due = await self._replica.step(key.round, self._stepped)
+                if due:
+                    progress(due)
             else:
                 await self._driver.until(lambda: admission.is_full or cut.is_set(), loop_time() + LOOK_SECONDS)

@@ -14,6 +14,7 @@ from typing import Any
 
 from node.tasks.paced_stage import ACTIVATION_BYTES, TARGET_BYTES, PacedStage
 from node.training.inline_stage import InlineStage, StageCompute, StageSeconds
+from node.training.leased_stage import LeasedStage
 from node.training.stage_trainer import DrivingTrainer, ServingTrainer, StageTraining
 from protocols.base import Host, LocalProgress, Member, PeerId, Settings, Trainer
 from protocols.endpoint import ProtocolEndpoint
@@ -33,6 +34,9 @@ TOKENS = 32
 """Tokens of a microbatch of the paced task."""
 FORWARD_SHARE = 1 / 3
 """Of a stage's time for a microbatch: a backward computes the forward again, but an average one is twice a forward."""
+
+STREAM_TASKS = 3
+"""Tasks of a replica for each stream that a driver holds open to it."""
 
 
 class Announcements:
@@ -127,10 +131,10 @@ class PipelineWorld(World):
         me = self.network.nodes[host.me].member
         stage, settings = self.stage(host.me), self.pipeline()
         directory = self.announcements[host.me] = Announcements(self)
-        work = InlineStage(self.stage_compute(index, me), self.seconds(index))
-        self.work[me.peer] = work
-        training = StageTraining(me, stage, work, self.scenario.inner_steps, lambda: self.is_member(me), self.watch)
-        averaging = Settings("fp32", work.compute.layout.sizes(), incarnation=me.incarnation)
+        replica = InlineStage(self.stage_compute(index, me), self.scenario.inner_steps, self.seconds(index))
+        self.work[me.peer], work = replica, LeasedStage(replica)
+        training = StageTraining(me, stage, replica, lambda: self.is_member(me), self.watch)
+        averaging = Settings("fp32", replica.layout.sizes(), incarnation=me.incarnation)
         endpoint = ProtocolEndpoint(host, averaging)
         if stage == 0:
             driver = PipelineDriver(endpoint, settings, work, directory, self.watch)
@@ -239,6 +243,12 @@ class PipelineWorld(World):
         """Peers that came to the end of the run."""
         nodes = self.network.nodes
         return [me for me in self.admissions if nodes[me.peer].member == me and nodes[me.peer].process.alive]
+
+    @property
+    def level_tasks(self) -> int:
+        """Each lane of each driver may hold a stream to a replica, or to none while there are others."""
+        drivers = len(self.of_stage(0))
+        return super().level_tasks + STREAM_TASKS * drivers * self.pipeline().window(drivers)
 
     def leaks(self) -> list[checkers.Violation]:
         found = [

@@ -42,7 +42,7 @@ HEALED_SECONDS = 600.0
 """Within this time after the healing, all peers must be in the roster and commit `HEALED_ROUNDS` further rounds."""
 HEALED_ROUNDS = 2
 LEVEL_ROUNDS, LEVEL_TASKS = 5, 4
-"""In its last `LEVEL_ROUNDS` rounds a peer may have `LEVEL_TASKS` tasks more than in its first ones."""
+"""In its last `LEVEL_ROUNDS` rounds a peer may have `World.level_tasks` tasks more than in its first ones."""
 
 
 @dataclass(slots=True)
@@ -285,6 +285,11 @@ class World:
         """The violations in these histories."""
         return checkers.check(histories)
 
+    @property
+    def level_tasks(self) -> int:
+        """Tasks by which a peer's number may rise and fall without a leak."""
+        return LEVEL_TASKS
+
     def leaks(self) -> list[checkers.Violation]:
         """Tasks and streams that outlived the run."""
         return self._left
@@ -298,7 +303,7 @@ class World:
         for member, counts in self._tasks.items():  # a killed peer leaves no tasks, so its growth is judged here
             if len(counts) < 2 * LEVEL_ROUNDS:
                 continue  # too few rounds: they are all among faults, where numbers vary
-            if (now := min(counts[-LEVEL_ROUNDS:])) > max(counts[:LEVEL_ROUNDS]) + LEVEL_TASKS:
+            if (now := min(counts[-LEVEL_ROUNDS:])) > max(counts[:LEVEL_ROUNDS]) + self.level_tasks:
                 what = f"{now} tasks at the beginning of its last rounds, {max(counts[:LEVEL_ROUNDS])} of its first"
                 found.append(checkers.Violation("no-leak", member.peer, len(counts), what))
         return found
