@@ -24,7 +24,7 @@ from node.config.run_config import STRICT, RunConfig
 from node.config.toml import MAX_BYTES, canonical, one_line
 from node.tasks.base import MAX_ELEMENTS
 from protocols.base import Layout, Member, PeerId, Signer
-from protocols.pipeline.settings import stage_scope
+from protocols.scopes import RUN_SCOPE, stage_scope
 
 FORMAT = 1
 MAX_FRAGMENTS = 64
@@ -114,7 +114,7 @@ class Manifest:
 
     def scope(self, stage: int) -> str:
         """The scope in which a stage's replicas average; in a run without stages, that of all peers."""
-        return stage_scope(stage) if self.stages else "run"
+        return stage_scope(stage) if self.stages else RUN_SCOPE
 
     def elements_of(self, stage: int) -> tuple[int, ...]:
         """Length of each fragment of a stage; of the whole model in a run without stages."""

@@ -20,7 +20,7 @@ from pydantic.dataclasses import dataclass
 
 from node.config.toml import ConfigError, check_keys, one_line, read_toml, shown, suggestion
 from node.membership.hello import MAX_ADDRESS_CHARACTERS
-from protocols.pipeline.settings import MAX_STAGES
+from protocols.scopes import MAX_STAGES
 from protocols.wire import MAX_ROSTER
 
 PREFIX = "NODE_"

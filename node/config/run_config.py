@@ -34,8 +34,8 @@ from node.tasks.base import MAX_ELEMENTS, Recipe
 from node.tasks.gpt import DEFAULT_PRESET, PRESETS, VOCABULARY, GptConfig, Preset, preset
 from protocols.codec import codec
 from protocols.pairwise.matching import known as known_schedule
-from protocols.pipeline.settings import MAX_STAGES
 from protocols.robust import known as known_rule
+from protocols.scopes import MAX_STAGES
 from protocols.vectors import CHUNK_ELEMENTS
 from protocols.wire import MAX_ROSTER
 

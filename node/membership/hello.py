@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from protocols.base import Header, Member
-from protocols.pipeline.settings import MAX_STAGES
+from protocols.scopes import MAX_STAGES
 from protocols.wire import blob, body, digest, flag, many, one, peer_id, real, register, some, text, uint
 
 HELLO = "starling/hello/2"

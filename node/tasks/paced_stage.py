@@ -8,10 +8,13 @@ other weights, cannot pass unseen.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
+
+import torch
 
 from node.tasks.paced import Paced
 from node.training.trainer import Step
-from protocols.base import Buffer, Member
+from protocols.base import Buffer, Vector
 
 ACTIVATION_BYTES = 256
 TARGET_BYTES = 32
@@ -20,14 +23,23 @@ TARGET_BYTES = 32
 class PacedStage(Paced):
     """A `StageCompute` whose vector follows the walk of `Paced`, one move a step."""
 
-    def __init__(self, elements: int, seed: int, tokens: int, me: Member) -> None:
+    def __init__(
+        self,
+        elements: int,
+        seed: int,
+        tokens: int,
+        me: str,
+        allocate: Callable[[int], Vector] = torch.empty,
+        resume: bool = False,
+    ) -> None:
         """
         Args:
             tokens: of one microbatch.
-            me: the replica, for the names of its activations.
+            me: name of the replica in its present incarnation, for the names of its activations.
+            allocate, resume: as in `flatten`.
         """
-        super().__init__(elements, seed, tokens)
-        self._me = f"{me.peer}/{me.incarnation}"
+        super().__init__(elements, seed, tokens, allocate, resume)
+        self._me = me
         self._epoch = 0
         self._microbatches = 0
 
@@ -46,18 +58,16 @@ class PacedStage(Paced):
         self._microbatches += 1
         return 1.0, _gradient(x)
 
-    def draw(self) -> tuple[object, bytes, bytes]:
+    def draw(self) -> tuple[int, bytes, bytes]:
         self.position += 1
-        batch = f"{self._me}/{self.position}".encode()
-        return batch, self._activation(batch), bytes(TARGET_BYTES)
+        return self.position, self._activation(self._batch(self.position)), bytes(TARGET_BYTES)
 
-    def finish(self, batch: object, gradient: Buffer, loss: float) -> None:
+    def finish(self, batch: int, gradient: Buffer, loss: float) -> None:
         """
         Raises:
             RuntimeError: the forward was computed in other weights.
         """
-        assert isinstance(batch, bytes)
-        self._accumulate(batch, gradient)
+        self._accumulate(self._batch(batch), gradient)
 
     def discard(self) -> None:
         self._microbatches = 0
@@ -71,6 +81,9 @@ class PacedStage(Paced):
         tokens = moved.tokens * self._microbatches
         self.discard()
         return Step(moved.loss, tokens)
+
+    def _batch(self, position: int) -> bytes:
+        return f"{self._me}/{position}".encode()
 
     def _accumulate(self, x: Buffer, gradient: Buffer) -> None:
         if bytes(gradient) != _gradient(self._activation(x)):

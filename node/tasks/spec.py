@@ -53,6 +53,35 @@ class OwnValues:
     options: Mapping[str, OptionValue] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class StageValues:
+    """One stage of a run with stages.
+
+    Attributes:
+        number: of the stage.
+        bounds: S + 1 block numbers; stage k holds the blocks [bounds[k], bounds[k+1]).
+        activations: how activations travel: a key of `ACTIVATION_DTYPES`.
+        elements: length of the stage's flat vector; the paced task needs it.
+        replica: name of this peer in its present incarnation.
+        slots: file descriptor of the activations that peer and worker share (`node.training.activation_slots`).
+    """
+
+    number: int
+    bounds: tuple[int, ...]
+    activations: str
+    elements: int
+    replica: str
+    slots: int = -1
+
+    @property
+    def stages(self) -> int:
+        return len(self.bounds) - 1
+
+    @property
+    def is_last(self) -> bool:
+        return self.number == self.stages - 1
+
+
 Values: TypeAlias = GptValues | PacedValues | OwnValues
 
 
@@ -73,6 +102,7 @@ class WorkerSpec:
         peers_here: number of peers on this machine.
         precision: of the forward pass. "auto" is bfloat16 where it was measured to be faster, and otherwise float32.
         nice: niceness to add to that of the worker, 0 to 19, as for the command `nice`.
+        stage: the stage to train; None for the whole model.
     """
 
     values: Values
@@ -86,6 +116,7 @@ class WorkerSpec:
     peers_here: int = 1
     precision: str = "auto"
     nice: int = 0
+    stage: StageValues | None = None
 
     def __post_init__(self) -> None:
         require(self, "threads", lambda value: value >= 0, "0 or more")
@@ -104,6 +135,8 @@ class WorkerSpec:
         fields: dict[str, Any] = json.loads(text)
         fields["values"] = _read_values(fields.pop("task"), fields["values"])
         recipe = fields.pop("recipe")
+        if stage := fields.pop("stage"):
+            fields["stage"] = StageValues(**stage | {"bounds": tuple(stage["bounds"])})
         for name in ("data", "held_out"):
             fields[name] = Path(fields[name]) if fields[name] else None
         return cls(recipe=Recipe(**recipe | {"betas": tuple(recipe["betas"])}), **fields)
@@ -164,7 +197,7 @@ def build(spec: WorkerSpec, allocate: Allocate, resume: bool) -> Job:
     if isinstance(values, PacedValues):
         paced = Paced(values.elements, spec.stream_seed, values.tokens_per_step, allocate, resume)
         return Job(paced, values.step_seconds)
-    device = _device(spec.device)
+    device = device_of(spec.device)
     place, resume = (allocate, resume) if device == "cpu" else (None, False)
     if isinstance(values, OwnValues):
         own_task = own.make(values.name, TaskContext(spec.weights_seed, device, spec.data, values.options))
@@ -179,7 +212,12 @@ def build(spec: WorkerSpec, allocate: Allocate, resume: bool) -> Job:
     return Job(learner, held_out=text.held_out.numpy().tobytes(), generate=task.module.generate)
 
 
-def _device(name: str) -> str:
+def device_of(name: str) -> str:
+    """The device to train on.
+
+    Raises:
+        ValueError: this machine has no such device.
+    """
     there = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
     if name == "auto":
         return next(each for each in ("cuda", "mps", "cpu") if there[each])

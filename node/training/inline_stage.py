@@ -27,9 +27,14 @@ class StageCompute(Learner, Protocol):
     Gradients of all microbatches since the last step are summed. `Learner.step` divides them by their number, takes the
     AdamW step and clears them; its tokens are those of these microbatches.
 
+    Attributes:
+        position: number of batches drawn so far, in stage 0.
+
     Raises:
         BadPayload: what was received does not decode, or is not finite.
     """
+
+    position: int
 
     def forward(self, x: Buffer) -> bytes:
         """Of a middle stage: its output."""
@@ -40,10 +45,10 @@ class StageCompute(Learner, Protocol):
     def loss(self, x: Buffer, targets: Buffer) -> tuple[float, bytes]:
         """Of the last stage: the loss; adds to the gradient, and returns that of `x`, too."""
 
-    def draw(self) -> tuple[object, bytes, bytes]:
-        """Of stage 0: draw the next batch. Returns a handle for `finish`, its output, and the targets."""
+    def draw(self) -> tuple[int, bytes, bytes]:
+        """Of stage 0: draw the next batch. Returns its number for `finish`, its output, and the targets."""
 
-    def finish(self, batch: object, gradient: Buffer, loss: float) -> None:
+    def finish(self, batch: int, gradient: Buffer, loss: float) -> None:
         """Of stage 0: compute the forward again, add to the gradient, and note the loss."""
 
     def discard(self) -> None:
@@ -140,11 +145,11 @@ class InlineStage:
         await asyncio.sleep(self.seconds.forward + self.seconds.backward)
         return self.compute.loss(x, targets)
 
-    async def draw(self) -> tuple[object, bytes, bytes]:
+    async def draw(self) -> tuple[int, bytes, bytes]:
         await asyncio.sleep(self.seconds.forward)
         return self.compute.draw()
 
-    async def finish(self, batch: object, gradient: Buffer, loss: float) -> None:
+    async def finish(self, batch: int, gradient: Buffer, loss: float) -> None:
         await asyncio.sleep(self.seconds.backward)
         self.compute.finish(batch, gradient, loss)
 

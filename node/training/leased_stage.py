@@ -7,9 +7,9 @@ LeasedStage    `StageWork` and `FirstStageWork` over `StageJobs`
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import AbstractAsyncContextManager
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from protocols.aio import loop_time
 from protocols.base import Buffer
@@ -44,10 +44,10 @@ class StageJobs(Protocol):
     async def loss(self, x: Buffer, targets: Buffer) -> tuple[float, bytes]:
         """Of the last stage: the loss; adds to the gradient, and returns that of `x`, too."""
 
-    async def draw(self) -> tuple[object, bytes, bytes]:
-        """Of stage 0: draw the next batch. Returns a handle for `finish`, the output, and the targets."""
+    async def draw(self) -> tuple[int, bytes, bytes]:
+        """Of stage 0: draw the next batch. Returns its number for `finish`, the output, and the targets."""
 
-    async def finish(self, batch: object, gradient: Buffer, loss: float) -> None:
+    async def finish(self, batch: int, gradient: Buffer, loss: float) -> None:
         """Of stage 0: compute the forward again, add to the gradient, and note the loss."""
 
 
@@ -79,22 +79,25 @@ class LeasedStage:
     async def loss(self, x: Buffer, targets: Buffer, lease: Lease) -> tuple[float, bytes]:
         return await self._counted(lease, lambda: self.jobs.loss(x, targets))
 
-    async def draw(self, lease: Lease) -> tuple[object, bytes, bytes]:
+    async def draw(self, lease: Lease) -> tuple[int, bytes, bytes]:
         return await self._uncounted(lease, self.jobs.draw)
 
-    async def finish(self, batch: object, gradient: Buffer, loss: float, lease: Lease) -> None:
+    async def finish(self, batch: int, gradient: Buffer, loss: float, lease: Lease) -> None:
         await self._counted(lease, lambda: self.jobs.finish(batch, gradient, loss))
 
     async def _uncounted(self, lease: Lease, work: Callable[[], Awaitable[T]]) -> T:
-        async with self.jobs.turn():
-            _require_valid(not lease.is_void)
-            began = loop_time()
-            result = await work()
-            self._forward_seconds = _averaged(self._forward_seconds, loop_time() - began)
-            return result
+        async def job() -> T:
+            async with self.jobs.turn():
+                _require_valid(not lease.is_void)
+                began = loop_time()
+                result = await work()
+                self._forward_seconds = _averaged(self._forward_seconds, loop_time() - began)
+                return result
+
+        return await self._uninterrupted(job())
 
     async def _counted(self, lease: Lease, work: Callable[[], Awaitable[T]]) -> T:
-        """A job that adds to the gradient. Once it has begun it ends and counts, even if the caller is cancelled."""
+        """A job that adds to the gradient: it counts even if the caller is cancelled meanwhile."""
 
         async def job() -> T:
             async with self.jobs.turn():
@@ -111,7 +114,11 @@ class LeasedStage:
                 self._backward_seconds = _averaged(self._backward_seconds, loop_time() - began)
                 return result
 
-        task = asyncio.get_running_loop().create_task(job())
+        return await self._uninterrupted(job())
+
+    async def _uninterrupted(self, job: Coroutine[Any, Any, T]) -> T:
+        """Run a job to its end, even if the caller is cancelled: a worker whose answer nobody awaits is killed."""
+        task = asyncio.get_running_loop().create_task(job)
         self._tasks.add(task)
         task.add_done_callback(self._ended)
         return await asyncio.shield(task)

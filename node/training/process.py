@@ -95,7 +95,8 @@ class WorkerProcess:
         with theirs:
             reader, writer = await asyncio.open_unix_connection(sock=ours, limit=MAX_LINE_BYTES)
             try:
-                descriptors = (memory, theirs.fileno())
+                slots = (spec.stage.slots,) if spec.stage else ()
+                descriptors = (memory, theirs.fileno(), *slots)
                 environment = {"PYTHONPATH": path, **bounded_spin(os.environ)}
                 child = await ChildProcess.start("worker", command, _log_line, environment, descriptors, OOM_SCORE)
             except BaseException:

@@ -38,7 +38,7 @@ ATTEMPTS = 3
 _PROMPT_BYTES = 64 << 10
 DISK_SECONDS, DISK_BYTES_PER_SECOND = 60.0, 1e6
 """Time limit for reading or writing the optimiser's state: a constant plus the time of a very slow disk."""
-_NOTHING = LocalProgress(0, math.nan, 0.0, 0.0)
+NOTHING = LocalProgress(0, math.nan, 0.0, 0.0)
 
 __all__ = ["RemoteTrainer", "WorkerError", "WorkerSpec"]
 
@@ -222,9 +222,9 @@ class RemoteTrainer:
         begun: WorkerProcess | None = None
         while True:
             if self._worker is None:
-                progress(_NOTHING)
+                progress(NOTHING)
             if not await self._alive(cut):
-                return _NOTHING
+                return NOTHING
             with suppress(WorkerGone):
                 async with self._boundary():
                     self._shared.attention = cut.is_set() or self._waiting > 0
@@ -274,11 +274,15 @@ class RemoteTrainer:
             raise
         except BaseException:  # the worker died, or the caller was cancelled and does not read the answer
             worker.child.send_kill()
-            if self._worker is worker:
-                self._worker = None
+            self._lose(worker)
             raise
         self._unanswered, self._notify_carried = None, False
         return answer
+
+    def _lose(self, worker: WorkerProcess) -> None:
+        """The worker is dead, or will be: what it holds beside the shared vectors is lost."""
+        if self._worker is worker:
+            self._worker = None
 
     @asynccontextmanager
     async def _boundary(self) -> AsyncIterator[None]:
@@ -334,8 +338,7 @@ class RemoteTrainer:
         try:
             while True:
                 how = await worker.child.ended()
-                if self._worker is worker:
-                    self._worker = None
+                self._lose(worker)
                 await worker.end()
                 try:
                     worker = await self._supervisor.restart(worker, how)

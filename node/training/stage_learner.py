@@ -148,16 +148,16 @@ class StageLearner:
         return value, self._codec.encode(taken.grad)
 
     @torch.no_grad()
-    def draw(self) -> tuple[object, bytes, bytes]:
-        inputs, targets = self._task.batch(self._seed, self.position)
-        self.position += 1
+    def draw(self) -> tuple[int, bytes, bytes]:
+        batch, self.position = self.position, self.position + 1
+        inputs, targets = self._task.batch(self._seed, batch)
         output = self._task.module(inputs.to(self._device))
-        return inputs, self._codec.encode(output), self._codec.encode_targets(targets)
+        return batch, self._codec.encode(output), self._codec.encode_targets(targets)
 
-    def finish(self, batch: object, gradient: Buffer, loss: float) -> None:
-        assert isinstance(batch, torch.Tensor)
-        self._task.module(batch.to(self._device)).backward(self._decoded(gradient))
-        self._accumulated.add(batch.numel(), loss)
+    def finish(self, batch: int, gradient: Buffer, loss: float) -> None:
+        inputs, _ = self._task.batch(self._seed, batch)  # a batch is a pure function of its number
+        self._task.module(inputs.to(self._device)).backward(self._decoded(gradient))
+        self._accumulated.add(inputs.numel(), loss)
 
     def discard(self) -> None:
         self._optimizer.clear()

@@ -195,6 +195,11 @@ class LocalTraining:
         """Whether all inner steps of the round are taken."""
         return self._steps >= self._inner_steps
 
+    @property
+    def tokens(self) -> int:
+        """Tokens of the work since the anchor was written."""
+        return self._carried + self._tokens
+
     def step(self) -> None:
         """Take one inner step of the round."""
         step = self.learner.step(self._round, self._steps)
@@ -213,7 +218,7 @@ class LocalTraining:
 
         If it returns True, it takes the progress as reported.
         """
-        tokens = self._carried + self._tokens
+        tokens = self.tokens
         news = self._reported == 0 or self._steps == self._inner_steps or 10 * tokens >= 11 * self._reported
         if news:
             self._reported = tokens
@@ -221,7 +226,7 @@ class LocalTraining:
 
     def work(self) -> LocalProgress:
         """The work since the anchor was written."""
-        tokens = self._carried + self._tokens
+        tokens = self.tokens
         return LocalProgress(
             tokens=tokens,
             loss=self._loss / self._tokens if self._tokens else math.nan,

@@ -28,7 +28,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import torch
 
@@ -42,6 +42,9 @@ from node.training.trainer import LocalTraining
 from node.training.tuning import ThreadTuner
 from protocols.base import Layout, LocalProgress, Vector
 
+if TYPE_CHECKING:
+    from node.tasks.stage_job import StageJob
+
 MAX_LINE_BYTES = 1 << 20
 
 _CONFINE_SECONDS = 20.0
@@ -53,14 +56,15 @@ class CommandRejected(Exception):
 
 
 class Worker:
-    """Carry out commands on one job, with vectors that are shared with the peer.
+    """Carries out commands on one job, with vectors that are shared with the peer.
 
     On a device other than the CPU the learner has its own vectors. They are copied from the shared ones before a
     command with `carried`, and back after training.
     """
 
-    def __init__(self, job: Job, shared: Shared, spec: WorkerSpec, tell: Callable[[str, Any], None]) -> None:
-        self._job, self._shared, self._tell = job, shared, tell
+    def __init__(self, job: Job | StageJob, shared: Shared, spec: WorkerSpec, tell: Callable[[str, Any], None]) -> None:
+        self._job: Any = job
+        self._shared, self._tell = shared, tell
         self._batches = spec.recipe.batches
         self._apart = job.learner.vectors[0].device.type != "cpu"
         if shared.fresh:
@@ -72,7 +76,8 @@ class Worker:
         self._take(0)
         job.learner.position = shared.position
         self._parent = os.getppid()
-        measured = spec.threads == 0 and not self._apart and not isinstance(spec.values, PacedValues)
+        plain = spec.stage is None and not isinstance(spec.values, PacedValues)
+        measured = spec.threads == 0 and not self._apart and plain
         self._tuner = ThreadTuner(spec.thread_count(), spec.thread_count()) if measured else None
         self._confined = time.perf_counter()
         if self._tuner and shared.threads:  # the previous worker found this number
@@ -121,7 +126,7 @@ class Worker:
             if local_training.due():
                 self._tell("progress", as_json(local_training.work()))
         if self._apart:
-            _copy(local_training.learner.vectors, shared.local)
+            copy_vectors(local_training.learner.vectors, shared.local)
         return as_json(local_training.work())
 
     def _tune(self, tuner: ThreadTuner, seconds: float, now: float) -> None:
@@ -143,8 +148,8 @@ class Worker:
 
     def _take(self, carried: int) -> None:
         if self._apart:
-            _copy(self._shared.local, self._local_training.learner.vectors)
-            _copy(self._shared.anchor, self._anchors)
+            copy_vectors(self._shared.local, self._local_training.learner.vectors)
+            copy_vectors(self._shared.anchor, self._anchors)
         self._local_training.reset(carried)
 
     def _save(self, path: Path) -> int:
@@ -179,7 +184,7 @@ class Worker:
         return base64.b64encode(text).decode()
 
 
-def _copy(sources: tuple[Vector, ...], targets: tuple[Vector, ...]) -> None:
+def copy_vectors(sources: tuple[Vector, ...], targets: tuple[Vector, ...]) -> None:
     for source, target in zip(sources, targets, strict=True):
         target.copy_(source)
 
@@ -205,9 +210,20 @@ def _start(spec: WorkerSpec, memory: int, tell: Callable[[str, Any], None]) -> t
         return kept[0].local[0]
 
     resume = os.fstat(memory).st_size > 0
-    job = build(spec, allocate, resume)
+    build_job, worker_type = _kind(spec)
+    job = build_job(spec, allocate, resume)
     shared = kept[0] if kept else Shared(memory, job.learner.layout.sizes())
-    return Worker(job, shared, spec, tell), job.learner.layout
+    return worker_type(job, shared, spec, tell), job.learner.layout
+
+
+def _kind(spec: WorkerSpec) -> tuple[Callable[..., Any], type[Worker]]:
+    """How the job is built, and its worker. Only a run with stages loads what stages need."""
+    if spec.stage is None:
+        return build, Worker
+    from node.tasks.stage_job import build_stage
+    from node.training.stage_worker import StageWorker
+
+    return build_stage, StageWorker
 
 
 def _one_line(error: Exception) -> str:
@@ -251,4 +267,6 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    from node.training import worker  # by its name, as other modules know it: they subclass what is here
+
+    sys.exit(worker.main(sys.argv[1:]))

@@ -44,10 +44,10 @@ from protocols.pipeline.settings import (
     PipelineEvent,
     PipelineSettings,
     ignore_event,
-    stage_scope,
 )
 from protocols.pipeline.stages import StageDirectory, by_stage
 from protocols.pipeline.work import FirstStageWork, LeaseLost
+from protocols.scopes import stage_scope
 from protocols.wire import HeaderType, expect
 
 T = TypeVar("T")

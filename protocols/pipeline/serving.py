@@ -39,9 +39,9 @@ from protocols.pipeline.settings import (
     PipelineEvent,
     PipelineSettings,
     ignore_event,
-    stage_scope,
 )
 from protocols.pipeline.work import LeaseLost, StageWork
+from protocols.scopes import stage_scope
 from protocols.wire import expect
 
 GAIN = 0.2

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from protocols.base import Member
 
-MAX_STAGES = 32
 MAX_WINDOW = 32
 MAX_STREAMS = 512
 """Streams of all drivers to one replica, at most: a driver's window shrinks as drivers become more."""
@@ -26,11 +25,6 @@ SERVER_IDLE_SECONDS, DRIVER_IDLE_SECONDS = 60.0, 30.0
 STREAM_SECONDS = 1800.0
 MAX_FAILURES = 4
 """Failed calls to a stage after which a microbatch is abandoned. "Busy" is no failure."""
-
-
-def stage_scope(stage: int) -> str:
-    """The scope in which the replicas of a stage average."""
-    return f"run/stage/{stage}"
 
 
 @dataclass(frozen=True, slots=True)

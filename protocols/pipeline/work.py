@@ -29,14 +29,14 @@ class StageWork(Protocol):
 class FirstStageWork(Protocol):
     """The computations of a driver: the first stage, and the data. The rules of `StageWork` hold here, too."""
 
-    async def draw(self, lease: Lease) -> tuple[object, bytes, bytes]:
+    async def draw(self, lease: Lease) -> tuple[int, bytes, bytes]:
         """Draw the next batch of the stream.
 
         Returns:
-            A handle for `finish`, the stage's output, and the batch's targets as they travel.
+            Its number for `finish`, the stage's output, and the batch's targets as they travel.
         """
 
-    async def finish(self, batch: object, gradient: Buffer, loss: float, lease: Lease) -> None:
+    async def finish(self, batch: int, gradient: Buffer, loss: float, lease: Lease) -> None:
         """Add to the stage's gradient, with the gradient of its output and the loss that the last stage measured."""
 
 

@@ -21,8 +21,9 @@ from protocols.endpoint import ProtocolEndpoint
 from protocols.pipeline.admission import StepAdmission
 from protocols.pipeline.driving import PipelineDriver
 from protocols.pipeline.serving import StageServer
-from protocols.pipeline.settings import PipelineEvent, PipelineSettings, stage_scope
+from protocols.pipeline.settings import PipelineEvent, PipelineSettings
 from protocols.pipeline.stages import StageClock, StageMembers, by_stage
+from protocols.scopes import stage_scope
 from tests.sim import loop as simloop
 from tests.sim.contact import HEARTBEAT_SECONDS
 from tests.sim.round_account import Head
@@ -112,7 +113,9 @@ class PipelineWorld(World):
     def stage_compute(self, index: int, me: Member) -> StageCompute:
         """What peer `index` computes, in its present incarnation: a stage of the paced task."""
         assert self.scenario.elements
-        return PacedStage(self.scenario.elements, self.scenario.seed * 1000 + index, TOKENS, me)
+        return PacedStage(
+            self.scenario.elements, self.scenario.seed * 1000 + index, TOKENS, f"{me.peer}/{me.incarnation}"
+        )
 
     def pipeline(self) -> PipelineSettings:
         """What all peers agree on."""

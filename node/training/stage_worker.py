@@ -1,0 +1,123 @@
+"""A worker that trains one stage of a pipeline. Its jobs are commands; activations travel in `ActivationSlots`.
+
+    do: forward                      first: x                       -> done: null; result: y
+    do: backward                     first: x, second: gradient     -> done: null; result: gradient of x
+    do: loss                         first: x, second: targets      -> done: loss; result: gradient of x
+    do: draw                                                        -> done: batch; result: y, then targets
+    do: finish, batch, loss          first: gradient                -> done: null
+    do: begin, round                                                -> done: LocalProgress
+    do: step, round, seconds                                        -> done: [complete, tokens, LocalProgress or null]
+    do: work                                                        -> done: LocalProgress
+
+Each job counts as a step in the shared counters: so a worker that computes is seen to be alive. A job whose input does
+not decode is refused and changes nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from node.tasks.spec import WorkerSpec
+from node.tasks.stage_job import FORWARD_SHARE, StageJob, StageSizes, stage_sizes
+from node.training.activation_slots import ActivationSlots
+from node.training.shared import Shared
+from node.training.worker import CommandRejected, Worker, as_json, copy_vectors
+from protocols.base import BadPayload
+
+
+class StageWorker(Worker):
+    """Carries out the commands of one stage."""
+
+    def __init__(self, job: StageJob, shared: Shared, spec: WorkerSpec, tell: Callable[[str, Any], None]) -> None:
+        assert spec.stage is not None
+        super().__init__(job, shared, spec, tell)
+        self._learner, self._rest_seconds = job.learner, job.rest_seconds
+        self._sizes: StageSizes = stage_sizes(spec)
+        self._slots = ActivationSlots(spec.stage.slots, self._sizes)
+        self._round = -1
+
+    def carry_out(self, command: dict[str, Any]) -> Any:
+        """Carry out a command and return its answer.
+
+        Raises:
+            CommandRejected: it cannot be carried out.
+        """
+        commands = {
+            "forward": self._forward,
+            "backward": self._backward,
+            "loss": self._loss,
+            "draw": self._draw,
+            "finish": self._finish,
+            "begin": self._begin,
+            "step": self._step,
+            "work": self._work,
+        }
+        if (carry_out := commands.get(command["do"])) is None:
+            return super().carry_out(command)
+        if "carried" in command:
+            self._take(command["carried"])
+        began = time.perf_counter()
+        try:
+            return carry_out(command)
+        except BadPayload as error:
+            raise CommandRejected(str(error)) from error
+        finally:
+            self._shared.stepped(time.perf_counter() - began)
+
+    # -- jobs ---------------------------------------------------------------------------------------------------------
+
+    def _forward(self, command: dict[str, Any]) -> None:
+        time.sleep(FORWARD_SHARE * self._rest_seconds)
+        self._slots.answer(self._learner.forward(self._activation(0)))
+
+    def _backward(self, command: dict[str, Any]) -> None:
+        time.sleep((1 - FORWARD_SHARE) * self._rest_seconds)
+        self._slots.answer(self._learner.backward(self._activation(0), self._activation(1)))
+
+    def _loss(self, command: dict[str, Any]) -> float:
+        time.sleep(self._rest_seconds)
+        loss, gradient = self._learner.loss(self._activation(0), self._slots.take(1, self._sizes.target_bytes))
+        self._slots.answer(gradient)
+        return loss
+
+    def _draw(self, command: dict[str, Any]) -> int:
+        time.sleep(FORWARD_SHARE * self._rest_seconds)
+        self._shared.claim(self._learner.position + 1)
+        batch, y, targets = self._learner.draw()
+        self._slots.answer(y, targets)
+        return batch
+
+    def _finish(self, command: dict[str, Any]) -> None:
+        time.sleep((1 - FORWARD_SHARE) * self._rest_seconds)
+        self._learner.finish(command["batch"], self._activation(0), command["loss"])
+
+    def _activation(self, number: int) -> Any:
+        return self._slots.take(number, self._sizes.activation_bytes)
+
+    # -- the weights --------------------------------------------------------------------------------------------------
+
+    def _begin(self, command: dict[str, Any]) -> dict[str, Any]:
+        self._round = command["round"]
+        self._local_training.begin(self._round)
+        return as_json(self._local_training.work())
+
+    def _step(self, command: dict[str, Any]) -> tuple[bool, int, dict[str, Any] | None]:
+        local_training = self._local_training
+        if command["round"] != self._round:  # this worker has replaced the one that began the round
+            self._begin(command)
+        local_training.step()
+        local_training.spend(command["seconds"])
+        due = local_training.due()
+        return local_training.complete, local_training.tokens, as_json(local_training.work()) if due else None
+
+    def _work(self, command: dict[str, Any]) -> dict[str, Any]:
+        if self._apart:
+            copy_vectors(self._local_training.learner.vectors, self._shared.local)
+        return as_json(self._local_training.work())
+
+    def _take(self, carried: int) -> None:
+        """The peer has written the vectors: what was accumulated belongs to the old ones."""
+        super()._take(carried)
+        self._job.learner.discard()

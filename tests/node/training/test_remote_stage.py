@@ -1,0 +1,147 @@
+"""A stage in a real worker process: the same numbers as without one, and no gradient that outlives its worker."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from node.runtime.compute import ThreadCompute
+from node.tasks.base import Recipe
+from node.tasks.gpt import GptConfig, Preset
+from node.tasks.gpt_stage import GptStageTask
+from node.tasks.partition import Partition
+from node.tasks.spec import GptValues, StageValues, WorkerSpec
+from node.tasks.text import load
+from node.training.leased_stage import LeasedStage
+from node.training.remote_stage import RemoteStage
+from node.training.stage_learner import ActivationCodec, StageLearner
+from protocols.base import BadPayload, Member
+from protocols.pipeline.admission import StepAdmission
+from protocols.pipeline.work import LeaseLost
+
+RECIPE = Recipe(10, 5, learning_rate=1e-2, outer_learning_rate=0.9, outer_momentum=0.5, warmup_steps=4, batches=2)
+SHAPE, ROWS, BOUNDS, SEED, STREAM = GptConfig(layers=2, width=16, heads=2, context=16), 2, (0, 2, 3, 4), 9, 3
+DRIVER = Member("driver")
+
+
+def spec(stage: int, text: Path) -> WorkerSpec:
+    values = StageValues(stage, BOUNDS, "fp32", 0, "me/1")
+    return WorkerSpec(GptValues(SHAPE, ROWS), RECIPE, STREAM, SEED, text, device="cpu", threads=1, stage=values)
+
+
+def learner(stage: int, text: Path) -> StageLearner:
+    data = load(text) if stage == 0 else None
+    task = GptStageTask(Preset(SHAPE, ROWS, RECIPE), Partition((), BOUNDS), stage, SEED, data)
+    return StageLearner(task, RECIPE, ActivationCodec(task.shape, "fp32"), STREAM)
+
+
+@asynccontextmanager
+async def workers(text: Path, *stages: int) -> AsyncIterator[list[RemoteStage]]:
+    async with ThreadCompute() as compute, AsyncExitStack() as stack:
+        yield [await stack.enter_async_context(RemoteStage(spec(stage, text), compute)) for stage in stages]
+
+
+def admission_of(stage: RemoteStage) -> StepAdmission:
+    """What admits microbatches to the stage's steps, as a peer has it."""
+    admission = StepAdmission(RECIPE.batches, lambda: None, lambda kind, lease: None)
+    stage.on_lost = admission.next_epoch
+    admission.open()
+    return admission
+
+
+async def microbatch(remotes: list[RemoteStage], admissions: list[StepAdmission], number: int) -> float:
+    """One microbatch through all stages and back."""
+    leases = [admission.grant(DRIVER, number, 0.0) for admission in admissions]
+    first, middle, last = map(LeasedStage, remotes)
+    batch, x, targets = await first.draw(leases[0])
+    y = await middle.forward(x, leases[1])
+    loss, gradient = await last.loss(y, targets, leases[2])
+    gradient = await middle.backward(x, gradient, leases[1])
+    await first.finish(batch, gradient, loss, leases[0])
+    return loss
+
+
+async def test_stages_in_workers_compute_what_they_do_without(text: Path) -> None:
+    """Two steps: equal losses, weights, tokens and optimiser states, bit for bit; and the anchor stays."""
+    locals_ = [learner(stage, text) for stage in range(3)]
+    first, middle, last = locals_
+    async with workers(text, 0, 1, 2) as remotes:
+        admissions = [admission_of(remote) for remote in remotes]
+        cut = asyncio.Event()
+        for remote in remotes:
+            assert (await remote.begin(0, cut)).tokens == 0
+        for step in range(2):
+            for number in range(RECIPE.batches):
+                batch, x, targets = first.draw()
+                y = middle.forward(x)
+                loss, gradient = last.loss(y, targets)
+                first.finish(batch, middle.backward(x, gradient), loss)
+                assert await microbatch(remotes, admissions, 10 * step + number) == loss
+            for remote, admission, here in zip(remotes, admissions, locals_, strict=True):
+                assert admission.is_full
+                here.step(0, step)
+                complete, work = await remote.step(0, admission.next_epoch)
+                assert not complete and (work is None or work.tokens == (step + 1) * RECIPE.batches * ROWS * 16)
+        for remote, here in zip(remotes, locals_, strict=True):
+            vector = torch.empty_like(here.vectors[0])
+            await remote.read(vector)
+            assert torch.equal(vector, here.vectors[0]) and not torch.equal(vector, remote.anchor())
+            assert (await remote.work()).tokens == 2 * RECIPE.batches * ROWS * 16
+        assert remotes[0].position == 4
+
+
+async def test_killed_worker_voids_the_step_and_is_replaced(text: Path) -> None:
+    """One of two microbatches is counted when the worker dies: it is lost, and the next step has two of its own."""
+    async with workers(text, 2) as (remote,):
+        admission, stage, cut = admission_of(remote), LeasedStage(remote), asyncio.Event()
+        await remote.begin(0, cut)
+        x, targets = bytes(remote.sizes.activation_bytes), bytes(remote.sizes.target_bytes)
+        await stage.loss(x, targets, admission.grant(DRIVER, 1, 0.0))
+        held = admission.grant(DRIVER, 2, 0.0)
+        assert remote.pid
+        os.kill(remote.pid, signal.SIGKILL)
+        with pytest.raises(LeaseLost):
+            await stage.loss(x, targets, held)
+        assert admission.epoch == 1 and not admission.counted and not admission.leased
+        await remote.begin(0, cut)
+        for number in (3, 4):
+            await stage.loss(x, targets, admission.grant(DRIVER, number, 0.0))
+        assert admission.is_full and (await remote.step(0, admission.next_epoch))[0] is False
+        assert (await remote.work()).tokens == RECIPE.batches * ROWS * 16
+
+
+async def test_cancelled_job_ends_and_the_worker_stays(text: Path) -> None:
+    """A driver that is cut cancels its lanes; its worker goes on."""
+    async with workers(text, 0) as (remote,):
+        admission, stage = admission_of(remote), LeasedStage(remote)
+        await remote.begin(0, asyncio.Event())
+        pid = remote.pid
+        tasks = [asyncio.create_task(stage.draw(admission.grant(DRIVER, n, 0.0))) for n in range(2)]
+        await asyncio.sleep(0)
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+        assert (await remote.work()).tokens == 0 and remote.pid == pid and remote.restarts == 0
+
+
+async def test_what_does_not_decode_is_refused_and_adds_nothing(text: Path) -> None:
+    async with workers(text, 2) as (remote,):
+        admission, stage = admission_of(remote), LeasedStage(remote)
+        await remote.begin(0, asyncio.Event())
+        nan = torch.full((remote.sizes.activation_bytes // 4,), torch.nan).numpy().tobytes()
+        with pytest.raises(BadPayload, match="not finite"):
+            await stage.loss(nan, bytes(remote.sizes.target_bytes), admission.grant(DRIVER, 1, 0.0))
+        assert not admission.leased and not admission.counted
+
+
+def test_spec_of_a_stage_round_trips(text: Path) -> None:
+    given = replace(spec(1, text), nice=3)
+    assert WorkerSpec.from_json(given.to_json()) == given
