@@ -9,19 +9,22 @@ from node.config.manifest import Manifest
 from node.config.peer_config import PeerConfig
 from node.config.run_config import RunConfig
 from node.runtime.metrics import workers_here
-from node.tasks.spec import GptValues, OwnValues, PacedValues, Values, WorkerSpec
+from node.tasks.spec import GptValues, OwnValues, PacedValues, StageValues, Values, WorkerSpec
 from protocols.base import Member, Settings
 
 KEEP_ROUNDS = 4
 """Rounds whose reduced parts stay in memory for members that missed them. A member further behind uses state sync."""
 
 
-def worker_spec(run: RunConfig, mine: PeerConfig, seed: int, sample: Path | None = None) -> WorkerSpec:
+def worker_spec(
+    run: RunConfig, mine: PeerConfig, seed: int, sample: Path | None = None, stage: StageValues | None = None
+) -> WorkerSpec:
     """Specification of this peer's worker in a run.
 
     Args:
         seed: seed of this peer's data stream.
         sample: file of the run's evaluation sample; None for the founder, which makes the sample.
+        stage: this peer's stage; None in a run without stages.
     """
     return WorkerSpec(
         values=_values(run),
@@ -35,15 +38,16 @@ def worker_spec(run: RunConfig, mine: PeerConfig, seed: int, sample: Path | None
         peers_here=1 + workers_here(),
         precision=mine.precision,
         nice=mine.nice,
+        stage=stage,
     )
 
 
-def protocol_settings(manifest: Manifest, mine: PeerConfig, incarnation: int) -> Settings:
-    """Settings of the run's averaging protocol for this incarnation of this peer."""
+def protocol_settings(manifest: Manifest, mine: PeerConfig, incarnation: int, stage: int = 0) -> Settings:
+    """Settings of the run's averaging protocol, or of its stage's, for this incarnation of this peer."""
     config = manifest.config
     return Settings(
         codec=config.codec,
-        elements=manifest.elements,
+        elements=manifest.elements_of(stage),
         chunk_elements=config.chunk_elements,
         bandwidth=mine.bandwidth_bytes_per_second,
         incarnation=incarnation,
@@ -52,6 +56,16 @@ def protocol_settings(manifest: Manifest, mine: PeerConfig, incarnation: int) ->
         robust=config.robust or "mean",
         schedule=config.schedule or "random",
     )
+
+
+def stage_values(config: RunConfig, bounds: tuple[int, ...], elements: int, number: int, me: Member) -> StageValues:
+    """Specification of one stage.
+
+    Args:
+        bounds, elements: as in `StageValues`.
+        number: of the stage.
+    """
+    return StageValues(number, bounds, config.activation_codec, elements, f"{me.peer}/{me.incarnation}")
 
 
 def stream_seed(me: Member) -> int:

@@ -22,7 +22,17 @@ from typing import Any, Self
 from node.config.manifest import ManifestError
 from node.config.peer_config import FILE_SIGN
 from node.joining.addresses_file import AddressLine
-from node.membership.hello import ENTRY, MAX_STATUS_BYTES, RunReply, StatusReply, WantRun, WantStatus
+from node.membership.hello import (
+    ENTRY,
+    MAX_STATUS_BYTES,
+    RunReply,
+    StageRejected,
+    StageReply,
+    StatusReply,
+    WantRun,
+    WantStage,
+    WantStatus,
+)
 from node.reporting.status import to_json
 from protocols import wire
 from protocols.aio import peer_timeout, task_group
@@ -55,10 +65,20 @@ class RunInfo:
 
 
 class BootstrapServer:
-    """Answers joiners that ask which run this is, and requests for this peer's status."""
+    """Answers joiners that ask which run this is or for a stage, and requests for this peer's status."""
 
-    def __init__(self, transport: Transport, run: RunInfo, status: Callable[[], dict[str, Any]]) -> None:
-        self._run, self._status = run, status
+    def __init__(
+        self,
+        transport: Transport,
+        run: RunInfo,
+        status: Callable[[], dict[str, Any]],
+        assign: Callable[[PeerId, WantStage], Awaitable[StageReply | StageRejected]] | None = None,
+    ) -> None:
+        """
+        Args:
+            assign: answers a joiner that asks for a stage; None in a run without stages.
+        """
+        self._run, self._status, self._assign = run, status, assign
         transport.serve(ENTRY, self._serve)
 
     async def _serve(self, peer: PeerId, stream: Stream) -> None:
@@ -72,6 +92,8 @@ class BootstrapServer:
                 case WantStatus():
                     data = _bounded(self._status())
                     await stream.send(StatusReply(len(data)), data)
+                case WantStage() if self._assign:
+                    await stream.send(await self._assign(peer, request))
                 case _:
                     raise BadPayload(f"{type(request).__name__} is not a bootstrap request")
 

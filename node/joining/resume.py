@@ -19,6 +19,7 @@ from pathlib import Path
 from node.config.derived import stream_seed
 from node.config.manifest import Manifest, ManifestError, unseal
 from node.joining.bootstrap import RunInfo
+from node.joining.stages import StagePlace, place_of
 from node.outer.independent_loop import IndependentOuterLoop
 from node.outer.replicated_loop import ReplicatedOuterLoop
 from node.reporting.status import short
@@ -75,7 +76,8 @@ def find_resumable(state: StateDir, asks: bool = True) -> ResumableRun | None:
     if any(manifest.held_out) and hashlib.sha256(sample).digest() != manifest.held_out:
         log.warning("the run in %s cannot be resumed without other peers: its evaluation sample is damaged", state.path)
         return None
-    founded = manifest.founder.peer == state.identity.peer_id
+    first = place_of(state.stage()) if manifest.stages else None
+    founded = state.identity.peer_id in (manifest.founder.peer, first.seat.member.peer if first else "")
     run = RunInfo(sealed, sample if any(manifest.held_out) else b"")
     try:
         return ResumableRun(manifest, run, bool(places(state.path / DIRECTORY)) or founded)
@@ -165,11 +167,17 @@ def _named(peers: Collection[PeerId]) -> str:
 
 
 def load_restart_point(
-    state: StateDir, manifest: Manifest, me: Member, alone: bool = False, shares_anchor: bool = True
+    state: StateDir,
+    manifest: Manifest,
+    me: Member,
+    alone: bool = False,
+    shares_anchor: bool = True,
+    place: StagePlace | None = None,
 ) -> RestartPoint:
     """Find the state from which this incarnation begins. Reads the chain and all checkpoints, so it blocks.
 
     Args:
+        place: this peer's stage; None in a run without stages.
         alone: no other peer answered that could send the chain.
         shares_anchor: whether the run has replicated state, and so one chain. If not, any checkpoint is usable.
 
@@ -179,7 +187,7 @@ def load_restart_point(
     try:
         found = tuple(whole(state.path, log.warning, manifest.run_id))
         chained = found if shares_anchor else ()
-        archive, chain = _cut(state, manifest, chained, alone and (shares_anchor or not found))
+        archive, chain = _cut(state, manifest, place, chained, alone and (shares_anchor or not found))
     except CheckpointError as error:
         raise StateError(str(error)) from None
     except OSError as error:
@@ -189,7 +197,9 @@ def load_restart_point(
     return RestartPoint(chain, archive, checkpoints, data, shares_anchor)
 
 
-def _cut(state: StateDir, manifest: Manifest, found: Sequence[Checkpoint], alone: bool) -> tuple[CertificateLog, Chain]:
+def _cut(
+    state: StateDir, manifest: Manifest, place: StagePlace | None, found: Sequence[Checkpoint], alone: bool
+) -> tuple[CertificateLog, Chain]:
     """The chain up to the newest checkpoint on it.
 
     A copy is cut, and replaces the file only in the end. Checkpoints that the chain does not lead to are moved to
@@ -201,7 +211,9 @@ def _cut(state: StateDir, manifest: Manifest, found: Sequence[Checkpoint], alone
     if state.certificates.exists():
         shutil.copyfile(state.certificates, copy)
     archive = CertificateLog(copy, str(state.certificates))
-    chain = Chain(bytes.fromhex(manifest.run_id), "run", (manifest.founder,), manifest.state_root, archive)
+    stage, first = (place.stage, place.seat.member) if place else (0, manifest.founder)
+    root = manifest.root_of(stage)
+    chain = Chain(bytes.fromhex(manifest.run_id), manifest.scope(stage), (first,), root, archive)
     unused = [each for each in found if not _is_of(chain, each)]
     what = f"none of the checkpoints in {state.path / DIRECTORY} can be used"
     if unused:

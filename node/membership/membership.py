@@ -156,8 +156,11 @@ class Membership:
         return tuple(self._contacts)
 
     def peers(self) -> list[PeerId]:
-        """All known peers, the live ones first."""
-        return [contact.peer for contact in sorted(self._contacts, key=lambda each: not each.live)]
+        """All known peers that train the same parameters as this one, the live ones first: those of its stage."""
+        found = [contact.peer for contact in sorted(self._contacts, key=lambda each: not each.live)]
+        if self._local.stage is None:
+            return found
+        return [peer for peer in found if self.stage_of(peer) == self._local.stage.stage]
 
     def offset_seconds(self) -> float:
         """How far the others' wall clocks are ahead of ours: the median, within bounds; 0 if there are none."""

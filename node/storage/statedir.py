@@ -6,6 +6,8 @@ manifest.bin    the sealed manifest of its run      held-out.bin   the sample th
 sample.txt      text of the model at the end        certificates.bin   its chain (`node.storage.certificate_log`)
 checkpoints/    its state before some rounds (`node.storage.checkpoint`)
 listen.json     addresses it was asked to listen on, and those with the chosen ports
+stage.bin       its stage, and the stage's first member (`node.joining.stages`), in a run with stages
+seats.bin       the founder's: the first members of all stages
 over            exists if the run is over           scratch/       parts of past rounds, of this incarnation
 past/<run>/     files of its earlier runs; past/<run>-unused/: checkpoints that are not on its chain
 """
@@ -32,7 +34,8 @@ MAX_INCARNATION = 1 << 40
 """The limit of `protocols.wire`: other peers ignore members of a higher incarnation."""
 _OF_A_RUN = (
     "manifest.bin", "held-out.bin", "peers.json", "rounds.jsonl", "sample.txt", "over", "totals.json",
-    "certificates.bin", "checkpoints", *(f"rounds.{number}.jsonl" for number in range(1, KEEP_FILES + 1)),
+    "certificates.bin", "checkpoints", "stage.bin", "seats.bin",
+    *(f"rounds.{number}.jsonl" for number in range(1, KEEP_FILES + 1)),
 )  # fmt: skip
 _MAX_CACHE_BYTES = 1 << 20
 
@@ -88,6 +91,36 @@ class StateDir:
     def held_out(self) -> bytes:
         """The run's evaluation sample; empty if there is none."""
         return _read(self.sample, MAX_SAMPLE_BYTES)
+
+    def stage(self) -> bytes:
+        """This peer's stage in the directory's run, as `keep_stage` was given it; empty if there is none."""
+        return _read(self.path / "stage.bin", _MAX_CACHE_BYTES)
+
+    def keep_stage(self, place: bytes) -> None:
+        """Save this peer's stage, which it keeps for the whole run.
+
+        Raises:
+            StateError: it cannot be written.
+        """
+        self._keep_durably("stage.bin", place)
+
+    def seats(self) -> bytes:
+        """The founder's seats, as `keep_seats` was given them; empty if there are none."""
+        return _read(self.path / "seats.bin", _MAX_CACHE_BYTES)
+
+    def keep_seats(self, seats: bytes) -> None:
+        """Save the founder's seats. When this returns, they survive a power failure.
+
+        Raises:
+            StateError: they cannot be written.
+        """
+        self._keep_durably("seats.bin", seats)
+
+    def _keep_durably(self, name: str, data: bytes) -> None:
+        try:
+            write_atomically(self.path / name, data)
+        except OSError as error:
+            raise StateError(f"cannot write {self.path / name} ({error.strerror}): free space there") from None
 
     @property
     def is_over(self) -> bool:

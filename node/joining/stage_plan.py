@@ -1,0 +1,68 @@
+"""The founder's plan of a run with stages: where the model is cut, and the state in which each stage starts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from node.config.manifest import StageEntry, layout_digest
+from node.config.run_config import RunConfig
+from node.tasks.base import flatten
+from node.tasks.gpt_stage import GptStage, measure
+from node.tasks.paced import Paced
+from node.tasks.partition import cut
+from protocols.base import Layout, Vector
+from protocols.sync.snapshot import SnapshotIndex
+
+
+@dataclass(frozen=True, slots=True)
+class StagePlan:
+    """How a run's model is cut.
+
+    Attributes:
+        entries: the stages as the manifest describes them.
+        elements: number of parameters of each stage.
+        table: the cut as text for people, with measured times; empty if nothing was measured.
+    """
+
+    entries: tuple[StageEntry, ...]
+    elements: tuple[int, ...]
+    table: str = ""
+
+    @property
+    def bounds(self) -> tuple[int, ...]:
+        """First block of each stage, and the number of blocks."""
+        return (0, *(entry.end for entry in self.entries))
+
+
+def plan_stages(config: RunConfig, timer: Callable[[], float]) -> StagePlan:
+    """Measure the model's blocks on this machine, cut it, and compute each stage's initial state root.
+
+    One stage at a time is in memory. Blocks for seconds: call it outside the event loop.
+
+    Args:
+        timer: the time in seconds.
+    """
+    assert config.stages
+    if config.gpt is None:
+        assert config.paced is not None
+        sizes = [config.paced.elements * (k + 1) // config.stages for k in range(config.stages)]
+        elements = [high - low for low, high in zip([0, *sizes], sizes, strict=False)]
+        paced = (Paced(count, 0) for count in elements)
+        entries = [_entry(number + 1, each.layout, each.vectors[0]) for number, each in enumerate(paced)]
+        return StagePlan(tuple(entries), tuple(elements))
+    partition = cut(measure(config.preset(), timer), config.stages)
+    found, elements = [], []
+    for stage in range(config.stages):
+        low, high = partition.bounds[stage], partition.bounds[stage + 1]
+        flat = flatten(GptStage(config.gpt.shape, low, high, config.seed))
+        found.append(_entry(high, flat.layout, flat.vectors[0]))
+        elements.append(len(flat.vectors[0]))
+    return StagePlan(tuple(found), tuple(elements), partition.table())
+
+
+def _entry(end: int, layout: Layout, vector: Vector) -> StageEntry:
+    root = SnapshotIndex.of(vector, torch.zeros_like(vector)).state_root(0)
+    return StageEntry(end=end, state_root=root, layout=layout_digest(layout))

@@ -1,0 +1,212 @@
+"""Stages of a run: its founding, the first member of each stage, and which stage a joiner works in.
+
+Each stage has a chain of rounds of its own, and so needs a first roster. The founder is the first member of stage 0. It
+signs a seat for the first joiner of every other stage, and writes it to its disk before it hands it out, so that no
+stage ever has two. Peers pass seats on in their greetings.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from statistics import median
+
+import msgpack
+
+from node.config.manifest import Manifest
+from node.membership.hello import ANY_STAGE, ENTRY, StageRejected, StageReply, StageSeat, WantStage
+from node.membership.membership import Membership
+from node.membership.peer_record import PeerRecord
+from protocols import wire
+from protocols.aio import loop_time
+from protocols.base import BadPayload, Deadline, Member, PeerError, PeerId, Signer, Transport
+
+log = logging.getLogger(__name__)
+
+RESERVED_SECONDS = 60.0
+"""A peer that was assigned a stage counts there for so long, although it is not live yet."""
+RELAY_SECONDS = 10.0
+_SEAT_TAG = b"starling seat 1\n"
+
+
+@dataclass(frozen=True, slots=True)
+class StagePlace:
+    """The stage of this peer, and the stage's first member."""
+
+    stage: int
+    seat: StageSeat
+
+    def to_bytes(self) -> bytes:
+        """As the state directory keeps it."""
+        seat = self.seat
+        packed: bytes = msgpack.packb([seat.stage, seat.member.peer, seat.member.incarnation, seat.signature])
+        return packed
+
+
+def place_of(data: bytes) -> StagePlace | None:
+    """Read what `StagePlace.to_bytes` wrote; None if it is empty or damaged."""
+    try:
+        stage, peer, incarnation, signature = msgpack.unpackb(data)
+        return StagePlace(stage, StageSeat(stage, Member(peer, incarnation), signature))
+    except (ValueError, TypeError, msgpack.UnpackException):
+        return None
+
+
+def _signed(run: bytes, seat: StageSeat) -> bytes:
+    packed: bytes = msgpack.packb([seat.stage, seat.member.peer, seat.member.incarnation])
+    return _SEAT_TAG + run + packed
+
+
+class Seats:
+    """The seats that this peer knows, each of them verified.
+
+    Attributes:
+        known: stage -> its first member.
+    """
+
+    def __init__(self, manifest: Manifest, signer: Signer) -> None:
+        assert manifest.stages
+        self.stages = len(manifest.stages)
+        self.known: dict[int, StageSeat] = {}
+        self._run, self._founder, self._signer = bytes.fromhex(manifest.run_id), manifest.founder, signer
+
+    def sign(self, stage: int, member: Member) -> StageSeat:
+        """Make a member the first of a stage. Only the founder may, and only once for each stage."""
+        seat = StageSeat(stage, member, b"")
+        seat = self.known[stage] = replace(seat, signature=self._signer.sign(_signed(self._run, seat)))
+        return seat
+
+    def add(self, seats: Iterable[StageSeat]) -> None:
+        """Take in seats that others passed on.
+
+        Raises:
+            BadPayload: one is not signed by the founder, or of no stage of the run.
+        """
+        for seat in seats:
+            if self.known.get(seat.stage) == seat:
+                continue
+            genuine = self._signer.verify(self._founder.peer, _signed(self._run, seat), seat.signature)
+            if seat.stage >= self.stages or not genuine:
+                raise BadPayload(f"a seat in stage {seat.stage} that the run's founder has not signed")
+            self.known.setdefault(seat.stage, seat)
+
+    @property
+    def missing(self) -> tuple[int, ...]:
+        """Stages without a first member, as far as this peer knows."""
+        return tuple(stage for stage in range(self.stages) if stage not in self.known)
+
+
+class StageAssigner:
+    """Answers joiners that ask for a stage. Where a seat is needed, it asks the founder, or is the founder."""
+
+    def __init__(
+        self,
+        me: Member,
+        manifest: Manifest,
+        seats: Seats,
+        membership: Membership,
+        transport: Transport,
+        keep: Callable[[Iterable[StageSeat]], Awaitable[None]],
+    ) -> None:
+        """
+        Args:
+            keep: writes the founder's seats to the disk.
+        """
+        self._me, self._founder, self._seats = me, manifest.founder.peer, seats
+        self._membership, self._transport, self._keep = membership, transport, keep
+        self._reserved: dict[PeerId, tuple[int, float]] = {}  # peer: its stage, and until when it counts there
+
+    async def assign(self, peer: PeerId, request: WantStage) -> StageReply | StageRejected:
+        """The answer to a request from `peer`, which may pass on another's.
+
+        Raises:
+            BadPayload: a stranger asks in another's name.
+        """
+        live = {member.peer for member in self._membership.live()}
+        if request.sender.peer != peer and peer not in live:
+            raise BadPayload(f"asks for a stage in the name of {request.sender.peer}")
+        for contact in self._membership.contacts():
+            self._seats.add(contact.hello.seats if contact.hello else ())
+        wanted = request.wanted
+        if wanted != ANY_STAGE and wanted >= self._seats.stages:
+            return StageRejected(f"the run has the stages 0 to {self._seats.stages - 1}, and no stage {wanted}")
+        if self._me.peer == self._founder:
+            return await self._decide(request)
+        if self._seats.missing:
+            return await self._relay(request)
+        return self._reply(request.sender, self._choice(request))
+
+    async def _decide(self, request: WantStage) -> StageReply:
+        """The founder's answer: it seats the joiner if the stage has no first member."""
+        stage = self._choice(request)
+        if stage not in self._seats.known:
+            self._seats.sign(stage, request.sender)
+            await self._keep(self._seats.known.values())
+        return self._reply(request.sender, stage)
+
+    async def _relay(self, request: WantStage) -> StageReply | StageRejected:
+        try:
+            answer = await ask_stage(self._transport, self._founder, request, loop_time() + RELAY_SECONDS)
+        except PeerError as error:
+            lacking = ", ".join(map(str, self._seats.missing))
+            return StageRejected(
+                f"no peer is known in stage {lacking}, and the run's founder is away: {error.why}"[:200]
+            )
+        if isinstance(answer, StageReply):
+            self._seats.add(answer.seats)
+        return answer
+
+    def _choice(self, request: WantStage) -> int:
+        """The wanted stage, the joiner's own if it has a seat, one without a first member, or the weakest."""
+        if request.wanted != ANY_STAGE:
+            return request.wanted
+        own = [stage for stage, seat in self._seats.known.items() if seat.member.peer == request.sender.peer]
+        if own or self._seats.missing:
+            return (own or list(self._seats.missing))[0]
+        now = loop_time()
+        self._reserved = {peer: each for peer, each in self._reserved.items() if each[1] > now}
+        here = [contact for contact in self._membership.contacts() if contact.live]
+        reserved = {peer: stage for peer, (stage, _) in self._reserved.items()}
+        capacity = capacities(self._seats.stages, here, reserved, self._membership.stage_of(self._me.peer))
+        return min(range(self._seats.stages), key=lambda stage: (capacity[stage], stage))
+
+    def _reply(self, joiner: Member, stage: int) -> StageReply:
+        self._reserved[joiner.peer] = stage, loop_time() + RESERVED_SECONDS
+        return StageReply(stage, tuple(self._seats.known.values()))
+
+
+def capacities(
+    stages: int, live: Iterable[PeerRecord], reserved: Mapping[PeerId, int], mine: int | None
+) -> dict[int, float]:
+    """Microbatches/s of each stage, by what its live peers say. Peers whose rate is not known have a usual one.
+
+    Args:
+        reserved: peer -> stage that it was assigned; it may not be live yet.
+        mine: this peer's own stage.
+    """
+    rates = {contact.peer: (contact.stage or 0, contact.rate) for contact in live}
+    rates = {**{peer: (stage, 0.0) for peer, stage in reserved.items()}, **rates}
+    usual = median([rate for _, rate in rates.values() if rate] or [1.0])
+    found = dict.fromkeys(range(stages), 0.0)
+    for stage, rate in rates.values():
+        if stage in found:
+            found[stage] += rate or usual
+    if mine is not None:
+        found[mine] += usual
+    return found
+
+
+async def ask_stage(
+    transport: Transport, peer: PeerId, request: WantStage, deadline: Deadline
+) -> StageReply | StageRejected:
+    """Ask a peer for a stage. The seats in the answer are not verified here.
+
+    Raises:
+        PeerError: no answer.
+        BadPayload: a malformed one.
+    """
+    async with transport.open(peer, ENTRY, deadline) as stream:
+        await stream.send(request)
+        answer = await stream.receive(wire.MAX_HEADER_BYTES)
+    return answer if isinstance(answer, StageRejected) else wire.expect(answer, StageReply)
