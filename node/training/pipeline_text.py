@@ -19,8 +19,7 @@ async def generate(
     logits: Callable[[bytes, int], Awaitable[bytes]],
     shape: ActivationShape,
 ) -> bytes:
-    """Continue `prompt` by `tokens` bytes, as `Gpt.generate` does. Of a prompt longer than the context, only the end is
-    used.
+    """Continue `prompt` by `tokens` bytes, as `Gpt.generate` does. Of a long prompt only the last `positions` are used.
 
     Args:
         logits: takes the inputs of one microbatch, uint8 (rows * positions), and a position, counted from 1. Returns
