@@ -226,12 +226,7 @@ class Gpt(nn.Module):
         generator = torch.Generator().manual_seed(seed)
         text = list(prompt[-self.shape.context :])
         for _ in range(tokens):
-            logits = self._next(text)
-            if temperature > 0:
-                odds = torch.softmax(logits / temperature, dim=-1)
-                text.append(int(torch.multinomial(odds, 1, generator=generator)))
-            else:
-                text.append(int(logits.argmax()))
+            text.append(next_byte(self._next(text), temperature, generator))
             yield text[-1]
 
     @torch.no_grad()
@@ -240,6 +235,18 @@ class Gpt(nn.Module):
         seen = torch.tensor([text[-self.shape.context :]], device=self.lm_head.weight.device)
         logits: torch.Tensor = self(seen)[0, -1].cpu()
         return logits
+
+
+def next_byte(logits: torch.Tensor, temperature: float, generator: torch.Generator) -> int:
+    """The likeliest byte, or one drawn by the generator at a temperature above 0.
+
+    Args:
+        logits: float32 (256), on the CPU.
+    """
+    if temperature > 0:
+        odds = torch.softmax(logits / temperature, dim=-1)
+        return int(torch.multinomial(odds, 1, generator=generator))
+    return int(logits.argmax())
 
 
 class GptTask:

@@ -16,6 +16,8 @@ from node.tasks.gpt import RMS_EPS, VOCABULARY, Gpt, GptConfig, Linear, Preset, 
 from node.tasks.partition import BlockCost, Partition
 from node.tasks.text import Text
 
+MAX_HELD_OUT = 64
+"""Held-out microbatches, at most."""
 _TRIALS = 5
 
 
@@ -108,6 +110,21 @@ class GptStageTask:
         """Inputs and targets of stage 0, each int64 (rows, positions): those of `GptTask`."""
         assert self._text is not None, "only stage 0 draws batches"
         windows = self._text.windows(seed, position, self.shape.rows, self.shape.positions + 1)
+        return windows[:, :-1], windows[:, 1:]
+
+    def held_out(self, index: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Inputs and targets of held-out microbatch `index` (from 0), each int64 (rows, positions). None: no such one.
+
+        There are at most `MAX_HELD_OUT`, of windows spread evenly over the held-out text. Only a text that is shorter
+        than one microbatch repeats windows.
+        """
+        assert self._text is not None, "only stage 0 has held-out text"
+        rows, width = self.shape.rows, self.shape.positions + 1
+        count = max(1, min(MAX_HELD_OUT, len(self._text.held_out) // width // rows))
+        if not 0 <= index < count:
+            return None
+        windows = self._text.held_out_windows(count * rows, width)
+        windows = windows[torch.arange(index * rows, (index + 1) * rows) % len(windows)]
         return windows[:, :-1], windows[:, 1:]
 
     def loss(self, output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

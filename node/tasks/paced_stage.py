@@ -18,6 +18,9 @@ from protocols.base import Buffer, Vector
 
 ACTIVATION_BYTES = 256
 TARGET_BYTES = 32
+LOGIT_BYTES = 4 * 256
+_HELD_OUT = 4
+"""Held-out microbatches."""
 
 
 class PacedStage(Paced):
@@ -68,6 +71,22 @@ class PacedStage(Paced):
             RuntimeError: the forward was computed in other weights.
         """
         self._accumulate(self._batch(batch), gradient)
+
+    def outer_forward(self, x: Buffer) -> bytes:
+        return bytes(ACTIVATION_BYTES)
+
+    def outer_loss(self, x: Buffer, targets: Buffer) -> float:
+        return 1.0
+
+    def outer_logits(self, x: Buffer, position: int) -> bytes:
+        """Zeros: float32 (1, 256)."""
+        return bytes(LOGIT_BYTES)
+
+    def outer_sample(self, index: int) -> tuple[bytes, bytes] | None:
+        return (bytes(ACTIVATION_BYTES), bytes(TARGET_BYTES)) if index < _HELD_OUT else None
+
+    def outer_first(self, tokens: Buffer) -> bytes:
+        return bytes(ACTIVATION_BYTES)
 
     def discard(self) -> None:
         self._microbatches = 0

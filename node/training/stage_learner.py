@@ -10,6 +10,7 @@ from types import MappingProxyType
 import torch
 
 from node.tasks.base import Recipe, flatten
+from node.tasks.gpt import VOCABULARY
 from node.tasks.gpt_stage import ActivationShape, GptStageTask
 from node.training.trainer import ClippedAdamW, Step
 from protocols.base import BadPayload, Buffer, Vector
@@ -38,6 +39,11 @@ class ActivationCodec:
     def target_bytes(self) -> int:
         """Of a microbatch's targets, int32."""
         return 4 * self.shape.tokens
+
+    @property
+    def logit_bytes(self) -> int:
+        """Of the logits of one position, float32 (rows, classes)."""
+        return 4 * self.shape.rows * VOCABULARY
 
     def encode(self, activation: torch.Tensor) -> bytes:
         """The bytes of an activation or a gradient. The receiver refuses what is not finite."""
@@ -162,6 +168,53 @@ class StageLearner:
     def discard(self) -> None:
         self._optimizer.clear()
         self._accumulated = _Accumulated()
+
+    # -- evaluation and text, with the present vectors: nothing is counted, no gradient changes -----------------------
+
+    def outer_forward(self, x: Buffer) -> bytes:
+        """Of a middle stage: its output."""
+        return self.forward(x)
+
+    @torch.no_grad()
+    def outer_loss(self, x: Buffer, targets: Buffer) -> float:
+        """Of the last stage: the mean loss, in nats per byte."""
+        output = self._task.module(self._decoded(x))
+        decoded = self._codec.decode_targets(targets, output.shape[-1]).to(self._device)
+        return float(self._task.loss(output, decoded))
+
+    @torch.no_grad()
+    def outer_logits(self, x: Buffer, position: int) -> bytes:
+        """Of the last stage: the logits of a position, counted from 1, float32 (rows, 256).
+
+        Raises:
+            BadPayload: there is no such position.
+        """
+        if not 1 <= position <= self._codec.shape.positions:
+            raise BadPayload(f"position {position} of {self._codec.shape.positions}")
+        return _bytes(self._task.module(self._decoded(x))[:, position - 1].float().cpu())
+
+    @torch.no_grad()
+    def outer_sample(self, index: int) -> tuple[bytes, bytes] | None:
+        """Of stage 0: the output and the targets of held-out microbatch `index`. None beyond the last."""
+        batch = self._task.held_out(index)
+        if batch is None:
+            return None
+        inputs, targets = batch
+        output = self._task.module(inputs.to(self._device))
+        return self._codec.encode(output), self._codec.encode_targets(targets)
+
+    @torch.no_grad()
+    def outer_first(self, tokens: Buffer) -> bytes:
+        """Of stage 0: the output for these bytes, uint8 (rows * positions).
+
+        Raises:
+            ValueError: wrong size.
+        """
+        shape = self._codec.shape
+        if len(tokens) != shape.tokens:
+            raise ValueError(f"{len(tokens)} bytes where a microbatch has {shape.tokens}")
+        inputs = torch.frombuffer(bytearray(tokens), dtype=torch.uint8).long().view(shape.rows, shape.positions)
+        return self._codec.encode(self._task.module(inputs.to(self._device)))
 
     def _decoded(self, data: Buffer) -> torch.Tensor:
         return self._codec.decode(data).to(self._device)

@@ -99,8 +99,8 @@ class LeaseVoid(Header):
 class OuterRequest(Header):
     """Asks a replica to compute a forward with its outer parameters; answered with `Granted` or `StageBusy`.
 
-    After `Granted` the input follows as payload; at the last stage without `position`, the targets as well. The answer
-    is `OuterOutput`, or `OuterLoss` if there were targets.
+    After `Granted` comes `MicrobatchInput`; at the last stage without `position`, `MicrobatchTargets` as well. The
+    answer is `OuterOutput`, or `OuterLoss` if there were targets. Then the stream ends.
 
     Attributes:
         trained: training rounds whose result the outer parameters must have; the replica is busy until they have it.

@@ -37,6 +37,7 @@ class PipelineSettings:
         batches: B, microbatches of one AdamW step of a replica.
         activation_bytes: of one activation, or its gradient, as it travels.
         target_bytes: of one microbatch's targets as they travel.
+        logit_bytes: of the logits of one position, float32 (rows, classes); 0: the run gives none.
     """
 
     run: bytes
@@ -44,10 +45,13 @@ class PipelineSettings:
     batches: int
     activation_bytes: int
     target_bytes: int
+    logit_bytes: int = 0
 
     def __post_init__(self) -> None:
-        if self.stages < 2 or self.batches < 1 or self.activation_bytes < 1 or self.target_bytes < 0:
+        if self.stages < 2 or self.batches < 1 or self.activation_bytes < 1:
             raise ValueError(f"a pipeline needs at least 2 stages and 1 batch: {self}")
+        if self.target_bytes < 0 or self.logit_bytes < 0:
+            raise ValueError(f"sizes cannot be negative: {self}")
 
     @property
     def last(self) -> int:

@@ -40,5 +40,31 @@ class FirstStageWork(Protocol):
         """Add to the stage's gradient, with the gradient of its output and the loss that the last stage measured."""
 
 
+class OuterWork(Protocol):
+    """The computations of one replica of a stage other than 0 with its outer parameters. They count nothing.
+
+    All raise `BadPayload` if what they were given does not decode, or is not finite.
+    """
+
+    async def outer_forward(self, x: Buffer) -> bytes:
+        """The stage's output for an input, both as they travel."""
+
+    async def outer_loss(self, x: Buffer, targets: Buffer) -> float:
+        """Of the last stage: the mean loss of a microbatch, in nats per token."""
+
+    async def outer_logits(self, x: Buffer, position: int) -> bytes:
+        """Of the last stage: the logits of one position, counted from 1, as float32 (rows, classes)."""
+
+
+class FirstOuterWork(Protocol):
+    """The computations of a peer of stage 0 with its outer parameters, and its held-out data."""
+
+    async def outer_sample(self, index: int) -> tuple[bytes, bytes] | None:
+        """Of held-out microbatch `index`, from 0: the stage's output and the targets. None beyond the last."""
+
+    async def outer_first(self, tokens: Buffer) -> bytes:
+        """The stage's output for these inputs, uint8 (rows * positions)."""
+
+
 class LeaseLost(Exception):
     """The weights have changed since the microbatch's forward: it cannot be counted any more."""

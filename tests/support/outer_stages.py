@@ -1,0 +1,176 @@
+"""A pipeline of real stages that stands still in mid-step: each peer has an anchor, other weights, and a gradient."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import astuple
+from statistics import fmean
+
+import torch
+from torch.nn import functional
+
+from node.tasks.base import Recipe
+from node.tasks.gpt import Gpt, GptConfig, Preset
+from node.tasks.gpt_stage import GptStage, GptStageTask, assemble, block_names
+from node.tasks.partition import BlockCost, cut
+from node.tasks.text import Text
+from node.training.outer_stage import OuterStage
+from node.training.stage_learner import ActivationCodec, StageLearner
+from node.training.trainer import LocalTraining
+from protocols.base import Deadline, Member, PeerId, Settings
+from protocols.endpoint import ProtocolEndpoint
+from protocols.pipeline.outer import OuterClient, OuterServer
+from protocols.pipeline.settings import PipelineSettings
+from tests.sim import loop as simloop
+from tests.sim.host import sim_host
+from tests.sim.network import SimNetwork
+from tests.sim.trace import Trace
+
+RUN, SEED = bytes(range(32)), 3
+RECIPE = Recipe(inner_steps=4, rounds=2, learning_rate=3e-3, outer_learning_rate=0.9, outer_momentum=0.5, batches=4)
+PRESET = Preset(GptConfig(layers=2, width=16, heads=2, context=12), rows=3, recipe=RECIPE)
+JOB_SECONDS = 0.1
+
+
+def text() -> Text:
+    """Words in random order."""
+    rng = random.Random(1)
+    words = ["gossip", "butterfly", "peer", "round", "stage", "lease", "the", "of", "and", "counts"]
+    training, held_out = (" ".join(rng.choices(words, k=k)).encode() for k in (400, 80))
+    return Text(*(torch.frombuffer(bytearray(each), dtype=torch.uint8) for each in (training, held_out)))
+
+
+class _Replica:
+    """What one peer holds and computes."""
+
+    def __init__(self, stage: int, stages: int) -> None:
+        names = block_names(PRESET.shape)
+        cuts = cut([BlockCost(name, 1.0, 2.0, 4) for name in names], stages)
+        self.task = GptStageTask(PRESET, cuts, stage, SEED, text() if stage == 0 else None)
+        self.codec = ActivationCodec(self.task.shape, "fp32")
+        self.learner = StageLearner(self.task, RECIPE, self.codec, SEED)
+        self.local_training = LocalTraining(self.learner, RECIPE.inner_steps)
+        noise = torch.randn(self.learner.vectors[0].shape, generator=torch.Generator().manual_seed(stage))
+        self.learner.vectors[0].add_(0.1 * noise)
+
+    def state(self) -> list[object]:
+        """All that training continues from, in a form that can be compared."""
+        learner = self.learner
+        tensors = [*learner.vectors, *learner._optimizer._gradients, *self.local_training._anchors]
+        counts = astuple(learner._accumulated), learner.position, repr(self.local_training.work())
+        return [*(tensor.numpy().tobytes() for tensor in tensors), *counts]
+
+
+class OuterSwarm:
+    """Peers p0, p1, …, each in the stage that `layout` says. p0 evaluates.
+
+    Attributes:
+        trained: of each peer, the rounds whose result its anchor has.
+        jobs: how many jobs each peer has begun.
+        on_job: called with the peer when a job begins.
+        job_seconds: how long a job takes.
+    """
+
+    def __init__(self, layout: Sequence[int], stages: int | None = None) -> None:
+        self.stages = stages or max(layout) + 1
+        self.layout = {f"p{index}": stage for index, stage in enumerate(layout)}
+        self.trained = dict.fromkeys(self.layout, 1)
+        self.jobs = dict.fromkeys(self.layout, 0)
+        self.on_job: Callable[[PeerId], None] = lambda peer: None
+        self.job_seconds = JOB_SECONDS
+        self.replicas = {peer: _Replica(stage, self.stages) for peer, stage in self.layout.items()}
+        codec = self.replicas["p0"].codec
+        sizes = codec.activation_bytes, codec.target_bytes, codec.logit_bytes
+        self.settings = PipelineSettings(RUN, self.stages, RECIPE.batches, *sizes)
+        self._accumulate()
+
+    def play(self, story: Callable[[], Awaitable[None]]) -> None:
+        """Build the peers, run the story, and check that nothing is left of it."""
+
+        async def main() -> None:
+            self.network = SimNetwork(Trace())
+            self.endpoints = {peer: self._join(peer) for peer in self.layout}
+            await story()
+            await asyncio.sleep(1.0)
+            assert not self.network.bugs, self.network.bugs
+            assert self.left() == (1, 0), "tasks and streams are left over"
+
+        simloop.run(main())
+
+    def left(self) -> tuple[int, int]:
+        """Tasks, the running one included, and open streams of all peers."""
+        return len(asyncio.all_tasks()), sum(len(node.ends) for node in self.network.nodes.values())
+
+    def _join(self, peer: PeerId) -> ProtocolEndpoint:
+        host = sim_host(self.network, self.network.join(peer), SEED, {})
+        replica, stage = self.replicas[peer], self.layout[peer]
+        endpoint = ProtocolEndpoint(host, Settings("fp32", replica.learner.layout.sizes()))
+        lock = asyncio.Lock()
+
+        @asynccontextmanager
+        async def turn() -> AsyncIterator[None]:
+            async with lock:
+                self.jobs[peer] += 1
+                self.on_job(peer)
+                await asyncio.sleep(self.job_seconds)
+                yield
+
+        work = OuterStage(turn, replica.local_training)
+        if stage:
+            OuterServer(endpoint, self.settings, stage, work, lambda: self.trained[peer])
+        elif peer == "p0":
+            self.client = OuterClient(endpoint, self.settings, work, self)
+        return endpoint
+
+    def stage_of(self, peer: PeerId) -> int | None:
+        return self.layout.get(peer)
+
+    def rounds_of(self, peer: PeerId) -> int:
+        return 0
+
+    def member(self, peer: PeerId) -> Member:
+        return self.network.nodes[peer].member
+
+    async def evaluate(self, trained: int = 1, seconds: float = 600.0) -> float:
+        """As the client does."""
+        return await self.client.evaluate(trained, self.deadline(seconds))
+
+    @staticmethod
+    def deadline(seconds: float) -> Deadline:
+        return asyncio.get_running_loop().time() + seconds
+
+    # -- the whole model ----------------------------------------------------------------------------------------------
+
+    def whole(self) -> Gpt:
+        """The whole model with the weights of all anchors: those that a pipeline starts with."""
+        return assemble(PRESET.shape, [GptStage(PRESET.shape, 0, PRESET.shape.layers + 2, SEED)])
+
+    def expected(self) -> float:
+        """The whole model's held-out loss."""
+        task, whole = self.replicas["p0"].task, self.whole()
+        losses = []
+        while batch := task.held_out(len(losses)):
+            inputs, targets = batch
+            with torch.no_grad():
+                losses.append(float(functional.cross_entropy(whole(inputs).flatten(0, 1), targets.flatten())))
+        assert len(losses) >= 8
+        return fmean(losses)
+
+    def _accumulate(self) -> None:
+        """One microbatch through the first replica of each stage: half-done steps."""
+        firsts = [next((p for p, s in self.layout.items() if s == stage), None) for stage in range(self.stages)]
+        if None in firsts:
+            return
+        first, *middle, last = (self.replicas[peer].learner for peer in firsts if peer)
+        batch, x, targets = first.draw()
+        inputs = []
+        for learner in middle:
+            inputs.append(x)
+            x = learner.forward(x)
+        loss, gradient = last.loss(x, targets)
+        for learner, x in zip(reversed(middle), reversed(inputs), strict=True):
+            gradient = learner.backward(x, gradient)
+        first.finish(batch, gradient, loss)
