@@ -8,7 +8,8 @@ other weights, cannot pass unseen.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -87,6 +88,11 @@ class PacedStage(Paced):
 
     def outer_first(self, tokens: Buffer) -> bytes:
         return bytes(ACTIVATION_BYTES)
+
+    @contextmanager
+    def using(self, vectors: Sequence[Vector]) -> Iterator[None]:
+        """As `StageLearner.using`: nothing here depends on the parameters."""
+        yield
 
     def discard(self) -> None:
         self._microbatches = 0

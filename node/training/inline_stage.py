@@ -10,18 +10,19 @@ from __future__ import annotations
 import asyncio
 import heapq
 import itertools
-from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Protocol
 
+from node.training.outer_stage import OuterCompute
 from node.training.trainer import Learner, LocalTraining
 from protocols.aio import loop_time
 from protocols.base import Buffer, LocalProgress, Vector
 
 
-class StageCompute(Learner, Protocol):
+class StageCompute(Learner, OuterCompute, Protocol):
     """One stage's weights, and what is computed with them. Bytes are activations as they travel.
 
     Gradients of all microbatches since the last step are summed. `Learner.step` divides them by their number, takes the
@@ -53,6 +54,9 @@ class StageCompute(Learner, Protocol):
 
     def discard(self) -> None:
         """Drop the gradients since the last step."""
+
+    def using(self, vectors: Sequence[Vector]) -> AbstractContextManager[None]:
+        """Compute with these parameters instead of its own, inside the context."""
 
 
 class Priority(IntEnum):

@@ -51,6 +51,25 @@ class StageJobs(Protocol):
         """Of stage 0: compute the forward again, add to the gradient, and note the loss."""
 
 
+class UninterruptedJobs:
+    """Runs jobs to their end even if their callers are cancelled: a worker whose answer nobody awaits is killed."""
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[object]] = set()
+
+    async def finish(self, job: Coroutine[Any, Any, T]) -> T:
+        """Run a job and return its result."""
+        task = asyncio.get_running_loop().create_task(job)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return await asyncio.shield(task)
+
+    def _ended(self, task: asyncio.Task[object]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled():
+            task.exception()  # its caller may be gone
+
+
 class LeasedStage:
     """Computes a microbatch only while its lease is valid, and counts it once its backward has ended.
 
@@ -64,7 +83,7 @@ class LeasedStage:
         self.jobs = jobs
         self.counted = 0
         self._forward_seconds = self._backward_seconds = 0.0
-        self._tasks: set[asyncio.Task[object]] = set()
+        self._running = UninterruptedJobs()
 
     @property
     def usual_seconds(self) -> float:
@@ -94,7 +113,7 @@ class LeasedStage:
                 self._forward_seconds = _averaged(self._forward_seconds, loop_time() - began)
                 return result
 
-        return await self._uninterrupted(job())
+        return await self._running.finish(job())
 
     async def _counted(self, lease: Lease, work: Callable[[], Awaitable[T]]) -> T:
         """A job that adds to the gradient: it counts even if the caller is cancelled meanwhile."""
@@ -114,19 +133,7 @@ class LeasedStage:
                 self._backward_seconds = _averaged(self._backward_seconds, loop_time() - began)
                 return result
 
-        return await self._uninterrupted(job())
-
-    async def _uninterrupted(self, job: Coroutine[Any, Any, T]) -> T:
-        """Run a job to its end, even if the caller is cancelled: a worker whose answer nobody awaits is killed."""
-        task = asyncio.get_running_loop().create_task(job)
-        self._tasks.add(task)
-        task.add_done_callback(self._ended)
-        return await asyncio.shield(task)
-
-    def _ended(self, task: asyncio.Task[object]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled():
-            task.exception()  # its caller may be gone
+        return await self._running.finish(job())
 
 
 def _averaged(before: float, seconds: float) -> float:

@@ -18,6 +18,7 @@ from node.tasks.stage_job import StageSizes, stage_sizes
 from node.training import shared
 from node.training.activation_slots import ActivationSlots
 from node.training.inline_stage import Priority, TurnQueue
+from node.training.leased_stage import UninterruptedJobs
 from node.training.process import WorkerError, WorkerGone, WorkerProcess
 from node.training.remote import NOTHING, RemoteTrainer
 from protocols.aio import loop_time, run_with_helper
@@ -39,7 +40,7 @@ class RemoteStage(RemoteTrainer):
         self._slots_descriptor = shared.create()
         super().__init__(replace(spec, stage=replace(spec.stage, slots=self._slots_descriptor)), compute, on_given_up)
         self.on_lost: Callable[[], None] = lambda: None
-        self._turns = TurnQueue()
+        self._turns, self._running = TurnQueue(), UninterruptedJobs()
         self._marked = 0.0
 
     async def __aenter__(self) -> Self:
@@ -107,6 +108,37 @@ class RemoteStage(RemoteTrainer):
             raise BadPayload(str(error)) from error
         except WorkerGone:
             raise LeaseLost("the replica's worker died") from None
+
+    # -- with the outer parameters: `OuterWork`, `FirstOuterWork` -----------------------------------------------------
+
+    async def outer_forward(self, x: Buffer) -> bytes:
+        return bytes(await self._outer({"do": "outer_forward"}, x, size=self.sizes.activation_bytes))
+
+    async def outer_loss(self, x: Buffer, targets: Buffer) -> float:
+        return float(await self._outer({"do": "outer_loss"}, x, targets))
+
+    async def outer_logits(self, x: Buffer, position: int) -> bytes:
+        return bytes(await self._outer({"do": "outer_logits", "position": position}, x, size=self.sizes.logit_bytes))
+
+    async def outer_sample(self, index: int) -> tuple[bytes, bytes] | None:
+        size = self.sizes.activation_bytes
+        both = await self._outer({"do": "outer_sample", "index": index}, size=size + self.sizes.target_bytes)
+        return (both[:size], both[size:]) if both else None
+
+    async def outer_first(self, tokens: Buffer) -> bytes:
+        return bytes(await self._outer({"do": "outer_first"}, tokens, size=self.sizes.activation_bytes))
+
+    async def _outer(self, command: dict[str, Any], *inputs: Buffer, size: int = 0) -> Any:
+        """A job of its own. Returns the worker's answer or, with `size`, so many bytes of the result; none if False."""
+
+        async def job() -> Any:
+            async with self.turn():
+                answer = await self._job(command, *inputs)
+                if answer is False:
+                    return b""
+                return self._slots.result(size) if size else answer
+
+        return await self._running.finish(job())
 
     # -- the weights --------------------------------------------------------------------------------------------------
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -218,6 +219,20 @@ class StageLearner:
 
     def _decoded(self, data: Buffer) -> torch.Tensor:
         return self._codec.decode(data).to(self._device)
+
+    @contextmanager
+    def using(self, vectors: Sequence[Vector]) -> Iterator[None]:
+        """Compute with these parameters instead of the learner's own, inside the context. Nothing is copied."""
+        parameters, low = list(self._task.module.parameters()), 0
+        own = [parameter.data for parameter in parameters]
+        for parameter in parameters:
+            high = low + parameter.numel()
+            parameter.data, low = vectors[0][low:high].view(parameter.shape), high
+        try:
+            yield
+        finally:
+            for parameter, data in zip(parameters, own, strict=True):
+                parameter.data = data
 
     # -- steps --------------------------------------------------------------------------------------------------------
 

@@ -9,6 +9,14 @@
     do: step, round, seconds                                        -> done: [complete, tokens, LocalProgress or null]
     do: work                                                        -> done: LocalProgress
 
+    With the outer parameters, without counting anything:
+
+    do: outer_forward                first: x                       -> done: null; result: y
+    do: outer_loss                   first: x, second: targets      -> done: loss
+    do: outer_logits, position       first: x                       -> done: null; result: logits
+    do: outer_sample, index                                         -> done: whether there is one; result: y, targets
+    do: outer_first                  first: tokens                  -> done: null; result: y
+
 Each job counts as a step in the shared counters: so a worker that computes is seen to be alive. A job whose input does
 not decode is refused and changes nothing.
 """
@@ -53,6 +61,11 @@ class StageWorker(Worker):
             "begin": self._begin,
             "step": self._step,
             "work": self._work,
+            "outer_forward": self._outer_forward,
+            "outer_loss": self._outer_loss,
+            "outer_logits": self._outer_logits,
+            "outer_sample": self._outer_sample,
+            "outer_first": self._outer_first,
         }
         if (carry_out := commands.get(command["do"])) is None:
             return super().carry_out(command)
@@ -95,6 +108,30 @@ class StageWorker(Worker):
 
     def _activation(self, number: int) -> Any:
         return self._slots.take(number, self._sizes.activation_bytes)
+
+    # -- with the outer parameters ------------------------------------------------------------------------------------
+
+    def _outer_forward(self, command: dict[str, Any]) -> None:
+        with self._learner.using(self._anchors):
+            self._slots.answer(self._learner.outer_forward(self._activation(0)))
+
+    def _outer_loss(self, command: dict[str, Any]) -> float:
+        with self._learner.using(self._anchors):
+            return self._learner.outer_loss(self._activation(0), self._slots.take(1, self._sizes.target_bytes))
+
+    def _outer_logits(self, command: dict[str, Any]) -> None:
+        with self._learner.using(self._anchors):
+            self._slots.answer(self._learner.outer_logits(self._activation(0), command["position"]))
+
+    def _outer_sample(self, command: dict[str, Any]) -> bool:
+        with self._learner.using(self._anchors):
+            found = self._learner.outer_sample(command["index"])
+        self._slots.answer(*(found or ()))
+        return found is not None
+
+    def _outer_first(self, command: dict[str, Any]) -> None:
+        with self._learner.using(self._anchors):
+            self._slots.answer(self._learner.outer_first(self._slots.take(0, self._sizes.tokens)))
 
     # -- the weights --------------------------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ import asyncio
 import itertools
 import math
 from collections.abc import Awaitable, Callable
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from functools import partial
 from statistics import fmean
 from typing import TypeVar
@@ -29,9 +29,10 @@ from protocols.pipeline.messages import (
     OuterRequest,
     StageBusy,
 )
-from protocols.pipeline.settings import CALL_LIMIT_SECONDS, MAX_FAILURES, PipelineSettings, stage_scope
+from protocols.pipeline.settings import CALL_LIMIT_SECONDS, MAX_FAILURES, PipelineSettings
 from protocols.pipeline.stages import StageDirectory, by_stage
-from protocols.pipeline.work import FirstOuterWork, OuterWork
+from protocols.pipeline.work import FirstOuterWork, LeaseLost, OuterWork
+from protocols.scopes import stage_scope
 from protocols.wire import expect
 
 T = TypeVar("T")
@@ -79,7 +80,8 @@ class OuterServer:
         try:
             async with peer_timeout(CALL_LIMIT_SECONDS, stream.peer, "asking for outer parameters"):
                 watch = _raise_when_gone(self._endpoint.host.members, request.sender, stream.deadline)
-                await run_with_helper(self._answer(stream, request), watch)
+                with suppress(LeaseLost):  # the worker died: the stream ends without an answer
+                    await run_with_helper(self._answer(stream, request), watch)
         finally:
             self._running -= 1
 

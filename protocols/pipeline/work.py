@@ -43,7 +43,7 @@ class FirstStageWork(Protocol):
 class OuterWork(Protocol):
     """The computations of one replica of a stage other than 0 with its outer parameters. They count nothing.
 
-    All raise `BadPayload` if what they were given does not decode, or is not finite.
+    All raise `BadPayload` if what they were given does not decode, or is not finite, and `LeaseLost` without a worker.
     """
 
     async def outer_forward(self, x: Buffer) -> bytes:
@@ -67,4 +67,4 @@ class FirstOuterWork(Protocol):
 
 
 class LeaseLost(Exception):
-    """The weights have changed since the microbatch's forward: it cannot be counted any more."""
+    """The weights have changed since the microbatch's forward, or their worker died: it cannot be counted any more."""

@@ -21,7 +21,8 @@ from protocols.base import Header, Host, PeerId, PeerSilent, Settings, Stream, T
 from protocols.endpoint import ProtocolEndpoint
 from protocols.pipeline.messages import HEADER_LIMIT, OUTER_METHOD, Granted, MicrobatchInput, OuterRequest, StageBusy
 from protocols.pipeline.outer import OuterClient, OuterServer
-from protocols.pipeline.settings import CALL_LIMIT_SECONDS, PipelineSettings, stage_scope
+from protocols.pipeline.settings import CALL_LIMIT_SECONDS, PipelineSettings
+from protocols.scopes import stage_scope
 from tests.sim.pipeline_runner import PipelineRunner
 from tests.support.outer_stages import PRESET, RUN, OuterSwarm
 
