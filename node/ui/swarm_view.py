@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
+from typing import Literal
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -15,6 +16,8 @@ from node.ui.terminal import STYLES, count, duration, number, percent, size, spa
 
 _SHOWN_PEERS = 16
 _SAMPLE_CHARACTERS = 1000
+_LEAST_WIDTHS = {"peer": 7, "stage": 5}
+"""Columns that a narrow terminal does not cut: they tell the rows apart."""
 
 
 def plain_line(done: SwarmRound, rounds: int) -> str:
@@ -58,7 +61,9 @@ def _table(headings: Sequence[str], left: Collection[str]) -> Table:
     """A table without lines, with the columns `left` aligned to the left."""
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
     for heading in headings:
-        table.add_column(heading, justify="left" if heading in left else "right", no_wrap=True, overflow="ellipsis")
+        justify: Literal["left", "right"] = "left" if heading in left else "right"
+        least = _LEAST_WIDTHS.get(heading)
+        table.add_column(heading, justify=justify, no_wrap=True, overflow="ellipsis", min_width=least)
     return table
 
 
