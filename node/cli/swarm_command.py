@@ -37,7 +37,7 @@ _SAMPLE_BYTES = 4096
 _LISTEN = "/ip4/127.0.0.1/tcp/0"
 # Variables of the user that would lead a peer into another swarm. An empty one counts as not set.
 _ENVIRONMENT = dict.fromkeys(
-    ("NODE_BOOTSTRAP", "NODE_RUN_ID", "NODE_ANNOUNCE", "NODE_ROUNDS", "NODE_ADDRESSES_FILE"), ""
+    ("NODE_BOOTSTRAP", "NODE_RUN_ID", "NODE_STAGE", "NODE_ANNOUNCE", "NODE_ROUNDS", "NODE_ADDRESSES_FILE"), ""
 )
 
 
@@ -196,7 +196,7 @@ class Swarm:
         names = [f"peer-{number}" for number in range(1, options.peers + 1)]
         given = variables(options.run, os.environ) if options.run else {}  # only the founder reads the file itself
         self._peers = [Participant(name, directory, _ENVIRONMENT | given) for name in names]
-        self._tally = SwarmSummary(names)
+        self._tally = SwarmSummary(names, options.stages)
         self._ended: set[str] = set()
         self._leaving, self._until = False, float("inf")
 
@@ -241,6 +241,7 @@ class Swarm:
             "--protocol": options.protocol,
             "--task": options.task,
             "--run": options.run and options.run.absolute(),
+            "--stages": options.stages if options.run or options.stages > 1 else None,  # it may overrule the file
             "--wait-for": options.peers,
         }
         flags = [str(each) for pair in given.items() if pair[1] is not None for each in pair]
@@ -270,8 +271,10 @@ class Swarm:
         where = ["--bootstrap", founder.status.addresses[0], "--run-id", founder.status.run_id]
         if founder.status.task:
             where += ["--task", founder.status.task]
-        for each in self._peers[1:]:
-            await each.start((*self._threads(), *where))
+        stages = self._options.stages
+        for place, each in enumerate(self._peers[1:], 1):  # the founder is in stage 0
+            stage = ("--stage", str(place % stages)) if stages > 1 else ()
+            await each.start((*self._threads(), *where, *stage))
 
     # -- watching -----------------------------------------------------------------------------------------------------
 

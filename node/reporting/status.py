@@ -31,7 +31,8 @@ class PeerStatus:
     """Another peer, as this one sees it.
 
     Attributes:
-        member: whether it is in the roster; always true with independent state.
+        member: whether it is in the roster; always true with independent state. The roster is of this peer's stage:
+            a peer of another stage counts as a member while it is live.
         live: whether it is live; otherwise the failure detector suspects it.
         address: a multiaddr, or empty if none is known.
         stage: its stage; 0 in a run without stages.

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
 from node.membership.membership import Membership
+from node.membership.peer_record import PeerRecord
 from node.outer.round_history import LocalHistory, RoundHistory
 from node.reporting.report import RoundReport
 from node.reporting.status import PeerStatus, Status, SyncStatus, short
@@ -27,6 +28,7 @@ class RunLabels:
     Attributes:
         name: of the run.
         rounds: number of training rounds; 0 if not known.
+        stage, stages: this peer's stage, and the number of stages; 0 and 1 in a run without stages.
     """
 
     name: str = ""
@@ -34,6 +36,8 @@ class RunLabels:
     task: str = ""
     protocol: str = ""
     rounds: int = 0
+    stage: int = 0
+    stages: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,14 +186,20 @@ class StatusTracker:
             return ()
         roster = {member.peer for member in self._chain.head.roster}
         votes = not isinstance(self._chain, LocalHistory)
+
+        def is_member(each: PeerRecord) -> bool:
+            elsewhere = self._run.stages > 1 and each.stage != self._run.stage  # the roster is of this peer's stage
+            return not votes or each.peer in roster or (elsewhere and each.live)
+
         return tuple(
             PeerStatus(
                 peer=each.peer,
                 nickname=each.hello.nickname if each.hello else "",
-                member=each.peer in roster or not votes,
+                member=is_member(each),
                 live=each.live,
                 round=each.round,
                 address=each.addresses[0] if each.addresses else "",
+                stage=each.stage or 0,
             )
             for each in self._membership.contacts()
             if each.hello or each.peer in roster
@@ -231,4 +241,6 @@ class StatusTracker:
             spread_limit=self._spread_limit,
             clock=self._membership.host_monitor.clock if self._membership else "",
             checkpoint_age_seconds=sources.checkpoint_age_seconds() if sources else None,
+            stage=self._run.stage,
+            stages=self._run.stages,
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from node.reporting.report import RoundReport, Totals
@@ -14,6 +14,8 @@ DECIDED = ("committed", "alone", "fork", "skipped")
 _COUNTED = ("committed", "alone", "fork")
 KEEP_ROUNDS = 4096
 """Latest rounds that are kept, for the curve of losses."""
+MAX_OPEN_ROUNDS = 64
+"""Most rounds that wait for reports; the oldest is then closed without them."""
 
 
 class PeerSummary:
@@ -21,14 +23,15 @@ class PeerSummary:
 
     Attributes:
         peer: peer id; empty until the first report.
+        stage: its stage; before the first report, the one that it was told to join.
         rounds: number of rounds that the peer committed.
         lineage, params_hash: of the latest report.
         last: the latest report.
         well: whether the peer's process has ended with exit code 0.
     """
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self, name: str, stage: int = 0) -> None:
+        self.name, self.stage = name, stage
         self.peer = self.lineage = self.params_hash = ""
         self.rounds = 0
         self.totals = Totals()
@@ -36,7 +39,7 @@ class PeerSummary:
         self.well = False
 
     def add(self, report: RoundReport) -> None:
-        self.last = report
+        self.last, self.stage = report, report.stage
         self.peer, self.lineage, self.params_hash = report.peer, report.lineage, report.params_hash
         self.rounds += report.outcome in _COUNTED
         self.totals.add(report)
@@ -45,6 +48,7 @@ class PeerSummary:
         totals = self.totals
         return {
             "peer_id": self.peer,
+            "stage": self.stage,
             "rounds": self.rounds,
             "lineage": self.lineage,
             "params_hash": self.params_hash,
@@ -63,10 +67,11 @@ class SwarmRound:
     Attributes:
         number: round number, from 0.
         held_out_loss: loss after the round; nan if no peer measured it.
-        tokens_per_second: sum over all peers that reported the round.
-        in_mean: number of peers in the mean, by the first report.
+        tokens_per_second: sum over all peers of stage 0 that reported the round: the same tokens pass every stage.
+        in_mean: number of peers of stage 0 in its mean, by their first report.
         spread: the largest reported spread; nan with replicated state.
         seconds: time since the previous round ended; for the first round, its duration.
+        stages: number of stages of the run.
     """
 
     number: int
@@ -75,6 +80,21 @@ class SwarmRound:
     in_mean: int
     seconds: float
     spread: float = math.nan
+    stages: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class StageSummary:
+    """One stage's peers at the end.
+
+    Attributes:
+        agree: whether they all left in good order and agree; false if the stage has no peer.
+        params_hash: of the parameters that they all hold; empty if they do not agree or hold different ones.
+    """
+
+    stage: int
+    agree: bool
+    params_hash: str
 
 
 class SwarmSummary:
@@ -86,8 +106,13 @@ class SwarmSummary:
         first_loss: held-out loss of the first round that has one; nan before that.
     """
 
-    def __init__(self, names: Sequence[str]) -> None:
-        self.tracks = {name: PeerSummary(name) for name in names}
+    def __init__(self, names: Sequence[str], stages: int = 1) -> None:
+        """
+        Args:
+            stages: number of stages of the run; peer i of `names` is told to join stage i mod `stages`.
+        """
+        self.tracks = {name: PeerSummary(name, place % stages) for place, name in enumerate(names)}
+        self._stages = stages
         self.rounds: deque[SwarmRound] = deque(maxlen=KEEP_ROUNDS)
         self.first_loss = math.nan
         self._open: dict[int, dict[str, RoundReport]] = {}
@@ -101,13 +126,12 @@ class SwarmSummary:
             self._open.setdefault(report.round, {})[name] = report
 
     def complete(self, running: Collection[str]) -> Iterator[SwarmRound]:
-        """Rounds that all running peers have reported, or that some peer has passed; each is returned once."""
+        """Rounds that all running peers have reported, or that a peer of their stage has passed; each comes once."""
         while self._open:
             number = min(self._open)
-            reports = self._open[number]
-            if len(self._open) == 1 and not set(running) <= set(reports):
+            if len(self._open) <= MAX_OPEN_ROUNDS and self._missing(number, running):
                 return
-            del self._open[number]
+            reports = self._open.pop(number)
             self._next = number + 1
             done = self._round(number, list(reports.values()))
             self.rounds.append(done)
@@ -115,8 +139,17 @@ class SwarmSummary:
                 self.first_loss = done.held_out_loss
             yield done
 
+    def _missing(self, number: int, running: Collection[str]) -> bool:
+        """Whether a report of the oldest open round may still come.
+
+        A stage counts its rounds by itself, so that one may be a round ahead of another after a skipped round.
+        """
+        ahead = {each.stage for other, reports in self._open.items() if other > number for each in reports.values()}
+        return any(name not in self._open[number] and self.tracks[name].stage not in ahead for name in running)
+
     def _round(self, number: int, reports: Sequence[RoundReport]) -> SwarmRound:
-        first = min(reports, key=lambda each: each.time)
+        drivers = [each for each in reports if each.stage == 0]
+        first = min(drivers or reports, key=lambda each: each.time)
         seconds = first.time - self._ended
         if math.isnan(seconds):
             seconds = first.seconds_train + first.seconds_wait + first.seconds_average
@@ -125,10 +158,11 @@ class SwarmSummary:
         return SwarmRound(
             number=number,
             held_out_loss=losses[0] if losses else math.nan,
-            tokens_per_second=sum(each.tokens / each.seconds_train for each in reports if each.seconds_train > 0),
-            in_mean=len(first.peers),
+            tokens_per_second=sum(each.tokens / each.seconds_train for each in drivers if each.seconds_train > 0),
+            in_mean=len(first.peers) if drivers else 0,
             seconds=seconds,
             spread=max((each.spread for each in reports if math.isfinite(each.spread)), default=math.nan),
+            stages=len(self.stage_numbers),
         )
 
     @property
@@ -151,19 +185,35 @@ class SwarmSummary:
         return max(known, default=math.nan), max(limits, default=math.nan)
 
     @property
+    def stage_numbers(self) -> list[int]:
+        """The stages, in order; 0 alone in a run without stages."""
+        reported = {each.stage for each in self.tracks.values()}  # a stage that the run should lack counts, too
+        return sorted(reported | set(range(self._stages)))
+
+    @property
+    def stages(self) -> list[StageSummary]:
+        """What each stage came to, in order."""
+        return [self._stage(stage) for stage in self.stage_numbers]
+
+    def _stage(self, stage: int) -> StageSummary:
+        tracks = [each for each in self.tracks.values() if each.stage == stage]
+        agree = bool(tracks) and all(each.well and each.last for each in tracks)
+        spread, limit = self.spread
+        if math.isnan(limit):
+            agree &= len({(each.lineage, each.params_hash) for each in tracks}) == 1
+        else:
+            agree &= spread <= limit
+        hashes = {each.params_hash for each in tracks}
+        return StageSummary(stage, agree, hashes.pop() if agree and len(hashes) == 1 else "")
+
+    @property
     def agree(self) -> bool:
-        """Whether all peers left in good order and agree.
+        """Whether all peers left in good order and those of each stage agree.
 
         With replicated state they must have the same lineage and parameters; with independent state, a spread within
         the run's limit.
         """
-        tracks = self.tracks.values()
-        if not all(each.well and each.last for each in tracks):
-            return False
-        spread, limit = self.spread
-        if not math.isnan(limit):
-            return spread <= limit
-        return len({(each.lineage, each.params_hash) for each in tracks}) == 1
+        return all(each.agree for each in self.stages)
 
     @property
     def fell(self) -> bool:
@@ -178,5 +228,6 @@ class SwarmSummary:
             "rounds": self._next,
             "loss_first": self.first_loss,
             "loss_last": (self.losses or [math.nan])[-1],
+            "stages": [asdict(each) for each in self.stages],
             "peers": [each.as_json() for each in self.tracks.values()],
         }

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
+from typing import Literal
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from node.reporting.status import Status, short
-from node.ui.swarm_summary import PeerSummary, SwarmRound, SwarmSummary
+from node.ui.swarm_summary import PeerSummary, StageSummary, SwarmRound, SwarmSummary
 from node.ui.terminal import STYLES, count, duration, number, percent, size, sparkline
 
 _SHOWN_PEERS = 16
 _SAMPLE_CHARACTERS = 1000
+_LEAST_WIDTHS = {"peer": 7, "stage": 5}
+"""Columns that a narrow terminal does not cut: they tell the rows apart."""
 
 
 def plain_line(done: SwarmRound, rounds: int) -> str:
@@ -29,7 +32,8 @@ def plain_line(done: SwarmRound, rounds: int) -> str:
 def _outcome(done: SwarmRound) -> str:
     if not math.isnan(done.spread):  # the peers averaged with different others
         return f"mixed, at most {percent(done.spread)} from the mean"
-    return f"mean of {done.in_mean}" if done.in_mean else "nothing to apply"
+    where = " in stage 0" if done.stages > 1 else ""
+    return f"mean of {done.in_mean}{where}" if done.in_mean else f"nothing to apply{where}"
 
 
 def picture(
@@ -40,18 +44,32 @@ def picture(
     Args:
         words: name -> what the peer does, shown if its status is not known.
     """
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
-    for heading in ("peer", "state", "round", "loss", "tokens/s", "sent", "received"):
-        left = heading in ("peer", "state")
-        table.add_column(heading, justify="left" if left else "right", no_wrap=True, overflow="ellipsis")
-    for name in list(tally.tracks)[:_SHOWN_PEERS]:
+    headings = ("peer", *_staged(tally, "stage"), "state", "round", "loss", "tokens/s", "sent", "received")
+    table = _table(headings, left=("peer", "state"))
+    for name, track in list(tally.tracks.items())[:_SHOWN_PEERS]:
         status = statuses.get(name)
-        table.add_row(Text(name), *(_cells(status) if status else (Text(words[name]),)))
+        cells = _cells(status) if status else (Text(words[name]),)
+        table.add_row(Text(name), *_staged(tally, str(track.stage)), *cells)
     rest = len(tally.tracks) - _SHOWN_PEERS
     rounds = max((each.rounds for each in statuses.values()), default=0)
     return Group(
         _title(tally, rounds, width), _losses(tally, width), table, *([Text(f"and {rest} more")] if rest > 0 else [])
     )
+
+
+def _table(headings: Sequence[str], left: Collection[str]) -> Table:
+    """A table without lines, with the columns `left` aligned to the left."""
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
+    for heading in headings:
+        justify: Literal["left", "right"] = "left" if heading in left else "right"
+        least = _LEAST_WIDTHS.get(heading)
+        table.add_column(heading, justify=justify, no_wrap=True, overflow="ellipsis", min_width=least)
+    return table
+
+
+def _staged(tally: SwarmSummary, cell: str) -> tuple[str, ...]:
+    """The cell of a column that only a run with stages has."""
+    return (cell,) if len(tally.stage_numbers) > 1 else ()
 
 
 def _cells(status: Status) -> tuple[RenderableType, ...]:
@@ -67,7 +85,8 @@ def _cells(status: Status) -> tuple[RenderableType, ...]:
 
 def _title(tally: SwarmSummary, rounds: int, width: int) -> Text:
     done = tally.rounds[-1].number + 1 if tally.rounds else 0
-    text = Text.assemble(("starling swarm", "bold"), f"  {len(tally.tracks)} peers  ", no_wrap=True)
+    of = "".join(_staged(tally, f" in {len(tally.stage_numbers)} stages"))
+    text = Text.assemble(("starling swarm", "bold"), f"  {len(tally.tracks)} peers{of}  ", no_wrap=True)
     text.append(f"round {done} of {rounds} " if rounds else "", style="dim")
     text.append("─" * max(0, width - len(text)), style="dim")
     return text
@@ -86,12 +105,12 @@ def summary(tally: SwarmSummary, ends: Mapping[str, str], seconds: float) -> Ren
     Args:
         ends: name -> how the peer's process ended.
     """
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
-    for heading in ("peer", "", "rounds", "tokens", "training", "averaging", "sent", "received", "parameters", "end"):
-        right = heading in ("rounds", "tokens", "training", "averaging", "sent", "received")
-        table.add_column(heading, justify="right" if right else "left", no_wrap=True, overflow="ellipsis")
+    headings = ("rounds", "tokens", "training", "averaging", "sent", "received", "parameters", "end")
+    table = _table(("peer", "", *_staged(tally, "stage"), *headings), left=("peer", "", "parameters", "end"))
     for track in tally.tracks.values():
-        table.add_row(*map(Text, _track(track)), Text(ends[track.name], style="" if track.well else "yellow"))
+        name, peer, *cells = map(Text, _track(track))
+        end = Text(ends[track.name], style="" if track.well else "yellow")
+        table.add_row(name, peer, *_staged(tally, str(track.stage)), *cells, end)
     return Group("", table, "", Text(_verdict(tally, seconds)))
 
 
@@ -113,9 +132,20 @@ def _track(track: PeerSummary) -> tuple[str, ...]:
 def _verdict(tally: SwarmSummary, seconds: float) -> str:
     end = tally.as_json()
     first, last = end["loss_first"], end["loss_last"]
-    agree = _apart(tally) or ("all peers agree, bit for bit" if end["agree"] else "the peers do not all agree")
+    agree = _apart(tally) or _agreement(tally.stages)
     fell = f"; held-out loss {first:.3f} -> {last:.3f}" if math.isfinite(last) else ""
     return f"{end['rounds']} rounds in {duration(seconds)}: {agree}{fell}"
+
+
+def _agreement(stages: Sequence[StageSummary]) -> str:
+    """Who agrees with replicated state, in words."""
+    apart = [str(each.stage) for each in stages if not each.agree]
+    if len(stages) == 1:
+        return "the peers do not all agree" if apart else "all peers agree, bit for bit"
+    if not apart:
+        return f"all {len(stages)} stages agree, bit for bit"
+    *others, last = apart
+    return f"stages {', '.join(others)} and {last} do not agree" if others else f"stage {last} does not agree"
 
 
 def _apart(tally: SwarmSummary) -> str:

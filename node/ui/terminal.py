@@ -23,6 +23,7 @@ if TYPE_CHECKING:  # it would load PyTorch, for which `status` does not wait
 MAX_REPORTS = 1000
 _SHOWN_PEERS = 8
 _SHOWN_NAMES = 4
+_SHOWN_STAGES = 32
 _NICKNAME = 16
 STYLES = {"training": "green", "averaging": "cyan", "syncing": "cyan", "waiting": "yellow", "joining": "yellow"}
 _OUTCOMES = {
@@ -53,7 +54,7 @@ class Terminal:
         """Show the report of a round that has ended."""
         if not self.is_live:
             status = self._status() if self._status else None
-            alone = status is not None and not any(each.member for each in status.peers)
+            alone = status is not None and not any(each.member for each in status.peers if each.stage == status.stage)
             self.log(plain_line(report, status.rounds if status else 0, alone))
         if self._as_json:
             self._screen.data(to_json(report))
@@ -76,7 +77,7 @@ def plain_line(report: RoundReport, rounds: int = 0, alone: bool = False) -> str
     Args:
         rounds: number of rounds in the whole run; 0 if not known.
         alone: whether the roster has no other peer now, as also after a restart, when a peer succeeds its earlier
-            incarnation.
+            incarnation. With stages it is the roster of this peer's stage.
     """
     of = f"/{rounds}" if rounds else ""
     width = 2 * len(str(rounds)) + 1 if rounds else 4
@@ -86,6 +87,8 @@ def plain_line(report: RoundReport, rounds: int = 0, alone: bool = False) -> str
     if not math.isnan(report.spread):
         outcome = _mixed(report)
     outcome = "goes on alone" if alone and report.outcome == "fork" else outcome
+    if report.stages > 1:
+        outcome += f" in stage {report.stage}"
     now = f"{report.round + 1}{of}"  # people count from one
     return (
         f"round {now:>{width}}  loss {number(report.loss)}  held out {number(report.held_out_loss)}"
@@ -130,6 +133,8 @@ def render(status: Status, reports: Sequence[RoundReport], width: int) -> Render
         rows.add_row("waits for", _names(status.waiting_for))
     if line := syncing_line(status):
         rows.add_row("state", line.removeprefix("catching up: "))
+    if status.stages > 1:
+        rows.add_row("stage", _stage(status))
     rows.add_row("round", _progress(status, columns))
     rows.add_row("loss", _losses(status, reports, columns))
     if status.protocol:
@@ -163,6 +168,16 @@ def _names(names: Sequence[str]) -> Text:
     rest = len(names) - _SHOWN_NAMES
     shown = ", ".join(printable(each)[:40] for each in names[:_SHOWN_NAMES])
     return Text(f"{shown} and {rest} more" if rest > 0 else shown)
+
+
+def _stage(status: Status) -> Text:
+    """This peer's stage, and how many peers each stage has. Stages count from 0, as in the option --stage."""
+    stages = min(status.stages, _SHOWN_STAGES)  # a stranger's status may name any number
+    live = [sum(each.live for each in status.peers if each.stage == stage) for stage in range(stages)]
+    if 0 <= status.stage < stages:
+        live[status.stage] += 1  # this peer
+    text = Text(f"{status.stage} (of 0 to {status.stages - 1})   live peers in each: ")
+    return text.append(", ".join(map(str, live)), style="" if all(live) else "yellow")
 
 
 def _progress(status: Status, columns: int) -> RenderableType:
@@ -206,22 +221,24 @@ def _peers(status: Status, width: int) -> list[RenderableType]:
     if not status.peers:
         return []
     table = Table(box=None, padding=(0, 2, 0, 0), show_header=False, pad_edge=False)
-    for no_wrap in (True,) * (5 if width >= 70 else 4):
+    staged = status.stages > 1
+    for no_wrap in (True,) * ((5 if width >= 70 else 4) + staged):
         table.add_column(no_wrap=no_wrap, overflow="ellipsis")
-    order = sorted(status.peers, key=lambda each: (not each.live, not each.member, each.peer))
+    order = sorted(status.peers, key=lambda each: (not each.live, not each.member, each.stage, each.peer))
     for each in order[:_SHOWN_PEERS]:
-        table.add_row(*_peer(each)[: len(table.columns)])
+        table.add_row(*_peer(each, staged)[: len(table.columns)])
     live = sum(each.live for each in order)
     heading = Text(f"\n{len(order)} other peer{'s' * (len(order) != 1)}, {live} live", style="bold")
     rest = len(order) - _SHOWN_PEERS
     return [heading, table, *([Text(f"and {rest} more", style="dim")] if rest > 0 else [])]
 
 
-def _peer(line: PeerStatus) -> tuple[Text, Text, Text, Text, Text]:
+def _peer(line: PeerStatus, staged: bool) -> tuple[Text, ...]:
     mark = Text("● live", style="green") if line.live else Text("○ suspected", style="yellow")
     name = Text(printable(line.nickname)[:_NICKNAME] or short(line.peer))
     role = Text("member" if line.member else "observer", style="" if line.member else "dim")
-    return mark, name, Text(f"round {line.round + 1}"), role, Text(short(printable(line.peer)), style="dim")
+    stage = (Text(f"stage {line.stage}"),) if staged else ()
+    return mark, name, *stage, Text(f"round {line.round + 1}"), role, Text(short(printable(line.peer)), style="dim")
 
 
 def _invitation(status: Status) -> list[RenderableType]:

@@ -169,6 +169,8 @@ def test_version_is_printed_on_one_line(capsys: pytest.CaptureFixture[str]) -> N
         (["join", "--state-dir", ""], "--state-dir': the path is empty: give one"),
         (["join", "--run-id", "0123456789ab"], "of its peers with --bootstrap; to start a new run, leave"),
         (["swarm", "--peers", "0"], "--peers"),
+        (["swarm", "--peers", "2", "--stages", "3"], "3 stages need as many peers, not 2: give --peers 3 or more\n"),
+        (["swarm", "--stages", "2", "--protocol", "gossip"], "stages average by butterfly, not by gossip"),
         (["swarm", "--protocol", "gosip"], 'unknown protocol "gosip": did you mean "gossip"?'),
         (["swarm", "--task", "gtp"], "'gtp' is no task"),
         (["swarm", "--run", "/nowhere/run.toml"], "/nowhere/run.toml"),
@@ -182,6 +184,12 @@ def test_version_is_printed_on_one_line(capsys: pytest.CaptureFixture[str]) -> N
 def test_mistake_gives_one_line_error(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
     line = one_line(here(capsys, *arguments))
     assert words in line and "\x1b" not in line
+
+
+def test_swarm_needs_a_peer_for_each_stage_of_its_run_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text("stages = 3\n")
+    assert "3 stages need as many peers, not 2" in one_line(here(capsys, "swarm", "--peers", "2", "--run", str(file)))
 
 
 def test_mistake_gives_one_line_error_in_subprocess() -> None:

@@ -83,7 +83,8 @@ def test_parse_raises_only_value_error(junk: object) -> None:
 
 
 def test_largest_numbers_can_be_displayed() -> None:
-    whole, fraction = ("round", "tokens", "bytes_sent", "rss_bytes"), ("loss", "loop_lag_p99_seconds", "eta_seconds")
+    whole = ("round", "tokens", "bytes_sent", "rss_bytes", "stage", "stages")
+    fraction = ("loss", "loop_lag_p99_seconds", "eta_seconds")
     for each in (MAX_NUMBER, -MAX_NUMBER):
         most = parse(data() | dict.fromkeys((*whole, *fraction), each) | {"rounds": abs(each)})
         Console(file=io.StringIO(), width=80).print(render(most, (), 80))

@@ -117,6 +117,30 @@ def test_peers_without_votes_all_show_as_members(tmp_path: Path) -> None:
     assert [line.member for line in shown(status_tracker).peers] == [True, True]
 
 
+def test_live_peers_of_other_stages_show_as_members(tmp_path: Path) -> None:
+    """The roster is of the peer's own stage."""
+
+    def at(stage: int, peer: str, live: bool = True) -> PeerRecord:
+        met = contact(peer, peer.title(), live)
+        assert met.hello
+        return replace(met, hello=replace(met.hello, stage=stage))
+
+    contacts = (at(1, "anna"), contact("bert", None, live=False), at(1, "cleo"), at(0, "dora"), at(2, "emil", False))
+    status_tracker = in_a_run(tmp_path, contacts=contacts)
+    status_tracker.enter_run(replace(LABELS, stage=1, stages=3))
+    status = shown(status_tracker)
+    assert (status.stage, status.stages) == (1, 3)
+    assert [(each.peer, each.stage, each.member) for each in status.peers] == [
+        ("anna", 1, True),
+        ("bert", 0, True),  # a member whose stage this peer has not heard yet
+        ("cleo", 1, False),
+        ("dora", 0, True),
+        ("emil", 2, False),
+    ]
+    status_tracker.enter_run(LABELS)
+    assert not shown(status_tracker).peers[3].member, "in a run without stages only the roster counts"
+
+
 def test_status_names_the_awaited_peers(tmp_path: Path) -> None:
     status_tracker = in_a_run(tmp_path, contacts=(contact("anna", "Anna"), contact("12D3KooWverylong", None)))
     journal = Journal(tmp_path / "rounds.jsonl")

@@ -7,18 +7,23 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import fields, replace
+from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 
-from node.cli.swarm_command import Participant
+from node.cli.swarm_command import Participant, Swarm
 from node.reporting.report import RoundReport, Totals
-from node.reporting.status import to_json
+from node.reporting.status import SwarmOptions, to_json
+from node.runtime.child_process import ChildProcess
 from node.storage.journal import Journal
-from node.ui.swarm_summary import KEEP_ROUNDS, SwarmRound, SwarmSummary
+from node.ui.screen import Screen
+from node.ui.swarm_summary import KEEP_ROUNDS, MAX_OPEN_ROUNDS, SwarmRound, SwarmSummary
 from node.ui.swarm_view import picture, plain_line, sample, summary
 from tests.support.paths import REPOSITORY
+from tests.support.status_examples import STATUS
 
 NAMES = ("peer-1", "peer-2", "peer-3")
 
@@ -49,6 +54,10 @@ def text(shown: object) -> str:
     return console.file.getvalue()  # type: ignore[attr-defined]
 
 
+def verdict(tally: SwarmSummary) -> str:
+    return text(summary(tally, dict.fromkeys(tally.tracks, "left"), 60.0)).splitlines()[-1]
+
+
 # -- agreement --------------------------------------------------------------------------------------------------------
 
 
@@ -65,8 +74,10 @@ def test_equal_final_states_agree() -> None:
     assert tally.agree and tally.fell
     end = tally.as_json()
     assert (end["agree"], end["rounds"], end["loss_first"], end["loss_last"]) == (True, 4, 3.0, 0.75)
+    assert end["stages"] == [{"stage": 0, "agree": True, "params_hash": "h4"}]
     assert end["peers"][1] == {
         "peer_id": "id-of-peer-2",
+        "stage": 0,
         "rounds": 4,
         "lineage": "l4",
         "params_hash": "h4",
@@ -84,6 +95,7 @@ def test_independent_peers_agree_within_spread_limit() -> None:
         own = {"lineage": f"l-{name}", "params_hash": f"h-{name}", "spread_limit": 0.02}
         tally.add(name, report(name, 4, spread=spread, **own))
     assert tally.agree and tally.spread == (0.019, 0.02)
+    assert tally.as_json()["stages"] == [{"stage": 0, "agree": True, "params_hash": ""}], "they hold different ones"
     assert "a peer is 1.9 % from the mean of all, the limit is 2 %" in text(
         summary(tally, dict.fromkeys(NAMES, ""), 1.0)
     )
@@ -117,6 +129,141 @@ def test_peers_without_reports_do_not_agree() -> None:
     tally = SwarmSummary(NAMES)
     assert not tally.agree and not tally.fell
     assert json.loads(to_json(tally.as_json()))["loss_last"] is None
+
+
+# -- stages -----------------------------------------------------------------------------------------------------------
+
+SIX = tuple(f"peer-{number}" for number in range(1, 7))
+
+
+def in_stage(name: str, number: int, **more: object) -> RoundReport:
+    """A report of a peer of a run with three stages, of which each has a lineage of its own."""
+    stage = SIX.index(name) % 3
+    own = {"lineage": f"l{number + 1}-{stage}", "params_hash": f"h{number + 1}-{stage}", "peers": SIX[stage::3]}
+    loss = 3.0 / (number + 1) if stage == 0 else math.nan
+    return report(name, number, **{"stage": stage, "stages": 3, "held_out_loss": loss, **own, **more})
+
+
+def pipeline(rounds: int) -> SwarmSummary:
+    tally = SwarmSummary(SIX, 3)
+    for number in range(rounds):
+        for name in reversed(SIX):  # stage 0 is the last to report
+            tally.add(name, in_stage(name, number))
+            assert len(list(tally.complete(SIX))) == (name == SIX[0])
+    for name in SIX:
+        tally.tracks[name].well = True
+    return tally
+
+
+def test_each_stage_agrees_by_itself() -> None:
+    tally = pipeline(2)
+    assert tally.agree and tally.fell and [each["stage"] for each in tally.as_json()["peers"]] == [0, 1, 2, 0, 1, 2]
+    assert tally.as_json()["stages"] == [{"stage": k, "agree": True, "params_hash": f"h2-{k}"} for k in range(3)]
+    assert "all 3 stages agree, bit for bit; held-out loss 3.000 -> 1.500" in verdict(tally)
+
+
+@pytest.mark.parametrize("stage", range(3))
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda tally, name: tally.add(name, in_stage(name, 1, params_hash="other")),
+        lambda tally, name: tally.add(name, in_stage(name, 1, lineage="other")),
+        lambda tally, name: setattr(tally.tracks[name], "well", False),
+    ],
+    ids=["other parameters", "other lineage", "killed"],
+)
+def test_one_deviating_peer_spoils_its_stage_only(change: Callable[[SwarmSummary, str], None], stage: int) -> None:
+    tally = pipeline(2)
+    change(tally, SIX[3 + stage])
+    end = tally.as_json()
+    assert not end["agree"] and [each["agree"] for each in end["stages"]] == [k != stage for k in range(3)]
+    assert [each["params_hash"] for each in end["stages"]] == ["" if k == stage else f"h2-{k}" for k in range(3)]
+    assert f": stage {stage} does not agree" in verdict(tally)
+    change(tally, SIX[(stage + 1) % 3])
+    both = sorted((stage, (stage + 1) % 3))
+    assert f": stages {both[0]} and {both[1]} do not agree" in verdict(tally)
+
+
+def test_stage_without_peers_does_not_agree() -> None:
+    tally = SwarmSummary(SIX[:3], 3)
+    for name in SIX[:3]:  # the last one holds stage 1, not 2 as asked
+        tally.add(name, in_stage(name if name != SIX[2] else SIX[1], 0))
+        tally.tracks[name].well = True
+    assert [each.agree for each in tally.stages] == [True, True, False] and not tally.agree
+    silent = SwarmSummary(SIX[:3], 3)
+    assert silent.as_json()["stages"] == [{"stage": k, "agree": False, "params_hash": ""} for k in range(3)]
+    assert ": stages 0, 1 and 2 do not agree" in verdict(silent)
+
+
+def test_tokens_and_mean_of_a_round_are_those_of_stage_0() -> None:
+    tally = pipeline(1)
+    (done,) = tally.rounds
+    assert (done.held_out_loss, done.in_mean) == (3.0, 2)
+    assert done.tokens_per_second == 2 * 1000 / 2.0, "the same tokens pass every stage"
+    assert plain_line(done, 16).endswith("1,000 tokens/s     2.6 s  mean of 2 in stage 0")
+
+
+def test_round_waits_for_stage_0_while_another_stage_is_ahead() -> None:
+    """A stage that has skipped a round counts one more."""
+    tally = SwarmSummary(SIX[:3], 3)
+    for number in range(3):
+        for name in SIX[1:3]:
+            tally.add(name, in_stage(name, number))
+    assert not list(tally.complete(SIX[:3]))
+    for number in range(2):
+        tally.add(SIX[0], in_stage(SIX[0], number))
+    assert [each.held_out_loss for each in tally.complete(SIX[:3])] == [3.0, 1.5]
+    for number in range(2, MAX_OPEN_ROUNDS + 9):  # a stage is silent for long
+        tally.add(SIX[0], in_stage(SIX[0], number))
+    assert len(list(tally.complete(SIX[:3]))) == 7, "one complete, and the oldest of the others"
+
+
+def test_stage_column_appears_only_with_stages() -> None:
+    tally = pipeline(2)
+    statuses = {SIX[1]: replace(STATUS, stage=1, stages=3)}
+    live = text(picture(tally, dict.fromkeys(SIX, "starts"), statuses, 80)).splitlines()
+    assert live[0].startswith("starling swarm  6 peers in 3 stages  round 2 of 16 ")
+    assert live[2].split()[:3] == ["peer", "stage", "state"]
+    assert live[4].split()[:3] == ["peer-2", "1", "waiting"] and live[5].split() == ["peer-3", "2", "starts"]
+    end = text(summary(tally, dict.fromkeys(SIX, "left"), 200.0)).splitlines()
+    assert end[1].split()[:3] == ["peer", "stage", "rounds"] and end[4].split()[2:4] == ["2", "2"]
+    assert max(map(len, live)) <= 80 and max(map(len, end)) <= 100 and "…" not in "".join(end).replace("…peer-", "")
+    for shown in (picture(story(1), dict.fromkeys(NAMES, ""), {}, 80), summary(story(1), dict.fromkeys(NAMES, ""), 1)):
+        assert "stage" not in text(shown)
+
+
+async def test_peers_join_the_stages_in_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: dict[str, tuple[str, ...]] = {}
+
+    async def start(name: str, command: tuple[str, ...], take: object, environment: dict[str, str]) -> SimpleNamespace:
+        assert environment["NODE_STAGE"] == "", "a variable of the user's would lead all peers into one stage"
+        started[name] = command[command.index("join") :]
+        return SimpleNamespace(code=None)
+
+    async def look(peer: Participant, seconds: float) -> None:
+        peer.status = STATUS
+
+    monkeypatch.setattr(ChildProcess, "start", start)
+    monkeypatch.setattr(Participant, "look", look)
+    file = tmp_path / "run.toml"
+    file.write_text("stages = 2\n")
+    for stages, run, founder, others in (
+        (3, None, ["3"], ["1", "2", "0", "1", "2"]),
+        (1, file, ["1"], []),  # the option overrules the file
+        (1, None, [], []),
+    ):
+        swarm = Swarm(SwarmOptions(6, None, None, None, run, None, False, stages), tmp_path, Screen(False))
+        assert await swarm._found(swarm._peers[0])
+        await swarm._join(swarm._peers[0])
+        assert after("--stages", *started.values()) == founder and after("--stage", *started.values()) == others
+
+
+def after(flag: str, *commands: tuple[str, ...]) -> list[str]:
+    """The values of an option in these commands."""
+    return [value for words in commands for name, value in pairwise(words) if name == flag]
+
+
+# -- losses -----------------------------------------------------------------------------------------------------------
 
 
 def test_single_or_rising_loss_is_no_fall() -> None:

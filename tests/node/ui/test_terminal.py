@@ -36,6 +36,10 @@ BUSY = replace(
     rss_bytes=792_000_000,
 )
 
+STAGED = replace(
+    BUSY, stage=1, stages=3, peers=tuple(replace(each, stage=k) for each, k in zip(BUSY.peers, (1, 2, 0), strict=True))
+)
+
 
 def report(number: int, **changes: object) -> RoundReport:
     made = RoundReport(
@@ -70,9 +74,21 @@ def test_screen_shows_every_part(width: int) -> None:
     assert "join --bootstrap" not in shown
 
 
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_stages_and_their_peers_are_shown(width: int) -> None:
+    rows = text(STAGED, [], width).splitlines()
+    assert "stage      1 (of 0 to 2)   live peers in each: 0, 2, 1" in [row.rstrip() for row in rows]
+    assert any("bob" in row and "stage 1" in row and "round 6" in row and "member" in row for row in rows)
+    assert any("carol" in row and "stage 0" in row for row in rows)
+    assert all(cell_len(row) <= width for row in rows)
+    assert "stage" not in text(BUSY, [], width)
+    line = plain_line(report(3, stage=1, stages=3))
+    assert line == plain_line(report(3)) + " in stage 1"
+
+
 @pytest.mark.parametrize("width", [1, 2, 5, 20, 40])
 def test_tiny_terminals_do_not_break_the_layout(width: int) -> None:
-    for status in (BUSY, STATUS, replace(STATUS, rounds=0, peers=())):
+    for status in (BUSY, STAGED, STATUS, replace(STATUS, rounds=0, peers=())):
         assert all(cell_len(row) <= width for row in text(status, [report(n) for n in range(6)], width).splitlines())
 
 
@@ -124,7 +140,9 @@ def test_fork_message_of_single_peer_omits_majority() -> None:
 
 @pytest.mark.parametrize("members", [True, False])
 def test_fork_message_depends_on_the_roster(members: bool, capfd: pytest.CaptureFixture[str]) -> None:
-    status = replace(STATUS, rounds=16, peers=(PeerStatus(PEER, "bob", members, True, 5, ""),))
+    elsewhere = PeerStatus("12D3KooWx", "eve", True, True, 5, "", stage=0)
+    peers = (PeerStatus(PEER, "bob", members, True, 5, "", stage=1), elsewhere)
+    status = replace(STATUS, rounds=16, stage=1, stages=2, peers=peers)
     terminal = Terminal(as_json=False)
     with asyncio.Runner() as runner:
 
