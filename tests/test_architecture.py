@@ -21,7 +21,7 @@ SOURCES = {
 ROOMS = {"node", "protocols", "tests", "benchmarks"}
 PEER = {"node/session/peer.py"}
 ONLY_IN: dict[str, set[str]] = {
-    "time": {"node/runtime/clock.py", "node/training/worker.py"},
+    "time": {"node/runtime/clock.py", "node/training/worker.py", "node/training/stage_worker.py"},
     "socket": {"node/training/process.py", "node/session/failpoints.py", "node/training/worker.py"},
     "threading": {"node/runtime/compute.py"},
     "concurrent": {"node/runtime/compute.py"},

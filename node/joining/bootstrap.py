@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeAlias
 
 from node.config.manifest import ManifestError
 from node.config.peer_config import FILE_SIGN
@@ -64,6 +64,10 @@ class RunInfo:
     sample: bytes
 
 
+AssignStage: TypeAlias = Callable[[PeerId, WantStage], Awaitable[StageReply | StageRejected]]
+"""(peer that sent the request, request) -> answer."""
+
+
 class BootstrapServer:
     """Answers joiners that ask which run this is or for a stage, and requests for this peer's status."""
 
@@ -72,7 +76,7 @@ class BootstrapServer:
         transport: Transport,
         run: RunInfo,
         status: Callable[[], dict[str, Any]],
-        assign: Callable[[PeerId, WantStage], Awaitable[StageReply | StageRejected]] | None = None,
+        assign: AssignStage | None = None,
     ) -> None:
         """
         Args:

@@ -16,6 +16,9 @@ from node.tasks.partition import cut
 from protocols.base import Layout, Vector
 from protocols.sync.snapshot import SnapshotIndex
 
+LEAST_BATCHES = 8
+"""Fewer microbatches of a step leave the stages idle for most of the time, while the pipeline fills and drains."""
+
 
 @dataclass(frozen=True, slots=True)
 class StagePlan:
@@ -35,6 +38,16 @@ class StagePlan:
     def bounds(self) -> tuple[int, ...]:
         """First block of each stage, and the number of blocks."""
         return (0, *(entry.end for entry in self.entries))
+
+    def advice(self, config: RunConfig) -> tuple[str, ...]:
+        """What the founder is told of its microbatches: the expected share of the capacity, or a warning."""
+        stages, batches = len(self.entries), config.recipe.batches
+        if batches < LEAST_BATCHES:
+            return (
+                f"warning: with {batches} microbatches a step, {stages} stages wait for each other most of the time: "
+                f"set recipe.batches to {LEAST_BATCHES} or more",
+            )
+        return (f"a step is {batches} microbatches; for {stages} stages {8 * (stages - 1)} or more keep peers busy",)
 
 
 def plan_stages(config: RunConfig, timer: Callable[[], float]) -> StagePlan:

@@ -1,4 +1,4 @@
-"""Wall time, only for the expiry of records and for log timestamps. Deadlines use the event loop's clock."""
+"""Wall time, for the expiry of records and log timestamps, and a stopwatch. Deadlines use the event loop's clock."""
 
 from __future__ import annotations
 
@@ -31,3 +31,8 @@ class WallClock:
         except (OSError, ValueError):
             return 0.0
         return seconds if math.isfinite(seconds) and abs(seconds) <= _MAX_OFF_SECONDS else 0.0
+
+
+def monotonic_seconds() -> float:
+    """A clock that never goes back, for measuring how long a computation takes outside the event loop."""
+    return time.perf_counter()

@@ -11,43 +11,48 @@ import os
 import tempfile
 from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
-from node.config.derived import protocol_settings, stream_seed, worker_spec
+from node.config.derived import protocol_settings, stage_values, stream_seed, worker_spec
 from node.config.manifest import Manifest, ManifestError, unseal
 from node.config.peer_config import PeerConfig
 from node.config.run_config import RunConfig
 from node.config.toml import ConfigError
 from node.joining import resume
 from node.joining.addresses_file import AddressesFile, AddressLine, read_addresses, require_usable
-from node.joining.bootstrap import BootstrapClient, BootstrapServer, RunInfo, ask_run, ask_status
-from node.joining.founding import found_run
+from node.joining.bootstrap import AssignStage, BootstrapClient, BootstrapServer, RunInfo, ask_run, ask_status
+from node.joining.founding import Founder, found_run
 from node.joining.known_peers import KnownPeers, build_membership, hinted, local_peer
 from node.joining.run_selector import RunSelector, asks, run_id
+from node.joining.stages import StageAssigner, StagePlace
 from node.membership.addresses import shareable
+from node.membership.handshake import LocalStage
 from node.membership.membership import Membership, MembershipCallbacks
 from node.network.daemon import DaemonError
 from node.network.dht import DhtDirectory
 from node.network.libp2p import LibP2PConfig, LibP2PTransport
+from node.outer.independent_loop import IndependentOuterLoop
 from node.outer.replicated_loop import ReplicatedOuterLoop
 from node.outer.round_history import LocalHistory, RoundHistory
 from node.reporting.report import tokens_counted
 from node.reporting.status import EventSink, Status, join_command, narrow, public
-from node.runtime.clock import WallClock
+from node.runtime.clock import WallClock, monotonic_seconds
 from node.runtime.compute import ThreadCompute
 from node.runtime.identity import IdentityError, create, verify
 from node.runtime.metrics import LoopLag
 from node.session.failpoints import with_failpoints
 from node.session.outer_loop_factory import OuterLoopFactory
 from node.session.peer_session import OuterLoopStack, PeerSession, PeerSessionDeps, SessionLimits
+from node.session.stage_entrance import StageEntrance, require_stage
 from node.storage.checkpoint_manager import CheckpointManager, CheckpointStorage
 from node.storage.error_feedback import feedback
 from node.storage.journal import Journal
 from node.storage.scratch import ScratchSpace
 from node.storage.statedir import StateDir, StateError
+from node.tasks.spec import StageValues
 from node.training.remote import RemoteTrainer, WorkerError, WorkerSpec
 from node.ui.control import ControlServer
 from node.ui.status_tracker import OuterLoopSources, RunLabels, StatusTracker
@@ -57,6 +62,10 @@ from protocols.base import BadPayload, Host, Member, PeerError
 from protocols.butterfly.part_store import LEAST_ROUNDS, PartStore
 from protocols.codec import codec
 from protocols.gate import Gate
+
+if TYPE_CHECKING:
+    from node.joining.stage_plan import StagePlan
+    from node.session.pipeline_session import PipelineTrainer
 
 log = logging.getLogger(__name__)
 
@@ -103,12 +112,18 @@ class _Resources:
 
 @dataclass(frozen=True, slots=True)
 class _EnteredRun:
-    """A run that this peer takes part in: its description for joiners, and where this peer starts from."""
+    """A run that this peer takes part in: its description for joiners, and where this peer starts from.
+
+    Attributes:
+        entrance, place: this peer's stage; None in a run without stages.
+    """
 
     manifest: Manifest
     run: RunInfo
     start: resume.RestartPoint
     trainer: RemoteTrainer
+    entrance: StageEntrance | None = None
+    place: StagePlace | None = None
 
 
 class Peer:
@@ -237,38 +252,94 @@ class Peer:
     async def _join_run(self, resources: _Resources, run: RunInfo) -> None:
         """Take part in a run that another peer or an earlier incarnation of this one started."""
         manifest, state = unseal(run.sealed, verify), resources.state
+        require_stage(manifest, self._config.stage)
         await self._claim_state_dir(resources, manifest, run)
+        entrance, place = await self._enter_stage(resources, manifest)
+        stage = place.stage if place else 0
         async with AsyncExitStack() as stack:
             try:
-                start = await self._load_restart_point(resources, manifest)
-                spec = worker_spec(manifest.config, self._config, start.data.seed, state.sample if run.sample else None)
+                start = await self._load_restart_point(resources, manifest, place)
+                sample = state.sample if run.sample and not stage else None
+                values = self._stage_values(resources, manifest, stage)
+                spec = worker_spec(manifest.config, self._config, start.data.seed, sample, values)
                 trainer = await stack.enter_async_context(self._trainer(spec, resources))
-                manifest.require_layout(trainer.layout)
+                manifest.require_layout(trainer.layout, stage)
             except (WorkerError, ManifestError):  # this machine cannot train it
                 await resources.disk.run(state.withdraw, 0)
                 raise
-            await self._run_session(resources, _EnteredRun(manifest, run, start, trainer))
+            await self._run_session(resources, _EnteredRun(manifest, run, start, trainer, entrance, place))
+
+    async def _enter_stage(
+        self, resources: _Resources, manifest: Manifest
+    ) -> tuple[StageEntrance | None, StagePlace | None]:
+        """This peer's stage, from its directory or from another peer; None twice in a run without stages."""
+        if not manifest.stages:
+            return None, None
+        state, wanted, bootstrap = resources.state, self._config.stage, resources.bootstrap
+        entrance = StageEntrance(manifest, state, resources.disk, state.identity)
+        place = entrance.kept(wanted)
+        if place is None:
+            self._status_tracker.set_state("joining", "asking which stage this peer works in")
+            peers = lambda: bootstrap.met  # noqa: E731
+            place = await entrance.enter(resources.me, wanted, resources.transport, peers, self._view.say)
+        self._view.say(f"this peer is in stage {place.stage} (of 0 to {len(manifest.stages) - 1})")
+        self._status_tracker.enter_stage(place.stage, len(manifest.stages))
+        return entrance, place
+
+    def _stage_values(self, resources: _Resources, manifest: Manifest, stage: int) -> StageValues | None:
+        if not manifest.stages:
+            return None
+        return stage_values(manifest.config, manifest.bounds, manifest.elements[stage], stage, resources.me)
 
     async def _start_run(self, resources: _Resources) -> None:
-        """Start a run. This peer draws the initial state, which all others download."""
+        """Start a run. This peer draws the initial state, which all others download or, with stages, draw as well."""
         config = self._wanted
         if config is None:
             raise FatalPeerError("no address leads to a run: give one by --bootstrap, or start a run by --new")
         self._status_tracker.set_state("starting", "the model is built")
-        spec = worker_spec(config, self._config, stream_seed(resources.me))
+        plan = await self._plan_stages(config, resources)
+        me, identity = resources.me, resources.state.identity
+        values = stage_values(config, plan.bounds, plan.elements[0], 0, me) if plan else None
+        spec = worker_spec(config, self._config, stream_seed(me), stage=values)
         async with self._trainer(spec, resources) as trainer:
-            me, identity, created = resources.me, resources.state.identity, self._clock.wall()
-            manifest, run = await found_run(config, me, identity, trainer, resources.compute, created)
+            founder = Founder(me, identity, self._clock.wall())
+            manifest, run = await found_run(config, founder, trainer, resources.compute, plan)
             await self._claim_state_dir(resources, manifest, run)
-            self._view.say(f"started the run {manifest.config.name} ({manifest.run_id[:12]})")
-            if command := join_command(self.status()):
-                self._view.say(f"others join by: {command[0]}")
-                if why := narrow(command[1], bool(self._config.announce)):
-                    self._view.say(why)
-            start = await self._load_restart_point(resources, manifest)
-            await self._run_session(resources, _EnteredRun(manifest, run, start, trainer))
+            entrance = place = None
+            if plan:
+                entrance = StageEntrance(manifest, resources.state, resources.disk, identity)
+                place = await entrance.found(me)
+                self._status_tracker.enter_stage(0, len(plan.entries))
+            self._announce_run(manifest)
+            start = await self._load_restart_point(resources, manifest, place)
+            await self._run_session(resources, _EnteredRun(manifest, run, start, trainer, entrance, place))
+
+    async def _plan_stages(self, config: RunConfig, resources: _Resources) -> StagePlan | None:
+        """Where the model is cut; None in a run without stages. Measures the model, which takes seconds."""
+        if self._config.stage:
+            raise FatalPeerError("the peer that starts a run is in stage 0: leave --stage out")
+        if not config.stages:
+            return None
+        from node.joining.stage_plan import plan_stages
+
+        plan = await resources.compute.run(partial(plan_stages, config, monotonic_seconds), 1 << 30)
+        for line in (*plan.table.splitlines(), *plan.advice(config)):
+            self._view.say(line)
+        return plan
+
+    def _announce_run(self, manifest: Manifest) -> None:
+        """Tell the user how others join the new run."""
+        self._view.say(f"started the run {manifest.config.name} ({manifest.run_id[:12]})")
+        if command := join_command(self.status()):
+            self._view.say(f"others join by: {command[0]}")
+            if why := narrow(command[1], bool(self._config.announce)):
+                self._view.say(why)
 
     def _trainer(self, spec: WorkerSpec, resources: _Resources) -> RemoteTrainer:
+        if spec.stage:
+            from node.training.remote_stage import RemoteStage  # only runs with stages load pipelines
+
+            return RemoteStage(spec, resources.compute, self._give_up_training)
         return RemoteTrainer(spec, resources.compute, self._give_up_training)
 
     async def _claim_state_dir(self, resources: _Resources, manifest: Manifest, run: RunInfo) -> None:
@@ -281,10 +352,12 @@ class Peer:
             RunLabels(config.name, manifest.run_id, config.own_task, config.protocol, rounds)
         )
 
-    async def _load_restart_point(self, resources: _Resources, manifest: Manifest) -> resume.RestartPoint:
+    async def _load_restart_point(
+        self, resources: _Resources, manifest: Manifest, place: StagePlace | None
+    ) -> resume.RestartPoint:
         """Load the state from which this peer starts, and show that at once: the worker takes seconds to start."""
         own, shares_anchor = self._selector.own, manifest.config.protocol not in INDEPENDENT_PROTOCOLS
-        load = partial(resume.load_restart_point, resources.state, manifest, resources.me, own, shares_anchor)
+        load = partial(resume.load_restart_point, resources.state, manifest, resources.me, own, shares_anchor, place)
         start = await resources.disk.run(load, 0)
         if line := start.description():
             self._view.say(line)
@@ -299,7 +372,7 @@ class Peer:
         config, start, state, disk = entered.manifest.config, entered.start, resources.state, resources.disk
         key, status_tracker, transport = start.chain.head.key, self._status_tracker, resources.transport
         history = start.chain if start.shares_anchor else LocalHistory(resources.me, key)
-        membership = self._membership(resources, history)
+        membership = self._membership(resources, history, entered.place)
         status_tracker.join_swarm(history, membership)
         async with (
             DhtDirectory(transport, state.identity, self._clock, key.run, membership.offset_seconds) as directory,
@@ -308,7 +381,12 @@ class Peer:
         ):
             frames, trainer, journal = with_failpoints(transport, entered.trainer, state.rounds)
             host = Host(frames, directory, membership, resources.compute, self._clock, state.identity, config.seed)
-            settings = protocol_settings(entered.manifest, self._config, state.incarnation)
+            stage = entered.place.stage if entered.place else 0
+            settings = protocol_settings(entered.manifest, self._config, state.incarnation, stage)
+            pipeline = None
+            if entered.place:
+                pipeline = self._pipeline(resources, entered, host, membership, lambda: stack.outer_loop)
+                trainer, host = cast(RemoteTrainer, pipeline), pipeline.host
             factory = OuterLoopFactory(
                 host, settings, config, trainer, checkpoints, membership, status_tracker.on_progress
             )
@@ -317,17 +395,58 @@ class Peer:
                 stack = factory.independent(history, newcomer)
             else:
                 stack = factory.replicated(history, partial(self._part_store, scratch, resources), state.path)
-            status_tracker.start_outer_loop(self._status_sources(resources, trainer, journal, checkpoints, stack))
+            sources = self._status_sources(resources, trainer, journal, checkpoints, stack)
+            status_tracker.start_outer_loop(
+                replace(sources, waiting_reason=pipeline.waiting_reason) if pipeline else sources
+            )
             await resume.restore(start, stack.outer_loop, trainer, checkpoints)
-            BootstrapServer(transport, entered.run, lambda: asdict(public(self.status())))
+            assign = self._assigner(resources, entered, membership)
+            BootstrapServer(transport, entered.run, lambda: asdict(public(self.status())), assign)
             if isinstance(stack.outer_loop, ReplicatedOuterLoop):
                 stack.outer_loop.recall(tokens_counted(await disk.run(journal.recent, 0)))
             lag, clock = resources.lag, self._clock
             deps = PeerSessionDeps(*stack, trainer, membership, directory, state, journal, lag, clock, disk)
+            if pipeline:
+                deps = replace(deps, annotate=pipeline.annotate)
             wait_for = self._config.wait_for_peers if key.round == 0 else 1
             limits = SessionLimits(config.recipe.rounds, self._config.rounds, wait_for)
             self._session = PeerSession(deps, limits, status_tracker, self._view)
             await self._publish_addresses(self._session.run(), resources.files)
+
+    def _pipeline(
+        self,
+        resources: _Resources,
+        entered: _EnteredRun,
+        host: Host,
+        membership: Membership,
+        outer_loop: Callable[[], ReplicatedOuterLoop | IndependentOuterLoop],
+    ) -> PipelineTrainer:
+        """This peer's part of the pipeline.
+
+        Args:
+            outer_loop: returns the outer loop, which is built later.
+        """
+        from node.session.pipeline_session import PipelinePeer, PipelineTrainer
+        from node.training.remote_stage import RemoteStage
+
+        assert entered.place and isinstance(entered.trainer, RemoteStage)
+        me, chain = resources.me, entered.start.chain
+
+        def is_member() -> bool:
+            present = outer_loop()
+            return isinstance(present, ReplicatedOuterLoop) and me in chain.head.roster and not present.lacks_state
+
+        peer = PipelinePeer(me, entered.place.stage, host, membership, lambda: chain.trained, is_member)
+        return PipelineTrainer(entered.trainer, peer, entered.manifest)
+
+    def _assigner(self, resources: _Resources, entered: _EnteredRun, membership: Membership) -> AssignStage | None:
+        """Answers joiners that ask for a stage; None in a run without stages."""
+        if entered.entrance is None:
+            return None
+        me, entrance = resources.me, entered.entrance
+        return StageAssigner(
+            me, entered.manifest, entrance.seats, membership, resources.transport, entrance.keep
+        ).assign
 
     def _status_sources(
         self, of: _Resources, trainer: RemoteTrainer, journal: Journal, made: CheckpointManager, stack: OuterLoopStack
@@ -360,10 +479,12 @@ class Peer:
         least_rounds = max(LEAST_ROUNDS, KEEP_CHECKPOINTS * self._config.checkpoint_every)
         return PartStore(scratch.allocate, resources.disk, gate, least_rounds=least_rounds)
 
-    def _membership(self, resources: _Resources, history: RoundHistory) -> Membership:
+    def _membership(self, resources: _Resources, history: RoundHistory, place: StagePlace | None) -> Membership:
         """Build the run's membership. From now on it receives the peers that files of addresses name."""
         tracker, bootstrap, state = self._status_tracker, resources.bootstrap, resources.state
         local = local_peer(resources.me, tracker.nickname, tracker.addresses, history)
+        if place:
+            local = replace(local, stage=LocalStage(place.stage, place.seat))
         unanswered = self._selector.given(bootstrap) if self._selector.alone else ()
         known = KnownPeers(bootstrap.met, unanswered, state.peers())
         callbacks = MembershipCallbacks(self._fail, self._view.say)

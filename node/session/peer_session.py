@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from node.membership.addresses import sound
 from node.membership.membership import Membership
+from node.membership.peer_record import PeerRecord
 from node.outer.independent_loop import IndependentOuterLoop
 from node.outer.replicated_loop import ReplicatedOuterLoop
 from node.reporting.report import RoundReport
@@ -91,6 +92,7 @@ class PeerSessionDeps:
         sync: fetches what this peer missed, and serves other peers, beside the rounds.
         rounds: runs the outer loop's rounds: a function of `node.outer.round_loops`.
         disk: runs blocking disk operations.
+        annotate: adds to a report what only the trainer knows.
     """
 
     outer_loop: ReplicatedOuterLoop | IndependentOuterLoop
@@ -104,6 +106,7 @@ class PeerSessionDeps:
     lag: LoopLag
     clock: Clock
     disk: Compute
+    annotate: Callable[[RoundReport], RoundReport] = lambda report: report
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,7 +234,7 @@ class PeerSession:
             self._evaluated = report.params_hash
             report = replace(report, held_out_loss=await self._held_out_loss())
         pids = self._status_tracker.pids()
-        report = replace(report, threads=deps.trainer.threads, **asdict(vitals(deps.lag, pids)))
+        report = deps.annotate(replace(report, threads=deps.trainer.threads, **asdict(vitals(deps.lag, pids))))
         deps.journal.write(report)
         self._status_tracker.reported(report)
         self._view.report(report)
@@ -256,19 +259,23 @@ class PeerSession:
             return math.nan
 
     async def _linger(self) -> None:
-        """Stay until all live peers have come as far, so that those that missed the last round can fetch it."""
-        members, chain = self._deps.membership, self._deps.outer_loop.chain
+        """Stay until no live peer needs this one any more.
+
+        Those of the own stage may have missed the last round, and fetch it. Those of stage 0 evaluate the last round
+        and write a text through all stages, and leave then.
+        """
+        members, me = self._deps.membership, self._deps.outer_loop.averager.me.peer
         loop = asyncio.get_running_loop()
         until = loop.time() + LINGER_SECONDS
         while loop.time() < until and not self._leave.is_set():
-            behind = [
-                each
-                for each in members.contacts()
-                if each.live and not each.leaving and each.round < chain.head.key.round
-            ]
-            if not behind:
+            mine = members.stage_of(me)
+            live = [each for each in members.contacts() if each.live and not each.leaving]
+            if not any(self._is_behind(each) if each.stage == mine else each.stage == 0 for each in live):
                 return
             await asyncio.sleep(0.1)
+
+    def _is_behind(self, peer: PeerRecord) -> bool:
+        return peer.round < self._deps.outer_loop.chain.head.key.round
 
     async def _discover(self) -> None:
         """Announce this peer's addresses in the directory, and look for other peers there, until cancelled."""

@@ -6,7 +6,7 @@ import asyncio
 import os
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from node.membership.membership import Membership
 from node.membership.peer_record import PeerRecord
@@ -49,6 +49,7 @@ class OuterLoopSources:
         sync_progress: returns the progress of catching up; None while the peer does not catch up.
         checkpoint_age_seconds: returns the age of the newest whole checkpoint; None if there is none.
         pids: returns the ids of the peer's processes.
+        waiting_reason: returns why nothing is trained now, as shown to the user; empty if something is.
     """
 
     journal: Journal
@@ -56,6 +57,7 @@ class OuterLoopSources:
     sync_progress: Callable[[], SyncProgressLine | None] = lambda: None
     checkpoint_age_seconds: Callable[[], float | None] = lambda: None
     pids: Callable[[], Sequence[int]] = lambda: (os.getpid(),)
+    waiting_reason: Callable[[], str] = lambda: ""
 
 
 class StatusTracker:
@@ -100,6 +102,10 @@ class StatusTracker:
     def enter_run(self, run: RunLabels) -> None:
         """Note which run the peer takes part in."""
         self._run = run
+
+    def enter_stage(self, stage: int, stages: int) -> None:
+        """Note this peer's stage, in a run with stages."""
+        self._run = replace(self._run, stage=stage, stages=stages)
 
     def join_swarm(self, chain: RoundHistory, membership: Membership) -> None:
         """Note where to read the peer's round and the run's other peers."""
@@ -212,7 +218,7 @@ class StatusTracker:
         round_number = key.round if key else 0
         return Status(
             state=self.state,
-            reason=self.reason,
+            reason=self.reason or (sources.waiting_reason() if sources and self.state == "training" else ""),
             waiting_for=self._waiting_for(),
             round=round_number,
             rounds=self._total(),

@@ -80,7 +80,9 @@ class Directory(Protocol):
 class Members(Protocol):
     """Peers that completed a handshake and are believed alive. A death notifies the waiters of `changed`."""
 
-    version: int
+    @property
+    def version(self) -> int:
+        """Grows with every change in the set of live members."""
 
     def live(self) -> tuple[Member, ...]:
         """The live members, this peer included, ordered by id."""

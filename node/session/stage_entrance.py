@@ -1,0 +1,125 @@
+"""How a peer gets its stage: the founder of a run is in stage 0, others ask for one, and a restart keeps it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection, Iterable
+from functools import partial
+
+import msgpack
+
+from node.config.manifest import Manifest, ManifestError
+from node.joining.stages import Seats, StagePlace, ask_stage, place_of
+from node.membership.hello import ANY_STAGE, StageRejected, StageSeat, WantStage
+from node.storage.statedir import StateDir, StateError
+from protocols.aio import loop_time
+from protocols.base import BadPayload, Compute, Member, PeerError, PeerId, Signer, Transport
+
+ASK_SECONDS = 20.0
+"""For one answer: the peer that is asked may have to ask the founder."""
+PAUSE_SECONDS = 2.0
+
+
+class StageEntrance:
+    """Finds this peer's stage in a run with stages.
+
+    Attributes:
+        seats: the first members of the stages, as far as they are known here.
+    """
+
+    def __init__(self, manifest: Manifest, state: StateDir, disk: Compute, signer: Signer) -> None:
+        """
+        Args:
+            state: the directory of this run.
+            disk: runs blocking disk operations.
+        """
+        self.seats = Seats(manifest, signer)
+        self._manifest, self._state, self._disk = manifest, state, disk
+
+    async def found(self, me: Member) -> StagePlace:
+        """The founder's stage, 0. Its seat is on the disk when this returns."""
+        place = StagePlace(0, self.seats.sign(0, me))
+        await self.keep(self.seats.known.values())
+        await self._disk.run(partial(self._state.keep_stage, place.to_bytes()), 0)
+        return place
+
+    async def keep(self, seats: Iterable[StageSeat]) -> None:
+        """Write the founder's seats to the disk."""
+        packed = msgpack.packb([StagePlace(seat.stage, seat).to_bytes() for seat in seats])
+        await self._disk.run(partial(self._state.keep_seats, packed), 0)
+
+    def kept(self, wanted: int | None) -> StagePlace | None:
+        """The stage of an earlier incarnation; None if this peer has none yet.
+
+        Args:
+            wanted: the stage that the user wants; None for any.
+
+        Raises:
+            StateError: what is kept is damaged, or of another stage.
+        """
+        place = place_of(self._state.stage())
+        if place is None:
+            if self._state.stage():
+                raise StateError(f"{self._state.path / 'stage.bin'} is damaged: start with another --state-dir")
+            return None
+        if wanted not in (None, place.stage):
+            raise StateError(
+                f"{self._state.path} holds stage {place.stage} of this run, not {wanted}: leave --stage out, or give "
+                "another --state-dir"
+            )
+        try:
+            self.seats.add([place.seat])
+            for packed in msgpack.unpackb(self._state.seats() or b"\x90"):
+                self.seats.add([each.seat] if (each := place_of(packed)) else ())
+        except (BadPayload, ValueError, TypeError) as error:
+            raise StateError(f"{self._state.path / 'stage.bin'} is damaged ({error}): move it away") from None
+        return place
+
+    async def enter(
+        self,
+        me: Member,
+        wanted: int | None,
+        transport: Transport,
+        peers: Callable[[], Collection[PeerId]],
+        say: Callable[[str], None],
+    ) -> StagePlace:
+        """Ask other peers for a stage until one gives it, and save it.
+
+        Args:
+            peers: returns the peers to ask.
+            say: prints a user-facing line.
+        """
+        request = WantStage(me, ANY_STAGE if wanted is None else wanted)
+        told = ""
+        while True:
+            for peer in tuple(peers()):
+                try:
+                    answer = await ask_stage(transport, peer, request, loop_time() + ASK_SECONDS)
+                    if not isinstance(answer, StageRejected):
+                        self.seats.add(answer.seats)
+                        place = StagePlace(answer.stage, self.seats.known[answer.stage])
+                        await self._disk.run(partial(self._state.keep_stage, place.to_bytes()), 0)
+                        return place
+                    why = answer.why
+                except KeyError:
+                    why = "it names a stage without its first member"
+                except (PeerError, BadPayload) as error:
+                    why = str(error)
+                if why != told:
+                    say(f"no stage yet: {why} (retrying)")
+                    told = why
+            await asyncio.sleep(PAUSE_SECONDS)
+
+
+def require_stage(manifest: Manifest, wanted: int | None) -> None:
+    """Check that the run has the stage that the user wants.
+
+    Raises:
+        ManifestError: it has none, or has fewer stages.
+    """
+    if wanted is None:
+        return
+    if not manifest.stages:
+        raise ManifestError("this run has no stages: leave --stage out")
+    if wanted >= len(manifest.stages):
+        raise ManifestError(f"this run has the stages 0 to {len(manifest.stages) - 1}: give one of them by --stage")
