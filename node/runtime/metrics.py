@@ -123,10 +123,13 @@ def tasks() -> int:
     return len(asyncio.all_tasks())
 
 
+_WORKERS = ("node.training.worker", "node.training.stage_worker")
+
+
 def workers_here() -> int:
     """Number of worker processes on this machine that this user can see, the caller's own included."""
     count = 0
     for process in psutil.process_iter(["cmdline"]):
         line = process.info["cmdline"] or ()
-        count += any(first == "-m" and second == "node.training.worker" for first, second in pairwise(line))
+        count += any(first == "-m" and second in _WORKERS for first, second in pairwise(line))
     return count

@@ -41,6 +41,8 @@ KEEP_BYTES = 1 << 30
 """A leaving peer writes a checkpoint only if its parameters are no larger: there is no time for more."""
 LINGER_SECONDS = 20.0
 """Longest time that a peer stays after the last round, to serve it to peers that missed it."""
+LAST_TEXT_SECONDS = 130.0
+"""The same in a stage other than 0: peers of stage 0 evaluate the last round, and write a text, through all stages."""
 ANNOUNCED_SECONDS = 180.0
 FIND_SECONDS = 20.0
 FIRST_SECONDS = 5.0
@@ -206,7 +208,7 @@ class PeerSession:
                     deps.outer_loop.leave()
         if self._over() or 4 * len(deps.outer_loop.anchor) <= KEEP_BYTES:
             await deps.outer_loop.keep()
-        if self._over() and not self._leave.is_set():
+        if self._over() and not self._leave.is_set() and self._stage == 0:
             await self._sample()
         if self._over():
             await deps.disk.run(deps.state.forget, 0)
@@ -264,18 +266,23 @@ class PeerSession:
         Those of the own stage may have missed the last round, and fetch it. Those of stage 0 evaluate the last round
         and write a text through all stages, and leave then.
         """
-        members, me = self._deps.membership, self._deps.outer_loop.averager.me.peer
-        loop = asyncio.get_running_loop()
-        until = loop.time() + LINGER_SECONDS
-        while loop.time() < until and not self._leave.is_set():
-            mine = members.stage_of(me)
+        loop, members = asyncio.get_running_loop(), self._deps.membership
+        until = loop.time() + (LAST_TEXT_SECONDS if self._stage else LINGER_SECONDS)
+        while not self._leave.is_set():
             live = [each for each in members.contacts() if each.live and not each.leaving]
-            if not any(self._is_behind(each) if each.stage == mine else each.stage == 0 for each in live):
+            if not any(self._needs_this(each) for each in live) or loop.time() >= until:
                 return
             await asyncio.sleep(0.1)
 
-    def _is_behind(self, peer: PeerRecord) -> bool:
+    def _needs_this(self, peer: PeerRecord) -> bool:
+        if peer.stage != self._stage:
+            return peer.stage == 0
         return peer.round < self._deps.outer_loop.chain.head.key.round
+
+    @property
+    def _stage(self) -> int:
+        """This peer's stage; 0 in a run without stages."""
+        return self._deps.membership.stage_of(self._deps.outer_loop.averager.me.peer) or 0
 
     async def _discover(self) -> None:
         """Announce this peer's addresses in the directory, and look for other peers there, until cancelled."""

@@ -174,11 +174,21 @@ class PipelineTrainer:
         return f"stage {names} has nobody: nothing is trained until a peer of it is back" if empty else ""
 
     def annotate(self, report: RoundReport) -> RoundReport:
-        """The report with what only a pipeline knows."""
+        """The report with what only a pipeline knows, and with the bytes and the blame of its streams."""
+        blamed, sent, received = self._endpoint.accounting.take()
         counted, self._reported = self._work.counted - self._reported, self._work.counted
         abandoned, self._abandoned = dict(self._abandoned), Counter()
         stage = self._peer.stage
-        return replace(report, stage=stage, stages=self._stages, microbatches=counted, abandoned=abandoned)
+        return replace(
+            report,
+            stage=stage,
+            stages=self._stages,
+            microbatches=counted,
+            abandoned=abandoned,
+            blamed={**report.blamed, **{blame.peer: blame.why for blame in blamed}},
+            bytes_sent=report.bytes_sent + sent,
+            bytes_received=report.bytes_received + received,
+        )
 
     # -- the worker ---------------------------------------------------------------------------------------------------
 

@@ -88,7 +88,7 @@ class WorkerProcess:
             sys.executable,
             "-P",
             "-m",
-            "node.training.worker",
+            "node.training.stage_worker" if spec.stage else "node.training.worker",
             *map(str, (os.getpid(), memory, theirs.fileno())),
         ]
         path = os.pathsep.join(filter(None, (str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH"))))

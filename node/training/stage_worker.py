@@ -1,5 +1,7 @@
 """A worker that trains one stage of a pipeline. Its jobs are commands; activations travel in `ActivationSlots`.
 
+    python -m node.training.stage_worker PARENT MEMORY SOCKET      # as node.training.worker, whose commands it has, too
+
     do: forward                      first: x                       -> done: null; result: y
     do: backward                     first: x, second: gradient     -> done: null; result: gradient of x
     do: loss                         first: x, second: targets      -> done: loss; result: gradient of x
@@ -23,15 +25,16 @@ not decode is refused and changes nothing.
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
 
-from node.tasks.spec import WorkerSpec
-from node.tasks.stage_job import FORWARD_SHARE, StageJob, StageSizes, stage_sizes
+from node.tasks.spec import Job, WorkerSpec
+from node.tasks.stage_job import FORWARD_SHARE, StageJob, StageSizes, build_stage, stage_sizes
 from node.training.activation_slots import ActivationSlots
 from node.training.shared import Shared
-from node.training.worker import CommandRejected, Worker, as_json, copy_vectors
+from node.training.worker import CommandRejected, Worker, WorkerKind, as_json, copy_vectors, main
 from protocols.base import BadPayload
 
 
@@ -40,8 +43,8 @@ class StageWorker(Worker):
 
     def __init__(self, job: StageJob, shared: Shared, spec: WorkerSpec, tell: Callable[[str, Any], None]) -> None:
         assert spec.stage is not None
-        super().__init__(job, shared, spec, tell)
         self._learner, self._rest_seconds = job.learner, job.rest_seconds
+        super().__init__(Job(job.learner, job.rest_seconds, job.held_out), shared, spec, tell)
         self._sizes: StageSizes = stage_sizes(spec)
         self._slots = ActivationSlots(spec.stage.slots, self._sizes)
         self._round = -1
@@ -157,4 +160,8 @@ class StageWorker(Worker):
     def _take(self, carried: int) -> None:
         """The peer has written the vectors: what was accumulated belongs to the old ones."""
         super()._take(carried)
-        self._job.learner.discard()
+        self._learner.discard()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:], WorkerKind(build_stage, StageWorker)))

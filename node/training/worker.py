@@ -26,24 +26,21 @@ import socket
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import Any, BinaryIO
 
 import torch
 
 from node.runtime.metrics import workers_here
 from node.storage import tensors
-from node.tasks.spec import Job, PacedValues, WorkerSpec, build
+from node.tasks.spec import Allocate, Job, PacedValues, WorkerSpec, build
 from node.training.cores import usable_cores
 from node.training.priority import stand_back
 from node.training.shared import Shared
 from node.training.trainer import LocalTraining
 from node.training.tuning import ThreadTuner
 from protocols.base import Layout, LocalProgress, Vector
-
-if TYPE_CHECKING:
-    from node.tasks.stage_job import StageJob
 
 MAX_LINE_BYTES = 1 << 20
 
@@ -62,9 +59,8 @@ class Worker:
     command with `carried`, and back after training.
     """
 
-    def __init__(self, job: Job | StageJob, shared: Shared, spec: WorkerSpec, tell: Callable[[str, Any], None]) -> None:
-        self._job: Any = job
-        self._shared, self._tell = shared, tell
+    def __init__(self, job: Job, shared: Shared, spec: WorkerSpec, tell: Callable[[str, Any], None]) -> None:
+        self._job, self._shared, self._tell = job, shared, tell
         self._batches = spec.recipe.batches
         self._apart = job.learner.vectors[0].device.type != "cpu"
         if shared.fresh:
@@ -196,7 +192,18 @@ def as_json(work: LocalProgress) -> dict[str, Any]:
     return values
 
 
-def _start(spec: WorkerSpec, memory: int, tell: Callable[[str, Any], None]) -> tuple[Worker, Layout]:
+@dataclass(frozen=True, slots=True)
+class WorkerKind:
+    """How a job is built, and what carries out commands on it."""
+
+    build: Callable[[WorkerSpec, Allocate, bool], Any]
+    worker: Callable[[Any, Shared, WorkerSpec, Callable[[str, Any], None]], Worker]
+
+
+WHOLE_MODEL = WorkerKind(build, Worker)
+
+
+def _start(spec: WorkerSpec, memory: int, tell: Callable[[str, Any], None], kind: WorkerKind) -> tuple[Worker, Layout]:
     """Build the job and its worker.
 
     Raises:
@@ -210,20 +217,9 @@ def _start(spec: WorkerSpec, memory: int, tell: Callable[[str, Any], None]) -> t
         return kept[0].local[0]
 
     resume = os.fstat(memory).st_size > 0
-    build_job, worker_type = _kind(spec)
-    job = build_job(spec, allocate, resume)
+    job = kind.build(spec, allocate, resume)
     shared = kept[0] if kept else Shared(memory, job.learner.layout.sizes())
-    return worker_type(job, shared, spec, tell), job.learner.layout
-
-
-def _kind(spec: WorkerSpec) -> tuple[Callable[..., Any], type[Worker]]:
-    """How the job is built, and its worker. Only a run with stages loads what stages need."""
-    if spec.stage is None:
-        return build, Worker
-    from node.tasks.stage_job import build_stage
-    from node.training.stage_worker import StageWorker
-
-    return build_stage, StageWorker
+    return kind.worker(job, shared, spec, tell), job.learner.layout
 
 
 def _one_line(error: Exception) -> str:
@@ -233,11 +229,11 @@ def _one_line(error: Exception) -> str:
     return first
 
 
-def serve(lines: BinaryIO, tell: Callable[[str, Any], None], memory: int) -> int:
+def serve(lines: BinaryIO, tell: Callable[[str, Any], None], memory: int, kind: WorkerKind = WHOLE_MODEL) -> int:
     """Read the spec, then commands until the stream ends. Return the exit code."""
     try:
         spec = WorkerSpec.from_json(lines.readline(MAX_LINE_BYTES).decode())
-        worker, layout = _start(spec, memory, tell)
+        worker, layout = _start(spec, memory, tell, kind)
     except (ValueError, OSError, RuntimeError, MemoryError) as error:
         tell("refused", _one_line(error))
         return 1
@@ -251,7 +247,8 @@ def serve(lines: BinaryIO, tell: Callable[[str, Any], None], memory: int) -> int
     return 0
 
 
-def main(arguments: list[str]) -> int:
+def main(arguments: list[str], kind: WorkerKind = WHOLE_MODEL) -> int:
+    """Run a worker process; see the top of this file for its arguments."""
     parent, memory, descriptor = map(int, arguments)
     with socket.socket(fileno=descriptor) as link, link.makefile("rb") as lines:
 
@@ -261,12 +258,10 @@ def main(arguments: list[str]) -> int:
         if os.getppid() != parent:
             return 1
         try:
-            return serve(lines, tell, memory)
+            return serve(lines, tell, memory, kind)
         except (BrokenPipeError, ConnectionResetError):  # the peer is gone
             return 1
 
 
 if __name__ == "__main__":
-    from node.training import worker  # by its name, as other modules know it: they subclass what is here
-
-    sys.exit(worker.main(sys.argv[1:]))
+    sys.exit(main(sys.argv[1:]))

@@ -21,6 +21,7 @@ from node.config.toml import ConfigError
 from node.reporting.report import RoundReport
 from node.reporting.status import EventSink, Status
 from node.ui.control import ControlServer
+from protocols.scopes import MAX_STAGES
 
 HOW = os.environ.get("FAKE", "")
 ADDRESS = "/ip4/203.0.113.7/tcp/4000/p2p/12D3KooWGRUfuFwTaVcXCnUbTbVLYYEkYgjDM3Bd7q4RuRyTQhaP"
@@ -39,6 +40,7 @@ class FatalPeerError(Exception):
 class PeerConfig:
     bootstrap: tuple[str, ...] = ()
     run_id: str | None = None
+    stage: int | None = None
     state_dir: Path | None = None
     rounds: int | None = None
     nickname: str = ""
@@ -125,5 +127,6 @@ if __name__ == "__main__":
     module("node.session.peer", Peer=Peer, FatalPeerError=FatalPeerError)
     module("node.config.peer_config", load_peer=load_peer, PeerConfig=PeerConfig)
     module("node.config.run_config", load_run=load_run, RunConfig=object)
+    assert MAX_STAGES  # loaded before its package is replaced
     module("protocols", REPLICATED_PROTOCOLS={"butterfly": None}, INDEPENDENT_PROTOCOLS={"gossip": None})
     sys.exit(cli.main())

@@ -176,7 +176,9 @@ async def test_worker_killed_during_training_is_replaced(spec: WorkerSpec, compu
         await until(lambda: trainer.pid is None)
         assert torch.equal(await vector(trainer), anchor)
         await until(lambda: training.progress[heard:] and training.progress[-1].tokens >= 64)
-        assert training.progress[heard:][0].tokens == 0 and trainer.restarts == 1 and trainer.pid != pid
+        tokens = [each.tokens for each in training.progress[heard:]]
+        assert 0 in tokens, "it starts again from zero, after what the dead worker had still sent"
+        assert trainer.restarts == 1 and trainer.pid != pid
         work = await training.end()
         assert work.norm == pytest.approx(float((await vector(trainer) - anchor).norm()), rel=1e-5)
         assert work.tokens // 32 < trainer._shared.steps <= trainer._shared.position, "no data is used twice"
