@@ -7,6 +7,7 @@ sample.txt      text of the model at the end        certificates.bin   its chain
 checkpoints/    its state before some rounds (`node.storage.checkpoint`)
 listen.json     addresses it was asked to listen on, and those with the chosen ports
 over            exists if the run is over           scratch/       parts of past rounds, of this incarnation
+stage.json      its stage, in a run with stages
 past/<run>/     files of its earlier runs; past/<run>-unused/: checkpoints that are not on its chain
 """
 
@@ -35,6 +36,8 @@ _OF_A_RUN = (
     "certificates.bin", "checkpoints", *(f"rounds.{number}.jsonl" for number in range(1, KEEP_FILES + 1)),
 )  # fmt: skip
 _MAX_CACHE_BYTES = 1 << 20
+STAGE = "stage.json"
+_MAX_STAGE_BYTES = 1 << 10
 
 
 class StateError(Exception):
@@ -244,6 +247,27 @@ def holds_run(directory: Path) -> bool:
 def is_over(directory: Path) -> bool:
     """Whether a directory's run is over, as far as its peer knows."""
     return (directory / "over").exists()
+
+
+def read_stage(directory: Path) -> int:
+    """The stage that a directory's peer holds; 0 if there is no `stage.json`.
+
+    Raises:
+        StateError: the file is damaged, or cannot be read.
+    """
+    path = directory / STAGE
+    try:
+        with path.open("rb") as file:
+            stage = json.loads(file.read(_MAX_STAGE_BYTES))["stage"]
+        if type(stage) is not int or stage < 0:
+            raise ValueError
+    except FileNotFoundError:
+        return 0
+    except OSError as error:
+        raise StateError(f"{path} cannot be read ({error.strerror}): repair it") from None
+    except (ValueError, KeyError, TypeError, RecursionError):
+        raise StateError(f'{path} is damaged: write {{"stage": K}} into it, K being the stage of its peer') from None
+    return stage
 
 
 def _read(path: Path, limit: int) -> bytes:
