@@ -1,9 +1,10 @@
-"""The commands `init`, `export` and `generate`, which work on files of this machine and contact no peer."""
+"""The commands `init`, `export` and `generate`, which work on files. Only `export --bootstrap` contacts a peer."""
 
 from __future__ import annotations
 
 import os
 import sys
+import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from node.cli import options
-from node.cli.remote import CommandError, PeerUnreachable
+from node.cli.remote import CommandError, PeerUnreachable, fetch
 
 if TYPE_CHECKING:
     from node.export.trained_model import TrainedModel
@@ -51,9 +52,17 @@ def export(
         Path, typer.Option(metavar="DIR", help="Directory to create; it must not exist yet.", parser=options.place)
     ],
     state_dir: options.StateDirsToReadOption = None,
+    bootstrap: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ADDR", help="Fetch the model from the peer at this address instead; it may run anywhere."
+        ),
+    ] = None,
 ) -> int:
     """Export the newest checkpoint of a run's model as a directory that Hugging Face transformers can load."""
-    model = _trained(state_dir)
+    if bootstrap and state_dir:
+        raise CommandError("--bootstrap and --state-dir name different models: give one of them")
+    model = _fetched(bootstrap) if bootstrap else _trained(state_dir)
     from node.export import hugging_face as exporting
 
     try:
@@ -88,6 +97,12 @@ def generate(
         raise CommandError(str(error)) from None
     print()
     return 0
+
+
+def _fetched(address: str) -> TrainedModel:
+    with tempfile.TemporaryDirectory() as directory:
+        fetch(address, Path(directory))
+        return _trained([Path(directory)])
 
 
 def _trained(state_dirs: Sequence[Path] | None) -> TrainedModel:
