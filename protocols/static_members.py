@@ -1,4 +1,4 @@
-"""A fixed list of members, for tests and benchmarks."""
+"""A fixed list of members, for tests, benchmarks and processes that are no members."""
 
 from __future__ import annotations
 

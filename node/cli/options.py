@@ -67,12 +67,13 @@ RunningPeerOption = Annotated[
         parser=place,
     ),
 ]
-StateDirToReadOption = Annotated[
-    Path | None,
+StateDirsToReadOption = Annotated[
+    list[Path] | None,
     typer.Option(
         metavar="DIR",
-        envvar="NODE_STATE_DIR",
-        help="State directory to read; its peer need not be running. Default: the only one on this machine.",
+        help="State directory to read; its peer need not be running. Repeatable in a run with stages: one of each "
+        "stage. Default: the variable NODE_STATE_DIR, else the only one on this machine, or all of a run with stages.",
+        show_default=False,
         parser=place,
     ),
 ]

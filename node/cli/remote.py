@@ -1,4 +1,4 @@
-"""The client side of `status` and `finish`, which ask a running peer; and the errors of all commands."""
+"""The client side of the commands that ask a running peer; and the errors of all commands."""
 
 from __future__ import annotations
 
@@ -93,10 +93,44 @@ async def _only_running(deadline: float) -> Path:
 
 
 def _ask_remote(address: str) -> dict[str, Any]:
-    from node.config.peer_config import FILE_SIGN, load_peer
-    from node.config.toml import ConfigError
+    require_address(address)
     from node.network.daemon import DaemonError
     from node.runtime.identity import IdentityError
+    from node.session.peer import FatalPeerError, remote_status
+
+    try:
+        return asyncio.run(remote_status(address))
+    except (FatalPeerError, DaemonError, IdentityError, OSError) as error:
+        raise PeerUnreachable(str(error)) from None
+
+
+def fetch(address: str, directory: Path) -> None:
+    """Fetch the model of the run of the peer at an address into an empty directory, as a state directory.
+
+    Raises:
+        CommandError: the address is none.
+        PeerUnreachable: the peer does not answer, or there is no model to fetch from it.
+    """
+    require_address(address)
+    from node.export.trained_model import TrainedError
+    from node.network.daemon import DaemonError
+    from node.runtime.identity import IdentityError
+    from node.session.peer import FatalPeerError, fetch_model
+
+    try:
+        asyncio.run(fetch_model(address, directory))
+    except (FatalPeerError, TrainedError, DaemonError, IdentityError, OSError) as error:
+        raise PeerUnreachable(str(error)) from None
+
+
+def require_address(address: str) -> None:
+    """Check that a --bootstrap is the address of one peer.
+
+    Raises:
+        CommandError: it is not.
+    """
+    from node.config.peer_config import FILE_SIGN, load_peer
+    from node.config.toml import ConfigError
 
     if address.startswith(FILE_SIGN):
         raise CommandError(f"--bootstrap {address}: only one peer is asked: give one of the addresses in that file")
@@ -104,9 +138,3 @@ def _ask_remote(address: str) -> dict[str, Any]:
         load_peer({"bootstrap": [address]}, {}, None)
     except ConfigError as error:
         raise CommandError(str(error)) from None
-    from node.session.peer import FatalPeerError, remote_status
-
-    try:
-        return asyncio.run(remote_status(address))
-    except (FatalPeerError, DaemonError, IdentityError, OSError) as error:
-        raise PeerUnreachable(str(error)) from None

@@ -128,23 +128,35 @@ def _letters() -> list[str]:
 
 def card(model: TrainedModel) -> str:
     """`README.md` of the model: where it comes from, and how to load it."""
-    manifest, checkpoint = model.manifest, model.checkpoint
+    manifest = model.manifest
     config, count = manifest.config, sum(manifest.elements)
-    loss = f"{model.held_out_loss:.4f}" if math.isfinite(model.held_out_loss) else "not measured"
+    loss, unit = model.held_out_loss, " nats per byte" if config.gpt else ""
     name = "".join(each for each in config.name if each.isalnum() or each in " -_.").strip() or "starling"
     rows = {
         "run": f"{name}, `{manifest.run_id}`",
         "founder": f"`{manifest.founder.peer}`",
         "task": f"`{config.task}`",
-        "rounds": f"{checkpoint.round} of {config.recipe.rounds}",
-        "lineage": f"`{checkpoint.lineage.hex()}`",
-        "held-out loss": loss + (" nats per byte" if config.gpt else ""),
+        "rounds": f"{model.rounds[0]} of {config.recipe.rounds}",
+        **_origins(model),
+        "held-out loss": f"{loss:.4f}{unit}" if math.isfinite(loss) else "not measured",
         "parameters": f"{count:,}, float32",
     }
     table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
     head = "---\nlibrary_name: transformers\npipeline_tag: text-generation\ntags: [starling, llama]\n---\n\n"
     about = f"# {name}\n\n{_ABOUT}\n\n| | |\n|---|---|\n{table}\n\n"
     return (head if config.gpt else "") + about + _loading(config.own_task, config.gpt)
+
+
+def _origins(model: TrainedModel) -> dict[str, str]:
+    """Rows of the card: the lineage of the model, or of each of its stages."""
+    lineages = [f"`{checkpoint.lineage.hex()}`" for checkpoint in model.checkpoints]
+    if model.manifest.stages is None:
+        return {"lineage": lineages[0]}
+    rounds = "" if model.is_of_one_round else ", after {} rounds"
+    return {
+        f"lineage of stage {stage}": lineage + rounds.format(model.rounds[stage])
+        for stage, lineage in enumerate(lineages)
+    }
 
 
 _ABOUT = "Trained by the peers of a Starling run: volunteers' machines, without a central server."

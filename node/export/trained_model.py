@@ -1,22 +1,26 @@
-"""Load the trained model of a peer's state directory: its newest checkpoint and its run.
+"""Load the trained model of a run: the newest checkpoint in a peer's state directory, or with stages one of each stage.
 
-It changes nothing in the directory, so the peer may be running.
+It changes nothing in the directories, so their peers may be running.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from node.config.manifest import Manifest, ManifestError, unseal
+from node.config.manifest import Manifest, ManifestError, layout_digest, unseal
+from node.export.trained_rounds import trained_rounds
 from node.membership.hello import MAX_RUN_BYTES
 from node.runtime.identity import verify
 from node.storage.checkpoint import DIRECTORY, Checkpoint, CheckpointError, newest
+from node.storage.statedir import StateError, read_stage
+from protocols.base import Vector
 
 _LAST_REPORTS_BYTES = 4 << 20
 _ATTEMPTS = 3
@@ -29,26 +33,159 @@ class TrainedError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class TrainedModel:
-    """The model of a run before a round.
+    """The model of a run before a round, assembled from its stages if it has some.
 
     Attributes:
-        tensors: the outer parameters by their names in the module, float32.
-        held_out_loss: loss of these parameters, as measured by this peer; nan if it was not measured.
+        checkpoints: one of each stage, in order; a single one in a run without stages.
+        rounds: number of rounds that have trained each of them.
+        tensors: the outer parameters by their names in the module, float32, in the module's order. If two stages use
+            the same name, each name begins with `stageK.`.
+        held_out_loss: loss of these parameters, as measured by a peer of stage 0; nan if it was not measured.
     """
 
     manifest: Manifest
-    checkpoint: Checkpoint
+    checkpoints: tuple[Checkpoint, ...]
+    rounds: tuple[int, ...]
     tensors: Mapping[str, torch.Tensor]
     held_out_loss: float
 
+    @property
+    def is_of_one_round(self) -> bool:
+        """Whether all stages have been trained for the same number of rounds."""
+        return len(set(self.rounds)) == 1
 
-def load_trained(directory: Path) -> TrainedModel:
-    """Load the newest checkpoint in a peer's state directory.
+    def warning(self) -> str:
+        """One line if the stages do not belong to the same round; else nothing."""
+        if self.is_of_one_round:
+            return ""
+        each = ", ".join(f"stage {stage} after {count}" for stage, count in enumerate(self.rounds))
+        return f"warning: the checkpoints are of different rounds ({each}): the model may be worse than that of a round"
+
+
+@dataclass(frozen=True, slots=True)
+class _Loaded:
+    """The newest checkpoint of a directory, and its outer parameters: a flat float32 vector for each fragment."""
+
+    directory: Path
+    checkpoint: Checkpoint
+    vectors: tuple[Vector, ...]
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for vector, fragment in zip(self.vectors, self.checkpoint.layout.fragments, strict=True):
+            low = 0
+            for name, shape in fragment:
+                high = low + math.prod(shape)
+                yield name, vector[low:high].view(shape)
+                low = high
+
+
+def load_trained(directories: Sequence[Path]) -> TrainedModel:
+    """Load the newest checkpoint in a peer's state directory, or assemble those of all stages.
+
+    Args:
+        directories: at least one: in a run without stages exactly one, in a run with stages one or more of each stage,
+            in any order. Of several of a stage, the newest checkpoint is taken.
 
     Raises:
-        TrainedError: there is no such directory, it is not a peer's, or it has no undamaged checkpoint.
+        TrainedError: a directory is missing or not a peer's, they are not of one run, a stage is missing, or has no
+            undamaged checkpoint.
     """
-    manifest = _manifest(directory)
+    manifest = _run_of(directories)
+    places = _by_stage(directories, manifest)
+    parts = [_newest_of(each, stage, manifest) for stage, each in enumerate(places)]
+    rounds = tuple(trained_rounds(part.directory, part.checkpoint) for part in parts)
+    loss, lineage = math.nan, parts[0].checkpoint.lineage.hex()
+    if len(set(rounds)) == 1:  # otherwise it was measured with other parameters
+        losses = (_held_out_loss(each / "rounds.jsonl", lineage) for each in places[0])
+        loss = next((loss for loss in losses if math.isfinite(loss)), math.nan)
+    return TrainedModel(manifest, tuple(part.checkpoint for part in parts), rounds, _joined(parts), loss)
+
+
+def is_one_staged_run(directories: Sequence[Path]) -> bool:
+    """Whether all of these directories belong to the same run, and it has stages."""
+    try:
+        return _run_of(directories).stages is not None
+    except TrainedError:
+        return False
+
+
+def _run_of(directories: Sequence[Path]) -> Manifest:
+    """The run of all directories.
+
+    Raises:
+        TrainedError: one of them has no run, or another.
+    """
+    first, *others = directories
+    manifest = _manifest(first)
+    for other in others:
+        if (run := _manifest(other).run_id) != manifest.run_id:
+            raise TrainedError(
+                f"{first} is of run {manifest.run_id[:12]}, {other} of run {run[:12]}: "
+                "give state directories of one run only"
+            )
+    return manifest
+
+
+def _by_stage(directories: Sequence[Path], manifest: Manifest) -> list[list[Path]]:
+    """The directories of each stage, in order: at least one of each."""
+    if manifest.stages is None:
+        if len(directories) > 1:
+            raise TrainedError(
+                f"run {manifest.run_id[:12]} has no stages, so each peer has the whole model: "
+                f"give one --state-dir, not {len(directories)}"
+            )
+        return [list(directories)]
+    places: list[list[Path]] = [[] for _ in manifest.stages]
+    for directory in directories:
+        try:
+            stage = read_stage(directory)
+        except StateError as error:
+            raise TrainedError(str(error)) from None
+        if stage >= len(places):
+            raise TrainedError(
+                f"{directory} is of stage {stage}, its run has stages 0 to {len(places) - 1}: "
+                "correct its stage.json, or leave the directory out"
+            )
+        places[stage].append(directory)
+    if missing := [str(stage) for stage, each in enumerate(places) if not each]:
+        raise TrainedError(_missing(missing))
+    return places
+
+
+def _missing(stages: Sequence[str]) -> str:
+    if len(stages) == 1:
+        return f"stage {stages[0]} is missing: give the state directory of one of its peers by another --state-dir"
+    listed = f"{', '.join(stages[:-1])} and {stages[-1]}"
+    return f"stages {listed} are missing: give the state directory of a peer of each of them by another --state-dir"
+
+
+def _newest_of(directories: Sequence[Path], stage: int, manifest: Manifest) -> _Loaded:
+    """The newest checkpoint of a stage. A directory without one counts only if no other has one.
+
+    Raises:
+        TrainedError: none of the directories has one. The message is about the first.
+    """
+    best, first_error = None, None
+    for directory in directories:
+        try:
+            loaded = _load(directory, stage, manifest)
+        except TrainedError as error:
+            first_error = first_error or error
+            continue
+        if best is None or loaded.checkpoint.round > best.checkpoint.round:
+            best = loaded
+    if best is None:
+        assert first_error is not None, "no directory was given"
+        raise first_error
+    return best
+
+
+def _load(directory: Path, stage: int, manifest: Manifest) -> _Loaded:
+    """Load the newest checkpoint of a directory.
+
+    Raises:
+        TrainedError: there is no undamaged one, or it is of another run or another stage.
+    """
     for attempt in range(_ATTEMPTS):
         try:
             checkpoint = newest(directory)
@@ -64,15 +201,23 @@ def load_trained(directory: Path) -> TrainedModel:
             f"the newest checkpoint in {directory} is of run {checkpoint.run[:12]}, the directory of "
             f"{manifest.run_id[:12]}: its peer has made no checkpoint of the new run yet"
         )
-    tensors = {}
-    for vector, fragment in zip(vectors, checkpoint.layout.fragments, strict=True):
-        low = 0
-        for name, shape in fragment:
-            high = low + math.prod(shape)
-            tensors[name], low = vector[low:high].view(shape), high
-    return TrainedModel(
-        manifest, checkpoint, tensors, _held_out_loss(directory / "rounds.jsonl", checkpoint.lineage.hex())
-    )
+    if manifest.stages and layout_digest(checkpoint.layout) != manifest.stages[stage].layout:
+        raise TrainedError(
+            f"the newest checkpoint in {directory} has other tensors than stage {stage} of its run: "
+            "correct its stage.json, or give the directory of another peer of that stage"
+        )
+    return _Loaded(directory, checkpoint, vectors)
+
+
+def _joined(parts: Sequence[_Loaded]) -> dict[str, torch.Tensor]:
+    """The tensors of all stages, in order."""
+    names = Counter(name for part in parts for name, _ in part.tensors())
+    shared = any(count > 1 for count in names.values())
+    return {
+        f"stage{stage}.{name}" if shared else name: tensor
+        for stage, part in enumerate(parts)
+        for name, tensor in part.tensors()
+    }
 
 
 def _manifest(directory: Path) -> Manifest:

@@ -7,6 +7,7 @@ stage ever has two. Peers pass seats on in their greetings.
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -38,19 +39,39 @@ class StagePlace:
     seat: StageSeat
 
     def to_bytes(self) -> bytes:
-        """As the state directory keeps it."""
-        seat = self.seat
-        packed: bytes = msgpack.packb([seat.stage, seat.member.peer, seat.member.incarnation, seat.signature])
-        return packed
+        """As the state directory keeps it: JSON."""
+        return json.dumps(_plain(self.seat), indent=1).encode()
+
+
+def _plain(seat: StageSeat) -> dict[str, object]:
+    peer, incarnation = seat.member.peer, seat.member.incarnation
+    return {"stage": seat.stage, "first": peer, "incarnation": incarnation, "signature": seat.signature.hex()}
 
 
 def place_of(data: bytes) -> StagePlace | None:
     """Read what `StagePlace.to_bytes` wrote; None if it is empty or damaged."""
+    seats = seats_of(b"[" + data + b"]") if data else ()
+    return StagePlace(seats[0].stage, seats[0]) if seats else None
+
+
+def seats_to_bytes(seats: Iterable[StageSeat]) -> bytes:
+    """As the founder's state directory keeps them: JSON."""
+    return json.dumps([_plain(seat) for seat in seats], indent=1).encode()
+
+
+def seats_of(data: bytes) -> tuple[StageSeat, ...]:
+    """Read what `seats_to_bytes` wrote; none if it is damaged."""
     try:
-        stage, peer, incarnation, signature = msgpack.unpackb(data)
-        return StagePlace(stage, StageSeat(stage, Member(peer, incarnation), signature))
-    except (ValueError, TypeError, msgpack.UnpackException):
-        return None
+        return tuple(
+            StageSeat(
+                int(each["stage"]),
+                Member(str(each["first"]), int(each["incarnation"])),
+                bytes.fromhex(each["signature"]),
+            )
+            for each in json.loads(data)
+        )
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return ()
 
 
 def _signed(run: bytes, seat: StageSeat) -> bytes:

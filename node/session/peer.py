@@ -9,18 +9,19 @@ import asyncio
 import logging
 import os
 import tempfile
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from node.config.derived import protocol_settings, stage_values, stream_seed, worker_spec
 from node.config.manifest import Manifest, ManifestError, unseal
 from node.config.peer_config import PeerConfig
 from node.config.run_config import RunConfig
 from node.config.toml import ConfigError
+from node.export.fetching import INCARNATION, fetch_state, fetchable
 from node.joining import resume
 from node.joining.addresses_file import AddressesFile, AddressLine, read_addresses, require_usable
 from node.joining.bootstrap import AssignStage, BootstrapClient, BootstrapServer, RunInfo, ask_run, ask_status
@@ -58,16 +59,19 @@ from node.ui.control import ControlServer
 from node.ui.status_tracker import OuterLoopSources, RunLabels, StatusTracker
 from protocols import INDEPENDENT_PROTOCOLS, REPLICATED_PROTOCOLS
 from protocols.aio import run_with_helper
-from protocols.base import BadPayload, Host, Member, PeerError
+from protocols.base import BadPayload, Deadline, Host, Member, PeerError, PeerId
 from protocols.butterfly.part_store import LEAST_ROUNDS, PartStore
 from protocols.codec import codec
 from protocols.gate import Gate
+from protocols.static_members import StaticMembers
 
 if TYPE_CHECKING:
     from node.joining.stage_plan import StagePlan
     from node.session.pipeline_session import PipelineTrainer
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 STATUS_SECONDS = 10.0
 KEEP_CHECKPOINTS = 2
@@ -504,10 +508,48 @@ async def remote_status(address: str, seconds: float = STATUS_SECONDS) -> dict[s
     with tempfile.TemporaryDirectory() as directory:
         identity = create(Path(directory) / "identity.key")
         async with LibP2PTransport(LibP2PConfig(identity)) as transport:
-            deadline = asyncio.get_running_loop().time() + seconds
-            try:
-                return await ask_status(transport, await transport.connect(address, deadline), deadline)
-            except PeerError as error:
-                raise FatalPeerError(f"{address}: {error.why}") from None
-            except (BadPayload, ValueError) as error:
-                raise FatalPeerError(f"{address}: {error}") from None
+            _, answer = await _ask_at(transport, address, ask_status, seconds)
+            return answer
+
+
+async def fetch_model(address: str, directory: Path) -> None:
+    """Fetch the newest state that the peer at a multiaddr serves into a directory, as a state directory.
+
+    This process takes no part in the run. Its identity is only for this request.
+
+    Args:
+        directory: an empty directory.
+
+    Raises:
+        FatalPeerError: the peer does not answer, or its answer is invalid.
+        TrainedError: it is in a run whose model cannot be fetched, or it sends no state.
+    """
+    identity, clock = create(directory / "identity.key"), WallClock()
+    async with ThreadCompute() as compute, LibP2PTransport(LibP2PConfig(identity)) as transport:
+        peer, answer = await _ask_at(transport, address, ask_run, STATUS_SECONDS)
+        run = await compute.run(partial(fetchable, answer.sealed), 0)
+        members = StaticMembers([Member(identity.peer_id, INCARNATION)])
+        directory_of_run = DhtDirectory(transport, identity, clock, bytes.fromhex(run.manifest.run_id))  # not entered
+        host = Host(transport, directory_of_run, members, compute, clock, identity, run.manifest.config.seed)
+        await fetch_state(host, run, [peer], directory)
+
+
+async def _ask_at(
+    transport: LibP2PTransport,
+    address: str,
+    ask: Callable[[LibP2PTransport, PeerId, Deadline], Awaitable[T]],
+    seconds: float,
+) -> tuple[PeerId, T]:
+    """Ask the peer at a multiaddr, and return its id and its answer.
+
+    Raises:
+        FatalPeerError: the peer does not answer, or its answer is invalid.
+    """
+    deadline = asyncio.get_running_loop().time() + seconds
+    try:
+        peer = await transport.connect(address, deadline)
+        return peer, await ask(transport, peer, deadline)
+    except PeerError as error:
+        raise FatalPeerError(f"{address}: {error.why}") from None
+    except (BadPayload, ValueError) as error:
+        raise FatalPeerError(f"{address}: {error}") from None

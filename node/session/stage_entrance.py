@@ -6,10 +6,8 @@ import asyncio
 from collections.abc import Callable, Collection, Iterable
 from functools import partial
 
-import msgpack
-
 from node.config.manifest import Manifest, ManifestError
-from node.joining.stages import Seats, StagePlace, ask_stage, place_of
+from node.joining.stages import Seats, StagePlace, ask_stage, place_of, seats_of, seats_to_bytes
 from node.membership.hello import ANY_STAGE, StageRejected, StageSeat, WantStage
 from node.storage.statedir import StateDir, StateError
 from protocols.aio import loop_time
@@ -45,8 +43,7 @@ class StageEntrance:
 
     async def keep(self, seats: Iterable[StageSeat]) -> None:
         """Write the founder's seats to the disk."""
-        packed = msgpack.packb([StagePlace(seat.stage, seat).to_bytes() for seat in seats])
-        await self._disk.run(partial(self._state.keep_seats, packed), 0)
+        await self._disk.run(partial(self._state.keep_seats, seats_to_bytes(seats)), 0)
 
     def kept(self, wanted: int | None) -> StagePlace | None:
         """The stage of an earlier incarnation; None if this peer has none yet.
@@ -60,7 +57,7 @@ class StageEntrance:
         place = place_of(self._state.stage())
         if place is None:
             if self._state.stage():
-                raise StateError(f"{self._state.path / 'stage.bin'} is damaged: start with another --state-dir")
+                raise StateError(f"{self._state.path / 'stage.json'} is damaged: start with another --state-dir")
             return None
         if wanted not in (None, place.stage):
             raise StateError(
@@ -68,11 +65,9 @@ class StageEntrance:
                 "another --state-dir"
             )
         try:
-            self.seats.add([place.seat])
-            for packed in msgpack.unpackb(self._state.seats() or b"\x90"):
-                self.seats.add([each.seat] if (each := place_of(packed)) else ())
-        except (BadPayload, ValueError, TypeError) as error:
-            raise StateError(f"{self._state.path / 'stage.bin'} is damaged ({error}): move it away") from None
+            self.seats.add([place.seat, *seats_of(self._state.seats())])
+        except BadPayload as error:
+            raise StateError(f"{self._state.path / 'stage.json'} is damaged ({error}): move it away") from None
         return place
 
     async def enter(

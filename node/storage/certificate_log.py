@@ -21,7 +21,7 @@ import tempfile
 import weakref
 import zlib
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Self
 
@@ -45,6 +45,25 @@ def spool(directory: Path) -> Archive:
     except OSError as error:
         log.warning("cannot store certificates in %s (%s): keeping them in memory instead", directory, error.strerror)
         return ListArchive()
+
+
+def stored(path: Path) -> Iterator[bytes]:
+    """Yield the encoded certificates in a file, oldest first, up to the first damaged one.
+
+    It changes nothing, so a running peer may append to the file meanwhile.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    with path.open("rb") as file:
+        if file.read(len(_MAGIC)) != _MAGIC:
+            return
+        while prefix := file.read(_PREFIX_BYTES):
+            size = int.from_bytes(prefix[:4], "big")
+            entry = _entry(prefix + file.read(min(size, MAX_HEADER_BYTES)), 0)
+            if entry is None:
+                return
+            yield entry
 
 
 class CertificateLog:

@@ -6,8 +6,8 @@ manifest.bin    the sealed manifest of its run      held-out.bin   the sample th
 sample.txt      text of the model at the end        certificates.bin   its chain (`node.storage.certificate_log`)
 checkpoints/    its state before some rounds (`node.storage.checkpoint`)
 listen.json     addresses it was asked to listen on, and those with the chosen ports
-stage.bin       its stage, and the stage's first member (`node.joining.stages`), in a run with stages
-seats.bin       the founder's: the first members of all stages
+stage.json      its stage, and the stage's first member (`node.joining.stages`), in a run with stages
+seats.json      the founder's: the first members of all stages
 over            exists if the run is over           scratch/       parts of past rounds, of this incarnation
 past/<run>/     files of its earlier runs; past/<run>-unused/: checkpoints that are not on its chain
 """
@@ -34,10 +34,12 @@ MAX_INCARNATION = 1 << 40
 """The limit of `protocols.wire`: other peers ignore members of a higher incarnation."""
 _OF_A_RUN = (
     "manifest.bin", "held-out.bin", "peers.json", "rounds.jsonl", "sample.txt", "over", "totals.json",
-    "certificates.bin", "checkpoints", "stage.bin", "seats.bin",
+    "certificates.bin", "checkpoints", "stage.json", "seats.json",
     *(f"rounds.{number}.jsonl" for number in range(1, KEEP_FILES + 1)),
 )  # fmt: skip
 _MAX_CACHE_BYTES = 1 << 20
+STAGE = "stage.json"
+_MAX_STAGE_BYTES = 1 << 10
 
 
 class StateError(Exception):
@@ -94,7 +96,7 @@ class StateDir:
 
     def stage(self) -> bytes:
         """This peer's stage in the directory's run, as `keep_stage` was given it; empty if there is none."""
-        return _read(self.path / "stage.bin", _MAX_CACHE_BYTES)
+        return _read(self.path / STAGE, _MAX_CACHE_BYTES)
 
     def keep_stage(self, place: bytes) -> None:
         """Save this peer's stage, which it keeps for the whole run.
@@ -102,11 +104,11 @@ class StateDir:
         Raises:
             StateError: it cannot be written.
         """
-        self._keep_durably("stage.bin", place)
+        self._keep_durably(STAGE, place)
 
     def seats(self) -> bytes:
         """The founder's seats, as `keep_seats` was given them; empty if there are none."""
-        return _read(self.path / "seats.bin", _MAX_CACHE_BYTES)
+        return _read(self.path / "seats.json", _MAX_CACHE_BYTES)
 
     def keep_seats(self, seats: bytes) -> None:
         """Save the founder's seats. When this returns, they survive a power failure.
@@ -114,7 +116,7 @@ class StateDir:
         Raises:
             StateError: they cannot be written.
         """
-        self._keep_durably("seats.bin", seats)
+        self._keep_durably("seats.json", seats)
 
     def _keep_durably(self, name: str, data: bytes) -> None:
         try:
@@ -277,6 +279,27 @@ def holds_run(directory: Path) -> bool:
 def is_over(directory: Path) -> bool:
     """Whether a directory's run is over, as far as its peer knows."""
     return (directory / "over").exists()
+
+
+def read_stage(directory: Path) -> int:
+    """The stage that a directory's peer holds; 0 if there is no `stage.json`.
+
+    Raises:
+        StateError: the file is damaged, or cannot be read.
+    """
+    path = directory / STAGE
+    try:
+        with path.open("rb") as file:
+            stage = json.loads(file.read(_MAX_STAGE_BYTES))["stage"]
+        if type(stage) is not int or stage < 0:
+            raise ValueError
+    except FileNotFoundError:
+        return 0
+    except OSError as error:
+        raise StateError(f"{path} cannot be read ({error.strerror}): repair it") from None
+    except (ValueError, KeyError, TypeError, RecursionError):
+        raise StateError(f'{path} is damaged: write {{"stage": K}} into it, K being the stage of its peer') from None
+    return stage
 
 
 def _read(path: Path, limit: int) -> bytes:

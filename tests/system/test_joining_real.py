@@ -9,7 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
+from node.cli.app import main
 from tests.support.real_swarm import RealPeer, RealSwarm, paced, wait
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(60)]
@@ -149,3 +151,20 @@ def test_port_in_use_is_refused(joiner: RealPeer, black_hole: int) -> None:
 def test_unreadable_data_is_refused(joiner: RealPeer, tmp_path: Path) -> None:
     line = refused(joiner, "--data", str(tmp_path / "nothing.txt"))
     assert "nothing.txt" in line and "--data" in line
+
+
+def test_running_peers_model_is_exported_by_its_address(
+    founder: RealPeer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wait("a checkpoint", lambda: any(founder.directory.glob("checkpoints/0*")), 30)
+    before = founder.status()
+    assert main(["export", "--bootstrap", founder.address, "--out", str(tmp_path / "out")]) == 0, capsys.readouterr()
+    said = capsys.readouterr().err
+    assert said.startswith(f"wrote {tmp_path / 'out'}: run {before['run_id'][:12]} after "), said
+    (tensor,) = load_file(tmp_path / "out" / "model.safetensors").values()
+    assert tensor.shape == (10_000,)
+    after = founder.status()
+    assert after["peers"] == before["peers"], "it takes no part in the run"
+    assert main(["export", "--bootstrap", local(1), "--out", str(tmp_path / "other")]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"starling: {local(1)}: ") and not (tmp_path / "other").exists()

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from node.cli.app import main
-from tests.support.statedir_fixtures import kept_gpt
+from node.export.generation import harmless
+from tests.support.statedir_fixtures import kept_gpt, staged_run
 
 
 @pytest.fixture(autouse=True)
@@ -79,12 +80,56 @@ def test_single_local_peer_is_found(home: Path, tmp_path: Path, starling: Said) 
     assert starling("generate", "x", "--tokens", "1", "--state-dir", str(home / "peer-2"))[0] == 0
 
 
+def test_variable_names_one_directory(
+    home: Path, tmp_path: Path, starling: Said, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept_gpt(tmp_path / "a b")
+    kept_gpt(home / "peer-1", 10)
+    monkeypatch.setenv("NODE_STATE_DIR", str(tmp_path / "a b"))
+    assert starling("export", "--out", "out")[2].endswith(" after 5 rounds\n"), "a path may contain a space"
+    code, _, err = starling("export", "--out", "other", "--state-dir", str(home / "peer-1"))
+    assert code == 0 and err.endswith(" after 10 rounds\n")
+    monkeypatch.setenv("NODE_STATE_DIR", "  ")
+    assert "the path is empty" in starling.refused("generate", "x")
+
+
+def test_all_stages_on_this_machine_are_found(home: Path, tmp_path: Path, starling: Said) -> None:
+    run = staged_run(tmp_path / "founder")
+    kept = [run.keep(home / f"peer-{stage + 1}", stage) for stage in (0, 1)]
+    assert starling.refused("export", "--out", "out").startswith("starling: stage 2 is missing: give ")
+    kept.append(run.keep(home / "peer-3", 2))
+    run.keep(home / "peer-4", 2)
+    code, out, err = starling("export", "--out", "out")
+    assert (code, out) == (0, "") and err == f"wrote out: run {run.run_id[:12]} after 5 rounds\n"
+    wanted = run.whole.generate(b"def ", 20).decode(errors="replace")
+    given = [argument for each in kept for argument in ("--state-dir", str(each))]
+    for directories in ([], given):
+        code, text, err = starling("generate", "def ", "--tokens", "20", "--temperature", "0", *directories)
+        assert (code, text, err) == (0, f"{harmless(wanted)}\n", "")
+    kept_gpt(home / "peer-5")
+    assert "5 state directories here hold a run: choose one with --state-dir" in starling.refused("generate", "x")
+
+
+def test_different_rounds_of_stages_are_warned_of(home: Path, tmp_path: Path, starling: Said) -> None:
+    run = staged_run(tmp_path / "founder", (0, 2, 4))
+    run.keep(home / "peer-1", 0, 10)
+    run.keep(home / "peer-2", 1, 5)
+    code, _, err = starling("export", "--out", "out")
+    warning, wrote = err.splitlines()
+    assert code == 0 and "different rounds (stage 0 after 10, stage 1 after 5)" in warning and "10 rounds" in wrote
+    code, text, err = starling("generate", "def ", "--tokens", "5")
+    assert code == 0 and text and err == f"{warning}\n"
+
+
 @pytest.mark.parametrize(
     "arguments, words",
     [
         (["export"], "--out"),
         (["export", "--out", "out", "--state-dir", "absent"], "absent is not a directory"),
         (["export", "--out", "out", "--state-dir", "."], "contains no run"),
+        (["export", "--out", "out", "--bootstrap", "nonsense"], "--bootstrap"),
+        (["export", "--out", "out", "--bootstrap", "@file"], "only one peer is asked"),
+        (["export", "--out", "out", "--bootstrap", "nonsense", "--state-dir", "."], "give one of them"),
         (["generate"], "argument 'prompt'"),
         (["generate", ""], "the prompt is empty"),
         (["generate", "x", "--tokens", "-1"], "--tokens"),

@@ -19,7 +19,7 @@ from tests.support.statedir_fixtures import keep, kept_gpt
 
 def refusal(directory: Path, out: Path) -> str:
     with pytest.raises(ExportError) as caught:
-        export(load_trained(directory), out)
+        export(load_trained([directory]), out)
     line = str(caught.value)
     assert len(line.splitlines()) == 1
     return line
@@ -31,7 +31,7 @@ def test_transformers_load_the_same_model_and_tokens(tmp_path: Path, monkeypatch
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
     ours = kept_gpt(tmp_path / "peer")
-    export(load_trained(tmp_path / "peer"), tmp_path / "out")
+    export(load_trained([tmp_path / "peer"]), tmp_path / "out")
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
     assert isinstance(theirs, LlamaForCausalLM) and theirs.dtype == torch.float32
@@ -48,11 +48,11 @@ def test_transformers_load_the_same_model_and_tokens(tmp_path: Path, monkeypatch
 
 def test_model_card_names_its_origin(tmp_path: Path) -> None:
     kept_gpt(tmp_path / "peer")
-    found = load_trained(tmp_path / "peer")
+    found = load_trained([tmp_path / "peer"])
     export(found, tmp_path / "new" / "out")
     card = (tmp_path / "new" / "out" / "README.md").read_text()
     assert card.startswith("---\nlibrary_name: transformers\n") and "\n# small of course\n" in card
-    assert found.manifest.run_id in card and found.checkpoint.lineage.hex() in card
+    assert found.manifest.run_id in card and found.checkpoints[0].lineage.hex() in card
     assert "| rounds | 5 of 20 |" in card and "| held-out loss | 2.5000 nats per byte |" in card
     assert {each.name for each in (tmp_path / "new").iterdir()} == {"out"}, "no unfinished file is left"
 
@@ -62,7 +62,7 @@ def test_own_module_is_exported_under_its_names(tmp_path: Path) -> None:
     module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
     keep(tmp_path / "peer", config, module, loss=None)
     (tmp_path / "out").mkdir()  # an empty directory counts as absent
-    export(load_trained(tmp_path / "peer"), tmp_path / "out")
+    export(load_trained([tmp_path / "peer"]), tmp_path / "out")
     assert {each.name for each in (tmp_path / "out").iterdir()} == {"README.md", "model.safetensors"}
     found = load_file(tmp_path / "out" / "model.safetensors")
     assert found.keys() == dict(module.named_parameters()).keys()
@@ -101,7 +101,7 @@ def test_failed_export_gives_one_line_and_leaves_nothing(tmp_path: Path, monkeyp
 
 def test_exported_config_matches_the_run(tmp_path: Path) -> None:
     kept_gpt(tmp_path / "peer")
-    export(load_trained(tmp_path / "peer"), tmp_path / "out")
+    export(load_trained([tmp_path / "peer"]), tmp_path / "out")
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert (config["hidden_size"], config["intermediate_size"], config["num_hidden_layers"]) == (32, 96, 2)
     assert (config["num_attention_heads"], config["num_key_value_heads"], config["head_dim"]) == (2, 2, 16)

@@ -17,7 +17,7 @@ from tests.support.statedir_fixtures import keep, kept_gpt
 def test_output_matches_the_modules_generation(tmp_path: Path) -> None:
     module = kept_gpt(tmp_path)
     for temperature, seed in ((0.0, 0), (1.0, 5)):
-        text = "".join(write(load_trained(tmp_path), b"def ", 40, temperature, seed))
+        text = "".join(write(load_trained([tmp_path]), b"def ", 40, temperature, seed))
         assert text == harmless(module.generate(b"def ", 40, temperature, seed).decode(errors="replace"))
 
 
@@ -31,14 +31,14 @@ def test_text_is_emitted_as_soon_as_complete(tmp_path: Path, monkeypatch: pytest
         return torch.nn.functional.one_hot(torch.tensor(text[steps - 1]), 256).float()
 
     monkeypatch.setattr(Gpt, "_next", follow)
-    emitted = [(steps, piece) for piece in write(load_trained(tmp_path), b"x", len(text), 0.0, 0) if piece]
+    emitted = [(steps, piece) for piece in write(load_trained([tmp_path]), b"x", len(text), 0.0, 0) if piece]
     assert emitted == [(1, "a"), (3, "é"), (6, "日"), (7, "\ufffd"), (8, "["), (9, "2"), (10, "J"), (11, "z")]
 
 
 def test_huge_prompt_is_truncated_to_its_end(tmp_path: Path) -> None:
     module = kept_gpt(tmp_path)
     prompt = bytes(range(32, 127)) * 10_000
-    assert "".join(write(load_trained(tmp_path), prompt, 5, 0.0, 0)) == harmless(
+    assert "".join(write(load_trained([tmp_path]), prompt, 5, 0.0, 0)) == harmless(
         module.generate(prompt[-module.shape.context :], 5).decode(errors="replace")
     )
 
@@ -46,10 +46,10 @@ def test_huge_prompt_is_truncated_to_its_end(tmp_path: Path) -> None:
 def test_impossible_generation_gives_one_line_error(tmp_path: Path) -> None:
     kept_gpt(tmp_path / "gpt")
     with pytest.raises(TrainedError, match=r"^the prompt is empty: "):
-        list(write(load_trained(tmp_path / "gpt"), b"", 5, 0.0, 0))
+        list(write(load_trained([tmp_path / "gpt"]), b"", 5, 0.0, 0))
     keep(tmp_path / "own", load_run(None, {"task": "mine:make"}, ["butterfly"]), torch.nn.Linear(1, 1))
     with pytest.raises(TrainedError, match=r"^this run trains mine:make, which generates no text: only gpt does$"):
-        list(write(load_trained(tmp_path / "own"), b"a", 5, 0.0, 0))
+        list(write(load_trained([tmp_path / "own"]), b"a", 5, 0.0, 0))
 
 
 def test_newlines_and_tabs_are_kept() -> None:

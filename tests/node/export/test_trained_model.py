@@ -19,7 +19,7 @@ from tests.support.statedir_fixtures import keep, kept_gpt, small_gpt
 
 def refusal(directory: Path) -> str:
     with pytest.raises(TrainedError) as caught:
-        load_trained(directory)
+        load_trained([directory])
     line = str(caught.value)
     assert len(line.splitlines()) == 1
     return line
@@ -29,21 +29,21 @@ def test_newest_parameters_are_loaded_by_name(tmp_path: Path) -> None:
     kept_gpt(tmp_path / "a", 5, seed=1)
     shutil.copytree(tmp_path / "a", tmp_path / "b")
     module = kept_gpt(tmp_path / "a", 10, seed=2)
-    found = load_trained(tmp_path / "a")
-    assert found.checkpoint.round == 10 and found.held_out_loss == 2.5
+    found = load_trained([tmp_path / "a"])
+    assert found.rounds == (10,) and found.held_out_loss == 2.5
     assert found.manifest.config == small_gpt()
     assert found.tensors.keys() == module.state_dict().keys()
     assert all(torch.equal(found.tensors[name], tensor) for name, tensor in module.state_dict().items())
-    assert load_trained(tmp_path / "b").checkpoint.round == 5
+    assert load_trained([tmp_path / "b"]).rounds == (5,)
 
 
 def test_unmeasured_loss_is_nan(tmp_path: Path) -> None:
     keep(tmp_path, load_run(None, {"task": "mine:make"}, ["butterfly"]), nn.Linear(2, 2), loss=None)
     reports = tmp_path / "rounds.jsonl"
     reports.write_text(reports.read_text() + '[1]\n{"lineage": 3}\n{"lin')
-    assert math.isnan(load_trained(tmp_path).held_out_loss)
+    assert math.isnan(load_trained([tmp_path]).held_out_loss)
     reports.unlink()
-    assert math.isnan(load_trained(tmp_path).held_out_loss)
+    assert math.isnan(load_trained([tmp_path]).held_out_loss)
 
 
 def test_missing_model_gives_one_line_error(tmp_path: Path) -> None:
@@ -82,4 +82,4 @@ def test_checkpoint_vanishing_during_read_is_retried(tmp_path: Path, monkeypatch
         return newest(directory)
 
     monkeypatch.setattr(trained_model, "newest", gone_at_first)
-    assert load_trained(tmp_path).checkpoint.round == 5 and len(tries) == 3
+    assert load_trained([tmp_path]).rounds == (5,) and len(tries) == 3

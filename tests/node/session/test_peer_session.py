@@ -14,6 +14,7 @@ import pytest
 
 from node.session.peer_session import (
     FINISH_SECONDS,
+    LAST_TEXT_SECONDS,
     LINGER_SECONDS,
     MAX_LAST_ROUNDS,
     OBSERVER_SECONDS,
@@ -235,18 +236,20 @@ async def test_others_wait_for_peer_missing_last_round(cluster: SessionCluster) 
 
 
 def contact(name: str, round_number: int, **changes: Any) -> SimpleNamespace:
-    values = {"peer": name, "round": round_number, "live": True, "leaving": False, "addresses": ()} | changes
+    values = {"peer": name, "round": round_number, "live": True, "leaving": False, "stage": 0} | changes
     return SimpleNamespace(**values)
 
 
-async def lingered(contacts: Sequence[Any], later: Callable[[PeerSession], object] | None = None) -> float:
+async def lingered(
+    contacts: Sequence[Any], later: Callable[[PeerSession], object] | None = None, stage: int = 0
+) -> float:
     roster = tuple(Member(name) for name in "abc")
     chain = SimpleNamespace(
         head=SimpleNamespace(key=SimpleNamespace(round=5), roster=roster[1:]), members=lambda limit: roster
     )
     deps = SimpleNamespace(
-        membership=SimpleNamespace(contacts=lambda: contacts, goodbye=lambda: None),
-        outer_loop=SimpleNamespace(chain=chain, leave=lambda: None),
+        membership=SimpleNamespace(contacts=lambda: contacts, goodbye=lambda: None, stage_of=lambda peer: stage),
+        outer_loop=SimpleNamespace(chain=chain, leave=lambda: None, averager=SimpleNamespace(me=Member("me"))),
     )
     session = PeerSession(deps, SessionLimits(5, None, 1), StatusTracker("me"), View())  # type: ignore[arg-type]
     if later:
@@ -275,6 +278,14 @@ def test_lingering_ends_on_catch_up_or_leave() -> None:
     slow = contact("a", 4)
     assert simloop.run(lingered([slow], lambda session: setattr(slow, "round", 5))) == pytest.approx(3.0, abs=0.2)
     assert simloop.run(lingered([contact("a", 4)], PeerSession.leave)) == pytest.approx(3.0, abs=0.2)
+
+
+def test_later_stages_stay_for_the_text_of_stage_0_which_waits_for_none_of_them() -> None:
+    first, later = contact("a", 6), contact("b", 4, stage=1)
+    assert simloop.run(lingered([first], stage=1)) == pytest.approx(LAST_TEXT_SECONDS, abs=0.2)
+    left = lingered([first], lambda session: setattr(first, "live", False), stage=1)
+    assert simloop.run(left) == pytest.approx(3.0, abs=0.2)
+    assert simloop.run(lingered([later])) == pytest.approx(0.0, abs=0.2)
 
 
 @pytest.mark.parametrize(("founders", "last_rounds"), [("abc", MAX_LAST_ROUNDS), ("a", 0), ("bc", 0)])

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from node.storage import certificate_log as archives
-from node.storage.certificate_log import CertificateLog, spool
+from node.storage.certificate_log import CertificateLog, spool, stored
 from protocols.base import Member
 from protocols.history.chain import Chain
 from tests.support.fake_rounds import ROOT, RUN, encoded, line
@@ -45,6 +45,23 @@ def test_appended_entries_are_read_back(path: Path) -> None:
     file = CertificateLog(path)
     assert len(file) == 8 and list(file.read(3, 2)) == ENTRIES[3:5] and list(file.read(6, 9)) == ENTRIES[6:8]
     assert path.stat().st_mode & 0o777 == 0o600
+
+
+def test_reader_sees_whole_entries_and_changes_nothing(path: Path) -> None:
+    filled(path)
+    assert list(stored(path)) == ENTRIES
+    whole = path.read_bytes()
+    for damaged in (whole[:-1], whole[:-22], whole[:-1] + b"x", whole[:-30]):
+        path.write_bytes(damaged)
+        assert list(stored(path)) == ENTRIES[: 18 if damaged == whole[:-30] else 19]
+        assert path.read_bytes() == damaged
+    for other in (b"", b"something else"):
+        path.write_bytes(other)
+        assert list(stored(path)) == []
+    path.unlink()
+    with pytest.raises(FileNotFoundError):
+        list(stored(path))
+    assert not path.exists()
 
 
 def test_truncated_entries_are_gone(path: Path) -> None:

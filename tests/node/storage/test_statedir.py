@@ -13,7 +13,15 @@ import pytest
 from node.membership.hello import MAX_ADDRESS_CHARACTERS, MAX_ADDRESSES
 from node.runtime.identity import IdentityError
 from node.storage import statedir
-from node.storage.statedir import MAX_CACHED_PEERS, MAX_INCARNATION, StateDir, StateError, holds_run, write_atomically
+from node.storage.statedir import (
+    MAX_CACHED_PEERS,
+    MAX_INCARNATION,
+    StateDir,
+    StateError,
+    holds_run,
+    read_stage,
+    write_atomically,
+)
 
 HERE = "/ip4/192.0.2.1/tcp/4001"
 
@@ -290,3 +298,18 @@ def test_resumable_run_needs_peers_or_a_state(state: StateDir) -> None:
     state.begin("bb" * 32, "aa" * 32, b"another", b"")
     assert not state.is_over and not (state.path / "checkpoints").exists()
     assert (state.path / "past" / ("aa" * 8) / "checkpoints" / "000000-00").exists()
+
+
+def test_stage_is_read_or_named_as_damaged(tmp_path: Path) -> None:
+    assert read_stage(tmp_path) == 0
+    file = tmp_path / "stage.json"
+    file.write_text('{"stage": 2}')
+    assert read_stage(tmp_path) == 2
+    for content in (b"", b"{", b"2", b"[1]", b"{}", b'{"stage": "1"}', b'{"stage": -1}', b'{"stage": true}', b"\xff"):
+        file.write_bytes(content)
+        with pytest.raises(StateError, match=r"stage\.json is damaged: write "):
+            read_stage(tmp_path)
+    file.unlink()
+    file.mkdir()
+    with pytest.raises(StateError, match=r"stage\.json cannot be read \(Is a directory\)"):
+        read_stage(tmp_path)

@@ -1,0 +1,145 @@
+"""The model of a running swarm, fetched by a process that takes no part in it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from node.config.manifest import Manifest, layout_digest, seal, unseal
+from node.config.run_config import RunConfig, load_run
+from node.export.fetching import FetchableRun, fetch_state, fetchable
+from node.export.trained_model import TrainedError
+from node.export.trained_rounds import trained_rounds
+from node.runtime.identity import create, verify
+from node.storage.checkpoint import newest
+from node.tasks.base import flatten
+from node.tasks.gpt import Gpt
+from protocols import INDEPENDENT_PROTOCOLS
+from protocols.base import Layout, Member
+from protocols.consensus.record import Kind
+from protocols.history.chain import UNSETTLED
+from tests.sim import loop as simloop
+from tests.sim.host import sim_host
+from tests.sim.network import SimNetwork, Trace
+from tests.support import sync_cluster
+from tests.support.fake_rounds import SEED
+from tests.support.statedir_fixtures import small_gpt, staged_run
+from tests.support.sync_cluster import SyncCluster
+
+ELEMENTS = 300_000
+"""Several chunks."""
+LAYOUT = Layout(((("paced", (ELEMENTS,)),),))
+
+
+def made_by_anna() -> FetchableRun:
+    config = load_run(None, {"task": "paced", "paced.elements": ELEMENTS}, ["butterfly"])
+    anna = Member("anna")
+    manifest = Manifest(config=config, founder=anna, elements=(ELEMENTS,), state_root=UNSETTLED, created=1.0)
+    return FetchableRun(b"sealed", manifest, LAYOUT)
+
+
+def founded(config: RunConfig, layout: Layout, directory: Path) -> bytes:
+    """The envelope of a run with this layout."""
+    directory.mkdir(exist_ok=True)
+    founder = create(directory / "identity.key")
+    manifest = Manifest(
+        config=config,
+        founder=Member(founder.peer_id, 1),
+        elements=layout.sizes(),
+        state_root=bytes(32),
+        created=1.0,
+        layout=layout_digest(layout),
+    )
+    return seal(manifest, founder)
+
+
+def refused(sealed: bytes) -> str:
+    with pytest.raises(TrainedError) as caught:
+        fetchable(sealed)
+    line = str(caught.value)
+    assert len(line.splitlines()) == 1
+    return line
+
+
+def test_newest_state_on_the_chain_is_fetched_without_a_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = made_by_anna()
+    monkeypatch.setattr(sync_cluster, "RUN", bytes.fromhex(run.manifest.run_id))
+    swarm = SyncCluster(["anna"], elements=ELEMENTS, every_rounds=4)
+
+    async def main() -> None:
+        anna = swarm.peers["anna"]
+        await swarm.rounds("anna", 10)
+        before = anna.chain.head
+        stranger = sim_host(swarm.network, swarm.network.join("zoe"), SEED, {})
+        await fetch_state(stranger, run, ["anna"], tmp_path)
+        made = newest(tmp_path)
+        kept = anna.snapshots.get(made.lineage)
+        assert kept and made.round == 8 and made.state_root == kept.index.state_root(8) and made.layout == LAYOUT
+        fetched = made.snapshot()
+        chunks = range(len(kept.index.digests))
+        assert len(chunks) > 2 and all(fetched.chunk(index) == kept.chunk(index) for index in chunks)
+        assert trained_rounds(tmp_path, made) == 8
+        assert (tmp_path / "manifest.bin").read_bytes() == b"sealed"
+        assert anna.chain.head == before and not anna.sync._context.peers._callers
+
+    swarm.play(main)
+
+
+def test_chain_that_its_votes_do_not_prove_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = made_by_anna()
+    monkeypatch.setattr(sync_cluster, "RUN", bytes.fromhex(run.manifest.run_id))
+    swarm = SyncCluster(["anna"], elements=ELEMENTS, every_rounds=4)
+
+    async def main() -> None:
+        await swarm.rounds("anna", 3)
+        await swarm.decide("anna", Kind.FORK)  # a whole roster cannot fork itself
+        await swarm.rounds("anna", 4)
+        stranger = sim_host(swarm.network, swarm.network.join("zoe"), SEED, {})
+        with pytest.raises(TrainedError, match="no peer sent a snapshot of this chain"):
+            await fetch_state(stranger, run, ["anna"], tmp_path)
+        assert not (tmp_path / "checkpoints").exists()
+
+    swarm.play(main)
+
+
+def test_peers_without_a_state_give_one_line(tmp_path: Path) -> None:
+    run = made_by_anna()
+
+    async def main() -> None:
+        network = SimNetwork(Trace())
+        stranger = sim_host(network, network.join("zoe"), SEED, {})
+        with pytest.raises(TrainedError) as caught:
+            await fetch_state(stranger, run, ["nobody"], tmp_path)
+        assert str(caught.value) == (
+            f"run {run.manifest.run_id[:12]}: no peer sent a snapshot of this chain: "
+            "try again in a minute, or give the address of another of its peers"
+        )
+
+    simloop.run(main())
+
+
+def test_fetchable_run_has_the_layout_of_its_task(tmp_path: Path) -> None:
+    config = small_gpt()
+    assert config.gpt
+    layout = flatten(Gpt(config.gpt.shape)).layout
+    sealed = founded(config, layout, tmp_path)
+    assert fetchable(sealed) == FetchableRun(sealed, unseal(sealed, verify), layout)
+
+
+def test_run_that_cannot_be_fetched_gives_one_line(tmp_path: Path) -> None:
+    assert "the envelope is damaged" in refused(b"nonsense")
+    line = refused(staged_run(tmp_path / "founder").envelope)
+    assert " has 3 stages, which cannot be fetched from running peers yet: give a state directory" in line
+    paced = {"task": "paced", "paced.elements": ELEMENTS}
+    for name, config, layout, words in (
+        (
+            "gossip",
+            load_run(None, {**paced, "protocol": "gossip"}, INDEPENDENT_PROTOCOLS),
+            LAYOUT,
+            "a model of its own",
+        ),
+        ("own", load_run(None, {"task": "mine:make"}, ["butterfly"]), LAYOUT, "only its peers know its tensors"),
+        ("other", load_run(None, paced, ["butterfly"]), Layout(((("other", (ELEMENTS,)),),)), "other tensors than"),
+    ):
+        assert words in refused(founded(config, layout, tmp_path / name))
