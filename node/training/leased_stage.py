@@ -113,7 +113,9 @@ class LeasedStage:
                 self._forward_seconds = _averaged(self._forward_seconds, loop_time() - began)
                 return result
 
-        return await self._running.finish(job())
+        result = await self._running.finish(job())
+        _require_valid(not lease.is_void)  # the weights may have been written since the job's turn ended
+        return result
 
     async def _counted(self, lease: Lease, work: Callable[[], Awaitable[T]]) -> T:
         """A job that adds to the gradient: it counts even if the caller is cancelled meanwhile."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
-from node.membership.handshake import LocalPeer
+from node.membership.handshake import LocalPeer, LocalStage
 from node.membership.hello import HELLO, VERSION, Heartbeat, Hello, HelloRejected, PeerAddress, Welcome, signed_part
 from node.membership.membership import DialPolicy, Membership, MembershipCallbacks
 from node.membership.peer_record import PeerRecord
@@ -54,6 +54,7 @@ class MembershipSwarm:
         self.clocks: dict[PeerId, SimClock] = {}
         self.said: list[tuple[PeerId, str]] = []
         self.dropped: list[PeerId] = []
+        self.stages: dict[PeerId, LocalStage] = {}
         self.reached: list[tuple[PeerId, tuple[str, ...]]] = []
         self._starts = 0
 
@@ -87,14 +88,9 @@ class MembershipSwarm:
         callbacks = MembershipCallbacks(
             lambda line: self.duplicates.append((me.peer, line)), lambda line: self.said.append((me.peer, line))
         )
-        return Membership(
-            transport,
-            self.clocks[me.peer],
-            SimSigner(me.peer, 0),
-            LocalPeer(me, run, nonce, f"nick-{me.peer}", lambda: self.addresses[me.peer], lambda: 7),
-            dialing,
-            callbacks,
-        )
+        nickname, stage = f"nick-{me.peer}", self.stages.get(me.peer)
+        local = LocalPeer(me, run, nonce, nickname, lambda: self.addresses[me.peer], lambda: 7, stage)
+        return Membership(transport, self.clocks[me.peer], SimSigner(me.peer, 0), local, dialing, callbacks)
 
     async def meet(self, names: Iterable[PeerId], seconds: float = 5.0) -> None:
         """Start these peers, and wait until all of them see each other."""

@@ -8,7 +8,17 @@ from dataclasses import replace
 import pytest
 
 from node.membership.failure_detector import CEILING_SECONDS, FLOOR_SECONDS, FailureDetector
-from node.membership.hello import HELLO, VERSION, Heartbeat, Hello, HelloRejected, Welcome
+from node.membership.handshake import LocalStage
+from node.membership.hello import (
+    FORMER_HELLO,
+    HELLO,
+    VERSION,
+    Heartbeat,
+    Hello,
+    HelloRejected,
+    StageSeat,
+    Welcome,
+)
 from node.membership.peer_record import MAX_FAILURES
 from protocols import wire
 from protocols.base import Member
@@ -96,6 +106,36 @@ async def test_invalid_greetings_are_rejected_and_counted(swarm: MembershipSwarm
     assert "without a signature" in await say(replace(greeting("x"), nickname="not what it signed"))
     assert sum(members.refused.values()) == 4
     assert swarm.sees("a") == ["a"]
+
+
+@on_virtual_time
+async def test_peer_of_an_older_version_is_told_to_update(swarm: MembershipSwarm) -> None:
+    """Its greeting, whose fields are others, is never decoded."""
+    members = swarm.start("a")
+    old = swarm.network.join("old")
+    async with old.open("a", FORMER_HELLO, asyncio.get_running_loop().time() + 60.0) as stream:
+        answer = wire.expect(await stream.receive(wire.MAX_HEADER_BYTES), HelloRejected)
+    assert answer.why == "this peer speaks version 2 of Starling: update the older"
+    assert dict(members.refused) == {"speaks an older version of Starling": 1} and swarm.sees("a") == ["a"]
+
+
+@on_virtual_time
+async def test_stages_rounds_and_rates_reach_the_others(swarm: MembershipSwarm) -> None:
+    """Rounds at once, since stage 0 is the clock of all others; rates with a heartbeat."""
+    seat = StageSeat(2, Member("b"), b"signed")
+    swarm.stages = {"a": LocalStage(0, seat), "b": LocalStage(2, seat)}
+    await swarm.meet("abc")
+    a, b, c = (swarm.members[name] for name in "abc")
+    assert [c.stage_of(name) for name in "abc"] == [0, 2, 0] and c.stage_of("nobody") is None
+    assert a.peers() == ["c"] and b.peers() == [], "a state is fetched from peers of the own stage only"
+    assert swarm.contacts("c")["b"].hello and swarm.contacts("c")["b"].hello.seats == (seat,)
+    await asyncio.sleep(0.5)
+    a.announce_rounds(7)
+    a.announce_rounds(5)
+    b.announce_rate(12.5)
+    await until(lambda: b.rounds_of("a") == c.rounds_of("a") == 7, 0.2)
+    await until(lambda: swarm.contacts("a")["b"].rate == 12.5, 2.0)
+    assert a.rounds_of("a") == 7 and b.rounds_of("nobody") == 0
 
 
 @on_virtual_time

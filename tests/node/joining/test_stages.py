@@ -1,0 +1,141 @@
+"""Which stage a joiner gets: no stage ever has two first members, and no stranger gives or takes a seat."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from node.joining.stages import Seats, StageAssigner, place_of, seats_of, seats_to_bytes
+from node.membership.hello import ANY_STAGE, StageRejected, StageReply, StageSeat, WantStage
+from protocols.base import BadPayload, Member, PeerGone
+from tests.sim import loop as simloop
+from tests.sim.host import SimSigner
+
+FOUNDER = Member("founder")
+STAGES = 3
+MANIFEST: Any = SimpleNamespace(stages=(None,) * STAGES, run_id=bytes(32).hex(), founder=FOUNDER)
+
+
+class Peers:
+    """A membership of the peers that a test names, and the founder's disk."""
+
+    def __init__(self, me: Member = FOUNDER) -> None:
+        self.me, self.kept = me, b""
+        self.seats = Seats(MANIFEST, SimSigner(me.peer, 0))
+        if me == FOUNDER:
+            self.seats.sign(0, FOUNDER)
+        self.here: list[Any] = []
+        membership: Any = SimpleNamespace(
+            contacts=lambda: self.here, live=lambda: (me, *(each.member for each in self.here)), stage_of=lambda peer: 0
+        )
+        self.assigner = StageAssigner(me, MANIFEST, self.seats, membership, self, self.keep)  # type: ignore[arg-type]
+
+    def open(self, peer: str, method: str, deadline: float) -> Any:
+        raise PeerGone(peer, "it sleeps")
+
+    def meet(self, name: str, stage: int, rate: float = 0.0, seats: tuple[StageSeat, ...] = ()) -> None:
+        hello = SimpleNamespace(seats=seats)
+        self.here.append(
+            SimpleNamespace(peer=name, member=Member(name), stage=stage, rate=rate, hello=hello, live=True)
+        )
+
+    async def keep(self, seats: Iterable[StageSeat]) -> None:
+        await asyncio.sleep(0.1)
+        self.kept = seats_to_bytes(seats)
+
+    async def ask(self, name: str, wanted: int = ANY_STAGE, by: str = "") -> StageReply | StageRejected:
+        return await self.assigner.assign(by or name, WantStage(Member(name), wanted))
+
+    async def stage(self, name: str, wanted: int = ANY_STAGE) -> int:
+        answer = await self.ask(name, wanted)
+        assert isinstance(answer, StageReply)
+        return answer.stage
+
+
+def test_each_stage_gets_one_first_member_and_its_seat_is_on_the_disk_first() -> None:
+    """Four joiners at once; then the first of them asks again, and one wants a stage that has its first member."""
+    founder = Peers()
+
+    async def story() -> None:
+        answers = await asyncio.gather(*(founder.ask(name) for name in "abcd"))
+        seated = {seat.stage: seat.member.peer for seat in seats_of(founder.kept)}
+        assert seated == {0: "founder", 1: "a", 2: "b"}
+        for answer in answers:
+            assert isinstance(answer, StageReply) and {each.stage for each in answer.seats} == {0, 1, 2}
+        assert await founder.stage("a") == 1 and await founder.stage("e", wanted=2) == 2
+        assert founder.seats.known[2].member.peer == "b"
+
+    simloop.run(story())
+
+
+def test_weakest_stage_gets_the_next_joiner() -> None:
+    """By rates; a peer whose rate is not known counts as a usual one, as does one that was assigned just now."""
+    founder = Peers()
+
+    async def story() -> None:
+        for name, stage, rate in (("a", 1, 8.0), ("b", 2, 2.0), ("c", 1, 2.0)):
+            await founder.stage(name, stage)
+            founder.meet(name, stage, rate)
+        assert await founder.stage("d") == 0, "its only peer is a usual one, of 2; ties go to the lower stage"
+        assert await founder.stage("e") == 2
+        assert await founder.stage("f") == 0
+        await asyncio.sleep(70.0)
+        assert await founder.stage("g") == 0, "d, e and f never came"
+
+    simloop.run(story())
+
+
+def test_seats_that_the_founder_has_not_signed_are_refused() -> None:
+    founder, other = Peers(), Peers(Member("other"))
+    genuine = founder.seats.sign(1, Member("a"))
+    other.seats.add([genuine])
+    forged = (
+        replace(genuine, member=Member("mallory")),
+        replace(genuine, member=Member("a", 1)),
+        replace(genuine, stage=2),
+        Peers(Member("mallory")).seats.sign(2, Member("mallory")),
+    )
+    for seat in forged:
+        with pytest.raises(BadPayload, match="has not signed"):
+            other.seats.add([seat])
+    assert other.seats.known == {1: genuine} and other.seats.missing == (0, 2)
+
+
+def test_only_live_peers_ask_for_others() -> None:
+    founder = Peers()
+
+    async def story() -> None:
+        with pytest.raises(BadPayload, match="in the name of a"):
+            await founder.ask("a", by="mallory")
+        assert founder.seats.missing == (1, 2)
+        founder.meet("relay", 0)
+        assert isinstance(await founder.ask("a", by="relay"), StageReply)
+
+    simloop.run(story())
+
+
+def test_without_the_founder_others_answer_once_they_know_all_seats() -> None:
+    founder, other = Peers(), Peers(Member("other"))
+
+    async def story() -> None:
+        answer = await other.ask("x")
+        assert isinstance(answer, StageRejected) and "founder is away" in answer.why
+        answer = await other.ask("x", wanted=3)
+        assert answer == StageRejected("the run has the stages 0 to 2, and no stage 3")
+        seats = [founder.seats.known[0], founder.seats.sign(1, Member("a")), founder.seats.sign(2, Member("b"))]
+        for seat in seats:
+            other.meet(seat.member.peer, seat.stage, 1.0, (seat,))
+        answer = await other.ask("x")
+        assert isinstance(answer, StageReply) and answer.stage == 1 and set(answer.seats) == set(seats)
+
+    simloop.run(story())
+
+
+@pytest.mark.parametrize("data", (b"", b"{", b"[]", b'{"stage": 1}', b"\xff"))
+def test_damaged_stage_is_none(data: bytes) -> None:
+    assert place_of(data) is None
