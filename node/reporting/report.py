@@ -11,7 +11,7 @@ from typing import Self
 
 from protocols.base import LocalProgress
 
-_LATER = ("stage", "stages", "microbatches", "abandoned")
+_LATER = ("stage", "stages", "seconds_compute", "microbatches", "abandoned")
 """Fields that lines of an older version lack."""
 
 
@@ -50,6 +50,8 @@ class RoundReport:
         open_files, tasks: file descriptors and tasks of the peer's own process when the round was over.
         stage, stages: this peer's stage, and the number of stages; 0 and 1 in a run without stages. Tokens are those
             that passed this stage: the sum over one stage is what the run has trained on.
+        seconds_compute: with stages, time in which the worker computed microbatches since the previous report; the
+            rest of `seconds_train` it waited for other stages.
         microbatches: microbatches that were counted at this peer since the previous report; 0 without stages.
         abandoned: of a driver: why microbatches were abandoned -> how many.
     """
@@ -96,6 +98,7 @@ class RoundReport:
     tasks: int = 0
     stage: int = 0
     stages: int = 1
+    seconds_compute: float = 0.0
     microbatches: int = 0
     abandoned: dict[str, int] = field(default_factory=dict)
 

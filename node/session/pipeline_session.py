@@ -69,7 +69,7 @@ class PipelineTrainer:
         self.layout = remote.layout
         self._work = LeasedStage(remote)
         self._abandoned: Counter[str] = Counter()
-        self._reported = 0
+        self._reported = 0, 0.0
         self._written = peer.trained()  # training rounds whose result the anchor has
         sizes, config = remote.sizes, manifest.config
         run = bytes.fromhex(manifest.run_id)
@@ -176,13 +176,15 @@ class PipelineTrainer:
     def annotate(self, report: RoundReport) -> RoundReport:
         """The report with what only a pipeline knows, and with the bytes and the blame of its streams."""
         blamed, sent, received = self._endpoint.accounting.take()
-        counted, self._reported = self._work.counted - self._reported, self._work.counted
+        counted, seconds = self._work.counted - self._reported[0], self._work.computed_seconds - self._reported[1]
+        self._reported = self._work.counted, self._work.computed_seconds
         abandoned, self._abandoned = dict(self._abandoned), Counter()
         stage = self._peer.stage
         return replace(
             report,
             stage=stage,
             stages=self._stages,
+            seconds_compute=seconds,
             microbatches=counted,
             abandoned=abandoned,
             blamed={**report.blamed, **{blame.peer: blame.why for blame in blamed}},

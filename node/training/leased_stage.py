@@ -77,11 +77,13 @@ class LeasedStage:
         jobs: the computations.
         counted: microbatches that were counted so far.
         usual_seconds: moving average of the time to compute a microbatch, forwards and backwards; 0 before the first.
+        computed_seconds: time that all jobs took so far.
     """
 
     def __init__(self, jobs: StageJobs) -> None:
         self.jobs = jobs
         self.counted = 0
+        self.computed_seconds = 0.0
         self._forward_seconds = self._backward_seconds = 0.0
         self._running = UninterruptedJobs()
 
@@ -110,7 +112,7 @@ class LeasedStage:
                 _require_valid(not lease.is_void)
                 began = loop_time()
                 result = await work()
-                self._forward_seconds = _averaged(self._forward_seconds, loop_time() - began)
+                self._forward_seconds = self._took(self._forward_seconds, began)
                 return result
 
         result = await self._running.finish(job())
@@ -132,14 +134,16 @@ class LeasedStage:
                 _require_valid(not lease.is_void)  # the worker died after it had answered
                 lease.count()
                 self.counted += 1
-                self._backward_seconds = _averaged(self._backward_seconds, loop_time() - began)
+                self._backward_seconds = self._took(self._backward_seconds, began)
                 return result
 
         return await self._running.finish(job())
 
-
-def _averaged(before: float, seconds: float) -> float:
-    return ewma(before, seconds, GAIN) if before else seconds
+    def _took(self, usual_seconds: float, began: float) -> float:
+        """Note the end of a job. Returns the new moving average of such jobs."""
+        seconds = loop_time() - began
+        self.computed_seconds += seconds
+        return ewma(usual_seconds, seconds, GAIN) if usual_seconds else seconds
 
 
 def _require_valid(valid: bool) -> None:
