@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from node.config.manifest import FORMAT, Manifest, ManifestError, layout_digest, seal, unseal
+from node.config.manifest import FORMAT, Manifest, ManifestError, StageEntry, layout_digest, seal, unseal
 from node.config.run_config import GptTable, PacedTable, RunConfig, load_run
 from node.config.toml import MAX_BYTES
 from node.joining.consent import require_consent
@@ -304,3 +304,44 @@ def test_named_task_or_former_run_counts_as_consent() -> None:
     require_consent(manifest, "mine.tasks:make", "")
     require_consent(manifest, None, manifest.run_id)
     require_consent(MANIFEST, None, "")
+
+
+# -- stages ------------------------------------------------------------------------------------------------------------
+
+
+def staged(**changes: Any) -> Manifest:
+    """Two stages of the golden configuration's three blocks."""
+    stages = (
+        StageEntry(end=2, state_root=MANIFEST.state_root, layout=layout_digest(LAYOUT)),
+        StageEntry(end=3, state_root=bytes(32), layout=bytes(32)),
+    )
+    total = MANIFEST.elements[0]
+    values: dict[str, Any] = {"config": replace(CONFIG, stages=2), "elements": (5, total - 5), "stages": stages}
+    return replace(MANIFEST, **values | changes)
+
+
+def test_stages_round_trip_and_describe_each_stage() -> None:
+    manifest = staged()
+    assert opened(seal(manifest, FOUNDER)) == manifest and manifest.run_id != MANIFEST.run_id
+    assert manifest.bounds == (0, 2, 3) and MANIFEST.bounds == (0,)
+    assert [manifest.scope(stage) for stage in (0, 1)] == ["run/stage/0", "run/stage/1"] and MANIFEST.scope(0) == "run"
+    assert manifest.elements_of(1) == (MANIFEST.elements[0] - 5,) and MANIFEST.elements_of(0) == MANIFEST.elements
+    assert manifest.root_of(1) == bytes(32) and MANIFEST.root_of(0) == MANIFEST.state_root
+    with pytest.raises(ManifestError, match="here the model has"):
+        manifest.require_layout(LAYOUT, 1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"stages": None}, "the run has 2 stages, the manifest describes 0"),
+        ({"config": CONFIG}, "the run has no stages, the manifest describes 2"),
+        ({"elements": (MANIFEST.elements[0],)}, "the run has 2 stages"),
+        ({"stages": staged().stages[::-1]}, "the stages' blocks are not in order"),  # type: ignore[index]
+        ({"stages": (staged().stages[0], replace(staged().stages[1], end=4))}, "have 4 blocks, the model has 3"),  # type: ignore[index]
+        ({"state_root": bytes(32)}, "not that of stage 0"),
+    ],
+)
+def test_inconsistent_stages_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        staged(**changes)

@@ -313,3 +313,34 @@ def test_run_of_unknown_protocol_is_rejected() -> None:
 def test_every_recipe_value_can_be_set() -> None:
     values = {field.name: getattr(PRESETS["w64"].recipe, field.name) for field in fields(Recipe)}
     assert run({f"recipe.{name}": value for name, value in values.items()}).recipe == PRESETS["w64"].recipe
+
+
+def test_stages_split_a_presets_step_into_microbatches() -> None:
+    """The tokens of a step stay; one stage is the same run as none; values that the user gives are kept."""
+    whole, cut = run(), run({"stages": 3})
+    assert (whole.gpt.rows, whole.recipe.batches) == (8, 1) and (cut.gpt.rows, cut.recipe.batches) == (1, 8)  # type: ignore[union-attr]
+    assert replace(cut, stages=None, gpt=whole.gpt, recipe=whole.recipe) == whole
+    assert run({"stages": 1}).to_canonical() == whole.to_canonical() and b"activations" not in cut.to_canonical()
+    assert RunConfig.from_canonical(cut.to_canonical()) == cut and cut.activation_codec == "bf16"
+    given = run({"stages": 2, "gpt.rows": 4, "activations": "fp32"})
+    assert (given.gpt.rows, given.recipe.batches, given.activation_codec) == (4, 1, "fp32")  # type: ignore[union-attr]
+    assert run({"stages": 2, "recipe.batches": 3}).gpt.rows == 8  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "line"),
+    [
+        ({"stages": 7}, "7 stages need as many blocks, and the model has 6: take fewer stages"),
+        ({"stages": 33}, "must be at most 32, not 33"),
+        ({"stages": 2, "protocol": "gossip"}, "stages average by butterfly, not by gossip"),
+        ({"stages": 2, "task": "somebodys:own"}, "stages is for the tasks gpt and paced: somebodys:own cannot be cut"),
+        ({"stages": 2, "codec": "topk"}, "stages and codec topk do not go together"),
+        ({"stages": 2, "recipe.batches": 65}, "recipe.batches must be at most 64, not 65"),
+        ({"stages": 2, "gpt.rows": 512, "gpt.width": 256}, "activations of 64 MiB, more than 16: take fewer gpt.rows"),
+        ({"stages": 2, "activations": "int8"}, "must be one of bf16, fp32"),
+        ({"activations": "fp32"}, "activations is for runs with stages"),
+        ({"stages": 3, "task": "paced", "paced.elements": 2}, "2 elements cannot be cut into 3 stages"),
+    ],
+)
+def test_impossible_stages_are_refused(overrides: dict[str, object], line: str) -> None:
+    assert line in refusal(None, overrides)
