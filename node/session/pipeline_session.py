@@ -12,7 +12,7 @@ from pathlib import Path
 from node.config.manifest import Manifest
 from node.membership.membership import Membership
 from node.reporting.report import RoundReport
-from node.tasks.gpt_stage import ActivationShape
+from node.tasks.gpt_stage import MAX_HELD_OUT, ActivationShape
 from node.training.leased_stage import LeasedStage
 from node.training.pipeline_text import generate
 from node.training.process import WorkerError
@@ -22,7 +22,7 @@ from protocols.aio import loop_time
 from protocols.base import BadPayload, Host, LocalProgress, Member, RoundKey, Settings, Vector
 from protocols.endpoint import ProtocolEndpoint
 from protocols.pipeline.driving import PipelineDriver
-from protocols.pipeline.outer import OuterClient, OuterServer
+from protocols.pipeline.outer import MAX_REQUESTS, OuterClient, OuterServer
 from protocols.pipeline.serving import StageServer
 from protocols.pipeline.settings import PipelineEvent, PipelineSettings
 from protocols.pipeline.stages import StageClock, StageMembers, by_stage
@@ -30,6 +30,8 @@ from protocols.pipeline.work import LeaseLost
 
 EVALUATION_SECONDS = 60.0
 """An evaluation or a text that takes longer is given up: the next round must not wait for it."""
+USUAL_EVALUATION_SECONDS, MAX_STRIDE = 10.0, 16
+"""If all held-out microbatches took longer, only some of them are evaluated: at least every `MAX_STRIDE`-th."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,9 +143,21 @@ class PipelineTrainer:
         if self._driver is None:
             return float("nan")
         try:
-            return await self._outer.evaluate(self._written, loop_time() + EVALUATION_SECONDS)
+            return await self._outer.evaluate(self._written, loop_time() + EVALUATION_SECONDS, self._stride())
         except LeaseLost as error:
             raise WorkerError(str(error)) from None
+
+    def _stride(self) -> int:
+        """Of how many held-out microbatches one is evaluated, so that slow stages take about `USUAL_EVALUATION_SECONDS`.
+
+        A power of two, which seldom changes from round to round.
+        """
+        forward_seconds = self._work.usual_seconds / 3  # a forward, and a backward that computes it again
+        seconds = MAX_HELD_OUT * forward_seconds * self._stages / MAX_REQUESTS
+        stride = 1
+        while stride < MAX_STRIDE and seconds / stride > USUAL_EVALUATION_SECONDS:
+            stride *= 2
+        return stride
 
     async def generate(self, prompt: bytes, tokens: int, temperature: float = 0.0, seed: int = 0) -> bytes:
         """Continue `prompt` by `tokens` bytes; see `RemoteTrainer.generate`. Stage 0 only.

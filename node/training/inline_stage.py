@@ -52,6 +52,9 @@ class StageCompute(Learner, OuterCompute, Protocol):
     def finish(self, batch: int, gradient: Buffer, loss: float) -> None:
         """Of stage 0: compute the forward again, add to the gradient, and note the loss."""
 
+    def check(self, activation: Buffer) -> None:
+        """Of stage 0: see `protocols.pipeline.work.FirstStageWork.check`."""
+
     def discard(self) -> None:
         """Drop the gradients since the last step."""
 
@@ -156,6 +159,9 @@ class InlineStage:
     async def finish(self, batch: int, gradient: Buffer, loss: float) -> None:
         await asyncio.sleep(self.seconds.backward)
         self.compute.finish(batch, gradient, loss)
+
+    def check(self, activation: Buffer) -> None:
+        self.compute.check(activation)
 
     # -- the weights --------------------------------------------------------------------------------------------------
 

@@ -50,6 +50,9 @@ class StageJobs(Protocol):
     async def finish(self, batch: int, gradient: Buffer, loss: float) -> None:
         """Of stage 0: compute the forward again, add to the gradient, and note the loss."""
 
+    def check(self, activation: Buffer) -> None:
+        """Of stage 0: see `FirstStageWork.check`. It needs no turn."""
+
 
 class UninterruptedJobs:
     """Runs jobs to their end even if their callers are cancelled: a worker whose answer nobody awaits is killed."""
@@ -105,6 +108,9 @@ class LeasedStage:
 
     async def finish(self, batch: int, gradient: Buffer, loss: float, lease: Lease) -> None:
         await self._counted(lease, lambda: self.jobs.finish(batch, gradient, loss))
+
+    def check(self, activation: Buffer) -> None:
+        self.jobs.check(activation)
 
     async def _uncounted(self, lease: Lease, work: Callable[[], Awaitable[T]]) -> T:
         async def job() -> T:

@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any, Self
 
-from node.tasks.spec import WorkerSpec
+from node.tasks.spec import GptValues, WorkerSpec
 from node.tasks.stage_job import StageSizes, stage_sizes
 from node.training import shared
 from node.training.activation_slots import ActivationSlots
@@ -21,6 +21,7 @@ from node.training.inline_stage import Priority, TurnQueue
 from node.training.leased_stage import UninterruptedJobs
 from node.training.process import WorkerError, WorkerGone, WorkerProcess
 from node.training.remote import NOTHING, RemoteTrainer
+from node.training.stage_learner import check_activation
 from protocols.aio import loop_time, run_with_helper
 from protocols.base import BadPayload, Buffer, Compute, LocalProgress, Vector
 from protocols.pipeline.work import LeaseLost
@@ -37,6 +38,7 @@ class RemoteStage(RemoteTrainer):
     def __init__(self, spec: WorkerSpec, compute: Compute, on_given_up: Callable[[str], None] | None = None) -> None:
         assert spec.stage is not None
         self.sizes: StageSizes = stage_sizes(spec)
+        self._activations = spec.stage.activations
         self._slots_descriptor = shared.create()
         super().__init__(replace(spec, stage=replace(spec.stage, slots=self._slots_descriptor)), compute, on_given_up)
         self.on_lost: Callable[[], None] = lambda: None
@@ -92,6 +94,11 @@ class RemoteStage(RemoteTrainer):
 
     async def finish(self, batch: int, gradient: Buffer, loss: float) -> None:
         await self._job({"do": "finish", "batch": batch, "loss": loss}, gradient)
+
+    def check(self, activation: Buffer) -> None:
+        """Check what another stage has sent, in the peer's own process."""
+        if isinstance(self._spec.values, GptValues):
+            check_activation(activation, self._activations)
 
     async def _job(self, command: dict[str, Any], *inputs: Buffer) -> Any:
         """Have the worker do one job inside the caller's turn.

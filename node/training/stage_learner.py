@@ -57,10 +57,9 @@ class ActivationCodec:
         """
         if len(data) != self.activation_bytes:
             raise BadPayload(f"an activation of {len(data)} bytes where {self.activation_bytes} are due")
-        flat = torch.frombuffer(bytearray(data), dtype=ACTIVATION_DTYPES[self.name]).float()
-        if not bool(torch.isfinite(flat).all()):
-            raise BadPayload("an activation or gradient that is not finite")
-        return flat.view(self.shape.rows, self.shape.positions, self.shape.width)
+        flat = torch.frombuffer(bytearray(data), dtype=ACTIVATION_DTYPES[self.name])
+        _require_finite(flat)
+        return flat.float().view(self.shape.rows, self.shape.positions, self.shape.width)
 
     def encode_targets(self, targets: torch.Tensor) -> bytes:
         return _bytes(targets.to(torch.int32))
@@ -77,6 +76,23 @@ class ActivationCodec:
         if not bool(((targets >= 0) & (targets < classes)).all()):
             raise BadPayload("targets that are not in the vocabulary")
         return targets.view(self.shape.rows, self.shape.positions)
+
+
+def check_activation(data: Buffer, name: str) -> None:
+    """Check what another peer has sent, without decoding it.
+
+    Args:
+        name: how activations travel: one of `ACTIVATION_DTYPES`.
+
+    Raises:
+        BadPayload: it is not finite.
+    """
+    _require_finite(torch.frombuffer(data, dtype=ACTIVATION_DTYPES[name]))
+
+
+def _require_finite(flat: torch.Tensor) -> None:
+    if not bool(torch.isfinite(flat).all()):
+        raise BadPayload("an activation or gradient that is not finite")
 
 
 def _bytes(tensor: torch.Tensor) -> bytes:
@@ -165,6 +181,9 @@ class StageLearner:
         inputs, _ = self._task.batch(self._seed, batch)  # a batch is a pure function of its number
         self._task.module(inputs.to(self._device)).backward(self._decoded(gradient))
         self._accumulated.add(inputs.numel(), loss)
+
+    def check(self, activation: Buffer) -> None:
+        check_activation(activation, self._codec.name)
 
     def discard(self) -> None:
         self._optimizer.clear()

@@ -207,7 +207,7 @@ class _Lane:
                 gradient = await self._backward(held[-1], gradient, deadline)
                 held.pop()
             await self._work.finish(batch, gradient, loss, lease)
-        except (Abandoned, LeaseLost) as error:
+        except (Abandoned, LeaseLost, BadPayload) as error:
             self._driver.report("abandoned", lease, str(error))
         else:
             self._driver.report("done", lease)
@@ -235,7 +235,7 @@ class _Lane:
                 continue
             except (PeerError, BadPayload) as error:
                 router.failed(call.member.peer, loop_time(), loop_time() - began)
-                await self._streams.reset(call)
+                await self._streams.reset(call, error)
                 if stage == self._settings.last:
                     raise Abandoned(f"stage {stage} may have counted it: {error}") from error
             else:
@@ -291,6 +291,7 @@ class _Lane:
             raise Abandoned(str(error)) from error
         except (PeerError, BadPayload) as error:
             self._driver.routers[call.stage].failed(call.member.peer, loop_time())
+            await self._streams.reset(call, error)
             raise Abandoned(f"its backward failed: {error}") from error
 
     def _in_time(self, call: _Call, deadline: Deadline) -> AbstractAsyncContextManager[None]:
@@ -301,6 +302,7 @@ class _Lane:
     async def _payload(self, call: _Call) -> bytearray:
         payload = bytearray(self._settings.activation_bytes)
         await call.stream.receive_into(memoryview(payload))
+        self._work.check(payload)
         return payload
 
 
@@ -341,12 +343,16 @@ class _Streams:
             await self._close(call)
         return await self._ask(await self._connect(stage, member), number)
 
-    async def reset(self, call: _Call) -> None:
-        """Break a stream off, which ends its lease at the replica."""
+    async def reset(self, call: _Call, why: Exception | None = None) -> None:
+        """Break a stream off, which ends its lease at the replica.
+
+        Args:
+            why: what the replica has done; it is named if it broke a rule.
+        """
         if self._open.get(call.member) is call:
             del self._open[call.member]
-            error = PeerSilent(call.member.peer, "the microbatch was given up")
-            await call.context.__aexit__(PeerSilent, error, None)
+            error = why or PeerSilent(call.member.peer, "the microbatch was given up")
+            await call.context.__aexit__(type(error), error, None)
 
     async def reset_all(self) -> None:
         for call in tuple(self._open.values()):

@@ -122,14 +122,17 @@ class OuterClient:
         self._endpoint, self._settings, self._work, self._directory = endpoint, settings, work, directory
         self._rng = endpoint.host.rng("pipeline outer")
 
-    async def evaluate(self, trained: int, deadline: Deadline) -> float:
-        """Mean loss over all held-out microbatches, in nats per token; nan if there are none.
+    async def evaluate(self, trained: int, deadline: Deadline, stride: int = 1) -> float:
+        """Mean loss over the held-out microbatches, in nats per token; nan if there are none.
+
+        Args:
+            stride: take every `stride`-th microbatch only.
 
         Raises:
             TimeoutError: it is not complete at the deadline, for instance because a stage is empty, or because the
                 parameters give no finite loss.
         """
-        indices, losses = itertools.count(), dict[int, float]()
+        indices, losses = itertools.count(0, stride), dict[int, float]()
 
         async def lane() -> None:
             for index in indices:

@@ -39,6 +39,13 @@ class FirstStageWork(Protocol):
     async def finish(self, batch: int, gradient: Buffer, loss: float, lease: Lease) -> None:
         """Add to the stage's gradient, with the gradient of its output and the loss that the last stage measured."""
 
+    def check(self, activation: Buffer) -> None:
+        """Check what another stage has sent, before it is passed on: else the next stage would blame the driver.
+
+        Raises:
+            BadPayload: it is not finite.
+        """
+
 
 class OuterWork(Protocol):
     """The computations of one replica of a stage other than 0 with its outer parameters. They count nothing.

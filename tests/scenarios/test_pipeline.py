@@ -13,7 +13,10 @@ from typing import Any
 
 import pytest
 
+from node.tasks.paced_stage import ACTIVATION_BYTES, PacedStage
 from node.training.inline_stage import StageSeconds
+from protocols.base import BadPayload
+from protocols.control_channel import RoundAccounting
 from protocols.pipeline.driving import _Lane
 from protocols.pipeline.settings import PipelineEvent
 from tests.sim.pipeline_runner import PipelineRunner
@@ -225,6 +228,35 @@ def test_driver_that_keeps_leases_leaves_the_others_their_rate(monkeypatch: pyte
         return counts["p1"] + counts["p2"]
 
     monkeypatch.setattr(_Lane, "_backward", hoard)
+    run.play(story)
+
+
+@pytest.mark.parametrize("job", ("forward", "backward"))
+def test_replica_whose_numbers_are_not_finite_is_named_and_costs_no_other_peer(
+    job: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its drivers go on with the other replica; no driver is blamed for having passed the numbers on."""
+    run, bad = PipelineRunner((0, 0, 1, 1, 2)), b"\xff" * ACTIVATION_BYTES
+    named: dict[str, str] = {}
+    monkeypatch.setattr(RoundAccounting, "name", lambda accounting, peer, why: named.setdefault(peer, why))
+
+    def check(stage: PacedStage, activation: bytes) -> None:
+        if bytes(activation) == bad:
+            raise BadPayload("an activation or gradient that is not finite")
+
+    monkeypatch.setattr(PacedStage, "check", check)
+
+    async def story() -> None:
+        await run.rounds(1)
+        compute = run.work["p2"].compute
+        right = getattr(compute, job)
+        monkeypatch.setattr(compute, job, lambda *given: (right(*given), bad)[1])
+        began = run.now
+        await run.rounds(2)
+        counts = run.count("counted", began, 1)
+        assert counts["p3"] > 8 and set(named) == {"p2"} and "not finite" in named["p2"]
+        assert run.count("abandoned", began).total() <= (40 if job == "backward" else 4)
+
     run.play(story)
 
 

@@ -212,7 +212,7 @@ class EvaluatingRunner(PipelineRunner):
                 await asyncio.sleep(work.seconds.forward)
                 yield
 
-        outer = OuterStage(turn, trainer.local_training)
+        outer = OuterStage(turn, work.local_training)
         endpoint = ProtocolEndpoint(host, Settings("fp32", trainer.layout.sizes(), incarnation=self.incarnation(host)))
         if stage:
             OuterServer(endpoint, self.pipeline(), stage, outer, lambda: self.trained(host.me))
