@@ -148,7 +148,7 @@ class PipelineTrainer:
             raise WorkerError(str(error)) from None
 
     def _stride(self) -> int:
-        """Of how many held-out microbatches one is evaluated, so that slow stages take about `USUAL_EVALUATION_SECONDS`.
+        """Every how many-th held-out microbatch is evaluated, for an evaluation of about `USUAL_EVALUATION_SECONDS`.
 
         A power of two, which seldom changes from round to round.
         """
