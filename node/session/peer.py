@@ -440,7 +440,10 @@ class Peer:
             present = outer_loop()
             return isinstance(present, ReplicatedOuterLoop) and me in chain.head.roster and not present.lacks_state
 
-        peer = PipelinePeer(me, entered.place.stage, host, membership, lambda: chain.trained, is_member)
+        def is_leaving() -> bool:
+            return outer_loop().leaving
+
+        peer = PipelinePeer(me, entered.place.stage, host, membership, lambda: chain.trained, is_member, is_leaving)
         return PipelineTrainer(entered.trainer, peer, entered.manifest)
 
     def _assigner(self, resources: _Resources, entered: _EnteredRun, membership: Membership) -> AssignStage | None:

@@ -18,7 +18,7 @@ from node.training.pipeline_text import generate
 from node.training.process import WorkerError
 from node.training.remote_stage import RemoteStage
 from node.training.stage_trainer import DrivingTrainer, ServingTrainer, StageTraining
-from protocols.aio import loop_time
+from protocols.aio import loop_time, run_with_helper
 from protocols.base import BadPayload, Host, LocalProgress, Member, RoundKey, Settings, Vector
 from protocols.endpoint import ProtocolEndpoint
 from protocols.pipeline.driving import PipelineDriver
@@ -30,6 +30,8 @@ from protocols.pipeline.work import LeaseLost
 
 EVALUATION_SECONDS = 60.0
 """An evaluation or a text that takes longer is given up: the next round must not wait for it."""
+EMPTY_SECONDS, LOOK_SECONDS = 5.0, 0.25
+"""It is given up sooner if a stage has nobody for so long, which is looked for every so often."""
 USUAL_EVALUATION_SECONDS, MAX_STRIDE = 10.0, 16
 """If all held-out microbatches took longer, only some of them are evaluated: at least every `MAX_STRIDE`-th."""
 
@@ -42,6 +44,7 @@ class PipelinePeer:
         host: of the whole run's members.
         trained: returns the training rounds of this peer's chain.
         is_member: returns whether what this peer trains counts.
+        is_leaving: returns whether this peer has been asked to leave.
     """
 
     me: Member
@@ -50,6 +53,7 @@ class PipelinePeer:
     membership: Membership
     trained: Callable[[], int]
     is_member: Callable[[], bool]
+    is_leaving: Callable[[], bool]
 
 
 class PipelineTrainer:
@@ -143,9 +147,26 @@ class PipelineTrainer:
         if self._driver is None:
             return float("nan")
         try:
-            return await self._outer.evaluate(self._written, loop_time() + EVALUATION_SECONDS, self._stride())
+            deadline = loop_time() + EVALUATION_SECONDS
+            evaluation = self._outer.evaluate(self._written, deadline, self._stride())
+            return await run_with_helper(evaluation, self._until_pointless())
         except LeaseLost as error:
             raise WorkerError(str(error)) from None
+
+    async def _until_pointless(self) -> None:
+        """Watch an evaluation or a text.
+
+        Raises:
+            TimeoutError: this peer leaves, or a stage has been without a live peer for some seconds.
+        """
+        assert self._driver is not None
+        looks = 0
+        while looks < EMPTY_SECONDS / LOOK_SECONDS:
+            if self._peer.is_leaving():
+                raise TimeoutError("this peer leaves")
+            looks = looks + 1 if self._driver.without_replicas else 0
+            await asyncio.sleep(LOOK_SECONDS)
+        raise TimeoutError(self.waiting_reason())
 
     def _stride(self) -> int:
         """Every how many-th held-out microbatch is evaluated, for an evaluation of about `USUAL_EVALUATION_SECONDS`.
@@ -172,7 +193,8 @@ class PipelineTrainer:
         logits = partial(self._logits, deadline=deadline)
         shape = ActivationShape(gpt.rows, gpt.context, gpt.width)
         try:
-            return await generate(prompt, tokens, temperature, seed, logits, shape)
+            text = generate(prompt, tokens, temperature, seed, logits, shape)
+            return await run_with_helper(text, self._until_pointless())
         except (LeaseLost, BadPayload, ValueError) as error:
             raise WorkerError(str(error)) from None
 
