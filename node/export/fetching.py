@@ -21,6 +21,7 @@ from node.config.manifest import Manifest, ManifestError, unseal
 from node.config.peer_config import PeerConfig
 from node.export.stage_peers import StagePeers
 from node.export.trained_model import TrainedError
+from node.joining.stages import StagePlace
 from node.runtime.identity import verify
 from node.storage.certificate_log import CertificateLog
 from node.storage.checkpoint import DIRECTORY, OUTER, Checkpoint, DataCursor, name_of
@@ -121,16 +122,13 @@ async def fetch_state(host: Host, run: FetchableRun, peers: Sequence[PeerId], di
 
 
 async def _stage_sources(host: Host, manifest: Manifest, peers: Sequence[PeerId], directory: Path) -> list[_Source]:
-    """Find peers of each stage, and make its directory, which names the stage."""
+    """Find peers of each stage. Each has a directory of its own below this one."""
     there = StagePeers(host, Member(host.me, INCARNATION), manifest)
     await there.search(peers)
-    sources = []
-    for stage, found in enumerate(there.found):
-        place, home = there.place(stage), directory / f"stage-{stage}"
-        home.mkdir(mode=0o700)
-        write_atomically(home / STAGE, place.to_bytes())
-        sources.append(_Source(stage, place.seat.member, found, home))
-    return sources
+    return [
+        _Source(stage, there.place(stage).seat.member, found, directory / f"stage-{stage}", there.place(stage))
+        for stage, found in enumerate(there.found)
+    ]
 
 
 async def _of_one_round(downloads: Sequence[_Download]) -> list[Snapshot] | None:
@@ -172,13 +170,15 @@ class _Source:
 
     Attributes:
         first: the first member, alone in the roster before round 0.
-        directory: an existing directory.
+        directory: made if there is none.
+        place: what the directory says of its stage; None in a run without stages.
     """
 
     stage: int
     first: Member
     peers: Sequence[PeerId]
     directory: Path
+    place: StagePlace | None = None
 
 
 class _Download:
@@ -190,7 +190,10 @@ class _Download:
             OSError: the directory cannot be written.
         """
         manifest, stage, home = run.manifest, source.stage, source.directory
+        home.mkdir(mode=0o700, parents=True, exist_ok=True)
         write_atomically(home / "manifest.bin", run.sealed)
+        if source.place:
+            write_atomically(home / STAGE, source.place.to_bytes())
         archive, key = CertificateLog(home / "certificates.bin"), bytes.fromhex(manifest.run_id)
         self.source, self._run, self._layout = source, manifest.run_id, run.layouts[stage]
         self._chain = Chain(key, manifest.scope(stage), (source.first,), manifest.root_of(stage), archive)

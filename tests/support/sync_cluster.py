@@ -150,7 +150,7 @@ class SyncCluster:
 
     async def add_founders(self) -> None:
         for member in self.founders:
-            await self.add(member.peer, founder=True)
+            await self.add(member.peer, founder=True, incarnation=member.incarnation)
 
     async def add(self, name: PeerId, founder: bool = False, incarnation: int = 0) -> SyncPeer:
         """Add a founder with the initial state of the run, or a newcomer without a state."""

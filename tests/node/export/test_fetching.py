@@ -133,9 +133,9 @@ def test_run_that_cannot_be_fetched_gives_one_line(tmp_path: Path) -> None:
     assert "the envelope is damaged" in refused(b"nonsense")
     other = staged_run(tmp_path / "founder", (0, 2, 4))
     assert fetchable(other.envelope).layouts == tuple(flatten(module).layout for module in other.modules)
-    own = load_run(None, {"task": "paced", "paced.elements": 7, "stages": 2}, ["butterfly"])
+    own = load_run(None, {"task": "paced", "paced.elements": 6, "stages": 2}, ["butterfly"])
     modules = [nn.ParameterDict({name: torch.zeros(3)}) for name in ("paced", "other")]
-    assert "other tensors than" in refused(found_in_stages(tmp_path / "own", own, modules, (1, 2)).envelope)
+    assert "other tensors than" in refused(found_in_stages(tmp_path / "stages", own, modules, (1, 2)).envelope)
     paced = {"task": "paced", "paced.elements": ELEMENTS}
     for name, config, layout, words in (
         (
