@@ -64,12 +64,12 @@ class StagePeers:
             async with asyncio.timeout(SEARCH_SECONDS):
                 await self._ask_all(peers)
                 await self._hear(peers)
-                for _ in range(ATTEMPTS):
+                for attempt in range(ATTEMPTS if any(self.found) else 0):
                     lacking = [known for known, found in zip(self._known, self.found, strict=True) if not found]
-                    if not any(self.found) or not any(lacking):
+                    if not any(lacking):
                         break
+                    await asyncio.sleep(RETRY_SECONDS if attempt else 0)
                     await self._ask_all(peer for known in lacking for peer in known)
-                    await asyncio.sleep(RETRY_SECONDS if not all(self.found) else 0)
         if not any(self.found):
             raise TrainedError(f"run {self._run}: {self._causes(peers)}: give the address of another of its peers")
         if missing := [stage for stage, each in enumerate(self.found) if not each]:

@@ -36,9 +36,12 @@ def test_stages_are_fetched_from_the_peers_that_one_peer_knows(
         peers = (founder, other)
         wait("two rounds of each stage", lambda: all(len(peer.reports()) > 1 for peer in peers), 40)
         out = tmp_path / "out"
-        assert main(["export", "--bootstrap", other.address, "--out", str(out)]) == 0, capsys.readouterr()
-        said = capsys.readouterr().err
-        assert said.startswith(f"wrote {out}: run {other.status()['run_id'][:12]} after "), said
+        dead = f"/ip4/127.0.0.1/tcp/1/p2p/{founder.id}"
+        arguments = ["export", "--bootstrap", dead, "--bootstrap", other.address, "--out", str(out)]
+        assert main(arguments) == 0, capsys.readouterr()
+        said = capsys.readouterr().err.splitlines()
+        assert said[0].startswith(f"warning: {dead}: cannot be reached: "), said
+        assert said[-1].startswith(f"wrote {out}: run {other.status()['run_id'][:12]} after "), said
         lineages = re.findall(r"\| lineage of stage \d \| `(\w+)`", (out / "README.md").read_text())
         tensors = load_file(out / "model.safetensors")
         for stage, peer in enumerate(peers):
