@@ -53,9 +53,11 @@ def export(
     ],
     state_dir: options.StateDirsToReadOption = None,
     bootstrap: Annotated[
-        str | None,
+        list[str] | None,
         typer.Option(
-            metavar="ADDR", help="Fetch the model from the peer at this address instead; it may run anywhere."
+            metavar="ADDR",
+            help="Fetch the model from the peer at this address instead; it may run anywhere. Repeatable.",
+            show_default=False,
         ),
     ] = None,
 ) -> int:
@@ -99,10 +101,9 @@ def generate(
     return 0
 
 
-def _fetched(address: str) -> TrainedModel:
+def _fetched(addresses: Sequence[str]) -> TrainedModel:
     with tempfile.TemporaryDirectory() as directory:
-        fetch(address, Path(directory))
-        return _trained([Path(directory)])
+        return _trained(fetch(addresses, Path(directory)))
 
 
 def _trained(state_dirs: Sequence[Path] | None) -> TrainedModel:

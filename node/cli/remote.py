@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,8 @@ import typer
 from node.reporting.status import Status, join_command, parse, who_joins
 
 ASK_SECONDS = 5.0
+MAX_ADDRESSES = 64
+"""Addresses in one command: all of them are asked at the same time."""
 
 
 class CommandError(typer.TyperException):
@@ -104,21 +108,27 @@ def _ask_remote(address: str) -> dict[str, Any]:
         raise PeerUnreachable(str(error)) from None
 
 
-def fetch(address: str, directory: Path) -> None:
-    """Fetch the model of the run of the peer at an address into an empty directory, as a state directory.
+def fetch(addresses: Sequence[str], directory: Path) -> list[Path]:
+    """Fetch the model of the run of the peers at these addresses into an empty directory.
+
+    Returns:
+        State directories: one, or one of each stage.
 
     Raises:
-        CommandError: the address is none.
-        PeerUnreachable: the peer does not answer, or there is no model to fetch from it.
+        CommandError: an address is none, or there are too many.
+        PeerUnreachable: no peer answers, or there is no model to fetch from them.
     """
-    require_address(address)
+    if len(addresses) > MAX_ADDRESSES:
+        raise CommandError(f"{len(addresses)} addresses are too many: give at most {MAX_ADDRESSES} by --bootstrap")
+    for address in addresses:
+        require_address(address)
     from node.export.trained_model import TrainedError
     from node.network.daemon import DaemonError
     from node.runtime.identity import IdentityError
     from node.session.peer import FatalPeerError, fetch_model
 
     try:
-        asyncio.run(fetch_model(address, directory))
+        return asyncio.run(fetch_model(addresses, directory, lambda line: print(f"warning: {line}", file=sys.stderr)))
     except (FatalPeerError, TrainedError, DaemonError, IdentityError, OSError) as error:
         raise PeerUnreachable(str(error)) from None
 
@@ -133,7 +143,7 @@ def require_address(address: str) -> None:
     from node.config.toml import ConfigError
 
     if address.startswith(FILE_SIGN):
-        raise CommandError(f"--bootstrap {address}: only one peer is asked: give one of the addresses in that file")
+        raise CommandError(f"--bootstrap {address}: files are not read here: give one of the addresses in it")
     try:
         load_peer({"bootstrap": [address]}, {}, None)
     except ConfigError as error:

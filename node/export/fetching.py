@@ -2,31 +2,38 @@
 
 It asks as a joiner does, but greets nobody: no peer counts it as live, and none admits it. The chain is verified from
 the founder on, and the state against the chain, so a wrong answer is noticed. An old one is not.
+
+With stages, each stage has a chain, and a state directory, of its own.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Coroutine, Iterable, Sequence
+from contextlib import AbstractAsyncContextManager, suppress
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from node.config.derived import protocol_settings
 from node.config.manifest import Manifest, ManifestError, unseal
 from node.config.peer_config import PeerConfig
-from node.config.run_config import RunConfig
+from node.export.stage_peers import StagePeers
 from node.export.trained_model import TrainedError
+from node.joining.stages import StagePlace
 from node.runtime.identity import verify
 from node.storage.certificate_log import CertificateLog
 from node.storage.checkpoint import DIRECTORY, OUTER, Checkpoint, DataCursor, name_of
 from node.storage.file_buffer import outer_buffer
 from node.storage.publish import publish_checkpoint
-from node.storage.statedir import write_atomically
+from node.storage.statedir import STAGE, write_atomically
 from node.tasks.base import flatten
 from node.tasks.gpt import Gpt
+from node.tasks.gpt_stage import GptStage
 from node.tasks.paced import Paced
-from protocols.base import Host, Layout, PeerId
+from protocols.aio import task_group
+from protocols.base import Deadline, Handler, Head, Host, Layout, Member, PeerId, Stream, Transport
 from protocols.butterfly.part_cache import PartCache
 from protocols.history.chain import Chain
 from protocols.sync.chain_sync import ChainSync, ChainSyncOptions
@@ -37,6 +44,7 @@ INCARNATION = 1
 PROOF_SECONDS = 30.0
 DOWNLOAD_SECONDS = 60.0
 """For peers that send nothing. A download that makes progress has more time."""
+MOST_ROUNDS_TRIED = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,20 +53,19 @@ class FetchableRun:
 
     Attributes:
         sealed: the manifest, in its founder's envelope.
-        layout: of the parameters, as the run's task has them here.
+        layouts: of the parameters of each stage, as the run's task has them here; one in a run without stages.
     """
 
     sealed: bytes
     manifest: Manifest
-    layout: Layout
+    layouts: tuple[Layout, ...]
 
 
 def fetchable(sealed: bytes) -> FetchableRun:
     """Check that the model of a run can be fetched from its peers.
 
     Raises:
-        TrainedError: the envelope is invalid, the peers have no common state, the run has stages, or its tensors are
-            not known here.
+        TrainedError: the envelope is invalid, the peers have no common state, or the run's tensors are not known here.
     """
     try:
         manifest = unseal(sealed, verify)
@@ -68,56 +75,192 @@ def fetchable(sealed: bytes) -> FetchableRun:
     instead = "give a state directory of one of its peers by --state-dir"
     if config.protocol != "butterfly":
         raise TrainedError(f"{run} averages by {config.protocol}, so each peer has a model of its own: {instead}")
-    if manifest.stages is not None:
-        raise TrainedError(
-            f"{run} has {len(manifest.stages)} stages, which cannot be fetched from running peers yet: "
-            "give a state directory of a peer of each by --state-dir"
-        )
-    layout = _layout(config)
-    if layout is None:
-        raise TrainedError(f"{run} trains {config.task}, and only its peers know its tensors: {instead}")
-    try:
-        manifest.require_layout(layout)
-    except ManifestError as error:
-        raise TrainedError(str(error)) from None
-    return FetchableRun(sealed, manifest, layout)
+    layouts = []
+    for stage in range(len(manifest.stages or (None,))):
+        layout = _layout(manifest, stage)
+        if layout is None:
+            raise TrainedError(f"{run} trains {config.task}, and only its peers know its tensors: {instead}")
+        try:
+            manifest.require_layout(layout, stage)
+        except ManifestError as error:
+            raise TrainedError(str(error)) from None
+        layouts.append(layout)
+    return FetchableRun(sealed, manifest, tuple(layouts))
 
 
-async def fetch_state(host: Host, run: FetchableRun, peers: Sequence[PeerId], directory: Path) -> None:
-    """Fetch the newest state that these peers serve, as a checkpoint in a state directory.
+async def fetch_state(host: Host, run: FetchableRun, peers: Sequence[PeerId], directory: Path) -> list[Path]:
+    """Fetch the newest state that these peers serve. With stages, the newest that all stages serve, if there is one.
 
     Args:
         host: of this process, which is no member. Its transport can reach the peers.
+        peers: with stages, one of any stage is enough, if it knows peers of the others.
         directory: an existing directory without a run.
 
+    Returns:
+        The state directories, each with one checkpoint: `directory` itself, or one below it for each stage, in order.
+
     Raises:
-        TrainedError: no peer proves a chain and sends a state on it.
+        TrainedError: no peer proves a chain and sends a state on it, or a stage has no peer.
         OSError: the directory cannot be written.
     """
     manifest, now = run.manifest, asyncio.get_running_loop().time
-    write_atomically(directory / "manifest.bin", run.sealed)
-    archive = CertificateLog(directory / "certificates.bin")
-    key = bytes.fromhex(manifest.run_id)
-    chain = Chain(key, manifest.scope(0), (manifest.founder,), manifest.root_of(0), archive)
-    snapshots = Snapshots(make_buffer=partial(_draft, directory, run.layout))
-    settings = protocol_settings(manifest, PeerConfig(), INCARNATION)
-    sync = ChainSync(host, chain, settings, snapshots, lambda: peers, ChainSyncOptions(PartCache(host)))
-    if branch := await sync.better(now() + PROOF_SECONDS):
-        chain.switch(branch.ancestor.key.lineage, branch.links)
-    try:
-        snapshot = await sync.fetcher.download(chain, now() + DOWNLOAD_SECONDS)
-    except StateUnavailable as error:
-        raise TrainedError(
-            f"run {manifest.run_id[:12]}: {error}: try again in a minute, or give the address of another of its peers"
-        ) from None
-    await host.compute.run(partial(_publish, directory, run, snapshot), 0)
+    host = replace(host, transport=_Asking(host.transport))
+    if manifest.stages is None:
+        downloads = [_Download(host, run, _Source(0, manifest.founder, peers, directory))]
+    else:
+        sources = await _stage_sources(host, manifest, peers, directory)
+        downloads = [_Download(host, run, source) for source in sources]
+    async with task_group() as group:
+        for each in downloads:
+            group.create_task(each.prove(now() + PROOF_SECONDS))
+    snapshots = await _of_one_round(downloads)
+    if snapshots is None:
+        snapshots = await _all(each.newest(now() + DOWNLOAD_SECONDS) for each in downloads)
+    for download, snapshot in zip(downloads, snapshots, strict=True):
+        await host.compute.run(partial(download.publish, snapshot), 0)
+    return [each.source.directory for each in downloads]
 
 
-def _layout(config: RunConfig) -> Layout | None:
+async def _stage_sources(host: Host, manifest: Manifest, peers: Sequence[PeerId], directory: Path) -> list[_Source]:
+    """Find peers of each stage. Each has a directory of its own below this one."""
+    there = StagePeers(host, Member(host.me, INCARNATION), manifest)
+    await there.search(peers)
+    return [
+        _Source(stage, there.place(stage).seat.member, found, directory / f"stage-{stage}", there.place(stage))
+        for stage, found in enumerate(there.found)
+    ]
+
+
+async def _of_one_round(downloads: Sequence[_Download]) -> list[Snapshot] | None:
+    """The newest state that all stages serve; None without stages, or if there is none or it does not arrive."""
+    if len(downloads) == 1:
+        return None
+    served = [each.served() for each in downloads]
+    shared = set(served[0]).intersection(*served[1:])
+    for trained in sorted(shared, reverse=True)[:MOST_ROUNDS_TRIED]:
+        until = asyncio.get_running_loop().time() + DOWNLOAD_SECONDS
+        with suppress(TrainedError):
+            return await _all(each.at(heads[trained], until) for each, heads in zip(downloads, served, strict=True))
+    return None
+
+
+async def _all(work: Iterable[Coroutine[Any, Any, Snapshot]]) -> list[Snapshot]:
+    """Do all this at the same time. If one fails, the others are cancelled."""
+    async with task_group() as group:
+        tasks = [group.create_task(each) for each in work]
+    return [task.result() for task in tasks]
+
+
+class _Asking:
+    """A transport on which this process serves nothing, so that several stages can use it side by side."""
+
+    def __init__(self, transport: Transport) -> None:
+        self.me, self._transport = transport.me, transport
+
+    def serve(self, method: str, handler: Handler) -> None:
+        """Ignored: no peer knows this process, so none asks it."""
+
+    def open(self, peer: PeerId, method: str, deadline: Deadline) -> AbstractAsyncContextManager[Stream]:
+        return self._transport.open(peer, method, deadline)
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """Where the state of a stage comes from, and where it goes.
+
+    Attributes:
+        first: the first member, alone in the roster before round 0.
+        directory: made if there is none.
+        place: what the directory says of its stage; None in a run without stages.
+    """
+
+    stage: int
+    first: Member
+    peers: Sequence[PeerId]
+    directory: Path
+    place: StagePlace | None = None
+
+
+class _Download:
+    """The chain and the state of a stage, or of a run without stages."""
+
+    def __init__(self, host: Host, run: FetchableRun, source: _Source) -> None:
+        """
+        Raises:
+            OSError: the directory cannot be written.
+        """
+        manifest, stage, home = run.manifest, source.stage, source.directory
+        home.mkdir(mode=0o700, parents=True, exist_ok=True)
+        write_atomically(home / "manifest.bin", run.sealed)
+        if source.place:
+            write_atomically(home / STAGE, source.place.to_bytes())
+        archive, key = CertificateLog(home / "certificates.bin"), bytes.fromhex(manifest.run_id)
+        self.source, self._run, self._layout = source, manifest.run_id, run.layouts[stage]
+        self._chain = Chain(key, manifest.scope(stage), (source.first,), manifest.root_of(stage), archive)
+        snapshots = Snapshots(make_buffer=partial(_draft, home, self._layout))
+        settings = protocol_settings(manifest, PeerConfig(), INCARNATION, stage)
+        options = ChainSyncOptions(PartCache(host))
+        self._sync = ChainSync(host, self._chain, settings, snapshots, lambda: source.peers, options)
+        self._name = f"run {manifest.run_id[:12]}" + (f", stage {stage}" if manifest.stages else "")
+
+    async def prove(self, deadline: Deadline) -> None:
+        """Have peers prove the best chain that they have. Without an answer it has no round."""
+        if branch := await self._sync.better(deadline):
+            self._chain.switch(branch.ancestor.key.lineage, branch.links)
+
+    def served(self) -> dict[int, Head]:
+        """The states that peers say they serve: number of rounds that trained it -> its place on the chain."""
+        heads = sorted(self._sync.fetcher.offered(self._chain), key=lambda head: head.key.round)
+        return {self._chain.trained_at(head.key.lineage): head for head in heads}
+
+    async def newest(self, deadline: Deadline) -> Snapshot:
+        """Fetch the newest state that arrives.
+
+        Raises:
+            TrainedError: none does.
+        """
+        return await self._fetched(self._sync.fetcher.download(self._chain, deadline))
+
+    async def at(self, head: Head, deadline: Deadline) -> Snapshot:
+        """Fetch the state at a head in `served`; raises as `newest` does."""
+        return await self._fetched(self._sync.fetcher.download_at(head, deadline))
+
+    async def _fetched(self, download: Awaitable[Snapshot]) -> Snapshot:
+        try:
+            return await download
+        except StateUnavailable as error:
+            raise TrainedError(
+                f"{self._name}: {error}: try again in a minute, or give the address of another of its peers"
+            ) from None
+
+    def publish(self, snapshot: Snapshot) -> None:
+        """Make a fetched state the checkpoint of the directory."""
+        draft = self.source.directory / DIRECTORY / f".{name_of(snapshot.round, snapshot.lineage)}"
+        made = Checkpoint(
+            path=draft,
+            run=self._run,
+            round=snapshot.round,
+            lineage=snapshot.lineage,
+            state_root=snapshot.index.state_root(snapshot.round),
+            layout=self._layout,
+            index=snapshot.index,
+            data=DataCursor(0, INCARNATION, 0),
+            carried=0,
+            files={},
+        )
+        publish_checkpoint(made, inner=False)
+
+
+def _layout(manifest: Manifest, stage: int) -> Layout | None:
     """Layout of a built-in task's parameters; None for a user's own task, whose code does not run here."""
+    config = manifest.config
     if config.gpt is not None:
-        return flatten(Gpt(config.gpt.shape)).layout
-    return Paced(config.paced.elements, config.seed, resume=True).layout if config.paced is not None else None
+        shape, bounds = config.gpt.shape, manifest.bounds
+        return flatten(GptStage(shape, *bounds[stage : stage + 2]) if manifest.stages else Gpt(shape)).layout
+    if config.paced is None:
+        return None
+    elements = manifest.elements_of(stage)[0] if manifest.stages else config.paced.elements
+    return Paced(elements, config.seed, resume=True).layout
 
 
 def _draft(directory: Path, layout: Layout, lineage: bytes, round_number: int, size: int) -> SnapshotBuffer:
@@ -125,19 +268,3 @@ def _draft(directory: Path, layout: Layout, lineage: bytes, round_number: int, s
     draft = directory / DIRECTORY / f".{name_of(round_number, lineage)}"
     draft.mkdir(mode=0o700, parents=True, exist_ok=True)
     return outer_buffer(draft / OUTER, layout.sizes(), round_number, lineage)
-
-
-def _publish(directory: Path, run: FetchableRun, snapshot: Snapshot) -> Checkpoint:
-    made = Checkpoint(
-        path=directory / DIRECTORY / f".{name_of(snapshot.round, snapshot.lineage)}",
-        run=run.manifest.run_id,
-        round=snapshot.round,
-        lineage=snapshot.lineage,
-        state_root=snapshot.index.state_root(snapshot.round),
-        layout=run.layout,
-        index=snapshot.index,
-        data=DataCursor(0, INCARNATION, 0),
-        carried=0,
-        files={},
-    )
-    return publish_checkpoint(made, inner=False)

@@ -16,7 +16,7 @@ from statistics import median
 import msgpack
 
 from node.config.manifest import Manifest
-from node.membership.hello import ANY_STAGE, ENTRY, StageRejected, StageReply, StageSeat, WantStage
+from node.membership.hello import ANY_STAGE, ENTRY, NO_STAGE, StageRejected, StageReply, StageSeat, WantStage
 from node.membership.membership import Membership
 from node.membership.peer_record import PeerRecord
 from protocols import wire
@@ -141,15 +141,18 @@ class StageAssigner:
     async def assign(self, peer: PeerId, request: WantStage) -> StageReply | StageRejected:
         """The answer to a request from `peer`, which may pass on another's.
 
+        A request for the seats only (`NO_STAGE`) reserves nothing, gives no seat, and is never passed on.
+
         Raises:
             BadPayload: a stranger asks in another's name.
         """
         live = {member.peer for member in self._membership.live()}
         if request.sender.peer != peer and peer not in live:
             raise BadPayload(f"asks for a stage in the name of {request.sender.peer}")
-        for contact in self._membership.contacts():
-            self._seats.add(contact.hello.seats if contact.hello else ())
+        self._learn()
         wanted = request.wanted
+        if wanted == NO_STAGE:
+            return StageReply(self._membership.stage_of(self._me.peer) or 0, tuple(self._seats.known.values()))
         if wanted != ANY_STAGE and wanted >= self._seats.stages:
             return StageRejected(f"the run has the stages 0 to {self._seats.stages - 1}, and no stage {wanted}")
         if self._me.peer == self._founder:
@@ -157,6 +160,14 @@ class StageAssigner:
         if self._seats.missing:
             return await self._relay(request)
         return self._reply(request.sender, self._choice(request))
+
+    def _learn(self) -> None:
+        """Take in the seats in the greetings of this peer's contacts. A forged one is no fault of who asks now."""
+        for contact in self._membership.contacts():
+            try:
+                self._seats.add(contact.hello.seats if contact.hello else ())
+            except BadPayload as error:
+                log.debug("refused from %s: %s", contact.peer, error)
 
     async def _decide(self, request: WantStage) -> StageReply:
         """The founder's answer: it seats the joiner if the stage has no first member."""
@@ -231,3 +242,16 @@ async def ask_stage(
         await stream.send(request)
         answer = await stream.receive(wire.MAX_HEADER_BYTES)
     return answer if isinstance(answer, StageRejected) else wire.expect(answer, StageReply)
+
+
+async def ask_seats(transport: Transport, peer: PeerId, me: Member, deadline: Deadline) -> StageReply:
+    """Ask a peer for its own stage and for the seats that it knows, which are not verified here. It changes nothing.
+
+    Raises:
+        PeerError: no answer.
+        BadPayload: a malformed one, or none.
+    """
+    answer = await ask_stage(transport, peer, WantStage(me, NO_STAGE), deadline)
+    if isinstance(answer, StageRejected):
+        raise BadPayload("does not tell the first members of the stages")
+    return answer

@@ -20,6 +20,8 @@ FORMER_HELLO = "starling/hello/1"
 """Method by which peers of version 1 greet. They are told to update."""
 ANY_STAGE = MAX_STAGES
 """In `WantStage`: the joiner leaves the choice to the others."""
+NO_STAGE = MAX_STAGES + 1
+"""In `WantStage`: the sender wants to know the seats only. It gets no stage, and the answer changes nothing."""
 MAX_ADDRESSES = 16
 MAX_ADDRESS_CHARACTERS = 256
 MAX_INTRODUCED = 32
@@ -156,17 +158,20 @@ class WantStage(Header):
     """Asks for a stage to work in; answered with `StageReply` or `StageRejected`. A peer may pass it on to the founder.
 
     Attributes:
-        sender: the joiner.
-        wanted: the stage that it wants, or `ANY_STAGE`.
+        sender: the joiner, or a stranger that asks for the seats.
+        wanted: the stage that it wants, `ANY_STAGE` or `NO_STAGE`.
     """
 
     sender: Member = one(Member)
-    wanted: int = uint(MAX_STAGES)
+    wanted: int = uint(NO_STAGE)
 
 
 @dataclass(frozen=True, slots=True)
 class StageReply(Header):
-    """The stage for the joiner, and the seats that the sender knows: at least that stage's."""
+    """The stage for the joiner, and the seats that the sender knows: at least that stage's.
+
+    If the request was for `NO_STAGE`, the stage is the sender's own.
+    """
 
     stage: int = uint(MAX_STAGES - 1)
     seats: tuple[StageSeat, ...] = many(one(StageSeat), MAX_STAGES)

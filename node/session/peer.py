@@ -9,7 +9,7 @@ import asyncio
 import logging
 import os
 import tempfile
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -515,26 +515,58 @@ async def remote_status(address: str, seconds: float = STATUS_SECONDS) -> dict[s
             return answer
 
 
-async def fetch_model(address: str, directory: Path) -> None:
-    """Fetch the newest state that the peer at a multiaddr serves into a directory, as a state directory.
+async def fetch_model(addresses: Sequence[str], directory: Path, say: Callable[[str], None]) -> list[Path]:
+    """Fetch the newest state that the peers at these multiaddrs serve into a directory.
 
     This process takes no part in the run. Its identity is only for this request.
 
     Args:
+        addresses: at least one. With stages, one of any stage is enough if its peer knows peers of the others.
         directory: an empty directory.
+        say: called with a line about each address that leads nowhere, if another one leads to the run.
+
+    Returns:
+        The state directories: `directory` itself, or one below it for each stage.
 
     Raises:
-        FatalPeerError: the peer does not answer, or its answer is invalid.
-        TrainedError: it is in a run whose model cannot be fetched, or it sends no state.
+        FatalPeerError: no peer answers, an answer is invalid, or the peers are in different runs.
+        TrainedError: they are in a run whose model cannot be fetched, or they send no state.
     """
     identity, clock = create(directory / "identity.key"), WallClock()
     async with ThreadCompute() as compute, LibP2PTransport(LibP2PConfig(identity)) as transport:
-        peer, answer = await _ask_at(transport, address, ask_run, STATUS_SECONDS)
-        run = await compute.run(partial(fetchable, answer.sealed), 0)
+        answers = await _ask_each(transport, addresses, say)
+        run = await compute.run(partial(fetchable, next(iter(answers.values())).sealed), 0)
+        if any(run_id(each.sealed) != run.manifest.run_id for each in answers.values()):
+            raise FatalPeerError("these addresses lead into different runs: give addresses of one run only")
         members = StaticMembers([Member(identity.peer_id, INCARNATION)])
         directory_of_run = DhtDirectory(transport, identity, clock, bytes.fromhex(run.manifest.run_id))  # not entered
         host = Host(transport, directory_of_run, members, compute, clock, identity, run.manifest.config.seed)
-        await fetch_state(host, run, [peer], directory)
+        return await fetch_state(host, run, list(answers), directory)
+
+
+async def _ask_each(
+    transport: LibP2PTransport, addresses: Sequence[str], say: Callable[[str], None]
+) -> dict[PeerId, RunInfo]:
+    """Ask the peers at these multiaddrs which run they are in: peer -> its answer.
+
+    Raises:
+        FatalPeerError: none of them answers; about the first.
+    """
+
+    async def one(address: str) -> tuple[PeerId, RunInfo] | FatalPeerError:
+        try:
+            return await _ask_at(transport, address, ask_run, STATUS_SECONDS)
+        except FatalPeerError as error:
+            return error
+
+    results = await asyncio.gather(*map(one, dict.fromkeys(addresses)))
+    failed = [each for each in results if isinstance(each, FatalPeerError)]
+    answers = dict(each for each in results if not isinstance(each, FatalPeerError))
+    if not answers:
+        raise failed[0]
+    for each in failed:
+        say(str(each))
+    return answers
 
 
 async def _ask_at(

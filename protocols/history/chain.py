@@ -108,8 +108,15 @@ class Chain:
 
         The length of a run and its learning-rate schedule count these, so a fork after a restart costs no training.
         """
-        own = self._own.idle(len(self._own)) if self._own else 0
-        return self.head.key.round - self._trunk.idle(self._shared) - own
+        return self._trained(len(self))
+
+    def trained_at(self, lineage: bytes) -> int:
+        """The same number up to a lineage of this chain; 0 if the lineage is not on it."""
+        return self._trained(self._place(lineage) or 0)
+
+    def _trained(self, place: int) -> int:
+        own = self._own.idle(place - self._shared) if self._own and place > self._shared else 0
+        return place - self._trunk.idle(min(place, self._shared)) - own
 
     @property
     def refused(self) -> int:

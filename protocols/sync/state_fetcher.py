@@ -101,15 +101,27 @@ class StateFetcher:
         """
         offered = self.offered(chain)
         for tried, head in enumerate(offered):
-            download = self._download(head)
             share = (deadline - loop_time()) / (len(offered) - tried)  # leaves time for the next
             try:
-                return await download.run(lambda: self._donors(head), loop_time() + share)  # noqa: B023 - awaited here
+                return await self.download_at(head, loop_time() + share)
             except StateUnavailable:
                 continue
-            finally:
-                self._begun = download if download.begun else self._begun
         raise StateUnavailable("no peer sent a snapshot of this chain")
+
+    async def download_at(self, head: Head, deadline: Deadline) -> Snapshot:
+        """Fetch the snapshot at one of the heads in `offered`. A partial download is kept for the next attempt.
+
+        Args:
+            deadline: as for `download`.
+
+        Raises:
+            StateUnavailable: no peer sends it.
+        """
+        download = self._download(head)
+        try:
+            return await download.run(lambda: self._donors(head), deadline)
+        finally:
+            self._begun = download if download.begun else self._begun
 
     async def from_former(self, chain: Chain, deadline: Deadline) -> Snapshot:
         """Fetch the state at the head of a chain from a former member or a successor. No record certifies it yet.

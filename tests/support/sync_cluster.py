@@ -34,6 +34,7 @@ from protocols.consensus.record import Kind, Record
 from protocols.gate import Gate
 from protocols.history.chain import UNSETTLED, Chain, DecidedRound, follow
 from protocols.history.fork_choice import Branch
+from protocols.scopes import RUN_SCOPE
 from protocols.sync.chain_sync import ChainSync, ChainSyncOptions
 from protocols.sync.snapshot import MemoryBuffer, Snapshots
 from protocols.vectors import VectorView
@@ -65,7 +66,7 @@ class SyncPeer:
         self.transport = swarm.network.join(name)
         self.host = sim_host(swarm.network, self.transport, SEED, {})
         self.settings = Settings(CODEC, (swarm.elements,), swarm.chunk_elements, incarnation=incarnation)
-        self.chain = Chain(RUN, "run", swarm.founders, swarm.root)
+        self.chain = Chain(RUN, swarm.scope, swarm.founders, swarm.root)
         gate, rounds, store = Gate(), swarm.store_rounds, None
         if rounds:
             store = PartStore(MemoryBuffer, self.host.compute, gate, most_rounds=rounds, least_rounds=1)
@@ -116,6 +117,7 @@ class SyncCluster:
         every_rounds: int = 4,
         keep_rounds: int = 8,
         store_rounds: int = 0,
+        scope: str = RUN_SCOPE,
         **options: Any,
     ) -> None:
         """
@@ -123,6 +125,7 @@ class SyncCluster:
             store_rounds: rounds that the part store keeps besides those in memory.
         """
         self.network = SimNetwork(Trace(), **options)
+        self.scope = scope
         self.elements, self.every_rounds, self.keep_rounds = elements, every_rounds, keep_rounds
         self.store_rounds = store_rounds
         self.founders = tuple(Member(name) for name in founders)
@@ -137,14 +140,17 @@ class SyncCluster:
         """Add the founders, then run `main`. Raises the first bug of a handler."""
 
         async def whole() -> T:
-            for member in self.founders:
-                await self.add(member.peer, founder=True)
+            await self.add_founders()
             result = await main()
             if self.network.bugs:
                 raise self.network.bugs[0]
             return result
 
         return simloop.run(whole())
+
+    async def add_founders(self) -> None:
+        for member in self.founders:
+            await self.add(member.peer, founder=True, incarnation=member.incarnation)
 
     async def add(self, name: PeerId, founder: bool = False, incarnation: int = 0) -> SyncPeer:
         """Add a founder with the initial state of the run, or a newcomer without a state."""

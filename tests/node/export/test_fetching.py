@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
 from node.config.manifest import Manifest, layout_digest, seal, unseal
 from node.config.run_config import RunConfig, load_run
@@ -24,7 +26,7 @@ from tests.sim.host import sim_host
 from tests.sim.network import SimNetwork, Trace
 from tests.support import sync_cluster
 from tests.support.fake_rounds import SEED
-from tests.support.statedir_fixtures import small_gpt, staged_run
+from tests.support.statedir_fixtures import found_in_stages, small_gpt, staged_run
 from tests.support.sync_cluster import SyncCluster
 
 ELEMENTS = 300_000
@@ -36,7 +38,7 @@ def made_by_anna() -> FetchableRun:
     config = load_run(None, {"task": "paced", "paced.elements": ELEMENTS}, ["butterfly"])
     anna = Member("anna")
     manifest = Manifest(config=config, founder=anna, elements=(ELEMENTS,), state_root=UNSETTLED, created=1.0)
-    return FetchableRun(b"sealed", manifest, LAYOUT)
+    return FetchableRun(b"sealed", manifest, (LAYOUT,))
 
 
 def founded(config: RunConfig, layout: Layout, directory: Path) -> bytes:
@@ -124,13 +126,16 @@ def test_fetchable_run_has_the_layout_of_its_task(tmp_path: Path) -> None:
     assert config.gpt
     layout = flatten(Gpt(config.gpt.shape)).layout
     sealed = founded(config, layout, tmp_path)
-    assert fetchable(sealed) == FetchableRun(sealed, unseal(sealed, verify), layout)
+    assert fetchable(sealed) == FetchableRun(sealed, unseal(sealed, verify), (layout,))
 
 
 def test_run_that_cannot_be_fetched_gives_one_line(tmp_path: Path) -> None:
     assert "the envelope is damaged" in refused(b"nonsense")
-    line = refused(staged_run(tmp_path / "founder").envelope)
-    assert " has 3 stages, which cannot be fetched from running peers yet: give a state directory" in line
+    other = staged_run(tmp_path / "founder", (0, 2, 4))
+    assert fetchable(other.envelope).layouts == tuple(flatten(module).layout for module in other.modules)
+    own = load_run(None, {"task": "paced", "paced.elements": 6, "stages": 2}, ["butterfly"])
+    modules = [nn.ParameterDict({name: torch.zeros(3)}) for name in ("paced", "other")]
+    assert "other tensors than" in refused(found_in_stages(tmp_path / "stages", own, modules, (1, 2)).envelope)
     paced = {"task": "paced", "paced.elements": ELEMENTS}
     for name, config, layout, words in (
         (

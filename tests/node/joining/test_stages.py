@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from node.joining.stages import Seats, StageAssigner, place_of, seats_of, seats_to_bytes
-from node.membership.hello import ANY_STAGE, StageRejected, StageReply, StageSeat, WantStage
+from node.membership.hello import ANY_STAGE, NO_STAGE, StageRejected, StageReply, StageSeat, WantStage
 from protocols.base import BadPayload, Member, PeerGone
 from tests.sim import loop as simloop
 from tests.sim.host import SimSigner
@@ -132,6 +132,37 @@ def test_without_the_founder_others_answer_once_they_know_all_seats() -> None:
             other.meet(seat.member.peer, seat.stage, 1.0, (seat,))
         answer = await other.ask("x")
         assert isinstance(answer, StageReply) and answer.stage == 1 and set(answer.seats) == set(seats)
+
+    simloop.run(story())
+
+
+def test_seats_are_told_to_strangers_without_effect() -> None:
+    founder, other = Peers(), Peers(Member("other"))
+
+    async def story() -> None:
+        assert await other.ask("stranger", NO_STAGE) == StageReply(0, ()), "it is not passed on to the founder"
+        assert await founder.ask("stranger", NO_STAGE) == StageReply(0, (founder.seats.known[0],))
+        assert founder.seats.missing == (1, 2) and not founder.kept and not founder.assigner._reserved
+        seats = [founder.seats.known[0], founder.seats.sign(1, Member("a")), founder.seats.sign(2, Member("b"))]
+        other.seats.add(seats[:1])
+        other.meet("a", 1, 1.0, (seats[1],))
+        other.meet("mallory", 2, 1.0, (replace(seats[2], member=Member("mallory")),))
+        other.meet("b", 2, 1.0, (seats[2],))
+        assert await other.ask("stranger", NO_STAGE) == StageReply(0, tuple(seats))
+        with pytest.raises(BadPayload, match="in the name of stranger"):
+            await other.ask("stranger", NO_STAGE, by="another")
+
+    simloop.run(story())
+
+
+def test_forged_seat_in_a_greeting_does_not_keep_joiners_out() -> None:
+    founder = Peers()
+
+    async def story() -> None:
+        forged = replace(founder.seats.known[0], stage=2, member=Member("mallory"))
+        founder.meet("mallory", 2, 1.0, (forged,))
+        assert await founder.stage("a") == 1 and await founder.stage("b") == 2
+        assert founder.seats.known[2].member.peer == "b"
 
     simloop.run(story())
 

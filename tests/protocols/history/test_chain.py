@@ -204,6 +204,19 @@ def test_copy_is_independent() -> None:
     assert state(chain) == before and other.head.key.round == 2
 
 
+def test_forks_without_a_mean_train_nothing() -> None:
+    """Also on a copy, which shares the first rounds and has the others to itself."""
+    chain = grown(2)
+    for kind in (Kind.FORK, Kind.MEAN, Kind.SKIP):
+        chain.extend(encoded(decided(chain.head, kind)))
+    other = chain.copy()
+    for kind in (Kind.MEAN, Kind.FORK, Kind.MEAN):
+        other.extend(encoded(decided(other.head, kind)))
+    for each, wanted in ((chain, [0, 1, 2, 2, 3, 4]), (other, [0, 1, 2, 2, 3, 4, 5, 5, 6])):
+        assert [each.trained_at(lineage) for lineage in lineages(each)] == wanted and each.trained == wanted[-1]
+    assert chain.trained_at(b"x" * 32) == 0
+
+
 # -- state roots ------------------------------------------------------------------------------------------------------
 
 
