@@ -4,7 +4,7 @@ one-stage       a peer works in one stage, through all its incarnations
 stage-round     each round of stage 0 is decided, by a mean or by a record that skips it: none is missing
 counted-below   the microbatches that a stage counted are at least those of the stage before it, but for reports that
                 died with their peers
-one-pace        at the end no stage is more than a round behind another
+one-pace        at the end no stage is more than one training round behind another
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from tests.support import checkers
-from tests.support.checkers import DECIDED, Report, Violation
+from tests.support.checkers import DECIDED, Report, Tree, Violation
 
 Histories = Mapping[str, Sequence[Report]]
 
@@ -69,11 +69,19 @@ def counted_below(histories: Histories, unreported: Mapping[int, int]) -> Iterat
 
 
 def one_pace(histories: Histories, stages: int, until: float) -> Iterator[Violation]:
-    """A violation if the stages' last rounds until that wall time are too far apart, or a stage has none."""
-    last = dict.fromkeys(range(stages), -1)
+    """A violation if the stages' training rounds until that wall time are too far apart."""
+    last = dict.fromkeys(range(stages), 0)
     for stage, peers in by_stage(histories).items():
         reports = [each for history in peers.values() for each in history if each["time"] <= until]
-        last[stage] = max((each["round"] for each in reports if each["outcome"] in DECIDED), default=-1)
+        last[stage] = trained(reports)
     if max(last.values()) - min(last.values()) > STAGES_APART:
-        rounds = ", ".join(f"stage {stage} at {round_number}" for stage, round_number in sorted(last.items()))
-        yield Violation("one-pace", "", max(last.values()), rounds)
+        rounds = ", ".join(f"stage {stage} after {count}" for stage, count in sorted(last.items()))
+        yield Violation("one-pace", "", -1, f"{rounds} training rounds")
+
+
+def trained(reports: Sequence[Report]) -> int:
+    """Training rounds of the longest branch: all but forks without a mean, as `Chain.trained` counts them."""
+    tree = Tree(reports)
+    idle = {each["lineage"] for each in reports if each["outcome"] == "fork" and not each["peers"]}
+    head = max(tree.rounds, key=lambda lineage: tree.rounds[lineage], default="")
+    return tree.rounds.get(head, 0) - len(idle & set(tree.line(head)))
