@@ -219,7 +219,7 @@ class PeerSession:
         try:
             text = await self._deps.trainer.generate(SAMPLE_PROMPT, SAMPLE_TOKENS, SAMPLE_TEMPERATURE)
         except (WorkerError, TimeoutError) as error:
-            log.info("no sample: %s", error or type(error).__name__)
+            log.info("no sample: %s", str(error) or type(error).__name__)
         else:
             await self._deps.disk.run(partial(self._deps.state.keep_text, SAMPLE_PROMPT + text), 0)
 
@@ -257,7 +257,7 @@ class PeerSession:
         try:
             return await self._deps.trainer.evaluate()
         except (WorkerError, TimeoutError) as error:
-            log.warning("the state of this round is not evaluated: %s", error or type(error).__name__)
+            log.warning("the state of this round is not evaluated: %s", str(error) or type(error).__name__)
             return math.nan
 
     async def _linger(self) -> None:

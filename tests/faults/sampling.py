@@ -46,4 +46,7 @@ class Sampler:
         while not self._over.wait(EVERY_SECONDS):
             for peer in self._peers():
                 if peer.running and (status := peer.ask("status", ASK_SECONDS)):
-                    self.samples.setdefault(peer.name, []).append((time.time(), status["tokens"]))
+                    samples = self.samples.setdefault(peer.name, [])
+                    # a peer that has just started again does not know yet what it has trained on
+                    if not samples or status["tokens"] >= samples[-1][1]:
+                        samples.append((time.time(), status["tokens"]))

@@ -147,9 +147,9 @@ def _is_whole(play: Recording, fault: Event) -> bool:
 def table(found: Sequence[Row]) -> Iterator[str]:
     """The rows as text."""
     head = ("tokens/s", "10 s later", "back after", "next round", "lost", "held-out loss")
-    yield f"  {'fault':<34}" + "".join(f"{word:>12}" for word in head)
+    yield f"  {'fault':<34}" + "".join(f"{word:>14}" for word in head)
     for row in found:
-        loss = f"{_number(row['loss_before'], '.3f')}>{_number(row['loss_after'], '.3f')}"
+        loss = f"{_number(row['loss_before'], '.3f')} > {_number(row['loss_after'], '.3f')}"
         cells = [
             _number(row["tokens_per_second"], ",.0f"),
             _number(row["rate_after_10_s"], ".0%"),
@@ -158,7 +158,7 @@ def table(found: Sequence[Row]) -> Iterator[str]:
             str(row["rounds_lost"]),
             loss,
         ]
-        yield f"  {row['fault']:<34}" + "".join(f"{cell:>12}" for cell in cells)
+        yield f"  {row['fault']:<34}" + "".join(f"{cell:>14}" for cell in cells)
 
 
 def _number(value: float, form: str, unit: str = "") -> str:
