@@ -121,6 +121,8 @@ class PipelineTrainer:
         self, key: RoundKey, cut: asyncio.Event, progress: Callable[[LocalProgress], None], surplus: bool = True
     ) -> LocalProgress:
         """Train until `cut` is set; see `protocols.base.Trainer`."""
+        if self._peer.is_member():
+            self._written = key.round  # skipped rounds write nothing, and yet the anchor has the result of all before
         return await self._trainer.train(key, cut, progress, surplus)
 
     async def read(self, into: Vector, fragment: int = 0) -> None:

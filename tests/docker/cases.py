@@ -12,7 +12,7 @@ from tests.faults.goodput import MEANS
 from tests.faults.recording import Event
 from tests.support.checkers import began
 from tests.support.history import one_mean
-from tests.support.real_swarm import wait
+from tests.support.real_swarm import WORKER, wait
 
 KILL_SECONDS = CUT_SECONDS = 90.0
 TOGETHER_SECONDS = 120.0
@@ -31,10 +31,10 @@ while len(held) < 400 and os.path.exists(f"/proc/{worker}"):
     time.sleep(0.01)
 sys.exit(os.path.exists(f"/proc/{worker}"))
 """
-_FIND_WORKER = """
-import glob
+_FIND_WORKER = r"""
+import glob, re
 for path in glob.glob("/proc/[0-9]*/cmdline"):
-    if b"node.training.worker" in open(path, "rb").read(): print(path.split("/")[2])
+    if re.search(rb"node\.training\.(stage_)?worker\b", open(path, "rb").read()): print(path.split("/")[2])
 """
 
 
@@ -161,7 +161,7 @@ class Cases:
         """The kernel kills the worker for lack of memory, and the peer starts another."""
         swarm, peer = self._swarm, "peer-3"
         with self._case("out of memory: the kernel ends the worker", KILL_SECONDS, peer) as case:
-            incarnation, old = swarm.peer(peer).incarnation, swarm.process(peer, "node.training.worker").pid
+            incarnation, old = swarm.peer(peer).incarnation, swarm.process(peer, WORKER).pid
             container = swarm.container(peer)
             inside = swarm.engine.run("exec", container, "python", "-c", _FIND_WORKER).split()
             swarm.engine.run("exec", container, "python", "-c", _HOG, inside[0], seconds=60)
@@ -173,7 +173,7 @@ class Cases:
     def _worker(self, name: str, old: int) -> int:
         """Process id of the new worker; 0 if there is none yet."""
         try:
-            found = self._swarm.process(name, "node.training.worker").pid
+            found = self._swarm.process(name, WORKER).pid
         except AssertionError:
             return 0
         return found if found != old else 0

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import time
@@ -104,10 +105,10 @@ class Swarm:
         return int(self.inspect(self.container(name))["State"]["Pid"])
 
     def process(self, name: str, command: str) -> psutil.Process:
-        """The first process in a peer's container whose command line contains `command`."""
+        """The first process in a peer's container whose command line matches the pattern `command`."""
         for each in psutil.Process(self.pid(name)).children(recursive=True):
             with suppress(psutil.Error):
-                if command in " ".join(each.cmdline()):
+                if re.search(command, " ".join(each.cmdline())):
                     return each
         raise AssertionError(f"{name} has no process {command!r} now")
 

@@ -49,6 +49,8 @@ def kept(
         say(line)
     (home / "timeline.txt").write_text("\n".join(lines) + "\n")
     (home / "verdict.json").write_text(json.dumps(result, allow_nan=False) + "\n")
+    if played.samples:
+        (home / "samples.json").write_text(json.dumps(played.samples))
     draw(played, verdict, home / "picture.png")
     say(f"kept in {home}: what each peer wrote, timeline.txt, picture.png")
     return played, result

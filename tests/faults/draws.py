@@ -9,6 +9,8 @@ from tests.faults.points import ONE_ROLE_ONLY
 from tests.faults.steps import STRUCK, Step
 
 JOINERS = 8
+AWAY_SECONDS, USUAL_SECONDS = 20, 12
+"""How long a fault of the scenario `stages` lasts; and how long all run before it, so that the usual rate is known."""
 
 Draw = Callable[[random.Random, int, Sequence[str]], list[Step]]
 """(generator, seed, names of the peers with the founder first) -> the schedule."""
@@ -131,6 +133,36 @@ def lasting(act: str, amount: float, everybody: bool = False, seconds: float = 1
         return [moment(rng), Step(act, targets, amount), Step("wait", amount=seconds), Step("heal")]
 
     return draw
+
+
+# -- stages ----------------------------------------------------------------------------------------------------------
+
+
+def stages(count: int) -> Draw:
+    """One fault after the other in each kind of stage; peer i of `names` is in stage i mod `count`."""
+
+    def draw(rng: random.Random, seed: int, names: Sequence[str]) -> list[Step]:
+        drivers, middle, last = names[::count], names[1::count], names[count - 1 :: count]
+        shuffled = rng.sample(middle, len(middle))
+        killed, stopped, driver = shuffled[:1], shuffled[-1:], [rng.choice(drivers)]
+        faults = [
+            _away("kill", killed, "peer", "restart"),
+            _away("stop", stopped, "all", "wake"),
+            [Step("kill", (rng.choice(last),), role="worker"), Step("wait", amount=AWAY_SECONDS)],
+            [Step("kill", (rng.choice(last),), role="p2pd"), Step("wait", amount=AWAY_SECONDS)],
+            _away("kill", driver, "peer", "restart"),
+            _away("kill", middle, "peer", "restart"),
+        ]
+        usual = [Step("settle"), Step("wait", amount=USUAL_SECONDS)]
+        return [moment(rng), *(step for fault in faults for step in (*usual, *fault))]
+
+    return draw
+
+
+def _away(act: str, targets: Sequence[str], role: str, back: str) -> list[Step]:
+    """Take peers away for a time."""
+    names = tuple(targets)
+    return [Step(act, names, role=role), Step("wait", amount=AWAY_SECONDS), Step(back, names, role=role)]
 
 
 # -- several faults at once -------------------------------------------------------------------------------------------

@@ -12,12 +12,13 @@ import math
 import re
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from statistics import median
+from dataclasses import asdict, dataclass, field, replace
+from statistics import fmean, median
 from typing import Any
 
 from protocols import INDEPENDENT_PROTOCOLS
 from tests.faults import independent as loose
+from tests.faults import stage_figures, staged
 from tests.faults.goodput import MEANS, first_reported, goodput, participation, reports
 from tests.faults.recording import Recording
 from tests.support.checkers import DECIDED, Violation, began, check, one_branch
@@ -48,6 +49,7 @@ class Verdict:
         recovery_seconds: from the end of the faults until the last expected peer reported the first round with all of
             them; nan if there was none.
         measures: name -> `median`, `worst` (the highest) and `trials`.
+        faults: with stages, the figures of each fault (`tests.faults.stage_figures`).
         missed: measure -> its worst value and the aim. An aim at a measure without a finite value is missed.
     """
 
@@ -62,6 +64,7 @@ class Verdict:
     recovery_seconds: float
     measures: dict[str, dict[str, float]]
     missed: dict[str, list[float]]
+    faults: list[dict[str, Any]] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, Any]:
         """The verdict for JSON, with None for numbers that are not finite."""
@@ -97,11 +100,12 @@ def judge(play: Recording) -> Verdict:
         KeyError: a history holds something other than round reports.
     """
     promise = promise_of(play)
+    first = staged.stage_of(play, 0) if play.stages > 1 else play  # stage 0 is the clock of all rounds
     recovery = promise.recovery_seconds(play)
     measures = {name: _summary(values) for name, values in {**play.measures, **promise.measures(play)}.items()}
     worst = (
-        {"recovery_seconds": recovery, "standstill_seconds": _standstill(play)}
-        | _skipped(play)
+        {"recovery_seconds": recovery, "standstill_seconds": _standstill(first)}
+        | _skipped(first)
         | {name: each["worst"] for name, each in measures.items()}
     )
     ends = {name: worst.get(name, math.nan) for name in play.limits.aims}
@@ -120,13 +124,14 @@ def judge(play: Recording) -> Verdict:
         seed=play.seed,
         verdict="fail" if found else "pass",
         violations=[_named(violation, play).as_dict() for violation in found],
-        rounds_committed=sum(time >= play.calm[0] for time in first_reported(play, MEANS).values()),
-        rounds_skipped=sum(time >= play.calm[0] for time in first_reported(play, ("skipped",)).values()),
+        rounds_committed=sum(time >= play.calm[0] for time in first_reported(first, MEANS).values()),
+        rounds_skipped=sum(time >= play.calm[0] for time in first_reported(first, ("skipped",)).values()),
         goodput=promise.goodput(play),
         participation=promise.participation(play),
         recovery_seconds=recovery,
         measures=measures,
         missed={name: [ends[name], aim] for name, aim in play.limits.aims.items() if not ends[name] <= aim},
+        faults=stage_figures.rows(play) if play.stages > 1 else [],
     )
 
 
@@ -136,7 +141,9 @@ def name_of(play: Recording, peer: str) -> str:
 
 
 def promise_of(play: Recording) -> Promise:
-    """How a play is judged: by whether its peers share an anchor."""
+    """How a play is judged: by whether its model is in stages, and whether its peers share an anchor."""
+    if play.stages > 1:
+        return _STAGED
     return _APART if play.protocol in INDEPENDENT_PROTOCOLS else _ONE
 
 
@@ -163,6 +170,21 @@ def _recovery_seconds(play: Recording) -> float:
     common = set.intersection(*map(set, decided)) if decided else set()
     ends = [max(each[lineage] for each in decided) for lineage in common]
     return float(min(ends, default=math.nan) - play.healed)
+
+
+def _stages_recovery_seconds(play: Recording) -> float:
+    """The same, of the stage that took longest."""
+    return staged.slowest({stage: _recovery_seconds(staged.stage_of(play, stage)) for stage in range(play.stages)})
+
+
+def _stages_goodput(play: Recording) -> float:
+    """That of stage 0: the same tokens pass all stages."""
+    return goodput(staged.stage_of(play, 0))
+
+
+def _stages_participation(play: Recording) -> float:
+    """The mean over the stages."""
+    return fmean(participation(staged.stage_of(play, stage)) for stage in range(play.stages))
 
 
 def _skipped(play: Recording) -> dict[str, float]:
@@ -269,6 +291,10 @@ def _levels(play: Recording) -> Iterator[Violation]:
 _ONE = Promise(
     _one_story, _recovery_seconds, "have reported a round that holds them all", "round",
     goodput, participation, lambda play: {},
+)  # fmt: skip
+_STAGED = Promise(
+    staged.broken, _stages_recovery_seconds, "have reported a round of their stage that holds all of it", "round",
+    _stages_goodput, _stages_participation, stage_figures.measures,
 )  # fmt: skip
 _APART = Promise(
     loose.broken, loose.recovery_seconds, "have mixed, each with any other or through others", "mixing",

@@ -152,7 +152,7 @@ class Nemesis(EventLog):
     def _decided(self, dead: Sequence[str], killed: float) -> None:
         """Measure when all survivors have decided the round under way at a kill, and the first that began after it."""
         survivors = self.running(dead)
-        if not survivors or self._suffers():  # other faults would distort the figure
+        if self._suffers() or not self._swarm.can_go_on(survivors):  # other faults would distort the figure
             return
         ends = self.awaits("the survivors decide", lambda: deciding(survivors, killed, self._swarm.decisions))
         self.measure("decided_seconds", max(each["time"] for each in ends) - killed)

@@ -78,6 +78,8 @@ class Recording:
         left: name -> command lines of its processes that outlived it.
         measures: name -> the value of each measurement of the nemesis.
         stuck: steps that failed or timed out, in words.
+        stages: number of stages of the run.
+        samples: driver -> (wall time, tokens so far) once a second; only with stages.
     """
 
     scenario: str
@@ -97,3 +99,5 @@ class Recording:
     left: Mapping[str, Sequence[str]]
     measures: Mapping[str, Sequence[float]] = field(default_factory=dict)
     stuck: Sequence[str] = ()
+    stages: int = 1
+    samples: Mapping[str, Sequence[tuple[float, int]]] = field(default_factory=dict)

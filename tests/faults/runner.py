@@ -7,7 +7,7 @@ import string
 import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -19,6 +19,7 @@ from tests.faults.machines import CLOCK, clock_file, set_clock, small_disk
 from tests.faults.nemesis import TROUBLE, Nemesis, Tools
 from tests.faults.network import Namespaces, why_not
 from tests.faults.recording import Recording
+from tests.faults.sampling import Sampler
 from tests.faults.scenarios import Scenario
 from tests.faults.steps import Step, left
 from tests.faults.tracing import Watch
@@ -26,8 +27,10 @@ from tests.faults.wire import ACTS as PROXIED
 from tests.faults.wire import Proxied
 from tests.support.independent_swarm import IndependentSwarm
 from tests.support.real_swarm import RealPeer, RealSwarm, paced, wait
+from tests.support.staged_swarm import StagedSwarm
 
 CALM_ROUNDS = 5
+PEERS_OF_A_STAGE = 2
 LATER_ROUNDS, LATER_MIXINGS = 2, 8
 """Rounds to wait for after the recovery; peers that mix need more, as each round only halves their distance."""
 PROCESS_SECONDS, START_SECONDS = 60.0, 120.0
@@ -38,6 +41,11 @@ _RUNS = {
     "paced": paced(elements=1_000_000, inner_steps=8),
     "gpt": 'task = "gpt"\n[recipe]\ninner_steps = 8\nrounds = 10000\n',
 }
+_STAGED_RUNS = {
+    "paced": paced(elements=300_000, step_seconds=1.6, inner_steps=2).replace("rounds", "batches = 8\nrounds"),
+    "gpt": 'task = "gpt"\n[recipe]\ninner_steps = 2\nbatches = 8\nrounds = 10000\n[gpt]\nrows = 1\n',
+}
+"""With stages: microbatches of a fifth of a second, so that six peers and their p2pd leave the cores idle."""
 TASKS = tuple(_RUNS)
 _DISKS, _LIMITED = frozenset(("fill", "choke")), frozenset(("squeeze", "confine"))
 """Steps that need a small disk, and steps that need a memory limit."""
@@ -55,6 +63,7 @@ class Options:
 
     Attributes:
         peers: number of peers at the start.
+        stages: number of stages of the run.
         patience: factor of all waiting times except the recovery limit, for a machine with other work.
     """
 
@@ -62,6 +71,13 @@ class Options:
     protocol: str = "butterfly"
     task: str = "paced"
     patience: float = 1.0
+    stages: int = 1
+
+    def beside(self, scenario: Scenario) -> Options:
+        """These options with the stages of a scenario, and two peers for each at least."""
+        if scenario.stages == 1:
+            return self
+        return replace(self, stages=scenario.stages, peers=max(self.peers, PEERS_OF_A_STAGE * scenario.stages))
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -72,6 +88,8 @@ class Options:
     def run(self) -> str:
         """The text of the run file."""
         apart = _APART if self.loose and self.task == "paced" else ""
+        if self.stages > 1:
+            return f"stages = {self.stages}\n{_STAGED_RUNS[self.task]}"
         return f'protocol = "{self.protocol}"\n{apart}{_RUNS[self.task]}'
 
     @property
@@ -88,6 +106,7 @@ def play(
     Raises:
         Unplayable: this machine does not allow it.
     """
+    options = options.beside(scenario)
     schedule = scenario.schedule(name, seed, options.names)
     rest = f"; and {len(schedule) - STEPS_TOLD} more" if len(schedule) > STEPS_TOLD else ""
     say(f"{name}, seed {seed}: " + "; ".join(str(step) for step in schedule[:STEPS_TOLD]) + rest)
@@ -120,11 +139,23 @@ def play(
                 address = "0.0.0.0" if "move" in acts else place.address
                 peer.inside, peer.listen = (*peer.inside, *place.inside), f"/ip4/{address}/tcp/0"
 
-        swarm = (IndependentSwarm if options.loose else RealSwarm)(home, options.run, prepare)
+        swarm = _swarm(home, options, prepare)
         nemesis = Nemesis(swarm, Tools(watch, network, groups, proxied), options.patience)
         stack.callback(_clear, swarm)
         stack.callback(nemesis.heal)
-        return _Runner(swarm, nemesis, scenario, options).run(name, seed, options, schedule)
+        runner = _Runner(swarm, nemesis, scenario, options)
+        if options.stages == 1:
+            return runner.run(name, seed, options, schedule)
+        drivers = options.names[:: options.stages]
+        with Sampler(lambda: [swarm.peers[each] for each in drivers if each in swarm.peers]) as sampler:
+            played = runner.run(name, seed, options, schedule)
+        return replace(played, stages=options.stages, samples=sampler.samples)
+
+
+def _swarm(home: Path, options: Options, prepare: Callable[[RealPeer], None]) -> RealSwarm:
+    if options.stages > 1:
+        return StagedSwarm(home, options.run, prepare, options.names, options.stages)
+    return (IndependentSwarm if options.loose else RealSwarm)(home, options.run, prepare)
 
 
 def _required(name: str, scenario: Scenario, schedule: Sequence[Step], options: Options) -> str:
@@ -137,6 +168,8 @@ def _required(name: str, scenario: Scenario, schedule: Sequence[Step], options: 
     if options.loose and left(schedule, options.names) < 2:
         what = f"{name} leaves one of {options.peers} peers: by {options.protocol} it has no peer to mix with"
         raise Unplayable(f"{what}; take more peers, or another scenario")
+    if options.loose and options.stages > 1:
+        raise Unplayable(f"{name} needs stages, which average by butterfly, not by {options.protocol}")
     why = why_not()
     if why and scenario.network:
         raise Unplayable(f"{name} needs a network of its own: {why}")

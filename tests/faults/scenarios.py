@@ -31,18 +31,22 @@ class Scenario:
         about: a description in one line, for `--help`.
         draw: (generator, seed, names of the peers with the founder first) -> the schedule.
         network: whether it needs a network of namespaces.
+        stages: number of stages of the run; with more than one, each has two peers at least.
     """
 
     about: str
     draw: Draw
     limits: Limits = field(default_factory=Limits)
     network: bool = False
+    stages: int = 1
 
     def schedule(self, name: str, seed: int, names: Sequence[str]) -> list[Step]:
         """The schedule of a seed; the same for the same seed and peers."""
         return self.draw(random.Random(f"{name}/{seed}"), seed, names)
 
 
+STAGES = 3
+STAGE_AIMS = {"rate_lost": 0.6, "stage_rounds_lost": 0, "back_seconds": 20, "whole_stage_seconds": 60}
 _GOES_ON = Limits(aims={"standstill_seconds": 10})
 """For faults that last, during which the swarm should still make progress."""
 
@@ -150,6 +154,12 @@ SCENARIOS: Mapping[str, Scenario] = {
         "one peer sends a wrong mean, NaN, or a forged certificate for 10 s",
         draws.liar(LIES),
         Limits(aims={"recovery_seconds": 15, "standstill_seconds": 10}),
+    ),
+    "stages": Scenario(
+        "of a model in three stages, replicas, a driver and a whole stage are killed or stopped in turn",
+        draws.stages(STAGES),
+        Limits(aims=STAGE_AIMS, forks=True),
+        stages=STAGES,
     ),
     "overlap": Scenario(
         "a lasting fault (a cut, loss, a slow line, a straggler), and a kill or a stop meanwhile",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -34,7 +35,9 @@ ASK_SECONDS = 2.0
 START_SECONDS = 60.0
 ORPHAN_SECONDS = 2.0
 _MARK = "STARLING_TEST_PEER"
-_ROLES = {"worker": "node.training.worker", "p2pd": "hivemind_cli/p2pd"}
+WORKER = r"node\.training\.(stage_)?worker\b"
+"""Found in the command line of a worker, of a whole model or of a stage."""
+_ROLES = {"worker": re.compile(WORKER), "p2pd": re.compile("hivemind_cli/p2pd")}
 
 
 def paced(elements: int = 250_000, step_seconds: float = 0.1, inner_steps: int = 10, rounds: int = 10_000) -> str:
@@ -122,7 +125,7 @@ class RealPeer:
         """Its worker or its p2pd, or None."""
         for child in psutil.Process(self.pid).children():
             with suppress(psutil.Error):
-                if child.status() != psutil.STATUS_ZOMBIE and _ROLES[role] in " ".join(child.cmdline()):
+                if child.status() != psutil.STATUS_ZOMBIE and _ROLES[role].search(" ".join(child.cmdline())):
                     return child
         return None
 
@@ -255,10 +258,14 @@ class RealSwarm:
 
     def join(self, *names: str, via: RealPeer, seconds: float = START_SECONDS) -> list[RealPeer]:
         """Start peers at the same time with one address to join at, and wait until they are in the run."""
-        joining = [self.peer(name).start("--bootstrap", via.address) for name in names]
+        joining = [self.peer(name).start("--bootstrap", via.address, *self.arguments(name)) for name in names]
         for peer in joining:
             _in_the_run(peer, f"{peer.name} gets into the run", seconds)
         return joining
+
+    def arguments(self, name: str) -> tuple[str, ...]:
+        """Further arguments with which this peer joins."""
+        return ()
 
     def four(self, seconds: float) -> list[RealPeer]:
         """Four running peers in one mean. Peers that have ended are started again as needed."""
@@ -279,6 +286,10 @@ class RealSwarm:
         """Assert that all histories together keep the invariants."""
         violations = self.invariants(self.histories())
         assert not violations, "\n".join(str(each.as_dict()) for each in violations[:5])
+
+    def can_go_on(self, peers: Iterable[RealPeer]) -> bool:
+        """Whether these peers, if they are all that run, can train at all."""
+        return any(True for _ in peers)
 
     def all_in_one_mean(self, peers: Iterable[RealPeer], since: float = 0.0) -> Report | None:
         """A round whose mean has work of exactly these peers, and that each began after that wall time (`one_mean`)."""
