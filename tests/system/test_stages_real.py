@@ -1,0 +1,73 @@
+"""Real peers of a run with stages: they come in any order, die, restart and leave."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.support.real_swarm import RealPeer, RealSwarm, wait
+
+pytestmark = [pytest.mark.real, pytest.mark.timeout(120)]
+
+RUN = (
+    "stages = 2\n[gpt]\nlayers = 2\nwidth = 16\nheads = 2\ncontext = 32\nrows = 1\n"
+    "[recipe]\nrounds = 10000\ninner_steps = 5\nbatches = 8\n"
+)
+LEAVE_SECONDS = 12.0
+
+
+class StagedSwarm(RealSwarm):
+    """The invariants of rounds hold within each stage."""
+
+    invariants = staticmethod(lambda histories: [])
+
+
+def rounds(peer: RealPeer) -> list[int]:
+    """Rounds that the peer trained, and did not only catch up with."""
+    return [each["round"] for each in peer.reports() if each["tokens"]]
+
+
+def goes_on(peer: RealPeer, what: str, count: int = 2) -> None:
+    before = len(rounds(peer))
+    wait(f"{peer.name} trains on, {what}", lambda: len(rounds(peer)) >= before + count, 60)
+
+
+def test_driver_leaves_in_good_order_while_a_stage_has_nobody(tmp_path: Path) -> None:
+    """Also if it was evaluating the model through that stage."""
+    with StagedSwarm(tmp_path, RUN) as swarm:
+        founder = swarm.found("a")
+        (other,) = swarm.join("b", via=founder)
+        wait("a round", lambda: founder.reports(), 60)
+        assert founder.reports()[0]["held_out_loss"] and founder.reports()[0]["stages"] == 2
+        other.strike()
+        wait("it says what it waits for", lambda: "stage 1 has nobody" in str(founder.status()["reason"]), 30)
+        founder.strike(number=signal.SIGINT)
+        assert founder.ends(LEAVE_SECONDS) == 0
+        founder.leaves_nothing()
+
+
+def test_peers_keep_their_stage_through_deaths_and_restarts(tmp_path: Path) -> None:
+    with StagedSwarm(tmp_path, RUN) as swarm:
+        founder = swarm.found("a")
+        (other,) = swarm.join("b", via=founder)
+        other.strike()  # before its first round: nobody else may be the first of stage 1 now
+        other.start("--bootstrap", founder.address)
+        goes_on(founder, "although the first peer of stage 1 died at once")
+        founder.strike("worker")
+        other.strike("worker")
+        goes_on(founder, "with new workers")
+        founder.strike()
+        (third,) = swarm.join("c", via=other)  # which asks a peer that is not the founder
+        assert third.status()["stage"] == 0, "the stage without live peers"
+        founder.start()
+        goes_on(founder, "after a restart from its directory")
+        goes_on(third, "beside it")
+        assert [peer.status()["stage"] for peer in (founder, other, third)] == [0, 1, 0]
+        other.strike()
+        other.start("--bootstrap", founder.address, "--stage", "0")
+        assert other.ends(30.0) == 2 and "holds stage 1 of this run, not 0: leave --stage out" in other.said()
+        other.start("--bootstrap", founder.address)
+        goes_on(third, "with stage 1 again")
+        assert {each["stage"] for each in other.reports()} == {1}
