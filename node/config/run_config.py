@@ -43,6 +43,8 @@ MAX_BATCH_TOKENS = 1 << 20
 MAX_STAGE_BATCHES = 64
 MAX_ACTIVATION_BYTES = 16 << 20
 """Of one microbatch's activations in float32, with stages: a replica holds up to two of them for each microbatch."""
+MAX_LEASED_BYTES = 1 << 30
+"""Of all microbatches that a replica holds at once, each with its input and a gradient."""
 STAGE_BATCHES = 8
 """Microbatches of an inner step in the presets, with stages. The tokens of a step stay the same."""
 ACTIVATION_BYTES: Mapping[str, int] = MappingProxyType({"bf16": 2, "fp32": 4})
@@ -138,6 +140,11 @@ class GptTable:
     def shape(self) -> GptConfig:
         return GptConfig(self.layers, self.width, self.heads, self.context)
 
+    @property
+    def activation_elements(self) -> int:
+        """Elements of the activations of one microbatch between two layers."""
+        return self.rows * self.context * self.width
+
     def require_stages(self, stages: int) -> None:
         """Check that the model can be cut into so many stages.
 
@@ -146,7 +153,7 @@ class GptTable:
         """
         if stages > (blocks := self.layers + 2):
             raise ValueError(f"{stages} stages need as many blocks, and the model has {blocks}: take fewer stages")
-        if (size := 4 * self.rows * self.context * self.width) > MAX_ACTIVATION_BYTES:
+        if (size := 4 * self.activation_elements) > MAX_ACTIVATION_BYTES:
             what = f"a microbatch has activations of {size / 2**20:.0f} MiB, more than {MAX_ACTIVATION_BYTES >> 20}"
             raise ValueError(f"{what}: take fewer gpt.rows and more recipe.batches")
 
@@ -261,6 +268,10 @@ class RunConfig:
             raise ValueError(f"with stages, recipe.batches must be at most {MAX_STAGE_BATCHES}, not {batches}")
         if self.gpt is not None:
             self.gpt.require_stages(stages)
+            held = 2 * batches * self.gpt.activation_elements * ACTIVATION_BYTES[self.activation_codec]
+            if held > MAX_LEASED_BYTES:
+                what = f"{batches} microbatches would take {held / 2**20:.0f} MiB of each replica's memory"
+                raise ValueError(f"{what}, more than {MAX_LEASED_BYTES >> 20}: take fewer gpt.rows")
         elif self.paced is not None and self.paced.elements < stages:
             raise ValueError(f"{self.paced.elements} elements cannot be cut into {stages} stages")
 

@@ -1,12 +1,14 @@
 """Stages of a run: its founding, the first member of each stage, and which stage a joiner works in.
 
 Each stage has a chain of rounds of its own, and so needs a first roster. The founder is the first member of stage 0. It
-signs a seat for the first joiner of every other stage, and writes it to its disk before it hands it out, so that no
-stage ever has two. Peers pass seats on in their greetings.
+signs a seat for the first joiner of every other stage, and writes it to its disk before it hands it out. If that joiner
+does not come, another gets the seat later, with a higher number. Peers pass seats on in their greetings, and refuse a
+peer with a seat that is not valid any more.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping
@@ -16,7 +18,7 @@ from statistics import median
 import msgpack
 
 from node.config.manifest import Manifest
-from node.membership.hello import ANY_STAGE, ENTRY, NO_STAGE, StageRejected, StageReply, StageSeat, WantStage
+from node.membership.hello import ANY_STAGE, ENTRY, NO_STAGE, Hello, StageRejected, StageReply, StageSeat, WantStage
 from node.membership.membership import Membership
 from node.membership.peer_record import PeerRecord
 from protocols import wire
@@ -27,7 +29,10 @@ log = logging.getLogger(__name__)
 
 RESERVED_SECONDS = 60.0
 """A peer that was assigned a stage counts there for so long, although it is not live yet."""
+MAX_RESERVED = 256
 RELAY_SECONDS = 10.0
+SEAT_SECONDS = 120.0
+"""A peer that was seated, and has not greeted as a member of its stage within this time, loses its seat to another."""
 _SEAT_TAG = b"starling seat 1\n"
 
 
@@ -45,13 +50,23 @@ class StagePlace:
 
 def _plain(seat: StageSeat) -> dict[str, object]:
     peer, incarnation = seat.member.peer, seat.member.incarnation
-    return {"stage": seat.stage, "first": peer, "incarnation": incarnation, "signature": seat.signature.hex()}
+    signature = seat.signature.hex()
+    return {
+        "stage": seat.stage,
+        "first": peer,
+        "incarnation": incarnation,
+        "number": seat.number,
+        "signature": signature,
+    }
 
 
 def place_of(data: bytes) -> StagePlace | None:
     """Read what `StagePlace.to_bytes` wrote; None if it is empty or damaged."""
-    seats = seats_of(b"[" + data + b"]") if data else ()
-    return StagePlace(seats[0].stage, seats[0]) if seats else None
+    try:
+        (seat,) = seats_of(b"[" + data + b"]")
+    except ValueError:
+        return None
+    return StagePlace(seat.stage, seat)
 
 
 def seats_to_bytes(seats: Iterable[StageSeat]) -> bytes:
@@ -60,22 +75,27 @@ def seats_to_bytes(seats: Iterable[StageSeat]) -> bytes:
 
 
 def seats_of(data: bytes) -> tuple[StageSeat, ...]:
-    """Read what `seats_to_bytes` wrote; none if it is damaged."""
+    """Read what `seats_to_bytes` wrote.
+
+    Raises:
+        ValueError: it is damaged.
+    """
     try:
         return tuple(
             StageSeat(
                 int(each["stage"]),
                 Member(str(each["first"]), int(each["incarnation"])),
+                int(each["number"]),
                 bytes.fromhex(each["signature"]),
             )
             for each in json.loads(data)
         )
-    except (ValueError, TypeError, KeyError, RecursionError):
-        return ()
+    except (TypeError, KeyError, OverflowError, RecursionError) as error:
+        raise ValueError(f"not a list of seats: {error}") from None
 
 
 def _signed(run: bytes, seat: StageSeat) -> bytes:
-    packed: bytes = msgpack.packb([seat.stage, seat.member.peer, seat.member.incarnation])
+    packed: bytes = msgpack.packb([seat.stage, seat.member.peer, seat.member.incarnation, seat.number])
     return _SEAT_TAG + run + packed
 
 
@@ -84,33 +104,51 @@ class Seats:
 
     Attributes:
         known: stage -> its first member.
+        came: seats whose peer has greeted as a member of the stage.
     """
 
     def __init__(self, manifest: Manifest, signer: Signer) -> None:
         assert manifest.stages
         self.stages = len(manifest.stages)
         self.known: dict[int, StageSeat] = {}
+        self.came: set[StageSeat] = set()
         self._run, self._founder, self._signer = bytes.fromhex(manifest.run_id), manifest.founder, signer
 
-    def sign(self, stage: int, member: Member) -> StageSeat:
-        """Make a member the first of a stage. Only the founder may, and only once for each stage."""
-        seat = StageSeat(stage, member, b"")
-        seat = self.known[stage] = replace(seat, signature=self._signer.sign(_signed(self._run, seat)))
-        return seat
+    def make(self, stage: int, member: Member) -> StageSeat:
+        """Sign a seat for the first member of a stage. Only the founder may; `add` makes it known here."""
+        seat = StageSeat(stage, member, self.known[stage].number + 1 if stage in self.known else 0, b"")
+        return replace(seat, signature=self._signer.sign(_signed(self._run, seat)))
 
     def add(self, seats: Iterable[StageSeat]) -> None:
-        """Take in seats that others passed on.
+        """Take in seats that others passed on; of two seats in a stage, the later one is valid.
 
         Raises:
             BadPayload: one is not signed by the founder, or of no stage of the run.
         """
         for seat in seats:
-            if self.known.get(seat.stage) == seat:
+            known = self.known.get(seat.stage)
+            if known == seat:
                 continue
             genuine = self._signer.verify(self._founder.peer, _signed(self._run, seat), seat.signature)
             if seat.stage >= self.stages or not genuine:
                 raise BadPayload(f"a seat in stage {seat.stage} that the run's founder has not signed")
-            self.known.setdefault(seat.stage, seat)
+            if known is None or known.number < seat.number:
+                self.known[seat.stage] = seat
+
+    def judge(self, hello: Hello) -> None:
+        """Check the seat in a greeting, and take it in.
+
+        Raises:
+            BadPayload: it is of another stage, not the founder's, or another peer has the seat by now.
+        """
+        if len(hello.seats) != 1 or hello.seats[0].stage != hello.stage:
+            raise BadPayload("greets without the first member of its stage")
+        self.add(hello.seats)
+        seat = self.known[hello.stage]
+        if hello.seats[0] != seat:
+            raise BadPayload("the first member of its stage is another one by now: start it with another --state-dir")
+        if hello.member.peer == seat.member.peer:
+            self.came.add(seat)
 
     @property
     def missing(self) -> tuple[int, ...]:
@@ -137,6 +175,8 @@ class StageAssigner:
         self._me, self._founder, self._seats = me, manifest.founder.peer, seats
         self._membership, self._transport, self._keep = membership, transport, keep
         self._reserved: dict[PeerId, tuple[int, float]] = {}  # peer: its stage, and until when it counts there
+        self._seated: dict[int, float] = {}  # stage: when this founder gave its seat, since it was started
+        self._lock = asyncio.Lock()
 
     async def assign(self, peer: PeerId, request: WantStage) -> StageReply | StageRejected:
         """The answer to a request from `peer`, which may pass on another's.
@@ -169,24 +209,40 @@ class StageAssigner:
             except BadPayload as error:
                 log.debug("refused from %s: %s", contact.peer, error)
 
-    async def _decide(self, request: WantStage) -> StageReply:
-        """The founder's answer: it seats the joiner if the stage has no first member."""
-        stage = self._choice(request)
-        if stage not in self._seats.known:
-            self._seats.sign(stage, request.sender)
-            await self._keep(self._seats.known.values())
-        return self._reply(request.sender, stage)
+    async def _decide(self, request: WantStage) -> StageReply | StageRejected:
+        """The founder's answer: it seats the joiner if the stage has no first member, or one that never came."""
+        async with self._lock:
+            stage = self._choice(request)
+            if stage in self._open():
+                own = [each for each in self._seats.known.values() if each.member.peer == request.sender.peer]
+                if own and own[0].stage != stage:
+                    return StageRejected(f"this peer is the first of stage {own[0].stage} already: ask for that one")
+                seat = self._seats.make(stage, request.sender)
+                await self._keep([*(each for each in self._seats.known.values() if each.stage != stage), seat])
+                self._seats.add([seat])  # only now that it is on the disk does anybody hear of it
+                self._seated[stage] = loop_time()
+            return self._reply(request.sender, stage)
+
+    def _open(self) -> tuple[int, ...]:
+        """Stages whose seat this founder may give: those without one, and those whose peer has not come in time."""
+        late = [
+            stage
+            for stage, since in self._seated.items()
+            if loop_time() > since + SEAT_SECONDS and self._seats.known[stage] not in self._seats.came
+        ]
+        return (*self._seats.missing, *late)
 
     async def _relay(self, request: WantStage) -> StageReply | StageRejected:
         try:
             answer = await ask_stage(self._transport, self._founder, request, loop_time() + RELAY_SECONDS)
+            self._seats.add(answer.seats if isinstance(answer, StageReply) else ())
+        except BadPayload as error:
+            return StageRejected(f"the run's founder answers badly: {error}"[:200])
         except PeerError as error:
             lacking = ", ".join(map(str, self._seats.missing))
             return StageRejected(
                 f"no peer is known in stage {lacking}, and the run's founder is away: {error.why}"[:200]
             )
-        if isinstance(answer, StageReply):
-            self._seats.add(answer.seats)
         return answer
 
     def _choice(self, request: WantStage) -> int:
@@ -194,18 +250,23 @@ class StageAssigner:
         if request.wanted != ANY_STAGE:
             return request.wanted
         own = [stage for stage, seat in self._seats.known.items() if seat.member.peer == request.sender.peer]
-        if own or self._seats.missing:
-            return (own or list(self._seats.missing))[0]
-        now = loop_time()
-        self._reserved = {peer: each for peer, each in self._reserved.items() if each[1] > now}
+        if own or self._open():
+            return (own or list(self._open()))[0]
+        self._purge()
         here = [contact for contact in self._membership.contacts() if contact.live]
         reserved = {peer: stage for peer, (stage, _) in self._reserved.items()}
         capacity = capacities(self._seats.stages, here, reserved, self._membership.stage_of(self._me.peer))
         return min(range(self._seats.stages), key=lambda stage: (capacity[stage], stage))
 
     def _reply(self, joiner: Member, stage: int) -> StageReply:
-        self._reserved[joiner.peer] = stage, loop_time() + RESERVED_SECONDS
+        self._purge()
+        if len(self._reserved) < MAX_RESERVED:
+            self._reserved[joiner.peer] = stage, loop_time() + RESERVED_SECONDS
         return StageReply(stage, tuple(self._seats.known.values()))
+
+    def _purge(self) -> None:
+        now = loop_time()
+        self._reserved = {peer: each for peer, each in self._reserved.items() if each[1] > now}
 
 
 def capacities(

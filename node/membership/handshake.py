@@ -31,12 +31,14 @@ class LocalStage:
 
     Attributes:
         seat: the stage's first member, signed by the founder.
+        judge: raises `BadPayload` for a greeting whose seat is not valid.
         rounds: of stage 0: training rounds that have ended at this peer.
         rate: microbatches/s that this peer can compute; 0 if it is not known yet.
     """
 
     stage: int
     seat: StageSeat
+    judge: Callable[[Hello], None] = lambda hello: None
     rounds: int = 0
     rate: float = 0.0
 
@@ -115,6 +117,8 @@ class HandshakeProtocol:
             raise BadPayload(f"greets in the name of {hello.member.peer}")
         if not self._is_signed(hello):
             raise BadPayload("greets without a signature of its own")
+        if self._local.stage:
+            self._local.stage.judge(hello)
 
     async def exchange(
         self, contact: PeerRecord, stream: Stream, on_refusal: Callable[[PeerId, HelloRejected], None]

@@ -32,6 +32,7 @@ MAX_SAMPLE_BYTES = 1 << 18
 MAX_STATUS_BYTES = 1 << 16
 MAX_WALL_SECONDS = 1e11
 MAX_RATE = 1e9
+MAX_SEATS = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +48,13 @@ class StageSeat:
     """Makes a member the first one of a stage: the genesis of the stage's chain has it alone in the roster.
 
     Attributes:
-        signature: the founder's, see `node.joining.seats`.
+        number: how many seats of the stage were given before, to peers that never came. Only the last one is valid.
+        signature: the founder's, see `node.joining.stages`.
     """
 
     stage: int = uint(MAX_STAGES - 1)
     member: Member = one(Member)
+    number: int = uint(MAX_SEATS)
     signature: bytes = blob(128)
 
 

@@ -155,6 +155,7 @@ class Peer:
     def finish(self, why: str = "") -> None:
         """Finish the round under way, then leave. Before the session begins, leave at once."""
         if self._session:
+            self._finishing = True
             self._session.leave()
         elif self._main and not self._finishing:
             self._main.cancel()
@@ -376,7 +377,7 @@ class Peer:
         config, start, state, disk = entered.manifest.config, entered.start, resources.state, resources.disk
         key, status_tracker, transport = start.chain.head.key, self._status_tracker, resources.transport
         history = start.chain if start.shares_anchor else LocalHistory(resources.me, key)
-        membership = self._membership(resources, history, entered.place)
+        membership = self._membership(resources, history, entered)
         status_tracker.join_swarm(history, membership)
         async with (
             DhtDirectory(transport, state.identity, self._clock, key.run, membership.offset_seconds) as directory,
@@ -411,7 +412,8 @@ class Peer:
             lag, clock = resources.lag, self._clock
             deps = PeerSessionDeps(*stack, trainer, membership, directory, state, journal, lag, clock, disk)
             if pipeline:
-                deps = replace(deps, annotate=pipeline.annotate)
+                over, lacking = pipeline.is_run_over, pipeline.waiting_reason
+                deps = replace(deps, annotate=pipeline.annotate, is_run_over=over, lacking=lacking)
             wait_for = self._config.wait_for_peers if key.round == 0 else 1
             limits = SessionLimits(config.recipe.rounds, self._config.rounds, wait_for)
             self._session = PeerSession(deps, limits, status_tracker, self._view)
@@ -430,7 +432,7 @@ class Peer:
         Args:
             outer_loop: returns the outer loop, which is built later.
         """
-        from node.session.pipeline_session import PipelinePeer, PipelineTrainer
+        from node.session.pipeline_session import PipelinePeer, PipelineTrainer, settled_rounds
         from node.training.remote_stage import RemoteStage
 
         assert entered.place and isinstance(entered.trainer, RemoteStage)
@@ -440,10 +442,14 @@ class Peer:
             present = outer_loop()
             return isinstance(present, ReplicatedOuterLoop) and me in chain.head.roster and not present.lacks_state
 
-        def is_leaving() -> bool:
-            return outer_loop().leaving
+        def trained() -> int:
+            present = outer_loop()
+            return settled_rounds(chain, isinstance(present, ReplicatedOuterLoop) and present.lacks_state)
 
-        peer = PipelinePeer(me, entered.place.stage, host, membership, lambda: chain.trained, is_member, is_leaving)
+        def is_leaving() -> bool:
+            return self._finishing
+
+        peer = PipelinePeer(me, entered.place.stage, host, membership, trained, is_member, is_leaving)
         return PipelineTrainer(entered.trainer, peer, entered.manifest)
 
     def _assigner(self, resources: _Resources, entered: _EnteredRun, membership: Membership) -> AssignStage | None:
@@ -486,12 +492,13 @@ class Peer:
         least_rounds = max(LEAST_ROUNDS, KEEP_CHECKPOINTS * self._config.checkpoint_every)
         return PartStore(scratch.allocate, resources.disk, gate, least_rounds=least_rounds)
 
-    def _membership(self, resources: _Resources, history: RoundHistory, place: StagePlace | None) -> Membership:
+    def _membership(self, resources: _Resources, history: RoundHistory, entered: _EnteredRun) -> Membership:
         """Build the run's membership. From now on it receives the peers that files of addresses name."""
         tracker, bootstrap, state = self._status_tracker, resources.bootstrap, resources.state
         local = local_peer(resources.me, tracker.nickname, tracker.addresses, history)
-        if place:
-            local = replace(local, stage=LocalStage(place.stage, place.seat))
+        if entered.place and entered.entrance:
+            place, seats = entered.place, entered.entrance.seats
+            local = replace(local, stage=LocalStage(place.stage, place.seat, seats.judge))
         unanswered = self._selector.given(bootstrap) if self._selector.alone else ()
         known = KnownPeers(bootstrap.met, unanswered, state.peers())
         callbacks = MembershipCallbacks(self._fail, self._view.say)

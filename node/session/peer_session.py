@@ -95,6 +95,8 @@ class PeerSessionDeps:
         rounds: runs the outer loop's rounds: a function of `node.outer.round_loops`.
         disk: runs blocking disk operations.
         annotate: adds to a report what only the trainer knows.
+        is_run_over: whether no other stage needs this peer any more, once its own rounds are over.
+        lacking: which stages have nobody, as shown to the user; empty if all have a live peer.
     """
 
     outer_loop: ReplicatedOuterLoop | IndependentOuterLoop
@@ -109,6 +111,8 @@ class PeerSessionDeps:
     clock: Clock
     disk: Compute
     annotate: Callable[[RoundReport], RoundReport] = lambda report: report
+    is_run_over: Callable[[], bool] = lambda: True
+    lacking: Callable[[], str] = lambda: ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +196,7 @@ class PeerSession:
         return len(roster) > 1 and self._deps.outer_loop.averager.me in roster
 
     def _over(self) -> bool:
-        return self._deps.outer_loop.chain.trained >= self._limits.run_rounds
+        return self._deps.outer_loop.chain.trained >= self._limits.run_rounds and self._deps.is_run_over()
 
     async def _rounds(self) -> None:
         deps = self._deps
@@ -225,8 +229,12 @@ class PeerSession:
 
     async def _wait_for_others(self) -> None:
         members, wanted = self._deps.membership, self._limits.wait_for_peers
-        while not self._leave.is_set() and (here := len(members.live())) < wanted:
-            self._status_tracker.set_state("waiting", f"for {wanted} peers to be here: {here} so far")
+        while not self._leave.is_set():
+            here, lacking = len(members.live()), self._deps.lacking() if wanted > 1 else ""
+            if here >= wanted and not lacking:
+                return
+            why = f"for {wanted} peers to be here: {here} so far" if here < wanted else lacking
+            self._status_tracker.set_state("waiting", why)
             await members.changed(members.version, asyncio.get_running_loop().time() + WAIT_SECONDS)
 
     async def _report(self, report: RoundReport) -> None:
@@ -276,7 +284,7 @@ class PeerSession:
 
     def _needs_this(self, peer: PeerRecord) -> bool:
         if peer.stage != self._stage:
-            return peer.stage == 0
+            return peer.stage == 0 and self._over()
         return peer.round < self._deps.outer_loop.chain.head.key.round
 
     @property

@@ -21,6 +21,7 @@ from node.training.stage_trainer import DrivingTrainer, ServingTrainer, StageTra
 from protocols.aio import loop_time, run_with_helper
 from protocols.base import BadPayload, Host, LocalProgress, Member, RoundKey, Settings, Vector
 from protocols.endpoint import ProtocolEndpoint
+from protocols.history.chain import UNSETTLED, Chain
 from protocols.pipeline.driving import PipelineDriver
 from protocols.pipeline.outer import MAX_REQUESTS, OuterClient, OuterServer
 from protocols.pipeline.serving import StageServer
@@ -30,6 +31,7 @@ from protocols.pipeline.work import LeaseLost
 
 EVALUATION_SECONDS = 60.0
 """An evaluation or a text that takes longer is given up: the next round must not wait for it."""
+LAST_DRIVER_SECONDS = 60.0
 EMPTY_SECONDS, LOOK_SECONDS = 5.0, 0.25
 """It is given up sooner if a stage has nobody for so long, which is looked for every so often."""
 USUAL_EVALUATION_SECONDS, MAX_STRIDE = 10.0, 16
@@ -42,7 +44,7 @@ class PipelinePeer:
 
     Attributes:
         host: of the whole run's members.
-        trained: returns the training rounds of this peer's chain.
+        trained: returns the training rounds whose result this peer's outer parameters have.
         is_member: returns whether what this peer trains counts.
         is_leaving: returns whether this peer has been asked to leave.
     """
@@ -76,7 +78,8 @@ class PipelineTrainer:
         self._work = LeasedStage(remote)
         self._abandoned: Counter[str] = Counter()
         self._reported = 0, 0.0
-        self._written = peer.trained()  # training rounds whose result the anchor has
+        self._driven_at = loop_time()
+        self._clock: Callable[[], int] = lambda: 0
         sizes, config = remote.sizes, manifest.config
         run = bytes.fromhex(manifest.run_id)
         self._settings = PipelineSettings(
@@ -86,7 +89,7 @@ class PipelineTrainer:
         self._endpoint = ProtocolEndpoint(peer.host, settings)
         self._driver: PipelineDriver | None = None
         self._trainer = self._driving() if peer.stage == 0 else self._serving()
-        remote.on_lost = self._trainer.void
+        remote.on_lost, remote.on_restored = self._trainer.lose, self._trainer.resume
 
     def _training(self) -> StageTraining:
         peer = self._peer
@@ -103,8 +106,9 @@ class PipelineTrainer:
         server = StageServer(
             self._endpoint, self._settings, stage, self._work, lambda: len(self._drivers()), self._watch
         )
-        OuterServer(self._endpoint, self._settings, stage, self._remote, lambda: self._written)
-        return ServingTrainer(self._training(), server, lambda: clock.rounds(self._drivers()))
+        OuterServer(self._endpoint, self._settings, stage, self._remote, self._peer.trained)
+        self._clock = lambda: clock.rounds(self._drivers(), loop_time())
+        return ServingTrainer(self._training(), server, self._clock, self._manifest.config.recipe.rounds)
 
     def _drivers(self) -> tuple[Member, ...]:
         return by_stage(self._peer.host.members.live(), self._peer.membership, self._stages)[0]
@@ -121,8 +125,6 @@ class PipelineTrainer:
         self, key: RoundKey, cut: asyncio.Event, progress: Callable[[LocalProgress], None], surplus: bool = True
     ) -> LocalProgress:
         """Train until `cut` is set; see `protocols.base.Trainer`."""
-        if self._peer.is_member():
-            self._written = key.round  # skipped rounds write nothing, and yet the anchor has the result of all before
         return await self._trainer.train(key, cut, progress, surplus)
 
     async def read(self, into: Vector, fragment: int = 0) -> None:
@@ -132,7 +134,6 @@ class PipelineTrainer:
     async def write(self, source: Vector, fragment: int = 0, anchor: Vector | None = None, tokens: int = 0) -> None:
         """Replace the local parameters and their anchor, between two jobs."""
         await self._trainer.write(source, fragment, anchor, tokens)
-        self._written = self._peer.trained()
 
     def anchor(self, fragment: int = 0) -> Vector:
         """The anchor itself; see `RemoteTrainer.anchor`."""
@@ -150,7 +151,7 @@ class PipelineTrainer:
             return float("nan")
         try:
             deadline = loop_time() + EVALUATION_SECONDS
-            evaluation = self._outer.evaluate(self._written, deadline, self._stride())
+            evaluation = self._outer.evaluate(self._peer.trained(), deadline, self._stride())
             return await run_with_helper(evaluation, self._until_pointless())
         except LeaseLost as error:
             raise WorkerError(str(error)) from None
@@ -201,7 +202,21 @@ class PipelineTrainer:
             raise WorkerError(str(error)) from None
 
     async def _logits(self, tokens: bytes, position: int, deadline: float) -> bytes:
-        return await self._outer.logits(tokens, position, self._written, deadline)
+        return await self._outer.logits(tokens, position, self._peer.trained(), deadline)
+
+    # -- the run's end ------------------------------------------------------------------------------------------------
+
+    def is_run_over(self) -> bool:
+        """Whether stage 0 needs this peer no longer, once this peer's own rounds are over.
+
+        If stage 0 has nobody, it is over after `LAST_DRIVER_SECONDS`: its peers may have left long ago.
+        """
+        if self._peer.stage == 0:
+            return True
+        now, rounds = loop_time(), self._clock()
+        if self._drivers():
+            self._driven_at = now
+        return rounds >= self._manifest.config.recipe.rounds or now - self._driven_at > LAST_DRIVER_SECONDS
 
     # -- reports ------------------------------------------------------------------------------------------------------
 
@@ -245,6 +260,14 @@ class PipelineTrainer:
     async def load(self, path: Path | None, position: int, threads: int = 0) -> None:
         """Have the worker load its optimiser's state; see `RemoteTrainer.load`."""
         await self._remote.load(path, position, threads)
+
+
+def settled_rounds(chain: Chain, lacks_state: bool) -> int:
+    """Training rounds whose result a peer's outer parameters have; 0 if it lacks the head's state.
+
+    Skipped rounds count: they have changed nothing. The last one does not count while its outer step is under way.
+    """
+    return 0 if lacks_state else chain.trained - (chain.head.state_root == UNSETTLED)
 
 
 def _cause(why: str) -> str:

@@ -8,7 +8,7 @@ from functools import partial
 
 from node.config.manifest import Manifest, ManifestError
 from node.joining.stages import Seats, StagePlace, ask_stage, place_of, seats_of, seats_to_bytes
-from node.membership.hello import ANY_STAGE, StageRejected, StageSeat, WantStage
+from node.membership.hello import ANY_STAGE, StageRejected, StageReply, StageSeat, WantStage
 from node.storage.statedir import StateDir, StateError
 from protocols.aio import loop_time
 from protocols.base import BadPayload, Compute, Member, PeerError, PeerId, Signer, Transport
@@ -36,8 +36,9 @@ class StageEntrance:
 
     async def found(self, me: Member) -> StagePlace:
         """The founder's stage, 0. Its seat is on the disk when this returns."""
-        place = StagePlace(0, self.seats.sign(0, me))
-        await self.keep(self.seats.known.values())
+        place = StagePlace(0, self.seats.make(0, me))
+        await self.keep([place.seat])
+        self.seats.add([place.seat])
         await self._disk.run(partial(self._state.keep_stage, place.to_bytes()), 0)
         return place
 
@@ -65,9 +66,9 @@ class StageEntrance:
                 "another --state-dir"
             )
         try:
-            self.seats.add([place.seat, *seats_of(self._state.seats())])
-        except BadPayload as error:
-            raise StateError(f"{self._state.path / 'stage.json'} is damaged ({error}): move it away") from None
+            self.seats.add([place.seat, *seats_of(self._state.seats() or b"[]")])
+        except (BadPayload, ValueError) as error:
+            raise StateError(f"a seat in {self._state.path} is damaged ({error}): restore the directory") from None
         return place
 
     async def enter(
@@ -89,21 +90,28 @@ class StageEntrance:
         while True:
             for peer in tuple(peers()):
                 try:
-                    answer = await ask_stage(transport, peer, request, loop_time() + ASK_SECONDS)
-                    if not isinstance(answer, StageRejected):
-                        self.seats.add(answer.seats)
-                        place = StagePlace(answer.stage, self.seats.known[answer.stage])
-                        await self._disk.run(partial(self._state.keep_stage, place.to_bytes()), 0)
-                        return place
-                    why = answer.why
-                except KeyError:
-                    why = "it names a stage without its first member"
+                    place = self._place(await ask_stage(transport, peer, request, loop_time() + ASK_SECONDS), wanted)
                 except (PeerError, BadPayload) as error:
-                    why = str(error)
-                if why != told:
-                    say(f"no stage yet: {why} (retrying)")
-                    told = why
+                    if str(error) != told:
+                        say(f"no stage yet: {error} (retrying)")
+                    told = str(error)
+                else:
+                    await self._disk.run(partial(self._state.keep_stage, place.to_bytes()), 0)
+                    return place
             await asyncio.sleep(PAUSE_SECONDS)
+
+    def _place(self, answer: StageReply | StageRejected, wanted: int | None) -> StagePlace:
+        """The place that a peer's answer gives.
+
+        Raises:
+            BadPayload: it gives none, or not the wanted one.
+        """
+        if isinstance(answer, StageRejected):
+            raise BadPayload(answer.why)
+        self.seats.add(answer.seats)
+        if wanted not in (None, answer.stage) or answer.stage not in self.seats.known:
+            raise BadPayload(f"it gives stage {answer.stage}, or does not know its first member")
+        return StagePlace(answer.stage, self.seats.known[answer.stage])
 
 
 def require_stage(manifest: Manifest, wanted: int | None) -> None:

@@ -24,6 +24,10 @@ _HELD_OUT = 4
 """Held-out microbatches."""
 
 
+class WrongWeights(RuntimeError):
+    """A gradient for an output that these weights never gave."""
+
+
 class PacedStage(Paced):
     """A `StageCompute` whose vector follows the walk of `Paced`, one move a step."""
 
@@ -53,7 +57,7 @@ class PacedStage(Paced):
     def backward(self, x: Buffer, gradient: Buffer) -> bytes:
         """
         Raises:
-            RuntimeError: the forward was computed elsewhere, or in other weights.
+            WrongWeights: the forward was computed elsewhere, or in other weights.
         """
         self._accumulate(x, gradient)
         return _gradient(x)
@@ -69,7 +73,7 @@ class PacedStage(Paced):
     def finish(self, batch: int, gradient: Buffer, loss: float) -> None:
         """
         Raises:
-            RuntimeError: the forward was computed in other weights.
+            WrongWeights: the forward was computed in other weights.
         """
         self._accumulate(self._batch(batch), gradient)
 
@@ -115,7 +119,7 @@ class PacedStage(Paced):
 
     def _accumulate(self, x: Buffer, gradient: Buffer) -> None:
         if bytes(gradient) != _gradient(self._activation(x)):
-            raise RuntimeError(
+            raise WrongWeights(
                 f"{self._me}: a gradient for an output that its weights of epoch {self._epoch} never gave"
             )
         self._microbatches += 1

@@ -50,7 +50,7 @@ def stage_sizes(spec: WorkerSpec) -> StageSizes:
         activation_bytes = tokens * values.shape.width * ACTIVATION_DTYPES[stage.activations].itemsize
         return StageSizes(activation_bytes, 4 * tokens, 4 * values.rows * VOCABULARY, tokens)
     assert isinstance(values, PacedValues)
-    return StageSizes(ACTIVATION_BYTES, TARGET_BYTES, 4, max(1, values.tokens_per_step // spec.recipe.batches))
+    return StageSizes(ACTIVATION_BYTES, TARGET_BYTES, 0, max(1, values.tokens_per_step // spec.recipe.batches))
 
 
 def build_stage(spec: WorkerSpec, allocate: Allocate, resume: bool) -> StageJob:

@@ -135,6 +135,10 @@ class InlineStage:
         self.local_training = LocalTraining(compute, inner_steps)
         self._marked = 0.0
 
+    @property
+    def is_ready(self) -> bool:
+        return True
+
     def turn(self) -> AbstractAsyncContextManager[None]:
         return self.turns.turn(Priority.MICROBATCH)
 

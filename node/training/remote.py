@@ -284,6 +284,11 @@ class RemoteTrainer:
         if self._worker is worker:
             self._worker = None
 
+    def _gain(self, worker: WorkerProcess) -> None:
+        """Another worker has taken the place of the dead one."""
+        self._worker, self._notify_carried = worker, True
+        self._notifier.notify()
+
     @asynccontextmanager
     async def _boundary(self) -> AsyncIterator[None]:
         """Hold the turn between two steps. A turn lasts at most as long as one command's time limit, or one copy."""
@@ -347,8 +352,7 @@ class RemoteTrainer:
                         self._on_given_up(str(error))
                     raise
                 self.restarts += 1
-                self._worker, self._notify_carried = worker, True
-                self._notifier.notify()
+                self._gain(worker)
         finally:
             self._worker = None
             await worker.end()

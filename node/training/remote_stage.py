@@ -33,6 +33,7 @@ class RemoteStage(RemoteTrainer):
     Attributes:
         sizes: of activations, targets and logits.
         on_lost: called when a worker has died, or its answer is not awaited any more.
+        on_restored: called when another worker has taken its place.
     """
 
     def __init__(self, spec: WorkerSpec, compute: Compute, on_given_up: Callable[[str], None] | None = None) -> None:
@@ -42,6 +43,7 @@ class RemoteStage(RemoteTrainer):
         self._slots_descriptor = shared.create()
         super().__init__(replace(spec, stage=replace(spec.stage, slots=self._slots_descriptor)), compute, on_given_up)
         self.on_lost: Callable[[], None] = lambda: None
+        self.on_restored: Callable[[], None] = lambda: None
         self._turns, self._running = TurnQueue(), UninterruptedJobs()
         self._marked = 0.0
 
@@ -54,13 +56,25 @@ class RemoteStage(RemoteTrainer):
             raise
 
     async def __aexit__(self, *error: Any) -> None:
-        await super().__aexit__(*error)
-        os.close(self._slots_descriptor)
+        try:
+            await super().__aexit__(*error)
+        finally:
+            os.close(self._slots_descriptor)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether there is a worker now."""
+        return self._worker is not None
 
     def _lose(self, worker: WorkerProcess) -> None:
         if self._worker is worker:
             super()._lose(worker)
+            self._unanswered = worker  # its steps since the anchor are dropped: it may have died in the middle of one
             self.on_lost()
+
+    def _gain(self, worker: WorkerProcess) -> None:
+        super()._gain(worker)
+        self.on_restored()
 
     @asynccontextmanager
     async def turn(self) -> AsyncIterator[None]:

@@ -7,6 +7,7 @@ the pseudo-gradient of a stage is measured, weighted by its tokens and averaged 
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -29,6 +30,10 @@ class StageReplica(Protocol):
     """
 
     layout: Layout
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it can compute now; False while a worker is being replaced."""
 
     async def begin(self, round_number: int, cut: asyncio.Event) -> LocalProgress:
         """Start a round, or resume it. Returns the work so far; without a worker, waits for one until the cut."""
@@ -79,6 +84,7 @@ class _StageTrainer:
         self.layout = training.replica.layout
         self._training, self._admission = training, admission
         self._replica = training.replica
+        self._is_training = False
 
     async def read(self, into: Vector, fragment: int = 0) -> None:
         """Copy the local parameters out, between two jobs."""
@@ -96,6 +102,25 @@ class _StageTrainer:
         """The weights or the gradients have changed: all leases are void, and what was counted is dropped."""
         self._change_epoch("voided")
 
+    def lose(self) -> None:
+        """The replica cannot compute any more, and has lost its gradients. No microbatch is admitted until `resume`."""
+        self._admission.close()
+        self.void()
+
+    def resume(self) -> None:
+        """The replica can compute again."""
+        if self._is_training:
+            self._admission.open()
+
+    def _open(self) -> None:
+        self._is_training = True
+        if self._replica.is_ready:
+            self._admission.open()
+
+    def _close(self) -> None:
+        self._is_training = False
+        self._admission.close()
+
     def _stepped(self) -> None:
         self._change_epoch("stepped")
 
@@ -112,13 +137,20 @@ class ServingTrainer(_StageTrainer):
     different numbers of steps.
     """
 
-    def __init__(self, training: StageTraining, server: StageServer, rounds_completed: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        training: StageTraining,
+        server: StageServer,
+        rounds_completed: Callable[[], int],
+        run_rounds: float = math.inf,
+    ) -> None:
         """
         Args:
             rounds_completed: training rounds that stage 0 has completed, as `StageClock` says.
+            run_rounds: of the whole run. A stage that is ahead of stage 0 serves it until that has completed them.
         """
         super().__init__(training, server.admission)
-        self._server, self._rounds_completed = server, rounds_completed
+        self._server, self._rounds_completed, self._run_rounds = server, rounds_completed, run_rounds
 
     async def train(
         self, key: RoundKey, cut: asyncio.Event, progress: Callable[[LocalProgress], None], surplus: bool = True
@@ -129,7 +161,7 @@ class ServingTrainer(_StageTrainer):
         complete = self._is_complete(key)
         progress(replace(work, complete=complete))
         if self._training.is_member():
-            admission.open()
+            self._open()
         try:
             while not cut.is_set():
                 if admission.is_full:
@@ -142,11 +174,12 @@ class ServingTrainer(_StageTrainer):
                 else:
                     await self._server.until(lambda: admission.is_full or cut.is_set(), loop_time() + LOOK_SECONDS)
         finally:
-            admission.close()
+            self._close()
         return replace(await self._replica.work(), complete=self._is_complete(key))
 
     def _is_complete(self, key: RoundKey) -> bool:
-        return self._rounds_completed() > key.round
+        rounds = self._rounds_completed()
+        return rounds > key.round or rounds >= self._run_rounds
 
 
 class DrivingTrainer(_StageTrainer):
@@ -171,7 +204,7 @@ class DrivingTrainer(_StageTrainer):
             async with task_group() as group:
                 driving = group.create_task(self._driver.run())
                 await self._steps(key, cut, progress, surplus, work.complete)
-                self._admission.close()
+                self._close()
                 driving.cancel()
         await cut.wait()
         # a slow driver, too: in the run's last round nothing else says that stage 0 has ended its training
@@ -188,7 +221,7 @@ class DrivingTrainer(_StageTrainer):
     ) -> None:
         """Take the steps as they fall due, until the cut; without surplus, until the inner steps are complete."""
         admission = self._admission
-        admission.open()
+        self._open()
         while not cut.is_set() and (surplus or not complete):
             if admission.is_full:
                 complete, due = await self._replica.step(key.round, self._stepped)

@@ -19,8 +19,8 @@
     do: outer_sample, index                                         -> done: whether there is one; result: y, targets
     do: outer_first                  first: tokens                  -> done: null; result: y
 
-Each job counts as a step in the shared counters: so a worker that computes is seen to be alive. A job whose input does
-not decode is refused and changes nothing.
+Each job of a microbatch counts as a step in the shared counters: the longest decides how long the peer waits for an
+answer. A job whose input does not decode is refused and changes nothing.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from node.tasks.paced_stage import WrongWeights
 from node.tasks.spec import Job, WorkerSpec
 from node.tasks.stage_job import FORWARD_SHARE, StageJob, StageSizes, build_stage, stage_sizes
 from node.training.activation_slots import ActivationSlots
@@ -55,12 +56,14 @@ class StageWorker(Worker):
         Raises:
             CommandRejected: it cannot be carried out.
         """
-        commands = {
+        jobs = {
             "forward": self._forward,
             "backward": self._backward,
             "loss": self._loss,
             "draw": self._draw,
             "finish": self._finish,
+        }
+        others = {
             "begin": self._begin,
             "step": self._step,
             "work": self._work,
@@ -70,17 +73,19 @@ class StageWorker(Worker):
             "outer_sample": self._outer_sample,
             "outer_first": self._outer_first,
         }
-        if (carry_out := commands.get(command["do"])) is None:
+        name = command["do"]
+        if (carry_out := jobs.get(name) or others.get(name)) is None:
             return super().carry_out(command)
         if "carried" in command:
             self._take(command["carried"])
         began = time.perf_counter()
         try:
             return carry_out(command)
-        except BadPayload as error:
+        except (BadPayload, WrongWeights) as error:
             raise CommandRejected(str(error)) from error
         finally:
-            self._shared.stepped(time.perf_counter() - began)
+            if name in jobs:
+                self._shared.stepped(time.perf_counter() - began)
 
     # -- jobs ---------------------------------------------------------------------------------------------------------
 

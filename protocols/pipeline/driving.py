@@ -156,8 +156,9 @@ class PipelineDriver:
             peer = router.choose(tuple(live), loop_time())
             if peer is not None:
                 return live[peer]
-            retry_at = router.retry_at(tuple(live))
-            await members.changed(version, min(deadline, retry_at or deadline))
+            # not until the end of a ban in one go: a probe that succeeds ends it sooner
+            retry_at = min(deadline, router.retry_at(tuple(live)) or deadline, loop_time() + LOOK_SECONDS)
+            await members.changed(version, retry_at)
         raise Abandoned(f"no replica of stage {stage}")
 
     def report(self, kind: str, lease: Lease, why: str = "") -> None:
@@ -364,13 +365,17 @@ class _Streams:
             async with peer_timeout(GRANT_SECONDS + ANSWER_SECONDS, call.member.peer, "admitting a microbatch"):
                 await call.stream.send(request)
                 answer = await call.stream.receive(HEADER_LIMIT)
+                if not isinstance(answer, StageBusy):
+                    expect(answer, Granted)
+        except (PeerError, BadPayload) as error:
+            await self.reset(call, error)
+            raise
         except BaseException:
             await self.reset(call)
             raise
         call.used_at = loop_time()
         if isinstance(answer, StageBusy):
             raise StageIsBusy(answer.retry_seconds)
-        expect(answer, Granted)
         return call
 
     async def _connect(self, stage: int, member: Member) -> _Call:

@@ -40,19 +40,36 @@ class StageMembers:
         return await self._members.changed(since, deadline)
 
 
+STUCK_SECONDS = 60.0
+
+
 class StageClock:
     """The round that all stages are in: the lower median of what the live peers of stage 0 have completed.
 
-    It never goes back, so it outlives the peers that announced it.
+    It never goes back, so it outlives the peers that announced it. It leaves out peers that have announced nothing yet,
+    as a joiner that downloads its state, and those that have stayed behind another for `STUCK_SECONDS`.
     """
 
     def __init__(self, directory: StageDirectory) -> None:
         self._directory, self._rounds = directory, 0
+        self._announced: dict[PeerId, tuple[int, float]] = {}  # peer: its rounds, and since when
 
-    def rounds(self, drivers: Sequence[Member]) -> int:
-        """Training rounds that stage 0 has completed, by what these live peers of it say."""
-        if drivers:
-            self._rounds = max(self._rounds, median_low([self._directory.rounds_of(each.peer) for each in drivers]))
+    def rounds(self, drivers: Sequence[Member], now: float) -> int:
+        """Training rounds that stage 0 has completed, by what these live peers of it say.
+
+        Args:
+            now: seconds.
+        """
+        said = {each.peer: self._directory.rounds_of(each.peer) for each in drivers}
+        before = self._announced
+        self._announced = {
+            peer: before[peer] if peer in before and before[peer][0] == rounds else (rounds, now)
+            for peer, rounds in said.items() if rounds
+        }  # fmt: skip
+        most = max((rounds for rounds, _ in self._announced.values()), default=0)
+        moving = [rounds for rounds, since in self._announced.values() if rounds == most or now - since < STUCK_SECONDS]
+        if moving:
+            self._rounds = max(self._rounds, median_low(moving))
         return self._rounds
 
 

@@ -160,7 +160,7 @@ def test_peers_join_and_leave_in_mid_round() -> None:
 
 def test_stages_average_side_by_side() -> None:
     """Stage 1 takes long to average: stage 0 waits for it within its round, and neither runs ahead."""
-    uplinks = (1.25e6, 1.25e6, 400.0, 400.0)
+    uplinks = (1.25e6, 1.25e6, 1000.0, 1000.0)
     run = PipelineRunner((0, 0, 1, 1), ScenarioSetup(4, elements=4000, chunk_elements=500, uplinks=uplinks))
 
     async def story() -> None:

@@ -16,6 +16,7 @@ from node.tasks.paced_stage import ACTIVATION_BYTES, TARGET_BYTES, PacedStage
 from node.training.inline_stage import InlineStage, StageCompute, StageSeconds
 from node.training.leased_stage import LeasedStage
 from node.training.stage_trainer import DrivingTrainer, ServingTrainer, StageTraining
+from protocols.aio import loop_time
 from protocols.base import Host, LocalProgress, Member, PeerId, Settings, Trainer
 from protocols.endpoint import ProtocolEndpoint
 from protocols.pipeline.admission import StepAdmission
@@ -150,7 +151,7 @@ class PipelineWorld(World):
 
         server = StageServer(endpoint, settings, stage, work, lambda: len(drivers()), self.watch)
         self.admissions[me] = server.admission
-        return self._checked(me, ServingTrainer(training, server, lambda: clock.rounds(drivers())))
+        return self._checked(me, ServingTrainer(training, server, lambda: clock.rounds(drivers(), loop_time())))
 
     def _checked(self, me: Member, trainer: DrivingTrainer | ServingTrainer) -> Trainer:
         """The trainer, whose work is compared with the events of its steps."""

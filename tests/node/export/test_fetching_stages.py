@@ -47,7 +47,7 @@ class StagedSwarm:
             swarm.network, swarm.founders = self.stages[0].network, (members[stage],)
         self.network = self.stages[0].network
         seats = Seats(self.manifest, SimSigner(self.names[0], SEED))
-        self.seats = [seats.sign(stage, member) for stage, member in enumerate(members)]
+        self.seats = [seats.make(stage, member) for stage, member in enumerate(members)]
 
     def play(self, main: Callable[[], Coroutine[Any, Any, None]]) -> None:
         async def whole() -> None:

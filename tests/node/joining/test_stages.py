@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from node.joining.stages import Seats, StageAssigner, place_of, seats_of, seats_to_bytes
-from node.membership.hello import ANY_STAGE, NO_STAGE, StageRejected, StageReply, StageSeat, WantStage
+from node.joining.stages import SEAT_SECONDS, Seats, StageAssigner, place_of, seats_of, seats_to_bytes
+from node.membership.hello import ANY_STAGE, NO_STAGE, Hello, StageRejected, StageReply, StageSeat, WantStage
 from protocols.base import BadPayload, Member, PeerGone
 from tests.sim import loop as simloop
 from tests.sim.host import SimSigner
@@ -21,6 +21,17 @@ STAGES = 3
 MANIFEST: Any = SimpleNamespace(stages=(None,) * STAGES, run_id=bytes(32).hex(), founder=FOUNDER)
 
 
+def give(seats: Seats, stage: int, member: Member) -> StageSeat:
+    """Make a member the first of a stage, as the founder does."""
+    seat = seats.make(stage, member)
+    seats.add([seat])
+    return seat
+
+
+def greeting(name: str, stage: int, *seats: StageSeat) -> Hello:
+    return Hello(2, bytes(32), Member(name), 1, name, (), stage, seats, b"")
+
+
 class Peers:
     """A membership of the peers that a test names, and the founder's disk."""
 
@@ -28,7 +39,7 @@ class Peers:
         self.me, self.kept = me, b""
         self.seats = Seats(MANIFEST, SimSigner(me.peer, 0))
         if me == FOUNDER:
-            self.seats.sign(0, FOUNDER)
+            give(self.seats, 0, FOUNDER)
         self.here: list[Any] = []
         membership: Any = SimpleNamespace(
             contacts=lambda: self.here, live=lambda: (me, *(each.member for each in self.here)), stage_of=lambda peer: 0
@@ -66,11 +77,48 @@ def test_each_stage_gets_one_first_member_and_its_seat_is_on_the_disk_first() ->
         seated = {seat.stage: seat.member.peer for seat in seats_of(founder.kept)}
         assert seated == {0: "founder", 1: "a", 2: "b"}
         for answer in answers:
-            assert isinstance(answer, StageReply) and {each.stage for each in answer.seats} == {0, 1, 2}
+            assert isinstance(answer, StageReply) and answer.stage in {each.stage for each in answer.seats}
         assert await founder.stage("a") == 1 and await founder.stage("e", wanted=2) == 2
         assert founder.seats.known[2].member.peer == "b"
 
     simloop.run(story())
+
+
+def test_joiner_that_never_comes_loses_its_seat_to_the_next() -> None:
+    """It lacked memory, or was a stranger. If it comes after all, with its old seat, nobody greets it."""
+    founder, other = Peers(), Peers(Member("other"))
+
+    async def story() -> None:
+        assert await founder.stage("a") == 1 and await founder.stage("b") == 2
+        answer = await founder.ask("a", wanted=2)
+        assert isinstance(answer, StageReply) and answer.stage == 2, "it may help the first one of stage 2"
+        first = founder.seats.known[1]
+        founder.seats.judge(greeting("b", 2, founder.seats.known[2]))
+        assert await founder.stage("c", 1) == 1 and founder.seats.known[1] == first, "a has some time left"
+        await asyncio.sleep(SEAT_SECONDS + 1.0)
+        assert isinstance(await founder.ask("b", wanted=1), StageRejected), "one peer is the first of one stage"
+        assert await founder.stage("c") == 1 and founder.seats.known[1].member == Member("c")
+        assert founder.seats.known[2].member == Member("b")
+        founder.seats.judge(greeting("c", 1, founder.seats.known[1]))
+        other.seats.add([first, founder.seats.known[1], first])
+        for each in (founder, other):
+            with pytest.raises(BadPayload, match="another one by now"):
+                each.seats.judge(greeting("a", 1, first))
+        await asyncio.sleep(SEAT_SECONDS + 1.0)
+        await founder.stage("d", 1)
+        assert founder.seats.known[1].member == Member("c"), "it came, and may be away for long"
+
+    simloop.run(story())
+
+
+def test_greetings_without_the_own_stages_seat_are_refused() -> None:
+    founder = Peers()
+    seat = give(founder.seats, 1, Member("a"))
+    for hello in (greeting("a", 2, seat), greeting("a", 1), greeting("a", 1, replace(seat, member=Member("x")))):
+        with pytest.raises(BadPayload):
+            founder.seats.judge(hello)
+    founder.seats.judge(greeting("x", 1, seat))
+    assert not founder.seats.came
 
 
 def test_weakest_stage_gets_the_next_joiner() -> None:
@@ -92,13 +140,14 @@ def test_weakest_stage_gets_the_next_joiner() -> None:
 
 def test_seats_that_the_founder_has_not_signed_are_refused() -> None:
     founder, other = Peers(), Peers(Member("other"))
-    genuine = founder.seats.sign(1, Member("a"))
+    genuine = give(founder.seats, 1, Member("a"))
     other.seats.add([genuine])
     forged = (
         replace(genuine, member=Member("mallory")),
         replace(genuine, member=Member("a", 1)),
         replace(genuine, stage=2),
-        Peers(Member("mallory")).seats.sign(2, Member("mallory")),
+        replace(genuine, number=1),
+        Peers(Member("mallory")).seats.make(2, Member("mallory")),
     )
     for seat in forged:
         with pytest.raises(BadPayload, match="has not signed"):
@@ -127,7 +176,7 @@ def test_without_the_founder_others_answer_once_they_know_all_seats() -> None:
         assert isinstance(answer, StageRejected) and "founder is away" in answer.why
         answer = await other.ask("x", wanted=3)
         assert answer == StageRejected("the run has the stages 0 to 2, and no stage 3")
-        seats = [founder.seats.known[0], founder.seats.sign(1, Member("a")), founder.seats.sign(2, Member("b"))]
+        seats = [founder.seats.known[0], give(founder.seats, 1, Member("a")), give(founder.seats, 2, Member("b"))]
         for seat in seats:
             other.meet(seat.member.peer, seat.stage, 1.0, (seat,))
         answer = await other.ask("x")
@@ -143,7 +192,7 @@ def test_seats_are_told_to_strangers_without_effect() -> None:
         assert await other.ask("stranger", NO_STAGE) == StageReply(0, ()), "it is not passed on to the founder"
         assert await founder.ask("stranger", NO_STAGE) == StageReply(0, (founder.seats.known[0],))
         assert founder.seats.missing == (1, 2) and not founder.kept and not founder.assigner._reserved
-        seats = [founder.seats.known[0], founder.seats.sign(1, Member("a")), founder.seats.sign(2, Member("b"))]
+        seats = [founder.seats.known[0], give(founder.seats, 1, Member("a")), give(founder.seats, 2, Member("b"))]
         other.seats.add(seats[:1])
         other.meet("a", 1, 1.0, (seats[1],))
         other.meet("mallory", 2, 1.0, (replace(seats[2], member=Member("mallory")),))

@@ -122,7 +122,7 @@ async def test_peer_of_an_older_version_is_told_to_update(swarm: MembershipSwarm
 @on_virtual_time
 async def test_stages_rounds_and_rates_reach_the_others(swarm: MembershipSwarm) -> None:
     """Rounds at once, since stage 0 is the clock of all others; rates with a heartbeat."""
-    seat = StageSeat(2, Member("b"), b"signed")
+    seat = StageSeat(2, Member("b"), 0, b"signed")
     swarm.stages = {"a": LocalStage(0, seat), "b": LocalStage(2, seat)}
     await swarm.meet("abc")
     a, b, c = (swarm.members[name] for name in "abc")

@@ -245,11 +245,12 @@ async def lingered(
 ) -> float:
     roster = tuple(Member(name) for name in "abc")
     chain = SimpleNamespace(
-        head=SimpleNamespace(key=SimpleNamespace(round=5), roster=roster[1:]), members=lambda limit: roster
+        head=SimpleNamespace(key=SimpleNamespace(round=5), roster=roster[1:]), members=lambda limit: roster, trained=5
     )
     deps = SimpleNamespace(
         membership=SimpleNamespace(contacts=lambda: contacts, goodbye=lambda: None, stage_of=lambda peer: stage),
         outer_loop=SimpleNamespace(chain=chain, leave=lambda: None, averager=SimpleNamespace(me=Member("me"))),
+        is_run_over=lambda: True,
     )
     session = PeerSession(deps, SessionLimits(5, None, 1), StatusTracker("me"), View())  # type: ignore[arg-type]
     if later:
