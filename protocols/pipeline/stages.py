@@ -40,14 +40,15 @@ class StageMembers:
         return await self._members.changed(since, deadline)
 
 
-STUCK_SECONDS = 60.0
+STUCK_SECONDS = 300.0
+"""Longer than most rounds: a peer of stage 0 announces something once in a round."""
 
 
 class StageClock:
     """The round that all stages are in: the lower median of what the live peers of stage 0 have completed.
 
     It never goes back, so it outlives the peers that announced it. It leaves out peers that have announced nothing yet,
-    as a joiner that downloads its state, and those that have stayed behind another for `STUCK_SECONDS`.
+    as a joiner that downloads its state, and a minority that has stayed behind another for `STUCK_SECONDS`.
     """
 
     def __init__(self, directory: StageDirectory) -> None:
@@ -66,10 +67,12 @@ class StageClock:
             peer: before[peer] if peer in before and before[peer][0] == rounds else (rounds, now)
             for peer, rounds in said.items() if rounds
         }  # fmt: skip
-        most = max((rounds for rounds, _ in self._announced.values()), default=0)
+        everyone = [rounds for rounds, _ in self._announced.values()]
+        most = max(everyone, default=0)
         moving = [rounds for rounds, since in self._announced.values() if rounds == most or now - since < STUCK_SECONDS]
-        if moving:
-            self._rounds = max(self._rounds, median_low(moving))
+        counted = moving if 2 * len(moving) >= len(everyone) else everyone
+        if counted:
+            self._rounds = max(self._rounds, median_low(counted))
         return self._rounds
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,7 +24,9 @@ from node.tasks.text import load
 from node.training.leased_stage import LeasedStage
 from node.training.remote_stage import RemoteStage
 from node.training.stage_learner import ActivationCodec, StageLearner
-from protocols.base import BadPayload, Member
+from node.training.stage_trainer import ServingTrainer, StageTraining
+from protocols.aio import Notifier
+from protocols.base import BadPayload, Member, RoundKey
 from protocols.pipeline.admission import StepAdmission
 from protocols.pipeline.work import LeaseLost
 
@@ -41,6 +44,12 @@ def learner(stage: int, text: Path) -> StageLearner:
     data = load(text) if stage == 0 else None
     task = GptStageTask(Preset(SHAPE, ROWS, RECIPE), Partition((), BOUNDS), stage, SEED, data)
     return StageLearner(task, RECIPE, ActivationCodec(task.shape, "fp32"), STREAM)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(60.0):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
 
 
 @asynccontextmanager
@@ -116,6 +125,38 @@ async def test_killed_worker_voids_the_step_and_is_replaced(text: Path) -> None:
             await stage.loss(x, targets, admission.grant(DRIVER, number, 0.0))
         assert admission.is_full and (await remote.step(0, admission.next_epoch))[0] is False
         assert (await remote.work()).tokens == RECIPE.batches * ROWS * 16
+
+
+async def test_door_is_closed_while_there_is_no_worker(text: Path) -> None:
+    """Nobody uploads a microbatch for which there is no worker, and no driver spins; then training goes on."""
+    async with workers(text, 2) as (remote,):
+        server = SimpleNamespace(admission=admission_of(remote))
+        server.until = Notifier().reached
+        training = StageTraining(DRIVER, 2, remote, lambda: True)
+        trainer = ServingTrainer(training, server, lambda: 0)  # type: ignore[arg-type]
+        remote.on_lost, remote.on_restored = trainer.lose, trainer.resume
+        cut, admission = asyncio.Event(), server.admission
+        admission.close()
+        training_on = asyncio.create_task(trainer.train(RoundKey(bytes(32), "run/stage/2", bytes(32), 0), cut, print))
+        await until(lambda: admission.is_open)
+        assert remote.pid
+        os.kill(remote.pid, signal.SIGKILL)
+        await until(lambda: not admission.is_open)
+        assert not remote.is_ready and admission.epoch == 1
+        await until(lambda: admission.is_open)
+        assert remote.is_ready and remote.restarts == 1
+        cut.set()
+        assert (await training_on).tokens == 0 and not admission.is_open
+
+
+async def test_only_microbatches_teach_how_long_jobs_take(text: Path) -> None:
+    """Else a first microbatch that takes longer than five seconds would always be cut off."""
+    async with workers(text, 0) as (remote,):
+        await remote.begin(0, asyncio.Event())
+        await remote.work()
+        assert remote._shared.steps == 0 and remote._shared.longest_step_seconds == 0
+        await LeasedStage(remote).draw(admission_of(remote).grant(DRIVER, 1, 0.0))
+        assert remote._shared.steps == 1
 
 
 async def test_cancelled_job_ends_and_the_worker_stays(text: Path) -> None:
