@@ -2,9 +2,11 @@
 
     python -m benchmarks.pipeline throughput [--seeds 0:3] [--json FILE]
     python -m benchmarks.pipeline churn [--seeds 0:3]
+    python -m benchmarks.pipeline microbatches [--seeds 0:2]
 
 throughput  microbatches/s between two rounds, as a share of the capacity of all replicas of the slowest stage.
             `equal`: all replicas are equally fast. `1:4`: the four replicas of each stage have speeds 1, 2, 3 and 4
+microbatches  the same for other numbers of stages and microbatches: two equal replicas in each stage, .5 s a microbatch
 churn       the same over many rounds. 5 % of the replicas restart each minute; each is away for half a minute
 
 `tests.sim` provides the peers, the protocol, and in `churn` the averaging, in virtual time. Links take 50 ms; a replica
@@ -35,6 +37,7 @@ STAGES, REPLICAS, BATCHES = 3, 4, 16
 LATENCY_SECONDS = 0.05
 MICROBATCH_SECONDS = (0.4, 1.0, 2.0)
 """Of a replica of speed 1: from small models to those that a volunteer's machine is needed for."""
+STAGE_NUMBERS, BATCH_NUMBERS = (2, 3, 4, 6), (8, 16, 32)
 CHURN_MICROBATCH_SECONDS = 0.4
 SPEEDS = {"equal": (2.0, 2.0, 2.0, 2.0), "1:4": (1.0, 2.0, 3.0, 4.0)}
 WARM_SECONDS, MEASURED_SECONDS = 60.0, 240.0
@@ -86,12 +89,25 @@ def shuffled(speeds: Sequence[float], microbatch_seconds: float, seed: int) -> l
     return [rng.sample(rates, len(rates)) for _ in range(STAGES)]
 
 
-def swarm(rates: Sequence[Sequence[float]], seed: int, inner_steps: int, faults: Faults, seconds: float) -> float:
-    """Microbatches/s after the first `WARM_SECONDS`."""
-    times = [BATCHES / rates[index % STAGES][index // STAGES]
-             for index in range(STAGES * REPLICAS)]  # fmt: skip
+def swarm(
+    rates: Sequence[Sequence[float]],
+    seed: int,
+    inner_steps: int,
+    faults: Faults,
+    seconds: float,
+    batches: int = BATCHES,
+) -> float:
+    """Microbatches/s after the first `WARM_SECONDS`.
+
+    Args:
+        rates: of the replicas of each stage.
+        batches: B.
+    """
+    stages = len(rates)
+    times = [batches / rates[index % stages][index // stages]
+             for index in range(stages * len(rates[0]))]  # fmt: skip
     scenario = Scenario(
-        peers=STAGES * REPLICAS,
+        peers=len(times),
         rounds=1_000_000,
         seed=seed,
         faults=faults,
@@ -101,8 +117,8 @@ def swarm(rates: Sequence[Sequence[float]], seed: int, inner_steps: int, faults:
         uplinks=(12.5e6,) * len(times),
         step_seconds=tuple(times),
         jitter=False,
-        stages=STAGES,
-        batches=BATCHES,
+        stages=stages,
+        batches=batches,
     )
     world = MeasuredWorld(scenario, seconds)
     simloop.run(world.run())
@@ -183,13 +199,30 @@ def churn(seed: int) -> list[Throughput]:
     return [Throughput("churn", seed, rate, fixed)]
 
 
+def microbatches(numbers: Sequence[int]) -> None:
+    """Print the share of the capacity by stages and microbatches; means over the seeds."""
+    print("| stages | " + " | ".join(f"{batches} microbatches" for batches in BATCH_NUMBERS) + " |")
+    print("|---" * (1 + len(BATCH_NUMBERS)) + "|")
+    for stages in STAGE_NUMBERS:
+        rates = [[2.0, 2.0]] * stages
+        cells = []
+        for batches in BATCH_NUMBERS:
+            seconds = WARM_SECONDS + MEASURED_SECONDS
+            found = [swarm(rates, seed, 1_000_000, Faults(), seconds, batches) / sum(rates[0]) for seed in numbers]
+            cells.append(f"{fmean(found):.2f}")
+        print(f"| {stages} | {' | '.join(cells)} |", flush=True)
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = Parser(prog="python -m benchmarks.pipeline", description="Pipelines of unequal, unreliable peers.")
-    parser.add_argument("experiment", choices=("throughput", "churn"))
+    parser.add_argument("experiment", choices=("throughput", "churn", "microbatches"))
     parser.add_argument("--seeds", type=seeds, default=range(3))
     parser.add_argument("--json", type=Path, help="write the figures there, too")
     options = parser.parse_args(arguments)
     prepare()
+    if options.experiment == "microbatches":
+        microbatches(options.seeds)
+        return 0
     play = throughput if options.experiment == "throughput" else churn
     found = []
     print("| speeds | seed | SWARM | fixed columns | ratio |\n|---|---|---|---|---|")

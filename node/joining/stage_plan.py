@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 
@@ -18,6 +19,17 @@ from protocols.sync.snapshot import SnapshotIndex
 
 LEAST_BATCHES = 8
 """Fewer microbatches of a step leave the stages idle for most of the time, while the pipeline fills and drains."""
+
+
+EXPECTED: Mapping[tuple[int, int], float] = MappingProxyType(
+    {
+        **{(2, 8): 0.96, (2, 16): 0.94, (2, 32): 0.99},
+        **{(3, 8): 0.79, (3, 16): 0.90, (3, 32): 0.92},
+        **{(4, 8): 0.59, (4, 16): 0.74, (4, 32): 0.83},
+        **{(6, 8): 0.35, (6, 16): 0.54, (6, 32): 0.71},
+    }
+)
+"""(stages, microbatches of a step) -> share of the capacity, simulated: `benchmarks.pipeline microbatches`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +59,15 @@ class StagePlan:
                 f"warning: with {batches} microbatches a step, {stages} stages wait for each other most of the time: "
                 f"set recipe.batches to {LEAST_BATCHES} or more",
             )
-        return (f"a step is {batches} microbatches; for {stages} stages {8 * (stages - 1)} or more keep peers busy",)
+        share = expected_share(stages, batches)
+        expected = f": expect about {share:.0%} of the capacity with {stages} stages" if share else ""
+        return (f"a step is {batches} microbatches{expected}; more recipe.batches waste less",)
+
+
+def expected_share(stages: int, batches: int) -> float | None:
+    """Share of the capacity that a pipeline of equal replicas reaches; None if nothing like it was measured."""
+    known = [(s, b) for s, b in EXPECTED if s >= stages and b <= batches]
+    return EXPECTED[min(known, key=lambda each: (each[0], -each[1]))] if known else None
 
 
 def plan_stages(config: RunConfig, timer: Callable[[], float]) -> StagePlan:
