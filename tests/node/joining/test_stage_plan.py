@@ -1,0 +1,56 @@
+"""The founder's plan of stages: the roots that joiners will draw, and what it is told to expect."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+
+from node.config.manifest import layout_digest
+from node.config.run_config import GptTable, PacedTable, RunConfig
+from node.joining.stage_plan import StagePlan, expected_share, plan_stages
+from node.tasks.base import Recipe, flatten
+from node.tasks.gpt_stage import GptStage
+
+RECIPE = Recipe(10, 5, learning_rate=1e-2, outer_learning_rate=0.9, outer_momentum=0.5, batches=8)
+GPT = GptTable(layers=3, width=16, heads=2, context=16, rows=1)
+CONFIG = RunConfig(stages=3, seed=5, recipe=RECIPE, gpt=GPT)
+
+
+def plan(config: RunConfig) -> StagePlan:
+    ticks = itertools.count()
+    return plan_stages(config, lambda: float(next(ticks)))
+
+
+def test_plan_describes_what_every_peer_of_a_stage_builds() -> None:
+    made = plan(CONFIG)
+    assert made.bounds[0] == 0 and made.bounds[-1] == GPT.layers + 2 and sum(made.elements) == GPT.elements
+    assert made == plan(CONFIG) and len(made.table.splitlines()) == 4
+    for stage, entry in enumerate(made.entries):
+        flat = flatten(GptStage(GPT.shape, made.bounds[stage], made.bounds[stage + 1], CONFIG.seed))
+        assert len(flat.vectors[0]) == made.elements[stage] and layout_digest(flat.layout) == entry.layout
+    assert plan(replace(CONFIG, seed=6)).entries[0].state_root != made.entries[0].state_root
+
+
+def test_paced_task_is_cut_evenly() -> None:
+    made = plan(RunConfig(task="paced", stages=3, recipe=RECIPE, paced=PacedTable(elements=10)))
+    assert made.elements == (3, 3, 4) and made.bounds == (0, 1, 2, 3)
+
+
+@pytest.mark.parametrize(
+    ("stages", "batches", "share"), [(3, 8, 0.78), (3, 31, 0.87), (5, 16, 0.52), (2, 64, 0.98), (7, 64, None)]
+)
+def test_expected_share_is_that_of_no_easier_pipeline(stages: int, batches: int, share: float | None) -> None:
+    assert expected_share(stages, batches) == share
+
+
+def test_founder_is_warned_of_few_microbatches() -> None:
+    (line,) = plan(CONFIG).advice(CONFIG)
+    assert (
+        line
+        == "a step is 8 microbatches: expect about 78% of the capacity with 3 stages; more recipe.batches waste less"
+    )
+    few = replace(CONFIG, recipe=replace(RECIPE, batches=4))
+    (line,) = plan(few).advice(few)
+    assert line.startswith("warning: with 4 microbatches a step, 3 stages wait for each other most of the time")
