@@ -84,7 +84,8 @@ class PipelineTrainer:
 
     def _training(self) -> StageTraining:
         peer = self._peer
-        return StageTraining(peer.me, peer.stage, self._remote, peer.is_member, self._watch)
+        job_seconds = lambda: self._work.usual_seconds  # noqa: E731
+        return StageTraining(peer.me, peer.stage, self._remote, peer.is_member, self._watch, job_seconds)
 
     def _driving(self) -> DrivingTrainer:
         membership = self._peer.membership
