@@ -84,8 +84,9 @@ class PipelineTrainer:
 
     def _training(self) -> StageTraining:
         peer = self._peer
-        job_seconds = lambda: self._work.usual_seconds  # noqa: E731
-        return StageTraining(peer.me, peer.stage, self._remote, peer.is_member, self._watch, job_seconds)
+        return StageTraining(
+            peer.me, peer.stage, self._remote, peer.is_member, self._watch, lambda: self._work.usual_seconds
+        )
 
     def _driving(self) -> DrivingTrainer:
         membership = self._peer.membership
