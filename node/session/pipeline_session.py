@@ -93,7 +93,9 @@ class PipelineTrainer:
 
     def _training(self) -> StageTraining:
         peer = self._peer
-        return StageTraining(peer.me, peer.stage, self._remote, peer.is_member, self._watch)
+        return StageTraining(
+            peer.me, peer.stage, self._remote, peer.is_member, self._watch, lambda: self._work.usual_seconds
+        )
 
     def _driving(self) -> DrivingTrainer:
         membership = self._peer.membership

@@ -68,6 +68,7 @@ class StageTraining:
         me, stage: for events.
         is_member: whether what this peer trains counts: it is in the head's roster, and holds the head's state.
         watch: is passed each step, and each write that drops what was counted.
+        job_seconds: returns how long the computation of one microbatch takes; 0 if it is not known.
     """
 
     me: Member
@@ -75,6 +76,7 @@ class StageTraining:
     replica: StageReplica
     is_member: Callable[[], bool]
     watch: Callable[[PipelineEvent], None] = ignore_event
+    job_seconds: Callable[[], float] = lambda: 0.0
 
 
 class _StageTrainer:
@@ -121,6 +123,14 @@ class _StageTrainer:
         self._is_training = False
         self._admission.close()
 
+    def _offer(self, work: LocalProgress) -> LocalProgress:
+        """The work, with the time that this replica needs to notice a cut: it finishes a job, and no step.
+
+        A step lasts as long as microbatches fail to come. If that time were offered, all others would train on for it
+        after the call.
+        """
+        return replace(work, step_seconds=LOOK_SECONDS + self._training.job_seconds())
+
     def _stepped(self) -> None:
         self._change_epoch("stepped")
 
@@ -159,7 +169,11 @@ class ServingTrainer(_StageTrainer):
         admission = self._admission
         work = await self._replica.begin(key.round, cut)
         complete = self._is_complete(key)
-        progress(replace(work, complete=complete))
+
+        def offer(work: LocalProgress) -> None:
+            progress(self._offer(replace(work, complete=self._is_complete(key))))
+
+        offer(work)
         if self._training.is_member():
             self._open()
         try:
@@ -167,15 +181,15 @@ class ServingTrainer(_StageTrainer):
                 if admission.is_full:
                     _, due = await self._replica.step(key.round, self._stepped)
                     if due:
-                        progress(replace(due, complete=self._is_complete(key)))
+                        offer(due)
                 elif complete != self._is_complete(key):
                     complete = not complete
-                    progress(replace(await self._replica.work(), complete=complete))
+                    offer(await self._replica.work())
                 else:
                     await self._server.until(lambda: admission.is_full or cut.is_set(), loop_time() + LOOK_SECONDS)
         finally:
             self._close()
-        return replace(await self._replica.work(), complete=self._is_complete(key))
+        return self._offer(replace(await self._replica.work(), complete=self._is_complete(key)))
 
     def _is_complete(self, key: RoundKey) -> bool:
         rounds = self._rounds_completed()
@@ -199,7 +213,7 @@ class DrivingTrainer(_StageTrainer):
         """Train until `cut` is set; see `protocols.base.Trainer`."""
         self._announce(key.round)
         work = await self._replica.begin(key.round, cut)
-        progress(work)
+        progress(self._offer(work))
         if self._training.is_member() and not cut.is_set():
             async with task_group() as group:
                 driving = group.create_task(self._driver.run())
@@ -209,7 +223,7 @@ class DrivingTrainer(_StageTrainer):
         await cut.wait()
         # a slow driver, too: in the run's last round nothing else says that stage 0 has ended its training
         self._announce(key.round + 1)
-        return await self._replica.work()
+        return self._offer(await self._replica.work())
 
     async def _steps(
         self,
@@ -226,6 +240,6 @@ class DrivingTrainer(_StageTrainer):
             if admission.is_full:
                 complete, due = await self._replica.step(key.round, self._stepped)
                 if due:
-                    progress(due)
+                    progress(self._offer(due))
             else:
                 await self._driver.until(lambda: admission.is_full or cut.is_set(), loop_time() + LOOK_SECONDS)

@@ -43,7 +43,7 @@ _RUNS = {
 }
 _STAGED_RUNS = {
     "paced": paced(elements=300_000, step_seconds=1.6, inner_steps=2).replace("rounds", "batches = 8\nrounds"),
-    "gpt": 'task = "gpt"\n[recipe]\ninner_steps = 2\nbatches = 8\nrounds = 10000\n[gpt]\nrows = 1\n',
+    "gpt": 'task = "gpt"\n[recipe]\ninner_steps = 4\nbatches = 8\nrounds = 10000\n[gpt]\npreset = "w64"\nrows = 1\n',
 }
 """With stages: microbatches of a fifth of a second, so that six peers and their p2pd leave the cores idle."""
 TASKS = tuple(_RUNS)

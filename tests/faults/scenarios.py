@@ -47,6 +47,8 @@ class Scenario:
 
 STAGES = 3
 STAGE_AIMS = {"rate_lost": 0.6, "stage_rounds_lost": 0, "back_seconds": 20, "whole_stage_seconds": 60}
+"""One of two replicas, or of two drivers, is half of what the run can do: 60 % of the rate may be lost meanwhile."""
+
 _GOES_ON = Limits(aims={"standstill_seconds": 10})
 """For faults that last, during which the swarm should still make progress."""
 

@@ -17,6 +17,8 @@ from tests.support.checkers import DECIDED, Report, began
 from tests.support.stage_checkers import by_stage
 
 BEFORE_SECONDS, AFTER_SECONDS, WINDOW_SECONDS = 12.0, 10.0, 10.0
+STOPPED_SECONDS = 20.0
+"""As AFTER_SECONDS, of a peer that was stopped: others notice that later than a death."""
 BACK_WINDOW_SECONDS = 5.0
 SHARE, WHOLE_SHARE = 0.4, 0.8
 """The rate counts as back at this share of that before: with a peer missing, and with all peers there."""
@@ -44,14 +46,16 @@ def _mends(event: Event, fault: Event) -> bool:
 def _row(play: Recording, fault: Event, again: Event | None, end: float) -> Row:
     stage, whole = _stage(play, fault), _is_whole(play, fault)
     before = rate(play, fault.time - BEFORE_SECONDS, fault.time)
-    after = rate(play, fault.time + AFTER_SECONDS, fault.time + AFTER_SECONDS + WINDOW_SECONDS)
+    after_seconds = STOPPED_SECONDS if fault.what.startswith("SIGSTOP") else AFTER_SECONDS
+    after = rate(play, fault.time + after_seconds, fault.time + after_seconds + WINDOW_SECONDS)
     share = WHOLE_SHARE if again is None else SHARE
     since = again.time if again and whole else fault.time
     return {
         "fault": f"{fault.what} of {'all of ' if whole else ''}stage {stage}",
         "peers": list(fault.peers),
         "tokens_per_second": before,
-        "rate_after_10_s": math.nan if whole else after / before if before else math.nan,
+        "after_seconds": after_seconds,
+        "rate_after": math.nan if whole else after / before if before else math.nan,
         "share": share,
         "back_seconds": _back(play, since, end, share * before),
         "next_round_seconds": _next_round(play, since, end),
@@ -68,7 +72,7 @@ def measures(play: Recording) -> dict[str, list[float]]:
     found = rows(play)
     parts = [row for row in found if not row["whole"]]
     return {
-        "rate_lost": [1 - row["rate_after_10_s"] for row in parts],
+        "rate_lost": [1 - row["rate_after"] for row in parts],
         "stage_rounds_lost": [row["rounds_lost"] for row in found],
         "back_seconds": [row["back_seconds"] for row in parts],
         "whole_stage_seconds": [row["next_round_seconds"] for row in found if row["whole"]],
@@ -146,13 +150,13 @@ def _is_whole(play: Recording, fault: Event) -> bool:
 
 def table(found: Sequence[Row]) -> Iterator[str]:
     """The rows as text."""
-    head = ("tokens/s", "10 s later", "back after", "next round", "lost", "held-out loss")
+    head = ("tokens/s", "rate later", "back after", "next round", "lost", "held-out loss")
     yield f"  {'fault':<34}" + "".join(f"{word:>14}" for word in head)
     for row in found:
         loss = f"{_number(row['loss_before'], '.3f')} > {_number(row['loss_after'], '.3f')}"
         cells = [
             _number(row["tokens_per_second"], ",.0f"),
-            _number(row["rate_after_10_s"], ".0%"),
+            f"{_number(row['rate_after'], '.0%')} ({row['after_seconds']:.0f} s)",
             _number(row["back_seconds"], ".0f", " s"),
             _number(row["next_round_seconds"], ".1f", " s"),
             str(row["rounds_lost"]),
