@@ -261,7 +261,7 @@ def _check(of_run: Mapping[str, Any], rounds: int | None) -> int:
 
 
 def _run_peer(config: PeerConfig, run: RunConfig | None) -> int:
-    from node.session.peer import FatalPeerError
+    from node.session.fatal import FatalPeerError
     from node.session.shutdown import run_peer
 
     try:

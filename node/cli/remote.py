@@ -100,7 +100,8 @@ def _ask_remote(address: str) -> dict[str, Any]:
     require_address(address)
     from node.network.daemon import DaemonError
     from node.runtime.identity import IdentityError
-    from node.session.peer import FatalPeerError, remote_status
+    from node.session.fatal import FatalPeerError
+    from node.session.visit import remote_status
 
     try:
         return asyncio.run(remote_status(address))
@@ -125,7 +126,8 @@ def fetch(addresses: Sequence[str], directory: Path) -> list[Path]:
     from node.export.trained_model import TrainedError
     from node.network.daemon import DaemonError
     from node.runtime.identity import IdentityError
-    from node.session.peer import FatalPeerError, fetch_model
+    from node.session.fatal import FatalPeerError
+    from node.session.visit import fetch_model
 
     try:
         return asyncio.run(fetch_model(addresses, directory, lambda line: print(f"warning: {line}", file=sys.stderr)))

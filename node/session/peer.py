@@ -8,10 +8,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import tempfile
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -21,53 +20,51 @@ from node.config.manifest import Manifest, ManifestError, unseal
 from node.config.peer_config import PeerConfig
 from node.config.run_config import RunConfig
 from node.config.toml import ConfigError
-from node.export.fetching import INCARNATION, fetch_state, fetchable
 from node.joining import resume
 from node.joining.addresses_file import AddressesFile, AddressLine, read_addresses, require_usable
-from node.joining.bootstrap import AssignStage, BootstrapClient, BootstrapServer, RunInfo, ask_run, ask_status
+from node.joining.bootstrap import BootstrapClient, BootstrapServer, RunInfo, ask_run
 from node.joining.founding import Founder, found_run
 from node.joining.known_peers import KnownPeers, build_membership, hinted, local_peer
 from node.joining.run_selector import RunSelector, asks, run_id
-from node.joining.stages import StageAssigner, StagePlace
+from node.joining.stages import StagePlace
 from node.membership.addresses import shareable
 from node.membership.handshake import LocalStage
 from node.membership.membership import Membership, MembershipCallbacks
 from node.network.daemon import DaemonError
 from node.network.dht import DhtDirectory
 from node.network.libp2p import LibP2PConfig, LibP2PTransport
-from node.outer.independent_loop import IndependentOuterLoop
 from node.outer.replicated_loop import ReplicatedOuterLoop
 from node.outer.round_history import LocalHistory, RoundHistory
 from node.reporting.report import tokens_counted
 from node.reporting.status import EventSink, Status, join_command, narrow, public
-from node.runtime.clock import WallClock, monotonic_seconds
+from node.runtime.clock import WallClock
 from node.runtime.compute import ThreadCompute
-from node.runtime.identity import IdentityError, create, verify
+from node.runtime.identity import IdentityError, verify
 from node.runtime.metrics import LoopLag
 from node.session.failpoints import with_failpoints
+from node.session.fatal import FatalPeerError
 from node.session.outer_loop_factory import OuterLoopFactory
 from node.session.peer_session import OuterLoopStack, PeerSession, PeerSessionDeps, SessionLimits
-from node.session.stage_entrance import StageEntrance, require_stage
+from node.session.resources import EnteredRun, PeerResources
+from node.session.stage_entrance import require_stage
+from node.session.stage_setup import StageSetup, values_of
 from node.storage.checkpoint_manager import CheckpointManager, CheckpointStorage
 from node.storage.error_feedback import feedback
 from node.storage.journal import Journal
 from node.storage.scratch import ScratchSpace
 from node.storage.statedir import StateDir, StateError
-from node.tasks.spec import StageValues
 from node.training.remote import RemoteTrainer, WorkerError, WorkerSpec
 from node.ui.control import ControlServer
 from node.ui.status_tracker import OuterLoopSources, RunLabels, StatusTracker
 from protocols import INDEPENDENT_PROTOCOLS, REPLICATED_PROTOCOLS
 from protocols.aio import run_with_helper
-from protocols.base import BadPayload, Deadline, Host, Member, PeerError, PeerId
+from protocols.base import Host
 from protocols.butterfly.part_store import LEAST_ROUNDS, PartStore
 from protocols.codec import codec
 from protocols.gate import Gate
-from protocols.static_members import StaticMembers
 
 if TYPE_CHECKING:
-    from node.joining.stage_plan import StagePlan
-    from node.session.pipeline_session import PipelineTrainer
+    pass
 
 log = logging.getLogger(__name__)
 
@@ -79,55 +76,6 @@ KEEP_CHECKPOINTS = 2
 
 NO_WORKER = 3
 """Exit code of a peer that left in good order because its worker could not be kept running."""
-
-
-class FatalPeerError(Exception):
-    """The peer cannot go on because of its configuration or its machine. The message is one user-facing line.
-
-    Attributes:
-        code: the process's exit code.
-    """
-
-    def __init__(self, why: str, code: int = 2) -> None:
-        super().__init__(why)
-        self.code = code
-
-
-@dataclass(frozen=True, slots=True)
-class _Resources:
-    """What a peer holds from the start of its processes to their end.
-
-    Attributes:
-        disk, files: run blocking reads and writes: of the state directory, and of files with addresses.
-    """
-
-    state: StateDir
-    transport: LibP2PTransport
-    compute: ThreadCompute
-    disk: ThreadCompute
-    files: ThreadCompute
-    bootstrap: BootstrapClient
-    lag: LoopLag
-
-    @property
-    def me(self) -> Member:
-        return Member(self.state.identity.peer_id, self.state.incarnation)
-
-
-@dataclass(frozen=True, slots=True)
-class _EnteredRun:
-    """A run that this peer takes part in: its description for joiners, and where this peer starts from.
-
-    Attributes:
-        entrance, place: this peer's stage; None in a run without stages.
-    """
-
-    manifest: Manifest
-    run: RunInfo
-    start: resume.RestartPoint
-    trainer: RemoteTrainer
-    entrance: StageEntrance | None = None
-    place: StagePlace | None = None
 
 
 class Peer:
@@ -226,7 +174,7 @@ class Peer:
         ):
             await disk.run(partial(state.listens, config.listen, transport.listening), 0)
             status_tracker.set_network(lambda: shareable(transport.addresses) or transport.addresses, lag)
-            await self._enter_run(_Resources(state, transport, compute, disk, files, bootstrap, lag))
+            await self._enter_run(PeerResources(state, transport, compute, disk, files, bootstrap, lag))
 
     def _bootstrap_client(self, transport: LibP2PTransport, files: ThreadCompute) -> BootstrapClient:
         async def read(path: Path) -> AddressLine | str:
@@ -237,7 +185,7 @@ class Peer:
 
     # -- into a run ---------------------------------------------------------------------------------------------------
 
-    async def _enter_run(self, resources: _Resources) -> None:
+    async def _enter_run(self, resources: PeerResources) -> None:
         """Join the run that an address leads to, else resume the one in the state directory, else start one."""
         state, selector = resources.state, self._selector
         held = selector.held(state, self._wanted)
@@ -254,55 +202,37 @@ class Peer:
                 resume.require_none(state)
             await self._start_run(resources)
 
-    async def _join_run(self, resources: _Resources, run: RunInfo) -> None:
+    async def _join_run(self, resources: PeerResources, run: RunInfo) -> None:
         """Take part in a run that another peer or an earlier incarnation of this one started."""
         manifest, state = unseal(run.sealed, verify), resources.state
         require_stage(manifest, self._config.stage)
         await self._claim_state_dir(resources, manifest, run)
-        entrance, place = await self._enter_stage(resources, manifest)
+        setup = StageSetup(resources, self._status_tracker, self._view.say)
+        entrance, place = await setup.enter(manifest, self._config.stage)
         stage = place.stage if place else 0
         async with AsyncExitStack() as stack:
             try:
                 start = await self._load_restart_point(resources, manifest, place)
                 sample = state.sample if run.sample and not stage else None
-                values = self._stage_values(resources, manifest, stage)
+                values = values_of(manifest, stage, resources.me)
                 spec = worker_spec(manifest.config, self._config, start.data.seed, sample, values)
                 trainer = await stack.enter_async_context(self._trainer(spec, resources))
                 manifest.require_layout(trainer.layout, stage)
             except (WorkerError, ManifestError):  # this machine cannot train it
                 await resources.disk.run(state.withdraw, 0)
                 raise
-            await self._run_session(resources, _EnteredRun(manifest, run, start, trainer, entrance, place))
+            await self._run_session(resources, EnteredRun(manifest, run, start, trainer, entrance, place))
 
-    async def _enter_stage(
-        self, resources: _Resources, manifest: Manifest
-    ) -> tuple[StageEntrance | None, StagePlace | None]:
-        """This peer's stage, from its directory or from another peer; None twice in a run without stages."""
-        if not manifest.stages:
-            return None, None
-        state, wanted, bootstrap = resources.state, self._config.stage, resources.bootstrap
-        entrance = StageEntrance(manifest, state, resources.disk, state.identity)
-        place = entrance.kept(wanted)
-        if place is None:
-            self._status_tracker.set_state("joining", "asking which stage this peer works in")
-            peers = lambda: bootstrap.met  # noqa: E731
-            place = await entrance.enter(resources.me, wanted, resources.transport, peers, self._view.say)
-        self._view.say(f"this peer is in stage {place.stage} (of 0 to {len(manifest.stages) - 1})")
-        self._status_tracker.enter_stage(place.stage, len(manifest.stages))
-        return entrance, place
-
-    def _stage_values(self, resources: _Resources, manifest: Manifest, stage: int) -> StageValues | None:
-        if not manifest.stages:
-            return None
-        return stage_values(manifest.config, manifest.bounds, manifest.elements[stage], stage, resources.me)
-
-    async def _start_run(self, resources: _Resources) -> None:
+    async def _start_run(self, resources: PeerResources) -> None:
         """Start a run. This peer draws the initial state, which all others download or, with stages, draw as well."""
         config = self._wanted
         if config is None:
             raise FatalPeerError("no address leads to a run: give one by --bootstrap, or start a run by --new")
         self._status_tracker.set_state("starting", "the model is built")
-        plan = await self._plan_stages(config, resources)
+        if self._config.stage:
+            raise FatalPeerError("the peer that starts a run is in stage 0: leave --stage out")
+        setup = StageSetup(resources, self._status_tracker, self._view.say)
+        plan = await setup.plan(config)
         me, identity = resources.me, resources.state.identity
         values = stage_values(config, plan.bounds, plan.elements[0], 0, me) if plan else None
         spec = worker_spec(config, self._config, stream_seed(me), stage=values)
@@ -310,27 +240,10 @@ class Peer:
             founder = Founder(me, identity, self._clock.wall())
             manifest, run = await found_run(config, founder, trainer, resources.compute, plan)
             await self._claim_state_dir(resources, manifest, run)
-            entrance = place = None
-            if plan:
-                entrance = StageEntrance(manifest, resources.state, resources.disk, identity)
-                place = await entrance.found(me)
-                self._status_tracker.enter_stage(0, len(plan.entries))
+            entrance, place = await setup.found(manifest)
             self._announce_run(manifest)
             start = await self._load_restart_point(resources, manifest, place)
-            await self._run_session(resources, _EnteredRun(manifest, run, start, trainer, entrance, place))
-
-    async def _plan_stages(self, config: RunConfig, resources: _Resources) -> StagePlan | None:
-        """Where the model is cut; None in a run without stages. Measures the model, which takes seconds."""
-        if self._config.stage:
-            raise FatalPeerError("the peer that starts a run is in stage 0: leave --stage out")
-        if not config.stages:
-            return None
-        from node.joining.stage_plan import plan_stages
-
-        plan = await resources.compute.run(partial(plan_stages, config, monotonic_seconds), 1 << 30)
-        for line in (*plan.table.splitlines(), *plan.advice(config)):
-            self._view.say(line)
-        return plan
+            await self._run_session(resources, EnteredRun(manifest, run, start, trainer, entrance, place))
 
     def _announce_run(self, manifest: Manifest) -> None:
         """Tell the user how others join the new run."""
@@ -340,14 +253,14 @@ class Peer:
             if why := narrow(command[1], bool(self._config.announce)):
                 self._view.say(why)
 
-    def _trainer(self, spec: WorkerSpec, resources: _Resources) -> RemoteTrainer:
+    def _trainer(self, spec: WorkerSpec, resources: PeerResources) -> RemoteTrainer:
         if spec.stage:
             from node.training.remote_stage import RemoteStage  # only runs with stages load pipelines
 
             return RemoteStage(spec, resources.compute, self._give_up_training)
         return RemoteTrainer(spec, resources.compute, self._give_up_training)
 
-    async def _claim_state_dir(self, resources: _Resources, manifest: Manifest, run: RunInfo) -> None:
+    async def _claim_state_dir(self, resources: PeerResources, manifest: Manifest, run: RunInfo) -> None:
         """Assign the state directory and the status to this run."""
         state, config = resources.state, manifest.config
         begin = partial(state.begin, manifest.run_id, run_id(state.manifest()), run.sealed, run.sample)
@@ -358,7 +271,7 @@ class Peer:
         )
 
     async def _load_restart_point(
-        self, resources: _Resources, manifest: Manifest, place: StagePlace | None
+        self, resources: PeerResources, manifest: Manifest, place: StagePlace | None
     ) -> resume.RestartPoint:
         """Load the state from which this peer starts, and show that at once: the worker takes seconds to start."""
         own, shares_anchor = self._selector.own, manifest.config.protocol not in INDEPENDENT_PROTOCOLS
@@ -372,12 +285,13 @@ class Peer:
 
     # -- in the run ---------------------------------------------------------------------------------------------------
 
-    async def _run_session(self, resources: _Resources, entered: _EnteredRun) -> None:
+    async def _run_session(self, resources: PeerResources, entered: EnteredRun) -> None:
         """Build a session and run it until the run is over or this peer leaves."""
         config, start, state, disk = entered.manifest.config, entered.start, resources.state, resources.disk
         key, status_tracker, transport = start.chain.head.key, self._status_tracker, resources.transport
         history = start.chain if start.shares_anchor else LocalHistory(resources.me, key)
         membership = self._membership(resources, history, entered)
+        setup = StageSetup(resources, status_tracker, self._view.say)
         status_tracker.join_swarm(history, membership)
         async with (
             DhtDirectory(transport, state.identity, self._clock, key.run, membership.offset_seconds) as directory,
@@ -390,7 +304,7 @@ class Peer:
             settings = protocol_settings(entered.manifest, self._config, state.incarnation, stage)
             pipeline = None
             if entered.place:
-                pipeline = self._pipeline(resources, entered, host, membership, lambda: stack.outer_loop)
+                pipeline = setup.trainer(entered, host, membership, lambda: stack.outer_loop, lambda: self._finishing)
                 trainer, host = cast(RemoteTrainer, pipeline), pipeline.host
             factory = OuterLoopFactory(
                 host, settings, config, trainer, checkpoints, membership, status_tracker.on_progress
@@ -405,8 +319,8 @@ class Peer:
                 replace(sources, waiting_reason=pipeline.waiting_reason) if pipeline else sources
             )
             await resume.restore(start, stack.outer_loop, trainer, checkpoints)
-            assign = self._assigner(resources, entered, membership)
-            BootstrapServer(transport, entered.run, lambda: asdict(public(self.status())), assign)
+            status = lambda: asdict(public(self.status()))  # noqa: E731
+            BootstrapServer(transport, entered.run, status, setup.assigner(entered, membership))
             if isinstance(stack.outer_loop, ReplicatedOuterLoop):
                 stack.outer_loop.recall(tokens_counted(await disk.run(journal.recent, 0)))
             lag, clock = resources.lag, self._clock
@@ -419,50 +333,13 @@ class Peer:
             self._session = PeerSession(deps, limits, status_tracker, self._view)
             await self._publish_addresses(self._session.run(), resources.files)
 
-    def _pipeline(
-        self,
-        resources: _Resources,
-        entered: _EnteredRun,
-        host: Host,
-        membership: Membership,
-        outer_loop: Callable[[], ReplicatedOuterLoop | IndependentOuterLoop],
-    ) -> PipelineTrainer:
-        """This peer's part of the pipeline.
-
-        Args:
-            outer_loop: returns the outer loop, which is built later.
-        """
-        from node.session.pipeline_session import PipelinePeer, PipelineTrainer, settled_rounds
-        from node.training.remote_stage import RemoteStage
-
-        assert entered.place and isinstance(entered.trainer, RemoteStage)
-        me, chain = resources.me, entered.start.chain
-
-        def is_member() -> bool:
-            present = outer_loop()
-            return isinstance(present, ReplicatedOuterLoop) and me in chain.head.roster and not present.lacks_state
-
-        def trained() -> int:
-            present = outer_loop()
-            return settled_rounds(chain, isinstance(present, ReplicatedOuterLoop) and present.lacks_state)
-
-        def is_leaving() -> bool:
-            return self._finishing
-
-        peer = PipelinePeer(me, entered.place.stage, host, membership, trained, is_member, is_leaving)
-        return PipelineTrainer(entered.trainer, peer, entered.manifest)
-
-    def _assigner(self, resources: _Resources, entered: _EnteredRun, membership: Membership) -> AssignStage | None:
-        """Answers joiners that ask for a stage; None in a run without stages."""
-        if entered.entrance is None:
-            return None
-        me, entrance = resources.me, entered.entrance
-        return StageAssigner(
-            me, entered.manifest, entrance.seats, membership, resources.transport, entrance.keep
-        ).assign
-
     def _status_sources(
-        self, of: _Resources, trainer: RemoteTrainer, journal: Journal, made: CheckpointManager, stack: OuterLoopStack
+        self,
+        of: PeerResources,
+        trainer: RemoteTrainer,
+        journal: Journal,
+        made: CheckpointManager,
+        stack: OuterLoopStack,
     ) -> OuterLoopSources:
         return OuterLoopSources(
             journal,
@@ -480,7 +357,7 @@ class Peer:
         else:
             await session
 
-    def _checkpoints(self, resources: _Resources, entered: _EnteredRun) -> CheckpointManager:
+    def _checkpoints(self, resources: PeerResources, entered: EnteredRun) -> CheckpointManager:
         every_rounds, limit_bytes = self._config.checkpoint_every, int(self._config.disk_limit_bytes)
         path, sync, trainer = resources.state.path, entered.start.archive.sync, entered.trainer
         like = entered.start.like(entered.manifest.run_id, trainer.layout)
@@ -488,11 +365,11 @@ class Peer:
         storage = CheckpointStorage(path, every_rounds, limit_bytes, resources.disk, sync)
         return CheckpointManager(storage, like, trainer, not_sent)
 
-    def _part_store(self, scratch: ScratchSpace, resources: _Resources, gate: Gate) -> PartStore:
+    def _part_store(self, scratch: ScratchSpace, resources: PeerResources, gate: Gate) -> PartStore:
         least_rounds = max(LEAST_ROUNDS, KEEP_CHECKPOINTS * self._config.checkpoint_every)
         return PartStore(scratch.allocate, resources.disk, gate, least_rounds=least_rounds)
 
-    def _membership(self, resources: _Resources, history: RoundHistory, entered: _EnteredRun) -> Membership:
+    def _membership(self, resources: PeerResources, history: RoundHistory, entered: EnteredRun) -> Membership:
         """Build the run's membership. From now on it receives the peers that files of addresses name."""
         tracker, bootstrap, state = self._status_tracker, resources.bootstrap, resources.state
         local = local_peer(resources.me, tracker.nickname, tracker.addresses, history)
@@ -507,91 +384,3 @@ class Peer:
         )
         bootstrap.set_listener(hinted(membership))
         return membership
-
-
-async def remote_status(address: str, seconds: float = STATUS_SECONDS) -> dict[str, Any]:
-    """Ask the peer at a multiaddr for its status, under an identity that exists only for this request.
-
-    Raises:
-        FatalPeerError: the peer does not answer, or its answer is invalid.
-    """
-    with tempfile.TemporaryDirectory() as directory:
-        identity = create(Path(directory) / "identity.key")
-        async with LibP2PTransport(LibP2PConfig(identity)) as transport:
-            _, answer = await _ask_at(transport, address, ask_status, seconds)
-            return answer
-
-
-async def fetch_model(addresses: Sequence[str], directory: Path, say: Callable[[str], None]) -> list[Path]:
-    """Fetch the newest state that the peers at these multiaddrs serve into a directory.
-
-    This process takes no part in the run. Its identity is only for this request.
-
-    Args:
-        addresses: at least one. With stages, one of any stage is enough if its peer knows peers of the others.
-        directory: an empty directory.
-        say: called with a line about each address that leads nowhere, if another one leads to the run.
-
-    Returns:
-        The state directories: `directory` itself, or one below it for each stage.
-
-    Raises:
-        FatalPeerError: no peer answers, an answer is invalid, or the peers are in different runs.
-        TrainedError: they are in a run whose model cannot be fetched, or they send no state.
-    """
-    identity, clock = create(directory / "identity.key"), WallClock()
-    async with ThreadCompute() as compute, LibP2PTransport(LibP2PConfig(identity)) as transport:
-        answers = await _ask_each(transport, addresses, say)
-        run = await compute.run(partial(fetchable, next(iter(answers.values())).sealed), 0)
-        if any(run_id(each.sealed) != run.manifest.run_id for each in answers.values()):
-            raise FatalPeerError("these addresses lead into different runs: give addresses of one run only")
-        members = StaticMembers([Member(identity.peer_id, INCARNATION)])
-        directory_of_run = DhtDirectory(transport, identity, clock, bytes.fromhex(run.manifest.run_id))  # not entered
-        host = Host(transport, directory_of_run, members, compute, clock, identity, run.manifest.config.seed)
-        return await fetch_state(host, run, list(answers), directory)
-
-
-async def _ask_each(
-    transport: LibP2PTransport, addresses: Sequence[str], say: Callable[[str], None]
-) -> dict[PeerId, RunInfo]:
-    """Ask the peers at these multiaddrs which run they are in: peer -> its answer.
-
-    Raises:
-        FatalPeerError: none of them answers; about the first.
-    """
-
-    async def one(address: str) -> tuple[PeerId, RunInfo] | FatalPeerError:
-        try:
-            return await _ask_at(transport, address, ask_run, STATUS_SECONDS)
-        except FatalPeerError as error:
-            return error
-
-    results = await asyncio.gather(*map(one, dict.fromkeys(addresses)))
-    failed = [each for each in results if isinstance(each, FatalPeerError)]
-    answers = dict(each for each in results if not isinstance(each, FatalPeerError))
-    if not answers:
-        raise failed[0]
-    for each in failed:
-        say(str(each))
-    return answers
-
-
-async def _ask_at(
-    transport: LibP2PTransport,
-    address: str,
-    ask: Callable[[LibP2PTransport, PeerId, Deadline], Awaitable[T]],
-    seconds: float,
-) -> tuple[PeerId, T]:
-    """Ask the peer at a multiaddr, and return its id and its answer.
-
-    Raises:
-        FatalPeerError: the peer does not answer, or its answer is invalid.
-    """
-    deadline = asyncio.get_running_loop().time() + seconds
-    try:
-        peer = await transport.connect(address, deadline)
-        return peer, await ask(transport, peer, deadline)
-    except PeerError as error:
-        raise FatalPeerError(f"{address}: {error.why}") from None
-    except (BadPayload, ValueError) as error:
-        raise FatalPeerError(f"{address}: {error}") from None

@@ -124,7 +124,8 @@ def module(name: str, **content: object) -> None:
 
 
 if __name__ == "__main__":
-    module("node.session.peer", Peer=Peer, FatalPeerError=FatalPeerError)
+    module("node.session.peer", Peer=Peer)
+    module("node.session.fatal", FatalPeerError=FatalPeerError)
     module("node.config.peer_config", load_peer=load_peer, PeerConfig=PeerConfig)
     module("node.config.run_config", load_run=load_run, RunConfig=object)
     assert MAX_STAGES  # loaded before its package is replaced

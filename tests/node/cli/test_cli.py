@@ -412,9 +412,10 @@ def asked(monkeypatch: pytest.MonkeyPatch, answer: object) -> None:
             raise answer
         return answer
 
-    fake = ModuleType("node.session.peer")
-    vars(fake).update(remote_status=remote_status, FatalPeerError=RuntimeError)
-    monkeypatch.setitem(sys.modules, "node.session.peer", fake)
+    for name, content in (("visit", {"remote_status": remote_status}), ("fatal", {"FatalPeerError": RuntimeError})):
+        fake = ModuleType(f"node.session.{name}")
+        vars(fake).update(content)
+        monkeypatch.setitem(sys.modules, fake.__name__, fake)
 
 
 @pytest.mark.parametrize(

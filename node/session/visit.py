@@ -1,0 +1,114 @@
+"""What a process asks running peers without taking part in their run: a status, or the model."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from node.export.fetching import INCARNATION, fetch_state, fetchable
+from node.joining.bootstrap import RunInfo, ask_run, ask_status
+from node.joining.run_selector import run_id
+from node.network.dht import DhtDirectory
+from node.network.libp2p import LibP2PConfig, LibP2PTransport
+from node.runtime.clock import WallClock
+from node.runtime.compute import ThreadCompute
+from node.runtime.identity import create
+from node.session.fatal import FatalPeerError
+from protocols.base import BadPayload, Deadline, Host, Member, PeerError, PeerId
+from protocols.static_members import StaticMembers
+
+T = TypeVar("T")
+
+STATUS_SECONDS = 10.0
+
+
+async def remote_status(address: str, seconds: float = STATUS_SECONDS) -> dict[str, Any]:
+    """Ask the peer at a multiaddr for its status, under an identity that exists only for this request.
+
+    Raises:
+        FatalPeerError: the peer does not answer, or its answer is invalid.
+    """
+    with tempfile.TemporaryDirectory() as directory:
+        identity = create(Path(directory) / "identity.key")
+        async with LibP2PTransport(LibP2PConfig(identity)) as transport:
+            _, answer = await _ask_at(transport, address, ask_status, seconds)
+            return answer
+
+
+async def fetch_model(addresses: Sequence[str], directory: Path, say: Callable[[str], None]) -> list[Path]:
+    """Fetch the newest state that the peers at these multiaddrs serve into a directory.
+
+    This process takes no part in the run. Its identity is only for this request.
+
+    Args:
+        addresses: at least one. With stages, one of any stage is enough if its peer knows peers of the others.
+        directory: an empty directory.
+        say: called with a line about each address that leads nowhere, if another one leads to the run.
+
+    Returns:
+        The state directories: `directory` itself, or one below it for each stage.
+
+    Raises:
+        FatalPeerError: no peer answers, an answer is invalid, or the peers are in different runs.
+        TrainedError: they are in a run whose model cannot be fetched, or they send no state.
+    """
+    identity, clock = create(directory / "identity.key"), WallClock()
+    async with ThreadCompute() as compute, LibP2PTransport(LibP2PConfig(identity)) as transport:
+        answers = await _ask_each(transport, addresses, say)
+        run = await compute.run(partial(fetchable, next(iter(answers.values())).sealed), 0)
+        if any(run_id(each.sealed) != run.manifest.run_id for each in answers.values()):
+            raise FatalPeerError("these addresses lead into different runs: give addresses of one run only")
+        members = StaticMembers([Member(identity.peer_id, INCARNATION)])
+        directory_of_run = DhtDirectory(transport, identity, clock, bytes.fromhex(run.manifest.run_id))  # not entered
+        host = Host(transport, directory_of_run, members, compute, clock, identity, run.manifest.config.seed)
+        return await fetch_state(host, run, list(answers), directory)
+
+
+async def _ask_each(
+    transport: LibP2PTransport, addresses: Sequence[str], say: Callable[[str], None]
+) -> dict[PeerId, RunInfo]:
+    """Ask the peers at these multiaddrs which run they are in: peer -> its answer.
+
+    Raises:
+        FatalPeerError: none of them answers; about the first.
+    """
+
+    async def one(address: str) -> tuple[PeerId, RunInfo] | FatalPeerError:
+        try:
+            return await _ask_at(transport, address, ask_run, STATUS_SECONDS)
+        except FatalPeerError as error:
+            return error
+
+    results = await asyncio.gather(*map(one, dict.fromkeys(addresses)))
+    failed = [each for each in results if isinstance(each, FatalPeerError)]
+    answers = dict(each for each in results if not isinstance(each, FatalPeerError))
+    if not answers:
+        raise failed[0]
+    for each in failed:
+        say(str(each))
+    return answers
+
+
+async def _ask_at(
+    transport: LibP2PTransport,
+    address: str,
+    ask: Callable[[LibP2PTransport, PeerId, Deadline], Awaitable[T]],
+    seconds: float,
+) -> tuple[PeerId, T]:
+    """Ask the peer at a multiaddr, and return its id and its answer.
+
+    Raises:
+        FatalPeerError: the peer does not answer, or its answer is invalid.
+    """
+    deadline = asyncio.get_running_loop().time() + seconds
+    try:
+        peer = await transport.connect(address, deadline)
+        return peer, await ask(transport, peer, deadline)
+    except PeerError as error:
+        raise FatalPeerError(f"{address}: {error.why}") from None
+    except (BadPayload, ValueError) as error:
+        raise FatalPeerError(f"{address}: {error}") from None
