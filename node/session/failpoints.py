@@ -9,6 +9,8 @@ writes a line, `ROUND POINT`, and blocks the whole process until the harness ans
     train, trained            before and after a round's steps
     read, write, evaluate     before the trainer does it
     report, reported          before and after a line of `rounds.jsonl` is written
+
+In a run with stages, those of the trainer (train, trained, read, write, evaluate) are not reported.
 """
 
 from __future__ import annotations
