@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.real_swarm import RealPeer, RealSwarm, wait
 
-pytestmark = [pytest.mark.real, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.real, pytest.mark.timeout(300)]
 
 RUN = (
     "stages = 2\n[gpt]\nlayers = 2\nwidth = 16\nheads = 2\ncontext = 32\nrows = 1\n"
@@ -36,7 +36,7 @@ def kill(peer: RealPeer) -> None:
 
 def goes_on(peer: RealPeer, what: str, count: int = 2) -> None:
     before = len(rounds(peer))
-    wait(f"{peer.name} trains on, {what}", lambda: len(rounds(peer)) >= before + count, 60)
+    wait(f"{peer.name} trains on, {what}", lambda: len(rounds(peer)) >= before + count, 100)
 
 
 def test_driver_leaves_in_good_order_while_a_stage_has_nobody(tmp_path: Path) -> None:
