@@ -197,11 +197,12 @@ def speed(rounds: int) -> dict[str, Any]:
     for what, of in found.items():
         for number in range(rounds):
             lines = [each for peer in of.values() for each in peer if each["round"] == number]
+            trained = sorted((each for each in lines if each["seconds_train"]), key=lambda each: each["stage"])
             first = [each for each in lines if each["stage"] == 0]
             tokens = sum(each["tokens"] for each in first)
             rate = sum(each["tokens"] / each["seconds_train"] for each in first if each["seconds_train"])
             loss = next((each["held_out_loss"] for each in first if each["held_out_loss"] is not None), float("nan"))
-            busy = [f"{each['seconds_compute'] / each['seconds_train']:.0%}" for each in lines if each["stages"] > 1]
+            busy = [f"{each['seconds_compute'] / each['seconds_train']:.0%}" for each in trained if each["stages"] > 1]
             print(f"| {what} | {number + 1} | {loss:.3f} | {tokens:,} | {rate:,.0f} | {', '.join(busy) or '–'} |")
     return found
 
