@@ -26,6 +26,9 @@ from protocols.aio import loop_time, run_with_helper
 from protocols.base import BadPayload, Buffer, Compute, LocalProgress, Vector
 from protocols.pipeline.work import LeaseLost
 
+MAX_OUTER_JOBS = 4
+"""Evaluations that wait or run at once: those whose askers are gone run to their end, too."""
+
 
 class RemoteStage(RemoteTrainer):
     """`StageJobs` and `StageReplica` over a worker process. Use as an async context manager, as `RemoteTrainer`.
@@ -45,6 +48,7 @@ class RemoteStage(RemoteTrainer):
         self.on_lost: Callable[[], None] = lambda: None
         self.on_restored: Callable[[], None] = lambda: None
         self._turns, self._running = TurnQueue(), UninterruptedJobs()
+        self._outer_jobs = 0
         self._marked = 0.0
 
     async def __aenter__(self) -> Self:
@@ -150,15 +154,25 @@ class RemoteStage(RemoteTrainer):
         return bytes(await self._outer({"do": "outer_first"}, tokens, size=self.sizes.activation_bytes))
 
     async def _outer(self, command: dict[str, Any], *inputs: Buffer, size: int = 0) -> Any:
-        """A job of its own. Returns the worker's answer or, with `size`, so many bytes of the result; none if False."""
+        """A job of its own. Returns the worker's answer or, with `size`, so many bytes of the result; none if False.
+
+        Raises:
+            LeaseLost: there is no worker, or too many such jobs wait.
+        """
 
         async def job() -> Any:
-            async with self.turn():
-                answer = await self._job(command, *inputs)
-                if answer is False:
-                    return b""
-                return self._slots.result(size) if size else answer
+            try:
+                async with self.turn():
+                    answer = await self._job(command, *inputs)
+                    if answer is False:
+                        return b""
+                    return self._slots.result(size) if size else answer
+            finally:
+                self._outer_jobs -= 1
 
+        if self._outer_jobs >= MAX_OUTER_JOBS:
+            raise LeaseLost("too many evaluations at once")
+        self._outer_jobs += 1
         return await self._running.finish(job())
 
     # -- the weights --------------------------------------------------------------------------------------------------

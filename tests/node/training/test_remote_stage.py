@@ -22,7 +22,7 @@ from node.tasks.partition import Partition
 from node.tasks.spec import GptValues, StageValues, WorkerSpec
 from node.tasks.text import load
 from node.training.leased_stage import LeasedStage
-from node.training.remote_stage import RemoteStage
+from node.training.remote_stage import MAX_OUTER_JOBS, RemoteStage
 from node.training.stage_learner import ActivationCodec, StageLearner
 from node.training.stage_trainer import ServingTrainer, StageTraining
 from protocols.aio import Notifier
@@ -181,6 +181,28 @@ async def test_what_does_not_decode_is_refused_and_adds_nothing(text: Path) -> N
         with pytest.raises(BadPayload, match="not finite"):
             await stage.loss(nan, bytes(remote.sizes.target_bytes), admission.grant(DRIVER, 1, 0.0))
         assert not admission.leased and not admission.counted
+
+
+async def test_outer_jobs_use_the_anchor_change_nothing_and_are_few(text: Path) -> None:
+    """Also those whose askers have vanished."""
+    async with workers(text, 0) as (remote,):
+        here = learner(0, text)
+        for n in range(2):
+            assert await remote.outer_sample(n) == here.outer_sample(n)
+        stage, admission = LeasedStage(remote), admission_of(remote)
+        await remote.begin(0, asyncio.Event())
+        batch, *_ = await stage.draw(lease := admission.grant(DRIVER, 1, 0.0))
+        await stage.finish(batch, bytes(remote.sizes.activation_bytes), 1.0, lease)
+        await remote.step(0, admission.next_epoch)
+        assert await remote.outer_first(bytes(32)) == here.outer_first(bytes(32)), "the anchor, not the local weights"
+        asked = [asyncio.create_task(remote.outer_sample(0)) for _ in range(MAX_OUTER_JOBS)]
+        await asyncio.sleep(0)
+        for task in asked:
+            task.cancel()
+        with pytest.raises(LeaseLost, match="too many"):
+            await remote.outer_sample(0)
+        await until(lambda: not remote._outer_jobs)
+        assert await remote.outer_sample(10**6) is None and remote.restarts == 0
 
 
 def test_spec_of_a_stage_round_trips(text: Path) -> None:
