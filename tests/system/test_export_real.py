@@ -16,6 +16,8 @@ from tests.support.real_swarm import RealPeer, RealSwarm, paced, wait
 pytestmark = [pytest.mark.real, pytest.mark.timeout(60)]
 
 SIZES = (5_000, 5_001)
+NOBODY = "12D3KooWGRUfuFwTaVcXCnUbTbVLYYEkYgjDM3Bd7q4RuRyTQhaP"
+"""A peer that does not exist: one that does would be found by its id, whatever the address says."""
 
 
 def every_round(peer: RealPeer) -> None:
@@ -36,7 +38,7 @@ def test_stages_are_fetched_from_the_peers_that_one_peer_knows(
         peers = (founder, other)
         wait("two rounds of each stage", lambda: all(len(peer.reports()) > 1 for peer in peers), 40)
         out = tmp_path / "out"
-        dead = f"/ip4/127.0.0.1/tcp/1/p2p/{founder.id}"
+        dead = f"/ip4/127.0.0.1/tcp/1/p2p/{NOBODY}"
         arguments = ["export", "--bootstrap", dead, "--bootstrap", other.address, "--out", str(out)]
         assert main(arguments) == 0, capsys.readouterr()
         said = capsys.readouterr().err.splitlines()
