@@ -18,7 +18,7 @@ from statistics import fmean, stdev
 
 from benchmarks.book import Book, perform_all
 from benchmarks.learning import PEERS, Run, perform
-from node.config.run_config import GptTable
+from node.config.task_tables import GptTable
 from node.tasks.gpt import DEFAULT_PRESET, preset
 from protocols.codec import codec
 from tests.sim.arguments import Parser

@@ -20,7 +20,8 @@ import msgpack
 from pydantic import Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
-from node.config.run_config import STRICT, RunConfig
+from node.config.run_config import RunConfig
+from node.config.task_tables import STRICT
 from node.config.toml import MAX_BYTES, canonical, one_line
 from node.tasks.base import MAX_ELEMENTS
 from protocols.base import Layout, Member, PeerId, Signer

@@ -21,17 +21,18 @@ import math
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
-from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
 from node.config.peer_config import KEYS as OF_THIS_MACHINE
+from node.config.task_tables import STRICT, GptTable, PacedTable
 from node.config.toml import MAX_BYTES, ConfigError, canonical, check_keys, one_line, read_toml, suggestion
 from node.tasks import name as names
-from node.tasks.base import MAX_ELEMENTS, Recipe
-from node.tasks.gpt import DEFAULT_PRESET, PRESETS, VOCABULARY, GptConfig, Preset, preset
+from node.tasks.activations import ACTIVATION_DTYPES
+from node.tasks.base import Recipe
+from node.tasks.gpt import DEFAULT_PRESET, PRESETS, Preset, preset
 from protocols.codec import codec
 from protocols.pairwise.matching import known as known_schedule
 from protocols.robust import known as known_rule
@@ -39,22 +40,12 @@ from protocols.scopes import MAX_STAGES
 from protocols.vectors import CHUNK_ELEMENTS
 from protocols.wire import MAX_ROSTER
 
-MAX_BATCH_TOKENS = 1 << 20
 MAX_STAGE_BATCHES = 64
-MAX_ACTIVATION_BYTES = 16 << 20
-"""Of one microbatch's activations in float32, with stages: a replica holds up to two of them for each microbatch."""
 MAX_LEASED_BYTES = 1 << 30
 """Of all microbatches that a replica holds at once, each with its input and a gradient."""
 STAGE_BATCHES = 8
 """Microbatches of an inner step in the presets, with stages. The tokens of a step stay the same."""
-ACTIVATION_BYTES: Mapping[str, int] = MappingProxyType({"bf16": 2, "fp32": 4})
-"""Ways in which activations travel -> bytes of an element."""
 _MIN_CHUNK_ELEMENTS = 1 << 10
-
-STRICT = ConfigDict(
-    extra="forbid", strict=True, allow_inf_nan=False, revalidate_instances="always", val_json_bytes="hex"
-)
-"""No value is converted: "5" and true are not numbers, and 1.0 is not a whole number."""
 
 _RECIPE_LIMITS: Mapping[str, float] = {
     "inner_steps": 10**6,
@@ -106,77 +97,9 @@ def _unless_one(stages: int | None) -> int | None:
 
 
 def _known_activations(name: str | None) -> str | None:
-    if name is not None and name not in ACTIVATION_BYTES:
-        raise ValueError(f"must be one of {', '.join(ACTIVATION_BYTES)}")
+    if name is not None and name not in ACTIVATION_DTYPES:
+        raise ValueError(f"must be one of {', '.join(ACTIVATION_DTYPES)}")
     return name
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
-class GptTable:
-    """`[gpt]`: the model's shape and the rows of a batch; see `node.tasks.gpt`. The run file quotes the descriptions.
-
-    Attributes:
-        layers: layers of the transformer.
-        width: width of the residual stream.
-        heads: attention heads; the width must be a multiple of twice this number.
-        context: length of the context, in bytes.
-        rows: rows of a batch, each as long as the context.
-    """
-
-    layers: int = Field(ge=1, le=1 << 10)
-    width: int = Field(ge=1, le=1 << 16)
-    heads: int = Field(ge=1, le=1 << 10)
-    context: int = Field(ge=1, le=1 << 14)
-    rows: int = Field(ge=1, le=1 << 12)
-
-    def __post_init__(self) -> None:
-        _ = self.shape  # raises if the heads do not fit the width
-        if self.elements > MAX_ELEMENTS:
-            raise ValueError(f"the model has {self.elements} parameters, more than {MAX_ELEMENTS}: make it smaller")
-        if self.rows * self.context > MAX_BATCH_TOKENS:
-            raise ValueError(f"rows times context are {self.rows * self.context}, more than {MAX_BATCH_TOKENS}")
-
-    @property
-    def shape(self) -> GptConfig:
-        return GptConfig(self.layers, self.width, self.heads, self.context)
-
-    @property
-    def activation_elements(self) -> int:
-        """Elements of the activations of one microbatch between two layers."""
-        return self.rows * self.context * self.width
-
-    def require_stages(self, stages: int) -> None:
-        """Check that the model can be cut into so many stages.
-
-        Raises:
-            ValueError: it cannot; the message says why, in one line.
-        """
-        if stages > (blocks := self.layers + 2):
-            raise ValueError(f"{stages} stages need as many blocks, and the model has {blocks}: take fewer stages")
-        if (size := 4 * self.activation_elements) > MAX_ACTIVATION_BYTES:
-            what = f"a microbatch has activations of {size / 2**20:.0f} MiB, more than {MAX_ACTIVATION_BYTES >> 20}"
-            raise ValueError(f"{what}: take fewer gpt.rows and more recipe.batches")
-
-    @property
-    def elements(self) -> int:
-        """Number of parameters of `node.tasks.gpt.Gpt` in this shape, computed without building the model."""
-        layer = 4 * self.width**2 + 3 * self.width * self.shape.hidden + 2 * self.width
-        return 2 * VOCABULARY * self.width + self.layers * layer + self.width
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
-class PacedTable:
-    """`[paced]`: the vector, and the time and tokens of an inner step; see `node.tasks.paced`. The run file quotes it.
-
-    Attributes:
-        elements: length of the vector.
-        step_seconds: seconds that an inner step takes.
-        tokens_per_step: tokens that an inner step counts as.
-    """
-
-    elements: int = Field(default=1_000_000, ge=1, le=MAX_ELEMENTS)
-    step_seconds: float = Field(default=0.1, gt=0, le=3600)
-    tokens_per_step: int = Field(default=1024, ge=1, le=1 << 30)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
@@ -268,7 +191,7 @@ class RunConfig:
             raise ValueError(f"with stages, recipe.batches must be at most {MAX_STAGE_BATCHES}, not {batches}")
         if self.gpt is not None:
             self.gpt.require_stages(stages)
-            held = 2 * batches * self.gpt.activation_elements * ACTIVATION_BYTES[self.activation_codec]
+            held = 2 * batches * self.gpt.activation_elements * ACTIVATION_DTYPES[self.activation_codec].itemsize
             if held > MAX_LEASED_BYTES:
                 what = f"{batches} microbatches would take {held / 2**20:.0f} MiB of each replica's memory"
                 raise ValueError(f"{what}, more than {MAX_LEASED_BYTES >> 20}: take fewer gpt.rows")
@@ -277,7 +200,7 @@ class RunConfig:
 
     @property
     def activation_codec(self) -> str:
-        """How activations travel between stages: a key of `ACTIVATION_BYTES`."""
+        """How activations travel between stages: a key of `ACTIVATION_DTYPES`."""
         return self.activations or "bf16"
 
     @property

@@ -17,7 +17,8 @@ from dataclasses import asdict, fields
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from node.config.peer_config import FILE_KEYS, PeerConfig
-from node.config.run_config import GptTable, PacedTable, RunConfig
+from node.config.run_config import RunConfig
+from node.config.task_tables import GptTable, PacedTable
 from node.tasks.base import Recipe
 from node.tasks.gpt import DEFAULT_PRESET, PRESETS
 

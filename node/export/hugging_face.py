@@ -13,7 +13,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from node.config.run_config import GptTable
+from node.config.task_tables import GptTable
 from node.export.trained_model import TrainedModel
 from node.storage import tensors
 from node.tasks.gpt import RMS_EPS, ROPE_THETA, VOCABULARY

@@ -52,7 +52,7 @@ class StagePlan:
         return (0, *(entry.end for entry in self.entries))
 
     def advice(self, config: RunConfig) -> tuple[str, ...]:
-        """What the founder is told of its microbatches: the expected share of the capacity, or a warning."""
+        """Lines for the founder about its microbatches: the expected share of the capacity, or a warning."""
         stages, batches = len(self.entries), config.recipe.batches
         if batches < LEAST_BATCHES:
             return (

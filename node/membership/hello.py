@@ -17,7 +17,7 @@ VERSION = 2
 """Version of the messages, beside the version of the frames. Peers of different versions do not train together. The
 method's name changes with it, so that a greeting of another version is never decoded."""
 FORMER_HELLO = "starling/hello/1"
-"""Method by which peers of version 1 greet. They are told to update."""
+"""Method by which peers of version 1 greet. The answer tells them to update."""
 ANY_STAGE = MAX_STAGES
 """In `WantStage`: the joiner leaves the choice to the others."""
 NO_STAGE = MAX_STAGES + 1

@@ -197,7 +197,7 @@ class Membership:
         return contact.rounds if contact else 0
 
     def announce_rounds(self, rounds: int) -> None:
-        """Tell all peers at once that so many training rounds have ended at this peer of stage 0."""
+        """Tell all peers at once how many training rounds have ended at this peer, which is in stage 0."""
         assert self._local.stage is not None
         self._local.stage.rounds = max(rounds, self._local.stage.rounds)
         for contact in self._contacts:

@@ -96,7 +96,7 @@ class PeerSessionDeps:
         disk: runs blocking disk operations.
         annotate: adds to a report what only the trainer knows.
         is_run_over: whether no other stage needs this peer any more, once its own rounds are over.
-        lacking: which stages have nobody, as shown to the user; empty if all have a live peer.
+        lacking: names the stages without a live peer, as shown to the user; empty if there are none.
     """
 
     outer_loop: ReplicatedOuterLoop | IndependentOuterLoop

@@ -29,11 +29,12 @@ from protocols.pipeline.settings import PipelineEvent, PipelineSettings
 from protocols.pipeline.stages import StageClock, StageMembers, by_stage
 from protocols.pipeline.work import LeaseLost
 
-EVALUATION_SECONDS = 60.0
-"""An evaluation or a text that takes longer is given up: the next round must not wait for it."""
 LAST_DRIVER_SECONDS = 60.0
+"""A stage whose own rounds are over leaves if stage 0 has no live peer for this time."""
+EVALUATION_SECONDS = 60.0
+"""Longest time for an evaluation or a text: the next round must not wait for it."""
 EMPTY_SECONDS, LOOK_SECONDS = 5.0, 0.25
-"""It is given up sooner if a stage has nobody for so long, which is looked for every so often."""
+"""An evaluation ends sooner if a stage has no live peer for `EMPTY_SECONDS`. It looks every `LOOK_SECONDS`."""
 USUAL_EVALUATION_SECONDS, MAX_STRIDE = 10.0, 16
 """If all held-out microbatches took longer, only some of them are evaluated: at least every `MAX_STRIDE`-th."""
 
@@ -211,7 +212,7 @@ class PipelineTrainer:
     def is_run_over(self) -> bool:
         """Whether stage 0 needs this peer no longer, once this peer's own rounds are over.
 
-        If stage 0 has nobody, it is over after `LAST_DRIVER_SECONDS`: its peers may have left long ago.
+        If stage 0 has no live peer, it is over after `LAST_DRIVER_SECONDS`: its peers may have left long ago.
         """
         if self._peer.stage == 0:
             return True

@@ -123,7 +123,7 @@ class StageSetup:
 
 
 def values_of(manifest: Manifest, stage: int, me: Member) -> StageValues | None:
-    """What the worker of a stage is told; None in a run without stages."""
+    """The stage's part of a worker's specification; None in a run without stages."""
     if not manifest.stages:
         return None
     return stage_values(manifest.config, manifest.bounds, manifest.elements[stage], stage, me)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from node.tasks.activations import ACTIVATION_DTYPES
 from node.tasks.gpt import VOCABULARY, Preset
 from node.tasks.gpt_stage import GptStageTask
 from node.tasks.paced_stage import ACTIVATION_BYTES, TARGET_BYTES, PacedStage
@@ -11,7 +12,7 @@ from node.tasks.partition import Partition
 from node.tasks.spec import Allocate, GptValues, PacedValues, WorkerSpec, device_of
 from node.tasks.text import load
 from node.training.inline_stage import StageCompute
-from node.training.stage_learner import ACTIVATION_DTYPES, ActivationCodec, StageLearner
+from node.training.stage_learner import ActivationCodec, StageLearner
 
 FORWARD_SHARE = 1 / 3
 """Of the time that a paced stage takes for a microbatch."""

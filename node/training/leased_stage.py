@@ -55,7 +55,7 @@ class StageJobs(Protocol):
 
 
 class UninterruptedJobs:
-    """Runs jobs to their end even if their callers are cancelled: a worker whose answer nobody awaits is killed."""
+    """Runs jobs to their end even if their callers are cancelled. Otherwise the worker would have to be killed."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[object]] = set()

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import MappingProxyType
 
 import torch
 
+from node.tasks.activations import ACTIVATION_DTYPES
 from node.tasks.base import Recipe, flatten
 from node.tasks.gpt import VOCABULARY
 from node.tasks.gpt_stage import ActivationShape, GptStageTask
 from node.training.trainer import ClippedAdamW, Step
 from protocols.base import BadPayload, Buffer, Vector
-
-ACTIVATION_DTYPES: Mapping[str, torch.dtype] = MappingProxyType({"bf16": torch.bfloat16, "fp32": torch.float32})
-"""How activations and their gradients may travel."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -109,7 +109,7 @@ class SwarmSummary:
     def __init__(self, names: Sequence[str], stages: int = 1) -> None:
         """
         Args:
-            stages: number of stages of the run; peer i of `names` is told to join stage i mod `stages`.
+            stages: number of stages of the run; peer i of `names` joins stage i mod `stages`.
         """
         self.tracks = {name: PeerSummary(name, place % stages) for place, name in enumerate(names)}
         self._stages = stages

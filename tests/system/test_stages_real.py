@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.real_swarm import RealPeer, RealSwarm, wait
+from tests.support.real_swarm import RealPeer, wait
+from tests.support.staged_swarm import StagedSwarm
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(300)]
 
@@ -16,12 +17,6 @@ RUN = (
     "[recipe]\nrounds = 10000\ninner_steps = 5\nbatches = 8\n"
 )
 LEAVE_SECONDS = 12.0
-
-
-class StagedSwarm(RealSwarm):
-    """Its rounds are not checked: each stage has rounds of its own, and the tests are of peers that come and go."""
-
-    invariants = staticmethod(lambda histories: [])
 
 
 def rounds(peer: RealPeer) -> list[int]:

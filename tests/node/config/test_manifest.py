@@ -14,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from node.config.manifest import FORMAT, Manifest, ManifestError, StageEntry, layout_digest, seal, unseal
-from node.config.run_config import GptTable, PacedTable, RunConfig, load_run
+from node.config.run_config import RunConfig, load_run
+from node.config.task_tables import GptTable, PacedTable
 from node.config.toml import MAX_BYTES
 from node.joining.consent import require_consent
 from node.runtime import identity

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from node.config.run_config import MAX_ELEMENTS, GptTable, RunConfig, load_run
+from node.config.run_config import RunConfig, load_run
+from node.config.task_tables import MAX_ELEMENTS, GptTable
 from node.config.toml import MAX_BYTES, ConfigError
 from node.tasks.base import Recipe, flatten
 from node.tasks.gpt import PRESETS, Gpt

@@ -8,8 +8,9 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 from node.config.peer_config import FILE_KEYS, PeerConfig, load_peer
-from node.config.run_config import GptTable, PacedTable, RunConfig, load_run
+from node.config.run_config import RunConfig, load_run
 from node.config.run_file import meanings, run_file
+from node.config.task_tables import GptTable, PacedTable
 from node.tasks.base import Recipe
 
 PROTOCOLS = ("butterfly",)

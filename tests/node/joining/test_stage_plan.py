@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 
 from node.config.manifest import layout_digest
-from node.config.run_config import GptTable, PacedTable, RunConfig
+from node.config.run_config import RunConfig
+from node.config.task_tables import GptTable, PacedTable
 from node.joining.stage_plan import StagePlan, expected_share, plan_stages
 from node.tasks.base import Recipe, flatten
 from node.tasks.gpt_stage import GptStage

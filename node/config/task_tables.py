@@ -1,0 +1,86 @@
+"""The tables `[gpt]` and `[paced]` of a run's configuration. Every value is bounded: it may come from a stranger."""
+
+from __future__ import annotations
+
+from pydantic import ConfigDict, Field
+from pydantic.dataclasses import dataclass
+
+from node.tasks.base import MAX_ELEMENTS
+from node.tasks.gpt import VOCABULARY, GptConfig
+
+MAX_BATCH_TOKENS = 1 << 20
+MAX_ACTIVATION_BYTES = 16 << 20
+"""Of one microbatch's activations in float32, with stages: a replica holds up to two of them for each microbatch."""
+
+STRICT = ConfigDict(
+    extra="forbid", strict=True, allow_inf_nan=False, revalidate_instances="always", val_json_bytes="hex"
+)
+"""No value is converted: "5" and true are not numbers, and 1.0 is not a whole number."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
+class GptTable:
+    """`[gpt]`: the model's shape and the rows of a batch; see `node.tasks.gpt`. The run file quotes the descriptions.
+
+    Attributes:
+        layers: layers of the transformer.
+        width: width of the residual stream.
+        heads: attention heads; the width must be a multiple of twice this number.
+        context: length of the context, in bytes.
+        rows: rows of a batch, each as long as the context.
+    """
+
+    layers: int = Field(ge=1, le=1 << 10)
+    width: int = Field(ge=1, le=1 << 16)
+    heads: int = Field(ge=1, le=1 << 10)
+    context: int = Field(ge=1, le=1 << 14)
+    rows: int = Field(ge=1, le=1 << 12)
+
+    def __post_init__(self) -> None:
+        _ = self.shape  # raises if the heads do not fit the width
+        if self.elements > MAX_ELEMENTS:
+            raise ValueError(f"the model has {self.elements} parameters, more than {MAX_ELEMENTS}: make it smaller")
+        if self.rows * self.context > MAX_BATCH_TOKENS:
+            raise ValueError(f"rows times context are {self.rows * self.context}, more than {MAX_BATCH_TOKENS}")
+
+    @property
+    def shape(self) -> GptConfig:
+        return GptConfig(self.layers, self.width, self.heads, self.context)
+
+    @property
+    def activation_elements(self) -> int:
+        """Elements of the activations of one microbatch between two layers."""
+        return self.rows * self.context * self.width
+
+    def require_stages(self, stages: int) -> None:
+        """Check that the model can be cut into this number of stages.
+
+        Raises:
+            ValueError: it cannot; the message says why, in one line.
+        """
+        if stages > (blocks := self.layers + 2):
+            raise ValueError(f"{stages} stages need as many blocks, and the model has {blocks}: take fewer stages")
+        if (size := 4 * self.activation_elements) > MAX_ACTIVATION_BYTES:
+            what = f"a microbatch has activations of {size / 2**20:.0f} MiB, more than {MAX_ACTIVATION_BYTES >> 20}"
+            raise ValueError(f"{what}: take fewer gpt.rows and more recipe.batches")
+
+    @property
+    def elements(self) -> int:
+        """Number of parameters of `node.tasks.gpt.Gpt` in this shape, computed without building the model."""
+        layer = 4 * self.width**2 + 3 * self.width * self.shape.hidden + 2 * self.width
+        return 2 * VOCABULARY * self.width + self.layers * layer + self.width
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
+class PacedTable:
+    """`[paced]`: the vector, and the time and tokens of an inner step; see `node.tasks.paced`. The run file quotes it.
+
+    Attributes:
+        elements: length of the vector.
+        step_seconds: seconds that an inner step takes.
+        tokens_per_step: tokens that an inner step counts as.
+    """
+
+    elements: int = Field(default=1_000_000, ge=1, le=MAX_ELEMENTS)
+    step_seconds: float = Field(default=0.1, gt=0, le=3600)
+    tokens_per_step: int = Field(default=1024, ge=1, le=1 << 30)
