@@ -26,7 +26,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
-from node.config.peer_config import KEYS as OF_THIS_MACHINE
+from node.config.peer_config import FILE_KEYS as OF_THIS_MACHINE
 from node.config.task_tables import STRICT, GptTable, PacedTable
 from node.config.toml import MAX_BYTES, ConfigError, canonical, check_keys, one_line, read_toml, suggestion
 from node.tasks import name as names

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.real_swarm import RealPeer, wait
-from tests.support.staged_swarm import StagedSwarm
+from tests.support import stage_checkers
+from tests.support.real_swarm import RealPeer, RealSwarm, wait
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(300)]
 
@@ -17,6 +17,12 @@ RUN = (
     "[recipe]\nrounds = 10000\ninner_steps = 5\nbatches = 8\n"
 )
 LEAVE_SECONDS = 12.0
+
+
+class ChoosingSwarm(RealSwarm):
+    """Peers get their stages from those that they ask. The invariants of rounds hold within each stage."""
+
+    invariants = staticmethod(stage_checkers.check)
 
 
 def rounds(peer: RealPeer) -> list[int]:
@@ -36,7 +42,7 @@ def goes_on(peer: RealPeer, what: str, count: int = 2) -> None:
 
 def test_driver_leaves_in_good_order_while_a_stage_has_nobody(tmp_path: Path) -> None:
     """Also if it was evaluating the model through that stage."""
-    with StagedSwarm(tmp_path, RUN) as swarm:
+    with ChoosingSwarm(tmp_path, RUN) as swarm:
         founder = swarm.found("a")
         (other,) = swarm.join("b", via=founder)
         wait("a round", lambda: founder.reports(), 60)
@@ -49,7 +55,7 @@ def test_driver_leaves_in_good_order_while_a_stage_has_nobody(tmp_path: Path) ->
 
 
 def test_peers_keep_their_stage_through_deaths_and_restarts(tmp_path: Path) -> None:
-    with StagedSwarm(tmp_path, RUN) as swarm:
+    with ChoosingSwarm(tmp_path, RUN) as swarm:
         founder = swarm.found("a")
         (other,) = swarm.join("b", via=founder)
         kill(other)  # before its first round: nobody else may be the first of stage 1 now
