@@ -23,7 +23,8 @@ PEER = {"node/session/peer.py", "node/session/resources.py", "node/session/visit
 """The composition root, what it holds, and its smaller sibling, which only asks."""
 ONLY_IN: dict[str, set[str]] = {
     "time": {"node/runtime/clock.py", "node/training/worker.py", "node/training/stage_worker.py"},
-    "socket": {"node/training/process.py", "node/session/failpoints.py", "node/training/worker.py"},
+    "socket": {"node/training/process.py", "node/session/failpoints.py", "node/training/worker.py"}
+    | {f"node/direct/{name}.py" for name in ("connection", "handshake", "listener")},
     "threading": {"node/runtime/compute.py"},
     "concurrent": {"node/runtime/compute.py"},
     "subprocess": {"node/runtime/child_process.py", "node/network/libp2p.py"},

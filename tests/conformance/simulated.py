@@ -14,6 +14,7 @@ class SimPeers:
     """`tests.conformance.worlds.Peers` in virtual time."""
 
     stranger: PeerId = "stranger"
+    streams_survive_daemon = False
 
     def __init__(self, network: SimNetwork, count: int) -> None:
         self._network = network
