@@ -17,7 +17,7 @@ SPARE_TOKENS = 2
 class Way(StrEnum):
     """How bulk data reaches a peer."""
 
-    UNTRIED = "untried"
+    UNTRIED = ""
     DIRECT = "direct"
     DIALLED_BACK = "dialled back"
     LIBP2P = "libp2p"
