@@ -56,7 +56,12 @@ class Swarm:
         ups: each peer's first answer: its id and address, its process id and its p2pd's.
     """
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, setup: Setup, module: str = "benchmarks.averaging_peer") -> None:
+        """
+        Args:
+            module: what each peer's process runs.
+        """
+        self._module = module
         self._directory = tempfile.TemporaryDirectory(prefix="starling-bench-")
         self.setup = replace(setup, directory=self._directory.name)
         self.ups: list[Answer] = []
@@ -66,7 +71,7 @@ class Swarm:
         try:
             for rank in range(self.setup.peers):
                 self._processes.append(await self._start(rank))
-            self.ups = await self._all("up", START_SECONDS)
+            self.ups = await self.collect("up", START_SECONDS)
             await self.all("connect", peers=[(up["peer"], up["address"]) for up in self.ups])
         except BaseException:
             await self._end()
@@ -97,7 +102,7 @@ class Swarm:
     async def _start(self, rank: int) -> Process:
         setup = asdict(replace(self.setup, rank=rank))
         return await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "benchmarks.averaging_peer", json.dumps(setup),
+            sys.executable, "-m", self._module, json.dumps(setup),
             stdin=PIPE, stdout=PIPE, cwd=Path(__file__).parents[1],
             start_new_session=True,  # so that Ctrl-C reaches this process only
         )  # fmt: skip
@@ -110,7 +115,7 @@ class Swarm:
         """
         for rank in range(self.setup.peers):
             self.tell(rank, command, **arguments)
-        return await self._all(command, self.setup.deadline_seconds + SPARE_SECONDS)
+        return await self.collect(command, self.setup.deadline_seconds + SPARE_SECONDS)
 
     def tell(self, rank: int, command: str, **arguments: Any) -> None:
         pipe = self._processes[rank].stdin
@@ -131,7 +136,8 @@ class Swarm:
             raise SwarmError(f"peer {rank} did not say {event!r} within {seconds:g} s") from None
         raise SwarmError(f"the process of peer {rank} ended before it said {event!r}")
 
-    async def _all(self, event: str, seconds: float) -> list[Answer]:
+    async def collect(self, event: str, seconds: float) -> list[Answer]:
+        """The next `event` of each peer, by rank."""
         return list(await asyncio.gather(*(self.hear(rank, event, seconds) for rank in range(self.setup.peers))))
 
     async def metered(self, command: str, **arguments: Any) -> list[Answer]:

@@ -46,6 +46,7 @@ from protocols.base import (
     PeerId,
     Settings,
     Stream,
+    Transport,
     Vector,
 )
 from protocols.codec import codec
@@ -174,8 +175,12 @@ class Peer:
         roster = tuple(sorted(Member(peer) for peer, _ in peers))
         self._chain = Chain(RUN, "benchmark", roster, ROOT)
         self._next = peers[(self.setup.rank + 1) % len(peers)][0]
-        host = Host(
-            transport=self.transport,
+        self.prepare(self.host(self.transport, roster))
+        return {}
+
+    def host(self, transport: Transport, roster: Sequence[Member]) -> Host:
+        return Host(
+            transport=transport,
             directory=NoDirectory(),
             members=StaticMembers(roster),
             compute=self._compute,
@@ -183,9 +188,11 @@ class Peer:
             signer=self._key,
             seed=self.setup.seed,
         )
+
+    def prepare(self, host: Host) -> None:
+        """Create the averager."""
         settings = Settings(self.setup.codec, (self.setup.elements,), bandwidth=self.setup.bandwidth)
         self._averager = REPLICATED_PROTOCOLS["butterfly"](host, settings)
-        return {}
 
     async def make(self, round: int) -> dict[str, Any]:
         def draw() -> None:
@@ -289,12 +296,12 @@ async def listen(commands: asyncio.Queue[dict[str, Any]]) -> None:
         commands.put_nowait(json.loads(line))
 
 
-async def main(setup: Setup) -> None:
+async def main(setup: Setup, kind: type[Peer] = Peer) -> None:
     torch.set_num_threads(1)
     key = identity.create(Path(setup.directory) / f"identity{setup.rank}")
     config = LibP2PConfig(key, runtime_directory=Path(setup.directory))
     async with ThreadCompute() as compute, LibP2PTransport(config) as transport:
-        peer = Peer(setup, transport, compute, key)
+        peer = kind(setup, transport, compute, key)
         say(event="up", peer=transport.me, address=transport.addresses[0], pid=os.getpid(), daemon=transport.daemon_pid)
         commands: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
         await run_with_helper(listen(commands), peer.obey(commands))
