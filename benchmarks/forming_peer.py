@@ -1,7 +1,7 @@
 """One peer of `benchmarks.forming` in a process of its own. It takes the commands of `benchmarks.averaging_peer`, and:
 
-    form {round, at, late}  one round. The peer enters, offers half of its work, and at CLOCK_MONOTONIC `at` + `late`
-                            seconds all of it. Prints when it offered, was called, and saw the first byte of a vector
+form {round, at, late}  one round. The peer enters, offers half of its work, and at CLOCK_MONOTONIC `at` + `late`
+                        seconds all of it. Prints when it offered, was called, and saw the first byte of a vector
 """
 
 from __future__ import annotations
