@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 import psutil
@@ -19,13 +19,12 @@ class Usage:
 
     Attributes:
         cpu_seconds: of all processes.
-        idle_bytes, peak_bytes: resident memory of the peer that held most, before the round and at its peak.
+        added_bytes: how far the resident memory of a peer rose above what it was before the round, at most.
         wire_bytes: what the loopback carried, with all headers, and whatever else used it in that time.
     """
 
     cpu_seconds: float = 0.0
-    idle_bytes: int = 0
-    peak_bytes: int = 0
+    added_bytes: int = 0
     wire_bytes: int = 0
 
 
@@ -38,42 +37,48 @@ class Meter:
 
     @asynccontextmanager
     async def watched(self) -> AsyncIterator[Usage]:
-        usage = Usage(idle_bytes=self._memory_bytes())
+        usage, before = Usage(), self._resident_bytes()
         cpu, wire = self._cpu_seconds(), loopback_bytes()
-        task = asyncio.create_task(self._watch(usage))
+        task = asyncio.create_task(self._watch(usage, before))
         try:
             yield usage
         finally:
             task.cancel()
         usage.wire_bytes = loopback_bytes() - wire
         usage.cpu_seconds = self._cpu_seconds() - cpu
-        usage.peak_bytes = max(usage.peak_bytes, self._memory_bytes())
+        self._look(usage, before)
 
-    async def _watch(self, usage: Usage) -> None:
+    async def _watch(self, usage: Usage, before: Sequence[int]) -> None:
         while True:
-            usage.peak_bytes = max(usage.peak_bytes, self._memory_bytes())
             await asyncio.sleep(LOOK_SECONDS)
+            self._look(usage, before)
+
+    def _look(self, usage: Usage, before: Sequence[int]) -> None:
+        risen = (now - then for now, then in zip(self._resident_bytes(), before, strict=True))
+        usage.added_bytes = max(usage.added_bytes, *risen)
 
     def _cpu_seconds(self) -> float:
         times = [process.cpu_times() for processes in self._peers for process in processes]
         return sum(each.user + each.system for each in times)
 
-    def _memory_bytes(self) -> int:
-        return max(_resident_bytes(processes) for processes in self._peers)
+    def _resident_bytes(self) -> list[int]:
+        """Cheap: resident memory of each peer, where what its processes share with libraries' files counts once."""
+        return [_once([_resident(process) for process in processes]) for processes in self._peers]
+
+    def held_bytes(self) -> int:
+        """Exact, and slow: resident memory of the peer that holds most; what its processes share counts once."""
+        full = [[process.memory_full_info() for process in processes] for processes in self._peers]
+        return max(_once([(info.rss, info.rss - info.uss) for info in infos]) for infos in full)
 
 
-def _resident_bytes(processes: Sequence[psutil.Process]) -> int:
-    """Resident memory of one peer: private memory of its processes, and once what they share.
+def _resident(process: psutil.Process) -> tuple[int, int]:
+    info = process.memory_info()
+    return info.rss, getattr(info, "shared", 0)
 
-    The kernel counts shared memory and the files of libraries in each process.
-    """
-    private, shared = 0, [0]
-    for process in processes:
-        with suppress(psutil.NoSuchProcess):
-            info = process.memory_info()
-            shared.append(getattr(info, "shared", 0))
-            private += info.rss - shared[-1]
-    return private + max(shared)
+
+def _once(memory: Sequence[tuple[int, int]]) -> int:
+    """Sum (resident, shared) over processes, with the largest shared part only, for the kernel counts it in each."""
+    return sum(resident - shared for resident, shared in memory) + max(shared for _, shared in memory)
 
 
 def loopback_bytes() -> int:

@@ -6,8 +6,8 @@ import asyncio
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -48,6 +48,8 @@ class Turn:
     Attributes:
         seconds: from the first peer's start, with the group known, to the last peer's end.
         forming_seconds: from the first peer that looked for the group to the last that knew it; None without groups.
+        held_bytes: resident memory of the peer that holds most, with its vector, before the round.
+        added_bytes: how far a peer's memory rose above that in the round, at most.
         relative_error: the worst peer's, in L2; None where nothing is averaged.
         ok: the result is right at all peers.
     """
@@ -56,8 +58,8 @@ class Turn:
     forming_seconds: float | None
     cpu_seconds: float
     wire_bytes: int
-    idle_bytes: int
-    peak_bytes: int
+    held_bytes: int
+    added_bytes: int
     relative_error: float | None
     same_bits: bool | None
     ok: bool
@@ -95,11 +97,7 @@ def _roomy(need_bytes: float) -> Path | None:
 async def _play_block(
     setup: Setup, block: Sequence[System], numbers: range, turns: dict[str, list[Turn]], progress: Progress
 ) -> None:
-    async with AsyncExitStack() as stack:
-        players = []
-        for system in block:
-            progress(f"starts {system.name}")
-            players.append(await stack.enter_async_context(Player(system, setup)))
+    async with _alive(block, setup, progress) as players:
         for number in (numbers[0] - 1, *numbers):
             await asyncio.to_thread(vectors.write, setup, number)
             first = max(number, 0) % len(players)
@@ -111,6 +109,21 @@ async def _play_block(
                     turns[player.system.name].append(turn)
 
 
+@asynccontextmanager
+async def _alive(block: Sequence[System], setup: Setup, progress: Progress) -> AsyncIterator[list[Player]]:
+    """Start the systems one after the other; end them all at once, which takes seconds each."""
+    players: list[Player] = []
+    failed: type[BaseException] | None = BaseException
+    try:
+        for system in block:
+            progress(f"starts {system.name}")
+            players.append(await Player(system, setup).start())
+        yield players
+        failed = None
+    finally:
+        await asyncio.gather(*(player.end(failed) for player in players))
+
+
 class Player:
     """A system's processes, while it takes part."""
 
@@ -118,7 +131,12 @@ class Player:
         self.system = system
         self._swarm = Swarm(replace(setup, codec=system.codec, path=system.path), system.module, ENVIRONMENT)
 
-    async def __aenter__(self) -> Player:
+    async def start(self) -> Player:
+        """Start the processes; if that fails, none is left.
+
+        Raises:
+            SwarmError: a peer does not start.
+        """
         try:
             await self._swarm.__aenter__()
         except SwarmError as error:
@@ -126,8 +144,9 @@ class Player:
         self._meter = Meter([up["pid"] for up in self._swarm.ups])
         return self
 
-    async def __aexit__(self, *error: object) -> None:
-        await self._swarm.__aexit__(*error)  # type: ignore[arg-type]
+    async def end(self, failed: type[BaseException] | None) -> None:
+        """End the processes, at once if something failed."""
+        await self._swarm.__aexit__(failed)
 
     async def play(self, number: int) -> Turn:
         """Play one round.
@@ -137,6 +156,7 @@ class Player:
         """
         try:
             await self._swarm.all("make", round=number)
+            held = self._meter.held_bytes()
             await asyncio.sleep(PAUSE_SECONDS)
             formed = await self._swarm.all("form", round=number)
             async with self._meter.watched() as usage:
@@ -146,7 +166,7 @@ class Player:
             raise SwarmError(f"{self.system.name}, round {number}: {error}") from error
         seconds, forming = span_seconds(averaged), span_seconds(formed) if "began" in formed[0] else None
         return Turn(
-            seconds, forming, usage.cpu_seconds, usage.wire_bytes, usage.idle_bytes, usage.peak_bytes,
+            seconds, forming, usage.cpu_seconds, usage.wire_bytes, held, usage.added_bytes,
             *judged(self.system, checks),
         )  # fmt: skip
 
