@@ -13,7 +13,7 @@ NEW_ENOUGH := import sys; sys.exit(sys.version_info < (3, 11))
 PYTHON ?= $(shell for each in python3 python3.11 python3.12 python3.13 python3.14 python; do \
 	$$each -c '$(NEW_ENOUGH)' 2>/dev/null && { echo $$each; break; }; done)
 
-.PHONY: install swarm lint check test sim chaos chaos-table soak docker-test bench clean
+.PHONY: install swarm lint check test sim chaos chaos-table soak docker-test bench bench-peers clean
 
 install: $(STAMP)
 
@@ -92,6 +92,15 @@ bench: install
 	$(BIN)/python -m benchmarks.swarms --seeds 0:5 --json build/swarms.json
 	$(BIN)/python -m benchmarks.learning all --json build/learning.json --resume
 	$(BIN)/python -m benchmarks.protocols --json benchmarks/runs/protocols.json --resume --inner-steps 25 --show
+
+# Other systems, floors and ours, averaging side by side: ten minutes. `make bench-peers ARGS=--all` plays each size of
+# the table: hours. The others are installed here, and nowhere else.
+bench-peers: $(VENV)/peers
+	$(BIN)/python -m benchmarks.peers $(ARGS)
+
+$(VENV)/peers: $(STAMP)
+	$(PIP) --editable '.[peers]'
+	@touch $@
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -18,10 +18,11 @@ import argparse
 import asyncio
 import json
 import os
+import signal
 import sys
 import tempfile
 from asyncio.subprocess import PIPE, Process
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -40,6 +41,7 @@ BOUNDS = {"fp32": 1e-6, "fp16": 1e-3, "bf16": 1e-2, "int8": 3e-2, "int4": 0.25, 
 """Bounds on the relative L2 error of a mean of normal vectors, encoded twice. topk sends most only in later rounds."""
 START_SECONDS = 60.0
 STOP_SECONDS = 10.0
+LOGGED_LINES = 12
 SPARE_SECONDS = 60.0  # how long an answer may take beyond the round's own deadline
 
 Answer = dict[str, Any]
@@ -56,7 +58,15 @@ class Swarm:
         ups: each peer's first answer: its id and address, its process id and its p2pd's.
     """
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(
+        self, setup: Setup, module: str = "benchmarks.averaging_peer", environment: Mapping[str, str] | None = None
+    ) -> None:
+        """
+        Args:
+            module: what each peer's process runs.
+            environment: environment variables of the peers, besides those of this process.
+        """
+        self._module, self._environment = module, os.environ | (environment or {})
         self._directory = tempfile.TemporaryDirectory(prefix="starling-bench-")
         self.setup = replace(setup, directory=self._directory.name)
         self.ups: list[Answer] = []
@@ -66,7 +76,7 @@ class Swarm:
         try:
             for rank in range(self.setup.peers):
                 self._processes.append(await self._start(rank))
-            self.ups = await self._all("up", START_SECONDS)
+            self.ups = await self.collect("up", START_SECONDS)
             await self.all("connect", peers=[(up["peer"], up["address"]) for up in self.ups])
         except BaseException:
             await self._end()
@@ -92,15 +102,22 @@ class Swarm:
             if process.returncode is None:
                 process.kill()  # its p2pd dies with it
             await process.wait()
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # what it started and left behind
         self._directory.cleanup()
 
     async def _start(self, rank: int) -> Process:
         setup = asdict(replace(self.setup, rank=rank))
-        return await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "benchmarks.averaging_peer", json.dumps(setup),
-            stdin=PIPE, stdout=PIPE, cwd=Path(__file__).parents[1],
-            start_new_session=True,  # so that Ctrl-C reaches this process only
-        )  # fmt: skip
+        with self._log(rank).open("wb") as log:
+            return await asyncio.create_subprocess_exec(
+                sys.executable, "-m", self._module, json.dumps(setup),
+                stdin=PIPE, stdout=PIPE, stderr=log, cwd=Path(__file__).parents[1], env=self._environment,
+                start_new_session=True,  # so that Ctrl-C reaches this process only
+            )  # fmt: skip
+
+    def _log(self, rank: int) -> Path:
+        """Where a peer's standard error goes."""
+        return Path(self.setup.directory) / f"log{rank}"
 
     async def all(self, command: str, **arguments: Any) -> list[Answer]:
         """Send a command to all peers and return their answers, by rank.
@@ -110,7 +127,7 @@ class Swarm:
         """
         for rank in range(self.setup.peers):
             self.tell(rank, command, **arguments)
-        return await self._all(command, self.setup.deadline_seconds + SPARE_SECONDS)
+        return await self.collect(command, self.setup.deadline_seconds + SPARE_SECONDS)
 
     def tell(self, rank: int, command: str, **arguments: Any) -> None:
         pipe = self._processes[rank].stdin
@@ -128,10 +145,16 @@ class Swarm:
                     if answer.pop("event") == event:
                         return answer
         except TimeoutError:
-            raise SwarmError(f"peer {rank} did not say {event!r} within {seconds:g} s") from None
-        raise SwarmError(f"the process of peer {rank} ended before it said {event!r}")
+            raise SwarmError(f"peer {rank} did not say {event!r} within {seconds:g} s{self._last(rank)}") from None
+        raise SwarmError(f"the process of peer {rank} ended before it said {event!r}{self._last(rank)}")
 
-    async def _all(self, event: str, seconds: float) -> list[Answer]:
+    def _last(self, rank: int) -> str:
+        """The end of a peer's standard error, for a message."""
+        lines = self._log(rank).read_text(errors="replace").splitlines()[-LOGGED_LINES:]
+        return "".join(f"\n    {line}" for line in lines)
+
+    async def collect(self, event: str, seconds: float) -> list[Answer]:
+        """The next `event` of each peer, by rank."""
         return list(await asyncio.gather(*(self.hear(rank, event, seconds) for rank in range(self.setup.peers))))
 
     async def metered(self, command: str, **arguments: Any) -> list[Answer]:
@@ -145,7 +168,7 @@ class Swarm:
 
     def left_over(self) -> list[int]:
         """The ids of this swarm's processes that still run; a killed one may not have been reaped yet."""
-        pids = {up[kind] for up in self.ups for kind in ("pid", "daemon")}
+        pids = {up[kind] for up in self.ups for kind in ("pid", "daemon") if kind in up}
         seen = psutil.process_iter(["status"])
         return [each.pid for each in seen if each.pid in pids and each.info["status"] != psutil.STATUS_ZOMBIE]
 
@@ -179,19 +202,23 @@ async def play_round(swarm: Swarm, number: int, floor: bool = True) -> Answer:
     error = await asyncio.to_thread(relative_error, swarm.setup, number)
     report: Answer = {
         "round": number,
-        "seconds": _span(averaged),
+        "seconds": span_seconds(averaged),
         "outcomes": [answer["outcome"] for answer in averaged],
         "identical": len({result["digest"] for result in results}) == 1,
         "relative_error": error,
         "peers": [a | r for a, r in zip(averaged, results, strict=True)],
     }
     if moved:
-        report |= {"floor_seconds": _span(moved), "floor": moved, "ratio": _span(averaged) / _span(moved)}
+        report |= {
+            "floor_seconds": span_seconds(moved),
+            "floor": moved,
+            "ratio": span_seconds(averaged) / span_seconds(moved),
+        }
     report["ok"] = report["identical"] and error <= BOUNDS[swarm.setup.codec]
     return report
 
 
-def _span(answers: Sequence[Answer]) -> float:
+def span_seconds(answers: Sequence[Answer]) -> float:
     """Seconds from the first start to the last end."""
     return max(answer["ended"] for answer in answers) - min(answer["began"] for answer in answers)
 

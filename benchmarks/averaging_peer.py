@@ -20,9 +20,9 @@ import os
 import resource
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ import psutil
 import torch
 import uvloop
 
+from benchmarks.averaging_setup import Setup, say
 from node.network.libp2p import LibP2PConfig, LibP2PTransport
 from node.runtime import identity
 from node.runtime.clock import WallClock
@@ -46,66 +47,17 @@ from protocols.base import (
     PeerId,
     Settings,
     Stream,
-    Vector,
+    Transport,
 )
-from protocols.codec import codec
 from protocols.history.chain import Chain
 from protocols.static_members import StaticMembers
 from protocols.vectors import norm
 
 RUN = hashlib.sha256(b"benchmarks.averaging").digest()
 ROOT = bytes(32)  # no peer keeps an outer state
-PIECE_ELEMENTS = 1 << 20
 PROBE_ELEMENTS = 1 << 12
 LAG_STEP_SECONDS = 0.005
 MOVE = "starling/benchmark/move/1"
-
-
-@dataclass(frozen=True, slots=True)
-class Setup:
-    """What all peers of a run share, except `rank` and `directory`, which differ for each peer.
-
-    Attributes:
-        elements: length of the vectors.
-        deadline_seconds: of each round.
-        bandwidth: what every peer declares, bytes/s; the budget of the data phase follows from it.
-    """
-
-    peers: int
-    elements: int
-    codec: str
-    deadline_seconds: float = 120.0
-    bandwidth: float = 100e6
-    seed: int = 0
-    rank: int = 0
-    directory: str = ""
-
-    def tokens(self, rank: int) -> int:
-        """The weight of a rank's vector; all weights differ."""
-        return 1000 + 100 * rank
-
-    def pieces(self, rank: int, number: int) -> Iterator[tuple[int, Vector]]:
-        """A rank's vector for a round, in pieces: (offset, elements). Normal numbers, the same in every process.
-
-        Pieces of one size have equal norms. Otherwise clipping to the median norm would scale some vectors a little.
-        """
-        for index, low in enumerate(range(0, self.elements, PIECE_ELEMENTS)):
-            name = hashlib.sha256(f"{self.seed}/{rank}/{number}/{index}".encode()).digest()
-            generator = torch.Generator().manual_seed(int.from_bytes(name[:8], "big") >> 1)
-            piece = torch.randn(min(PIECE_ELEMENTS, self.elements - low), generator=generator)
-            yield low, piece.mul_(math.sqrt(len(piece)) / norm([piece]))
-
-    @property
-    def result(self) -> Path:
-        """Where rank 0 writes the result: raw float32."""
-        return Path(self.directory) / "result"
-
-    @property
-    def moved_bytes(self) -> int:
-        """What each peer sends in one round, and receives: (N - 1) / N of an encoded vector and of an encoded mean."""
-        used = codec(self.codec)
-        both = used.encoded_bytes(self.elements) + used.reduced(self.peers).encoded_bytes(self.elements)
-        return both * (self.peers - 1) // self.peers
 
 
 class NoDirectory:
@@ -174,8 +126,12 @@ class Peer:
         roster = tuple(sorted(Member(peer) for peer, _ in peers))
         self._chain = Chain(RUN, "benchmark", roster, ROOT)
         self._next = peers[(self.setup.rank + 1) % len(peers)][0]
-        host = Host(
-            transport=self.transport,
+        self.prepare(self.host(self.transport, roster))
+        return {}
+
+    def host(self, transport: Transport, roster: Sequence[Member]) -> Host:
+        return Host(
+            transport=transport,
             directory=NoDirectory(),
             members=StaticMembers(roster),
             compute=self._compute,
@@ -183,9 +139,11 @@ class Peer:
             signer=self._key,
             seed=self.setup.seed,
         )
+
+    def prepare(self, host: Host) -> None:
+        """Create the averager."""
         settings = Settings(self.setup.codec, (self.setup.elements,), bandwidth=self.setup.bandwidth)
         self._averager = REPLICATED_PROTOCOLS["butterfly"](host, settings)
-        return {}
 
     async def make(self, round: int) -> dict[str, Any]:
         def draw() -> None:
@@ -225,7 +183,7 @@ class Peer:
         async with self._averager.enter(self._chain.head, deadline) as session:
             session.offer(work)
             await session.cut.wait()
-            say(event="cut")
+            await self.on_cut()
             async with lag.watched(), self._marking(mark):
                 began = time.monotonic()
                 mean = await session.average([self._mine], work, [self._into])
@@ -245,6 +203,10 @@ class Peer:
             "contributions": {peer: (each.chunks_counted, each.chunks) for peer, each in mean.contributions.items()},
             **lag.report(),
         }
+
+    async def on_cut(self) -> None:
+        """The group is known, and the data phase begins when this returns."""
+        say(event="cut")
 
     @asynccontextmanager
     async def _marking(self, share: float | None) -> AsyncIterator[None]:
@@ -277,10 +239,6 @@ class Peer:
         }
 
 
-def say(**fields: Any) -> None:
-    print(json.dumps(fields), flush=True)
-
-
 async def listen(commands: asyncio.Queue[dict[str, Any]]) -> None:
     """Read commands until the parent process closes the input, or ends."""
     reader = asyncio.StreamReader()
@@ -289,12 +247,25 @@ async def listen(commands: asyncio.Queue[dict[str, Any]]) -> None:
         commands.put_nowait(json.loads(line))
 
 
-async def main(setup: Setup) -> None:
+def network(setup: Setup, key: identity.Identity) -> LibP2PConfig:
+    """The transport's settings for `setup.path`.
+
+    Raises:
+        ImportError: a direct path is wanted, and this version of the node has none.
+    """
+    config = LibP2PConfig(key, runtime_directory=Path(setup.directory))
+    if setup.path == "direct":
+        from node.direct.plane import DirectConfig
+
+        return replace(config, direct=DirectConfig())
+    return config
+
+
+async def main(setup: Setup, kind: type[Peer] = Peer) -> None:
     torch.set_num_threads(1)
     key = identity.create(Path(setup.directory) / f"identity{setup.rank}")
-    config = LibP2PConfig(key, runtime_directory=Path(setup.directory))
-    async with ThreadCompute() as compute, LibP2PTransport(config) as transport:
-        peer = Peer(setup, transport, compute, key)
+    async with ThreadCompute() as compute, LibP2PTransport(network(setup, key)) as transport:
+        peer = kind(setup, transport, compute, key)
         say(event="up", peer=transport.me, address=transport.addresses[0], pid=os.getpid(), daemon=transport.daemon_pid)
         commands: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
         await run_with_helper(listen(commands), peer.obey(commands))
