@@ -23,8 +23,8 @@ log = logging.getLogger(__name__)
 
 OPENING_SECONDS = 5.0
 _BACKLOG = 1024
-_WINDOW_SECONDS, _ACCEPTED_PER_WINDOW = 0.02, 80
-"""So the listener accepts at most 4,000 connections a second, and never so many at once that the event loop lags. A
+_WINDOW_SECONDS, _ACCEPTED_PER_WINDOW = 0.02, 40
+"""So the listener accepts at most 2,000 connections a second, and never so many at once that the event loop lags. A
 flood faster than that fills the kernel's queue, and peers' dials then fail: they are dialled back, or take libp2p."""
 _PORT_ATTEMPTS = 8
 
@@ -37,7 +37,8 @@ class WaitingLimits:
     per_host: int
 
 
-EXPECTED, STRANGERS = WaitingLimits(64, 32), WaitingLimits(16, 4)
+EXPECTED, STRANGERS = WaitingLimits(128, 64), WaitingLimits(16, 4)
+"""With 64 a host, a peer beside a flood from its own host has 32 ms for its token to arrive after the connection."""
 
 OnConnection = Callable[[IssuedToken, DirectConnection], None]
 OnRefused = Callable[[str, str], None]
@@ -129,6 +130,7 @@ class DirectListener:
         waiting.timer = self._loop.call_later(OPENING_SECONDS, self._drop, waiting, "showed no token in time")
         self._waiting[waiting] = None
         self._loop.add_reader(sock.fileno(), self._read, waiting)
+        self._read(waiting)
 
     def _make_room(self, host: str) -> None:
         expected = self._issuer.expects(host)
