@@ -13,29 +13,45 @@ import struct
 from collections.abc import Callable
 from contextlib import suppress
 
-from node.direct.records import LENGTH_BYTES, OVERHEAD_BYTES, RECORD_BYTES, RecordOpener, RecordSealer
+from node.direct.records import LENGTH_BYTES, OVERHEAD_BYTES, RECORD_BYTES, RecordError, RecordOpener, RecordSealer
 from protocols.base import Buffer
 
-_STRETCH_BYTES = 128 << 10
-"""Bytes after which a task lets the event loop run others."""
-_USER_TIMEOUT_SECONDS = 10
-"""Sent data that is not acknowledged for this long, or that many seconds without an answer to a probe, end it."""
-_PROBE_SECONDS = 5
+_STRETCH_BYTES, _CALL_BYTES = 128 << 10, 4 << 10
+"""Bytes after which a task lets the event loop run others. Each call of the kernel counts as some kilobytes at least:
+otherwise a peer that sends records of one byte would hold the loop for a tenth of a second."""
+SILENCE_SECONDS = 10.0
+"""A connection fails when the other side's machine has acknowledged nothing for about this long, though it should."""
+
+
+class ConnectionSilent(ConnectionError):
+    """The other side's machine no longer answers: it is gone, or something on the way swallows the packets."""
 
 
 def set_options(sock: socket.socket) -> None:
-    """Set up a connected or a listening socket: no delay for small records, and an end to silent connections."""
-    sock.setblocking(False)
+    """Set up a connected socket: no delay for small records, and probes while nothing is sent."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in (
-        ("TCP_KEEPIDLE", _PROBE_SECONDS),
-        ("TCP_KEEPINTVL", _PROBE_SECONDS),
-        ("TCP_KEEPCNT", _USER_TIMEOUT_SECONDS // _PROBE_SECONDS),
-        ("TCP_USER_TIMEOUT", 1000 * _USER_TIMEOUT_SECONDS),
-    ):
+    idle, interval = max(1, round(SILENCE_SECONDS / 2)), max(1, round(SILENCE_SECONDS / 4))
+    for name, value in (("TCP_KEEPIDLE", idle), ("TCP_KEEPINTVL", interval), ("TCP_KEEPCNT", 2)):
         if hasattr(socket, name):  # macOS lacks some
             sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+def is_silent(sock: socket.socket) -> bool:
+    """Whether data or probes were sent several times, and nothing came back for `SILENCE_SECONDS`.
+
+    TCP_USER_TIMEOUT does not fit: it also ends the connection to a peer that answers, and only reads slowly. The layout
+    is Linux's `struct tcp_info`; elsewhere, TCP's own limit of some minutes remains.
+    """
+    if not hasattr(socket, "TCP_INFO"):
+        return False
+    try:
+        info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 60)
+    except OSError:
+        return False  # no TCP socket
+    retransmissions, probes = info[2], info[3]
+    (milliseconds,) = struct.unpack_from("=I", info, 56)  # since the latest acknowledgement
+    return max(retransmissions, probes) >= 2 and milliseconds >= 1000 * SILENCE_SECONDS
 
 
 class DirectConnection:
@@ -44,13 +60,13 @@ class DirectConnection:
     Attributes:
         peer_ended: the other side has ended the present stream.
         closed: the connection is gone.
-        failure: the error at which reading or writing stopped; None if there was none.
-        on_closed: called once, when the connection is aborted.
+        failure: the error that ended it; None if it is open, or was aborted.
+        on_closed: called once, when the connection is closed.
     """
 
     def __init__(self, sock: socket.socket, codecs: tuple[RecordSealer, RecordOpener]) -> None:
         self.peer_ended = self.closed = False
-        self.failure: Exception | None = None
+        self.failure: OSError | None = None
         self.on_closed: Callable[[], None] = lambda: None
         self._socket, self._descriptor = sock, sock.fileno()
         self._sealer, self._opener = codecs
@@ -61,6 +77,7 @@ class DirectConnection:
         self._used = 0  # how many of them, at its front, are of a record that is opened
         self._plain = (0, 0)  # range of `_in` with opened data that nobody has read yet
         self._stretch = {False: 0, True: 0}
+        self._watch = self._loop.call_later(SILENCE_SECONDS / 4, self._look)
 
     async def write(self, data: Buffer) -> None:
         """Pass all of `data` to the kernel.
@@ -124,6 +141,11 @@ class DirectConnection:
         except OSError:
             return b""
 
+    @property
+    def is_worn(self) -> bool:
+        """Whether its keys have been used so often that the next stream should have others."""
+        return self._sealer.nonces.is_worn or self._opener.nonces.is_worn
+
     def begin(self) -> None:
         """Begin another stream after both sides have ended the present one."""
         self.peer_ended = False
@@ -139,6 +161,7 @@ class DirectConnection:
         if self.closed:
             return
         self.closed = True
+        self._watch.cancel()
         self._loop.remove_reader(self._descriptor)
         self._loop.remove_writer(self._descriptor)
         with suppress(OSError):
@@ -146,8 +169,25 @@ class DirectConnection:
         self._socket.close()
         for wait in self._waits.values():
             if not wait.done():
-                wait.set_exception(ConnectionAbortedError("closed"))
+                wait.set_exception(self.failure or ConnectionAbortedError("closed"))
         self.on_closed()
+
+    def _failed(self, error: OSError) -> OSError:
+        """Close the connection because of an error. Returns the error to raise.
+
+        So nothing can be read after a record that was not genuine.
+        """
+        if isinstance(error, TimeoutError):  # the kernel's; a deadline's would look the same to the caller
+            error = ConnectionSilent("the other side's machine does not answer any more")
+        if not self.closed:
+            self.failure = error
+            self.abort()
+        return error
+
+    def _look(self) -> None:
+        self._watch = self._loop.call_later(SILENCE_SECONDS / 4, self._look)
+        if is_silent(self._socket):
+            self._failed(TimeoutError())
 
     async def _write_record(self, data: memoryview) -> None:
         if not self._out:
@@ -159,6 +199,8 @@ class DirectConnection:
                 sent += self._socket.send(self._out[sent:size])
             except (BlockingIOError, InterruptedError):
                 await self._ready(writing=True)
+            except OSError as error:
+                raise self._failed(error) from None
         await self._give_way(size, writing=True)
 
     async def _read_some(self, into: memoryview) -> int:
@@ -185,12 +227,15 @@ class DirectConnection:
         self._in[:left] = self._in[self._used : self._have]
         self._have, self._used = left, 0
         await self._receive(LENGTH_BYTES)
-        size = self._opener.length(self._in[:LENGTH_BYTES])
-        await self._receive(size + OVERHEAD_BYTES)
-        straight = 0 < size <= len(into)
-        place = self._in[LENGTH_BYTES : LENGTH_BYTES + size]
-        self._used = size + OVERHEAD_BYTES
-        self._opener.open(self._in[: self._used], into[:size] if straight else place)
+        try:
+            size = self._opener.length(self._in[:LENGTH_BYTES])
+            await self._receive(size + OVERHEAD_BYTES)
+            straight = 0 < size <= len(into)
+            place = self._in[LENGTH_BYTES : LENGTH_BYTES + size]
+            self._used = size + OVERHEAD_BYTES
+            self._opener.open(self._in[: self._used], into[:size] if straight else place)
+        except RecordError as error:
+            raise self._failed(error) from None
         if straight:
             return size
         self._plain = (LENGTH_BYTES, LENGTH_BYTES + size)
@@ -206,6 +251,8 @@ class DirectConnection:
             except (BlockingIOError, InterruptedError):
                 await self._ready(writing=False)
                 continue
+            except OSError as error:
+                raise self._failed(error) from None
             if not count:
                 raise EOFError("broken off")
             self._have += count
@@ -216,7 +263,7 @@ class DirectConnection:
             raise ConnectionAbortedError("closed")
 
     async def _give_way(self, count: int, *, writing: bool) -> None:
-        self._stretch[writing] += count
+        self._stretch[writing] += max(count, _CALL_BYTES)
         if self._stretch[writing] >= _STRETCH_BYTES:
             self._stretch[writing] = 0
             await asyncio.sleep(0)

@@ -15,10 +15,12 @@ import secrets
 import socket
 
 from node.direct.connection import DirectConnection, set_options
-from node.direct.messages import TOKEN_ID_BYTES, ConnectionToken
-from node.direct.records import NONCE_BYTES, Handshake
+from node.direct.messages import ConnectionToken
+from node.direct.records import NONCE_BYTES, TOKEN_ID_BYTES, Handshake
 from node.direct.tokens import IssuedToken, TokenIssuer
 from protocols.base import PeerId
+
+OPENING_BYTES = TOKEN_ID_BYTES + NONCE_BYTES
 
 
 async def dial(
@@ -35,34 +37,42 @@ async def dial(
     family = socket.AF_INET6 if ":" in where[0] else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
+        sock.setblocking(False)
         set_options(sock)
         loop = asyncio.get_running_loop()
         async with asyncio.timeout(seconds):
             await loop.sock_connect(sock, where)
+            if sock.getsockname() == sock.getpeername():  # TCP allows it, on a free port of this machine
+                raise ConnectionRefusedError("connected to itself")
             nonce = secrets.token_bytes(NONCE_BYTES)
             await loop.sock_sendall(sock, token.id + nonce)
             answer = await _exactly(sock, NONCE_BYTES)
     except BaseException:
         sock.close()
         raise
-    keys = Handshake(cipher, token.id, token.secret, me, peer, nonce, answer)
+    keys = Handshake(cipher, token.secret, me, peer, nonce, answer)
     return DirectConnection(sock, keys.codecs(is_client=True))
 
 
-async def accept(sock: socket.socket, issuer: TokenIssuer, me: PeerId) -> tuple[IssuedToken, DirectConnection] | None:
-    """Take a connection that shows a valid token; None if it shows another, which is not answered.
+def accept(
+    sock: socket.socket, opening: bytes, issuer: TokenIssuer, me: PeerId
+) -> tuple[IssuedToken, DirectConnection] | None:
+    """Take a connection that has shown a valid token; None if it has shown another, which is not answered.
+
+    Args:
+        opening: the first `OPENING_BYTES` bytes that it sent.
 
     Raises:
-        OSError, EOFError: it ended before.
+        OSError: the connection is gone.
     """
-    opening = await _exactly(sock, TOKEN_ID_BYTES + NONCE_BYTES)
     issued = issuer.redeem(opening[:TOKEN_ID_BYTES])
     if issued is None:
         return None
     nonce = secrets.token_bytes(NONCE_BYTES)
-    await asyncio.get_running_loop().sock_sendall(sock, nonce)
-    theirs = opening[TOKEN_ID_BYTES:]
-    keys = Handshake(issued.cipher, issued.token.id, issued.token.secret, issued.peer, me, theirs, nonce)
+    set_options(sock)
+    if sock.send(nonce) < len(nonce):  # nothing was sent before it, so the kernel has room
+        raise ConnectionAbortedError("not answered")
+    keys = Handshake(issued.cipher, issued.token.secret, issued.peer, me, opening[TOKEN_ID_BYTES:], nonce)
     return issued, DirectConnection(sock, keys.codecs(is_client=False))
 
 

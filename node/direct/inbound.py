@@ -22,13 +22,16 @@ from node.direct.messages import (
 )
 from node.direct.pipe import DirectPipe
 from node.direct.records import choose_cipher, has_fast_aes, is_known
+from node.direct.routes import Attempts
 from node.direct.tokens import TOKEN_SECONDS, IssuedToken, TokenIssuer
+from node.runtime.bounded import renew
 from protocols.aio import loop_time
-from protocols.base import BadPayload, PeerId, Stream
+from protocols.base import BadPayload, Deadline, PeerId, Stream
 
-DIAL_BACK_SECONDS = 1.5
+DIAL_BACK_SECONDS, _FAIR_SECONDS = 1.5, 0.5
 _WAIT_SECONDS = 1.2 * IDLE_SECONDS
 _MAX_CONNECTIONS, _MAX_PER_PEER = 64, 16
+_MAX_DIALLING, _MAX_REMEMBERED = 16, 256
 
 
 class Inbound:
@@ -47,6 +50,7 @@ class Inbound:
         self._served: dict[DirectConnection, PeerId] = {}
         self._idle: dict[DirectConnection, None] = {}  # of these, those without a stream; the longest first
         self._dialling: set[PeerId] = set()
+        self._dials: dict[PeerId, Attempts] = {}  # those that failed
 
     async def answer(self, peer: PeerId, stream: Stream) -> None:
         """Answer a request that came over libp2p.
@@ -59,7 +63,7 @@ class Inbound:
         if isinstance(header, TokenRequest):
             await stream.send(self._grant(peer, header))
         elif isinstance(header, DialBack):
-            await stream.send(DialBackResult(await self._dial_back(peer, header)))
+            await stream.send(DialBackResult(await self._dial_back(peer, header, stream.deadline)))
         else:
             raise BadPayload(f"{type(header).__name__} where TokenRequest or DialBack is due")
 
@@ -69,9 +73,9 @@ class Inbound:
         for connection in [each for each, owner in self._served.items() if owner == peer]:
             connection.abort()
 
-    async def close(self) -> None:
+    def close(self) -> None:
         """Stop listening, and abort all connections."""
-        await self.listener.close()
+        self.listener.close()
         for connection in list(self._served):
             connection.abort()
 
@@ -81,21 +85,32 @@ class Inbound:
         tokens = self.issuer.issue(peer, host or "", cipher, MAX_TOKENS) if port and host else ()
         return TokenGrant(port, cipher, TOKEN_SECONDS, tuple(tokens))
 
-    async def _dial_back(self, peer: PeerId, request: DialBack) -> str:
-        """Dial a peer that asked for it, at the host of its libp2p connection. Returns why that failed, if it did."""
-        host = self._link.host_of(peer)
+    async def _dial_back(self, peer: PeerId, request: DialBack, deadline: Deadline) -> str:
+        """Dial a peer that asked for it, at the host of its libp2p connection. Returns why that failed, if it did.
+
+        After a failure the peer has to wait, as a peer that dials waits: nobody can have this one scan ports.
+        """
+        host, attempts = self._link.host_of(peer), self._dials.get(peer) or Attempts()
         if host is None or request.port < MIN_PORT or not is_known(request.cipher):
             return "there is no address that may be dialled"
-        if peer in self._dialling:
-            return "it is being dialled already"
+        if not attempts.may_try(loop_time()):
+            return attempts.why
+        if peer in self._dialling or len(self._dialling) >= _MAX_DIALLING:
+            return "others are being dialled already"
         self._dialling.add(peer)
+        seconds = min(DIAL_BACK_SECONDS, deadline - loop_time())
         try:
             where = (host, request.port)
-            connection = await dial(where, request.token, request.cipher, self._me, peer, DIAL_BACK_SECONDS)
+            connection = await dial(where, request.token, request.cipher, self._me, peer, seconds)
         except (OSError, EOFError) as error:
-            return f"cannot be dialled back: {error or type(error).__name__}"[:120]
+            why = f"cannot be dialled back: {str(error) or type(error).__name__}"[:120]
+            if seconds >= _FAIR_SECONDS or not isinstance(error, TimeoutError):
+                attempts.failed(loop_time(), why)
+                renew(self._dials, peer, attempts, _MAX_REMEMBERED)
+            return why
         finally:
             self._dialling.discard(peer)
+        self._dials.pop(peer, None)
         self._serve(peer, connection)
         return ""
 

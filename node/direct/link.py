@@ -33,4 +33,4 @@ class Libp2pLink:
     def note_failure(self, peer: PeerId, connection: DirectConnection) -> None:
         """Count a connection that ended with a record that was not genuine."""
         if isinstance(connection.failure, RecordError):
-            self.refuse(peer, str(connection.failure))
+            self.refuse(peer, "sent a record over a direct connection that was not genuine")

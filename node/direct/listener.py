@@ -14,18 +14,18 @@ import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from node.direct.connection import DirectConnection, set_options
-from node.direct.handshake import accept
+from node.direct.connection import DirectConnection
+from node.direct.handshake import OPENING_BYTES, accept
 from node.direct.tokens import IssuedToken, TokenIssuer
 from protocols.base import PeerId
 
 log = logging.getLogger(__name__)
 
 OPENING_SECONDS = 5.0
-_BACKLOG = 128
-_ACCEPTED_AT_ONCE = 16
-_PAUSE_SECONDS = 0.02
-"""After this many connections the listener pauses: at most 800 a second, which cost a twentieth of a core."""
+_BACKLOG = 1024
+_WINDOW_SECONDS, _ACCEPTED_PER_WINDOW = 0.02, 40
+"""So the listener accepts at most 2,000 connections a second, and never so many at once that the event loop lags. A
+flood faster than that fills the kernel's queue, and peers' dials then fail: they are dialled back, or take libp2p."""
 _PORT_ATTEMPTS = 8
 
 
@@ -37,11 +37,22 @@ class WaitingLimits:
     per_host: int
 
 
-EXPECTED, STRANGERS = WaitingLimits(64, 32), WaitingLimits(16, 4)
+EXPECTED, STRANGERS = WaitingLimits(128, 64), WaitingLimits(16, 4)
+"""With 64 a host, a peer beside a flood from its own host has 32 ms for its token to arrive after the connection."""
 
 OnConnection = Callable[[IssuedToken, DirectConnection], None]
 OnRefused = Callable[[str, str], None]
 """Called with the host and the reason, in words that are the same for all hosts."""
+
+
+@dataclass(eq=False, slots=True)
+class _Waiting:
+    """A connection that has shown no token yet."""
+
+    sock: socket.socket
+    host: str
+    opening: bytes = b""
+    timer: asyncio.TimerHandle | None = None
 
 
 class DirectListener:
@@ -55,8 +66,10 @@ class DirectListener:
         self.port = 0
         self._me, self._issuer = me, issuer
         self._on_connection, self._on_refused = on_connection, on_refused
+        self._loop = asyncio.get_running_loop()
         self._sockets: list[socket.socket] = []
-        self._waiting: dict[asyncio.Task[None], str] = {}  # the oldest first
+        self._waiting: dict[_Waiting, None] = {}  # the oldest first
+        self._window_began, self._accepted = 0.0, 0
 
     def start(self, hosts: Sequence[str], port: int = 0) -> None:
         """Listen on these IP addresses, all with one port; port 0 takes a free one.
@@ -73,18 +86,16 @@ class DirectListener:
                     raise
         self.port = self._sockets[0].getsockname()[1]
         for sock in self._sockets:
-            asyncio.get_running_loop().add_reader(sock, self._accept, sock)
+            self._loop.add_reader(sock, self._accept, sock)
 
-    async def close(self) -> None:
+    def close(self) -> None:
         """Stop listening, and drop all connections that have shown no token."""
         for sock in self._sockets:
-            asyncio.get_running_loop().remove_reader(sock)
+            self._loop.remove_reader(sock)
             sock.close()
         self._sockets = []
-        waiting = list(self._waiting)
-        for task in waiting:
-            task.cancel()
-        await asyncio.gather(*waiting, return_exceptions=True)
+        for waiting in list(self._waiting):
+            self._release(waiting).close()
 
     @property
     def waiting(self) -> int:
@@ -92,7 +103,10 @@ class DirectListener:
         return len(self._waiting)
 
     def _accept(self, listening: socket.socket) -> None:
-        for _ in range(_ACCEPTED_AT_ONCE):
+        now = self._loop.time()
+        if now >= self._window_began + _WINDOW_SECONDS:
+            self._window_began, self._accepted = now, 0
+        while self._accepted < _ACCEPTED_PER_WINDOW:
             try:
                 sock, address = listening.accept()
             except (BlockingIOError, InterruptedError):
@@ -100,52 +114,67 @@ class DirectListener:
             except OSError as error:  # no descriptors are left, or the connection ended before it was accepted
                 log.debug("a direct connection could not be accepted: %s", error)
                 break
-            self._take(sock, address[0].removeprefix("::ffff:"))
-        loop = asyncio.get_running_loop()
-        loop.remove_reader(listening)
-        loop.call_later(_PAUSE_SECONDS, self._resume, listening)
+            self._accepted += 1
+            self._take(sock, address[0])
+        self._loop.remove_reader(listening)
+        self._loop.call_at(self._window_began + _WINDOW_SECONDS, self._resume, listening)
 
     def _resume(self, listening: socket.socket) -> None:
         if listening in self._sockets:
-            asyncio.get_running_loop().add_reader(listening, self._accept, listening)
+            self._loop.add_reader(listening, self._accept, listening)
 
     def _take(self, sock: socket.socket, host: str) -> None:
         self._make_room(host)
-        task = asyncio.create_task(self._greet(sock, host))
-        self._waiting[task] = host
-
-        def done(_: object) -> None:
-            self._waiting.pop(task, None)
-            if task.cancelled():  # perhaps before its first step
-                sock.close()
-
-        task.add_done_callback(done)
+        sock.setblocking(False)
+        waiting = _Waiting(sock, host)
+        waiting.timer = self._loop.call_later(OPENING_SECONDS, self._drop, waiting, "showed no token in time")
+        self._waiting[waiting] = None
+        self._loop.add_reader(sock.fileno(), self._read, waiting)
+        self._read(waiting)
 
     def _make_room(self, host: str) -> None:
         expected = self._issuer.expects(host)
         limits = EXPECTED if expected else STRANGERS
-        group = [task for task, other in self._waiting.items() if self._issuer.expects(other) == expected]
-        same = [task for task in group if self._waiting[task] == host]
+        group = [each for each in self._waiting if self._issuer.expects(each.host) == expected]
+        same = [each for each in group if each.host == host]
         oldest = same[0] if len(same) >= limits.per_host else group[0] if len(group) >= limits.total else None
         if oldest:
-            self._on_refused(self._waiting.pop(oldest), "showed no token, and others came")
-            oldest.cancel()
+            self._drop(oldest, "showed no token, and others came")
 
-    async def _greet(self, sock: socket.socket, host: str) -> None:
-        why = ""
+    def _read(self, waiting: _Waiting) -> None:
         try:
-            set_options(sock)
-            async with asyncio.timeout(OPENING_SECONDS):
-                taken = await accept(sock, self._issuer, self._me)
-            if taken:
+            more = waiting.sock.recv(OPENING_BYTES - len(waiting.opening))
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError:
+            more = b""
+        waiting.opening += more
+        if not more:
+            self._drop(waiting, "ended before it showed a token")
+        elif len(waiting.opening) == OPENING_BYTES:
+            self._greet(self._release(waiting), waiting)
+
+    def _greet(self, sock: socket.socket, waiting: _Waiting) -> None:
+        why = "showed no valid token"
+        try:
+            if taken := accept(sock, waiting.opening, self._issuer, self._me):
                 return self._on_connection(*taken)
-            why = "showed no valid token"
-        except TimeoutError:
-            why = "showed no token in time"
-        except (OSError, EOFError):
-            why = "ended before it showed a token"
+        except OSError:
+            why = "ended before it was answered"
         sock.close()
-        self._on_refused(host, why)
+        self._on_refused(waiting.host, why)
+
+    def _release(self, waiting: _Waiting) -> socket.socket:
+        """Let go of a connection's socket."""
+        del self._waiting[waiting]
+        if waiting.timer:
+            waiting.timer.cancel()
+        self._loop.remove_reader(waiting.sock.fileno())
+        return waiting.sock
+
+    def _drop(self, waiting: _Waiting, why: str) -> None:
+        self._release(waiting).close()
+        self._on_refused(waiting.host, why)
 
 
 def _listening(hosts: Sequence[str], port: int) -> list[socket.socket]:

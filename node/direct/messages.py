@@ -12,12 +12,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from node.direct.records import token_id
 from protocols.base import Header
 from protocols.wire import blob, flag, many, one, real, register, text, uint
 
 METHOD = "starling/direct/1"
 HEADER_LIMIT = 2048
-TOKEN_ID_BYTES, SECRET_BYTES = 16, 32
+SECRET_BYTES = 32
 MAX_TOKENS, MAX_TOKEN_SECONDS = 8, 3600.0
 MIN_PORT, MAX_PORT = 1024, 65_535
 """Ports below 1024 are never dialled: they belong to other services of the peer's machine or network."""
@@ -25,10 +26,14 @@ MIN_PORT, MAX_PORT = 1024, 65_535
 
 @dataclass(frozen=True, slots=True)
 class ConnectionToken:
-    """Permits one connection. The id travels in clear, the secret keys the connection."""
+    """Permits one connection. The secret keys it."""
 
-    id: bytes = blob(TOKEN_ID_BYTES, TOKEN_ID_BYTES)
     secret: bytes = blob(SECRET_BYTES, SECRET_BYTES)
+
+    @property
+    def id(self) -> bytes:
+        """What the client shows, in clear."""
+        return token_id(self.secret)
 
 
 @dataclass(frozen=True, slots=True)

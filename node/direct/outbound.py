@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from functools import partial
 
-from node.direct.connection import DirectConnection
+from node.direct.connection import ConnectionSilent, DirectConnection
 from node.direct.handshake import dial
 from node.direct.idle import IdleConnections
 from node.direct.inbound import Inbound
@@ -13,7 +13,7 @@ from node.direct.link import Libp2pLink
 from node.direct.messages import HEADER_LIMIT, METHOD, DialBack, DialBackResult, TokenGrant, TokenRequest
 from node.direct.pipe import DirectPipe
 from node.direct.records import RecordError, has_fast_aes
-from node.direct.routes import SPARE_TOKENS, Attempts, NotDirect, Route, Way
+from node.direct.routes import SPARE_TOKENS, NotDirect, Route, Way
 from node.network.serving import ask
 from node.runtime.bounded import renew
 from protocols import wire
@@ -23,7 +23,10 @@ from protocols.base import BadPayload, Deadline, PeerError, PeerGone, PeerId, Pe
 DIAL_SECONDS = 2.0
 DEADLINE_SHARE = 0.25
 """The direct way gets at most this share of the time that a stream may last, so that libp2p still has time."""
+_FAIR_SECONDS = 0.5
+"""No answer within less time than this says nothing about the peer: it is tried again with the next stream."""
 _MAX_ROUTES = 256
+_MAX_REQUESTS = 4
 
 
 class Outbound:
@@ -37,11 +40,14 @@ class Outbound:
         self.routes: dict[PeerId, Route] = {}
         self._me, self._link, self._inbound = me, link, inbound
         self._idle = IdleConnections(link.serving.spawn)
-        self._connections: dict[DirectConnection, PeerId] = {}
+        self._connections: dict[DirectConnection, tuple[PeerId, Way]] = {}
         self._renewals: dict[PeerId, asyncio.Task[None]] = {}
+        self._closed = False
 
     async def open(self, peer: PeerId, method: str, deadline: Deadline) -> DirectPipe | None:
         """Open a stream. The peer has accepted the method. None if that is not possible now."""
+        if self._closed:
+            return None
         route = self._route(peer)
         until = loop_time() + min(DIAL_SECONDS, DEADLINE_SHARE * (deadline - loop_time()))
         try:
@@ -53,11 +59,12 @@ class Outbound:
     def forget(self, peer: PeerId) -> None:
         """Abort the connections to a peer, and forget its tokens."""
         self.routes.pop(peer, None)
-        for connection in [each for each, owner in self._connections.items() if owner == peer]:
+        for connection in [each for each, (owner, _) in self._connections.items() if owner == peer]:
             connection.abort()
 
     def close(self) -> None:
-        """Abort all connections."""
+        """Abort all connections, and open no more."""
+        self._closed = True
         for connection in list(self._connections):
             connection.abort()
 
@@ -67,43 +74,60 @@ class Outbound:
         return route
 
     async def _opened(self, peer: PeerId, route: Route, method: str, until: Deadline) -> DirectPipe:
-        while connection := self._idle.take(peer):
+        connection = self._idle.take(peer)
+        if connection is not None:
             try:
-                return await self._ask(peer, route.dialling, connection, method, until)
-            except NotDirect:
-                route.dialling.require(loop_time())  # it does not answer at all: a new connection would not help
+                return await self._ask(peer, route, connection, method, until)
+            except NotDirect:  # perhaps the peer had closed it; one more that is new will tell
+                if loop_time() >= until:
+                    raise
+        return await self._ask(peer, route, await self._connected(peer, route, until), method, until)
+
+    async def _connected(self, peer: PeerId, route: Route, until: Deadline) -> DirectConnection:
+        """A new connection to a peer, dialled by this peer or else by the other one."""
         try:
-            way, attempts, connection = Way.DIRECT, route.dialling, await self._dialled(peer, route, until)
+            way, connection = Way.DIRECT, await self._dialled(peer, route, until)
         except NotDirect as error:
             try:
-                way, attempts = Way.DIALLED_BACK, route.dialled_back
-                connection = await self._dialled_back(peer, route, until)
+                way, connection = Way.DIALLED_BACK, await self._dialled_back(peer, route, until)
             except NotDirect as other:
                 raise NotDirect(f"{error}; {other}") from None
-        self._connections[connection] = peer
-        connection.on_closed = partial(self._closed, connection)
-        pipe = await self._ask(peer, attempts, connection, method, until)
-        attempts.succeeded()
-        route.went(way)
-        return pipe
+        if self._closed or connection.closed:
+            connection.abort()
+            raise NotDirect("closed meanwhile")
+        self._connections[connection] = (peer, way)
+        connection.on_closed = partial(self._lost, connection)
+        return connection
 
     async def _ask(
-        self, peer: PeerId, attempts: Attempts, connection: DirectConnection, method: str, until: Deadline
+        self, peer: PeerId, route: Route, connection: DirectConnection, method: str, until: Deadline
     ) -> DirectPipe:
         """Ask the peer to serve a method over this connection.
 
         Raises:
             NotDirect: it did not accept. The connection is closed.
         """
-        pipe = DirectPipe(connection, partial(self._idle.put, peer))
+        _, way = self._connections[connection]
+        attempts = route.dialled_back if way is Way.DIALLED_BACK else route.dialling
+        pipe, started = DirectPipe(connection, partial(self._free, peer)), loop_time()
         try:
             async with asyncio.timeout_at(until):
                 await ask(pipe, method)
-        except (TimeoutError, RecordError):
-            raise attempts.failed(loop_time(), "nobody who knows its keys answers over the connection") from None
+        except (TimeoutError, RecordError) as error:
+            why = "nobody who knows its keys answers over the connection"
+            is_fair = isinstance(error, RecordError) or until - started >= _FAIR_SECONDS
+            raise attempts.failed(loop_time(), why) if is_fair else NotDirect(why) from None
         except (OSError, EOFError):
             raise NotDirect("it did not accept the stream") from None
+        attempts.succeeded()
+        route.went(way)
         return pipe
+
+    def _free(self, peer: PeerId, connection: DirectConnection) -> None:
+        if self._closed:
+            connection.abort()
+        else:
+            self._idle.put(peer, connection)
 
     async def _dialled(self, peer: PeerId, route: Route, until: Deadline) -> DirectConnection:
         """Dial a peer. If it does not take the tokens from before, it may have started anew: ask for others once."""
@@ -111,12 +135,15 @@ class Outbound:
         for last in (not route.tokens_left(loop_time()), True):
             await self._have_tokens(peer, route, until)
             where, token = route.take_token(loop_time())
+            seconds = (until - loop_time()) / 2  # the other half is for being dialled back
             try:
-                seconds = (until - loop_time()) / 2  # the other half is for being dialled back
                 return await dial(where, token, route.cipher, self._me, peer, seconds)
+            except TimeoutError as error:
+                why = f"its port cannot be dialled: {_reason(error)}"
+                raise route.dialling.failed(loop_time(), why) if seconds >= _FAIR_SECONDS else NotDirect(why) from None
             except (OSError, EOFError) as error:
                 route.drop_tokens()
-                if last or isinstance(error, TimeoutError):
+                if last:
                     raise route.dialling.failed(loop_time(), f"its port cannot be dialled: {_reason(error)}") from None
         raise AssertionError("unreachable")
 
@@ -126,17 +153,22 @@ class Outbound:
         Raises:
             NotDirect: the peer granted none in time.
         """
-        if route.tokens_left(loop_time()) > SPARE_TOKENS:
-            return
-        renewal = self._renewals.get(peer)
-        if renewal is None and route.asking.may_try(loop_time()):
+        renewal = self._renewal(peer, route) if route.tokens_left(loop_time()) <= SPARE_TOKENS else None
+        for _ in range(_MAX_REQUESTS):  # streams that are opened at the same time may take all tokens of one grant
+            if route.tokens_left(loop_time()):
+                return
+            if renewal is None or loop_time() >= until:
+                break
+            await asyncio.wait([renewal], timeout=until - loop_time())
+            renewal = self._renewal(peer, route)
+        raise NotDirect(route.asking.why or "it granted no connection in time")
+
+    def _renewal(self, peer: PeerId, route: Route) -> asyncio.Task[None] | None:
+        """The request for tokens that is under way, or a new one. None if none is to be sent now."""
+        if (renewal := self._renewals.get(peer)) is None and route.asking.may_try(loop_time()):
             renewal = self._renewals[peer] = self._link.serving.spawn(self._renew(peer, route))
             renewal.add_done_callback(lambda _: self._renewals.pop(peer, None))
-        if not route.tokens_left(loop_time()):
-            if renewal:
-                await asyncio.wait([renewal], timeout=until - loop_time())
-            if not route.tokens_left(loop_time()):
-                raise NotDirect(route.asking.why or "it granted no connection in time")
+        return renewal
 
     async def _renew(self, peer: PeerId, route: Route) -> None:
         try:
@@ -165,25 +197,30 @@ class Outbound:
         issued = inbound.issuer.issue_for_dial_back(peer, host, route.cipher)
         awaited: asyncio.Future[DirectConnection] = asyncio.get_running_loop().create_future()
         inbound.awaited[issued.token.id] = awaited
+        started, connection = loop_time(), None
         try:
             async with asyncio.timeout_at(until), self._link.open(peer, METHOD, until) as stream:
                 await stream.send(DialBack(port, route.cipher, issued.token))
                 result = wire.expect(await stream.receive(HEADER_LIMIT), DialBackResult)
                 if result.why:
                     raise ConnectionError(result.why)
-                return await awaited
+                connection = await awaited
         except (PeerError, BadPayload, OSError) as error:
-            if awaited.done() and not awaited.cancelled():
-                awaited.result().abort()
-            raise route.dialled_back.failed(loop_time(), f"it cannot dial this peer: {_reason(error)}") from None
+            why = f"it cannot dial this peer: {_reason(error)}"
+            is_fair = not isinstance(error, PeerSilent | TimeoutError) or loop_time() - started >= _FAIR_SECONDS
+            raise route.dialled_back.failed(loop_time(), why) if is_fair else NotDirect(why) from None
         finally:
             inbound.awaited.pop(issued.token.id, None)
+            if connection is None and awaited.done() and not awaited.cancelled():
+                awaited.result().abort()  # it came when nobody waited for it any more
+        return connection
 
-    def _closed(self, connection: DirectConnection) -> None:
-        peer = self._connections.pop(connection)
+    def _lost(self, connection: DirectConnection) -> None:
+        peer, way = self._connections.pop(connection)
         self._link.note_failure(peer, connection)
-        if isinstance(connection.failure, TimeoutError) and (route := self.routes.get(peer)):
-            route.dialling.failed(loop_time(), "its direct connection went silent")
+        if isinstance(connection.failure, ConnectionSilent) and (route := self.routes.get(peer)):
+            attempts = route.dialled_back if way is Way.DIALLED_BACK else route.dialling
+            attempts.failed(loop_time(), "its direct connection went silent")
 
 
 def _reason(error: Exception) -> str:

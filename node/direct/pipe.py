@@ -30,8 +30,7 @@ class DirectPipe:
         """
         try:
             await self._present().write(data)
-        except BaseException as error:
-            self._note(error)
+        except BaseException:
             self.abort()
             raise
 
@@ -42,11 +41,7 @@ class DirectPipe:
             OSError: the stream is closed.
             EOFError: the peer ended the stream, or it broke off.
         """
-        try:
-            await self._present().read_into(buffer)
-        except (OSError, EOFError) as error:
-            self._note(error)
-            raise
+        await self._present().read_into(buffer)
 
     async def close(self, seconds: float) -> None:
         """Send the end, then wait at most `seconds` for the other side's: all sent data has then arrived.
@@ -78,10 +73,6 @@ class DirectPipe:
         if not self._over:
             self._over = True
             self._connection.abort()
-
-    def _note(self, error: BaseException) -> None:
-        if isinstance(error, OSError) and not self._over:
-            self._connection.failure = error
 
     def _present(self) -> DirectConnection:
         if self._over:

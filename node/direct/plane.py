@@ -54,7 +54,7 @@ class DirectPlane:
 
     async def close(self) -> None:
         """Stop listening, and abort all connections."""
-        await self._inbound.close()
+        self._inbound.close()
         self._outbound.close()
 
     @property

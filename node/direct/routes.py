@@ -47,9 +47,14 @@ class Attempts:
             raise NotDirect(self.why)
 
     def failed(self, now: float, why: str) -> NotDirect:
-        """Note a failure, and return it as an error to raise."""
-        pause = min(LONGEST_PAUSE_SECONDS, FIRST_PAUSE_SECONDS * 2.0**self.failures)
-        self.failures, self.not_before, self.why = min(self.failures + 1, 16), now + pause, why
+        """Note a failure, and return it as an error to raise.
+
+        Failures of streams that were under way at the same time are one: they do not lengthen the pause.
+        """
+        if self.may_try(now):
+            pause = min(LONGEST_PAUSE_SECONDS, FIRST_PAUSE_SECONDS * 2.0**self.failures)
+            self.failures, self.not_before = min(self.failures + 1, 16), now + pause
+        self.why = why
         return NotDirect(why)
 
     def succeeded(self) -> None:

@@ -6,7 +6,7 @@ import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from node.direct.messages import SECRET_BYTES, TOKEN_ID_BYTES, ConnectionToken
+from node.direct.messages import SECRET_BYTES, ConnectionToken
 from node.runtime.bounded import renew
 from protocols.base import PeerId
 
@@ -20,13 +20,11 @@ class IssuedToken:
     """A token that permits one connection of one peer.
 
     Attributes:
-        host: where the peer was, by its libp2p connection, when it got the token.
         expires: time of the event loop.
         dialled_back: this peer asked to be dialled, and opens the streams; else the dialling peer does.
     """
 
     peer: PeerId
-    host: str
     cipher: str
     token: ConnectionToken
     expires: float
@@ -66,13 +64,12 @@ class TokenIssuer:
         return self._now() < self._hosts.get(host, 0.0)
 
     def _add(self, peer: PeerId, host: str, cipher: str, *, dialled_back: bool) -> IssuedToken:
-        token = ConnectionToken(secrets.token_bytes(TOKEN_ID_BYTES), secrets.token_bytes(SECRET_BYTES))
+        token = ConnectionToken(secrets.token_bytes(SECRET_BYTES))
         expires = self._now() + TOKEN_SECONDS
         mine = [key for key, each in self._issued.items() if each.peer == peer]
         for key in mine[: max(0, len(mine) + 1 - MAX_TOKENS_PER_PEER)]:
             del self._issued[key]
-        self._issued[token.id] = IssuedToken(peer, host, cipher, token, expires, dialled_back)
+        issued = IssuedToken(peer, cipher, token, expires, dialled_back)
+        renew(self._issued, token.id, issued, MAX_TOKENS)
         renew(self._hosts, host, expires, MAX_HOSTS)
-        if len(self._issued) > MAX_TOKENS:
-            del self._issued[next(iter(self._issued))]
-        return self._issued[token.id]
+        return issued

@@ -26,6 +26,9 @@ class SimPeers:
     async def kill_daemon(self, index: int) -> None:
         self._network.reset_streams(self.transports[index].me)
 
+    async def break_streams(self, index: int) -> None:
+        await self.kill_daemon(index)
+
     async def freeze_peer(self, index: int) -> None:
         me = self.transports[index].me
         for other in self.transports:

@@ -51,6 +51,9 @@ class Peers(Protocol):
         Its streams are reset, unless they survive it.
         """
 
+    async def break_streams(self, index: int) -> None:
+        """Reset its streams. Returns when it can be reached again."""
+
     async def freeze_peer(self, index: int) -> None:
         """Stop it from answering, without notice to the others."""
 
@@ -91,6 +94,9 @@ class LibP2PPeers:
         async with asyncio.timeout(20):
             while self.transports[index].restarts == before:  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
+
+    async def break_streams(self, index: int) -> None:
+        await self.kill_daemon(index)
 
     async def freeze_peer(self, index: int) -> None:
         await freeze(self.transports[index].daemon_pid)
@@ -155,6 +161,10 @@ class DirectPeers(LibP2PPeers):
     async def kill_peer(self, index: int) -> None:
         await super().kill_peer(index)
         await self._plane(index).close()  # as the kernel does for a process that ends
+
+    async def break_streams(self, index: int) -> None:
+        for connection in self._connections(index):
+            connection.abort()
 
     async def freeze_peer(self, index: int) -> None:
         await super().freeze_peer(index)
