@@ -183,7 +183,9 @@ class Peer:
             signer=self._key,
             seed=self.setup.seed,
         )
-        settings = Settings(self.setup.codec, (self.setup.elements,), bandwidth=self.setup.bandwidth)
+        settings = Settings(
+            self.setup.codec, (self.setup.elements,), bandwidth=self.setup.bandwidth, keep_rounds=1, digest="blake3"
+        )
         self._averager = REPLICATED_PROTOCOLS["butterfly"](host, settings)
         return {}
 
