@@ -143,7 +143,9 @@ class Peer:
 
     def prepare(self, host: Host) -> None:
         """Create the averager."""
-        settings = Settings(self.setup.codec, (self.setup.elements,), bandwidth=self.setup.bandwidth)
+        settings = Settings(
+            self.setup.codec, (self.setup.elements,), bandwidth=self.setup.bandwidth, keep_rounds=1, digest="blake3"
+        )
         self._averager = REPLICATED_PROTOCOLS["butterfly"](host, settings)
 
     async def make(self, round: int) -> dict[str, Any]:

@@ -15,7 +15,6 @@ from protocols.allreduce.parts import ReducedPart
 from protocols.base import BadPayload, Buffer, Deadline, Host, PeerGone, PeerId, Stream
 from protocols.butterfly.part_store import PartStore, Stored
 from protocols.chunks import receive_reduced
-from protocols.codec import Codec
 from protocols.gate import Gate
 from protocols.limits import REQUESTER_IDLE_SECONDS
 from protocols.stream_limiter import StreamLimiter
@@ -128,20 +127,19 @@ class PartCache:
 
 
 async def fetch_part(
-    host: Host, peer: PeerId, wanted: wire.PartDigest, codec: Codec, span: tuple[int, int, int], deadline: Deadline
+    host: Host, peer: PeerId, wanted: wire.PartDigest, part: ReducedPart, deadline: Deadline
 ) -> ReducedPart:
     """Fetch a part from a peer that may have it. The `done` of the result is the peer's claim, and not verified.
 
     Args:
         wanted: digest that the part must have.
-        span: element range [low, high) of the part, and elements of a chunk.
+        part: an empty part, which is filled and returned. If this fails, its content is undefined.
 
     Raises:
         PeerGone: the peer cannot be reached or does not have the part.
         PeerSilent: the stream broke off.
         BadPayload: the peer sent another part.
     """
-    part = ReducedPart(codec, *span)
     async with host.transport.open(peer, PARTS, deadline) as stream:
         await stream.send(wire.WantPart(wanted.digest))
         if not wire.expect(await stream.receive(_LIMIT), wire.Availability).here:

@@ -43,7 +43,7 @@ class Stored(PartLayout):
     def __init__(self, part: ReducedPart, buffer: SnapshotBuffer, offset: int) -> None:
         super().__init__(part.codec, part.low, part.high, part.chunk_elements)
         self.masks, self.result, self.done = part.masks, part.result, part.done
-        self._buffer, self._offset = buffer, offset
+        self._hash, self._buffer, self._offset = part.hash, buffer, offset
 
     def chunk(self, index: int) -> bytearray:
         """Read the encoded bytes of a chunk. Blocks until the disk answers.
@@ -57,7 +57,7 @@ class Stored(PartLayout):
 
     def load(self) -> ReducedPart:
         """Read the whole part into memory. Blocks and raises as `chunk` does."""
-        held = ReducedPart(self.codec, self.low, self.high, self.chunk_elements)
+        held = ReducedPart(self.codec, self.low, self.high, self.chunk_elements, self._hash)
         for index in range(self.chunks):
             held.chunk(index)[:] = self.chunk(index)
         held.masks, held.result, held.done = self.masks, self.result, self.done

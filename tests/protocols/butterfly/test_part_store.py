@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from node.storage.scratch import ScratchFile
-from protocols.allreduce.parts import ReducedPart, chunk_digest, seal
+from protocols.allreduce.parts import ReducedPart
 from protocols.base import Buffer
 from protocols.butterfly.part_store import GIVE_WAY_SECONDS, PartStore
 from protocols.codec import codec
@@ -37,7 +37,7 @@ def part(seed: int, span: tuple[int, int] = SPAN) -> ReducedPart:
         low, high = made.elements(index)
         made.codec.encode(vector[low - span[0] : high - span[0]], made.chunk(index))
     made.masks = [seed % 7 + 1] * made.chunks
-    made.result = seal(*span, made.masks, [chunk_digest(m, made.chunk(i)) for i, m in enumerate(made.masks)])
+    made.seal([made.digest_of(index, mask) for index, mask in enumerate(made.masks)])
     return made
 
 
