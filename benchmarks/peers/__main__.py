@@ -14,8 +14,9 @@ first peer's start) until the last peer holds the mean. Forming the group is tim
                                  by p2pd; group of N, our weights, all else the defaults (`hivemind_peer`)
     ours-CODEC-PATH              the butterfly with its vote; encrypted; fp32, bf16, int8, int4; direct or libp2p
 
-All results are compared with the mean in float64. Ours must also be the same bits at all peers, and each floor's bytes
-must have arrived. Otherwise the exit code is 1, as when a system cannot be installed or started: no row is left out.
+All results are compared with the mean in float64. Ours must also be the same bits at all peers, and on the direct path
+p2pd must not carry the vectors. Each floor's bytes must have arrived. Otherwise the exit code is 1, as when a system
+cannot be installed or started: no row is left out.
 
 Systems are alive together and take turns, each round from another one on, with one round before that does not count. If
 they do not all fit into memory, they are played in blocks, in two passes. CPU seconds are those of all processes of a

@@ -2,8 +2,8 @@
 
 Every two peers share one connection, non-blocking on both ends. Each peer sends every other peer that one's part of its
 vector, as in a reduce-scatter, and its own part to all, as in an all-gather: 2 (N - 1) / N vectors in all. Nothing is
-added up, and no peer waits for one step before the next, so this is below what any averaging can reach. What arrives
-first goes into one reused record, what arrives second into its place of the result, whose memory is reused, too.
+added up, and no peer waits for one step before the next. What arrives goes into one reused record a connection, and is
+not even kept: this is below what any averaging can reach.
 
 With the path "aead", each record of 256 KiB is sealed with AES-128-GCM, with a key of its own for each direction. Keys
 are exchanged in the clear: this is a floor, no protocol.
@@ -12,6 +12,7 @@ are exchanged in the clear: this is a floor, no protocol.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import socket
 import time
@@ -70,21 +71,26 @@ class Sealed:
 
 
 class Link:
-    """The connection to one other peer."""
+    """The connection to one other peer.
+
+    Attributes:
+        last: the last record that arrived.
+    """
 
     def __init__(self, connection: socket.socket, cipher: Plain | Sealed) -> None:
-        self._socket, self._cipher = connection, cipher
+        self._socket, self._cipher, self._record = connection, cipher, memoryview(bytearray(RECORD_BYTES))
         connection.setblocking(False)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
-    async def exchange(self, outgoing: Iterator[memoryview], incoming: Iterator[memoryview]) -> None:
-        """Send and receive these records, both directions at once.
+    async def exchange(self, outgoing: Iterator[memoryview], sizes: Iterator[int]) -> None:
+        """Send these records and receive records of these sizes, both directions at once.
 
         Raises:
             OSError, EOFError: the connection broke.
         """
         loop = asyncio.get_running_loop()
-        self._sending, self._outgoing, self._incoming = memoryview(b""), deque(outgoing), deque(incoming)
+        self._sending, self._outgoing = memoryview(b""), deque(outgoing)
+        self._incoming = deque(self._record[:size] for size in sizes)
         self._missing = self._cipher.room(self._incoming[0])
         self._all_sent, self._all_received = loop.create_future(), loop.create_future()
         loop.add_reader(self._socket, self._step, self._receive, self._all_received)
@@ -120,7 +126,8 @@ class Link:
                 raise EOFError("the other peer closed the connection")
             self._missing = self._missing[count:]
             if not self._missing:
-                self._cipher.opened(self._incoming.popleft())
+                self.last = self._incoming.popleft()
+                self._cipher.opened(self.last)
                 if not self._incoming:
                     asyncio.get_running_loop().remove_reader(self._socket)
                     return self._all_received.set_result(None)
@@ -140,17 +147,20 @@ class FloorPeer(BlockingPeer):
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
-        self._mine, self._result = (memoryview(bytearray(4 * setup.elements)) for _ in range(2))
-        self._scratch = memoryview(bytearray(RECORD_BYTES))
+        self._mine = memoryview(bytearray(4 * setup.elements))
         self._links: dict[int, Link] = {}
         self._runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
         self._listener = socket.create_server((HOST, 0))
         self.address = str(self._listener.getsockname()[1])
 
-    def part(self, content: memoryview, rank: int) -> memoryview:
-        """A rank's part of a vector."""
+    def _bounds(self, rank: int) -> tuple[int, int]:
+        """Where a rank's part of a vector begins and ends, in bytes."""
         low, high = (4 * (self.setup.elements * each // self.setup.peers) for each in (rank, rank + 1))
-        return content[low:high]
+        return low, high
+
+    def _part(self, rank: int) -> memoryview:
+        low, high = self._bounds(rank)
+        return self._mine[low:high]
 
     def connect(self, peers: list[tuple[str, str]]) -> Answer:
         """Call the peers of lower rank, and take the calls of the others."""
@@ -169,15 +179,14 @@ class FloorPeer(BlockingPeer):
         return Sealed(send_key, receive_key) if self.setup.path == "aead" else Plain()
 
     def make(self, round: int) -> Answer:
-        self._mine[:] = self._vector(self.setup.rank)
-        own = self.part(self._mine, self.setup.rank)
-        self._result[:] = bytes(len(self._result))
-        self.part(self._result, self.setup.rank)[:] = own
+        self._mine[:] = self._read(self.setup.rank, 0, len(self._mine))
         return {}
 
-    def _vector(self, rank: int) -> bytes:
+    def _read(self, rank: int, low: int, high: int) -> bytes:
+        """Bytes of a rank's vector."""
         with open(f"{self.setup.vectors}/vector{rank}", "rb") as file:
-            return file.read()
+            file.seek(low)
+            return file.read(high - low)
 
     def average(self, round: int) -> Answer:
         began = time.monotonic()
@@ -185,20 +194,20 @@ class FloorPeer(BlockingPeer):
         return {"began": began, "ended": time.monotonic()}
 
     async def _exchange(self) -> None:
-        own = self.part(self._mine, self.setup.rank)
+        own = self._part(self.setup.rank)
         async with asyncio.TaskGroup() as group:
             for rank, link in self._links.items():
-                outgoing = (*records(self.part(self._mine, rank)), *records(own))
-                dropped = (self._scratch[: len(record)] for record in records(own))
-                incoming = (*dropped, *records(self.part(self._result, rank)))
-                group.create_task(link.exchange(iter(outgoing), iter(incoming)))
+                outgoing = itertools.chain(records(self._part(rank)), records(own))
+                incoming = map(len, itertools.chain(records(own), records(self._part(rank))))
+                group.create_task(link.exchange(outgoing, incoming))
 
     def check(self) -> Answer:
-        """Whether each other peer's part is here."""
+        """Whether the stream of each other peer ended with the last record of its own part."""
+        ends = {rank: self._bounds(rank)[1] for rank in self._links}
         return {
             "whole": all(
-                self.part(self._result, rank) == self.part(memoryview(self._vector(rank)), rank)
-                for rank in range(self.setup.peers)
+                link.last == self._read(rank, ends[rank] - len(link.last), ends[rank])
+                for rank, link in self._links.items()
             )
         }
 

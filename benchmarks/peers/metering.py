@@ -21,30 +21,38 @@ class Usage:
         cpu_seconds: of all processes.
         added_bytes: how far the resident memory of a peer rose above what it was before the round, at most.
         wire_bytes: what the loopback carried, with all headers, and whatever else used it in that time.
+        p2pd_bytes: what our p2pds wrote to their sockets, to the peer's process and to other p2pds; 0 without them.
     """
 
     cpu_seconds: float = 0.0
     added_bytes: int = 0
     wire_bytes: int = 0
+    p2pd_bytes: int = 0
 
 
 class Meter:
     """Meters the peers of one system: their processes and all that these started, so create it when all are up."""
 
-    def __init__(self, pids: Sequence[int]) -> None:
+    def __init__(self, pids: Sequence[int], daemons: Sequence[int]) -> None:
+        """
+        Args:
+            daemons: the process ids of our p2pds, if there are any.
+        """
+        self._daemons = [psutil.Process(pid) for pid in daemons]
         roots = [psutil.Process(pid) for pid in pids]
         self._peers = [[root, *root.children(recursive=True)] for root in roots]
 
     @asynccontextmanager
     async def watched(self) -> AsyncIterator[Usage]:
         usage, before = Usage(), self._resident_bytes()
-        cpu, wire = self._cpu_seconds(), loopback_bytes()
+        cpu, wire, p2pd = self._cpu_seconds(), loopback_bytes(), self._p2pd_bytes()
         task = asyncio.create_task(self._watch(usage, before))
         try:
             yield usage
         finally:
             task.cancel()
         usage.wire_bytes = loopback_bytes() - wire
+        usage.p2pd_bytes = self._p2pd_bytes() - p2pd
         usage.cpu_seconds = self._cpu_seconds() - cpu
         self._look(usage, before)
 
@@ -60,6 +68,9 @@ class Meter:
     def _cpu_seconds(self) -> float:
         times = [process.cpu_times() for processes in self._peers for process in processes]
         return sum(each.user + each.system for each in times)
+
+    def _p2pd_bytes(self) -> int:
+        return sum(daemon.io_counters().write_chars for daemon in self._daemons)
 
     def _resident_bytes(self) -> list[int]:
         """Cheap: resident memory of each peer, where what its processes share with libraries' files counts once."""

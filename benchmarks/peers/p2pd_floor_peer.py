@@ -5,17 +5,27 @@ from __future__ import annotations
 import json
 import sys
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import uvloop
 
 from benchmarks.averaging_peer import Peer, Setup, main
+from node.network.libp2p import LibP2PTransport
+from node.runtime import identity
+from node.runtime.compute import ThreadCompute
 
 
 class P2pdFloorPeer(Peer):
     """This process."""
 
     _sent = 0
+
+    def __init__(
+        self, setup: Setup, transport: LibP2PTransport, compute: ThreadCompute, key: identity.Identity
+    ) -> None:
+        super().__init__(replace(setup, elements=0), transport, compute, key)  # without vectors
+        self.setup = setup
 
     async def make(self, round: int) -> dict[str, Any]:
         return {}

@@ -47,7 +47,8 @@ def row(system: System, turns: Sequence[Turn]) -> Row:
         "cpu_seconds_p50": round(median(turn.cpu_seconds for turn in turns), 3),
         "peak_megabytes": round(max(turn.held_bytes + turn.added_bytes for turn in turns) / MEGABYTE, 1),
         "added_megabytes": round(max(turn.added_bytes for turn in turns) / MEGABYTE, 1),
-        "wire_megabytes_p50": round(median(turn.wire_bytes for turn in turns) / MEGABYTE, 1),
+        "wire_megabytes_p50": round(median(turn.wire_bytes for turn in turns) / MEGABYTE, 3),
+        "p2pd_megabytes_max": round(max(turn.p2pd_bytes for turn in turns) / MEGABYTE, 3),
         "relative_error": max(errors) if errors else None,
         "same_bits": all(turn.same_bits for turn in turns) if errors else None,
         "ok": all(turn.ok for turn in turns),
@@ -130,5 +131,5 @@ def _or_dash(value: float | None, form: str) -> str:
 
 def _verdict(each: Row) -> str:
     if not each["ok"]:
-        return "WRONG"
+        return "NOT OK"
     return {True: "the same bits", False: "within the bound", None: "all arrived"}[each["same_bits"]]

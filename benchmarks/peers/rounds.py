@@ -22,7 +22,9 @@ from benchmarks.peers.systems import MEGABYTE, System, blocks
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0"}
 PAUSE_SECONDS = 0.2
 """Before each turn, so that the one before has come to rest."""
-MEMORY_SHARE = 0.6
+CONTROL_BYTES = 500_000
+"""What a peer's p2pd may write in a round on the direct path, where only control messages pass it."""
+MEMORY_SHARE = 0.8
 """How much of the free memory the systems that are alive together may take by plan."""
 PASSES = 2
 """How often each system is started where not all fit into memory; its rounds are spread over the run."""
@@ -51,13 +53,14 @@ class Turn:
         held_bytes: resident memory of the peer that holds most, with its vector, before the round.
         added_bytes: how far a peer's memory rose above that in the round, at most.
         relative_error: the worst peer's, in L2; None where nothing is averaged.
-        ok: the result is right at all peers.
+        ok: the result is right at all peers, and took the path that the row is about.
     """
 
     seconds: float
     forming_seconds: float | None
     cpu_seconds: float
     wire_bytes: int
+    p2pd_bytes: int
     held_bytes: int
     added_bytes: int
     relative_error: float | None
@@ -141,7 +144,8 @@ class Player:
             await self._swarm.__aenter__()
         except SwarmError as error:
             raise SwarmError(f"{self.system.name} does not start: {error}") from error
-        self._meter = Meter([up["pid"] for up in self._swarm.ups])
+        ups = self._swarm.ups
+        self._meter = Meter([up["pid"] for up in ups], [up["daemon"] for up in ups if "daemon" in up])
         return self
 
     async def end(self, failed: type[BaseException] | None) -> None:
@@ -165,9 +169,11 @@ class Player:
         except SwarmError as error:
             raise SwarmError(f"{self.system.name}, round {number}: {error}") from error
         seconds, forming = span_seconds(averaged), span_seconds(formed) if "began" in formed[0] else None
+        error, same, right = judged(self.system, checks)
+        strayed = self.system.path == "direct" and usage.p2pd_bytes > CONTROL_BYTES * len(checks)
         return Turn(
-            seconds, forming, usage.cpu_seconds, usage.wire_bytes, held, usage.added_bytes,
-            *judged(self.system, checks),
+            seconds, forming, usage.cpu_seconds, usage.wire_bytes, usage.p2pd_bytes, held, usage.added_bytes,
+            error, same, ok=right and not strayed,
         )  # fmt: skip
 
 
@@ -183,4 +189,4 @@ def judged(system: System, checks: Sequence[Answer]) -> tuple[float | None, bool
 
 def describe(system: System, number: int, turn: Turn, counted: bool) -> str:
     name = f"round {number + 1}" if counted else "warm-up"
-    return f"{name}: {system.name} {turn.seconds:.3f} s{'' if turn.ok else ': WRONG RESULT'}"
+    return f"{name}: {system.name} {turn.seconds:.3f} s{'' if turn.ok else f': NOT OK: {turn}'}"
