@@ -1,4 +1,4 @@
-"""Keys and records by known answers, and what an attacker on the way can do to records: nothing but end the connection."""
+"""Keys and records by known answers, and what an attacker on the way can do to records: only end the connection."""
 
 from __future__ import annotations
 
