@@ -260,7 +260,7 @@ class DirectConnection:
 
     def _require_open(self) -> None:
         if self.closed:
-            raise ConnectionAbortedError("closed")
+            raise self.failure or ConnectionAbortedError("closed")
 
     async def _give_way(self, count: int, *, writing: bool) -> None:
         self._stretch[writing] += max(count, _CALL_BYTES)

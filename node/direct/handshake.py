@@ -11,6 +11,7 @@ can open proves that the client knows the token's secret; the answer to that rec
 from __future__ import annotations
 
 import asyncio
+import os
 import secrets
 import socket
 
@@ -18,7 +19,7 @@ from node.direct.connection import DirectConnection, set_options
 from node.direct.messages import ConnectionToken
 from node.direct.records import NONCE_BYTES, TOKEN_ID_BYTES, Handshake
 from node.direct.tokens import IssuedToken, TokenIssuer
-from protocols.base import PeerId
+from protocols.base import PeerError, PeerId
 
 OPENING_BYTES = TOKEN_ID_BYTES + NONCE_BYTES
 
@@ -74,6 +75,17 @@ def accept(
         raise ConnectionAbortedError("not answered")
     keys = Handshake(issued.cipher, issued.token.secret, issued.peer, me, opening[TOKEN_ID_BYTES:], nonce)
     return issued, DirectConnection(sock, keys.codecs(is_client=False))
+
+
+def reason(error: Exception) -> str:
+    """Why a peer could not be dialled or asked, in a few words."""
+    if isinstance(error, TimeoutError):
+        return "no answer"
+    if isinstance(error, PeerError):
+        return error.why
+    if isinstance(error, OSError) and error.errno:
+        return os.strerror(error.errno)
+    return str(error) or type(error).__name__
 
 
 async def _exactly(sock: socket.socket, size: int) -> bytes:

@@ -7,7 +7,7 @@ from collections import Counter
 from functools import partial
 
 from node.direct.connection import DirectConnection
-from node.direct.handshake import dial
+from node.direct.handshake import dial, reason
 from node.direct.idle import IDLE_SECONDS
 from node.direct.link import Libp2pLink
 from node.direct.listener import DirectListener
@@ -103,7 +103,7 @@ class Inbound:
             where = (host, request.port)
             connection = await dial(where, request.token, request.cipher, self._me, peer, seconds)
         except (OSError, EOFError) as error:
-            why = f"cannot be dialled back: {str(error) or type(error).__name__}"[:120]
+            why = f"cannot be dialled back: {reason(error)}"[:120]
             if seconds >= _FAIR_SECONDS or not isinstance(error, TimeoutError):
                 attempts.failed(loop_time(), why)
                 renew(self._dials, peer, attempts, _MAX_REMEMBERED)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from functools import partial
 
 from node.direct.connection import ConnectionSilent, DirectConnection
-from node.direct.handshake import dial
+from node.direct.handshake import dial, reason
 from node.direct.idle import IdleConnections
 from node.direct.inbound import Inbound
 from node.direct.link import Libp2pLink
@@ -139,12 +140,12 @@ class Outbound:
             try:
                 return await dial(where, token, route.cipher, self._me, peer, seconds)
             except TimeoutError as error:
-                why = f"its port cannot be dialled: {_reason(error)}"
+                why = f"its port cannot be dialled: {reason(error)}"
                 raise route.dialling.failed(loop_time(), why) if seconds >= _FAIR_SECONDS else NotDirect(why) from None
             except (OSError, EOFError) as error:
                 route.drop_tokens()
                 if last:
-                    raise route.dialling.failed(loop_time(), f"its port cannot be dialled: {_reason(error)}") from None
+                    raise route.dialling.failed(loop_time(), f"its port cannot be dialled: {reason(error)}") from None
         raise AssertionError("unreachable")
 
     async def _have_tokens(self, peer: PeerId, route: Route, until: Deadline) -> None:
@@ -153,14 +154,14 @@ class Outbound:
         Raises:
             NotDirect: the peer granted none in time.
         """
-        renewal = self._renewal(peer, route) if route.tokens_left(loop_time()) <= SPARE_TOKENS else None
+        if route.tokens_left(loop_time()) <= SPARE_TOKENS:
+            self._renewal(peer, route)
         for _ in range(_MAX_REQUESTS):  # streams that are opened at the same time may take all tokens of one grant
             if route.tokens_left(loop_time()):
                 return
-            if renewal is None or loop_time() >= until:
+            if loop_time() >= until or (renewal := self._renewal(peer, route)) is None:
                 break
             await asyncio.wait([renewal], timeout=until - loop_time())
-            renewal = self._renewal(peer, route)
         raise NotDirect(route.asking.why or "it granted no connection in time")
 
     def _renewal(self, peer: PeerId, route: Route) -> asyncio.Task[None] | None:
@@ -172,21 +173,27 @@ class Outbound:
 
     async def _renew(self, peer: PeerId, route: Route) -> None:
         try:
-            async with self._link.open(peer, METHOD, loop_time() + DIAL_SECONDS) as stream:
-                await stream.send(TokenRequest(has_fast_aes()))
-                grant = wire.expect(await stream.receive(HEADER_LIMIT), TokenGrant)
+            try:
+                grant = await self._request(peer)
+            except PeerGone:  # of a peer that has started anew, p2pd may not know yet that the old connection is lost
+                grant = await self._request(peer)
         except PeerSilent:
             return
         except (PeerGone, BadPayload) as error:
-            route.asking.failed(loop_time(), f"it grants no connections: {error}")
+            route.asking.failed(loop_time(), f"it grants no connections: {reason(error)}")
             return
         if (host := self._link.host_of(peer)) is None:
             route.asking.failed(loop_time(), "it is reached through a relay")
-        elif not grant.tokens:
+            return
+        with suppress(NotDirect):
             route.granted(grant, host, loop_time())
-            route.asking.failed(loop_time(), "it has no direct port")
-        else:
-            route.granted(grant, host, loop_time())
+            if not grant.tokens:
+                route.asking.failed(loop_time(), "it has no direct port")
+
+    async def _request(self, peer: PeerId) -> TokenGrant:
+        async with self._link.open(peer, METHOD, loop_time() + DIAL_SECONDS) as stream:
+            await stream.send(TokenRequest(has_fast_aes()))
+            return wire.expect(await stream.receive(HEADER_LIMIT), TokenGrant)
 
     async def _dialled_back(self, peer: PeerId, route: Route, until: Deadline) -> DirectConnection:
         """Ask a peer, over libp2p, to dial this one."""
@@ -206,7 +213,7 @@ class Outbound:
                     raise ConnectionError(result.why)
                 connection = await awaited
         except (PeerError, BadPayload, OSError) as error:
-            why = f"it cannot dial this peer: {_reason(error)}"
+            why = f"it cannot dial this peer: {reason(error)}"
             is_fair = not isinstance(error, PeerSilent | TimeoutError) or loop_time() - started >= _FAIR_SECONDS
             raise route.dialled_back.failed(loop_time(), why) if is_fair else NotDirect(why) from None
         finally:
@@ -221,11 +228,3 @@ class Outbound:
         if isinstance(connection.failure, ConnectionSilent) and (route := self.routes.get(peer)):
             attempts = route.dialled_back if way is Way.DIALLED_BACK else route.dialling
             attempts.failed(loop_time(), "its direct connection went silent")
-
-
-def _reason(error: Exception) -> str:
-    if isinstance(error, TimeoutError):
-        return "no answer"
-    if isinstance(error, PeerError):
-        return error.why
-    return (isinstance(error, OSError) and error.strerror) or str(error) or type(error).__name__
