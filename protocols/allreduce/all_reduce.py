@@ -205,6 +205,11 @@ class AllReduce:
         self.finished = loop_time()
         self._on_change()
 
+    def discard(self) -> None:
+        """Forget all parts: nothing will ask for them any more. Streams that still send one keep it until they end."""
+        self.parts.clear()
+        self._reducers.clear()
+
     async def serve(self, peer: PeerId, stream: Stream, opening: wire.Contribute) -> None:
         """Serve a member's data stream.
 

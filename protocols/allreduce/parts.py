@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
 from protocols import wire
+from protocols.allreduce.chunk_pool import ChunkPool
 from protocols.allreduce.part_hash import SHA256, PartHash, part_hash
 from protocols.allreduce.plan import ResolvedPlan
 from protocols.base import Compute, Deadline, PeerId, RoundKey, Settings, Signer, Vector
@@ -69,26 +69,34 @@ class ReducedPart(PartLayout):
 
     Attributes:
         hash: makes the digests of its chunks, and its own.
+        pool: lends the memory of its chunks.
         masks: for each chunk that is in, a bit mask of its contributors.
         result: digest of the part; None until all chunks are in.
         done: the digest as the reducer signed it; None if the part came from a peer that did not keep the signature.
     """
 
     def __init__(
-        self, codec: Codec, low: int, high: int, chunk_elements: int = CHUNK_ELEMENTS, hash: PartHash = SHA256
+        self,
+        codec: Codec,
+        low: int,
+        high: int,
+        chunk_elements: int = CHUNK_ELEMENTS,
+        hash: PartHash = SHA256,
+        pool: ChunkPool | None = None,
     ) -> None:
         super().__init__(codec, low, high, chunk_elements)
-        self.hash = hash
+        self.hash, self.pool = hash, pool or ChunkPool()
         self.masks: list[int] = []
         self.result: wire.PartDigest | None = None
         self.done: wire.PartDone | None = None
-        # Anonymous memory costs nothing until it is written; a bytearray would be cleared on the loop.
-        self._memory = memoryview(mmap.mmap(-1, max(1, self.size_bytes)))
+        self._memory: list[memoryview | None] = [None] * self.chunks
 
     def chunk(self, index: int) -> memoryview:
-        """The encoded bytes of a chunk."""
-        start = self.place(index)
-        return self._memory[start : start + self.size(index)]
+        """The encoded bytes of a chunk: memory to write to, with undefined content at first."""
+        memory = self._memory[index]
+        if memory is None:
+            memory = self._memory[index] = self.pool.take(self.size(index))
+        return memory
 
     def digest_of(self, index: int, mask: int) -> bytes:
         """Digest of a chunk with these contributors, for `seal`."""
@@ -118,18 +126,20 @@ class ReducedPart(PartLayout):
 
 @dataclass(frozen=True, slots=True)
 class PartFormat:
-    """How the vectors of a run are encoded, cut into chunks and hashed. Equal at all its peers.
+    """How the vectors of a run are encoded, cut into chunks and hashed, and where this peer has the memory from.
 
     Attributes:
         codec: of contributions; that of a mean follows from it.
+        pool: lends the memory of chunks.
     """
 
     codec: Codec
     chunk_elements: int
     hash: PartHash
+    pool: ChunkPool
 
     @classmethod
-    def of(cls, settings: Settings, codec: Codec) -> PartFormat:
+    def of(cls, settings: Settings, codec: Codec, pool: ChunkPool) -> PartFormat:
         """The format that these settings name, with this codec.
 
         Raises:
@@ -138,7 +148,7 @@ class PartFormat:
         if settings.chunk_elements % codec.grain:
             chunk = f"chunks of {settings.chunk_elements} elements"
             raise ValueError(f"{chunk} with codec {codec.name}: take a multiple of {codec.grain}")
-        return cls(codec, settings.chunk_elements, part_hash(settings.digest))
+        return cls(codec, settings.chunk_elements, part_hash(settings.digest), pool)
 
     def contribution(self, low: int, high: int) -> PartLayout:
         """Layout of a contribution to the part [low, high). Its codec may differ from that of the reduced part."""
@@ -146,7 +156,7 @@ class PartFormat:
 
     def part(self, low: int, high: int, members: int) -> ReducedPart:
         """An empty reduced part for a mean of at most this many contributions."""
-        return ReducedPart(self.codec.reduced(members), low, high, self.chunk_elements, self.hash)
+        return ReducedPart(self.codec.reduced(members), low, high, self.chunk_elements, self.hash, self.pool)
 
 
 @dataclass(frozen=True, slots=True)

@@ -133,7 +133,7 @@ class Reducer:
         # Not `receive_chunk`: here only a chunk on its way has a buffer, and all members share the free buffers.
         size = self._contribution.size(index)
         due(await stream.receive(HEADER_LIMIT), wire.Chunk, index, size)
-        whole = self._free.pop() if self._free else memoryview(bytearray(self._contribution.size(0)))
+        whole = self._free.pop() if self._free else self.held.pool.take(self._contribution.size(0))
         await stream.receive_into(whole[:size])
         if peer in self.lost:
             self._free.append(whole)

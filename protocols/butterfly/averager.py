@@ -62,7 +62,7 @@ class Butterfly:
         self.bandwidth = settings.bandwidth
         self.part_cache, self._on_ahead = part_cache or PartCache(host), on_ahead
         self._post = ControlChannel(host, CONTROL, self.accounting)
-        part_format = PartFormat.of(settings, codec(settings.codec))
+        part_format = PartFormat.of(settings, codec(settings.codec), self.part_cache.pool)
         self._context = ButterflyContext(
             host, settings, part_format, self.me, self.accounting, self._post, self.part_cache
         )
@@ -132,7 +132,8 @@ class Butterfly:
             [lineage for lineage, rounds in age.items() if rounds <= 1],
         )
         kept = [each.head.key for each in self._sessions.values()]
-        self._sessions.close(each.lineage for each in kept if each.round != key.round - 1)
+        for session in self._sessions.close(each.lineage for each in kept if each.round != key.round - 1):
+            session.discard()
 
     # -- control ------------------------------------------------------------------------------------------------------
 

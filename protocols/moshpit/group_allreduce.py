@@ -234,6 +234,10 @@ class GroupAllReduce:
             raise PeerSilent(peer, f"asked for part {opening.part}, which this peer does not have")
         await Reducer(self._exchange.task, opening.part, held).serve(peer, stream)
 
+    def discard(self) -> None:
+        """Forget the group's parts: no new stream may ask for them."""
+        self._exchange.discard()
+
     # -- afterwards ---------------------------------------------------------------------------------------------------
 
     def moved(self, source: VectorView, target: VectorView) -> float:

@@ -34,7 +34,7 @@ class RoundReplayer:
 
     def __init__(self, context: SyncContext, part_cache: PartCache) -> None:
         self._context, self._part_cache = context, part_cache
-        self._format = PartFormat.of(context.settings, codec(context.settings.codec))
+        self._format = PartFormat.of(context.settings, codec(context.settings.codec), part_cache.pool)
         self._failures: dict[PeerId, int] = {}
 
     @property
