@@ -12,6 +12,7 @@ from node.direct.idle import IDLE_SECONDS
 from node.direct.link import Libp2pLink
 from node.direct.listener import DirectListener
 from node.direct.messages import (
+    BUSY,
     HEADER_LIMIT,
     MAX_TOKENS,
     MIN_PORT,
@@ -31,7 +32,7 @@ from protocols.base import BadPayload, Deadline, PeerId, Stream
 DIAL_BACK_SECONDS, _FAIR_SECONDS = 1.5, 0.5
 _WAIT_SECONDS = 1.2 * IDLE_SECONDS
 _MAX_CONNECTIONS, _MAX_PER_PEER = 64, 16
-_MAX_DIALLING, _MAX_REMEMBERED = 16, 256
+_MAX_DIALLING, _MAX_DIALLING_PER_PEER, _MAX_REMEMBERED = 16, 8, 256
 
 
 class Inbound:
@@ -49,7 +50,7 @@ class Inbound:
         self._me, self._link = me, link
         self._served: dict[DirectConnection, PeerId] = {}
         self._idle: dict[DirectConnection, None] = {}  # of these, those without a stream; the longest first
-        self._dialling: set[PeerId] = set()
+        self._dialling: Counter[PeerId] = Counter()
         self._dials: dict[PeerId, Attempts] = {}  # those that failed
 
     async def answer(self, peer: PeerId, stream: Stream) -> None:
@@ -95,9 +96,9 @@ class Inbound:
             return "there is no address that may be dialled"
         if not attempts.may_try(loop_time()):
             return attempts.why
-        if peer in self._dialling or len(self._dialling) >= _MAX_DIALLING:
-            return "others are being dialled already"
-        self._dialling.add(peer)
+        if self._dialling[peer] >= _MAX_DIALLING_PER_PEER or self._dialling.total() >= _MAX_DIALLING:
+            return BUSY
+        self._dialling[peer] += 1
         seconds = min(DIAL_BACK_SECONDS, deadline - loop_time())
         try:
             where = (host, request.port)
@@ -109,7 +110,7 @@ class Inbound:
                 renew(self._dials, peer, attempts, _MAX_REMEMBERED)
             return why
         finally:
-            self._dialling.discard(peer)
+            self._dialling -= Counter((peer,))  # forgets the peer at zero
         self._dials.pop(peer, None)
         self._serve(peer, connection)
         return ""

@@ -22,10 +22,11 @@ from protocols.base import PeerId
 log = logging.getLogger(__name__)
 
 OPENING_SECONDS = 5.0
-_BACKLOG = 1024
-_WINDOW_SECONDS, _ACCEPTED_PER_WINDOW = 0.02, 40
-"""So the listener accepts at most 2,000 connections a second, and never so many at once that the event loop lags. A
-flood faster than that fills the kernel's queue, and peers' dials then fail: they are dialled back, or take libp2p."""
+_BACKLOG = 4096
+_WINDOW_SECONDS, _ACCEPTED_PER_WINDOW = 0.02, 80
+"""So the listener accepts at most 4,000 connections a second, for a tenth of a core, and never so many at once that the
+event loop lags. A burst of 4,096 waits in the kernel for a second at most, and peers that dial behind it wait with it.
+While a flood lasts that is faster, dials fail: peers are dialled back, or take libp2p."""
 _PORT_ATTEMPTS = 8
 
 
@@ -37,8 +38,8 @@ class WaitingLimits:
     per_host: int
 
 
-EXPECTED, STRANGERS = WaitingLimits(128, 64), WaitingLimits(16, 4)
-"""With 64 a host, a peer beside a flood from its own host has 32 ms for its token to arrive after the connection."""
+EXPECTED, STRANGERS = WaitingLimits(256, 128), WaitingLimits(16, 4)
+"""With 128 a host, a peer beside a flood from its own host has 32 ms for its token to arrive after the connection."""
 
 OnConnection = Callable[[IssuedToken, DirectConnection], None]
 OnRefused = Callable[[str, str], None]

@@ -20,6 +20,7 @@ METHOD = "starling/direct/1"
 HEADER_LIMIT = 2048
 SECRET_BYTES = 32
 MAX_TOKENS, MAX_TOKEN_SECONDS = 8, 3600.0
+BUSY = "too many peers are being dialled"
 MIN_PORT, MAX_PORT = 1024, 65_535
 """Ports below 1024 are never dialled: they belong to other services of the peer's machine or network."""
 
@@ -74,7 +75,7 @@ class DialBack(Header):
 
 @dataclass(frozen=True, slots=True)
 class DialBackResult(Header):
-    """Whether the dial succeeded, and if not, why."""
+    """Whether the dial succeeded, and if not, why; `BUSY` if it was not tried."""
 
     why: str = text(120)
 

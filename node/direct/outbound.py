@@ -11,7 +11,7 @@ from node.direct.handshake import dial, reason
 from node.direct.idle import IdleConnections
 from node.direct.inbound import Inbound
 from node.direct.link import Libp2pLink
-from node.direct.messages import HEADER_LIMIT, METHOD, DialBack, DialBackResult, TokenGrant, TokenRequest
+from node.direct.messages import BUSY, HEADER_LIMIT, METHOD, DialBack, DialBackResult, TokenGrant, TokenRequest
 from node.direct.pipe import DirectPipe
 from node.direct.records import RecordError, has_fast_aes
 from node.direct.routes import SPARE_TOKENS, NotDirect, Route, Way
@@ -24,6 +24,8 @@ from protocols.base import BadPayload, Deadline, PeerError, PeerGone, PeerId, Pe
 DIAL_SECONDS = 2.0
 DEADLINE_SHARE = 0.25
 """The direct way gets at most this share of the time that a stream may last, so that libp2p still has time."""
+_DIAL_SHARE = 0.7
+"""Of this, for dialling. Of 2 seconds it leaves time for TCP to repeat its first packet, which it does after one."""
 _FAIR_SECONDS = 0.5
 """No answer within less time than this says nothing about the peer: it is tried again with the next stream."""
 _MAX_ROUTES = 256
@@ -136,7 +138,7 @@ class Outbound:
         for last in (not route.tokens_left(loop_time()), True):
             await self._have_tokens(peer, route, until)
             where, token = route.take_token(loop_time())
-            seconds = (until - loop_time()) / 2  # the other half is for being dialled back
+            seconds = _DIAL_SHARE * (until - loop_time())  # the rest is for being dialled back
             try:
                 return await dial(where, token, route.cipher, self._me, peer, seconds)
             except TimeoutError as error:
@@ -209,12 +211,16 @@ class Outbound:
             async with asyncio.timeout_at(until), self._link.open(peer, METHOD, until) as stream:
                 await stream.send(DialBack(port, route.cipher, issued.token))
                 result = wire.expect(await stream.receive(HEADER_LIMIT), DialBackResult)
+                if result.why == BUSY:
+                    raise NotDirect(BUSY)
                 if result.why:
-                    raise ConnectionError(result.why)
+                    raise ConnectionRefusedError(result.why)
                 connection = await awaited
+        except NotDirect:
+            raise
         except (PeerError, BadPayload, OSError) as error:
             why = f"it cannot dial this peer: {reason(error)}"
-            is_fair = not isinstance(error, PeerSilent | TimeoutError) or loop_time() - started >= _FAIR_SECONDS
+            is_fair = not isinstance(error, PeerSilent | TimeoutError) or loop_time() - started >= 2 * _FAIR_SECONDS
             raise route.dialled_back.failed(loop_time(), why) if is_fair else NotDirect(why) from None
         finally:
             inbound.awaited.pop(issued.token.id, None)

@@ -11,6 +11,7 @@ import pytest
 
 from node.direct import connection
 from node.direct.connection import DirectConnection
+from node.direct.listener import EXPECTED, STRANGERS, WaitingLimits
 from node.direct.messages import HEADER_LIMIT, METHOD, ConnectionToken, DialBack, DialBackResult
 from node.direct.plane import DirectConfig, DirectPlane
 from node.direct.records import AES
@@ -100,8 +101,8 @@ class TestWays:
     async def test_many_first_streams_all_go_directly(self, make: TransportMaker) -> None:
         a, b = await pair(make)
         await asyncio.gather(*(ping(a, b.me) for _ in range(14)))  # more than one grant has tokens
+        assert {way for _, way in plane(a)._outbound._connections.values()} == {Way.DIRECT}
         assert a.routes[b.me].way is Way.DIRECT and a.routes[b.me].dialling.failures == 0
-        assert len(plane(b)._inbound.awaited) == 0 and all(peer == b.me for peer, _ in _owners(a))
 
     @on_uvloop
     async def test_refused_dials_take_libp2p_at_once_and_pause(self, make: TransportMaker) -> None:
@@ -126,6 +127,9 @@ class TestWays:
         (connection,) = dialled(a)
         await until(lambda: len(plane(a)._outbound._idle) == 1)
         assert await way(a, b) == (Way.DIALLED_BACK, "") and dialled(a) == [connection]
+        await asyncio.gather(*(ping(a, b.me) for _ in range(8)))
+        assert {how for _, how in plane(a)._outbound._connections.values()} == {Way.DIALLED_BACK}
+        assert await way(a, b) == (Way.DIALLED_BACK, "") and a.routes[b.me].dialled_back.failures == 0
 
     @on_uvloop
     async def test_restarted_peer_is_reached_directly_in_the_same_open(self, make: TransportMaker) -> None:
@@ -157,10 +161,6 @@ class TestWays:
                 pass
         route = a.routes[b.me]
         assert route.way is Way.LIBP2P and route.dialling.failures == route.dialled_back.failures == 0
-
-
-def _owners(transport: LibP2PTransport) -> list[tuple[PeerId, Way]]:
-    return list(plane(transport)._outbound._connections.values())
 
 
 class TestFailures:
@@ -217,7 +217,6 @@ class TestFailures:
     @on_uvloop
     async def test_forget_ends_connections_and_tokens_of_both_directions(self, make: TransportMaker) -> None:
         a, b = await pair(make)
-        b.serve("hang", echo)
         a.serve("echo", echo)
         for opener, other in ((a, b), (b, a)):
             assert await way(opener, other) == (Way.DIRECT, "")
@@ -262,42 +261,40 @@ class TestFailures:
         await until(lambda: descriptors() <= before + 6)
 
 
-class OtherProgram:
-    """A server of another program beside a peer: it keeps what it hears, and may answer something."""
+@asynccontextmanager
+async def other_program(answer: bytes = b"") -> AsyncIterator[tuple[int, list[bytes]]]:
+    """A server of another program beside a peer: its port, and what each connection told it."""
+    heard: list[bytes] = []
 
-    def __init__(self, answer: bytes = b"") -> None:
-        self.answer = answer
-        self.heard: list[bytes] = []
-        self.port = 0
-
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(self.answer)
-        self.heard.append(await reader.read(1000))
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(answer)
+        heard.append(await reader.read(1000))
         with suppress(ConnectionError):
             await reader.read()
         writer.close()
 
-    @asynccontextmanager
-    async def running(self) -> AsyncIterator[OtherProgram]:
-        server = await asyncio.start_server(self._serve, "127.0.0.1")
-        self.port = server.sockets[0].getsockname()[1]
-        async with server:
-            yield self
+    async with await asyncio.start_server(serve, "127.0.0.1") as server:
+        yield server.sockets[0].getsockname()[1], heard
 
 
 class TestAttacks:
-    @pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.9"])
+    @pytest.mark.parametrize("host, limits", [("127.0.0.1", EXPECTED), ("127.0.0.9", STRANGERS)])
     @on_uvloop
-    async def test_streams_go_directly_while_silent_strangers_connect(self, make: TransportMaker, host: str) -> None:
+    async def test_silent_strangers_neither_pile_up_nor_shut_peers_out(
+        self, make: TransportMaker, host: str, limits: WaitingLimits
+    ) -> None:
         a, b = await pair(make)
         assert await way(a, b) == (Way.DIRECT, "")
-        before = descriptors()
-        with silent_strangers(("127.0.0.1", plane(b).port), host, 3000):
+        before, most, listener = descriptors(), 0, plane(b)._inbound.listener
+        with silent_strangers(("127.0.0.1", plane(b).port), host, 2000):
             for _ in range(30):
                 for each in dialled(a):
                     each.abort()
                 assert await way(a, b) == (Way.DIRECT, "")
-        await until(lambda: plane(b)._inbound.listener.waiting == 0 and descriptors() <= before + 6)
+                most = max(most, listener.waiting)
+        assert 0 < most <= limits.per_host + 1  # and the peer that was dialling
+        assert b.refused[host, "showed no token, and others came"] > 500
+        await until(lambda: listener.waiting == 0 and descriptors() <= before + 6)
 
     @pytest.mark.parametrize("answer", [b"", b"220 a banner of another program\r\n"], ids=["mute", "banner"])
     @on_uvloop
@@ -305,13 +302,13 @@ class TestAttacks:
         self, make: TransportMaker, answer: bytes
     ) -> None:
         a, b = await pair(make)
-        async with OtherProgram(answer).running() as program:
-            plane(b)._inbound.listener.port = program.port
+        async with other_program(answer) as (port, heard):
+            plane(b)._inbound.listener.port = port
             stop_listening(a)  # it cannot be dialled back
             how, _ = await way(a, b)
             assert how is Way.LIBP2P
-            await until(lambda: len(program.heard) == 1)
-            assert len(program.heard[0]) >= 32 and a.routes[b.me].dialling.failures == 1
+            await until(lambda: len(heard) == 1)
+            assert len(heard[0]) >= 32 and a.routes[b.me].dialling.failures == 1
             assert bool(answer) is any(who == b.me and "not genuine" in why for who, why in a.refused)
 
     @on_uvloop
@@ -324,12 +321,12 @@ class TestAttacks:
                 await stream.send(DialBack(port, AES, token))
                 return wire.expect(await stream.receive(HEADER_LIMIT), DialBackResult).why
 
-        async with OtherProgram().running() as program:
-            for port in (0, 22, 1023):
-                assert await dial_back(port) == "there is no address that may be dialled"
-            assert "no answer" in await dial_back(program.port)
-            assert "no answer" in await dial_back(program.port + 1)  # not dialled: it is the answer from before
-            assert len(program.heard) == 1 and b"FLUSHALL" not in program.heard[0]
+        async with other_program() as (port, heard):
+            for forbidden in (0, 22, 1023):
+                assert await dial_back(forbidden) == "there is no address that may be dialled"
+            for each in (port, port + 1):  # the second is not dialled: it is the answer from before
+                assert "no answer" in await dial_back(each)
+            assert len(heard) == 1 and b"FLUSHALL" not in heard[0]
 
     @on_uvloop
     async def test_peer_behind_a_relay_is_never_dialled(
