@@ -44,19 +44,18 @@ def due(header: Header, kind: type[ChunkHeader], index: int, size: int) -> Chunk
 
 
 async def send_vector(stream: Stream, layout: PartLayout, source: VectorView, compute: Compute) -> None:
-    """Encode and send the elements of `source` that the layout covers.
+    """Encode and send the elements of `source` that the layout covers. They must not change meanwhile.
 
     Raises:
         PeerSilent: the stream ended.
     """
     scratch, buffer = layout.scratch_vector(), layout.chunk_buffer()
 
-    def encode(index: int, data: memoryview) -> None:
-        layout.codec.encode(source.read(*layout.elements(index), scratch), data)
+    def encode(index: int) -> memoryview:
+        return layout.encoded(source.read(*layout.elements(index), scratch), buffer(index))
 
     for index in range(layout.chunks):
-        data = buffer(index)
-        await compute.run(partial(encode, index, data), len(data))
+        data = await compute.run(partial(encode, index), layout.size(index))
         await stream.send(wire.Chunk(index, len(data)), data)
 
 

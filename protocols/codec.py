@@ -43,6 +43,7 @@ class FloatCodec(Codec):
         self._unit = unit
         self._floor = floor
         self._largest = torch.finfo(dtype).max
+        self.in_place = dtype == torch.float32
 
     def encoded_bytes(self, elements: int) -> int:
         return self._dtype.itemsize * elements
@@ -51,7 +52,7 @@ class FloatCodec(Codec):
         data = typed(target(self, source, into), self._dtype)
         low, high = finite_range(source)
         if max(-low, high) <= self._largest:
-            data.copy_(source)
+            _copy(source, data)
             return
         scratch = torch.empty(min(PIECE, len(source)))
         for start in range(0, len(source), PIECE):
@@ -60,13 +61,19 @@ class FloatCodec(Codec):
             data[start : start + PIECE].copy_(held)
 
     def decode(self, data: Buffer, into: Vector) -> None:
-        into.copy_(typed(received(self, data, into), self._dtype))
+        _copy(typed(received(self, data, into), self._dtype), into)
         refuse_non_finite(into)
 
     def error_bound(self, source: Vector) -> Vector:
         size = source.abs()
         cut = torch.nextafter(size - self._largest, size)  # the difference may have been rounded down
         return size.mul(self._unit).clamp_(min=self._floor).maximum(cut.masked_fill_(size <= self._largest, 0.0))
+
+
+def _copy(source: torch.Tensor, into: torch.Tensor) -> None:
+    """Copy and convert, unless both have the same memory."""
+    if source.data_ptr() != into.data_ptr():
+        into.copy_(source)
 
 
 CODECS: Final[dict[str, Codec]] = {

@@ -269,28 +269,31 @@ class RobustAggregator:
         self,
         members: Sequence[int],
         norms: Sequence[float],
-        contributions: torch.Tensor,
+        contributions: Sequence[Vector],
         weights: Sequence[float],
         into: Vector,
     ) -> None:
         """Aggregate one chunk by the rule, as `Rule` does. The contributions are overwritten.
 
         Args:
-            members: index of the member that sent each row.
-            norms: L2 norm of each row.
+            members: index of the member that sent each contribution.
+            norms: L2 norm of each contribution.
         """
-        measured = contributions.shape[1] >= MEASURED_ELEMENTS
+        contributions, measured = tuple(contributions), len(into) >= MEASURED_ELEMENTS
         if measured:
             self._clip(members, norms, contributions)
-        if measured and self._rule != "mean":
-            median(contributions, weights, into)
+        if self._rule == "mean":
+            return weighted_mean(contributions, weights, into)
+        rows = torch.stack(contributions)
+        if measured:
+            median(rows, weights, into)
             apart = torch.empty_like(into)
-            for member, row in zip(members, contributions, strict=True):
+            for member, row in zip(members, rows, strict=True):
                 self._apart[member] += norm([_difference(row, into, apart)]) ** 2
-        RULES[self._rule](contributions, weights, into)
+        RULES[self._rule](rows, weights, into)
 
-    def _clip(self, members: Sequence[int], norms: Sequence[float], contributions: torch.Tensor) -> None:
-        """Scale down the rows whose norm is above the limit, and count sent and remaining norms of each member."""
+    def _clip(self, members: Sequence[int], norms: Sequence[float], contributions: Sequence[Vector]) -> None:
+        """Scale down contributions whose norm is above the limit; count the sent and remaining norms of each member."""
         moved = [norm for norm in norms if norm > 0]
         limit = (MEASURED_SLACK if len(moved) > 2 else PAIR_SLACK) * median_low(moved) if moved else 0.0
         for member, size, row in zip(members, norms, contributions, strict=True):

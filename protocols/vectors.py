@@ -70,6 +70,15 @@ class VectorView:
             at += len(piece)
         return scratch[:at]
 
+    def window(self, low: int, high: int) -> Vector | None:
+        """A view of elements [low, high) if they lie in one vector, else None.
+
+        Raises:
+            ValueError: the range is out of bounds.
+        """
+        pieces = self._pieces(low, high)
+        return pieces[0] if len(pieces) == 1 else None
+
     def write(self, low: int, source: Vector) -> None:
         """Overwrite the elements from `low` on with those of `source`.
 

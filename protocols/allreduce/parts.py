@@ -43,6 +43,25 @@ class PartLayout:
         """Offset of a chunk's bytes."""
         return index * self._whole
 
+    def vector_for(self, data: memoryview, scratch: Vector) -> Vector:
+        """A vector to decode a chunk into: in the memory of its bytes if the codec is `in_place`, else in `scratch`.
+
+        Args:
+            data: the encoded chunk, writable.
+            scratch: as many elements as the chunk.
+        """
+        return torch.frombuffer(data, dtype=torch.float32) if self.codec.in_place else scratch
+
+    def encoded(self, source: Vector, buffer: memoryview) -> memoryview:
+        """Encode a chunk. Returns its bytes: those of `source` itself if the codec is `in_place`, else `buffer`.
+
+        Raises:
+            ValueError: the chunk is not finite.
+        """
+        data = source.numpy().data.cast("B") if self.codec.in_place else buffer
+        self.codec.encode(source, data)
+        return data
+
     def scratch_vector(self) -> Vector:
         """A scratch vector for one chunk."""
         return torch.empty(min(self.chunk_elements, self.high - self.low))
@@ -117,11 +136,29 @@ class ReducedPart(PartLayout):
             self.decode_chunk(index, into, scratch)
 
     def decode_chunk(self, index: int, into: VectorView | None, scratch: Vector) -> None:
-        """Decode one chunk, as `decode` does. `scratch` has at least the chunk's elements."""
+        """Decode one chunk, as `decode` does. `scratch` has at least the chunk's elements; its content is undefined
+        afterwards.
+        """
         low, high = self.elements(index)
-        self.codec.decode(self.chunk(index), scratch[: high - low])
+        there = into.window(low, high) if into and not self.codec.in_place else None
+        if there is not None:
+            return self.codec.decode(self.chunk(index), there)
+        vector = self.decoded(index, scratch)
         if into:
-            into.write(low, scratch[: high - low])
+            into.write(low, vector)
+
+    def decoded(self, index: int, scratch: Vector) -> Vector:
+        """Decode one chunk, and return its elements, which the caller must not change: they are in the part's own
+        memory or in `scratch`.
+
+        Raises:
+            BadPayload: the chunk does not decode to finite numbers.
+        """
+        low, high = self.elements(index)
+        data = self.chunk(index)
+        vector = self.vector_for(data, scratch[: high - low])
+        self.codec.decode(data, vector)
+        return vector
 
 
 @dataclass(frozen=True, slots=True)

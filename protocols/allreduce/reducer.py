@@ -21,7 +21,7 @@ from protocols import wire
 from protocols.aio import Notifier, loop_time, run_with_helper
 from protocols.allreduce.parts import ReducedPart, ReduceJob
 from protocols.allreduce.plan import SCATTER_SHARE
-from protocols.base import BadPayload, Deadline, PeerError, PeerId, PeerSilent, Stream
+from protocols.base import BadPayload, Deadline, PeerError, PeerId, PeerSilent, Stream, Vector
 from protocols.chunks import HEADER_LIMIT, due, receive_reduced, send_vector
 from protocols.codecs.coding import carry
 from protocols.robust import RobustAggregator
@@ -175,36 +175,37 @@ class Reducer:
         low, high = self.held.elements(index)
         inbox = self._inbox[index]
         taken: list[int] = []
+        rows: list[Vector] = []
         norms: list[float] = []
         mask, refused = 0, dict[PeerId, str]()
         for order, peer in enumerate(resolved.peers):
             if resolved.weights[order] == 0 or (peer != task.me and (peer not in inbox or peer in self.lost)):
                 continue
-            row = self._scratch[len(taken), : high - low]
             try:
-                size = self._decode(peer, index, row)
+                row, size = self._decode(peer, index, self._scratch[len(taken), : high - low])
             except BadPayload as error:
                 refused[peer] = f"refused: {error}"
                 continue
             if resolved.factors[order] != 1.0:
                 row.mul_(resolved.factors[order])
             taken.append(order)
+            rows.append(row)
             norms.append(size * resolved.factors[order])
             mask |= 1 << order
-        mean = self._scratch[-1, : high - low]
+        data, scratch = self.held.chunk(index), self._scratch[-1, : high - low]
+        mean = self.held.vector_for(data, scratch)
         if taken:
-            rows, weights = self._scratch[: len(taken), : high - low], [resolved.weights[order] for order in taken]
-            self._judge.average(taken, norms, rows, weights, mean)
+            self._judge.average(taken, norms, rows, [resolved.weights[order] for order in taken], mean)
         else:
             mean.zero_()
-        data = self.held.chunk(index)
         self.held.codec.encode(mean, data)
-        self.held.decode_chunk(index, task.into, mean)  # so this member has the same bits as the others
+        self.held.decode_chunk(index, task.into, scratch)  # so this member has the same bits as the others
         self._digests.append(self.held.digest_of(index, mask))
         return mask, refused
 
-    def _decode(self, peer: PeerId, index: int, row: torch.Tensor) -> float:
-        """Decode one member's chunk into `row`, and return its norm.
+    def _decode(self, peer: PeerId, index: int, scratch: Vector) -> tuple[Vector, float]:
+        """Decode one member's chunk. Returns a vector that may be overwritten, in `scratch` or where the chunk came in,
+        and its norm.
 
         Raises:
             BadPayload: the chunk is not finite, or the contribution's norm exceeds its limit.
@@ -212,17 +213,19 @@ class Reducer:
         task = self.task
         if peer == task.me:
             low, high = self.held.elements(index)
-            row.copy_(task.mine.read(low, high, row))
+            scratch.copy_(task.mine.read(low, high, scratch))
             if self.held.codec is not task.format.codec:  # the mean has room only for encoded contributions
-                carry(task.format.codec, row)
-            return norm([row])
-        task.format.codec.decode(self._inbox[index][peer][: self._contribution.size(index)], row)
+                carry(task.format.codec, scratch)
+            return scratch, norm([scratch])
+        data = self._inbox[index][peer][: self._contribution.size(index)]
+        row = self._contribution.vector_for(data, scratch)
+        task.format.codec.decode(data, row)
         size = norm([row])
         self._squares[peer] += size**2
         limit = task.resolved.norm_limit(self._order[peer])
         if not self._squares[peer] <= limit * limit:
             raise BadPayload(f"norm above {limit:.3g}, the most that its offer allows")
-        return size
+        return row, size
 
     async def _give(self, stream: Stream) -> None:
         for index in range(self._chunks):

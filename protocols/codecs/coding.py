@@ -26,11 +26,14 @@ class Codec(Protocol):
     Attributes:
         grain: vectors may only be cut at multiples of this many elements.
         decay: factor by which the error feedback shrinks each round; 0: the codec has none.
+        in_place: encoded elements are the float32 numbers as they are in memory. `encode` and `decode` of a vector
+            whose memory is also that of the encoded bytes copy nothing, and only check it.
     """
 
     name: str
     grain: int = 1
     decay: float = 0.0
+    in_place: bool = False
 
     def reduced(self, members: int) -> Codec:
         """The codec for a mean of at most this many contributions, each of which this codec has encoded."""

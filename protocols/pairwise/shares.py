@@ -57,13 +57,13 @@ def split_share(state: VectorView, part: ReducedPart) -> None:
     for index, low, high, (scratch, sent) in part.pieces(2):
         mine = state.read(low, high, scratch)
         part.codec.encode(mine, part.chunk(index))
-        part.decode_chunk(index, None, sent)
+        part.codec.decode(part.chunk(index), sent)
         state.write(low, torch.sub(mine, sent, out=sent).add_(mine))
 
 
 def merge_share(state: VectorView, part: ReducedPart, share: float) -> None:
     """Average an encoded state into `state`, in place. `share` is its weight, between 0 and 1."""
     for index, low, high, (scratch, theirs) in part.pieces(2):
-        part.decode_chunk(index, None, theirs)
+        part.codec.decode(part.chunk(index), theirs)
         mine = state.read(low, high, scratch)
         state.write(low, theirs.mul_(share).add_(torch.mul(mine, 1 - share)))

@@ -63,9 +63,7 @@ class StateReceiver:
         self.begun = True
 
     def _check(self, index: int, scratch: Vector) -> None:
-        self.part.decode_chunk(index, None, scratch)
-        low, high = self.part.elements(index)
-        self._squares += norm([scratch[: high - low]]) ** 2
+        self._squares += norm([self.part.decoded(index, scratch)]) ** 2
         if not self._squares <= self._limit * self._limit:
             raise BadPayload(f"a state of norm above {self._limit:.3g}, {PAIR_NORM_SPREAD:g} times ours")
 

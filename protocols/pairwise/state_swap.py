@@ -212,7 +212,7 @@ class StateSwap:
             mine, data = self.state.read(low, high, scratch), buffer(index)
             self._codec.encode(mine, data)
             self._codec.decode(data, sent)
-            theirs.decode_chunk(index, None, mixed)
+            self._codec.decode(theirs.chunk(index), mixed)
             mixed.mul_(0.5).add_(torch.mul(sent, 0.5, out=half))
             mixed.add_(torch.sub(mine, sent, out=half)).clamp_(-LARGEST_FLOAT32, LARGEST_FLOAT32)
             squares += norm([torch.sub(mixed, mine, out=half)]) ** 2

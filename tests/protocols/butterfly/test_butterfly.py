@@ -43,9 +43,10 @@ def same_bits(averaged: Averaged) -> bool:
 @pytest.mark.parametrize("count", range(1, 17))
 @pytest.mark.parametrize("elements", (1, 7, 1001, 65_537))
 def test_exact_mean_for_every_group_size(count: int, elements: int) -> None:
-    """Unequal weights, unequal shares, odd sizes, vectors smaller than the group."""
+    """Unequal weights, unequal shares, odd sizes, vectors smaller than the group. The vectors stay as they are."""
     rng = random.Random(count * 31 + elements)
     given = equal_norm_vectors(count, elements, seed=count)
+    before = [vector.clone() for vector in given]
     tokens = [rng.randrange(1000, 5000) for _ in range(count)]
     bandwidths = [rng.choice((1e6, 5e6, 20e6)) for _ in range(count)]
     averaged = ButterflyHarness(given, tokens, bandwidths, chunk_elements=4096).average()
@@ -55,6 +56,7 @@ def test_exact_mean_for_every_group_size(count: int, elements: int) -> None:
     assert float((averaged.results[0].double() - expected).norm() / given[0].double().norm()) <= 1e-6
     assert len({mean.record for mean in averaged.means}) == 1
     assert averaged.means[0].peers == averaged.peers
+    assert all(map(torch.equal, given, before))
 
 
 @pytest.mark.parametrize(
