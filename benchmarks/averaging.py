@@ -1,8 +1,9 @@
-"""Averaging between processes: butterfly over real libp2p, compared with the time to move its bytes alone.
+"""Averaging between processes: butterfly over a real network, compared with the time to move its bytes alone.
 
-    python -m benchmarks.averaging --peers 4 --megabytes 100 --codec fp32 --rounds 3 [--json]
+    python -m benchmarks.averaging --peers 4 --megabytes 100 --codec fp32 --rounds 3 [--path libp2p] [--json]
 
-Each peer is a process with its own p2pd on the loopback and its own vector. In each round all peers
+Each peer is a process with its own p2pd on the loopback and its own vector. Data goes directly, or over libp2p.
+In each round all peers
 
 move      send 2 (N - 1) / N encoded vectors, as many as a round, to the next peer over one plain stream; no reduction
 average   average through `protocols.butterfly.averager`, from the cut to the return of `mean`
@@ -107,13 +108,21 @@ class Swarm:
         self._directory.cleanup()
 
     async def _start(self, rank: int) -> Process:
-        setup = asdict(replace(self.setup, rank=rank))
+        setup = asdict(self.setup_of(rank))
         with self._log(rank).open("wb") as log:
             return await asyncio.create_subprocess_exec(
-                sys.executable, "-m", self._module, json.dumps(setup),
+                *self.prefix(rank), sys.executable, "-m", self._module, json.dumps(setup),
                 stdin=PIPE, stdout=PIPE, stderr=log, cwd=Path(__file__).parents[1], env=self._environment,
                 start_new_session=True,  # so that Ctrl-C reaches this process only
             )  # fmt: skip
+
+    def setup_of(self, rank: int) -> Setup:
+        """The setup of one peer."""
+        return replace(self.setup, rank=rank)
+
+    def prefix(self, rank: int) -> Sequence[str]:
+        """Words before the command of one peer, which run it elsewhere."""
+        return ()
 
     def _log(self, rank: int) -> Path:
         """Where a peer's standard error goes."""
@@ -281,6 +290,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--megabytes", type=float, default=100.0, help="of float32 in each vector (default %(default)s)"
     )
     parser.add_argument("--codec", choices=sorted(CODECS), default="fp32", help="default %(default)s")
+    parser.add_argument("--path", choices=("direct", "libp2p"), default="direct", help="default %(default)s")
     parser.add_argument("--rounds", type=int, default=3, help="default %(default)s")
     parser.add_argument("--json", action="store_true", help="one JSON object with everything, as the last line")
     options = parser.parse_args(arguments)
@@ -297,7 +307,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     torch.set_num_threads(1)
     elements = int(options.megabytes * 250_000)
-    setup = Setup(options.peers, elements, options.codec, deadline_seconds=120 + 2 * options.megabytes)
+    deadline_seconds = 120 + 2 * options.megabytes
+    setup = Setup(options.peers, elements, options.codec, deadline_seconds, path=options.path)
     load = os.getloadavg()[0]
     try:
         reports = asyncio.run(measure(setup, options.rounds))

@@ -22,7 +22,6 @@ import sys
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +30,7 @@ import torch
 import uvloop
 
 from benchmarks.averaging_setup import Setup, say
+from node.direct.plane import DirectConfig
 from node.network.libp2p import LibP2PConfig, LibP2PTransport
 from node.runtime import identity
 from node.runtime.clock import WallClock
@@ -49,6 +49,7 @@ from protocols.base import (
     Stream,
     Transport,
 )
+from protocols.bulk import BULK_METHODS
 from protocols.history.chain import Chain
 from protocols.static_members import StaticMembers
 from protocols.vectors import norm
@@ -142,7 +143,9 @@ class Peer:
 
     def prepare(self, host: Host) -> None:
         """Create the averager."""
-        settings = Settings(self.setup.codec, (self.setup.elements,), bandwidth=self.setup.bandwidth)
+        settings = Settings(
+            self.setup.codec, (self.setup.elements,), bandwidth=self.setup.bandwidth, keep_rounds=1, digest="blake3"
+        )
         self._averager = REPLICATED_PROTOCOLS["butterfly"](host, settings)
 
     async def make(self, round: int) -> dict[str, Any]:
@@ -248,17 +251,9 @@ async def listen(commands: asyncio.Queue[dict[str, Any]]) -> None:
 
 
 def network(setup: Setup, key: identity.Identity) -> LibP2PConfig:
-    """The transport's settings for `setup.path`.
-
-    Raises:
-        ImportError: a direct path is wanted, and this version of the node has none.
-    """
-    config = LibP2PConfig(key, runtime_directory=Path(setup.directory))
-    if setup.path == "direct":
-        from node.direct.plane import DirectConfig
-
-        return replace(config, direct=DirectConfig())
-    return config
+    """The transport's settings for `setup.path` and `setup.listen`."""
+    direct = DirectConfig(BULK_METHODS | {MOVE}) if setup.path == "direct" else None
+    return LibP2PConfig(key, listen=(setup.listen,), direct=direct, runtime_directory=Path(setup.directory))
 
 
 async def main(setup: Setup, kind: type[Peer] = Peer) -> None:

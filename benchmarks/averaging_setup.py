@@ -28,6 +28,7 @@ class Setup:
         deadline_seconds: of each round.
         bandwidth: what every peer declares, bytes/s; the budget of the data phase follows from it.
         path: how bulk data goes from peer to peer: "libp2p" or "direct"; for the floors "tcp" or "aead".
+        listen: multiaddr on which every peer listens.
         vectors: the directory of `benchmarks.peers.vectors` with each round's vectors; empty if peers draw their own.
     """
 
@@ -40,6 +41,7 @@ class Setup:
     rank: int = 0
     directory: str = ""
     path: str = "libp2p"
+    listen: str = "/ip4/127.0.0.1/tcp/0"
     vectors: str = ""
 
     def tokens(self, rank: int) -> int:

@@ -12,7 +12,7 @@ from functools import partial
 from typing import TypeVar
 
 from protocols import wire
-from protocols.allreduce.parts import PartLayout, ReducedPart, chunk_digest, seal
+from protocols.allreduce.parts import PartLayout, ReducedPart
 from protocols.base import BadPayload, Compute, Header, Stream
 from protocols.vectors import VectorView
 
@@ -139,7 +139,7 @@ async def receive_reduced(
     def accept(index: int) -> bytes:
         if scratch is not None:
             part.decode_chunk(index, into, scratch)
-        return chunk_digest(part.masks[index], part.chunk(index))
+        return part.digest_of(index, part.masks[index])
 
     for index in range(part.chunks):
         data = part.chunk(index)
@@ -153,5 +153,5 @@ async def receive_reduced(
         digests.append(await compute.run(partial(accept, index), (2 if into else 1) * len(data)))
         progress()
     done = wire.expect(await stream.receive(wire.MAX_HEADER_BYTES), wire.PartDone)
-    part.result = seal(part.low, part.high, part.masks, digests)
+    part.seal(digests)
     return done

@@ -188,10 +188,9 @@ class SessionTable(Generic[K, Session]):
         self._sessions[key] = session
         self._notifier.notify()
 
-    def close(self, keys: Iterable[K]) -> None:
-        """Remove these sessions, so that they get no further streams."""
-        for key in keys:
-            self._sessions.pop(key, None)
+    def close(self, keys: Iterable[K]) -> list[Session]:
+        """Remove these sessions, so that they get no further streams, and return those that were there."""
+        return [self._sessions.pop(key) for key in list(keys) if key in self._sessions]
 
     def get(self, key: K) -> Session | None:
         return self._sessions.get(key)

@@ -77,6 +77,7 @@ def join(
     announce: options.AnnounceOption = None,
     addresses_file: options.AddressesFileOption = None,
     nat: options.NatOption = None,
+    direct_port: options.DirectPortOption = None,
     checkpoint_every: options.CheckpointEveryOption = None,
     disk_limit: options.DiskLimitOption = None,
     bandwidth: options.BandwidthOption = None,

@@ -137,6 +137,14 @@ AddressesFileOption = Annotated[
 NatOption = Annotated[
     bool | None, option(MACHINE, "Map ports at the router and use relays. Default: --nat.", "--nat/--no-nat")
 ]
+DirectPortOption = Annotated[
+    str | None,
+    option(
+        MACHINE,
+        "TCP port for bulk data from other peers: 0 takes a free one, off sends all data over libp2p. Default: 0.",
+        metavar="PORT",
+    ),
+]
 CheckpointEveryOption = Annotated[
     int | None, option(MACHINE, "Rounds between two checkpoints. Default: 5.", min=1, metavar="ROUNDS")
 ]

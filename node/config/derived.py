@@ -55,6 +55,7 @@ def protocol_settings(manifest: Manifest, mine: PeerConfig, incarnation: int, st
         fork_peers=config.fork_peers,
         robust=config.robust or "mean",
         schedule=config.schedule or "random",
+        digest=config.digest or "sha256",
     )
 
 

@@ -19,6 +19,7 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, TypeAda
 from pydantic.dataclasses import dataclass
 
 from node.config.toml import ConfigError, check_keys, one_line, read_toml, shown, suggestion
+from node.direct.messages import MAX_PORT, MIN_PORT
 from node.membership.hello import MAX_ADDRESS_CHARACTERS
 from protocols.scopes import MAX_STAGES
 from protocols.wire import MAX_ROSTER
@@ -135,6 +136,15 @@ def _threads(value: object) -> object:
     return value
 
 
+def _direct_port(value: object) -> object:
+    """Check the value before pydantic does, as for `_threads`."""
+    if value not in ("off", 0, "0") and not (
+        re.fullmatch("[0-9]{4,5}", str(value)) and 1024 <= int(str(value)) <= 65_535
+    ):
+        raise ValueError(f'{shown(value)} must be "off", 0 for any free port, or a port from {MIN_PORT} to {MAX_PORT}')
+    return value
+
+
 def _run_id(text: str) -> str:
     if not re.fullmatch("[0-9a-f]{12,64}", text.lower()):
         raise ValueError(f"{text[:70]!r} is not the id of a run: 64 hex digits, or at least the first 12 of them")
@@ -180,6 +190,7 @@ class PeerConfig:
         bandwidth_bytes_per_second: upload rate of this machine, in bytes per second.
         wait_for_peers: peers that must be there, this one included, before a new run's first round begins.
         nat: whether to map ports at the router and use relays.
+        direct_port: TCP port on which this peer takes bulk data, 0 for any free one, or off: all data goes over libp2p.
         checkpoint_every: rounds between two checkpoints.
         disk_limit_bytes: disk space that checkpoints may take, in bytes.
         new: start a new run even if the state directory holds one.
@@ -208,6 +219,7 @@ class PeerConfig:
     bandwidth_bytes_per_second: float = Field(default=12.5e6, gt=0, le=1e12)
     wait_for_peers: int = Field(default=1, ge=1, le=MAX_ROSTER)
     nat: bool = True
+    direct_port: Annotated[Literal["off"] | int, BeforeValidator(_direct_port)] = 0
     checkpoint_every: int = Field(default=5, ge=1, le=1000)
     disk_limit_bytes: float = Field(default=20e9, gt=0, le=1e15)
     new: bool = False

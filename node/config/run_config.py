@@ -33,6 +33,7 @@ from node.tasks import name as names
 from node.tasks.activations import ACTIVATION_DTYPES
 from node.tasks.base import Recipe
 from node.tasks.gpt import DEFAULT_PRESET, PRESETS, Preset, preset
+from protocols.allreduce.part_hash import part_hash
 from protocols.codec import codec
 from protocols.pairwise.matching import known as known_schedule
 from protocols.robust import known as known_rule
@@ -46,6 +47,9 @@ MAX_LEASED_BYTES = 1 << 30
 STAGE_BATCHES = 8
 """Microbatches of an inner step in the presets, with stages. The tokens of a step stay the same."""
 _MIN_CHUNK_ELEMENTS = 1 << 10
+_PROTOCOL = "butterfly"
+_DIGEST = "blake3"
+"""Of new runs. A configuration that names none is of a run that is older than the choice, and means SHA-256."""
 
 _RECIPE_LIMITS: Mapping[str, float] = {
     "inner_steps": 10**6,
@@ -91,6 +95,11 @@ def _unless_random(schedule: str | None) -> str | None:
     return None if schedule is None or known_schedule(schedule) == "random" else schedule
 
 
+def _unless_sha256(digest: str | None) -> str | None:
+    """The digest to store: None for SHA-256, which runs of older versions use without naming it."""
+    return None if digest is None or part_hash(digest).name == "sha256" else digest
+
+
 def _unless_one(stages: int | None) -> int | None:
     """The number of stages to store: None for one, for the same reason as `_unless_mean`."""
     return None if stages == 1 else stages
@@ -123,6 +132,8 @@ class RunConfig:
         schedule: which peers a peer exchanges with, in gossip and push_sum. ring: the next one. exponential: those at
             distances 1, 2, 4, …. one-peer-exponential: one of these in turn. Without it, pairs are drawn at random in
             each round.
+        digest: hash of a round's reduced parts, in butterfly and moshpit: blake3 (the default of new runs) or sha256,
+            which takes about four times as long.
         stages: number of stages into which the model is cut, for machines that cannot hold it whole. Each peer holds
             one stage, and peers of stage 0 send microbatches through all others. Without it, each peer holds the whole
             model. For the tasks gpt and paced, with butterfly. See docs/pipeline.md.
@@ -138,10 +149,11 @@ class RunConfig:
 
     name: Annotated[str, AfterValidator(_printable)] = Field(default="starling", min_length=1, max_length=64)
     task: Annotated[str, AfterValidator(names.known)] = "gpt"
-    protocol: str = Field(default="butterfly", min_length=1, max_length=32)
+    protocol: str = Field(default=_PROTOCOL, min_length=1, max_length=32)
     codec: Annotated[str, AfterValidator(_known_codec)] = "int8"
     robust: Annotated[str | None, AfterValidator(_unless_mean)] = None
     schedule: Annotated[str | None, AfterValidator(_unless_random)] = None
+    digest: Annotated[str | None, AfterValidator(_unless_sha256)] = None
     stages: Annotated[int | None, Field(ge=1, le=MAX_STAGES), AfterValidator(_unless_one)] = None
     activations: Annotated[str | None, AfterValidator(_known_activations)] = None
     fork: Literal["allowed", "never"] = "allowed"
@@ -164,6 +176,8 @@ class RunConfig:
             raise ValueError(f"robust {self.robust} is for {' and '.join(_RULED)}: {self.protocol} takes no rule")
         if self.schedule and self.protocol not in _SCHEDULED:
             raise ValueError(f"schedule {self.schedule} is for {' and '.join(_SCHEDULED)}: {self.protocol} has none")
+        if self.digest and self.protocol not in _DIGESTED:
+            raise ValueError(f"digest {self.digest} is for {' and '.join(_DIGESTED)}: {self.protocol} sends no parts")
         used = codec(self.codec)
         if used.decay and self.protocol != "butterfly":
             raise ValueError(f"codec {used.name} is for protocol butterfly: {self.protocol} needs vectors whole")
@@ -260,6 +274,7 @@ class RunConfig:
 _OF_TASKS = ("gpt", "paced", "options")
 _RULED = ("butterfly", "moshpit")
 _SCHEDULED = ("gossip", "push_sum")
+_DIGESTED = ("butterfly", "moshpit")
 _RUN = TypeAdapter(RunConfig)
 _TABLES: Mapping[str, tuple[str, ...]] = {
     "recipe": tuple(field.name for field in fields(Recipe)),
@@ -333,8 +348,10 @@ def _merged(file: Mapping[str, Any], flags: Mapping[str, Any]) -> dict[str, Any]
 
 
 def _expanded(values: dict[str, Any]) -> dict[str, Any]:
-    """Add the values of the preset, and drop the tables of other tasks."""
+    """Add the values of the preset and the digest of new runs, and drop the tables of other tasks."""
     task = values.setdefault("task", "gpt")
+    if values.get("protocol", _PROTOCOL) in _DIGESTED:
+        values.setdefault("digest", _DIGEST)
     gpt, paced, options = (values.pop(table) for table in _OF_TASKS)
     if isinstance(task, str) and names.is_own(task):
         recipe = asdict(PRESETS[DEFAULT_PRESET].recipe)

@@ -91,11 +91,11 @@ class DaemonConnection:
         await self.client.add_binary_stream_handler(_PROTOCOL, take)
         await self._look()
 
-    async def stream(self, peer: PeerId, seconds: int) -> SocketPipe:
-        """Open a stream of Starling's libp2p protocol."""
+    async def stream(self, peer: PeerId, seconds: int) -> tuple[SocketPipe, str]:
+        """Open a stream of Starling's libp2p protocol. Also returns the peer's multiaddr."""
         target = p2pd_pb2.StreamOpenRequest(peer=_peer_bytes(peer), proto=[_PROTOCOL], timeout=seconds)
-        _, reader, writer = await self._ask(type=p2pd_pb2.Request.STREAM_OPEN, streamOpen=target)
-        return SocketPipe(reader, writer)
+        response, reader, writer = await self._ask(type=p2pd_pb2.Request.STREAM_OPEN, streamOpen=target)
+        return SocketPipe(reader, writer), _text(response.streamInfo.addr)
 
     async def connect(self, peer: PeerId, address: str, seconds: int) -> None:
         """Connect to the peer at a multiaddr."""

@@ -17,20 +17,24 @@ import logging
 import math
 import random
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Self, TypeVar
 
 from multiaddr import Multiaddr  # type: ignore[import-untyped]
 
+from node.direct.link import Libp2pLink
+from node.direct.plane import DirectConfig, DirectPlane
+from node.direct.routes import Route, host_of, hosts_of
 from node.membership.addresses import BACKOFF, CROSSED, has_crossed, is_silent, meaning, missing, not_listening
 from node.network.daemon import DaemonError, arguments, with_ports
 from node.network.daemon_connection import LINK_ERRORS, DaemonConnection
 from node.network.dns import stands_for
 from node.network.pipe import SocketPipe
-from node.network.serving import Serving, ask
+from node.network.serving import EndingPipe, Serving, ask
 from node.network.sockets import socket_directory
 from node.runtime.bounded import renew
 from node.runtime.identity import Identity
@@ -43,7 +47,7 @@ _REDIAL_SECONDS = 2.0
 _BACKOFF_SECONDS = (0.0, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 _STEADY_SECONDS = 30.0
 _KEPT_PORT_ATTEMPTS = 4
-_MAX_KNOWN = 64
+_MAX_KNOWN, _MAX_HOSTS = 64, 256
 _MAX_CAUSES, _MAX_CAUSES_PER_PEER = 256, 8
 _PAUSE_SECONDS = (0.1, 0.6)
 """Bounds of the random pause after a dial that crossed the other peer's, so that the two do not cross again."""
@@ -67,6 +71,7 @@ class LibP2PConfig:
         nat: map ports on the router, detect whether this peer is reachable, use and serve relays; see above.
         max_streams: number of incoming streams served at once.
         max_streams_per_peer: number of these from one peer.
+        direct: settings of the direct data plane; None: all streams go over libp2p.
         runtime_directory: where to create the directory of the control sockets; None: in the system's directory for
             temporary files.
     """
@@ -78,6 +83,7 @@ class LibP2PConfig:
     nat: bool = False
     max_streams: int = 1024
     max_streams_per_peer: int = 128
+    direct: DirectConfig | None = None
     runtime_directory: Path | None = None
 
 
@@ -106,6 +112,8 @@ class LibP2PTransport:
         self._seen: dict[PeerId, str] = {}
         self._causes: dict[PeerId, dict[str, str]] = {}
         self._chance = random.Random(self.me)  # seeded differently for each peer, so that two peers' dials diverge
+        self._hosts: dict[PeerId, str | None] = {}
+        self._direct: DirectPlane | None = None
         self._exit = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
@@ -124,6 +132,12 @@ class LibP2PTransport:
             self._listen = with_ports(self._config.listen, link.addresses)
             self._up.set()
             self._supervision = self._serving.spawn(self._supervise(link))
+            if config := self._config.direct:
+                self._direct = DirectPlane(
+                    self.me, config, Libp2pLink(self._open_over_libp2p, self._hosts.get, self._serving)
+                )
+                self._direct.start(hosts_of(self._listen))
+                stack.push_async_callback(self._direct.close)
             stack.push_async_callback(self._serving.close)
             self._exit = stack.pop_all()
         return self
@@ -160,12 +174,25 @@ class LibP2PTransport:
             raise DaemonError("this transport is closed")
         return self._link
 
+    @property
+    def routes(self) -> Mapping[PeerId, Route]:
+        """How bulk data goes to each peer, and why not directly; empty without a direct data plane."""
+        return self._direct.routes if self._direct else {}
+
     def serve(self, method: str, handler: Handler) -> None:
         self._serving.serve(method, handler)
 
+    def open(self, peer: PeerId, method: str, deadline: Deadline) -> AbstractAsyncContextManager[Stream]:
+        return self._stream(partial(self._dial, peer, method, deadline), peer, deadline)
+
+    def _open_over_libp2p(self, peer: PeerId, method: str, deadline: Deadline) -> AbstractAsyncContextManager[Stream]:
+        return self._stream(partial(self._dial_over_libp2p, peer, method, deadline), peer, deadline)
+
     @asynccontextmanager
-    async def open(self, peer: PeerId, method: str, deadline: Deadline) -> AsyncIterator[Stream]:
-        pipe = await self._dial(peer, method, deadline)
+    async def _stream(
+        self, dial: Callable[[], Awaitable[EndingPipe]], peer: PeerId, deadline: Deadline
+    ) -> AsyncIterator[Stream]:
+        pipe = await dial()
         try:
             yield await opened(peer, pipe, deadline)
         except BaseException:
@@ -201,11 +228,20 @@ class LibP2PTransport:
         """
         self._known.pop(peer, None)
         self._seen.pop(peer, None)
+        self._hosts.pop(peer, None)
+        if self._direct:
+            self._direct.forget(peer)
         async with self._reaching(peer, deadline) as (link, _):
             await link.disconnect(peer)
 
-    async def _dial(self, peer: PeerId, method: str, deadline: Deadline) -> SocketPipe:
-        pipe = await self._calling(peer, deadline, lambda link, seconds: link.stream(peer, seconds))
+    async def _dial(self, peer: PeerId, method: str, deadline: Deadline) -> EndingPipe:
+        if self._direct and (pipe := await self._direct.open(peer, method, deadline)):
+            return pipe
+        return await self._dial_over_libp2p(peer, method, deadline)
+
+    async def _dial_over_libp2p(self, peer: PeerId, method: str, deadline: Deadline) -> EndingPipe:
+        pipe, address = await self._calling(peer, deadline, lambda link, seconds: link.stream(peer, seconds))
+        renew(self._hosts, peer, host_of(address), _MAX_HOSTS)
         async with self._reaching(peer, deadline):
             await ask(pipe, method)
         return pipe
@@ -278,6 +314,7 @@ class LibP2PTransport:
         if address:
             # p2pd dials from the port that it listens on, so a peer can be reached at the address that it came from.
             renew(self._seen, peer, address, _MAX_KNOWN)
+            renew(self._hosts, peer, host_of(address), _MAX_HOSTS)
         # In a new task: asyncio logs an error when the task that it created for this call is cancelled.
         self._serving.take(peer, SocketPipe(reader, writer))
 

@@ -9,12 +9,11 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Coroutine
-from typing import Any
+from typing import Any, Protocol
 
-from node.network.pipe import SocketPipe
 from node.runtime.bounded import count
 from protocols.base import BadPayload, Handler, PeerError, PeerId, Stream
-from protocols.framing import accepted
+from protocols.framing import Pipe, accepted
 
 log = logging.getLogger(__name__)
 
@@ -25,7 +24,20 @@ _LINGER_SECONDS = 30.0
 _FAREWELL_SECONDS = 1.0
 
 
-async def ask(pipe: SocketPipe, method: str) -> None:
+class EndingPipe(Pipe, Protocol):
+    """A pipe with an end."""
+
+    async def close(self, seconds: float) -> None:
+        """End the stream in order: all data sent has arrived when the other side has ended it, too."""
+
+    async def reset(self) -> None:
+        """Reset the stream. Harmless after `close`."""
+
+    def abort(self) -> None:
+        """Reset the stream at once. Harmless after `close` and `reset`."""
+
+
+async def ask(pipe: EndingPipe, method: str) -> None:
     """Ask the other side to serve `method`. On failure, abort the stream.
 
     Raises:
@@ -63,11 +75,11 @@ class Serving:
             raise ValueError(f"{method!r} is served already, or is not a name of 1 to {METHOD_BYTES} bytes")
         self._handlers[method] = handler
 
-    def take(self, peer: PeerId, pipe: SocketPipe) -> None:
+    def take(self, peer: PeerId, pipe: EndingPipe) -> None:
         """Serve an incoming stream, or abort it if too many are being served."""
         full = self._active.total() >= self._max_streams
         if self._closed or full or self._active[peer] >= self._max_streams_per_peer:
-            self._refuse(peer, "too many streams")
+            self.refuse(peer, "too many streams")
             pipe.abort()
             return
         self._active[peer] += 1
@@ -80,11 +92,11 @@ class Serving:
         # Not in the task itself: a task that is cancelled before its first step runs none of its code.
         task.add_done_callback(release)
 
-    def finish(self, pipe: SocketPipe) -> asyncio.Task[None]:
+    def finish(self, pipe: EndingPipe) -> asyncio.Task[None]:
         """Close a stream in order: all data sent on it arrives if the peer reads it within 30 seconds."""
         return self._see_out(pipe, pipe.close(_LINGER_SECONDS))
 
-    def reset(self, pipe: SocketPipe) -> asyncio.Task[None]:
+    def reset(self, pipe: EndingPipe) -> asyncio.Task[None]:
         """Reset a stream."""
         return self._see_out(pipe, pipe.reset())
 
@@ -110,21 +122,21 @@ class Serving:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _see_out(self, pipe: SocketPipe, end: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    def _see_out(self, pipe: EndingPipe, end: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = self.spawn(end)
         self._lingering.add(task)
         task.add_done_callback(self._lingering.discard)
         task.add_done_callback(lambda _: pipe.abort())
         return task
 
-    async def _answer(self, peer: PeerId, pipe: SocketPipe) -> None:
+    async def _answer(self, peer: PeerId, pipe: EndingPipe) -> None:
         # Either way the slot stays taken until the stream has ended.
         if await self._handled(peer, pipe):
             await self.finish(pipe)
         else:
             await self.reset(pipe)
 
-    async def _handled(self, peer: PeerId, pipe: SocketPipe) -> bool:
+    async def _handled(self, peer: PeerId, pipe: EndingPipe) -> bool:
         try:
             admitted = await self._admit(peer, pipe)
             if admitted is None:
@@ -141,12 +153,12 @@ class Serving:
             return True
         return False
 
-    async def _admit(self, peer: PeerId, pipe: SocketPipe) -> tuple[Handler, Stream] | None:
+    async def _admit(self, peer: PeerId, pipe: EndingPipe) -> tuple[Handler, Stream] | None:
         try:
             async with asyncio.timeout(_OPENING_SECONDS):
                 handler = self._handlers.get(await _read_method(pipe))
                 if handler is None:
-                    self._refuse(peer, "method not served")
+                    self.refuse(peer, "method not served")
                     return None
                 await pipe.write(_ACCEPTED)
         except (OSError, EOFError):  # TimeoutError is an OSError
@@ -155,14 +167,15 @@ class Serving:
         return None if stream is None else (handler, stream)
 
     def _on_bad(self, peer: PeerId, error: BadPayload) -> None:
-        new = self._refuse(peer, "bad payload")  # warn once: any peer can send bad payloads as often as it likes
+        new = self.refuse(peer, "bad payload")  # warn once: any peer can send bad payloads as often as it likes
         log.log(logging.WARNING if new else logging.DEBUG, "%s broke the rules: %s", peer, error)
 
-    def _refuse(self, peer: PeerId, why: str) -> bool:
+    def refuse(self, peer: PeerId, why: str) -> bool:
+        """Count something refused. Return whether this peer had not been refused for this reason lately."""
         return count(self.refused, (peer, why))
 
 
-async def _read_method(pipe: SocketPipe) -> str:
+async def _read_method(pipe: EndingPipe) -> str:
     size = bytearray(1)
     await pipe.read_into(memoryview(size))
     name = bytearray(size[0])

@@ -22,8 +22,8 @@ MAX_WORD = 512
 MAX_LISTED = 4096
 """Most peers or addresses in one status."""
 MAX_NUMBER = 1 << 63
-_LATER = ("stage", "stages")
-"""Fields that a status from an older version lacks; it has no stages."""
+_LATER = ("stage", "stages", "route", "route_reason")
+"""Fields that a status from an older version lacks; it has no stages and no direct connections."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +36,9 @@ class PeerStatus:
         live: whether it is live; otherwise the failure detector suspects it.
         address: a multiaddr, or empty if none is known.
         stage: its stage; 0 in a run without stages.
+        route: how the latest bulk data went there: direct, dialled back (directly, but the peer had to dial), libp2p;
+            empty if none was sent since the peer was met.
+        route_reason: why it did not go directly.
     """
 
     peer: str
@@ -45,6 +48,8 @@ class PeerStatus:
     round: int
     address: str
     stage: int = 0
+    route: str = ""
+    route_reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,9 +133,9 @@ class Status:
 
 
 def public(status: Status) -> Status:
-    """The part of a status that any peer may see: without the others' addresses and this machine's process id."""
+    """The part of a status that any peer may see: without this machine's process id and where the others are."""
     return dataclasses.replace(
-        status, pid=0, peers=tuple(dataclasses.replace(each, address="") for each in status.peers)
+        status, pid=0, peers=tuple(dataclasses.replace(each, address="", route_reason="") for each in status.peers)
     )
 
 

@@ -20,6 +20,7 @@ from node.config.manifest import Manifest, ManifestError, unseal
 from node.config.peer_config import PeerConfig
 from node.config.run_config import RunConfig
 from node.config.toml import ConfigError
+from node.direct.plane import DirectConfig
 from node.joining import resume
 from node.joining.addresses_file import AddressesFile, AddressLine, read_addresses, require_usable
 from node.joining.bootstrap import BootstrapClient, BootstrapServer, RunInfo, ask_run
@@ -59,6 +60,7 @@ from node.ui.status_tracker import OuterLoopSources, RunLabels, StatusTracker
 from protocols import INDEPENDENT_PROTOCOLS, REPLICATED_PROTOCOLS
 from protocols.aio import run_with_helper
 from protocols.base import Host
+from protocols.bulk import BULK_METHODS
 from protocols.butterfly.part_store import LEAST_ROUNDS, PartStore
 from protocols.codec import codec
 from protocols.gate import Gate
@@ -162,7 +164,8 @@ class Peer:
             return self._end(line)
         status_tracker.set_identity(state.identity.peer_id, state.incarnation)
         kept = state.listening(config.listen)
-        link = LibP2PConfig(state.identity, config.listen, kept, config.announce, nat=config.nat)
+        direct = None if config.direct_port == "off" else DirectConfig(BULK_METHODS, config.direct_port)
+        link = LibP2PConfig(state.identity, config.listen, kept, config.announce, nat=config.nat, direct=direct)
         async with (
             ControlServer(state.path, self.status, self._on_asked),
             LoopLag() as lag,
@@ -173,7 +176,8 @@ class Peer:
             self._bootstrap_client(transport, files) as bootstrap,
         ):
             await disk.run(partial(state.listens, config.listen, transport.listening), 0)
-            status_tracker.set_network(lambda: shareable(transport.addresses) or transport.addresses, lag)
+            addresses = lambda: shareable(transport.addresses) or transport.addresses  # noqa: E731
+            status_tracker.set_network(addresses, lag, lambda: transport.routes)
             await self._enter_run(PeerResources(state, transport, compute, disk, files, bootstrap, lag))
 
     def _bootstrap_client(self, transport: LibP2PTransport, files: ThreadCompute) -> BootstrapClient:

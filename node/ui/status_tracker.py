@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import os
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
+from node.direct.routes import Route
 from node.membership.membership import Membership
 from node.membership.peer_record import PeerRecord
 from node.outer.round_history import LocalHistory, RoundHistory
@@ -76,6 +77,7 @@ class StatusTracker:
         self.nickname, self.peer, self._incarnation = nickname, "", 0
         self._addresses: Callable[[], Sequence[str]] = tuple
         self._lag: LoopLag | None = None
+        self._routes: Callable[[], Mapping[PeerId, Route]] = dict
         self._run = RunLabels()
         self._chain: RoundHistory | None = None
         self._membership: Membership | None = None
@@ -90,14 +92,20 @@ class StatusTracker:
         """Note that the state directory is open."""
         self.peer, self._incarnation = peer, incarnation
 
-    def set_network(self, addresses: Callable[[], Sequence[str]], lag: LoopLag) -> None:
+    def set_network(
+        self,
+        addresses: Callable[[], Sequence[str]],
+        lag: LoopLag,
+        routes: Callable[[], Mapping[PeerId, Route]] = dict,
+    ) -> None:
         """Note that the transport is up.
 
         Args:
             addresses: returns the multiaddrs at which others reach this peer.
             lag: measures the event loop.
+            routes: returns how bulk data goes to each peer.
         """
-        self._addresses, self._lag = addresses, lag
+        self._addresses, self._lag, self._routes = addresses, lag, routes
 
     def enter_run(self, run: RunLabels) -> None:
         """Note which run the peer takes part in."""
@@ -197,6 +205,8 @@ class StatusTracker:
             elsewhere = self._run.stages > 1 and each.stage != self._run.stage  # the roster is of this peer's stage
             return not votes or each.peer in roster or (elsewhere and each.live)
 
+        routes = self._routes()
+
         return tuple(
             PeerStatus(
                 peer=each.peer,
@@ -206,6 +216,8 @@ class StatusTracker:
                 round=each.round,
                 address=each.addresses[0] if each.addresses else "",
                 stage=each.stage or 0,
+                route=routes[each.peer].way if each.peer in routes else "",
+                route_reason=routes[each.peer].why if each.peer in routes else "",
             )
             for each in self._membership.contacts()
             if each.hello or each.peer in roster

@@ -230,13 +230,26 @@ def _peers(status: Status, width: int) -> list[RenderableType]:
     live = sum(each.live for each in order)
     heading = Text(f"\n{len(order)} other peer{'s' * (len(order) != 1)}, {live} live", style="bold")
     rest = len(order) - _SHOWN_PEERS
-    return [heading, table, *([Text(f"and {rest} more", style="dim")] if rest > 0 else [])]
+    return [heading, table, *([Text(f"and {rest} more", style="dim")] if rest > 0 else []), *_not_direct(order)]
+
+
+def _not_direct(peers: Sequence[PeerStatus]) -> list[RenderableType]:
+    """Why bulk data takes the slower way, for the first such peer that can be reached."""
+    slow = [each for each in peers if each.live and each.route_reason]
+    if not slow:
+        return []
+    name = printable(slow[0].nickname)[:_NICKNAME] or short(slow[0].peer)
+    more = f" (and {len(slow) - 1} more)" if len(slow) > 1 else ""
+    why = printable(slow[0].route_reason, 200)
+    return [Text(f"Data goes to {name} over libp2p{more}: {why}", style="dim", overflow="fold")]
 
 
 def _peer(line: PeerStatus, staged: bool) -> tuple[Text, ...]:
     mark = Text("● live", style="green") if line.live else Text("○ suspected", style="yellow")
     name = Text(printable(line.nickname)[:_NICKNAME] or short(line.peer))
     role = Text("member" if line.member else "observer", style="" if line.member else "dim")
+    if line.route:
+        role.append(f", {printable(line.route)[:_NICKNAME]}", style="dim")
     stage = (Text(f"stage {line.stage}"),) if staged else ()
     return mark, name, *stage, Text(f"round {line.round + 1}"), role, Text(short(printable(line.peer)), style="dim")
 

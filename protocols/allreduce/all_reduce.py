@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from protocols import wire
 from protocols.aio import Notifier, loop_time, task_group
-from protocols.allreduce.parts import ReducedPart, ReduceJob, seal
+from protocols.allreduce.parts import ReducedPart, ReduceJob
 from protocols.allreduce.plan import ResolvedPlan
 from protocols.allreduce.reducer import Reducer, contribute
 from protocols.base import BadPayload, Host, PeerError, PeerGone, PeerId, PeerSilent, Stream
@@ -205,6 +205,11 @@ class AllReduce:
         self.finished = loop_time()
         self._on_change()
 
+    def discard(self) -> None:
+        """Forget all parts: nothing will ask for them any more. Streams that still send one keep it until they end."""
+        self.parts.clear()
+        self._reducers.clear()
+
     async def serve(self, peer: PeerId, stream: Stream, opening: wire.Contribute) -> None:
         """Serve a member's data stream.
 
@@ -212,8 +217,9 @@ class AllReduce:
             BadPayload: the member uses another codec, or broke a rule.
             PeerSilent: this member does not reduce the part, or the stream broke off.
         """
-        if opening.codec != self.task.codec.name:
-            raise BadPayload(f"codec {opening.codec!r} where the run uses {self.task.codec.name}")
+        codec = self.task.format.codec
+        if opening.codec != codec.name:
+            raise BadPayload(f"codec {opening.codec!r} where the run uses {codec.name}")
         deadline = min(stream.deadline, self.task.deadline)
         if not await self._notifier.reached(lambda: opening.part in self._reducers, deadline):
             raise PeerSilent(peer, f"part {opening.part} is not reduced here")
@@ -223,6 +229,5 @@ class AllReduce:
 def _empty(task: ReduceJob, part: int) -> ReducedPart:
     """A part without elements, for which no peer has to be asked."""
     held = task.part(part)
-    held.result = seal(held.low, held.high, [], [])
-    held.done = wire.PartDone(part, task.resolved.plan.reducers[part], held.result, b"")
+    held.done = wire.PartDone(part, task.resolved.plan.reducers[part], held.seal([]), b"")
     return held

@@ -1,18 +1,17 @@
-"""What the data phase works on: parts of the encoded mean, their chunks and their digests."""
+"""What the data phase works on: parts of the encoded mean, and their chunks."""
 
 from __future__ import annotations
 
-import hashlib
-import itertools
-import mmap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
 from protocols import wire
+from protocols.allreduce.chunk_pool import ChunkPool
+from protocols.allreduce.part_hash import SHA256, PartHash, part_hash
 from protocols.allreduce.plan import ResolvedPlan
-from protocols.base import Compute, Deadline, PeerId, RoundKey, Signer, Vector
+from protocols.base import Compute, Deadline, PeerId, RoundKey, Settings, Signer, Vector
 from protocols.codec import Codec
 from protocols.vectors import CHUNK_ELEMENTS, VectorView, chunk_count, chunk_range
 
@@ -69,23 +68,44 @@ class ReducedPart(PartLayout):
     """One reduced part, encoded: filled chunk by chunk, then sealed.
 
     Attributes:
+        hash: makes the digests of its chunks, and its own.
+        pool: lends the memory of its chunks.
         masks: for each chunk that is in, a bit mask of its contributors.
         result: digest of the part; None until all chunks are in.
         done: the digest as the reducer signed it; None if the part came from a peer that did not keep the signature.
     """
 
-    def __init__(self, codec: Codec, low: int, high: int, chunk_elements: int = CHUNK_ELEMENTS) -> None:
+    def __init__(
+        self,
+        codec: Codec,
+        low: int,
+        high: int,
+        chunk_elements: int = CHUNK_ELEMENTS,
+        hash: PartHash = SHA256,
+        pool: ChunkPool | None = None,
+    ) -> None:
         super().__init__(codec, low, high, chunk_elements)
+        self.hash, self.pool = hash, pool or ChunkPool()
         self.masks: list[int] = []
         self.result: wire.PartDigest | None = None
         self.done: wire.PartDone | None = None
-        # Anonymous memory costs nothing until it is written; a bytearray would be cleared on the loop.
-        self._memory = memoryview(mmap.mmap(-1, max(1, self.size_bytes)))
+        self._memory: list[memoryview | None] = [None] * self.chunks
 
     def chunk(self, index: int) -> memoryview:
-        """The encoded bytes of a chunk."""
-        start = self.place(index)
-        return self._memory[start : start + self.size(index)]
+        """The encoded bytes of a chunk: memory to write to, with undefined content at first."""
+        memory = self._memory[index]
+        if memory is None:
+            memory = self._memory[index] = self.pool.take(self.size(index))
+        return memory
+
+    def digest_of(self, index: int, mask: int) -> bytes:
+        """Digest of a chunk with these contributors, for `seal`."""
+        return self.hash.chunk(mask, self.chunk(index))
+
+    def seal(self, digests: Sequence[bytes]) -> wire.PartDigest:
+        """Set `result`, from the digests of all chunks and their `masks`, and return it."""
+        self.result = self.hash.part(self.low, self.high, self.masks, digests)
+        return self.result
 
     def decode(self, into: VectorView | None) -> None:
         """Decode the part into its range of a vector; with None, only check that it decodes.
@@ -104,18 +124,39 @@ class ReducedPart(PartLayout):
             into.write(low, scratch[: high - low])
 
 
-def chunk_digest(mask: int, data: memoryview) -> bytes:
-    """Digest of one reduced chunk, from which its part's digest is made."""
-    digest = hashlib.sha256(mask.to_bytes(4, "little"))
-    digest.update(data)
-    return digest.digest()
+@dataclass(frozen=True, slots=True)
+class PartFormat:
+    """How the vectors of a run are encoded, cut into chunks and hashed, and where this peer has the memory from.
 
+    Attributes:
+        codec: of contributions; that of a mean follows from it.
+        pool: lends the memory of chunks.
+    """
 
-def seal(low: int, high: int, masks: Sequence[int], digests: Sequence[bytes]) -> wire.PartDigest:
-    """The digest of the part [low, high) with these chunks. It covers the range: equal bytes elsewhere differ."""
-    runs = tuple(wire.ChunkSpan(len(list(group)), mask) for mask, group in itertools.groupby(masks))
-    place = low.to_bytes(8, "little") + high.to_bytes(8, "little")
-    return wire.PartDigest(hashlib.sha256(place + b"".join(digests)).digest(), runs)
+    codec: Codec
+    chunk_elements: int
+    hash: PartHash
+    pool: ChunkPool
+
+    @classmethod
+    def of(cls, settings: Settings, codec: Codec, pool: ChunkPool) -> PartFormat:
+        """The format that these settings name, with this codec.
+
+        Raises:
+            ValueError: unknown digest, or the chunk length is not a multiple of the codec's grain.
+        """
+        if settings.chunk_elements % codec.grain:
+            chunk = f"chunks of {settings.chunk_elements} elements"
+            raise ValueError(f"{chunk} with codec {codec.name}: take a multiple of {codec.grain}")
+        return cls(codec, settings.chunk_elements, part_hash(settings.digest), pool)
+
+    def contribution(self, low: int, high: int) -> PartLayout:
+        """Layout of a contribution to the part [low, high). Its codec may differ from that of the reduced part."""
+        return PartLayout(self.codec, low, high, self.chunk_elements)
+
+    def part(self, low: int, high: int, members: int) -> ReducedPart:
+        """An empty reduced part for a mean of at most this many contributions."""
+        return ReducedPart(self.codec.reduced(members), low, high, self.chunk_elements, self.hash, self.pool)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,8 +177,7 @@ class ReduceJob:
     me: PeerId
     mine: VectorView
     into: VectorView
-    codec: Codec
-    chunk_elements: int
+    format: PartFormat
     compute: Compute
     signer: Signer
     silent: Deadline
@@ -147,13 +187,11 @@ class ReduceJob:
 
     def part(self, index: int) -> ReducedPart:
         """An empty reduced part."""
-        low, high = self.resolved.part(index)
-        return ReducedPart(self.codec.reduced(len(self.resolved.peers)), low, high, self.chunk_elements)
+        return self.format.part(*self.resolved.part(index), len(self.resolved.peers))
 
     def handed_in(self, index: int) -> PartLayout:
-        """Layout of a contribution to a part. Its codec may differ from that of the reduced part."""
-        low, high = self.resolved.part(index)
-        return PartLayout(self.codec, low, high, self.chunk_elements)
+        """Layout of a contribution to a part."""
+        return self.format.contribution(*self.resolved.part(index))
 
     def message(self, done: wire.PartDone) -> bytes:
         """The bytes that the reducer of a part signed."""

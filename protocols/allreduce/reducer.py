@@ -19,7 +19,7 @@ import torch
 
 from protocols import wire
 from protocols.aio import Notifier, loop_time, run_with_helper
-from protocols.allreduce.parts import ReducedPart, ReduceJob, chunk_digest, seal
+from protocols.allreduce.parts import ReducedPart, ReduceJob
 from protocols.allreduce.plan import SCATTER_SHARE
 from protocols.base import BadPayload, Deadline, PeerError, PeerId, PeerSilent, Stream
 from protocols.chunks import HEADER_LIMIT, due, receive_reduced, send_vector
@@ -81,8 +81,8 @@ class Reducer:
             self._free.extend(self._inbox.pop(index).values())
             self.task.progress()
             self._notifier.notify()
-        task, self.held.result = self.task, seal(self.held.low, self.held.high, self._masks, self._digests)
-        done = wire.PartDone(self.part, task.resolved.plan.reducers[self.part], self.held.result, b"")
+        task, result = self.task, self.held.seal(self._digests)
+        done = wire.PartDone(self.part, task.resolved.plan.reducers[self.part], result, b"")
         self.held.done = replace(done, signature=task.signer.sign(task.message(done)))
         self._scratch, self._free = torch.empty(0), []
         self.odd = {task.resolved.peers[member]: why for member, why in self._judge.named().items()}
@@ -133,7 +133,7 @@ class Reducer:
         # Not `receive_chunk`: here only a chunk on its way has a buffer, and all members share the free buffers.
         size = self._contribution.size(index)
         due(await stream.receive(HEADER_LIMIT), wire.Chunk, index, size)
-        whole = self._free.pop() if self._free else memoryview(bytearray(self._contribution.size(0)))
+        whole = self._free.pop() if self._free else self.held.pool.take(self._contribution.size(0))
         await stream.receive_into(whole[:size])
         if peer in self.lost:
             self._free.append(whole)
@@ -200,7 +200,7 @@ class Reducer:
         data = self.held.chunk(index)
         self.held.codec.encode(mean, data)
         self.held.decode_chunk(index, task.into, mean)  # so this member has the same bits as the others
-        self._digests.append(chunk_digest(mask, data))
+        self._digests.append(self.held.digest_of(index, mask))
         return mask, refused
 
     def _decode(self, peer: PeerId, index: int, row: torch.Tensor) -> float:
@@ -213,10 +213,10 @@ class Reducer:
         if peer == task.me:
             low, high = self.held.elements(index)
             row.copy_(task.mine.read(low, high, row))
-            if self.held.codec is not task.codec:  # the mean has room only for encoded contributions
-                carry(task.codec, row)
+            if self.held.codec is not task.format.codec:  # the mean has room only for encoded contributions
+                carry(task.format.codec, row)
             return norm([row])
-        task.codec.decode(self._inbox[index][peer][: self._contribution.size(index)], row)
+        task.format.codec.decode(self._inbox[index][peer][: self._contribution.size(index)], row)
         size = norm([row])
         self._squares[peer] += size**2
         limit = task.resolved.norm_limit(self._order[peer])
@@ -244,7 +244,7 @@ async def contribute(task: ReduceJob, part: int, stream: Stream, again: bool = F
         BadPayload: the reducer broke a rule.
         PeerSilent: the stream broke off.
     """
-    await stream.send(wire.Contribute(task.key, task.resolved.digest, part, task.codec.name))
+    await stream.send(wire.Contribute(task.key, task.resolved.digest, part, task.format.codec.name))
     receiving = _receive_part(task, part, stream)
     return await receiving if again else await run_with_helper(receiving, _send_part(task, part, stream))
 

@@ -14,6 +14,7 @@ from contextlib import asynccontextmanager
 from protocols import wire
 from protocols.aio import task_group
 from protocols.allreduce.all_reduce import DATA, next_claim
+from protocols.allreduce.parts import PartFormat
 from protocols.base import BadPayload, Deadline, Head, Host, PeerId, PeerSilent, RoundKey, Settings, Stream
 from protocols.butterfly.consensus_driver import ConsensusDriver
 from protocols.butterfly.context import ButterflyContext
@@ -61,8 +62,9 @@ class Butterfly:
         self.bandwidth = settings.bandwidth
         self.part_cache, self._on_ahead = part_cache or PartCache(host), on_ahead
         self._post = ControlChannel(host, CONTROL, self.accounting)
+        part_format = PartFormat.of(settings, codec(settings.codec), self.part_cache.pool)
         self._context = ButterflyContext(
-            host, settings, codec(settings.codec), self.me, self.accounting, self._post, self.part_cache
+            host, settings, part_format, self.me, self.accounting, self._post, self.part_cache
         )
         self._decisions: dict[bytes, ConsensusDriver] = {}
         # Lineages whose promises were dropped. If this peer comes back to one, on another branch, it only observes.
@@ -130,7 +132,8 @@ class Butterfly:
             [lineage for lineage, rounds in age.items() if rounds <= 1],
         )
         kept = [each.head.key for each in self._sessions.values()]
-        self._sessions.close(each.lineage for each in kept if each.round != key.round - 1)
+        for session in self._sessions.close(each.lineage for each in kept if each.round != key.round - 1):
+            session.discard()
 
     # -- control ------------------------------------------------------------------------------------------------------
 

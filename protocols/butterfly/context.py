@@ -4,33 +4,24 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from protocols.allreduce.parts import PartFormat
 from protocols.allreduce.plan import PlanInputs
 from protocols.base import Head, Host, Member, PeerId, Settings
 from protocols.butterfly.part_cache import PartCache
-from protocols.codec import Codec
 from protocols.control_channel import ControlChannel, RoundAccounting
 
 
 @dataclass(frozen=True, slots=True)
 class ButterflyContext:
-    """What stays the same from round to round.
-
-    Raises:
-        ValueError: the settings' chunk length is not a multiple of the codec's grain.
-    """
+    """What stays the same from round to round."""
 
     host: Host
     settings: Settings
-    codec: Codec
+    format: PartFormat
     me: Member
     accounting: RoundAccounting
     post: ControlChannel
     part_cache: PartCache
-
-    def __post_init__(self) -> None:
-        chunk, grain = self.settings.chunk_elements, self.codec.grain
-        if chunk % grain:
-            raise ValueError(f"chunks of {chunk} elements with codec {self.codec.name}: take a multiple of {grain}")
 
     def live_peers(self) -> set[PeerId]:
         """The peers that the failure detector believes alive."""
@@ -42,7 +33,7 @@ class ButterflyContext:
 
     def inputs(self, head: Head) -> PlanInputs:
         """The inputs from which each member draws the plan of the round after this head."""
-        codec, many = self.codec, 1 << 20
+        codec, many = self.format.codec, 1 << 20
         size = codec.encoded_bytes(many)
         return PlanInputs(
             key=head.key,

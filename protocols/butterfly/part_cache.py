@@ -11,11 +11,11 @@ from dataclasses import replace
 
 from protocols import wire
 from protocols.aio import peer_timeout
+from protocols.allreduce.chunk_pool import ChunkPool
 from protocols.allreduce.parts import ReducedPart
 from protocols.base import BadPayload, Buffer, Deadline, Host, PeerGone, PeerId, Stream
 from protocols.butterfly.part_store import PartStore, Stored
 from protocols.chunks import receive_reduced
-from protocols.codec import Codec
 from protocols.gate import Gate
 from protocols.limits import REQUESTER_IDLE_SECONDS
 from protocols.stream_limiter import StreamLimiter
@@ -32,6 +32,7 @@ class PartCache:
     Attributes:
         past: store of the parts of decided rounds; None if there is none.
         gate: parts of past rounds are not served while it is closed.
+        pool: lends the memory of parts, and gets it back when they are dropped.
     """
 
     def __init__(self, host: Host, past: PartStore | None = None, gate: Gate | None = None) -> None:
@@ -39,7 +40,7 @@ class PartCache:
         Args:
             gate: the gate of `past`; None for a new one.
         """
-        self.past, self.gate = past, gate or Gate()
+        self.past, self.gate, self.pool = past, gate or Gate(), ChunkPool()
         self._parts: dict[bytes, dict[bytes, ReducedPart]] = {}
         self._waiting: dict[bytes, None] = {}  # lineages of decided rounds that are to be stored
         self._limiter = StreamLimiter()
@@ -70,7 +71,10 @@ class PartCache:
         return tuple(self._parts.get(lineage, ()))
 
     def keep(self, lineages: Collection[bytes], in_memory: Collection[bytes] = ()) -> None:
-        """Drop the parts of all other rounds, and stored parts of these, unless they are to stay `in_memory`."""
+        """Begin a round: drop the parts of all other rounds, and stored parts of these, unless they are to stay
+        `in_memory`.
+        """
+        self.pool.next_round()
         stored = self.past or ()
         self._parts = {
             lineage: parts
@@ -128,20 +132,19 @@ class PartCache:
 
 
 async def fetch_part(
-    host: Host, peer: PeerId, wanted: wire.PartDigest, codec: Codec, span: tuple[int, int, int], deadline: Deadline
+    host: Host, peer: PeerId, wanted: wire.PartDigest, part: ReducedPart, deadline: Deadline
 ) -> ReducedPart:
     """Fetch a part from a peer that may have it. The `done` of the result is the peer's claim, and not verified.
 
     Args:
         wanted: digest that the part must have.
-        span: element range [low, high) of the part, and elements of a chunk.
+        part: an empty part, which is filled and returned. If this fails, its content is undefined.
 
     Raises:
         PeerGone: the peer cannot be reached or does not have the part.
         PeerSilent: the stream broke off.
         BadPayload: the peer sent another part.
     """
-    part = ReducedPart(codec, *span)
     async with host.transport.open(peer, PARTS, deadline) as stream:
         await stream.send(wire.WantPart(wanted.digest))
         if not wire.expect(await stream.receive(_LIMIT), wire.Availability).here:

@@ -112,14 +112,14 @@ class PartFetcher:
             bounds: element range of the part.
             members: number of members of the plan.
         """
-        codec, live = self._context.codec.reduced(members), self._context.live_peers()
-        span = (*bounds, self._context.settings.chunk_elements)
+        live = self._context.live_peers()
         for peer in dict.fromkeys(holders):
             if peer == self._context.me.peer or peer not in live:
                 continue
             deadline = self._within(self._attempt.driver.patience_seconds)
+            empty = self._context.format.part(*bounds, members)
             try:
-                held = await fetch_part(self._context.host, peer, part, codec, span, deadline)
+                held = await fetch_part(self._context.host, peer, part, empty, deadline)
                 await self._context.host.compute.run(partial(held.decode, None), 4 * (held.high - held.low))
                 return held
             except BadPayload as error:

@@ -43,7 +43,7 @@ class Stored(PartLayout):
     def __init__(self, part: ReducedPart, buffer: SnapshotBuffer, offset: int) -> None:
         super().__init__(part.codec, part.low, part.high, part.chunk_elements)
         self.masks, self.result, self.done = part.masks, part.result, part.done
-        self._buffer, self._offset = buffer, offset
+        self._hash, self._pool, self._buffer, self._offset = part.hash, part.pool, buffer, offset
 
     def chunk(self, index: int) -> bytearray:
         """Read the encoded bytes of a chunk. Blocks until the disk answers.
@@ -52,14 +52,17 @@ class Stored(PartLayout):
             OSError: the file fails.
         """
         data = bytearray(self.size(index))
-        self._buffer.read(self._offset + self.place(index), memoryview(data))
+        self._read(index, memoryview(data))
         return data
+
+    def _read(self, index: int, into: memoryview) -> None:
+        self._buffer.read(self._offset + self.place(index), into)
 
     def load(self) -> ReducedPart:
         """Read the whole part into memory. Blocks and raises as `chunk` does."""
-        held = ReducedPart(self.codec, self.low, self.high, self.chunk_elements)
+        held = ReducedPart(self.codec, self.low, self.high, self.chunk_elements, self._hash, self._pool)
         for index in range(self.chunks):
-            held.chunk(index)[:] = self.chunk(index)
+            self._read(index, held.chunk(index))
         held.masks, held.result, held.done = self.masks, self.result, self.done
         return held
 

@@ -112,6 +112,11 @@ class ButterflySession:
         self.call.close()
         self.decision.stop()
 
+    def discard(self) -> None:
+        """Forget the parts of a session that serves no new streams, so that their memory is free at once."""
+        if self.attempt.exchange:
+            self.attempt.exchange.discard()
+
     def supersede(self) -> None:
         """End the attempt, because a better branch is known."""
         self.attempt.supersede()

@@ -198,6 +198,8 @@ class Settings:
         robust: name of the rule by which reducers average (`protocols.robust`); equal at all peers of a run.
         schedule: name of the partner schedule of gossip and push-sum (`protocols.pairwise.matching`); equal at all
             peers of a run.
+        digest: name of the hash of a round's reduced parts (`protocols.allreduce.part_hash`); equal at all peers of a
+            run.
     """
 
     codec: str
@@ -210,6 +212,7 @@ class Settings:
     fork_peers: int = 1
     robust: str = "mean"
     schedule: str = "random"
+    digest: str = "sha256"
 
 
 @dataclass(frozen=True, slots=True)

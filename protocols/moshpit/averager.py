@@ -24,6 +24,8 @@ from contextlib import asynccontextmanager
 
 from protocols import wire
 from protocols.aio import loop_time, task_group
+from protocols.allreduce.chunk_pool import ChunkPool
+from protocols.allreduce.parts import PartFormat
 from protocols.allreduce.plan import offer_message
 from protocols.base import BadPayload, Deadline, Head, Host, PeerId, PeerSilent, Settings, Stream
 from protocols.codec import state_codec
@@ -58,7 +60,7 @@ class Moshpit:
         self._endpoint = ProtocolEndpoint(host, settings, acquaintances=lambda: self._moshpit.found)
         self.me, self.accounting = self._endpoint.me, self._endpoint.accounting
         self._post = ControlChannel(host, CONTROL, self.accounting)
-        used, tracker = state_codec(settings.codec), PeerTracker(self.me)
+        used, tracker = PartFormat.of(settings, state_codec(settings.codec), ChunkPool()), PeerTracker(self.me)
         context = MoshpitContext(host, settings, used, self.me, self.accounting, self._post, tracker)
         self._moshpit = MoshpitState(context, most, announce_limit)
         self._session: MoshpitSession | None = None
@@ -71,6 +73,7 @@ class Moshpit:
     async def enter(self, head: Head, deadline: Deadline) -> AsyncIterator[MoshpitSession]:
         session = self._session = MoshpitSession(self._moshpit, head, deadline)
         self._endpoint.bind(head.key)
+        self._moshpit.context.format.pool.next_round()
         self._post.on_gone = session.gone
         try:
             async with task_group() as group, self._post.run(group, deadline, [*self._moshpit.in_sight()]):

@@ -75,8 +75,7 @@ class GroupAllReduce:
             me=context.me.peer,
             mine=source,
             into=target,
-            codec=context.codec,
-            chunk_elements=context.settings.chunk_elements,
+            format=context.format,
             compute=context.host.compute,
             signer=context.host.signer,
             silent=now + self._patience_seconds,
@@ -234,6 +233,10 @@ class GroupAllReduce:
         if held is None or held.done is None or not held.done.signature:
             raise PeerSilent(peer, f"asked for part {opening.part}, which this peer does not have")
         await Reducer(self._exchange.task, opening.part, held).serve(peer, stream)
+
+    def discard(self) -> None:
+        """Forget the group's parts: no new stream may ask for them."""
+        self._exchange.discard()
 
     # -- afterwards ---------------------------------------------------------------------------------------------------
 

@@ -16,8 +16,8 @@ from statistics import median_low
 from protocols import wire
 from protocols.aio import Notifier, loop_time
 from protocols.allreduce import plan as planning
+from protocols.allreduce.parts import PartFormat
 from protocols.base import BadPayload, Deadline, Host, Member, PeerId, Settings
-from protocols.codec import Codec
 from protocols.control_channel import ControlChannel, RoundAccounting
 from protocols.moshpit.grid import seeded_order
 from protocols.moshpit.peer_tracker import WAITING, PeerTracker, PositionAnnouncement
@@ -43,7 +43,7 @@ class MoshpitContext:
 
     host: Host
     settings: Settings
-    codec: Codec
+    format: PartFormat
     me: Member
     accounting: RoundAccounting
     post: ControlChannel
@@ -212,11 +212,12 @@ class GroupMatchmaker:
 
     def _kind(self) -> bytes:
         """32 bytes for the kind of state: its size and its codec. States of different kinds cannot be averaged."""
-        return self._contribution.elements.to_bytes(8, "little") + self._context.codec.name.encode().ljust(24, b"\0")
+        codec = self._context.format.codec.name.encode()
+        return self._contribution.elements.to_bytes(8, "little") + codec.ljust(24, b"\0")
 
     @property
     def _inputs(self) -> planning.PlanInputs:
-        per_element = self._context.codec.encoded_bytes(1 << 20) / (1 << 20)
+        per_element = self._context.format.codec.encoded_bytes(1 << 20) / (1 << 20)
         return planning.PlanInputs(self.key, self._contribution.elements, per_element)
 
     # -- calling ------------------------------------------------------------------------------------------------------

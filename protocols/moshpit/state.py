@@ -191,7 +191,8 @@ class MoshpitState:
     def keep(self, data_phase: GroupAllReduce) -> None:
         """Keep the data phase of a group that begins, and drop the oldest."""
         self.data_phases.open(data_phase.resolved.digest, data_phase)
-        self.data_phases.close(self.data_phases.keys()[:-KEEP_GROUPS])
+        for old in self.data_phases.close(self.data_phases.keys()[:-KEEP_GROUPS]):
+            old.discard()
 
     def spare_buffers(self, like: Sequence[Vector]) -> list[Vector]:
         """Vectors of the same sizes as `like`, kept for the next round."""

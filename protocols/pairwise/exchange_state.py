@@ -79,7 +79,7 @@ class ExchangeState(PairState):
     ) -> PairExchange:
         """Begin an exchange. Until `end`, nothing else may touch the session's state."""
         assert session.state is not None and self.exchange is None
-        swap = StateSwap(session.state, self.codec, self.endpoint.settings.chunk_elements, self.host.compute)
+        swap = StateSwap(session.state, self.part(session.state.size), self.host.compute)
         self.exchange = PairExchange(ask, partner, session, swap, deadline, loop_time())
         self.partners = (partner.peer,)
         return self.exchange

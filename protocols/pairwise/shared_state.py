@@ -13,6 +13,7 @@ from dataclasses import replace
 from functools import partial
 
 from protocols.aio import Notifier, loop_time, set_at
+from protocols.allreduce.chunk_pool import ChunkPool
 from protocols.allreduce.parts import ReducedPart
 from protocols.base import (
     AveragingResult,
@@ -64,6 +65,7 @@ class PairState(ABC):
         self.codec, self.timeouts = codec(settings.codec), PeerTimeouts(settings.bandwidth)
         self.estimator, self.notifier = ClaimedRounds(), Notifier()
         self.session: SharedStateSession | None = None
+        self._pool = ChunkPool()
         self.half_exchanges = 0
         self.partners: tuple[PeerId, ...] = ()
 
@@ -74,10 +76,11 @@ class PairState(ABC):
 
     def part(self, elements: int) -> ReducedPart:
         """Allocate an encoded state."""
-        return ReducedPart(self.codec, 0, elements, self.endpoint.settings.chunk_elements)
+        return ReducedPart(self.codec, 0, elements, self.endpoint.settings.chunk_elements, pool=self._pool)
 
     def open(self, session: SharedStateSession) -> None:
         """Begin a round."""
+        self._pool.next_round()
         self.session = session
 
     async def close(self) -> None:

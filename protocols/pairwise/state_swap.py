@@ -33,7 +33,6 @@ from protocols.aio import task_group, until_gone
 from protocols.allreduce.parts import ReducedPart
 from protocols.base import BadPayload, Compute, Deadline, Header, Member, Members, PeerId, PeerSilent, RoundKey, Stream
 from protocols.chunks import send_vector
-from protocols.codec import Codec
 from protocols.limits import LARGEST_FLOAT32
 from protocols.pairwise.state_receiver import StateReceiver
 from protocols.vectors import VectorView, norm
@@ -153,12 +152,16 @@ class StateSwap:
         size_bytes, chunks: of one encoded state.
     """
 
-    def __init__(self, state: VectorView, codec: Codec, chunk_elements: int, compute: Compute) -> None:
+    def __init__(self, state: VectorView, part: ReducedPart, compute: Compute) -> None:
+        """
+        Args:
+            part: an empty encoded state of the same size, which takes the partner's.
+        """
         self.state = state
         self.moved: float | None = None
-        self._theirs = StateReceiver(ReducedPart(codec, 0, state.size, chunk_elements), compute)
-        self._codec, self._compute = codec, compute
-        self.size_bytes, self.chunks = self._theirs.part.size_bytes, self._theirs.part.chunks
+        self._theirs = StateReceiver(part, compute)
+        self._codec, self._compute = part.codec, compute
+        self.size_bytes, self.chunks = part.size_bytes, part.chunks
 
     @property
     def begun(self) -> bool:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from protocols import wire
 from protocols.aio import loop_time, task_group
-from protocols.allreduce.parts import PartLayout, ReducedPart
+from protocols.allreduce.parts import PartFormat, ReducedPart
 from protocols.base import BadPayload, Deadline, PeerError, PeerGone, PeerId, Vector
 from protocols.butterfly.part_cache import PartCache, fetch_part
 from protocols.codec import codec
@@ -26,19 +26,22 @@ MAX_SOURCES = 16
 MAX_FAILURES = 64
 """Limit of sources whose failures are counted."""
 
+MakePart = Callable[[], ReducedPart]
+
 
 class RoundReplayer:
     """Fetches means of past rounds."""
 
     def __init__(self, context: SyncContext, part_cache: PartCache) -> None:
         self._context, self._part_cache = context, part_cache
-        self._codec, self._chunk_elements = codec(context.settings.codec), context.settings.chunk_elements
+        self._format = PartFormat.of(context.settings, codec(context.settings.codec), part_cache.pool)
         self._failures: dict[PeerId, int] = {}
 
     @property
     def mean_bytes(self) -> int:
         """Approximate bytes to fetch for the mean of one round, if its members were those that are live now."""
-        return self._codec.reduced(len(self._context.host.members.live())).encoded_bytes(self._context.elements)
+        members = len(self._context.host.members.live())
+        return self._format.codec.reduced(members).encoded_bytes(self._context.elements)
 
     async def parts(self, record: Record, sources: Sequence[PeerId], deadline: Deadline) -> list[ReducedPart]:
         """Fetch the parts of the mean of a decided round that has one.
@@ -52,14 +55,14 @@ class RoundReplayer:
         bounds, sources = record.bounds, sources[:MAX_SOURCES]
         if not record.tiles(self._context.elements):
             raise StateUnavailable(f"the record of round {record.round} has parts that do not make up its mean")
-        turn, reduced = asyncio.Semaphore(AT_ONCE), self._codec.reduced(len(record.peers))
+        turn = asyncio.Semaphore(AT_ONCE)
 
         async def one(place: int, part: wire.PartDigest) -> ReducedPart:
             first = place % max(1, len(sources))
-            shape = PartLayout(reduced, bounds[place], bounds[place + 1], self._chunk_elements)
+            make_empty = partial(self._format.part, bounds[place], bounds[place + 1], len(record.peers))
             async with turn:
                 order = sorted((*sources[first:], *sources[:first]), key=lambda peer: self._failures.get(peer, 0))
-                return await self._part(part, shape, order, deadline)
+                return await self._part(part, make_empty, order, deadline)
 
         async with task_group() as group:
             jobs = [
@@ -83,21 +86,22 @@ class RoundReplayer:
                 raise StateUnavailable(f"a decided part does not decode: {error}") from None
 
     async def _part(
-        self, part: wire.PartDigest, shape: PartLayout, sources: Sequence[PeerId], deadline: Deadline
+        self, part: wire.PartDigest, make_empty: MakePart, sources: Sequence[PeerId], deadline: Deadline
     ) -> ReducedPart:
-        if sum(run.count for run in part.runs) != shape.chunks:
+        if sum(run.count for run in part.runs) != make_empty().chunks:
             raise StateUnavailable("the record has a part whose number of chunks does not fit its elements")
         held = await self._part_cache.load(part.digest)
-        return held or await self._fetch(part, shape, sources, deadline)
+        return held or await self._fetch(part, make_empty, sources, deadline)
 
     async def _fetch(
-        self, part: wire.PartDigest, shape: PartLayout, sources: Sequence[PeerId], deadline: Deadline
+        self, part: wire.PartDigest, make_empty: MakePart, sources: Sequence[PeerId], deadline: Deadline
     ) -> ReducedPart:
-        size, span = shape.size_bytes, (shape.low, shape.high, shape.chunk_elements)
         for source in sources:
+            empty = make_empty()
+            size = empty.size_bytes
             until = loop_time() + PART_SECONDS + size / SLOWEST_BYTES_PER_SECOND
             try:
-                held = await fetch_part(self._context.host, source, part, shape.codec, span, min(deadline, until))
+                held = await fetch_part(self._context.host, source, part, empty, min(deadline, until))
             except BadPayload as error:
                 self._fail(source, f"refused: {error}")
             except PeerGone:

@@ -14,6 +14,7 @@ class SimPeers:
     """`tests.conformance.worlds.Peers` in virtual time."""
 
     stranger: PeerId = "stranger"
+    streams_survive_daemon = False
 
     def __init__(self, network: SimNetwork, count: int) -> None:
         self._network = network
@@ -24,6 +25,9 @@ class SimPeers:
 
     async def kill_daemon(self, index: int) -> None:
         self._network.reset_streams(self.transports[index].me)
+
+    async def break_streams(self, index: int) -> None:
+        await self.kill_daemon(index)
 
     async def freeze_peer(self, index: int) -> None:
         me = self.transports[index].me

@@ -160,7 +160,7 @@ def test_messages_on_broken_stream_are_resent(world: World, whose: int) -> None:
             await asyncio.sleep(0.5)  # all five have been sent
             listener.deaf = False
             deafened, listener.heard = listener.heard, []
-            await peers.kill_daemon(whose)
+            await peers.break_streams(whose)
             send(channel, b, [5])
             await until(lambda: bool(listener.heard) and 5 in listener.heard[-1])
         assert listener.heard[-1] == [0, 1, 2, 3, 4, 5], deafened

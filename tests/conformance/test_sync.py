@@ -7,8 +7,8 @@ from collections.abc import Awaitable, Callable
 import pytest
 import torch
 
-from protocols.allreduce.parts import ReducedPart, chunk_digest, seal
-from protocols.base import BadPayload, PeerGone, PeerSilent
+from protocols.allreduce.parts import ReducedPart
+from protocols.base import BadPayload, Deadline, PeerGone, PeerSilent
 from protocols.butterfly.part_cache import PartCache, fetch_part
 from protocols.codec import codec
 from protocols.vectors import CHUNK_ELEMENTS, VectorView
@@ -30,14 +30,18 @@ def made_part() -> tuple[ReducedPart, torch.Tensor]:
         low, high = part.elements(index)
         part.codec.encode(vector[low:high], part.chunk(index))
     part.masks = [3, 3, 3, 1, 1]
-    digests = [chunk_digest(mask, part.chunk(index)) for index, mask in enumerate(part.masks)]
-    part.result = seal(part.low, part.high, part.masks, digests)
+    part.seal([part.digest_of(index, mask) for index, mask in enumerate(part.masks)])
     return part, vector
 
 
-async def fetched(peers: Peers, part: ReducedPart) -> ReducedPart:
+async def fetched_until(deadline: Deadline, peers: Peers, part: ReducedPart) -> ReducedPart:
     assert part.result
-    return await fetch_part(host(peers, 0), peers.transports[1].me, part.result, part.codec, SPAN, soon())
+    empty = ReducedPart(part.codec, *SPAN)
+    return await fetch_part(host(peers, 0), peers.transports[1].me, part.result, empty, deadline)
+
+
+async def fetched(peers: Peers, part: ReducedPart) -> ReducedPart:
+    return await fetched_until(soon(), peers, part)
 
 
 class TestParts:
@@ -75,9 +79,8 @@ class TestParts:
         PartCache(host(peers, 1)).put(LINEAGE, part)
         await fetched(peers, part)
         await peers.freeze_peer(1)
-        assert part.result
         with pytest.raises(PeerSilent):
-            await fetch_part(host(peers, 0), peers.transports[1].me, part.result, part.codec, SPAN, soon(0.5))
+            await fetched_until(soon(0.5), peers, part)
 
 
 def play(world: World, elements: int, body: Callable[[SyncCluster, Peers, list[str]], Awaitable[None]]) -> None:

@@ -19,6 +19,8 @@ from typing import Any, Protocol
 
 import uvloop
 
+from node.direct.connection import DirectConnection
+from node.direct.plane import DirectConfig, DirectPlane
 from node.network.libp2p import LibP2PConfig, LibP2PTransport
 from node.runtime import identity
 from protocols.base import Deadline, PeerId, Transport
@@ -37,12 +39,20 @@ class Peers(Protocol):
     transports: Sequence[Transport]
     stranger: PeerId
     """A well-formed id of an unreachable peer."""
+    streams_survive_daemon: bool
+    """Streams go on when the daemon dies."""
 
     async def kill_peer(self, index: int) -> None:
         """End it for good and without notice."""
 
     async def kill_daemon(self, index: int) -> None:
-        """Reset all its streams; it keeps its id and its handlers. Returns when it can be reached again."""
+        """End its daemon; it keeps its id and its handlers. Returns when it can be reached again.
+
+        Its streams are reset, unless they survive it.
+        """
+
+    async def break_streams(self, index: int) -> None:
+        """Reset its streams. Returns when it can be reached again."""
 
     async def freeze_peer(self, index: int) -> None:
         """Stop it from answering, without notice to the others."""
@@ -62,7 +72,9 @@ class World(Protocol):
 class LibP2PPeers:
     """Real p2pds on the loopback."""
 
-    def __init__(self, transports: list[LibP2PTransport], stranger: PeerId) -> None:
+    streams_survive_daemon = False
+
+    def __init__(self, transports: Sequence[LibP2PTransport], stranger: PeerId) -> None:
         self.transports = transports
         self.stranger = stranger
 
@@ -83,6 +95,9 @@ class LibP2PPeers:
             while self.transports[index].restarts == before:  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
 
+    async def break_streams(self, index: int) -> None:
+        await self.kill_daemon(index)
+
     async def freeze_peer(self, index: int) -> None:
         await freeze(self.transports[index].daemon_pid)
 
@@ -96,6 +111,9 @@ class LibP2PPeers:
 
 
 class LibP2PWorld:
+    peers: type[LibP2PPeers] = LibP2PPeers
+    direct: DirectConfig | None = None
+
     def run(self, body: Body, count: int = 2) -> None:
         with tempfile.TemporaryDirectory() as directory, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(self._run(body, count, Path(directory)))
@@ -105,18 +123,67 @@ class LibP2PWorld:
         loop = asyncio.get_running_loop()
         keys = [identity.create(directory / f"peer{index}") for index in range(count)]
         async with AsyncExitStack() as stack:
-            transports = [LibP2PTransport(LibP2PConfig(key)) for key in keys]
+            transports = [LibP2PTransport(LibP2PConfig(key, direct=self.direct)) for key in keys]
             await asyncio.gather(*(stack.enter_async_context(transport) for transport in transports))
             for transport in transports:
                 for other in transports:
                     if other is not transport:
                         await transport.connect(other.addresses[0], loop.time() + 20)
-            peers = LibP2PPeers(transports, identity.create(directory / "stranger").peer_id)
+            peers = self.peers(transports, identity.create(directory / "stranger").peer_id)
             try:
                 await body(peers)
             finally:
                 peers.thaw()
         assert asyncio.all_tasks() == {asyncio.current_task()}, "a task was left behind"
+
+
+class EveryMethod:
+    """A set of methods that holds all of them."""
+
+    def __contains__(self, method: object) -> bool:
+        return True
+
+
+class DirectPeers(LibP2PPeers):
+    """The same, with all streams over direct connections."""
+
+    streams_survive_daemon = True
+
+    def _plane(self, index: int) -> DirectPlane:
+        plane = self.transports[index]._direct
+        assert plane is not None
+        return plane
+
+    def _connections(self, index: int) -> list[DirectConnection]:
+        plane = self._plane(index)
+        return [*plane._inbound._served, *plane._outbound._connections]
+
+    async def kill_peer(self, index: int) -> None:
+        await super().kill_peer(index)
+        await self._plane(index).close()  # as the kernel does for a process that ends
+
+    async def break_streams(self, index: int) -> None:
+        for connection in self._connections(index):
+            connection.abort()
+
+    async def freeze_peer(self, index: int) -> None:
+        await super().freeze_peer(index)
+        plane, loop = self._plane(index), asyncio.get_running_loop()
+        for listening in plane._inbound.listener._sockets:
+            loop.remove_reader(listening)  # the kernel still accepts
+        for connection in self._connections(index):
+            connection._receive = connection._write_record = _for_ever  # type: ignore[method-assign]
+
+
+async def _for_ever(_: object) -> None:
+    await asyncio.Event().wait()
+
+
+class DirectWorld(LibP2PWorld):
+    """Peers with a direct data plane, which carries every method."""
+
+    peers = DirectPeers
+    direct = DirectConfig(EveryMethod())
 
 
 async def freeze(pid: int | None) -> None:
@@ -139,7 +206,7 @@ def running_daemons() -> list[int]:
     return [int(pid) for pid in children if Path(f"/proc/{pid}/comm").read_text().strip() == "p2pd"]
 
 
-WORLDS: dict[str, Callable[[], World]] = {"sim": SimWorld, "libp2p": LibP2PWorld}
+WORLDS: dict[str, Callable[[], World]] = {"sim": SimWorld, "libp2p": LibP2PWorld, "direct": DirectWorld}
 
 
 def in_each_world(count: int = 2) -> Callable[[Callable[..., Awaitable[None]]], Callable[..., None]]:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from protocols import wire
+from protocols.allreduce.part_hash import BLAKE3
 from protocols.base import Deadline, Handler, PeerId, Signer, Stream
 from protocols.framing import FramedStream
 from tests.sim.byzantine.contributors import ByzantineContributorStream
@@ -62,7 +63,7 @@ class LyingTransport:
         lie, stream = self._lie(), cast(FramedStream, honest)
         # Wrap every stream: some lies need the plan, which came on another stream.
         dupes = cast(Any, self._dupes)
-        perjured = ByzantineVoterStream(stream, VOTERS_LIES.get(lie, ""), self._signer, dupes, self._plans)
+        perjured = ByzantineVoterStream(stream, VOTERS_LIES.get(lie, ""), self._signer, dupes, self._plans, BLAKE3)
         if lie in VOTERS_LIES:
             return cast(Stream, perjured)
         return cast(

@@ -39,7 +39,7 @@ def tracker() -> Counter[str]:
         if type(each) in KINDS:
             count[type(each).__name__] += 1
         if type(each) is ReducedPart:
-            count["bytes of parts"] += each._memory.nbytes
+            count["bytes of parts"] += sum(len(chunk) for chunk in each._memory if chunk)
         elif type(each) is Snapshot:
             count["bytes of snapshots"] += 8 * each.index.elements
     return count

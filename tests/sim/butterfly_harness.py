@@ -55,6 +55,7 @@ class ButterflyHarness:
     chunk_elements: int = 1 << 18
     protocol: str = "butterfly"
     robust: str = "mean"
+    digest: str = "sha256"
     declared: dict[int, float] = field(default_factory=dict)
     lies: dict[int, str] = field(default_factory=dict)
     before: Callable[[SimNetwork], None] = lambda network: None
@@ -104,7 +105,14 @@ class ButterflyHarness:
 
     async def _member(self, index: int, host: Host, head: Head, into: Vector, deadline: Deadline) -> AveragingResult:
         vector = self.vectors[index]
-        settings = Settings(self.codec, (len(vector),), self.chunk_elements, self.bandwidths[index], robust=self.robust)
+        settings = Settings(
+            self.codec,
+            (len(vector),),
+            self.chunk_elements,
+            self.bandwidths[index],
+            robust=self.robust,
+            digest=self.digest,
+        )
         averager = REPLICATED_PROTOCOLS[self.protocol](host, settings)
         tokens = self.tokens[index]
         size = self.declared.get(index, norm([vector]))

@@ -240,6 +240,7 @@ class World:
             chunk_elements=scenario.chunk_elements,
             bandwidth=scenario.uplinks[index],
             incarnation=transport.node.incarnation,
+            digest=("sha256", "blake3")[scenario.seed % 2],
         )
 
     # -- rounds and their reports -------------------------------------------------------------------------------------

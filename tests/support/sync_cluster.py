@@ -15,7 +15,8 @@ from node.reporting.report import RoundReport
 from node.tasks.paced import Paced
 from node.training.trainer import InlineTrainer
 from protocols import wire
-from protocols.allreduce.parts import ReducedPart, chunk_digest, seal
+from protocols.allreduce.part_hash import part_hash
+from protocols.allreduce.parts import ReducedPart
 from protocols.base import (
     AveragingResult,
     Contribution,
@@ -65,7 +66,9 @@ class SyncPeer:
         self.swarm, self.me = swarm, Member(name, incarnation)
         self.transport = swarm.network.join(name)
         self.host = sim_host(swarm.network, self.transport, SEED, {})
-        self.settings = Settings(CODEC, (swarm.elements,), swarm.chunk_elements, incarnation=incarnation)
+        self.settings = Settings(
+            CODEC, (swarm.elements,), swarm.chunk_elements, incarnation=incarnation, digest=swarm.digest
+        )
         self.chain = Chain(RUN, swarm.scope, swarm.founders, swarm.root)
         gate, rounds, store = Gate(), swarm.store_rounds, None
         if rounds:
@@ -118,14 +121,16 @@ class SyncCluster:
         keep_rounds: int = 8,
         store_rounds: int = 0,
         scope: str = RUN_SCOPE,
+        digest: str = "sha256",
         **options: Any,
     ) -> None:
         """
         Args:
             store_rounds: rounds that the part store keeps besides those in memory.
+            digest: name of the hash of parts.
         """
         self.network = SimNetwork(Trace(), **options)
-        self.scope = scope
+        self.scope, self.digest = scope, digest
         self.elements, self.every_rounds, self.keep_rounds = elements, every_rounds, keep_rounds
         self.store_rounds = store_rounds
         self.founders = tuple(Member(name) for name in founders)
@@ -206,14 +211,12 @@ class SyncCluster:
         delta = torch.randn(self.elements, generator=torch.Generator().manual_seed(self._made)) / 100
         third, held = self.elements // 3, []
         for low, high in ((0, third), (third, self.elements)):
-            part = ReducedPart(codec(CODEC), low, high, self.chunk_elements)
+            part = ReducedPart(codec(CODEC), low, high, self.chunk_elements, part_hash(self.digest))
             for index in range(part.chunks):
                 first, last = part.elements(index)
                 part.codec.encode(delta[first:last], part.chunk(index))
             part.masks = [1] * part.chunks
-            part.result = seal(
-                part.low, part.high, part.masks, [chunk_digest(1, part.chunk(index)) for index in range(part.chunks)]
-            )
+            part.seal([part.digest_of(index, 1) for index in range(part.chunks)])
             held.append(part)
         return held
 

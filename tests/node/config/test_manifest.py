@@ -13,7 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from node.config.derived import protocol_settings
 from node.config.manifest import FORMAT, Manifest, ManifestError, StageEntry, layout_digest, seal, unseal
+from node.config.peer_config import PeerConfig
 from node.config.run_config import RunConfig, load_run
 from node.config.task_tables import GptTable, PacedTable
 from node.config.toml import MAX_BYTES
@@ -109,6 +111,16 @@ def test_manifest_format_is_stable() -> None:
     assert MANIFEST.encode() == b"".join(GOLDEN)
     assert MANIFEST.run_id == GOLDEN_RUN_ID
     assert seal(MANIFEST, FOUNDER) == signed(MANIFEST.encode())
+
+
+def test_digest_is_part_of_the_run() -> None:
+    """A joiner of a run takes the run's digest; one that does not know it does not join."""
+    named = replace(MANIFEST, config=replace(CONFIG, digest="blake3"))
+    assert opened(seal(named, FOUNDER)) == named and named.run_id != GOLDEN_RUN_ID
+    for manifest, digest in ((named, "blake3"), (MANIFEST, "sha256")):
+        assert protocol_settings(manifest, PeerConfig(), 0).digest == digest
+    line = refusal(put("blake9", "config", "digest"))
+    assert "does not accept the manifest" in line and "unknown digest 'blake9'" in line and "update Starling" in line
 
 
 @pytest.mark.parametrize("overrides", [{}, {"task": "paced"}, {"name": "Zürich", "gpt.preset": "w64"}])

@@ -51,6 +51,18 @@ def test_default_option_equals_leaving_it_out(protocol: str, key: str, default: 
     assert getattr(config, key) == other and RunConfig.from_canonical(config.to_canonical()) == config
 
 
+@pytest.mark.parametrize("protocol, used", [("butterfly", "blake3"), ("moshpit", "blake3"), ("gossip", None)])
+def test_new_runs_name_their_digest(protocol: str, used: str | None) -> None:
+    config = run({"protocol": protocol})
+    assert config.digest == used and RunConfig.from_canonical(config.to_canonical()) == config
+
+
+def test_config_without_digest_uses_sha256() -> None:
+    config = run({"digest": "sha256"})
+    assert config.digest is None and b"digest" not in config.to_canonical()
+    assert RunConfig.from_canonical(config.to_canonical()) == config
+
+
 def test_missing_pull_averages_states() -> None:
     gossip = run({"protocol": "gossip"})
     assert gossip.recipe.outer_pull is None and b"pull" not in gossip.to_canonical()
@@ -157,6 +169,8 @@ def test_fork_setting_gives_the_fork_peers() -> None:
         ("robust = 'centred-clip'", "did you mean 'centered_clip'?"),
         ("robust = 'krum'\ncodec = 'topk'", "topk sends mostly zeros, from which krum makes zeros: use another codec"),
         ("robust = 'krum'\nprotocol = 'gossip'", "robust krum is for butterfly and moshpit: gossip takes no rule"),
+        ("digest = 'blake2'", "unknown digest 'blake2': there are sha256, blake3; did you mean 'blake3'?"),
+        ("protocol = 'gossip'\ndigest = 'blake3'", "digest blake3 is for butterfly and moshpit: gossip sends no parts"),
         ("protocol = 'gossip'\nschedule = 'torus'", "unknown schedule 'torus': there are random, ring, exponential,"),
         ("protocol = 'gossip'\nschedule = 'one_peer'", "did you mean 'one-peer-exponential'?"),
         ("schedule = 'ring'", "schedule ring is for gossip and push_sum: butterfly has none"),

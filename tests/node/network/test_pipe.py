@@ -1,4 +1,4 @@
-"""The pipe over a pair of sockets: exact bytes, an explicit end, and nothing lent is sent late."""
+"""Both pipes over a pair of sockets: exact bytes, an explicit end, and nothing lent is sent late."""
 
 from __future__ import annotations
 
@@ -8,21 +8,30 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from node.direct.pipe import DirectPipe
 from node.network.pipe import PIECE_BYTES, SocketPipe
+from node.network.serving import EndingPipe
+from tests.support.direct_connections import connected
 
-Pipes = tuple[SocketPipe, SocketPipe]
+Pipes = tuple[EndingPipe, EndingPipe]
+BUFFER_BYTES = 200_000
+"""Of the kernel: it takes a record of a direct connection, and not a piece of a socket pipe."""
 
 
-@pytest.fixture
-async def pipes() -> AsyncIterator[Pipes]:
-    made = [SocketPipe(*await asyncio.open_unix_connection(sock=end)) for end in socket.socketpair()]
+@pytest.fixture(params=["socket", "direct"])
+async def pipes(request: pytest.FixtureRequest) -> AsyncIterator[Pipes]:
+    made: list[EndingPipe]
+    if request.param == "socket":
+        made = [SocketPipe(*await asyncio.open_unix_connection(sock=end)) for end in socket.socketpair()]
+    else:
+        made = [DirectPipe(each, lambda free: free.abort()) for each in connected(buffer_bytes=BUFFER_BYTES)]
     yield made[0], made[1]
     for pipe in made:
         pipe.abort()
     await asyncio.sleep(0)
 
 
-async def read(pipe: SocketPipe, size: int) -> bytes:
+async def read(pipe: EndingPipe, size: int) -> bytes:
     buffer = bytearray(size)
     await pipe.read_into(memoryview(buffer))
     return bytes(buffer)

@@ -14,7 +14,8 @@ import torch
 
 from protocols import wire
 from protocols.allreduce.all_reduce import DATA
-from protocols.allreduce.parts import ReducedPart, chunk_digest, seal
+from protocols.allreduce.part_hash import SHA256
+from protocols.allreduce.parts import ReducedPart
 from protocols.allreduce.reducer import Reducer
 from protocols.base import (
     AveragingResult,
@@ -187,7 +188,8 @@ async def test_non_members_cannot_hold_part_streams(group: ButterflyGroup) -> No
     assert await streams(False, MAX_STREAMS, stranger, *others) == [MAX_STREAMS, 0]
     assert await streams(True, 1, stranger) == [1, 0]
     deadline = asyncio.get_running_loop().time() + 100.0
-    fetched = await fetch_part(stranger, me, wanted, held.codec, (0, held.high, held.chunk_elements), deadline)
+    empty = ReducedPart(held.codec, 0, held.high, held.chunk_elements)
+    fetched = await fetch_part(stranger, me, wanted, empty, deadline)
     assert fetched.result == wanted
 
 
@@ -225,7 +227,7 @@ def _part(low: int, high: int) -> ReducedPart:
         first, end = held.elements(index)
         held.codec.encode(torch.ones(end - first), held.chunk(index))
     held.masks = [1] * held.chunks
-    held.result = seal(low, high, held.masks, [chunk_digest(1, held.chunk(index)) for index in range(held.chunks)])
+    held.seal([held.digest_of(index, 1) for index in range(held.chunks)])
     return held
 
 
@@ -242,7 +244,7 @@ async def test_equal_parts_at_different_offsets_stay_distinct(group: ButterflyGr
         stale = int((attempt.into == STALE).sum())
         assert not stale, f"{attempt.peer} kept {stale} elements of what was there before"
     assert group.committed(*group.peers)
-    assert seal(0, 10, [1], [bytes(32)]) != seal(10, 20, [1], [bytes(32)])
+    assert SHA256.part(0, 10, [1], [bytes(32)]) != SHA256.part(10, 20, [1], [bytes(32)])
 
 
 @pytest.mark.parametrize(
@@ -353,7 +355,7 @@ def test_reducer_with_undecodable_part_is_blamed(monkeypatch: pytest.MonkeyPatch
         if self.task.me == "p02":
             data = self.held.chunk(index)
             data[0:4] = struct.pack("<f", float("nan"))
-            self._digests[-1] = chunk_digest(result[0], data)
+            self._digests[-1] = self.held.digest_of(index, result[0])
         return result
 
     monkeypatch.setattr(Reducer, "_close", poisoned)

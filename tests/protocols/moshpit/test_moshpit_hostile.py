@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from protocols.allreduce.parts import chunk_digest, part_message
+from protocols.allreduce.parts import part_message
 from protocols.allreduce.plan import PlanInputs, make_plan, offer_message
 from protocols.allreduce.reducer import Reducer
 from protocols.base import Buffer, Header, Member, PeerId
@@ -272,7 +272,7 @@ def test_mean_without_contributors_is_rejected(monkeypatch: pytest.MonkeyPatch) 
 
     def without_contributor(reducer: Reducer, index: int) -> tuple[int, dict[PeerId, str]]:
         mask, refused = close(reducer, index)
-        reducer._digests[-1] = chunk_digest(mask ^ 3, reducer.held.chunk(index))
+        reducer._digests[-1] = reducer.held.digest_of(index, mask ^ 3)
         return mask ^ 3, refused
 
     monkeypatch.setattr(Reducer, "_close", without_contributor)

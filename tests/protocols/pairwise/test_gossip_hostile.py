@@ -137,7 +137,7 @@ def test_message_by_hand_is_answered_as_expected(
 async def transfer(swarm: GossipHarness, stream: Stream, state: list[torch.Tensor]) -> None:
     """Exchange states on p1's stream to p0."""
     exchanges = swarm.gossips[1].exchanges
-    await StateSwap(VectorView(state), exchanges.codec, CHUNK, exchanges.host.compute).transfer(stream)
+    await StateSwap(VectorView(state), exchanges.part(sum(map(len, state))), exchanges.host.compute).transfer(stream)
 
 
 def test_outcome_not_moved_is_binding() -> None:

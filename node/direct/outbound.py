@@ -1,0 +1,230 @@
+"""The side of direct connections that opens streams."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+from functools import partial
+
+from node.direct.connection import ConnectionSilent, DirectConnection
+from node.direct.handshake import dial, reason
+from node.direct.idle import IdleConnections
+from node.direct.inbound import Inbound
+from node.direct.link import Libp2pLink
+from node.direct.messages import HEADER_LIMIT, METHOD, DialBack, DialBackResult, TokenGrant, TokenRequest
+from node.direct.pipe import DirectPipe
+from node.direct.records import RecordError, has_fast_aes
+from node.direct.routes import SPARE_TOKENS, NotDirect, Route, Way
+from node.network.serving import ask
+from node.runtime.bounded import renew
+from protocols import wire
+from protocols.aio import loop_time
+from protocols.base import BadPayload, Deadline, PeerError, PeerGone, PeerId, PeerSilent
+
+DIAL_SECONDS = 2.0
+DEADLINE_SHARE = 0.25
+"""The direct way gets at most this share of the time that a stream may last, so that libp2p still has time."""
+_FAIR_SECONDS = 0.5
+"""No answer within less time than this says nothing about the peer: it is tried again with the next stream."""
+_MAX_ROUTES = 256
+_MAX_REQUESTS = 4
+
+
+class Outbound:
+    """Opens streams over direct connections.
+
+    Attributes:
+        routes: peer -> how bulk data goes there.
+    """
+
+    def __init__(self, me: PeerId, link: Libp2pLink, inbound: Inbound) -> None:
+        self.routes: dict[PeerId, Route] = {}
+        self._me, self._link, self._inbound = me, link, inbound
+        self._idle = IdleConnections(link.serving.spawn)
+        self._connections: dict[DirectConnection, tuple[PeerId, Way]] = {}
+        self._renewals: dict[PeerId, asyncio.Task[None]] = {}
+        self._closed = False
+
+    async def open(self, peer: PeerId, method: str, deadline: Deadline) -> DirectPipe | None:
+        """Open a stream. The peer has accepted the method. None if that is not possible now."""
+        if self._closed:
+            return None
+        route = self._route(peer)
+        until = loop_time() + min(DIAL_SECONDS, DEADLINE_SHARE * (deadline - loop_time()))
+        try:
+            return await self._opened(peer, route, method, until)
+        except NotDirect as error:
+            route.went(Way.LIBP2P, str(error))
+        return None
+
+    def forget(self, peer: PeerId) -> None:
+        """Abort the connections to a peer, and forget its tokens."""
+        self.routes.pop(peer, None)
+        for connection in [each for each, (owner, _) in self._connections.items() if owner == peer]:
+            connection.abort()
+
+    def close(self) -> None:
+        """Abort all connections, and open no more."""
+        self._closed = True
+        for connection in list(self._connections):
+            connection.abort()
+
+    def _route(self, peer: PeerId) -> Route:
+        route = self.routes.get(peer) or Route()
+        renew(self.routes, peer, route, _MAX_ROUTES)
+        return route
+
+    async def _opened(self, peer: PeerId, route: Route, method: str, until: Deadline) -> DirectPipe:
+        connection = self._idle.take(peer)
+        if connection is not None:
+            try:
+                return await self._ask(peer, route, connection, method, until)
+            except NotDirect:  # perhaps the peer had closed it; one more that is new will tell
+                if loop_time() >= until:
+                    raise
+        return await self._ask(peer, route, await self._connected(peer, route, until), method, until)
+
+    async def _connected(self, peer: PeerId, route: Route, until: Deadline) -> DirectConnection:
+        """A new connection to a peer, dialled by this peer or else by the other one."""
+        try:
+            way, connection = Way.DIRECT, await self._dialled(peer, route, until)
+        except NotDirect as error:
+            try:
+                way, connection = Way.DIALLED_BACK, await self._dialled_back(peer, route, until)
+            except NotDirect as other:
+                raise NotDirect(f"{error}; {other}") from None
+        if self._closed or connection.closed:
+            connection.abort()
+            raise NotDirect("closed meanwhile")
+        self._connections[connection] = (peer, way)
+        connection.on_closed = partial(self._lost, connection)
+        return connection
+
+    async def _ask(
+        self, peer: PeerId, route: Route, connection: DirectConnection, method: str, until: Deadline
+    ) -> DirectPipe:
+        """Ask the peer to serve a method over this connection.
+
+        Raises:
+            NotDirect: it did not accept. The connection is closed.
+        """
+        _, way = self._connections[connection]
+        attempts = route.dialled_back if way is Way.DIALLED_BACK else route.dialling
+        pipe, started = DirectPipe(connection, partial(self._free, peer)), loop_time()
+        try:
+            async with asyncio.timeout_at(until):
+                await ask(pipe, method)
+        except (TimeoutError, RecordError) as error:
+            why = "nobody who knows its keys answers over the connection"
+            is_fair = isinstance(error, RecordError) or until - started >= _FAIR_SECONDS
+            raise attempts.failed(loop_time(), why) if is_fair else NotDirect(why) from None
+        except (OSError, EOFError):
+            raise NotDirect("it did not accept the stream") from None
+        attempts.succeeded()
+        route.went(way)
+        return pipe
+
+    def _free(self, peer: PeerId, connection: DirectConnection) -> None:
+        if self._closed:
+            connection.abort()
+        else:
+            self._idle.put(peer, connection)
+
+    async def _dialled(self, peer: PeerId, route: Route, until: Deadline) -> DirectConnection:
+        """Dial a peer. If it does not take the tokens from before, it may have started anew: ask for others once."""
+        route.dialling.require(loop_time())
+        for last in (not route.tokens_left(loop_time()), True):
+            await self._have_tokens(peer, route, until)
+            where, token = route.take_token(loop_time())
+            seconds = (until - loop_time()) / 2  # the other half is for being dialled back
+            try:
+                return await dial(where, token, route.cipher, self._me, peer, seconds)
+            except TimeoutError as error:
+                why = f"its port cannot be dialled: {reason(error)}"
+                raise route.dialling.failed(loop_time(), why) if seconds >= _FAIR_SECONDS else NotDirect(why) from None
+            except (OSError, EOFError) as error:
+                route.drop_tokens()
+                if last:
+                    raise route.dialling.failed(loop_time(), f"its port cannot be dialled: {reason(error)}") from None
+        raise AssertionError("unreachable")
+
+    async def _have_tokens(self, peer: PeerId, route: Route, until: Deadline) -> None:
+        """See that there are tokens, and ask for more before the last ones are used.
+
+        Raises:
+            NotDirect: the peer granted none in time.
+        """
+        if route.tokens_left(loop_time()) <= SPARE_TOKENS:
+            self._renewal(peer, route)
+        for _ in range(_MAX_REQUESTS):  # streams that are opened at the same time may take all tokens of one grant
+            if route.tokens_left(loop_time()):
+                return
+            if loop_time() >= until or (renewal := self._renewal(peer, route)) is None:
+                break
+            await asyncio.wait([renewal], timeout=until - loop_time())
+        raise NotDirect(route.asking.why or "it granted no connection in time")
+
+    def _renewal(self, peer: PeerId, route: Route) -> asyncio.Task[None] | None:
+        """The request for tokens that is under way, or a new one. None if none is to be sent now."""
+        if (renewal := self._renewals.get(peer)) is None and route.asking.may_try(loop_time()):
+            renewal = self._renewals[peer] = self._link.serving.spawn(self._renew(peer, route))
+            renewal.add_done_callback(lambda _: self._renewals.pop(peer, None))
+        return renewal
+
+    async def _renew(self, peer: PeerId, route: Route) -> None:
+        try:
+            try:
+                grant = await self._request(peer)
+            except PeerGone:  # of a peer that has started anew, p2pd may not know yet that the old connection is lost
+                grant = await self._request(peer)
+        except PeerSilent:
+            return
+        except (PeerGone, BadPayload) as error:
+            route.asking.failed(loop_time(), f"it grants no connections: {reason(error)}")
+            return
+        if (host := self._link.host_of(peer)) is None:
+            route.asking.failed(loop_time(), "it is reached through a relay")
+            return
+        with suppress(NotDirect):
+            route.granted(grant, host, loop_time())
+            if not grant.tokens:
+                route.asking.failed(loop_time(), "it has no direct port")
+
+    async def _request(self, peer: PeerId) -> TokenGrant:
+        async with self._link.open(peer, METHOD, loop_time() + DIAL_SECONDS) as stream:
+            await stream.send(TokenRequest(has_fast_aes()))
+            return wire.expect(await stream.receive(HEADER_LIMIT), TokenGrant)
+
+    async def _dialled_back(self, peer: PeerId, route: Route, until: Deadline) -> DirectConnection:
+        """Ask a peer, over libp2p, to dial this one."""
+        route.dialled_back.require(loop_time())
+        inbound, port, host = self._inbound, self._inbound.listener.port, self._link.host_of(peer)
+        if not (port and host and route.is_granted):
+            raise NotDirect("it cannot dial this peer either")
+        issued = inbound.issuer.issue_for_dial_back(peer, host, route.cipher)
+        awaited: asyncio.Future[DirectConnection] = asyncio.get_running_loop().create_future()
+        inbound.awaited[issued.token.id] = awaited
+        started, connection = loop_time(), None
+        try:
+            async with asyncio.timeout_at(until), self._link.open(peer, METHOD, until) as stream:
+                await stream.send(DialBack(port, route.cipher, issued.token))
+                result = wire.expect(await stream.receive(HEADER_LIMIT), DialBackResult)
+                if result.why:
+                    raise ConnectionError(result.why)
+                connection = await awaited
+        except (PeerError, BadPayload, OSError) as error:
+            why = f"it cannot dial this peer: {reason(error)}"
+            is_fair = not isinstance(error, PeerSilent | TimeoutError) or loop_time() - started >= _FAIR_SECONDS
+            raise route.dialled_back.failed(loop_time(), why) if is_fair else NotDirect(why) from None
+        finally:
+            inbound.awaited.pop(issued.token.id, None)
+            if connection is None and awaited.done() and not awaited.cancelled():
+                awaited.result().abort()  # it came when nobody waited for it any more
+        return connection
+
+    def _lost(self, connection: DirectConnection) -> None:
+        peer, way = self._connections.pop(connection)
+        self._link.note_failure(peer, connection)
+        if isinstance(connection.failure, ConnectionSilent) and (route := self.routes.get(peer)):
+            attempts = route.dialled_back if way is Way.DIALLED_BACK else route.dialling
+            attempts.failed(loop_time(), "its direct connection went silent")

@@ -1,0 +1,137 @@
+"""Which way bulk data goes to each peer, and why not directly. Pure: the caller passes the time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from node.direct.messages import MIN_PORT, ConnectionToken, TokenGrant
+from node.direct.records import is_known
+
+FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 60.0, 3600.0
+SPARE_TOKENS = 2
+"""With no more tokens than these left, new ones are asked for in the background."""
+
+
+class Way(StrEnum):
+    """How bulk data reaches a peer."""
+
+    UNTRIED = ""
+    DIRECT = "direct"
+    DIALLED_BACK = "dialled back"
+    LIBP2P = "libp2p"
+
+
+class NotDirect(ConnectionError):
+    """A peer cannot be reached directly now; the message says why, and continues "not directly: "."""
+
+
+@dataclass(slots=True)
+class Attempts:
+    """When something may be tried again: after a failure not for a minute, then for twice as long each time."""
+
+    failures: int = 0
+    not_before: float = 0.0
+    why: str = ""
+
+    def may_try(self, now: float) -> bool:
+        return now >= self.not_before
+
+    def require(self, now: float) -> None:
+        """
+        Raises:
+            NotDirect: it failed, and is not to be tried again yet; the message is that of the failure.
+        """
+        if not self.may_try(now):
+            raise NotDirect(self.why)
+
+    def failed(self, now: float, why: str) -> NotDirect:
+        """Note a failure, and return it as an error to raise.
+
+        Failures of streams that were under way at the same time are one: they do not lengthen the pause.
+        """
+        if self.may_try(now):
+            pause = min(LONGEST_PAUSE_SECONDS, FIRST_PAUSE_SECONDS * 2.0**self.failures)
+            self.failures, self.not_before = min(self.failures + 1, 16), now + pause
+        self.why = why
+        return NotDirect(why)
+
+    def succeeded(self) -> None:
+        self.failures, self.not_before, self.why = 0, 0.0, ""
+
+
+@dataclass(slots=True)
+class Route:
+    """What this peer knows of the direct way to another one.
+
+    Attributes:
+        way: how the latest bulk stream went.
+        why: why it did not go directly; empty if it did.
+        asking, dialling, dialled_back: attempts to get tokens, to dial the peer, and to be dialled by it.
+        cipher: for connections between the two; empty until the peer has granted tokens.
+    """
+
+    way: Way = Way.UNTRIED
+    why: str = ""
+    asking: Attempts = field(default_factory=Attempts)
+    dialling: Attempts = field(default_factory=Attempts)
+    dialled_back: Attempts = field(default_factory=Attempts)
+    cipher: str = ""
+    _where: tuple[str, int] = ("", 0)
+    _tokens: list[ConnectionToken] = field(default_factory=list)
+    _expires: float = 0.0
+
+    def granted(self, grant: TokenGrant, host: str, now: float) -> None:
+        """Take a peer's tokens, for connections to this host.
+
+        Raises:
+            NotDirect: it asks for a cipher that is unknown here.
+        """
+        if not is_known(grant.cipher):
+            raise self.asking.failed(now, "it asks for a cipher that is unknown here")
+        self.asking.succeeded()
+        self.cipher, self._where = grant.cipher, (host, grant.port)
+        self._tokens, self._expires = list(grant.tokens), now + grant.seconds
+
+    @property
+    def is_granted(self) -> bool:
+        """Whether the peer has answered a request for tokens, if only that it has none."""
+        return bool(self.cipher)
+
+    def tokens_left(self, now: float) -> int:
+        """The number of tokens that are still valid."""
+        return len(self._tokens) if now < self._expires else 0
+
+    def take_token(self, now: float) -> tuple[tuple[str, int], ConnectionToken]:
+        """Use a token: where to dial, and what to show there.
+
+        Raises:
+            NotDirect: there is none, or the peer listens on no port that may be dialled.
+        """
+        if not self.tokens_left(now):
+            raise NotDirect("it has no direct port")
+        if self._where[1] < MIN_PORT:
+            raise NotDirect(f"its direct port is below {MIN_PORT}")
+        return self._where, self._tokens.pop(0)
+
+    def drop_tokens(self) -> None:
+        """Forget the tokens: the peer no longer takes them."""
+        self._tokens = []
+
+    def went(self, way: Way, why: str = "") -> None:
+        """Note how a stream went."""
+        self.way, self.why = way, why
+
+
+def host_of(address: str) -> str | None:
+    """The IP address at the other end of a libp2p connection with this multiaddr; None if it is a relay's, or none."""
+    parts = address.split("/")
+    if "p2p-circuit" in parts or len(parts) < 3 or parts[1] not in ("ip4", "ip6"):
+        return None
+    return parts[2]
+
+
+def hosts_of(listen: Sequence[str]) -> tuple[str, ...]:
+    """The IP addresses of multiaddrs to listen on, each once."""
+    return tuple(dict.fromkeys(host for address in listen if (host := host_of(address))))
