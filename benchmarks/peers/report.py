@@ -29,7 +29,13 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 
 def row(system: System, turns: Sequence[Turn]) -> Row:
-    """The figures of one system at one size; times in seconds, memory in MB (10^6 bytes) of the peer with most."""
+    """The figures of one system at one size; times in seconds, memory in MB (10^6 bytes) of the peer with most.
+
+    Warm-ups and wrong rounds are in no figure, unless all rounds are wrong.
+    """
+    rounds, warm_ups = ([turn for turn in turns if turn.is_warm_up == each] for each in (False, True))
+    wrong, wrong_warm_ups = (sum(not turn.ok for turn in each) for each in (rounds, warm_ups))
+    turns = [turn for turn in rounds if turn.ok] or rounds
     seconds = [turn.seconds for turn in turns]
     forming = [turn.forming_seconds for turn in turns if turn.forming_seconds is not None]
     errors = [turn.relative_error for turn in turns if turn.relative_error is not None]
@@ -51,7 +57,9 @@ def row(system: System, turns: Sequence[Turn]) -> Row:
         "p2pd_megabytes_max": round(max(turn.p2pd_bytes for turn in turns) / MEGABYTE, 3),
         "relative_error": max(errors) if errors else None,
         "same_bits": all(turn.same_bits for turn in turns) if errors else None,
-        "ok": all(turn.ok for turn in turns),
+        "wrong_rounds": wrong,
+        "wrong_warm_ups": wrong_warm_ups,
+        "ok": not wrong and (system.is_foreign or not wrong_warm_ups),
     }
 
 
@@ -130,6 +138,7 @@ def _or_dash(value: float | None, form: str) -> str:
 
 
 def _verdict(each: Row) -> str:
-    if not each["ok"]:
-        return "NOT OK"
-    return {True: "the same bits", False: "within the bound", None: "all arrived"}[each["same_bits"]]
+    verdict = {True: "the same bits", False: "within the bound", None: "all arrived"}[each["same_bits"]]
+    if wrong := each["wrong_rounds"] + each["wrong_warm_ups"]:
+        verdict = f"wrong: {wrong}, of these warm-ups: {each['wrong_warm_ups']}"
+    return verdict if each["ok"] else f"NOT OK, {verdict}"

@@ -66,13 +66,14 @@ class Turn:
     relative_error: float | None
     same_bits: bool | None
     ok: bool
+    is_warm_up: bool = False
 
 
 Progress = Callable[[str], None]
 
 
 async def play(cell: Cell, systems: Sequence[System], rounds: int, progress: Progress) -> dict[str, list[Turn]]:
-    """Play that many rounds of each system; the first round of each start is played besides, and not counted.
+    """Play that many rounds of each system, and a warm-up before them whenever it is started.
 
     Raises:
         SwarmError: a system cannot be started, or fails in a round.
@@ -105,11 +106,9 @@ async def _play_block(
             await asyncio.to_thread(vectors.write, setup, number)
             first = max(number, 0) % len(players)
             for player in (*players[first:], *players[:first]):
-                turn = await player.play(number)
-                counted = number >= numbers[0]
-                progress(describe(player.system, number, turn, counted))
-                if counted or not turn.ok:
-                    turns[player.system.name].append(turn)
+                turn = replace(await player.play(number), is_warm_up=number < numbers[0])
+                progress(describe(player.system, number, turn))
+                turns[player.system.name].append(turn)
 
 
 @asynccontextmanager
@@ -169,11 +168,11 @@ class Player:
         except SwarmError as error:
             raise SwarmError(f"{self.system.name}, round {number}: {error}") from error
         seconds, forming = span_seconds(averaged), span_seconds(formed) if "began" in formed[0] else None
-        error, same, right = judged(self.system, checks)
+        worst, same, right = judged(self.system, checks)
         strayed = self.system.path == "direct" and usage.p2pd_bytes > CONTROL_BYTES * len(checks)
         return Turn(
             seconds, forming, usage.cpu_seconds, usage.wire_bytes, usage.p2pd_bytes, held, usage.added_bytes,
-            error, same, ok=right and not strayed,
+            worst, same, ok=right and not strayed,
         )  # fmt: skip
 
 
@@ -187,6 +186,6 @@ def judged(system: System, checks: Sequence[Answer]) -> tuple[float | None, bool
     return max(errors), same, right and (same or not system.same_bits)
 
 
-def describe(system: System, number: int, turn: Turn, counted: bool) -> str:
-    name = f"round {number + 1}" if counted else "warm-up"
+def describe(system: System, number: int, turn: Turn) -> str:
+    name = "warm-up" if turn.is_warm_up else f"round {number + 1}"
     return f"{name}: {system.name} {turn.seconds:.3f} s{'' if turn.ok else f': NOT OK: {turn}'}"

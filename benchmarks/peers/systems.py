@@ -20,6 +20,7 @@ class System:
         module: what each peer's process runs.
         path: how bulk data goes from peer to peer; see `Setup.path`.
         same_bits: whether all peers must hold the same bits.
+        is_foreign: whether other people wrote it. A wrong warm-up of theirs is told, and does not fail the run.
         base_megabytes, vectors: memory that a peer takes, as measured, to plan with: for itself, and in vectors.
     """
 
@@ -29,6 +30,7 @@ class System:
     codec: str = "fp32"
     path: str = ""
     same_bits: bool = False
+    is_foreign: bool = False
     base_megabytes: float = 0.0
     vectors: float = 0.0
 
@@ -37,20 +39,30 @@ class System:
         return MEGABYTE * peers * (self.base_megabytes + self.vectors * megabytes)
 
 
+def _floor(name: str, label: str, module: str, path: str, memory: tuple[float, float]) -> System:
+    base, vectors = memory
+    return System(name, label, f"benchmarks.peers.{module}", "fp32", path, base_megabytes=base, vectors=vectors)
+
+
+def _foreign(name: str, label: str, memory: tuple[float, float]) -> System:
+    base, vectors = memory
+    module = f"benchmarks.peers.{name}_peer"
+    return System(name, label, module, is_foreign=True, base_megabytes=base, vectors=vectors)
+
+
 def _ours(codec: str, path: str) -> System:
     vectors = {"fp32": 9.0, "bf16": 6.0, "int8": 4.5, "int4": 3.5}[codec]
     label, module = f"ours, {codec}, {path}", "benchmarks.peers.ours_peer"
     return System(f"ours-{codec}-{path}", label, module, codec, path, True, base_megabytes=240, vectors=vectors)
 
 
-_FLOOR = "benchmarks.peers.floor_peer"
 SYSTEMS: tuple[System, ...] = (
-    System("tcp-floor", "floor: plain TCP", _FLOOR, path="tcp", base_megabytes=25, vectors=1),
-    System("encrypted-floor", "floor: AES-128-GCM", _FLOOR, path="aead", base_megabytes=25, vectors=1),
-    System("p2pd-floor", "floor: p2pd", "benchmarks.peers.p2pd_floor_peer", path="libp2p", base_megabytes=240),
-    System("gloo", "torch.distributed, gloo", "benchmarks.peers.gloo_peer", base_megabytes=160, vectors=2.3),
-    System("torchft", "torchft, gloo", "benchmarks.peers.torchft_peer", base_megabytes=160, vectors=2.3),
-    System("hivemind", "hivemind, no compression", "benchmarks.peers.hivemind_peer", base_megabytes=400, vectors=5.3),
+    _floor("tcp-floor", "floor: plain TCP", "floor_peer", "tcp", memory=(25, 1)),
+    _floor("encrypted-floor", "floor: AES-128-GCM", "floor_peer", "aead", memory=(25, 1)),
+    _floor("p2pd-floor", "floor: p2pd", "p2pd_floor_peer", "libp2p", memory=(240, 0)),
+    _foreign("gloo", "torch.distributed, gloo", memory=(160, 2.3)),
+    _foreign("torchft", "torchft, gloo", memory=(160, 2.3)),
+    _foreign("hivemind", "hivemind, no compression", memory=(400, 5.3)),
     *(_ours(codec, path) for path in PATHS for codec in OURS),
 )
 """In the order of the table. Those that are compared most come first, so that they are alive together."""

@@ -53,9 +53,16 @@ def test_percentile_is_a_measured_value() -> None:
 
 
 def test_one_wrong_round_marks_row_and_result() -> None:
-    wrong = row(NAMED["gloo"], [*turns(1.0, 1.0), replace(TURN, ok=False)])
+    wrong = row(NAMED["gloo"], [*turns(1.0, 1.0), replace(TURN, seconds=0.1, ok=False)])
     assert not wrong["ok"] and not result({Cell(4, 100.0): [row(NAMED["torchft"], [TURN]), wrong]})["ok"]
-    assert "NOT OK" in table(Cell(4, 100.0), [wrong]).splitlines()[-1]
+    assert "NOT OK, wrong: 1" in table(Cell(4, 100.0), [wrong]).splitlines()[-1]
+    assert wrong["seconds"] == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("system, ok", [("hivemind", True), ("tcp-floor", False), ("ours-fp32-direct", False)])
+def test_wrong_warm_up_is_told_and_fails_ours(system: str, ok: bool) -> None:
+    found = row(NAMED[system], [replace(TURN, seconds=9.0, ok=False, is_warm_up=True), *turns(1.0, 1.0)])
+    assert found["ok"] is ok and found["wrong_warm_ups"] == 1 and found["seconds_p95"] == 1.0
 
 
 @pytest.mark.parametrize(
