@@ -22,7 +22,16 @@ from typing import Final
 import torch
 
 from protocols.base import Buffer, Vector
-from protocols.codecs.coding import PIECE, Codec, finite_range, received, refuse_non_finite, target, typed
+from protocols.codecs.coding import (
+    PIECE,
+    Codec,
+    finite_range,
+    received,
+    refuse_non_finite,
+    require_finite,
+    target,
+    typed,
+)
 from protocols.codecs.lowbit import E3M0, Int4, Int8
 from protocols.codecs.sparse import TopK
 
@@ -50,9 +59,12 @@ class FloatCodec(Codec):
 
     def encode(self, source: Vector, into: memoryview) -> None:
         data = typed(target(self, source, into), self._dtype)
+        if self.in_place:
+            require_finite(source)
+            return _copy(source, data)
         low, high = finite_range(source)
         if max(-low, high) <= self._largest:
-            _copy(source, data)
+            data.copy_(source)
             return
         scratch = torch.empty(min(PIECE, len(source)))
         for start in range(0, len(source), PIECE):

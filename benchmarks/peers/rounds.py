@@ -22,7 +22,7 @@ from benchmarks.peers.systems import MEGABYTE, System, blocks
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0"}
 PAUSE_SECONDS = 0.2
 """Before each turn, so that the one before has come to rest."""
-CONTROL_BYTES = 500_000
+CONTROL_BYTES = 100_000
 """What a peer's p2pd may write in a round on the direct path, where only control messages pass it."""
 MEMORY_SHARE = 0.8
 """How much of the free memory the systems that are alive together may take by plan."""

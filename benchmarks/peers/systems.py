@@ -51,7 +51,7 @@ def _foreign(name: str, label: str, memory: tuple[float, float]) -> System:
 
 
 def _ours(codec: str, path: str) -> System:
-    vectors = {"fp32": 9.0, "bf16": 6.0, "int8": 4.5, "int4": 3.5}[codec]
+    vectors = {"fp32": 6.0, "bf16": 4.5, "int8": 4.0, "int4": 3.5}[codec]
     label, module = f"ours, {codec}, {path}", "benchmarks.peers.ours_peer"
     return System(f"ours-{codec}-{path}", label, module, codec, path, True, base_megabytes=240, vectors=vectors)
 

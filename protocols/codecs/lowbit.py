@@ -19,7 +19,7 @@ from __future__ import annotations
 import torch
 
 from protocols.base import BadPayload, Buffer, Vector
-from protocols.codecs.coding import PIECE, Codec, finite_range, received, target, typed
+from protocols.codecs.coding import PIECE, Codec, finite_range, received, require_finite, target, typed
 from protocols.limits import LARGEST_FLOAT32, SMALLEST_NORMAL_FLOAT32
 
 BLOCK = 128
@@ -156,7 +156,7 @@ class _FourBit(_Blockwise):
                 raise BadPayload(f"{self.name} code beyond the last element")
             into[-1] = last
         try:
-            finite_range(into)
+            require_finite(into)
         except ValueError:
             raise BadPayload(f"{self.name} code {_UNUSED}") from None
 

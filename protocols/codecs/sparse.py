@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import torch
 
 from protocols.base import BadPayload, Buffer, Vector
-from protocols.codecs.coding import PIECE, Codec, carry, finite_range, received, target, typed
+from protocols.codecs.coding import PIECE, Codec, carry, received, require_finite, target, typed
 from protocols.codecs.lowbit import Int8
 from protocols.limits import LARGEST_FLOAT32, SMALLEST_NORMAL_FLOAT32
 
@@ -49,7 +49,7 @@ class TwoBits(Codec):
 
     def encode(self, source: Vector, into: memoryview) -> None:
         data = target(self, source, into)
-        finite_range(source)
+        require_finite(source)
         start = 4 * -(-len(source) // KEEP)
         values = _padded(source, KEEP)
         there = torch.arange(values.numel()).view_as(values) < len(source)
@@ -110,7 +110,7 @@ class TopK(Codec):
 
     def encode(self, source: Vector, into: memoryview) -> None:
         data = target(self, source, into)
-        finite_range(source)
+        require_finite(source)
         at, values = 0, []
         for group, block in self._blocks(source):
             positions = group.largest(block)

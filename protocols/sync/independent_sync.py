@@ -18,7 +18,7 @@ import torch
 from protocols import wire
 from protocols.aio import loop_time
 from protocols.base import BadPayload, Deadline, Head, Header, Host, PeerId, RoundKey, Settings, Stream
-from protocols.codecs.coding import finite_range
+from protocols.codecs.coding import require_finite
 from protocols.gate import Gate
 from protocols.round_estimator import DONOR_ROUND
 from protocols.sync.context import SyncContext
@@ -168,4 +168,4 @@ def _refuse_non_finite(snapshot: Snapshot) -> None:
         OSError: the snapshot cannot be read.
     """
     for chunk in range(len(snapshot.index.digests)):
-        finite_range(torch.frombuffer(snapshot.chunk(chunk), dtype=torch.float32))
+        require_finite(torch.frombuffer(snapshot.chunk(chunk), dtype=torch.float32))

@@ -131,7 +131,6 @@ def test_vectors_through_p2pd_are_not_the_direct_path(
             super().__init__(replace(setup, path="libp2p"), *rest)
 
     monkeypatch.setattr(rounds, "Swarm", Strayed)
-    monkeypatch.setattr(rounds, "CONTROL_BYTES", 100_000)
     assert main([*SMALL, "--systems", "ours-fp32-direct", "--out", str(tmp_path / "plot.png")]) == 1
     assert not json.loads(capsys.readouterr().out.splitlines()[-1])["ok"]
 
