@@ -242,7 +242,7 @@ class TestLimits:
             async with a.open(b.me, "nothing", soon()):
                 pass
         assert a._link is not None
-        pipe = await a._link.stream(b.me, 5)
+        pipe, _ = await a._link.stream(b.me, 5)
         await ask(pipe, "strict")
         await pipe.write(b"\xff\xff\xff\xff")
         with pytest.raises((EOFError, OSError)):
