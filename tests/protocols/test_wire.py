@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from protocols import wire
 from protocols.base import BadPayload, Header, RoundKey
-from protocols.pipeline.messages import LossResult
+from protocols.pipeline.messages import LossResult, OuterLoss
 from tests.support.wire_examples import headers, places, replaced
 
 KINDS = tuple(wire._KINDS.values())
@@ -68,7 +68,7 @@ def test_value_of_wrong_type_or_size_is_rejected(header: Header, data: st.DataOb
     packed = msgpack.unpackb(wire.encode(header))
     path = data.draw(st.sampled_from([path for path in places(packed) if path[0] >= 2]))
     hostile = data.draw(st.sampled_from(HOSTILE[type(at(packed, path))] + NESTED))
-    assume(not isinstance(header, LossResult) or hostile != -1.0)  # the only field that may be negative
+    assume(not isinstance(header, LossResult | OuterLoss) or hostile != -1.0)  # only a loss may be negative
     with pytest.raises(BadPayload):
         wire.decode(msgpack.packb(replaced(packed, path, hostile)))
 
