@@ -61,6 +61,8 @@ PAIR_SLACK = 2.0
 """The same for two contributions, as a multiple of the smaller norm: it cannot be known which of the two is wrong."""
 MEASURED_ELEMENTS = 64
 """Shorter chunks are not measured: the norm of fewer numbers says little."""
+ESTIMATE_ERROR = 0.01
+"""Largest error of a norm from `vectors.estimated_norm`, as a share of it."""
 NAMED_SHARE = 0.5
 """A member whose contribution is clipped to less than this share of its norm is reported."""
 NAMED_DISTANCE = 3.0
@@ -292,10 +294,20 @@ class RobustAggregator:
                 self._apart[member] += norm([_difference(row, into, apart)]) ** 2
         RULES[self._rule](rows, weights, into)
 
+    def is_clear(self, members: Sequence[int], norms: Sequence[float]) -> bool:
+        """Whether no contribution is clipped even if these norms are wrong by `ESTIMATE_ERROR`."""
+        limit = (1 - ESTIMATE_ERROR) / (1 + ESTIMATE_ERROR) * self._limit(norms)
+        return all(size <= limit * self._allowances[member] for member, size in zip(members, norms, strict=True))
+
+    @staticmethod
+    def _limit(norms: Sequence[float]) -> float:
+        """Largest norm of a contribution with an allowance of 1."""
+        moved = [norm for norm in norms if norm > 0]
+        return (MEASURED_SLACK if len(moved) > 2 else PAIR_SLACK) * median_low(moved) if moved else 0.0
+
     def _clip(self, members: Sequence[int], norms: Sequence[float], contributions: Sequence[Vector]) -> None:
         """Scale down contributions whose norm is above the limit; count the sent and remaining norms of each member."""
-        moved = [norm for norm in norms if norm > 0]
-        limit = (MEASURED_SLACK if len(moved) > 2 else PAIR_SLACK) * median_low(moved) if moved else 0.0
+        limit = self._limit(norms)
         for member, size, row in zip(members, norms, contributions, strict=True):
             kept = min(size, limit * self._allowances[member])
             if kept < size:

@@ -11,6 +11,7 @@ A contribution counts in a chunk wholly or not at all. One that breaks off count
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -25,7 +26,7 @@ from protocols.base import BadPayload, Deadline, PeerError, PeerId, PeerSilent, 
 from protocols.chunks import HEADER_LIMIT, due, receive_reduced, send_vector
 from protocols.codecs.coding import carry
 from protocols.robust import RobustAggregator
-from protocols.vectors import norm
+from protocols.vectors import estimated_norm, norm
 
 WINDOW_CHUNKS = 2
 
@@ -171,41 +172,54 @@ class Reducer:
         Returns:
             The mask of contributors, and the refused members with reasons.
         """
-        task, resolved = self.task, self.task.resolved
         low, high = self.held.elements(index)
-        inbox = self._inbox[index]
-        taken: list[int] = []
-        rows: list[Vector] = []
-        norms: list[float] = []
-        mask, refused = 0, dict[PeerId, str]()
+        data, scratch = self.held.chunk(index), self._scratch[-1, : high - low]
+        mean = self.held.vector_for(data, scratch)
+        taken, refused = self._decoded(index)
+        if taken:
+            self._average(taken, mean)
+        else:
+            mean.zero_()
+        self.held.codec.encode(mean, data)
+        self.held.decode_chunk(index, self.task.into, scratch)  # so this member has the same bits as the others
+        mask = sum(1 << order for order, _, _ in taken)
+        self._digests.append(self.held.digest_of(index, mask))
+        return mask, refused
+
+    def _decoded(self, index: int) -> tuple[list[tuple[int, Vector, float]], dict[PeerId, str]]:
+        """Decode all contributions to a chunk.
+
+        Returns:
+            For each one its member's index in the plan, its elements, which may be overwritten, and an estimate of
+            their norm; and the refused members with reasons.
+        """
+        task, resolved, inbox = self.task, self.task.resolved, self._inbox[index]
+        low, high = self.held.elements(index)
+        taken, refused = list[tuple[int, Vector, float]](), dict[PeerId, str]()
         for order, peer in enumerate(resolved.peers):
             if resolved.weights[order] == 0 or (peer != task.me and (peer not in inbox or peer in self.lost)):
                 continue
             try:
-                row, size = self._decode(peer, index, self._scratch[len(taken), : high - low])
+                taken.append((order, *self._decode(peer, index, self._scratch[len(taken), : high - low])))
             except BadPayload as error:
                 refused[peer] = f"refused: {error}"
-                continue
-            if resolved.factors[order] != 1.0:
-                row.mul_(resolved.factors[order])
-            taken.append(order)
-            rows.append(row)
-            norms.append(size * resolved.factors[order])
-            mask |= 1 << order
-        data, scratch = self.held.chunk(index), self._scratch[-1, : high - low]
-        mean = self.held.vector_for(data, scratch)
-        if taken:
-            self._judge.average(taken, norms, rows, [resolved.weights[order] for order in taken], mean)
-        else:
-            mean.zero_()
-        self.held.codec.encode(mean, data)
-        self.held.decode_chunk(index, task.into, scratch)  # so this member has the same bits as the others
-        self._digests.append(self.held.digest_of(index, mask))
-        return mask, refused
+        return taken, refused
+
+    def _average(self, taken: Sequence[tuple[int, Vector, float]], into: Vector) -> None:
+        """Average contributions, as `_decoded` returns them. Bits of the mean do not depend on the estimates."""
+        resolved, members, rows = self.task.resolved, [order for order, _, _ in taken], [row for _, row, _ in taken]
+        factors = [resolved.factors[order] for order in members]
+        norms = [size * factor for (_, _, size), factor in zip(taken, factors, strict=True)]
+        if not self._judge.is_clear(members, norms):
+            norms = [norm([row]) * factor for row, factor in zip(rows, factors, strict=True)]
+        for row, factor in zip(rows, factors, strict=True):
+            if factor != 1.0:
+                row.mul_(factor)
+        self._judge.average(members, norms, rows, [resolved.weights[order] for order in members], into)
 
     def _decode(self, peer: PeerId, index: int, scratch: Vector) -> tuple[Vector, float]:
         """Decode one member's chunk. Returns a vector that may be overwritten, in `scratch` or where the chunk came in,
-        and its norm.
+        and an estimate of its norm.
 
         Raises:
             BadPayload: the chunk is not finite, or the contribution's norm exceeds its limit.
@@ -216,11 +230,11 @@ class Reducer:
             scratch.copy_(task.mine.read(low, high, scratch))
             if self.held.codec is not task.format.codec:  # the mean has room only for encoded contributions
                 carry(task.format.codec, scratch)
-            return scratch, norm([scratch])
+            return scratch, estimated_norm(scratch)
         data = self._inbox[index][peer][: self._contribution.size(index)]
         row = self._contribution.vector_for(data, scratch)
         task.format.codec.decode(data, row)
-        size = norm([row])
+        size = estimated_norm(row)
         self._squares[peer] += size**2
         limit = task.resolved.norm_limit(self._order[peer])
         if not self._squares[peer] <= limit * limit:

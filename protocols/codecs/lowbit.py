@@ -23,6 +23,7 @@ from protocols.codecs.coding import PIECE, Codec, finite_range, received, requir
 from protocols.limits import LARGEST_FLOAT32, SMALLEST_NORMAL_FLOAT32
 
 BLOCK = 128
+_ENCODED = 1 << 17  # elements encoded at a time: with their scratch vector they stay in the second-level cache
 _UNUSED = 8  # the code that no encoder writes: minus eight (int4) or minus zero (e3m0)
 
 
@@ -38,14 +39,14 @@ class _Blockwise(Codec):
 
     def encode(self, source: Vector, into: memoryview) -> None:
         scales, codes = self._split(target(self, source, into), len(source))
-        scratch = torch.empty(min(PIECE, len(source)))
-        for low in range(0, len(source), PIECE):
-            high = min(low + PIECE, len(source))
+        scratch = torch.empty(min(_ENCODED, len(source)))
+        for low in range(0, len(source), _ENCODED):
+            high = min(low + _ENCODED, len(source))
             for start, stop, width in _spans(low, high):
                 block = source[start:stop].view(-1, width)
                 work = scratch[start - low : stop - low].view(-1, width)
-                scale = self._scales(block, work, scales[start // BLOCK : -(-stop // BLOCK)])
-                torch.div(block, scale.masked_fill(scale == 0, 1.0)[:, None], out=work)
+                divisors = self._scales(block, work, scales[start // BLOCK : -(-stop // BLOCK)])
+                torch.div(block, divisors[:, None], out=work)
             self._put(scratch[: high - low], codes, low)
 
     def decode(self, data: Buffer, into: Vector) -> None:
@@ -53,9 +54,10 @@ class _Blockwise(Codec):
         if not len(into):
             return
         low, high = (float(end) for end in torch.aminmax(scales))
-        unused = (scales > 0) & (scales < self._LEAST)  # these would decode to denormal numbers
-        if not (low >= 0 and high <= self._MOST) or bool(unused.any()):  # also true if one is NaN
-            raise BadPayload(f"{self.name} scales from {low:g} to {high:g}")
+        if not (low >= self._LEAST and high <= self._MOST):  # also true if one is NaN
+            unused = (scales > 0) & (scales < self._LEAST)  # these would decode to denormal numbers
+            if not (low >= 0 and high <= self._MOST) or bool(unused.any()):
+                raise BadPayload(f"{self.name} scales from {low:g} to {high:g}")
         self._get(codes, into)
         for start, stop, width in _spans(0, len(into)):
             scale = scales[start // BLOCK : -(-stop // BLOCK)]
@@ -65,7 +67,9 @@ class _Blockwise(Codec):
         bound = source.abs()
         for start, stop, width in _spans(0, len(source)):
             block = bound[start:stop].view(-1, width)
-            scale = self._scales(block, torch.empty_like(block), torch.empty(len(block)))[:, None]
+            scales = torch.empty(len(block))
+            self._scales(block, torch.empty_like(block), scales)
+            scale = scales[:, None]
             block.copy_(torch.where(scale == 0, block, self._off_by(block, scale)))
         return bound
 
@@ -91,15 +95,18 @@ class _Blockwise(Codec):
         return typed(data[:scales], torch.float32), data[scales:]
 
     def _scales(self, block: torch.Tensor, scratch: torch.Tensor, into: torch.Tensor) -> torch.Tensor:
-        """Write the scale of each row of `block` to `into`, and return it.
+        """Write the scale of each row of `block` to `into`, and return what to divide the rows by: 1 for a scale of 0.
 
         Raises:
             ValueError: an element is not finite.
         """
         torch.amax(torch.abs(block, out=scratch), dim=1, out=into)
-        finite_range(into)
-        into.div_(self._TOP).clamp_(max=self._MOST)
-        return into.masked_fill_(into < self._LEAST, 0.0)
+        low, high = finite_range(into)
+        into.div_(self._TOP)
+        if low >= self._LEAST * self._TOP and high <= self._MOST * self._TOP:  # rounding keeps their order
+            return into
+        into.clamp_(max=self._MOST).masked_fill_(into < self._LEAST, 0.0)
+        return into.masked_fill(into == 0, 1.0)
 
 
 class Int8(_Blockwise):
@@ -125,13 +132,6 @@ class Int8(_Blockwise):
 class _FourBit(_Blockwise):
     """Two codes a byte. If the number of elements is odd, the last half byte is zero."""
 
-    _LEVELS: tuple[float, ...]  # the values of the codes in order, without `_UNUSED`
-
-    def __init__(self) -> None:
-        levels = torch.tensor([*self._LEVELS[:_UNUSED], torch.nan, *self._LEVELS[_UNUSED:]])
-        byte = torch.arange(256)
-        self._pairs = torch.stack((levels[byte & 15], levels[byte >> 4]), dim=1)
-
     def encoded_bytes(self, elements: int) -> int:
         return _scale_bytes(elements) + -(-elements // 2)
 
@@ -140,25 +140,11 @@ class _FourBit(_Blockwise):
         raise NotImplementedError
 
     def _put(self, quotients: Vector, codes: torch.Tensor, low: int) -> None:
-        halves = torch.zeros(len(quotients) + len(quotients) % 2, dtype=torch.uint8)
+        halves = torch.empty(len(quotients) + len(quotients) % 2, dtype=torch.uint8)
+        halves[len(quotients) :].zero_()
         halves[: len(quotients)].copy_(self._codes(quotients))
-        torch.bitwise_or(halves[0::2], halves[1::2] << 4, out=codes[low // 2 : low // 2 + len(halves) // 2])
-
-    def _get(self, codes: torch.Tensor, into: Vector) -> None:
-        whole = len(into) // 2
-        for low in range(0, whole, PIECE):
-            piece = codes[low : min(low + PIECE, whole)]
-            pairs = into[2 * low : 2 * (low + len(piece))].view(-1, 2)
-            torch.index_select(self._pairs, 0, piece.to(torch.int32), out=pairs)
-        if len(into) % 2:
-            last, beyond = self._pairs[int(codes[-1])].tolist()
-            if beyond != 0:
-                raise BadPayload(f"{self.name} code beyond the last element")
-            into[-1] = last
-        try:
-            require_finite(into)
-        except ValueError:
-            raise BadPayload(f"{self.name} code {_UNUSED}") from None
+        pairs = typed(halves, torch.int16)  # the even element is the low byte
+        codes[low // 2 : low // 2 + len(pairs)].copy_((pairs >> 4).bitwise_or_(pairs))  # keeps the low byte
 
 
 class Int4(_FourBit):
@@ -167,10 +153,21 @@ class Int4(_FourBit):
     name = "int4"
     _TOP, _LEAST = 7.0, SMALLEST_NORMAL_FLOAT32
     _MOST = float.fromhex("0x1.249248p+125")  # the largest float32 whose product with 7, rounded, is finite
-    _LEVELS = (*range(8), *range(-7, 0))
 
     def _codes(self, quotients: Vector) -> torch.Tensor:
         return quotients.round_().to(torch.int8).bitwise_and_(15)
+
+    def _get(self, codes: torch.Tensor, into: Vector) -> None:
+        for low in range(0, len(into), PIECE):
+            piece = into[low : low + PIECE]
+            pairs = codes[low // 2 : (low + len(piece) + 1) // 2].to(torch.int16)
+            halves = typed((pairs << 4).bitwise_or_(pairs).bitwise_and_(0x0F0F), torch.int8)
+            if halves[len(piece) :].any():
+                raise BadPayload("int4 code beyond the last element")
+            signed = halves[: len(piece)].bitwise_xor_(8).sub_(8)  # extends the sign, which is bit 3
+            if int(signed.amin()) < -7:
+                raise BadPayload(f"int4 code {_UNUSED}")
+            piece.copy_(signed)
 
 
 class E3M0(_FourBit):
@@ -182,8 +179,13 @@ class E3M0(_FourBit):
 
     name = "e3m0"
     _TOP, _LEAST, _MOST = 1.0, 64 * SMALLEST_NORMAL_FLOAT32, LARGEST_FLOAT32
-    _LEVELS = (0.0, *(2.0**k for k in range(-6, 1)), *(-(2.0**k) for k in range(-6, 1)))
     _RELATIVE, _FLOOR = 0.333334, 0.0078126
+
+    def __init__(self) -> None:
+        positive = [2.0**k for k in range(-6, 1)]
+        levels = torch.tensor([0.0, *positive, torch.nan, *(-level for level in positive)])  # NaN for `_UNUSED`
+        byte = torch.arange(256)
+        self._pairs = torch.stack((levels[byte & 15], levels[byte >> 4]), dim=1)
 
     def _codes(self, quotients: Vector) -> torch.Tensor:
         bits = typed(quotients, torch.int32)
@@ -193,6 +195,22 @@ class E3M0(_FourBit):
         levels = bits.add_(1 << 22).bitwise_right_shift_(23).sub_(120)  # to the nearest exponent; 2**-6 has level 1
         codes = torch.maximum(levels, least, out=levels).bitwise_or_(signs)
         return codes.masked_fill_(codes == _UNUSED, 0)
+
+    def _get(self, codes: torch.Tensor, into: Vector) -> None:
+        whole = len(into) // 2
+        for low in range(0, whole, PIECE):
+            piece = codes[low : min(low + PIECE, whole)]
+            pairs = into[2 * low : 2 * (low + len(piece))].view(-1, 2)
+            torch.index_select(self._pairs, 0, piece.to(torch.int32), out=pairs)
+        if len(into) % 2:
+            last, beyond = self._pairs[int(codes[-1])].tolist()
+            if beyond != 0:
+                raise BadPayload("e3m0 code beyond the last element")
+            into[-1] = last
+        try:
+            require_finite(into)
+        except ValueError:
+            raise BadPayload(f"e3m0 code {_UNUSED}") from None
 
     def _off_by(self, sizes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         return torch.maximum(sizes * self._RELATIVE, scale * self._FLOOR)

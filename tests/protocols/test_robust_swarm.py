@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
 
@@ -10,8 +12,10 @@ import torch
 
 from node.training.trainer import InlineTrainer, LocalTraining
 from protocols import robust
+from protocols.allreduce import reducer
 from protocols.base import Outcome, Settings, Vector
 from protocols.robust import RULES
+from protocols.vectors import norm
 from tests.sim.butterfly_harness import Averaged, ButterflyHarness
 from tests.sim.byzantine.gradients import ATTACKS, PoisonedTrainer
 from tests.sim.scenario import Scenario
@@ -45,6 +49,26 @@ def follows(name: str, rows: torch.Tensor) -> bool:
     assert {mean.outcome for mean in result.means} == {Outcome.COMMITTED}
     assert len({each.numpy().tobytes() for each in result.results}) == 1
     return torch.allclose(result.results[0], by_the_rule(name, rows), atol=1e-5)
+
+
+@pytest.mark.parametrize("scale", (1.0, 1.39, 1.405, 3.0))
+def test_estimated_norms_do_not_decide_bits(scale: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One contribution is scaled to the limit of what is clipped. Estimates are wrong by as much as they may be."""
+    rows = noisy_contributions(5, 8000, 3)
+    rows[2] *= scale
+    declared = dict.fromkeys(range(5), 1.0)
+    results = set()
+    for error in (0.0, -robust.ESTIMATE_ERROR, robust.ESTIMATE_ERROR):
+        factors = itertools.cycle((1 + error, 1 - error, 1.0))
+
+        def estimated(vector: Vector, factors: Iterator[float] = factors) -> float:
+            return norm([vector]) * next(factors)
+
+        monkeypatch.setattr(reducer, "estimated_norm", estimated)
+        results |= {each.numpy().tobytes() for each in averaged("mean", rows, declared=declared).results}
+    monkeypatch.undo()
+    results |= {each.numpy().tobytes() for each in averaged("mean", rows, declared=declared).results}
+    assert len(results) == 1
 
 
 @pytest.mark.parametrize("name", RULES)

@@ -12,7 +12,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protocols.base import Vector
-from protocols.vectors import CHUNK_ELEMENTS, VectorView, chunk_count, chunk_range, norm, root, weighted_mean
+from protocols.robust import ESTIMATE_ERROR
+from protocols.vectors import (
+    CHUNK_ELEMENTS,
+    VectorView,
+    chunk_count,
+    chunk_range,
+    estimated_norm,
+    norm,
+    root,
+    weighted_mean,
+)
 
 sizes = st.lists(st.integers(0, 9), max_size=6)
 LARGEST = torch.finfo(torch.float32).max
@@ -126,6 +136,24 @@ def test_norm_matches_float64() -> None:
     assert norm([torch.full((4,), LARGEST)]) == pytest.approx(2 * LARGEST)
     assert norm([torch.full((4,), 2.0**-149)]) == 2.0**-148
     assert not math.isfinite(norm([torch.tensor([1.0, math.nan])]))
+
+
+@given(
+    values=st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1, max_size=40),
+    repeats=st.sampled_from([1, 100]),
+)
+def test_estimated_norm_is_close_to_the_norm(values: list[float], repeats: int) -> None:
+    vector = torch.tensor(values * repeats)
+    assert estimated_norm(vector) == pytest.approx(norm([vector]), rel=ESTIMATE_ERROR)
+
+
+@pytest.mark.parametrize("scale", (1e-30, 1e-12, 1.0, 1e12, 1e30))
+def test_estimated_norm_of_a_chunk_is_close(scale: float) -> None:
+    vector = torch.rand(CHUNK_ELEMENTS, generator=torch.Generator().manual_seed(1)) * scale
+    assert estimated_norm(vector) == pytest.approx(norm([vector]), rel=ESTIMATE_ERROR)
+    for bad in (math.nan, math.inf):
+        vector[CHUNK_ELEMENTS // 2] = bad
+        assert not math.isfinite(estimated_norm(vector))
 
 
 def test_root_matches_its_specification() -> None:
