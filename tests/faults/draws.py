@@ -125,6 +125,13 @@ def new_address(rng: random.Random, seed: int, names: Sequence[str]) -> list[Ste
     return [moment(rng), Step("move", (rng.choice(names),)), Step("settle"), Step("join", ("newcomer",))]
 
 
+def firewall(rng: random.Random, seed: int, names: Sequence[str]) -> list[Step]:
+    """A firewall comes up in front of one peer: even seeds refuse, odd ones swallow."""
+    victim = (rng.choice(names),)
+    waits = [Step("detoured", victim), Step("wait", amount=10)]
+    return [moment(rng), Step(("refuse", "swallow")[seed % 2], victim), *waits, Step("heal")]
+
+
 def lasting(act: str, amount: float, everybody: bool = False, seconds: float = 10) -> Draw:
     """A fault that lasts for `seconds`."""
 

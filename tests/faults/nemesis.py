@@ -28,6 +28,8 @@ from tests.support.real_swarm import RealSwarm, T, deciding, wait
 TROUBLE = (AssertionError, LookupError, ValueError, OSError, RuntimeError, psutil.Error, subprocess.SubprocessError)
 """Errors with which a step ends if peers do not do what they should."""
 SETTLE_SECONDS = 90.0
+DIRECT_PORT = 7077
+"""Every peer's port for direct connections in a play with namespaces."""
 TRAP_SECONDS = 60.0
 SUSPECTED_SECONDS = 30.0
 LEAVE_SECONDS = 15.0
@@ -208,6 +210,25 @@ class Nemesis(EventLog):
         for name in targets:
             self._net.slow(name, int(step.amount))
         self.tell(f"the line carries {step.amount / 1e6:g} Mbit/s", targets, "fault")
+
+    def _refuse(self, targets: tuple[str, ...], step: Step) -> None:
+        self._firewall(targets, "a firewall resets its direct connections", refuse=True)
+
+    def _swallow(self, targets: tuple[str, ...], step: Step) -> None:
+        self._firewall(targets, "a firewall swallows what its direct connections carry", refuse=False)
+
+    def _firewall(self, targets: tuple[str, ...], words: str, *, refuse: bool) -> None:
+        for name in targets:
+            self._net.block(name, DIRECT_PORT, refuse=refuse)
+        self.tell(words, targets, "fault")
+
+    def _detoured(self, targets: tuple[str, ...], step: Step) -> None:
+        others, hidden = self.running(targets), [self._swarm[name] for name in targets]
+        self.awaits(
+            f"bulk data of {', '.join(targets)} goes over libp2p",
+            lambda: all(each.sees(peer).get("route") == "libp2p" for each in others for peer in hidden),
+        )
+        self.measure("detoured_seconds", time.time() - self.last)
 
     def _heal(self, targets: tuple[str, ...], step: Step) -> None:
         if self._network and self._network.suffers() and not self._network.felt():

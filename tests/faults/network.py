@@ -65,8 +65,17 @@ class Slowness:
     bits_per_second: int
 
 
-Fault = Cut | Loss | Slowness
-F = TypeVar("F", Cut, Loss, Slowness)
+@dataclass(frozen=True, eq=False)
+class Firewall:
+    """Packets of a peer's TCP connections from or to `port` are dropped, or with `refuse` answered by a reset."""
+
+    name: str
+    port: int
+    refuse: bool
+
+
+Fault = Cut | Loss | Slowness | Firewall
+F = TypeVar("F", Cut, Loss, Slowness, Firewall)
 
 
 def table(faults: Iterable[Fault], addresses: Mapping[str, str]) -> str:
@@ -75,12 +84,16 @@ def table(faults: Iterable[Fault], addresses: Mapping[str, str]) -> str:
     for fault in faults:
         if isinstance(fault, Cut):
             sources, targets = (",".join(addresses[name] for name in end) for end in (fault.sources, fault.targets))
-            rules.append(f"-s {sources} -d {targets}")
-            rules += [f"-s {targets} -d {sources}"] if fault.both else []
+            rules.append(f"-s {sources} -d {targets} -j DROP")
+            rules += [f"-s {targets} -d {sources} -j DROP"] if fault.both else []
         elif isinstance(fault, Loss):
             ends = [""] if fault.name is None else [f"{option} {addresses[fault.name]} " for option in ("-s", "-d")]
-            rules += [f"{end}-m statistic --mode random --probability {fault.share:.9f}" for end in ends]
-    return "\n".join(["*filter", ":FORWARD ACCEPT", *(f"-A FORWARD {rule} -j DROP" for rule in rules), "COMMIT", ""])
+            rules += [f"{end}-m statistic --mode random --probability {fault.share:.9f} -j DROP" for end in ends]
+        elif isinstance(fault, Firewall):
+            verdict = "REJECT --reject-with tcp-reset" if fault.refuse else "DROP"
+            ends = [f"{option} {addresses[fault.name]}" for option in ("-s", "-d")]
+            rules += [f"{end} -p tcp -m multiport --ports {fault.port} -j {verdict}" for end in ends]
+    return "\n".join(["*filter", ":FORWARD ACCEPT", *(f"-A FORWARD {rule}" for rule in rules), "COMMIT", ""])
 
 
 def rates(faults: Iterable[Fault]) -> dict[str, int]:
@@ -243,6 +256,11 @@ class Namespaces:
             raise ValueError(f"{bits_per_second} bits per second is no line")
         return self._strike(Slowness(name, bits_per_second))
 
+    def block(self, name: str, port: int, *, refuse: bool) -> Firewall:
+        """Let no TCP connection from or to this port pass a peer's line: drop its packets, or reset it."""
+        self._known([name])
+        return self._strike(Firewall(name, port, refuse))
+
     def heal(self, fault: Fault | None = None) -> None:
         """End this fault, or all faults. Healing a fault twice is no error."""
         self._suffer(tuple(other for other in self._faults if fault not in (None, other)))
@@ -254,7 +272,7 @@ class Namespaces:
     def felt(self) -> int:
         """The number of packets that a rule dropped or a slow line delayed since the faults last changed."""
         rules = _run("ip", "netns", "exec", self._router, "iptables", "-w", "5", "-nvxL", "FORWARD")
-        dropped = sum(int(line.split()[0]) for line in rules.splitlines() if " DROP " in line)
+        dropped = sum(int(line.split()[0]) for line in rules.splitlines() if " DROP " in line or " REJECT " in line)
         lines = _run("tc", "-n", self._router, "-s", "qdisc")
         return dropped + sum(int(each) for each in re.findall(r"overlimits (\d+)", lines))
 

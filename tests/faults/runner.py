@@ -16,7 +16,7 @@ from tests.faults import memory
 from tests.faults.goodput import MEANS
 from tests.faults.liar_control import can_lie
 from tests.faults.machines import CLOCK, clock_file, set_clock, small_disk
-from tests.faults.nemesis import TROUBLE, Nemesis, Tools
+from tests.faults.nemesis import DIRECT_PORT, TROUBLE, Nemesis, Tools
 from tests.faults.network import Namespaces, why_not
 from tests.faults.recording import Recording
 from tests.faults.sampling import Sampler
@@ -136,6 +136,7 @@ def play(
                 peer.inside = groups[peer.name].inside
             if network:
                 place = network.add(peer.name)
+                peer.environment |= {"NODE_DIRECT_PORT": str(DIRECT_PORT)}
                 address = "0.0.0.0" if "move" in acts else place.address
                 peer.inside, peer.listen = (*peer.inside, *place.inside), f"/ip4/{address}/tcp/0"
 

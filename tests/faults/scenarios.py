@@ -96,6 +96,12 @@ SCENARIOS: Mapping[str, Scenario] = {
     "slow-link": Scenario(
         "the line of one peer carries 10 Mbit/s for 10 s", draws.lasting("slow", 10e6), _GOES_ON, network=True
     ),
+    "firewall": Scenario(
+        "a firewall resets or swallows all direct connections of one peer",
+        draws.firewall,
+        Limits(aims={"standstill_seconds": 15}),
+        network=True,
+    ),
     "loss": Scenario(
         "1 % of all packets are lost for 20 s",
         draws.lasting("lose", 0.01, everybody=True, seconds=20),

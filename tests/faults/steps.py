@@ -22,6 +22,8 @@ class Step:
     mute            packets from `targets` to the others are dropped
     lose            the share `amount` of all packets, or of those of `targets`, is dropped
     slow            the lines of `targets` carry `amount` bits per second
+    refuse, swallow a firewall resets all direct connections of `targets`, or drops their packets
+    detoured        waits until bulk data between `targets` and the others has gone over libp2p
     straggle        the workers of `targets` run for the share `amount` of the time
     heal            end all lasting faults
     join            start new peers at once, with the address of one running peer

@@ -24,6 +24,7 @@ from tests.faults.network import (
     CommandFailed,
     Cut,
     Fault,
+    Firewall,
     Loss,
     Namespaces,
     Place,
@@ -68,6 +69,14 @@ def test_loss_applies_once_in_each_direction() -> None:
     share = "-m statistic --mode random --probability 0.200000000 -j DROP"
     assert rules(Loss("b", 0.2)) == [f"-A FORWARD -s 10.77.0.3 {share}", f"-A FORWARD -d 10.77.0.3 {share}"]
     assert rules(Loss(None, 0.2)) == [f"-A FORWARD {share}"]
+
+
+def test_firewall_stops_one_port_of_one_peer_in_both_directions() -> None:
+    port = "-p tcp -m multiport --ports 7077"
+    for refuse, verdict in ((False, "DROP"), (True, "REJECT --reject-with tcp-reset")):
+        assert rules(Firewall("b", 7077, refuse)) == [
+            f"-A FORWARD {end} 10.77.0.3 {port} -j {verdict}" for end in ("-s", "-d")
+        ]
 
 
 def test_slowest_of_two_slow_faults_counts() -> None:
