@@ -73,6 +73,7 @@ class SnapshotDownload:
     Attributes:
         at: the head whose state is downloaded.
         bytes_received: bytes of chunks, including bad and duplicate ones.
+        brought: bytes of verified chunks by donor, including duplicate ones.
     """
 
     _now = staticmethod(loop_time)
@@ -84,11 +85,11 @@ class SnapshotDownload:
             at: the head. Its state root is that of the certificates, or the one that most donors show.
         """
         self.at, self.bytes_received = at, 0
+        self.brought: dict[PeerId, int] = {}
         self._context, self._host, self._sync_progress = context, context.host, context.sync_progress
         self._elements = context.elements
         self._snapshot: Snapshot | None = None
         self._missing: set[int] = set()
-        self._brought: dict[PeerId, int] = {}  # bytes
         self._scheduler = ChunkScheduler((), self._now)
         self._beginning = asyncio.Lock()
         self._moved = self._until = float("-inf")
@@ -149,8 +150,8 @@ class SnapshotDownload:
 
     def _shares(self) -> str:
         """For the log: the share of the bytes received that each donor sent."""
-        whole = sum(self._brought.values())
-        order = sorted(self._brought.items(), key=lambda each: -each[1])
+        whole = sum(self.brought.values())
+        order = sorted(self.brought.items(), key=lambda each: -each[1])
         return ", ".join(f"…{peer[-6:]} {100 * size // whole} %" for peer, size in order) or "an earlier process"
 
     def _ends(self, deadline: Deadline) -> Deadline:
@@ -277,7 +278,7 @@ class SnapshotDownload:
         if not put_off:
             rate.took(self._now() - began)
         await self._stored(partial(_put, self._snapshot, index, data), 2 * size)
-        self._brought[stream.peer] = self._brought.get(stream.peer, 0) + size
+        self.brought[stream.peer] = self.brought.get(stream.peer, 0) + size
         if index in self._missing:  # otherwise another donor has sent it as well
             self._missing.discard(index)
             self._sync_progress.bytes_here += size
