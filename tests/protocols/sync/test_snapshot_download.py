@@ -317,15 +317,30 @@ def test_request_window_follows_the_donor_rate() -> None:
 
 
 def test_released_chunks_are_reclaimed_and_shared_at_end() -> None:
-    time = [0.0]
+    time, one, other, third = [0.0], DonorRate(), DonorRate(), DonorRate()
     scheduler = ChunkScheduler([3, 1, 2, 0], lambda: time[0])
     assert [scheduler.share(donors) for donors in (0, 1, 2, 9)] == [4, 4, 2, 2]
-    assert [scheduler.claim((), 5.0) for _ in range(5)] == [0, 1, 2, 3, None]
-    scheduler.release(2)
-    assert scheduler.claim((), 5.0) == 2, "it was not brought"
+    assert [scheduler.claim((), one) for _ in range(5)] == [0, 1, 2, 3, None]
+    scheduler.release(2, one)
+    assert scheduler.claim((), one) == 2, "it was not brought"
     scheduler.missing.discard(0)
-    scheduler.release(0)
-    assert scheduler.next((), 5.0) is None, "it was"
-    time[0] = 6.0
-    assert scheduler.next((), 9.0) is None and scheduler.next((), 5.0) == 1 and scheduler.next([1], 5.0) == 3
-    assert [scheduler.claim((), 5.0) for _ in range(4)] == [1, 3, 2, None], "two are asked, never three"
+    scheduler.release(0, one)
+    assert scheduler.next((), other) is None, "it was"
+    time[0] = 4.9
+    assert scheduler.next((), other) is None
+    time[0] = 5.0
+    assert scheduler.next((), other) == 1 and scheduler.next([1], other) == 3
+    assert [scheduler.claim((), other) for _ in range(4)] == [1, 3, 2, None]
+    assert scheduler.next((), third) is None, "two are asked, never three"
+
+
+def test_idle_donor_takes_over_what_a_slow_one_would_send_late() -> None:
+    slow, fast = DonorRate(), DonorRate()
+    slow.took(1.0)
+    fast.took(0.3)
+    scheduler, asked = ChunkScheduler(range(3), lambda: 0.0), list[int]()
+    while (index := scheduler.claim(asked, slow)) is not None:
+        asked.append(index)
+    assert scheduler.claim((), fast) == 2, "it is due last"
+    assert scheduler.claim([2], fast) == 1, "2 s there, more than three times .6 s here"
+    assert scheduler.claim([2, 1], fast) is None, "1 s there, .9 s here: not worth a second request"
