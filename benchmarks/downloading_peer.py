@@ -135,11 +135,11 @@ class DownloadingPeer(Peer):
         return {"seconds": seconds, "brought": brought, "extra": extra, "blamed": blamed, **lag.report()}
 
     async def work(self) -> dict[str, Any]:
-        self._downloaded_path.unlink(missing_ok=True)
-        index = self._index()
-        began = time.monotonic()
-        await self._compute.run(partial(_verify_and_write, self.setup, self._downloaded_path, index), self._state_bytes)
-        return {"seconds": time.monotonic() - began}
+        path, index, began = self._downloaded_path, self._index(), time.monotonic()
+        await self._compute.run(partial(_verify_and_write, self.setup, path, index), self._state_bytes)
+        seconds = time.monotonic() - began
+        path.unlink()  # the next download would find it
+        return {"seconds": seconds}
 
     async def check(self) -> dict[str, Any]:
         same = await asyncio.to_thread(_same, self._downloaded_path, self._state_path)
