@@ -1,9 +1,11 @@
 """The download of a state beside the time that its bytes take on the wire.
 
     python -m benchmarks.downloading [one] [line] [three] [--megabytes 1000] [--path libp2p] [--passes 3]
+                                     [--megabits 100] [--milliseconds 0]
 
 one     From one donor, on the loopback.
-line    From one donor whose line carries 100 Mbit/s in each direction. The joiner's line has no limit.
+line    From one donor whose line carries --megabits in each direction. The joiner's line has no limit. With
+        --milliseconds, a round trip takes that long (`benchmarks.delay_line`).
 three   As `line`, from three such donors.
 
 Each peer is a real process with a p2pd of its own, and serves or downloads with the code of a joining peer; states are
@@ -34,12 +36,12 @@ from typing import Any
 
 from benchmarks.averaging import Answer, Swarm, SwarmError, process_cpu_seconds
 from benchmarks.averaging_setup import Setup
+from benchmarks.shaped import delayed
 from tests.faults.network import Namespaces, Place, why_not
 from tests.sim.arguments import Parser, at_least_one
 
 CASES = {"one": 1, "line": 1, "three": 3}
 """Case -> its number of donors."""
-LINE_MEGABITS = 100
 START_SECONDS = 60.0
 
 
@@ -98,10 +100,11 @@ def measure(case: str, options: argparse.Namespace) -> dict[str, Any]:
     with nullcontext() if case == "one" else Namespaces() as network:
         places = [network.add(f"peer{rank}") for rank in range(1 + donors)] if network else []
         for rank in range(1, 1 + donors if network else 0):
-            network.slow(f"peer{rank}", LINE_MEGABITS * 1_000_000)
-        passes = asyncio.run(play(case, setup, places, options.passes))
+            network.slow(f"peer{rank}", options.megabits * 1_000_000)
+        with delayed(network, options.milliseconds) if network else nullcontext():
+            passes = asyncio.run(play(case, setup, places, options.passes))
     middle = {key: median(each[key] for each in passes) for key in ("plain", "wire", "download", "work") if key in passes[0]}
-    line = {} if case == "one" else {"line": megabytes / (donors * LINE_MEGABITS / 8)}
+    line = {} if case == "one" else {"line": megabytes / (donors * options.megabits / 8)}
     same = all(each["same"] for each in passes)
     return {"case": case, **middle, **line, "same": same, "passes": passes}
 
@@ -124,6 +127,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("cases", nargs="*", metavar="one|line|three", help="default: all three")
     parser.add_argument("--megabytes", type=at_least_one, default=1000, help="of state (default %(default)s)")
     parser.add_argument("--passes", type=at_least_one, default=3, help="default %(default)s")
+    parser.add_argument("--megabits", type=at_least_one, default=100, help="of a line, per second (default %(default)s)")
+    parser.add_argument("--milliseconds", type=float, default=0.0, help="round trip on lines (default %(default)s)")
     parser.add_argument("--path", choices=("direct", "libp2p"), default="direct", help="default %(default)s")
     options = parser.parse_args(arguments)
     cases = options.cases or list(CASES)
