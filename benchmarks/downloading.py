@@ -103,7 +103,9 @@ def measure(case: str, options: argparse.Namespace) -> dict[str, Any]:
             network.slow(f"peer{rank}", options.megabits * 1_000_000)
         with delayed(network, options.milliseconds) if network else nullcontext():
             passes = asyncio.run(play(case, setup, places, options.passes))
-    middle = {key: median(each[key] for each in passes) for key in ("plain", "wire", "download", "work") if key in passes[0]}
+    middle = {
+        key: median(each[key] for each in passes) for key in ("plain", "wire", "download", "work") if key in passes[0]
+    }
     line = {} if case == "one" else {"line": megabytes / (donors * options.megabits / 8)}
     same = all(each["same"] for each in passes)
     return {"case": case, **middle, **line, "same": same, "passes": passes}
@@ -127,7 +129,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("cases", nargs="*", metavar="one|line|three", help="default: all three")
     parser.add_argument("--megabytes", type=at_least_one, default=1000, help="of state (default %(default)s)")
     parser.add_argument("--passes", type=at_least_one, default=3, help="default %(default)s")
-    parser.add_argument("--megabits", type=at_least_one, default=100, help="of a line, per second (default %(default)s)")
+    parser.add_argument(
+        "--megabits", type=at_least_one, default=100, help="of a line, per second (default %(default)s)"
+    )
     parser.add_argument("--milliseconds", type=float, default=0.0, help="round trip on lines (default %(default)s)")
     parser.add_argument("--path", choices=("direct", "libp2p"), default="direct", help="default %(default)s")
     options = parser.parse_args(arguments)

@@ -8,7 +8,7 @@ delay the end.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from protocols.estimates import ewma
@@ -82,28 +82,39 @@ class ChunkScheduler:
         self._now = now
         self._queue = deque(sorted(self.missing))
         self._requests: dict[int, dict[DonorRate, _Request]] = {}  # chunk -> for each donor that is sending it
+        self._arrived: set[int] = set()  # those of them that are being verified
 
     def share(self, donors: int) -> int:
         """Limit of chunks to request ahead from one of this many donors, so that none gets most of the rest."""
         return max(2, -(-len(self._queue) // max(1, donors)))
 
-    def next(self, mine: Collection[int], rate: DonorRate) -> int | None:
+    def next(self, rate: DonorRate, ahead: int = 0) -> int | None:
         """The next chunk for one donor: one that no donor was asked for, or only one other donor, which is slow.
 
         Args:
-            mine: chunks that this donor was asked for.
             rate: of this donor. It also stands for the donor: each has a `DonorRate` of its own.
+            ahead: number of chunks that this donor was asked for and has not sent.
         """
         if self._queue:
             return self._queue[0]
-        others = {
+        others, now = self._others(rate), self._now()
+        for index, request in others.items():
+            if request.asked + rate.patience_seconds <= now:
+                return index
+        return self._slowest(others, rate, ahead + 1)
+
+    def next_at(self, rate: DonorRate) -> float:
+        """When `next` may return another donor's chunk because of its age, if nothing else changes."""
+        asked = min((request.asked for request in self._others(rate).values()), default=float("inf"))
+        return asked + rate.patience_seconds
+
+    def _others(self, rate: DonorRate) -> dict[int, _Request]:
+        """The missing chunks that exactly one other donor is sending."""
+        return {
             index: next(iter(requests.values()))
             for index, requests in self._requests.items()
-            if len(requests) == 1 and index in self.missing and index not in mine
+            if len(requests) == 1 and rate not in requests and index in self.missing and index not in self._arrived
         }
-        late = self._now() - rate.patience_seconds
-        overdue = next((index for index, request in others.items() if request.asked <= late), None)
-        return self._slowest(others, rate, len(mine) + 1) if overdue is None else overdue
 
     def _slowest(self, others: dict[int, _Request], rate: DonorRate, turn: int) -> int | None:
         """The chunk that comes last by the other donors' rates, if this donor sends it far earlier as its next one."""
@@ -113,25 +124,26 @@ class ChunkScheduler:
             return None
         return last if known[last] - self._now() > IMPATIENCE * turn * rate.seconds else None
 
-    def claim(self, mine: Collection[int], rate: DonorRate) -> int | None:
+    def claim(self, rate: DonorRate, ahead: int = 0) -> int | None:
         """Like `next`, and mark the chunk as requested."""
-        index = self.next(mine, rate)
+        index = self.next(rate, ahead)
         if index is not None:
             if self._queue:
                 self._queue.popleft()
             now = self._now()
-            due = None if rate.seconds is None else now + (len(mine) + 1) * rate.seconds
+            due = None if rate.seconds is None else now + (ahead + 1) * rate.seconds
             self._requests.setdefault(index, {})[rate] = _Request(now, due)
         return index
 
-    def arrived(self, index: int, rate: DonorRate) -> None:
-        """Note that a donor has sent the chunk, which is now verified: no other donor needs to be asked for it yet."""
-        self._requests[index][rate] = _Request(self._now(), None)
+    def arrived(self, index: int) -> None:
+        """Note that a donor has sent the chunk, which is now verified: until `release`, no donor needs to be asked."""
+        self._arrived.add(index)
 
     def release(self, index: int, rate: DonorRate) -> None:
         """Note that a donor will not send the chunk any more. Unless another donor sends it, it is queued again."""
         del self._requests[index][rate]
         if not self._requests[index]:
             del self._requests[index]
+            self._arrived.discard(index)
             if index in self.missing:
                 self._queue.append(index)

@@ -236,7 +236,7 @@ class SnapshotDownload:
                         if storing:
                             await storing
                         index = mine.popleft()
-                        self._scheduler.arrived(index, rate)
+                        self._scheduler.arrived(index)
                         storing = group.create_task(self._store(stream.peer, index, data))
                         # Not in the task itself: if that is cancelled before it begins, none of its code runs.
                         storing.add_done_callback(partial(self._on_stored, index, rate))
@@ -250,7 +250,7 @@ class SnapshotDownload:
     async def _request(self, stream: Stream, mine: deque[int], rate: DonorRate) -> None:
         """Request chunks ahead, as many as the donor's rate suggests."""
         while len(mine) < min(rate.window, self._scheduler.share(self._sync_progress.donors)):
-            if (index := self._scheduler.claim(mine, rate)) is None:
+            if (index := self._scheduler.claim(rate, len(mine))) is None:
                 return
             mine.append(index)
             await stream.send(WantChunk(index))
@@ -258,15 +258,15 @@ class SnapshotDownload:
     async def _more(self, rate: DonorRate) -> bool:
         """Wait at most `WAIT_SECONDS` until there is a chunk to request. Returns whether there is, or all have arrived.
 
-        A chunk that becomes overdue at another donor causes no notification, so the wait ends from time to time.
+        A chunk that becomes overdue at another donor causes no notification, so the wait ends when it does.
         """
         until = min(self._until, self._now() + WAIT_SECONDS)
         while not self.complete and self._now() < until:
-            if self._scheduler.next((), rate) is not None:
+            if self._scheduler.next(rate) is not None:
                 return True
             await self._notifier.reached(
-                lambda: self.complete or self._scheduler.next((), rate) is not None,
-                min(until, self._now() + rate.patience_seconds),
+                lambda: self.complete or self._scheduler.next(rate) is not None,
+                min(until, self._scheduler.next_at(rate)),
             )
         return self.complete
 

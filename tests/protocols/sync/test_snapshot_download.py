@@ -133,6 +133,21 @@ async def test_fast_donor_sends_more_and_finishes_the_download(world: RoundsDeci
     assert len(sent["anna"]) <= 2 < len(sent["bert"]) and report.bytes_downloaded <= STATE + MIB
 
 
+@simulated(RoundsDecided, "anna bert dora", elements=4_000_000)
+async def test_donor_that_stops_delays_the_end_by_seconds(world: RoundsDecided) -> None:
+    names, sent, rate = ("anna", "bert", "dora"), {}, 3.75e6
+    for name in names:
+        world.network.nodes[name].bytes_per_second = rate
+        sent[name] = chunks_from(world.peers[name])
+    cleo = await joiner(world, 12.5e6)
+    began, stopped = now(), 1.5
+    asyncio.get_running_loop().call_later(stopped, world.network.block, "anna", "cleo")
+    report = await cleo.catch_up()
+    least = stopped + (8 * 4_000_000 - 3 * rate * stopped) / (2 * rate)
+    end = max(max(sent[name]) for name in ("bert", "dora")) - began
+    assert report.outcome == "superseded" and end < least + 1.0 + 4 * MIB / (2 * rate), "1 s, and what anna was asked"
+
+
 @simulated(RoundsDecided)
 async def test_progressing_download_outlasts_deadline_and_stalled_ends(world: RoundsDecided) -> None:
     cleo, began = await joiner(world, 2e5), now()
@@ -320,27 +335,28 @@ def test_released_chunks_are_reclaimed_and_shared_at_end() -> None:
     time, one, other, third = [0.0], DonorRate(), DonorRate(), DonorRate()
     scheduler = ChunkScheduler([3, 1, 2, 0], lambda: time[0])
     assert [scheduler.share(donors) for donors in (0, 1, 2, 9)] == [4, 4, 2, 2]
-    assert [scheduler.claim((), one) for _ in range(5)] == [0, 1, 2, 3, None]
+    assert [scheduler.claim(one) for _ in range(5)] == [0, 1, 2, 3, None]
     scheduler.release(2, one)
-    assert scheduler.claim((), one) == 2, "it was not brought"
+    assert scheduler.claim(one) == 2, "it was not brought"
     scheduler.missing.discard(0)
     scheduler.release(0, one)
-    assert scheduler.next((), other) is None, "it was"
+    assert scheduler.next(other) is None and scheduler.next_at(other) == 5.0, "it was"
     time[0] = 4.9
-    assert scheduler.next((), other) is None
+    assert scheduler.next(other) is None
     time[0] = 5.0
-    assert scheduler.next((), other) == 1 and scheduler.next([1], other) == 3
-    assert [scheduler.claim((), other) for _ in range(4)] == [1, 3, 2, None]
-    assert scheduler.next((), third) is None, "two are asked, never three"
+    scheduler.arrived(2)
+    assert [scheduler.claim(other) for _ in range(3)] == [1, 3, None], "2 is being verified"
+    assert scheduler.next(third) is None, "two are asked, never three"
+    scheduler.release(2, one)
+    assert scheduler.next(third) == 2, "it was refused"
 
 
 def test_idle_donor_takes_over_what_a_slow_one_would_send_late() -> None:
     slow, fast = DonorRate(), DonorRate()
     slow.took(1.0)
     fast.took(0.3)
-    scheduler, asked = ChunkScheduler(range(3), lambda: 0.0), list[int]()
-    while (index := scheduler.claim(asked, slow)) is not None:
-        asked.append(index)
-    assert scheduler.claim((), fast) == 2, "it is due last"
-    assert scheduler.claim([2], fast) == 1, "2 s there, more than three times .6 s here"
-    assert scheduler.claim([2, 1], fast) is None, "1 s there, .9 s here: not worth a second request"
+    scheduler = ChunkScheduler(range(3), lambda: 0.0)
+    assert [scheduler.claim(slow, ahead) for ahead in range(4)] == [0, 1, 2, None]
+    assert scheduler.claim(fast) == 2, "it is due last"
+    assert scheduler.claim(fast, 1) == 1, "2 s there, more than three times .6 s here"
+    assert scheduler.claim(fast, 2) is None, "1 s there, .9 s here: not worth a second request"
