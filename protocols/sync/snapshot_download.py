@@ -227,25 +227,30 @@ class SnapshotDownload:
         mine: deque[int] = deque()
         arriving, stored = (memoryview(bytearray(CHUNK_BYTES)) for _ in range(2))
         storing: asyncio.Task[None] | None = None
-        try:
-            async with task_group() as group:
+        async with task_group() as group:
+            try:
                 while not self.complete:
                     await self._request(stream, mine, rate)
                     if mine:
                         data = await self._receive(stream, mine[0], arriving, rate)
                         if storing:
                             await storing
-                        index = mine.popleft()
-                        self._scheduler.arrived(index)
-                        storing = group.create_task(self._store(stream.peer, index, data))
-                        # Not in the task itself: if that is cancelled before it begins, none of its code runs.
-                        storing.add_done_callback(partial(self._on_stored, index, rate))
+                        storing = group.create_task(self._store(stream.peer, mine[0], data))
+                        self._hand_over(storing, mine.popleft(), rate)
                         arriving, stored = stored, arriving
                     elif not await self._more(rate):
                         return
-        finally:
-            for index in mine:
-                self._release(index, rate)
+            finally:
+                for index in mine:
+                    self._release(index, rate)
+                if storing:  # a donor that breaks off is judged by what it has sent
+                    await storing
+
+    def _hand_over(self, storing: asyncio.Task[None], index: int, rate: DonorRate) -> None:
+        """Leave a chunk that has arrived to the task that stores it."""
+        self._scheduler.arrived(index)
+        # Not at the task's own end: if it is cancelled before it begins, none of its code runs.
+        storing.add_done_callback(lambda _: self._release(index, rate))
 
     async def _request(self, stream: Stream, mine: deque[int], rate: DonorRate) -> None:
         """Request chunks ahead, as many as the donor's rate suggests."""
@@ -300,9 +305,6 @@ class SnapshotDownload:
         if index in self._missing:  # otherwise another donor has sent it as well
             self._missing.discard(index)
             self._sync_progress.bytes_here += len(data)
-
-    def _on_stored(self, index: int, rate: DonorRate, _: object) -> None:
-        self._release(index, rate)
 
     async def _header(self, stream: Stream) -> tuple[Header, bool]:
         """Receive the next header that is not `Busy`, and whether the donor deferred the chunk first."""
