@@ -6,7 +6,7 @@
 one     From one donor, on the loopback.
 line    From one donor whose line carries --megabits in each direction. The joiner's line has no limit. With
         --milliseconds, a round trip takes that long (`benchmarks.delay_line`).
-three   As `line`, from three such donors.
+three   As `line`, from three such donors; with --megabits 100,100,10 the third one's line carries 10 Mbit/s.
 
 Each peer is a real process with a p2pd of its own, and serves or downloads with the code of a joining peer; states are
 in files. `line` and `three` use network namespaces: they need root, iproute2 and iptables. Megabytes are those of the
@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import os
 import sys
@@ -99,14 +100,15 @@ def measure(case: str, options: argparse.Namespace) -> dict[str, Any]:
     setup = Setup(1 + donors, 125_000 * megabytes, "fp32", deadline_seconds, path=options.path)
     with nullcontext() if case == "one" else Namespaces() as network:
         places = [network.add(f"peer{rank}") for rank in range(1 + donors)] if network else []
-        for rank in range(1, 1 + donors if network else 0):
-            network.slow(f"peer{rank}", options.megabits * 1_000_000)
+        lines = list(itertools.islice(itertools.cycle(options.megabits), donors))
+        for rank, megabits in enumerate(lines if network else (), 1):
+            network.slow(f"peer{rank}", megabits * 1_000_000)
         with delayed(network, options.milliseconds) if network else nullcontext():
             passes = asyncio.run(play(case, setup, places, options.passes))
     middle = {
         key: median(each[key] for each in passes) for key in ("plain", "wire", "download", "work") if key in passes[0]
     }
-    line = {} if case == "one" else {"line": megabytes / (donors * options.megabits / 8)}
+    line = {} if case == "one" else {"line": megabytes / (sum(lines) / 8)}
     same = all(each["same"] for each in passes)
     return {"case": case, **middle, **line, "same": same, "passes": passes}
 
@@ -122,6 +124,10 @@ def show(row: dict[str, Any], options: argparse.Namespace) -> None:
     extra = f"{max(each['extra'] for each in answers) / 1e6:.1f} MB"
     words = (row["case"], options.path, *seconds, *ratios, shares, extra, cpu, lag, "" if row["same"] else "DIFFERENT")
     print("| " + " | ".join(words) + " |", flush=True)
+
+
+def _rates(words: str) -> list[int]:
+    return [at_least_one(each) for each in words.split(",")]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
