@@ -13,7 +13,7 @@ in files. `line` and `three` use network namespaces: they need root, iproute2 an
 state: parameters and momentum. In each pass, the joiner handles the same bytes in four ways, one after the other:
 
 plain     over plain TCP from one donor, by blocking calls (not in `three`)
-wire      from the same donors over one encrypted stream each, and nothing is done with them
+wire      from the same donors over one encrypted stream each, shared by their lines; nothing is done with them
 download  the download: requested by chunk, verified, and written to a file
 work      without other peers: verified and written to a file, from memory
 
@@ -38,6 +38,7 @@ from typing import Any
 from benchmarks.averaging import Answer, Swarm, SwarmError, process_cpu_seconds
 from benchmarks.averaging_setup import Setup
 from benchmarks.shaped import delayed
+from protocols.sync.snapshot import buffer_bytes
 from tests.faults.network import Namespaces, Place, why_not
 from tests.sim.arguments import Parser, at_least_one
 
@@ -71,9 +72,12 @@ class DonorSwarm(Swarm):
         return both[0][0], sum(process for process, _ in both[1:]), sum(daemon for _, daemon in both)
 
 
-async def play(case: str, setup: Setup, places: Sequence[Place], passes: int) -> list[dict[str, Any]]:
-    """The passes of one case."""
+async def play(
+    case: str, setup: Setup, places: Sequence[Place], lines: Sequence[int], passes: int
+) -> list[dict[str, Any]]:
+    """The passes of one case, with donors whose lines are in this proportion."""
     donors, found = list(range(1, setup.peers)), []
+    sizes = [(rank, buffer_bytes(setup.elements) * line // sum(lines)) for rank, line in enumerate(lines, 1)]
     async with DonorSwarm(setup, places) as swarm:
         await swarm.one(1, "write")
         for rank in donors:
@@ -83,7 +87,7 @@ async def play(case: str, setup: Setup, places: Sequence[Place], passes: int) ->
             if case != "three":
                 place = await swarm.one(1, "listen")
                 row["plain"] = (await swarm.one(0, "plain", **place))["seconds"]
-            row["wire"] = (await swarm.one(0, "wire", ranks=donors))["seconds"]
+            row["wire"] = (await swarm.one(0, "wire", sizes=sizes))["seconds"]
             before = swarm.cpu_seconds()
             answer = await swarm.one(0, "download", ranks=donors)
             row |= {"download": answer["seconds"], "answer": answer}
@@ -104,7 +108,7 @@ def measure(case: str, options: argparse.Namespace) -> dict[str, Any]:
         for rank, megabits in enumerate(lines if network else (), 1):
             network.slow(f"peer{rank}", megabits * 1_000_000)
         with delayed(network, options.milliseconds) if network else nullcontext():
-            passes = asyncio.run(play(case, setup, places, options.passes))
+            passes = asyncio.run(play(case, setup, places, lines, options.passes))
     middle = {
         key: median(each[key] for each in passes) for key in ("plain", "wire", "download", "work") if key in passes[0]
     }

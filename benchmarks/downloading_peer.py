@@ -2,8 +2,8 @@
 
     write {}            a donor writes the state to a file: random numbers, and beside it the index of their chunks
     hold {}             a donor serves the state in that file, as a peer serves a checkpoint
-    wire {ranks}        the joiner receives as many bytes as a state from these donors over one stream each, and does
-                        nothing with them
+    wire {sizes}        the joiner receives this many bytes from each of these donors over one stream, and does nothing
+                        with them: (rank, bytes) of each
     listen {}           a donor waits for a plain TCP connection, and sends as many bytes as a state over it
     plain {host, port}  the joiner receives them
     download {ranks}    the joiner downloads the state from these donors into a file
@@ -96,11 +96,11 @@ class DownloadingPeer(Peer):
 
     # -- the joiner's commands ----------------------------------------------------------------------------------------
 
-    async def wire(self, ranks: Sequence[int]) -> dict[str, Any]:
+    async def wire(self, sizes: Sequence[tuple[int, int]]) -> dict[str, Any]:
         began = time.monotonic()
         async with asyncio.TaskGroup() as group:
-            for rank in ranks:
-                group.create_task(self._move(self._peers[rank], self._state_bytes // len(ranks)))
+            for rank, size in sizes:
+                group.create_task(self._move(self._peers[rank], size))
         return {"seconds": time.monotonic() - began}
 
     async def _move(self, peer: PeerId, size: int) -> None:
