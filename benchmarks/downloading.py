@@ -140,7 +140,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--megabytes", type=at_least_one, default=1000, help="of state (default %(default)s)")
     parser.add_argument("--passes", type=at_least_one, default=3, help="default %(default)s")
     parser.add_argument(
-        "--megabits", type=at_least_one, default=100, help="of a line, per second (default %(default)s)"
+        "--megabits", type=_rates, default=[100], help="a second, of the donors' lines in turn (default 100)"
     )
     parser.add_argument("--milliseconds", type=float, default=0.0, help="round trip on lines (default %(default)s)")
     parser.add_argument("--path", choices=("direct", "libp2p"), default="direct", help="default %(default)s")
