@@ -142,8 +142,8 @@ class ChunkScheduler:
     def release(self, index: int, rate: DonorRate) -> None:
         """Note that a donor will not send the chunk any more. Unless another donor sends it, it is queued again."""
         del self._requests[index][rate]
+        self._arrived.discard(index)
         if not self._requests[index]:
             del self._requests[index]
-            self._arrived.discard(index)
             if index in self.missing:
                 self._queue.append(index)

@@ -364,7 +364,10 @@ def test_released_chunks_are_reclaimed_and_shared_at_end() -> None:
     assert [scheduler.claim(other) for _ in range(3)] == [1, 3, None], "2 is being verified"
     assert scheduler.next(third) is None, "two are asked, never three"
     scheduler.release(2, one)
-    assert scheduler.next(third) == 2, "it was refused"
+    assert scheduler.claim(third) == 2, "it was refused"
+    scheduler.arrived(1)
+    scheduler.release(1, other)
+    assert scheduler.next(third) == 1, "refused, and the first donor still owes it"
 
 
 def test_idle_donor_takes_over_what_a_slow_one_would_send_late() -> None:
