@@ -168,10 +168,10 @@ class Swarm:
 
     async def metered(self, command: str, **arguments: Any) -> list[Answer]:
         """As `all`; each answer also holds the processor seconds used."""
-        before = [_cpu_seconds(up) for up in self.ups]
+        before = [process_cpu_seconds(up) for up in self.ups]
         answers = await self.all(command, **arguments)
         for up, answer, (process, daemon) in zip(self.ups, answers, before, strict=True):
-            now = _cpu_seconds(up)
+            now = process_cpu_seconds(up)
             answer |= {"cpu": now[0] - process, "daemon_cpu": now[1] - daemon}
         return answers
 
@@ -182,7 +182,8 @@ class Swarm:
         return [each.pid for each in seen if each.pid in pids and each.info["status"] != psutil.STATUS_ZOMBIE]
 
 
-def _cpu_seconds(up: Answer) -> tuple[float, float]:
+def process_cpu_seconds(up: Answer) -> tuple[float, float]:
+    """Processor seconds that a peer has used so far, and that its p2pd has."""
     process, daemon = (psutil.Process(up[kind]).cpu_times() for kind in ("pid", "daemon"))
     return process.user + process.system, daemon.user + daemon.system
 

@@ -107,7 +107,7 @@ class CatchUp:
 
     async def _from_own(self, start: OuterState | Snapshot, lineage: bytes) -> CatchUpResult:
         self.fetcher.sync_progress.begin(self.chain.count_since(lineage), self.fetcher.mean_bytes)
-        return await self._replay(await self._copy(start), lineage)
+        return await self._replay(start, lineage)
 
     async def _from_others(self) -> CatchUpResult:
         sync_progress, offered = self.fetcher.sync_progress, self.fetcher.offered(self.chain)
@@ -115,7 +115,7 @@ class CatchUp:
         sync_progress.begin(since, self.fetcher.mean_bytes)
         snapshot = await self.fetcher.download(self.chain, self.deadline)
         sync_progress.rounds_whole = self.chain.count_since(snapshot.lineage)
-        return await self._replay(await self._copy(snapshot), snapshot.lineage, snapshot)
+        return await self._replay(snapshot, snapshot.lineage, snapshot)
 
     async def _from_former(self) -> CatchUpResult:
         """The last resort: see `StateFetcher.from_former`."""
@@ -137,16 +137,20 @@ class CatchUp:
                 raise StateUnavailable(f"a snapshot cannot be read: {error.strerror or error}") from error
         return state
 
-    async def _replay(self, state: OuterState, lineage: bytes, snapshot: Snapshot | None = None) -> CatchUpResult:
-        """Replay the outer steps since a lineage.
+    async def _replay(
+        self, start: OuterState | Snapshot, lineage: bytes, snapshot: Snapshot | None = None
+    ) -> CatchUpResult:
+        """Copy a state, and replay the outer steps since its lineage.
 
         Raises:
-            StateUnavailable: a mean cannot be fetched, or the replay leads to another state than the chain has.
+            StateUnavailable: the state cannot be read, a mean cannot be fetched, or the replay leads to another state
+                than the chain has.
         """
         replayed, finite = 0, True
         links = self.chain.since(lineage)
         async with task_group() as group:
-            ahead = group.create_task(self._parts(links[0])) if links else None
+            ahead = group.create_task(self._parts(links[0])) if links else None  # on its way during the copy, too
+            state = await self._copy(start)
             for number, link in enumerate(links):
                 assert ahead is not None
                 if state.root(link.record.round) != link.record.state_root:

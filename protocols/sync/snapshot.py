@@ -158,11 +158,25 @@ class Snapshot:
         Raises:
             BadPayload: there is no such chunk.
         """
+        self._require(chunk)
+        data = bytearray(self.index.size(chunk))
+        self.read_chunk(chunk, memoryview(data))
+        return data
+
+    def read_chunk(self, chunk: int, into: memoryview) -> memoryview:
+        """Read a chunk into the front of `into`, which holds `CHUNK_BYTES`, and return that part of it.
+
+        Raises:
+            BadPayload: there is no such chunk.
+        """
+        self._require(chunk)
+        data = into[: self.index.size(chunk)]
+        self.buffer.read(self._offset(chunk), data)
+        return data
+
+    def _require(self, chunk: int) -> None:
         if not 0 <= chunk < len(self.index.digests):
             raise BadPayload(f"chunk {chunk} of a snapshot of {len(self.index.digests)}")
-        data = bytearray(self.index.size(chunk))
-        self.buffer.read(self._offset(chunk), memoryview(data))
-        return data
 
     def put(self, chunk: int, data: Buffer) -> None:
         """Set the bytes of a chunk."""

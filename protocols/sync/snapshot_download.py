@@ -43,7 +43,6 @@ T = TypeVar("T")
 MAX_DONORS = 16
 CHUNK_SECONDS = 30.0
 """A donor that sends nothing for this long has stalled."""
-PIECE_BYTES = 1 << 16
 STALL_SECONDS = 60.0
 """Past its deadline, a download continues while data arrives at least this often.
 
@@ -73,6 +72,7 @@ class SnapshotDownload:
     Attributes:
         at: the head whose state is downloaded.
         bytes_received: bytes of chunks, including bad and duplicate ones.
+        brought: bytes of verified chunks by donor, including duplicate ones.
     """
 
     _now = staticmethod(loop_time)
@@ -84,11 +84,11 @@ class SnapshotDownload:
             at: the head. Its state root is that of the certificates, or the one that most donors show.
         """
         self.at, self.bytes_received = at, 0
+        self.brought: dict[PeerId, int] = {}
         self._context, self._host, self._sync_progress = context, context.host, context.sync_progress
         self._elements = context.elements
         self._snapshot: Snapshot | None = None
         self._missing: set[int] = set()
-        self._brought: dict[PeerId, int] = {}  # bytes
         self._scheduler = ChunkScheduler((), self._now)
         self._beginning = asyncio.Lock()
         self._moved = self._until = float("-inf")
@@ -149,8 +149,8 @@ class SnapshotDownload:
 
     def _shares(self) -> str:
         """For the log: the share of the bytes received that each donor sent."""
-        whole = sum(self._brought.values())
-        order = sorted(self._brought.items(), key=lambda each: -each[1])
+        whole = sum(self.brought.values())
+        order = sorted(self.brought.items(), key=lambda each: -each[1])
         return ", ".join(f"…{peer[-6:]} {100 * size // whole} %" for peer, size in order) or "an earlier process"
 
     def _ends(self, deadline: Deadline) -> Deadline:
@@ -168,7 +168,7 @@ class SnapshotDownload:
                 return
             except PeerError as error:
                 self._context.accounting.name(donor, f"lost as a donor: {error.why}")
-                failures, busy_seconds = failures + 1, RETRY_DONOR_SECONDS
+                failures, busy_seconds, rate = failures + 1, RETRY_DONOR_SECONDS, DonorRate()
             else:
                 busy += busy_seconds > 0
             await asyncio.sleep(busy_seconds)
@@ -223,64 +223,88 @@ class SnapshotDownload:
     # -- chunks -------------------------------------------------------------------------------------------------------
 
     async def _chunks(self, stream: Stream, rate: DonorRate) -> None:
+        """Request and receive chunks until none are left. While one is verified and written, the next one arrives."""
         mine: deque[int] = deque()
-        scratch = memoryview(bytearray(CHUNK_BYTES))
-        try:
-            while not self.complete:
-                while len(mine) < min(rate.window, self._scheduler.share(self._sync_progress.donors)):
-                    if (index := self._scheduler.claim(mine, rate.patience_seconds)) is None:
-                        break
-                    mine.append(index)
-                    await stream.send(WantChunk(index))
-                if mine:
-                    await self._receive(stream, mine, scratch, rate)
-                    self._release(mine.popleft())
-                elif not await self._more(rate):
-                    return
-        finally:
-            for index in mine:
-                self._release(index)
+        arriving, stored = (memoryview(bytearray(CHUNK_BYTES)) for _ in range(2))
+        storing: asyncio.Task[None] | None = None
+        async with task_group() as group:
+            try:
+                while not self.complete:
+                    await self._request(stream, mine, rate)
+                    if mine:
+                        data = await self._receive(stream, mine[0], arriving, rate)
+                        if storing:
+                            await storing
+                        storing = group.create_task(self._store(stream.peer, mine[0], data))
+                        self._hand_over(storing, mine.popleft(), rate)
+                        arriving, stored = stored, arriving
+                    elif not await self._more(rate):
+                        return
+            finally:
+                for index in mine:
+                    self._release(index, rate)
+                if storing:  # a donor that breaks off is judged by what it has sent
+                    await storing
+
+    def _hand_over(self, storing: asyncio.Task[None], index: int, rate: DonorRate) -> None:
+        """Leave a chunk that has arrived to the task that stores it."""
+        self._scheduler.arrived(index)
+        # Not at the task's own end: if it is cancelled before it begins, none of its code runs.
+        storing.add_done_callback(lambda _: self._release(index, rate))
+
+    async def _request(self, stream: Stream, mine: deque[int], rate: DonorRate) -> None:
+        """Request chunks ahead, as many as the donor's rate suggests."""
+        while len(mine) < min(rate.window, self._scheduler.share(self._sync_progress.donors)):
+            if (index := self._scheduler.claim(rate, len(mine))) is None:
+                return
+            mine.append(index)
+            await stream.send(WantChunk(index))
 
     async def _more(self, rate: DonorRate) -> bool:
         """Wait at most `WAIT_SECONDS` until there is a chunk to request. Returns whether there is, or all have arrived.
 
-        A chunk that becomes overdue at another donor causes no notification, so the wait ends from time to time.
+        A chunk that becomes overdue at another donor causes no notification, so the wait ends when it does.
         """
         until = min(self._until, self._now() + WAIT_SECONDS)
         while not self.complete and self._now() < until:
-            if self._scheduler.next((), rate.patience_seconds) is not None:
+            if self._scheduler.next(rate) is not None:
                 return True
             await self._notifier.reached(
-                lambda: self.complete or self._scheduler.next((), rate.patience_seconds) is not None,
-                min(until, self._now() + rate.patience_seconds),
+                lambda: self.complete or self._scheduler.next(rate) is not None,
+                min(until, self._scheduler.next_at(rate)),
             )
         return self.complete
 
-    def _release(self, index: int) -> None:
-        self._scheduler.release(index)
+    def _release(self, index: int, rate: DonorRate) -> None:
+        self._scheduler.release(index, rate)
         self._notifier.notify()
 
-    async def _receive(self, stream: Stream, mine: Sequence[int], scratch: memoryview, rate: DonorRate) -> None:
+    async def _receive(self, stream: Stream, index: int, into: memoryview, rate: DonorRate) -> memoryview:
+        """Receive a chunk into the front of `into`, and return that part of it."""
         assert self._snapshot is not None
-        index, began = mine[0], self._now()
-        size = self._snapshot.index.size(index)
-        data = scratch[:size]
+        began, size = self._now(), self._snapshot.index.size(index)
+        data = into[:size]
         # Not `receive_chunk`: a donor may defer a chunk, and each piece of it shows that the donor has not stalled.
         header, put_off = await self._header(stream)
         due(header, wire.Chunk, index, size)
-        for start in range(0, size, PIECE_BYTES):
+        for start in range(0, size, rate.piece_bytes):
             async with peer_timeout(CHUNK_SECONDS, stream.peer, "it sends a chunk"):
-                await stream.receive_into(data[start : start + PIECE_BYTES])
+                await stream.receive_into(data[start : start + rate.piece_bytes])
             self._moved = self._now()
         self.bytes_received += size
         self._sync_progress.came(size)
         if not put_off:
             rate.took(self._now() - began)
-        await self._stored(partial(_put, self._snapshot, index, data), 2 * size)
-        self._brought[stream.peer] = self._brought.get(stream.peer, 0) + size
+        return data
+
+    async def _store(self, donor: PeerId, index: int, data: memoryview) -> None:
+        """Verify a chunk and write it."""
+        assert self._snapshot is not None
+        await self._stored(partial(_put, self._snapshot, index, data), 2 * len(data))
+        self.brought[donor] = self.brought.get(donor, 0) + len(data)
         if index in self._missing:  # otherwise another donor has sent it as well
             self._missing.discard(index)
-            self._sync_progress.bytes_here += size
+            self._sync_progress.bytes_here += len(data)
 
     async def _header(self, stream: Stream) -> tuple[Header, bool]:
         """Receive the next header that is not `Busy`, and whether the donor deferred the chunk first."""

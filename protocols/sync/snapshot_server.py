@@ -106,7 +106,7 @@ class SnapshotServer:
             self.tidy()
 
     async def _hand_out(self, stream: Stream, snapshot: Snapshot) -> None:
-        index = snapshot.index
+        index, scratch = snapshot.index, memoryview(bytearray(CHUNK_BYTES))
         async with peer_timeout(REQUESTER_IDLE_SECONDS, stream.peer, "it receives an index"):
             await stream.send(SnapshotIndexHeader(index.elements), index.pack())
         for _ in range(2 * len(index.digests)):
@@ -114,7 +114,7 @@ class SnapshotServer:
                 asked = wire.expect(await stream.receive(_LIMIT), WantChunk)
             self._lend(snapshot)
             await self._give_way(stream)
-            data = await self._read(snapshot, asked.index)
+            data = await self._read(snapshot, asked.index, scratch)
             if data is None:
                 return
             async with peer_timeout(REQUESTER_IDLE_SECONDS, stream.peer, "it receives a chunk"):
@@ -129,10 +129,10 @@ class SnapshotServer:
             async with peer_timeout(REQUESTER_IDLE_SECONDS, stream.peer, "it receives a message"):
                 await stream.send(Busy(PUT_OFF_SECONDS))
 
-    async def _read(self, snapshot: Snapshot, chunk: int) -> bytearray | None:
-        """Read a chunk. None if its file cannot be read; the snapshot is then served no longer."""
+    async def _read(self, snapshot: Snapshot, chunk: int, scratch: memoryview) -> memoryview | None:
+        """Read a chunk into `scratch`. None if its file cannot be read; the snapshot is then served no longer."""
         try:
-            return await self._compute.run(partial(snapshot.chunk, chunk), CHUNK_BYTES)
+            return await self._compute.run(partial(snapshot.read_chunk, chunk, scratch), CHUNK_BYTES)
         except OSError as error:
             log.warning("the snapshot before round %d is lost: %s", snapshot.round + 1, error.strerror or error)
             self._snapshots.drop(snapshot)

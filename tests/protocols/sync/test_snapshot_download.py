@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import Any, TypeVar
 
 import pytest
@@ -131,6 +133,35 @@ async def test_fast_donor_sends_more_and_finishes_the_download(world: RoundsDeci
     report = await cleo.catch_up()
     assert max(map(max, sent.values())) - began < STATE / 12.5e6 + 4.0, "anna alone takes ten seconds for one"
     assert len(sent["anna"]) <= 2 < len(sent["bert"]) and report.bytes_downloaded <= STATE + MIB
+
+
+@simulated(RoundsDecided, "anna bert dora", elements=8_000_000)
+async def test_slow_donor_among_fast_ones_delays_nothing(world: RoundsDecided) -> None:
+    rates, sent = {"anna": 12.5e6, "bert": 12.5e6, "dora": 1.25e6}, {}
+    for name, rate in rates.items():
+        world.network.nodes[name].bytes_per_second = rate
+        sent[name] = chunks_from(world.peers[name])
+    cleo = await joiner(world, 125e6)
+    report = await cleo.catch_up()
+    end, pace = max(map(max, sent.values())), median(b - a for a, b in pairwise(sent["anna"]))
+    alone = pace * 8 * 8_000_000 / MIB / 2
+    assert report.bytes_downloaded <= 8 * 8_000_000 + 2 * MIB, "two chunks may come twice"
+    assert end - min(sent["anna"]) < alone, "no later than from the two fast ones"
+
+
+@simulated(RoundsDecided, "anna bert dora", elements=4_000_000)
+async def test_donor_that_stops_delays_the_end_by_seconds(world: RoundsDecided) -> None:
+    names, sent, rate = ("anna", "bert", "dora"), {}, 3.75e6
+    for name in names:
+        world.network.nodes[name].bytes_per_second = rate
+        sent[name] = chunks_from(world.peers[name])
+    cleo = await joiner(world, 12.5e6)
+    began, stopped = now(), 1.5
+    asyncio.get_running_loop().call_later(stopped, world.network.block, "anna", "cleo")
+    report = await cleo.catch_up()
+    least = stopped + (8 * 4_000_000 - 3 * rate * stopped) / (2 * rate)
+    end = max(max(sent[name]) for name in ("bert", "dora")) - began
+    assert report.outcome == "superseded" and end < least + 1.0 + 4 * MIB / (2 * rate), "1 s, and what anna was asked"
 
 
 @simulated(RoundsDecided)
@@ -317,15 +348,34 @@ def test_request_window_follows_the_donor_rate() -> None:
 
 
 def test_released_chunks_are_reclaimed_and_shared_at_end() -> None:
-    time = [0.0]
+    time, one, other, third = [0.0], DonorRate(), DonorRate(), DonorRate()
     scheduler = ChunkScheduler([3, 1, 2, 0], lambda: time[0])
     assert [scheduler.share(donors) for donors in (0, 1, 2, 9)] == [4, 4, 2, 2]
-    assert [scheduler.claim((), 5.0) for _ in range(5)] == [0, 1, 2, 3, None]
-    scheduler.release(2)
-    assert scheduler.claim((), 5.0) == 2, "it was not brought"
+    assert [scheduler.claim(one) for _ in range(5)] == [0, 1, 2, 3, None]
+    scheduler.release(2, one)
+    assert scheduler.claim(one) == 2, "it was not brought"
     scheduler.missing.discard(0)
-    scheduler.release(0)
-    assert scheduler.next((), 5.0) is None, "it was"
-    time[0] = 6.0
-    assert scheduler.next((), 9.0) is None and scheduler.next((), 5.0) == 1 and scheduler.next([1], 5.0) == 3
-    assert [scheduler.claim((), 5.0) for _ in range(4)] == [1, 3, 2, None], "two are asked, never three"
+    scheduler.release(0, one)
+    assert scheduler.next(other) is None and scheduler.next_at(other) == 5.0, "it was"
+    time[0] = 4.9
+    assert scheduler.next(other) is None
+    time[0] = 5.0
+    scheduler.arrived(2)
+    assert [scheduler.claim(other) for _ in range(3)] == [1, 3, None], "2 is being verified"
+    assert scheduler.next(third) is None, "two are asked, never three"
+    scheduler.release(2, one)
+    assert scheduler.claim(third) == 2, "it was refused"
+    scheduler.arrived(1)
+    scheduler.release(1, other)
+    assert scheduler.next(third) == 1, "refused, and the first donor still owes it"
+
+
+def test_idle_donor_takes_over_what_a_slow_one_would_send_late() -> None:
+    slow, fast = DonorRate(), DonorRate()
+    slow.took(1.0)
+    fast.took(0.3)
+    scheduler = ChunkScheduler(range(3), lambda: 0.0)
+    assert [scheduler.claim(slow, ahead) for ahead in range(4)] == [0, 1, 2, None]
+    assert scheduler.claim(fast) == 2, "it is due last"
+    assert scheduler.claim(fast, 1) == 1, "2 s there, more than three times .6 s here"
+    assert scheduler.claim(fast, 2) is None, "1 s there, .9 s here: not worth a second request"

@@ -177,11 +177,19 @@ async def test_greetings_of_a_liar_do_not_flood_peer(world: RoundsBehind) -> Non
     healing.cancel()
 
 
+async def spoiled_then_closed(stream: FramedStream, header: Header, payload: Buffer) -> None:
+    """A spoiled chunk, and nothing after it: the stream ends before the chunk is verified."""
+    await spoiled(wire.Chunk)(stream, header, payload)
+    if isinstance(header, wire.Chunk):
+        stream._pipe.close()  # type: ignore[attr-defined]
+
+
 # -- donors -----------------------------------------------------------------------------------------------------------
 
 
 DONORS: dict[str, tuple[Lie, str | None]] = {
     "chunk": (spoiled(wire.Chunk), "another digest"),
+    "chunk, then the end": (spoiled_then_closed, "another digest"),
     "index": (spoiled(SnapshotIndexHeader), "does not make the state root"),
     "elements": (
         instead(SnapshotIndexHeader, lambda each: replace(each, elements=1 << 40)),
