@@ -20,7 +20,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import combinations
@@ -131,22 +131,47 @@ def _row(averaged: Sequence[Answer], carried: Sequence[Sequence[int]], bits: Seq
     }
 
 
-def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
-    bits = [float(each) * MEGABIT for each in options.links.split(",")]
+def shaped_rounds(
+    bits: Sequence[float],
+    codecs: Sequence[str],
+    *,
+    megabytes: float,
+    rounds: int,
+    milliseconds: float = 0.0,
+    path: str = "direct",
+    on_row: Callable[[dict[str, Any]], None] = lambda row: None,
+) -> list[dict[str, Any]]:
+    """Play rounds between peers on lines of so many bits/s. Returns for each codec the medians, in seconds.
+
+    Args:
+        on_row: called with each codec's row as it comes.
+    """
     rows = []
     with Namespaces() as network:
         for number, rate in enumerate(bits):
             network.add(f"peer{number}")
             network.slow(f"peer{number}", int(rate))
-        with delayed(network, options.milliseconds):
-            for name in options.codecs.split(","):
-                setup = Setup(len(bits), int(options.megabytes * MEGABIT / 4), name, 600.0, path=options.path)
-                turns = asyncio.run(play(network, setup, bits, options.rounds))
+        with delayed(network, milliseconds):
+            for name in codecs:
+                setup = Setup(len(bits), int(megabytes * MEGABIT / 4), name, 600.0, path=path)
+                turns = asyncio.run(play(network, setup, bits, rounds))
                 middle = {key: median(turn[key] for turn in turns) for key in turns[0]}
                 encoded = codec(name).encoded_bytes(setup.elements)
                 rows.append({"codec": name, "least": least_seconds(encoded, bits), **middle})
-                show(rows[-1], options)
+                on_row(rows[-1])
     return rows
+
+
+def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
+    return shaped_rounds(
+        [float(each) * MEGABIT for each in options.links.split(",")],
+        options.codecs.split(","),
+        megabytes=options.megabytes,
+        rounds=options.rounds,
+        milliseconds=options.milliseconds,
+        path=options.path,
+        on_row=lambda row: show(row, options),
+    )
 
 
 def show(row: dict[str, Any], options: argparse.Namespace) -> None:

@@ -1,0 +1,158 @@
+"""How long averaging takes as the swarm grows, beside the formula.
+
+    python -m benchmarks.growth [--real 2 4 8 16] [--butterfly 2 4 8 16 32] [--moshpit 8 64 256 1024] [--file FILE]
+
+real       butterfly between real processes, each in a network namespace with a line of 100 Mbit/s in each direction;
+           25 MB of float32, the data phase over direct connections (`benchmarks.shaped`)
+butterfly  the same in virtual time: the same ratio of vector to bandwidth, a message takes 20 ms
+moshpit    Moshpit in virtual time, from the last peer's complete work until the mean of each axis of the grid is in
+
+The formula is that of bandwidth alone: all-reduce among n peers moves 2 (n - 1) / n vectors in each direction of each
+line. For butterfly n is the number of peers; for Moshpit it is
+added up over the axes of the grid.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import torch
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from benchmarks.averaging import SwarmError
+from benchmarks.shaped import MEGABIT, shaped_rounds
+from protocols.moshpit.grid import shape_for
+from tests.faults.network import why_not
+from tests.sim.arguments import Parser, at_least_one
+from tests.sim.butterfly_harness import ButterflyHarness
+from tests.sim.moshpit_harness import MoshpitHarness
+from tests.sim.network import SimNetwork
+
+MEGABYTES, LINE_BITS = 25.0, 100 * MEGABIT
+VECTOR_SECONDS = 8e6 * MEGABYTES / LINE_BITS
+"""Seconds in which a line carries one vector in one direction."""
+MOSHPIT_ELEMENTS, MOSHPIT_CHUNK = 1 << 17, 1 << 12
+"""A thousand vectors of 25 MB have no room here. Vector, chunk and bandwidth are smaller in the same proportion."""
+TRAIN_SECONDS = 1.0
+
+Row = dict[str, Any]
+
+
+def formula(sizes: Sequence[int]) -> float:
+    """Seconds that all-reduce takes in groups of these sizes, one after the other, if only bandwidth counts."""
+    return sum(2 * (size - 1) / size * VECTOR_SECONDS for size in sizes)
+
+
+def real(peers: int, rounds: int) -> Row:
+    setup = {"megabytes": MEGABYTES, "rounds": rounds}
+    (row,) = shaped_rounds([LINE_BITS] * peers, ["fp32"], **setup)
+    return {"seconds": row["data"], "round": row["round"], "formula": formula([peers])}
+
+
+def butterfly(peers: int, rounds: int) -> Row:
+    vectors = [torch.full((int(MEGABYTES * 250_000),), float(index)) for index in range(peers)]
+    harness = ButterflyHarness(vectors, [1000] * peers, [LINE_BITS / 8] * peers)
+    averaged = harness.average()
+    assert all(each.outcome == "committed" for each in averaged.means)
+    return {"seconds": averaged.seconds, "formula": formula([peers])}
+
+
+def moshpit(peers: int, rounds: int) -> Row:
+    rate = 4 * MOSHPIT_ELEMENTS / VECTOR_SECONDS
+
+    def slow(network: SimNetwork) -> None:
+        for node in network.nodes.values():
+            node.bytes_per_second = rate
+
+    harness = MoshpitHarness(
+        [[torch.full((MOSHPIT_ELEMENTS,), float(index))] for index in range(peers)],
+        [1000] * peers,
+        [TRAIN_SECONDS] * peers,
+        chunk_elements=MOSHPIT_CHUNK,
+        claims=[rate] * peers,
+        before=slow,
+    )
+    results = [came for history in harness.play(rounds).values() for came in history]
+    shape = shape_for(peers)
+    return {
+        "seconds": mean(came.seconds for came in results) - TRAIN_SECONDS,
+        "formula": formula(shape),
+        "grid": " x ".join(map(str, shape)),
+        "committed": mean(came.mean.outcome == "committed" for came in results),
+    }
+
+
+KINDS = {"real": real, "butterfly": butterfly, "moshpit": moshpit}
+
+
+def measure(options: argparse.Namespace) -> list[Row]:
+    print("| | peers | averaging | formula | / formula | |")
+    print("|---|---|---|---|---|---|")
+    found = []
+    for kind, play in KINDS.items():
+        for peers in getattr(options, kind):
+            began = time.perf_counter()
+            row = {"kind": kind, "peers": peers, **play(peers, options.rounds)}
+            found.append(row | {"took": time.perf_counter() - began})
+            more = f"{row['grid']}, {row['committed']:.1%} committed" if "grid" in row else ""
+            ratio = row["seconds"] / row["formula"]
+            figures = f"{row['seconds']:.2f} s | {row['formula']:.2f} s | {ratio:.2f}"
+            print(f"| {kind} | {peers} | {figures} | {more} |", flush=True)
+    return found
+
+
+def draw(found: Sequence[Row], file: Path) -> None:
+    """Plot seconds over the number of peers. Raises OSError if the file cannot be written."""
+    figure = Figure(figsize=(8.0, 4.6), dpi=110, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    labels = {"real": "butterfly, real", "butterfly": "butterfly, simulated", "moshpit": "Moshpit, simulated"}
+    for kind, label in labels.items():
+        mine = [each for each in found if each["kind"] == kind]
+        if mine:
+            (line,) = axes.semilogx([e["peers"] for e in mine], [e["seconds"] for e in mine], marker="o", label=label)
+            formulas = [e["formula"] for e in mine]
+            axes.semilogx([e["peers"] for e in mine], formulas, ls="--", color=line.get_color(), alpha=0.6)
+    sizes = sorted({each["peers"] for each in found})
+    axes.set_xticks(sizes, [str(size) for size in sizes])
+    axes.set_xticks([], minor=True)
+    axes.set_ylim(0)
+    axes.set(title="25 MB at 100 Mbit/s: averaging (dashed: bandwidth alone)", xlabel="peers", ylabel="seconds")
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False)
+    figure.savefig(file)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = Parser("python -m benchmarks.growth", description=(__doc__ or "").partition("\n")[0])
+    for kind, sizes in (("real", [2, 4, 8, 16]), ("butterfly", [2, 4, 8, 16, 32]), ("moshpit", [8, 64, 256, 1024])):
+        parser.add_argument(f"--{kind}", type=at_least_one, nargs="*", default=sizes, help="default %(default)s")
+    parser.add_argument("--rounds", type=at_least_one, default=2, help="default %(default)s")
+    parser.add_argument("--file", type=Path, help="draw it there, too")
+    options = parser.parse_args(arguments)
+    if options.real and (why := why_not()):
+        parser.error(why)
+    torch.set_num_threads(1)
+    try:
+        found = measure(options)
+    except SwarmError as error:
+        print(f"benchmarks.growth: {error}", file=sys.stderr)
+        return 1
+    if options.file:
+        options.file.parent.mkdir(parents=True, exist_ok=True)
+        draw(found, options.file)
+    print(json.dumps({"load": os.getloadavg()[0], "rounds": options.rounds, "rows": found}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
