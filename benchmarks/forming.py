@@ -2,8 +2,9 @@
 
     python -m benchmarks.forming [--peers 8] [--rounds 20] [--protocol butterfly] [--path libp2p]
 
-Each peer is a process with its own p2pd on the loopback. Vectors go directly, or over libp2p. In each round it enters, offers half of its work, "trains"
-for a while, and offers all of it. The peers' last offers are spread over a moment, as those of equal machines are.
+Each peer is a process with its own p2pd on the loopback. Vectors go directly, or over libp2p. In each round it enters,
+offers half of its work, "trains" for a while, and offers all of it. The peers' last offers are spread over a moment, as
+those of equal machines are.
 
 forming    from the last peer's offer until each peer has sent or received a byte of a vector
 first      from the last peer's offer until the first peer has
@@ -111,7 +112,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     short = summary(reports)
-    print(f"{options.protocol}, {options.path}, {options.peers} peers, {options.rounds} rounds; load before: {load:.1f}")
+    what = f"{options.protocol}, {options.path}, {options.peers} peers, {options.rounds} rounds"
+    print(f"{what}; load before: {load:.1f}")
     print("ms         p50     p95")
     for name in COLUMNS:
         print(f"{name:8}{1e3 * short[f'{name}_seconds_p50']:6.1f}  {1e3 * short[f'{name}_seconds_p95']:6.1f}")

@@ -1,9 +1,9 @@
 """How a round is called: members send offers to the coordinators, and the plan of one of these cuts all trainers.
 
 A member sends its first offer to the whole roster. That opens the streams on which the plan and the votes travel, long
-before they are needed. Later ones go to the round's first coordinators as its work grows, so that a slow member's tokens
-are known when the round is called. An offer of complete work goes to the others, too, if the round is not called at
-once, because any member may have to coordinate.
+before they are needed. As its work grows, it sends later offers to the round's first coordinators, so that a slow
+member's tokens are known when the round is called. An offer of complete work goes to the others, too, if the round is
+not called at once, because any member may have to coordinate.
 """
 
 from __future__ import annotations
@@ -59,6 +59,7 @@ class RoundCall:
         self._offers: dict[PeerId, Offer] = {}
         self._complete_seconds: dict[PeerId, float] = {}
         self._announced: Offer | None = None
+        self._informed: set[PeerId] = set()  # members that were sent the offer announced last
         self._verified: dict[PeerId, tuple[bytes, bytes]] = {}  # the last message and signature found genuine
         self._spread: asyncio.TimerHandle | None = None
         self._timer = asyncio.get_running_loop().call_at(deadline, self.cut.set)
@@ -100,26 +101,28 @@ class RoundCall:
         completed = (offer.complete, offer.leaving) > ((sent.complete, sent.leaving) if sent else (False, False))
         if sent and not completed and offer.tokens < GROWTH * max(1, sent.tokens):
             return
-        self._announced = offer
+        self._announced, self._informed = offer, {self._me.peer}
         to_all = sent is None or (completed and offer.leaving)
-        self._send(self._order if to_all else self._order[:INFORMED], offer)
+        self._inform(self._order if to_all else self._order[:INFORMED])
         if to_all:
             self._stop_spreading()
         elif completed:
-            self._spread = asyncio.get_running_loop().call_later(CALL_SECONDS, self._send_to_others)
+            self._spread = asyncio.get_running_loop().call_later(CALL_SECONDS, self._inform, self._order)
 
-    def _send_to_others(self) -> None:
-        if self._announced:
-            self._send(self._order[INFORMED:], self._announced)
+    def led_by(self, coordinator: PeerId) -> None:
+        """Give the coordinator of a ballot this member's last offer: those before it may have failed in mid call."""
+        self._inform([coordinator])
+
+    def _inform(self, peers: Sequence[PeerId]) -> None:
+        """Send the last offer to those of these peers that were not sent it yet."""
+        for peer in peers:
+            if self._announced and peer not in self._informed:
+                self._informed.add(peer)
+                self._context.post.send(peer, Ready(self._key, self._announced))
 
     def _stop_spreading(self) -> None:
         if self._spread:
             self._spread.cancel()
-
-    def _send(self, peers: Sequence[PeerId], offer: Offer) -> None:
-        for peer in peers:
-            if peer != self._me.peer:
-                self._context.post.send(peer, Ready(self._key, offer))
 
     def on_ready(self, peer: PeerId, offer: Offer) -> None:
         """Take an offer from a peer.
