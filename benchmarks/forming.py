@@ -1,9 +1,10 @@
 """How fast a group forms: from the last peer's offer to the first byte of the data phase.
 
-    python -m benchmarks.forming [--peers 8] [--rounds 20] [--protocol butterfly] [--json]
+    python -m benchmarks.forming [--peers 8] [--rounds 20] [--protocol butterfly] [--path libp2p]
 
-Each peer is a process with its own p2pd on the loopback. In each round it enters, offers half of its work, "trains"
-for a while, and offers all of it. The peers' last offers are spread over a moment, as those of equal machines are.
+Each peer is a process with its own p2pd on the loopback. Vectors go directly, or over libp2p. In each round it enters,
+offers half of its work, "trains" for a while, and offers all of it. The peers' last offers are spread over a moment, as
+those of equal machines are.
 
 forming    from the last peer's offer until each peer has sent or received a byte of a vector
 first      from the last peer's offer until the first peer has
@@ -60,7 +61,7 @@ async def play_round(swarm: Swarm, number: int, options: argparse.Namespace) -> 
 
 
 async def measure(options: argparse.Namespace) -> list[Answer]:
-    setup = Setup(options.peers, int(options.megabytes * 250_000), "fp32", deadline_seconds=30.0)
+    setup = Setup(options.peers, int(options.megabytes * 250_000), "fp32", deadline_seconds=30.0, path=options.path)
     reports = []
     async with Swarm(setup, PEER) as swarm:
         for number in range(options.rounds):
@@ -85,6 +86,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--peers", type=int, default=8, help=f"2 to {MAX_ROSTER} processes (default %(default)s)")
     parser.add_argument("--rounds", type=at_least_one, default=20, help="default %(default)s")
     parser.add_argument("--protocol", choices=("butterfly", "moshpit"), default="butterfly", help="default %(default)s")
+    parser.add_argument("--path", choices=("direct", "libp2p"), default="direct", help="default %(default)s")
     parser.add_argument("--megabytes", type=float, default=1.0, help="of float32 in each vector (default %(default)s)")
     parser.add_argument("--train", type=float, default=0.5, help="seconds until the offers (default %(default)s)")
     parser.add_argument("--spread", type=float, default=0.1, help="seconds between them, at most (default %(default)s)")
@@ -110,7 +112,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     short = summary(reports)
-    print(f"{options.protocol}, {options.peers} peers, {options.rounds} rounds; load before: {load:.1f}")
+    what = f"{options.protocol}, {options.path}, {options.peers} peers, {options.rounds} rounds"
+    print(f"{what}; load before: {load:.1f}")
     print("ms         p50     p95")
     for name in COLUMNS:
         print(f"{name:8}{1e3 * short[f'{name}_seconds_p50']:6.1f}  {1e3 * short[f'{name}_seconds_p95']:6.1f}")

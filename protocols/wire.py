@@ -205,7 +205,7 @@ class Offer:
 
 @dataclass(frozen=True, slots=True)
 class Ready(Header):
-    """A member's offer for the round, sent to the whole roster, and sent again as its work grows."""
+    """A member's offer for the round, sent again as its work grows. `protocols.butterfly.round_call` says to whom."""
 
     key: RoundKey = one(RoundKey)
     offer: Offer = one(Offer)

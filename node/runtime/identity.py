@@ -14,6 +14,7 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 
 from cryptography.exceptions import InvalidSignature
@@ -72,10 +73,15 @@ def public_key_of(peer: PeerId) -> bytes:
     return data[len(_PEER_ID_PREFIX) :]
 
 
+@lru_cache(maxsize=1024)  # a tenth of the time of a verification goes into reading the id
+def _key_of(peer: PeerId) -> Ed25519PublicKey:
+    return Ed25519PublicKey.from_public_bytes(public_key_of(peer))
+
+
 def verify(peer: PeerId, message: bytes, signature: bytes) -> bool:
     """Whether `peer` signed `message`. False also if the id or the signature is malformed."""
     try:
-        Ed25519PublicKey.from_public_bytes(public_key_of(peer)).verify(signature, message)
+        _key_of(peer).verify(signature, message)
     except (InvalidSignature, ValueError):
         return False
     return True

@@ -1,8 +1,9 @@
 """How a round is called: members send offers to the coordinators, and the plan of one of these cuts all trainers.
 
-A member sends its offer to the round's first coordinators at the start, and again as its work grows, so that a slow
-member's tokens are known when the round is called. An offer of complete work goes to the whole roster, because any
-member may have to coordinate.
+A member sends its first offer to the whole roster. That opens the streams on which the plan and the votes travel, long
+before they are needed. As its work grows, it sends later offers to the round's first coordinators, so that a slow
+member's tokens are known when the round is called. An offer of complete work goes to the others, too, if the round is
+not called at once, because any member may have to coordinate.
 """
 
 from __future__ import annotations
@@ -23,7 +24,12 @@ GROWTH = 1.25
 LEAVER_SECONDS = 2.0
 """Wait before a coordinator without work calls a round for a leaving member. At once, the round would be skipped."""
 INFORMED = 2
-"""Number of coordinators that get offers of incomplete work: the first, and the one that takes over from it."""
+"""Number of coordinators that get every offer at once: the first, and the one that takes over from it."""
+CALL_SECONDS = 0.05
+"""Time for the call after an offer of complete work, before the other members get that offer.
+
+Usually the last offer leads to the call. If all members then sent it to all, they would verify each other's offers at
+just the moment at which everybody waits for the plan."""
 
 
 class RoundCall:
@@ -53,10 +59,14 @@ class RoundCall:
         self._offers: dict[PeerId, Offer] = {}
         self._complete_seconds: dict[PeerId, float] = {}
         self._announced: Offer | None = None
+        self._informed: set[PeerId] = set()  # members that were sent the offer announced last
+        self._verified: dict[PeerId, tuple[bytes, bytes]] = {}  # the last message and signature found genuine
+        self._spread: asyncio.TimerHandle | None = None
         self._timer = asyncio.get_running_loop().call_at(deadline, self.cut.set)
 
     def close(self) -> None:
         self._timer.cancel()
+        self._stop_spreading()
 
     def hand_in_until(self) -> Deadline:
         """End of this member's data phase. A member that is late has the whole budget to fetch the others' results."""
@@ -77,8 +87,9 @@ class RoundCall:
             state_root=work.state_root,
             signature=b"",
         )
-        signature = self._context.host.signer.sign(planning.offer_message(self._key, offer))
-        offer = replace(offer, signature=signature)
+        message = planning.offer_message(self._key, offer)
+        offer = replace(offer, signature=self._context.host.signer.sign(message))
+        self._verified[self._me.peer] = message, offer.signature
         self._take(offer)
         if self.resolved is None or offer.leaving:  # even after the call, the next roster can leave this member out
             self._announce(offer)
@@ -90,11 +101,28 @@ class RoundCall:
         completed = (offer.complete, offer.leaving) > ((sent.complete, sent.leaving) if sent else (False, False))
         if sent and not completed and offer.tokens < GROWTH * max(1, sent.tokens):
             return
-        self._announced = offer
-        receivers: Sequence[PeerId] = self._order if completed else self._order[:INFORMED]
-        for peer in receivers:
-            if peer != self._me.peer:
-                self._context.post.send(peer, Ready(self._key, offer))
+        self._announced, self._informed = offer, {self._me.peer}
+        to_all = sent is None or (completed and offer.leaving)
+        self._inform(self._order if to_all else self._order[:INFORMED])
+        if to_all:
+            self._stop_spreading()
+        elif completed:
+            self._spread = asyncio.get_running_loop().call_later(CALL_SECONDS, self._inform, self._order)
+
+    def led_by(self, coordinator: PeerId) -> None:
+        """Give the coordinator of a ballot this member's last offer: those before it may have failed in mid call."""
+        self._inform([coordinator])
+
+    def _inform(self, peers: Sequence[PeerId]) -> None:
+        """Send the last offer to those of these peers that were not sent it yet."""
+        for peer in peers:
+            if self._announced and peer not in self._informed:
+                self._informed.add(peer)
+                self._context.post.send(peer, Ready(self._key, self._announced))
+
+    def _stop_spreading(self) -> None:
+        if self._spread:
+            self._spread.cancel()
 
     def on_ready(self, peer: PeerId, offer: Offer) -> None:
         """Take an offer from a peer.
@@ -104,11 +132,20 @@ class RoundCall:
         """
         if offer.member not in self._roster or offer.member.peer != peer:
             raise BadPayload(f"an offer of {offer.member.peer}, which is not the sender or not in the roster")
-        if not self._context.host.signer.verify(peer, planning.offer_message(self._key, offer), offer.signature):
+        if not self._verify(peer, planning.offer_message(self._key, offer), offer.signature):
             raise BadPayload("an offer with a forged signature")
         known = self._offers.get(peer)
         if known is None or _recency(offer) >= _recency(known):
             self._take(offer)
+
+    def _verify(self, peer: PeerId, message: bytes, signature: bytes) -> bool:
+        """Whether `peer` signed `message`. The same bytes with the same signature are verified once."""
+        if self._verified.get(peer) == (message, signature):
+            return True
+        genuine = self._context.host.signer.verify(peer, message, signature)
+        if genuine:
+            self._verified[peer] = message, signature
+        return genuine
 
     def _take(self, offer: Offer) -> None:
         peer = offer.member.peer
@@ -174,8 +211,9 @@ class RoundCall:
             if plan != known and (plan.ballot, plan.version) == (known.ballot, known.version):
                 raise BadPayload("a second plan for one round")
             return
-        planning.check(plan, self._inputs, self._roster, self._context.host.signer.verify)
+        planning.check(plan, self._inputs, self._roster, self._verify)
         before, self.resolved = self.resolved, planning.resolve_plan(plan, self._inputs.robust)
+        self._stop_spreading()
         self.changed.notify()
         if before is None or before.digest != self.resolved.digest:
             self.cut_at = min(self._deadline, loop_time() + plan.cut_seconds)

@@ -188,6 +188,7 @@ class ButterflySession:
                 self._on_admission_request(peer, member, root)
             case VoteMessage():
                 self.decision.receive(peer, message)
+                self.call.led_by(self.decision.tally.coordinator(self.decision.vote.promised))
 
     def _on_plan(self, peer: PeerId, plan: wire.Plan) -> None:
         if peer != self.decision.tally.coordinator(plan.ballot):

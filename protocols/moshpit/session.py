@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from protocols import wire
@@ -170,16 +170,26 @@ class MoshpitSession(SessionBase):
             self.round = self._tracker.ahead(self.round)
             self._grid, self._index = self._moshpit.assign_cell(self.head.key, self.round)
             self._announce()
-            worked = self._work.tokens > 0
-            due = self._tracker.due(self._mine, self._complete_at, self._began, worked, loop_time())
-            if due is not None and due <= loop_time():
+            changes = self._changes
+            if await self._due_before(loop_time() + SETTLE_SECONDS):
                 break
-            rest, changes = loop_time() + SETTLE_SECONDS, self._changes
-            await self._notifier.reached(self.cut.is_set, min(rest, due or rest))
-            rest += UNHEARD_SECONDS
-            await self._notifier.reached(lambda: self.cut.is_set() or self._changes != changes, min(rest, due or rest))  # noqa: B023
+            if await self._due_before(loop_time() + UNHEARD_SECONDS, lambda: self._changes != changes):  # noqa: B023
+                break
         self._cut_at = loop_time()
         self.cut.set()
+
+    async def _due_before(self, until: Deadline, moved: Callable[[], bool] = lambda: False) -> bool:
+        """Wait until the training should stop, which each announcement may change. False at `until`, or if `moved`."""
+        while not self.cut.is_set():
+            now, changes = loop_time(), self._changes
+            due = self._tracker.due(self._mine, self._complete_at, self._began, self._work.tokens > 0, now)
+            if due is not None and due <= now:
+                return True
+            if now >= until or moved():
+                return False
+            wake_at = until if due is None else min(until, due)
+            await self._notifier.reached(lambda: self.cut.is_set() or self._changes != changes, wake_at)  # noqa: B023
+        return True
 
     async def watch(self) -> None:
         """Follow the live members, and send each new one this peer's announcement."""
