@@ -205,7 +205,7 @@ def test_unnamed_lie_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
             ClaimedRounds, "round", lambda self, mine, others: mine, "spread",
         ),
         (
-            Scenario(protocol="moshpit", peers=3, rounds=5, seed=11, fault="partition"),
+            Scenario(protocol="moshpit", peers=4, rounds=5, seed=71, fault="partition"),
             PeerTracker, "leads", lambda self, round: False, "progress",
         ),
     ],
