@@ -143,8 +143,13 @@ class Peer:
 
     def prepare(self, host: Host) -> None:
         """Create the averager."""
+        setup = self.setup
         settings = Settings(
-            self.setup.codec, (self.setup.elements,), bandwidth=self.setup.bandwidth, keep_rounds=1, digest="blake3"
+            setup.codec,
+            (setup.elements,),
+            bandwidth=setup.bandwidth,
+            keep_rounds=setup.keep_rounds,
+            digest="blake3",
         )
         self._averager = REPLICATED_PROTOCOLS["butterfly"](host, settings)
 

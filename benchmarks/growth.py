@@ -8,8 +8,7 @@ butterfly  the same in virtual time: the same ratio of vector to bandwidth, a me
 moshpit    Moshpit in virtual time, from the last peer's complete work until the mean of each axis of the grid is in
 
 The formula is that of bandwidth alone: all-reduce among n peers moves 2 (n - 1) / n vectors in each direction of each
-line. For butterfly n is the number of peers; for Moshpit it is
-added up over the axes of the grid.
+line. For butterfly n is the number of peers; for Moshpit it is added up over the axes of the grid.
 """
 
 from __future__ import annotations
@@ -31,6 +30,7 @@ from matplotlib.figure import Figure
 from benchmarks.averaging import SwarmError
 from benchmarks.shaped import MEGABIT, shaped_rounds
 from protocols.moshpit.grid import shape_for
+from protocols.wire import MAX_ROSTER
 from tests.faults.network import why_not
 from tests.sim.arguments import Parser, at_least_one
 from tests.sim.butterfly_harness import ButterflyHarness
@@ -53,8 +53,7 @@ def formula(sizes: Sequence[int]) -> float:
 
 
 def real(peers: int, rounds: int) -> Row:
-    setup = {"megabytes": MEGABYTES, "rounds": rounds}
-    (row,) = shaped_rounds([LINE_BITS] * peers, ["fp32"], **setup)
+    (row,) = shaped_rounds([LINE_BITS] * peers, ["fp32"], megabytes=MEGABYTES, rounds=rounds)
     return {"seconds": row["data"], "round": row["round"], "formula": formula([peers])}
 
 
@@ -62,7 +61,8 @@ def butterfly(peers: int, rounds: int) -> Row:
     vectors = [torch.full((int(MEGABYTES * 250_000),), float(index)) for index in range(peers)]
     harness = ButterflyHarness(vectors, [1000] * peers, [LINE_BITS / 8] * peers)
     averaged = harness.average()
-    assert all(each.outcome == "committed" for each in averaged.means)
+    if any(each.outcome != "committed" for each in averaged.means):
+        raise SwarmError(f"{peers} simulated peers: {[each.outcome for each in averaged.means]}")
     return {"seconds": averaged.seconds, "formula": formula([peers])}
 
 
@@ -91,6 +91,8 @@ def moshpit(peers: int, rounds: int) -> Row:
     }
 
 
+DEFAULT_PEERS = {"real": [2, 4, 8, 16], "butterfly": [2, 4, 8, 16, 32], "moshpit": [8, 64, 256, 1024]}
+MAX_PEERS = 1024
 KINDS = {"real": real, "butterfly": butterfly, "moshpit": moshpit}
 
 
@@ -111,7 +113,7 @@ def measure(options: argparse.Namespace) -> list[Row]:
 
 
 def draw(found: Sequence[Row], file: Path) -> None:
-    """Plot seconds over the number of peers. Raises OSError if the file cannot be written."""
+    """Plot seconds over the number of peers."""
     figure = Figure(figsize=(8.0, 4.6), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
@@ -134,13 +136,23 @@ def draw(found: Sequence[Row], file: Path) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = Parser("python -m benchmarks.growth", description=(__doc__ or "").partition("\n")[0])
-    for kind, sizes in (("real", [2, 4, 8, 16]), ("butterfly", [2, 4, 8, 16, 32]), ("moshpit", [8, 64, 256, 1024])):
-        parser.add_argument(f"--{kind}", type=at_least_one, nargs="*", default=sizes, help="default %(default)s")
+    for kind, sizes in DEFAULT_PEERS.items():
+        parser.add_argument(f"--{kind}", type=int, nargs="*", default=sizes, help="default %(default)s")
     parser.add_argument("--rounds", type=at_least_one, default=2, help="default %(default)s")
     parser.add_argument("--file", type=Path, help="draw it there, too")
     options = parser.parse_args(arguments)
+    for kind in DEFAULT_PEERS:
+        most = MAX_PEERS if kind == "moshpit" else MAX_ROSTER
+        if any(not 2 <= peers <= most for peers in getattr(options, kind)):
+            parser.error(f"argument --{kind}: 2 to {most} peers each")
     if options.real and (why := why_not()):
         parser.error(why)
+    if options.file:  # now, not after all has been measured
+        try:
+            options.file.parent.mkdir(parents=True, exist_ok=True)
+            options.file.touch()
+        except OSError as error:
+            parser.error(f"argument --file: {options.file}: {error.strerror}")
     torch.set_num_threads(1)
     try:
         found = measure(options)
@@ -148,7 +160,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"benchmarks.growth: {error}", file=sys.stderr)
         return 1
     if options.file:
-        options.file.parent.mkdir(parents=True, exist_ok=True)
         draw(found, options.file)
     print(json.dumps({"load": os.getloadavg()[0], "rounds": options.rounds, "rows": found}))
     return 0

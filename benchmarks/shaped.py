@@ -33,8 +33,9 @@ import torch
 from benchmarks.averaging import Answer, Swarm, SwarmError
 from benchmarks.averaging_setup import Setup
 from protocols.codec import codec
+from protocols.wire import MAX_ROSTER
 from tests.faults.network import Namespaces, Place, why_not
-from tests.sim.arguments import Parser
+from tests.sim.arguments import Parser, at_least_one
 
 MEGABIT = 1_000_000
 FILLED_SECONDS = 60.0
@@ -131,6 +132,28 @@ def _row(averaged: Sequence[Answer], carried: Sequence[Sequence[int]], bits: Seq
     }
 
 
+def lines(text: str) -> list[float]:
+    """Bits per second of each peer's line, from Mbit/s: `100,100,20`."""
+    try:
+        found = [float(each) * MEGABIT for each in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of Mbit/s like 100,100,20") from None
+    if not 2 <= len(found) <= MAX_ROSTER or not all(0.1 * MEGABIT <= bits <= 1e5 * MEGABIT for bits in found):
+        raise argparse.ArgumentTypeError(f"{text!r}: 2 to {MAX_ROSTER} lines of 0.1 to 100000 Mbit/s")
+    return found
+
+
+def codecs(text: str) -> list[str]:
+    """Names of codecs: `fp32,int8`."""
+    names = text.split(",")
+    try:
+        for name in names:
+            codec(name)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return names
+
+
 def shaped_rounds(
     bits: Sequence[float],
     codecs: Sequence[str],
@@ -164,8 +187,8 @@ def shaped_rounds(
 
 def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
     return shaped_rounds(
-        [float(each) * MEGABIT for each in options.links.split(",")],
-        options.codecs.split(","),
+        options.links,
+        options.codecs,
         megabytes=options.megabytes,
         rounds=options.rounds,
         milliseconds=options.milliseconds,
@@ -178,19 +201,22 @@ def show(row: dict[str, Any], options: argparse.Namespace) -> None:
     """Print one line of the table."""
     seconds = [f"{row[name]:.2f} s" for name in ("least", "wire", "data")]
     ratios = [f"{row['data'] / row[name]:.2f}" for name in ("wire", "least")]
-    links = (f"{options.links} Mbit/s", f"{options.milliseconds:g} ms", options.path, row["codec"])
+    rates = ",".join(f"{bits / MEGABIT:g}" for bits in options.links)
+    links = (f"{rates} Mbit/s", f"{options.milliseconds:g} ms", options.path, row["codec"])
     print("| " + " | ".join((*links, *seconds, *ratios, f"{row['round']:.2f} s")) + " |", flush=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = Parser("python -m benchmarks.shaped", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--links", default="100,100,100,100", help="Mbit/s of each peer (default %(default)s)")
+    parser.add_argument("--links", type=lines, default="100,100,100,100", help="Mbit/s of each (default %(default)s)")
     parser.add_argument("--milliseconds", type=float, default=0.0, help="round trip (default %(default)s)")
     parser.add_argument("--megabytes", type=float, default=100.0, help="of float32 (default %(default)s)")
-    parser.add_argument("--codecs", default="fp32,int8,int4", help="default %(default)s")
+    parser.add_argument("--codecs", type=codecs, default="fp32,int8,int4", help="default %(default)s")
     parser.add_argument("--path", choices=("direct", "libp2p"), default="direct", help="default %(default)s")
-    parser.add_argument("--rounds", type=int, default=3, help="default %(default)s")
+    parser.add_argument("--rounds", type=at_least_one, default=3, help="default %(default)s")
     options = parser.parse_args(arguments)
+    if not 0.01 <= options.megabytes <= 1_000 or not 0 <= options.milliseconds <= 2_000:
+        parser.error("--megabytes: 0.01 to 1000; --milliseconds: 0 to 2000")
     if why := why_not():
         parser.error(why)
     torch.set_num_threads(1)
