@@ -23,9 +23,10 @@ import signal
 import sys
 import tempfile
 from asyncio.subprocess import PIPE, Process
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
+from functools import wraps
 from pathlib import Path
 from statistics import median
 from typing import Any, Self
@@ -46,10 +47,30 @@ LOGGED_LINES = 12
 SPARE_SECONDS = 60.0  # how long an answer may take beyond the round's own deadline
 
 Answer = dict[str, Any]
+Main = Callable[[Sequence[str] | None], int]
 
 
 class SwarmError(Exception):
     """A peer's process ended or did not answer."""
+
+
+def ends_in_one_line(program: str) -> Callable[[Main], Main]:
+    """Decorate a benchmark's `main`: exit code 1 after one line on stderr if its swarm fails, 130 after Ctrl-C."""
+
+    def decorate(main: Main) -> Main:
+        @wraps(main)
+        def decorated(arguments: Sequence[str] | None = None) -> int:
+            try:
+                return main(arguments)
+            except SwarmError as error:
+                print(f"{program}: {error}", file=sys.stderr)
+                return 1
+            except KeyboardInterrupt:
+                return 130
+
+        return decorated
+
+    return decorate
 
 
 class Swarm:
@@ -304,6 +325,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
+@ends_in_one_line("benchmarks.averaging")
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     torch.set_num_threads(1)
@@ -311,13 +333,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     deadline_seconds = 120 + 2 * options.megabytes
     setup = Setup(options.peers, elements, options.codec, deadline_seconds, path=options.path)
     load = os.getloadavg()[0]
-    try:
-        reports = asyncio.run(measure(setup, options.rounds))
-    except SwarmError as error:
-        print(f"benchmarks.averaging: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 130
+    reports = asyncio.run(measure(setup, options.rounds))
     short = summary(reports)
     print(
         f"{options.peers} x {options.megabytes:g} MB, {options.codec}, min / median: averaged in"

@@ -35,7 +35,7 @@ from dataclasses import replace
 from statistics import median
 from typing import Any
 
-from benchmarks.averaging import Answer, Swarm, SwarmError, process_cpu_seconds
+from benchmarks.averaging import Answer, Swarm, ends_in_one_line, process_cpu_seconds
 from benchmarks.averaging_setup import Setup
 from benchmarks.shaped import delayed
 from protocols.sync.snapshot import buffer_bytes
@@ -134,6 +134,7 @@ def _rates(words: str) -> list[int]:
     return [at_least_one(each) for each in words.split(",")]
 
 
+@ends_in_one_line("benchmarks.downloading")
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = Parser("python -m benchmarks.downloading", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("cases", nargs="*", metavar="one|line|three", help="default: all three")
@@ -155,13 +156,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "| case | path | plain TCP | bytes / line | work | wire | download | / wire | / line | shares, % | twice"
         " | CPU s, joiner/donors/p2pd | lag p99 | |\n" + "|---" * 14 + "|"
     )
-    try:
-        for case in cases:
-            rows.append(measure(case, options))
-            show(rows[-1], options)
-    except SwarmError as error:
-        print(f"benchmarks.downloading: {error}", file=sys.stderr)
-        return 1
+    for case in cases:
+        rows.append(measure(case, options))
+        show(rows[-1], options)
     by_case = {row["case"]: row["download"] for row in rows}
     if {"line", "three"} <= set(by_case):
         print(f"three donors are {by_case['line'] / by_case['three']:.2f} times as fast as one")

@@ -28,9 +28,9 @@ from typing import Any
 import psutil
 import torch
 
-from benchmarks.averaging import Swarm, SwarmError, span_seconds
+from benchmarks.averaging import Swarm, SwarmError, ends_in_one_line, span_seconds
 from benchmarks.averaging_setup import Setup
-from tests.sim.arguments import Parser
+from tests.sim.arguments import Parser, at_least_one
 
 PEACE, ATTACKS = "peace", ("elsewhere", "silent", "half", "drops", "other")
 PEERS = 4
@@ -102,11 +102,14 @@ async def measure(megabytes: float, rounds: int) -> list[dict[str, Any]]:
     ]
 
 
+@ends_in_one_line("benchmarks.flooding")
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = Parser("python -m benchmarks.flooding", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--megabytes", type=float, default=100.0)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--megabytes", type=float, default=100.0, help="of float32 (default %(default)s)")
+    parser.add_argument("--rounds", type=at_least_one, default=5, help="default %(default)s")
     options = parser.parse_args(arguments)
+    if not 0.01 <= options.megabytes <= 1_000:
+        parser.error(f"argument --megabytes: 0.01 to 1000, not {options.megabytes:g}")
     torch.set_num_threads(1)
     rows = asyncio.run(measure(options.megabytes, options.rounds))
     print("| strangers | round, p50 | to peace | connections a round | descriptors in the round, 1 s later | memory |")

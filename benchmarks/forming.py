@@ -29,7 +29,7 @@ from statistics import median
 
 import torch
 
-from benchmarks.averaging import Answer, Swarm, SwarmError
+from benchmarks.averaging import Answer, Swarm, ends_in_one_line
 from benchmarks.averaging_peer import Setup
 from protocols.wire import MAX_ROSTER
 from tests.sim.arguments import Parser, at_least_one
@@ -100,17 +100,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
+@ends_in_one_line("benchmarks.forming")
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     torch.set_num_threads(1)
     load = os.getloadavg()[0]
-    try:
-        reports = asyncio.run(measure(options))
-    except SwarmError as error:
-        print(f"benchmarks.forming: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 130
+    reports = asyncio.run(measure(options))
     short = summary(reports)
     what = f"{options.protocol}, {options.path}, {options.peers} peers, {options.rounds} rounds"
     print(f"{what}; load before: {load:.1f}")

@@ -27,7 +27,7 @@ import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from benchmarks.averaging import SwarmError
+from benchmarks.averaging import SwarmError, ends_in_one_line
 from benchmarks.shaped import MEGABIT, shaped_rounds
 from protocols.moshpit.grid import shape_for
 from protocols.wire import MAX_ROSTER
@@ -134,6 +134,7 @@ def draw(found: Sequence[Row], file: Path) -> None:
     figure.savefig(file)
 
 
+@ends_in_one_line("benchmarks.growth")
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = Parser("python -m benchmarks.growth", description=(__doc__ or "").partition("\n")[0])
     for kind, sizes in DEFAULT_PEERS.items():
@@ -154,14 +155,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except OSError as error:
             parser.error(f"argument --file: {options.file}: {error.strerror}")
     torch.set_num_threads(1)
-    try:
-        found = measure(options)
-    except SwarmError as error:
-        print(f"benchmarks.growth: {error}", file=sys.stderr)
-        return 1
+    load = os.getloadavg()[0]
+    found = measure(options)
     if options.file:
         draw(found, options.file)
-    print(json.dumps({"load": os.getloadavg()[0], "rounds": options.rounds, "rows": found}))
+    print(json.dumps({"load": load, "rounds": options.rounds, "rows": found}))
     return 0
 
 

@@ -30,7 +30,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.averaging import Answer, Swarm, SwarmError
+from benchmarks.averaging import Answer, Swarm, SwarmError, ends_in_one_line
 from benchmarks.averaging_setup import Setup
 from protocols.codec import codec
 from protocols.wire import MAX_ROSTER
@@ -206,6 +206,7 @@ def show(row: dict[str, Any], options: argparse.Namespace) -> None:
     print("| " + " | ".join((*links, *seconds, *ratios, f"{row['round']:.2f} s")) + " |", flush=True)
 
 
+@ends_in_one_line("benchmarks.shaped")
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = Parser("python -m benchmarks.shaped", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--links", type=lines, default="100,100,100,100", help="Mbit/s of each (default %(default)s)")
@@ -222,12 +223,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     torch.set_num_threads(1)
     print("| links | round trip | path | codec | least | wire | data | data / wire | data / least | round |")
     print("|---|---|---|---|---|---|---|---|---|---|")
-    try:
-        rows = measure(options)
-    except SwarmError as error:
-        print(f"benchmarks.shaped: {error}", file=sys.stderr)
-        return 1
-    print(json.dumps({**vars(options), "load": os.getloadavg()[0], "rows": rows}))
+    load = os.getloadavg()[0]
+    rows = measure(options)
+    print(json.dumps({**vars(options), "load": load, "rows": rows}))
     return 0
 
 

@@ -17,7 +17,7 @@ first peer's start) until the last peer holds the mean. Forming the group is tim
 All results are compared with the mean in float64. Ours must also be the same bits at all peers, and on the direct path
 p2pd must not carry the vectors. Each floor's bytes must have arrived. Otherwise the exit code is 1, as when a system
 cannot be installed or started: no row is left out. (With ten peers hivemind's first round now and then misses a part,
-with a warning. A wrong warm-up of another system is told, but does not fail the run.)
+with a warning. If another system's warm-up is wrong, a line says so, and the run does not fail.)
 
 Systems are alive together and take turns, each round from another one on, with one round before that does not count. If
 they do not all fit into memory, they are played in blocks, in two passes. CPU seconds are those of all processes of a
@@ -42,7 +42,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.averaging import SwarmError
+from benchmarks.averaging import ends_in_one_line
 from benchmarks.peers.plot import draw
 from benchmarks.peers.report import HEADLINE, Row, result, row, table
 from benchmarks.peers.rounds import Cell, play
@@ -105,18 +105,13 @@ def machine() -> dict[str, object]:
     return {"cores": os.cpu_count(), "load": os.getloadavg()[0], "versions": versions}
 
 
+@ends_in_one_line(PROGRAM)
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     torch.set_num_threads(1)
     options.out.parent.mkdir(parents=True, exist_ok=True)
     here = machine()
-    try:
-        cells = asyncio.run(measure(options))
-    except SwarmError as error:
-        print(f"{PROGRAM}: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 130
+    cells = asyncio.run(measure(options))
     found = result(cells)
     print(f"{here['cores']} cores, load before {here['load']:.1f}; plot: {options.out}")
     print(json.dumps({**found, **here, "rounds": options.rounds}))

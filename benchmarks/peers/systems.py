@@ -20,7 +20,7 @@ class System:
         module: what each peer's process runs.
         path: how bulk data goes from peer to peer; see `Setup.path`.
         same_bits: whether all peers must hold the same bits.
-        is_foreign: whether other people wrote it. A wrong warm-up of theirs is told, and does not fail the run.
+        is_foreign: whether other people wrote it. If its warm-up is wrong, a line says so, and the run does not fail.
         base_megabytes, vectors: memory that a peer takes, as measured, to plan with: for itself, and in vectors.
     """
 

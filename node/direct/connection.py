@@ -75,7 +75,7 @@ class DirectConnection:
         self._out = self._in = memoryview(b"")
         self._have = 0  # bytes that `_in` holds
         self._used = 0  # how many of them, at its front, are of a record that is opened
-        self._plain = (0, 0)  # range of `_in` with opened data that nobody has read yet
+        self._plain = (0, 0)  # range of `_in` with opened data that was not read yet
         self._stretch = {False: 0, True: 0}
         self._watch = self._loop.call_later(SILENCE_SECONDS / 4, self._look)
 

@@ -89,7 +89,7 @@ class Inbound:
     async def _dial_back(self, peer: PeerId, request: DialBack, deadline: Deadline) -> str:
         """Dial a peer that asked for it, at the host of its libp2p connection. Returns why that failed, if it did.
 
-        After a failure the peer has to wait, as a peer that dials waits: nobody can have this one scan ports.
+        After a failure the peer has to wait, as a peer that dials waits. So no peer can make this one scan ports.
         """
         host, attempts = self._link.host_of(peer), self._dials.get(peer) or Attempts()
         if host is None or request.port < MIN_PORT or not is_known(request.cipher):

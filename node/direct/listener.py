@@ -1,8 +1,8 @@
-"""The port that other peers dial. Whoever shows no token costs little, and not for long.
+"""The port that other peers dial. Strangers without a token cost little, and not for long.
 
 Connections that have shown no token yet are few, whatever arrives. They are counted in two groups: those from hosts
 where a peer holds a token, and all others. So strangers elsewhere take no place from the run's peers. A new connection
-replaces the oldest of its group, because a peer shows its token at once, and whoever floods the port does not.
+replaces the oldest of its group, because a peer shows its token at once, and a flood of strangers does not.
 """
 
 from __future__ import annotations

@@ -117,7 +117,7 @@ class Outbound:
             async with asyncio.timeout_at(until):
                 await ask(pipe, method)
         except (TimeoutError, RecordError) as error:
-            why = "nobody who knows its keys answers over the connection"
+            why = "the connection opens, but its answer does not come, or has other keys"
             is_fair = isinstance(error, RecordError) or until - started >= _FAIR_SECONDS
             raise attempts.failed(loop_time(), why) if is_fair else NotDirect(why) from None
         except (OSError, EOFError):
@@ -225,7 +225,7 @@ class Outbound:
         finally:
             inbound.awaited.pop(issued.token.id, None)
             if connection is None and awaited.done() and not awaited.cancelled():
-                awaited.result().abort()  # it came when nobody waited for it any more
+                awaited.result().abort()  # it came too late
         return connection
 
     def _lost(self, connection: DirectConnection) -> None:
