@@ -1,0 +1,130 @@
+"""The page's web application: static files, a stream of events, commands, and metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from node.page.guard import SECURITY_HEADERS, AccessRules
+from node.page.stream import EventStream, StreamSources
+from node.reporting.status import to_json
+
+STATIC = Path(__file__).with_name("static")
+MAX_REQUEST_BYTES = 1024
+REQUEST_SECONDS = 2.0
+_TYPES = {
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class PageSources:
+    """What the page shows and does.
+
+    Attributes:
+        stream: the status and the events.
+        metrics: returns the metrics in Prometheus's text format.
+        command: carries out a request such as {"do": "finish"}, as the control socket does, and returns the answer.
+    """
+
+    stream: StreamSources
+    metrics: Callable[[], bytes]
+    command: Callable[[Mapping[str, Any]], Mapping[str, object]]
+
+
+def page_app(sources: PageSources, rules: AccessRules, stop: asyncio.Event) -> ASGIApp:
+    """Build the application. Reads the static files, so call it before the first request.
+
+    Args:
+        stop: ends all streams once it is set.
+
+    Raises:
+        OSError: a static file cannot be read.
+    """
+
+    async def metrics(request: Request) -> Response:
+        return Response(sources.metrics(), media_type="text/plain; version=0.0.4")
+
+    async def do(request: Request) -> Response:
+        answer = await _command(request, sources.command)
+        status = 400 if "error" in answer else 200
+        return Response(to_json(answer), status, media_type="application/json")
+
+    routes = [
+        *_static_routes(),
+        Route("/metrics", metrics, methods=["GET"]),
+        Route("/api/stream", EventStream(sources.stream, stop), methods=["GET"]),
+        Route("/api/do", do, methods=["POST"]),
+    ]
+    return _Guarded(Starlette(routes=routes), rules)
+
+
+def _static_routes() -> list[Route]:
+    routes = []
+    for file in sorted(STATIC.rglob("*")):
+        if file.suffix in _TYPES:
+            name = file.relative_to(STATIC).as_posix()
+            path = "/" if name == "index.html" else f"/{name}"
+            routes.append(Route(path, _static(file.read_bytes(), _TYPES[file.suffix]), methods=["GET"]))
+    return routes
+
+
+def _static(content: bytes, media_type: str) -> Callable[[Request], Awaitable[Response]]:
+    async def serve(request: Request) -> Response:
+        return Response(content, media_type=media_type)
+
+    return serve
+
+
+async def _command(
+    request: Request, command: Callable[[Mapping[str, Any]], Mapping[str, object]]
+) -> Mapping[str, object]:
+    """Read a small JSON object, in time, and carry it out."""
+    if request.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
+        return {"error": "send application/json"}
+    body = b""
+    try:
+        async with asyncio.timeout(REQUEST_SECONDS):
+            async for piece in request.stream():
+                body += piece
+                if len(body) > MAX_REQUEST_BYTES:
+                    return {"error": f"a request has at most {MAX_REQUEST_BYTES} bytes"}
+        wanted = json.loads(body)
+    except (TimeoutError, ClientDisconnect, ValueError, RecursionError):
+        wanted = None
+    if not isinstance(wanted, dict):
+        return {"error": "send one JSON object"}
+    return command(wanted)
+
+
+class _Guarded:
+    """Answers only what the rules allow, and adds the security headers to each answer."""
+
+    def __init__(self, app: ASGIApp, rules: AccessRules) -> None:
+        self._app, self._rules = app, rules
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+
+        async def send_secured(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message.get("headers", ()), *SECURITY_HEADERS]
+            await send(message)
+
+        refusal = self._rules.refusal(scope["path"], scope["headers"])
+        app: ASGIApp = PlainTextResponse(f"{refusal.why}\n", refusal.status) if refusal else self._app
+        await app(scope, receive, send_secured)

@@ -1,0 +1,90 @@
+"""Decides which requests the page answers. Pure: headers in, refusal out.
+
+The page binds to the loopback interface, but a browser there also runs other people's pages. These must not read or
+steer the peer:
+
+- A name that a stranger's DNS points at this machine (DNS rebinding) fails at the `Host` header.
+- A page of another origin fails at `Sec-Fetch-Site` and `Origin`.
+- Another user or program of this machine lacks the token, which only this user can read. It travels in a header, never
+  in a cookie or a query, so that no browser sends it by itself.
+"""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+SECURITY_HEADERS = (
+    (
+        b"content-security-policy",
+        b"default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self'; "
+        b"base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; "
+        b"trusted-types 'none'",
+    ),
+    (b"x-content-type-options", b"nosniff"),
+    (b"referrer-policy", b"no-referrer"),
+    (b"cross-origin-opener-policy", b"same-origin"),
+    (b"cross-origin-resource-policy", b"same-origin"),
+    (b"cache-control", b"no-store"),
+)
+LOOPBACK_NAMES = ("127.0.0.1", "localhost", "[::1]")
+_NEEDS_TOKEN = ("/api/", "/metrics")
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """An answer to a request that is not served.
+
+    Attributes:
+        status: HTTP status code.
+        why: one line for the user.
+    """
+
+    status: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class AccessRules:
+    """Whom the page answers.
+
+    Attributes:
+        port: that the page listens on.
+        hosts: further names under which a proxy of the user's own forwards to the page, as a browser sends them.
+        token: what requests for data must carry.
+    """
+
+    port: int
+    hosts: tuple[str, ...]
+    token: str
+
+    def refusal(self, path: str, headers: Iterable[tuple[bytes, bytes]]) -> Refusal | None:
+        """Why a request is not served; None if it is.
+
+        Args:
+            headers: pairs of a name in lower case and a value.
+        """
+        given: dict[bytes, list[bytes]] = {}
+        for name, value in headers:
+            given.setdefault(name, []).append(value)
+        names = self._names()
+        host = given.get(b"host", [])
+        if len(host) != 1 or host[0].lower() not in names:
+            return Refusal(421, "this page answers to 127.0.0.1 and localhost only: use the link that the peer printed")
+        if any(site not in (b"none", b"same-origin") for site in given.get(b"sec-fetch-site", [])):
+            return Refusal(403, "the request comes from another site")
+        own = {scheme + b"://" + name for scheme in (b"http", b"https") for name in names}
+        if any(origin.lower() not in own for origin in given.get(b"origin", [])):
+            return Refusal(403, "the request comes from another origin")
+        if path.startswith(_NEEDS_TOKEN) and not self._has_token(given.get(b"authorization", [])):
+            return Refusal(401, "the token is missing or wrong: use the link that the peer printed")
+        return None
+
+    def _names(self) -> frozenset[bytes]:
+        own = [f"{name}:{self.port}" for name in LOOPBACK_NAMES]
+        return frozenset(each.lower().encode() for each in (*own, *self.hosts))
+
+    def _has_token(self, authorization: list[bytes]) -> bool:
+        wanted = f"Bearer {self.token}".encode()
+        return len(authorization) == 1 and hmac.compare_digest(authorization[0], wanted)

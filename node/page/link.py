@@ -1,0 +1,76 @@
+"""The page's link: its token and its port, which outlast restarts of the peer, so that an open page finds it again."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+from pathlib import Path
+
+TOKEN_FILE, PAGE_FILE = "page.token", "page.json"
+_MAX_FILE_BYTES = 1024
+_TOKEN = re.compile(r"[\w-]{43}")
+
+
+def load_token(state_dir: Path) -> str:
+    """The token in the state directory. The first call draws it: 256 bits, readable by this user only.
+
+    Raises:
+        OSError: the file cannot be read or written.
+    """
+    file = state_dir / TOKEN_FILE
+    try:
+        with file.open() as opened:
+            token = opened.read(_MAX_FILE_BYTES).strip()
+    except FileNotFoundError:
+        token = ""
+    if _TOKEN.fullmatch(token):
+        file.chmod(0o600)
+        return token
+    token = secrets.token_urlsafe(32)
+    _write(file, f"{token}\n")
+    return token
+
+
+def last_port(state_dir: Path) -> int | None:
+    """The port that the page had before; None if it had none."""
+    try:
+        with (state_dir / PAGE_FILE).open() as opened:
+            port = json.loads(opened.read(_MAX_FILE_BYTES))["port"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
+    return port if isinstance(port, int) and 1024 <= port <= 65_535 else None
+
+
+def note_port(state_dir: Path, port: int) -> None:
+    """Write the page's port into the state directory.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    _write(state_dir / PAGE_FILE, json.dumps({"port": port}) + "\n")
+
+
+def page_link(port: int, token: str) -> str:
+    """The link to open in a browser. The fragment with the token is never sent to a server."""
+    return f"http://127.0.0.1:{port}/#{token}"
+
+
+def read_link(state_dir: Path) -> str | None:
+    """The link of the page of a state directory; None if its peer never had a page."""
+    port = last_port(state_dir)
+    try:
+        with (state_dir / TOKEN_FILE).open() as opened:
+            token = opened.read(_MAX_FILE_BYTES).strip()
+    except OSError:
+        return None
+    return page_link(port, token) if port and _TOKEN.fullmatch(token) else None
+
+
+def _write(file: Path, text: str) -> None:
+    draft = file.with_name(f".{file.name}.new")
+    draft.unlink(missing_ok=True)
+    with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as opened:
+        opened.write(text)
+    draft.replace(file)

@@ -1,0 +1,197 @@
+"""A peer's metrics in Prometheus's text format, read from the peer at each scrape.
+
+All names begin with `starling_`, and all samples carry the label `run`, the first 12 digits of the run's id. A value
+that is not known is left out. Counters begin at 0 with each incarnation of the peer, as Prometheus expects.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import accumulate
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from node.reporting.run_counters import BUCKETS_SECONDS, Histogram, RunCounters
+from node.reporting.status import Status
+
+MAX_PEER_LABELS = 64
+STATES = ("starting", "joining", "syncing", "training", "averaging", "waiting", "paused", "leaving", "finished")
+_SUMS = {
+    "tokens": "Tokens trained.",
+    "train_seconds": "Time spent in training.",
+    "wait_seconds": "Time in rounds spent neither in training nor in averaging.",
+    "average_seconds": "Time spent in averaging.",
+    "downloaded_bytes": "Bytes of model state downloaded to catch up.",
+    "lost_rounds": "Rounds given up with a branch of the chain.",
+    "lost_tokens": "Tokens of this peer that had counted in lost rounds.",
+    "replayed_rounds": "Outer steps taken again from stored means.",
+    "half_exchanges": "Gossip exchanges of which only one side succeeded.",
+    "blamed": "Peers named as the cause of a fault in a round.",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class MachineSample:
+    """Values that are not part of the status.
+
+    Attributes:
+        network_bytes: (direction, class of traffic) -> bytes since the peer started.
+        refused: part of the peer -> number of things refused there.
+        restarts: process -> how often it was replaced.
+        gauges: name, with its unit -> value.
+    """
+
+    network_bytes: Mapping[tuple[str, str], int] = field(default_factory=dict)
+    refused: Mapping[str, int] = field(default_factory=dict)
+    restarts: Mapping[str, int] = field(default_factory=dict)
+    gauges: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class MetricSources:
+    """What the metrics are read from.
+
+    Attributes:
+        info: labels of the constant metric `starling_info`: version, protocol and so on.
+    """
+
+    status: Callable[[], Status]
+    counters: RunCounters
+    machine: Callable[[], MachineSample]
+    info: Callable[[], Mapping[str, str]]
+
+
+class PeerCollector(Collector):
+    """Reads all metrics of a peer. Keeps nothing between two scrapes."""
+
+    def __init__(self, sources: MetricSources) -> None:
+        self._sources = sources
+
+    def collect(self) -> Iterator[Metric]:
+        """All metrics, each with the label `run`."""
+        status, counters = self._sources.status(), self._sources.counters
+        families = _Families(status.run_id[:12])
+        yield families.gauge("info", "Constant 1; its labels describe the peer.", [(self._sources.info(), 1.0)])
+        yield families.gauge("state", "1 for the peer's present state, else 0.", _one_hot(status.state))
+        yield from _of_status(families, status)
+        yield from _of_rounds(families, counters)
+        yield from _of_machine(families, self._sources.machine())
+
+
+def metrics_text(collector: Collector) -> bytes:
+    """Scrape a collector, without prometheus_client's own metrics of this process."""
+    registry = CollectorRegistry()
+    registry.register(_Described(collector))
+    return generate_latest(registry)
+
+
+class _Described(Collector):
+    """A collector that a registry does not read while it is registered."""
+
+    def __init__(self, collector: Collector) -> None:
+        self._collector = collector
+
+    def describe(self) -> Iterable[Metric]:
+        return ()
+
+    def collect(self) -> Iterable[Metric]:
+        return self._collector.collect()
+
+
+Samples = Iterable[tuple[Mapping[str, str], float]]
+"""(labels, value) pairs of one metric."""
+
+
+class _Families:
+    """Builds metrics that share the label `run`. Samples that are not finite are left out."""
+
+    def __init__(self, run: str) -> None:
+        self._run = run
+
+    def gauge(self, name: str, text: str, samples: Samples) -> Metric:
+        return self._filled(GaugeMetricFamily(f"starling_{name}", text), samples, "")
+
+    def counter(self, name: str, text: str, samples: Samples) -> Metric:
+        return self._filled(CounterMetricFamily(f"starling_{name}", text), samples, "_total")
+
+    def histogram(self, name: str, text: str, values: Histogram) -> Metric:
+        family = HistogramMetricFamily(f"starling_{name}", text, labels=["run"])
+        bounds = [*map(str, BUCKETS_SECONDS), "+Inf"]
+        family.add_metric([self._run], list(zip(bounds, accumulate(values.counts), strict=True)), values.sum_seconds)
+        return family
+
+    def _filled(self, family: Metric, samples: Samples, suffix: str) -> Metric:
+        for labels, value in samples:
+            if math.isfinite(value):
+                family.add_sample(family.name + suffix, {"run": self._run, **labels}, value)
+        return family
+
+
+def _one_hot(state: str) -> Samples:
+    return [({"state": each}, float(each == state)) for each in STATES]
+
+
+def _of_status(families: _Families, status: Status) -> Iterator[Metric]:
+    unknown = math.nan
+    values = {
+        "round": ("Number of the round, from 1.", status.round + 1),
+        "rounds": ("Number of rounds in the run.", status.rounds or unknown),
+        "loss_nats": ("Training loss per token.", status.loss),
+        "held_out_loss_nats": ("Loss per token on data that no peer trains on.", status.held_out_loss),
+        "spread_ratio": ("Distance of the furthest peer from the mean, as a share of the mean.", status.spread),
+        "spread_limit_ratio": ("The run's limit of the spread.", status.spread_limit),
+        "tokens_per_second": ("Tokens trained per second.", status.tokens_per_second),
+        "eta_seconds": ("Time until the last round is done.", _or_nan(status.eta_seconds)),
+        "checkpoint_age_seconds": ("Age of the newest checkpoint.", _or_nan(status.checkpoint_age_seconds)),
+        "resident_memory_bytes": ("Memory of the peer's processes.", status.rss_bytes),
+        "loop_lag_p99_seconds": ("Lag of the event loop since the last report.", status.loop_lag_p99_seconds),
+        "sync_bytes": ("Bytes of the state that are here.", status.syncing.bytes_here if status.syncing else unknown),
+        "sync_bytes_whole": ("Bytes of the whole state.", status.syncing.bytes_whole if status.syncing else unknown),
+        "stage": ("Stage of this peer.", status.stage),
+        "stages": ("Number of stages.", status.stages),
+    }
+    for name, (text, value) in values.items():
+        yield families.gauge(name, text, [({}, float(value))])
+    live = [each for each in status.peers if each.live]
+    counts = [({"live": "1"}, float(len(live))), ({"live": "0"}, float(len(status.peers) - len(live)))]
+    yield families.gauge("peers", "Other peers that are known.", counts)
+    yield families.gauge("roster_members", "Other members.", [({}, float(sum(each.member for each in status.peers)))])
+    shown = sorted(status.peers, key=lambda each: (not each.live, each.peer))[:MAX_PEER_LABELS]
+    rounds = [({"peer": each.peer}, float(each.round + 1)) for each in shown]
+    yield families.gauge("peer_round", f"Round of another peer; at most {MAX_PEER_LABELS} peers.", rounds)
+
+
+def _of_rounds(families: _Families, counters: RunCounters) -> Iterator[Metric]:
+    outcomes = [({"outcome": outcome}, float(number)) for outcome, number in sorted(counters.rounds.items())]
+    yield families.counter("rounds_done", "Rounds that ended, by outcome.", outcomes)
+    for name, text in _SUMS.items():
+        yield families.counter(name, text, [({}, float(counters.sums[name]))])
+    yield families.histogram("round_seconds", "Duration of a round.", counters.round_seconds)
+    yield families.histogram("averaging_seconds", "Duration of a round's averaging.", counters.average_seconds)
+    if last := counters.last:
+        yield families.gauge("open_files", "Open file descriptors.", [({}, float(last.open_files))])
+        yield families.gauge("tasks", "Tasks of the event loop.", [({}, float(last.tasks))])
+        lag = [({}, last.loop_lag_max_seconds)]
+        yield families.gauge("loop_lag_max_seconds", "Longest lag of the event loop in the last round.", lag)
+
+
+def _of_machine(families: _Families, machine: MachineSample) -> Iterator[Metric]:
+    traffic = [
+        ({"direction": direction, "class": kind}, float(count))
+        for (direction, kind), count in sorted(machine.network_bytes.items())
+    ]
+    yield families.counter("network_bytes", "Bytes sent and received, by class of traffic.", traffic)
+    refused = [({"where": where}, float(count)) for where, count in sorted(machine.refused.items())]
+    yield families.counter("refused", "Peers, streams and records that were refused.", refused)
+    restarts = [({"process": process}, float(count)) for process, count in sorted(machine.restarts.items())]
+    yield families.counter("process_restarts", "How often a process of the peer was replaced.", restarts)
+    for name, value in sorted(machine.gauges.items()):
+        yield families.gauge(name, f"{name.replace('_', ' ').capitalize()}.", [({}, value)])
+
+
+def _or_nan(value: float | None) -> float:
+    return math.nan if value is None else value

@@ -1,0 +1,201 @@
+"""The page's server: uvicorn in the peer's event loop, on the loopback interface only.
+
+`PageServer` is what the peer starts. It builds the rest: `link` (token and port), `guard` (who is answered), `app`
+(what is answered), `stream` (live events) and `prometheus` (metrics).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, cast
+
+from node.page.guard import AccessRules
+from node.page.link import last_port, load_token, note_port, page_link
+
+if TYPE_CHECKING:
+    from uvicorn import Server
+
+    from node.page.app import PageSources
+
+log = logging.getLogger(__name__)
+
+DEFAULT_PORT = 7717
+PORTS_TRIED = 64
+MAX_CONNECTIONS = 32
+MAX_HEADER_BYTES = 16_384
+IDLE_SECONDS = 10.0
+"""A connection is dropped that has no request under way at such an interval."""
+STALLED_SECONDS = 20.0
+"""A reader that takes nothing for so long is dropped."""
+INSTALL = "the page needs two more packages: pip install 'starling[page]', or `make install` in the repository"
+
+
+@dataclass(frozen=True, slots=True)
+class PageConfig:
+    """Where the page is served.
+
+    Attributes:
+        state_dir: holds the token and the port.
+        port: the port to try first, unless the page had another one before.
+        hosts: further names to answer to; see `node.page.guard.AccessRules`.
+    """
+
+    state_dir: Path
+    port: int = DEFAULT_PORT
+    hosts: tuple[str, ...] = ()
+
+
+class PageServer:
+    """The page of a running peer. An async context manager.
+
+    If the page cannot be served, the user is told why, and the peer goes on without it.
+    """
+
+    def __init__(self, config: PageConfig, sources: Callable[[], PageSources], say: Callable[[str], None]) -> None:
+        """
+        Args:
+            sources: builds what the page shows. It may import packages that only the page needs.
+            say: shows a user-facing line.
+        """
+        self._config, self._sources, self._say = config, sources, say
+        self._stop = asyncio.Event()
+        self._server: Server | None = None
+        self._serving: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> PageServer:
+        try:
+            self._start()
+        except ImportError:
+            self._say(INSTALL)
+        except OSError as error:
+            self._say(f"there is no page, but the peer goes on: {error.strerror or error}")
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
+        self._stop.set()
+        if self._server and self._serving:
+            self._server.should_exit = True
+            await asyncio.wait([self._serving], timeout=2.0)
+            if not self._serving.done():
+                self._serving.cancel()
+                await asyncio.wait([self._serving], timeout=1.0)
+
+    def _start(self) -> None:
+        from uvicorn import Config
+
+        from node.page.app import page_app
+
+        config, token = self._config, load_token(self._config.state_dir)
+        sources = self._sources()
+        sockets = _listen(last_port(config.state_dir) or config.port, config.port)
+        port = sockets[0].getsockname()[1]
+        note_port(config.state_dir, port)
+        app = page_app(sources, AccessRules(port, config.hosts, token), self._stop)
+        settings = Config(
+            app=cast(Any, app),
+            http=_protocol(),
+            ws="none",
+            loop="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            limit_concurrency=MAX_CONNECTIONS,
+            h11_max_incomplete_event_size=MAX_HEADER_BYTES,
+            timeout_graceful_shutdown=1,
+        )
+        self._server = _server(settings)
+        self._serving = asyncio.create_task(self._server.serve(sockets), name="page")
+        self._say(f"page: {page_link(port, token)}")
+
+
+def _listen(port: int, default: int) -> list[socket.socket]:
+    """Listen on the loopback interface, at a port or else one of the next free ones.
+
+    Raises:
+        OSError: none is free.
+    """
+    tried = [port, *range(default, min(default + PORTS_TRIED, 65_536)), 0]
+    for number in tried:
+        try:
+            first = _bind(socket.AF_INET, "127.0.0.1", number)
+        except OSError:
+            if number == 0:
+                raise
+            continue
+        try:
+            return [first, _bind(socket.AF_INET6, "::1", first.getsockname()[1])]
+        except OSError:  # no IPv6 here
+            return [first]
+    raise AssertionError("port 0 is always free, or raises")
+
+
+def _bind(family: socket.AddressFamily, host: str, port: int) -> socket.socket:
+    listening = socket.socket(family)
+    try:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind((host, port))
+        listening.listen(MAX_CONNECTIONS)
+        listening.setblocking(False)
+    except OSError:
+        listening.close()
+        raise
+    return listening
+
+
+def _server(config: Any) -> Server:
+    from uvicorn import Server as UvicornServer
+
+    class PageOnlyServer(UvicornServer):
+        """uvicorn's server, without its signal handlers: the peer has its own."""
+
+        @contextmanager
+        def capture_signals(self) -> Iterator[None]:
+            yield
+
+    return PageOnlyServer(config)
+
+
+def _protocol() -> Any:
+    from uvicorn.protocols.http.h11_impl import H11Protocol
+
+    class BoundedProtocol(H11Protocol):
+        """uvicorn's protocol, which also drops connections that never send a whole request, or never read."""
+
+        def connection_made(self, transport: Any) -> None:
+            super().connection_made(transport)
+            self._stalled: asyncio.TimerHandle | None = None
+            self._watch()
+
+        def _watch(self) -> None:
+            self._timer = self.loop.call_later(IDLE_SECONDS, self._drop_if_idle)
+
+        def _drop_if_idle(self) -> None:
+            if self.cycle is None or self.cycle.response_complete:
+                self.transport.abort()
+            else:
+                self._watch()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self._timer.cancel()
+            self.resume_writing()
+            super().connection_lost(exc)
+
+        def pause_writing(self) -> None:
+            super().pause_writing()
+            self._stalled = self.loop.call_later(STALLED_SECONDS, self.transport.abort)
+
+        def resume_writing(self) -> None:
+            super().resume_writing()
+            if self._stalled:
+                self._stalled.cancel()
+                self._stalled = None
+
+    return BoundedProtocol

@@ -1,0 +1,190 @@
+"""A peer's rounds, messages and generated texts, for several readers at once: the terminal, the page, the metrics."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from node.reporting.report import RoundReport
+from node.reporting.status import EventSink, printable
+
+MAX_EVENTS = 700
+"""Events kept for a reader that comes back after a pause."""
+MAX_LINES = 200
+MAX_POINTS = 2000
+"""Rounds kept for a plot; older ones are thinned out."""
+QUEUE_EVENTS = 64
+MAX_SUBSCRIPTIONS = 16
+TEXT_SECONDS = 600.0
+"""Least time between two texts, and the time for which a reader's interest in one lasts."""
+MAX_TEXT_CHARACTERS = 4000
+
+
+@dataclass(frozen=True, slots=True)
+class FeedEvent:
+    """One event.
+
+    Attributes:
+        number: its number in this incarnation of the peer, from 1.
+        kind: `round`, `line` or `text`.
+        data: its values, ready for JSON, and safe to print.
+    """
+
+    number: int
+    kind: str
+    data: Mapping[str, Any]
+
+
+class Subscription:
+    """The events of one reader from now on. Call `close` when it has left.
+
+    Attributes:
+        missed: the events since the one that the reader named; None if some of them are not kept any more, or if it
+            named none. Then it has to start from `EventFeed.history`.
+        lost: whether the reader was so slow that an event was dropped. It has to subscribe again.
+    """
+
+    def __init__(self, missed: Sequence[FeedEvent] | None, on_close: Callable[[Subscription], None]) -> None:
+        self.missed, self.lost = missed, False
+        self._queue: asyncio.Queue[FeedEvent] = asyncio.Queue(QUEUE_EVENTS)
+        self._on_close = on_close
+
+    def put(self, event: FeedEvent) -> None:
+        """Add an event; the reader is `lost` if its queue is full."""
+        if self._queue.full():
+            self.lost = True
+        else:
+            self._queue.put_nowait(event)
+
+    async def next(self, deadline: float) -> FeedEvent | None:
+        """The next event; None if there is none until the deadline, in the loop's time."""
+        try:
+            async with asyncio.timeout_at(deadline):
+                return await self._queue.get()
+        except TimeoutError:
+            return None
+
+    def close(self) -> None:
+        """Take no more events."""
+        self._on_close(self)
+
+
+class EventFeed:
+    """An `EventSink` that passes everything on to other sinks, keeps the latest events and serves subscribers."""
+
+    def __init__(self, sinks: Iterable[EventSink], wall: Callable[[], float]) -> None:
+        """
+        Args:
+            wall: returns the time in seconds since 1970.
+        """
+        self._sinks, self._wall = tuple(sinks), wall
+        self._events: deque[FeedEvent] = deque(maxlen=MAX_EVENTS)
+        self._lines: deque[Mapping[str, Any]] = deque(maxlen=MAX_LINES)
+        self._points: list[Mapping[str, Any]] = []
+        self._text: Mapping[str, Any] = {}
+        self._subscriptions: set[Subscription] = set()
+        self._number = 0
+        self._wanted_until = self._next_text = 0.0
+
+    # -- what the peer tells ------------------------------------------------------------------------------------------
+
+    def say(self, line: str) -> None:
+        """Pass on a user-facing line."""
+        for sink in self._sinks:
+            sink.say(line)
+        data = {"time": self._wall(), "text": printable(line, 4096)}
+        self._lines.append(data)
+        self._publish("line", data)
+
+    def report(self, report: RoundReport) -> None:
+        """Pass on the report of a round."""
+        for sink in self._sinks:
+            sink.report(report)
+        self._add(point := round_point(report))
+        self._publish("round", point)
+
+    def show_text(self, text: bytes) -> None:
+        """Publish a text that the model generated."""
+        kept = text.decode(errors="replace")[:MAX_TEXT_CHARACTERS]
+        clean = "".join(each if each.isprintable() or each == "\n" else "·" for each in kept)
+        self._text = {"time": self._wall(), "text": clean}
+        self._publish("text", self._text)
+
+    def recall(self, reports: Iterable[RoundReport]) -> None:
+        """Put the rounds of earlier incarnations before those of this one."""
+        self._points = [round_point(each) for each in reports] + self._points
+        self._thin()
+
+    # -- what readers get ---------------------------------------------------------------------------------------------
+
+    def subscribe(self, after: int | None) -> Subscription:
+        """Start to deliver events.
+
+        Args:
+            after: number of the last event that the reader has; None if it has none of this incarnation.
+
+        Raises:
+            ConnectionRefusedError: there are too many readers.
+        """
+        if len(self._subscriptions) >= MAX_SUBSCRIPTIONS:
+            raise ConnectionRefusedError(f"{MAX_SUBSCRIPTIONS} readers are here already")
+        first = self._events[0].number if self._events else self._number + 1
+        known = after is not None and first - 1 <= after <= self._number
+        missed = [each for each in self._events if each.number > (after or 0)] if known else None
+        subscription = Subscription(missed, self._subscriptions.discard)
+        self._subscriptions.add(subscription)
+        return subscription
+
+    def history(self) -> tuple[int, Mapping[str, Any]]:
+        """Number of the latest event, and everything that a new reader shows: rounds, lines and the latest text."""
+        return self._number, {"rounds": list(self._points), "lines": list(self._lines), "text": dict(self._text)}
+
+    def want_text(self) -> None:
+        """Note that a reader looks at the texts now."""
+        self._wanted_until = self._wall() + TEXT_SECONDS
+
+    def text_is_due(self) -> bool:
+        """Whether a reader wants a text, and the latest is old. A true answer counts as if the text was generated."""
+        now = self._wall()
+        if now > self._wanted_until or now < self._next_text:
+            return False
+        self._next_text = now + TEXT_SECONDS
+        return True
+
+    def _publish(self, kind: str, data: Mapping[str, Any]) -> None:
+        self._number += 1
+        event = FeedEvent(self._number, kind, data)
+        self._events.append(event)
+        for subscription in self._subscriptions:
+            subscription.put(event)
+
+    def _add(self, point: Mapping[str, Any]) -> None:
+        self._points.append(point)
+        self._thin()
+
+    def _thin(self) -> None:
+        """Keep the latest half of the rounds, and every second one before, until there are few enough."""
+        while len(self._points) > MAX_POINTS:
+            half = len(self._points) - MAX_POINTS // 2
+            self._points = self._points[:half:2] + self._points[half:]
+
+
+def round_point(report: RoundReport) -> Mapping[str, Any]:
+    """What a plot and a table of rounds need of a report."""
+    return {
+        "round": report.round + 1,  # people count from one
+        "time": report.time,
+        "loss": report.loss,
+        "held_out_loss": report.held_out_loss,
+        "outcome": printable(report.outcome, 32),
+        "peers": len(report.peers),
+        "tokens": report.tokens,
+        "seconds": report.seconds_train + report.seconds_wait + report.seconds_average,
+        "seconds_average": report.seconds_average,
+        "bytes_sent": report.bytes_sent,
+        "bytes_received": report.bytes_received,
+        "blamed": [printable(f"{peer[-6:]}: {why}", 200) for peer, why in list(report.blamed.items())[:8]],
+    }
