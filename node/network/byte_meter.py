@@ -79,7 +79,7 @@ class StreamCounter:
 UNCOUNTED = StreamCounter(ByteCounts(), ByteCounts(), lambda: None)
 """For pipes that belong to no stream yet, or to no peer's transport."""
 
-Totals = dict[tuple[Direction, TrafficClass], int]
+ByteTotals = dict[tuple[Direction, TrafficClass], int]
 
 
 class ByteMeter:
@@ -89,7 +89,7 @@ class ByteMeter:
         self._now = now
         self._classes = {each: ByteCounts() for each in TrafficClass}
         self._peers: dict[PeerId, ByteCounts] = {}  # the one whose latest stream is oldest comes first
-        self._samples: deque[tuple[float, Totals]] = deque(maxlen=round(2 * RATE_SECONDS / _SAMPLE_SECONDS))
+        self._samples: deque[tuple[float, ByteTotals]] = deque(maxlen=round(2 * RATE_SECONDS / _SAMPLE_SECONDS))
         self._started: float | None = None
         self._next_sample = float("-inf")
 
