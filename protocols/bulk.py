@@ -20,3 +20,6 @@ BULK_METHODS = frozenset(
     }
 )
 """Names instead of the modules' constants: a run loads only the protocol that it uses."""
+
+CATCH_UP_METHODS = frozenset({"starling/parts/1", "starling/sync/1"})
+"""Of these, the methods by which peers fetch what they missed: no round waits for them."""

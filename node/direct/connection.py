@@ -14,6 +14,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from node.direct.records import LENGTH_BYTES, OVERHEAD_BYTES, RECORD_BYTES, RecordError, RecordOpener, RecordSealer
+from node.network.byte_meter import UNCOUNTED
 from protocols.base import Buffer
 
 _STRETCH_BYTES, _CALL_BYTES = 128 << 10, 4 << 10
@@ -62,12 +63,14 @@ class DirectConnection:
         closed: the connection is gone.
         failure: the error that ended it; None if it is open, or was aborted.
         on_closed: called once, when the connection is closed.
+        counter: counts the bytes of the present stream.
     """
 
     def __init__(self, sock: socket.socket, codecs: tuple[RecordSealer, RecordOpener]) -> None:
         self.peer_ended = self.closed = False
         self.failure: OSError | None = None
         self.on_closed: Callable[[], None] = lambda: None
+        self.counter = UNCOUNTED
         self._socket, self._descriptor = sock, sock.fileno()
         self._sealer, self._opener = codecs
         self._loop = asyncio.get_running_loop()
@@ -196,11 +199,14 @@ class DirectConnection:
         sent, size = 0, self._sealer.seal(data, self._out)
         while sent < size:
             try:
-                sent += self._socket.send(self._out[sent:size])
+                count = self._socket.send(self._out[sent:size])
             except (BlockingIOError, InterruptedError):
                 await self._ready(writing=True)
+                continue
             except OSError as error:
                 raise self._failed(error) from None
+            sent += count
+            self.counter.sent(count)
         await self._give_way(size, writing=True)
 
     async def _read_some(self, into: memoryview) -> int:
@@ -256,6 +262,7 @@ class DirectConnection:
             if not count:
                 raise EOFError("broken off")
             self._have += count
+            self.counter.received(count)
             await self._give_way(count, writing=False)
 
     def _require_open(self) -> None:

@@ -15,7 +15,6 @@ from node.direct.messages import BUSY, HEADER_LIMIT, METHOD, DialBack, DialBackR
 from node.direct.pipe import DirectPipe
 from node.direct.records import RecordError, has_fast_aes
 from node.direct.routes import SPARE_TOKENS, NotDirect, Route, Way
-from node.network.serving import ask
 from node.runtime.bounded import renew
 from protocols import wire
 from protocols.aio import loop_time
@@ -115,7 +114,7 @@ class Outbound:
         pipe, started = DirectPipe(connection, partial(self._free, peer)), loop_time()
         try:
             async with asyncio.timeout_at(until):
-                await ask(pipe, method)
+                await self._link.serving.ask(peer, pipe, method)
         except (TimeoutError, RecordError) as error:
             why = "the connection opens, but its answer does not come, or has other keys"
             is_fair = isinstance(error, RecordError) or until - started >= _FAIR_SECONDS

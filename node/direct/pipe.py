@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable
 
 from node.direct.connection import DirectConnection
+from node.network.byte_meter import StreamCounter
 from protocols.base import Buffer
 
 _DISCARD_BYTES = 16 << 20
@@ -21,6 +22,10 @@ class DirectPipe:
         """
         self._connection, self._on_free = connection, on_free
         self._over = False
+
+    def count_with(self, counter: StreamCounter) -> None:
+        """Count what is written and read from now on with `counter`."""
+        self._connection.counter = counter
 
     async def write(self, data: Buffer) -> None:
         """Pass `data` to the kernel. On failure or cancellation, abort, so that none is sent later.

@@ -12,6 +12,7 @@ import asyncio
 from contextlib import suppress
 from typing import cast
 
+from node.network.byte_meter import UNCOUNTED, StreamCounter
 from protocols.base import Buffer
 
 PIECE_BYTES = 1 << 20
@@ -31,8 +32,13 @@ class SocketPipe:
         self._left = 0
         self._received = 0
         self._ended = False
+        self._counter = UNCOUNTED
         # `drain` returns when the kernel has all bytes. Until then the caller must not change its buffer.
         self._transport.set_write_buffer_limits(high=0)
+
+    def count_with(self, counter: StreamCounter) -> None:
+        """Count what is written and read from now on with `counter`."""
+        self._counter = counter
 
     async def write(self, data: Buffer) -> None:
         """Pass `data` to the kernel, without a copy. On failure or cancellation, abort, so that none is sent later.
@@ -105,6 +111,7 @@ class SocketPipe:
             raise ConnectionResetError("closed")
         for part in parts:  # not writelines: in some versions of Python it does not make drain wait
             self._writer.write(part)
+            self._counter.sent(len(part))
         await self._writer.drain()
 
     async def _read_some(self, at_most: int) -> bytes:
@@ -115,6 +122,7 @@ class SocketPipe:
             raise EOFError("broken off")
         self._left -= len(data)
         self._received += len(data)
+        self._counter.received(len(data))
         return data
 
     async def _next_piece(self) -> int:
@@ -123,6 +131,7 @@ class SocketPipe:
                 size = int.from_bytes(await self._reader.readexactly(_LENGTH_BYTES), "big")
             except asyncio.IncompleteReadError:
                 raise EOFError("broken off") from None
+            self._counter.received(_LENGTH_BYTES)
             if size:
                 return size
             self._ended = True

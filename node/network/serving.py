@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Coroutine
 from typing import Any, Protocol
 
+from node.network.byte_meter import ByteMeter, StreamCounter
 from node.runtime.bounded import count
 from protocols.base import BadPayload, Handler, PeerError, PeerId, Stream
 from protocols.framing import Pipe, accepted
@@ -27,6 +28,9 @@ _FAREWELL_SECONDS = 1.0
 class EndingPipe(Pipe, Protocol):
     """A pipe with an end."""
 
+    def count_with(self, counter: StreamCounter) -> None:
+        """Count what is written and read from now on with `counter`."""
+
     async def close(self, seconds: float) -> None:
         """End the stream in order: all data sent has arrived when the other side has ended it, too."""
 
@@ -37,30 +41,16 @@ class EndingPipe(Pipe, Protocol):
         """Reset the stream at once. Harmless after `close` and `reset`."""
 
 
-async def ask(pipe: EndingPipe, method: str) -> None:
-    """Ask the other side to serve `method`. On failure, abort the stream.
-
-    Raises:
-        OSError, EOFError: it did not accept. Only the method's name has been sent.
-    """
-    name = method.encode()
-    try:
-        await pipe.write(bytes((len(name),)) + name)
-        await pipe.read_into(memoryview(bytearray(len(_ACCEPTED))))
-    except BaseException:
-        pipe.abort()
-        raise
-
-
 class Serving:
-    """Serves incoming streams by their method, and closes all streams in order.
+    """Opens and serves streams by their method, counts their bytes, and closes them in order.
 
     Attributes:
         refused: (peer, why) -> number of streams rejected, or reset for breaking the rules; the latest 1,024 pairs.
     """
 
-    def __init__(self, max_streams: int, max_streams_per_peer: int) -> None:
+    def __init__(self, max_streams: int, max_streams_per_peer: int, meter: ByteMeter) -> None:
         self.refused: Counter[tuple[PeerId, str]] = Counter()
+        self._meter = meter
         self._max_streams = max_streams
         self._max_streams_per_peer = max_streams_per_peer
         self._handlers: dict[str, Handler] = {}
@@ -75,8 +65,24 @@ class Serving:
             raise ValueError(f"{method!r} is served already, or is not a name of 1 to {METHOD_BYTES} bytes")
         self._handlers[method] = handler
 
+    async def ask(self, peer: PeerId, pipe: EndingPipe, method: str) -> None:
+        """Ask the other side to serve `method`. On failure, abort the stream.
+
+        Raises:
+            OSError, EOFError: it did not accept. Only the method's name has been sent.
+        """
+        name = method.encode()
+        pipe.count_with(self._meter.stream(peer, method))
+        try:
+            await pipe.write(bytes((len(name),)) + name)
+            await pipe.read_into(memoryview(bytearray(len(_ACCEPTED))))
+        except BaseException:
+            pipe.abort()
+            raise
+
     def take(self, peer: PeerId, pipe: EndingPipe) -> None:
         """Serve an incoming stream, or abort it if too many are being served."""
+        pipe.count_with(self._meter.stream(peer, ""))  # its method is not known yet
         full = self._active.total() >= self._max_streams
         if self._closed or full or self._active[peer] >= self._max_streams_per_peer:
             self.refuse(peer, "too many streams")
@@ -156,10 +162,12 @@ class Serving:
     async def _admit(self, peer: PeerId, pipe: EndingPipe) -> tuple[Handler, Stream] | None:
         try:
             async with asyncio.timeout(_OPENING_SECONDS):
-                handler = self._handlers.get(await _read_method(pipe))
+                method = await _read_method(pipe)
+                handler = self._handlers.get(method)
                 if handler is None:
                     self.refuse(peer, "method not served")
                     return None
+                pipe.count_with(self._meter.stream(peer, method))
                 await pipe.write(_ACCEPTED)
         except (OSError, EOFError):  # TimeoutError is an OSError
             return None

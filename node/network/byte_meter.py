@@ -1,0 +1,132 @@
+"""Counts the bytes of all streams: by direction, by class of traffic, and by peer.
+
+Counted is what Starling's own pipes write and read, over libp2p and over direct connections, with their framing. Not
+counted are the headers of TCP and below, what p2pd adds and sends by itself, the directory's queries, and the 48 bytes
+that open a direct connection.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+from node.runtime.bounded import renew
+from protocols.aio import loop_time
+from protocols.base import PeerId
+from protocols.bulk import BULK_METHODS, CATCH_UP_METHODS
+
+RATE_SECONDS = 5.0
+_SAMPLE_SECONDS = 1.0
+_MAX_PEERS = 256
+
+
+class Direction(StrEnum):
+    """Which way bytes go, as seen from this peer."""
+
+    UPLOAD = "upload"
+    DOWNLOAD = "download"
+
+
+class TrafficClass(StrEnum):
+    """What bytes are for."""
+
+    CONTROL = "control"
+    ROUND = "round"
+    CATCH_UP = "catch-up"
+
+
+def class_of(method: str) -> TrafficClass:
+    """The class of a stream's bytes, by its method. Whatever is not bulk data is control traffic."""
+    if method in CATCH_UP_METHODS:
+        return TrafficClass.CATCH_UP
+    return TrafficClass.ROUND if method in BULK_METHODS else TrafficClass.CONTROL
+
+
+@dataclass(slots=True)
+class ByteCounts:
+    """Bytes in both directions since the peer started."""
+
+    sent: int = 0
+    received: int = 0
+
+
+class StreamCounter:
+    """Counts the bytes of one stream. It costs a microsecond an operation, not for each byte."""
+
+    __slots__ = ("_mine", "_of_peer", "_sample")
+
+    def __init__(self, mine: ByteCounts, of_peer: ByteCounts, sample: Callable[[], None]) -> None:
+        """
+        Args:
+            mine: the counts of the stream's class.
+            sample: called before each operation.
+        """
+        self._mine, self._of_peer, self._sample = mine, of_peer, sample
+
+    def sent(self, count: int) -> None:
+        self._sample()
+        self._mine.sent += count
+        self._of_peer.sent += count
+
+    def received(self, count: int) -> None:
+        self._sample()
+        self._mine.received += count
+        self._of_peer.received += count
+
+
+UNCOUNTED = StreamCounter(ByteCounts(), ByteCounts(), lambda: None)
+"""For pipes that belong to no stream yet, or to no peer's transport."""
+
+ByteTotals = dict[tuple[Direction, TrafficClass], int]
+
+
+class ByteMeter:
+    """The byte counts of one peer. Not for several threads."""
+
+    def __init__(self, now: Callable[[], float] = loop_time) -> None:
+        self._now = now
+        self._classes = {each: ByteCounts() for each in TrafficClass}
+        self._peers: dict[PeerId, ByteCounts] = {}  # the one whose latest stream is oldest comes first
+        self._samples: deque[tuple[float, ByteTotals]] = deque(maxlen=round(2 * RATE_SECONDS / _SAMPLE_SECONDS))
+        self._started: float | None = None
+        self._next_sample = float("-inf")
+
+    def stream(self, peer: PeerId, method: str) -> StreamCounter:
+        """A counter for a stream between this peer and another one."""
+        of_peer = self._peers.get(peer) or ByteCounts()
+        renew(self._peers, peer, of_peer, _MAX_PEERS)
+        return StreamCounter(self._classes[class_of(method)], of_peer, self._sample)
+
+    def totals(self) -> Mapping[tuple[Direction, TrafficClass], int]:
+        """Bytes by direction and class since the peer started."""
+        sent = {(Direction.UPLOAD, each): counts.sent for each, counts in self._classes.items()}
+        return sent | {(Direction.DOWNLOAD, each): counts.received for each, counts in self._classes.items()}
+
+    def total(self, direction: Direction) -> int:
+        """Bytes in one direction since the peer started."""
+        return sum(count for (each, _), count in self.totals().items() if each is direction)
+
+    def rates(self) -> Mapping[tuple[Direction, TrafficClass], float]:
+        """Bytes per second by direction and class, over about the last five seconds."""
+        now, totals = self._now(), self.totals()
+        recent = [each for each in self._samples if each[0] > now - RATE_SECONDS - _SAMPLE_SECONDS]
+        if not recent or self._started is None:
+            return dict.fromkeys(totals, 0.0)
+        began, before = recent[0]
+        seconds = max(min(RATE_SECONDS, now - self._started), now - began, _SAMPLE_SECONDS)
+        return {key: (count - before[key]) / seconds for key, count in totals.items()}
+
+    def peers(self) -> Mapping[PeerId, ByteCounts]:
+        """Bytes by peer since the peer started, for the 256 peers with the latest streams."""
+        return {peer: ByteCounts(each.sent, each.received) for peer, each in self._peers.items()}
+
+    def _sample(self) -> None:
+        """Remember the totals once a second, before bytes are added."""
+        now = self._now()
+        if now < self._next_sample:
+            return
+        self._started = now if self._started is None else self._started
+        self._next_sample = now + _SAMPLE_SECONDS
+        self._samples.append((now, dict(self.totals())))
