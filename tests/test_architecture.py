@@ -24,7 +24,8 @@ PEER = {"node/session/peer.py", "node/session/resources.py", "node/session/visit
 ONLY_IN: dict[str, set[str]] = {
     "time": {"node/runtime/clock.py", "node/training/worker.py", "node/training/stage_worker.py"},
     "socket": {"node/training/process.py", "node/session/failpoints.py", "node/training/worker.py"}
-    | {f"node/direct/{name}.py" for name in ("connection", "handshake", "listener")},
+    | {f"node/direct/{name}.py" for name in ("connection", "handshake", "listener")}
+    | {"node/page/server.py"},
     "threading": {"node/runtime/compute.py"},
     "concurrent": {"node/runtime/compute.py"},
     "subprocess": {"node/runtime/child_process.py", "node/network/libp2p.py"},
@@ -39,10 +40,10 @@ ONLY_IN: dict[str, set[str]] = {
     "psutil": {"node/runtime/metrics.py"},
     "signal": {"node/session/shutdown.py", "node/runtime/child_process.py"},  # the way out; ending a child
     "protocols.butterfly.averager": PEER | {"protocols/__init__.py"},
-    "node.network.libp2p": PEER,
+    "node.network.libp2p": PEER | {"node/session/page_setup.py"},  # reads its byte meter
     "node.network.dht": PEER,
     "node.runtime.compute": PEER,
-    "node.runtime.clock": PEER | {"node/session/stage_setup.py"},  # its stopwatch
+    "node.runtime.clock": PEER | {"node/session/stage_setup.py", "node/session/page_setup.py"},
 }
 MAX_CONSTRUCTOR_ARGUMENTS, MAX_PARAMETERS = 6, 7
 COMMANDS = "node/cli/app.py"

@@ -86,6 +86,8 @@ def join(
     nice: options.NiceOption = None,
     precision: options.PrecisionOption = None,
     data: options.DataOption = None,
+    page: options.PageOption = None,
+    page_port: options.PagePortOption = None,
     nickname: options.NicknameOption = None,
     json: options.JsonOption = None,
     log_level: options.LogLevelOption = None,
@@ -119,6 +121,7 @@ def swarm(
             parser=options.place,
         ),
     ] = None,
+    page: options.PageOfSwarmOption = True,
     json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object at the end.")] = False,
 ) -> int:
     """Run a whole swarm on this machine, and check at the end that all peers agree."""
@@ -130,7 +133,7 @@ def swarm(
             stages = _check(of_run, rounds) if run or task or protocol or stages else 1
         if peers < stages:
             raise CommandError(f"{stages} stages need as many peers, not {peers}: give --peers {stages} or more")
-        return asyncio.run(run_swarm(SwarmOptions(peers, rounds, protocol, task, run, dir, json, stages)))
+        return asyncio.run(run_swarm(SwarmOptions(peers, rounds, protocol, task, run, dir, json, stages, page)))
 
 
 @app.command()
@@ -147,6 +150,13 @@ def status(
         print(to_json(shown))
     else:
         asking.show(shown)
+    return 0
+
+
+@app.command()
+def page(state_dir: options.RunningPeerOption = None) -> int:
+    """Print the link of a running peer's web page."""
+    print(asking.page(state_dir))
     return 0
 
 

@@ -184,6 +184,21 @@ DataOption = Annotated[
         parser=place,
     ),
 ]
+PageOption = Annotated[
+    bool | None,
+    option(
+        SHOWN,
+        "Serve a web page of this peer, on this machine only, and metrics for Prometheus. Default: --no-page.",
+        "--page/--no-page",
+    ),
+]
+PagePortOption = Annotated[
+    int | None,
+    option(SHOWN, "TCP port of the page; if it is taken, the next free one. Default: 7717.", min=1024, max=65_535),
+]
+PageOfSwarmOption = Annotated[
+    bool, typer.Option("--page/--no-page", help="Serve a web page of the first peer, on this machine only.")
+]
 NicknameOption = Annotated[str | None, option(SHOWN, "Name under which other peers show this one.", metavar="NAME")]
 JsonOption = Annotated[bool | None, option(SHOWN, "Print each round's report to stdout as a line of JSON.", "--json")]
 LogLevelOption = Annotated[

@@ -62,6 +62,34 @@ def finish(state_dir: Path | None) -> None:
     asyncio.run(_ask(state_dir, "finish"))
 
 
+def page(state_dir: Path | None) -> str:
+    """The link of the web page of a peer on this machine.
+
+    Raises:
+        CommandError: several peers run here.
+        PeerUnreachable: no peer runs there, or it serves no page.
+    """
+    return asyncio.run(_page(state_dir))
+
+
+async def _page(state_dir: Path | None) -> str:
+    from node.page.link import last_port, read_link
+    from node.ui.control import ControlUnavailable, ask
+
+    deadline = asyncio.get_running_loop().time() + ASK_SECONDS
+    try:
+        directory = state_dir or await _only_running(deadline)
+        await ask(directory, "status", deadline)
+        async with asyncio.timeout_at(deadline):
+            _, writer = await asyncio.open_connection("127.0.0.1", last_port(directory) or 0)
+        writer.transport.abort()
+    except ControlUnavailable as error:
+        raise PeerUnreachable(str(error)) from None
+    except (OSError, TimeoutError):
+        raise PeerUnreachable(f"the peer in {directory} serves no page: start it with --page") from None
+    return read_link(directory) or ""
+
+
 def show(shown: Status) -> None:
     """Print a status in readable form."""
     from rich.console import Console

@@ -13,6 +13,8 @@ from pathlib import Path
 from rich.console import RenderableType
 
 from node.config.peer_config import variables
+from node.page.link import read_link
+from node.page.server import INSTALL, has_page_packages
 from node.reporting.report import RoundReport
 from node.reporting.status import Status, SwarmOptions, parse, printable, to_json
 from node.runtime.child_process import ChildProcess
@@ -245,14 +247,26 @@ class Swarm:
             "--wait-for": options.peers,
         }
         flags = [str(each) for pair in given.items() if pair[1] is not None for each in pair]
-        await founder.start((*self._threads(), *flags))
+        await founder.start((*self._threads(), *self._page(), *flags))
         until = asyncio.get_running_loop().time() + START_SECONDS
         while founder.running and asyncio.get_running_loop().time() < min(until, self._until):
             await founder.look(LOOK_SECONDS)
             if founder.status and founder.status.addresses and founder.status.run_id:
+                self._show_link(founder)
                 return True
             await asyncio.sleep(POLL_SECONDS)
         return False
+
+    def _page(self) -> tuple[str]:
+        """The flag that turns the founder's page on or off. Without the packages for it, say how to get them."""
+        wanted = self._options.page
+        if wanted and not has_page_packages():
+            self._screen.say(INSTALL)
+        return ("--page" if wanted and has_page_packages() else "--no-page",)
+
+    def _show_link(self, founder: Participant) -> None:
+        if self._options.page and (link := read_link(founder.directory)):
+            self._screen.say(f"page of {founder.name}: {link}")
 
     def _why_not(self, founder: Participant) -> str:
         """Why there is no run, as shown to the user."""
@@ -274,7 +288,7 @@ class Swarm:
         stages = self._options.stages
         for place, each in enumerate(self._peers[1:], 1):  # the founder is in stage 0
             stage = ("--stage", str(place % stages)) if stages > 1 else ()
-            await each.start((*self._threads(), *where, *stage))
+            await each.start((*self._threads(), "--no-page", *where, *stage))
 
     # -- watching -----------------------------------------------------------------------------------------------------
 

@@ -145,6 +145,12 @@ def _direct_port(value: object) -> object:
     return value
 
 
+def _page_host(text: str) -> str:
+    if not re.fullmatch(r"[\w.-]{1,253}(:\d{1,5})?", text):
+        raise ValueError(f"{text[:60]!r} is not the name of a host, such as box.example.net or box.example.net:8443")
+    return text.lower()
+
+
 def _run_id(text: str) -> str:
     if not re.fullmatch("[0-9a-f]{12,64}", text.lower()):
         raise ValueError(f"{text[:70]!r} is not the id of a run: 64 hex digits, or at least the first 12 of them")
@@ -193,6 +199,9 @@ class PeerConfig:
         direct_port: TCP port on which this peer takes bulk data, 0 for any free one, or off: all data goes over libp2p.
         checkpoint_every: rounds between two checkpoints.
         disk_limit_bytes: disk space that checkpoints may take, in bytes.
+        page: whether to serve a web page of this peer, on this machine only, and metrics for Prometheus.
+        page_port: TCP port of the page; if it is taken, the next free one.
+        page_hosts: further host names to which the page answers, for a proxy of one's own in front of it.
         new: start a new run even if the state directory holds one.
         log_level: lowest level of log lines to print.
         json: print JSON lines instead of text.
@@ -222,6 +231,9 @@ class PeerConfig:
     direct_port: Annotated[Literal["off"] | int, BeforeValidator(_direct_port)] = 0
     checkpoint_every: int = Field(default=5, ge=1, le=1000)
     disk_limit_bytes: float = Field(default=20e9, gt=0, le=1e15)
+    page: bool = False
+    page_port: int = Field(default=7717, ge=MIN_PORT, le=MAX_PORT)
+    page_hosts: Annotated[tuple[Annotated[str, AfterValidator(_page_host)], ...], BeforeValidator(_split)] = ()
     new: bool = False
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     json: bool = False

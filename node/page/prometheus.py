@@ -175,8 +175,8 @@ def _of_rounds(families: _Families, counters: RunCounters) -> Iterator[Metric]:
     if last := counters.last:
         yield families.gauge("open_files", "Open file descriptors.", [({}, float(last.open_files))])
         yield families.gauge("tasks", "Tasks of the event loop.", [({}, float(last.tasks))])
-        lag = [({}, last.loop_lag_max_seconds)]
-        yield families.gauge("loop_lag_max_seconds", "Longest lag of the event loop in the last round.", lag)
+        longest = "Longest lag of the event loop in the last round."
+        yield families.gauge("loop_lag_max_seconds", longest, [({}, last.loop_lag_max_seconds)])
 
 
 def _of_machine(families: _Families, machine: MachineSample) -> Iterator[Metric]:

@@ -12,6 +12,7 @@ import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, cast
@@ -34,7 +35,12 @@ IDLE_SECONDS = 10.0
 """A connection is dropped that has no request under way at such an interval."""
 STALLED_SECONDS = 20.0
 """A reader that takes nothing for so long is dropped."""
-INSTALL = "the page needs two more packages: pip install 'starling[page]', or `make install` in the repository"
+INSTALL = "the page needs three more packages: pip install 'starling[page]', or `make install` in the repository"
+
+
+def has_page_packages() -> bool:
+    """Whether the packages that only the page needs are installed."""
+    return all(map(find_spec, ("starlette", "uvicorn", "prometheus_client")))
 
 
 @dataclass(frozen=True, slots=True)

@@ -73,8 +73,8 @@ class EventStream:
             number, history = feed.history()
             yield self._event("reset", number, history)
         else:
-            for event in subscription.missed:
-                yield self._event(event.kind, event.number, event.data)
+            for missed in subscription.missed:
+                yield self._event(missed.kind, missed.number, missed.data)
         while not subscription.lost:
             yield self._present_status()
             due = loop.time() + STATUS_SECONDS

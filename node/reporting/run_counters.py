@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import Counter
+from collections import Counter, defaultdict
 
 from node.reporting.report import RoundReport
 
@@ -38,7 +38,7 @@ class RunCounters:
     """
 
     def __init__(self) -> None:
-        self.sums: Counter[str] = Counter()
+        self.sums: dict[str, float] = defaultdict(float)
         self.rounds: Counter[str] = Counter()
         self.round_seconds, self.average_seconds = Histogram(), Histogram()
         self.last: RoundReport | None = None
@@ -50,17 +50,19 @@ class RunCounters:
         """Count a round."""
         self.last = report
         self.rounds[report.outcome] += 1
-        self.sums.update(
-            tokens=report.tokens,
-            train_seconds=report.seconds_train,
-            wait_seconds=report.seconds_wait,
-            average_seconds=report.seconds_average,
-            downloaded_bytes=report.bytes_downloaded,
-            lost_rounds=report.lost_rounds,
-            lost_tokens=report.lost_tokens,
-            replayed_rounds=report.replayed_rounds,
-            half_exchanges=report.half_exchanges,
-            blamed=len(report.blamed),
-        )
+        values = {
+            "tokens": report.tokens,
+            "train_seconds": report.seconds_train,
+            "wait_seconds": report.seconds_wait,
+            "average_seconds": report.seconds_average,
+            "downloaded_bytes": report.bytes_downloaded,
+            "lost_rounds": report.lost_rounds,
+            "lost_tokens": report.lost_tokens,
+            "replayed_rounds": report.replayed_rounds,
+            "half_exchanges": report.half_exchanges,
+            "blamed": len(report.blamed),
+        }
+        for name, value in values.items():
+            self.sums[name] += value
         self.round_seconds.add(report.seconds_train + report.seconds_wait + report.seconds_average)
         self.average_seconds.add(report.seconds_average)

@@ -157,6 +157,7 @@ class SwarmOptions:
         directory: parent of all peers' state directories; None for a new one.
         as_json: whether to print one JSON object to stdout at the end.
         stages: of the run; peer i is in stage i mod `stages`.
+        page: whether the first peer serves its web page.
     """
 
     peers: int
@@ -167,6 +168,7 @@ class SwarmOptions:
     directory: Path | None
     as_json: bool
     stages: int = 1
+    page: bool = True
 
 
 class _Dataclass(Protocol):

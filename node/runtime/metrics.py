@@ -123,6 +123,44 @@ def tasks() -> int:
     return len(asyncio.all_tasks())
 
 
+class CpuMeter:
+    """Processor time that a peer's processes take."""
+
+    def __init__(self) -> None:
+        self._before: dict[int, float] = {}
+        self._at = 0.0
+
+    def cores(self, pids: Iterable[int], now: float) -> float:
+        """Number of cores that these processes kept busy since the last call, such as 1.7; nan at the first.
+
+        Args:
+            now: in seconds, of any clock that does not jump.
+        """
+        seconds = {pid: _cpu_seconds(pid) for pid in set(pids)}
+        elapsed, self._at = now - self._at, now
+        before, self._before = self._before, seconds
+        if not before or elapsed <= 0:
+            return math.nan
+        return max(0.0, sum(used - before.get(pid, used) for pid, used in seconds.items())) / elapsed
+
+
+def _cpu_seconds(pid: int) -> float:
+    try:
+        times = psutil.Process(pid).cpu_times()
+    except psutil.Error:
+        return 0.0
+    return float(times.user + times.system)
+
+
+def temperature_celsius() -> float:
+    """The highest temperature that this machine's sensors report; nan if there are none."""
+    try:
+        sensors = psutil.sensors_temperatures()
+    except (AttributeError, OSError):  # not on this system
+        return math.nan
+    return max((float(each.current) for group in sensors.values() for each in group), default=math.nan)
+
+
 _WORKERS = ("node.training.worker", "node.training.stage_worker")
 
 

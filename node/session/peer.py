@@ -9,7 +9,7 @@ import asyncio
 import logging
 import os
 from collections.abc import Callable, Coroutine
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, nullcontext
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -46,6 +46,7 @@ from node.runtime.metrics import LoopLag
 from node.session.failpoints import with_failpoints
 from node.session.fatal import FatalPeerError
 from node.session.outer_loop_factory import OuterLoopFactory
+from node.session.page_setup import PageSetup
 from node.session.peer_session import OuterLoopStack, PeerSession, PeerSessionDeps, SessionLimits
 from node.session.resources import EnteredRun, PeerResources
 from node.session.stage_entrance import require_stage
@@ -95,13 +96,15 @@ class Peer:
                 the peer has to leave because it has no worker. None: `finish`.
         """
         self._on_asked = on_asked or self.finish
-        self._config, self._wanted, self._view = config, run, view
+        self._config, self._wanted = config, run
         self._status_tracker = StatusTracker(config.nickname)
+        self._page = PageSetup(config, self._status_tracker, view)
+        self._view = self._page.feed
         self._clock = WallClock()
         self._meter = ByteMeter()
         self._session: PeerSession | None = None
         self._main: asyncio.Task[None] | None = None
-        self._selector = RunSelector(config, (*REPLICATED_PROTOCOLS, *INDEPENDENT_PROTOCOLS), view.say)
+        self._selector = RunSelector(config, (*REPLICATED_PROTOCOLS, *INDEPENDENT_PROTOCOLS), self._view.say)
         self._finishing, self._failure, self._no_worker = False, "", ""
 
     def finish(self, why: str = "") -> None:
@@ -169,13 +172,14 @@ class Peer:
         direct = None if config.direct_port == "off" else DirectConfig(BULK_METHODS, config.direct_port)
         link = LibP2PConfig(state.identity, config.listen, kept, config.announce, nat=config.nat, direct=direct)
         async with (
-            ControlServer(state.path, self.status, self._on_asked),
+            ControlServer(state.path, self.status, self._on_asked) as control,
             LoopLag() as lag,
             ThreadCompute() as compute,
             ThreadCompute() as disk,
             ThreadCompute() as files,
             LibP2PTransport(link, self._meter) as transport,
             self._bootstrap_client(transport, files) as bootstrap,
+            self._page.server(state, transport, control.command) if config.page else nullcontext(),
         ):
             await disk.run(partial(state.listens, config.listen, transport.listening), 0)
             addresses = lambda: shareable(transport.addresses) or transport.addresses  # noqa: E731
@@ -327,10 +331,13 @@ class Peer:
             await resume.restore(start, stack.outer_loop, trainer, checkpoints)
             status = lambda: asdict(public(self.status()))  # noqa: E731
             BootstrapServer(transport, entered.run, status, setup.assigner(entered, membership))
+            past = await disk.run(journal.recent, 0)
+            self._view.recall(past)
             if isinstance(stack.outer_loop, ReplicatedOuterLoop):
-                stack.outer_loop.recall(tokens_counted(await disk.run(journal.recent, 0)))
+                stack.outer_loop.recall(tokens_counted(past))
             lag, clock = resources.lag, self._clock
             deps = PeerSessionDeps(*stack, trainer, membership, directory, state, journal, lag, clock, disk)
+            deps = replace(deps, texts=self._view)
             if pipeline:
                 over, lacking = pipeline.is_run_over, pipeline.waiting_reason
                 deps = replace(deps, annotate=pipeline.annotate, is_run_over=over, lacking=lacking)
@@ -353,6 +360,7 @@ class Peer:
             stack.sync.sync_progress.progress,
             lambda: made.age_seconds(self._clock.wall()),
             lambda: [pid for pid in (os.getpid(), trainer.pid, of.transport.daemon_pid) if pid],
+            worker_restarts=lambda: trainer.restarts,
         )
 
     async def _publish_addresses(self, session: Coroutine[Any, Any, None], files: ThreadCompute) -> None:

@@ -53,6 +53,7 @@ WAIT_SECONDS = 1.0
 SCOPE = "run"
 MAX_FOUND = 64
 SAMPLE_PROMPT, SAMPLE_TOKENS, SAMPLE_TEMPERATURE = b"def ", 400, 0.7
+SHOWN_TOKENS = 200
 
 
 class BootstrapDirectory(Directory, Protocol):
@@ -70,6 +71,14 @@ class Evaluator(Protocol):
     async def evaluate(self) -> float: ...
 
     async def generate(self, prompt: bytes, tokens: int, temperature: float = 0.0, seed: int = 0) -> bytes: ...
+
+
+class TextReader(Protocol):
+    """Reads texts that the model generates, now and then."""
+
+    def text_is_due(self) -> bool: ...
+
+    def show_text(self, text: bytes) -> None: ...
 
 
 Rounds: TypeAlias = Callable[
@@ -97,6 +106,7 @@ class PeerSessionDeps:
         annotate: adds to a report what only the trainer knows.
         is_run_over: whether no other stage needs this peer any more, once its own rounds are over.
         lacking: names the stages without a live peer, as shown to the user; empty if there are none.
+        texts: takes texts that the model generates while the run goes on; None: none are generated.
     """
 
     outer_loop: ReplicatedOuterLoop | IndependentOuterLoop
@@ -113,6 +123,7 @@ class PeerSessionDeps:
     annotate: Callable[[RoundReport], RoundReport] = lambda report: report
     is_run_over: Callable[[], bool] = lambda: True
     lacking: Callable[[], str] = lambda: ""
+    texts: TextReader | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,6 +238,18 @@ class PeerSession:
         else:
             await self._deps.disk.run(partial(self._deps.state.keep_text, SAMPLE_PROMPT + text), 0)
 
+    async def _show_text(self) -> None:
+        """Let the model write a short text, if somebody looks at the page and the latest text is old."""
+        texts = self._deps.texts
+        if texts is None or self._stage or not texts.text_is_due():
+            return
+        try:
+            text = await self._deps.trainer.generate(SAMPLE_PROMPT, SHOWN_TOKENS, SAMPLE_TEMPERATURE)
+        except (WorkerError, TimeoutError) as error:
+            log.info("no text for the page: %s", str(error) or type(error).__name__)
+        else:
+            texts.show_text(SAMPLE_PROMPT + text)
+
     async def _wait_for_others(self) -> None:
         members, wanted = self._deps.membership, self._limits.wait_for_peers
         while not self._leave.is_set():
@@ -243,6 +266,7 @@ class PeerSession:
         if report.params_hash != self._evaluated:
             self._evaluated = report.params_hash
             report = replace(report, held_out_loss=await self._held_out_loss())
+            await self._show_text()
         pids = self._status_tracker.pids()
         report = deps.annotate(replace(report, threads=deps.trainer.threads, **asdict(vitals(deps.lag, pids))))
         deps.journal.write(report)

@@ -10,7 +10,7 @@ import asyncio
 import json
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
@@ -97,10 +97,17 @@ class ControlServer:
         match request:
             case {"do": "status"}:
                 return to_json(self._status())
+            case dict():
+                return to_json(self.command(request))
+        return to_json(self.command({}))
+
+    def command(self, request: Mapping[str, Any]) -> Mapping[str, object]:
+        """Carry out a request that changes something, and return the answer. The web page uses it, too."""
+        match request:
             case {"do": "finish"}:
                 self._finish()
-                return to_json({"ok": True})
-        return to_json({"error": 'ask {"do": "status"} or {"do": "finish"}'})
+                return {"ok": True}
+        return {"error": 'ask {"do": "status"} or {"do": "finish"}'}
 
 
 async def ask(state_dir: Path, what: str, deadline: float) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from node.membership.membership import Membership
 from node.membership.peer_record import PeerRecord
 from node.outer.round_history import LocalHistory, RoundHistory
 from node.reporting.report import RoundReport
-from node.reporting.status import PeerStatus, Status, SyncStatus, short
+from node.reporting.status import PeerStatus, Status, SyncStatus, printable, short
 from node.runtime.metrics import LoopLag, rss_bytes
 from node.storage.journal import Journal
 from protocols.base import LocalProgress, PeerId
@@ -51,6 +51,7 @@ class OuterLoopSources:
         checkpoint_age_seconds: returns the age of the newest whole checkpoint; None if there is none.
         pids: returns the ids of the peer's processes.
         waiting_reason: returns why nothing is trained now, as shown to the user; empty if something is.
+        worker_restarts: returns how often the worker was replaced.
     """
 
     journal: Journal
@@ -59,6 +60,7 @@ class OuterLoopSources:
     checkpoint_age_seconds: Callable[[], float | None] = lambda: None
     pids: Callable[[], Sequence[int]] = lambda: (os.getpid(),)
     waiting_reason: Callable[[], str] = lambda: ""
+    worker_restarts: Callable[[], int] = lambda: 0
 
 
 class StatusTracker:
@@ -136,6 +138,14 @@ class StatusTracker:
         """Ids of the peer's processes."""
         return self._sources.pids() if self._sources else (os.getpid(),)
 
+    def refused(self) -> Mapping[str, int]:
+        """Part of the peer -> number of peers and messages refused there."""
+        return {"membership": sum(self._membership.refused.values())} if self._membership else {}
+
+    def restarts(self) -> Mapping[str, int]:
+        """Process -> how often it was replaced."""
+        return {"worker": self._sources.worker_restarts()} if self._sources else {}
+
     def _waiting_for(self) -> tuple[str, ...]:
         """Names of the peers that the round waits for; none while this peer is among them."""
         sources = self._sources if self.state in ("averaging", "training") else None
@@ -210,7 +220,7 @@ class StatusTracker:
         return tuple(
             PeerStatus(
                 peer=each.peer,
-                nickname=each.hello.nickname if each.hello else "",
+                nickname=printable(each.hello.nickname) if each.hello else "",
                 member=is_member(each),
                 live=each.live,
                 round=each.round,
@@ -230,12 +240,12 @@ class StatusTracker:
         round_number = key.round if key else 0
         return Status(
             state=self.state,
-            reason=self.reason or (sources.waiting_reason() if sources and self.state == "training" else ""),
+            reason=printable(self.reason or (sources.waiting_reason() if sources and self.state == "training" else "")),
             waiting_for=self._waiting_for(),
             round=round_number,
             rounds=self._total(),
             lineage=key.lineage.hex() if key else "",
-            run=self._run.name,
+            run=printable(self._run.name),
             run_id=self._run.run_id,
             peer=self.peer,
             nickname=self.nickname,

@@ -1,0 +1,101 @@
+"""Connects a peer's page and metrics with the parts of the peer that they show."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from importlib import metadata
+from typing import TYPE_CHECKING, Any
+
+from node.config.peer_config import PeerConfig
+from node.page.server import PageConfig, PageServer
+from node.page.values import PageExtras, page_values
+from node.reporting.event_feed import EventFeed
+from node.reporting.run_counters import RunCounters
+from node.reporting.status import EventSink
+from node.runtime.clock import WallClock
+from node.runtime.metrics import CpuMeter, temperature_celsius
+from node.storage.statedir import StateDir
+from node.ui.status_tracker import StatusTracker
+
+if TYPE_CHECKING:
+    from node.network.libp2p import LibP2PTransport
+    from node.page.app import PageSources
+    from node.page.prometheus import MachineSample
+
+
+class PageSetup:
+    """Collects what the page and the metrics show.
+
+    Attributes:
+        feed: takes the peer's messages and reports, for its terminal and for the page.
+    """
+
+    def __init__(self, config: PeerConfig, tracker: StatusTracker, view: EventSink) -> None:
+        self._config, self._tracker, self._view = config, tracker, view
+        self._counters, self._cpu = RunCounters(), CpuMeter()
+        self.feed = EventFeed((view, self._counters), WallClock().wall)
+        installed = [each.version for each in metadata.distributions(name="starling")]
+        self._version = installed[0] if installed else ""
+
+    def server(
+        self,
+        state: StateDir,
+        transport: LibP2PTransport,
+        command: Callable[[Mapping[str, Any]], Mapping[str, object]],
+    ) -> PageServer:
+        """The page's server, as the configuration says; call it only if the page is on.
+
+        Args:
+            command: carries out a request of the page, such as {"do": "finish"}.
+        """
+        config = PageConfig(state.path, self._config.page_port, self._config.page_hosts)
+        sources = lambda: self._sources(state, transport, command)  # noqa: E731
+        # The link holds the token, so it goes to the terminal, and not to the feed, which the page shows.
+        return PageServer(config, sources, self._view.say)
+
+    def _sources(
+        self,
+        state: StateDir,
+        transport: LibP2PTransport,
+        command: Callable[[Mapping[str, Any]], Mapping[str, object]],
+    ) -> PageSources:
+        from node.page.app import PageSources
+        from node.page.prometheus import MetricSources, PeerCollector, metrics_text
+        from node.page.stream import StreamSources
+
+        status = lambda: page_values(self._tracker.status(), self._extras(transport))  # noqa: E731
+        sample = lambda: self._machine_sample(transport)  # noqa: E731
+        collector = PeerCollector(MetricSources(self._tracker.status, self._counters, sample, self._info))
+        stream = StreamSources(state.incarnation, status, self.feed)
+        return PageSources(stream, lambda: metrics_text(collector), command)
+
+    def _extras(self, transport: LibP2PTransport) -> PageExtras:
+        meter = transport.meter
+        speeds = dict.fromkeys(("upload", "download"), 0.0)
+        for (direction, _), rate in meter.rates().items():
+            speeds[str(direction)] += rate
+        by_class: dict[str, dict[str, int]] = {}
+        for (direction, kind), count in meter.totals().items():
+            by_class.setdefault(str(kind), {})[str(direction)] = count
+        return PageExtras(
+            version=self._version,
+            bytes_per_second=speeds,
+            network_bytes=by_class,
+            peer_bytes={peer: (counts.sent, counts.received) for peer, counts in meter.peers().items()},
+            cpu_cores=self._cpu.cores(self._tracker.pids(), asyncio.get_running_loop().time()),
+            temperature_celsius=temperature_celsius(),
+            announced=bool(self._config.announce),
+        )
+
+    def _machine_sample(self, transport: LibP2PTransport) -> MachineSample:
+        from node.page.prometheus import MachineSample
+
+        traffic = {(str(direction), str(kind)): count for (direction, kind), count in transport.meter.totals().items()}
+        refused = {"streams": sum(transport.refused.values()), **self._tracker.refused()}
+        restarts = {"p2pd": transport.restarts, **self._tracker.restarts()}
+        return MachineSample(traffic, refused, restarts, {"temperature_celsius": temperature_celsius()})
+
+    def _info(self) -> Mapping[str, str]:
+        status = self._tracker.status()
+        return {"version": self._version, "protocol": status.protocol, "peer": status.peer, "name": status.run}
