@@ -22,6 +22,7 @@ from node.reporting.status import to_json
 
 MAX_STREAMS = 8
 STATUS_SECONDS = 1.0
+FAREWELL_SECONDS = 0.5
 _ID = re.compile(r"(\d{1,9})-(\d{1,15})")
 
 
@@ -114,6 +115,7 @@ async def _send_stream(pieces: AsyncIterator[bytes], receive: Receive, send: Sen
         for each in ends:
             each.cancel()
         await asyncio.wait(ends, timeout=1)
-    with suppress(OSError):
-        farewell = b"event: gone\ndata: {}\n\n" if stop.is_set() else b""
-        await send({"type": "http.response.body", "body": farewell, "more_body": False})
+    farewell = b"event: gone\ndata: {}\n\n" if stop.is_set() else b""
+    with suppress(OSError, TimeoutError):
+        async with asyncio.timeout(FAREWELL_SECONDS):  # a stalled reader takes nothing
+            await send({"type": "http.response.body", "body": farewell, "more_body": False})

@@ -20,7 +20,8 @@ class PageExtras:
         peer_bytes: peer -> (sent, received) since the peer started.
         cpu_cores: cores that the peer's processes keep busy.
         temperature_celsius: the highest of this machine's sensors; nan if it has none.
-        announced: whether the user chose the announced addresses.
+        controls: what the page's user may ask for.
+        announced: whether the user chose the addresses that others see.
     """
 
     version: str
@@ -29,6 +30,7 @@ class PageExtras:
     peer_bytes: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     cpu_cores: float = float("nan")
     temperature_celsius: float = float("nan")
+    controls: tuple[str, ...] = ("finish",)
     announced: bool = False
 
 
@@ -46,7 +48,7 @@ def warnings(status: Status, extras: PageExtras) -> list[str]:
     """What the user should know or mend, one line each."""
     lines = [status.clock]
     if join := join_command(status):
-        lines.append(narrow(join[1], extras.announced))
+        lines.append("" if extras.announced else narrow(join[1], False))
     slow = [each for each in status.peers if each.live and each.route_reason]
     if slow:
         more = f" (and {len(slow) - 1} more)" if len(slow) > 1 else ""

@@ -8,6 +8,7 @@ from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 from node.config.peer_config import PeerConfig
+from node.network.address_scope import Scope, scope
 from node.page.server import PageConfig, PageServer
 from node.page.values import PageExtras, page_values
 from node.reporting.event_feed import EventFeed
@@ -22,6 +23,10 @@ if TYPE_CHECKING:
     from node.network.libp2p import LibP2PTransport
     from node.page.app import PageSources
     from node.page.prometheus import MachineSample
+
+
+def _is_local(address: str) -> bool:
+    return scope(address) == Scope.MACHINE
 
 
 class PageSetup:
@@ -85,7 +90,7 @@ class PageSetup:
             peer_bytes={peer: (counts.sent, counts.received) for peer, counts in meter.peers().items()},
             cpu_cores=self._cpu.cores(self._tracker.pids(), asyncio.get_running_loop().time()),
             temperature_celsius=temperature_celsius(),
-            announced=bool(self._config.announce),
+            announced=bool(self._config.announce) or all(map(_is_local, self._config.listen)),
         )
 
     def _machine_sample(self, transport: LibP2PTransport) -> MachineSample:

@@ -12,7 +12,7 @@ from node.reporting.report import RoundReport
 from protocols.base import Member
 from tests.sim import loop as simloop
 from tests.sim.host import SimClock
-from tests.support.round_report import REPORT
+from tests.support.report_examples import REPORT
 
 ME = Member("anna")
 TRIED = replace(

@@ -16,7 +16,7 @@ from node.reporting.status import to_json
 from node.storage import rotation
 from node.storage.journal import AT_ONCE, Journal
 from node.storage.rotation import KEEP_FILES, rotate, rotated_path
-from tests.support.round_report import REPORT
+from tests.support.report_examples import REPORT
 
 
 def lines(path: Path) -> list[dict[str, Any]]:

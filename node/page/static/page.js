@@ -1,0 +1,350 @@
+// Shows a peer's status and events, and sends its user's commands. All text is set by textContent: it may be a stranger's.
+
+import { LossChart, isFault } from "./chart.js";
+import { Connection, takeToken } from "./connection.js";
+import { clock, count, duration, loss, shortPeer, size } from "./format.js";
+
+const MAX_LINES = 10;
+const MAX_ROWS = 60;
+const DOTS = { training: "good", averaging: "busy", syncing: "busy", joining: "busy", starting: "busy", waiting: "warn", paused: "warn", leaving: "warn" };
+const OUTCOMES = {
+  alone: "alone",
+  skipped: "skipped: no contribution counted",
+  undecided: "not decided, training goes on",
+  superseded: "caught up with the others",
+  fork: "went on without a majority",
+};
+
+const $ = (id) => document.getElementById(id);
+const chart = new LossChart($("chart"));
+let rounds = [];
+let lines = [];
+let announced = "";
+let latest = null;
+let connected = false;
+
+function make(tag, text, className) {
+  const element = document.createElement(tag);
+  if (text !== undefined) element.textContent = text;
+  if (className) element.className = className;
+  return element;
+}
+
+function setText(id, text) {
+  const element = $(id);
+  if (element.textContent !== text) element.textContent = text;
+}
+
+// -- the headline -----------------------------------------------------------------------------------------------------
+
+function headline(status) {
+  const round = status.rounds ? `round ${Math.min(status.round + 1, status.rounds)} of ${status.rounds}` : `round ${status.round + 1}`;
+  switch (status.state) {
+    case "training": return `Training ${round}`;
+    case "averaging": return `Averaging ${round} with the others`;
+    case "syncing": return syncing(status.syncing);
+    case "waiting": return "Waiting";
+    case "paused": return "Paused";
+    case "joining": return "Joining the run";
+    case "starting": return "Starting";
+    case "leaving": return "Handing in the work, then leaving";
+    case "finished": return "Finished";
+    default: return status.state;
+  }
+}
+
+function syncing(progress) {
+  if (!progress || !progress.bytes_whole) return "Catching up with the others";
+  if (progress.bytes_here < progress.bytes_whole) {
+    return `Catching up: ${size(progress.bytes_here)} of ${size(progress.bytes_whole)} of the state is here`;
+  }
+  return `Catching up: ${progress.rounds_here} of ${progress.rounds_whole} rounds replayed`;
+}
+
+function showHeadline(status) {
+  const eta = status.syncing ? status.syncing.eta_seconds : status.eta_seconds;
+  const going = Number.isFinite(eta) && !["leaving", "finished", "paused"].includes(status.state);
+  const sentence = headline(status);
+  setText("headline", going ? `${sentence} – about ${duration(eta)} left` : sentence);
+  document.title = `${sentence} – Starling`;
+  $("dot").className = `dot ${DOTS[status.state] || ""}`;
+  const waits = status.waiting_for.length ? `Waits for ${names(status.waiting_for)}.` : "";
+  const words = [status.reason && `${status.reason[0].toUpperCase()}${status.reason.slice(1)}.`, waits].filter(Boolean).join(" ");
+  setText("reason", words);
+  $("reason").hidden = !words;
+  const whole = status.syncing ? status.syncing.bytes_whole : status.rounds;
+  const done = status.syncing ? status.syncing.bytes_here : status.round;
+  $("progress").hidden = !whole;
+  $("progress-bar").style.width = `${whole ? Math.min(100, (100 * done) / whole) : 0}%`;
+  announce(`${headline(status)}. ${words}`, status.state);
+}
+
+function names(all) {
+  return all.length > 4 ? `${all.slice(0, 4).join(", ")} and ${all.length - 4} more` : all.join(", ");
+}
+
+// Screen readers hear of changes of the state, not of each second's figures.
+function announce(words, state) {
+  if (state === announced) return;
+  announced = state;
+  setText("announcement", words);
+}
+
+// -- the figures ------------------------------------------------------------------------------------------------------
+
+function showFigures(now) {
+  const { status } = now;
+  setText("speed", `${count(status.tokens_per_second)} tokens/s`);
+  setText("tokens", `${count(status.tokens)} tokens so far`);
+  setText("upload", `${size(now.bytes_per_second.upload)}/s`);
+  setText("download", `${size(now.bytes_per_second.download)}/s`);
+  setText("uploaded", traffic(now.network_bytes, "upload"));
+  setText("downloaded", traffic(now.network_bytes, "download"));
+  const live = status.peers.filter((each) => each.live).length;
+  setText("here", String(live));
+  setText("known", live === status.peers.length ? "other peers, all live" : `of ${status.peers.length} other peers known`);
+}
+
+function traffic(byClass, direction) {
+  const total = Object.values(byClass).reduce((sum, each) => sum + (each[direction] || 0), 0);
+  const rounds = byClass.round?.[direction] || 0;
+  const share = total ? Math.round((100 * rounds) / total) : 0;
+  return `${size(total)} since the start, ${share} % for rounds`;
+}
+
+function showWarnings(now) {
+  const list = $("warnings");
+  const shown = [...list.children].map((each) => each.textContent);
+  if (shown.join("\n") !== now.warnings.join("\n")) list.replaceChildren(...now.warnings.map((each) => make("li", each)));
+}
+
+function showMachine(now) {
+  const { status } = now;
+  const rows = [
+    ["Memory", size(status.rss_bytes)],
+    ["Processor", Number.isFinite(now.cpu_cores) ? `${now.cpu_cores.toFixed(1)} cores busy` : "–"],
+    ["Temperature", Number.isFinite(now.temperature_celsius) ? `${Math.round(now.temperature_celsius)} °C` : "not known"],
+    ["Checkpoint", status.checkpoint_age_seconds === null ? "none yet" : `${duration(status.checkpoint_age_seconds)} old`],
+    ["Clock", status.clock ? "differs from the others'" : "agrees with the others'"],
+    ["Event loop", `${Math.round(1000 * status.loop_lag_p99_seconds)} ms lag (p99)`],
+  ];
+  if (Number.isFinite(status.spread)) {
+    rows.push(["Spread", `${percent(status.spread)} from the mean, the limit is ${percent(status.spread_limit)}`]);
+  }
+  fill($("machine"), rows);
+}
+
+const percent = (share) => (Number.isFinite(share) ? `${(100 * share).toPrecision(2)} %` : "–");
+
+function fill(list, rows) {
+  list.replaceChildren(...rows.flatMap(([name, value]) => [make("dt", name), make("dd", value)]));
+}
+
+// -- the peers --------------------------------------------------------------------------------------------------------
+
+function showPeers(now) {
+  const { status } = now;
+  const staged = status.stages > 1;
+  document.querySelectorAll(".staged").forEach((each) => { each.hidden = !staged; });
+  const order = [...status.peers].sort((a, b) => b.live - a.live || b.member - a.member || a.stage - b.stage || (a.peer < b.peer ? -1 : 1));
+  $("peer-rows").replaceChildren(...order.slice(0, MAX_ROWS).map((each) => peerRow(each, staged, now.peer_bytes[each.peer])));
+  $("peers-empty").hidden = order.length > 0;
+  $("stages").hidden = !staged;
+  if (staged) setText("stages", stageLine(status));
+}
+
+function peerRow(peer, staged, bytes) {
+  const row = make("tr");
+  const state = make("td");
+  state.append(make("span", undefined, `mark ${peer.live ? "live" : "suspected"}`), peer.live ? "live" : "suspected");
+  const name = make("td", peer.nickname || shortPeer(peer.peer), "name");
+  name.title = peer.peer;
+  const role = [peer.member ? "member" : "observer", peer.route].filter(Boolean).join(", ");
+  const stage = staged ? [make("td", String(peer.stage))] : [];
+  const [sent, received] = bytes || [];
+  row.append(state, name, ...stage, make("td", String(peer.round + 1)), make("td", role), make("td", size(sent)), make("td", size(received)));
+  return row;
+}
+
+function stageLine(status) {
+  const stages = Math.min(status.stages, 32);
+  const live = Array.from({ length: stages }, (_, stage) =>
+    status.peers.filter((each) => each.live && each.stage === stage).length + (stage === status.stage));
+  const counts = live.map((each, stage) => `stage ${stage}: ${each}`).join(", ");
+  return `This peer holds stage ${status.stage}. Live replicas – ${counts}.`;
+}
+
+// -- the rounds -------------------------------------------------------------------------------------------------------
+
+function showRounds() {
+  chart.show(rounds);
+  $("chart-empty").hidden = rounds.length > 0;
+  const held = rounds.filter((each) => Number.isFinite(each.held_out_loss));
+  const trained = rounds.filter((each) => Number.isFinite(each.loss));
+  const parts = [];
+  if (held.length) parts.push(`held out ${loss(held[0].held_out_loss)} → ${loss(held[held.length - 1].held_out_loss)} (solid)`);
+  if (trained.length) parts.push(`training ${loss(trained[trained.length - 1].loss)} (dashed)`);
+  if (rounds.some(isFault)) parts.push("▲ a round without a mean");
+  setText("loss-ends", parts.join(",  "));
+  if (!$("rounds").hidden) showRoundTable();
+}
+
+function showRoundTable() {
+  const latestFirst = rounds.slice(-MAX_ROWS).reverse();
+  $("round-rows").replaceChildren(...latestFirst.map((each) => {
+    const row = make("tr", undefined, isFault(each) ? "faulty" : "");
+    const result = OUTCOMES[each.outcome] || `mean of ${each.peers}`;
+    const blamed = each.blamed.length ? `; ${each.blamed.join("; ")}` : "";
+    const cells = [String(each.round), loss(each.loss), loss(each.held_out_loss), duration(each.seconds), size(each.bytes_sent), size(each.bytes_received), result + blamed];
+    row.append(...cells.map((cell) => make("td", cell)));
+    return row;
+  }));
+}
+
+// -- messages, text, about --------------------------------------------------------------------------------------------
+
+function showLines() {
+  $("lines").replaceChildren(...lines.slice(-MAX_LINES).reverse().map((each) => {
+    const item = make("li");
+    const time = make("time", clock(each.time));
+    time.dateTime = new Date(1000 * each.time).toISOString();
+    item.append(time, each.text);
+    return item;
+  }));
+}
+
+function showText(text) {
+  if (!text?.text) return;
+  $("text-card").hidden = false;
+  setText("text", text.text);
+  setText("text-time", `Written at ${clock(text.time)}, from the prompt “def ”.`);
+}
+
+function showAbout(now) {
+  const { status } = now;
+  setText("brand", ["Starling", status.nickname || shortPeer(status.peer), status.run && `run ${status.run}`].filter(Boolean).join("  ·  "));
+  $("invite").hidden = !now.join;
+  if (now.join) {
+    setText("invite-who", now.join.who);
+    setText("invite-command", now.join.command);
+  }
+  fill($("about"), [
+    ["Run", status.run_id || "–"], ["Protocol", status.protocol || "–"], ["Task", status.task || "built in"], ["Peer", status.peer],
+    ["Addresses", status.addresses.join("  ") || "–"], ["Version", now.version || "–"], ["Process", `${status.pid}, incarnation ${status.incarnation}`],
+  ]);
+}
+
+// -- commands ---------------------------------------------------------------------------------------------------------
+
+function showControls(status, controls) {
+  const over = ["leaving", "finished"].includes(status.state);
+  const paused = status.state === "paused";
+  $("controls").hidden = !connected;
+  $("finish").disabled = over;
+  $("pause").hidden = paused || !controls.includes("pause");
+  $("pause").disabled = over;
+  $("resume").hidden = !paused;
+}
+
+async function ask(request, words) {
+  setText("answer", "…");
+  const answer = await connection.command(request);
+  setText("answer", answer.error ? `Not done: ${answer.error}` : words);
+  setTimeout(() => setText("answer", ""), 8000);
+}
+
+function toggle(button, panel, open) {
+  $(panel).hidden = !open;
+  $(button).setAttribute("aria-expanded", String(open));
+}
+
+function listen() {
+  $("finish").addEventListener("click", () => { toggle("finish", "finish-question", true); $("finish-no").focus(); });
+  $("finish-no").addEventListener("click", () => { toggle("finish", "finish-question", false); $("finish").focus(); });
+  $("finish-yes").addEventListener("click", () => { toggle("finish", "finish-question", false); ask({ do: "finish" }, "The peer finishes its round, then it leaves."); });
+  $("pause").addEventListener("click", () => toggle("pause", "pause-menu", $("pause-menu").hidden));
+  $("pause-menu").addEventListener("click", (event) => {
+    const choice = event.target.closest("button");
+    if (!choice) return;
+    toggle("pause", "pause-menu", false);
+    const request = { do: "pause" };
+    if (choice.dataset.seconds) request.seconds = Number(choice.dataset.seconds);
+    if (choice.dataset.afterRound) request.after_round = true;
+    ask(request, "The peer pauses.");
+  });
+  $("resume").addEventListener("click", () => ask({ do: "resume" }, "The peer goes on."));
+  document.addEventListener("keydown", (event) => {
+    if (event.key !== "Escape") return;
+    toggle("pause", "pause-menu", false);
+    toggle("finish", "finish-question", false);
+  });
+  $("as-table").addEventListener("click", () => {
+    const open = $("rounds").hidden;
+    toggle("as-table", "rounds", open);
+    setText("as-table", open ? "Hide the table" : "Show as a table");
+    if (open) showRoundTable();
+  });
+  $("copy").addEventListener("click", async () => {
+    await navigator.clipboard.writeText($("invite-command").textContent);
+    setText("copy", "Copied");
+    setTimeout(() => setText("copy", "Copy"), 2000);
+  });
+}
+
+// -- events -----------------------------------------------------------------------------------------------------------
+
+const handlers = {
+  status(now) {
+    latest = now;
+    connected = true;
+    showHeadline(now.status);
+    showControls(now.status, now.controls);
+    showWarnings(now);
+    showFigures(now);
+    showPeers(now);
+    showMachine(now);
+    showAbout(now);
+  },
+  reset(past) {
+    rounds = past.rounds;
+    lines = past.lines;
+    showRounds();
+    showLines();
+    showText(past.text);
+  },
+  round(each) {
+    rounds.push(each);
+    showRounds();
+  },
+  line(each) {
+    lines = [...lines, each].slice(-200);
+    showLines();
+  },
+  text: showText,
+  gone() {
+    lost("The peer has ended", "This page comes back when the peer runs again.");
+  },
+};
+
+function lost(sentence, words) {
+  connected = false;
+  setText("headline", sentence);
+  document.title = `${sentence} – Starling`;
+  setText("reason", words);
+  $("reason").hidden = false;
+  $("dot").className = "dot bad";
+  $("controls").hidden = true;
+  announce(`${sentence}. ${words}`, sentence);
+}
+
+function stateChanged(state) {
+  if (state === "refused") lost("This page needs its link", "Print it with `python -m node page`, and open it: it ends in a token.");
+  if (state === "busy") lost("Too many pages are open", "Close another one. This page tries again.");
+  if (state === "lost" && (connected || !latest)) lost("The peer does not answer", "Is it running? This page tries again.");
+}
+
+const token = takeToken();
+const connection = new Connection(token, (kind, data) => handlers[kind]?.(data), stateChanged);
+listen();
+if (token) connection.start();
+else stateChanged("refused");

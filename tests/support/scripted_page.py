@@ -1,0 +1,106 @@
+"""A page whose peer is scripted: the real server and files, a status that a test sets, and no peer behind it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from node.page.app import PageSources
+from node.page.link import page_link
+from node.page.prometheus import MachineSample, MetricSources, PeerCollector, metrics_text
+from node.page.server import PageConfig, PageServer
+from node.page.stream import StreamSources
+from node.page.values import PageExtras, page_values
+from node.reporting.event_feed import EventFeed
+from node.reporting.run_counters import RunCounters
+from node.reporting.status import Status
+from tests.support.status_examples import STATUS
+
+
+@dataclass
+class ScriptedPage:
+    """A page and what it shows.
+
+    Attributes:
+        said: lines that the server told its user.
+        asked: requests of the page's user.
+    """
+
+    directory: Path
+    incarnation: int = 1
+    status: Status = STATUS
+    said: list[str] = field(default_factory=list)
+    asked: list[Mapping[str, Any]] = field(default_factory=list)
+    counters: RunCounters = field(default_factory=RunCounters)
+    extras: PageExtras = field(default_factory=lambda: PageExtras("1.0", {"upload": 5e5, "download": 2.5e5}))
+    time: float = 1_700_000_000.0
+
+    def __post_init__(self) -> None:
+        self.feed = EventFeed((self.counters,), lambda: self.time)
+
+    def show(self, **changes: Any) -> None:
+        """Change fields of the status."""
+        self.status = replace(self.status, **changes)
+
+    @property
+    def link(self) -> str:
+        return next(line for line in self.said if line.startswith("page: ")).removeprefix("page: ")
+
+    @property
+    def port(self) -> int:
+        return int(self.link.split(":")[2].split("/")[0])
+
+    @property
+    def token(self) -> str:
+        return self.link.partition("#")[2]
+
+    def link_at(self, host: str) -> str:
+        return page_link(self.port, self.token).replace("127.0.0.1", host)
+
+    def _command(self, request: Mapping[str, Any]) -> Mapping[str, object]:
+        self.asked.append(request)
+        return {"ok": True} if request.get("do") in ("finish", "pause", "resume") else {"error": "what?"}
+
+    def _sources(self) -> PageSources:
+        collector = PeerCollector(
+            MetricSources(
+                lambda: self.status,
+                self.counters,
+                lambda: MachineSample({("upload", "round"): 7}, {"streams": 3}, {"p2pd": 1}),
+                lambda: {"version": "1.0"},
+            )
+        )
+        stream = StreamSources(self.incarnation, lambda: page_values(self.status, self.extras), self.feed)
+        return PageSources(stream, lambda: metrics_text(collector), self._command)
+
+    @asynccontextmanager
+    async def serving(self, port: int = 7717, **more: Any) -> AsyncIterator[ScriptedPage]:
+        """Serve the page until the context ends."""
+        async with PageServer(PageConfig(self.directory, port, **more), self._sources, self.said.append):
+            yield self
+
+    async def ask(self, path: str, *headers: str, method: str = "GET", body: bytes = b"") -> tuple[int, bytes]:
+        """Send one request, with the page's own Host unless another is given; returns the status and the body."""
+        given = list(headers)
+        if not any(each.lower().startswith("host:") for each in given):
+            given.append(f"Host: 127.0.0.1:{self.port}")
+        if body:
+            given.append(f"Content-Length: {len(body)}")
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
+        try:
+            writer.write(
+                "\r\n".join([f"{method} {path} HTTP/1.1", *given, "Connection: close", "", ""]).encode() + body
+            )
+            answer = await asyncio.wait_for(reader.read(1 << 22), 5)
+        finally:
+            writer.transport.abort()
+        head, _, rest = answer.partition(b"\r\n\r\n")
+        return int(head.split()[1]) if head else 0, rest
+
+    @property
+    def authorization(self) -> str:
+        return f"Authorization: Bearer {self.token}"
