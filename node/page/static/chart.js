@@ -7,6 +7,12 @@ const FAULTS = new Set(["skipped", "undecided", "fork"]);
 
 export const isFault = (round) => FAULTS.has(round.outcome);
 
+// After a fork or a restart a round may come twice. uPlot needs rising numbers.
+function latestOfEach(rounds) {
+  const latest = new Map(rounds.map((each) => [each.round, each]));
+  return [...latest.values()].sort((a, b) => a.round - b.round);
+}
+
 const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
 export class LossChart {
@@ -19,7 +25,7 @@ export class LossChart {
   }
 
   show(rounds) {
-    this.rounds = rounds;
+    this.rounds = latestOfEach(rounds);
     if (!rounds.length) return;
     if (this.plot) this.plot.setData(this.data());
     else this.rebuild();
@@ -60,7 +66,7 @@ export class LossChart {
       legend: { show: false },
       cursor: { y: false },
       scales: { x: { time: false, range: (plot, low, high) => (low === high ? [low - 1, high + 1] : [low, high]) } },
-      axes: [{ ...axis, values: whole }, { ...axis, size: 55, values: (plot, splits) => splits.map((each) => each.toFixed(2)) }],
+      axes: [{ ...axis, size: 32, values: whole }, { ...axis, size: 55, values: (plot, splits) => splits.map((each) => each.toFixed(2)) }],
       series: [
         { label: "Round" },
         { label: "Training", stroke: colour("--training"), width: 1.5, dash: [5, 4], spanGaps: true, points },

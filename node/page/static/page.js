@@ -94,7 +94,7 @@ function announce(words, state) {
 
 function showFigures(now) {
   const { status } = now;
-  setText("speed", `${count(status.tokens_per_second)} tokens/s`);
+  setText("speed", count(status.tokens_per_second));
   setText("tokens", `${count(status.tokens)} tokens so far`);
   setText("upload", `${size(now.bytes_per_second.upload)}/s`);
   setText("download", `${size(now.bytes_per_second.download)}/s`);
