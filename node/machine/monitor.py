@@ -1,0 +1,65 @@
+"""Looks at the machine every few seconds, and tells what it wishes whenever that changes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+from node.machine.desktop import Desktop
+from node.machine.probes import MachineProbes
+from node.machine.rules import WORK, MachinePolicy, MachineReadings, MachineRules, Wish
+from protocols.base import Compute
+
+READ_SECONDS = 5.0
+METERED_SECONDS = 30.0
+
+
+class MachineMonitor:
+    """Applies the rules of this machine for as long as `run` runs.
+
+    Attributes:
+        readings: the latest; None before the first.
+        wish: the present wish.
+    """
+
+    def __init__(
+        self, rules: MachineRules, compute: Compute, on_wish: Callable[[Wish], None], quota_is_spent: Callable[[], bool]
+    ) -> None:
+        """
+        Args:
+            compute: runs what blocks.
+            on_wish: called when the wish changes.
+        """
+        self._rules, self._policy = rules, MachinePolicy(rules)
+        self._compute, self._on_wish, self._quota_is_spent = compute, on_wish, quota_is_spent
+        self._probes, self._desktop = MachineProbes(), Desktop()
+        self._is_metered: bool | None = None
+        self._metered_at = float("-inf")
+        self.readings: MachineReadings | None = None
+        self.wish: Wish = WORK
+
+    async def run(self) -> None:
+        """Read and decide until cancelled."""
+        loop = asyncio.get_running_loop()
+        while True:
+            await self.look(loop.time())
+            await asyncio.sleep(READ_SECONDS)
+
+    async def look(self, now: float) -> None:
+        """Read once, and decide.
+
+        Args:
+            now: in the loop's time.
+        """
+        readings = await self._compute.run(partial(self._probes.read, load=self._rules.busy), 0)
+        if self._rules.metered and now - self._metered_at >= METERED_SECONDS:
+            self._metered_at, self._is_metered = now, await self._desktop.is_metered()
+        if self._rules.in_use:
+            readings = replace(readings, input_idle_seconds=await self._desktop.input_idle_seconds())
+        self.readings = replace(readings, is_metered=self._is_metered, quota_is_spent=self._quota_is_spent())
+        wish = self._policy.decide(self.readings, now)
+        if wish != self.wish:
+            self.wish = wish
+            self._on_wish(wish)

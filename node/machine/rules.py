@@ -1,0 +1,158 @@
+"""Decides from a machine's readings whether its peer should work, rest or be away. Pure: the time is an argument.
+
+Each rule has a delay before it begins to hold and one before it ends, so that a short change does not pause the peer.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from datetime import datetime
+from enum import StrEnum
+from typing import NamedTuple
+
+from node.machine.hours import WeeklyHours
+
+LEAST_MEMORY_BYTES, LEAST_MEMORY_SHARE = 300e6, 0.05
+"""The memory rule holds if less than the larger of the two is available."""
+MEMORY_PRESSURE_PERCENT = 10.0
+"""The memory rule holds if processes waited for memory for a larger share of the last ten seconds."""
+INPUT_SECONDS = 15.0
+"""A computer is in use if its keyboard or mouse moved within this time."""
+BUSY_SHARE = 0.25
+COOLER_CELSIUS = 5.0
+
+
+class Mode(StrEnum):
+    """What the peer should do, the least first."""
+
+    WORK = "work"
+    REST = "rest"
+    AWAY = "away"
+
+
+class Wish(NamedTuple):
+    """What the machine wishes.
+
+    Attributes:
+        cause: why, as in "paused: on battery"; empty if the peer should work.
+        is_firm: whether the wish also holds after its user asked the peer to resume.
+    """
+
+    mode: Mode
+    cause: str = ""
+    is_firm: bool = False
+
+
+WORK = Wish(Mode.WORK)
+
+
+@dataclass(frozen=True, slots=True)
+class MachineReadings:
+    """Readings of one moment. None or nan: this machine cannot tell.
+
+    Attributes:
+        local: the local time.
+        on_battery: whether the machine runs on its battery.
+        memory_available_bytes, memory_bytes: memory that programs can still get, and all of it.
+        memory_pressure_percent: share of the last ten seconds in which some process waited for memory.
+        temperature_celsius, high_celsius: of the sensor that is closest to its limit, and that limit.
+        input_idle_seconds: time since somebody used the keyboard or the mouse.
+        others_share: share of all cores that other programs have kept busy lately.
+        is_metered: whether the network's traffic costs money.
+        quota_is_spent: whether this period's bytes are used up.
+    """
+
+    local: datetime
+    on_battery: bool | None = None
+    memory_available_bytes: float = math.nan
+    memory_bytes: float = math.nan
+    memory_pressure_percent: float = math.nan
+    temperature_celsius: float = math.nan
+    high_celsius: float = math.nan
+    input_idle_seconds: float = math.nan
+    others_share: float = math.nan
+    is_metered: bool | None = None
+    quota_is_spent: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class MachineRules:
+    """Which rules hold on this machine.
+
+    Attributes:
+        hours: the peer is away outside of these; empty: it may always work.
+        battery, metered: whether it is away on battery, and on a metered network.
+        in_use: whether it rests while somebody uses the keyboard or the mouse.
+        busy: whether it rests while other programs keep a quarter of the processor busy.
+    """
+
+    hours: tuple[WeeklyHours, ...] = ()
+    battery: bool = True
+    metered: bool = True
+    in_use: bool = False
+    busy: bool = False
+
+
+class Debounce:
+    """A condition that begins to hold, and ends, only after it was seen for a while."""
+
+    def __init__(self, on_seconds: float, off_seconds: float) -> None:
+        self._delays = {True: on_seconds, False: off_seconds}
+        self._changed_at: float | None = None
+        self.holds = False
+
+    def see(self, seen: bool, now: float) -> bool:
+        """Note what is seen now; returns whether the condition holds."""
+        if seen == self.holds:
+            self._changed_at = None
+        else:
+            self._changed_at = now if self._changed_at is None else self._changed_at
+            if now - self._changed_at >= self._delays[seen]:
+                self.holds, self._changed_at = seen, None
+        return self.holds
+
+
+class MachinePolicy:
+    """Applies the rules to one reading after another."""
+
+    def __init__(self, rules: MachineRules) -> None:
+        self._rules = rules
+        self._memory, self._heat = Debounce(0, 300), Debounce(0, 30)
+        self._battery, self._metered = Debounce(60, 60), Debounce(10, 60)
+        self._in_use, self._busy = Debounce(10, 300), Debounce(20, 300)
+
+    def decide(self, readings: MachineReadings, now: float) -> Wish:
+        """The machine's wish.
+
+        Args:
+            now: in seconds, of a clock that does not jump.
+        """
+        rules = self._rules
+        memory = self._memory.see(_is_short_of_memory(readings), now)
+        heat = self._heat.see(self._is_hot(readings), now)
+        battery = self._battery.see(rules.battery and readings.on_battery is True, now)
+        metered = self._metered.see(rules.metered and readings.is_metered is True, now)
+        in_use = self._in_use.see(rules.in_use and readings.input_idle_seconds < INPUT_SECONDS, now)
+        busy = self._busy.see(rules.busy and readings.others_share > BUSY_SHARE, now)
+        outside = bool(rules.hours) and not any(each.contains(readings.local) for each in rules.hours)
+        candidates = (
+            (memory, Wish(Mode.AWAY, "this machine is short of memory", is_firm=True)),
+            (readings.quota_is_spent, Wish(Mode.AWAY, "this period's bytes are used up", is_firm=True)),
+            (battery, Wish(Mode.AWAY, "on battery")),
+            (metered, Wish(Mode.AWAY, "the network is metered")),
+            (outside, Wish(Mode.AWAY, "outside the hours that you gave")),
+            (heat, Wish(Mode.REST, "this machine is hot", is_firm=True)),
+            (in_use, Wish(Mode.REST, "you are using the computer")),
+            (busy, Wish(Mode.REST, "other programs are busy")),
+        )
+        return next((wish for holds, wish in candidates if holds), WORK)
+
+    def _is_hot(self, readings: MachineReadings) -> bool:
+        limit = readings.high_celsius - (COOLER_CELSIUS if self._heat.holds else 0.0)
+        return readings.temperature_celsius >= limit
+
+
+def _is_short_of_memory(readings: MachineReadings) -> bool:
+    least = max(LEAST_MEMORY_BYTES, LEAST_MEMORY_SHARE * readings.memory_bytes)
+    return readings.memory_available_bytes < least or readings.memory_pressure_percent > MEMORY_PRESSURE_PERCENT
