@@ -20,6 +20,7 @@ from node.reporting.status import Status
 
 MAX_PEER_LABELS = 64
 STATES = ("starting", "joining", "syncing", "training", "averaging", "waiting", "paused", "leaving", "finished")
+OUTCOMES = ("committed", "alone", "skipped", "undecided", "superseded", "fork")
 _SUMS = {
     "tokens": "Tokens trained.",
     "train_seconds": "Time spent in training.",
@@ -166,7 +167,9 @@ def _of_status(families: _Families, status: Status) -> Iterator[Metric]:
 
 
 def _of_rounds(families: _Families, counters: RunCounters) -> Iterator[Metric]:
-    outcomes = [({"outcome": outcome}, float(number)) for outcome, number in sorted(counters.rounds.items())]
+    # Also those that did not occur: an alert on a counter that does not exist never fires.
+    names = sorted({*OUTCOMES, *counters.rounds})
+    outcomes = [({"outcome": outcome}, float(counters.rounds[outcome])) for outcome in names]
     yield families.counter("rounds_done", "Rounds that ended, by outcome.", outcomes)
     for name, text in _SUMS.items():
         yield families.counter(name, text, [({}, float(counters.sums[name]))])
