@@ -88,7 +88,8 @@ def pip_arguments(engine: Engine, base: str, given: str | None, context: Path) -
     if theirs != [str(each) for each in sys.version_info[:2]]:
         return None
     with (REPOSITORY / "pyproject.toml").open("rb") as file:
-        needed = [*tomllib.load(file)["project"]["dependencies"], "setuptools"]
+        project = tomllib.load(file)["project"]
+    needed = [*project["dependencies"], *project["optional-dependencies"]["page"], "setuptools"]
     pinned = (REPOSITORY / "constraints.txt").read_text().splitlines()
     torch = next(line for line in pinned if line.startswith("torch=="))
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--wheel-dir", str(context / "docker" / "wheels")]
