@@ -277,7 +277,7 @@ class PeerSession:
         loop, members = asyncio.get_running_loop(), self._deps.membership
         until = loop.time() + (LAST_TEXT_SECONDS if self._stage else LINGER_SECONDS)
         while not self._leave.is_set():
-            live = [each for each in members.contacts() if each.live and not each.leaving]
+            live = [each for each in members.contacts() if each.here and not each.leaving]
             if not any(self._needs_this(each) for each in live) or loop.time() >= until:
                 return
             await asyncio.sleep(0.1)

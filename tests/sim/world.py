@@ -6,10 +6,12 @@ import asyncio
 import contextlib
 import random
 from dataclasses import asdict, dataclass, field
+from functools import partial
 
 import torch
 
-from node.outer.outer_loop import OuterLoopDeps
+from node.outer.activity import Activity
+from node.outer.outer_loop import OuterLoop, OuterLoopDeps
 from node.outer.replicated_loop import ReplicatedOuterLoop
 from node.outer.round_loops import run_replicated_rounds
 from node.outer.sgd import OuterSGD
@@ -82,7 +84,9 @@ class World:
         jitter = random.Random(f"jitter/{scenario.seed}") if scenario.jitter else None
         self.network = SimNetwork(self.trace, latency_seconds=self.rng.uniform(0.005, 0.08), jitter=jitter)
         self.directory_faults = DirectoryFaults(random.Random(f"hearsay/{scenario.seed}"))
-        self.injector = Injector(scenario.faults, self.network, self.directory_faults, self._revive)
+        self.injector = Injector(scenario.faults, self.network, self.directory_faults, self._revive, self.pause)
+        self.paused: dict[PeerId, Activity] = {}
+        self.activities: dict[PeerId, Activity] = {}
         self.peers = scenario.names()
         self.liars = tuple(scenario.faults.lies())
         self.histories: dict[PeerId, list[checkers.Report]] = {peer: [] for peer in self.peers}
@@ -183,6 +187,26 @@ class World:
         self.network.restart(peer)
         self._start(peer)
 
+    # -- pauses -------------------------------------------------------------------------------------------------------
+
+    def pause(self, peer: PeerId, wanted: Activity) -> None:
+        """Ask a peer to rest, to be away or to work again; its later incarnations begin so."""
+        if wanted is not self.paused.get(peer, Activity.WORK):
+            self.paused[peer] = wanted
+            if self.network.nodes[peer].process.alive and peer in self.replicas:
+                token = simloop.PROCESS.set(self.network.nodes[peer].process)  # what it sends dies with it
+                self.replicas[peer].pause(wanted)
+                simloop.PROCESS.reset(token)
+
+    def restart_paused(self, outer_loop: OuterLoop) -> None:
+        """Ask a new incarnation for what its peer was asked for."""
+        outer_loop.pause(self.paused.get(outer_loop.me.peer, Activity.WORK))
+
+    def tell_activity(self, me: PeerId, activity: Activity) -> None:
+        """A peer's heartbeats say from now on whether it works, rests or is away."""
+        self.activities[me] = activity
+        self.network.contacts.tell(me, activity is Activity.AWAY)
+
     def _ended(self, main: asyncio.Task[None]) -> None:
         error = None if main.cancelled() else main.exception()
         if isinstance(error, Exception):
@@ -207,10 +231,11 @@ class World:
             chain,
             averager,
             self.outer(),
-            OuterLoopDeps(trainer, host.compute, anchor, snapshots),
+            OuterLoopDeps(trainer, host.compute, anchor, snapshots, on_activity=partial(self.tell_activity, me)),
             feedback(codec(settings.codec), len(anchor), host.compute),
         )
         await self.restored(outer_loop)
+        self.restart_paused(outer_loop)
         await outer_loop.settle()
         async with task_group() as group:
             background = group.create_task(sync.run())
