@@ -27,6 +27,7 @@ from protocols.history.chain import Chain
 from protocols.sync.chain_sync import ChainSync, ChainSyncOptions
 from protocols.sync.snapshot import Snapshots
 from tests.sim import loop as simloop
+from tests.sim import pauses
 from tests.sim.byzantine.contributors import ByzantineContributorStream
 from tests.sim.host import DirectoryFaults, Entries, sim_host
 from tests.sim.injection import Injector
@@ -96,6 +97,7 @@ class World:
         self.healed_at: float | None = None
         self._done = asyncio.Event()
         self._left: list[checkers.Violation] = []
+        self._early: list[checkers.Violation] = []
         self._entries: Entries = {}
         self._tasks: dict[Member, list[int]] = {}  # of each incarnation, at the start of each of its rounds
 
@@ -290,6 +292,7 @@ class World:
         if report["peer"] in self.liars:
             return
         self.account.reported(report, asyncio.get_running_loop().time())
+        self._early += pauses.called_early(self.replicas[report["peer"]], report)
         if self.satisfied():
             self._done.set()
 
@@ -308,8 +311,8 @@ class World:
         """Hook for worlds that measure something between rounds."""
 
     def check(self, histories: dict[PeerId, list[checkers.Report]]) -> list[checkers.Violation]:
-        """The violations in these histories."""
-        return checkers.check(histories)
+        """The violations in these histories, and rounds that a pause has called early."""
+        return checkers.check(histories) + self._early
 
     @property
     def level_tasks(self) -> int:
