@@ -124,6 +124,11 @@ class IndependentOuterLoop(OuterLoop):
         await super().stay_away(until)
         self.has_drifted |= away is Activity.AWAY and not self.leaving
 
+    @property
+    def holds_up_run(self) -> bool:
+        """Peers with independent state never wait for this one."""
+        return False
+
     def took_part(self, report: RoundReport) -> bool:
         """Whether the report is of a round, not of the fetching of another peer's state."""
         return report.outcome != Outcome.SUPERSEDED

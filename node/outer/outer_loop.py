@@ -195,7 +195,7 @@ class OuterLoop:
                 await self.trainer.release()
                 released = True
             wanted = activity.wanted
-            await activity.until(lambda: activity.wanted is not wanted or until() or self.leaving)
+            await activity.until(lambda: activity.wanted is not wanted or until() or self.leaving)  # noqa: B023 - awaited
         activity.tell(min(activity.wanted, Activity.REST))
 
     async def keep(self) -> None:

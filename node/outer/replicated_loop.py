@@ -95,6 +95,11 @@ class ReplicatedOuterLoop(OuterLoop):
         here = self.leaving or self.me in self.chain.head.roster
         return self.activity.wanted is Activity.AWAY and not here
 
+    @property
+    def holds_up_run(self) -> bool:
+        """Whether this peer is the only one of the roster: without it there is no round."""
+        return self.chain.head.roster == (self.me,)
+
     def took_part(self, report: RoundReport) -> bool:
         """Whether this peer took part in the round: it did not only observe it, and the round was not skipped."""
         return report.peer in report.peers

@@ -97,6 +97,7 @@ class PeerSessionDeps:
         annotate: adds to a report what only the trainer knows.
         is_run_over: whether no other stage needs this peer any more, once its own rounds are over.
         lacking: names the stages without a live peer, as shown to the user; empty if there are none.
+        on_round_end: called after each report.
     """
 
     outer_loop: ReplicatedOuterLoop | IndependentOuterLoop
@@ -113,6 +114,7 @@ class PeerSessionDeps:
     annotate: Callable[[RoundReport], RoundReport] = lambda report: report
     is_run_over: Callable[[], bool] = lambda: True
     lacking: Callable[[], str] = lambda: ""
+    on_round_end: Callable[[], None] = lambda: None
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,6 +250,7 @@ class PeerSession:
         deps.journal.write(report)
         self._status_tracker.reported(report)
         self._view.report(report)
+        deps.on_round_end()
         if not self._over():
             self._reported.set()
         gc.collect()  # a round's objects form cycles that hold its reduced parts: 100 MB for a 100 MB model

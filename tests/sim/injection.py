@@ -7,8 +7,8 @@ import contextvars
 from collections import Counter
 from collections.abc import Callable
 
-from protocols.base import PeerId
 from node.outer.activity import Activity
+from protocols.base import PeerId
 from tests.sim.faults import Crash, Cut, Fault, Faults, Message, Mislead, Pause, Reset, Restart, Slow
 from tests.sim.host import DirectoryFaults
 from tests.sim.network import SimNetwork
