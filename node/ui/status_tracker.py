@@ -134,7 +134,8 @@ class StatusTracker:
         Args:
             waiting: why nothing is trained, if something keeps this peer from it.
         """
-        if self.state in ("training", "averaging", "waiting", "syncing") and (reason := self._pause_reason()):
+        reason = self._pause_reason() if self._sources and self.state not in ("leaving", "finished") else ""
+        if reason:
             return "paused", reason
         return self.state, self.reason or waiting
 
