@@ -1,4 +1,4 @@
-"""The commands `join`, `swarm`, `status` and `finish`, and the program's entry point.
+"""The commands that concern running peers, from `join` to `finish`, and the program's entry point.
 
 Each command imports its modules when it runs, so that `--help` and `status` do not wait for PyTorch. A command that
 cannot be carried out prints one line to stderr.
@@ -165,6 +165,36 @@ def finish(state_dir: options.RunningPeerOption = None) -> int:
     """Ask a running peer to finish its round and exit, as its first Ctrl-C does."""
     asking.finish(state_dir)
     print("the peer will finish its current round and then exit", file=sys.stderr)
+    return 0
+
+
+@app.command()
+def pause(
+    state_dir: options.RunningPeerOption = None,
+    duration: Annotated[
+        str | None,
+        typer.Option("--for", metavar="TIME", help="How long, as in 45m, 1h or 1h30m.", show_default=False),
+    ] = None,
+    until: Annotated[
+        str | None,
+        typer.Option(metavar="HH:MM", help="Until that time of day, today or tomorrow.", show_default=False),
+    ] = None,
+    after_round: Annotated[
+        bool, typer.Option("--after-round", help="Finish the present round first, as Folding@home's Finish does.")
+    ] = False,
+) -> int:
+    """Let a running peer pause, until `resume` if no time is given. It stays, and the others do not wait for it."""
+    from node.cli.times import end_of_pause
+
+    line = asking.pause(state_dir, end_of_pause(duration, until), after_round)
+    print(line, file=sys.stderr)
+    return 0
+
+
+@app.command()
+def resume(state_dir: options.RunningPeerOption = None) -> int:
+    """Let a paused peer work again."""
+    print(asking.resume(state_dir), file=sys.stderr)
     return 0
 
 

@@ -15,6 +15,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from node.outer.activity import Activity
 from node.outer.closing import LOOK_SECONDS, SKETCH_SECONDS, ClosingPhase, ClosingResult, joined
 from node.outer.mixing import MixingStrategy, PullMixing, StateMixing
 from node.outer.noloco import NoLoCo
@@ -117,6 +118,17 @@ class IndependentOuterLoop(OuterLoop):
         """Whether this peer must fetch another peer's state. Until then it serves none."""
         return self.lacks_state or self.has_drifted
 
+    async def stay_away(self, until: Callable[[], bool]) -> None:
+        """As `OuterLoop.stay_away`. After an absence the state is old: this peer first fetches another's."""
+        away = self.activity.wanted
+        await super().stay_away(until)
+        self.has_drifted |= away is Activity.AWAY and not self.leaving
+
+    @property
+    def holds_up_run(self) -> bool:
+        """Peers with independent state never wait for this one."""
+        return False
+
     def took_part(self, report: RoundReport) -> bool:
         """Whether the report is of a round, not of the fetching of another peer's state."""
         return report.outcome != Outcome.SUPERSEDED
@@ -159,6 +171,7 @@ class IndependentOuterLoop(OuterLoop):
             wall: returns the wall clock, in seconds.
         """
         key, watch, mixing = self.key, LapTimer(), self._mixing
+        self._begin_round(key.lineage)
         async with self.averager.enter(self.chain.head, watch.began + self._limit_seconds) as session:
             mixing.share(session)
             work, _ = await self._train(session, key, key.lineage, surplus=True)
@@ -229,7 +242,7 @@ class IndependentOuterLoop(OuterLoop):
         Only complete rounds count, not those that others cut short. Otherwise the limit of a peer that joins at the end
         of a round would be too short to average in any of the following rounds.
         """
-        if mean.outcome is Outcome.COMMITTED and work.complete:
+        if mean.outcome is Outcome.COMMITTED and work.complete and not self._rested:
             self._learn_limit(watch)
         elif watch.seconds["train"] > LATE_SHARE * self._limit_seconds:
             self._limit_seconds = min(FIRST_ROUND_LIMIT_SECONDS, 2 * self._limit_seconds)

@@ -14,6 +14,7 @@ class PageExtras:
     """Values beside the status, of this machine and for its user only.
 
     Attributes:
+        time: seconds since 1970, at this machine.
         version: of this program.
         bytes_per_second: direction -> bytes per second, over the last seconds.
         network_bytes: class of traffic -> direction -> bytes since the peer started.
@@ -24,13 +25,14 @@ class PageExtras:
         announced: whether the user chose the addresses that others see.
     """
 
+    time: float
     version: str
     bytes_per_second: Mapping[str, float] = field(default_factory=dict)
     network_bytes: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     peer_bytes: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     cpu_cores: float = float("nan")
     temperature_celsius: float = float("nan")
-    controls: tuple[str, ...] = ("finish",)
+    controls: tuple[str, ...] = ("pause", "finish")
     announced: bool = False
 
 

@@ -78,7 +78,7 @@ class Status:
     """A peer's status, exactly as `status --json` prints it. A figure that is not known yet is nan, and null in JSON.
 
     Attributes:
-        state: starting, joining, syncing, training, averaging, waiting, leaving or finished.
+        state: starting, joining, syncing, training, averaging, waiting, paused, leaving or finished.
         reason: user-facing explanation of the state.
         waiting_for: what the peer waits for: nicknames, short peer ids or other texts.
         rounds: number of rounds in the whole run.
@@ -133,7 +133,12 @@ class Status:
 
 
 def public(status: Status) -> Status:
-    """The part of a status that any peer may see: without this machine's process id and where the others are."""
+    """The part of a status that any peer may see: without this machine's process id and where the others are.
+
+    A pause is shown as waiting, and without its cause and end: they say when nobody is home.
+    """
+    if status.state == "paused":
+        status = dataclasses.replace(status, state="waiting", reason="")
     return dataclasses.replace(
         status, pid=0, peers=tuple(dataclasses.replace(each, address="", route_reason="") for each in status.peers)
     )

@@ -82,7 +82,13 @@ class OuterLoopFactory:
     def _deps(self, anchor: Vector) -> OuterLoopDeps:
         checkpoints = self.checkpoints
         return OuterLoopDeps(
-            self.trainer, self.host.compute, anchor, checkpoints.snapshots, checkpoints, self.on_progress
+            self.trainer,
+            self.host.compute,
+            anchor,
+            checkpoints.snapshots,
+            checkpoints,
+            self.on_progress,
+            self.membership.announce_activity,
         )
 
     def _sgd(self) -> OuterSGD:

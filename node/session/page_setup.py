@@ -39,7 +39,8 @@ class PageSetup:
     def __init__(self, config: PeerConfig, tracker: StatusTracker, view: EventSink) -> None:
         self._config, self._tracker, self._view = config, tracker, view
         self._counters, self._cpu = RunCounters(), CpuMeter()
-        self.feed = EventFeed((view, self._counters), WallClock().wall)
+        self._wall = WallClock().wall
+        self.feed = EventFeed((view, self._counters), self._wall)
         installed = [each.version for each in metadata.distributions(name="starling")]
         self._version = installed[0] if installed else ""
 
@@ -84,6 +85,7 @@ class PageSetup:
         for (direction, kind), count in meter.totals().items():
             by_class.setdefault(str(kind), {})[str(direction)] = count
         return PageExtras(
+            time=self._wall(),
             version=self._version,
             bytes_per_second=speeds,
             network_bytes=by_class,

@@ -47,6 +47,7 @@ from node.session.failpoints import with_failpoints
 from node.session.fatal import FatalPeerError
 from node.session.outer_loop_factory import OuterLoopFactory
 from node.session.page_setup import PageSetup
+from node.session.pausing import PauseController
 from node.session.peer_session import OuterLoopStack, PeerSession, PeerSessionDeps, SessionLimits
 from node.session.resources import EnteredRun, PeerResources
 from node.session.stage_entrance import require_stage
@@ -171,8 +172,10 @@ class Peer:
         kept = state.listening(config.listen)
         direct = None if config.direct_port == "off" else DirectConfig(BULK_METHODS, config.direct_port)
         link = LibP2PConfig(state.identity, config.listen, kept, config.announce, nat=config.nat, direct=direct)
+        self._pauses = PauseController(state.path, self._clock, self._view.say)
+        status_tracker.set_pauses(lambda: self._pauses.reason)
         async with (
-            ControlServer(state.path, self.status, self._on_asked) as control,
+            ControlServer(state.path, self.status, self._on_asked, self._pauses) as control,
             LoopLag() as lag,
             ThreadCompute() as compute,
             ThreadCompute() as disk,
@@ -337,14 +340,16 @@ class Peer:
                 stack.outer_loop.recall(tokens_counted(past))
             lag, clock = resources.lag, self._clock
             deps = PeerSessionDeps(*stack, trainer, membership, directory, state, journal, lag, clock, disk)
-            deps = replace(deps, texts=self._view)
+            deps = replace(deps, texts=self._view, on_round_end=self._pauses.round_ended)
+            self._pauses.attach(stack.outer_loop.pause, lambda: stack.outer_loop.holds_up_run)
             if pipeline:
                 over, lacking = pipeline.is_run_over, pipeline.waiting_reason
                 deps = replace(deps, annotate=pipeline.annotate, is_run_over=over, lacking=lacking)
             wait_for = self._config.wait_for_peers if key.round == 0 else 1
             limits = SessionLimits(config.recipe.rounds, self._config.rounds, wait_for)
             self._session = PeerSession(deps, limits, status_tracker, self._view)
-            await self._publish_addresses(self._session.run(), resources.files)
+            session = run_with_helper(self._session.run(), self._pauses.run())
+            await self._publish_addresses(session, resources.files)
 
     def _status_sources(
         self,

@@ -1,4 +1,4 @@
-"""A peer's control socket, at which other processes of the same user ask for its status, or ask it to finish.
+"""A peer's control socket, at which processes of the same user ask for its status, or ask it to finish or to pause.
 
 It is a Unix socket in a directory that only this user can enter; `<state-dir>/control.json` holds its path. A request
 is one line of JSON, and so is the answer. If a killed peer left its file behind, nothing answers at the socket.
@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 from node.network.daemon import DaemonError
 from node.network.sockets import socket_directory
@@ -36,15 +36,25 @@ class ControlUnavailable(Exception):
     """No peer answers at the control socket. The message says what, why and what to do."""
 
 
+class Pauses(Protocol):
+    """What the socket asks of `node.session.pausing.PauseController`."""
+
+    def pause(self, cause: str = "", until: float | None = None, after_round: bool = False) -> str: ...
+
+    def resume(self) -> str: ...
+
+
 class ControlServer:
     """The control socket of a running peer. An async context manager.
 
     If the socket cannot be opened, that is logged, and the peer goes on without one.
     """
 
-    def __init__(self, state_dir: Path, status: Callable[[], Status], finish: Callable[[], None]) -> None:
+    def __init__(
+        self, state_dir: Path, status: Callable[[], Status], finish: Callable[[], None], pauses: Pauses | None = None
+    ) -> None:
         self._file = state_dir / FILE
-        self._status, self._finish = status, finish
+        self._status, self._finish, self._pauses = status, finish, pauses
         self._clients: set[asyncio.Task[None]] = set()
         self._exit = ExitStack()
         self._server: asyncio.Server | None = None
@@ -107,14 +117,26 @@ class ControlServer:
             case {"do": "finish"}:
                 self._finish()
                 return {"ok": True}
+            case {"do": "pause", "until": None | int() | float() as until, "after_round": bool(after_round)}:
+                return self._pause(until, after_round)
+            case {"do": "resume"} if self._pauses:
+                return {"ok": True, "line": self._pauses.resume()}
         return {"error": 'ask {"do": "status"} or {"do": "finish"}'}
 
+    def _pause(self, until: float | None, after_round: bool) -> Mapping[str, object]:
+        try:
+            line = self._pauses.pause("", until, after_round) if self._pauses else ""
+        except ValueError as error:
+            return {"ok": False, "line": str(error)}
+        return {"ok": True, "line": line}
 
-async def ask(state_dir: Path, what: str, deadline: float) -> dict[str, Any]:
-    """Send a request, "status" or "finish", to the peer of a state directory.
+
+async def ask(state_dir: Path, what: str, deadline: float, **values: object) -> dict[str, Any]:
+    """Send a request, "status", "finish", "pause" or "resume", to the peer of a state directory.
 
     Args:
         deadline: in the loop's time.
+        values: what else belongs to the request.
 
     Raises:
         ControlUnavailable: no peer runs there, or it does not answer in time.
@@ -124,7 +146,7 @@ async def ask(state_dir: Path, what: str, deadline: float) -> dict[str, Any]:
         async with asyncio.timeout_at(deadline):
             reader, writer = await asyncio.open_unix_connection(place["socket"], limit=MAX_ANSWER_BYTES)
             try:
-                writer.write(json.dumps({"do": what}).encode() + b"\n")
+                writer.write(json.dumps({"do": what, **values}).encode() + b"\n")
                 answer = json.loads(await reader.readline())
             finally:
                 writer.transport.abort()

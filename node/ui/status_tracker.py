@@ -85,6 +85,7 @@ class StatusTracker:
         self._membership: Membership | None = None
         self._sources: OuterLoopSources | None = None
         self._held_out_loss = self._loss = self._spread = self._spread_limit = float("nan")
+        self._pause_reason: Callable[[], str] = str
         self._work = LocalProgress(0, float("nan"), 0.0, 0.0)
         self._ends: deque[float] = deque(maxlen=_RECENT_ROUNDS + 1)
 
@@ -124,6 +125,21 @@ class StatusTracker:
     def start_outer_loop(self, sources: OuterLoopSources) -> None:
         """Note that the outer loop is built."""
         self._sources = sources
+
+    def set_pauses(self, reason: Callable[[], str]) -> None:
+        """Note where to read why this peer pauses; empty while it works."""
+        self._pause_reason = reason
+
+    def _shown(self, waiting: str) -> tuple[str, str]:
+        """State and reason as shown: a pause above what the rounds of a peer in a run do meanwhile.
+
+        Args:
+            waiting: why nothing is trained, if something keeps this peer from it.
+        """
+        reason = self._pause_reason() if self._sources and self.state not in ("leaving", "finished") else ""
+        if reason:
+            return "paused", reason
+        return self.state, self.reason or waiting
 
     def set_state(self, state: str, reason: str = "") -> None:
         """Change the peer's state. A leaving peer stays `leaving` until it has finished."""
@@ -238,9 +254,10 @@ class StatusTracker:
         key, sources = (self._chain.head.key if self._chain else None), self._sources
         totals = sources.journal.totals if sources else None
         round_number = key.round if key else 0
+        state, reason = self._shown(sources.waiting_reason() if sources and self.state == "training" else "")
         return Status(
-            state=self.state,
-            reason=printable(self.reason or (sources.waiting_reason() if sources and self.state == "training" else "")),
+            state=state,
+            reason=printable(reason),
             waiting_for=self._waiting_for(),
             round=round_number,
             rounds=self._total(),

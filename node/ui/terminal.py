@@ -25,7 +25,14 @@ _SHOWN_PEERS = 8
 _SHOWN_NAMES = 4
 _SHOWN_STAGES = 32
 _NICKNAME = 16
-STYLES = {"training": "green", "averaging": "cyan", "syncing": "cyan", "waiting": "yellow", "joining": "yellow"}
+STYLES = {
+    "training": "green",
+    "averaging": "cyan",
+    "syncing": "cyan",
+    "waiting": "yellow",
+    "joining": "yellow",
+    "paused": "yellow",
+}
 _OUTCOMES = {
     "alone": "alone",
     "skipped": "skipped: no contribution counted",

@@ -19,6 +19,7 @@ from protocols.base import BadPayload, Deadline, Head, Host, PeerId, PeerSilent,
 from protocols.butterfly.consensus_driver import ConsensusDriver
 from protocols.butterfly.context import ButterflyContext
 from protocols.butterfly.part_cache import PartCache
+from protocols.butterfly.resting import Resting
 from protocols.butterfly.session import ButterflySession
 from protocols.codec import codec
 from protocols.consensus import record as records
@@ -28,8 +29,8 @@ from protocols.endpoint import ProtocolEndpoint, SessionTable
 from protocols.robust import known
 
 CONTROL = "starling/butterfly/control/1"
-RoundMessage = wire.Ready | wire.Plan | wire.AdmissionRequest | VoteMessage
-ROUND_MESSAGES: tuple[type[RoundMessage], ...] = (wire.Ready, wire.Plan, wire.AdmissionRequest, *MESSAGES)
+RoundMessage = wire.Ready | Resting | wire.Plan | wire.AdmissionRequest | VoteMessage
+ROUND_MESSAGES: tuple[type[RoundMessage], ...] = (wire.Ready, Resting, wire.Plan, wire.AdmissionRequest, *MESSAGES)
 FORGOTTEN_LIMIT = 1 << 16
 PARKED_LIMIT = 16
 """Messages kept of one peer that is a round ahead, until this peer gets there."""

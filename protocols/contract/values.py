@@ -106,6 +106,7 @@ class LocalProgress:
         leaving: the peer leaves after this round, so the round is called at once.
         carried: tokens of earlier work that the parameters already held when they were written. Included in `tokens`,
             not in `seconds` and `loss`.
+        resting: the peer takes no steps for now, so the round is called without it, and not because it leaves.
     """
 
     tokens: int
@@ -117,6 +118,7 @@ class LocalProgress:
     state_root: bytes = bytes(32)
     leaving: bool = False
     carried: int = 0
+    resting: bool = False
 
 
 class Outcome(StrEnum):

@@ -41,7 +41,7 @@ class MoshpitSession(SessionBase):
         self._axis, self._stage, self._follows = 0, TRAINING, ""
         self._offer: tuple[wire.Offer, ...] = ()
         self._members: set[PeerId] = set()
-        self._changes = 0
+        self._changes, self._rests = 0, False
         moshpit.begin(self.round)
         self._grid, self._index = moshpit.assign_cell(head.key, self.round)
         moshpit.last_number += 1
@@ -52,6 +52,9 @@ class MoshpitSession(SessionBase):
     # -- the contract -------------------------------------------------------------------------------------------------
 
     def offer(self, work: LocalProgress) -> None:
+        if work.resting and not self.cut.is_set():
+            self._rests = True  # no group waits for it, and its work completes none: the others count without it
+            return self._end()
         self._work = work
         if work.complete and self._complete_at == math.inf:
             self._complete_at = loop_time()
@@ -74,6 +77,8 @@ class MoshpitSession(SessionBase):
         if [len(vector) for vector in mine] != [len(vector) for vector in into]:
             raise ValueError(f"{[len(vector) for vector in mine]} elements into {[len(vector) for vector in into]}")
         await self.cut.wait()
+        if self._rests:
+            return self._result(False, {}, {})
         self._work = work
         results = await self._average_axes(mine, into)
         self.round = max(self.round, self._tracker.ahead(self.round) - 1)  # go on in the round that others have reached

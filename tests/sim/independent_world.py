@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import torch
@@ -157,10 +158,12 @@ class IndependentWorld(World):
             closing,
             newcomer=transport.node.incarnation > 0,
         )
-        deps = OuterLoopDeps(trainer, host.compute, anchor, snapshots)
+        on_activity = partial(self.tell_activity, me)
+        deps = OuterLoopDeps(trainer, host.compute, anchor, snapshots, on_activity=on_activity)
         outer_loop = self.replicas[me] = IndependentOuterLoop(course, averager, outer, deps, options)
         if await self.restored(outer_loop):
             outer_loop.lacks_state = False
+        self.restart_paused(outer_loop)
         state_sync = IndependentStateSync(
             host, settings, snapshots, lambda: outer_loop.key, lambda: self.peers, lambda: not outer_loop.seeks_state
         )

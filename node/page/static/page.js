@@ -249,7 +249,8 @@ function showControls(status, controls) {
 async function ask(request, words) {
   setText("answer", "…");
   const answer = await connection.command(request);
-  setText("answer", answer.error ? `Not done: ${answer.error}` : words);
+  const why = answer.error || (answer.ok ? "" : answer.line);
+  setText("answer", why ? `Not done: ${why}` : words);
   setTimeout(() => setText("answer", ""), 8000);
 }
 
@@ -267,10 +268,9 @@ function listen() {
     const choice = event.target.closest("button");
     if (!choice) return;
     toggle("pause", "pause-menu", false);
-    const request = { do: "pause" };
-    if (choice.dataset.seconds) request.seconds = Number(choice.dataset.seconds);
-    if (choice.dataset.afterRound) request.after_round = true;
-    ask(request, "The peer pauses.");
+    const { seconds, afterRound } = choice.dataset;
+    const until = seconds ? latest.time + Number(seconds) : null;  // by the peer's clock
+    ask({ do: "pause", until, after_round: Boolean(afterRound) }, "The peer pauses.");
   });
   $("resume").addEventListener("click", () => ask({ do: "resume" }, "The peer goes on."));
   document.addEventListener("keydown", (event) => {

@@ -10,7 +10,7 @@ import pytest
 from node.membership.failure_detector import CEILING_SECONDS, FLOOR_SECONDS, FailureDetector
 from node.membership.handshake import LocalStage
 from node.membership.hello import (
-    FORMER_HELLO,
+    FORMER_HELLOS,
     HELLO,
     VERSION,
     Heartbeat,
@@ -113,7 +113,7 @@ async def test_peer_of_an_older_version_is_told_to_update(swarm: MembershipSwarm
     """Its greeting, whose fields are others, is never decoded."""
     members = swarm.start("a")
     old = swarm.network.join("old")
-    async with old.open("a", FORMER_HELLO, asyncio.get_running_loop().time() + 60.0) as stream:
+    async with old.open("a", FORMER_HELLOS, asyncio.get_running_loop().time() + 60.0) as stream:
         answer = wire.expect(await stream.receive(wire.MAX_HEADER_BYTES), HelloRejected)
     assert answer.why == "this peer speaks version 2 of Starling: update the older"
     assert dict(members.refused) == {"speaks an older version of Starling": 1} and swarm.sees("a") == ["a"]
@@ -146,7 +146,7 @@ async def test_peer_that_cannot_be_dialled_is_not_live(swarm: MembershipSwarm) -
         await stream.send(greeting("x"))
         assert isinstance(await stream.receive(wire.MAX_HEADER_BYTES), Welcome)
         for number in range(5):
-            await stream.send(Heartbeat(number, 0.0, 0, False, b"", 0, 0.0))
+            await stream.send(Heartbeat(number, 0.0, 0, False, b"", 0, 0.0, 0))
             assert wire.expect(await stream.receive(wire.MAX_HEADER_BYTES), Heartbeat).number == number
             await asyncio.sleep(1.0)
         assert swarm.sees("a") == ["a"]
