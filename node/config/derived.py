@@ -8,6 +8,8 @@ from pathlib import Path
 from node.config.manifest import Manifest
 from node.config.peer_config import PeerConfig
 from node.config.run_config import RunConfig
+from node.machine.hours import WeeklyHours
+from node.machine.rules import MachineRules
 from node.runtime.metrics import workers_here
 from node.tasks.spec import GptValues, OwnValues, PacedValues, StageValues, Values, WorkerSpec
 from protocols.base import Member, Settings
@@ -67,6 +69,18 @@ def stage_values(config: RunConfig, bounds: tuple[int, ...], elements: int, numb
         number: of the stage.
     """
     return StageValues(number, bounds, config.activation_codec, elements, f"{me.peer}/{me.incarnation}")
+
+
+def machine_rules(mine: PeerConfig) -> MachineRules:
+    """When this machine pauses."""
+    return MachineRules(
+        hours=tuple(map(WeeklyHours.parse, mine.hours)),
+        battery=mine.on_battery == "pause",
+        metered=mine.on_metered == "pause",
+        memory=mine.on_low_memory == "pause",
+        in_use=mine.when_in_use == "pause",
+        busy=mine.when_busy == "pause",
+    )
 
 
 def stream_seed(me: Member) -> int:

@@ -20,6 +20,7 @@ from pydantic.dataclasses import dataclass
 
 from node.config.toml import ConfigError, check_keys, one_line, read_toml, shown, suggestion
 from node.direct.messages import MAX_PORT, MIN_PORT
+from node.machine.hours import WeeklyHours
 from node.membership.hello import MAX_ADDRESS_CHARACTERS
 from protocols.scopes import MAX_STAGES
 from protocols.wire import MAX_ROSTER
@@ -145,6 +146,16 @@ def _direct_port(value: object) -> object:
     return value
 
 
+def _split_hours(value: object) -> object:
+    """Split at semicolons, because days are separated by commas."""
+    return tuple(part.strip() for part in value.split(";") if part.strip()) if isinstance(value, str) else value
+
+
+def _hours(text: str) -> str:
+    WeeklyHours.parse(text)
+    return text
+
+
 def _page_host(text: str) -> str:
     if not re.fullmatch(r"[\w.-]{1,253}(:\d{1,5})?", text):
         raise ValueError(f"{text[:60]!r} is not the name of a host, such as box.example.net or box.example.net:8443")
@@ -199,6 +210,12 @@ class PeerConfig:
         direct_port: TCP port on which this peer takes bulk data, 0 for any free one, or off: all data goes over libp2p.
         checkpoint_every: rounds between two checkpoints.
         disk_limit_bytes: disk space that checkpoints may take, in bytes.
+        hours: hours of the week in which this peer may train, such as "mon-fri 18:00-08:00" or "sat-sun", separated by
+            semicolons in one text; empty: always.
+        on_battery, on_metered, on_low_memory: what to do on battery, on a metered network and when memory is short:
+            pause or ignore it.
+        when_in_use: what to do while somebody uses the keyboard or the mouse: pause or ignore it.
+        when_busy: what to do while other programs keep a quarter of the processor busy: pause or ignore it.
         page: whether to serve a web page of this peer, on this machine only, and metrics for Prometheus.
         page_port: TCP port of the page; if it is taken, the next free one.
         page_hosts: further host names to which the page answers, for a proxy of one's own in front of it.
@@ -231,6 +248,12 @@ class PeerConfig:
     direct_port: Annotated[Literal["off"] | int, BeforeValidator(_direct_port)] = 0
     checkpoint_every: int = Field(default=5, ge=1, le=1000)
     disk_limit_bytes: float = Field(default=20e9, gt=0, le=1e15)
+    hours: Annotated[tuple[Annotated[str, AfterValidator(_hours)], ...], BeforeValidator(_split_hours)] = ()
+    on_battery: Literal["pause", "ignore"] = "pause"
+    on_metered: Literal["pause", "ignore"] = "pause"
+    on_low_memory: Literal["pause", "ignore"] = "pause"
+    when_in_use: Literal["pause", "ignore"] = "ignore"
+    when_busy: Literal["pause", "ignore"] = "ignore"
     page: bool = False
     page_port: int = Field(default=7717, ge=MIN_PORT, le=MAX_PORT)
     page_hosts: Annotated[tuple[Annotated[str, AfterValidator(_page_host)], ...], BeforeValidator(_split)] = ()
@@ -244,7 +267,7 @@ class PeerConfig:
 _PEER = TypeAdapter(PeerConfig)
 _OF_THE_MACHINE = (
     "device", "threads", "nice", "precision", "data", "bandwidth_bytes_per_second", "checkpoint_every",
-    "disk_limit_bytes", "log_level",
+    "disk_limit_bytes", "hours", "on_battery", "on_metered", "on_low_memory", "when_in_use", "when_busy", "log_level",
 )  # fmt: skip
 KEYS = tuple(field.name for field in fields(PeerConfig) if field.name not in ("consent", "origins"))
 _OF_JOINERS = ("bootstrap", "run_id", "stage")

@@ -1,4 +1,8 @@
-"""Whether this peer pauses: who asked for it, why and until when. It is kept on disk, so a paused peer restarts paused.
+"""Whether this peer pauses: who asked for it, why and until when.
+
+Its user's pause is kept on disk, so a paused peer restarts paused. The machine's own wishes (`node.machine.rules`) are
+not: after a restart its sensors are read again. A user's pause goes before them, and a user's `resume` overrides them
+for an hour, except where the machine itself would suffer.
 
 A short pause is a rest: the peer keeps its worker and its seat. A longer one is an absence: the worker ends, and the
 peer leaves the roster at the end of the round (`node.outer.activity`).
@@ -15,6 +19,7 @@ from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from pathlib import Path
 
+from node.machine.rules import WORK, Mode, Wish
 from node.outer.activity import Activity
 from node.reporting.status import printable
 from node.storage.statedir import write_atomically
@@ -29,6 +34,8 @@ TICK_SECONDS = 1.0
 """How often the wall clock is read: it jumps when the machine sleeps, or when its time is set."""
 MAX_CAUSE = 100
 MAX_UNTIL = 1e11
+OVERRIDE_SECONDS = 3600.0
+"""Time for which a user's `resume` goes before the machine's wishes."""
 _MAX_FILE_BYTES = 1 << 12
 
 
@@ -67,6 +74,9 @@ class PauseController:
         self._file, self._clock, self._say = state_dir / FILE, clock, say
         self._pause = _read(self._file)
         self._next: Pause | None = None  # begins when the round under way is over
+        self._wish: Wish = WORK
+        self._wished: Pause | None = None
+        self._override_until = 0.0
         self._rounds = 0
         self._apply: Callable[[Activity], None] = lambda activity: None
         self._alone: Callable[[], bool] = lambda: False
@@ -110,10 +120,29 @@ class PauseController:
 
     def resume(self) -> str:
         """Work again. Returns one line for the user."""
-        if self._pause is None and self._next is None:
+        wish, wished = self._wish, self._wished
+        if self._pause is None and self._next is None and wished is None:
             return "the peer is not paused"
+        if wished and not wish.is_firm:
+            self._override_until = self._clock.wall() + OVERRIDE_SECONDS
         self._begin(None)
-        return "the peer works again"
+        if wished is None:
+            return "the peer works again"
+        if wish.is_firm:
+            return f"the peer stays paused: {wished.line()}"
+        return f"the peer works until {time_of_day(self._override_until)}, although: {wish.cause}"
+
+    def wish(self, wish: Wish) -> None:
+        """Note what the machine wishes from now on."""
+        before, self._wish = self._wish, wish
+        self._wished = None
+        if wish.mode is not Mode.WORK:
+            self._wished = Pause(wish.cause, self._clock.wall(), None, wish.mode is Mode.AWAY)
+        self._rounds = 0
+        if self._pause is None and not self._is_overridden():
+            again = f"this peer works again; it was paused: {before.cause}"
+            self._say(f"this peer pauses: {wish.cause}" if wish.cause else again)
+        self._follow()
 
     def _begin(self, pause: Pause | None) -> None:
         self._pause, self._next, self._rounds = pause, None, 0
@@ -128,25 +157,33 @@ class PauseController:
 
     def _follow(self) -> None:
         activity = Activity.WORK
-        if self._pause:
-            activity = Activity.AWAY if self._pause.away else Activity.REST
+        if present := self._present():
+            activity = Activity.AWAY if present.away else Activity.REST
         self._apply(activity)
+
+    def _present(self) -> Pause | None:
+        """The pause that holds now: the user's, else the machine's."""
+        return self._pause or (None if self._is_overridden() else self._wished)
+
+    def _is_overridden(self) -> bool:
+        return not self._wish.is_firm and self._clock.wall() < self._override_until
 
     # -- what becomes of it -------------------------------------------------------------------------------------------
 
     @property
     def reason(self) -> str:
         """Why this peer pauses, for its user; empty if it works."""
-        if self._pause is None:
+        present = self._present()
+        if present is None:
             return ""
         waits = "; the run waits for you: nobody else is in its roster" if self._alone() else ""
-        return self._pause.line() + waits
+        return present.line() + waits
 
     def round_ended(self) -> None:
         """A round is over: a pause that was to begin then begins, and a long rest becomes an absence."""
         if self._next:
             self._begin(replace(self._next, since=self._clock.wall()))
-        elif self._pause:
+        elif self._present():
             self._rounds += 1
             self._lengthen()
 
@@ -156,6 +193,9 @@ class PauseController:
             if self._pause and self._is_over(self._pause):
                 self._say("the pause is over: this peer works again")
                 self._begin(None)
+            if self._override_until and not self._is_overridden():
+                self._override_until = 0.0
+                self._follow()
             self._lengthen()
             await asyncio.sleep(TICK_SECONDS)
 
@@ -163,11 +203,14 @@ class PauseController:
         return pause.until is not None and self._clock.wall() >= pause.until
 
     def _lengthen(self) -> None:
-        pause = self._pause
-        if pause is None or pause.away:
+        present = self._present()
+        if present is None or present.away:
             return
-        if self._rounds >= REST_ROUNDS or self._clock.wall() - pause.since > REST_SECONDS:
-            self._pause = replace(pause, away=True)
+        if self._rounds >= REST_ROUNDS or self._clock.wall() - present.since > REST_SECONDS:
+            if self._pause:
+                self._pause = replace(present, away=True)
+            else:
+                self._wished = replace(present, away=True)
             self._follow()
 
 

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from node.config.derived import protocol_settings, stage_values, stream_seed, worker_spec
+from node.config.derived import machine_rules, protocol_settings, stage_values, stream_seed, worker_spec
 from node.config.manifest import Manifest, ManifestError, unseal
 from node.config.peer_config import PeerConfig
 from node.config.run_config import RunConfig
@@ -28,6 +28,7 @@ from node.joining.founding import Founder, found_run
 from node.joining.known_peers import KnownPeers, build_membership, hinted, local_peer
 from node.joining.run_selector import RunSelector, asks, run_id
 from node.joining.stages import StagePlace
+from node.machine.monitor import MachineMonitor
 from node.membership.addresses import shareable
 from node.membership.handshake import LocalStage
 from node.membership.membership import Membership, MembershipCallbacks
@@ -348,7 +349,8 @@ class Peer:
             wait_for = self._config.wait_for_peers if key.round == 0 else 1
             limits = SessionLimits(config.recipe.rounds, self._config.rounds, wait_for)
             self._session = PeerSession(deps, limits, status_tracker, self._view)
-            session = run_with_helper(self._session.run(), self._pauses.run())
+            monitor = MachineMonitor(machine_rules(self._config), resources.files, self._pauses.wish)
+            session = run_with_helper(run_with_helper(self._session.run(), self._pauses.run()), monitor.run())
             await self._publish_addresses(session, resources.files)
 
     def _status_sources(
