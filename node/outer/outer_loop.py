@@ -112,6 +112,7 @@ class OuterLoop:
         self.state = OuterState(deps.anchor, torch.zeros_like(deps.anchor), optimizer, deps.compute)
         self._compute, self._snapshots, self._checkpoints = deps.compute, deps.snapshots, deps.checkpoints
         self._on_progress = deps.on_progress
+        self._keeping = asyncio.Lock()
         self.activity = ActivitySwitch(deps.on_activity)
         self._departs = False  # an offer of this round says that it leaves the roster, to be away
         self._parent = b""  # the lineage that the round under way extends
@@ -152,12 +153,13 @@ class OuterLoop:
 
     async def _keep(self, snapshots: Snapshots, key: RoundKey) -> None:
         """Keep the state as it stands, before the round of this key, if it is not kept yet."""
-        if snapshots.get(key.lineage):
-            return
-        if self._checkpoints:
-            await self._checkpoints.keep(self.state, key)
-        else:
-            await self.state.keep(snapshots, key)
+        async with self._keeping:  # the machine may be about to sleep just when a round begins
+            if snapshots.get(key.lineage):
+                return
+            if self._checkpoints:
+                await self._checkpoints.keep(self.state, key)
+            else:
+                await self.state.keep(snapshots, key)
 
     def leave(self) -> None:
         """Offer the work so far as final: this peer leaves when the round is over."""

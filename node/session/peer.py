@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import AsyncExitStack, nullcontext
 from dataclasses import asdict, replace
 from functools import partial
@@ -29,6 +29,7 @@ from node.joining.known_peers import KnownPeers, build_membership, hinted, local
 from node.joining.run_selector import RunSelector, asks, run_id
 from node.joining.stages import StagePlace
 from node.machine.monitor import MachineMonitor
+from node.machine.sleep import SleepGuard
 from node.membership.addresses import shareable
 from node.membership.handshake import LocalStage
 from node.membership.membership import Membership, MembershipCallbacks
@@ -62,7 +63,7 @@ from node.training.remote import RemoteTrainer, WorkerError, WorkerSpec
 from node.ui.control import ControlServer
 from node.ui.status_tracker import OuterLoopSources, RunLabels, StatusTracker
 from protocols import INDEPENDENT_PROTOCOLS, REPLICATED_PROTOCOLS
-from protocols.aio import run_with_helper
+from protocols.aio import run_with_helper, task_group
 from protocols.base import Host
 from protocols.bulk import BULK_METHODS
 from protocols.butterfly.part_store import LEAST_ROUNDS, PartStore
@@ -349,9 +350,15 @@ class Peer:
             wait_for = self._config.wait_for_peers if key.round == 0 else 1
             limits = SessionLimits(config.recipe.rounds, self._config.rounds, wait_for)
             self._session = PeerSession(deps, limits, status_tracker, self._view)
-            monitor = MachineMonitor(machine_rules(self._config), resources.files, self._pauses.wish)
-            session = run_with_helper(run_with_helper(self._session.run(), self._pauses.run()), monitor.run())
+            session = run_with_helper(self._session.run(), self._watch_machine(resources, stack.outer_loop.keep))
             await self._publish_addresses(session, resources.files)
+
+    async def _watch_machine(self, resources: PeerResources, save: Callable[[], Awaitable[None]]) -> None:
+        """Pause, resume and save the work as the user and this machine wish, until cancelled."""
+        monitor = MachineMonitor(machine_rules(self._config), resources.files, self._pauses.wish)
+        async with task_group() as group:
+            for each in (self._pauses.run(), monitor.run(), SleepGuard(save).run()):
+                group.create_task(each)
 
     def _status_sources(
         self,
