@@ -48,7 +48,7 @@ def page_values(status: Status, extras: PageExtras) -> Mapping[str, Any]:
 
 def warnings(status: Status, extras: PageExtras) -> list[str]:
     """What the user should know or mend, one line each."""
-    lines = [status.clock]
+    lines = [status.clock, status.checkpoint_problem]
     if join := join_command(status):
         lines.append("" if extras.announced else narrow(join[1], False))
     slow = [each for each in status.peers if each.live and each.route_reason]

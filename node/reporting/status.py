@@ -22,7 +22,10 @@ MAX_WORD = 512
 MAX_LISTED = 4096
 """Most peers or addresses in one status."""
 MAX_NUMBER = 1 << 63
-_LATER = ("stage", "stages", "route", "route_reason")
+_LATER = (
+    "stage", "stages", "route", "route_reason", "round_seconds", "round_expected_seconds", "joiners",
+    "checkpoint_problem",
+)  # fmt: skip
 """Fields that a status from an older version lacks; it has no stages and no direct connections."""
 
 
@@ -96,6 +99,10 @@ class Status:
         checkpoint_age_seconds: age of the newest whole checkpoint; None while there is none.
         spread, spread_limit: as in the last report that has them; nan with replicated state.
         stage, stages: this peer's stage, and the number of stages; 0 and 1 in a run without stages.
+        round_seconds: time since the last round ended; nan before the first end.
+        round_expected_seconds: mean duration of the last rounds; None if it is not known.
+        joiners: number of joiners that download this peer's state now.
+        checkpoint_problem: user-facing reason why the latest checkpoint failed; empty if it was written.
     """
 
     state: str
@@ -130,6 +137,10 @@ class Status:
     spread_limit: float = math.nan
     stage: int = 0
     stages: int = 1
+    round_seconds: float = math.nan
+    round_expected_seconds: float | None = None
+    joiners: int = 0
+    checkpoint_problem: str = ""
 
 
 def public(status: Status) -> Status:
@@ -140,7 +151,10 @@ def public(status: Status) -> Status:
     if status.state == "paused":
         status = dataclasses.replace(status, state="waiting", reason="")
     return dataclasses.replace(
-        status, pid=0, peers=tuple(dataclasses.replace(each, address="", route_reason="") for each in status.peers)
+        status,
+        pid=0,
+        checkpoint_problem="",
+        peers=tuple(dataclasses.replace(each, address="", route_reason="") for each in status.peers),
     )
 
 

@@ -375,6 +375,8 @@ class Peer:
             lambda: made.age_seconds(self._clock.wall()),
             lambda: [pid for pid in (os.getpid(), trainer.pid, of.transport.daemon_pid) if pid],
             worker_restarts=lambda: trainer.restarts,
+            joiners=lambda: stack.sync.joiners,
+            checkpoint_problem=lambda: made.problem,
         )
 
     async def _publish_addresses(self, session: Coroutine[Any, Any, None], files: ThreadCompute) -> None:

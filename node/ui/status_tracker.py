@@ -52,6 +52,8 @@ class OuterLoopSources:
         pids: returns the ids of the peer's processes.
         waiting_reason: returns why nothing is trained now, as shown to the user; empty if something is.
         worker_restarts: returns how often the worker was replaced.
+        joiners: returns how many joiners download this peer's state.
+        checkpoint_problem: returns why the latest checkpoint failed; empty if it was written.
     """
 
     journal: Journal
@@ -61,6 +63,8 @@ class OuterLoopSources:
     pids: Callable[[], Sequence[int]] = lambda: (os.getpid(),)
     waiting_reason: Callable[[], str] = lambda: ""
     worker_restarts: Callable[[], int] = lambda: 0
+    joiners: Callable[[], int] = lambda: 0
+    checkpoint_problem: Callable[[], str] = lambda: ""
 
 
 class StatusTracker:
@@ -197,10 +201,14 @@ class StatusTracker:
         self._work = LocalProgress(0, float("nan"), 0.0, 0.0)
 
     def _eta_seconds(self, round_number: int) -> float | None:
-        if len(self._ends) < 2 or not self._run.rounds:
+        each = self._expected_seconds()
+        if each is None or not self._run.rounds:
             return None
-        each = (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1)
         return max(0.0, each * (self._total() - round_number))
+
+    def _expected_seconds(self) -> float | None:
+        """Mean duration of the last rounds; None if it is not known."""
+        return (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1) if len(self._ends) > 1 else None
 
     def _total(self) -> int:
         """Number of the run's last round: its training rounds plus the rounds without training so far."""
@@ -288,4 +296,8 @@ class StatusTracker:
             checkpoint_age_seconds=sources.checkpoint_age_seconds() if sources else None,
             stage=self._run.stage,
             stages=self._run.stages,
+            round_seconds=asyncio.get_running_loop().time() - self._ends[-1] if self._ends else float("nan"),
+            round_expected_seconds=self._expected_seconds(),
+            joiners=sources.joiners() if sources else 0,
+            checkpoint_problem=printable(sources.checkpoint_problem()) if sources else "",
         )

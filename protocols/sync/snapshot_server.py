@@ -60,6 +60,11 @@ class SnapshotServer:
         self._joiners: list[PeerId] = []
         self._loans: dict[bytes, _Lease] = {}
 
+    @property
+    def joiners(self) -> int:
+        """Number of joiners that download now."""
+        return len(self._joiners)
+
     def kept(self) -> tuple[SnapshotRef, ...]:
         """The snapshots to announce to other peers."""
         held = self._snapshots.kept()

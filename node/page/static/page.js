@@ -124,6 +124,8 @@ function showMachine(now) {
     ["Memory", size(status.rss_bytes)],
     ["Processor", Number.isFinite(now.cpu_cores) ? `${now.cpu_cores.toFixed(1)} cores busy` : "–"],
     ["Temperature", Number.isFinite(now.temperature_celsius) ? `${Math.round(now.temperature_celsius)} °C` : "not known"],
+    ["This round", thisRound(status)],
+    ["Joiners served", String(status.joiners)],
     ["Checkpoint", status.checkpoint_age_seconds === null ? "none yet" : `${duration(status.checkpoint_age_seconds)} old`],
     ["Clock", status.clock ? "differs from the others'" : "agrees with the others'"],
     ["Event loop", `${Math.round(1000 * status.loop_lag_p99_seconds)} ms lag (p99)`],
@@ -132,6 +134,12 @@ function showMachine(now) {
     rows.push(["Spread", `${percent(status.spread)} from the mean, the limit is ${percent(status.spread_limit)}`]);
   }
   fill($("machine"), rows);
+}
+
+function thisRound(status) {
+  if (!Number.isFinite(status.round_seconds)) return "–";
+  const usual = status.round_expected_seconds;
+  return duration(status.round_seconds) + (Number.isFinite(usual) ? ` of about ${duration(usual)}` : "");
 }
 
 const percent = (share) => (Number.isFinite(share) ? `${(100 * share).toPrecision(2)} %` : "–");
