@@ -30,13 +30,13 @@ from node.direct.link import Libp2pLink
 from node.direct.plane import DirectConfig, DirectPlane
 from node.direct.routes import Route, host_of, hosts_of
 from node.membership.addresses import BACKOFF, CROSSED, has_crossed, is_silent, meaning, missing, not_listening
-from node.network.byte_meter import ByteMeter
 from node.network.daemon import DaemonError, arguments, with_ports
 from node.network.daemon_connection import LINK_ERRORS, DaemonConnection
 from node.network.dns import stands_for
 from node.network.pipe import SocketPipe
 from node.network.serving import EndingPipe, Serving
 from node.network.sockets import socket_directory
+from node.network.traffic import Traffic
 from node.runtime.bounded import renew
 from node.runtime.identity import Identity
 from protocols.base import Deadline, Handler, PeerGone, PeerId, PeerSilent, Stream
@@ -95,15 +95,15 @@ class LibP2PTransport:
         me: this peer's id.
         restarts: how often p2pd died and was started again.
         refused: (peer, why) -> number of incoming streams rejected, or reset because they broke the rules.
-        meter: counts the bytes of all streams.
+        traffic: counts the bytes of all streams, and caps them.
     """
 
-    def __init__(self, config: LibP2PConfig, meter: ByteMeter | None = None) -> None:
+    def __init__(self, config: LibP2PConfig, traffic: Traffic | None = None) -> None:
         self.me: PeerId = config.identity.peer_id
         self.restarts = 0
         self._config = config
-        self.meter = meter or ByteMeter()
-        self._serving = Serving(config.max_streams, config.max_streams_per_peer, self.meter)
+        self.traffic = traffic or Traffic()
+        self._serving = Serving(config.max_streams, config.max_streams_per_peer, self.traffic)
         self.refused: Counter[tuple[PeerId, str]] = self._serving.refused
         self._listen = config.listen
         self._directory = Path()

@@ -31,10 +31,10 @@ from node.joining.stages import StagePlace
 from node.membership.addresses import shareable
 from node.membership.handshake import LocalStage
 from node.membership.membership import Membership, MembershipCallbacks
-from node.network.byte_meter import ByteMeter
 from node.network.daemon import DaemonError
 from node.network.dht import DhtDirectory
 from node.network.libp2p import LibP2PConfig, LibP2PTransport
+from node.network.traffic import Traffic
 from node.outer.replicated_loop import ReplicatedOuterLoop
 from node.outer.round_history import LocalHistory, RoundHistory
 from node.reporting.report import tokens_counted
@@ -98,7 +98,7 @@ class Peer:
         self._config, self._wanted, self._view = config, run, view
         self._status_tracker = StatusTracker(config.nickname)
         self._clock = WallClock()
-        self._meter = ByteMeter()
+        self._traffic = Traffic()
         self._session: PeerSession | None = None
         self._main: asyncio.Task[None] | None = None
         self._selector = RunSelector(config, (*REPLICATED_PROTOCOLS, *INDEPENDENT_PROTOCOLS), view.say)
@@ -174,7 +174,7 @@ class Peer:
             ThreadCompute() as compute,
             ThreadCompute() as disk,
             ThreadCompute() as files,
-            LibP2PTransport(link, self._meter) as transport,
+            LibP2PTransport(link, self._traffic) as transport,
             self._bootstrap_client(transport, files) as bootstrap,
         ):
             await disk.run(partial(state.listens, config.listen, transport.listening), 0)
