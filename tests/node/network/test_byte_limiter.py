@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from node.direct.plane import DirectConfig
 from node.network.byte_limiter import (
     BURST_SECONDS,
     CATCH_UP_EVERY,
@@ -17,11 +19,15 @@ from node.network.byte_limiter import (
     ByteLimiter,
 )
 from node.network.byte_meter import TrafficClass
+from protocols import wire
 from protocols.aio import loop_time
+from protocols.base import PeerId, Stream
 from tests.sim import loop
+from tests.support.real_transports import TransportMaker, on_uvloop, soon
 from tests.support.virtual_time import on_virtual_time
 
 CONTROL, ROUND, CATCH_UP = TrafficClass.CONTROL, TrafficClass.ROUND, TrafficClass.CATCH_UP
+SYNC, DATA = "starling/sync/1", "starling/butterfly/data/1"
 rates = st.floats(65_536, 2e7)
 demands = st.lists(
     st.tuples(st.sampled_from([ROUND, CATCH_UP]), st.integers(3000, PIECE_BYTES), st.integers(0, 20)),
@@ -126,3 +132,37 @@ async def test_a_cap_changed_meanwhile_holds_at_once() -> None:
     await passed.during(10, *tasks)
     assert 0.95 * 65.536e6 <= fast <= 1.05 * 65.536e6
     assert passed.bytes(since=slow) <= 15 * PIECE_BYTES
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("direct", [False, True])
+@on_uvloop
+async def test_real_streams_keep_both_caps(make: TransportMaker, direct: bool) -> None:
+    plane = DirectConfig({SYNC, DATA}) if direct else None
+    a, b = await make.pair(direct=plane)
+    rate, size, arrived = 2e6, 1_000_000, 0.0
+
+    async def receive(peer: PeerId, stream: Stream) -> None:
+        await stream.receive(1000)
+        await stream.receive_into(memoryview(bytearray(size)))
+        await stream.send(wire.Opening(1.0))
+
+    async def send(method: str) -> None:
+        nonlocal arrived
+        async with a.open(b.me, method, soon()) as stream:
+            await stream.send(wire.Opening(1.0), bytes(size))
+            await stream.receive(1000)
+            arrived = loop_time()
+
+    for method in (SYNC, DATA):
+        b.serve(method, receive)
+    await send(DATA)  # both ways are open from here on
+    for limiter in (a.traffic.upload, b.traffic.download):
+        limiter.set_rate(rate)
+        began = loop_time()
+        async with asyncio.TaskGroup() as group:
+            for method in (SYNC, DATA, DATA):
+                group.create_task(send(method))
+        seconds = arrived - began
+        assert (3 * size - PIECE_BYTES - rate * BURST_SECONDS) / rate <= seconds <= 2 * 3 * size / rate
+        limiter.set_rate(None)
