@@ -70,6 +70,7 @@ class LibP2PConfig:
         kept: `listening` of an earlier incarnation: ports that other peers may know, reused if they are free.
         announce: multiaddrs to announce instead of those that p2pd finds; they need fixed ports.
         nat: map ports on the router, detect whether this peer is reachable, use and serve relays; see above.
+        relay: with `nat`: serve as a relay, too. What p2pd relays is not counted, and under no cap.
         max_streams: number of incoming streams served at once.
         max_streams_per_peer: number of these from one peer.
         direct: settings of the direct data plane; None: all streams go over libp2p.
@@ -82,6 +83,7 @@ class LibP2PConfig:
     kept: tuple[str, ...] = ()
     announce: tuple[str, ...] = ()
     nat: bool = False
+    relay: bool = True
     max_streams: int = 1024
     max_streams_per_peer: int = 128
     direct: DirectConfig | None = None
@@ -347,7 +349,7 @@ class LibP2PTransport:
 
     async def _launch(self, listen: Sequence[str]) -> DaemonConnection:
         config, control = self._config, self._directory / "control"
-        command = arguments(control, config.identity.path, listen, config.announce, config.nat)
+        command = arguments(control, config.identity.path, listen, config.announce, config.nat, config.relay)
         self._link = await DaemonConnection.start(command, control, self.me, self._incoming)
         return self._link
 

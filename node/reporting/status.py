@@ -22,8 +22,8 @@ MAX_WORD = 512
 MAX_LISTED = 4096
 """Most peers or addresses in one status."""
 MAX_NUMBER = 1 << 63
-_LATER = ("stage", "stages", "route", "route_reason")
-"""Fields that a status from an older version lacks; it has no stages and no direct connections."""
+_LATER = ("stage", "stages", "route", "route_reason", "limits")
+"""Fields that a status from an older version lacks; it has no stages, no direct connections and no limits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +96,7 @@ class Status:
         checkpoint_age_seconds: age of the newest whole checkpoint; None while there is none.
         spread, spread_limit: as in the last report that has them; nan with replicated state.
         stage, stages: this peer's stage, and the number of stages; 0 and 1 in a run without stages.
+        limits: user-facing: this peer's limits on its traffic, what they cost the run, and its quota; else empty.
     """
 
     state: str
@@ -130,12 +131,16 @@ class Status:
     spread_limit: float = math.nan
     stage: int = 0
     stages: int = 1
+    limits: str = ""
 
 
 def public(status: Status) -> Status:
-    """The part of a status that any peer may see: without this machine's process id and where the others are."""
+    """The part of a status that any peer may see: without this machine's pid and limits, and where the others are."""
     return dataclasses.replace(
-        status, pid=0, peers=tuple(dataclasses.replace(each, address="", route_reason="") for each in status.peers)
+        status,
+        pid=0,
+        limits="",
+        peers=tuple(dataclasses.replace(each, address="", route_reason="") for each in status.peers),
     )
 
 

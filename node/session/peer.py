@@ -34,7 +34,6 @@ from node.membership.membership import Membership, MembershipCallbacks
 from node.network.daemon import DaemonError
 from node.network.dht import DhtDirectory
 from node.network.libp2p import LibP2PConfig, LibP2PTransport
-from node.network.traffic import Traffic
 from node.outer.replicated_loop import ReplicatedOuterLoop
 from node.outer.round_history import LocalHistory, RoundHistory
 from node.reporting.report import tokens_counted
@@ -50,6 +49,7 @@ from node.session.peer_session import OuterLoopStack, PeerSession, PeerSessionDe
 from node.session.resources import EnteredRun, PeerResources
 from node.session.stage_entrance import require_stage
 from node.session.stage_setup import StageSetup, values_of
+from node.session.traffic_limits import TrafficLimits
 from node.storage.checkpoint_manager import CheckpointManager, CheckpointStorage
 from node.storage.error_feedback import feedback
 from node.storage.journal import Journal
@@ -98,7 +98,8 @@ class Peer:
         self._config, self._wanted, self._view = config, run, view
         self._status_tracker = StatusTracker(config.nickname)
         self._clock = WallClock()
-        self._traffic = Traffic()
+        self._limits = TrafficLimits(config, self._clock.wall)
+        self._status_tracker.set_limits(self._limits.describe)
         self._session: PeerSession | None = None
         self._main: asyncio.Task[None] | None = None
         self._selector = RunSelector(config, (*REPLICATED_PROTOCOLS, *INDEPENDENT_PROTOCOLS), view.say)
@@ -167,14 +168,16 @@ class Peer:
         status_tracker.set_identity(state.identity.peer_id, state.incarnation)
         kept = state.listening(config.listen)
         direct = None if config.direct_port == "off" else DirectConfig(BULK_METHODS, config.direct_port)
-        link = LibP2PConfig(state.identity, config.listen, kept, config.announce, nat=config.nat, direct=direct)
+        nat, relay = config.nat, config.relays
+        link = LibP2PConfig(state.identity, config.listen, kept, config.announce, nat, relay, direct=direct)
         async with (
             ControlServer(state.path, self.status, self._on_asked),
             LoopLag() as lag,
             ThreadCompute() as compute,
             ThreadCompute() as disk,
             ThreadCompute() as files,
-            LibP2PTransport(link, self._traffic) as transport,
+            self._limits.kept(state.path, disk, self._view.say, self._on_asked),
+            LibP2PTransport(link, self._limits.traffic) as transport,
             self._bootstrap_client(transport, files) as bootstrap,
         ):
             await disk.run(partial(state.listens, config.listen, transport.listening), 0)
@@ -216,6 +219,7 @@ class Peer:
         setup = StageSetup(resources, self._status_tracker, self._view.say)
         entrance, place = await setup.enter(manifest, self._config.stage)
         stage = place.stage if place else 0
+        self._limits.join_run(manifest, stage)
         async with AsyncExitStack() as stack:
             try:
                 start = await self._load_restart_point(resources, manifest, place)
@@ -247,6 +251,7 @@ class Peer:
             manifest, run = await found_run(config, founder, trainer, resources.compute, plan)
             await self._claim_state_dir(resources, manifest, run)
             entrance, place = await setup.found(manifest)
+            self._limits.enter_run(manifest, place.stage if place else 0)
             self._announce_run(manifest)
             start = await self._load_restart_point(resources, manifest, place)
             await self._run_session(resources, EnteredRun(manifest, run, start, trainer, entrance, place))

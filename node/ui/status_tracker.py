@@ -78,6 +78,7 @@ class StatusTracker:
         self._addresses: Callable[[], Sequence[str]] = tuple
         self._lag: LoopLag | None = None
         self._routes: Callable[[], Mapping[PeerId, Route]] = dict
+        self._limits: Callable[[int], str] = lambda peers: ""
         self._run = RunLabels()
         self._chain: RoundHistory | None = None
         self._membership: Membership | None = None
@@ -106,6 +107,10 @@ class StatusTracker:
             routes: returns how bulk data goes to each peer.
         """
         self._addresses, self._lag, self._routes = addresses, lag, routes
+
+    def set_limits(self, limits: Callable[[int], str]) -> None:
+        """Note how to describe the limits on this peer's traffic, given the number of live peers, this one included."""
+        self._limits = limits
 
     def enter_run(self, run: RunLabels) -> None:
         """Note which run the peer takes part in."""
@@ -261,4 +266,5 @@ class StatusTracker:
             checkpoint_age_seconds=sources.checkpoint_age_seconds() if sources else None,
             stage=self._run.stage,
             stages=self._run.stages,
+            limits=self._limits(len(self._membership.live()) if self._membership else 1),
         )
