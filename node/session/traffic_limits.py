@@ -50,15 +50,29 @@ class TrafficLimits:
 
         Raises:
             ConfigError: the run cannot bear them.
+            FatalPeerError: not enough of the quota is left for a round.
         """
         require_bearable(manifest, self._config, stage)
         self.enter_run(manifest, stage)
 
     def enter_run(self, manifest: Manifest, stage: int) -> None:
-        """Note which run this peer takes part in."""
+        """Note which run this peer takes part in.
+
+        Raises:
+            FatalPeerError: not enough of the quota is left for a round.
+        """
         self._manifest, self._stage = manifest, stage
         if self.quota:
             self.quota.margin_bytes = _ROUND_VECTORS * vector_bytes(manifest, stage)
+            self._require_quota()
+
+    def _require_quota(self) -> None:
+        if self.quota and self.quota.exhausted:
+            raise FatalPeerError(f"{self._used_up(self.quota)}: start again then, or give a larger --quota")
+
+    @staticmethod
+    def _used_up(quota: ByteQuota) -> str:
+        return f"the quota is used up until {quota.until()} ({quota.describe()})"
 
     def describe(self, peers: int) -> str:
         """The limits in one line; empty if there are none.
@@ -90,17 +104,13 @@ class TrafficLimits:
         file = directory / QUOTA_FILE
         try:
             quota.load(await disk.run(partial(_read, file), 0))
-            if quota.exhausted:
-                raise FatalPeerError(
-                    f"the quota is used up until {quota.until()} ({quota.describe()}): start again then, or give a "
-                    "larger --quota"
-                )
+            self._require_quota()
             await disk.run(partial(write_atomically, file, quota.store()), 0)
         except (OSError, QuotaDamaged) as error:
             raise FatalPeerError(f"{file}: {error}: delete it to count from 0, or leave --quota out") from None
         quota.listen(
             lambda: say(f"nine tenths of the quota are used: {quota.describe()}"),
-            lambda: leave(f"the quota is used up until {quota.until()} ({quota.describe()})"),
+            lambda: leave(self._used_up(quota)),
         )
         keeper = asyncio.create_task(self._keep(quota, file, disk, leave))
         try:
