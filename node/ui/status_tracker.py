@@ -266,5 +266,5 @@ class StatusTracker:
             checkpoint_age_seconds=sources.checkpoint_age_seconds() if sources else None,
             stage=self._run.stage,
             stages=self._run.stages,
-            limits=self._limits(len(self._membership.live()) if self._membership else 1),
+            limits=self._limits(1 + sum(each.live for each in self._membership.contacts()) if self._membership else 1),
         )
