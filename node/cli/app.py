@@ -35,6 +35,8 @@ _OPTIONS = {
     "--bandwidth-bytes-per-second": "--bandwidth",
     "--wait-for-peers": "--wait-for",
     "--disk-limit-bytes": "--disk-limit",
+    "--upload-limit-bytes-per-second": "--upload-limit",
+    "--download-limit-bytes-per-second": "--download-limit",
 }
 """Name of a value in a `ConfigError` -> the option that sets it."""
 
@@ -81,6 +83,10 @@ def join(
     checkpoint_every: options.CheckpointEveryOption = None,
     disk_limit: options.DiskLimitOption = None,
     bandwidth: options.BandwidthOption = None,
+    upload_limit: options.UploadLimitOption = None,
+    download_limit: options.DownloadLimitOption = None,
+    quota: options.QuotaOption = None,
+    relay: options.RelayOption = None,
     device: options.DeviceOption = None,
     threads: options.ThreadsOption = None,
     nice: options.NiceOption = None,
@@ -213,6 +219,9 @@ def _join(given: dict[str, Any]) -> int:
         given["bandwidth_bytes_per_second"] = 1e6 * given.pop("bandwidth")
     if "disk_limit" in given:
         given["disk_limit_bytes"] = 1e9 * given.pop("disk_limit")
+    for name in ("upload_limit", "download_limit"):
+        if name in given:
+            given[f"{name}_bytes_per_second"] = _in_megabytes(given.pop(name))
     from node.config.peer_config import load_peer
 
     with _name_options():
@@ -220,6 +229,11 @@ def _join(given: dict[str, Any]) -> int:
         with _claim_state_dir(config.state_dir) as state_dir:
             config, run = _resolve_run(replace(config, state_dir=state_dir), of_run, state_dir)
             return _run_peer(config, run)
+
+
+def _in_megabytes(text: str) -> str:
+    """A rate from the command line, where a number without a unit means megabytes."""
+    return f"{text}MB" if text.replace(".", "", 1).isdecimal() else text
 
 
 @contextmanager

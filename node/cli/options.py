@@ -155,6 +155,27 @@ BandwidthOption = Annotated[
     float | None,
     option(MACHINE, "Upload rate of this machine in megabytes per second. Default: 12.5.", min=0.001, metavar="MB/S"),
 ]
+UploadLimitOption = Annotated[
+    str | None,
+    option(MACHINE, "Send at most this much per second: megabytes, or with a unit, like 800kB.", metavar="MB/S"),
+]
+DownloadLimitOption = Annotated[
+    str | None,
+    option(MACHINE, "Take at most this much per second: megabytes, or with a unit, like 800kB.", metavar="MB/S"),
+]
+QuotaOption = Annotated[
+    str | None,
+    option(MACHINE, "Send and take at most this much in a day, week or month: 50GB/month.", metavar="SIZE/PERIOD"),
+]
+RelayOption = Annotated[
+    bool | None,
+    option(
+        MACHINE,
+        "Let others talk through this peer; no limit counts these bytes. Default: --relay, but with a limit or a quota "
+        "--no-relay.",
+        "--relay/--no-relay",
+    ),
+]
 DeviceOption = Annotated[
     str | None, option(MACHINE, "Where to train: auto (the default), cpu, cuda or mps.", metavar="NAME")
 ]

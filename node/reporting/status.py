@@ -24,9 +24,9 @@ MAX_LISTED = 4096
 MAX_NUMBER = 1 << 63
 _LATER = (
     "stage", "stages", "route", "route_reason", "round_seconds", "round_expected_seconds", "joiners",
-    "checkpoint_problem",
+    "checkpoint_problem", "limits",
 )  # fmt: skip
-"""Fields that a status from an older version lacks; it has no stages and no direct connections."""
+"""Fields that a status from an older version lacks; it has no stages, no direct connections and no limits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +103,7 @@ class Status:
         round_expected_seconds: mean duration of the last rounds; None if it is not known.
         joiners: number of joiners that download this peer's state now.
         checkpoint_problem: user-facing reason why the latest checkpoint failed; empty if it was written.
+        limits: user-facing: this peer's limits on its traffic, what they cost the run, and its quota; else empty.
     """
 
     state: str
@@ -141,6 +142,7 @@ class Status:
     round_expected_seconds: float | None = None
     joiners: int = 0
     checkpoint_problem: str = ""
+    limits: str = ""
 
 
 def public(status: Status) -> Status:
@@ -154,6 +156,7 @@ def public(status: Status) -> Status:
         status,
         pid=0,
         checkpoint_problem="",
+        limits="",
         peers=tuple(dataclasses.replace(each, address="", route_reason="") for each in status.peers),
     )
 

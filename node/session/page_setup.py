@@ -77,7 +77,7 @@ class PageSetup:
         return PageSources(stream, lambda: metrics_text(collector), command)
 
     def _extras(self, transport: LibP2PTransport) -> PageExtras:
-        meter = transport.meter
+        meter = transport.traffic.meter
         speeds = dict.fromkeys(("upload", "download"), 0.0)
         for (direction, _), rate in meter.rates().items():
             speeds[str(direction)] += rate
@@ -98,7 +98,8 @@ class PageSetup:
     def _machine_sample(self, transport: LibP2PTransport) -> MachineSample:
         from node.page.prometheus import MachineSample
 
-        traffic = {(str(direction), str(kind)): count for (direction, kind), count in transport.meter.totals().items()}
+        totals = transport.traffic.meter.totals()
+        traffic = {(str(direction), str(kind)): count for (direction, kind), count in totals.items()}
         refused = {"streams": sum(transport.refused.values()), **self._tracker.refused()}
         restarts = {"p2pd": transport.restarts, **self._tracker.restarts()}
         return MachineSample(traffic, refused, restarts, {"temperature_celsius": temperature_celsius()})

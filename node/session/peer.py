@@ -33,7 +33,6 @@ from node.machine.sleep import SleepGuard
 from node.membership.addresses import shareable
 from node.membership.handshake import LocalStage
 from node.membership.membership import Membership, MembershipCallbacks
-from node.network.byte_meter import ByteMeter
 from node.network.daemon import DaemonError
 from node.network.dht import DhtDirectory
 from node.network.libp2p import LibP2PConfig, LibP2PTransport
@@ -54,6 +53,7 @@ from node.session.peer_session import OuterLoopStack, PeerSession, PeerSessionDe
 from node.session.resources import EnteredRun, PeerResources
 from node.session.stage_entrance import require_stage
 from node.session.stage_setup import StageSetup, values_of
+from node.session.traffic_limits import TrafficLimits
 from node.storage.checkpoint_manager import CheckpointManager, CheckpointStorage
 from node.storage.error_feedback import feedback
 from node.storage.journal import Journal
@@ -104,7 +104,8 @@ class Peer:
         self._page = PageSetup(config, self._status_tracker, view)
         self._view = self._page.feed
         self._clock = WallClock()
-        self._meter = ByteMeter()
+        self._limits = TrafficLimits(config, self._clock.wall)
+        self._status_tracker.set_limits(self._limits.describe)
         self._session: PeerSession | None = None
         self._main: asyncio.Task[None] | None = None
         self._selector = RunSelector(config, (*REPLICATED_PROTOCOLS, *INDEPENDENT_PROTOCOLS), self._view.say)
@@ -173,7 +174,8 @@ class Peer:
         status_tracker.set_identity(state.identity.peer_id, state.incarnation)
         kept = state.listening(config.listen)
         direct = None if config.direct_port == "off" else DirectConfig(BULK_METHODS, config.direct_port)
-        link = LibP2PConfig(state.identity, config.listen, kept, config.announce, nat=config.nat, direct=direct)
+        nat, relay = config.nat, config.relays
+        link = LibP2PConfig(state.identity, config.listen, kept, config.announce, nat, relay, direct=direct)
         self._pauses = PauseController(state.path, self._clock, self._view.say)
         status_tracker.set_pauses(lambda: self._pauses.reason)
         async with (
@@ -182,7 +184,8 @@ class Peer:
             ThreadCompute() as compute,
             ThreadCompute() as disk,
             ThreadCompute() as files,
-            LibP2PTransport(link, self._meter) as transport,
+            self._limits.kept(state.path, disk, self._view.say, self._on_asked),
+            LibP2PTransport(link, self._limits.traffic) as transport,
             self._bootstrap_client(transport, files) as bootstrap,
             self._page.server(state, transport, control.command) if config.page else nullcontext(),
         ):
@@ -225,6 +228,7 @@ class Peer:
         setup = StageSetup(resources, self._status_tracker, self._view.say)
         entrance, place = await setup.enter(manifest, self._config.stage)
         stage = place.stage if place else 0
+        self._limits.join_run(manifest, stage)
         async with AsyncExitStack() as stack:
             try:
                 start = await self._load_restart_point(resources, manifest, place)
@@ -256,6 +260,7 @@ class Peer:
             manifest, run = await found_run(config, founder, trainer, resources.compute, plan)
             await self._claim_state_dir(resources, manifest, run)
             entrance, place = await setup.found(manifest)
+            self._limits.enter_run(manifest, place.stage if place else 0)
             self._announce_run(manifest)
             start = await self._load_restart_point(resources, manifest, place)
             await self._run_session(resources, EnteredRun(manifest, run, start, trainer, entrance, place))
@@ -355,7 +360,9 @@ class Peer:
 
     async def _watch_machine(self, resources: PeerResources, save: Callable[[], Awaitable[None]]) -> None:
         """Pause, resume and save the work as the user and this machine wish, until cancelled."""
-        monitor = MachineMonitor(machine_rules(self._config), resources.files, self._pauses.wish)
+        quota, rules = self._limits.quota, machine_rules(self._config)
+        is_spent = lambda: quota is not None and quota.exhausted  # noqa: E731
+        monitor = MachineMonitor(rules, resources.files, self._pauses.wish, is_spent)
         async with task_group() as group:
             for each in (self._pauses.run(), monitor.run(), SleepGuard(save).run()):
                 group.create_task(each)

@@ -84,6 +84,7 @@ class StatusTracker:
         self._addresses: Callable[[], Sequence[str]] = tuple
         self._lag: LoopLag | None = None
         self._routes: Callable[[], Mapping[PeerId, Route]] = dict
+        self._limits: Callable[[int], str] = lambda peers: ""
         self._run = RunLabels()
         self._chain: RoundHistory | None = None
         self._membership: Membership | None = None
@@ -113,6 +114,10 @@ class StatusTracker:
             routes: returns how bulk data goes to each peer.
         """
         self._addresses, self._lag, self._routes = addresses, lag, routes
+
+    def set_limits(self, limits: Callable[[int], str]) -> None:
+        """Note how to describe the limits on this peer's traffic, given the number of live peers, this one included."""
+        self._limits = limits
 
     def enter_run(self, run: RunLabels) -> None:
         """Note which run the peer takes part in."""
@@ -300,4 +305,5 @@ class StatusTracker:
             round_expected_seconds=self._expected_seconds(),
             joiners=sources.joiners() if sources else 0,
             checkpoint_problem=printable(sources.checkpoint_problem()) if sources else "",
+            limits=self._limits(1 + sum(each.live for each in self._membership.contacts()) if self._membership else 1),
         )

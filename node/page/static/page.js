@@ -130,6 +130,7 @@ function showMachine(now) {
     ["Clock", status.clock ? "differs from the others'" : "agrees with the others'"],
     ["Event loop", `${Math.round(1000 * status.loop_lag_p99_seconds)} ms lag (p99)`],
   ];
+  if (status.limits) rows.push(["Limits", status.limits]);
   if (Number.isFinite(status.spread)) {
     rows.push(["Spread", `${percent(status.spread)} from the mean, the limit is ${percent(status.spread_limit)}`]);
   }
