@@ -1,4 +1,4 @@
-"""Limits of real peers: a quota that holds across a kill and then pauses the peer, and a cap that the run cannot bear."""
+"""Limits of real peers: a quota that holds across a kill, then pauses the peer; a cap that the run cannot bear."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def stored(peer: RealPeer) -> int:
 def is_away(peer: RealPeer) -> bool:
     """Whether it says that its quota pauses it, and its worker has ended."""
     status = peer.status()
-    return status["state"] == "paused" and "used up" in status["reason"] and peer.child("worker") is None
+    return status.get("state") == "paused" and "used up" in status["reason"] and peer.child("worker") is None
 
 
 def test_quota_holds_across_a_kill(tmp_path: Path) -> None:
