@@ -29,6 +29,7 @@ class ActivitySwitch:
 
     Attributes:
         wanted: what it has been asked to do.
+        released: whether its worker ended in the last absence.
     """
 
     def __init__(self, announce: Callable[[Activity], None]) -> None:
@@ -36,7 +37,7 @@ class ActivitySwitch:
         Args:
             announce: tells the other peers at once.
         """
-        self.wanted = Activity.WORK
+        self.wanted, self.released = Activity.WORK, False
         self._announce, self._told = announce, Activity.WORK
         self._changed = Notifier()
 

@@ -14,8 +14,8 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from statistics import median_low
 
-from node.outer.activity import Activity
 from node.outer.closing import LOOK_SECONDS, SKETCH_SECONDS, ClosingPhase, ClosingResult, joined
 from node.outer.mixing import MixingStrategy, PullMixing, StateMixing
 from node.outer.noloco import NoLoCo
@@ -45,6 +45,8 @@ log = logging.getLogger(__name__)
 
 DRIFT_FACTOR = 10.0
 """Multiple of the spread limit. A peer that is further from the mean of all peers fetches another peer's state."""
+PARTING_SECONDS = 1.0
+"""A peer that pauses stays for so long after its round: with a barrier, others abort a round in which one is lost."""
 LATE_SHARE = 0.5
 """Share of a round's time limit. A peer that trained for longer had little or no time left to average."""
 
@@ -63,12 +65,14 @@ class IndependentOptions:
         spread_limit: largest accepted spread of the peers' parameters, as in reports.
         closing: runs the closing exchanges; None: the run ends with the last round.
         newcomer: the peer must fetch its first state, and must serve none before.
+        rounds: returns the round of each other peer that is here.
     """
 
     compare: Callable[[Sketch], Mapping[PeerId, Sketch]] = _no_sketches
     spread_limit: float = math.inf
     closing: ClosingPhase | None = None
     newcomer: bool = False
+    rounds: Callable[[], Mapping[PeerId, int]] = dict
 
 
 class IndependentOuterLoop(OuterLoop):
@@ -119,10 +123,18 @@ class IndependentOuterLoop(OuterLoop):
         return self.lacks_state or self.has_drifted
 
     async def stay_away(self, until: Callable[[], bool]) -> None:
-        """As `OuterLoop.stay_away`. After an absence the state is old: this peer first fetches another's."""
-        away = self.activity.wanted
+        """As `OuterLoop.stay_away`. This peer then goes on in the round of those that have worked meanwhile.
+
+        Otherwise they would have to wait for it, where they average in rounds. After an absence the state is old, too:
+        this peer first fetches another's.
+        """
+        await asyncio.sleep(PARTING_SECONDS)
+        if until() or self.leaving:
+            return
         await super().stay_away(until)
-        self.has_drifted |= away is Activity.AWAY and not self.leaving
+        self.has_drifted |= self.activity.released and not self.leaving
+        if here := self._options.rounds().values():
+            self.chain.move_to(replace(self.key, round=max(self.key.round, median_low(here))))
 
     @property
     def holds_up_run(self) -> bool:

@@ -189,13 +189,14 @@ class OuterLoop:
 
         If that is what was asked for, the worker ends, once there is a checkpoint.
         """
-        activity, released = self.activity, False
+        activity = self.activity
+        activity.released = False
         activity.tell(Activity.AWAY)
         while not (until() or self.leaving):
-            if activity.wanted is Activity.AWAY and not released:
+            if activity.wanted is Activity.AWAY and not activity.released:
                 await self.keep()
                 await self.trainer.release()
-                released = True
+                activity.released = True
             wanted = activity.wanted
             await activity.until(lambda: activity.wanted is not wanted or until() or self.leaving)  # noqa: B023 - awaited
         activity.tell(min(activity.wanted, Activity.REST))

@@ -97,12 +97,15 @@ class PauseController:
 
     # -- what is asked for --------------------------------------------------------------------------------------------
 
-    def pause(self, cause: str = "", until: float | None = None, after_round: bool = False, away: bool = False) -> str:
+    def pause(
+        self, cause: str = "", until: float | None = None, after_round: bool = False, away: bool | None = None
+    ) -> str:
         """Pause now or, with `after_round`, when the round under way is over. Returns one line for the user.
 
         Args:
             until: wall clock; None: until `resume`.
-            away: be away at once, however short the pause is.
+            away: whether to be away at once. A rest may last for `REST_ROUNDS` or `REST_SECONDS`, and is an absence
+                then. None: rest if the pause is to end within that time.
 
         Raises:
             ValueError: `until` is no time in the future; names it.
@@ -110,7 +113,8 @@ class PauseController:
         now = self._clock.wall()
         if until is not None and not (math.isfinite(until) and now < until < MAX_UNTIL):
             raise ValueError("the end of a pause must be in the future")
-        away |= until is None or until - now > REST_SECONDS
+        if away is None:
+            away = until is None or until - now > REST_SECONDS
         asked = Pause(printable(cause, MAX_CAUSE), now, until, away)
         if after_round and self._pause is None:
             self._next = asked

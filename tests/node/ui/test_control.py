@@ -56,6 +56,36 @@ async def test_status_is_returned_and_finish_passed_on(tmp_path: Path) -> None:
     assert math.isnan(parsed.loss) and replace(parsed, loss=0.0) == replace(STATUS, loss=0.0)
 
 
+class Pauses:
+    """Refuses ends in the past, as a real controller does; `asked` holds the requests."""
+
+    def __init__(self) -> None:
+        self.asked: list[object] = []
+
+    def pause(self, cause: str = "", until: float | None = None, after_round: bool = False) -> str:
+        if until is not None and until < 1.0:
+            raise ValueError("the end of a pause must be in the future")
+        self.asked.append((cause, until, after_round))
+        return "paused"
+
+    def resume(self) -> str:
+        self.asked.append("resume")
+        return "works"
+
+
+async def test_pauses_are_passed_on_or_refused(tmp_path: Path) -> None:
+    pauses = Pauses()
+    async with ControlServer(tmp_path, lambda: STATUS, lambda: None, pauses):
+        assert await ask(tmp_path, "pause", soon(), until=None, after_round=True) == {"ok": True, "line": "paused"}
+        assert await ask(tmp_path, "resume", soon()) == {"ok": True, "line": "works"}
+        past = await ask(tmp_path, "pause", soon(), until=0.5, after_round=False)
+        assert past == {"ok": False, "line": "the end of a pause must be in the future"}
+        for wrong in ({"until": "18:00", "after_round": False}, {"until": None, "after_round": 1}, {}):
+            with pytest.raises(ControlUnavailable, match="another version"):
+                await ask(tmp_path, "pause", soon(), **wrong)
+    assert pauses.asked == [("", None, True), "resume"]
+
+
 async def test_socket_is_private_and_removed_at_exit(tmp_path: Path) -> None:
     async with control_server(tmp_path):
         place = json.loads((tmp_path / "control.json").read_text())
