@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from node.machine.rules import WORK, Mode, Wish
 from node.outer.activity import Activity
 from node.session.pausing import OVERRIDE_SECONDS, REST_ROUNDS, PauseController
@@ -71,11 +69,3 @@ def test_users_pause_outlasts_wishes_and_restarts(tmp_path: Path) -> None:
     restarted.pauses.wish(WORK)
     restarted.pauses.resume()
     assert Controlled(tmp_path, peer.now + 61).activity is Activity.WORK
-
-
-@pytest.mark.parametrize(
-    "damaged", [b"", b"{", b"[]", b'{"cause": 1}', b'{"cause":"","since":1e300,"until":0,"away":true}']
-)
-def test_damaged_file_pauses_nothing(tmp_path: Path, damaged: bytes) -> None:
-    (tmp_path / "pause.json").write_bytes(damaged)
-    assert Controlled(tmp_path).activity is Activity.WORK
