@@ -171,11 +171,11 @@ class Peer:
         nat, relay = config.nat, config.relays
         link = LibP2PConfig(state.identity, config.listen, kept, config.announce, nat, relay, direct=direct)
         async with (
-            ControlServer(state.path, self.status, self._on_asked),
             LoopLag() as lag,
             ThreadCompute() as compute,
             ThreadCompute() as disk,
             ThreadCompute() as files,
+            ControlServer(state.path, self.status, self._on_asked, partial(self._limits.change, state.path, disk)),
             self._limits.kept(state.path, disk, self._view.say, self._on_asked),
             LibP2PTransport(link, self._limits.traffic) as transport,
             self._bootstrap_client(transport, files) as bootstrap,
@@ -312,7 +312,7 @@ class Peer:
             frames, trainer, journal = with_failpoints(transport, entered.trainer, state.rounds)
             host = Host(frames, directory, membership, resources.compute, self._clock, state.identity, config.seed)
             stage = entered.place.stage if entered.place else 0
-            settings = protocol_settings(entered.manifest, self._config, state.incarnation, stage)
+            settings = protocol_settings(entered.manifest, self._config, state.incarnation, stage, self._limits.claim)
             pipeline = None
             if entered.place:
                 pipeline = setup.trainer(entered, host, membership, lambda: stack.outer_loop, lambda: self._finishing)

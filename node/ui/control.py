@@ -10,7 +10,7 @@ import asyncio
 import json
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
@@ -42,9 +42,20 @@ class ControlServer:
     If the socket cannot be opened, that is logged, and the peer goes on without one.
     """
 
-    def __init__(self, state_dir: Path, status: Callable[[], Status], finish: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        state_dir: Path,
+        status: Callable[[], Status],
+        finish: Callable[[], None],
+        change: Callable[[str, str], Awaitable[str]] | None = None,
+    ) -> None:
+        """
+        Args:
+            change: changes a setting, given its name and value. Returns a line for the user, and raises ValueError with
+                one if that is not possible.
+        """
         self._file = state_dir / FILE
-        self._status, self._finish = status, finish
+        self._status, self._finish, self._change = status, finish, change
         self._clients: set[asyncio.Task[None]] = set()
         self._exit = ExitStack()
         self._server: asyncio.Server | None = None
@@ -84,12 +95,12 @@ class ControlServer:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with suppress(OSError, ValueError):  # gone, too slow, or a request that is too long
             async with asyncio.timeout(SERVE_SECONDS):
-                writer.write(self._answer(await reader.readline()).encode() + b"\n")
+                writer.write((await self._answer(await reader.readline())).encode() + b"\n")
                 await writer.drain()
                 writer.close()
                 await writer.wait_closed()
 
-    def _answer(self, line: bytes) -> str:
+    async def _answer(self, line: bytes) -> str:
         try:
             request = json.loads(line)
         except (ValueError, RecursionError):
@@ -100,13 +111,19 @@ class ControlServer:
             case {"do": "finish"}:
                 self._finish()
                 return to_json({"ok": True})
+            case {"do": "set", "name": str(name), "value": str(value)} if self._change:
+                try:
+                    return to_json({"ok": True, "line": await self._change(name, value)})
+                except ValueError as error:
+                    return to_json({"ok": False, "line": str(error)})
         return to_json({"error": 'ask {"do": "status"} or {"do": "finish"}'})
 
 
-async def ask(state_dir: Path, what: str, deadline: float) -> dict[str, Any]:
-    """Send a request, "status" or "finish", to the peer of a state directory.
+async def ask(state_dir: Path, what: str, deadline: float, **more: str) -> dict[str, Any]:
+    """Send a request, "status", "finish" or "set", to the peer of a state directory.
 
     Args:
+        more: of "set": `name` and `value`.
         deadline: in the loop's time.
 
     Raises:
@@ -117,7 +134,7 @@ async def ask(state_dir: Path, what: str, deadline: float) -> dict[str, Any]:
         async with asyncio.timeout_at(deadline):
             reader, writer = await asyncio.open_unix_connection(place["socket"], limit=MAX_ANSWER_BYTES)
             try:
-                writer.write(json.dumps({"do": what}).encode() + b"\n")
+                writer.write(json.dumps({"do": what, **more}).encode() + b"\n")
                 answer = json.loads(await reader.readline())
             finally:
                 writer.transport.abort()
