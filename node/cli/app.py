@@ -210,6 +210,17 @@ def resume(state_dir: options.RunningPeerOption = None) -> int:
     return 0
 
 
+@app.command(name="set")
+def set_setting(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="upload-limit or download-limit.")],
+    value: Annotated[str, typer.Argument(metavar="VALUE", help="As for the option of join; off for none.")],
+    state_dir: options.RunningPeerOption = None,
+) -> int:
+    """Change a setting of a running peer, also for its later starts."""
+    print(asking.change(state_dir, name, _in_megabytes(value)), file=sys.stderr)
+    return 0
+
+
 # -- join -------------------------------------------------------------------------------------------------------------
 
 
@@ -223,11 +234,15 @@ def _join(given: dict[str, Any]) -> int:
         if name in given:
             given[f"{name}_bytes_per_second"] = _in_megabytes(given.pop(name))
     from node.config.peer_config import load_peer
+    from node.config.settings_file import with_kept
 
     with _name_options():
         config = load_peer(given, os.environ, of_run.get("run"))
         with _claim_state_dir(config.state_dir) as state_dir:
-            config, run = _resolve_run(replace(config, state_dir=state_dir), of_run, state_dir)
+            config, lines = with_kept(replace(config, state_dir=state_dir), state_dir)
+            for line in lines:
+                print(f"starling: {line}", file=sys.stderr)
+            config, run = _resolve_run(config, of_run, state_dir)
             return _run_peer(config, run)
 
 

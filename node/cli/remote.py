@@ -114,6 +114,20 @@ def resume(state_dir: Path | None) -> str:
     return printable(str(asyncio.run(_ask(state_dir, "resume")).get("line", "")))
 
 
+def change(state_dir: Path | None, name: str, value: str) -> str:
+    """Ask a peer on this machine to change a setting. Returns its answer, one line.
+
+    Raises:
+        CommandError: it refuses, or as for `status`.
+        PeerUnreachable: as for `status`.
+    """
+    answer = asyncio.run(_ask(state_dir, "set", name=name, value=value))
+    line = printable(str(answer.get("line", "")))
+    if answer.get("ok") is not True:
+        raise CommandError(line)
+    return line
+
+
 def show(shown: Status) -> None:
     """Print a status in readable form."""
     from rich.console import Console

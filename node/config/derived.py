@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import math
+from collections.abc import Callable
 from pathlib import Path
 
 from node.config.manifest import Manifest
@@ -49,14 +51,25 @@ def worker_spec(
     )
 
 
-def protocol_settings(manifest: Manifest, mine: PeerConfig, incarnation: int, stage: int = 0) -> Settings:
-    """Settings of the run's averaging protocol, or of its stage's, for this incarnation of this peer."""
+def protocol_settings(
+    manifest: Manifest,
+    mine: PeerConfig,
+    incarnation: int,
+    stage: int = 0,
+    bandwidth_limit: Callable[[], float] = lambda: math.inf,
+) -> Settings:
+    """Settings of the run's averaging protocol, or of its stage's, for this incarnation of this peer.
+
+    Args:
+        bandwidth_limit: returns what this peer may send, bytes/s.
+    """
     config = manifest.config
     return Settings(
         codec=config.codec,
         elements=manifest.elements_of(stage),
         chunk_elements=config.chunk_elements,
-        bandwidth=mine.claim_bytes_per_second,
+        bandwidth=mine.bandwidth_bytes_per_second,
+        bandwidth_limit=bandwidth_limit,
         incarnation=incarnation,
         keep_rounds=KEEP_ROUNDS,
         fork_peers=config.fork_peers,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
@@ -48,7 +48,7 @@ class PageSetup:
         self,
         state: StateDir,
         transport: LibP2PTransport,
-        command: Callable[[Mapping[str, Any]], Mapping[str, object]],
+        command: Callable[[Mapping[str, Any]], Awaitable[Mapping[str, object]]],
     ) -> PageServer:
         """The page's server, as the configuration says; call it only if the page is on.
 
@@ -64,7 +64,7 @@ class PageSetup:
         self,
         state: StateDir,
         transport: LibP2PTransport,
-        command: Callable[[Mapping[str, Any]], Mapping[str, object]],
+        command: Callable[[Mapping[str, Any]], Awaitable[Mapping[str, object]]],
     ) -> PageSources:
         from node.page.app import PageSources
         from node.page.prometheus import MetricSources, PeerCollector, metrics_text

@@ -60,6 +60,7 @@ from node.storage.journal import Journal
 from node.storage.scratch import ScratchSpace
 from node.storage.statedir import StateDir, StateError
 from node.training.remote import RemoteTrainer, WorkerError, WorkerSpec
+from node.ui.commands import PeerCommands
 from node.ui.control import ControlServer
 from node.ui.status_tracker import OuterLoopSources, RunLabels, StatusTracker
 from protocols import INDEPENDENT_PROTOCOLS, REPLICATED_PROTOCOLS
@@ -179,20 +180,24 @@ class Peer:
         self._pauses = PauseController(state.path, self._clock, self._view.say)
         status_tracker.set_pauses(lambda: self._pauses.reason)
         async with (
-            ControlServer(state.path, self.status, self._on_asked, self._pauses) as control,
             LoopLag() as lag,
             ThreadCompute() as compute,
             ThreadCompute() as disk,
             ThreadCompute() as files,
-            self._limits.kept(state.path, disk, self._view.say, self._on_asked),
-            LibP2PTransport(link, self._limits.traffic) as transport,
-            self._bootstrap_client(transport, files) as bootstrap,
-            self._page.server(state, transport, control.command) if config.page else nullcontext(),
         ):
-            await disk.run(partial(state.listens, config.listen, transport.listening), 0)
-            addresses = lambda: shareable(transport.addresses) or transport.addresses  # noqa: E731
-            status_tracker.set_network(addresses, lag, lambda: transport.routes)
-            await self._enter_run(PeerResources(state, transport, compute, disk, files, bootstrap, lag))
+            change = partial(self._limits.change, state.path, disk)
+            commands = PeerCommands(self._on_asked, self._pauses, change)
+            async with (
+                ControlServer(state.path, self.status, commands),
+                self._limits.kept(state.path, disk, self._view.say, self._on_asked),
+                LibP2PTransport(link, self._limits.traffic) as transport,
+                self._bootstrap_client(transport, files) as bootstrap,
+                self._page.server(state, transport, commands.carry_out) if config.page else nullcontext(),
+            ):
+                await disk.run(partial(state.listens, config.listen, transport.listening), 0)
+                addresses = lambda: shareable(transport.addresses) or transport.addresses  # noqa: E731
+                status_tracker.set_network(addresses, lag, lambda: transport.routes)
+                await self._enter_run(PeerResources(state, transport, compute, disk, files, bootstrap, lag))
 
     def _bootstrap_client(self, transport: LibP2PTransport, files: ThreadCompute) -> BootstrapClient:
         async def read(path: Path) -> AddressLine | str:
@@ -321,7 +326,7 @@ class Peer:
             frames, trainer, journal = with_failpoints(transport, entered.trainer, state.rounds)
             host = Host(frames, directory, membership, resources.compute, self._clock, state.identity, config.seed)
             stage = entered.place.stage if entered.place else 0
-            settings = protocol_settings(entered.manifest, self._config, state.incarnation, stage)
+            settings = protocol_settings(entered.manifest, self._config, state.incarnation, stage, self._limits.claim)
             pipeline = None
             if entered.place:
                 pipeline = setup.trainer(entered, host, membership, lambda: stack.outer_loop, lambda: self._finishing)

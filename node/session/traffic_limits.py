@@ -11,6 +11,7 @@ from pathlib import Path
 from node.config.derived import cap_cost_seconds, require_bearable, vector_bytes
 from node.config.manifest import Manifest
 from node.config.peer_config import PeerConfig
+from node.config.settings_file import SETTINGS_FILE, changed, overriding, packed, read_settings
 from node.config.sizes import megabytes, quota_parts
 from node.network.byte_limiter import ByteLimiter
 from node.network.byte_meter import ByteMeter
@@ -87,6 +88,35 @@ class TrafficLimits:
         if cost >= 0.1:
             text += f": costs the run about {cost:.3g} s a round"
         return "; ".join(filter(None, (text, self.quota.describe() if self.quota else "")))
+
+    def claim(self) -> float:
+        """What this peer may declare as its bandwidth now, bytes/s."""
+        return self._config.claim_bytes_per_second
+
+    async def change(self, directory: Path, disk: Compute, name: str, text: str) -> str:
+        """Change a setting from now on, and keep it in the state directory.
+
+        Returns:
+            A line for the user.
+
+        Raises:
+            ValueError: there is no such setting, its value is bad, the run cannot bear it, or it cannot be kept.
+        """
+        config = changed(self._config, name, text)
+        if self._manifest:
+            require_bearable(self._manifest, config, self._stage)
+        try:
+            settings = {**await disk.run(partial(read_settings, directory), 0), name: text}
+            await disk.run(partial(write_atomically, directory / SETTINGS_FILE, packed(settings)), 0)
+        except OSError as error:
+            raise ValueError(f"{name} cannot be kept: {error.filename}: {error.strerror}") from None
+        self._config = config
+        self.traffic.upload.set_rate(config.upload_limit_bytes_per_second)
+        self.traffic.download.set_rate(config.download_limit_bytes_per_second)
+        line = f"{name} is {text} from now on"
+        if origin := overriding(config, name):
+            line += f"; at the next start {origin} wins over it: leave that out"
+        return line
 
     @asynccontextmanager
     async def kept(

@@ -10,16 +10,17 @@ import asyncio
 import json
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 from node.network.daemon import DaemonError
 from node.network.sockets import socket_directory
 from node.reporting.status import Status, to_json
 from node.runtime.locks import hold
+from node.ui.commands import PeerCommands
 
 log = logging.getLogger(__name__)
 
@@ -36,25 +37,15 @@ class ControlUnavailable(Exception):
     """No peer answers at the control socket. The message says what, why and what to do."""
 
 
-class Pauses(Protocol):
-    """What the socket asks of `node.session.pausing.PauseController`."""
-
-    def pause(self, cause: str = "", until: float | None = None, after_round: bool = False) -> str: ...
-
-    def resume(self) -> str: ...
-
-
 class ControlServer:
     """The control socket of a running peer. An async context manager.
 
     If the socket cannot be opened, that is logged, and the peer goes on without one.
     """
 
-    def __init__(
-        self, state_dir: Path, status: Callable[[], Status], finish: Callable[[], None], pauses: Pauses | None = None
-    ) -> None:
+    def __init__(self, state_dir: Path, status: Callable[[], Status], commands: PeerCommands) -> None:
         self._file = state_dir / FILE
-        self._status, self._finish, self._pauses = status, finish, pauses
+        self._status, self._commands = status, commands
         self._clients: set[asyncio.Task[None]] = set()
         self._exit = ExitStack()
         self._server: asyncio.Server | None = None
@@ -94,12 +85,12 @@ class ControlServer:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with suppress(OSError, ValueError):  # gone, too slow, or a request that is too long
             async with asyncio.timeout(SERVE_SECONDS):
-                writer.write(self._answer(await reader.readline()).encode() + b"\n")
+                writer.write((await self._answer(await reader.readline())).encode() + b"\n")
                 await writer.drain()
                 writer.close()
                 await writer.wait_closed()
 
-    def _answer(self, line: bytes) -> str:
+    async def _answer(self, line: bytes) -> str:
         try:
             request = json.loads(line)
         except (ValueError, RecursionError):
@@ -108,31 +99,12 @@ class ControlServer:
             case {"do": "status"}:
                 return to_json(self._status())
             case dict():
-                return to_json(self.command(request))
-        return to_json(self.command({}))
-
-    def command(self, request: Mapping[str, Any]) -> Mapping[str, object]:
-        """Carry out a request that changes something, and return the answer. The web page uses it, too."""
-        match request:
-            case {"do": "finish"}:
-                self._finish()
-                return {"ok": True}
-            case {"do": "pause", "until": None | int() | float() as until, "after_round": bool(after_round)}:
-                return self._pause(until, after_round)
-            case {"do": "resume"} if self._pauses:
-                return {"ok": True, "line": self._pauses.resume()}
-        return {"error": 'ask {"do": "status"} or {"do": "finish"}'}
-
-    def _pause(self, until: float | None, after_round: bool) -> Mapping[str, object]:
-        try:
-            line = self._pauses.pause("", until, after_round) if self._pauses else ""
-        except ValueError as error:
-            return {"ok": False, "line": str(error)}
-        return {"ok": True, "line": line}
+                return to_json(await self._commands.carry_out(request))
+        return to_json(await self._commands.carry_out({}))
 
 
 async def ask(state_dir: Path, what: str, deadline: float, **values: object) -> dict[str, Any]:
-    """Send a request, "status", "finish", "pause" or "resume", to the peer of a state directory.
+    """Send a request, "status" or one of `node.ui.commands`, to the peer of a state directory.
 
     Args:
         deadline: in the loop's time.

@@ -9,7 +9,6 @@ from functools import partial
 
 from protocols import wire
 from protocols.aio import Notifier, loop_time
-from protocols.allreduce.all_reduce import next_claim
 from protocols.base import AveragingResult, Deadline, Head, LocalProgress, Member, PeerId, Vector
 from protocols.independent_session import SessionBase
 from protocols.moshpit.grid import next_cell, seeded_order
@@ -98,7 +97,7 @@ class MoshpitSession(SessionBase):
             size = await compute.run(partial(norm, state), cost_bytes)
             if loop_time() >= self.deadline or not size < wire.MAX_NORM:
                 break
-            contribution = GroupContribution(cost_bytes // 4, weight, size, self._moshpit.bandwidth)
+            contribution = GroupContribution(cost_bytes // 4, weight, size, self._moshpit.claim.renewed())
             came = loop_time()
             result = await self._average_axis(axis, contribution, VectorView(state), VectorView(free), came - began)
             began = came
@@ -143,9 +142,7 @@ class MoshpitSession(SessionBase):
     ) -> None:
         """Record the outcome of a group: the next bandwidth claim, the group's name, or a half exchange."""
         if data_phase.in_time is not None:
-            self._moshpit.bandwidth = next_claim(
-                self._moshpit.bandwidth, self._context.settings.bandwidth, data_phase.in_time
-            )
+            self._moshpit.claim.observe(data_phase.in_time)
         if result:
             self.group = data_phase.name
         if result is None or result.incomplete:  # other members may hold more of the mean than this peer, or less

@@ -63,7 +63,7 @@ class ScriptedPage:
     def link_at(self, host: str) -> str:
         return page_link(self.port, self.token).replace("127.0.0.1", host)
 
-    def _command(self, request: Mapping[str, Any]) -> Mapping[str, object]:
+    async def _command(self, request: Mapping[str, Any]) -> Mapping[str, object]:
         self.asked.append(request)
         return {"ok": True} if request.get("do") in ("finish", "pause", "resume") else {"error": "what?"}
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -31,6 +33,11 @@ def is_away(peer: RealPeer) -> bool:
     return status.get("state") == "paused" and "used up" in status["reason"] and peer.child("worker") is None
 
 
+def cli(*arguments: str) -> str:
+    """What a command prints to stderr."""
+    return subprocess.run([sys.executable, "-m", "node", *arguments], stderr=subprocess.PIPE, text=True).stderr
+
+
 def test_quota_holds_across_a_kill(tmp_path: Path) -> None:
     with RealSwarm(tmp_path, RUN) as swarm:
         a = swarm.found("a")
@@ -55,5 +62,12 @@ def test_quota_holds_across_a_kill(tmp_path: Path) -> None:
         assert b.said().splitlines()[-1].startswith("starling: the quota is used up until ")
         assert b.start(*via, "--upload-limit", "0.07").ends(60) == 2
         assert "the upload limit of 0.07 MB/s is too low for this run: a round's 8 MB would take 114 s" in b.said()
+        assert cli("set", "upload-limit", "0.07", "--state-dir", str(a.directory)).startswith(
+            "starling: the upload limit of 0.07 MB/s is too low for this run"
+        )
+        assert a.status()["limits"] == ""
+        said = cli("set", "upload-limit", "2", "--state-dir", str(a.directory))
+        assert said == "upload-limit is 2MB from now on\n"
+        assert a.status()["limits"].startswith("at most 2 MB/s up")
         rounds = a.last()["round"]
         wait("the other goes on", lambda: a.last()["round"] > rounds + 2, 60)
