@@ -8,8 +8,8 @@ streams   Two peers with a p2pd each, over direct connections and over libp2p. T
           a second is measured three times as long, since it comes in few pieces. Beside the streams, small messages of
           the control class are echoed ten times a second.
 rounds    Real peers, `python -m node join`: three of a run with a vector of 8 MB. One has an upload cap of 1 MB/s; its
-          rate is what its reports say that it sent, by the length of their data phases. Then a peer with a download cap
-          of 1 MB/s joins: its rate is that at which the state of 16 MB arrives.
+          rate is what its reports say that it sent, by the length of their data phases. It leaves, and a peer with a
+          download cap of 1 MB/s joins: its rate is that at which the state of 16 MB arrives.
 
 The last line is a JSON object. The exit code is 1 if a rate is more than 5 % above its cap.
 """
@@ -116,10 +116,12 @@ def round_case() -> list[dict[str, Any]]:
         b = swarm.peer("c").start("--bootstrap", a.address, "--upload-limit", "1")
         wait("the capped peer is in some rounds", lambda: len(counted(b)) >= ROUNDS, 300)
         rates = [each["bytes_sent"] / each["seconds_average"] for each in counted(b)[-ROUNDS:]]
+        suspected = sum(each.said().count("is gone") for each in swarm.peers.values())
+        b.ask("finish")  # while a round's data is under way, which it nearly always is with this peer, joiners wait
+        b.ends(60)
         d = swarm.peer("d").start("--bootstrap", a.address, "--download-limit", "1")
         arrived = [(each["time"], each["bytes_here"]) for each in download(d)]
         (began, first), (ended, last) = arrived[0], arrived[-1]
-        suspected = sum(each.said().count("is suspected") for each in swarm.peers.values())
     return [
         {"path": "rounds", "way": "upload", "cap": 1e6, "rate": median(rates), "rates": rates, "suspected": suspected},
         {"path": "join", "way": "download", "cap": 1e6, "rate": (last - first) / (ended - began)},
