@@ -32,17 +32,16 @@ class PeerCommands:
 
     async def carry_out(self, request: Mapping[str, Any]) -> Mapping[str, object]:
         """Carry out a request. The answer has `ok` and, with it, a `line` for the user; or `error` if it is unknown."""
+        pauses = self._pauses
         try:
             match request:
                 case {"do": "finish"}:
                     self._finish()
                     return {"ok": True}
-                case {"do": "pause", "until": None | int() | float() as until, "after_round": bool(after)} if (
-                    self._pauses
-                ):
-                    return {"ok": True, "line": self._pauses.pause("", until, after)}
-                case {"do": "resume"} if self._pauses:
-                    return {"ok": True, "line": self._pauses.resume()}
+                case {"do": "pause", "until": None | int() | float() as until, "after_round": bool(after)} if pauses:
+                    return {"ok": True, "line": pauses.pause("", until, after)}
+                case {"do": "resume"} if pauses:
+                    return {"ok": True, "line": pauses.resume()}
                 case {"do": "set", "name": str(name), "value": str(value)} if self._change:
                     return {"ok": True, "line": await self._change(name, value)}
         except ValueError as error:

@@ -16,6 +16,7 @@ import pytest
 
 from node.reporting.status import Status, parse
 from node.ui import control
+from node.ui.commands import PeerCommands
 from node.ui.control import ControlServer, ControlUnavailable, ask, claimed, running
 from tests.support.paths import REPOSITORY
 
@@ -30,7 +31,7 @@ def soon(seconds: float = 2.0) -> float:
 
 
 def control_server(state_dir: Path, finish: object = None) -> ControlServer:
-    return ControlServer(state_dir, lambda: STATUS, finish or (lambda: None))  # type: ignore[arg-type]
+    return ControlServer(state_dir, lambda: STATUS, PeerCommands(finish or (lambda: None)))  # type: ignore[arg-type]
 
 
 async def raw(state_dir: Path, request: bytes) -> bytes:
@@ -75,7 +76,7 @@ class Pauses:
 
 async def test_pauses_are_passed_on_or_refused(tmp_path: Path) -> None:
     pauses = Pauses()
-    async with ControlServer(tmp_path, lambda: STATUS, lambda: None, pauses):
+    async with ControlServer(tmp_path, lambda: STATUS, PeerCommands(lambda: None, pauses)):
         assert await ask(tmp_path, "pause", soon(), until=None, after_round=True) == {"ok": True, "line": "paused"}
         assert await ask(tmp_path, "resume", soon()) == {"ok": True, "line": "works"}
         past = await ask(tmp_path, "pause", soon(), until=0.5, after_round=False)
