@@ -21,16 +21,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-import psutil
-
+from benchmarks.joined_peer import START_SECONDS, JoinedPeer
 from node.page.link import read_link
-from node.reporting.report import RoundReport
 from tests.sim.arguments import Parser
 
 WARM_UP_ROUNDS = 2
-START_SECONDS = 120.0
 ROUND_SECONDS = 300.0
-_LISTEN = ("--listen", "/ip4/127.0.0.1/tcp/0", "--no-nat")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,62 +44,18 @@ class Round:
     lag_seconds: float
 
 
-class TrainingPeer:
-    """A `join` process that trains alone."""
-
-    def __init__(self, directory: Path, process: asyncio.subprocess.Process) -> None:
-        self._directory, self._process = directory, process
-
-    @classmethod
-    @asynccontextmanager
-    async def run(cls, directory: Path, *flags: str) -> AsyncIterator[TrainingPeer]:
-        command = (sys.executable, "-m", "node", "join", "--state-dir", str(directory), *_LISTEN, *flags)
-        log = (directory.parent / f"{directory.name}.log").open("w")
-        process = await asyncio.create_subprocess_exec(*command, stdout=log, stderr=log)
-        try:
-            yield cls(directory, process)
-        finally:
-            process.terminate()
-            await process.wait()
-            log.close()
-
-    def reports(self) -> list[RoundReport]:
-        try:
-            lines = (self._directory / "rounds.jsonl").read_bytes().splitlines(keepends=True)
-        except FileNotFoundError:
-            return []
-        return [RoundReport.from_json(line) for line in lines if line.endswith(b"\n")]
-
-    async def rounds_done(self, number: int, seconds: float) -> list[RoundReport]:
-        """Wait until so many rounds are done."""
-        async with asyncio.timeout(seconds):
-            while len(reports := self.reports()) < number:
-                if self._process.returncode is not None:
-                    raise SystemExit(f"the peer has ended: see {self._directory}.log")
-                await asyncio.sleep(0.05)
-        return reports
-
-    @property
-    def cpu_seconds(self) -> float:
-        times = psutil.Process(self._process.pid).cpu_times()
-        return float(times.user + times.system)
-
-    @property
-    def memory_bytes(self) -> int:
-        return int(psutil.Process(self._process.pid).memory_full_info().uss)
-
-    def address(self) -> tuple[int, str]:
-        """Port and token of the page."""
-        link = read_link(self._directory)
-        assert link is not None
-        port, _, token = link.rpartition(":")[2].partition("/#")
-        return int(port), token
+def address(peer: JoinedPeer) -> tuple[int, str]:
+    """Port and token of a peer's page."""
+    link = read_link(peer.directory)
+    assert link is not None
+    port, _, token = link.rpartition(":")[2].partition("/#")
+    return int(port), token
 
 
 @asynccontextmanager
-async def readers(peer: TrainingPeer, tabs: int, stalled: int) -> AsyncIterator[None]:
+async def readers(peer: JoinedPeer, tabs: int, stalled: int) -> AsyncIterator[None]:
     """Hold streams open."""
-    port, token = peer.address()
+    port, token = address(peer)
     request = f"GET /api/stream HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nAuthorization: Bearer {token}\r\n\r\n".encode()
     async with AsyncExitStack() as stack:
         for number in range(tabs + stalled):
@@ -128,7 +80,7 @@ async def measure(pairs: int, tabs: int, stalled: int, directory: Path) -> tuple
     loop = asyncio.get_running_loop()
     figures: tuple[list[Round], list[Round]] = ([], [])
     total = WARM_UP_ROUNDS + 2 * pairs
-    async with TrainingPeer.run(directory, "--page", "--rounds", str(total + 1)) as peer:
+    async with JoinedPeer.run(directory, "--page", "--rounds", str(total + 1)) as peer:
         await peer.rounds_done(WARM_UP_ROUNDS, START_SECONDS + ROUND_SECONDS)
         for number in range(2 * pairs):
             began, before = loop.time(), peer.cpu_seconds
@@ -144,7 +96,7 @@ async def measure(pairs: int, tabs: int, stalled: int, directory: Path) -> tuple
 
 async def memory(directory: Path, *flags: str) -> int:
     """Memory of a peer's own process after its first round."""
-    async with TrainingPeer.run(directory, "--rounds", "3", *flags) as peer:
+    async with JoinedPeer.run(directory, "--rounds", "3", *flags) as peer:
         await peer.rounds_done(1, START_SECONDS + ROUND_SECONDS)
         if "--page" in flags:
             async with readers(peer, 1, 0):

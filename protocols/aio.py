@@ -7,9 +7,11 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
-from protocols.base import Deadline, Member, Members, PeerId, PeerSilent
+from protocols.base import Deadline, Member, Members, PeerId, PeerSilent, Stream
 
 T = TypeVar("T")
+
+_MOST_RENEWED = 8
 
 
 def loop_time() -> float:
@@ -124,6 +126,33 @@ async def peer_timeout(seconds: float, peer: PeerId, doing: str) -> AsyncIterato
             yield
     except TimeoutError:
         raise PeerSilent(peer, f"nothing moved for {seconds:g} s while {doing}") from None
+
+
+@asynccontextmanager
+async def progress_timeout(seconds: float, stream: Stream, doing: str) -> AsyncIterator[None]:
+    """Bound a step as `peer_timeout` does, but renew its time while bytes move, up to eight times as long.
+
+    So a peer that is slow, because its link or its owner's cap is, is not taken for a silent one.
+    """
+    loop = asyncio.get_running_loop()
+    until = loop.time() + _MOST_RENEWED * seconds
+    timer: asyncio.TimerHandle
+    try:
+        async with asyncio.timeout(seconds) as limit:
+
+            def look(before: int) -> None:
+                nonlocal timer
+                if stream.moved_bytes != before and not limit.expired():
+                    limit.reschedule(min(until, loop.time() + seconds))
+                timer = loop.call_later(seconds / 8, look, stream.moved_bytes)
+
+            look(stream.moved_bytes)
+            try:
+                yield
+            finally:
+                timer.cancel()
+    except TimeoutError:
+        raise PeerSilent(stream.peer, f"nothing moved for {seconds:g} s, or too little, while {doing}") from None
 
 
 @asynccontextmanager

@@ -21,6 +21,10 @@ _OPENING_LIMIT = 64
 class Pipe(Protocol):
     """Bytes to and from one peer. Every failure is an `OSError` or an `EOFError`."""
 
+    @property
+    def moved_bytes(self) -> int:
+        """Bytes written and read so far, which grows during a long write or read, too."""
+
     async def write(self, data: Buffer) -> None:
         """Send `data`, waiting for flow control."""
 
@@ -41,6 +45,10 @@ class FramedStream:
         self.bytes_received = 0
         self._pipe = pipe
         self.deadline = deadline
+
+    @property
+    def moved_bytes(self) -> int:
+        return self._pipe.moved_bytes
 
     async def send(self, header: Header, payload: Buffer = b"") -> None:
         packed = wire.encode(header)

@@ -12,7 +12,7 @@ from protocols.control_channel import RoundAccounting
 class SessionBase:
     """An `IndependentSession` without `average`. Its shared state is not averaged with.
 
-    `cut` is set when this peer's own work is complete.
+    `cut` is set when this peer's own work is complete, and when it rests: it then averages with what it has.
     """
 
     def __init__(self, head: Head, deadline: Deadline, accounting: RoundAccounting) -> None:
@@ -23,7 +23,7 @@ class SessionBase:
         self._accounting = accounting
 
     def offer(self, work: LocalProgress) -> None:
-        if work.complete or work.leaving:
+        if work.complete or work.leaving or work.resting:
             self.cut.set()
 
     def share(self, state: Sequence[Vector]) -> None:

@@ -1,4 +1,4 @@
-"""The commands `join`, `swarm`, `status` and `finish`, and the program's entry point.
+"""The commands that concern running peers, from `join` to `finish`, and the program's entry point.
 
 Each command imports its modules when it runs, so that `--help` and `status` do not wait for PyTorch. A command that
 cannot be carried out prints one line to stderr.
@@ -35,6 +35,8 @@ _OPTIONS = {
     "--bandwidth-bytes-per-second": "--bandwidth",
     "--wait-for-peers": "--wait-for",
     "--disk-limit-bytes": "--disk-limit",
+    "--upload-limit-bytes-per-second": "--upload-limit",
+    "--download-limit-bytes-per-second": "--download-limit",
 }
 """Name of a value in a `ConfigError` -> the option that sets it."""
 
@@ -81,11 +83,21 @@ def join(
     checkpoint_every: options.CheckpointEveryOption = None,
     disk_limit: options.DiskLimitOption = None,
     bandwidth: options.BandwidthOption = None,
+    upload_limit: options.UploadLimitOption = None,
+    download_limit: options.DownloadLimitOption = None,
+    quota: options.QuotaOption = None,
+    relay: options.RelayOption = None,
     device: options.DeviceOption = None,
     threads: options.ThreadsOption = None,
     nice: options.NiceOption = None,
     precision: options.PrecisionOption = None,
     data: options.DataOption = None,
+    hours: options.HoursOption = None,
+    on_battery: options.OnBatteryOption = None,
+    on_metered: options.OnMeteredOption = None,
+    on_low_memory: options.OnLowMemoryOption = None,
+    when_in_use: options.WhenInUseOption = None,
+    when_busy: options.WhenBusyOption = None,
     page: options.PageOption = None,
     page_port: options.PagePortOption = None,
     nickname: options.NicknameOption = None,
@@ -168,6 +180,47 @@ def finish(state_dir: options.RunningPeerOption = None) -> int:
     return 0
 
 
+@app.command()
+def pause(
+    state_dir: options.RunningPeerOption = None,
+    duration: Annotated[
+        str | None,
+        typer.Option("--for", metavar="TIME", help="How long, as in 45m, 1h or 1h30m.", show_default=False),
+    ] = None,
+    until: Annotated[
+        str | None,
+        typer.Option(metavar="HH:MM", help="Until that time of day, today or tomorrow.", show_default=False),
+    ] = None,
+    after_round: Annotated[
+        bool, typer.Option("--after-round", help="Finish the present round first, as Folding@home's Finish does.")
+    ] = False,
+) -> int:
+    """Let a running peer pause, until `resume` if no time is given. It stays, and the others do not wait for it."""
+    from node.cli.times import end_of_pause
+
+    line = asking.pause(state_dir, end_of_pause(duration, until), after_round)
+    print(line, file=sys.stderr)
+    return 0
+
+
+@app.command()
+def resume(state_dir: options.RunningPeerOption = None) -> int:
+    """Let a paused peer work again."""
+    print(asking.resume(state_dir), file=sys.stderr)
+    return 0
+
+
+@app.command(name="set")
+def set_setting(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="upload-limit or download-limit.")],
+    value: Annotated[str, typer.Argument(metavar="VALUE", help="As for the option of join; off for none.")],
+    state_dir: options.RunningPeerOption = None,
+) -> int:
+    """Change a setting of a running peer, also for its later starts."""
+    print(asking.change(state_dir, name, _in_megabytes(value)), file=sys.stderr)
+    return 0
+
+
 # -- join -------------------------------------------------------------------------------------------------------------
 
 
@@ -177,13 +230,25 @@ def _join(given: dict[str, Any]) -> int:
         given["bandwidth_bytes_per_second"] = 1e6 * given.pop("bandwidth")
     if "disk_limit" in given:
         given["disk_limit_bytes"] = 1e9 * given.pop("disk_limit")
+    for name in ("upload_limit", "download_limit"):
+        if name in given:
+            given[f"{name}_bytes_per_second"] = _in_megabytes(given.pop(name))
     from node.config.peer_config import load_peer
+    from node.config.settings_file import with_kept
 
     with _name_options():
         config = load_peer(given, os.environ, of_run.get("run"))
         with _claim_state_dir(config.state_dir) as state_dir:
-            config, run = _resolve_run(replace(config, state_dir=state_dir), of_run, state_dir)
+            config, lines = with_kept(replace(config, state_dir=state_dir), state_dir)
+            for line in lines:
+                print(f"starling: {line}", file=sys.stderr)
+            config, run = _resolve_run(config, of_run, state_dir)
             return _run_peer(config, run)
+
+
+def _in_megabytes(text: str) -> str:
+    """A rate from the command line, where a number without a unit means megabytes."""
+    return f"{text}MB" if text.replace(".", "", 1).isdecimal() else text
 
 
 @contextmanager

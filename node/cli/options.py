@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-RUN, MACHINE, SHOWN = "The run", "This machine", "Output"
+RUN, MACHINE, PAUSES, SHOWN = "The run", "This machine", "Pauses", "Output"
 
 
 def option(panel: str, text: str, *names: str, **more: Any) -> Any:
@@ -155,6 +155,27 @@ BandwidthOption = Annotated[
     float | None,
     option(MACHINE, "Upload rate of this machine in megabytes per second. Default: 12.5.", min=0.001, metavar="MB/S"),
 ]
+UploadLimitOption = Annotated[
+    str | None,
+    option(MACHINE, "Send at most this much per second: megabytes, or with a unit, like 800kB.", metavar="MB/S"),
+]
+DownloadLimitOption = Annotated[
+    str | None,
+    option(MACHINE, "Take at most this much per second: megabytes, or with a unit, like 800kB.", metavar="MB/S"),
+]
+QuotaOption = Annotated[
+    str | None,
+    option(MACHINE, "Send and take at most this much in a day, week or month: 50GB/month.", metavar="SIZE/PERIOD"),
+]
+RelayOption = Annotated[
+    bool | None,
+    option(
+        MACHINE,
+        "Let others talk through this peer; no limit counts these bytes. Default: --relay, but with a limit or a quota "
+        "--no-relay.",
+        "--relay/--no-relay",
+    ),
+]
 DeviceOption = Annotated[
     str | None, option(MACHINE, "Where to train: auto (the default), cpu, cuda or mps.", metavar="NAME")
 ]
@@ -182,6 +203,34 @@ DataOption = Annotated[
         "Text to train on: a file or a folder. Default: the source of Python's standard library.",
         metavar="PATH",
         parser=place,
+    ),
+]
+HoursOption = Annotated[
+    list[str] | None,
+    option(
+        PAUSES,
+        "Hours of the week in which this peer trains, such as 'mon-fri 18:00-08:00' or 'sat-sun'; repeatable. "
+        "Default: always.",
+        metavar="HOURS",
+    ),
+]
+OnBatteryOption = Annotated[str | None, option(PAUSES, "On battery: pause (the default) or ignore it.", metavar="WHAT")]
+OnMeteredOption = Annotated[
+    str | None, option(PAUSES, "On a metered network: pause (the default) or ignore it.", metavar="WHAT")
+]
+OnLowMemoryOption = Annotated[
+    str | None, option(PAUSES, "When memory is short: pause (the default) or ignore it.", metavar="WHAT")
+]
+WhenInUseOption = Annotated[
+    str | None,
+    option(PAUSES, "While somebody uses the keyboard or the mouse: pause, or ignore it (the default).", metavar="WHAT"),
+]
+WhenBusyOption = Annotated[
+    str | None,
+    option(
+        PAUSES,
+        "While other programs keep a quarter of the processor busy: pause, or ignore it (the default).",
+        metavar="WHAT",
     ),
 ]
 PageOption = Annotated[

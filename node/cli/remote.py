@@ -11,7 +11,7 @@ from typing import Any
 
 import typer
 
-from node.reporting.status import Status, join_command, parse, who_joins
+from node.reporting.status import Status, join_command, parse, printable, who_joins
 
 ASK_SECONDS = 5.0
 MAX_ADDRESSES = 64
@@ -90,6 +90,44 @@ async def _page(state_dir: Path | None) -> str:
     return read_link(directory) or ""
 
 
+def pause(state_dir: Path | None, until: float | None, after_round: bool) -> str:
+    """Ask a peer on this machine to pause. Returns its answer, one line.
+
+    Args:
+        until: wall clock; None: until it is asked to resume.
+
+    Raises:
+        CommandError, PeerUnreachable: as for `status`.
+    """
+    answer = asyncio.run(_ask(state_dir, "pause", until=until, after_round=after_round))
+    if not answer.get("ok"):
+        raise CommandError(printable(str(answer.get("line", "it does not pause"))))
+    return printable(str(answer.get("line", "")))
+
+
+def resume(state_dir: Path | None) -> str:
+    """Ask a peer on this machine to work again. Returns its answer, one line.
+
+    Raises:
+        CommandError, PeerUnreachable: as for `status`.
+    """
+    return printable(str(asyncio.run(_ask(state_dir, "resume")).get("line", "")))
+
+
+def change(state_dir: Path | None, name: str, value: str) -> str:
+    """Ask a peer on this machine to change a setting. Returns its answer, one line.
+
+    Raises:
+        CommandError: it refuses, or as for `status`.
+        PeerUnreachable: as for `status`.
+    """
+    answer = asyncio.run(_ask(state_dir, "set", name=name, value=value))
+    line = printable(str(answer.get("line", "")))
+    if answer.get("ok") is not True:
+        raise CommandError(line)
+    return line
+
+
 def show(shown: Status) -> None:
     """Print a status in readable form."""
     from rich.console import Console
@@ -103,12 +141,12 @@ def show(shown: Status) -> None:
         print(f"\n{who_joins(where)}\n{line}")
 
 
-async def _ask(state_dir: Path | None, what: str) -> dict[str, Any]:
+async def _ask(state_dir: Path | None, what: str, **values: object) -> dict[str, Any]:
     from node.ui.control import ControlUnavailable, ask
 
     deadline = asyncio.get_running_loop().time() + ASK_SECONDS
     try:
-        return await ask(state_dir or await _only_running(deadline), what, deadline)
+        return await ask(state_dir or await _only_running(deadline), what, deadline, **values)
     except (ControlUnavailable, OSError) as error:
         raise PeerUnreachable(str(error)) from None
 

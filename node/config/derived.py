@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import hashlib
+import math
+from collections.abc import Callable
 from pathlib import Path
 
 from node.config.manifest import Manifest
-from node.config.peer_config import PeerConfig
+from node.config.peer_config import DEFAULT_BANDWIDTH, PeerConfig
 from node.config.run_config import RunConfig
+from node.config.sizes import megabytes
+from node.config.toml import ConfigError
+from node.machine.hours import WeeklyHours
+from node.machine.rules import MachineRules
 from node.runtime.metrics import workers_here
 from node.tasks.spec import GptValues, OwnValues, PacedValues, StageValues, Values, WorkerSpec
+from protocols.allreduce.claims import cost_seconds, least_claim
 from protocols.base import Member, Settings
+from protocols.codec import codec
+from protocols.wire import MAX_ROSTER
 
 KEEP_ROUNDS = 4
 """Rounds whose reduced parts stay in memory for members that missed them. A member further behind uses state sync."""
@@ -42,14 +51,25 @@ def worker_spec(
     )
 
 
-def protocol_settings(manifest: Manifest, mine: PeerConfig, incarnation: int, stage: int = 0) -> Settings:
-    """Settings of the run's averaging protocol, or of its stage's, for this incarnation of this peer."""
+def protocol_settings(
+    manifest: Manifest,
+    mine: PeerConfig,
+    incarnation: int,
+    stage: int = 0,
+    bandwidth_limit: Callable[[], float] = lambda: math.inf,
+) -> Settings:
+    """Settings of the run's averaging protocol, or of its stage's, for this incarnation of this peer.
+
+    Args:
+        bandwidth_limit: returns what this peer may send, bytes/s.
+    """
     config = manifest.config
     return Settings(
         codec=config.codec,
         elements=manifest.elements_of(stage),
         chunk_elements=config.chunk_elements,
         bandwidth=mine.bandwidth_bytes_per_second,
+        bandwidth_limit=bandwidth_limit,
         incarnation=incarnation,
         keep_rounds=KEEP_ROUNDS,
         fork_peers=config.fork_peers,
@@ -57,6 +77,37 @@ def protocol_settings(manifest: Manifest, mine: PeerConfig, incarnation: int, st
         schedule=config.schedule or "random",
         digest=config.digest or "sha256",
     )
+
+
+def vector_bytes(manifest: Manifest, stage: int = 0) -> int:
+    """Bytes of what a peer sends in a round, encoded."""
+    return codec(manifest.config.codec).encoded_bytes(max(manifest.elements_of(stage)))
+
+
+def require_bearable(manifest: Manifest, mine: PeerConfig, stage: int = 0) -> None:
+    """Refuse a limit with which this peer would be late in each round, and make all others wait.
+
+    What the others declare is not known yet: they are taken to have the default bandwidth.
+
+    Raises:
+        ConfigError: a limit is too low for this run; the message has the figures.
+    """
+    claim, size = mine.claim_bytes_per_second, vector_bytes(manifest, stage)
+    least, seconds = least_claim(size, DEFAULT_BANDWIDTH)
+    if claim >= min(least, mine.bandwidth_bytes_per_second):
+        return
+    which = "upload" if mine.upload_limit_bytes_per_second == claim else "download"
+    wish = f"give --{which}-limit {1.005 * least / 1e6:.3g} or more, or none"
+    raise ConfigError(
+        f"the {which} limit of {megabytes(claim)}/s is too low for this run: a round's {megabytes(size)} would take "
+        f"{size / claim:.0f} s, and others wait {seconds:.0f} s at most: {wish}"
+    )
+
+
+def cap_cost_seconds(manifest: Manifest, mine: PeerConfig, members: int, stage: int = 0) -> float:
+    """About how much longer a round takes with this peer's limits, if the others send as fast as it could."""
+    size, declared = vector_bytes(manifest, stage), mine.bandwidth_bytes_per_second
+    return cost_seconds(mine.claim_bytes_per_second, declared, size, min(members, MAX_ROSTER))
 
 
 def stage_values(config: RunConfig, bounds: tuple[int, ...], elements: int, number: int, me: Member) -> StageValues:
@@ -67,6 +118,18 @@ def stage_values(config: RunConfig, bounds: tuple[int, ...], elements: int, numb
         number: of the stage.
     """
     return StageValues(number, bounds, config.activation_codec, elements, f"{me.peer}/{me.incarnation}")
+
+
+def machine_rules(mine: PeerConfig) -> MachineRules:
+    """When this machine pauses."""
+    return MachineRules(
+        hours=tuple(map(WeeklyHours.parse, mine.hours)),
+        battery=mine.on_battery == "pause",
+        metered=mine.on_metered == "pause",
+        memory=mine.on_low_memory == "pause",
+        in_use=mine.when_in_use == "pause",
+        busy=mine.when_busy == "pause",
+    )
 
 
 def stream_seed(me: Member) -> int:

@@ -18,8 +18,10 @@ from multiaddr.exceptions import StringParseError  # type: ignore[import-untyped
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
+from node.config import sizes
 from node.config.toml import ConfigError, check_keys, one_line, read_toml, shown, suggestion
 from node.direct.messages import MAX_PORT, MIN_PORT
+from node.machine.hours import WeeklyHours
 from node.membership.hello import MAX_ADDRESS_CHARACTERS
 from protocols.scopes import MAX_STAGES
 from protocols.wire import MAX_ROSTER
@@ -28,6 +30,7 @@ PREFIX = "NODE_"
 _NOT_OURS = re.compile("NODE_(ENV|OPTIONS|PATH|VERSION|HOME|DEBUG|EXTRA_CA_CERTS|TLS_.*|NAME|IP|LABELS|RANK)")
 """Variables of Node.js, Kubernetes, Jenkins and torch's launchers."""
 DEFAULT_NICE = 10
+DEFAULT_BANDWIDTH = 12.5e6
 _PLACE = "/ip4/192.0.2.7/tcp/31337"
 _EXAMPLE = f"{_PLACE}/p2p/12D3Koo…"
 _CODEPOINT = re.compile(r"Codepoint U\+([0-9A-F]{4,6})")
@@ -145,10 +148,28 @@ def _direct_port(value: object) -> object:
     return value
 
 
+def _split_hours(value: object) -> object:
+    """Split at semicolons, because days are separated by commas."""
+    return tuple(part.strip() for part in value.split(";") if part.strip()) if isinstance(value, str) else value
+
+
+def _hours(text: str) -> str:
+    WeeklyHours.parse(text)
+    return text
+
+
 def _page_host(text: str) -> str:
     if not re.fullmatch(r"[\w.-]{1,253}(:\d{1,5})?", text):
         raise ValueError(f"{text[:60]!r} is not the name of a host, such as box.example.net or box.example.net:8443")
     return text.lower()
+
+
+def _rate(value: object) -> object:
+    return None if value is None else sizes.rate(value)
+
+
+def _quota(value: object) -> object:
+    return None if value is None else sizes.quota(value)
 
 
 def _run_id(text: str) -> str:
@@ -194,11 +215,21 @@ class PeerConfig:
         data: text file or folder to train on; None: the standard library's source.
         nickname: name under which other peers show this one.
         bandwidth_bytes_per_second: upload rate of this machine, in bytes per second.
+        upload_limit_bytes_per_second: most bytes per second that this peer sends; None: no limit.
+        download_limit_bytes_per_second: most bytes per second that this peer takes; None: no limit.
+        quota: most bytes that this peer sends and takes in a period, like 50GB/month, /week or /day; None: no limit.
+        relay: whether others may talk through this peer, which no limit counts; None: only without limits and quota.
         wait_for_peers: peers that must be there, this one included, before a new run's first round begins.
         nat: whether to map ports at the router and use relays.
         direct_port: TCP port on which this peer takes bulk data, 0 for any free one, or off: all data goes over libp2p.
         checkpoint_every: rounds between two checkpoints.
         disk_limit_bytes: disk space that checkpoints may take, in bytes.
+        hours: hours of the week in which this peer may train, such as "mon-fri 18:00-08:00" or "sat-sun", separated by
+            semicolons in one text; empty: always.
+        on_battery, on_metered, on_low_memory: what to do on battery, on a metered network and when memory is short:
+            pause or ignore it.
+        when_in_use: what to do while somebody uses the keyboard or the mouse: pause or ignore it.
+        when_busy: what to do while other programs keep a quarter of the processor busy: pause or ignore it.
         page: whether to serve a web page of this peer, on this machine only, and metrics for Prometheus.
         page_port: TCP port of the page; if it is taken, the next free one.
         page_hosts: further host names to which the page answers, for a proxy of one's own in front of it.
@@ -225,12 +256,22 @@ class PeerConfig:
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
     data: Annotated[Path, AfterValidator(_home)] | None = None
     nickname: Annotated[str, AfterValidator(_nickname)] = ""
-    bandwidth_bytes_per_second: float = Field(default=12.5e6, gt=0, le=1e12)
+    bandwidth_bytes_per_second: float = Field(default=DEFAULT_BANDWIDTH, gt=0, le=1e12)
+    upload_limit_bytes_per_second: Annotated[float | None, BeforeValidator(_rate)] = None
+    download_limit_bytes_per_second: Annotated[float | None, BeforeValidator(_rate)] = None
+    quota: Annotated[str | None, BeforeValidator(_quota)] = None
+    relay: bool | None = None
     wait_for_peers: int = Field(default=1, ge=1, le=MAX_ROSTER)
     nat: bool = True
     direct_port: Annotated[Literal["off"] | int, BeforeValidator(_direct_port)] = 0
     checkpoint_every: int = Field(default=5, ge=1, le=1000)
     disk_limit_bytes: float = Field(default=20e9, gt=0, le=1e15)
+    hours: Annotated[tuple[Annotated[str, AfterValidator(_hours)], ...], BeforeValidator(_split_hours)] = ()
+    on_battery: Literal["pause", "ignore"] = "pause"
+    on_metered: Literal["pause", "ignore"] = "pause"
+    on_low_memory: Literal["pause", "ignore"] = "pause"
+    when_in_use: Literal["pause", "ignore"] = "ignore"
+    when_busy: Literal["pause", "ignore"] = "ignore"
     page: bool = False
     page_port: int = Field(default=7717, ge=MIN_PORT, le=MAX_PORT)
     page_hosts: Annotated[tuple[Annotated[str, AfterValidator(_page_host)], ...], BeforeValidator(_split)] = ()
@@ -240,11 +281,24 @@ class PeerConfig:
     consent: str | None = None
     origins: Mapping[str, str] = Field(default_factory=dict)
 
+    @property
+    def claim_bytes_per_second(self) -> float:
+        """What this peer declares to the run as its bandwidth: no more than its limits allow."""
+        limits = (self.upload_limit_bytes_per_second, self.download_limit_bytes_per_second)
+        return min((self.bandwidth_bytes_per_second, *(each for each in limits if each is not None)))
+
+    @property
+    def relays(self) -> bool:
+        """Whether others may talk through this peer."""
+        limits = (self.upload_limit_bytes_per_second, self.download_limit_bytes_per_second, self.quota)
+        return self.nat and (self.relay if self.relay is not None else not any(limits))
+
 
 _PEER = TypeAdapter(PeerConfig)
 _OF_THE_MACHINE = (
     "device", "threads", "nice", "precision", "data", "bandwidth_bytes_per_second", "checkpoint_every",
-    "disk_limit_bytes", "log_level",
+    "disk_limit_bytes", "hours", "on_battery", "on_metered", "on_low_memory", "when_in_use", "when_busy", "log_level",
+    "upload_limit_bytes_per_second", "download_limit_bytes_per_second", "relay",
 )  # fmt: skip
 KEYS = tuple(field.name for field in fields(PeerConfig) if field.name not in ("consent", "origins"))
 _OF_JOINERS = ("bootstrap", "run_id", "stage")

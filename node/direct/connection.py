@@ -14,7 +14,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from node.direct.records import LENGTH_BYTES, OVERHEAD_BYTES, RECORD_BYTES, RecordError, RecordOpener, RecordSealer
-from node.network.byte_meter import UNCOUNTED
+from node.network.traffic import UNLIMITED
 from protocols.base import Buffer
 
 _STRETCH_BYTES, _CALL_BYTES = 128 << 10, 4 << 10
@@ -63,14 +63,16 @@ class DirectConnection:
         closed: the connection is gone.
         failure: the error that ended it; None if it is open, or was aborted.
         on_closed: called once, when the connection is closed.
-        counter: counts the bytes of the present stream.
+        traffic: counts the bytes of the present stream, and caps them.
+        moved_bytes: bytes written and read so far.
     """
 
     def __init__(self, sock: socket.socket, codecs: tuple[RecordSealer, RecordOpener]) -> None:
         self.peer_ended = self.closed = False
         self.failure: OSError | None = None
         self.on_closed: Callable[[], None] = lambda: None
-        self.counter = UNCOUNTED
+        self.traffic = UNLIMITED
+        self.moved_bytes = 0
         self._socket, self._descriptor = sock, sock.fileno()
         self._sealer, self._opener = codecs
         self._loop = asyncio.get_running_loop()
@@ -88,9 +90,12 @@ class DirectConnection:
         Raises:
             OSError: the connection is gone.
         """
-        view = memoryview(data).cast("B")
-        for start in range(0, len(view), RECORD_BYTES):
-            await self._write_record(view[start : start + RECORD_BYTES])
+        view, start = memoryview(data).cast("B"), 0
+        while start < len(view):
+            piece = view[start : start + min(RECORD_BYTES, self.traffic.upload_piece)]
+            await self.traffic.may_send(len(piece))
+            start += len(piece)
+            await self._write_record(piece)
 
     async def end(self) -> None:
         """End the present stream: the other side reads the end after all data."""
@@ -206,7 +211,8 @@ class DirectConnection:
             except OSError as error:
                 raise self._failed(error) from None
             sent += count
-            self.counter.sent(count)
+            self.moved_bytes += count
+            self.traffic.sent(count)
         await self._give_way(size, writing=True)
 
     async def _read_some(self, into: memoryview) -> int:
@@ -253,7 +259,8 @@ class DirectConnection:
         while self._have < need:
             self._require_open()
             try:
-                count = self._socket.recv_into(self._in[self._have : need + LENGTH_BYTES])
+                most = min(need + LENGTH_BYTES, self._have + self.traffic.download_piece)
+                count = self._socket.recv_into(self._in[self._have : most])
             except (BlockingIOError, InterruptedError):
                 await self._ready(writing=False)
                 continue
@@ -262,7 +269,9 @@ class DirectConnection:
             if not count:
                 raise EOFError("broken off")
             self._have += count
-            self.counter.received(count)
+            self.moved_bytes += count
+            self.traffic.received(count)
+            await self.traffic.may_receive(count, max(0, need - self._have))
             await self._give_way(count, writing=False)
 
     def _require_open(self) -> None:

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 
 from node.direct.connection import DirectConnection
-from node.network.byte_meter import StreamCounter
+from node.network.traffic import StreamTraffic
 from protocols.base import Buffer
 
 _DISCARD_BYTES = 16 << 20
@@ -23,9 +23,14 @@ class DirectPipe:
         self._connection, self._on_free = connection, on_free
         self._over = False
 
-    def count_with(self, counter: StreamCounter) -> None:
-        """Count what is written and read from now on with `counter`."""
-        self._connection.counter = counter
+    @property
+    def moved_bytes(self) -> int:
+        """Bytes written and read so far, on this stream and those before it."""
+        return self._connection.moved_bytes
+
+    def belong_to(self, traffic: StreamTraffic) -> None:
+        """Count what is written and read from now on as `traffic`, and wait for its caps."""
+        self._connection.traffic = traffic
 
     async def write(self, data: Buffer) -> None:
         """Pass `data` to the kernel. On failure or cancellation, abort, so that none is sent later.

@@ -11,11 +11,10 @@ from protocols import wire
 from protocols.base import BadPayload
 from protocols.consensus import record as records
 from protocols.consensus.messages import Certificate
-from protocols.consensus.record import Kind
 
 
 def trained_rounds(directory: Path, checkpoint: Checkpoint) -> int:
-    """Count the rounds before a checkpoint, without FORKs in which nothing was trained, as `Chain.trained` does.
+    """Count the rounds before a checkpoint, without those for which nothing was trained, as `Chain.trained` does.
 
     It reads the chain in a peer's state directory and verifies no votes. If that chain does not lead to the
     checkpoint, or cannot be read, all rounds count.
@@ -25,7 +24,7 @@ def trained_rounds(directory: Path, checkpoint: Checkpoint) -> int:
         for encoded in islice(stored(directory / "certificates.bin"), checkpoint.round):
             certificate = wire.expect(wire.decode(encoded), Certificate)
             record = records.decode(certificate.record)
-            idle += record.kind == Kind.FORK and not record.averaged
+            idle += record.idle
             lineage = records.lineage(certificate.record)
     except (OSError, BadPayload, ValueError):
         return checkpoint.round

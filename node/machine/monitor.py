@@ -25,7 +25,11 @@ class MachineMonitor:
     """
 
     def __init__(
-        self, rules: MachineRules, compute: Compute, on_wish: Callable[[Wish], None], quota_is_spent: Callable[[], bool]
+        self,
+        rules: MachineRules,
+        compute: Compute,
+        on_wish: Callable[[Wish], None],
+        quota_is_spent: Callable[[], bool] = lambda: False,
     ) -> None:
         """
         Args:

@@ -82,7 +82,7 @@ class MachineRules:
 
     Attributes:
         hours: the peer is away outside of these; empty: it may always work.
-        battery, metered: whether it is away on battery, and on a metered network.
+        battery, metered, memory: whether it is away on battery, on a metered network, and when memory is short.
         in_use: whether it rests while somebody uses the keyboard or the mouse.
         busy: whether it rests while other programs keep a quarter of the processor busy.
     """
@@ -90,6 +90,7 @@ class MachineRules:
     hours: tuple[WeeklyHours, ...] = ()
     battery: bool = True
     metered: bool = True
+    memory: bool = True
     in_use: bool = False
     busy: bool = False
 
@@ -129,7 +130,7 @@ class MachinePolicy:
             now: in seconds, of a clock that does not jump.
         """
         rules = self._rules
-        memory = self._memory.see(_is_short_of_memory(readings), now)
+        memory = self._memory.see(rules.memory and _is_short_of_memory(readings), now)
         heat = self._heat.see(self._is_hot(readings), now)
         battery = self._battery.see(rules.battery and readings.on_battery is True, now)
         metered = self._metered.see(rules.metered and readings.is_metered is True, now)

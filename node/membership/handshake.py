@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from node.membership.failure_detector import PULSE_SECONDS
 from node.membership.hello import MAX_ADDRESSES, VERSION, Heartbeat, Hello, HelloRejected, StageSeat, signed_part
 from node.membership.peer_record import PeerRecord
+from node.outer.activity import Activity
 from protocols import wire
 from protocols.aio import peer_timeout, task_group
 from protocols.base import BadPayload, Clock, Member, PeerId, Signer, Stream
@@ -71,10 +72,14 @@ class HandshakeProtocol:
     Attributes:
         leaving: sent with each heartbeat: this peer is about to leave.
         sketch: sent with each heartbeat: the packed sketch of its parameters (`node.outer.sketch`), or empty.
+        activity: sent with each heartbeat.
+        on_heard: called after each heartbeat of a contact.
     """
 
     def __init__(self, local: LocalPeer, clock: Clock, signer: Signer) -> None:
         self.leaving, self.sketch = False, b""
+        self.activity = Activity.WORK
+        self.on_heard: Callable[[PeerRecord], None] = lambda contact: None
         self._local, self._clock, self._signer = local, clock, signer
         self._number = 0
 
@@ -99,7 +104,7 @@ class HandshakeProtocol:
     def _pulse(self, number: int) -> Heartbeat:
         rounds, rate = (stage.rounds, stage.rate) if (stage := self._local.stage) else (0, 0.0)
         wall, round_number = self._clock.wall(), self._local.round()
-        return Heartbeat(number, wall, round_number, self.leaving, self.sketch, rounds, rate)
+        return Heartbeat(number, wall, round_number, self.leaving, self.sketch, rounds, rate, self.activity.value)
 
     def check(self, peer: PeerId, hello: Hello) -> None:
         """Verify a peer's greeting.
@@ -158,6 +163,7 @@ class HandshakeProtocol:
         now = asyncio.get_running_loop().time()
         contact.suspicion.hear(now)
         contact.hear(echo)
+        self.on_heard(contact)
         contact.round_trip_seconds = now - began
         if contact.round_trip_seconds <= QUICK_SECONDS:
             contact.offset_seconds = echo.wall - (self._clock.wall() - contact.round_trip_seconds / 2)
@@ -172,6 +178,7 @@ class HandshakeProtocol:
             if contact.hello.nonce != hello.nonce:
                 return await stream.send(HelloRejected("another incarnation of it is known here", (contact.hello,)))
             contact.hear(pulse)
+            self.on_heard(contact)
             contact.called()
             await stream.send(self._pulse(pulse.number))
             await asyncio.sleep(GAP_SECONDS)

@@ -10,14 +10,14 @@ from protocols.base import Header, Member
 from protocols.scopes import MAX_STAGES
 from protocols.wire import blob, body, digest, flag, many, one, peer_id, real, register, some, text, uint
 
-HELLO = "starling/hello/2"
+HELLO = "starling/hello/3"
 ENTRY = "starling/entry/1"
 
-VERSION = 2
+VERSION = 3
 """Version of the messages, beside the version of the frames. Peers of different versions do not train together. The
 method's name changes with it, so that a greeting of another version is never decoded."""
-FORMER_HELLO = "starling/hello/1"
-"""Method by which peers of version 1 greet. The answer tells them to update."""
+FORMER_HELLOS = ("starling/hello/1", "starling/hello/2")
+"""Methods by which peers of versions 1 and 2 greet. The answer tells them to update."""
 ANY_STAGE = MAX_STAGES
 """In `WantStage`: the joiner leaves the choice to the others."""
 NO_STAGE = MAX_STAGES + 1
@@ -120,6 +120,7 @@ class Heartbeat(Header):
         sketch: of the sender's parameters, with independent state (`node.outer.sketch`); empty if there is none yet.
         rounds: of a peer of stage 0, training rounds that have ended at it; 0 otherwise.
         rate: microbatches/s that the sender can compute for its stage; 0 if it is not known yet, or without stages.
+        idle: 0 if the sender works, 1 if it rests, 2 if it is away (`node.outer.activity.Activity`).
     """
 
     number: int = uint(1 << 53)
@@ -129,6 +130,7 @@ class Heartbeat(Header):
     sketch: bytes = blob(MAX_SKETCH_BYTES)
     rounds: int = uint(1 << 40)
     rate: float = real(0, MAX_RATE)
+    idle: int = uint(2)
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from node.membership.addresses import sound
 from node.membership.failure_detector import FailureDetector
 from node.membership.handshake import DUPLICATE_IDENTITY, HandshakeProtocol, LocalPeer
 from node.membership.hello import (
-    FORMER_HELLO,
+    FORMER_HELLOS,
     HELLO,
     MAX_INTRODUCED,
     VERSION,
@@ -33,6 +33,7 @@ from node.membership.host_monitor import MAX_OFFSET_SECONDS, HostMonitor
 from node.membership.peer_record import MAX_FAILURES, PeerRecord
 from node.membership.peer_table import PeerTable
 from node.outer import sketch as sketches
+from node.outer.activity import Activity
 from node.outer.sketch import Sketch
 from node.runtime.bounded import count
 from protocols import wire
@@ -130,19 +131,22 @@ class Membership:
         self.host_monitor = HostMonitor(clock, local.addresses, callbacks.say)
         self._transport, self._local, self._dialing, self._callbacks = transport, local, dialing, callbacks
         self._handshake = HandshakeProtocol(local, clock, signer)
+        self._handshake.on_heard = self._on_heard
+        self._away: set[PeerId] = set()  # live, and away as they say
         self._contacts = PeerTable(local.me.peer, dialing.wanted, self._on_forget)
         self._changed = Notifier()
         self._group: asyncio.TaskGroup | None = None
         self._dials = asyncio.Semaphore(DIALS_AT_ONCE)
         self._introduced_dials = asyncio.Semaphore(INTRODUCED_DIALS_AT_ONCE)
         transport.serve(HELLO, self._serve)
-        transport.serve(FORMER_HELLO, self._refuse_former)
+        for method in FORMER_HELLOS:
+            transport.serve(method, self._refuse_former)
 
     # -- what others see ----------------------------------------------------------------------------------------------
 
     def live(self) -> tuple[Member, ...]:
-        """The live peers and this one, in the order of their ids."""
-        members = [contact.member for contact in self._contacts if contact.live and contact.member]
+        """The live peers that are not away, and this one, in the order of their ids."""
+        members = [contact.member for contact in self._contacts if contact.here and contact.member]
         return tuple(sorted((self._local.me, *members)))
 
     async def changed(self, since: int, deadline: Deadline) -> int:
@@ -156,8 +160,13 @@ class Membership:
         return tuple(self._contacts)
 
     def peers(self) -> list[PeerId]:
-        """All known peers that train the same parameters as this one, the live ones first: those of its stage."""
-        found = [contact.peer for contact in sorted(self._contacts, key=lambda each: not each.live)]
+        """All known peers that train the same parameters as this one: those of its stage.
+
+        The live ones come first. Those that are away serve a state only if nobody else is there.
+        """
+        here = any(contact.here for contact in self._contacts)
+        known = [contact for contact in self._contacts if not (here and contact.idle == Activity.AWAY)]
+        found = [contact.peer for contact in sorted(known, key=lambda each: not each.live)]
         if self._local.stage is None:
             return found
         return [peer for peer in found if self.stage_of(peer) == self._local.stage.stage]
@@ -173,12 +182,31 @@ class Membership:
     def compare(self, mine: Sketch) -> dict[PeerId, Sketch]:
         """From now on, send this sketch of our parameters; returns the latest sketch of each live peer."""
         self._handshake.sketch = sketches.pack(mine)
-        received = {each.peer: sketches.unpack(each.sketch) for each in self._contacts if each.live}
+        received = {each.peer: sketches.unpack(each.sketch) for each in self._contacts if each.here}
         return {peer: numbers for peer, numbers in received.items() if numbers}
 
     def rounds(self) -> dict[PeerId, int]:
-        """The round of each other peer that is live and does not leave, as that peer says."""
-        return {each.peer: each.round for each in self._contacts if each.live and not each.leaving}
+        """The round of each other peer that is live, and neither away nor leaves, as that peer says."""
+        return {each.peer: each.round for each in self._contacts if each.here and not each.leaving}
+
+    def announce_activity(self, activity: Activity) -> None:
+        """Tell all peers at once that this one works, rests or is away."""
+        self._handshake.activity = activity
+        if activity is Activity.AWAY:
+            self._handshake.sketch = b""  # an old one would raise everybody's spread
+        for contact in self._contacts:
+            contact.hurry.set()
+
+    def rests(self, peer: PeerId) -> bool:
+        """Whether a peer trains nothing for now, as it says; this peer, too."""
+        contact = self._contacts.get(peer)
+        activity = self._handshake.activity if peer == self._local.me.peer else contact.idle if contact else 0
+        return activity > Activity.WORK
+
+    def _on_heard(self, contact: PeerRecord) -> None:
+        if (contact.idle == Activity.AWAY) != (contact.peer in self._away):
+            self._away ^= {contact.peer}
+            self._bump()
 
     # -- stages: `protocols.pipeline.stages.StageDirectory` -----------------------------------------------------------
 
@@ -221,6 +249,7 @@ class Membership:
 
     def _on_forget(self, contact: PeerRecord) -> None:
         contact.hello = None
+        self._away.discard(contact.peer)
         if contact.task:
             contact.task.cancel()
 

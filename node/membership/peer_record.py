@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from node.membership.failure_detector import FailureDetector
 from node.membership.hello import Heartbeat, Hello
+from node.outer.activity import Activity
 from protocols.base import Member, PeerId
 
 AGAIN_SECONDS = 2.0
@@ -36,7 +37,7 @@ class PeerRecord:
         round_trip_seconds: of its last echo.
         round: number of its current round, as it says.
         sketch: packed sketch of its parameters, as received.
-        rounds, rate: as in its last `Heartbeat`.
+        rounds, rate, idle: as in its last `Heartbeat`.
         failures: attempts in a row that did not make it live.
         breaks: streams in a row that broke soon after a handshake.
         broke_rules: its present process broke a rule, or broke streams too often: not dialled before the pause is over.
@@ -62,6 +63,7 @@ class PeerRecord:
     sketch: bytes = b""
     rounds: int = 0
     rate: float = 0.0
+    idle: int = 0
     told_by: PeerId = ""
     failures: int = 0
     breaks: int = 0
@@ -79,7 +81,12 @@ class PeerRecord:
     def hear(self, heartbeat: Heartbeat) -> None:
         """Note what the peer says of itself with a heartbeat."""
         self.round, self.leaving, self.sketch = heartbeat.round, heartbeat.leaving, heartbeat.sketch
-        self.rounds, self.rate = heartbeat.rounds, heartbeat.rate
+        self.rounds, self.rate, self.idle = heartbeat.rounds, heartbeat.rate, heartbeat.idle
+
+    @property
+    def here(self) -> bool:
+        """Whether others may count on it: it is live, and not away."""
+        return self.live and self.idle < Activity.AWAY
 
     @property
     def stage(self) -> int | None:

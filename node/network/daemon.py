@@ -46,9 +46,19 @@ def binary() -> Path:
 
 
 def arguments(
-    control: Path, identity: Path, listen: Sequence[str], announce: Sequence[str] = (), nat: bool = False
+    control: Path,
+    identity: Path,
+    listen: Sequence[str],
+    announce: Sequence[str] = (),
+    nat: bool = False,
+    relay: bool = True,
 ) -> list[str]:
-    """p2pd's command line. It names no bootstrap peers, because p2pd exits if they are unreachable."""
+    """p2pd's command line. It names no bootstrap peers, because p2pd exits if they are unreachable.
+
+    Args:
+        nat: map ports, detect whether this peer is reachable, use relays.
+        relay: with `nat`: relay for others, too.
+    """
     traversal = int(nat)
     flags = {
         "listen": f"/unix{control}",
@@ -61,7 +71,7 @@ def arguments(
         "autonat": traversal,
         "relay": traversal,
         "autoRelay": traversal,
-        "relayService": traversal,
+        "relayService": int(nat and relay),
         "idleTimeout": "30s",
     }
     if announce:

@@ -30,13 +30,13 @@ from node.direct.link import Libp2pLink
 from node.direct.plane import DirectConfig, DirectPlane
 from node.direct.routes import Route, host_of, hosts_of
 from node.membership.addresses import BACKOFF, CROSSED, has_crossed, is_silent, meaning, missing, not_listening
-from node.network.byte_meter import ByteMeter
 from node.network.daemon import DaemonError, arguments, with_ports
 from node.network.daemon_connection import LINK_ERRORS, DaemonConnection
 from node.network.dns import stands_for
 from node.network.pipe import SocketPipe
 from node.network.serving import EndingPipe, Serving
 from node.network.sockets import socket_directory
+from node.network.traffic import Traffic
 from node.runtime.bounded import renew
 from node.runtime.identity import Identity
 from protocols.base import Deadline, Handler, PeerGone, PeerId, PeerSilent, Stream
@@ -70,6 +70,7 @@ class LibP2PConfig:
         kept: `listening` of an earlier incarnation: ports that other peers may know, reused if they are free.
         announce: multiaddrs to announce instead of those that p2pd finds; they need fixed ports.
         nat: map ports on the router, detect whether this peer is reachable, use and serve relays; see above.
+        relay: with `nat`: serve as a relay, too. What p2pd relays is not counted, and under no cap.
         max_streams: number of incoming streams served at once.
         max_streams_per_peer: number of these from one peer.
         direct: settings of the direct data plane; None: all streams go over libp2p.
@@ -82,6 +83,7 @@ class LibP2PConfig:
     kept: tuple[str, ...] = ()
     announce: tuple[str, ...] = ()
     nat: bool = False
+    relay: bool = True
     max_streams: int = 1024
     max_streams_per_peer: int = 128
     direct: DirectConfig | None = None
@@ -95,15 +97,15 @@ class LibP2PTransport:
         me: this peer's id.
         restarts: how often p2pd died and was started again.
         refused: (peer, why) -> number of incoming streams rejected, or reset because they broke the rules.
-        meter: counts the bytes of all streams.
+        traffic: counts the bytes of all streams, and caps them.
     """
 
-    def __init__(self, config: LibP2PConfig, meter: ByteMeter | None = None) -> None:
+    def __init__(self, config: LibP2PConfig, traffic: Traffic | None = None) -> None:
         self.me: PeerId = config.identity.peer_id
         self.restarts = 0
         self._config = config
-        self.meter = meter or ByteMeter()
-        self._serving = Serving(config.max_streams, config.max_streams_per_peer, self.meter)
+        self.traffic = traffic or Traffic()
+        self._serving = Serving(config.max_streams, config.max_streams_per_peer, self.traffic)
         self.refused: Counter[tuple[PeerId, str]] = self._serving.refused
         self._listen = config.listen
         self._directory = Path()
@@ -347,7 +349,7 @@ class LibP2PTransport:
 
     async def _launch(self, listen: Sequence[str]) -> DaemonConnection:
         config, control = self._config, self._directory / "control"
-        command = arguments(control, config.identity.path, listen, config.announce, config.nat)
+        command = arguments(control, config.identity.path, listen, config.announce, config.nat, config.relay)
         self._link = await DaemonConnection.start(command, control, self.me, self._incoming)
         return self._link
 

@@ -12,7 +12,7 @@ import asyncio
 from contextlib import suppress
 from typing import cast
 
-from node.network.byte_meter import UNCOUNTED, StreamCounter
+from node.network.traffic import UNLIMITED, StreamTraffic
 from protocols.base import Buffer
 
 PIECE_BYTES = 1 << 20
@@ -23,7 +23,11 @@ _RESET_SECONDS = 0.1
 
 
 class SocketPipe:
-    """Bytes to and from one peer. Buffers are bounded: unread bytes by the reader's limit, unsent ones by one piece."""
+    """Bytes to and from one peer. Buffers are bounded: unread bytes by the reader's limit, unsent ones by one piece.
+
+    Attributes:
+        moved_bytes: bytes written and read so far.
+    """
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
@@ -32,13 +36,14 @@ class SocketPipe:
         self._left = 0
         self._received = 0
         self._ended = False
-        self._counter = UNCOUNTED
+        self._traffic = UNLIMITED
+        self.moved_bytes = 0
         # `drain` returns when the kernel has all bytes. Until then the caller must not change its buffer.
         self._transport.set_write_buffer_limits(high=0)
 
-    def count_with(self, counter: StreamCounter) -> None:
-        """Count what is written and read from now on with `counter`."""
-        self._counter = counter
+    def belong_to(self, traffic: StreamTraffic) -> None:
+        """Count what is written and read from now on as `traffic`, and wait for its caps."""
+        self._traffic = traffic
 
     async def write(self, data: Buffer) -> None:
         """Pass `data` to the kernel, without a copy. On failure or cancellation, abort, so that none is sent later.
@@ -46,10 +51,12 @@ class SocketPipe:
         Raises:
             OSError: the stream is closed.
         """
-        view = memoryview(data).cast("B")
+        view, start = memoryview(data).cast("B"), 0
         try:
-            for start in range(0, len(view), PIECE_BYTES):
-                piece = view[start : start + PIECE_BYTES]
+            while start < len(view):
+                piece = view[start : start + min(PIECE_BYTES, self._traffic.upload_piece)]
+                await self._traffic.may_send(len(piece))
+                start += len(piece)
                 await self._write_raw(len(piece).to_bytes(_LENGTH_BYTES, "big"), piece)
         except BaseException:
             self.abort()
@@ -111,18 +118,22 @@ class SocketPipe:
             raise ConnectionResetError("closed")
         for part in parts:  # not writelines: in some versions of Python it does not make drain wait
             self._writer.write(part)
-            self._counter.sent(len(part))
+            self._traffic.sent(len(part))
+            self.moved_bytes += len(part)
         await self._writer.drain()
 
     async def _read_some(self, at_most: int) -> bytes:
         if not self._left:
             self._left = await self._next_piece()
-        data = await self._reader.read(min(self._left, at_most, PIECE_BYTES))
+        wanted = min(self._left, at_most)
+        data = await self._reader.read(min(wanted, PIECE_BYTES, self._traffic.download_piece))
         if not data:
             raise EOFError("broken off")
         self._left -= len(data)
         self._received += len(data)
-        self._counter.received(len(data))
+        self.moved_bytes += len(data)
+        self._traffic.received(len(data))
+        await self._traffic.may_receive(len(data), wanted - len(data))
         return data
 
     async def _next_piece(self) -> int:
@@ -131,7 +142,7 @@ class SocketPipe:
                 size = int.from_bytes(await self._reader.readexactly(_LENGTH_BYTES), "big")
             except asyncio.IncompleteReadError:
                 raise EOFError("broken off") from None
-            self._counter.received(_LENGTH_BYTES)
+            self._traffic.received(_LENGTH_BYTES)
             if size:
                 return size
             self._ended = True

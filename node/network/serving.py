@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Coroutine
 from typing import Any, Protocol
 
-from node.network.byte_meter import ByteMeter, StreamCounter
+from node.network.traffic import StreamTraffic, Traffic
 from node.runtime.bounded import count
 from protocols.base import BadPayload, Handler, PeerError, PeerId, Stream
 from protocols.framing import Pipe, accepted
@@ -28,8 +28,8 @@ _FAREWELL_SECONDS = 1.0
 class EndingPipe(Pipe, Protocol):
     """A pipe with an end."""
 
-    def count_with(self, counter: StreamCounter) -> None:
-        """Count what is written and read from now on with `counter`."""
+    def belong_to(self, traffic: StreamTraffic) -> None:
+        """Count what is written and read from now on as `traffic`, and wait for its caps."""
 
     async def close(self, seconds: float) -> None:
         """End the stream in order: all data sent has arrived when the other side has ended it, too."""
@@ -42,15 +42,15 @@ class EndingPipe(Pipe, Protocol):
 
 
 class Serving:
-    """Opens and serves streams by their method, counts their bytes, and closes them in order.
+    """Opens and serves streams by their method, as their peer's traffic, and closes them in order.
 
     Attributes:
         refused: (peer, why) -> number of streams rejected, or reset for breaking the rules; the latest 1,024 pairs.
     """
 
-    def __init__(self, max_streams: int, max_streams_per_peer: int, meter: ByteMeter) -> None:
+    def __init__(self, max_streams: int, max_streams_per_peer: int, traffic: Traffic) -> None:
         self.refused: Counter[tuple[PeerId, str]] = Counter()
-        self._meter = meter
+        self._traffic = traffic
         self._max_streams = max_streams
         self._max_streams_per_peer = max_streams_per_peer
         self._handlers: dict[str, Handler] = {}
@@ -72,17 +72,18 @@ class Serving:
             OSError, EOFError: it did not accept. Only the method's name has been sent.
         """
         name = method.encode()
-        pipe.count_with(self._meter.stream(peer, method))
+        pipe.belong_to(self._traffic.stream(peer, ""))  # control traffic: a stream that has to wait would look dead
         try:
             await pipe.write(bytes((len(name),)) + name)
             await pipe.read_into(memoryview(bytearray(len(_ACCEPTED))))
+            pipe.belong_to(self._traffic.stream(peer, method))
         except BaseException:
             pipe.abort()
             raise
 
     def take(self, peer: PeerId, pipe: EndingPipe) -> None:
         """Serve an incoming stream, or abort it if too many are being served."""
-        pipe.count_with(self._meter.stream(peer, ""))  # its method is not known yet
+        pipe.belong_to(self._traffic.stream(peer, ""))  # its method is not known yet
         full = self._active.total() >= self._max_streams
         if self._closed or full or self._active[peer] >= self._max_streams_per_peer:
             self.refuse(peer, "too many streams")
@@ -167,8 +168,8 @@ class Serving:
                 if handler is None:
                     self.refuse(peer, "method not served")
                     return None
-                pipe.count_with(self._meter.stream(peer, method))
                 await pipe.write(_ACCEPTED)
+                pipe.belong_to(self._traffic.stream(peer, method))
         except (OSError, EOFError):  # TimeoutError is an OSError
             return None
         stream = await accepted(peer, pipe, _OPENING_SECONDS, self._on_bad)

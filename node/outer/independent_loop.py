@@ -14,6 +14,7 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from statistics import median_low
 
 from node.outer.closing import LOOK_SECONDS, SKETCH_SECONDS, ClosingPhase, ClosingResult, joined
 from node.outer.mixing import MixingStrategy, PullMixing, StateMixing
@@ -44,6 +45,8 @@ log = logging.getLogger(__name__)
 
 DRIFT_FACTOR = 10.0
 """Multiple of the spread limit. A peer that is further from the mean of all peers fetches another peer's state."""
+PARTING_SECONDS = 1.0
+"""A peer that pauses stays for so long after its round: with a barrier, others abort a round in which one is lost."""
 LATE_SHARE = 0.5
 """Share of a round's time limit. A peer that trained for longer had little or no time left to average."""
 
@@ -62,12 +65,14 @@ class IndependentOptions:
         spread_limit: largest accepted spread of the peers' parameters, as in reports.
         closing: runs the closing exchanges; None: the run ends with the last round.
         newcomer: the peer must fetch its first state, and must serve none before.
+        rounds: returns the round of each other peer that is here.
     """
 
     compare: Callable[[Sketch], Mapping[PeerId, Sketch]] = _no_sketches
     spread_limit: float = math.inf
     closing: ClosingPhase | None = None
     newcomer: bool = False
+    rounds: Callable[[], Mapping[PeerId, int]] = dict
 
 
 class IndependentOuterLoop(OuterLoop):
@@ -117,6 +122,25 @@ class IndependentOuterLoop(OuterLoop):
         """Whether this peer must fetch another peer's state. Until then it serves none."""
         return self.lacks_state or self.has_drifted
 
+    async def stay_away(self, until: Callable[[], bool]) -> None:
+        """As `OuterLoop.stay_away`. This peer then goes on in the round of those that have worked meanwhile.
+
+        Otherwise they would have to wait for it, where they average in rounds. After an absence the state is old, too:
+        this peer first fetches another's.
+        """
+        await asyncio.sleep(PARTING_SECONDS)
+        if until() or self.leaving:
+            return
+        await super().stay_away(until)
+        self.has_drifted |= self.activity.released and not self.leaving
+        if here := self._options.rounds().values():
+            self.chain.move_to(replace(self.key, round=max(self.key.round, median_low(here))))
+
+    @property
+    def holds_up_run(self) -> bool:
+        """Peers with independent state never wait for this one."""
+        return False
+
     def took_part(self, report: RoundReport) -> bool:
         """Whether the report is of a round, not of the fetching of another peer's state."""
         return report.outcome != Outcome.SUPERSEDED
@@ -159,6 +183,7 @@ class IndependentOuterLoop(OuterLoop):
             wall: returns the wall clock, in seconds.
         """
         key, watch, mixing = self.key, LapTimer(), self._mixing
+        self._begin_round(key.lineage)
         async with self.averager.enter(self.chain.head, watch.began + self._limit_seconds) as session:
             mixing.share(session)
             work, _ = await self._train(session, key, key.lineage, surplus=True)
@@ -229,7 +254,7 @@ class IndependentOuterLoop(OuterLoop):
         Only complete rounds count, not those that others cut short. Otherwise the limit of a peer that joins at the end
         of a round would be too short to average in any of the following rounds.
         """
-        if mean.outcome is Outcome.COMMITTED and work.complete:
+        if mean.outcome is Outcome.COMMITTED and work.complete and not self._rested:
             self._learn_limit(watch)
         elif watch.seconds["train"] > LATE_SHARE * self._limit_seconds:
             self._limit_seconds = min(FIRST_ROUND_LIMIT_SECONDS, 2 * self._limit_seconds)

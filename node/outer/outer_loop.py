@@ -14,6 +14,7 @@ from typing import ClassVar
 
 import torch
 
+from node.outer.activity import Activity, ActivitySwitch
 from node.outer.noloco import NoLoCo
 from node.outer.sgd import OuterSGD
 from node.reporting.report import LapTimer, RoundReport, TrainingDelta
@@ -40,6 +41,10 @@ FIRST_STEP_SECONDS = 2.0
 """Time that a leaving peer without any work waits for its first step, which it then contributes."""
 
 
+def _tell_nobody(activity: Activity) -> None:
+    """The default, for an outer loop whose pauses no other peer hears of."""
+
+
 def _ignore_progress(phase: str, work: LocalProgress) -> None:
     """The default, for an outer loop whose progress is not shown."""
 
@@ -55,6 +60,7 @@ class OuterLoopDeps:
         snapshots: keeps copies of the outer state, for this peer and for others; None: none are kept.
         checkpoints: writes the outer state to the disk, into the same `snapshots`; None: none are written.
         on_progress: called with `training` or `averaging` and the work of the round so far.
+        on_activity: tells the other peers whether this one works, rests or is away.
     """
 
     trainer: Trainer
@@ -63,6 +69,7 @@ class OuterLoopDeps:
     snapshots: Snapshots | None = None
     checkpoints: CheckpointManager | None = None
     on_progress: Callable[[str, LocalProgress], None] = _ignore_progress
+    on_activity: Callable[[Activity], None] = _tell_nobody
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +101,7 @@ class OuterLoop:
         me: this peer.
         state: outer parameters and momentum.
         leaving: whether this peer leaves. If so, the present round is its last, and ends as soon as possible.
+        activity: whether this peer has been asked to pause.
     """
 
     SHARES_ANCHOR: ClassVar[bool] = True
@@ -104,6 +112,11 @@ class OuterLoop:
         self.state = OuterState(deps.anchor, torch.zeros_like(deps.anchor), optimizer, deps.compute)
         self._compute, self._snapshots, self._checkpoints = deps.compute, deps.snapshots, deps.checkpoints
         self._on_progress = deps.on_progress
+        self._keeping = asyncio.Lock()
+        self.activity = ActivitySwitch(deps.on_activity)
+        self._departs = False  # an offer of this round says that it leaves the roster, to be away
+        self._parent = b""  # the lineage that the round under way extends
+        self._rested = False  # it has rested in this round
         self._waiting_for: Callable[[], Sequence[PeerId]] = tuple
         self._last_round = False
         self._may_leave_without_work = False
@@ -140,22 +153,62 @@ class OuterLoop:
 
     async def _keep(self, snapshots: Snapshots, key: RoundKey) -> None:
         """Keep the state as it stands, before the round of this key, if it is not kept yet."""
-        if snapshots.get(key.lineage):
-            return
-        if self._checkpoints:
-            await self._checkpoints.keep(self.state, key)
-        else:
-            await self.state.keep(snapshots, key)
+        async with self._keeping:  # the machine may be about to sleep just when a round begins
+            if snapshots.get(key.lineage):
+                return
+            if self._checkpoints:
+                await self._checkpoints.keep(self.state, key)
+            else:
+                await self.state.keep(snapshots, key)
 
     def leave(self) -> None:
         """Offer the work so far as final: this peer leaves when the round is over."""
         self.leaving = True
+        self._may_leave_without_work |= self.activity.pauses  # there will be no first step
         self._offer_again()
+        self.activity.wake()
         asyncio.get_running_loop().call_later(FIRST_STEP_SECONDS, self._leave_with_nothing)
 
     def _leave_with_nothing(self) -> None:
         self._may_leave_without_work = True
         self._offer_again()
+
+    def pause(self, wanted: Activity) -> None:
+        """Work, rest or be away from now on. Other peers do not wait for one that pauses, nor hurry for it.
+
+        A round under way goes on: the work so far counts in it, and a peer that is to be away leaves at its end.
+        """
+        self.activity.set(wanted)
+        self._rested |= self.activity.pauses
+        self.trainer.rest(self.activity.pauses)
+        self._offer_again()
+        self.activity.wake()
+
+    async def stay_away(self, until: Callable[[], bool]) -> None:
+        """Be away until a condition holds or this peer leaves, outside of any round.
+
+        If that is what was asked for, the worker ends, once there is a checkpoint.
+        """
+        activity = self.activity
+        activity.released = False
+        activity.tell(Activity.AWAY)
+        while not (until() or self.leaving):
+            if activity.wanted is Activity.AWAY and not activity.released:
+                await self.keep()
+                await self.trainer.release()
+                activity.released = True
+            wanted = activity.wanted
+            await activity.until(lambda: activity.wanted is not wanted or until() or self.leaving)  # noqa: B023 - awaited
+        activity.tell(min(activity.wanted, Activity.REST))
+
+    async def keep(self) -> None:
+        """Write a checkpoint of the state between two rounds, if this peer writes checkpoints."""
+        raise NotImplementedError
+
+    def _begin_round(self, parent: bytes) -> None:
+        """A round begins. What was said in the last one holds no longer, unless it is the same round again."""
+        self._departs &= parent == self._parent
+        self._parent, self._rested = parent, self.activity.pauses
 
     async def _train(
         self, session: AveragingSession, key: RoundKey, state_root: bytes, surplus: bool
@@ -187,8 +240,14 @@ class OuterLoop:
         """The work as offered to other members: with this peer's state root, and without tokens if it diverged."""
         if diverged(work):
             work = replace(work, tokens=0, norm=0.0)
+        self._departs |= self.SHARES_ANCHOR and self.activity.wanted is Activity.AWAY
+        if self.activity.pauses or self._departs:  # who has said that it leaves must rest, or the round would hurry
+            seconds = 0.0 if work.resting else work.step_seconds  # once it has stopped, it notices the cut at once
+            work = replace(work, step_seconds=seconds, leaving=self._departs, resting=True)
+        else:
+            work = replace(work, resting=False)
         if (self.leaving and (work.tokens or self._may_leave_without_work)) or (self._last_round and work.complete):
-            work = replace(work, complete=True, leaving=True)
+            work = replace(work, complete=True, leaving=True, resting=False)
         return replace(work, state_root=state_root)
 
     def _learn_limit(self, watch: LapTimer) -> None:

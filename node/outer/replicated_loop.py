@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import torch
 
+from node.outer.activity import Activity
 from node.outer.catch_up import CatchUp, CatchUpResult
 from node.outer.outer_loop import OuterLoop, OuterLoopDeps, RoundResult, diverged
 from node.outer.sgd import OuterSGD, pseudo_gradient
@@ -88,6 +89,17 @@ class ReplicatedOuterLoop(OuterLoop):
         if self._checkpoints:
             await self._keep_head(self._checkpoints.snapshots)
 
+    @property
+    def may_be_away(self) -> bool:
+        """Whether this peer is to be away, and has left the roster, or was never in it."""
+        here = self.leaving or self.me in self.chain.head.roster
+        return self.activity.wanted is Activity.AWAY and not here
+
+    @property
+    def holds_up_run(self) -> bool:
+        """Whether this peer is the only one of the roster: without it there is no round."""
+        return self.chain.head.roster == (self.me,)
+
     def took_part(self, report: RoundReport) -> bool:
         """Whether this peer took part in the round: it did not only observe it, and the round was not skipped."""
         return report.peer in report.peers
@@ -107,6 +119,7 @@ class ReplicatedOuterLoop(OuterLoop):
             wall: the wall clock, in seconds.
         """
         head, watch = self.chain.head, LapTimer()
+        self._begin_round(head.key.lineage)
         async with self.averager.enter(head, watch.began + self._limit_seconds) as session:
             # alone, there is no other peer to wait for: train the same number of steps each round
             surplus = len(head.roster) > 1
@@ -117,7 +130,8 @@ class ReplicatedOuterLoop(OuterLoop):
             watch.lap("average")
         done = RoundResult(head.key, head.anchor, mean, work, watch.seconds)
         done = await self._step(head, done, one_step=offers[:2] == [0, work.tokens])
-        if mean.outcome is Outcome.COMMITTED:  # a round that ran into its limit must not raise it
+        # a round that ran into its limit must not raise it, nor one that waited because nobody worked
+        if mean.outcome is Outcome.COMMITTED and not self._rested:
             self._learn_limit(watch)
         return self._report(done, self.chain.head.key.lineage, wall())
 

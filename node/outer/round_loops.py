@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 
+from node.outer.activity import Activity
 from node.outer.independent_loop import IndependentOuterLoop
 from node.outer.replicated_loop import ReplicatedOuterLoop, RoundReport
 from protocols.base import Outcome
@@ -39,6 +40,10 @@ async def run_replicated_rounds(
     loop = asyncio.get_running_loop()
     behind, passes = outer_loop.me not in outer_loop.chain.head.roster, 0
     while should_continue():
+        if outer_loop.may_be_away:
+            await outer_loop.stay_away(lambda: outer_loop.activity.wanted is not Activity.AWAY)
+            behind = True
+            continue
         tried = None
         if behind:
             set_state("syncing", "others may be ahead: asking them what was decided, and for the state")
@@ -72,6 +77,9 @@ async def run_independent_rounds(
     loop = asyncio.get_running_loop()
     tried: RoundReport | None = None
     while should_continue():
+        if outer_loop.activity.pauses and not outer_loop.leaving:
+            await outer_loop.stay_away(lambda: not outer_loop.activity.pauses)
+            continue
         if outer_loop.seeks_state:
             set_state("syncing", "fetching a state from a peer that has one")
             report = await outer_loop.catch_up(state_sync, wall, loop.time() + CATCH_UP_SECONDS)

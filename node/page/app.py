@@ -7,7 +7,7 @@ import json
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
@@ -30,6 +30,9 @@ _TYPES = {
 }
 
 
+Command: TypeAlias = Callable[[Mapping[str, Any]], Awaitable[Mapping[str, object]]]
+
+
 @dataclass(frozen=True, slots=True)
 class PageSources:
     """What the page shows and does.
@@ -42,7 +45,7 @@ class PageSources:
 
     stream: StreamSources
     metrics: Callable[[], bytes]
-    command: Callable[[Mapping[str, Any]], Mapping[str, object]]
+    command: Command
 
 
 def page_app(sources: PageSources, rules: AccessRules, stop: asyncio.Event) -> ASGIApp:
@@ -89,9 +92,7 @@ def _static(content: bytes, media_type: str) -> Callable[[Request], Awaitable[Re
     return serve
 
 
-async def _command(
-    request: Request, command: Callable[[Mapping[str, Any]], Mapping[str, object]]
-) -> Mapping[str, object]:
+async def _command(request: Request, command: Command) -> Mapping[str, object]:
     """Read a small JSON object, in time, and carry it out."""
     if request.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
         return {"error": "send application/json"}
@@ -107,7 +108,7 @@ async def _command(
         wanted = None
     if not isinstance(wanted, dict):
         return {"error": "send one JSON object"}
-    return command(wanted)
+    return await command(wanted)
 
 
 class _Guarded:

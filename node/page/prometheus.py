@@ -152,6 +152,7 @@ def _of_status(families: _Families, status: Status) -> Iterator[Metric]:
         "loop_lag_p99_seconds": ("Lag of the event loop since the last report.", status.loop_lag_p99_seconds),
         "sync_bytes": ("Bytes of the state that are here.", status.syncing.bytes_here if status.syncing else unknown),
         "sync_bytes_whole": ("Bytes of the whole state.", status.syncing.bytes_whole if status.syncing else unknown),
+        "joiners": ("Joiners that download this peer's state.", status.joiners),
         "stage": ("Stage of this peer.", status.stage),
         "stages": ("Number of stages.", status.stages),
     }

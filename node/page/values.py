@@ -14,6 +14,7 @@ class PageExtras:
     """Values beside the status, of this machine and for its user only.
 
     Attributes:
+        time: seconds since 1970, at this machine.
         version: of this program.
         bytes_per_second: direction -> bytes per second, over the last seconds.
         network_bytes: class of traffic -> direction -> bytes since the peer started.
@@ -24,13 +25,14 @@ class PageExtras:
         announced: whether the user chose the addresses that others see.
     """
 
+    time: float
     version: str
     bytes_per_second: Mapping[str, float] = field(default_factory=dict)
     network_bytes: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     peer_bytes: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     cpu_cores: float = float("nan")
     temperature_celsius: float = float("nan")
-    controls: tuple[str, ...] = ("finish",)
+    controls: tuple[str, ...] = ("pause", "finish")
     announced: bool = False
 
 
@@ -46,7 +48,7 @@ def page_values(status: Status, extras: PageExtras) -> Mapping[str, Any]:
 
 def warnings(status: Status, extras: PageExtras) -> list[str]:
     """What the user should know or mend, one line each."""
-    lines = [status.clock]
+    lines = [status.clock, status.checkpoint_problem]
     if join := join_command(status):
         lines.append("" if extras.announced else narrow(join[1], False))
     slow = [each for each in status.peers if each.live and each.route_reason]

@@ -22,8 +22,11 @@ MAX_WORD = 512
 MAX_LISTED = 4096
 """Most peers or addresses in one status."""
 MAX_NUMBER = 1 << 63
-_LATER = ("stage", "stages", "route", "route_reason")
-"""Fields that a status from an older version lacks; it has no stages and no direct connections."""
+_LATER = (
+    "stage", "stages", "route", "route_reason", "round_seconds", "round_expected_seconds", "joiners",
+    "checkpoint_problem", "limits",
+)  # fmt: skip
+"""Fields that a status from an older version lacks; it has no stages, no direct connections and no limits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +81,7 @@ class Status:
     """A peer's status, exactly as `status --json` prints it. A figure that is not known yet is nan, and null in JSON.
 
     Attributes:
-        state: starting, joining, syncing, training, averaging, waiting, leaving or finished.
+        state: starting, joining, syncing, training, averaging, waiting, paused, leaving or finished.
         reason: user-facing explanation of the state.
         waiting_for: what the peer waits for: nicknames, short peer ids or other texts.
         rounds: number of rounds in the whole run.
@@ -96,6 +99,11 @@ class Status:
         checkpoint_age_seconds: age of the newest whole checkpoint; None while there is none.
         spread, spread_limit: as in the last report that has them; nan with replicated state.
         stage, stages: this peer's stage, and the number of stages; 0 and 1 in a run without stages.
+        round_seconds: time since the last round ended; nan before the first end.
+        round_expected_seconds: mean duration of the last rounds; None if it is not known.
+        joiners: number of joiners that download this peer's state now.
+        checkpoint_problem: user-facing reason why the latest checkpoint failed; empty if it was written.
+        limits: user-facing: this peer's limits on its traffic, what they cost the run, and its quota; else empty.
     """
 
     state: str
@@ -130,12 +138,26 @@ class Status:
     spread_limit: float = math.nan
     stage: int = 0
     stages: int = 1
+    round_seconds: float = math.nan
+    round_expected_seconds: float | None = None
+    joiners: int = 0
+    checkpoint_problem: str = ""
+    limits: str = ""
 
 
 def public(status: Status) -> Status:
-    """The part of a status that any peer may see: without this machine's process id and where the others are."""
+    """The part of a status that any peer may see: without this machine's process id and where the others are.
+
+    A pause is shown as waiting, and without its cause and end: they say when nobody is home.
+    """
+    if status.state == "paused":
+        status = dataclasses.replace(status, state="waiting", reason="")
     return dataclasses.replace(
-        status, pid=0, peers=tuple(dataclasses.replace(each, address="", route_reason="") for each in status.peers)
+        status,
+        pid=0,
+        checkpoint_problem="",
+        limits="",
+        peers=tuple(dataclasses.replace(each, address="", route_reason="") for each in status.peers),
     )
 
 

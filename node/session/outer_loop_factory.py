@@ -70,7 +70,7 @@ class OuterLoopFactory:
         closing = None
         if isinstance(averager, ClosingAverager):
             closing = ClosingPhase(averager, self.config.recipe.rounds, membership.rounds)
-        options = IndependentOptions(membership.compare, self.config.spread_limit, closing, newcomer)
+        options = IndependentOptions(membership.compare, self.config.spread_limit, closing, newcomer, membership.rounds)
         # A copy: exchanges may change the state while the worker trains, but the worker measures from its own start.
         deps = self._deps(self.trainer.anchor().clone())
         outer_loop = IndependentOuterLoop(history, averager, self._independent_optimizer(), deps, options)
@@ -82,7 +82,13 @@ class OuterLoopFactory:
     def _deps(self, anchor: Vector) -> OuterLoopDeps:
         checkpoints = self.checkpoints
         return OuterLoopDeps(
-            self.trainer, self.host.compute, anchor, checkpoints.snapshots, checkpoints, self.on_progress
+            self.trainer,
+            self.host.compute,
+            anchor,
+            checkpoints.snapshots,
+            checkpoints,
+            self.on_progress,
+            self.membership.announce_activity,
         )
 
     def _sgd(self) -> OuterSGD:

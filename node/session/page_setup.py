@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
@@ -39,7 +39,8 @@ class PageSetup:
     def __init__(self, config: PeerConfig, tracker: StatusTracker, view: EventSink) -> None:
         self._config, self._tracker, self._view = config, tracker, view
         self._counters, self._cpu = RunCounters(), CpuMeter()
-        self.feed = EventFeed((view, self._counters), WallClock().wall)
+        self._wall = WallClock().wall
+        self.feed = EventFeed((view, self._counters), self._wall)
         installed = [each.version for each in metadata.distributions(name="starling")]
         self._version = installed[0] if installed else ""
 
@@ -47,7 +48,7 @@ class PageSetup:
         self,
         state: StateDir,
         transport: LibP2PTransport,
-        command: Callable[[Mapping[str, Any]], Mapping[str, object]],
+        command: Callable[[Mapping[str, Any]], Awaitable[Mapping[str, object]]],
     ) -> PageServer:
         """The page's server, as the configuration says; call it only if the page is on.
 
@@ -63,7 +64,7 @@ class PageSetup:
         self,
         state: StateDir,
         transport: LibP2PTransport,
-        command: Callable[[Mapping[str, Any]], Mapping[str, object]],
+        command: Callable[[Mapping[str, Any]], Awaitable[Mapping[str, object]]],
     ) -> PageSources:
         from node.page.app import PageSources
         from node.page.prometheus import MetricSources, PeerCollector, metrics_text
@@ -76,7 +77,7 @@ class PageSetup:
         return PageSources(stream, lambda: metrics_text(collector), command)
 
     def _extras(self, transport: LibP2PTransport) -> PageExtras:
-        meter = transport.meter
+        meter = transport.traffic.meter
         speeds = dict.fromkeys(("upload", "download"), 0.0)
         for (direction, _), rate in meter.rates().items():
             speeds[str(direction)] += rate
@@ -84,6 +85,7 @@ class PageSetup:
         for (direction, kind), count in meter.totals().items():
             by_class.setdefault(str(kind), {})[str(direction)] = count
         return PageExtras(
+            time=self._wall(),
             version=self._version,
             bytes_per_second=speeds,
             network_bytes=by_class,
@@ -96,7 +98,8 @@ class PageSetup:
     def _machine_sample(self, transport: LibP2PTransport) -> MachineSample:
         from node.page.prometheus import MachineSample
 
-        traffic = {(str(direction), str(kind)): count for (direction, kind), count in transport.meter.totals().items()}
+        totals = transport.traffic.meter.totals()
+        traffic = {(str(direction), str(kind)): count for (direction, kind), count in totals.items()}
         refused = {"streams": sum(transport.refused.values()), **self._tracker.refused()}
         restarts = {"p2pd": transport.restarts, **self._tracker.restarts()}
         return MachineSample(traffic, refused, restarts, {"temperature_celsius": temperature_celsius()})

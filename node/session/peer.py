@@ -8,14 +8,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import AsyncExitStack, nullcontext
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from node.config.derived import protocol_settings, stage_values, stream_seed, worker_spec
+from node.config.derived import machine_rules, protocol_settings, stage_values, stream_seed, worker_spec
 from node.config.manifest import Manifest, ManifestError, unseal
 from node.config.peer_config import PeerConfig
 from node.config.run_config import RunConfig
@@ -28,10 +28,11 @@ from node.joining.founding import Founder, found_run
 from node.joining.known_peers import KnownPeers, build_membership, hinted, local_peer
 from node.joining.run_selector import RunSelector, asks, run_id
 from node.joining.stages import StagePlace
+from node.machine.monitor import MachineMonitor
+from node.machine.sleep import SleepGuard
 from node.membership.addresses import shareable
 from node.membership.handshake import LocalStage
 from node.membership.membership import Membership, MembershipCallbacks
-from node.network.byte_meter import ByteMeter
 from node.network.daemon import DaemonError
 from node.network.dht import DhtDirectory
 from node.network.libp2p import LibP2PConfig, LibP2PTransport
@@ -47,20 +48,23 @@ from node.session.failpoints import with_failpoints
 from node.session.fatal import FatalPeerError
 from node.session.outer_loop_factory import OuterLoopFactory
 from node.session.page_setup import PageSetup
+from node.session.pausing import PauseController
 from node.session.peer_session import OuterLoopStack, PeerSession, PeerSessionDeps, SessionLimits
 from node.session.resources import EnteredRun, PeerResources
 from node.session.stage_entrance import require_stage
 from node.session.stage_setup import StageSetup, values_of
+from node.session.traffic_limits import TrafficLimits
 from node.storage.checkpoint_manager import CheckpointManager, CheckpointStorage
 from node.storage.error_feedback import feedback
 from node.storage.journal import Journal
 from node.storage.scratch import ScratchSpace
 from node.storage.statedir import StateDir, StateError
 from node.training.remote import RemoteTrainer, WorkerError, WorkerSpec
+from node.ui.commands import PeerCommands
 from node.ui.control import ControlServer
 from node.ui.status_tracker import OuterLoopSources, RunLabels, StatusTracker
 from protocols import INDEPENDENT_PROTOCOLS, REPLICATED_PROTOCOLS
-from protocols.aio import run_with_helper
+from protocols.aio import run_with_helper, task_group
 from protocols.base import Host
 from protocols.bulk import BULK_METHODS
 from protocols.butterfly.part_store import LEAST_ROUNDS, PartStore
@@ -101,7 +105,8 @@ class Peer:
         self._page = PageSetup(config, self._status_tracker, view)
         self._view = self._page.feed
         self._clock = WallClock()
-        self._meter = ByteMeter()
+        self._limits = TrafficLimits(config, self._clock.wall)
+        self._status_tracker.set_limits(self._limits.describe)
         self._session: PeerSession | None = None
         self._main: asyncio.Task[None] | None = None
         self._selector = RunSelector(config, (*REPLICATED_PROTOCOLS, *INDEPENDENT_PROTOCOLS), self._view.say)
@@ -170,21 +175,29 @@ class Peer:
         status_tracker.set_identity(state.identity.peer_id, state.incarnation)
         kept = state.listening(config.listen)
         direct = None if config.direct_port == "off" else DirectConfig(BULK_METHODS, config.direct_port)
-        link = LibP2PConfig(state.identity, config.listen, kept, config.announce, nat=config.nat, direct=direct)
+        nat, relay = config.nat, config.relays
+        link = LibP2PConfig(state.identity, config.listen, kept, config.announce, nat, relay, direct=direct)
+        self._pauses = PauseController(state.path, self._clock, self._view.say)
+        status_tracker.set_pauses(lambda: self._pauses.reason)
         async with (
-            ControlServer(state.path, self.status, self._on_asked) as control,
             LoopLag() as lag,
             ThreadCompute() as compute,
             ThreadCompute() as disk,
             ThreadCompute() as files,
-            LibP2PTransport(link, self._meter) as transport,
-            self._bootstrap_client(transport, files) as bootstrap,
-            self._page.server(state, transport, control.command) if config.page else nullcontext(),
         ):
-            await disk.run(partial(state.listens, config.listen, transport.listening), 0)
-            addresses = lambda: shareable(transport.addresses) or transport.addresses  # noqa: E731
-            status_tracker.set_network(addresses, lag, lambda: transport.routes)
-            await self._enter_run(PeerResources(state, transport, compute, disk, files, bootstrap, lag))
+            change = partial(self._limits.change, state.path, disk)
+            commands = PeerCommands(self._on_asked, self._pauses, change)
+            async with (
+                ControlServer(state.path, self.status, commands),
+                self._limits.kept(state.path, disk, self._view.say, self._on_asked),
+                LibP2PTransport(link, self._limits.traffic) as transport,
+                self._bootstrap_client(transport, files) as bootstrap,
+                self._page.server(state, transport, commands.carry_out) if config.page else nullcontext(),
+            ):
+                await disk.run(partial(state.listens, config.listen, transport.listening), 0)
+                addresses = lambda: shareable(transport.addresses) or transport.addresses  # noqa: E731
+                status_tracker.set_network(addresses, lag, lambda: transport.routes)
+                await self._enter_run(PeerResources(state, transport, compute, disk, files, bootstrap, lag))
 
     def _bootstrap_client(self, transport: LibP2PTransport, files: ThreadCompute) -> BootstrapClient:
         async def read(path: Path) -> AddressLine | str:
@@ -220,6 +233,7 @@ class Peer:
         setup = StageSetup(resources, self._status_tracker, self._view.say)
         entrance, place = await setup.enter(manifest, self._config.stage)
         stage = place.stage if place else 0
+        self._limits.join_run(manifest, stage)
         async with AsyncExitStack() as stack:
             try:
                 start = await self._load_restart_point(resources, manifest, place)
@@ -251,6 +265,7 @@ class Peer:
             manifest, run = await found_run(config, founder, trainer, resources.compute, plan)
             await self._claim_state_dir(resources, manifest, run)
             entrance, place = await setup.found(manifest)
+            self._limits.enter_run(manifest, place.stage if place else 0)
             self._announce_run(manifest)
             start = await self._load_restart_point(resources, manifest, place)
             await self._run_session(resources, EnteredRun(manifest, run, start, trainer, entrance, place))
@@ -311,7 +326,7 @@ class Peer:
             frames, trainer, journal = with_failpoints(transport, entered.trainer, state.rounds)
             host = Host(frames, directory, membership, resources.compute, self._clock, state.identity, config.seed)
             stage = entered.place.stage if entered.place else 0
-            settings = protocol_settings(entered.manifest, self._config, state.incarnation, stage)
+            settings = protocol_settings(entered.manifest, self._config, state.incarnation, stage, self._limits.claim)
             pipeline = None
             if entered.place:
                 pipeline = setup.trainer(entered, host, membership, lambda: stack.outer_loop, lambda: self._finishing)
@@ -337,14 +352,25 @@ class Peer:
                 stack.outer_loop.recall(tokens_counted(past))
             lag, clock = resources.lag, self._clock
             deps = PeerSessionDeps(*stack, trainer, membership, directory, state, journal, lag, clock, disk)
-            deps = replace(deps, texts=self._view)
+            deps = replace(deps, texts=self._view, on_round_end=self._pauses.round_ended)
+            self._pauses.attach(stack.outer_loop.pause, lambda: stack.outer_loop.holds_up_run)
             if pipeline:
                 over, lacking = pipeline.is_run_over, pipeline.waiting_reason
                 deps = replace(deps, annotate=pipeline.annotate, is_run_over=over, lacking=lacking)
             wait_for = self._config.wait_for_peers if key.round == 0 else 1
             limits = SessionLimits(config.recipe.rounds, self._config.rounds, wait_for)
             self._session = PeerSession(deps, limits, status_tracker, self._view)
-            await self._publish_addresses(self._session.run(), resources.files)
+            session = run_with_helper(self._session.run(), self._watch_machine(resources, stack.outer_loop.keep))
+            await self._publish_addresses(session, resources.files)
+
+    async def _watch_machine(self, resources: PeerResources, save: Callable[[], Awaitable[None]]) -> None:
+        """Pause, resume and save the work as the user and this machine wish, until cancelled."""
+        quota, rules = self._limits.quota, machine_rules(self._config)
+        is_spent = lambda: quota is not None and quota.exhausted  # noqa: E731
+        monitor = MachineMonitor(rules, resources.files, self._pauses.wish, is_spent)
+        async with task_group() as group:
+            for each in (self._pauses.run(), monitor.run(), SleepGuard(save).run()):
+                group.create_task(each)
 
     def _status_sources(
         self,
@@ -361,6 +387,8 @@ class Peer:
             lambda: made.age_seconds(self._clock.wall()),
             lambda: [pid for pid in (os.getpid(), trainer.pid, of.transport.daemon_pid) if pid],
             worker_restarts=lambda: trainer.restarts,
+            joiners=lambda: stack.sync.joiners,
+            checkpoint_problem=lambda: made.problem,
         )
 
     async def _publish_addresses(self, session: Coroutine[Any, Any, None], files: ThreadCompute) -> None:

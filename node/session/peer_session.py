@@ -107,6 +107,7 @@ class PeerSessionDeps:
         is_run_over: whether no other stage needs this peer any more, once its own rounds are over.
         lacking: names the stages without a live peer, as shown to the user; empty if there are none.
         texts: takes texts that the model generates while the run goes on; None: none are generated.
+        on_round_end: called after each report.
     """
 
     outer_loop: ReplicatedOuterLoop | IndependentOuterLoop
@@ -124,6 +125,7 @@ class PeerSessionDeps:
     is_run_over: Callable[[], bool] = lambda: True
     lacking: Callable[[], str] = lambda: ""
     texts: TextReader | None = None
+    on_round_end: Callable[[], None] = lambda: None
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,6 +274,7 @@ class PeerSession:
         deps.journal.write(report)
         self._status_tracker.reported(report)
         self._view.report(report)
+        deps.on_round_end()
         if not self._over():
             self._reported.set()
         gc.collect()  # a round's objects form cycles that hold its reduced parts: 100 MB for a 100 MB model
@@ -301,7 +304,7 @@ class PeerSession:
         loop, members = asyncio.get_running_loop(), self._deps.membership
         until = loop.time() + (LAST_TEXT_SECONDS if self._stage else LINGER_SECONDS)
         while not self._leave.is_set():
-            live = [each for each in members.contacts() if each.live and not each.leaving]
+            live = [each for each in members.contacts() if each.here and not each.leaving]
             if not any(self._needs_this(each) for each in live) or loop.time() >= until:
                 return
             await asyncio.sleep(0.1)

@@ -130,6 +130,14 @@ class PipelineTrainer:
         """Train until `cut` is set; see `protocols.base.Trainer`."""
         return await self._trainer.train(key, cut, progress, surplus)
 
+    def rest(self, resting: bool) -> None:
+        """Drive and serve no microbatches until called again with False."""
+        self._trainer.rest(resting)
+
+    async def release(self) -> None:
+        """End the worker; see `RemoteTrainer.release`."""
+        await self._trainer.release()
+
     async def read(self, into: Vector, fragment: int = 0) -> None:
         """Copy the local parameters out, between two jobs."""
         await self._trainer.read(into, fragment)

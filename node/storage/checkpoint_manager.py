@@ -101,6 +101,7 @@ class CheckpointManager:
 
     Attributes:
         home: the directory of the checkpoints.
+        problem: why the latest checkpoint failed, one line; empty if it was written.
         feedback: error feedback of this peer's codec; None if the codec needs none.
         snapshots: the snapshots that it keeps. They are served to other peers as soon as they are filled.
     """
@@ -123,7 +124,7 @@ class CheckpointManager:
         self._disk, self._sync = storage.disk, storage.sync
         self._sealing: asyncio.Task[None] | None = None
         self._whole: set[str] = set()
-        self._warned_at = -math.inf
+        self._warned_at, self.problem = -math.inf, ""
         self._kept_wall: float | None = None  # wall-clock time at which the newest whole checkpoint was published
 
     async def __aenter__(self) -> Self:
@@ -224,7 +225,7 @@ class CheckpointManager:
             await self._fail(made.round, error.strerror or str(error), made.path)
         else:
             log.debug("the checkpoint before round %d was sealed in %.2f s", made.round + 1, self._now() - began)
-            self._warned_at = -math.inf
+            self._warned_at, self.problem = -math.inf, ""
             self._whole.add(made.name)
             self._is_kept(self.home / made.name)
             held = {name_of(each.round, each.lineage) for each in self.snapshots.held()}
@@ -245,6 +246,7 @@ class CheckpointManager:
 
     def _warn(self, line: str) -> None:
         """Warn at once, then at most every ten minutes until a checkpoint succeeds."""
+        self.problem = line
         due = self._now() >= self._warned_at + AGAIN_SECONDS
         log.log(logging.WARNING if due else logging.DEBUG, line)
         if due:

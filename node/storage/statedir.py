@@ -6,6 +6,7 @@ manifest.bin    the sealed manifest of its run      held-out.bin   the sample th
 sample.txt      text of the model at the end        certificates.bin   its chain (`node.storage.certificate_log`)
 checkpoints/    its state before some rounds (`node.storage.checkpoint`)
 listen.json     addresses it was asked to listen on, and those with the chosen ports
+pause.json      exists if the peer was asked to pause (`node.session.pausing`)
 stage.json      its stage, and the stage's first member (`node.joining.stages`), in a run with stages
 seats.json      the founder's: the first members of all stages
 over            exists if the run is over           scratch/       parts of past rounds, of this incarnation

@@ -200,6 +200,9 @@ class InlineStage:
             self.compute.discard()
             on_replaced()
 
+    async def release(self) -> None:
+        """Without effect: there is no worker."""
+
     async def evaluate(self) -> float:
         async with self.turns.turn(Priority.WEIGHTS):
             return self.local_training.evaluate()

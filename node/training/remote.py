@@ -8,6 +8,9 @@ sees progress that starts again from zero.
 The worker does one thing at a time. Training is therefore a sequence of `train` commands: a caller that wants the
 vectors between two steps ends the present command (`Shared.attention`) and takes the next turn. A worker that finishes
 no step for much longer than its longest step is killed, so no turn lasts for ever.
+
+A trainer that rests gives no command: its worker waits between two steps, and no clock runs for it. One that is
+released has no worker until the next command. Its optimiser's moments are lost, as those of a worker that died.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import math
 import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -73,6 +77,7 @@ class RemoteTrainer:
         # Tokens of uncounted work in the local parameters, and whether the worker must still be notified of them.
         self._carried, self._notify_carried = 0, False
         self._turn, self._waiting = asyncio.Lock(), 0
+        self._resting = self._released = False
         self._notifier = Notifier()
 
     async def __aenter__(self) -> Self:
@@ -119,6 +124,21 @@ class RemoteTrainer:
         method returns without waiting for the next one.
         """
         return await run_with_helper(self._train(key, cut, progress, surplus), self._watch(cut))
+
+    def rest(self, resting: bool) -> None:
+        """Take no step after the present one until called again with False."""
+        self._resting = resting
+        if resting:
+            self._shared.attention = True
+        self._notifier.notify()
+
+    async def release(self) -> None:
+        """End the worker between two steps. The next command that needs one starts another, which is no restart."""
+        async with self._boundary():
+            if worker := self._worker:
+                self._released = True
+                worker.child.send_kill()
+                self._lose(worker)
 
     async def read(self, into: Vector, fragment: int = 0) -> None:
         """Copy the local parameters out, between two steps."""
@@ -227,7 +247,7 @@ class RemoteTrainer:
                 return NOTHING
             with suppress(WorkerGone):
                 async with self._boundary():
-                    self._shared.attention = cut.is_set() or self._waiting > 0
+                    self._shared.attention = cut.is_set() or self._waiting > 0 or self._resting
                     begin = self._worker is not begun
                     command = {"do": "train", "round": key.round, "begin": begin, "surplus": surplus}
                     begun = self._worker
@@ -235,10 +255,17 @@ class RemoteTrainer:
                         **await self._ask(command, on_progress=lambda values: progress(LocalProgress(**values)))
                     )
                     self._carried = work.tokens
-                if work.complete and not surplus:
+                if self._resting and not cut.is_set():
+                    progress(replace(work, resting=True))
+                    await self._wait_for_work(begun, cut)
+                elif work.complete and not surplus:
                     await self._wait_for_cut(begun, cut)
                 if cut.is_set():
                     return work
+
+    async def _wait_for_work(self, worker: WorkerProcess | None, cut: asyncio.Event) -> None:
+        """Wait until this trainer rests no more, for the cut, or for another worker."""
+        await self._notifier.until(lambda: not self._resting or cut.is_set() or self._worker is not worker, math.inf)
 
     async def _wait_for_cut(self, worker: WorkerProcess | None, cut: asyncio.Event) -> None:
         """Wait for the cut, which comes at the round's deadline at the latest, or for another worker."""
@@ -324,6 +351,9 @@ class RemoteTrainer:
         def settled() -> bool:
             return self._worker is not None or self._supervision.done() or (cut is not None and cut.is_set())
 
+        if self._released:
+            self._released = False
+            self._notifier.notify()
         await self._notifier.until(settled, asyncio.get_running_loop().time() + MENDING_SECONDS)
         if self._supervision.cancelled():
             raise WorkerError("the trainer is closed, so there is no worker")
@@ -345,13 +375,17 @@ class RemoteTrainer:
                 how = await worker.child.ended()
                 self._lose(worker)
                 await worker.end()
+                released = self._released
+                while self._released:
+                    await self._notifier.reached(lambda: not self._released, asyncio.get_running_loop().time() + 3600.0)
                 try:
-                    worker = await self._supervisor.restart(worker, how)
+                    begin = self._supervisor.resume if released else self._supervisor.restart
+                    worker = await begin(worker, how)
                 except WorkerError as error:
                     if self._on_given_up:
                         self._on_given_up(str(error))
                     raise
-                self.restarts += 1
+                self.restarts += not released
                 self._gain(worker)
         finally:
             self._worker = None

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from node.training.rest import RestGate
 from protocols.aio import loop_time, task_group
 from protocols.base import Layout, LocalProgress, Member, RoundKey, Vector
 from protocols.pipeline.admission import StepAdmission
@@ -56,6 +57,9 @@ class StageReplica(Protocol):
     ) -> None:
         """Replace the local parameters and the anchor, and drop the gradients; see `protocols.base.Trainer.write`."""
 
+    async def release(self) -> None:
+        """Free what computing needs, between two rounds."""
+
     async def evaluate(self) -> float:
         """Held-out loss of the outer parameters, if a stage alone has one; else nan."""
 
@@ -87,6 +91,17 @@ class _StageTrainer:
         self._training, self._admission = training, admission
         self._replica = training.replica
         self._is_training = False
+        self._gate = RestGate()
+
+    def rest(self, resting: bool) -> None:
+        """Drive and serve no microbatches until called again with False."""
+        self._gate.rest(resting)
+        if resting:
+            self._admission.close()
+
+    async def release(self) -> None:
+        """Free the replica's worker, between two rounds; the next command gets it back."""
+        await self._replica.release()
 
     async def read(self, into: Vector, fragment: int = 0) -> None:
         """Copy the local parameters out, between two jobs."""
@@ -111,17 +126,24 @@ class _StageTrainer:
 
     def resume(self) -> None:
         """The replica can compute again."""
-        if self._is_training:
+        if self._is_training and not self._gate.resting:
             self._admission.open()
 
     def _open(self) -> None:
         self._is_training = True
-        if self._replica.is_ready:
+        if self._replica.is_ready and not self._gate.resting:
             self._admission.open()
 
     def _close(self) -> None:
         self._is_training = False
         self._admission.close()
+
+    async def _rest(self, cut: asyncio.Event, progress: Callable[[LocalProgress], None]) -> None:
+        """Rest until called to work, or the cut. Microbatches that are counted already stay so."""
+        progress(replace(await self._replica.work(), resting=True))
+        await self._gate.opened(cut)
+        if self._is_training and not cut.is_set():
+            self._open()
 
     def _offer(self, work: LocalProgress) -> LocalProgress:
         """The work, with the time that this replica needs to notice a cut: it finishes a job, and no step.
@@ -130,6 +152,9 @@ class _StageTrainer:
         after the call.
         """
         return replace(work, step_seconds=LOOK_SECONDS + self._training.job_seconds())
+
+    def _has_news(self, cut: asyncio.Event) -> Callable[[], bool]:
+        return lambda: self._admission.is_full or cut.is_set() or self._gate.resting
 
     def _stepped(self) -> None:
         self._change_epoch("stepped")
@@ -178,7 +203,9 @@ class ServingTrainer(_StageTrainer):
             self._open()
         try:
             while not cut.is_set():
-                if admission.is_full:
+                if self._gate.resting:
+                    await self._rest(cut, offer)
+                elif admission.is_full:
                     _, due = await self._replica.step(key.round, self._stepped)
                     if due:
                         offer(due)
@@ -186,7 +213,7 @@ class ServingTrainer(_StageTrainer):
                     complete = not complete
                     offer(await self._replica.work())
                 else:
-                    await self._server.until(lambda: admission.is_full or cut.is_set(), loop_time() + LOOK_SECONDS)
+                    await self._server.until(self._has_news(cut), loop_time() + LOOK_SECONDS)
         finally:
             self._close()
         return self._offer(replace(await self._replica.work(), complete=self._is_complete(key)))
@@ -237,9 +264,11 @@ class DrivingTrainer(_StageTrainer):
         admission = self._admission
         self._open()
         while not cut.is_set() and (surplus or not complete):
-            if admission.is_full:
+            if self._gate.resting:
+                await self._rest(cut, progress)
+            elif admission.is_full:
                 complete, due = await self._replica.step(key.round, self._stepped)
                 if due:
                     progress(self._offer(due))
             else:
-                await self._driver.until(lambda: admission.is_full or cut.is_set(), loop_time() + LOOK_SECONDS)
+                await self._driver.until(self._has_news(cut), loop_time() + LOOK_SECONDS)

@@ -13,12 +13,13 @@ import asyncio
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 
 from node.tasks.base import FlatParameters, Recipe, Task, flatten
+from node.training.rest import RestGate
 from protocols.base import Layout, LocalProgress, RoundKey, Vector
 
 _PIECE = 1 << 18
@@ -300,6 +301,14 @@ class InlineTrainer:
         self.layout = learner.layout
         self.local_training = LocalTraining(learner, inner_steps)
         self.step_seconds = step_seconds
+        self._gate = RestGate()
+
+    def rest(self, resting: bool) -> None:
+        """Take no step until called again with False."""
+        self._gate.rest(resting)
+
+    async def release(self) -> None:
+        """Without effect: there is no worker."""
 
     async def train(
         self, key: RoundKey, cut: asyncio.Event, progress: Callable[[LocalProgress], None], surplus: bool = True
@@ -311,6 +320,11 @@ class InlineTrainer:
         progress(local_training.work())
         mark = loop.time()
         while not cut.is_set():
+            if self._gate.resting:
+                progress(replace(local_training.work(), resting=True))
+                await self._gate.opened(cut)
+                mark = loop.time()
+                continue
             if local_training.complete and not surplus:
                 await cut.wait()
                 break

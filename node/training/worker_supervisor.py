@@ -73,6 +73,13 @@ class WorkerSupervisor:
         log.warning("%s: giving up", what)
         raise WorkerError(why)
 
+    async def resume(self, worker: WorkerProcess, how: str) -> WorkerProcess:
+        """Start another worker in place of one that was sent home, which was no death; arguments as in `restart`."""
+        try:
+            return await WorkerProcess.start(self._spec, self._memory)
+        except (WorkerError, OSError) as error:
+            return await self.restart(worker, str(error))
+
     def explained(self, how: str, is_killed: bool) -> str:
         """Add to `how` a worker ended whether memory ran out. Only a higher kill counter of the group shows that."""
         before, self._kills = self._kills, memory_kills(self._group)

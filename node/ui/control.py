@@ -1,4 +1,4 @@
-"""A peer's control socket, at which other processes of the same user ask for its status, or ask it to finish.
+"""A peer's control socket, at which processes of the same user ask for its status, or ask it to finish or to pause.
 
 It is a Unix socket in a directory that only this user can enter; `<state-dir>/control.json` holds its path. A request
 is one line of JSON, and so is the answer. If a killed peer left its file behind, nothing answers at the socket.
@@ -10,7 +10,7 @@ import asyncio
 import json
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
@@ -20,6 +20,7 @@ from node.network.daemon import DaemonError
 from node.network.sockets import socket_directory
 from node.reporting.status import Status, to_json
 from node.runtime.locks import hold
+from node.ui.commands import PeerCommands
 
 log = logging.getLogger(__name__)
 
@@ -42,9 +43,9 @@ class ControlServer:
     If the socket cannot be opened, that is logged, and the peer goes on without one.
     """
 
-    def __init__(self, state_dir: Path, status: Callable[[], Status], finish: Callable[[], None]) -> None:
+    def __init__(self, state_dir: Path, status: Callable[[], Status], commands: PeerCommands) -> None:
         self._file = state_dir / FILE
-        self._status, self._finish = status, finish
+        self._status, self._commands = status, commands
         self._clients: set[asyncio.Task[None]] = set()
         self._exit = ExitStack()
         self._server: asyncio.Server | None = None
@@ -84,12 +85,12 @@ class ControlServer:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with suppress(OSError, ValueError):  # gone, too slow, or a request that is too long
             async with asyncio.timeout(SERVE_SECONDS):
-                writer.write(self._answer(await reader.readline()).encode() + b"\n")
+                writer.write((await self._answer(await reader.readline())).encode() + b"\n")
                 await writer.drain()
                 writer.close()
                 await writer.wait_closed()
 
-    def _answer(self, line: bytes) -> str:
+    async def _answer(self, line: bytes) -> str:
         try:
             request = json.loads(line)
         except (ValueError, RecursionError):
@@ -98,23 +99,16 @@ class ControlServer:
             case {"do": "status"}:
                 return to_json(self._status())
             case dict():
-                return to_json(self.command(request))
-        return to_json(self.command({}))
-
-    def command(self, request: Mapping[str, Any]) -> Mapping[str, object]:
-        """Carry out a request that changes something, and return the answer. The web page uses it, too."""
-        match request:
-            case {"do": "finish"}:
-                self._finish()
-                return {"ok": True}
-        return {"error": 'ask {"do": "status"} or {"do": "finish"}'}
+                return to_json(await self._commands.carry_out(request))
+        return to_json(await self._commands.carry_out({}))
 
 
-async def ask(state_dir: Path, what: str, deadline: float) -> dict[str, Any]:
-    """Send a request, "status" or "finish", to the peer of a state directory.
+async def ask(state_dir: Path, what: str, deadline: float, **values: object) -> dict[str, Any]:
+    """Send a request, "status" or one of `node.ui.commands`, to the peer of a state directory.
 
     Args:
         deadline: in the loop's time.
+        values: what else belongs to the request.
 
     Raises:
         ControlUnavailable: no peer runs there, or it does not answer in time.
@@ -124,7 +118,7 @@ async def ask(state_dir: Path, what: str, deadline: float) -> dict[str, Any]:
         async with asyncio.timeout_at(deadline):
             reader, writer = await asyncio.open_unix_connection(place["socket"], limit=MAX_ANSWER_BYTES)
             try:
-                writer.write(json.dumps({"do": what}).encode() + b"\n")
+                writer.write(json.dumps({"do": what, **values}).encode() + b"\n")
                 answer = json.loads(await reader.readline())
             finally:
                 writer.transport.abort()

@@ -52,6 +52,8 @@ class OuterLoopSources:
         pids: returns the ids of the peer's processes.
         waiting_reason: returns why nothing is trained now, as shown to the user; empty if something is.
         worker_restarts: returns how often the worker was replaced.
+        joiners: returns how many joiners download this peer's state.
+        checkpoint_problem: returns why the latest checkpoint failed; empty if it was written.
     """
 
     journal: Journal
@@ -61,6 +63,8 @@ class OuterLoopSources:
     pids: Callable[[], Sequence[int]] = lambda: (os.getpid(),)
     waiting_reason: Callable[[], str] = lambda: ""
     worker_restarts: Callable[[], int] = lambda: 0
+    joiners: Callable[[], int] = lambda: 0
+    checkpoint_problem: Callable[[], str] = lambda: ""
 
 
 class StatusTracker:
@@ -80,11 +84,13 @@ class StatusTracker:
         self._addresses: Callable[[], Sequence[str]] = tuple
         self._lag: LoopLag | None = None
         self._routes: Callable[[], Mapping[PeerId, Route]] = dict
+        self._limits: Callable[[int], str] = lambda peers: ""
         self._run = RunLabels()
         self._chain: RoundHistory | None = None
         self._membership: Membership | None = None
         self._sources: OuterLoopSources | None = None
         self._held_out_loss = self._loss = self._spread = self._spread_limit = float("nan")
+        self._pause_reason: Callable[[], str] = str
         self._work = LocalProgress(0, float("nan"), 0.0, 0.0)
         self._ends: deque[float] = deque(maxlen=_RECENT_ROUNDS + 1)
 
@@ -109,6 +115,10 @@ class StatusTracker:
         """
         self._addresses, self._lag, self._routes = addresses, lag, routes
 
+    def set_limits(self, limits: Callable[[int], str]) -> None:
+        """Note how to describe the limits on this peer's traffic, given the number of live peers, this one included."""
+        self._limits = limits
+
     def enter_run(self, run: RunLabels) -> None:
         """Note which run the peer takes part in."""
         self._run = run
@@ -124,6 +134,21 @@ class StatusTracker:
     def start_outer_loop(self, sources: OuterLoopSources) -> None:
         """Note that the outer loop is built."""
         self._sources = sources
+
+    def set_pauses(self, reason: Callable[[], str]) -> None:
+        """Note where to read why this peer pauses; empty while it works."""
+        self._pause_reason = reason
+
+    def _shown(self, waiting: str) -> tuple[str, str]:
+        """State and reason as shown: a pause above what the rounds of a peer in a run do meanwhile.
+
+        Args:
+            waiting: why nothing is trained, if something keeps this peer from it.
+        """
+        reason = self._pause_reason() if self._sources and self.state not in ("leaving", "finished") else ""
+        if reason:
+            return "paused", reason
+        return self.state, self.reason or waiting
 
     def set_state(self, state: str, reason: str = "") -> None:
         """Change the peer's state. A leaving peer stays `leaving` until it has finished."""
@@ -181,10 +206,14 @@ class StatusTracker:
         self._work = LocalProgress(0, float("nan"), 0.0, 0.0)
 
     def _eta_seconds(self, round_number: int) -> float | None:
-        if len(self._ends) < 2 or not self._run.rounds:
+        each = self._expected_seconds()
+        if each is None or not self._run.rounds:
             return None
-        each = (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1)
         return max(0.0, each * (self._total() - round_number))
+
+    def _expected_seconds(self) -> float | None:
+        """Mean duration of the last rounds; None if it is not known."""
+        return (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1) if len(self._ends) > 1 else None
 
     def _total(self) -> int:
         """Number of the run's last round: its training rounds plus the rounds without training so far."""
@@ -238,9 +267,10 @@ class StatusTracker:
         key, sources = (self._chain.head.key if self._chain else None), self._sources
         totals = sources.journal.totals if sources else None
         round_number = key.round if key else 0
+        state, reason = self._shown(sources.waiting_reason() if sources and self.state == "training" else "")
         return Status(
-            state=self.state,
-            reason=printable(self.reason or (sources.waiting_reason() if sources and self.state == "training" else "")),
+            state=state,
+            reason=printable(reason),
             waiting_for=self._waiting_for(),
             round=round_number,
             rounds=self._total(),
@@ -271,4 +301,9 @@ class StatusTracker:
             checkpoint_age_seconds=sources.checkpoint_age_seconds() if sources else None,
             stage=self._run.stage,
             stages=self._run.stages,
+            round_seconds=asyncio.get_running_loop().time() - self._ends[-1] if self._ends else float("nan"),
+            round_expected_seconds=self._expected_seconds(),
+            joiners=sources.joiners() if sources else 0,
+            checkpoint_problem=printable(sources.checkpoint_problem()) if sources else "",
+            limits=self._limits(1 + sum(each.live for each in self._membership.contacts()) if self._membership else 1),
         )

@@ -25,7 +25,14 @@ _SHOWN_PEERS = 8
 _SHOWN_NAMES = 4
 _SHOWN_STAGES = 32
 _NICKNAME = 16
-STYLES = {"training": "green", "averaging": "cyan", "syncing": "cyan", "waiting": "yellow", "joining": "yellow"}
+STYLES = {
+    "training": "green",
+    "averaging": "cyan",
+    "syncing": "cyan",
+    "waiting": "yellow",
+    "joining": "yellow",
+    "paused": "yellow",
+}
 _OUTCOMES = {
     "alone": "alone",
     "skipped": "skipped: no contribution counted",
@@ -141,6 +148,8 @@ def render(status: Status, reports: Sequence[RoundReport], width: int) -> Render
         rows.add_row("protocol", _protocol(status))
     rows.add_row("speed", f"{count(status.tokens_per_second)} tokens/s   {count(status.tokens)} tokens so far")
     rows.add_row("network", f"{size(status.bytes_sent)} sent   {size(status.bytes_received)} received")
+    if status.limits:
+        rows.add_row("limits", printable(status.limits))
     rows.add_row("machine", _machine(status))
     if status.checkpoint_age_seconds is not None:
         rows.add_row("checkpoint", f"{duration(status.checkpoint_age_seconds)} old")

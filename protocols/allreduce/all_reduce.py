@@ -16,7 +16,7 @@ from protocols.aio import Notifier, loop_time, task_group
 from protocols.allreduce.parts import ReducedPart, ReduceJob
 from protocols.allreduce.plan import ResolvedPlan
 from protocols.allreduce.reducer import Reducer, contribute
-from protocols.base import BadPayload, Host, PeerError, PeerGone, PeerId, PeerSilent, Stream
+from protocols.base import BadPayload, Host, PeerError, PeerGone, PeerId, PeerSilent, Settings, Stream
 from protocols.control_channel import RoundAccounting
 
 DATA = "starling/butterfly/data/1"
@@ -34,6 +34,24 @@ def next_claim(claim: float, bandwidth: float, in_time: bool) -> float:
     It is less after a data phase that was late, then slowly grows again, up to the configured `bandwidth`.
     """
     return max(MIN_BANDWIDTH, min(bandwidth, (CLAIM_GROWTH if in_time else CLAIM_CUT) * claim))
+
+
+class BandwidthClaim:
+    """The upload bandwidth that a peer claims, from round to round."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._ceiling = self._claim = settings.upload_bandwidth()
+
+    def renewed(self) -> float:
+        """The claim of a round that begins, bytes/s: a limit that has changed since the last one counts at once."""
+        before, self._ceiling = self._ceiling, self._settings.upload_bandwidth()
+        self._claim = self._ceiling if self._claim >= before else min(self._claim, self._ceiling)
+        return self._claim
+
+    def observe(self, in_time: bool) -> None:
+        """Note whether a data phase with this claim was in time."""
+        self._claim = next_claim(self._claim, self._ceiling, in_time)
 
 
 class AllReduce:

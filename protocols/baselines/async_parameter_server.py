@@ -134,6 +134,11 @@ class AsyncParameterServer:
             if not self._served.get(self.me.peer):
                 self._served.open(self.me.peer, DelayedNesterov(copied, self._momentum))
 
+    def step_down(self) -> None:
+        """This peer rests: another one serves, and this one asks who it is when it returns."""
+        self.confirmed = False
+        self._served.close([self.me.peer])
+
     async def apply(self, displacement: Vector) -> DelayedNesterov:
         """Apply a displacement of this peer or of a worker. The caller holds `turn`."""
         served, peers = self._served.get(self.me.peer), len(self.host.members.live())
@@ -182,7 +187,7 @@ class AsyncSession(SessionBase):
         self._averager, self._host = averager, averager.host
         self._shared = self._origin = torch.empty(0)
         self._partner = ""
-        self._unconfirmed = False
+        self._unconfirmed = self._rests = False
 
     # -- the contract -------------------------------------------------------------------------------------------------
 
@@ -198,6 +203,10 @@ class AsyncSession(SessionBase):
         if self._averager.choose() == self._host.me and self._averager.confirmed:
             await self._averager.serve_from(self._origin)
         return {}
+
+    def offer(self, work: LocalProgress) -> None:
+        super().offer(work)
+        self._rests = work.resting
 
     async def average(self, mine: Sequence[Vector], work: LocalProgress, into: Sequence[Vector]) -> AveragingResult:
         averager, committed = self._averager, False
@@ -216,6 +225,8 @@ class AsyncSession(SessionBase):
             averager.accounting.name(self._partner or self._host.me, "sent no parameters before the round's deadline")
         if self._unconfirmed:  # the server may have applied it
             self.half(subtract(), mine[0])
+        if self._rests:
+            averager.step_down()
         name = f"{averager.me.peer}/{averager.me.incarnation}/{self.round}"
         return self._result(committed, {averager.me.peer: Contribution(1, 1, (name,))} if committed else {}, {})
 

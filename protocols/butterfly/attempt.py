@@ -28,7 +28,7 @@ class RoundAttempt:
     ) -> None:
         self.context, self.head, self.driver, self.deadline = context, head, driver, deadline
         self.state = driver.state
-        self.call = RoundCall(context, head, bandwidth, deadline)
+        self.call = RoundCall(context, head, bandwidth, deadline, driver.state.resting)
         self.changed = self.call.changed
         self.exchange: AllReduce | None = None
         self._superseded = False

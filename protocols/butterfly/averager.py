@@ -13,12 +13,13 @@ from contextlib import asynccontextmanager
 
 from protocols import wire
 from protocols.aio import task_group
-from protocols.allreduce.all_reduce import DATA, next_claim
+from protocols.allreduce.all_reduce import DATA, BandwidthClaim
 from protocols.allreduce.parts import PartFormat
 from protocols.base import BadPayload, Deadline, Head, Host, PeerId, PeerSilent, RoundKey, Settings, Stream
 from protocols.butterfly.consensus_driver import ConsensusDriver
 from protocols.butterfly.context import ButterflyContext
 from protocols.butterfly.part_cache import PartCache
+from protocols.butterfly.resting import Resting
 from protocols.butterfly.session import ButterflySession
 from protocols.codec import codec
 from protocols.consensus import record as records
@@ -28,8 +29,8 @@ from protocols.endpoint import ProtocolEndpoint, SessionTable
 from protocols.robust import known
 
 CONTROL = "starling/butterfly/control/1"
-RoundMessage = wire.Ready | wire.Plan | wire.AdmissionRequest | VoteMessage
-ROUND_MESSAGES: tuple[type[RoundMessage], ...] = (wire.Ready, wire.Plan, wire.AdmissionRequest, *MESSAGES)
+RoundMessage = wire.Ready | Resting | wire.Plan | wire.AdmissionRequest | VoteMessage
+ROUND_MESSAGES: tuple[type[RoundMessage], ...] = (wire.Ready, Resting, wire.Plan, wire.AdmissionRequest, *MESSAGES)
 FORGOTTEN_LIMIT = 1 << 16
 PARKED_LIMIT = 16
 """Messages kept of one peer that is a round ahead, until this peer gets there."""
@@ -59,7 +60,7 @@ class Butterfly:
         self.settings, self._endpoint = settings, ProtocolEndpoint(host, settings)
         self.me, self.accounting = self._endpoint.me, self._endpoint.accounting
         known(settings.robust)
-        self.bandwidth = settings.bandwidth
+        self._claim = BandwidthClaim(settings)
         self.part_cache, self._on_ahead = part_cache or PartCache(host), on_ahead
         self._post = ControlChannel(host, CONTROL, self.accounting)
         part_format = PartFormat.of(settings, codec(settings.codec), self.part_cache.pool)
@@ -82,7 +83,7 @@ class Butterfly:
         if lineage not in self._decisions:
             may_vote = lineage not in self._forgotten
             self._decisions[lineage] = ConsensusDriver(self._context, head, may_vote, self._on_ahead)
-        session = ButterflySession(self._context, head, self._decisions[lineage], self.bandwidth, deadline)
+        session = ButterflySession(self._context, head, self._decisions[lineage], self._claim.renewed(), deadline)
         self._forget(head.key)
         self._session = session
         self._endpoint.bind(head.key)
@@ -99,7 +100,7 @@ class Butterfly:
                     for each in background:
                         each.cancel()
                     if session.in_time is not None:
-                        self.bandwidth = next_claim(self.bandwidth, self.settings.bandwidth, session.in_time)
+                        self._claim.observe(session.in_time)
         finally:
             session.close()
             if certificate := session.decision.certificate:

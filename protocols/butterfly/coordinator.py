@@ -28,10 +28,12 @@ class RoundCoordinator:
         self._context, self._me = attempt.context, attempt.context.me
         self._attempt, self._state, self._call, self._fetcher = attempt, attempt.state, attempt.call, fetcher
         self._candidates: dict[PeerId, Member] = {}
+        self._call.roster_changes = self._roster_changes
 
     def admission_asked(self, member: Member) -> None:
         """Note a candidate: a peer that holds the state and asks for admission to the next roster."""
         self._candidates[member.peer] = member
+        self._call.changed.notify()
 
     async def lead(self, ballot: int) -> None:
         """Lead a ballot of this member to its proposal. Returns when the ballot is over for this member."""
@@ -40,6 +42,8 @@ class RoundCoordinator:
             if not await call.due():
                 return
             if call.resolved is None and state.leading == ballot:
+                if call.nobody_works():
+                    return driver.chosen(ballot, records.encode(self._skip(None)))
                 self._publish(call.draw(ballot, self._suspects(ballot)))
         elif ballot > call.resolved.plan.ballot:  # some members may not know the plan
             self._publish(planning.reassign_parts(call.resolved.plan, {}, ballot))
@@ -159,8 +163,14 @@ class RoundCoordinator:
             complaints=tuple(each for each in found if {each.first, each.second} <= known),
         )
 
-    def _skip(self, resolved: planning.ResolvedPlan) -> Record:
-        return records.extend(self._attempt.head, Kind.SKIP, self._roster(resolved.peers), resolved.digest)
+    def _skip(self, resolved: planning.ResolvedPlan | None) -> Record:
+        peers, digest = (resolved.peers, resolved.digest) if resolved else ((), bytes(32))
+        return records.extend(self._attempt.head, Kind.SKIP, self._roster(peers), digest)
+
+    def _roster_changes(self) -> bool:
+        """Whether a record would change the roster. While all rest, members with work do not leave before it counts."""
+        now, then = set(self._attempt.head.roster), set(self._roster(()))
+        return now != then and not (then < now and all(self._call.has_work(member.peer) for member in now - then))
 
     def _beyond_a_broken_link(self) -> list[PeerId]:
         """Peers whose only broken link is the one to this member, which cannot judge whether they are alive."""

@@ -10,7 +10,7 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from protocols import wire
-from protocols.aio import peer_timeout
+from protocols.aio import peer_timeout, progress_timeout
 from protocols.allreduce.chunk_pool import ChunkPool
 from protocols.allreduce.parts import ReducedPart
 from protocols.base import BadPayload, Buffer, Deadline, Host, PeerGone, PeerId, Stream
@@ -121,7 +121,7 @@ class PartCache:
             data: Buffer | None = part.chunk(index) if isinstance(part, ReducedPart) else await self._read(part, index)
             if data is None:
                 return
-            async with peer_timeout(REQUESTER_IDLE_SECONDS, stream.peer, "it takes a part"):
+            async with progress_timeout(REQUESTER_IDLE_SECONDS, stream, "it takes a part"):
                 await stream.send(wire.Reduced(index, part.masks[index], len(data)), data)
         await stream.send(part.done or wire.PartDone(0, 0, part.result, b""))
 

@@ -4,18 +4,22 @@ A member sends its first offer to the whole roster. That opens the streams on wh
 before they are needed. As its work grows, it sends later offers to the round's first coordinators, so that a slow
 member's tokens are known when the round is called. An offer of complete work goes to the others, too, if the round is
 not called at once, because any member may have to coordinate.
+
+A member that rests says so to the whole roster (`protocols.butterfly.resting`). Its work so far counts, but the round
+is called as if only the others were in the roster. While all rest, there is nothing to call the round for.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
 from protocols.aio import Notifier, loop_time
 from protocols.allreduce import plan as planning
 from protocols.base import BadPayload, Deadline, Head, LocalProgress, PeerId
 from protocols.butterfly.context import ButterflyContext
+from protocols.butterfly.resting import Resting, RestingMembers
 from protocols.consensus.record import coordinators
 from protocols.wire import Offer, Plan, Ready
 
@@ -40,18 +44,29 @@ class RoundCall:
         resolved: the latest plan; None before the call.
         cut_at: when the last member has to send its work.
         changed: notified of every offer and plan.
+        roster_changes: returns whether a record would change the roster; set by the coordinator.
     """
 
-    def __init__(self, context: ButterflyContext, head: Head, bandwidth: float, deadline: Deadline) -> None:
+    def __init__(
+        self,
+        context: ButterflyContext,
+        head: Head,
+        bandwidth: float,
+        deadline: Deadline,
+        resting: RestingMembers,
+    ) -> None:
         """
         Args:
             bandwidth: this member's upload, bytes/s.
             deadline: the end of the attempt at the round.
+            resting: the members that rest in this round.
         """
         self.cut = asyncio.Event()
         self.resolved: planning.ResolvedPlan | None = None
         self.cut_at = deadline
         self.changed = Notifier()
+        self.roster_changes: Callable[[], bool] = lambda: False
+        self._resting, self._stated = resting, False
         self._context, self._me, self._bandwidth, self._deadline = context, context.me, bandwidth, deadline
         self._key, self._roster, self._inputs = head.key, head.roster, context.inputs(head)
         self._order = coordinators(head.key.lineage, head.roster)
@@ -90,15 +105,29 @@ class RoundCall:
         message = planning.offer_message(self._key, offer)
         offer = replace(offer, signature=self._context.host.signer.sign(message))
         self._verified[self._me.peer] = message, offer.signature
+        if self.resolved is None:
+            self._state_rest(work.resting)  # before an offer that leaves, which would hurry the call
         self._take(offer)
         if self.resolved is None or offer.leaving:  # even after the call, the next roster can leave this member out
             self._announce(offer)
         if self.resolved and self._me.peer in self.resolved.peers:
             self._arm()
 
+    def _state_rest(self, rests: bool) -> None:
+        """Tell the roster whether this member rests, where that is new in this attempt."""
+        if rests == self._stated and rests == (self._me.peer in self._resting.peers()):
+            return
+        self._stated = rests
+        statement = self._resting.state(self._key, self._me, rests, self._context.host.signer)
+        for peer in self._order:
+            if peer != self._me.peer:
+                self._context.post.send(peer, statement)
+        self.changed.notify()
+
     def _announce(self, offer: Offer) -> None:
         sent = self._announced
         completed = (offer.complete, offer.leaving) > ((sent.complete, sent.leaving) if sent else (False, False))
+        completed |= bool(sent and self._stated and offer.tokens > sent.tokens)  # it grows no further
         if sent and not completed and offer.tokens < GROWTH * max(1, sent.tokens):
             return
         self._announced, self._informed = offer, {self._me.peer}
@@ -138,6 +167,17 @@ class RoundCall:
         if known is None or _recency(offer) >= _recency(known):
             self._take(offer)
 
+    def on_resting(self, peer: PeerId, statement: Resting) -> None:
+        """Take a peer's statement that it rests or works again.
+
+        Raises:
+            BadPayload: the statement is forged, not that peer's, or not of a member.
+        """
+        if statement.member not in self._roster or statement.member.peer != peer:
+            raise BadPayload(f"says that {statement.member.peer} rests, which is not the sender or not in the roster")
+        if self._resting.take(statement, self._context.host.signer.verify):
+            self.changed.notify()
+
     def _verify(self, peer: PeerId, message: bytes, signature: bytes) -> bool:
         """Whether `peer` signed `message`. The same bytes with the same signature are verified once."""
         if self._verified.get(peer) == (message, signature):
@@ -169,25 +209,45 @@ class RoundCall:
     async def due(self) -> bool:
         """Wait for the moment of the call; False if the round ends first."""
         while loop_time() < self._deadline:
-            here, worked, leaving, _ = known = self._call_progress()
-            after = planning.call_after(list(self._complete_seconds.values()), len(self._roster)) if here else None
-            if here and leaving:  # a leaver waits for a moment only, if no work is done yet
-                after = 0.0 if worked else LEAVER_SECONDS
+            after = self._call_after()
             due = self._deadline if after is None else self._began + after
             if self.resolved is not None or (after is not None and loop_time() >= due):
                 return True
-            await self.changed.reached(lambda: self.resolved is not None or self._call_progress() != known, due)  # noqa: B023
+            await self.changed.reached(lambda: self.resolved is not None or self._call_after() != after, due)  # noqa: B023
         return False
 
     def incomplete(self) -> tuple[PeerId, ...]:
-        """Members that have not announced that their inner steps are complete."""
-        return tuple(m.peer for m in self._roster if m.peer not in self._complete_seconds)
+        """Members that work and have not announced that their inner steps are complete."""
+        return tuple(peer for peer in self._working() if peer not in self._complete_seconds)
 
-    def _call_progress(self) -> tuple[bool, bool, bool, int]:
-        """Whether this member has an offer, and one with work; whether a member leaves; how many are complete."""
-        mine = self._offers.get(self._me.peer)
-        leaving = any(offer.leaving for offer in self._offers.values())
-        return mine is not None, bool(mine and mine.tokens), leaving, len(self._complete_seconds)
+    def nobody_works(self) -> bool:
+        """Whether all members rest, and do not all leave: the round then waits, unless its roster has to change."""
+        return not self._working() and not self._all_leave()
+
+    def has_work(self, peer: PeerId) -> bool:
+        """Whether a member has announced that it leaves, with work that no round has counted."""
+        offer = self._offers.get(peer)
+        return bool(offer and offer.leaving and offer.tokens)
+
+    def _call_after(self) -> float | None:
+        """When to call the round, in seconds since the attempt began; None: not before something changes."""
+        mine, working = self._offers.get(self._me.peer), self._working()
+        if mine is None:
+            return None
+        if any(peer in working for peer in self.leaving()) or self._all_leave():
+            return 0.0 if mine.tokens else LEAVER_SECONDS  # a moment only, if no work is done yet
+        if not working:
+            return 0.0 if self.roster_changes() else None
+        done = [seconds for peer, seconds in self._complete_seconds.items() if peer in working]
+        return planning.call_after(done, len(working))
+
+    def _working(self) -> tuple[PeerId, ...]:
+        resting = self._resting.peers()
+        return tuple(member.peer for member in self._roster if member.peer not in resting)
+
+    def _all_leave(self) -> bool:
+        """Whether every member leaves. The only one of a roster cannot."""
+        return len(self._roster) > 1 and all(member.peer in self.leaving() for member in self._roster)
 
     def leaving(self) -> frozenset[PeerId]:
         """Members that leave after the round, by their offers or by those in the plan."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from protocols.base import Member, PeerId
+from protocols.butterfly.resting import RestingMembers
 from protocols.consensus.messages import Promise
 
 
@@ -22,6 +23,7 @@ class RoundState:
         proposed: the encoded record that `wanted` belongs to.
         heard: peer -> time at which this member last heard of it, in seconds.
         leaving: members that have announced that they leave after this round. An announcement is final.
+        resting: members that take no steps for now.
         onlookers: peer -> member that waits for the decision without being in the roster.
         phase_seconds: the expected length of the data phase.
     """
@@ -37,6 +39,7 @@ class RoundState:
         self.proposed = b""
         self.heard: dict[PeerId, float] = {}
         self.leaving: set[PeerId] = set()
+        self.resting = RestingMembers()
         self.onlookers: dict[PeerId, Member] = {}
         self.phase_seconds = 0.0
         self._published = -1  # the last ballot in which this member sent a plan

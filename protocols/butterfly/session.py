@@ -32,6 +32,7 @@ from protocols.butterfly.coordinator import RoundCoordinator
 from protocols.butterfly.forking import watch_majority
 from protocols.butterfly.member_averaging import MemberAveraging
 from protocols.butterfly.part_fetcher import PartFetcher
+from protocols.butterfly.resting import Resting
 from protocols.consensus.messages import VoteMessage
 from protocols.vectors import VectorView
 
@@ -148,6 +149,7 @@ class ButterflySession:
                 self.gone(peer)
             peers &= live
             version = await members.changed(version, self.deadline)
+            self.attempt.changed.notify()
             peers |= roster & self._context.live_peers()
 
     def _ask_admission(self) -> None:
@@ -181,6 +183,8 @@ class ButterflySession:
             case wire.Ready(_, offer):
                 self.call.on_ready(peer, offer)
                 self._state.members_leave(self.call.leaving())
+            case Resting():
+                self.call.on_resting(peer, message)
             case wire.Plan():
                 self._on_plan(peer, message)
                 self._state.members_leave(self.call.leaving())

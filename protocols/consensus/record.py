@@ -51,6 +51,11 @@ class Record(Header):
         """Whether this record changes the outer state: a MEAN, or a FORK that took one over."""
         return bool(self.parts)
 
+    @property
+    def idle(self) -> bool:
+        """Whether nothing was trained for it: a FORK without a mean, or a SKIP without a plan, as nobody worked."""
+        return not self.parts and (self.kind == Kind.FORK or (self.kind == Kind.SKIP and self.plan == bytes(32)))
+
     def tiles(self, elements: int) -> bool:
         """Whether the parts cover a vector of this length, one after the other and without gaps."""
         bounds = self.bounds

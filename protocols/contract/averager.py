@@ -150,6 +150,15 @@ class Trainer(Protocol):
             surplus: keep training after the round's inner steps are complete; otherwise wait for the cut.
         """
 
+    def rest(self, resting: bool) -> None:
+        """Take no step after the present one until called again with False; `train` still ends at its cut.
+
+        When it has stopped, it calls `progress` with the work so far, marked `resting`.
+        """
+
+    async def release(self) -> None:
+        """Free what computing needs, between two rounds. The next command gets it back."""
+
     async def read(self, into: Vector, fragment: int = 0) -> None:
         """Copy the local parameters into `into`, between two inner steps."""
 

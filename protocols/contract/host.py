@@ -17,13 +17,17 @@ class Stream(Protocol):
     """An ordered, authenticated, flow-controlled stream to one peer, its deadline fixed when it was opened.
 
     After the deadline every call raises `PeerSilent`. Cancelling a call leaves the stream unusable: reset it.
-    `bytes_sent` and `bytes_received` count everything that crossed it, headers included.
+    `bytes_sent` and `bytes_received` count everything that crossed it, headers included. `moved_bytes` grows while a
+    long message is under way, too: it tells a slow peer from a silent one.
     """
 
     peer: PeerId
     deadline: Deadline
     bytes_sent: int
     bytes_received: int
+
+    @property
+    def moved_bytes(self) -> int: ...
 
     async def send(self, header: Header, payload: Buffer = b"") -> None:
         """Send a header and its raw payload. Returns when flow control has taken both and `payload` may be reused.

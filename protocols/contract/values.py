@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -106,6 +107,7 @@ class LocalProgress:
         leaving: the peer leaves after this round, so the round is called at once.
         carried: tokens of earlier work that the parameters already held when they were written. Included in `tokens`,
             not in `seconds` and `loss`.
+        resting: the peer takes no steps for now, so the round is called without it, and not because it leaves.
     """
 
     tokens: int
@@ -117,6 +119,7 @@ class LocalProgress:
     state_root: bytes = bytes(32)
     leaving: bool = False
     carried: int = 0
+    resting: bool = False
 
 
 class Outcome(StrEnum):
@@ -191,6 +194,7 @@ class Settings:
         elements: length of each fragment's flat vector.
         chunk_elements: elements of a chunk, the unit in which vectors travel and are reduced.
         bandwidth: upload of this peer, bytes/s. Determines the size of the part that it reduces.
+        bandwidth_limit: returns what this peer may send now, bytes/s, whatever its bandwidth; it may change.
         incarnation: incarnation of this peer.
         keep_rounds: number of rounds whose reduced parts are kept in memory for members that missed them.
         quorum: number of votes that decide, as a function of the roster's size; None means a majority.
@@ -206,6 +210,7 @@ class Settings:
     elements: tuple[int, ...]
     chunk_elements: int = CHUNK_BYTES // 4
     bandwidth: float = 12.5e6
+    bandwidth_limit: Callable[[], float] = lambda: math.inf
     incarnation: int = 0
     keep_rounds: int = 8
     quorum: Callable[[int], int] | None = None
@@ -213,6 +218,10 @@ class Settings:
     robust: str = "mean"
     schedule: str = "random"
     digest: str = "sha256"
+
+    def upload_bandwidth(self) -> float:
+        """What this peer may declare as its upload now, bytes/s."""
+        return min(self.bandwidth, self.bandwidth_limit())
 
 
 @dataclass(frozen=True, slots=True)

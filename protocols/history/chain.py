@@ -104,9 +104,10 @@ class Chain:
 
     @property
     def trained(self) -> int:
-        """Number of training rounds up to the head, whatever their outcome: all but FORKs without a mean.
+        """Number of training rounds up to the head, whatever their outcome: all but those of `Record.idle`.
 
-        The length of a run and its learning-rate schedule count these, so a fork after a restart costs no training.
+        The length of a run and its learning-rate schedule count these. So a fork after a restart costs no training, nor
+        does a newcomer's admission while all members rest.
         """
         return self._trained(len(self))
 

@@ -161,6 +161,7 @@ class RoundLog(Sequence[DecidedRound]):
         """
         self.start, self._archive = start, ListArchive() if archive is None else archive
         self.forks, self.floor = array("Q"), 0
+        self._idle = array("Q")  # places of the rounds for which nothing was trained
         self._lineages = LineageIndex()
         self._lineages.append(start.key.lineage)
         self._anchors = array("Q", [0])  # place -> place of the lineage that pseudo-gradients are measured from
@@ -208,8 +209,8 @@ class RoundLog(Sequence[DecidedRound]):
         return self.read(place - 1, 1)[0].head if place else self.start
 
     def idle(self, place: int) -> int:
-        """Number of FORKs without a mean, in which nothing was trained, among the first `place` rounds."""
-        return sum(self._anchors[at + 1] != at + 1 for at in self.forks if at < place)
+        """Number of rounds among the first `place` for which nothing was trained (`Record.idle`)."""
+        return bisect_left(self._idle, place)
 
     def rosters(self, place: int) -> Iterator[tuple[Member, ...]]:
         """Distinct consecutive rosters up to a place, the latest first."""
@@ -333,12 +334,12 @@ class RoundLog(Sequence[DecidedRound]):
         Raises:
             RoundPruned: some of them cannot be read any more; nothing has changed.
         """
-        before, end, forks = len(self), start, set(other.forks)
+        before, end, forks, idle = len(self), start, set(other.forks), set(other._idle)
         last = other.read(max(start, stop - RECENT), min(RECENT, stop - start))
         while end < stop and (piece := other._archive.read(end, min(PIECE, stop - end))):
             self._archive.extend(piece)
             for at in range(end, end + len(piece)):
-                self._note(other.lineage(at + 1), other._anchors[at + 1] == at + 1, at in forks)
+                self._note(other.lineage(at + 1), other._anchors[at + 1] == at + 1, at in forks, at in idle)
             end += len(piece)
         if end < stop:
             self._shrink(before)
@@ -349,14 +350,16 @@ class RoundLog(Sequence[DecidedRound]):
         self._recent = [*self._recent, *last][-RECENT:]
 
     def _take(self, link: DecidedRound, record: Record) -> None:
-        self._note(link.lineage, record.averaged, record.kind == Kind.FORK)
+        self._note(link.lineage, record.averaged, record.kind == Kind.FORK, record.idle)
         self._meet(len(self), link.head.roster)
         self._recent.append(link)
         if len(self._recent) > 2 * RECENT:
             del self._recent[:RECENT]
 
-    def _note(self, lineage: bytes, is_anchor: bool, is_fork: bool) -> None:
+    def _note(self, lineage: bytes, is_anchor: bool, is_fork: bool, is_idle: bool) -> None:
         place = len(self)
+        if is_idle:
+            self._idle.append(place)
         if is_fork:
             self.forks.append(place)
         self._anchors.append(place + 1 if is_anchor else self._anchors[place])
@@ -390,6 +393,7 @@ class RoundLog(Sequence[DecidedRound]):
         self._lineages.cut(length + 1)
         del self._anchors[length + 1 :]
         del self.forks[bisect_left(self.forks, length) :]
+        del self._idle[bisect_left(self._idle, length) :]
 
     def _readable(self, place: int) -> tuple[DecidedRound, ...]:
         """The rounds from `place` on that can be read."""

@@ -9,7 +9,6 @@ from functools import partial
 
 from protocols import wire
 from protocols.aio import Notifier, loop_time
-from protocols.allreduce.all_reduce import next_claim
 from protocols.base import AveragingResult, Deadline, Head, LocalProgress, Member, PeerId, Vector
 from protocols.independent_session import SessionBase
 from protocols.moshpit.grid import next_cell, seeded_order
@@ -41,7 +40,7 @@ class MoshpitSession(SessionBase):
         self._axis, self._stage, self._follows = 0, TRAINING, ""
         self._offer: tuple[wire.Offer, ...] = ()
         self._members: set[PeerId] = set()
-        self._changes = 0
+        self._changes, self._rests = 0, False
         moshpit.begin(self.round)
         self._grid, self._index = moshpit.assign_cell(head.key, self.round)
         moshpit.last_number += 1
@@ -52,6 +51,9 @@ class MoshpitSession(SessionBase):
     # -- the contract -------------------------------------------------------------------------------------------------
 
     def offer(self, work: LocalProgress) -> None:
+        if work.resting and not self.cut.is_set():
+            self._rests = True  # no group waits for it, and its work completes none: the others count without it
+            return self._end()
         self._work = work
         if work.complete and self._complete_at == math.inf:
             self._complete_at = loop_time()
@@ -74,6 +76,8 @@ class MoshpitSession(SessionBase):
         if [len(vector) for vector in mine] != [len(vector) for vector in into]:
             raise ValueError(f"{[len(vector) for vector in mine]} elements into {[len(vector) for vector in into]}")
         await self.cut.wait()
+        if self._rests:
+            return self._result(False, {}, {})
         self._work = work
         results = await self._average_axes(mine, into)
         self.round = max(self.round, self._tracker.ahead(self.round) - 1)  # go on in the round that others have reached
@@ -93,7 +97,7 @@ class MoshpitSession(SessionBase):
             size = await compute.run(partial(norm, state), cost_bytes)
             if loop_time() >= self.deadline or not size < wire.MAX_NORM:
                 break
-            contribution = GroupContribution(cost_bytes // 4, weight, size, self._moshpit.bandwidth)
+            contribution = GroupContribution(cost_bytes // 4, weight, size, self._moshpit.claim.renewed())
             came = loop_time()
             result = await self._average_axis(axis, contribution, VectorView(state), VectorView(free), came - began)
             began = came
@@ -138,9 +142,7 @@ class MoshpitSession(SessionBase):
     ) -> None:
         """Record the outcome of a group: the next bandwidth claim, the group's name, or a half exchange."""
         if data_phase.in_time is not None:
-            self._moshpit.bandwidth = next_claim(
-                self._moshpit.bandwidth, self._context.settings.bandwidth, data_phase.in_time
-            )
+            self._moshpit.claim.observe(data_phase.in_time)
         if result:
             self.group = data_phase.name
         if result is None or result.incomplete:  # other members may hold more of the mean than this peer, or less

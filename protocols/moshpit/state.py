@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from protocols.aio import Notifier, loop_time
+from protocols.allreduce.all_reduce import BandwidthClaim
 from protocols.base import Deadline, Member, PeerId, RoundKey, Vector
 from protocols.endpoint import SessionTable
 from protocols.estimates import RecentDict
@@ -41,7 +42,7 @@ class MoshpitState:
         next_group: the lineage of this peer's current or next group.
         data_phases: the data phases of the last groups, by the digest of their plan.
         closed: the lineages of the groups that this peer is in, or will not join any more.
-        bandwidth: the upload that this peer claims, bytes/s.
+        claim: the upload that this peer claims.
         last_number: the number of its last announcement.
     """
 
@@ -54,7 +55,7 @@ class MoshpitState:
         self.next_group = b""
         self.data_phases = SessionTable[bytes, GroupAllReduce]()
         self.closed: RecentDict[bytes, None] = RecentDict(MAX_CLOSED)
-        self.bandwidth = context.settings.bandwidth
+        self.claim = BandwidthClaim(context.settings)
         self.last_number = 0
         self.spare: list[Vector] = []
         self._live: dict[PeerId, Member] = {}

@@ -51,7 +51,7 @@ class PushSum(PairwiseAverager):
         self.weighted = WeightedState(host, settings)
         super().__init__(self.weighted, settings.schedule, host.rng("push-sum"))
         self.share_sender = ShareSender(self.weighted)
-        ShareReceiver(self.weighted, settings.bandwidth)
+        ShareReceiver(self.weighted, settings.upload_bandwidth())
         self._steps = ClosingExchanges(self.weighted.endpoint, self.weighted.timeouts)
 
     async def mix(self, session: SharedStateSession, state: VectorView) -> None:

@@ -62,7 +62,7 @@ class PairState(ABC):
         """
         self.host, self.endpoint = host, ProtocolEndpoint(host, settings, HEADER_LIMIT)
         self.me, self.accounting = self.endpoint.me, self.endpoint.accounting
-        self.codec, self.timeouts = codec(settings.codec), PeerTimeouts(settings.bandwidth)
+        self.codec, self.timeouts = codec(settings.codec), PeerTimeouts(settings.upload_bandwidth())
         self.estimator, self.notifier = ClaimedRounds(), Notifier()
         self.session: SharedStateSession | None = None
         self._pool = ChunkPool()

@@ -18,6 +18,9 @@ class StageDirectory(Protocol):
     def rounds_of(self, peer: PeerId) -> int:
         """Training rounds that have ended at a peer of stage 0: its inner steps, or the call of the round."""
 
+    def rests(self, peer: PeerId) -> bool:
+        """Whether a peer takes no steps for now: it drives and serves no microbatches."""
+
 
 class StageMembers:
     """`protocols.base.Members` of one stage: the live members that are in it, and always this peer."""
@@ -77,10 +80,10 @@ class StageClock:
 
 
 def by_stage(members: Sequence[Member], directory: StageDirectory, stages: int) -> Mapping[int, tuple[Member, ...]]:
-    """The members of each stage, all stages included."""
+    """The members of each stage that work, all stages included. One that rests is no clock, and serves nobody."""
     found: dict[int, list[Member]] = {stage: [] for stage in range(stages)}
     for member in members:
         stage = directory.stage_of(member.peer)
-        if stage is not None and stage in found:
+        if stage is not None and stage in found and not directory.rests(member.peer):
             found[stage].append(member)
     return {stage: tuple(each) for stage, each in found.items()}

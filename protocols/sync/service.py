@@ -58,6 +58,11 @@ class SyncServiceBase(ABC, Generic[A]):
             self._donor.tidy()
             await self._look_around()
 
+    @property
+    def joiners(self) -> int:
+        """Number of joiners that download this peer's state now."""
+        return self._donor.joiners
+
     def complain_to(self, say: Callable[[str], None]) -> None:
         """Set the function that shows the operator a line, if catching up gets no closer."""
         self._context.say = say

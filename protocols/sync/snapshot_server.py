@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from protocols import wire
-from protocols.aio import loop_time, peer_timeout
+from protocols.aio import loop_time, peer_timeout, progress_timeout
 from protocols.base import CHUNK_BYTES, BadPayload, Compute, Deadline, PeerId, Stream
 from protocols.gate import Gate
 from protocols.limits import REQUESTER_IDLE_SECONDS
@@ -59,6 +59,11 @@ class SnapshotServer:
         self._snapshots, self._compute, self._gate, self._follows = snapshots, compute, gate, follows
         self._joiners: list[PeerId] = []
         self._loans: dict[bytes, _Lease] = {}
+
+    @property
+    def joiners(self) -> int:
+        """Number of joiners that download now."""
+        return len(self._joiners)
 
     def kept(self) -> tuple[SnapshotRef, ...]:
         """The snapshots to announce to other peers."""
@@ -107,7 +112,7 @@ class SnapshotServer:
 
     async def _hand_out(self, stream: Stream, snapshot: Snapshot) -> None:
         index, scratch = snapshot.index, memoryview(bytearray(CHUNK_BYTES))
-        async with peer_timeout(REQUESTER_IDLE_SECONDS, stream.peer, "it receives an index"):
+        async with progress_timeout(REQUESTER_IDLE_SECONDS, stream, "it receives an index"):
             await stream.send(SnapshotIndexHeader(index.elements), index.pack())
         for _ in range(2 * len(index.digests)):
             async with peer_timeout(REQUESTER_IDLE_SECONDS, stream.peer, "it asks for a chunk"):
@@ -117,7 +122,7 @@ class SnapshotServer:
             data = await self._read(snapshot, asked.index, scratch)
             if data is None:
                 return
-            async with peer_timeout(REQUESTER_IDLE_SECONDS, stream.peer, "it receives a chunk"):
+            async with progress_timeout(REQUESTER_IDLE_SECONDS, stream, "it receives a chunk"):
                 await stream.send(wire.Chunk(asked.index, len(data)), data)
         raise BadPayload(f"asks for {2 * len(index.digests)} chunks, twice all there are")
 

@@ -93,7 +93,7 @@ async def test_keyboard_alone_finishes_the_peer(tmp_path: Path) -> None:
     async with page.serving(), chromium() as browser, tab(browser, page.link) as opened:
         await opened.headline("Training")
         keyboard = opened.page.keyboard
-        for _ in range(2):  # the link to the peers, then the only button
+        for _ in range(3):  # the link to the peers, then two buttons
             await keyboard.press("Tab")
         await keyboard.press("Enter")
         await opened.page.wait_for_selector("#finish-question:visible")

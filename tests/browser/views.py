@@ -74,7 +74,6 @@ def training(page: ScriptedPage) -> None:
         peer_bytes={f"12D3KooW{number:06d}": (480_000_000, 510_000_000) for number in range(3)},
         cpu_cores=1.7,
         temperature_celsius=61.0,
-        controls=("pause", "finish"),
     )
     rounds(page, 0, ROUNDS - 1)
     page.feed.say("laptop-2 is here")

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import pytest
 
-from protocols.aio import Notifier, run_with_helper, task_group
+from protocols.aio import Notifier, progress_timeout, run_with_helper, task_group
+from protocols.base import PeerSilent, Stream
 from tests.sim import loop as simloop
 
 T = TypeVar("T")
@@ -283,3 +284,32 @@ def test_cancellation_during_error_cleanup_still_cancels() -> None:
         assert task.cancelled()
 
     play(main())
+
+
+# -- progress_timeout -------------------------------------------------------------------------------------------------
+
+
+class Moving:
+    """A stream of which one byte moves at each of these times."""
+
+    peer = "slow"
+
+    def __init__(self, times: list[float]) -> None:
+        self._times = times
+
+    @property
+    def moved_bytes(self) -> int:
+        return sum(each <= now() for each in self._times)
+
+
+@pytest.mark.parametrize(
+    "times, ends", [([], 30), ([10, 35, 60], 90), (list(range(10, 1000, 10)), 240), ([1, 2, 3, 4, 5, 6, 7, 8, 9], 39)]
+)
+def test_slow_peer_is_silent_only_without_progress(times: list[float], ends: float) -> None:
+    async def main() -> float:
+        with pytest.raises(PeerSilent, match="slow: nothing moved for 30 s, or too little, while it takes a part"):
+            async with progress_timeout(30, cast(Stream, Moving(times)), "it takes a part"):
+                await asyncio.sleep(900)
+        return now()
+
+    assert ends <= play(main()) <= ends + 30 / 8

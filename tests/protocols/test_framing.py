@@ -24,6 +24,7 @@ class MemoryPipe:
         self.arrived = bytearray()
         self.changed = asyncio.Event()
         self.ended = False
+        self.moved_bytes = 0
         self.error: Exception | None = None
         self.other: MemoryPipe
 

@@ -12,6 +12,7 @@ import math
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 from protocols.aio import Notifier
@@ -34,11 +35,18 @@ class View:
         self.changed = Notifier()
         self._known = {**known, me.peer: me}
         self._live: tuple[Member, ...] | None = None
+        self._away: set[PeerId] = set()  # those that are away, as they say; never this peer
 
     def live(self) -> tuple[Member, ...]:
         if self._live is None:  # in a large swarm most views change far more often than they are looked at
-            self._live = tuple(self._known[peer] for peer in sorted(self._known))
+            self._live = tuple(self._known[peer] for peer in sorted(self._known) if peer not in self._away)
         return self._live
+
+    def hear(self, peer: PeerId, away: bool) -> None:
+        """A heartbeat says whether a peer is away."""
+        if away != (peer in self._away):
+            self._away ^= {peer}
+            self._moved()
 
     def knows(self, peer: PeerId) -> bool:
         return peer in self._known
@@ -114,6 +122,7 @@ class Contacts:
         self._network = network
         self._expiries: dict[Pair, asyncio.TimerHandle] = {}
         self._meetings: dict[Pair, asyncio.TimerHandle] = {}
+        self._away: set[PeerId] = set()
 
     def open(self, one: PeerId, other: PeerId) -> bool:
         """Whether heartbeats pass between two living peers, both ways."""
@@ -125,9 +134,24 @@ class Contacts:
             and not network.link(other, one).blocked
         )
 
+    def tell(self, peer: PeerId, away: bool) -> None:
+        """A peer says with its next heartbeats whether it is away."""
+        self._away = self._away | {peer} if away else self._away - {peer}
+        for other in self._network.nodes:
+            if other != peer:
+                self._network.travel(peer, other, partial(self._heard, other, peer))
+
+    def _heard(self, observer: PeerId, subject: PeerId) -> None:
+        self.views[observer].hear(subject, subject in self._away)
+
     def joined(self, node: Node, acquainted: bool) -> None:
         """A new incarnation begins. `acquainted`: it knows all live peers at once; else by handshakes."""
         self.views[node.peer] = View(node.member, self._alive if acquainted else {})
+        for peer in self._network.nodes:
+            if peer in self._away and peer != node.peer:
+                self._heard(node.peer, peer)
+        if node.peer in self._away:
+            self.tell(node.peer, False)
         for peer in self._network.nodes:
             if peer == node.peer or peer not in self._alive:
                 continue

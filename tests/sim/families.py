@@ -116,6 +116,20 @@ def mixed(rng: random.Random, peers: Sequence[PeerId], seconds: float) -> Faults
     return faults
 
 
+def pausing(rng: random.Random, peers: Sequence[PeerId], seconds: float) -> Faults:
+    """Peers rest or are away, from all of them to one, for moments or until the healing; some are killed meanwhile."""
+    faults = Faults()
+    for peer in rng.sample(peers, rng.randint(1, len(peers))):
+        for _ in range(rng.randint(1, 3)):
+            lasts = rng.choice((None, 10.0 ** rng.uniform(-1.0, 0.5), rng.uniform(0.0, 0.7 * seconds)))
+            away = rng.random() < 0.5
+            if rng.random() < 0.3:
+                faults = faults.pause(peer, at_message=round(MAX_MESSAGE ** rng.random()), lasts=lasts, away=away)
+            else:
+                faults = faults.pause(peer, at=rng.uniform(0.0, seconds), lasts=lasts, away=away)
+    return faults + crash(rng, peers, seconds) if rng.random() < 0.5 else faults
+
+
 def _two(rng: random.Random, peers: Sequence[PeerId]) -> tuple[PeerId, PeerId]:
     if len(peers) < 2:
         return peers[0], peers[0]
@@ -132,6 +146,7 @@ BREAKING: dict[str, Draw] = {
     "reset": reset,
     "directory": directory,
     "mixed": mixed,
+    "pausing": pausing,
 }
 """Families under which rounds may fail until all faults are healed."""
 

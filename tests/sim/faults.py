@@ -104,7 +104,17 @@ class Lie:
     kind: str
 
 
-Fault: TypeAlias = Crash | Restart | Cut | Reset | Slow | Mislead | Skew | Lie
+@dataclass(frozen=True, slots=True)
+class Pause:
+    """A peer is asked to rest or to be away, in all its incarnations, for `lasts` seconds; None: until the healing."""
+
+    peer: PeerId
+    at: Moment
+    lasts: float | None = None
+    away: bool = False
+
+
+Fault: TypeAlias = Crash | Restart | Cut | Reset | Slow | Mislead | Pause | Skew | Lie
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +165,16 @@ class Faults:
         lie_share: float = 0.0,
     ) -> Faults:
         return self.also(Mislead(forget_share, lag_seconds, lie_share, at, _lasts(at, heal)))
+
+    def pause(
+        self,
+        peer: PeerId,
+        at: float | None = None,
+        at_message: int | None = None,
+        lasts: float | None = None,
+        away: bool = False,
+    ) -> Faults:
+        return self.also(Pause(peer, _moment(peer, at, at_message), lasts, away))
 
     def skew(self, peer: PeerId, seconds: float) -> Faults:
         return self.also(Skew(peer, seconds))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import torch
@@ -156,11 +157,14 @@ class IndependentWorld(World):
             SPREAD_LIMIT,
             closing,
             newcomer=transport.node.incarnation > 0,
+            rounds=lambda: self.rounds(me),
         )
-        deps = OuterLoopDeps(trainer, host.compute, anchor, snapshots)
+        on_activity = partial(self.tell_activity, me)
+        deps = OuterLoopDeps(trainer, host.compute, anchor, snapshots, on_activity=on_activity)
         outer_loop = self.replicas[me] = IndependentOuterLoop(course, averager, outer, deps, options)
         if await self.restored(outer_loop):
             outer_loop.lacks_state = False
+        self.restart_paused(outer_loop)
         state_sync = IndependentStateSync(
             host, settings, snapshots, lambda: outer_loop.key, lambda: self.peers, lambda: not outer_loop.seeks_state
         )
@@ -203,10 +207,11 @@ class IndependentWorld(World):
         return {peer: self.sketches[peer] for peer in near if peer in self.sketches}
 
     def rounds(self, me: PeerId) -> dict[PeerId, int]:
-        """The rounds of connected peers, as heartbeats would carry them."""
+        """The rounds of connected peers that are not away, as heartbeats would carry them."""
         nodes, contacts = self.network.nodes, self.network.contacts
+        here = {member.peer for member in contacts.views[me].live()}
         near = [peer for peer in self.replicas if peer != me and nodes[peer].process.alive and contacts.open(me, peer)]
-        return {peer: self.replicas[peer].key.round for peer in near}
+        return {peer: self.replicas[peer].key.round for peer in near if peer in here}
 
     # -- judging ------------------------------------------------------------------------------------------------------
 

@@ -7,8 +7,9 @@ import contextvars
 from collections import Counter
 from collections.abc import Callable
 
+from node.outer.activity import Activity
 from protocols.base import PeerId
-from tests.sim.faults import Crash, Cut, Fault, Faults, Message, Mislead, Reset, Restart, Slow
+from tests.sim.faults import Crash, Cut, Fault, Faults, Message, Mislead, Pause, Reset, Restart, Slow
 from tests.sim.host import DirectoryFaults
 from tests.sim.network import SimNetwork
 
@@ -19,17 +20,24 @@ class Injector:
     Args:
         directory_faults: the faults of the world's directory.
         revive: starts the next incarnation of a dead peer.
+        pause: asks a peer to rest, to be away or to work again.
 
     Attributes:
         struck: the faults that have happened, with their times.
     """
 
     def __init__(
-        self, faults: Faults, network: SimNetwork, directory_faults: DirectoryFaults, revive: Callable[[PeerId], None]
+        self,
+        faults: Faults,
+        network: SimNetwork,
+        directory_faults: DirectoryFaults,
+        revive: Callable[[PeerId], None],
+        pause: Callable[[PeerId, Activity], None],
     ) -> None:
         self.faults = faults
         self.struck: list[tuple[float, Fault]] = []
         self._network, self._directory_faults, self._revive = network, directory_faults, revive
+        self._pause = pause
         self._at_messages: dict[tuple[PeerId, int], list[Fault]] = {}
         self._timers: list[asyncio.TimerHandle] = []
         self._cuts: Counter[tuple[PeerId, PeerId]] = Counter()
@@ -38,7 +46,7 @@ class Injector:
         """Set every timer, and watch the messages if a fault waits for one."""
         self._context = contextvars.copy_context()  # of no process, so that no kill cancels what a fault starts
         for fault in self.faults.dated():
-            assert isinstance(fault, Crash | Restart | Cut | Reset | Slow | Mislead)
+            assert isinstance(fault, Crash | Restart | Cut | Reset | Slow | Mislead | Pause)
             if isinstance(fault.at, Message):
                 self._at_messages.setdefault((fault.at.peer, fault.at.number), []).append(fault)
             else:
@@ -59,6 +67,7 @@ class Injector:
             node.slowness = 1.0
         self._mislead(Mislead(0.0, 0.0, 0.0, 0.0))
         for peer in list(network.nodes):
+            self._pause(peer, Activity.WORK)
             self._restart(peer)
 
     def _at(self, time: float, what: Callable[..., None], *arguments: object) -> None:
@@ -88,6 +97,9 @@ class Injector:
             case Slow(peer, factor):
                 network.nodes[peer].slowness *= factor
                 self._later(fault.lasts, self._hurry, fault)
+            case Pause(peer):
+                self._pause(peer, Activity.AWAY if fault.away else Activity.REST)
+                self._later(fault.lasts, self._pause, peer, Activity.WORK)
             case Mislead():
                 self._mislead(fault)
                 self._later(fault.lasts, self._mislead, Mislead(0.0, 0.0, 0.0, 0.0))

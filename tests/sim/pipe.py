@@ -25,6 +25,7 @@ class SimPipe:
         self.network, self.node, self.number = network, node, number
         self.other: SimPipe
         self.closed = False
+        self.moved_bytes = 0
         self._flight: deque[bytes] = deque()
         self._arrived: deque[memoryview] = deque()
         self._unread_bytes = 0
@@ -40,6 +41,7 @@ class SimPipe:
             await self._writable
             self._check()
         self.other._unread_bytes += len(data)
+        self.moved_bytes += len(data)
         self.network.departing(self, bytes(data))
 
     async def read_into(self, buffer: memoryview) -> None:
@@ -62,6 +64,7 @@ class SimPipe:
         else:
             self._arrived[0] = piece[size:]
         self._unread_bytes -= size
+        self.moved_bytes += size
         _wake(self.other._writable)
         return size
 

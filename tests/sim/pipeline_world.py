@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from node.outer.activity import Activity
 from node.tasks.paced_stage import ACTIVATION_BYTES, TARGET_BYTES, PacedStage
 from node.training.inline_stage import InlineStage, StageCompute, StageSeconds
 from node.training.leased_stage import LeasedStage
@@ -53,6 +54,9 @@ class Announcements:
 
     def rounds_of(self, peer: PeerId) -> int:
         return self._completed.get(peer, 0)
+
+    def rests(self, peer: PeerId) -> bool:
+        return self._world.activities.get(peer, Activity.WORK) is not Activity.WORK
 
     def hear(self, peer: PeerId, rounds: int) -> None:
         self._completed[peer] = max(rounds, self._completed.get(peer, 0))

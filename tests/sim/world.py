@@ -6,10 +6,12 @@ import asyncio
 import contextlib
 import random
 from dataclasses import asdict, dataclass, field
+from functools import partial
 
 import torch
 
-from node.outer.outer_loop import OuterLoopDeps
+from node.outer.activity import Activity
+from node.outer.outer_loop import OuterLoop, OuterLoopDeps
 from node.outer.replicated_loop import ReplicatedOuterLoop
 from node.outer.round_loops import run_replicated_rounds
 from node.outer.sgd import OuterSGD
@@ -25,6 +27,7 @@ from protocols.history.chain import Chain
 from protocols.sync.chain_sync import ChainSync, ChainSyncOptions
 from protocols.sync.snapshot import Snapshots
 from tests.sim import loop as simloop
+from tests.sim import pauses
 from tests.sim.byzantine.contributors import ByzantineContributorStream
 from tests.sim.host import DirectoryFaults, Entries, sim_host
 from tests.sim.injection import Injector
@@ -82,7 +85,9 @@ class World:
         jitter = random.Random(f"jitter/{scenario.seed}") if scenario.jitter else None
         self.network = SimNetwork(self.trace, latency_seconds=self.rng.uniform(0.005, 0.08), jitter=jitter)
         self.directory_faults = DirectoryFaults(random.Random(f"hearsay/{scenario.seed}"))
-        self.injector = Injector(scenario.faults, self.network, self.directory_faults, self._revive)
+        self.injector = Injector(scenario.faults, self.network, self.directory_faults, self._revive, self.pause)
+        self.paused: dict[PeerId, Activity] = {}
+        self.activities: dict[PeerId, Activity] = {}
         self.peers = scenario.names()
         self.liars = tuple(scenario.faults.lies())
         self.histories: dict[PeerId, list[checkers.Report]] = {peer: [] for peer in self.peers}
@@ -92,6 +97,7 @@ class World:
         self.healed_at: float | None = None
         self._done = asyncio.Event()
         self._left: list[checkers.Violation] = []
+        self._early: list[checkers.Violation] = []
         self._entries: Entries = {}
         self._tasks: dict[Member, list[int]] = {}  # of each incarnation, at the start of each of its rounds
 
@@ -183,6 +189,26 @@ class World:
         self.network.restart(peer)
         self._start(peer)
 
+    # -- pauses -------------------------------------------------------------------------------------------------------
+
+    def pause(self, peer: PeerId, wanted: Activity) -> None:
+        """Ask a peer to rest, to be away or to work again; its later incarnations begin so."""
+        if wanted is not self.paused.get(peer, Activity.WORK):
+            self.paused[peer] = wanted
+            if self.network.nodes[peer].process.alive and peer in self.replicas:
+                token = simloop.PROCESS.set(self.network.nodes[peer].process)  # what it sends dies with it
+                self.replicas[peer].pause(wanted)
+                simloop.PROCESS.reset(token)
+
+    def restart_paused(self, outer_loop: OuterLoop) -> None:
+        """Ask a new incarnation for what its peer was asked for."""
+        outer_loop.pause(self.paused.get(outer_loop.me.peer, Activity.WORK))
+
+    def tell_activity(self, me: PeerId, activity: Activity) -> None:
+        """A peer's heartbeats say from now on whether it works, rests or is away."""
+        self.activities[me] = activity
+        self.network.contacts.tell(me, activity is Activity.AWAY)
+
     def _ended(self, main: asyncio.Task[None]) -> None:
         error = None if main.cancelled() else main.exception()
         if isinstance(error, Exception):
@@ -207,10 +233,11 @@ class World:
             chain,
             averager,
             self.outer(),
-            OuterLoopDeps(trainer, host.compute, anchor, snapshots),
+            OuterLoopDeps(trainer, host.compute, anchor, snapshots, on_activity=partial(self.tell_activity, me)),
             feedback(codec(settings.codec), len(anchor), host.compute),
         )
         await self.restored(outer_loop)
+        self.restart_paused(outer_loop)
         await outer_loop.settle()
         async with task_group() as group:
             background = group.create_task(sync.run())
@@ -265,6 +292,7 @@ class World:
         if report["peer"] in self.liars:
             return
         self.account.reported(report, asyncio.get_running_loop().time())
+        self._early += pauses.called_early(self.replicas[report["peer"]], report)
         if self.satisfied():
             self._done.set()
 
@@ -283,8 +311,8 @@ class World:
         """Hook for worlds that measure something between rounds."""
 
     def check(self, histories: dict[PeerId, list[checkers.Report]]) -> list[checkers.Violation]:
-        """The violations in these histories."""
-        return checkers.check(histories)
+        """The violations in these histories, and rounds that a pause has called early."""
+        return checkers.check(histories) + self._early
 
     @property
     def level_tasks(self) -> int:

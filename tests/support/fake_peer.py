@@ -20,6 +20,7 @@ from node.cli import app as cli
 from node.config.toml import ConfigError
 from node.reporting.report import RoundReport
 from node.reporting.status import EventSink, Status
+from node.ui.commands import PeerCommands
 from node.ui.control import ControlServer
 from protocols.scopes import MAX_STAGES
 
@@ -84,7 +85,7 @@ class Peer:
         if HOW == "refuse":
             raise FatalPeerError("the port is taken:\nfree it")
         try:
-            async with ControlServer(self.config.state_dir, self.status, self.on_asked):
+            async with ControlServer(self.config.state_dir, self.status, PeerCommands(self.on_asked)):
                 for number in range(3):
                     self.view.report(report(number))
                 tell("running")

@@ -149,7 +149,7 @@ class HostilePeer:
                 await stream.send(self.hello())
                 await stream.receive(wire.MAX_HEADER_BYTES)
                 while heartbeats_per_second and loop.time() < until:
-                    await stream.send(Heartbeat(answered, 0.0, 1 << 40, False, b"", 0, 0.0))
+                    await stream.send(Heartbeat(answered, 0.0, 1 << 40, False, b"", 0, 0.0, 0))
                     await stream.receive(wire.MAX_HEADER_BYTES)
                     answered += 1
                     await asyncio.sleep(1 / heartbeats_per_second)

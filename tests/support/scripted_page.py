@@ -36,7 +36,9 @@ class ScriptedPage:
     said: list[str] = field(default_factory=list)
     asked: list[Mapping[str, Any]] = field(default_factory=list)
     counters: RunCounters = field(default_factory=RunCounters)
-    extras: PageExtras = field(default_factory=lambda: PageExtras("1.0", {"upload": 5e5, "download": 2.5e5}))
+    extras: PageExtras = field(
+        default_factory=lambda: PageExtras(1_700_000_000.0, "1.0", {"upload": 5e5, "download": 2.5e5})
+    )
     time: float = 1_700_000_000.0
 
     def __post_init__(self) -> None:
@@ -61,7 +63,7 @@ class ScriptedPage:
     def link_at(self, host: str) -> str:
         return page_link(self.port, self.token).replace("127.0.0.1", host)
 
-    def _command(self, request: Mapping[str, Any]) -> Mapping[str, object]:
+    async def _command(self, request: Mapping[str, Any]) -> Mapping[str, object]:
         self.asked.append(request)
         return {"ok": True} if request.get("do") in ("finish", "pause", "resume") else {"error": "what?"}
 

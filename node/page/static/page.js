@@ -124,14 +124,23 @@ function showMachine(now) {
     ["Memory", size(status.rss_bytes)],
     ["Processor", Number.isFinite(now.cpu_cores) ? `${now.cpu_cores.toFixed(1)} cores busy` : "–"],
     ["Temperature", Number.isFinite(now.temperature_celsius) ? `${Math.round(now.temperature_celsius)} °C` : "not known"],
+    ["This round", thisRound(status)],
+    ["Joiners served", String(status.joiners)],
     ["Checkpoint", status.checkpoint_age_seconds === null ? "none yet" : `${duration(status.checkpoint_age_seconds)} old`],
     ["Clock", status.clock ? "differs from the others'" : "agrees with the others'"],
     ["Event loop", `${Math.round(1000 * status.loop_lag_p99_seconds)} ms lag (p99)`],
   ];
+  if (status.limits) rows.push(["Limits", status.limits]);
   if (Number.isFinite(status.spread)) {
     rows.push(["Spread", `${percent(status.spread)} from the mean, the limit is ${percent(status.spread_limit)}`]);
   }
   fill($("machine"), rows);
+}
+
+function thisRound(status) {
+  if (!Number.isFinite(status.round_seconds)) return "–";
+  const usual = status.round_expected_seconds;
+  return duration(status.round_seconds) + (Number.isFinite(usual) ? ` of about ${duration(usual)}` : "");
 }
 
 const percent = (share) => (Number.isFinite(share) ? `${(100 * share).toPrecision(2)} %` : "–");
@@ -249,7 +258,8 @@ function showControls(status, controls) {
 async function ask(request, words) {
   setText("answer", "…");
   const answer = await connection.command(request);
-  setText("answer", answer.error ? `Not done: ${answer.error}` : words);
+  const why = answer.error || (answer.ok ? "" : answer.line);
+  setText("answer", why ? `Not done: ${why}` : words);
   setTimeout(() => setText("answer", ""), 8000);
 }
 
@@ -267,10 +277,9 @@ function listen() {
     const choice = event.target.closest("button");
     if (!choice) return;
     toggle("pause", "pause-menu", false);
-    const request = { do: "pause" };
-    if (choice.dataset.seconds) request.seconds = Number(choice.dataset.seconds);
-    if (choice.dataset.afterRound) request.after_round = true;
-    ask(request, "The peer pauses.");
+    const { seconds, afterRound } = choice.dataset;
+    const until = seconds ? latest.time + Number(seconds) : null;  // by the peer's clock
+    ask({ do: "pause", until, after_round: Boolean(afterRound) }, "The peer pauses.");
   });
   $("resume").addEventListener("click", () => ask({ do: "resume" }, "The peer goes on."));
   document.addEventListener("keydown", (event) => {

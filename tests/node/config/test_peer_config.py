@@ -194,3 +194,27 @@ def test_misspelt_key_is_an_error_in_any_source(file: Path) -> None:
     assert peer_refusal({"listn": "x"}) == 'unknown key "listn": did you mean "listen"?'
     file.write_text("[peer]\norigin = 'x'\n")
     assert peer_refusal(file=file).startswith(f'{file}: unknown key "origin" in [peer]')
+
+
+@pytest.mark.parametrize(
+    "text, rate",
+    [("1MB", 1e6), ("1.5 MB/s", 1.5e6), ("800kB", 8e5), ("2e6", 2e6), (70_000, 7e4), ("0", 0), ("1GB/h", 0), (True, 0)],
+)
+def test_caps_bound_the_claim_and_the_relay(text: object, rate: float) -> None:
+    given = {"download_limit_bytes_per_second": text}
+    if not rate:
+        with pytest.raises(ConfigError, match=r"^flag --download-limit-bytes-per-second: .* must be at least 66kB/s"):
+            load_peer(given, {}, None)
+        return
+    config = load_peer(given, {}, None)
+    assert config.download_limit_bytes_per_second == config.claim_bytes_per_second == rate
+    assert load_peer({}, {}, None).relays and not config.relays
+    assert load_peer(given, {"NODE_RELAY": "true"}, None).relays
+
+
+@pytest.mark.parametrize("text, quota", [("50GB/month", "50000000000B/month"), ("5 gb / Week", "5000000000B/week")])
+def test_quota_has_a_size_and_a_period(text: str, quota: str) -> None:
+    assert load_peer({}, {"NODE_QUOTA": text}, None).quota == quota
+    for bad in ("50GB", "50GB/year", "5MB/day", "-1GB/day"):
+        with pytest.raises(ConfigError, match=r"NODE_QUOTA: .* like 50GB/month"):
+            load_peer({}, {"NODE_QUOTA": bad}, None)

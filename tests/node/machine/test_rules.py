@@ -15,7 +15,7 @@ from node.machine.rules import WORK, MachinePolicy, MachineReadings, MachineRule
 
 MONDAY = datetime(2026, 11, 23, 12, 0)
 CALM = MachineReadings(MONDAY, False, 8e9, 16e9, 0.0, 50.0, 90.0, 900.0, 0.0, False)
-ALL = MachineRules((), True, True, True, True)
+ALL = MachineRules(in_use=True, busy=True)
 CASES = {
     "battery": ({"on_battery": True}, Mode.AWAY, "on battery", 60, 60),
     "memory": ({"memory_available_bytes": 2e8}, Mode.AWAY, "short of memory", 0, 300),

@@ -6,11 +6,12 @@ import asyncio
 from dataclasses import replace
 
 import pytest
+import torch
 
 from node.membership.failure_detector import CEILING_SECONDS, FLOOR_SECONDS, FailureDetector
 from node.membership.handshake import LocalStage
 from node.membership.hello import (
-    FORMER_HELLO,
+    FORMER_HELLOS,
     HELLO,
     VERSION,
     Heartbeat,
@@ -20,10 +21,14 @@ from node.membership.hello import (
     Welcome,
 )
 from node.membership.peer_record import MAX_FAILURES
+from node.outer.activity import Activity
+from node.outer.sketch import sketch
 from protocols import wire
 from protocols.base import Member
 from tests.support.membership_swarm import MembershipSwarm, greeting, until
 from tests.support.virtual_time import on_virtual_time
+
+SKETCH = sketch(torch.ones(8), bytes(32))
 
 
 @on_virtual_time
@@ -108,15 +113,38 @@ async def test_invalid_greetings_are_rejected_and_counted(swarm: MembershipSwarm
     assert swarm.sees("a") == ["a"]
 
 
+@pytest.mark.parametrize("former", FORMER_HELLOS)
 @on_virtual_time
-async def test_peer_of_an_older_version_is_told_to_update(swarm: MembershipSwarm) -> None:
+async def test_peer_of_an_older_version_is_told_to_update(swarm: MembershipSwarm, former: str) -> None:
     """Its greeting, whose fields are others, is never decoded."""
     members = swarm.start("a")
     old = swarm.network.join("old")
-    async with old.open("a", FORMER_HELLO, asyncio.get_running_loop().time() + 60.0) as stream:
+    async with old.open("a", former, asyncio.get_running_loop().time() + 60.0) as stream:
         answer = wire.expect(await stream.receive(wire.MAX_HEADER_BYTES), HelloRejected)
-    assert answer.why == "this peer speaks version 2 of Starling: update the older"
+    assert answer.why == "this peer speaks version 3 of Starling: update the older"
     assert dict(members.refused) == {"speaks an older version of Starling": 1} and swarm.sees("a") == ["a"]
+
+
+@on_virtual_time
+async def test_peer_that_is_away_counts_as_absent(swarm: MembershipSwarm) -> None:
+    """At once, and until it says otherwise. One that rests is there, and neither counts as dead."""
+    await swarm.meet("ab")
+    a, b = swarm.members["a"], swarm.members["b"]
+    b.compare(SKETCH)
+    await until(lambda: set(a.compare(SKETCH)) == {"b"}, 3.0)
+    for activity, here in (
+        (Activity.AWAY, False),
+        (Activity.REST, True),
+        (Activity.AWAY, False),
+        (Activity.WORK, True),
+    ):
+        version = a.version
+        b.announce_activity(activity)
+        await asyncio.sleep(0.2)
+        assert ("b" in swarm.sees("a"), "b" in a.rounds()) == (here, here) and a.version > version
+        assert a.rests("b") is (activity is not Activity.WORK)
+        assert [contact.live for contact in a.contacts()] == [True] and a.peers() == ["b"]
+        assert not a.compare(SKETCH), "an old sketch would raise everybody's spread"
 
 
 @on_virtual_time
@@ -146,7 +174,7 @@ async def test_peer_that_cannot_be_dialled_is_not_live(swarm: MembershipSwarm) -
         await stream.send(greeting("x"))
         assert isinstance(await stream.receive(wire.MAX_HEADER_BYTES), Welcome)
         for number in range(5):
-            await stream.send(Heartbeat(number, 0.0, 0, False, b"", 0, 0.0))
+            await stream.send(Heartbeat(number, 0.0, 0, False, b"", 0, 0.0, 0))
             assert wire.expect(await stream.receive(wire.MAX_HEADER_BYTES), Heartbeat).number == number
             await asyncio.sleep(1.0)
         assert swarm.sees("a") == ["a"]

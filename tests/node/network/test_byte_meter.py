@@ -60,11 +60,15 @@ async def test_both_sides_count_the_same_bytes(make: TransportMaker, direct: boo
     async with a.open(b.me, SYNC, soon()) as stream:
         await stream.send(wire.Opening(1.0), bytes(size))
     for _ in range(1000):  # the stream's end is still under way
-        if a.meter.total(DOWN) == b.meter.total(UP) > 0 and b.meter.total(DOWN) == a.meter.total(UP):
+        if a.traffic.meter.total(DOWN) == b.traffic.meter.total(UP) > 0 and b.traffic.meter.total(
+            DOWN
+        ) == a.traffic.meter.total(UP):
             break
         await asyncio.sleep(0.01)
-    sent = a.meter.totals()[UP, TrafficClass.CATCH_UP]
-    assert a.meter.total(UP) == b.meter.total(DOWN) and a.meter.total(DOWN) == b.meter.total(UP)
+    sent = a.traffic.meter.totals()[UP, TrafficClass.CATCH_UP]
+    assert a.traffic.meter.total(UP) == b.traffic.meter.total(DOWN) and a.traffic.meter.total(
+        DOWN
+    ) == b.traffic.meter.total(UP)
     assert size < sent < 1.001 * size
-    assert a.meter.totals()[UP, TrafficClass.ROUND] == 0
-    assert a.meter.peers()[b.me].sent == a.meter.total(UP)
+    assert a.traffic.meter.totals()[UP, TrafficClass.ROUND] == 0
+    assert a.traffic.meter.peers()[b.me].sent == a.traffic.meter.total(UP)

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from node.network.byte_meter import ByteMeter
 from node.network.libp2p import LibP2PConfig, LibP2PTransport
 from node.network.serving import Serving
+from node.network.traffic import Traffic
 from node.runtime import identity
 from protocols.base import BadPayload
 from tests.conformance.other_process import echo
@@ -17,7 +17,7 @@ from tests.conformance.other_process import echo
 
 def test_rule_breaker_is_warned_about_once(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG, "node.network.serving")
-    serving = Serving(4, 2, ByteMeter())
+    serving = Serving(4, 2, Traffic())
     for number in range(100):
         serving._on_bad("liar", BadPayload(f"a body of {number} bytes"))
     serving._on_bad("other", BadPayload("nonsense"))

@@ -402,3 +402,41 @@ def test_worker_dies_with_its_parent(state: str) -> None:
         while child.is_running() and child.status() != psutil.STATUS_ZOMBIE and time.monotonic() - began < 5:
             time.sleep(0.01)
         assert time.monotonic() - began < 1
+
+
+async def test_resting_worker_stands_still_and_lives(compute: ThreadCompute, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For far longer than a worker that takes no step may live; then it goes on where it stopped."""
+    monkeypatch.setattr(process, "PATIENCE_SECONDS", 0.3)
+    monkeypatch.setattr(process, "PATIENCE_STEPS", 1)
+    async with RemoteTrainer(paced(), compute) as trainer:
+        training = Training(trainer)
+        await training.until_tokens(3 * STEP_TOKENS)
+        pid = trainer.pid
+        trainer.rest(True)
+        await until(lambda: training.progress[-1].resting)
+        stopped = training.progress[-1].tokens
+        await asyncio.sleep(1.0)
+        assert (training.progress[-1].tokens, trainer.pid, trainer.restarts) == (stopped, pid, 0)
+        assert trainer._shared.steps * STEP_TOKENS == stopped
+        trainer.rest(False)
+        await training.until_tokens(stopped + 2 * STEP_TOKENS)
+        trainer.rest(True)
+        work = await training.end()
+        assert work.tokens > stopped and trainer.pid == pid
+
+
+async def test_released_worker_returns_with_the_parameters(compute: ThreadCompute) -> None:
+    async with RemoteTrainer(paced(), compute) as trainer:
+        training = Training(trainer)
+        await training.until_tokens(3 * STEP_TOKENS)
+        work, before, pid = await training.end(), await vector(trainer), trainer.pid
+        await trainer.release()
+        assert trainer.pid is None
+        await until(lambda: pid not in workers(), 5.0)
+        await asyncio.sleep(0.2)
+        assert workers() == [], "another worker came although nothing was asked of one"
+        assert torch.equal(await vector(trainer), before)
+        training = Training(trainer, 1)
+        await training.until_tokens(work.tokens + STEP_TOKENS)
+        assert (await training.end()).carried == work.tokens
+        assert trainer.restarts == 0 and trainer.pid not in (None, pid)

@@ -16,6 +16,7 @@ import pytest
 
 from node.reporting.status import Status, parse
 from node.ui import control
+from node.ui.commands import PeerCommands
 from node.ui.control import ControlServer, ControlUnavailable, ask, claimed, running
 from tests.support.paths import REPOSITORY
 
@@ -30,7 +31,7 @@ def soon(seconds: float = 2.0) -> float:
 
 
 def control_server(state_dir: Path, finish: object = None) -> ControlServer:
-    return ControlServer(state_dir, lambda: STATUS, finish or (lambda: None))  # type: ignore[arg-type]
+    return ControlServer(state_dir, lambda: STATUS, PeerCommands(finish or (lambda: None)))  # type: ignore[arg-type]
 
 
 async def raw(state_dir: Path, request: bytes) -> bytes:
@@ -54,6 +55,36 @@ async def test_status_is_returned_and_finish_passed_on(tmp_path: Path) -> None:
     assert answer["loss"] is None and answer["eta_seconds"] is None
     parsed = parse(answer)
     assert math.isnan(parsed.loss) and replace(parsed, loss=0.0) == replace(STATUS, loss=0.0)
+
+
+class Pauses:
+    """Refuses ends in the past, as a real controller does; `asked` holds the requests."""
+
+    def __init__(self) -> None:
+        self.asked: list[object] = []
+
+    def pause(self, cause: str = "", until: float | None = None, after_round: bool = False) -> str:
+        if until is not None and until < 1.0:
+            raise ValueError("the end of a pause must be in the future")
+        self.asked.append((cause, until, after_round))
+        return "paused"
+
+    def resume(self) -> str:
+        self.asked.append("resume")
+        return "works"
+
+
+async def test_pauses_are_passed_on_or_refused(tmp_path: Path) -> None:
+    pauses = Pauses()
+    async with ControlServer(tmp_path, lambda: STATUS, PeerCommands(lambda: None, pauses)):
+        assert await ask(tmp_path, "pause", soon(), until=None, after_round=True) == {"ok": True, "line": "paused"}
+        assert await ask(tmp_path, "resume", soon()) == {"ok": True, "line": "works"}
+        past = await ask(tmp_path, "pause", soon(), until=0.5, after_round=False)
+        assert past == {"ok": False, "line": "the end of a pause must be in the future"}
+        for wrong in ({"until": "18:00", "after_round": False}, {"until": None, "after_round": 1}, {}):
+            with pytest.raises(ControlUnavailable, match="another version"):
+                await ask(tmp_path, "pause", soon(), **wrong)
+    assert pauses.asked == [("", None, True), "resume"]
 
 
 async def test_socket_is_private_and_removed_at_exit(tmp_path: Path) -> None:

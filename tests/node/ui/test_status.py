@@ -25,6 +25,7 @@ from node.reporting.status import (
     narrow,
     parse,
     printable,
+    public,
     short,
     to_json,
     who_joins,
@@ -156,6 +157,12 @@ def test_join_command_uses_widest_address_and_states_reach(hosts: tuple[str, ...
     assert command and command[0] == f"python -m node join --bootstrap {addresses[widest]} --run-id {'cd' * 32}"
     assert words in who_joins(command[1])
     assert join_command(replace(STATUS, addresses=())) is None
+
+
+def test_strangers_do_not_learn_of_a_pause() -> None:
+    """Its cause and its end say when nobody is home."""
+    shown = public(replace(STATUS, state="paused", reason="on battery since 14:02 until 18:00"))
+    assert (shown.state, shown.reason) == ("waiting", "")
 
 
 def test_join_command_names_own_task() -> None:

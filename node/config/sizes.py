@@ -1,0 +1,61 @@
+"""Sizes as people write them: 500kB, 1.5 MB/s, 50GB/month. Units are powers of 1000; a number without one is bytes."""
+
+from __future__ import annotations
+
+import re
+
+from node.config.toml import shown
+
+LEAST_RATE = 65_536.0
+"""Least cap in bytes per second. Peers do not wait for bulk data that comes at less."""
+LEAST_QUOTA = 1e8
+MOST_BYTES = 1e15
+PERIODS = ("day", "week", "month")
+_UNITS = {"": 1.0, "b": 1.0, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12}
+_SIZE = re.compile(r"(\d{1,18}(?:\.\d{0,9})?(?:e\d{1,2})?)\s*([kmgt]?b?)", re.IGNORECASE)
+
+
+def size_bytes(text: str) -> float | None:
+    """The number of bytes that a text names; None if it names none."""
+    found = _SIZE.fullmatch(text.strip())
+    unit = found[2].lower() if found else ""
+    unit = f"{unit}b" if unit in ("k", "m", "g", "t") else unit
+    return float(found[1]) * _UNITS[unit] if found else None
+
+
+def rate(value: object) -> object:
+    """Read a cap: bytes per second, as a number or as a text like 1.5MB/s.
+
+    Raises:
+        ValueError: it is none, or too low.
+    """
+    text = str(value).strip()
+    found = None if isinstance(value, bool) else size_bytes(re.sub(r"\s*/\s*s$", "", text))
+    if found is None or not LEAST_RATE <= found <= MOST_BYTES:
+        raise ValueError(f"{shown(value)} must be at least 66kB/s: peers do not wait for less. Write it like 1.5MB")
+    return found
+
+
+def quota(value: object) -> object:
+    """Check a quota like 50GB/month, and return it in normal form.
+
+    Raises:
+        ValueError: it is none, or too small.
+    """
+    size, _, period = str(value).partition("/")
+    found, period = size_bytes(size), period.strip().lower()
+    if found is None or period not in PERIODS or not LEAST_QUOTA <= found <= MOST_BYTES:
+        what = "a size of at least 100MB and a period, /day, /week or /month"
+        raise ValueError(f"{shown(value)} must be {what}: like 50GB/month")
+    return f"{found:.0f}B/{period}"
+
+
+def quota_parts(text: str) -> tuple[int, str]:
+    """The bytes and the period of a quota in normal form."""
+    size, _, period = text.partition("/")
+    return int(size_bytes(size) or 0), period
+
+
+def megabytes(count: float) -> str:
+    """A number of bytes in megabytes, to three digits."""
+    return f"{count / 1e6:.3g} MB"

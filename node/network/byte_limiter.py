@@ -1,0 +1,146 @@
+"""Caps on the bytes per second of all streams together: a token bucket for each direction, and who is served first.
+
+Control traffic never waits. It puts the bucket into debt, which bulk data pays off by waiting longer. Of bulk data,
+that of rounds goes first. Data for peers that catch up gets what is left, and at least one piece in sixteen.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+
+from node.network.byte_meter import TrafficClass
+from protocols.aio import loop_time
+
+PIECE_BYTES = 64 << 10
+"""A stream waits for its turn again after so many bytes."""
+BURST_SECONDS = 0.05
+"""An idle bucket fills up to one piece, or to what this time brings if that is more: timers are late by some ms."""
+_LEAST_SECONDS = 0.001
+"""Timers are no finer."""
+SMALL_BYTES = 4 << 10
+"""Messages up to this size do not wait either, since others wait for the answers to them."""
+MAX_SMALL_DEBT_SECONDS = 1.0
+"""They do wait while the bucket's debt is larger than this, so that no flood of them gets around the cap."""
+CATCH_UP_EVERY = 16
+"""While both wait, every 16th piece is for peers that catch up: they would fail if nothing came for half a minute."""
+
+
+class TokenBucket:
+    """Says when bytes may pass at a rate. It may be in debt. Pure: the caller passes the time.
+
+    Attributes:
+        rate: bytes per second; None for no limit.
+    """
+
+    def __init__(self, rate: float | None, now: float) -> None:
+        self.rate = rate
+        self._at, self._balance = now, self._burst
+
+    @property
+    def _burst(self) -> float:
+        return max(PIECE_BYTES, (self.rate or 0.0) * BURST_SECONDS)
+
+    def set_rate(self, rate: float | None, now: float) -> None:
+        """Change the rate from now on. A debt stays, to be paid at the new rate."""
+        self._refill(now)
+        self.rate = rate
+        self._balance = min(self._balance, self._burst)
+
+    def spend(self, count: int, now: float) -> None:
+        """Take bytes out of the bucket, whatever is in it."""
+        if self.rate is not None:
+            self._refill(now)
+            self._balance -= count
+
+    def wait_seconds(self, now: float, debt_seconds: float = 0.0) -> float:
+        """How long to wait until the bucket's debt is below what `debt_seconds` bring; 0 for not at all."""
+        if self.rate is None:
+            return 0.0
+        self._refill(now)
+        return max(0.0, -self._balance / self.rate - debt_seconds)
+
+    def _refill(self, now: float) -> None:
+        self._balance = min(self._burst, self._balance + (self.rate or 0.0) * max(0.0, now - self._at))
+        self._at = now
+
+
+class ByteLimiter:
+    """Caps one direction. Streams wait in two queues, of rounds and of catching up: first come, first served."""
+
+    def __init__(self, rate: float | None = None, now: Callable[[], float] = loop_time) -> None:
+        self._now = now
+        self._wanted = rate
+        self._bucket: TokenBucket | None = None
+        self._queues: dict[TrafficClass, deque[tuple[asyncio.Future[None], int]]] = {
+            TrafficClass.ROUND: deque(),
+            TrafficClass.CATCH_UP: deque(),
+        }
+        self._since_catch_up = 0
+        self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def rate(self) -> float | None:
+        """Bytes per second; None for no limit."""
+        return self._wanted
+
+    def set_rate(self, rate: float | None) -> None:
+        """Change the cap. Streams that wait go on under the new one."""
+        self._wanted = rate
+        if self._bucket:
+            self._bucket.set_rate(rate, self._now())
+            self._serve()
+
+    async def take(self, traffic: TrafficClass, count: int) -> None:
+        """Spend `count` bytes, after waiting for this class's turn. If cancelled while it waits, nothing is spent."""
+        if self._wanted is None:
+            return
+        if self._passes(traffic, count):
+            return self._filled().spend(count, self._now())
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._queues[traffic].append((turn, count))
+        self._serve()
+        await turn
+
+    def spend(self, count: int) -> None:
+        """Spend bytes that have passed already, without waiting."""
+        if self._wanted is not None:
+            self._filled().spend(count, self._now())
+
+    def _filled(self) -> TokenBucket:
+        if self._bucket is None:  # not in the constructor: no event loop may run there
+            self._bucket = TokenBucket(self._wanted, self._now())
+        return self._bucket
+
+    def _passes(self, traffic: TrafficClass, count: int) -> bool:
+        if traffic is TrafficClass.CONTROL:
+            return True
+        debt_seconds = MAX_SMALL_DEBT_SECONDS if count <= SMALL_BYTES else 0.0
+        is_first = count <= SMALL_BYTES or not any(self._queues.values())
+        return is_first and not self._filled().wait_seconds(self._now(), debt_seconds)
+
+    def _serve(self) -> None:
+        """Let pieces pass while the bucket is not in debt, then wait until it is not."""
+        if self._timer:
+            self._timer.cancel()
+            self._timer = None
+        bucket = self._filled()
+        while queue := self._next_queue():
+            if seconds := bucket.wait_seconds(self._now()):
+                self._timer = asyncio.get_running_loop().call_later(max(seconds, _LEAST_SECONDS), self._serve)
+                return
+            turn, count = queue.popleft()
+            self._since_catch_up = 0 if queue is self._queues[TrafficClass.CATCH_UP] else self._since_catch_up + 1
+            bucket.spend(count, self._now())
+            turn.set_result(None)
+
+    def _next_queue(self) -> deque[tuple[asyncio.Future[None], int]] | None:
+        """The queue whose first stream is next; None if none waits."""
+        for queue in self._queues.values():
+            while queue and queue[0][0].done():  # it was cancelled
+                queue.popleft()
+        rounds, catch_up = self._queues[TrafficClass.ROUND], self._queues[TrafficClass.CATCH_UP]
+        if catch_up and (not rounds or self._since_catch_up >= CATCH_UP_EVERY - 1):
+            return catch_up
+        return rounds or None

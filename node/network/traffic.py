@@ -1,0 +1,122 @@
+"""The bytes of one peer's streams: they are counted, and kept within the peer's caps."""
+
+from __future__ import annotations
+
+import asyncio
+
+from node.network.byte_limiter import PIECE_BYTES, ByteLimiter
+from node.network.byte_meter import UNCOUNTED, ByteMeter, StreamCounter, TrafficClass, class_of
+from node.network.byte_quota import ByteQuota
+from protocols.base import PeerId
+
+_WHOLE = 1 << 40
+_LEAST_BYTES = 16 << 10
+
+
+class StreamTraffic:
+    """What a pipe tells of one stream's bytes, and what it waits for.
+
+    Attributes:
+        sent, received: count bytes that have passed. Call them after each operation.
+    """
+
+    __slots__ = ("_class", "_counter", "_download", "_quota", "_unpaid", "_upload", "received", "sent")
+
+    def __init__(
+        self,
+        counter: StreamCounter,
+        traffic: TrafficClass,
+        upload: ByteLimiter,
+        download: ByteLimiter,
+        quota: ByteQuota | None = None,
+    ) -> None:
+        self._counter, self._quota = counter, quota
+        self.sent, self.received = (self._sent, self._received) if quota else (counter.sent, counter.received)
+        self._class, self._upload, self._download = traffic, upload, download
+        self._unpaid = 0  # bytes that were read, and that the cap does not know of yet
+
+    @property
+    def upload_piece(self) -> int:
+        """At most so many bytes may be written at once."""
+        return _WHOLE if self._upload.rate is None else PIECE_BYTES
+
+    @property
+    def download_piece(self) -> int:
+        """At most so many bytes may be read at once."""
+        return _WHOLE if self._download.rate is None else PIECE_BYTES
+
+    async def may_send(self, count: int) -> None:
+        """Wait until the cap lets so many bytes be written.
+
+        Raises:
+            ConnectionResetError: the quota is used up.
+        """
+        if self._quota:
+            self._require_quota(self._quota)
+        if self._upload.rate is not None:
+            await self._upload.take(self._class, count)
+
+    async def may_receive(self, count: int, left: int) -> None:
+        """Having read bytes, wait until the cap lets more be read: the sender has to wait meanwhile.
+
+        Args:
+            count: bytes that were read.
+            left: bytes that are still wanted; while there are some, a few bytes are not worth a wait.
+
+        Raises:
+            ConnectionResetError: the quota is used up.
+        """
+        if self._quota:
+            self._require_quota(self._quota)
+        if self._download.rate is None:
+            return
+        self._unpaid += count
+        if left and self._unpaid < _LEAST_BYTES:
+            return
+        count, self._unpaid = self._unpaid, 0
+        try:
+            await self._download.take(self._class, count)
+        except asyncio.CancelledError:
+            self._download.spend(count)
+            raise
+
+    def _require_quota(self, quota: ByteQuota) -> None:
+        if quota.spent and self._class is not TrafficClass.CONTROL:
+            raise ConnectionResetError("this peer's quota is used up")
+
+    def _sent(self, count: int) -> None:
+        self._counter.sent(count)
+        if self._quota:
+            self._quota.count(count)
+
+    def _received(self, count: int) -> None:
+        self._counter.received(count)
+        if self._quota:
+            self._quota.count(count)
+
+
+UNLIMITED = StreamTraffic(UNCOUNTED, TrafficClass.CONTROL, ByteLimiter(), ByteLimiter())
+"""For pipes that belong to no stream yet."""
+
+
+class Traffic:
+    """The meter and the caps that all streams of one peer share.
+
+    Attributes:
+        upload, download: the caps.
+    """
+
+    def __init__(
+        self,
+        meter: ByteMeter | None = None,
+        upload: ByteLimiter | None = None,
+        download: ByteLimiter | None = None,
+        quota: ByteQuota | None = None,
+    ) -> None:
+        self.meter = meter or ByteMeter()
+        self.upload, self.download = upload or ByteLimiter(), download or ByteLimiter()
+        self._quota = quota
+
+    def stream(self, peer: PeerId, method: str) -> StreamTraffic:
+        """The traffic of a stream between this peer and another one. A stream without a method is control traffic."""
+        return StreamTraffic(self.meter.stream(peer, method), class_of(method), self.upload, self.download, self._quota)

@@ -1,0 +1,69 @@
+"""What a peer does: it works, rests or is away. Its heartbeats say so."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from enum import IntEnum
+
+from protocols.aio import Notifier
+
+LOOK_SECONDS = 3600.0
+"""Longest wait in one go for a change of what was asked for."""
+
+
+class Activity(IntEnum):
+    """The values are those of `node.membership.hello.Heartbeat.idle`.
+
+    A resting peer keeps its worker and, with replicated state, its seat in the roster. One that is away has left the
+    roster, and its worker has ended. With independent state, a resting peer exchanges nothing, so to others it is away.
+    """
+
+    WORK = 0
+    REST = 1
+    AWAY = 2
+
+
+class ActivitySwitch:
+    """What a peer has been asked to do, and what it tells others of itself.
+
+    Attributes:
+        wanted: what it has been asked to do.
+        released: whether its worker ended in the last absence.
+    """
+
+    def __init__(self, announce: Callable[[Activity], None]) -> None:
+        """
+        Args:
+            announce: tells the other peers at once.
+        """
+        self.wanted, self.released = Activity.WORK, False
+        self._announce, self._told = announce, Activity.WORK
+        self._changed = Notifier()
+
+    @property
+    def pauses(self) -> bool:
+        """Whether this peer has been asked to rest or to be away."""
+        return self.wanted is not Activity.WORK
+
+    def set(self, wanted: Activity) -> None:
+        """Ask for another activity. A peer that is asked to be away rests until it can be."""
+        self.wanted = wanted
+        if wanted is Activity.WORK or self._told is not Activity.AWAY:
+            self.tell(min(wanted, Activity.REST))
+
+    def tell(self, activity: Activity) -> None:
+        """Tell the other peers, where it is new."""
+        if activity is not self._told:
+            self._told = activity
+            self._announce(activity)
+
+    def wake(self) -> None:
+        """Have `until` look at its condition again."""
+        self._changed.notify()
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Wait until a condition holds, which is checked after each `wake`."""
+        loop = asyncio.get_running_loop()
+        while not await self._changed.reached(condition, loop.time() + LOOK_SECONDS):
+            pass

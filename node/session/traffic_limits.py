@@ -1,0 +1,175 @@
+"""This machine's limits on the traffic of its peer: the caps, the quota, and what they cost the run."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from functools import partial
+from pathlib import Path
+
+from node.config.derived import cap_cost_seconds, require_bearable, vector_bytes
+from node.config.manifest import Manifest
+from node.config.peer_config import PeerConfig
+from node.config.settings_file import SETTINGS_FILE, changed, overriding, packed, read_settings
+from node.config.sizes import megabytes, quota_parts
+from node.network.byte_limiter import ByteLimiter
+from node.network.byte_meter import ByteMeter
+from node.network.byte_quota import ByteQuota, QuotaDamaged
+from node.network.traffic import Traffic
+from node.session.fatal import FatalPeerError
+from node.storage.statedir import write_atomically
+from protocols.base import Compute
+
+QUOTA_FILE = "quota.json"
+_MAX_FILE_BYTES = 1 << 12
+_LOOK_SECONDS = 10.0
+_ROUND_VECTORS = 4
+"""A round takes at most so many vectors, both directions together: each member sends and takes less than two."""
+
+
+class TrafficLimits:
+    """Holds the traffic of one peer, and its limits.
+
+    Attributes:
+        traffic: what the transport counts with.
+        quota: None if there is none.
+    """
+
+    def __init__(self, config: PeerConfig, wall: Callable[[], float]) -> None:
+        self._config = config
+        self._manifest: Manifest | None = None
+        self._stage = 0
+        self.quota = ByteQuota(*quota_parts(config.quota), wall) if config.quota else None
+        upload, download = (
+            ByteLimiter(each) for each in (config.upload_limit_bytes_per_second, config.download_limit_bytes_per_second)
+        )
+        self.traffic = Traffic(ByteMeter(), upload, download, self.quota)
+
+    def join_run(self, manifest: Manifest, stage: int) -> None:
+        """Check that the limits suit a run of others, and note it.
+
+        Raises:
+            ConfigError: the run cannot bear them.
+            FatalPeerError: not enough of the quota is left for a round.
+        """
+        require_bearable(manifest, self._config, stage)
+        self.enter_run(manifest, stage)
+
+    def enter_run(self, manifest: Manifest, stage: int) -> None:
+        """Note which run this peer takes part in.
+
+        Raises:
+            FatalPeerError: not enough of the quota is left for a round.
+        """
+        self._manifest, self._stage = manifest, stage
+        if self.quota:
+            self.quota.margin_bytes = _ROUND_VECTORS * vector_bytes(manifest, stage)
+            self._require_quota()
+
+    def _require_quota(self) -> None:
+        if self.quota and self.quota.exhausted:
+            raise FatalPeerError(f"{self._used_up(self.quota)}: start again then, or give a larger --quota")
+
+    @staticmethod
+    def _used_up(quota: ByteQuota) -> str:
+        return f"the quota is used up until {quota.until()} ({quota.describe()})"
+
+    def describe(self, peers: int) -> str:
+        """The limits in one line; empty if there are none.
+
+        Args:
+            peers: live peers of the run, this one included.
+        """
+        up, down = self.traffic.upload.rate, self.traffic.download.rate
+        words = [f"{megabytes(each)}/s {way}" for each, way in ((up, "up"), (down, "down")) if each]
+        text = f"at most {', '.join(words)}" if words else ""
+        cost = cap_cost_seconds(self._manifest, self._config, peers, self._stage) if words and self._manifest else 0.0
+        if cost >= 0.1:
+            text += f": costs the run about {cost:.3g} s a round"
+        return "; ".join(filter(None, (text, self.quota.describe() if self.quota else "")))
+
+    def claim(self) -> float:
+        """What this peer may declare as its bandwidth now, bytes/s."""
+        return self._config.claim_bytes_per_second
+
+    async def change(self, directory: Path, disk: Compute, name: str, text: str) -> str:
+        """Change a setting from now on, and keep it in the state directory.
+
+        Returns:
+            A line for the user.
+
+        Raises:
+            ValueError: there is no such setting, its value is bad, the run cannot bear it, or it cannot be kept.
+        """
+        config = changed(self._config, name, text)
+        if self._manifest:
+            require_bearable(self._manifest, config, self._stage)
+        try:
+            settings = {**await disk.run(partial(read_settings, directory), 0), name: text}
+            await disk.run(partial(write_atomically, directory / SETTINGS_FILE, packed(settings)), 0)
+        except OSError as error:
+            raise ValueError(f"{name} cannot be kept: {error.filename}: {error.strerror}") from None
+        self._config = config
+        self.traffic.upload.set_rate(config.upload_limit_bytes_per_second)
+        self.traffic.download.set_rate(config.download_limit_bytes_per_second)
+        line = f"{name} is {text} from now on"
+        if origin := overriding(config, name):
+            line += f"; at the next start {origin} wins over it: leave that out"
+        return line
+
+    @asynccontextmanager
+    async def kept(
+        self, directory: Path, disk: Compute, say: Callable[[str], None], leave: Callable[[str], None]
+    ) -> AsyncIterator[None]:
+        """Keep the quota's counts in the state directory. When it is exhausted, `node.machine.rules` pauses the peer.
+
+        Args:
+            leave: called with the reason if the counts cannot be kept.
+
+        Raises:
+            FatalPeerError: the quota is exhausted already, or its file cannot be read or written.
+        """
+        quota = self.quota
+        if quota is None:
+            yield
+            return
+        file = directory / QUOTA_FILE
+        try:
+            quota.load(await disk.run(partial(_read, file), 0))
+            self._require_quota()
+            await disk.run(partial(write_atomically, file, quota.store()), 0)
+        except (OSError, QuotaDamaged) as error:
+            raise FatalPeerError(f"{file}: {error}: delete it to count from 0, or leave --quota out") from None
+        quota.listen(
+            lambda: say(f"nine tenths of the quota are used: {quota.describe()}"),
+            lambda: say(f"{self._used_up(quota)}: this peer is away until then"),
+        )
+        keeper = asyncio.create_task(self._keep(quota, file, disk, leave))
+        try:
+            yield
+        finally:
+            keeper.cancel()
+            await asyncio.gather(keeper, return_exceptions=True)
+            with suppress(OSError):
+                await disk.run(partial(write_atomically, file, quota.final()), 0)
+
+    async def _keep(self, quota: ByteQuota, file: Path, disk: Compute, leave: Callable[[str], None]) -> None:
+        while True:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_LOOK_SECONDS):
+                    await quota.changed.wait()
+            quota.turn()
+            if quota.changed.is_set():
+                try:
+                    await disk.run(partial(write_atomically, file, quota.store()), 0)
+                except OSError as error:
+                    return leave(f"the quota cannot be counted: {file}: {error.strerror or error}")
+
+
+def _read(file: Path) -> bytes:
+    try:
+        with file.open("rb") as opened:
+            return opened.read(_MAX_FILE_BYTES)
+    except FileNotFoundError:
+        return b""

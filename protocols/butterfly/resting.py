@@ -1,0 +1,71 @@
+"""Members that rest: they stay in the roster and vote, but train nothing, and rounds are called without them.
+
+The statement travels beside the offer. It is no field of it, since the digest of a plan covers the offers.
+"""
+
+# ruff: noqa: RUF009 - a field's bound is its default
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from protocols.base import BadPayload, Header, Member, PeerId, RoundKey, Signer
+from protocols.wire import blob, body, flag, one, register, uint
+
+
+@dataclass(frozen=True, slots=True)
+class Resting(Header):
+    """A member's signed statement to the whole roster that it rests, or that it works again.
+
+    Attributes:
+        number: counts the member's statements about this round. Only a higher one than before is taken, so that no
+            statement of an earlier attempt at the round can be played again.
+    """
+
+    key: RoundKey = one(RoundKey)
+    member: Member = one(Member)
+    number: int = uint(1 << 40)
+    rests: bool = flag()
+    signature: bytes = blob(128)
+
+
+register(192, (Resting,))
+
+
+class RestingMembers:
+    """What the members of a roster have said in one round about resting. It outlives the attempts at the round."""
+
+    def __init__(self) -> None:
+        self._last: dict[PeerId, Resting] = {}
+
+    def peers(self) -> frozenset[PeerId]:
+        """The members that rest."""
+        return frozenset(peer for peer, statement in self._last.items() if statement.rests)
+
+    def state(self, key: RoundKey, me: Member, rests: bool, signer: Signer) -> Resting:
+        """Make this member's next statement, and note it."""
+        known = self._last.get(me.peer)
+        statement = Resting(key, me, known.number + 1 if known else 1, rests, b"")
+        statement = replace(statement, signature=signer.sign(_signed(statement)))
+        self._last[me.peer] = statement
+        return statement
+
+    def take(self, statement: Resting, verify: Callable[[PeerId, bytes, bytes], bool]) -> bool:
+        """Take a member's statement; returns whether it is newer than those before.
+
+        Raises:
+            BadPayload: the signature is forged.
+        """
+        peer = statement.member.peer
+        known = self._last.get(peer)
+        if known and statement.number <= known.number:
+            return False
+        if not verify(peer, _signed(statement), statement.signature):
+            raise BadPayload("a statement about resting with a forged signature")
+        self._last[peer] = statement
+        return True
+
+
+def _signed(statement: Resting) -> bytes:
+    return b"starling resting" + body(replace(statement, signature=b""))

@@ -1,0 +1,42 @@
+"""Times that a user gives to `pause`."""
+
+from __future__ import annotations
+
+from datetime import datetime, timedelta
+
+import pytest
+
+from node.cli.remote import CommandError
+from node.cli.times import end_of_pause
+
+NOW = datetime(2026, 3, 5, 17, 30, 20)
+
+
+@pytest.mark.parametrize(
+    ("duration", "until", "after"),
+    [
+        ("45m", None, timedelta(minutes=45)),
+        ("1h30m", None, timedelta(minutes=90)),
+        ("2d", None, timedelta(days=2)),
+        ("90S", None, timedelta(seconds=90)),
+        (None, "18:00", timedelta(minutes=29, seconds=40)),
+        (None, "17:30", timedelta(days=1, seconds=-20)),
+    ],
+)
+def test_end_of_pause_is_ahead(duration: str | None, until: str | None, after: timedelta) -> None:
+    assert end_of_pause(duration, until, NOW) == (NOW + after).timestamp()
+
+
+def test_no_time_means_no_end() -> None:
+    assert end_of_pause(None, None, NOW) is None
+
+
+@pytest.mark.parametrize(
+    ("duration", "until"),
+    [("1h", "18:00"), ("", None), ("0m", None), ("h", None), ("1x", None), ("-1h", None), ("99999d", None),
+     (None, "25:00"), (None, "18"), (None, "")],
+)  # fmt: skip
+def test_wrong_times_get_one_line(duration: str | None, until: str | None) -> None:
+    with pytest.raises(CommandError) as told:
+        end_of_pause(duration, until, NOW)
+    assert "\n" not in str(told.value) and "give" in str(told.value)

@@ -1,0 +1,44 @@
+"""Settings that were changed in a running peer: kept for its later starts, below options and variables."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from node.config.peer_config import load_peer
+from node.config.settings_file import SETTINGS_FILE, changed, packed, with_kept
+from node.config.toml import ConfigError
+
+
+def test_kept_settings_win_over_files_only(tmp_path: Path) -> None:
+    run = tmp_path / "run.toml"
+    run.write_text("[peer]\nupload_limit_bytes_per_second = 3e6\ndownload_limit_bytes_per_second = 4e6\n")
+    assert with_kept(load_peer({}, {}, run), tmp_path) == (load_peer({}, {}, run), [])
+    (tmp_path / SETTINGS_FILE).write_bytes(packed({"upload-limit": "1MB", "download-limit": "off"}))
+    config, lines = with_kept(load_peer({}, {}, run), tmp_path)
+    assert (config.upload_limit_bytes_per_second, config.download_limit_bytes_per_second) == (1e6, None)
+    assert config.claim_bytes_per_second == 1e6 and lines == []
+    given = load_peer({"upload_limit_bytes_per_second": "2MB"}, {"NODE_DOWNLOAD_LIMIT_BYTES_PER_SECOND": "5e6"}, run)
+    config, lines = with_kept(given, tmp_path)
+    assert config == given
+    assert lines == [
+        "flag --upload-limit-bytes-per-second wins over the kept setting upload-limit = 1MB",
+        "NODE_DOWNLOAD_LIMIT_BYTES_PER_SECOND wins over the kept setting download-limit = off",
+    ]
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b"{", b'{"upload-limit": "much"}', b'{"upload-limit": [1]}'])
+def test_damaged_settings_get_one_line(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / SETTINGS_FILE).write_bytes(content)
+    if content == b"[]":
+        assert with_kept(load_peer({}, {}, None), tmp_path)[1] == []
+        return
+    with pytest.raises(ConfigError, match=r"^(upload-limit: |.*settings\.json is damaged)") as refused:
+        with_kept(load_peer({}, {}, None), tmp_path)
+    assert "\n" not in str(refused.value)
+
+
+def test_only_known_settings_can_be_set() -> None:
+    with pytest.raises(ConfigError, match=r'cannot be set: did you mean "upload-limit"\?'):
+        changed(load_peer({}, {}, None), "upload_limit", "1MB")

@@ -1,0 +1,142 @@
+"""Members that rest or are away: nobody waits for them, no round is called early, and their work so far counts."""
+
+from __future__ import annotations
+
+import asyncio
+from statistics import median
+
+import pytest
+
+from node.outer.activity import Activity
+from protocols.base import PeerId
+from protocols.consensus.record import Kind
+from tests.sim.leaving_scenario import INNER_STEPS, LeavingScenario
+from tests.support.scenario_steps import MIDDLE_SECONDS, STEP_SECONDS, begin, leaving_swarm, restart
+from tests.support.simulated import simulated
+
+STEP_TOKENS = 256
+SLOWER = 1.02
+
+
+def round_seconds(swarm: LeavingScenario, peer: PeerId, since: int) -> float:
+    """Median length of a peer's rounds from `since` on."""
+    rounds = [each["round"] for each in swarm.histories[peer] if each["round"] >= since]
+    return median(swarm.seconds(peer, number) for number in rounds)
+
+
+def worked_through(swarm: LeavingScenario, workers: list[PeerId], since: int) -> None:
+    """All rounds from `since` on are means, and every worker took all inner steps in each of them."""
+    for peer in workers:
+        reports = [each for each in swarm.histories[peer] if each["round"] >= since]
+        assert {each["outcome"] for each in reports} <= {"committed", "alone"}, swarm.outcomes(peer)
+        assert all(each["tokens"] >= INNER_STEPS * STEP_TOKENS for each in reports)
+
+
+def pause(swarm: LeavingScenario, wanted: Activity, *peers: PeerId) -> None:
+    for peer in peers:
+        swarm.pause(peer, wanted)
+
+
+def roster(swarm: LeavingScenario, peer: PeerId = "p0") -> set[PeerId]:
+    return {member.peer for member in swarm.head(peer).roster}
+
+
+@pytest.mark.parametrize("wanted", (Activity.REST, Activity.AWAY))
+@pytest.mark.parametrize(("peers", "pausing"), ((2, 1), (4, 1), (4, 3), (8, 3)))
+@simulated(leaving_swarm)
+async def test_pausing_members_cost_the_others_nothing(
+    swarm: LeavingScenario, peers: int, pausing: int, wanted: Activity
+) -> None:
+    """From the middle of a round on, with the coordinator among those that pause."""
+    await swarm.rounds(5)
+    usual = round_seconds(swarm, "p0", 1)
+    await asyncio.sleep(MIDDLE_SECONDS)
+    number, first = swarm.head("p0").key.round, swarm.coordinator("p0")
+    goes = [first, *(peer for peer in swarm.peers if peer != first)][:pausing]
+    stays = [peer for peer in swarm.peers if peer not in goes]
+    pause(swarm, wanted, *goes)
+    await swarm.rounds(5, stays)
+    worked_through(swarm, stays, number)
+    assert round_seconds(swarm, stays[0], number) <= SLOWER * usual
+    record = swarm.since(stays[0], number)[0].record
+    assert set(goes) <= set(record.peers), "the work before the pause does not count"
+    if wanted is Activity.AWAY:
+        assert {member.peer for member in record.roster} == set(stays)
+        assert all(swarm.activities[peer] is Activity.AWAY for peer in goes)
+    else:
+        assert roster(swarm, stays[0]) == set(swarm.peers)
+        assert swarm.outcomes(goes[0]) == ["committed"] * len(swarm.outcomes(goes[0]))
+    back = swarm.head(stays[0]).key.round
+    pause(swarm, Activity.WORK, *goes)
+    await swarm.rounds(3, stays)
+    for peer in goes:
+        counted = [each["round"] for each in swarm.histories[peer] if each["round"] >= back and peer in each["peers"]]
+        assert counted and counted[0] <= back + 2, f"{peer} counts again in {counted}, back since {back}"
+
+
+@pytest.mark.parametrize("peers", (2, 4))
+@simulated(leaving_swarm)
+async def test_resume_in_mid_round_goes_on_where_it_stopped(swarm: LeavingScenario, peers: int) -> None:
+    await swarm.rounds(2)
+    number = swarm.head("p0").key.round
+    await asyncio.sleep(MIDDLE_SECONDS)
+    pause(swarm, Activity.REST, "p1")
+    await asyncio.sleep(2 * STEP_SECONDS)
+    pause(swarm, Activity.WORK, "p1")
+    await swarm.rounds(1)
+    report = next(each for each in swarm.histories["p1"] if each["round"] == number)
+    assert report["tokens"] >= report["weight"] > (INNER_STEPS - 4) * STEP_TOKENS
+    worked_through(swarm, [peer for peer in swarm.peers if peer != "p1"], number)
+
+
+@simulated(leaving_swarm, 4, founders=3)
+async def test_run_waits_while_all_rest_but_admits(swarm: LeavingScenario) -> None:
+    """Nobody works: no round is called. A newcomer is let in at once by a round without a mean, and the work stays."""
+    await swarm.rounds(2)
+    await asyncio.sleep(MIDDLE_SECONDS)
+    pause(swarm, Activity.REST, "p0", "p1", "p2")
+    number = swarm.head("p0").key.round
+    await asyncio.sleep(30.0)
+    assert {swarm.head(peer).key.round for peer in swarm.alive()} == {number}
+    await begin(swarm, "p3")
+    assert await swarm.until(lambda: "p3" in roster(swarm), 5.0, "the newcomer") <= 5.0
+    assert swarm.since("p0", number)[0].record.kind == Kind.SKIP
+    await swarm.rounds(2)
+    record = swarm.since("p0", number)[1].record
+    assert record.averaged and set(record.peers) == set(swarm.peers), "the work from before the pause is lost"
+
+
+@simulated(leaving_swarm, 3)
+async def test_last_of_a_roster_rests_instead_of_leaving(swarm: LeavingScenario) -> None:
+    await swarm.rounds(2)
+    await asyncio.sleep(MIDDLE_SECONDS)
+    pause(swarm, Activity.AWAY, *swarm.peers)
+    await asyncio.sleep(20.0)
+    gone = [peer for peer in swarm.peers if swarm.activities[peer] is Activity.AWAY]
+    (last,) = set(swarm.peers) - set(gone)
+    assert roster(swarm, last) == {last} and swarm.activities[last] is Activity.REST
+    number = swarm.head(last).key.round
+    await asyncio.sleep(30.0)
+    assert swarm.head(last).key.round == number, "rounds of nobody"
+    pause(swarm, Activity.WORK, *swarm.peers)
+    await swarm.until(swarm.whole, 60.0, "all back")
+    await swarm.rounds(2)
+
+
+@pytest.mark.parametrize("wanted", (Activity.REST, Activity.AWAY))
+@simulated(leaving_swarm, 3)
+async def test_restarted_peer_pauses_still(swarm: LeavingScenario, wanted: Activity) -> None:
+    await swarm.rounds(2)
+    await asyncio.sleep(MIDDLE_SECONDS)
+    pause(swarm, wanted, "p1")
+    await swarm.rounds(2, ["p0"])
+    await restart(swarm, "p1")
+    number = swarm.head("p0").key.round
+    await swarm.rounds(4, ["p0", "p2"])
+    worked_through(swarm, ["p0", "p2"], number + 1)
+    since = swarm.now
+    assert not any(each["tokens"] for each in swarm.histories["p1"] if each["incarnation"] == 1)
+    pause(swarm, Activity.WORK, "p1")
+    await swarm.until(swarm.whole, 30.0, "the return")
+    await swarm.rounds(1)
+    assert any("p1" in each["peers"] for each in swarm.reports("p0", since))

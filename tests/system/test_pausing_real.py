@@ -1,0 +1,124 @@
+"""Real peers of which one is asked to pause and to work again, by the commands that a user gives."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from tests.support.checkers import Report
+from tests.support.paths import REPOSITORY
+from tests.support.real_swarm import RealPeer, RealSwarm, paced, wait
+
+pytestmark = [pytest.mark.real, pytest.mark.timeout(180)]
+
+ROUND_SECONDS = 20.0
+STEPS, STEP_SECONDS = 20, 0.1
+FREE_SECONDS = 5.0
+
+
+@pytest.fixture(scope="module")
+def swarm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealSwarm]:
+    with RealSwarm(tmp_path_factory.mktemp("swarm"), paced(step_seconds=STEP_SECONDS, inner_steps=STEPS)) as swarm:
+        yield swarm
+
+
+def command(peer: RealPeer, *arguments: str) -> str:
+    """Run a command on a peer as its user does; returns what it prints."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("NODE_")}
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "node", *arguments, "--state-dir", str(peer.directory)],
+        env={**environment, "PYTHONPATH": str(REPOSITORY)},
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stderr + done.stdout
+
+
+def since(peer: RealPeer, wall: float) -> list[Report]:
+    """The reports of rounds that a peer began after that wall time."""
+    return [
+        r for r in peer.reports() if r["time"] - r["seconds_train"] - r["seconds_wait"] - r["seconds_average"] > wall
+    ]
+
+
+def counts(peer: RealPeer, report: Report) -> bool:
+    """Whether a round's mean has work of a peer."""
+    return bool(report["contributions"].get(peer.id, ("", 0, 0))[1])
+
+
+def rounds(peers: list[RealPeer], count: int) -> list[list[Report]]:
+    """The next whole rounds of each peer."""
+    now = time.time()
+    wait(f"{count} rounds", lambda: all(len(since(peer, now)) >= count for peer in peers), count * ROUND_SECONDS)
+    return [since(peer, now)[:count] for peer in peers]
+
+
+def test_resting_peers_cost_the_others_nothing(swarm: RealSwarm) -> None:
+    """One of four, then three of four: a round that counted them would not be called for an hour."""
+    four = swarm.four(ROUND_SECONDS)
+    one, *others = four
+    worker = one.child("worker")
+    assert worker and "paused since" in command(one, "pause", "--for", "5m")
+    assert json.loads(command(one, "status", "--json"))["state"] == "paused"
+    for reports in rounds(others, 2):
+        assert {each["outcome"] for each in reports} == {"committed"}
+        assert not counts(one, reports[1]), "a peer that takes no steps is counted"
+    *more, last = others
+    for peer in more:
+        command(peer, "pause", "--for", "5m")
+    alone = rounds([last], 2)[0]
+    assert {each["outcome"] for each in alone} == {"committed"} and not any(counts(peer, alone[1]) for peer in four[:3])
+    assert alone[1]["tokens"] >= STEPS * 1024, "a round was called early"
+    wait("the others have its mean", lambda: one.last()["round"] >= alone[1]["round"], ROUND_SECONDS)
+    assert one.last()["outcome"] == "committed", "a resting member votes, and fetches the mean"
+    assert one.child("worker") == worker, "a resting worker was replaced"
+    back = time.time()
+    assert "works again" in command(one, "resume")
+    counted = wait("it counts again", lambda: [r for r in since(last, back) if counts(one, r)], 3 * ROUND_SECONDS)
+    assert counted[0]["round"] <= since(last, back)[0]["round"] + 1
+    for peer in more:
+        command(peer, "resume")
+    wait("all four are in one mean again", lambda: swarm.all_in_one_mean(four, time.time() - 1.0), 3 * ROUND_SECONDS)
+    swarm.check()
+
+
+def test_away_peer_frees_its_worker_and_returns(swarm: RealSwarm) -> None:
+    """Also across a kill: it starts again paused."""
+    four = swarm.four(ROUND_SECONDS)
+    *others, one = four
+    command(one, "pause")
+    wait("it has left the roster", lambda: others[0].sees(one).get("member") is False, 2 * ROUND_SECONDS)
+    wait("its worker has ended", lambda: one.child("worker") is None, FREE_SECONDS)
+    for reports in rounds(others, 2):
+        assert {each["outcome"] for each in reports} == {"committed"} and len(reports[0]["peers"]) == 3
+    one.strike()
+    one.leaves_nothing()
+    swarm.join(one.name, via=others[0])
+    wait("it is paused still", lambda: one.status().get("state") == "paused", ROUND_SECONDS)
+    wait("its worker has ended again", lambda: one.child("worker") is None, FREE_SECONDS)
+    rounds(others, 1)
+    assert others[0].sees(one).get("member") is False
+    back = time.time()
+    command(one, "resume")
+    wait("it counts again", lambda: swarm.all_in_one_mean(four, back), 4 * ROUND_SECONDS)
+    swarm.check()
+
+
+def test_paused_peer_finishes_at_once(swarm: RealSwarm) -> None:
+    four = swarm.four(ROUND_SECONDS)
+    *others, one = four
+    command(one, "pause")
+    wait("its worker has ended", lambda: one.child("worker") is None, 2 * ROUND_SECONDS)
+    command(one, "finish")
+    assert one.ends(5.0) == 0
+    one.leaves_nothing()
+    rounds(others, 1)
+    swarm.check()
