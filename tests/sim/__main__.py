@@ -12,6 +12,7 @@ import sys
 import time
 import traceback
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 from protocols import INDEPENDENT_PROTOCOLS, REPLICATED_PROTOCOLS
@@ -20,6 +21,7 @@ from protocols.wire import MAX_ROSTER
 from tests.sim.arguments import Parser, at_least_one, seeds
 from tests.sim.byzantine.independent import INDEPENDENT_LIES
 from tests.sim.families import BREAKING, CALM, FAULTS
+from tests.sim.played import PlayedRuns, Result
 from tests.sim.process import prepare
 from tests.sim.scenario import MOST_PULL, Scenario
 from tests.sim.trace import Trace
@@ -53,6 +55,9 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--pull", type=float, help="gossip by NoLoCo's rule, with this as its gamma")
     parser.add_argument("--stages", type=at_least_one, default=1, help="of a pipeline: peer i is in stage i mod stages")
     parser.add_argument("--batches", type=at_least_one, default=4, help="microbatches of a step, with stages")
+    parser.add_argument(
+        "--played", type=Path, help="file that keeps each run's result: those in it are not played again"
+    )
     parser.add_argument("--json", action="store_true", help="print nothing but the JSON object on stdout")
     options = parser.parse_args(arguments)
     if options.directory and options.protocol != "moshpit":
@@ -154,15 +159,23 @@ def _nothing(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _add(total: dict[str, Any], asked: Scenario, outcome: Outcome) -> None:
+def _result(asked: Scenario, outcome: Outcome) -> Result:
+    """What one run adds to the JSON object."""
     committed, skipped = _committed(outcome)
-    total["rounds_committed"] += committed
-    total["rounds_skipped"] += skipped
-    total["rounds_could_commit"] += outcome.rounds_could
-    total["rounds_did_commit"] += outcome.rounds_did
-    total["virtual_seconds"] += outcome.virtual_seconds
-    found = outcome.violations[: MAX_VIOLATIONS - len(total["violations"])]
-    total["violations"] += [{"seed": asked.seed, "faults": asked.fault, **v.as_dict()} for v in found]
+    return {
+        "rounds_committed": committed,
+        "rounds_skipped": skipped,
+        "rounds_could_commit": outcome.rounds_could,
+        "rounds_did_commit": outcome.rounds_did,
+        "virtual_seconds": outcome.virtual_seconds,
+        "violations": [{"seed": asked.seed, "faults": asked.fault, **v.as_dict()} for v in outcome.violations],
+    }
+
+
+def _add(total: dict[str, Any], result: Result) -> None:
+    for name, value in result.items():
+        total[name] += value
+    del total["violations"][MAX_VIOLATIONS:]
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -170,9 +183,15 @@ def main(arguments: list[str] | None = None) -> int:
     prepare()
     began = time.monotonic()
     total, played, failed = _nothing(options), 0, 0
+    kept = PlayedRuns(options.played)
     for asked in _scenarios(options):
+        if known := kept.result(replay(asked)):
+            _add(total, known)
+            failed += bool(known["violations"])
+            continue
         outcome = _played(asked)
-        _add(total, asked, outcome)
+        kept.add(replay(asked), result := _result(asked, outcome))
+        _add(total, result)
         played += 1
         failed += bool(outcome.violations)
         if failed <= 3 and not options.json:

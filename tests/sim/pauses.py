@@ -9,7 +9,7 @@ from protocols.butterfly.averager import Butterfly
 from tests.support.checkers import Report, Violation
 
 
-def called_early(outer_loop: OuterLoop, report: Report) -> Iterator[Violation]:
+def called_early(outer_loop: OuterLoop | None, report: Report) -> Iterator[Violation]:
     """A round with a mean was called because work was complete, or because a member left; never because one paused."""
     averager = getattr(outer_loop, "averager", None)
     session = averager._session if isinstance(averager, Butterfly) else None

@@ -292,7 +292,7 @@ class World:
         if report["peer"] in self.liars:
             return
         self.account.reported(report, asyncio.get_running_loop().time())
-        self._early += pauses.called_early(self.replicas[report["peer"]], report)
+        self._early += pauses.called_early(self.replicas.get(report["peer"]), report)
         if self.satisfied():
             self._done.set()
 

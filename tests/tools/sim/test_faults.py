@@ -7,6 +7,8 @@ import random
 
 import pytest
 
+from node.outer.activity import Activity
+from protocols.base import PeerId
 from tests.sim import loop as simloop
 from tests.sim.families import BREAKING, CALM, FAULTS, skew
 from tests.sim.faults import Crash, Cut, Faults, Lie, Message, Mislead, Reset, Restart, Skew, Slow
@@ -127,7 +129,13 @@ class Stage:
         for peer in PEERS[:3]:
             self.network.join(peer)
         self.directory_faults = DirectoryFaults()
-        self.injector = Injector(faults, self.network, self.directory_faults, self.network.restart)  # type: ignore[arg-type]
+        self.paused = Activity.WORK
+        restart, pause = self.network.restart, self._pause
+        self.injector = Injector(faults, self.network, self.directory_faults, restart, pause)  # type: ignore[arg-type]
+
+    def _pause(self, peer: PeerId, wanted: Activity) -> None:
+        if peer == "p0":
+            self.paused = wanted
 
     def run(self, seconds: int = 20, heal_at: int | None = None) -> list[str]:
         """One letter a second: the state of p0 and of its link to p1."""
@@ -156,6 +164,8 @@ class Stage:
             "<": back.blocked,
             "s": node.slowness > 1,
             "f": self.directory_faults.forget_share > 0,
+            "r": self.paused is Activity.REST,
+            "a": self.paused is Activity.AWAY,
         }
         return "".join(letter for letter, holds in letters.items() if holds) or "-"
 
@@ -172,6 +182,8 @@ class Stage:
         (Faults().stall("p0", "p1", at=1, lasts=3).stall("p0", "p1", at=3, lasts=4), "->>>>>>---"),
         (Faults().slow("p0", 10, at=2, heal=6), "--ssss----"),
         (Faults().mislead(2, 6, forget_share=0.5), "--ffff----"),
+        (Faults().pause("p0", at=2, lasts=3), "--rrr-----"),
+        (Faults().pause("p0", at=2, away=True), "--aaaaaaaa"),
     ],
 )
 def test_fault_lasts_for_its_duration(faults: Faults, states: str) -> None:
@@ -194,15 +206,16 @@ def test_healing_ends_faults_and_prevents_new_ones() -> None:
         .silence({"p0"}, {"p1"}, at=1)
         .slow("p2", 5, at=1)
         .mislead(1, lie_share=1.0)
+        .pause("p0", at=1, away=True)
         .crash("p1", at=8)
         .silence({"p1"}, {"p2"}, at=8)
     )
     stage = Stage(faults)
     states = stage.run(20, heal_at=5)
-    assert states[1] == "x><" and states[5:] == ["-"] * 15
+    assert states[1] == "x><a" and states[5:] == ["-"] * 15
     assert [node.incarnation for node in stage.network.nodes.values()] == [1, 0, 0]
     assert all(node.slowness == 1.0 for node in stage.network.nodes.values())
-    assert stage.directory_faults.lie_share == 0.0 and len(stage.injector.struck) == 4
+    assert stage.directory_faults.lie_share == 0.0 and len(stage.injector.struck) == 5
     live = {peer: stage.network.contacts.views[peer].live() for peer in PEERS[:3]}
     assert {len(members) for members in live.values()} == {3}
 
