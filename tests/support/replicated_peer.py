@@ -30,6 +30,8 @@ T = TypeVar("T")
 ME, OTHER = Member("anna"), Member("bert", 4)
 RUN = b"r" * 32
 STEP_SECONDS = 0.5
+PLAN = bytes(31) + b"p"
+"""Digest of every plan: only a round in which nobody worked has none."""
 
 
 @dataclass
@@ -116,7 +118,7 @@ class ScriptedSession:
             script.average(mine[0], into[0])
         parts = (PartDigest(bytes(32), (ChunkSpan(1, 1),)),) if averaged else ()
         key, root = seen.key, script.state_root or work.state_root
-        record = Record(key.lineage, root, key.round, script.kind, bytes(32), parts, script.roster)
+        record = Record(key.lineage, root, key.round, script.kind, PLAN, parts, script.roster)
         certificate = certified(seen.head, record)
         return replace(script.end, outcome=script.outcome, record=certificate.record, certificate=encode(certificate))
 

@@ -28,6 +28,7 @@ class Scripted:
         self.script = list(script)
         self.me = ME
         self.chain = SimpleNamespace(head=SimpleNamespace(roster=()))
+        self.may_be_away = False
 
     async def catch_up(self, *_: Any) -> RoundReport:
         report = self._next("catch up")
