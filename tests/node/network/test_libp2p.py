@@ -26,7 +26,6 @@ import pytest
 from node.network.daemon import DaemonError, arguments
 from node.network.daemon_connection import LINK_ERRORS
 from node.network.libp2p import LibP2PConfig, LibP2PTransport
-from node.network.serving import ask
 from node.runtime import identity
 from node.runtime.identity import IdentityError
 from protocols import wire
@@ -243,7 +242,7 @@ class TestLimits:
                 pass
         assert a._link is not None
         pipe, _ = await a._link.stream(b.me, 5)
-        await ask(pipe, "strict")
+        await a._serving.ask(b.me, pipe, "strict")
         await pipe.write(b"\xff\xff\xff\xff")
         with pytest.raises((EOFError, OSError)):
             await pipe.read_into(memoryview(bytearray(1)))
