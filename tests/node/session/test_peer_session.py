@@ -237,7 +237,7 @@ async def test_others_wait_for_peer_missing_last_round(cluster: SessionCluster) 
 
 def contact(name: str, round_number: int, **changes: Any) -> SimpleNamespace:
     values = {"peer": name, "round": round_number, "live": True, "leaving": False, "stage": 0} | changes
-    return SimpleNamespace(**values)
+    return SimpleNamespace(here=values["live"], **values)
 
 
 async def lingered(
