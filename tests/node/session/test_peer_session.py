@@ -284,7 +284,7 @@ def test_lingering_ends_on_catch_up_or_leave() -> None:
 def test_later_stages_stay_for_the_text_of_stage_0_which_waits_for_none_of_them() -> None:
     first, later = contact("a", 6), contact("b", 4, stage=1)
     assert simloop.run(lingered([first], stage=1)) == pytest.approx(LAST_TEXT_SECONDS, abs=0.2)
-    left = lingered([first], lambda session: setattr(first, "live", False), stage=1)
+    left = lingered([first], lambda session: setattr(first, "here", False), stage=1)
     assert simloop.run(left) == pytest.approx(3.0, abs=0.2)
     assert simloop.run(lingered([later])) == pytest.approx(0.0, abs=0.2)
 
