@@ -12,7 +12,9 @@ processor time that the page is not to blame for.
 from __future__ import annotations
 
 import asyncio
+import hmac
 import json
+import secrets
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Sequence
@@ -56,7 +58,8 @@ def address(peer: JoinedPeer) -> tuple[int, str]:
 async def readers(peer: JoinedPeer, tabs: int, stalled: int) -> AsyncIterator[None]:
     """Hold streams open."""
     port, token = address(peer)
-    request = f"GET /api/stream HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nAuthorization: Bearer {token}\r\n\r\n".encode()
+    key = await session_key(port, token)
+    request = f"GET /api/stream HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nAuthorization: Bearer {key}\r\n\r\n".encode()
     async with AsyncExitStack() as stack:
         for number in range(tabs + stalled):
             reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 12)
@@ -68,6 +71,17 @@ async def readers(peer: JoinedPeer, tabs: int, stalled: int) -> AsyncIterator[No
             else:
                 writer.transport.pause_reading()  # type: ignore[attr-defined]
         yield
+
+
+async def session_key(port: int, token: str) -> str:
+    """Open a session, as the page's script does."""
+    nonce, host = secrets.token_hex(16), f"127.0.0.1:{port}"
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(f"GET /session HTTP/1.1\r\nHost: {host}\r\nX-Nonce: {nonce}\r\nConnection: close\r\n\r\n".encode())
+    answer = json.loads((await reader.read()).partition(b"\r\n\r\n")[2])
+    writer.close()
+    text = "|".join(("starling page 1", "session", host, nonce, answer["salt"]))
+    return hmac.new(token.encode(), text.encode(), "sha256").hexdigest()
 
 
 async def _read(reader: asyncio.StreamReader) -> None:

@@ -96,6 +96,7 @@ def join(
     on_battery: options.OnBatteryOption = None,
     on_metered: options.OnMeteredOption = None,
     on_low_memory: options.OnLowMemoryOption = None,
+    on_heat: options.OnHeatOption = None,
     when_in_use: options.WhenInUseOption = None,
     when_busy: options.WhenBusyOption = None,
     page: options.PageOption = None,

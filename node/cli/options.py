@@ -221,6 +221,9 @@ OnMeteredOption = Annotated[
 OnLowMemoryOption = Annotated[
     str | None, option(PAUSES, "When memory is short: pause (the default) or ignore it.", metavar="WHAT")
 ]
+OnHeatOption = Annotated[
+    str | None, option(PAUSES, "When a sensor is at its limit: pause (the default) or ignore it.", metavar="WHAT")
+]
 WhenInUseOption = Annotated[
     str | None,
     option(PAUSES, "While somebody uses the keyboard or the mouse: pause, or ignore it (the default).", metavar="WHAT"),

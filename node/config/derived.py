@@ -127,6 +127,7 @@ def machine_rules(mine: PeerConfig) -> MachineRules:
         battery=mine.on_battery == "pause",
         metered=mine.on_metered == "pause",
         memory=mine.on_low_memory == "pause",
+        heat=mine.on_heat == "pause",
         in_use=mine.when_in_use == "pause",
         busy=mine.when_busy == "pause",
     )

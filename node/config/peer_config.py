@@ -226,8 +226,8 @@ class PeerConfig:
         disk_limit_bytes: disk space that checkpoints may take, in bytes.
         hours: hours of the week in which this peer may train, such as "mon-fri 18:00-08:00" or "sat-sun", separated by
             semicolons in one text; empty: always.
-        on_battery, on_metered, on_low_memory: what to do on battery, on a metered network and when memory is short:
-            pause or ignore it.
+        on_battery, on_metered, on_low_memory, on_heat: what to do on battery, on a metered network, when memory is
+            short, and when a sensor is at its limit: pause or ignore it.
         when_in_use: what to do while somebody uses the keyboard or the mouse: pause or ignore it.
         when_busy: what to do while other programs keep a quarter of the processor busy: pause or ignore it.
         page: whether to serve a web page of this peer, on this machine only, and metrics for Prometheus.
@@ -270,6 +270,7 @@ class PeerConfig:
     on_battery: Literal["pause", "ignore"] = "pause"
     on_metered: Literal["pause", "ignore"] = "pause"
     on_low_memory: Literal["pause", "ignore"] = "pause"
+    on_heat: Literal["pause", "ignore"] = "pause"
     when_in_use: Literal["pause", "ignore"] = "ignore"
     when_busy: Literal["pause", "ignore"] = "ignore"
     page: bool = False
@@ -297,8 +298,8 @@ class PeerConfig:
 _PEER = TypeAdapter(PeerConfig)
 _OF_THE_MACHINE = (
     "device", "threads", "nice", "precision", "data", "bandwidth_bytes_per_second", "checkpoint_every",
-    "disk_limit_bytes", "hours", "on_battery", "on_metered", "on_low_memory", "when_in_use", "when_busy", "log_level",
-    "upload_limit_bytes_per_second", "download_limit_bytes_per_second", "relay",
+    "disk_limit_bytes", "hours", "on_battery", "on_metered", "on_low_memory", "on_heat", "when_in_use", "when_busy",
+    "log_level", "upload_limit_bytes_per_second", "download_limit_bytes_per_second", "relay",
 )  # fmt: skip
 KEYS = tuple(field.name for field in fields(PeerConfig) if field.name not in ("consent", "origins"))
 _OF_JOINERS = ("bootstrap", "run_id", "stage")

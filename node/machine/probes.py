@@ -14,7 +14,10 @@ import psutil  # type: ignore[import-untyped]
 from node.machine.rules import MachineReadings
 
 DEFAULT_HIGH_CELSIUS = 90.0
-"""Limit of a sensor that names none."""
+"""Limit of a sensor that names none, or one that no working machine has."""
+PLAUSIBLE_CELSIUS = (1.0, 119.0)
+"""Sensors that are not connected show values outside of these."""
+LIMIT_CELSIUS = (60.0, 115.0)
 PRESSURE = Path("/proc/pressure/memory")
 _AVG10 = re.compile(r"^some avg10=([\d.]+)", re.MULTILINE)
 
@@ -41,17 +44,24 @@ class MachineProbes:
         Args:
             load: whether to look at other programs' processor time, which costs the most.
         """
-        memory, temperature, high = psutil.virtual_memory(), *_hottest()
+        available, total = _memory_bytes()
+        temperature, high = _hottest()
         return MachineReadings(
             local=datetime.now(),
             on_battery=_on_battery(),
-            memory_available_bytes=float(memory.available),
-            memory_bytes=float(memory.total),
+            memory_available_bytes=available,
+            memory_bytes=total,
             memory_pressure_percent=_memory_pressure_percent(),
             temperature_celsius=temperature,
             high_celsius=high,
-            others_share=self._others_share() if load else math.nan,
+            others_share=self._others() if load else math.nan,
         )
+
+    def _others(self) -> float:
+        try:
+            return self._others_share()
+        except (psutil.Error, OSError, ValueError):  # a process ended meanwhile, or /proc is not readable
+            return math.nan
 
     def _others_share(self) -> float:
         """Share of all cores that other programs have kept busy since the last call; nan at the first."""
@@ -79,6 +89,15 @@ class MachineProbes:
         return any(each == self._program or each.startswith(f"{self._program}.") for each in modules)
 
 
+def _memory_bytes() -> tuple[float, float]:
+    """Memory that is available, and all of it; nan if the system does not tell."""
+    try:
+        memory = psutil.virtual_memory()
+    except (OSError, ValueError, RuntimeError):
+        return math.nan, math.nan
+    return float(memory.available), float(memory.total)
+
+
 def _on_battery() -> bool | None:
     try:
         battery = psutil.sensors_battery()
@@ -91,7 +110,7 @@ def _memory_pressure_percent() -> float:
     """Linux's pressure stall information; nan elsewhere."""
     try:
         found = _AVG10.search(PRESSURE.read_text())
-    except OSError:
+    except (OSError, ValueError):
         return math.nan
     return float(found[1]) if found else math.nan
 
@@ -100,9 +119,18 @@ def _hottest() -> tuple[float, float]:
     """Temperature and limit of the sensor that is closest to its limit, or furthest above it; nan if there is none."""
     try:
         sensors = psutil.sensors_temperatures()
-    except (AttributeError, OSError):
+    except (AttributeError, OSError, ValueError):
         return math.nan, math.nan
+    low, high = PLAUSIBLE_CELSIUS
     known = [
-        (float(each.current), float(each.high or DEFAULT_HIGH_CELSIUS)) for all_ in sensors.values() for each in all_
+        (float(each.current), _limit(each.critical or each.high))
+        for all_ in sensors.values()
+        for each in all_
+        if low <= each.current <= high
     ]
     return max(known, key=lambda pair: pair[0] - pair[1], default=(math.nan, math.nan))
+
+
+def _limit(named: float | None) -> float:
+    low, high = LIMIT_CELSIUS
+    return float(named) if named and low <= named <= high else DEFAULT_HIGH_CELSIUS

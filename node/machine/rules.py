@@ -83,6 +83,7 @@ class MachineRules:
     Attributes:
         hours: the peer is away outside of these; empty: it may always work.
         battery, metered, memory: whether it is away on battery, on a metered network, and when memory is short.
+        heat: whether it rests while a sensor is at its limit.
         in_use: whether it rests while somebody uses the keyboard or the mouse.
         busy: whether it rests while other programs keep a quarter of the processor busy.
     """
@@ -91,6 +92,7 @@ class MachineRules:
     battery: bool = True
     metered: bool = True
     memory: bool = True
+    heat: bool = True
     in_use: bool = False
     busy: bool = False
 
@@ -131,7 +133,7 @@ class MachinePolicy:
         """
         rules = self._rules
         memory = self._memory.see(rules.memory and _is_short_of_memory(readings), now)
-        heat = self._heat.see(self._is_hot(readings), now)
+        heat = self._heat.see(rules.heat and self._is_hot(readings), now)
         battery = self._battery.see(rules.battery and readings.on_battery is True, now)
         metered = self._metered.see(rules.metered and readings.is_metered is True, now)
         in_use = self._in_use.see(rules.in_use and readings.input_idle_seconds < INPUT_SECONDS, now)

@@ -61,6 +61,12 @@ def page_app(sources: PageSources, rules: AccessRules, stop: asyncio.Event) -> A
     async def metrics(request: Request) -> Response:
         return Response(sources.metrics(), media_type="text/plain; version=0.0.4")
 
+    async def session(request: Request) -> Response:
+        opened = rules.keys.open_session(request.headers["host"].lower(), request.headers.get("x-nonce", ""))
+        if opened is None:
+            return PlainTextResponse("send a nonce\n", 400)
+        return Response(to_json(opened), media_type="application/json")
+
     async def do(request: Request) -> Response:
         answer = await _command(request, sources.command)
         status = 400 if "error" in answer else 200
@@ -68,6 +74,7 @@ def page_app(sources: PageSources, rules: AccessRules, stop: asyncio.Event) -> A
 
     routes = [
         *_static_routes(),
+        Route("/session", session, methods=["GET"]),
         Route("/metrics", metrics, methods=["GET"]),
         Route("/api/stream", EventStream(sources.stream, stop), methods=["GET"]),
         Route("/api/do", do, methods=["POST"]),

@@ -5,15 +5,16 @@ steer the peer:
 
 - A name that a stranger's DNS points at this machine (DNS rebinding) fails at the `Host` header.
 - A page of another origin fails at `Sec-Fetch-Site` and `Origin`.
-- Another user or program of this machine lacks the token, which only this user can read. It travels in a header, never
-  in a cookie or a query, so that no browser sends it by itself.
+- Another user or program of this machine lacks the keys (`node.page.keys`). They travel in a header, never in a cookie
+  or a query, so that no browser sends them by itself.
 """
 
 from __future__ import annotations
 
-import hmac
 from collections.abc import Iterable
 from dataclasses import dataclass
+
+from node.page.keys import PageKeys
 
 SECURITY_HEADERS = (
     (
@@ -29,7 +30,7 @@ SECURITY_HEADERS = (
     (b"cache-control", b"no-store"),
 )
 LOOPBACK_NAMES = ("127.0.0.1", "localhost", "[::1]")
-_NEEDS_TOKEN = ("/api/", "/metrics")
+_NEEDS_KEY = ("/api/", "/metrics")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +53,12 @@ class AccessRules:
     Attributes:
         port: that the page listens on.
         hosts: further names under which a proxy of the user's own forwards to the page, as a browser sends them.
-        token: what requests for data must carry.
+        keys: what requests for data must carry.
     """
 
     port: int
     hosts: tuple[str, ...]
-    token: str
+    keys: PageKeys
 
     def refusal(self, path: str, headers: Iterable[tuple[bytes, bytes]]) -> Refusal | None:
         """Why a request is not served; None if it is.
@@ -77,14 +78,15 @@ class AccessRules:
         own = {scheme + b"://" + name for scheme in (b"http", b"https") for name in names}
         if any(origin.lower() not in own for origin in given.get(b"origin", [])):
             return Refusal(403, "the request comes from another origin")
-        if path.startswith(_NEEDS_TOKEN) and not self._has_token(given.get(b"authorization", [])):
-            return Refusal(401, "the token is missing or wrong: use the link that the peer printed")
+        if path.startswith(_NEEDS_KEY) and not self._has_key(path, given.get(b"authorization", [])):
+            return Refusal(401, "the key is missing or wrong: use the link that `python -m node page` prints")
         return None
 
     def _names(self) -> frozenset[bytes]:
         own = [f"{name}:{self.port}" for name in LOOPBACK_NAMES]
         return frozenset(each.lower().encode() for each in (*own, *self.hosts))
 
-    def _has_token(self, authorization: list[bytes]) -> bool:
-        wanted = f"Bearer {self.token}".encode()
-        return len(authorization) == 1 and hmac.compare_digest(authorization[0], wanted)
+    def _has_key(self, path: str, authorization: list[bytes]) -> bool:
+        if len(authorization) != 1 or not authorization[0].startswith(b"Bearer "):
+            return False
+        return self.keys.allows(path, authorization[0].removeprefix(b"Bearer ").decode(errors="replace"))

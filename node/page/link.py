@@ -8,7 +8,9 @@ import re
 import secrets
 from pathlib import Path
 
-TOKEN_FILE, PAGE_FILE = "page.token", "page.json"
+from node.page.keys import metrics_token
+
+TOKEN_FILE, METRICS_FILE, PAGE_FILE = "page.token", "metrics.token", "page.json"
 _MAX_FILE_BYTES = 1024
 _TOKEN = re.compile(r"[\w-]{43}")
 
@@ -16,20 +18,15 @@ _TOKEN = re.compile(r"[\w-]{43}")
 def load_token(state_dir: Path) -> str:
     """The token in the state directory. The first call draws it: 256 bits, readable by this user only.
 
+    The token for the metrics, which follows from it, is written beside it.
+
     Raises:
         OSError: the file cannot be read or written.
     """
     file = state_dir / TOKEN_FILE
-    try:
-        with file.open() as opened:
-            token = opened.read(_MAX_FILE_BYTES).strip()
-    except FileNotFoundError:
-        token = ""
-    if _TOKEN.fullmatch(token):
-        file.chmod(0o600)
-        return token
-    token = secrets.token_urlsafe(32)
+    token = _read_token(file) or secrets.token_urlsafe(32)
     _write(file, f"{token}\n")
+    _write(state_dir / METRICS_FILE, f"{metrics_token(token)}\n")
     return token
 
 
@@ -61,11 +58,20 @@ def read_link(state_dir: Path) -> str | None:
     """The link of the page of a state directory; None if its peer never had a page."""
     port = last_port(state_dir)
     try:
-        with (state_dir / TOKEN_FILE).open() as opened:
-            token = opened.read(_MAX_FILE_BYTES).strip()
+        token = _read_token(state_dir / TOKEN_FILE)
     except OSError:
         return None
-    return page_link(port, token) if port and _TOKEN.fullmatch(token) else None
+    return page_link(port, token) if port and token else None
+
+
+def _read_token(file: Path) -> str:
+    """The token in a file; empty if there is none, or it is damaged."""
+    try:
+        with file.open(errors="replace") as opened:
+            token = opened.read(_MAX_FILE_BYTES).strip()
+    except FileNotFoundError:
+        return ""
+    return token if _TOKEN.fullmatch(token) else ""
 
 
 def _write(file: Path, text: str) -> None:

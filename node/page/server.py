@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import socket
 from collections.abc import Callable, Iterator
@@ -18,6 +19,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, cast
 
 from node.page.guard import AccessRules
+from node.page.keys import PageKeys
 from node.page.link import last_port, load_token, note_port, page_link
 
 if TYPE_CHECKING:
@@ -51,11 +53,13 @@ class PageConfig:
         state_dir: holds the token and the port.
         port: the port to try first, unless the page had another one before.
         hosts: further names to answer to; see `node.page.guard.AccessRules`.
+        show_token: whether the line for the user holds the whole link. Logs should not.
     """
 
     state_dir: Path
     port: int = DEFAULT_PORT
     hosts: tuple[str, ...] = ()
+    show_token: bool = True
 
 
 class PageServer:
@@ -80,8 +84,8 @@ class PageServer:
             self._start()
         except ImportError:
             self._say(INSTALL)
-        except OSError as error:
-            self._say(f"there is no page, but the peer goes on: {error.strerror or error}")
+        except (OSError, ValueError) as error:
+            self._say(f"there is no page, but the peer goes on: {getattr(error, 'strerror', None) or error}")
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
@@ -102,8 +106,13 @@ class PageServer:
         sources = self._sources()
         sockets = _listen(last_port(config.state_dir) or config.port, config.port)
         port = sockets[0].getsockname()[1]
-        note_port(config.state_dir, port)
-        app = page_app(sources, AccessRules(port, config.hosts, token), self._stop)
+        try:
+            note_port(config.state_dir, port)
+            app = page_app(sources, AccessRules(port, config.hosts, PageKeys(token)), self._stop)
+        except OSError:
+            for each in sockets:
+                each.close()
+            raise
         settings = Config(
             app=cast(Any, app),
             http=_protocol(),
@@ -119,7 +128,8 @@ class PageServer:
         )
         self._server = _server(settings)
         self._serving = asyncio.create_task(self._server.serve(sockets), name="page")
-        self._say(f"page: {page_link(port, token)}")
+        shown = page_link(port, token) if config.show_token else "`python -m node page` prints its link"
+        self._say(f"page: {shown}")
 
 
 def _listen(port: int, default: int) -> list[socket.socket]:
@@ -131,16 +141,28 @@ def _listen(port: int, default: int) -> list[socket.socket]:
     tried = [port, *range(default, min(default + PORTS_TRIED, 65_536)), 0]
     for number in tried:
         try:
-            first = _bind(socket.AF_INET, "127.0.0.1", number)
-        except OSError:
+            return _bind_both(number)
+        except OSError as error:
             if number == 0:
                 raise
-            continue
-        try:
-            return [first, _bind(socket.AF_INET6, "::1", first.getsockname()[1])]
-        except OSError:  # no IPv6 here
-            return [first]
+            log.debug("port %d: %s", number, error)
     raise AssertionError("port 0 is always free, or raises")
+
+
+def _bind_both(port: int) -> list[socket.socket]:
+    """Listen at a port of both loopback addresses, where this machine has IPv6.
+
+    Raises:
+        OSError: the port is taken at one of them.
+    """
+    first = _bind(socket.AF_INET, "127.0.0.1", port)
+    try:
+        return [first, _bind(socket.AF_INET6, "::1", first.getsockname()[1])]
+    except OSError as error:
+        if error.errno in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
+            return [first]
+        first.close()
+        raise
 
 
 def _bind(family: socket.AddressFamily, host: str, port: int) -> socket.socket:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Awaitable, Callable, Mapping
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
@@ -55,9 +56,9 @@ class PageSetup:
         Args:
             command: carries out a request of the page, such as {"do": "finish"}.
         """
-        config = PageConfig(state.path, self._config.page_port, self._config.page_hosts)
+        config = PageConfig(state.path, self._config.page_port, self._config.page_hosts, sys.stderr.isatty())
         sources = lambda: self._sources(state, transport, command)  # noqa: E731
-        # The link holds the token, so it goes to the terminal, and not to the feed, which the page shows.
+        # The link holds the token, so it goes to a terminal only, and not to a log or to the page itself.
         return PageServer(config, sources, self._view.say)
 
     def _sources(

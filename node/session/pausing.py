@@ -138,11 +138,14 @@ class PauseController:
 
     def wish(self, wish: Wish) -> None:
         """Note what the machine wishes from now on."""
-        before, self._wish = self._wish, wish
+        before, self._wish, earlier = self._wish, wish, self._wished
         self._wished = None
         if wish.mode is not Mode.WORK:
-            self._wished = Pause(wish.cause, self._clock.wall(), None, wish.mode is Mode.AWAY)
-        self._rounds = 0
+            goes_on = earlier is not None and before.mode is wish.mode  # the same rest, for another reason
+            since = earlier.since if earlier and goes_on else self._clock.wall()
+            away = wish.mode is Mode.AWAY or bool(earlier and goes_on and earlier.away)
+            self._wished = Pause(wish.cause, since, None, away)
+            self._rounds = self._rounds if goes_on else 0
         if self._pause is None and not self._is_overridden():
             again = f"this peer works again; it was paused: {before.cause}"
             self._say(f"this peer pauses: {wish.cause}" if wish.cause else again)
@@ -197,7 +200,7 @@ class PauseController:
             if self._pause and self._is_over(self._pause):
                 self._say("the pause is over: this peer works again")
                 self._begin(None)
-            if self._override_until and not self._is_overridden():
+            if 0 < self._override_until <= self._clock.wall():
                 self._override_until = 0.0
                 self._follow()
             self._lengthen()

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import hmac
+import json
+import secrets
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -10,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from node.page.app import PageSources
+from node.page.keys import metrics_token
 from node.page.link import page_link
 from node.page.prometheus import MachineSample, MetricSources, PeerCollector, metrics_text
 from node.page.server import PageConfig, PageServer
@@ -104,5 +108,17 @@ class ScriptedPage:
         return int(head.split()[1]) if head else 0, rest
 
     @property
-    def authorization(self) -> str:
-        return f"Authorization: Bearer {self.token}"
+    def metrics_authorization(self) -> str:
+        return f"Authorization: Bearer {metrics_token(self.token)}"
+
+    async def authorization(self) -> str:
+        """Open a session as the page's script does, and return the header for further requests."""
+        nonce = secrets.token_hex(16)
+        _, answer = await self.ask("/session", f"X-Nonce: {nonce}")
+        salt, proof = (json.loads(answer)[name] for name in ("salt", "proof"))
+        assert proof == self._code("proof", nonce, salt)
+        return f"Authorization: Bearer {self._code('session', nonce, salt)}"
+
+    def _code(self, purpose: str, nonce: str, salt: str) -> str:
+        text = "|".join(("starling page 1", purpose, f"127.0.0.1:{self.port}", nonce, salt))
+        return hmac.new(self.token.encode(), text.encode(), "sha256").hexdigest()

@@ -16,6 +16,26 @@ export function takeToken() {
   return localStorage.getItem(STORED) || "";
 }
 
+const hex = (bytes) => [...new Uint8Array(bytes)].map((each) => each.toString(16).padStart(2, "0")).join("");
+
+async function code(token, purpose, nonce, salt) {
+  const encoder = new TextEncoder();
+  const key = await crypto.subtle.importKey("raw", encoder.encode(token), { name: "HMAC", hash: "SHA-256" }, false, ["sign"]);
+  const text = ["starling page 1", purpose, location.host.toLowerCase(), nonce, salt].join("|");
+  return hex(await crypto.subtle.sign("HMAC", key, encoder.encode(text)));
+}
+
+// The token itself is never sent: while the peer is down, another program may listen here. The server proves that it
+// knows the token, and both derive a key for this session.
+async function openSession(token) {
+  const nonce = hex(crypto.getRandomValues(new Uint8Array(16)));
+  const answer = await fetch("/session", { headers: { "X-Nonce": nonce }, signal: AbortSignal.timeout(5000) });
+  if (!answer.ok) throw new Error(`status ${answer.status}`);
+  const { salt, proof } = await answer.json();
+  if (proof !== await code(token, "proof", nonce, salt)) throw Object.assign(new Error("no proof"), { name: "Refused" });
+  return code(token, "session", nonce, salt);
+}
+
 export class Connection {
   // onEvent(kind, data), onState("open" | "lost" | "refused" | "busy")
   constructor(token, onEvent, onState) {
@@ -69,10 +89,10 @@ export class Connection {
 
   async readStream() {
     this.abort = new AbortController();
-    const headers = { Authorization: `Bearer ${this.token}` };
+    this.key = await openSession(this.token);
+    const headers = { Authorization: `Bearer ${this.key}` };
     if (this.lastId) headers["Last-Event-ID"] = this.lastId;
     const answer = await fetch("/api/stream", { headers, signal: this.abort.signal });
-    if (answer.status === 401) throw Object.assign(new Error("refused"), { name: "Refused" });
     if (answer.status === 503) throw Object.assign(new Error("busy"), { name: "Busy" });
     if (!answer.ok) throw new Error(`status ${answer.status}`);
     const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
@@ -103,7 +123,7 @@ export class Connection {
     try {
       const answer = await fetch("/api/do", {
         method: "POST",
-        headers: { Authorization: `Bearer ${this.token}`, "Content-Type": "application/json" },
+        headers: { Authorization: `Bearer ${this.key}`, "Content-Type": "application/json" },
         body: JSON.stringify(request),
         signal: AbortSignal.timeout(5000),
       });

@@ -6,6 +6,7 @@ import { clock, count, duration, loss, shortPeer, size } from "./format.js";
 
 const MAX_LINES = 10;
 const MAX_ROWS = 60;
+const MAX_POINTS = 2000;
 const DOTS = { training: "good", averaging: "busy", syncing: "busy", joining: "busy", starting: "busy", waiting: "warn", paused: "warn", leaving: "warn" };
 const OUTCOMES = {
   alone: "alone",
@@ -259,7 +260,8 @@ async function ask(request, words) {
   setText("answer", "…");
   const answer = await connection.command(request);
   const why = answer.error || (answer.ok ? "" : answer.line);
-  setText("answer", why ? `Not done: ${why}` : words);
+  const done = answer.line ? `${answer.line[0].toUpperCase()}${answer.line.slice(1)}.` : words;
+  setText("answer", why ? `Not done: ${why}` : done);
   setTimeout(() => setText("answer", ""), 8000);
 }
 
@@ -322,7 +324,7 @@ const handlers = {
     showText(past.text);
   },
   round(each) {
-    rounds.push(each);
+    rounds = [...rounds, each].slice(-MAX_POINTS);
     showRounds();
   },
   line(each) {
@@ -347,7 +349,7 @@ function lost(sentence, words) {
 }
 
 function stateChanged(state) {
-  if (state === "refused") lost("This page needs its link", "Print it with `python -m node page`, and open it: it ends in a token.");
+  if (state === "refused") lost("This page needs its link", "Print it with `python -m node page`, and open it: it ends in a token. If you did, another program answers here.");
   if (state === "busy") lost("Too many pages are open", "Close another one. This page tries again.");
   if (state === "lost" && (connected || !latest)) lost("The peer does not answer", "Is it running? This page tries again.");
 }

@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
+import hmac
+
 import pytest
 
 from node.page.guard import AccessRules
+from node.page.keys import MAX_SESSIONS, PageKeys
 
-TOKEN = "t" * 43
-RULES = AccessRules(7717, ("box.example.net", "box.example.net:8443"), TOKEN)
-BEARER = ("authorization", f"Bearer {TOKEN}")
+KEYS = PageKeys("t" * 43)
+RULES = AccessRules(7717, ("box.example.net", "box.example.net:8443"), KEYS)
+NONCE = "0" * 32
+
+
+def session(keys: PageKeys) -> str:
+    """The key of a new session."""
+    opened = keys.open_session("127.0.0.1:7717", NONCE)
+    assert opened
+    text = "|".join(("starling page 1", "session", "127.0.0.1:7717", NONCE, opened["salt"]))
+    return hmac.new(b"t" * 43, text.encode(), "sha256").hexdigest()
+
+
+KEY = session(KEYS)
+BEARER = ("authorization", f"Bearer {KEY}")
 HOST = ("host", "127.0.0.1:7717")
 
 REFUSED: dict[str, tuple[str, list[tuple[str, str]]]] = {
@@ -29,14 +44,17 @@ REFUSED: dict[str, tuple[str, list[tuple[str, str]]]] = {
     "no token for the stream": ("/api/stream", [HOST]),
     "no token for a command": ("/api/do", [HOST]),
     "no token for the metrics": ("/metrics", [HOST]),
-    "a wrong token": ("/metrics", [HOST, ("authorization", f"Bearer {TOKEN[:-1]}u")]),
-    "a token without its scheme": ("/metrics", [HOST, ("authorization", TOKEN)]),
-    "two tokens": ("/metrics", [HOST, BEARER, ("authorization", "Bearer x")]),
+    "the link's token itself": ("/api/do", [HOST, ("authorization", "Bearer " + "t" * 43)]),
+    "the metrics' token for a command": ("/api/do", [HOST, ("authorization", f"Bearer {KEYS.metrics}")]),
+    "a session's key for the metrics": ("/metrics", [HOST, BEARER]),
+    "a key without its scheme": ("/api/do", [HOST, ("authorization", KEY)]),
+    "two keys": ("/api/do", [HOST, BEARER, ("authorization", "Bearer x")]),
+    "a key that is not text": ("/api/do", [HOST, ("authorization", "Bearer \xff")]),
 }
 
 
 def encoded(headers: list[tuple[str, str]]) -> list[tuple[bytes, bytes]]:
-    return [(name.encode(), value.encode()) for name, value in headers]
+    return [(name.encode(), value.encode("latin-1")) for name, value in headers]
 
 
 @pytest.mark.parametrize("case", REFUSED)
@@ -52,3 +70,15 @@ def test_own_request_is_answered(host: str) -> None:
     headers = [("host", host), BEARER, ("sec-fetch-site", "same-origin"), ("origin", f"http://{host}")]
     assert RULES.refusal("/api/do", encoded(headers)) is None
     assert RULES.refusal("/", encoded([("host", host), ("sec-fetch-site", "none")])) is None
+
+
+def test_sessions_are_bounded_and_end_with_the_peer() -> None:
+    keys = PageKeys("t" * 43)
+    first = session(keys)
+    for _ in range(MAX_SESSIONS - 1):
+        session(keys)
+    assert keys.allows("/api/do", first)
+    assert keys.open_session("127.0.0.1:7717", "g" * 32) is None
+    last = session(keys)
+    assert keys.allows("/api/do", first) and keys.allows("/api/do", last)  # the oldest that nobody used has ended
+    assert not PageKeys("t" * 43).allows("/api/do", last)

@@ -51,17 +51,18 @@ class Reader:
         return found
 
 
-def opening(page: ScriptedPage, last_id: str = "") -> bytes:
+async def opening(page: ScriptedPage, last_id: str = "") -> bytes:
     """The request for the stream."""
     again = f"Last-Event-ID: {last_id}\r\n" if last_id else ""
-    headers = f"Host: 127.0.0.1:{page.port}\r\n{page.authorization}\r\n{again}\r\n"
+    headers = f"Host: 127.0.0.1:{page.port}\r\n{await page.authorization()}\r\n{again}\r\n"
     return f"GET /api/stream HTTP/1.1\r\n{headers}".encode()
 
 
 @asynccontextmanager
 async def stream(page: ScriptedPage, last_id: str = "") -> AsyncIterator[Reader]:
+    request = await opening(page, last_id)
     reader, writer = await asyncio.open_connection("127.0.0.1", page.port, limit=1 << 24)
-    writer.write(opening(page, last_id))
+    writer.write(request)
     try:
         yield Reader(reader, writer)
     finally:
@@ -105,7 +106,7 @@ async def test_stalled_reader_is_dropped_alone(tmp_path: Path, monkeypatch: pyte
             stalled.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)  # before the window is announced
             stalled.setblocking(False)
             await loop.sock_connect(stalled, ("127.0.0.1", page.port))
-            await loop.sock_sendall(stalled, opening(page))
+            await loop.sock_sendall(stalled, await opening(page))
             async with stream(page) as good:
                 assert await good.kinds(1) == ["reset"]
                 reading = asyncio.create_task(good.kinds(LINES))
@@ -168,14 +169,15 @@ async def test_commands_and_metrics_need_the_token(tmp_path: Path) -> None:
     page.counters.report(REPORT)
     async with page.serving():
         json_type, wish = "Content-Type: application/json", b'{"do": "finish"}'
+        key = await page.authorization()
         assert (await page.ask("/api/do", json_type, method="POST", body=wish))[0] == 401
-        assert (await page.ask("/api/do", page.authorization, method="POST", body=wish))[0] == 400
-        assert (await page.ask("/api/do", page.authorization, json_type, method="POST", body=b"[" * 1000))[0] == 400
-        assert (await page.ask("/api/do", page.authorization, json_type, method="POST", body=b" " * 2000))[0] == 400
+        assert (await page.ask("/api/do", key, method="POST", body=wish))[0] == 400
+        assert (await page.ask("/api/do", key, json_type, method="POST", body=b"[" * 1000))[0] == 400
+        assert (await page.ask("/api/do", key, json_type, method="POST", body=b" " * 2000))[0] == 400
         assert page.asked == []
-        assert (await page.ask("/api/do", page.authorization, json_type, method="POST", body=wish))[0] == 200
+        assert (await page.ask("/api/do", key, json_type, method="POST", body=wish))[0] == 200
         assert page.asked == [{"do": "finish"}]
-        status, body = await page.ask("/metrics", page.authorization)
+        status, body = await page.ask("/metrics", page.metrics_authorization)
     families = {each.name: each for each in text_string_to_metric_families(body.decode())}
     assert status == 200 and families["starling_tokens"].samples[0].value == 100
     assert families["starling_loss_nats"].samples == []  # it is not known
