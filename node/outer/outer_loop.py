@@ -205,6 +205,11 @@ class OuterLoop:
         """Write a checkpoint of the state between two rounds, if this peer writes checkpoints."""
         raise NotImplementedError
 
+    @property
+    def holds_up_run(self) -> bool:
+        """Whether the run waits for this peer while it pauses."""
+        raise NotImplementedError
+
     def _begin_round(self, parent: bytes) -> None:
         """A round begins. What was said in the last one holds no longer, unless it is the same round again."""
         self._departs &= parent == self._parent
@@ -240,12 +245,12 @@ class OuterLoop:
         """The work as offered to other members: with this peer's state root, and without tokens if it diverged."""
         if diverged(work):
             work = replace(work, tokens=0, norm=0.0)
-        self._departs |= self.SHARES_ANCHOR and self.activity.wanted is Activity.AWAY
-        if self.activity.pauses or self._departs:  # who has said that it leaves must rest, or the round would hurry
-            seconds = 0.0 if work.resting else work.step_seconds  # once it has stopped, it notices the cut at once
-            work = replace(work, step_seconds=seconds, leaving=self._departs, resting=True)
-        else:
-            work = replace(work, resting=False)
+        away = self.activity.wanted is Activity.AWAY and not self.holds_up_run  # the last of a roster cannot leave
+        self._departs |= self.SHARES_ANCHOR and away
+        if work.resting and self.activity.pauses:
+            work = replace(work, step_seconds=0.0)  # it has stopped, so it notices the cut at once
+        # one that works again is called as any other, and still leaves: it has said so
+        work = replace(work, leaving=self._departs, resting=self.activity.pauses)
         if (self.leaving and (work.tokens or self._may_leave_without_work)) or (self._last_round and work.complete):
             work = replace(work, complete=True, leaving=True, resting=False)
         return replace(work, state_root=state_root)
