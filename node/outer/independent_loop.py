@@ -147,6 +147,10 @@ class IndependentOuterLoop(OuterLoop):
 
     async def settle(self) -> None:
         """Compute the root of the state, from which the next round starts, and keep a snapshot if one is due."""
+        async with self._changes():
+            await self._settle()
+
+    async def _settle(self) -> None:
         await self.state.hash()
         self.chain.move_to(replace(self.key, lineage=self.state.root(self.key.round)))
         snapshots = None if self.lacks_state else self._snapshots
@@ -156,9 +160,9 @@ class IndependentOuterLoop(OuterLoop):
             await self._keep(snapshots, self.key)
 
     async def keep(self) -> None:
-        """Write a checkpoint of the state between two rounds, if this peer writes checkpoints."""
-        if self._checkpoints and not self.lacks_state:
-            await self._keep(self._checkpoints.snapshots, self.key)
+        async with self._changing:  # for a whole round: others may average with the state while this peer trains
+            if self._checkpoints and self._is_settled and not self.lacks_state:
+                await self._keep(self._checkpoints.snapshots, self.key)
 
     async def start_from(self, snapshot: Snapshot) -> None:
         """Take over the state and the round of a snapshot: of an earlier incarnation, or of another peer.
@@ -184,19 +188,20 @@ class IndependentOuterLoop(OuterLoop):
         """
         key, watch, mixing = self.key, LapTimer(), self._mixing
         self._begin_round(key.lineage)
-        async with self.averager.enter(self.chain.head, watch.began + self._limit_seconds) as session:
-            mixing.share(session)
-            work, _ = await self._train(session, key, key.lineage, surplus=True)
-            await mixing.reclaim(session)
-            watch.lap("train")
-            mean, work = await self._step_and_average(session, work, key.lineage)
-            watch.lap("average")
-        self._set_limit(mean, work, watch)
-        self.chain.move_to(replace(key, round=session.round + 1))
-        mean, undone = joined(mean, mixing.held), mixing.undone
-        closed = await self._close(replace(key, round=session.round), watch)
-        await mixing.begin()
-        await self.settle()
+        async with self._changes():
+            async with self.averager.enter(self.chain.head, watch.began + self._limit_seconds) as session:
+                mixing.share(session)
+                work, _ = await self._train(session, key, key.lineage, surplus=True)
+                await mixing.reclaim(session)
+                watch.lap("train")
+                mean, work = await self._step_and_average(session, work, key.lineage)
+                watch.lap("average")
+            self._set_limit(mean, work, watch)
+            self.chain.move_to(replace(key, round=session.round + 1))
+            mean, undone = joined(mean, mixing.held), mixing.undone
+            closed = await self._close(replace(key, round=session.round), watch)
+            await mixing.begin()
+            await self._settle()
         done = RoundResult(key, key.lineage, closed.follows(mean), work, watch.seconds)
         report = self._report_exchanges(done, session, closed, wall())
         report = replace(report, half_exchanges=report.half_exchanges + undone)
@@ -296,15 +301,15 @@ class IndependentOuterLoop(OuterLoop):
         outcome = Outcome.UNDECIDED
         try:
             snapshot = await state_sync.fetch(self._nearest, deadline)
-            await self.start_from(snapshot)
+            async with self._changes():
+                await self.start_from(snapshot)
+                outcome, self.has_drifted, self.lacks_state = Outcome.SUPERSEDED, False, False
+                self._keep_fetched(snapshot)
+                await self._settle()
         except StateUnavailable as error:
             log.debug("no state to go on from: %s", error)
         except OSError as error:
             log.warning("the state that was fetched cannot be read: %s", error.strerror or error)
-        else:
-            outcome, self.has_drifted, self.lacks_state = Outcome.SUPERSEDED, False, False
-            self._keep_fetched(snapshot)
-            await self.settle()
         blamed, sent, received = state_sync.accounting.take()
         mean = AveragingResult(outcome, blamed=blamed, bytes_sent=sent, bytes_received=received)
         idle, seconds = LocalProgress(0, math.nan, 0.0, 0.0), {"train": 0.0, "average": watch.total()}

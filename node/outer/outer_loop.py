@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -112,7 +113,7 @@ class OuterLoop:
         self.state = OuterState(deps.anchor, torch.zeros_like(deps.anchor), optimizer, deps.compute)
         self._compute, self._snapshots, self._checkpoints = deps.compute, deps.snapshots, deps.checkpoints
         self._on_progress = deps.on_progress
-        self._keeping = asyncio.Lock()
+        self._changing, self._is_settled = asyncio.Lock(), False
         self.activity = ActivitySwitch(deps.on_activity)
         self._departs = False  # an offer of this round says that it leaves the roster, to be away
         self._parent = b""  # the lineage that the round under way extends
@@ -153,13 +154,20 @@ class OuterLoop:
 
     async def _keep(self, snapshots: Snapshots, key: RoundKey) -> None:
         """Keep the state as it stands, before the round of this key, if it is not kept yet."""
-        async with self._keeping:  # the machine may be about to sleep just when a round begins
-            if snapshots.get(key.lineage):
-                return
-            if self._checkpoints:
-                await self._checkpoints.keep(self.state, key)
-            else:
-                await self.state.keep(snapshots, key)
+        if snapshots.get(key.lineage):
+            return
+        if self._checkpoints:
+            await self._checkpoints.keep(self.state, key)
+        else:
+            await self.state.keep(snapshots, key)
+
+    @asynccontextmanager
+    async def _changes(self) -> AsyncIterator[None]:
+        """While the state changes, and until its root is known, nothing is kept. Nor if that is cut short."""
+        async with self._changing:
+            self._is_settled = False
+            yield
+            self._is_settled = True
 
     def leave(self) -> None:
         """Offer the work so far as final: this peer leaves when the round is over."""
@@ -202,7 +210,15 @@ class OuterLoop:
         activity.tell(min(activity.wanted, Activity.REST))
 
     async def keep(self) -> None:
-        """Write a checkpoint of the state between two rounds, if this peer writes checkpoints."""
+        """Write a checkpoint of the state that the present round begins from, if this peer writes checkpoints.
+
+        It may be called at any time, and waits while the state changes.
+        """
+        raise NotImplementedError
+
+    @property
+    def holds_up_run(self) -> bool:
+        """Whether the run waits for this peer while it pauses."""
         raise NotImplementedError
 
     def _begin_round(self, parent: bytes) -> None:
@@ -240,12 +256,12 @@ class OuterLoop:
         """The work as offered to other members: with this peer's state root, and without tokens if it diverged."""
         if diverged(work):
             work = replace(work, tokens=0, norm=0.0)
-        self._departs |= self.SHARES_ANCHOR and self.activity.wanted is Activity.AWAY
-        if self.activity.pauses or self._departs:  # who has said that it leaves must rest, or the round would hurry
-            seconds = 0.0 if work.resting else work.step_seconds  # once it has stopped, it notices the cut at once
-            work = replace(work, step_seconds=seconds, leaving=self._departs, resting=True)
-        else:
-            work = replace(work, resting=False)
+        away = self.activity.wanted is Activity.AWAY and not self.holds_up_run  # the last of a roster cannot leave
+        self._departs |= self.SHARES_ANCHOR and away
+        if work.resting and self.activity.pauses:
+            work = replace(work, step_seconds=0.0)  # it has stopped, so it notices the cut at once
+        # one that works again is called as any other, and still leaves: it has said so
+        work = replace(work, leaving=self._departs, resting=self.activity.pauses)
         if (self.leaving and (work.tokens or self._may_leave_without_work)) or (self._last_round and work.complete):
             work = replace(work, complete=True, leaving=True, resting=False)
         return replace(work, state_root=state_root)

@@ -69,8 +69,9 @@ class ReplicatedOuterLoop(OuterLoop):
 
     async def settle(self) -> None:
         """Compute the state root of the outer state as it stands."""
-        await self.state.hash()
-        await self._settled()
+        async with self._changes():
+            await self.state.hash()
+            await self._settled()
 
     async def _settled(self) -> None:
         """Set the head's state root from the hashed state, and keep a snapshot if one is due."""
@@ -85,9 +86,9 @@ class ReplicatedOuterLoop(OuterLoop):
             await self._keep(snapshots, self.chain.head.key)
 
     async def keep(self) -> None:
-        """Write a checkpoint of the state between two rounds, if this peer writes checkpoints."""
-        if self._checkpoints:
-            await self._keep_head(self._checkpoints.snapshots)
+        async with self._changing:
+            if self._checkpoints and self._is_settled:
+                await self._keep_head(self._checkpoints.snapshots)
 
     @property
     def may_be_away(self) -> bool:
@@ -183,13 +184,14 @@ class ReplicatedOuterLoop(OuterLoop):
             blamed = (*mean.blamed, blame)
             lost = AveragingResult(Outcome.SUPERSEDED, blamed=blamed, bytes_sent=sent, bytes_received=received)
             return replace(done, mean=lost, outcome="")
-        self.chain.extend(mean.certificate)
-        if mean.outcome is Outcome.COMMITTED:
-            done = replace(done, finite=await self.state.step(self._mean))
-            if self.feedback:
-                await self.feedback.conclude(me.peer, mean, self._delta)
-            await self._restart_training(mean, done.work, one_step)
-        await self._settled()
+        async with self._changes():
+            self.chain.extend(mean.certificate)
+            if mean.outcome is Outcome.COMMITTED:
+                done = replace(done, finite=await self.state.step(self._mean))
+                if self.feedback:
+                    await self.feedback.conclude(me.peer, mean, self._delta)
+                await self._restart_training(mean, done.work, one_step)
+            await self._settled()
         return replace(done, outcome="fork") if record.kind == Kind.FORK else done
 
     async def _restart_training(self, mean: AveragingResult, work: LocalProgress, one_step: bool) -> None:
@@ -233,7 +235,10 @@ class ReplicatedOuterLoop(OuterLoop):
         if branch or self.lacks_state:
             held = self._snapshots.held() if self._snapshots else ()
             reached = await CatchUp(sync.fetcher, chain, self.state, head.key.lineage, held, self._mean, deadline).run()
-        lost_rounds, lost_tokens = await self._adopt(branch, reached) if reached else (0, 0)
+        lost_rounds, lost_tokens = 0, 0
+        if reached:
+            async with self._changes():
+                lost_rounds, lost_tokens = await self._adopt(branch, reached)
         blamed, sent, received = sync.accounting.take()
         downloaded, parts = sync.take_bytes()
         outcome = Outcome.SUPERSEDED if reached else Outcome.UNDECIDED

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack, nullcontext
 from dataclasses import asdict, replace
 from functools import partial
@@ -360,10 +360,15 @@ class Peer:
             wait_for = self._config.wait_for_peers if key.round == 0 else 1
             limits = SessionLimits(config.recipe.rounds, self._config.rounds, wait_for)
             self._session = PeerSession(deps, limits, status_tracker, self._view)
-            session = run_with_helper(self._session.run(), self._watch_machine(resources, stack.outer_loop.keep))
+
+            async def save() -> None:
+                await stack.outer_loop.keep()
+                await checkpoints.published()
+
+            session = run_with_helper(self._session.run(), self._watch_machine(resources, save))
             await self._publish_addresses(session, resources.files)
 
-    async def _watch_machine(self, resources: PeerResources, save: Callable[[], Awaitable[None]]) -> None:
+    async def _watch_machine(self, resources: PeerResources, save: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Pause, resume and save the work as the user and this machine wish, until cancelled."""
         quota, rules = self._limits.quota, machine_rules(self._config)
         is_spent = lambda: quota is not None and quota.exhausted  # noqa: E731

@@ -265,7 +265,7 @@ class PeerSession:
     async def _report(self, report: RoundReport) -> None:
         deps = self._deps
         self._done += deps.outer_loop.took_part(report)
-        if report.params_hash != self._evaluated:
+        if report.params_hash != self._evaluated and not deps.outer_loop.activity.pauses:  # who rests computes nothing
             self._evaluated = report.params_hash
             report = replace(report, held_out_loss=await self._held_out_loss())
             await self._show_text()

@@ -132,8 +132,7 @@ class CheckpointManager:
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
-        if self._sealing:
-            await asyncio.wait([self._sealing])
+        await self.published()
         self._sealing = None
 
     def holds(self, checkpoint: Checkpoint) -> None:
@@ -172,6 +171,11 @@ class CheckpointManager:
         log.debug("before round %d, a checkpoint held the peer up for %.2f s", key.round + 1, self._now() - began)
         if snapshot and saved is not None:
             self._begin_to_seal(snapshot, saved, self.feedback is not None)
+
+    async def published(self) -> None:
+        """Wait until the latest checkpoint is on the disk for good, or has failed."""
+        if self._sealing:
+            await asyncio.wait([self._sealing])
 
     def take(self, snapshot: Snapshot) -> None:
         """Write a downloaded snapshot as a checkpoint without inner state."""

@@ -78,6 +78,7 @@ class RemoteTrainer:
         self._carried, self._notify_carried = 0, False
         self._turn, self._waiting = asyncio.Lock(), 0
         self._resting = self._released = False
+        self._ended: WorkerProcess | None = None  # the worker that `release` ended last
         self._notifier = Notifier()
 
     async def __aenter__(self) -> Self:
@@ -136,7 +137,7 @@ class RemoteTrainer:
         """End the worker between two steps. The next command that needs one starts another, which is no restart."""
         async with self._boundary():
             if worker := self._worker:
-                self._released = True
+                self._released, self._ended = True, worker
                 worker.child.send_kill()
                 self._lose(worker)
 
@@ -375,7 +376,7 @@ class RemoteTrainer:
                 how = await worker.child.ended()
                 self._lose(worker)
                 await worker.end()
-                released = self._released
+                released = worker is self._ended  # even if the next command has come before its end
                 while self._released:
                     await self._notifier.reached(lambda: not self._released, asyncio.get_running_loop().time() + 3600.0)
                 try:

@@ -234,7 +234,7 @@ class RoundCall:
         mine, working = self._offers.get(self._me.peer), self._working()
         if mine is None:
             return None
-        if any(peer in working for peer in self.leaving()) or self._all_leave():
+        if any(peer in working and self._leaves_now(peer) for peer in self.leaving()) or self._all_leave():
             return 0.0 if mine.tokens else LEAVER_SECONDS  # a moment only, if no work is done yet
         if not working:
             return 0.0 if self.roster_changes() else None
@@ -248,6 +248,11 @@ class RoundCall:
     def _all_leave(self) -> bool:
         """Whether every member leaves. The only one of a roster cannot."""
         return len(self._roster) > 1 and all(member.peer in self.leaving() for member in self._roster)
+
+    def _leaves_now(self, peer: PeerId) -> bool:
+        """Whether a leaving member offers its last work. One that only leaves the roster goes on with its steps."""
+        offer = self._offers.get(peer)
+        return bool(offer and offer.complete)
 
     def leaving(self) -> frozenset[PeerId]:
         """Members that leave after the round, by their offers or by those in the plan."""

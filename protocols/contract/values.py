@@ -104,7 +104,7 @@ class LocalProgress:
         norm: L2 norm of the pseudo-gradient, anchor - local.
         complete: the round's inner steps are done; more may follow until the round is cut.
         state_root: root of the outer state after the last committed round, 32 bytes.
-        leaving: the peer leaves after this round, so the round is called at once.
+        leaving: the peer leaves the roster after this round. If the work is complete, the round is called at once.
         carried: tokens of earlier work that the parameters already held when they were written. Included in `tokens`,
             not in `seconds` and `loss`.
         resting: the peer takes no steps for now, so the round is called without it, and not because it leaves.

@@ -106,8 +106,9 @@ async def test_run_waits_while_all_rest_but_admits(swarm: LeavingScenario) -> No
     assert record.averaged and set(record.peers) == set(swarm.peers), "the work from before the pause is lost"
 
 
+@pytest.mark.parametrize("first", ("last", "away"))
 @simulated(leaving_swarm, 3)
-async def test_last_of_a_roster_rests_instead_of_leaving(swarm: LeavingScenario) -> None:
+async def test_last_of_a_roster_rests_instead_of_leaving(swarm: LeavingScenario, first: str) -> None:
     await swarm.rounds(2)
     await asyncio.sleep(MIDDLE_SECONDS)
     pause(swarm, Activity.AWAY, *swarm.peers)
@@ -118,9 +119,28 @@ async def test_last_of_a_roster_rests_instead_of_leaving(swarm: LeavingScenario)
     number = swarm.head(last).key.round
     await asyncio.sleep(30.0)
     assert swarm.head(last).key.round == number, "rounds of nobody"
+    back = last if first == "last" else gone[0]
+    pause(swarm, Activity.WORK, back)
+    await swarm.until(lambda: swarm.head(back).key.round > number + 3, 30.0, "rounds of the first that is back")
     pause(swarm, Activity.WORK, *swarm.peers)
     await swarm.until(swarm.whole, 60.0, "all back")
     await swarm.rounds(2)
+
+
+@pytest.mark.parametrize("peers", (1, 4))
+@simulated(leaving_swarm)
+async def test_only_worker_back_before_it_left_trains(swarm: LeavingScenario, peers: int) -> None:
+    """It was told to be away and then to work, in one round that nobody else works in."""
+    await swarm.rounds(2)
+    await asyncio.sleep(MIDDLE_SECONDS)
+    *others, last = swarm.peers
+    pause(swarm, Activity.REST, *others)
+    pause(swarm, Activity.AWAY, last)
+    await asyncio.sleep(5.0)
+    number = swarm.head(last).key.round
+    pause(swarm, Activity.WORK, last)
+    await swarm.until(lambda: swarm.head(last).key.round >= number + 3, 25.0, "three rounds")
+    assert swarm.outcomes(last)[-1] in ("alone", "committed")
 
 
 @pytest.mark.parametrize("wanted", (Activity.REST, Activity.AWAY))

@@ -6,10 +6,12 @@ import asyncio
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from node.machine.sleep import SleepGuard
+from node.runtime.child_process import ChildProcess
 
 pytestmark = pytest.mark.real
 HEADER = "signal time=1 sender=:1.2 path=/org/freedesktop/login1; interface=x; member=PrepareForSleep"
@@ -71,6 +73,35 @@ async def test_work_is_saved_before_sleep(tmp_path: Path, monkeypatch: pytest.Mo
         guard.cancel()
         await asyncio.wait([guard])
         os.close(writer)
+
+
+@pytest.mark.parametrize("second_start", ("works", "fails"))
+async def test_sleep_is_not_delayed_once_guard_ends(
+    second_start: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """dbus-monitor dies, or the program that holds the inhibitor cannot be started: the peer goes on without."""
+    pipe, held = programs(tmp_path), tmp_path / "held"
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    if second_start == "fails":
+        start, failing = ChildProcess.start, OSError(11, "no process")
+
+        async def refused(name: str, *more: Any) -> ChildProcess:
+            if name == "systemd-inhibit":
+                raise failing
+            return await start(name, *more)
+
+        monkeypatch.setattr(ChildProcess, "start", refused)
+
+    async def save() -> None:
+        raise AssertionError
+
+    guard = asyncio.create_task(SleepGuard(save).run())
+    if second_start == "works":
+        writer = os.open(pipe, os.O_RDWR)
+        holding = await holder(held, 1)
+        os.close(writer)
+    await asyncio.wait_for(guard, 10)
+    assert second_start == "fails" or not is_alive(holding)
 
 
 async def test_machine_without_logind_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from node.outer.activity import Activity
 from node.session.peer_session import (
     FINISH_SECONDS,
     LAST_TEXT_SECONDS,
@@ -327,6 +328,10 @@ async def test_loss_is_reported_only_when_state_changed(cluster: SessionCluster)
     evaluations = [not math.isnan(report.held_out_loss) for report in peer.view.reports[3:]]
     assert evaluations == [False] * 3 + [True] + [False] * 5 + [True] + [False] * 2
     assert peer.trainer.evaluated == evaluated + 2
+    for wanted, more in ((Activity.REST, 2), (Activity.WORK, 3)):
+        peer.session._deps.outer_loop.activity.set(wanted)
+        await peer.session._report(replace(first, params_hash="while it rests", held_out_loss=math.nan))
+        assert peer.trainer.evaluated == evaluated + more
 
 
 @pytest.mark.parametrize(

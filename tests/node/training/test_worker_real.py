@@ -440,3 +440,7 @@ async def test_released_worker_returns_with_the_parameters(compute: ThreadComput
         await training.until_tokens(work.tokens + STEP_TOKENS)
         assert (await training.end()).carried == work.tokens
         assert trainer.restarts == 0 and trainer.pid not in (None, pid)
+        await trainer.release()
+        await Training(trainer, 2).end()  # before that worker's end is noticed
+        await until(lambda: trainer.pid is not None, 20.0)
+        assert trainer.restarts == 0
