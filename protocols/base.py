@@ -17,6 +17,7 @@ Errors:
       PeerError            something about one peer; carries `peer`
         PeerGone           definite: no byte reached the peer, or it refused; it has not counted our data
         PeerSilent         indefinite: the stream was reset, ended or timed out; the peer may have counted our data
+          StoppedHere      the same, by a limit of our own: the peer is not to blame
       BadPayload           received data breaks the rules; the code that read it knows the sender, and reports it
 """
 
@@ -31,7 +32,7 @@ from protocols.contract.averager import (
     IndependentSession,
     Trainer,
 )
-from protocols.contract.errors import BadPayload, PeerError, PeerGone, PeerSilent, ProtocolError
+from protocols.contract.errors import BadPayload, PeerError, PeerGone, PeerSilent, ProtocolError, StoppedHere
 from protocols.contract.host import Clock, Compute, Directory, Handler, Host, Members, Signer, Stream, Transport
 from protocols.contract.values import (
     CHUNK_BYTES,
@@ -88,6 +89,7 @@ __all__ = [
     "RoundKey",
     "Settings",
     "Signer",
+    "StoppedHere",
     "Stream",
     "Trainer",
     "Transport",

@@ -18,6 +18,7 @@ from protocols.base import (
     PeerGone,
     PeerId,
     PeerSilent,
+    StoppedHere,
     Stream,
 )
 
@@ -30,10 +31,14 @@ KEEP_MESSAGES = 64
 
 
 class RoundAccounting:
-    """Counts bytes and names peers between two reports. Of several reasons for one peer, the first is kept."""
+    """Counts bytes and names peers between two reports. Of several reasons for one peer, the first is kept.
+
+    A peer whose stream a limit of this peer's own has stopped is not named.
+    """
 
     def __init__(self) -> None:
         self._names: dict[PeerId, str] = {}
+        self._stopped_here: set[PeerId] = set()
         self._bytes_sent = 0
         self._bytes_received = 0
         self._open: dict[Stream, tuple[int, int]] = {}  # bytes sent and received that are already counted
@@ -51,6 +56,10 @@ class RoundAccounting:
         except BadPayload as error:
             self.name(stream.peer, f"refused: {error}")
             raise
+        except StoppedHere:
+            if len(self._stopped_here) < MAX_NAMED:
+                self._stopped_here.add(stream.peer)
+            raise
         finally:
             self._count(stream)
             del self._open[stream]
@@ -65,8 +74,9 @@ class RoundAccounting:
         """Return the peers named, bytes sent and bytes received since the last call, and begin anew."""
         for stream in self._open:
             self._count(stream)
-        taken = tuple(PeerFault(peer, why) for peer, why in self._names.items()), self._bytes_sent, self._bytes_received
-        self._names, self._bytes_sent, self._bytes_received = {}, 0, 0
+        faults = tuple(PeerFault(peer, why) for peer, why in self._names.items() if peer not in self._stopped_here)
+        taken = faults, self._bytes_sent, self._bytes_received
+        self._names, self._stopped_here, self._bytes_sent, self._bytes_received = {}, set(), 0, 0
         return taken
 
 

@@ -12,10 +12,14 @@ from contextlib import asynccontextmanager
 from typing import Protocol
 
 from protocols import wire
-from protocols.base import BadPayload, Buffer, Deadline, Header, PeerId, PeerSilent
+from protocols.base import BadPayload, Buffer, Deadline, Header, PeerId, PeerSilent, StoppedHere
 
 _LENGTH_BYTES = 4
 _OPENING_LIMIT = 64
+
+
+class LimitReached(OSError):
+    """A pipe moves no more bytes, because of a limit of this peer's own machine."""
 
 
 class Pipe(Protocol):
@@ -89,6 +93,8 @@ class FramedStream:
                 yield
         except TimeoutError:
             raise PeerSilent(self.peer, f"deadline passed while {doing}") from None
+        except LimitReached as error:
+            raise StoppedHere(self.peer, f"stopped here while {doing} ({error})") from None
         except (OSError, EOFError) as error:
             raise PeerSilent(self.peer, f"stream ended while {doing} ({str(error) or type(error).__name__})") from None
 

@@ -26,7 +26,7 @@ def end_of_pause(duration: str | None, until: str | None, now: datetime | None =
         raise CommandError("--for and --until both say when the pause ends: give one of them")
     now = now or datetime.now()
     if duration is not None:
-        return (now + _duration(duration)).timestamp()
+        return now.timestamp() + _duration(duration).total_seconds()  # the local time may jump meanwhile
     return None if until is None else _time_of_day(until, now).timestamp()
 
 

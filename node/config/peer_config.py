@@ -299,7 +299,8 @@ _PEER = TypeAdapter(PeerConfig)
 _OF_THE_MACHINE = (
     "device", "threads", "nice", "precision", "data", "bandwidth_bytes_per_second", "checkpoint_every",
     "disk_limit_bytes", "hours", "on_battery", "on_metered", "on_low_memory", "on_heat", "when_in_use", "when_busy",
-    "log_level", "upload_limit_bytes_per_second", "download_limit_bytes_per_second", "relay",
+    "log_level", "upload_limit_bytes_per_second", "download_limit_bytes_per_second", "quota",
+    "relay",
 )  # fmt: skip
 KEYS = tuple(field.name for field in fields(PeerConfig) if field.name not in ("consent", "origins"))
 _OF_JOINERS = ("bootstrap", "run_id", "stage")
@@ -351,8 +352,15 @@ def variables(file: Path, environment: Mapping[str, str]) -> dict[str, str]:
         ConfigError: as `load_peer` does.
     """
     table = _file_table(file)
-    names = {PREFIX + key.upper(): str(table[key]) for key in _OF_THE_MACHINE if key in table}
+    names = {PREFIX + key.upper(): _as_variable(key, table[key]) for key in _OF_THE_MACHINE if key in table}
     return {name: value for name, value in names.items() if not environment.get(name, "").strip()}
+
+
+def _as_variable(key: str, value: object) -> str:
+    """A value of the file in one string, which splits into the same list again."""
+    if not isinstance(value, list):
+        return str(value)
+    return ("; " if key == "hours" else ",").join(str(each) for each in value)
 
 
 def _origin(source: str, key: str) -> str:

@@ -12,7 +12,7 @@ LEAST_QUOTA = 1e8
 MOST_BYTES = 1e15
 PERIODS = ("day", "week", "month")
 _UNITS = {"": 1.0, "b": 1.0, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12}
-_SIZE = re.compile(r"(\d{1,18}(?:\.\d{0,9})?(?:e\d{1,2})?)\s*([kmgt]?b?)", re.IGNORECASE)
+_SIZE = re.compile(r"((?:\d{1,18}(?:\.\d{0,9})?|\.\d{1,9})(?:e\d{1,2})?)\s*([kmgt]?b?)", re.IGNORECASE)
 
 
 def size_bytes(text: str) -> float | None:
@@ -27,12 +27,16 @@ def rate(value: object) -> object:
     """Read a cap: bytes per second, as a number or as a text like 1.5MB/s.
 
     Raises:
-        ValueError: it is none, or too low.
+        ValueError: it is none, too low or too high.
     """
     text = str(value).strip()
     found = None if isinstance(value, bool) else size_bytes(re.sub(r"\s*/\s*s$", "", text))
-    if found is None or not LEAST_RATE <= found <= MOST_BYTES:
+    if found is None:
+        raise ValueError(f"{shown(value)} is no number of bytes per second: write it like 1.5MB or 800kB")
+    if found < LEAST_RATE:
         raise ValueError(f"{shown(value)} must be at least 66kB/s: peers do not wait for less. Write it like 1.5MB")
+    if found > MOST_BYTES:
+        raise ValueError(f"{shown(value)} is over 1000TB/s, more than any line carries: write it like 1.5MB")
     return found
 
 
@@ -40,13 +44,15 @@ def quota(value: object) -> object:
     """Check a quota like 50GB/month, and return it in normal form.
 
     Raises:
-        ValueError: it is none, or too small.
+        ValueError: it is none, too small or too large.
     """
     size, _, period = str(value).partition("/")
     found, period = size_bytes(size), period.strip().lower()
-    if found is None or period not in PERIODS or not LEAST_QUOTA <= found <= MOST_BYTES:
+    if found is None or period not in PERIODS or found < LEAST_QUOTA:
         what = "a size of at least 100MB and a period, /day, /week or /month"
         raise ValueError(f"{shown(value)} must be {what}: like 50GB/month")
+    if found > MOST_BYTES:
+        raise ValueError(f"{shown(value)} is over 1000TB, more than any line carries: write it like 50GB/month")
     return f"{found:.0f}B/{period}"
 
 

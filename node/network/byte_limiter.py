@@ -1,12 +1,15 @@
 """Caps on the bytes per second of all streams together: a token bucket for each direction, and who is served first.
 
-Control traffic never waits. It puts the bucket into debt, which bulk data pays off by waiting longer. Of bulk data,
-that of rounds goes first. Data for peers that catch up gets what is left, and at least one piece in sixteen.
+Small control messages never wait. They put the bucket into debt, which bulk data pays off by waiting longer: up to a
+limit, so that no flood of them stops bulk data for long. Of bulk data, that of rounds goes first. Data for peers that
+catch up gets what is left, and at least one piece in sixteen. Large control messages, and all messages of strangers,
+pass at once while an allowance lasts. Then they wait like data for peers that catch up.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import deque
 from collections.abc import Callable
 
@@ -23,6 +26,12 @@ SMALL_BYTES = 4 << 10
 """Messages up to this size do not wait either, since others wait for the answers to them."""
 MAX_SMALL_DEBT_SECONDS = 1.0
 """They do wait while the bucket's debt is larger than this, so that no flood of them gets around the cap."""
+MAX_DEBT_SECONDS = 5.0
+"""The bucket's debt is never larger. What control traffic sends beyond that is not made up for."""
+ALLOWANCE_BYTES = 320 << 10
+"""What large control messages and strangers may send at once: as much as a joiner gets when it asks about the run."""
+_ALLOWANCE_SHARE = 1 / 16
+"""The allowance is refilled at this share of the rate."""
 CATCH_UP_EVERY = 16
 """While both wait, every 16th piece is for peers that catch up: they would fail if nothing came for half a minute."""
 
@@ -34,25 +43,34 @@ class TokenBucket:
         rate: bytes per second; None for no limit.
     """
 
-    def __init__(self, rate: float | None, now: float) -> None:
+    def __init__(
+        self, rate: float | None, now: float, burst_bytes: int = PIECE_BYTES, debt_seconds: float = MAX_DEBT_SECONDS
+    ) -> None:
+        """
+        Args:
+            burst_bytes: an idle bucket fills up to so many, or to what a short time brings if that is more.
+            debt_seconds: the debt is at most what this time brings.
+        """
         self.rate = rate
+        self._burst_bytes, self._debt_seconds = burst_bytes, debt_seconds
         self._at, self._balance = now, self._burst
 
     @property
     def _burst(self) -> float:
-        return max(PIECE_BYTES, (self.rate or 0.0) * BURST_SECONDS)
+        return max(self._burst_bytes, (self.rate or 0.0) * BURST_SECONDS)
 
     def set_rate(self, rate: float | None, now: float) -> None:
-        """Change the rate from now on. A debt stays, to be paid at the new rate."""
+        """Change the rate from now on. A debt stays, to be paid at the new rate, within its limit."""
         self._refill(now)
         self.rate = rate
         self._balance = min(self._balance, self._burst)
+        self.spend(0, now)
 
     def spend(self, count: int, now: float) -> None:
-        """Take bytes out of the bucket, whatever is in it."""
+        """Take bytes out of the bucket, whatever is in it; give them back if `count` is negative."""
         if self.rate is not None:
             self._refill(now)
-            self._balance -= count
+            self._balance = max(self._balance - count, -self._debt_seconds * self.rate)
 
     def wait_seconds(self, now: float, debt_seconds: float = 0.0) -> float:
         """How long to wait until the bucket's debt is below what `debt_seconds` bring; 0 for not at all."""
@@ -73,6 +91,7 @@ class ByteLimiter:
         self._now = now
         self._wanted = rate
         self._bucket: TokenBucket | None = None
+        self._allowance: TokenBucket | None = None
         self._queues: dict[TrafficClass, deque[tuple[asyncio.Future[None], int]]] = {
             TrafficClass.ROUND: deque(),
             TrafficClass.CATCH_UP: deque(),
@@ -90,18 +109,29 @@ class ByteLimiter:
         self._wanted = rate
         if self._bucket:
             self._bucket.set_rate(rate, self._now())
+            self._allowed().set_rate(_allowance_rate(rate), self._now())
             self._serve()
 
-    async def take(self, traffic: TrafficClass, count: int) -> None:
-        """Spend `count` bytes, after waiting for this class's turn. If cancelled while it waits, nothing is spent."""
+    async def take(self, traffic: TrafficClass, count: int, by_stranger: bool = False) -> None:
+        """Spend `count` bytes, after waiting for this class's turn. If cancelled, nothing is spent.
+
+        Args:
+            by_stranger: whether anybody may ask for these bytes, which are control traffic.
+        """
         if self._wanted is None:
             return
-        if self._passes(traffic, count):
+        if self._passes(traffic, count, by_stranger):
             return self._filled().spend(count, self._now())
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._queues[traffic].append((turn, count))
+        self._queues[TrafficClass.CATCH_UP if traffic is TrafficClass.CONTROL else traffic].append((turn, count))
         self._serve()
-        await turn
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if not turn.cancelled():  # its turn came, and was paid for, just before
+                self.spend(-count)
+                self._serve()
+            raise
 
     def spend(self, count: int) -> None:
         """Spend bytes that have passed already, without waiting."""
@@ -113,8 +143,19 @@ class ByteLimiter:
             self._bucket = TokenBucket(self._wanted, self._now())
         return self._bucket
 
-    def _passes(self, traffic: TrafficClass, count: int) -> bool:
+    def _allowed(self) -> TokenBucket:
+        if self._allowance is None:
+            self._allowance = TokenBucket(_allowance_rate(self._wanted), self._now(), ALLOWANCE_BYTES, math.inf)
+        return self._allowance
+
+    def _passes(self, traffic: TrafficClass, count: int, by_stranger: bool) -> bool:
         if traffic is TrafficClass.CONTROL:
+            if count <= SMALL_BYTES and not by_stranger:
+                return True
+            allowance, now = self._allowed(), self._now()
+            if allowance.wait_seconds(now):
+                return False
+            allowance.spend(count, now)
             return True
         debt_seconds = MAX_SMALL_DEBT_SECONDS if count <= SMALL_BYTES else 0.0
         is_first = count <= SMALL_BYTES or not any(self._queues.values())
@@ -144,3 +185,7 @@ class ByteLimiter:
         if catch_up and (not rounds or self._since_catch_up >= CATCH_UP_EVERY - 1):
             return catch_up
         return rounds or None
+
+
+def _allowance_rate(rate: float | None) -> float | None:
+    return None if rate is None else rate * _ALLOWANCE_SHARE

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import asyncio
 
+from node.membership.hello import ENTRY
 from node.network.byte_limiter import PIECE_BYTES, ByteLimiter
 from node.network.byte_meter import UNCOUNTED, ByteMeter, StreamCounter, TrafficClass, class_of
 from node.network.byte_quota import ByteQuota
 from protocols.base import PeerId
+from protocols.framing import LimitReached
 
 _WHOLE = 1 << 40
 _LEAST_BYTES = 16 << 10
+_OPENING_BYTES = 68
+"""A stream's opening is control traffic: the quota stops only streams that are open, where accounting sees why."""
 
 
 class StreamTraffic:
@@ -20,7 +24,7 @@ class StreamTraffic:
         sent, received: count bytes that have passed. Call them after each operation.
     """
 
-    __slots__ = ("_class", "_counter", "_download", "_quota", "_unpaid", "_upload", "received", "sent")
+    __slots__ = ("_by_stranger", "_class", "_counter", "_download", "_quota", "_unpaid", "_upload", "received", "sent")
 
     def __init__(
         self,
@@ -29,7 +33,13 @@ class StreamTraffic:
         upload: ByteLimiter,
         download: ByteLimiter,
         quota: ByteQuota | None = None,
+        by_stranger: bool = False,
     ) -> None:
+        """
+        Args:
+            by_stranger: whether anybody may open such a stream, which is control traffic.
+        """
+        self._by_stranger = by_stranger
         self._counter, self._quota = counter, quota
         self.sent, self.received = (self._sent, self._received) if quota else (counter.sent, counter.received)
         self._class, self._upload, self._download = traffic, upload, download
@@ -49,12 +59,12 @@ class StreamTraffic:
         """Wait until the cap lets so many bytes be written.
 
         Raises:
-            ConnectionResetError: the quota is used up.
+            LimitReached: the quota is used up.
         """
         if self._quota:
-            self._require_quota(self._quota)
+            self._require_quota(self._quota, count)
         if self._upload.rate is not None:
-            await self._upload.take(self._class, count)
+            await self._upload.take(self._class, count, self._by_stranger)
 
     async def may_receive(self, count: int, left: int) -> None:
         """Having read bytes, wait until the cap lets more be read: the sender has to wait meanwhile.
@@ -64,10 +74,10 @@ class StreamTraffic:
             left: bytes that are still wanted; while there are some, a few bytes are not worth a wait.
 
         Raises:
-            ConnectionResetError: the quota is used up.
+            LimitReached: the quota is used up.
         """
         if self._quota:
-            self._require_quota(self._quota)
+            self._require_quota(self._quota, count)
         if self._download.rate is None:
             return
         self._unpaid += count
@@ -75,14 +85,15 @@ class StreamTraffic:
             return
         count, self._unpaid = self._unpaid, 0
         try:
-            await self._download.take(self._class, count)
+            await self._download.take(self._class, count, self._by_stranger)
         except asyncio.CancelledError:
             self._download.spend(count)
             raise
 
-    def _require_quota(self, quota: ByteQuota) -> None:
-        if quota.spent and self._class is not TrafficClass.CONTROL:
-            raise ConnectionResetError("this peer's quota is used up")
+    def _require_quota(self, quota: ByteQuota, count: int) -> None:
+        is_bulk = self._by_stranger or self._class is not TrafficClass.CONTROL
+        if is_bulk and quota.spent and count > _OPENING_BYTES:
+            raise LimitReached("this peer's quota is used up")
 
     def _sent(self, count: int) -> None:
         self._counter.sent(count)
@@ -119,4 +130,5 @@ class Traffic:
 
     def stream(self, peer: PeerId, method: str) -> StreamTraffic:
         """The traffic of a stream between this peer and another one. A stream without a method is control traffic."""
-        return StreamTraffic(self.meter.stream(peer, method), class_of(method), self.upload, self.download, self._quota)
+        counter, by_stranger = self.meter.stream(peer, method), method == ENTRY
+        return StreamTraffic(counter, class_of(method), self.upload, self.download, self._quota, by_stranger)

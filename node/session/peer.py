@@ -185,11 +185,11 @@ class Peer:
             ThreadCompute() as disk,
             ThreadCompute() as files,
         ):
-            change = partial(self._limits.change, state.path, disk)
+            change = partial(self._limits.change, state.path, files)
             commands = PeerCommands(self._on_asked, self._pauses, change)
             async with (
                 ControlServer(state.path, self.status, commands),
-                self._limits.kept(state.path, disk, self._view.say, self._on_asked),
+                self._limits.kept(state.path, files, self._view.say, self._on_asked),
                 LibP2PTransport(link, self._limits.traffic) as transport,
                 self._bootstrap_client(transport, files) as bootstrap,
                 self._page.server(state, transport, commands.carry_out) if config.page else nullcontext(),

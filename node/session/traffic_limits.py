@@ -40,6 +40,7 @@ class TrafficLimits:
         self._config = config
         self._manifest: Manifest | None = None
         self._stage = 0
+        self._changing = asyncio.Lock()
         self.quota = ByteQuota(*quota_parts(config.quota), wall) if config.quota else None
         upload, download = (
             ByteLimiter(each) for each in (config.upload_limit_bytes_per_second, config.download_limit_bytes_per_second)
@@ -93,7 +94,7 @@ class TrafficLimits:
         """What this peer may declare as its bandwidth now, bytes/s."""
         return self._config.claim_bytes_per_second
 
-    async def change(self, directory: Path, disk: Compute, name: str, text: str) -> str:
+    async def change(self, directory: Path, files: Compute, name: str, text: str) -> str:
         """Change a setting from now on, and keep it in the state directory.
 
         Returns:
@@ -102,17 +103,18 @@ class TrafficLimits:
         Raises:
             ValueError: there is no such setting, its value is bad, the run cannot bear it, or it cannot be kept.
         """
-        config = changed(self._config, name, text)
-        if self._manifest:
-            require_bearable(self._manifest, config, self._stage)
-        try:
-            settings = {**await disk.run(partial(read_settings, directory), 0), name: text}
-            await disk.run(partial(write_atomically, directory / SETTINGS_FILE, packed(settings)), 0)
-        except OSError as error:
-            raise ValueError(f"{name} cannot be kept: {error.filename}: {error.strerror}") from None
-        self._config = config
-        self.traffic.upload.set_rate(config.upload_limit_bytes_per_second)
-        self.traffic.download.set_rate(config.download_limit_bytes_per_second)
+        async with self._changing:  # else the second of two changes at once would undo the first
+            config = changed(self._config, name, text)
+            if self._manifest:
+                require_bearable(self._manifest, config, self._stage)
+            try:
+                settings = {**await files.run(partial(read_settings, directory), 0), name: text}
+                await files.run(partial(write_atomically, directory / SETTINGS_FILE, packed(settings)), 0)
+            except OSError as error:
+                raise ValueError(f"{name} cannot be kept: {error.filename}: {error.strerror}") from None
+            self._config = config
+            self.traffic.upload.set_rate(config.upload_limit_bytes_per_second)
+            self.traffic.download.set_rate(config.download_limit_bytes_per_second)
         line = f"{name} is {text} from now on"
         if origin := overriding(config, name):
             line += f"; at the next start {origin} wins over it: leave that out"
@@ -120,11 +122,12 @@ class TrafficLimits:
 
     @asynccontextmanager
     async def kept(
-        self, directory: Path, disk: Compute, say: Callable[[str], None], leave: Callable[[str], None]
+        self, directory: Path, files: Compute, say: Callable[[str], None], leave: Callable[[str], None]
     ) -> AsyncIterator[None]:
         """Keep the quota's counts in the state directory. When it is exhausted, `node.machine.rules` pauses the peer.
 
         Args:
+            files: not what writes checkpoints: a long one would delay the counts.
             leave: called with the reason if the counts cannot be kept.
 
         Raises:
@@ -136,25 +139,25 @@ class TrafficLimits:
             return
         file = directory / QUOTA_FILE
         try:
-            quota.load(await disk.run(partial(_read, file), 0))
+            quota.load(await files.run(partial(_read, file), 0))
             self._require_quota()
-            await disk.run(partial(write_atomically, file, quota.store()), 0)
+            await files.run(partial(write_atomically, file, quota.store()), 0)
         except (OSError, QuotaDamaged) as error:
             raise FatalPeerError(f"{file}: {error}: delete it to count from 0, or leave --quota out") from None
         quota.listen(
             lambda: say(f"nine tenths of the quota are used: {quota.describe()}"),
             lambda: say(f"{self._used_up(quota)}: this peer is away until then"),
         )
-        keeper = asyncio.create_task(self._keep(quota, file, disk, leave))
+        keeper = asyncio.create_task(self._keep(quota, file, files, leave))
         try:
             yield
         finally:
             keeper.cancel()
             await asyncio.gather(keeper, return_exceptions=True)
             with suppress(OSError):
-                await disk.run(partial(write_atomically, file, quota.final()), 0)
+                await files.run(partial(write_atomically, file, quota.final()), 0)
 
-    async def _keep(self, quota: ByteQuota, file: Path, disk: Compute, leave: Callable[[str], None]) -> None:
+    async def _keep(self, quota: ByteQuota, file: Path, files: Compute, leave: Callable[[str], None]) -> None:
         while True:
             with suppress(TimeoutError):
                 async with asyncio.timeout(_LOOK_SECONDS):
@@ -162,7 +165,7 @@ class TrafficLimits:
             quota.turn()
             if quota.changed.is_set():
                 try:
-                    await disk.run(partial(write_atomically, file, quota.store()), 0)
+                    await files.run(partial(write_atomically, file, quota.store()), 0)
                 except OSError as error:
                     return leave(f"the quota cannot be counted: {file}: {error.strerror or error}")
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Protocol
 
+_UNKNOWN = 'ask {"do": …} with "status", "finish", "pause", "resume" or "set"'
+
 
 class Pauses(Protocol):
     """What the commands ask of `node.session.pausing.PauseController`."""
@@ -46,4 +48,6 @@ class PeerCommands:
                     return {"ok": True, "line": await self._change(name, value)}
         except ValueError as error:
             return {"ok": False, "line": str(error)}
-        return {"error": 'ask {"do": "status"} or {"do": "finish"}'}
+        except OverflowError:  # an integer that is no float
+            return {"ok": False, "line": "a number of the request is far too large: give a smaller one"}
+        return {"error": _UNKNOWN}

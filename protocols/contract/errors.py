@@ -31,5 +31,9 @@ class PeerSilent(PeerError):
     """Indefinite: the peer may have received and counted what was sent before the stream ended."""
 
 
+class StoppedHere(PeerSilent):
+    """The stream ended because of a limit of this peer's own: the other peer is not to blame."""
+
+
 class BadPayload(ProtocolError):
     """Received bytes break the rules (schema, size, codec, finiteness, signature, binding to the round)."""

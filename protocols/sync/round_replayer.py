@@ -9,7 +9,7 @@ from functools import partial
 from protocols import wire
 from protocols.aio import loop_time, task_group
 from protocols.allreduce.parts import PartFormat, ReducedPart
-from protocols.base import BadPayload, Deadline, PeerError, PeerGone, PeerId, Vector
+from protocols.base import BadPayload, Deadline, PeerError, PeerGone, PeerId, StoppedHere, Vector
 from protocols.butterfly.part_cache import PartCache, fetch_part
 from protocols.codec import codec
 from protocols.consensus.record import Record
@@ -104,7 +104,7 @@ class RoundReplayer:
                 held = await fetch_part(self._context.host, source, part, empty, min(deadline, until))
             except BadPayload as error:
                 self._fail(source, f"refused: {error}")
-            except PeerGone:
+            except (PeerGone, StoppedHere):
                 continue
             except PeerError as error:
                 self._fail(source, f"lost as a source: {error.why}")

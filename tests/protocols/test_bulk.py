@@ -14,6 +14,7 @@ _SMALL = {
     "starling/entry/1",
     "starling/hello/1",
     "starling/hello/2",
+    "starling/hello/3",
     "starling/moshpit/control/1",
     "starling/pairs/closing/1",
 }

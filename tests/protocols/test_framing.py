@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from protocols import wire
 from protocols.base import BadPayload, Buffer, PeerSilent
-from protocols.framing import FramedStream, accepted, opened
+from protocols.control_channel import RoundAccounting
+from protocols.framing import FramedStream, LimitReached, accepted, opened
 
 SECONDS = 30.0  # no test waits this long
 CHUNK = wire.Chunk(index=3, size=5)
@@ -213,3 +214,15 @@ async def test_missing_opening_raises_peer_silent() -> None:
     _, there = pipes()
     with pytest.raises(PeerSilent):
         await accepted("here", there, 0.01, lambda peer, error: None)
+
+
+@pytest.mark.parametrize("error, blames", [(LimitReached("the quota is used up"), False), (OSError("reset"), True)])
+async def test_own_limits_blame_no_other_peer(error: OSError, blames: bool) -> None:
+    accounting, (here, _) = RoundAccounting(), streams()
+    assert isinstance(here._pipe, MemoryPipe)
+    here._pipe.error = error
+    with pytest.raises(PeerSilent) as raised:
+        async with accounting.counting(here):  # type: ignore[arg-type]
+            await here.send(CHUNK)
+    accounting.name(here.peer, f"lost as a reducer: {raised.value.why}")
+    assert [each.peer for each in accounting.take()[0]] == ["there"] * blames

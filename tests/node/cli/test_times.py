@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from datetime import datetime, timedelta
 
 import pytest
@@ -40,3 +41,14 @@ def test_wrong_times_get_one_line(duration: str | None, until: str | None) -> No
     with pytest.raises(CommandError) as told:
         end_of_pause(duration, until, NOW)
     assert "\n" not in str(told.value) and "give" in str(told.value)
+
+
+def test_length_holds_over_the_end_of_summer_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TZ", "Europe/Berlin")
+    time.tzset()
+    try:
+        evening = datetime(2026, 10, 24, 23)
+        assert end_of_pause("8h", None, evening) == evening.timestamp() + 8 * 3600
+    finally:
+        monkeypatch.undo()
+        time.tzset()

@@ -168,6 +168,12 @@ def test_machine_settings_in_file_become_environment_variables(file: Path) -> No
     assert config.data == Path("~/text").expanduser() and config.bandwidth_bytes_per_second == 2.5e6
 
 
+def test_lists_in_file_survive_as_variables(file: Path) -> None:
+    file.write_text('[peer]\nhours = ["mon-fri 18:00-08:00", "sat,sun"]\nquota = "50GB/month"\n')
+    alone, through = load_peer({}, {}, file), load_peer({}, variables(file, {}), None)
+    assert (through.hours, through.quota) == (alone.hours, alone.quota) and len(alone.hours) == 2 and alone.quota
+
+
 def test_bad_value_error_names_its_source(file: Path) -> None:
     assert peer_refusal({}, {"NODE_DEVICE": "gpu"}).startswith("NODE_DEVICE: must be 'auto'")
     file.write_text("[peer]\ndevice = 'gpu'\n")
@@ -198,12 +204,16 @@ def test_misspelt_key_is_an_error_in_any_source(file: Path) -> None:
 
 @pytest.mark.parametrize(
     "text, rate",
-    [("1MB", 1e6), ("1.5 MB/s", 1.5e6), ("800kB", 8e5), ("2e6", 2e6), (70_000, 7e4), ("0", 0), ("1GB/h", 0), (True, 0)],
-)
-def test_caps_bound_the_claim_and_the_relay(text: object, rate: float) -> None:
+    [
+        ("1MB", 1e6), ("1.5 MB/s", 1.5e6), ("800kB", 8e5), (".5MB", 5e5), ("2e6", 2e6), (70_000, 7e4),
+        ("0", "must be at least 66kB/s"), ("1e16", "is over 1000TB/s"),
+        ("1GB/h", "is no number of bytes per second"), (True, "is no number of bytes per second"),
+    ],
+)  # fmt: skip
+def test_caps_bound_the_claim_and_the_relay(text: object, rate: float | str) -> None:
     given = {"download_limit_bytes_per_second": text}
-    if not rate:
-        with pytest.raises(ConfigError, match=r"^flag --download-limit-bytes-per-second: .* must be at least 66kB/s"):
+    if isinstance(rate, str):
+        with pytest.raises(ConfigError, match=rf"^flag --download-limit-bytes-per-second: .* {rate}.* like 1\.5MB"):
             load_peer(given, {}, None)
         return
     config = load_peer(given, {}, None)

@@ -64,7 +64,7 @@ class Pauses:
         self.asked: list[object] = []
 
     def pause(self, cause: str = "", until: float | None = None, after_round: bool = False) -> str:
-        if until is not None and until < 1.0:
+        if until is not None and not (math.isfinite(until) and until >= 1.0):
             raise ValueError("the end of a pause must be in the future")
         self.asked.append((cause, until, after_round))
         return "paused"
@@ -81,6 +81,8 @@ async def test_pauses_are_passed_on_or_refused(tmp_path: Path) -> None:
         assert await ask(tmp_path, "resume", soon()) == {"ok": True, "line": "works"}
         past = await ask(tmp_path, "pause", soon(), until=0.5, after_round=False)
         assert past == {"ok": False, "line": "the end of a pause must be in the future"}
+        huge = await ask(tmp_path, "pause", soon(), until=10**400, after_round=False)
+        assert not huge["ok"] and "too large" in huge["line"]
         for wrong in ({"until": "18:00", "after_round": False}, {"until": None, "after_round": 1}, {}):
             with pytest.raises(ControlUnavailable, match="another version"):
                 await ask(tmp_path, "pause", soon(), **wrong)

@@ -1,0 +1,31 @@
+"""Limits of a running peer, changed by its user."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from node.config.peer_config import load_peer
+from node.config.settings_file import read_settings
+from node.session.traffic_limits import TrafficLimits
+
+
+class SlowFiles:
+    """Does the work, and lets others run before each answer."""
+
+    async def run(self, work: Callable[[], Any], cost_bytes: int) -> Any:
+        done = work()
+        await asyncio.sleep(0.01)
+        return done
+
+
+async def test_two_changes_at_once_both_hold(tmp_path: Path) -> None:
+    limits = TrafficLimits(load_peer({}, {}, None), lambda: 1e9)
+    await asyncio.gather(
+        limits.change(tmp_path, SlowFiles(), "upload-limit", "1MB"),
+        limits.change(tmp_path, SlowFiles(), "download-limit", "2MB"),
+    )
+    assert (limits.traffic.upload.rate, limits.traffic.download.rate) == (1e6, 2e6)
+    assert read_settings(tmp_path) == {"upload-limit": "1MB", "download-limit": "2MB"}
