@@ -63,6 +63,10 @@ _RECIPE_LIMITS: Mapping[str, float] = {
 }
 """Largest values, where `Recipe` itself sets no limit."""
 
+_RECIPE_OF_MODELS = {**asdict(PRESETS[DEFAULT_PRESET].recipe), "mean": "token", "decay": "matrices"}
+"""Defaults of hf and of users' own tasks."""
+_UNSTORED = {"mean": "batch", "decay": "all"}
+"""Choices of the recipe that runs of older versions made without naming them, and that are stored as None."""
 _PACED_RECIPE = Recipe(
     inner_steps=20, rounds=10_000, learning_rate=1e-3, outer_learning_rate=0.9, outer_momentum=0.5, warmup_steps=0
 )
@@ -352,10 +356,11 @@ def _expanded(values: dict[str, Any]) -> dict[str, Any]:
     task = values.setdefault("task", "gpt")
     if values.get("protocol", _PROTOCOL) in _DIGESTED:
         values.setdefault("digest", _DIGEST)
+    recipe = values["recipe"]
+    values["recipe"] = recipe | {key: None for key, unstored in _UNSTORED.items() if recipe.get(key) == unstored}
     gpt, paced, options = (values.pop(table) for table in _OF_TASKS)
     if isinstance(task, str) and names.is_own(task):
-        recipe = asdict(PRESETS[DEFAULT_PRESET].recipe)
-        return {**values, "options": options, "recipe": {**recipe, **values["recipe"]}}
+        return {**values, "options": options, "recipe": {**_RECIPE_OF_MODELS, **values["recipe"]}}
     if task == "paced":
         return {**values, "paced": paced, "recipe": {**asdict(_PACED_RECIPE), **values["recipe"]}}
     try:

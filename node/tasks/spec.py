@@ -15,8 +15,9 @@ from node.tasks.base import OptionValue, Recipe, TaskContext, require
 from node.tasks.gpt import GptConfig, GptTask, Preset
 from node.tasks.paced import Paced
 from node.tasks.text import load
+from node.training.adamw import AdamWLearner
 from node.training.cores import usable_cores
-from node.training.trainer import AdamWLearner, Learner
+from node.training.trainer import Learner
 from protocols.base import Vector
 
 DEVICES = ("auto", "cpu", "cuda", "mps")

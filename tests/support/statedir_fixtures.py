@@ -18,7 +18,7 @@ from node.runtime.identity import Identity, load_or_create
 from node.storage.checkpoint import OUTER, Checkpoint, DataCursor
 from node.storage.file_buffer import outer_header
 from node.storage.publish import publish_checkpoint
-from node.tasks.base import flatten
+from node.tasks.flat import flatten
 from node.tasks.gpt import Gpt
 from node.tasks.gpt_stage import GptStage, assemble
 from protocols.base import Member

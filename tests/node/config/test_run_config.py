@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from node.config.run_config import RunConfig, load_run
 from node.config.task_tables import MAX_ELEMENTS, GptTable
 from node.config.toml import MAX_BYTES, ConfigError
-from node.tasks.base import Recipe, flatten
+from node.tasks.base import Recipe
+from node.tasks.flat import flatten
 from node.tasks.gpt import PRESETS, Gpt
 from node.tasks.paced import Paced
 
@@ -110,7 +111,10 @@ def test_own_task_has_name_and_options(file: Path) -> None:
     config = load_run(file, {"recipe.rounds": 5}, PROTOCOLS)
     assert (config.own_task, config.gpt, config.paced, config.elements) == ("pkg.mine:make", None, None, None)
     assert config.options == {"rows": 3, "rate": 1.0, "fast": True, "of": "é"}
-    assert config.recipe == replace(PRESETS["w128"].recipe, rounds=5)
+    assert config.recipe == replace(PRESETS["w128"].recipe, rounds=5, mean="token", decay="matrices")
+    older = load_run(file, {"recipe.rounds": 5, "recipe.mean": "batch", "recipe.decay": "all"}, PROTOCOLS)
+    assert older.recipe == replace(PRESETS["w128"].recipe, rounds=5)
+    assert b"mean" not in older.to_canonical() and b"mean" not in run().to_canonical()
     again = RunConfig.from_canonical(config.to_canonical())
     assert again == config and again.options is not None and isinstance(again.options["rate"], float)
     assert run({"task": "mine:make"}).options == {} and run().own_task == ""
