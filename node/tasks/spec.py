@@ -235,6 +235,7 @@ def _build_hf(spec: WorkerSpec, values: HfValues, device: str, place: Allocate |
 
     reduced = spec.precision == "bfloat16" or (spec.precision == "auto" and device == "cuda")
     dtype = torch.bfloat16 if reduced else torch.float32
+    torch.manual_seed(spec.weights_seed)  # of the adapters
     task = make_task(values, spec.data, spec.held_out, device, dtype)
     tell_memory(task.module, values)
     learner = AdamWLearner(task, spec.recipe, spec.stream_seed, place, resume)
