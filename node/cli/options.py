@@ -248,6 +248,15 @@ ModelOption = Annotated[
         metavar="MODEL",
     ),
 ]
+ModelToReadOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="MODEL",
+        envvar="NODE_MODEL",
+        help="Of the task hf, the model on this machine: a folder, or ORG/NAME@REVISION on the hub of Hugging Face.",
+        show_default=False,
+    ),
+]
 CheckpointingOption = Annotated[
     bool | None,
     option(

@@ -70,7 +70,7 @@ def story(lines: int, first: int = 0) -> str:
     """A text with something to learn in it."""
     names, things = ("Ann", "Bob", "Cem", "Dora", "Eli"), ("apples", "boats", "cats", "drums")
     return "".join(
-        f"{number}. {names[number % 5]} has {number % 7 + 2} {things[number % 4]} and gives {number % 3} of them away.\n"
+        f"{number}. {names[number % 5]} has {number % 7 + 2} {things[number % 4]} and gives {number % 3} away.\n"
         for number in range(first, first + lines)
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -196,7 +197,9 @@ def with_adapters(module: Any, settings: HfSettings, targets: Iterable[str]) -> 
         task_type="CAUSAL_LM",
     )
     try:
-        return peft.get_peft_model(module, config)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # of peft's own use of transformers
+            return peft.get_peft_model(module, config)
     except (ValueError, TypeError) as error:
         raise ModelError(f"this model takes no adapters: {_short(error)}") from None
 

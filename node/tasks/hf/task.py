@@ -63,21 +63,11 @@ class HfTask:
 
     def loss(self, *batch: torch.Tensor) -> torch.Tensor:
         """Mean loss over the targets."""
-        tokens, positions, labels = (each.to(self._device) for each in batch)
-        call = self._call if self.module.training else self.module
-        logits = call(input_ids=tokens, position_ids=positions, use_cache=False).logits
-        return functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=MASKED)
+        return loss_of(self._call if self.module.training else self.module, batch, self._device)
 
-    @torch.no_grad()
     def evaluate(self) -> float:
         """Mean loss over the targets of the held-out rows; nan if there are none."""
-        total, count, rows = 0.0, 0, self._settings.rows
-        for part in torch.split(self._evaluated.spread(EVALUATED_BATCHES * rows), rows):
-            batch = self._evaluated.take(part)
-            if targets := self.targets(batch):
-                total += float(self.loss(*batch)) * targets
-                count += targets
-        return total / count if count else math.nan
+        return evaluate_rows(self.module, self._evaluated, self._settings.rows, EVALUATED_BATCHES * self._settings.rows)
 
     def compare_base(self, loss: float, pins: ModelPins | None) -> None:
         """Tell the user if the base has another held-out loss here than at the founder's."""
@@ -104,6 +94,25 @@ class HfTask:
             pieces.append(piece)
         decoded: str = self._tokenizer.decode(pieces, skip_special_tokens=True)
         return decoded.encode(errors="replace")
+
+
+def loss_of(call: Any, batch: Batch, device: torch.device) -> torch.Tensor:
+    """Mean loss over a batch's targets."""
+    tokens, positions, labels = (each.to(device) for each in batch)
+    logits = call(input_ids=tokens, position_ids=positions, use_cache=False).logits
+    return functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=MASKED)
+
+
+@torch.no_grad()
+def evaluate_rows(module: Any, rows: Rows, at_once: int, most: int) -> float:
+    """Mean loss over the targets of at most `most` rows; nan if there are none."""
+    total, count, device = 0.0, 0, next(module.parameters()).device
+    for part in torch.split(rows.spread(most), at_once):
+        batch = rows.take(part)
+        if targets := int((batch[-1] != MASKED).sum()):
+            total += float(loss_of(module, batch, device)) * targets
+            count += targets
+    return total / count if count else math.nan
 
 
 def prompt_ids(tokenizer: Any, text: str, is_chat: bool) -> list[int]:
