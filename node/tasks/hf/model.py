@@ -204,6 +204,14 @@ def with_adapters(module: Any, settings: HfSettings, targets: Iterable[str]) -> 
         raise ModelError(f"this model takes no adapters: {_short(error)}") from None
 
 
+def checkpoint_activations(module: Any) -> None:
+    """Compute each layer's activations again in the backward pass instead of keeping them."""
+    base = module.get_base_model() if hasattr(module, "get_base_model") else module
+    # Older versions of transformers have only the second name.
+    enable = getattr(base, "activation_checkpointing_enable", None) or base.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
+
+
 def import_transformers() -> Any:
     """The library, without its progress bars.
 

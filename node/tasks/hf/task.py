@@ -17,7 +17,7 @@ from node.tasks.base import Batch
 from node.tasks.flat import unfrozen
 from node.tasks.hf.chat import Encoder
 from node.tasks.hf.corpus import SAMPLE_BYTES, Document, Sample, data_files, read_documents
-from node.tasks.hf.model import LoadedModel, load_model
+from node.tasks.hf.model import LoadedModel, checkpoint_activations, load_model
 from node.tasks.hf.rows import MASKED, PreparedData, Rows, prepare, rows_of
 from node.tasks.hf.settings import NO_HELD_OUT, HfSettings, HfValues, ModelError, ModelPins
 
@@ -184,7 +184,7 @@ def make_task(values: HfValues, data: Path | None, held_out: Path | None, device
     task = HfTask(loaded, settings, prepared, evaluated)
     task.held_out = shared
     if machine.checkpointing:
-        loaded.module.gradient_checkpointing_enable({"use_reentrant": False})
+        checkpoint_activations(loaded.module)
     if machine.compile:
         task.compile()
     return task
