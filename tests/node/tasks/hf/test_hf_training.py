@@ -45,6 +45,7 @@ def learner_of(made: Path, kind: str, **more: Any) -> AdamWLearner:
 
 def gradient(learner: AdamWLearner) -> tuple[torch.Tensor, int]:
     """The mean gradient over the targets of the first step, and their number."""
+    learner._task.module.train()
     learner._optimizer.clear()
     _, counts = learner._accumulate()
     return learner._flat.gradients[0] / sum(counts), sum(counts)
@@ -109,7 +110,7 @@ def test_checkpointing_changes_no_bit(made: Path, train: str) -> None:
     calls: list[int] = []
     for each in learner._task.module.modules():
         if type(each).__name__ == "Qwen3MLP":
-            each.register_forward_hook(lambda *_: calls.append(1))
+            each.register_forward_pre_hook(lambda *_: calls.append(1))
     assert torch.equal(plain, gradient(learner)[0]) and len(calls) == 4, "two layers, each computed twice"
 
 
