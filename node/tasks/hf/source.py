@@ -63,6 +63,7 @@ def find_model(model: str, weights: bool = True) -> ModelFolder:
 
 def _download(model: str, weights: bool) -> tuple[Path, str]:
     """The local folder of a repository at a revision, and that revision as a commit."""
+    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     import huggingface_hub
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
     from huggingface_hub.utils import disable_progress_bars, filter_repo_objects  # type: ignore[attr-defined]
