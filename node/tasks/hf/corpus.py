@@ -27,6 +27,7 @@ SAMPLE_BYTES = 256 << 10
 _SHARE = 16  # one document of this many is held out
 _SMALLEST_BLOCK, _LARGEST_BLOCK, _BLOCKS = 256, 64 << 10, 64
 _MAX_SAMPLE_TEXT = 8 << 10
+_PROBED_BYTES = 8 << 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +78,7 @@ def is_held_out(document: Document) -> bool:
 
 
 def data_files(path: Path | None) -> list[Path]:
-    """The file, or all files of the folder that are not hidden, in order.
+    """The file, or all files of the folder that are neither hidden nor binary, in order.
 
     Raises:
         ModelError: there are none.
@@ -88,14 +89,23 @@ def data_files(path: Path | None) -> list[Path]:
         return [path]
     if not path.is_dir():
         raise ModelError(f"there is no file or folder {path}: give data to train on by --data")
-    found = sorted(each for each in path.rglob("*") if each.is_file() and not _is_hidden(each.relative_to(path)))
+    try:
+        found = sorted(each for each in path.rglob("*") if each.is_file() and not _is_hidden(each.relative_to(path)))
+        found = [each for each in found if each.suffix == ".parquet" or not _is_binary(each)]
+    except OSError as error:
+        raise ModelError(f"{error.filename} cannot be read ({error.strerror})") from None
     if not found:
-        raise ModelError(f"the folder {path} is empty: give data to train on by --data")
+        raise ModelError(f"the folder {path} contains no text: give data to train on by --data")
     return found
 
 
 def _is_hidden(relative: Path) -> bool:
     return any(part.startswith(".") for part in relative.parts)
+
+
+def _is_binary(path: Path) -> bool:
+    with path.open("rb") as file:
+        return b"\0" in file.read(_PROBED_BYTES)
 
 
 def read_documents(files: list[Path], is_chat: bool) -> Iterator[Document]:

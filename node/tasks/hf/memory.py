@@ -6,10 +6,11 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
-import psutil  # type: ignore[import-untyped]
 import torch
 
+from node.runtime.metrics import available_memory_bytes
 from node.tasks.hf.settings import HfSettings, HfValues
+from node.training.cgroup import memory_group, memory_limit_bytes
 
 PEER_BYTES = 1 << 30
 """Of the processes themselves, with the libraries that they load."""
@@ -80,7 +81,8 @@ def tell_memory(module: Any, values: HfValues) -> None:
 
 
 def available_bytes(device: torch.device) -> int:
-    """Memory of the device that is not in use, with what this process uses already."""
+    """Memory of the device that training may take: what is free, and what this process has already."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0]) + int(torch.cuda.memory_reserved(device))
-    return int(psutil.virtual_memory().available) + int(psutil.Process().memory_info().rss)
+    limit = memory_limit_bytes(memory_group())
+    return min(available_memory_bytes(), limit) if limit else available_memory_bytes()

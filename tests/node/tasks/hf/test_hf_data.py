@@ -164,10 +164,11 @@ def test_malformed_data_are_named(tmp_path: Path, content: str, is_chat: bool, w
 
 
 def test_missing_data_are_named(tmp_path: Path) -> None:
+    (tmp_path / "picture.png").write_bytes(b"PNG\0")
     for path, words in (
         (None, "give a file or a folder by --data"),
         (tmp_path / "x", "there is no"),
-        (tmp_path, "empty"),
+        (tmp_path, "contains no text"),
     ):
         with pytest.raises(ModelError, match=words):
             data_files(path)

@@ -1,4 +1,4 @@
-"""A model from the hub, which a small server plays: its commit is looked up, and only the files that are needed come."""
+"""A model from the hub, which a small server plays: its commit is looked up, and only the needed files come."""
 
 from __future__ import annotations
 
