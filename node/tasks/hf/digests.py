@@ -13,7 +13,7 @@ from typing import Any
 from node.tasks.hf.settings import ModelError
 from node.tasks.hf.source import read_json, weight_files
 
-PIECE_BYTES = 8 << 20
+PIECE_BYTES = 256 << 10
 _MAX_HEADER_BYTES = 100 << 20
 _IGNORED = frozenset(
     {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache", "_attn_implementation"}
