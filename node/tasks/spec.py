@@ -239,7 +239,7 @@ def _build_hf(spec: WorkerSpec, values: HfValues, device: str, place: Allocate |
     task = make_task(values, spec.data, spec.held_out, device, dtype)
     tell_memory(task.module, values)
     learner = AdamWLearner(task, spec.recipe, spec.stream_seed, place, resume)
-    if not resume and spec.held_out is not None:
+    if not resume and spec.held_out is not None and values.settings.train == "lora":
         task.compare_base(learner.evaluate(), values.pins)
 
     def generate(prompt: bytes, tokens: int, temperature: float, seed: int) -> bytes:

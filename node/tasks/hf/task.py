@@ -72,7 +72,7 @@ class HfTask:
     def compare_base(self, loss: float, pins: ModelPins | None) -> None:
         """Tell the user if the base has another held-out loss here than at the founder's."""
         there = pins.base_loss if pins else None
-        if self._settings.train == "lora" and there and not abs(loss - there) <= BASE_LOSS_TOLERANCE * there:
+        if there and not abs(loss - there) <= BASE_LOSS_TOLERANCE * there:
             print(
                 f"warning: before training, the model's held-out loss is {loss:.4f} here and {there:.4f} at the "
                 "founder's, with the same files: are the versions of transformers and torch very different?",
