@@ -146,11 +146,16 @@ class WorkerSpec:
         return cls(recipe=Recipe(**recipe | {"betas": tuple(recipe["betas"])}), **fields)
 
     @property
+    def compiles(self) -> bool:
+        """Whether the first step compiles the module."""
+        return isinstance(self.values, HfValues) and self.values.machine.compile
+
+    @property
     def patience(self) -> int:
         """How many times longer than usual the worker may take to start, and for its first step."""
         if not isinstance(self.values, HfValues):
             return 1
-        return COMPILING_PATIENCE if self.values.machine.compile else MODEL_PATIENCE
+        return COMPILING_PATIENCE if self.compiles else MODEL_PATIENCE
 
     def thread_count(self) -> int:
         """Number of threads to start with: the given one, or this worker's share of the usable cores."""

@@ -73,6 +73,7 @@ class Worker:
         self._local_training = LocalTraining(job.learner, spec.recipe.inner_steps, self._anchors)
         self._take(0)
         job.learner.position = shared.position
+        self._compiles = spec.compiles  # in its next step, whose time says nothing about that of others
         self._parent = os.getppid()
         plain = spec.stage is None and not isinstance(spec.values, PacedValues)
         measured = spec.threads == 0 and not self._apart and plain
@@ -119,7 +120,8 @@ class Worker:
             local_training.step()
             now = time.perf_counter()
             local_training.spend(now - mark)
-            shared.stepped(now - mark)
+            shared.stepped(0.0 if self._compiles else now - mark)
+            self._compiles = False
             if self._tuner:
                 self._tune(self._tuner, now - mark, now)
             mark = now
