@@ -334,6 +334,8 @@ def _load_run(of_run: Mapping[str, Any], rounds: int | None) -> RunConfig:
     }
     if (overrides["hf.train"] is not None) and of_run.get("task") != HUGGING_FACE and not of_run.get("run"):
         raise CommandError("--lora and --train are for --task hf")
+    if "lora" in of_run and overrides["hf.train"] == "full":
+        raise CommandError("--lora trains adapters, --train full the whole model: give one of them")
     return load_run(of_run.get("run"), overrides, (*REPLICATED_PROTOCOLS, *INDEPENDENT_PROTOCOLS))
 
 

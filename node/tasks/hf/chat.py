@@ -16,6 +16,12 @@ from node.tasks.hf.settings import ModelError
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
+def begin_tokens(tokenizer: Any) -> list[int]:
+    """The token with which this tokenizer begins each text; empty if it adds none."""
+    first: list[int] = tokenizer("a")["input_ids"][:1]
+    return first if first == [tokenizer.bos_token_id] else []
+
+
 class Encoder:
     """Turns documents into tokens and masks, by the tokenizer of a model."""
 
@@ -24,7 +30,7 @@ class Encoder:
         Raises:
             ModelError: conversations, and the tokenizer has no template for them.
         """
-        self._tokenizer, self._is_chat = tokenizer, is_chat
+        self._tokenizer, self._is_chat, self._begin = tokenizer, is_chat, begin_tokens(tokenizer)
         if is_chat and not isinstance(tokenizer.chat_template, str):
             raise ModelError('this model has no chat template: take its chat version, or hf.format = "text"')
         self._marks = is_chat and bool(_GENERATION.search(tokenizer.chat_template))
@@ -38,7 +44,8 @@ class Encoder:
         if isinstance(document.content, str):
             ids = self._tokenizer(document.content, add_special_tokens=False, verbose=False)["input_ids"]
             end = self._tokenizer.eos_token_id
-            ids = [*ids, end] if document.ends and end is not None else ids
+            ids = [*(self._begin if document.begins else ()), *ids]
+            ids += [end] if document.ends and end is not None else []
             return ids, [1] * len(ids)
         return self._by_marks(document.content) if self._marks else self._by_prefixes(document.content)
 

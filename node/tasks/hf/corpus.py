@@ -35,10 +35,11 @@ class Document:
     """A text or a conversation.
 
     Attributes:
-        ends: whether a text ends here; else its next part follows as another document.
+        begins, ends: whether a text begins and ends here; else its other parts are documents of their own.
     """
 
     content: str | Messages
+    begins: bool = True
     ends: bool = True
 
     def line(self) -> bytes:
@@ -132,12 +133,13 @@ def read_documents(files: list[Path], is_chat: bool) -> Iterator[Document]:
 
 def _from_text(file: Path, block: int) -> Iterator[Document]:
     with file.open(encoding="utf-8", errors="replace", newline="") as opened:
-        part = "".join(opened.readlines(block))
+        part, begins = "".join(opened.readlines(block)), True
         while part:
             following = "".join(opened.readlines(block))
             for low in range(0, len(part), _LARGEST_BLOCK):
                 ends = not following and low + _LARGEST_BLOCK >= len(part)
-                yield Document(part[low : low + _LARGEST_BLOCK], ends)
+                yield Document(part[low : low + _LARGEST_BLOCK], begins, ends)
+                begins = False
             part = following
 
 

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from node.tasks.base import Batch
 from node.tasks.flat import unfrozen
-from node.tasks.hf.chat import Encoder
+from node.tasks.hf.chat import Encoder, begin_tokens
 from node.tasks.hf.corpus import SAMPLE_BYTES, Document, Sample, data_files, read_documents
 from node.tasks.hf.model import LoadedModel, checkpoint_activations, load_model
 from node.tasks.hf.rows import MASKED, PreparedData, Rows, prepare, rows_of
@@ -126,7 +126,7 @@ def prompt_ids(tokenizer: Any, text: str, is_chat: bool) -> list[int]:
     if is_chat:
         message = [{"role": "user", "content": text}]
         return list(tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=True)["input_ids"])
-    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    return [*begin_tokens(tokenizer), *tokenizer(text, add_special_tokens=False)["input_ids"]]
 
 
 @torch.no_grad()

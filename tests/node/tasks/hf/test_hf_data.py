@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
 from node.tasks.hf.chat import Encoder
@@ -42,6 +43,23 @@ def targets(made: Path, template: str) -> str:
 def test_only_the_assistants_turns_are_targets(made: Path) -> None:
     assert targets(made, CHAT_WITH_MARKS) == "N0 has 0 cats.<|end|>0 drums.<|end|>"
     assert targets(made, CHAT) == "N0 has 0 cats.<|end|>\n0 drums.<|end|>\n"
+
+
+def test_texts_begin_and_end_as_the_tokenizer_says(made: Path, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("ab\n" * 300)
+    parts = list(read_documents([tmp_path / "a.txt"], False))
+    assert [each.begins for each in parts] == [True] + [False] * (len(parts) - 1) and len(parts) > 2
+    assert [each.ends for each in parts] == [False] * (len(parts) - 1) + [True]
+    tokenizer = AutoTokenizer.from_pretrained(made / "qwen3")
+    tokenizer.chat_template = None
+    plain = [Encoder(tokenizer, False).encode(each)[0] for each in parts]
+    assert [0 in tokens for tokens in plain] == [each.ends for each in parts]
+    tokenizer.bos_token = "<|system|>"
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<|system|> $A", special_tokens=[("<|system|>", tokenizer.bos_token_id)]
+    )
+    begun = [Encoder(tokenizer, False).encode(each)[0] for each in parts]
+    assert begun == [[tokenizer.bos_token_id, *plain[0]], *plain[1:]]
 
 
 def test_template_without_masks_is_refused(made: Path) -> None:

@@ -110,6 +110,7 @@ def test_joiner_must_name_task_and_model() -> None:
     "arguments, words",
     [
         (("join", "--lora", "4"), "--lora and --train are for --task hf"),
+        (("join", "--task", "hf", "--train", "full", "--lora", "4"), "give one of them"),
         (("join", "--task", "hf", "--train", "some"), "'lora' or 'full'"),
         (("data", "check", "x.txt"), "give it by --model"),
         (("data", "check", "absent.txt", "--model", "absent"), "there is no file or folder absent.txt"),
