@@ -38,7 +38,8 @@ from node.outer.sgd import OuterSGD
 from node.tasks.base import Recipe
 from node.tasks.gpt import DEFAULT_PRESET, GptTask, preset
 from node.tasks.text import Text, load
-from node.training.trainer import AdamWLearner, InlineTrainer, LocalTraining, Step
+from node.training.adamw import AdamWLearner
+from node.training.trainer import InlineTrainer, LocalTraining, Step
 from protocols.allreduce.clipping import allowances, clip_factors
 from protocols.base import LocalProgress, RoundKey
 from protocols.vectors import norm

@@ -26,13 +26,14 @@ import torch
 
 from benchmarks.book import Book, History, perform_all
 from node.outer.sgd import OuterSGD
-from node.tasks.base import flatten
+from node.tasks.flat import flatten
 from node.tasks.gpt import GptTask, Preset, preset
 from node.tasks.gpt_stage import GptStage, GptStageTask, assemble, block_names
 from node.tasks.partition import BlockCost, Partition, cut
 from node.tasks.text import load
+from node.training.adamw import AdamWLearner
 from node.training.stage_learner import ActivationCodec, StageLearner
-from node.training.trainer import AdamWLearner, InlineTrainer
+from node.training.trainer import InlineTrainer
 from protocols.base import Host, LocalProgress, Member, RoundKey, Trainer
 from protocols.pipeline.settings import PipelineSettings
 from tests.sim.arguments import Parser, seeds

@@ -25,7 +25,7 @@ from node.cli import remote as asking
 from node.cli.remote import CommandError
 from node.reporting.status import SwarmOptions, printable, to_json
 from node.session.shutdown import exit_on_signal
-from node.tasks.name import is_own
+from node.tasks.name import HUGGING_FACE, is_own
 
 if TYPE_CHECKING:
     from node.config.peer_config import PeerConfig
@@ -40,7 +40,7 @@ _OPTIONS = {
 }
 """Name of a value in a `ConfigError` -> the option that sets it."""
 
-OF_RUN = ("run", "task", "protocol", "stages")
+OF_RUN = ("run", "task", "protocol", "stages", "lora", "train")
 """Options that describe a run to start."""
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -70,6 +70,8 @@ def join(
     task: options.TaskOption = None,
     protocol: options.ProtocolOption = None,
     stages: options.StagesOption = None,
+    train: options.TrainOption = None,
+    lora: options.LoraOption = None,
     stage: options.StageOption = None,
     rounds: options.RoundsOption = None,
     wait_for_peers: options.WaitForPeersOption = None,
@@ -99,6 +101,10 @@ def join(
     on_heat: options.OnHeatOption = None,
     when_in_use: options.WhenInUseOption = None,
     when_busy: options.WhenBusyOption = None,
+    model: options.ModelOption = None,
+    checkpointing: options.CheckpointingOption = None,
+    compile: options.CompileOption = None,
+    held_out: options.HeldOutOption = None,
     page: options.PageOption = None,
     page_port: options.PagePortOption = None,
     nickname: options.NicknameOption = None,
@@ -298,7 +304,8 @@ def _resolve_run(config: PeerConfig, of_run: Mapping[str, Any], state_dir: Path)
 
     given = " and ".join(f"--{name}" for name in of_run)
     if config.bootstrap:
-        if [*of_run] == ["task"] and is_own(of_run["task"]):  # consent to the run's task; it does not set the task
+        task = of_run.get("task", "")
+        if [*of_run] == ["task"] and (is_own(task) or task == HUGGING_FACE):  # consent: it does not set the task
             return replace(config, consent=of_run["task"]), None
         if of_run:
             raise CommandError(
@@ -321,7 +328,15 @@ def _load_run(of_run: Mapping[str, Any], rounds: int | None) -> RunConfig:
     from node.config.run_config import load_run
     from protocols import INDEPENDENT_PROTOCOLS, REPLICATED_PROTOCOLS
 
-    overrides = {name: of_run.get(name) for name in ("task", "protocol", "stages")} | {"recipe.rounds": rounds}
+    overrides = {name: of_run.get(name) for name in ("task", "protocol", "stages")} | {
+        "recipe.rounds": rounds,
+        "hf.train": of_run.get("train") or ("lora" if "lora" in of_run else None),
+        "hf.lora_rank": of_run.get("lora"),
+    }
+    if (overrides["hf.train"] is not None) and of_run.get("task") != HUGGING_FACE and not of_run.get("run"):
+        raise CommandError("--lora and --train are for --task hf")
+    if "lora" in of_run and overrides["hf.train"] == "full":
+        raise CommandError("--lora trains adapters, --train full the whole model: give one of them")
     return load_run(of_run.get("run"), overrides, (*REPLICATED_PROTOCOLS, *INDEPENDENT_PROTOCOLS))
 
 

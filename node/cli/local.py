@@ -1,4 +1,7 @@
-"""The commands `init`, `export` and `generate`, which work on files. Only `export --bootstrap` contacts a peer."""
+"""Commands that work on files: `init`, `export`, `generate`, `evaluate`, `data check`.
+
+Only `export --bootstrap` contacts a peer.
+"""
 
 from __future__ import annotations
 
@@ -60,18 +63,23 @@ def export(
             show_default=False,
         ),
     ] = None,
+    model: options.ModelToReadOption = None,
+    merge: Annotated[
+        bool, typer.Option("--merge", help="Of a run of adapters, write the whole model, with the adapters in it.")
+    ] = False,
 ) -> int:
     """Export the newest checkpoint of a run's model as a directory that Hugging Face transformers can load."""
     if bootstrap and state_dir:
         raise CommandError("--bootstrap and --state-dir name different models: give one of them")
-    model = _fetched(bootstrap) if bootstrap else _trained(state_dir)
+    trained = _fetched(bootstrap) if bootstrap else _trained(state_dir)
     from node.export import hugging_face as exporting
+    from node.export.trained_model import TrainedError
 
     try:
-        exporting.export(model, out)
-    except exporting.ExportError as error:
+        exporting.export(trained, out, model, merge)
+    except (exporting.ExportError, TrainedError) as error:
         raise CommandError(str(error)) from None
-    print(f"wrote {out}: run {model.manifest.run_id[:12]} after {model.rounds[0]} rounds", file=sys.stderr)
+    print(f"wrote {out}: run {trained.manifest.run_id[:12]} after {trained.rounds[0]} rounds", file=sys.stderr)
     return 0
 
 
@@ -79,25 +87,109 @@ def export(
 def generate(
     prompt: Annotated[str, typer.Argument(help="Text to continue.")],
     state_dir: options.StateDirsToReadOption = None,
-    tokens: Annotated[int, typer.Option(min=1, max=MAX_TOKENS, metavar="N", help="Number of bytes to write.")] = 400,
+    tokens: Annotated[
+        int, typer.Option(min=1, max=MAX_TOKENS, metavar="N", help="Bytes to write; of hf, tokens.")
+    ] = 400,
     temperature: Annotated[
         float, typer.Option(min=0, max=100, metavar="T", help="Randomness of the text. 0: always the likeliest byte.")
     ] = 0.8,
     seed: Annotated[int, typer.Option(min=0, max=MAX_SEED, metavar="S", help="Seed of the random choices.")] = 0,
+    model: options.ModelToReadOption = None,
 ) -> int:
     """Continue a text with the newest checkpoint of a run's model."""
     if temperature != temperature:
         raise CommandError("--temperature must be a number from 0 to 100")
-    model = _trained(state_dir)
+    trained = _trained(state_dir)
     from node.export.generation import write
     from node.export.trained_model import TrainedError
 
     try:
-        for piece in write(model, prompt.encode(errors="surrogateescape"), tokens, temperature, seed):
+        for piece in write(trained, prompt.encode(errors="surrogateescape"), tokens, temperature, seed, model):
             print(piece, end="", flush=True)
     except TrainedError as error:
         raise CommandError(str(error)) from None
     print()
+    return 0
+
+
+@app.command()
+def evaluate(
+    state_dir: options.StateDirsToReadOption = None,
+    model: options.ModelToReadOption = None,
+    data: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="PATH",
+            help="Texts to evaluate on: a file or a folder. Default: the run's held-out sample.",
+            show_default=False,
+            parser=options.place,
+        ),
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> int:
+    """Measure the loss of a fine-tuned model (task hf), and that of its base, on texts that it was not trained on."""
+    trained = _trained(state_dir)
+    from node.export.fine_tuned import load_fine_tuned
+    from node.export.trained_model import TrainedError
+    from node.reporting.status import to_json
+    from node.tasks.hf.settings import ModelError
+
+    try:
+        tuned = load_fine_tuned(trained, model)
+        rows = tuned.rows(data, (state_dir or _state_dirs())[0] / "held-out.bin")
+    except (TrainedError, ModelError) as error:
+        raise CommandError(str(error)) from None
+    loss, base = tuned.losses(rows)
+    if json:
+        print(to_json({"loss": loss, "base_loss": base, "rows": len(rows), "rounds": trained.rounds[0]}))
+        return 0
+    told = f", of its base {base:.4f}" if base == base else ""
+    print(f"after {trained.rounds[0]} rounds: loss {loss:.4f} nats per token{told}, over {len(rows)} rows")
+    return 0
+
+
+data_app = typer.Typer(help="Look at data before training on them.")
+app.add_typer(data_app, name="data")
+
+
+@data_app.callback()
+def data_commands() -> None:
+    """Look at data before training on them."""
+
+
+@data_app.command()
+def check(
+    path: Annotated[Path, typer.Argument(metavar="PATH", help="File or folder of data.", parser=options.place)],
+    model: options.ModelToReadOption = None,
+    context: Annotated[int, typer.Option(min=8, max=1 << 17, metavar="N", help="Tokens of a row.")] = 1024,
+    format: Annotated[str | None, typer.Option(metavar="text|chat", help="Default: by the first line.")] = None,
+    pack: Annotated[bool, typer.Option("--pack/--no-pack", help="Whether several texts share a row.")] = True,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> int:
+    """Tokenise data for a model as the task hf does, and print how much there is, and what is masked."""
+    from dataclasses import asdict
+
+    from node.reporting.status import to_json
+    from node.tasks.hf.check import check_data, guessed_format
+    from node.tasks.hf.settings import HfSettings, ModelError
+
+    if model is None:
+        raise CommandError("data are counted in a model's tokens: give it by --model")
+    try:
+        kind = format or guessed_format(path)
+        settings = HfSettings(context=context, rows=1, format=kind, pack=pack)  # type: ignore[arg-type]
+        counts, shown = check_data(path, model, settings)
+    except (ModelError, ValueError) as error:
+        raise CommandError(str(error)) from None
+    if json:
+        print(to_json({**asdict(counts), "format": kind}))
+        return 0
+    masked = 1 - counts.targets / counts.tokens
+    print(f"{kind}: {counts.documents:,} to train on, {counts.held_out:,} held out, {counts.skipped:,} without targets")
+    print(
+        f"{counts.rows:,} rows of {context} tokens: {counts.tokens:,} tokens, {masked:.1%} masked, {counts.cut:,} cut"
+    )
+    print(shown)
     return 0
 
 

@@ -30,8 +30,8 @@ TaskOption = Annotated[
     str | None,
     option(
         RUN,
-        "What a new run trains: gpt (the default), paced, or your own as module:factory. With "
-        "--bootstrap: agree to run the swarm's module:factory.",
+        "What a new run trains: gpt (the default), paced, hf (a model of Hugging Face), or your own as module:factory. "
+        "With --bootstrap: agree to the swarm's module:factory, or to hf.",
         metavar="NAME",
     ),
 ]
@@ -56,7 +56,7 @@ StagesOption = Annotated[
 ]
 TaskOfSwarmOption = Annotated[
     str | None,
-    option(RUN, "What the swarm trains: gpt (the default), paced, or your own as module:factory.", metavar="NAME"),
+    option(RUN, "What the swarm trains: gpt (the default), paced, hf, or your own as module:factory.", metavar="NAME"),
 ]
 RunningPeerOption = Annotated[
     Path | None,
@@ -234,6 +234,52 @@ WhenBusyOption = Annotated[
         PAUSES,
         "While other programs keep a quarter of the processor busy: pause, or ignore it (the default).",
         metavar="WHAT",
+    ),
+]
+TrainOption = Annotated[
+    str | None,
+    option(RUN, "With --task hf: train adapters (lora, the default), or the whole model (full).", metavar="lora|full"),
+]
+LoraOption = Annotated[
+    int | None, option(RUN, "With --task hf: rank of the adapters. Default: 16.", min=1, max=1024, metavar="RANK")
+]
+ModelOption = Annotated[
+    str | None,
+    option(
+        MACHINE,
+        "With --task hf: the model on this machine. A folder, or ORG/NAME@REVISION on the hub of Hugging Face.",
+        metavar="MODEL",
+    ),
+]
+ModelToReadOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="MODEL",
+        envvar="NODE_MODEL",
+        help="Of the task hf, the model on this machine: a folder, or ORG/NAME@REVISION on the hub of Hugging Face.",
+        show_default=False,
+    ),
+]
+CheckpointingOption = Annotated[
+    bool | None,
+    option(
+        MACHINE,
+        "With --task hf: take less memory, and a third more time. Default: --no-checkpointing.",
+        "--checkpointing/--no-checkpointing",
+    ),
+]
+CompileOption = Annotated[
+    bool | None,
+    option(MACHINE, "With --task hf: have torch compile the model. Default: --no-compile.", "--compile/--no-compile"),
+]
+HeldOutOption = Annotated[
+    Path | None,
+    option(
+        MACHINE,
+        "With --task hf, for a new run: texts to evaluate on, which all peers get, or none. Default: a part of --data "
+        "if it is text, else none.",
+        metavar="FILE|none",
+        parser=place,
     ),
 ]
 PageOption = Annotated[

@@ -15,6 +15,7 @@ from node.config.toml import ConfigError
 from node.machine.hours import WeeklyHours
 from node.machine.rules import MachineRules
 from node.runtime.metrics import workers_here
+from node.tasks.hf.settings import HfMachine, HfSettings, HfValues, ModelPins
 from node.tasks.spec import GptValues, OwnValues, PacedValues, StageValues, Values, WorkerSpec
 from protocols.allreduce.claims import cost_seconds, least_claim
 from protocols.base import Member, Settings
@@ -26,7 +27,12 @@ KEEP_ROUNDS = 4
 
 
 def worker_spec(
-    run: RunConfig, mine: PeerConfig, seed: int, sample: Path | None = None, stage: StageValues | None = None
+    run: RunConfig,
+    mine: PeerConfig,
+    seed: int,
+    sample: Path | None = None,
+    stage: StageValues | None = None,
+    pins: ModelPins | None = None,
 ) -> WorkerSpec:
     """Specification of this peer's worker in a run.
 
@@ -34,9 +40,13 @@ def worker_spec(
         seed: seed of this peer's data stream.
         sample: file of the run's evaluation sample; None for the founder, which makes the sample.
         stage: this peer's stage; None in a run without stages.
+        pins: what the run's manifest says of the model; None for the founder, and for all tasks but hf.
+
+    Raises:
+        ConfigError: the task needs a model, and this machine's configuration names none.
     """
     return WorkerSpec(
-        values=_values(run),
+        values=_hf_values(run.hf, mine, pins) if run.hf else _values(run),
         recipe=run.recipe,
         stream_seed=seed,
         weights_seed=run.seed,
@@ -136,6 +146,14 @@ def machine_rules(mine: PeerConfig) -> MachineRules:
 def stream_seed(me: Member) -> int:
     """Seed of a member's data stream: each incarnation has its own, unless it resumes one from a checkpoint."""
     return int.from_bytes(hashlib.sha256(f"{me.peer}/{me.incarnation}".encode()).digest()[:7], "big")
+
+
+def _hf_values(settings: HfSettings, mine: PeerConfig, pins: ModelPins | None) -> HfValues:
+    if mine.model is None:
+        like = f"the founder's is {pins.base}, {pins.size / 1e9:.2f} GB" if pins else "a folder, or ORG/NAME@REVISION"
+        raise ConfigError(f"task hf needs a model on this machine: give it by --model ({like})", "model")
+    machine = HfMachine(mine.model, mine.checkpointing, mine.compile, str(mine.held_out or ""))
+    return HfValues(settings, machine, pins)
 
 
 def _values(run: RunConfig) -> Values:

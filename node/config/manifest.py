@@ -24,6 +24,7 @@ from node.config.run_config import RunConfig
 from node.config.task_tables import STRICT
 from node.config.toml import MAX_BYTES, canonical, one_line
 from node.tasks.base import MAX_ELEMENTS
+from node.tasks.hf.settings import ModelPins
 from protocols.base import Layout, Member, PeerId, Signer
 from protocols.scopes import RUN_SCOPE, stage_scope
 
@@ -72,6 +73,7 @@ class Manifest:
         created: wall time, seconds since 1970.
         layout: `layout_digest` of the parameters; None in manifests of older versions, and with stages.
         stages: the stages, in order; None in a run without stages.
+        model: what the model of a run of the task hf must be; None in all other runs.
     """
 
     config: RunConfig
@@ -82,6 +84,7 @@ class Manifest:
     created: float = Field(ge=0, le=1e11)
     layout: Digest | None = None
     stages: tuple[StageEntry, ...] | None = Field(default=None, max_length=MAX_FRAGMENTS)
+    model: ModelPins | None = None
 
     def __post_init__(self) -> None:
         peer, incarnation = self.founder.peer, self.founder.incarnation
@@ -94,6 +97,8 @@ class Manifest:
             raise ValueError(f"the task takes {self.config.elements} elements, the manifest has {total}")
         if total > MAX_ELEMENTS:
             raise ValueError(f"the manifest has {total} elements, more than {MAX_ELEMENTS}")
+        if (self.model is None) != (self.config.hf is None):
+            raise ValueError("a manifest describes a model if, and only if, the run's task is hf")
         self._check_stages()
 
     def _check_stages(self) -> None:
@@ -143,6 +148,8 @@ class Manifest:
         if layout.sizes() == elements:
             what = "other tensors than in this run"
         own = self.config.own_task
+        if self.config.hf:
+            raise ManifestError(f"here the model has {what}: use the versions of transformers and peft that others use")
         version = f"version of {own.partition(':')[0]}" if own else "version of Starling"
         raise ManifestError(f"here the model has {what}: use the {version} that the others use")
 

@@ -187,6 +187,12 @@ def _home(path: Path) -> Path:
         raise ValueError(f"{str(path)!r}: there is no such home directory: give the whole path") from None
 
 
+def _model(text: str) -> str:
+    if not 0 < len(text) <= 1024 or not text.isprintable():
+        raise ValueError(f"{text[:40]!r} is neither a folder nor ORG/NAME@REVISION")
+    return str(_home(Path(text))) if text.startswith("~") else text
+
+
 def _nickname(text: str) -> str:
     if len(text) > 32 or not text.isprintable():
         raise ValueError(f"{text[:40]!r} must be at most 32 printable characters")
@@ -212,7 +218,12 @@ class PeerConfig:
         threads: training threads: a number, or auto, which measures how many are fastest.
         nice: niceness of training, from 0 to 19; the higher, the more of a busy processor is left to other programs.
         precision: precision of training; auto is bfloat16 where that is faster, else float32.
-        data: text file or folder to train on; None: the standard library's source.
+        data: text file or folder to train on; None: the standard library's source. For hf also .jsonl and .parquet.
+        model: model of the task hf on this machine: a folder, or ORG/NAME@REVISION on the hub of Hugging Face.
+        checkpointing: whether to save memory in training the task hf, at the price of a third more time.
+        compile: whether torch compiles the model of the task hf: the first step takes minutes, later ones less.
+        held_out: for the peer that starts a run of the task hf: file whose texts are the run's held-out sample, which
+            all peers get; none: no sample; None: a part of the founder's own data, or with conversations no sample.
         nickname: name under which other peers show this one.
         bandwidth_bytes_per_second: upload rate of this machine, in bytes per second.
         upload_limit_bytes_per_second: most bytes per second that this peer sends; None: no limit.
@@ -255,6 +266,10 @@ class PeerConfig:
     nice: int = Field(default=DEFAULT_NICE, ge=0, le=19)
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
     data: Annotated[Path, AfterValidator(_home)] | None = None
+    model: Annotated[str, AfterValidator(_model)] | None = None
+    checkpointing: bool = False
+    compile: bool = False
+    held_out: Annotated[Path, AfterValidator(_home)] | None = None
     nickname: Annotated[str, AfterValidator(_nickname)] = ""
     bandwidth_bytes_per_second: float = Field(default=DEFAULT_BANDWIDTH, gt=0, le=1e12)
     upload_limit_bytes_per_second: Annotated[float | None, BeforeValidator(_rate)] = None
@@ -297,10 +312,10 @@ class PeerConfig:
 
 _PEER = TypeAdapter(PeerConfig)
 _OF_THE_MACHINE = (
-    "device", "threads", "nice", "precision", "data", "bandwidth_bytes_per_second", "checkpoint_every",
-    "disk_limit_bytes", "hours", "on_battery", "on_metered", "on_low_memory", "on_heat", "when_in_use", "when_busy",
-    "log_level", "upload_limit_bytes_per_second", "download_limit_bytes_per_second", "quota",
-    "relay",
+    "device", "threads", "nice", "precision", "data", "model", "checkpointing", "compile", "held_out",
+    "bandwidth_bytes_per_second", "checkpoint_every", "disk_limit_bytes", "hours", "on_battery", "on_metered",
+    "on_low_memory", "on_heat", "when_in_use", "when_busy", "log_level", "upload_limit_bytes_per_second",
+    "download_limit_bytes_per_second", "quota", "relay",
 )  # fmt: skip
 KEYS = tuple(field.name for field in fields(PeerConfig) if field.name not in ("consent", "origins"))
 _OF_JOINERS = ("bootstrap", "run_id", "stage")

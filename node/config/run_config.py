@@ -1,7 +1,7 @@
 """The configuration that all peers of a run share. The run's manifest holds it; joiners get it from there.
 
     name = "my run"
-    task = "gpt"            # or "paced", or a user's own, "package.module:factory"
+    task = "gpt"            # or "paced", "hf", or a user's own, "package.module:factory"
 
     [gpt]
     preset = "w128"         # sets the defaults of [gpt] and [recipe]; values beside it override them
@@ -33,6 +33,7 @@ from node.tasks import name as names
 from node.tasks.activations import ACTIVATION_DTYPES
 from node.tasks.base import Recipe
 from node.tasks.gpt import DEFAULT_PRESET, PRESETS, Preset, preset
+from node.tasks.hf.settings import HfSettings
 from protocols.allreduce.part_hash import part_hash
 from protocols.codec import codec
 from protocols.pairwise.matching import known as known_schedule
@@ -63,6 +64,11 @@ _RECIPE_LIMITS: Mapping[str, float] = {
 }
 """Largest values, where `Recipe` itself sets no limit."""
 
+_RECIPE_OF_MODELS = {**asdict(PRESETS[DEFAULT_PRESET].recipe), "mean": "token", "decay": "matrices"}
+"""Defaults of hf and of users' own tasks."""
+_RECIPE_OF_HF = {"learning_rate": 2e-4, "weight_decay": 0.01, "batches": 1}
+_UNSTORED = {"mean": "batch", "decay": "all"}
+"""Choices of the recipe that runs of older versions made without naming them, and that are stored as None."""
 _PACED_RECIPE = Recipe(
     inner_steps=20, rounds=10_000, learning_rate=1e-3, outer_learning_rate=0.9, outer_momentum=0.5, warmup_steps=0
 )
@@ -119,8 +125,8 @@ class RunConfig:
 
     Attributes:
         name: name of the run, shown to people.
-        task: what is trained: gpt, paced, or your own by the name of its factory, package.module:factory. gpt and paced
-            are set up by the table of their name, your own by [options].
+        task: what is trained: gpt, paced, hf (a model of Hugging Face), or your own by the name of its factory,
+            package.module:factory. The first three are set up by the table of their name, your own by [options].
         protocol: how peers average. With butterfly, all hold the same bits after each round. With the others, each has
             a state of its own: gossip, moshpit, push_sum, and the baselines data_parallel, ring, parameter_server and
             parameter_server_async. See docs/protocols.md.
@@ -164,6 +170,7 @@ class RunConfig:
     recipe: Annotated[Recipe, AfterValidator(_bounded)]
     gpt: GptTable | None = None
     paced: PacedTable | None = None
+    hf: HfSettings | None = None
     options: Annotated[dict[str, Any], AfterValidator(names.plain)] | None = None
 
     def __post_init__(self) -> None:
@@ -197,7 +204,7 @@ class RunConfig:
             return
         if self.protocol != "butterfly":
             raise ValueError(f"stages average by butterfly, not by {self.protocol}")
-        if self.options is not None:
+        if self.options is not None or self.hf is not None:
             raise ValueError(f"stages is for the tasks gpt and paced: {self.task} cannot be cut")
         if self.codec == "topk":
             raise ValueError("stages and codec topk do not go together: use another codec")
@@ -228,8 +235,13 @@ class RunConfig:
         return self.task if self.options is not None else ""
 
     @property
+    def consent_task(self) -> str:
+        """The task that a joiner must name by --task; empty if it need not name any."""
+        return names.HUGGING_FACE if self.hf is not None else self.own_task
+
+    @property
     def elements(self) -> int | None:
-        """Length of the flat vector that is trained; None if only a user's code knows it."""
+        """Length of the flat vector that is trained; None if only a user's code, or the model, knows it."""
         return next((table.elements for table in (self.gpt, self.paced) if table), None)
 
     def preset(self) -> Preset:
@@ -271,7 +283,7 @@ class RunConfig:
         return config
 
 
-_OF_TASKS = ("gpt", "paced", "options")
+_OF_TASKS = ("gpt", "paced", "hf", "options")
 _RULED = ("butterfly", "moshpit")
 _SCHEDULED = ("gossip", "push_sum")
 _DIGESTED = ("butterfly", "moshpit")
@@ -280,6 +292,7 @@ _TABLES: Mapping[str, tuple[str, ...]] = {
     "recipe": tuple(field.name for field in fields(Recipe)),
     "gpt": ("preset", *(field.name for field in fields(GptTable))),
     "paced": tuple(field.name for field in fields(PacedTable)),
+    "hf": tuple(field.name for field in fields(HfSettings)),
 }
 _KEYS = (*(field.name for field in fields(RunConfig)), "peer")
 
@@ -352,10 +365,15 @@ def _expanded(values: dict[str, Any]) -> dict[str, Any]:
     task = values.setdefault("task", "gpt")
     if values.get("protocol", _PROTOCOL) in _DIGESTED:
         values.setdefault("digest", _DIGEST)
-    gpt, paced, options = (values.pop(table) for table in _OF_TASKS)
+    recipe = values["recipe"]
+    values["recipe"] = recipe | {key: None for key, unstored in _UNSTORED.items() if recipe.get(key) == unstored}
+    gpt, paced, hf, options = (values.pop(table) for table in _OF_TASKS)
     if isinstance(task, str) and names.is_own(task):
-        recipe = asdict(PRESETS[DEFAULT_PRESET].recipe)
-        return {**values, "options": options, "recipe": {**recipe, **values["recipe"]}}
+        return {**values, "options": options, "recipe": {**_RECIPE_OF_MODELS, **values["recipe"]}}
+    if task == names.HUGGING_FACE:
+        if isinstance(rank := hf.get("lora_rank"), int):
+            hf.setdefault("lora_alpha", 2 * rank)
+        return {**values, "hf": hf, "recipe": {**_RECIPE_OF_MODELS, **_RECIPE_OF_HF, **values["recipe"]}}
     if task == "paced":
         return {**values, "paced": paced, "recipe": {**asdict(_PACED_RECIPE), **values["recipe"]}}
     try:

@@ -21,9 +21,10 @@ from node.config.run_config import RunConfig
 from node.config.task_tables import GptTable, PacedTable
 from node.tasks.base import Recipe
 from node.tasks.gpt import DEFAULT_PRESET, PRESETS
+from node.tasks.hf.settings import HfSettings
 
 _COLUMNS = 100
-_TABLES = ("recipe", "gpt", "paced", "options")
+_TABLES = ("recipe", "gpt", "paced", "hf", "options")
 _HEAD = """\
 A run file of Starling. The settings that all peers of a run share come first; joiners get them from the swarm. The
 table [peer] is for this machine only. Start the run with: python -m node join --run FILE.toml
@@ -40,6 +41,9 @@ The task gpt, a language model over bytes. The preset sets the defaults of the o
 one of {", ".join(PRESETS)}."""
 _PACED = """\
 The task paced: vectors, and steps that take a given time, to study the protocols."""
+_HF = """\
+The task hf, which fine-tunes a language model of Hugging Face. Each peer names its own copy by model and its own data
+by data, in [peer] or by --model and --data. See docs/models.md."""
 _PEER = """\
 This machine. Flags and NODE_* variables override these settings."""
 
@@ -55,6 +59,7 @@ def run_file() -> str:
         (*_table("recipe", _RECIPE), *_settings(Recipe, _values(run.recipe), off=True)),
         (*_table("gpt", _GPT), f"preset = {_toml(DEFAULT_PRESET)}", "", *_settings(GptTable, _values(gpt), off=True)),
         (*_table("paced", _PACED), *_settings(PacedTable, _values(PacedTable()))),
+        (*_table("hf", _HF), *_settings(HfSettings, _values(HfSettings()), off=True)),
         (*_table("options", _OPTIONS), ""),
         (*_table("peer", _PEER), *_settings(PeerConfig, _values(PeerConfig(), FILE_KEYS))),
     ]

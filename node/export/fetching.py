@@ -28,7 +28,7 @@ from node.storage.checkpoint import DIRECTORY, OUTER, Checkpoint, DataCursor, na
 from node.storage.file_buffer import outer_buffer
 from node.storage.publish import publish_checkpoint
 from node.storage.statedir import STAGE, write_atomically
-from node.tasks.base import flatten
+from node.tasks.flat import flatten
 from node.tasks.gpt import Gpt
 from node.tasks.gpt_stage import GptStage
 from node.tasks.paced import Paced

@@ -6,6 +6,7 @@ import codecs
 import re
 from collections.abc import Iterator
 
+from node.export.fine_tuned import load_fine_tuned
 from node.export.trained_model import TrainedError, TrainedModel
 from node.tasks.gpt import Gpt
 
@@ -13,17 +14,27 @@ _OBEYED = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2
 """Control characters of a terminal, except tab and newline."""
 
 
-def write(model: TrainedModel, prompt: bytes, tokens: int, temperature: float, seed: int) -> Iterator[str]:
-    """Continue a prompt by `tokens` bytes: the likeliest at temperature 0, otherwise drawn with a seed.
+def write(
+    model: TrainedModel, prompt: bytes, tokens: int, temperature: float, seed: int, base: str | None = None
+) -> Iterator[str]:
+    """Continue a prompt by `tokens` bytes or tokens: the likeliest at temperature 0, otherwise drawn with a seed.
+
+    Args:
+        base: this machine's copy of the model that a run of the task hf fine-tunes.
 
     Raises:
         TrainedError: the model generates no text, or the prompt is empty.
     """
     gpt = model.manifest.config.gpt
-    if gpt is None:
-        raise TrainedError(f"this run trains {model.manifest.config.task}, which generates no text: only gpt does")
     if not prompt:
         raise TrainedError("the prompt is empty: give the beginning of a text")
+    if model.manifest.config.hf:
+        tuned = load_fine_tuned(model, base)
+        yield from map(harmless, tuned.continue_text(prompt.decode(errors="replace"), tokens, temperature, seed))
+        return
+    if gpt is None:
+        task = model.manifest.config.task
+        raise TrainedError(f"this run trains {task}, which generates no text: only gpt and hf do")
     module = Gpt(gpt.shape)
     module.load_state_dict(dict(model.tensors))
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")

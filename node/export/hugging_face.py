@@ -1,5 +1,7 @@
 """Export a peer's model: the language model in Hugging Face's Llama format, all other models as safetensors.
 
+A model of Hugging Face that was fine-tuned is written by `node.export.fine_tuned`.
+
 The language model has the tensor names, the halves of rotary pairs and the order of operations of `LlamaForCausalLM`,
 so its tensors are not converted. Its tokens are bytes: the tokenizer is GPT-2's byte level without merges.
 """
@@ -14,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from node.config.task_tables import GptTable
+from node.export.fine_tuned import load_fine_tuned
 from node.export.trained_model import TrainedModel
 from node.storage import tensors
 from node.tasks.gpt import RMS_EPS, ROPE_THETA, VOCABULARY
@@ -25,19 +28,29 @@ class ExportError(ValueError):
     """The model cannot be written. The message says in one line what happened, why, and what to do."""
 
 
-def export(model: TrainedModel, out: Path) -> None:
+def export(model: TrainedModel, out: Path, base: str | None = None, merge: bool = False) -> None:
     """Create the directory, atomically.
 
+    Args:
+        base: this machine's copy of the model that a run of the task hf fine-tunes.
+        merge: whether to write the whole model instead of its adapters.
+
     Raises:
+        TrainedError: `base` is missing or another model, or is given for a run of another task.
         ExportError: it exists already and is not empty, or cannot be written.
     """
     if out.is_symlink() or (out.exists() and not (out.is_dir() and not any(out.iterdir()))):
         raise ExportError(f"{out} exists already and is not overwritten: name another directory by --out")
+    tuned = load_fine_tuned(model, base) if model.manifest.config.hf or base else None
     draft = out.absolute().with_name(f".{out.absolute().name}.new-{os.getpid()}")
     try:
         draft.mkdir(parents=True)
         try:
-            _fill(model, draft)
+            if tuned:
+                tuned.write(draft, merge)
+                (draft / "README.md").write_text(card(model, merge), encoding="utf-8")
+            else:
+                _fill(model, draft)
             draft.replace(out)
         finally:
             shutil.rmtree(draft, ignore_errors=True)
@@ -126,7 +139,7 @@ def _letters() -> list[str]:
     return [chr(byte if byte in seen else 256 + hidden.index(byte)) for byte in range(256)]
 
 
-def card(model: TrainedModel) -> str:
+def card(model: TrainedModel, merge: bool = False) -> str:
     """`README.md` of the model: where it comes from, and how to load it."""
     manifest = model.manifest
     config, count = manifest.config, sum(manifest.elements)
@@ -138,12 +151,15 @@ def card(model: TrainedModel) -> str:
         "task": f"`{config.task}`",
         "rounds": f"{model.rounds[0]} of {config.recipe.rounds}",
         **_origins(model),
+        **({"base": f"{manifest.model.base}, weights `{manifest.model.weights[:16]}`"} if manifest.model else {}),
         "held-out loss": f"{loss:.4f}{unit}" if math.isfinite(loss) else "not measured",
         "parameters": f"{count:,}, float32",
     }
     table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
     head = "---\nlibrary_name: transformers\npipeline_tag: text-generation\ntags: [starling, llama]\n---\n\n"
     about = f"# {name}\n\n{_ABOUT}\n\n| | |\n|---|---|\n{table}\n\n"
+    if config.hf:
+        return about + _loading_fine_tuned(config.hf.train == "lora" and not merge)
     return (head if config.gpt else "") + about + _loading(config.own_task, config.gpt)
 
 
@@ -160,6 +176,17 @@ def _origins(model: TrainedModel) -> dict[str, str]:
 
 
 _ABOUT = "Trained by the peers of a Starling run: volunteers' machines, without a central server."
+
+
+def _loading_fine_tuned(is_adapter: bool) -> str:
+    lines = ["from transformers import AutoModelForCausalLM", "", 'model = AutoModelForCausalLM.from_pretrained(".")']
+    if is_adapter:
+        lines = [
+            "from peft import AutoPeftModelForCausalLM",
+            "",
+            'model = AutoPeftModelForCausalLM.from_pretrained(".")',
+        ]
+    return "\n".join(["```python", *lines, "```", ""])
 
 
 def _loading(own_task: str, gpt: GptTable | None) -> str:

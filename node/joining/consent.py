@@ -1,7 +1,8 @@
-"""Consent to a user's own task: no peer imports a module because a manifest names it.
+"""Consent to a user's own task, and to a model of Hugging Face: a manifest alone decides neither.
 
 The manifest, and with it the task's name, comes from any peer that answers at an address. The module is on this
-machine, but importing it runs its code. So the user of this machine must name the same task.
+machine, but importing it runs its code; and a model may be a download of many gigabytes. So the user of this machine
+must name the same task, and a model.
 """
 
 from __future__ import annotations
@@ -19,11 +20,18 @@ def require_consent(manifest: Manifest, named: str | None, held: str) -> None:
     Raises:
         ManifestError: the run's task is a user's own and was not named, or another task was named.
     """
-    task = manifest.config.own_task
+    task = manifest.config.consent_task
     if named is None and (not task or manifest.run_id == held):
         return
     if not task:
         raise ManifestError(f"this run trains {manifest.config.task}, not {named}: join it without --task")
+    if manifest.model and named != task:
+        wrong = f", not {named}" if named else ""
+        base, size = manifest.model.base, manifest.model.size / 1e9
+        raise ManifestError(
+            f"this run fine-tunes a model of Hugging Face{wrong}, which its founder calls {base} ({size:.2f} GB): if "
+            "you have it, or want it downloaded, join with --task hf --model FOLDER_OR_ORG/NAME@REVISION --data FILE"
+        )
     if named != task:
         wrong = f", not {named}" if named else ""
         raise ManifestError(

@@ -60,6 +60,7 @@ async def found_run(
         created=founder.created,
         layout=None if plan else layout_digest(trainer.layout),
         stages=plan.entries if plan else None,
+        model=await trainer.pins() if config.hf else None,
     )
     return manifest, RunInfo(seal(manifest, founder.identity), sample)
 

@@ -10,7 +10,7 @@ import torch
 
 from node.config.manifest import StageEntry, layout_digest
 from node.config.run_config import RunConfig
-from node.tasks.base import flatten
+from node.tasks.flat import flatten
 from node.tasks.gpt_stage import GptStage, measure
 from node.tasks.paced import Paced
 from node.tasks.partition import cut

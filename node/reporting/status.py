@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from node.network.address_scope import Scope, scope
-from node.tasks.name import is_own
+from node.tasks.name import HUGGING_FACE, is_own
 
 if TYPE_CHECKING:
     from node.reporting.report import RoundReport
@@ -279,6 +279,8 @@ def join_command(status: Status) -> tuple[str, Scope] | None:
         command += f" --run-id {status.run_id}"
     if is_own(status.task):  # checked, because the name may be a stranger's, and users paste this line into a shell
         command += f" --task {status.task}"
+    if status.task == HUGGING_FACE:
+        command += f" --task {status.task} --model MODEL --data FILE"
     return command, scope(best)
 
 

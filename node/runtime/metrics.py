@@ -171,3 +171,8 @@ def workers_here() -> int:
         line = process.info["cmdline"] or ()
         count += any(first == "-m" and second in _WORKERS for first, second in pairwise(line))
     return count
+
+
+def available_memory_bytes() -> int:
+    """Memory that this process may still take, with what it has taken already."""
+    return int(psutil.virtual_memory().available) + int(psutil.Process().memory_info().rss)

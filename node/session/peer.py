@@ -239,10 +239,10 @@ class Peer:
                 start = await self._load_restart_point(resources, manifest, place)
                 sample = state.sample if run.sample and not stage else None
                 values = values_of(manifest, stage, resources.me)
-                spec = worker_spec(manifest.config, self._config, start.data.seed, sample, values)
+                spec = worker_spec(manifest.config, self._config, start.data.seed, sample, values, manifest.model)
                 trainer = await stack.enter_async_context(self._trainer(spec, resources))
                 manifest.require_layout(trainer.layout, stage)
-            except (WorkerError, ManifestError):  # this machine cannot train it
+            except (WorkerError, ManifestError, ConfigError):  # this machine cannot train it
                 await resources.disk.run(state.withdraw, 0)
                 raise
             await self._run_session(resources, EnteredRun(manifest, run, start, trainer, entrance, place))
@@ -292,7 +292,7 @@ class Peer:
         await resources.disk.run(begin, 0)
         rounds = config.recipe.rounds
         self._status_tracker.enter_run(
-            RunLabels(config.name, manifest.run_id, config.own_task, config.protocol, rounds)
+            RunLabels(config.name, manifest.run_id, config.consent_task, config.protocol, rounds)
         )
 
     async def _load_restart_point(

@@ -8,22 +8,22 @@ it, and the streams of two peers differ only by their seeds.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Protocol, TypeAlias
+from typing import Literal, Protocol, TypeAlias
 
 import torch
 from torch import nn
 
 from node.outer.noloco import most_pull
-from protocols.base import Layout, Vector
+from node.tasks.flat import require_trainable, unfrozen
 
 MAX_ELEMENTS = 1 << 31
 """Largest number of parameters of a run."""
 
 Batch: TypeAlias = tuple[torch.Tensor, ...]
-"""The arguments of `Task.loss`. The last tensor holds the targets; its number of elements counts as tokens."""
+"""The arguments of `Task.loss`. The last tensor holds the targets. Their number counts as tokens."""
 
 OptionValue: TypeAlias = bool | int | float | str
 
@@ -46,11 +46,16 @@ class TaskContext:
 
 
 class Task(Protocol):
-    """A module, its data and its loss."""
+    """A module, its data and its loss.
+
+    A task may have two more methods: `trained()` returns the (name, parameter) pairs to train and average, without it
+    all of the module's that take gradients; `targets(batch)` returns the number of a batch's targets, without it the
+    number of elements of its last tensor.
+    """
 
     @property
     def module(self) -> nn.Module:
-        """The module to train. Its parameters are float32; its buffers stay local and are never averaged."""
+        """The module to train. Its buffers and its frozen parameters stay local and are never averaged."""
 
     def batch(self, seed: int, position: int) -> Batch:
         """The `position`-th batch (from 0) of the stream of `seed`. The same arguments give the same batch."""
@@ -73,7 +78,7 @@ class Recipe:
         inner_steps: H, inner steps of a round.
         rounds: length of the run, and of the learning rate's cosine.
         batches: batches accumulated into one inner step.
-        learning_rate, betas, weight_decay: of AdamW (Loshchilov & Hutter 2019); the decay applies to every parameter.
+        learning_rate, betas, weight_decay: of AdamW (Loshchilov & Hutter 2019).
         clip_norm: L2 norm at which the gradient of an inner step is clipped.
         warmup_steps: number of first global inner steps in which the rate rises linearly.
         final_fraction: learning rate at the end of the cosine, as a fraction of `learning_rate`.
@@ -81,6 +86,11 @@ class Recipe:
         outer_pull: only for gossip. If set, the outer step is NoLoCo's (Kolehmainen et al. 2025) with this gamma: it
             pulls the states of two peers together by this much instead of averaging them; best is
             1 - outer_momentum². None: gossip averages states.
+        mean: what a step's gradient is: with token, the mean over the targets of all its batches; with batch (stored as
+            None), the mean of the batches' means. The default is token for hf and users' own tasks.
+        decay: what the weight decay applies to: with matrices, tensors of two or more dimensions except adapters, so
+            not norms and biases; with all (stored as None), every parameter. The default is matrices for hf and users'
+            own tasks.
     """
 
     inner_steps: int
@@ -95,6 +105,8 @@ class Recipe:
     warmup_steps: int = 20
     final_fraction: float = 0.1
     outer_pull: float | None = None
+    mean: Literal["token"] | None = None
+    decay: Literal["matrices"] | None = None
 
     def __post_init__(self) -> None:
         for name in ("inner_steps", "rounds", "batches"):
@@ -143,63 +155,17 @@ def require(values: object, name: str, valid: Callable[[float], bool], words: st
         raise ValueError(f"{name} must be {'a whole number, ' if whole else ''}{words}, not {value!r}")
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class FlatParameters:
-    """A module's parameters and gradients as flat vectors, one of each for a fragment of the layout.
-
-    The module's tensors are views of the vectors, so writing to a vector changes the module.
-    """
-
-    layout: Layout
-    vectors: tuple[Vector, ...]
-    gradients: tuple[Vector, ...]
-
-
-def require_trainable(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Return all parameters of a module by name, after checking that they can be trained and averaged.
+def trained(task: Task) -> list[tuple[str, nn.Parameter]]:
+    """The parameters that a task trains, by name, after checking that they can be trained and averaged.
 
     Raises:
-        ValueError: there are none, or one is not float32, is on another device than the others, or takes no gradient.
+        ValueError: as for `node.tasks.flat.require_trainable`.
     """
-    parameters = list(module.named_parameters())
-    if not sum(parameter.numel() for _, parameter in parameters):
-        raise ValueError("the module has no parameters to train")
-    device = parameters[0][1].device
-    for name, parameter in parameters:
-        if parameter.dtype != torch.float32 or parameter.device != device:
-            raise ValueError(
-                f"parameter {name} is {parameter.dtype} on {parameter.device}: float32 on {device} is needed"
-            )
-        if not parameter.requires_grad:
-            raise ValueError(f"parameter {name} takes no gradient: tensors that are not trained must be buffers")
-    return parameters
+    named: Callable[[], Iterable[tuple[str, nn.Parameter]]] | None = getattr(task, "trained", None)
+    return require_trainable(named() if named else unfrozen(task.module))
 
 
-def flatten(module: nn.Module, allocate: Callable[[int], Vector] | None = None, resume: bool = False) -> FlatParameters:
-    """Move a module's parameters into flat vectors, in the order of `named_parameters`. Their values do not change.
-
-    Today there is one fragment. Gradients are views as well: fill their vectors with zeros, never set them to None.
-
-    Args:
-        allocate: returns the vector of the given number of elements for the parameters, for example in shared memory.
-        resume: use the values in that vector as the parameters, instead of copying the parameters into it.
-
-    Raises:
-        ValueError: as for `require_trainable`.
-    """
-    parameters = require_trainable(module)
-    device = parameters[0][1].device
-    layout = Layout((tuple((name, tuple(parameter.shape)) for name, parameter in parameters),))
-    (size,) = layout.sizes()
-    vector = torch.empty(size, device=device) if allocate is None else allocate(size)
-    gradient = torch.zeros(size, device=device)
-    low = 0
-    for _, parameter in parameters:
-        high = low + parameter.numel()
-        view = vector[low:high].view(parameter.shape)
-        if not resume:
-            view.copy_(parameter.detach())
-        parameter.data = view
-        parameter.grad = gradient[low:high].view(parameter.shape)
-        low = high
-    return FlatParameters(layout, (vector,), (gradient,))
+def count_targets(task: Task, batch: Batch) -> int:
+    """The number of a batch's targets."""
+    count: Callable[[Batch], int] | None = getattr(task, "targets", None)
+    return int(count(batch)) if count else batch[-1].numel()

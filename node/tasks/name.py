@@ -6,7 +6,8 @@ import math
 import re
 from typing import Any
 
-BUILT_IN = ("gpt", "paced")
+HUGGING_FACE = "hf"
+BUILT_IN = ("gpt", "paced", HUGGING_FACE)
 MAX_NAME_CHARACTERS = 128
 MAX_OPTIONS = 64
 MAX_OPTION_CHARACTERS = 1024

@@ -13,14 +13,18 @@ import torch
 from node.tasks import user_task as own
 from node.tasks.base import OptionValue, Recipe, TaskContext, require
 from node.tasks.gpt import GptConfig, GptTask, Preset
+from node.tasks.hf.settings import HfValues, ModelPins
 from node.tasks.paced import Paced
 from node.tasks.text import load
+from node.training.adamw import AdamWLearner
 from node.training.cores import usable_cores
-from node.training.trainer import AdamWLearner, Learner
+from node.training.trainer import Learner
 from protocols.base import Vector
 
 DEVICES = ("auto", "cpu", "cuda", "mps")
 PRECISIONS = ("auto", "float32", "bfloat16")
+MODEL_PATIENCE, COMPILING_PATIENCE = 15, 30
+"""Of the task hf: the first start tokenises the data, and the first step may compile the module."""
 BFLOAT16_WIDTH = 192
 """Least width at which bfloat16 is faster, on CPUs that support it: 8.8k tokens/s against 7.7k at 192, slower below."""
 
@@ -82,7 +86,7 @@ class StageValues:
         return self.number == self.stages - 1
 
 
-Values: TypeAlias = GptValues | PacedValues | OwnValues
+Values: TypeAlias = GptValues | PacedValues | OwnValues | HfValues
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,12 +145,26 @@ class WorkerSpec:
             fields[name] = Path(fields[name]) if fields[name] else None
         return cls(recipe=Recipe(**recipe | {"betas": tuple(recipe["betas"])}), **fields)
 
+    @property
+    def compiles(self) -> bool:
+        """Whether the first step compiles the module."""
+        return isinstance(self.values, HfValues) and self.values.machine.compile
+
+    @property
+    def patience(self) -> int:
+        """How many times longer than usual the worker may take to start, and for its first step."""
+        if not isinstance(self.values, HfValues):
+            return 1
+        return COMPILING_PATIENCE if self.compiles else MODEL_PATIENCE
+
     def thread_count(self) -> int:
         """Number of threads to start with: the given one, or this worker's share of the usable cores."""
         return self.threads or max(1, usable_cores() // self.peers_here)
 
 
 def _read_values(kind: str, values: dict[str, Any]) -> Values:
+    if kind == HfValues.__name__:
+        return HfValues.from_fields(values)
     if kind == GptValues.__name__:
         return GptValues(GptConfig(**values["shape"]), values["rows"])
     return PacedValues(**values) if kind == PacedValues.__name__ else OwnValues(**values)
@@ -171,12 +189,14 @@ class Job:
         held_out: the evaluation sample; empty if the task has none.
         generate: takes (prompt, tokens, temperature, seed) and generates text with the learner's parameters; None if
             the task generates no text.
+        pins: what the run's manifest says of the model; None for a task that has no model of its own.
     """
 
     learner: ResumableLearner
     rest_seconds: float = 0.0
     held_out: bytes = b""
     generate: Callable[[bytes, int, float, int], bytes] | None = None
+    pins: ModelPins | None = None
 
 
 Allocate: TypeAlias = Callable[[int], Vector]
@@ -199,6 +219,8 @@ def build(spec: WorkerSpec, allocate: Allocate, resume: bool) -> Job:
         return Job(paced, values.step_seconds)
     device = device_of(spec.device)
     place, resume = (allocate, resume) if device == "cpu" else (None, False)
+    if isinstance(values, HfValues):
+        return _build_hf(spec, values, device, place, resume)
     if isinstance(values, OwnValues):
         own_task = own.make(values.name, TaskContext(spec.weights_seed, device, spec.data, values.options))
         own_task.try_out(spec.stream_seed)
@@ -210,6 +232,26 @@ def build(spec: WorkerSpec, allocate: Allocate, resume: bool) -> Job:
     autocast = _autocast(spec.precision, device, values.shape.width)
     learner = AdamWLearner(task, spec.recipe, spec.stream_seed, place, resume, autocast)
     return Job(learner, held_out=text.held_out.numpy().tobytes(), generate=task.module.generate)
+
+
+def _build_hf(spec: WorkerSpec, values: HfValues, device: str, place: Allocate | None, resume: bool) -> Job:
+    from node.tasks.hf.memory import tell_memory  # only a worker of this task loads transformers
+    from node.tasks.hf.task import make_task
+
+    reduced = spec.precision == "bfloat16" or (spec.precision == "auto" and device == "cuda")
+    dtype = torch.bfloat16 if reduced else torch.float32
+    torch.manual_seed(spec.weights_seed)  # of the adapters
+    task = make_task(values, spec.data, spec.held_out, device, dtype)
+    tell_memory(task.module, values)
+    learner = AdamWLearner(task, spec.recipe, spec.stream_seed, place, resume)
+    if not resume and spec.held_out is not None and values.settings.train == "lora":
+        task.compare_base(learner.evaluate(), values.pins)
+
+    def generate(prompt: bytes, tokens: int, temperature: float, seed: int) -> bytes:
+        with learner.evaluating():
+            return task.generate(prompt, tokens, temperature, seed)
+
+    return Job(learner, held_out=task.held_out, generate=generate, pins=task.pins)
 
 
 def device_of(name: str) -> str:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from node.tasks.base import MAX_ELEMENTS, Batch, Task, TaskContext, require_trainable
+from node.tasks.base import MAX_ELEMENTS, Batch, Task, TaskContext, count_targets, trained
 
 MAX_TENSORS = 4096
 MAX_TENSOR_NAME_CHARACTERS = 200
@@ -49,6 +49,16 @@ class OwnTask:
         with blamed(self.name, "loss()"):
             return self._task.loss(*batch)
 
+    def trained(self) -> list[tuple[str, nn.Parameter]]:
+        """The parameters to train; see `Task`."""
+        with blamed(self.name, "trained()"):
+            return trained(self._task)
+
+    def targets(self, batch: Batch) -> int:
+        """The number of a batch's targets; see `Task`."""
+        with blamed(self.name, "targets()"):
+            return count_targets(self._task, batch)
+
     def evaluate(self) -> float:
         """Call the user's `evaluate`."""
         with blamed(self.name, "evaluate()"), torch.no_grad():
@@ -70,6 +80,8 @@ class OwnTask:
                 raise self._fault(
                     "batch() gave different batches for the same seed and position: it must depend on nothing else"
                 )
+            if (count := self.targets(batch)) < 0:
+                raise self._fault(f"targets() must return a number of targets, not {count}")
             loss = self.loss(*batch)
             if not isinstance(loss, torch.Tensor) or loss.dim() or not loss.requires_grad:
                 raise self._fault("loss() must return a tensor without dimensions that depends on the parameters")
@@ -109,7 +121,7 @@ def make(name: str, given: TaskContext) -> OwnTask:
         if missing or not isinstance(getattr(task, "module", None), nn.Module):
             lacks = ", ".join(missing) or "module, a torch module"
             raise TaskError(f"task {name}: the factory's result, a {type(task).__name__}, lacks {lacks}")
-        _check_module(name, task.module, given.device)
+        _check_parameters(name, task, given.device)
     return OwnTask(name, task)
 
 
@@ -135,14 +147,14 @@ def _find(name: str) -> Callable[..., Any]:
     return factory  # type: ignore[no-any-return]
 
 
-def _check_module(name: str, module: nn.Module, device: str) -> None:
-    """Check that the module can be trained on this device.
+def _check_parameters(name: str, task: Task, device: str) -> None:
+    """Check that the task's parameters can be trained on this device.
 
     Raises:
         TaskError: it cannot.
     """
     try:
-        parameters = require_trainable(module)
+        parameters = trained(task)
     except ValueError as error:
         raise TaskError(f"task {name}: {error}") from None
     elements = sum(parameter.numel() for _, parameter in parameters)

@@ -69,6 +69,7 @@ class WorkerProcess:
         self.child = child
         self.useful = False
         self.layout = Layout(())
+        self._patience = 1
         self._reader, self._writer = reader, writer
 
     @classmethod
@@ -111,13 +112,14 @@ class WorkerProcess:
         return worker
 
     async def _introduce(self, spec: WorkerSpec) -> None:
+        self._patience, start_seconds = spec.patience, START_SECONDS * spec.patience
         self._writer.write(spec.to_json().encode() + b"\n")
         try:
-            async with asyncio.timeout(START_SECONDS):
+            async with asyncio.timeout(start_seconds):
                 fragments = (await self._next())["done"]
         except TimeoutError:
             raise WorkerError(
-                f"the worker did not start within {START_SECONDS:g} s: {self.child.output_tail}"
+                f"the worker did not start within {start_seconds:g} s: {self.child.output_tail}"
             ) from None
         except WorkerGone:
             self.child.send_kill()  # in case it closed its socket and still runs
@@ -139,7 +141,7 @@ class WorkerProcess:
         starved = 0
         while True:
             steps, ready = memory.steps, ready_seconds(self.child.pid)
-            patience_seconds = _patience_seconds(memory) + extra_seconds
+            patience_seconds = _patience_seconds(memory, self._patience) + extra_seconds
             try:
                 async with asyncio.timeout(patience_seconds):
                     answer = await self._next()
@@ -183,6 +185,6 @@ def _log_line(line: str | None) -> None:
         log.warning("worker: %s", line)
 
 
-def _patience_seconds(memory: Shared) -> float:
+def _patience_seconds(memory: Shared, patience: int) -> float:
     longest = memory.longest_step_seconds
-    return max(PATIENCE_SECONDS, PATIENCE_STEPS * longest) if longest else FIRST_STEP_SECONDS
+    return max(PATIENCE_SECONDS, PATIENCE_STEPS * longest) if longest else FIRST_STEP_SECONDS * patience

@@ -28,6 +28,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from node.tasks.hf.settings import ModelPins
 from node.tasks.spec import WorkerSpec
 from node.training import shared
 from node.training.process import OnProgress, WorkerError, WorkerGone, WorkerProcess
@@ -220,6 +221,10 @@ class RemoteTrainer:
     async def held_out(self) -> bytes:
         """The evaluation sample, at most 256 KiB; empty where the task has none."""
         return base64.b64decode(await self._order({"do": "held_out"}))
+
+    async def pins(self) -> ModelPins:
+        """What the run's manifest says of the model, in a run of the task hf."""
+        return ModelPins.from_fields(await self._order({"do": "pins"}))
 
     async def generate(self, prompt: bytes, tokens: int, temperature: float = 0.0, seed: int = 0) -> bytes:
         """Continue `prompt` by `tokens` bytes with the outer parameters; at temperature 0 by the likeliest ones.

@@ -10,10 +10,12 @@ from dataclasses import dataclass
 import torch
 
 from node.tasks.activations import ACTIVATION_DTYPES
-from node.tasks.base import Recipe, flatten
+from node.tasks.base import Recipe
+from node.tasks.flat import flatten
 from node.tasks.gpt import VOCABULARY
 from node.tasks.gpt_stage import ActivationShape, GptStageTask
-from node.training.trainer import ClippedAdamW, Step
+from node.training.adamw import ClippedAdamW
+from node.training.trainer import Step
 from protocols.base import BadPayload, Buffer, Vector
 
 

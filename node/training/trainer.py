@@ -2,7 +2,7 @@
 
 Three layers. The first two are synchronous, so that a worker process can run them:
 
-    Learner          takes inner steps: `AdamWLearner` on a task's module, `Paced` without a model, only waiting
+    Learner          takes inner steps: `node.training.adamw.AdamWLearner` on a task's module, `Paced` only waits
     LocalTraining    one learner's work since its anchor: tokens, loss, seconds, norm of the pseudo-gradient
     InlineTrainer    `protocols.base.Trainer` over a `LocalTraining`, in the event loop itself
 """
@@ -18,7 +18,6 @@ from typing import Protocol
 
 import torch
 
-from node.tasks.base import FlatParameters, Recipe, Task, flatten
 from node.training.rest import RestGate
 from protocols.base import Layout, LocalProgress, RoundKey, Vector
 
@@ -55,116 +54,6 @@ class Learner(Protocol):
 
     def evaluate(self) -> float:
         """Mean loss of the present parameters over held-out data."""
-
-
-class ClippedAdamW:
-    """AdamW with gradient clipping and the recipe's learning rate, on a module's flat parameters and gradients."""
-
-    def __init__(self, flat: FlatParameters, recipe: Recipe) -> None:
-        self._gradients, self._recipe = flat.gradients, recipe
-        # One parameter for each fragment: an optimiser step is a few passes over it, however many tensors it holds.
-        parameters = [torch.nn.Parameter(vector) for vector in flat.vectors]
-        for parameter, gradient in zip(parameters, flat.gradients, strict=True):
-            parameter.grad = gradient
-        self._adamw = torch.optim.AdamW(
-            parameters, recipe.learning_rate, recipe.betas, weight_decay=recipe.weight_decay, fused=True
-        )
-
-    def clear(self) -> None:
-        """Set the gradients to zero. They stay views of their vectors."""
-        for gradient in self._gradients:
-            gradient.zero_()
-
-    def step(self, round_number: int, step: int, divisor: int = 1) -> bool:
-        """Take the step along the gradients, or change nothing and return False if they are not finite.
-
-        Args:
-            divisor: what the gradients are divided by first: the number of microbatches whose sum they are.
-        """
-        if divisor != 1:
-            for gradient in self._gradients:
-                gradient.div_(divisor)
-        norm = math.hypot(*(float(torch.linalg.vector_norm(gradient)) for gradient in self._gradients))
-        if not math.isfinite(norm):
-            return False
-        for gradient in self._gradients:
-            gradient.mul_(min(1.0, self._recipe.clip_norm / (norm + 1e-6)))
-        self._adamw.param_groups[0]["lr"] = self._rate(round_number, step)
-        self._adamw.step()
-        return True
-
-    def moments(self, make: bool = False) -> dict[str, torch.Tensor]:
-        """`exp_avg`, `exp_avg_sq` and `step`; with several fragments, `exp_avg.0` and so on."""
-        found: dict[str, torch.Tensor] = {}
-        (group,) = self._adamw.param_groups
-        for number, parameter in enumerate(group["params"]):
-            state = self._adamw.state[parameter]
-            if make and not state:
-                state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
-                state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
-            suffix = f".{number}" if len(group["params"]) > 1 else ""
-            found |= {f"{name}{suffix}": state[name] for name in ("exp_avg", "exp_avg_sq", "step") if name in state}
-        return found
-
-    def _rate(self, round_number: int, step: int) -> float:
-        """The learning rate at the global step. Surplus steps keep the round's last rate, as the other peers do."""
-        steps = self._recipe.inner_steps
-        return self._recipe.rate(round_number * steps + min(step, steps - 1))
-
-
-class AdamWLearner:
-    """Train a task's module by AdamW with warm-up, cosine decay and gradient clipping, on flat vectors.
-
-    Attributes:
-        position: number of batches drawn so far. Together with the seed it is enough to resume the data.
-    """
-
-    def __init__(
-        self,
-        task: Task,
-        recipe: Recipe,
-        seed: int,
-        allocate: Callable[[int], Vector] | None = None,
-        resume: bool = False,
-        autocast: torch.dtype | None = None,
-    ) -> None:
-        """
-        Args:
-            seed: of this peer's stream of data, different for each peer.
-            allocate, resume: as in `flatten`.
-            autocast: dtype of a step's forward pass, for the operations that torch considers safe; None: float32.
-                Parameters, optimiser and evaluation are always float32.
-        """
-        flat = flatten(task.module, allocate, resume)
-        self.layout, self.vectors = flat.layout, flat.vectors
-        self.position = 0
-        self._task, self._recipe, self._seed = task, recipe, seed
-        self._optimizer = ClippedAdamW(flat, recipe)
-        self._precision = torch.autocast(self.vectors[0].device.type, autocast, enabled=autocast is not None)
-
-    def step(self, round_number: int, step: int) -> Step:
-        """Take one optimiser step over `recipe.batches` batches; skip it if the gradient is not finite."""
-        self._optimizer.clear()
-        total, tokens = 0.0, 0
-        for _ in range(self._recipe.batches):
-            batch = self._task.batch(self._seed, self.position)
-            self.position += 1
-            with self._precision:
-                loss = self._task.loss(*batch)
-            (loss / self._recipe.batches).backward()  # type: ignore[no-untyped-call]
-            total += float(loss.detach())
-            tokens += batch[-1].numel()
-        if not self._optimizer.step(round_number, step):
-            return Step(math.nan, 0)
-        return Step(total / self._recipe.batches, tokens)
-
-    def moments(self, make: bool = False) -> dict[str, torch.Tensor]:
-        """The optimiser's tensors by name; see `ClippedAdamW.moments`."""
-        return self._optimizer.moments(make)
-
-    def evaluate(self) -> float:
-        """The task's own evaluation."""
-        return self._task.evaluate()
 
 
 class LocalTraining:

@@ -8,6 +8,7 @@ The socket carries lines of JSON: one command at a time, each answered by `done`
     do: train, round, begin, surplus                    -> progress: LocalProgress, ...; done: LocalProgress
     do: evaluate                                        -> done: loss
     do: held_out                                        -> done: base64
+    do: pins                                            -> done: ModelPins, with the loss of the outer parameters
     do: generate, prompt, tokens, temperature, seed     -> done: base64
     do: save, path                                      -> done: size in bytes of the optimiser's state file
     do: load, path or null, position, threads           -> done: null; threads: to start with, 0: not known
@@ -21,6 +22,7 @@ from __future__ import annotations
 
 import base64
 import json
+import math
 import os
 import socket
 import sys
@@ -71,6 +73,7 @@ class Worker:
         self._local_training = LocalTraining(job.learner, spec.recipe.inner_steps, self._anchors)
         self._take(0)
         job.learner.position = shared.position
+        self._compiles = spec.compiles  # in its next step, whose time says nothing about that of others
         self._parent = os.getppid()
         plain = spec.stage is None and not isinstance(spec.values, PacedValues)
         measured = spec.threads == 0 and not self._apart and plain
@@ -95,6 +98,8 @@ class Worker:
                 return self._local_training.evaluate()
             case "held_out":
                 return base64.b64encode(self._job.held_out).decode()
+            case "pins":
+                return self._pins()
             case "generate":
                 return self._generate(command)
             case "save":
@@ -115,7 +120,8 @@ class Worker:
             local_training.step()
             now = time.perf_counter()
             local_training.spend(now - mark)
-            shared.stepped(now - mark)
+            shared.stepped(0.0 if self._compiles else now - mark)
+            self._compiles = False
             if self._tuner:
                 self._tune(self._tuner, now - mark, now)
             mark = now
@@ -167,6 +173,12 @@ class Worker:
         if self._tuner and threads:
             self._tuner.begin(threads)
             self._compute_with(self._tuner.threads)
+
+    def _pins(self) -> dict[str, Any]:
+        if self._job.pins is None:
+            raise CommandRejected("this task has no model of its own")
+        loss = self._local_training.evaluate() if self._job.held_out else math.nan
+        return asdict(self._job.pins) | {"base_loss": loss if math.isfinite(loss) else None}
 
     def _generate(self, command: dict[str, Any]) -> str:
         if self._job.generate is None:

@@ -18,9 +18,10 @@ from node.runtime.identity import Identity, load_or_create
 from node.storage.checkpoint import OUTER, Checkpoint, DataCursor
 from node.storage.file_buffer import outer_header
 from node.storage.publish import publish_checkpoint
-from node.tasks.base import flatten
+from node.tasks.flat import flatten
 from node.tasks.gpt import Gpt
 from node.tasks.gpt_stage import GptStage, assemble
+from node.tasks.hf.settings import ModelPins
 from protocols.base import Member
 from protocols.sync.snapshot import SnapshotIndex
 
@@ -39,13 +40,22 @@ def small_gpt() -> RunConfig:
 
 
 def keep(
-    directory: Path, config: RunConfig, module: nn.Module, round_number: int = 5, loss: float | None = 2.5
+    directory: Path,
+    config: RunConfig,
+    module: nn.Module,
+    round_number: int = 5,
+    loss: float | None = 2.5,
+    model: ModelPins | None = None,
 ) -> Checkpoint:
-    """Write a checkpoint of the module into a run's state directory, which is created if there is none."""
+    """Write a checkpoint of the module into a run's state directory, which is created if there is none.
+
+    Args:
+        model: pins of the model, in a run of the task hf.
+    """
     directory.mkdir(exist_ok=True)
     founder = load_or_create(directory / "identity.key")
     layout = flatten(module).layout
-    manifest = _manifest(config, founder, layout.sizes(), layout_digest(layout))
+    manifest = _manifest(config, founder, layout.sizes(), layout_digest(layout), model=model)
     (directory / "manifest.bin").write_bytes(sealed(manifest, founder))
     return keep_checkpoint(directory, manifest.run_id, module, round_number, loss=loss)
 
@@ -160,6 +170,7 @@ def _manifest(
     elements: tuple[int, ...],
     layout: bytes | None,
     stages: tuple[StageEntry, ...] | None = None,
+    model: ModelPins | None = None,
 ) -> Manifest:
     return Manifest(
         config=config,
@@ -169,4 +180,5 @@ def _manifest(
         created=1.0,
         layout=layout,
         stages=stages,
+        model=model,
     )

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from node.config.run_config import RunConfig, load_run
 from node.config.task_tables import MAX_ELEMENTS, GptTable
 from node.config.toml import MAX_BYTES, ConfigError
-from node.tasks.base import Recipe, flatten
+from node.tasks.base import Recipe
+from node.tasks.flat import flatten
 from node.tasks.gpt import PRESETS, Gpt
 from node.tasks.paced import Paced
 
@@ -110,7 +111,10 @@ def test_own_task_has_name_and_options(file: Path) -> None:
     config = load_run(file, {"recipe.rounds": 5}, PROTOCOLS)
     assert (config.own_task, config.gpt, config.paced, config.elements) == ("pkg.mine:make", None, None, None)
     assert config.options == {"rows": 3, "rate": 1.0, "fast": True, "of": "é"}
-    assert config.recipe == replace(PRESETS["w128"].recipe, rounds=5)
+    assert config.recipe == replace(PRESETS["w128"].recipe, rounds=5, mean="token", decay="matrices")
+    older = load_run(file, {"recipe.rounds": 5, "recipe.mean": "batch", "recipe.decay": "all"}, PROTOCOLS)
+    assert older.recipe == replace(PRESETS["w128"].recipe, rounds=5)
+    assert b"mean" not in older.to_canonical() and b"mean" not in run().to_canonical()
     again = RunConfig.from_canonical(config.to_canonical())
     assert again == config and again.options is not None and isinstance(again.options["rate"], float)
     assert run({"task": "mine:make"}).options == {} and run().own_task == ""
@@ -124,7 +128,7 @@ def test_own_task_has_name_and_options(file: Path) -> None:
     ],
 )  # fmt: skip
 def test_only_module_and_factory_name_own_task(name: str) -> None:
-    assert "is no task: gpt, paced, or your own as package.module:factory" in refusal(None, {"task": name})
+    assert "is no task: gpt, paced, hf, or your own as package.module:factory" in refusal(None, {"task": name})
     for valid in ("mine:make", "a.b_c.D1:_e", f"{'a' * 62}:{'b' * 65}"):
         assert run({"task": valid}).own_task == valid
 
@@ -154,7 +158,7 @@ def test_fork_setting_gives_the_fork_peers() -> None:
         ("task = 'paced'\n[gpt]\nlayer = 3", 'unknown key "layer" in [gpt]: did you mean "layers"?'),
         ("rounds = 3", 'unknown key "rounds": write it as "recipe.rounds", or into the table [recipe]'),
         ("protocol = 'buterfly'", 'unknown protocol "buterfly": did you mean "butterfly"?'),
-        ("task = 'gtp'", "\"task\": 'gtp' is no task: gpt, paced, or your own as package.module:factory"),
+        ("task = 'gtp'", "\"task\": 'gtp' is no task: gpt, paced, hf, or your own as package.module:factory"),
         ("task = 3", '"task" must be a text, not 3'),
         ("task = 'a.b:c:d'", "'a.b:c:d' is no task"),
         ("task = 'a:b'\noptions = 3", '"options" must be a table, [options]'),

@@ -12,6 +12,7 @@ from node.config.run_config import RunConfig, load_run
 from node.config.run_file import meanings, run_file
 from node.config.task_tables import GptTable, PacedTable
 from node.tasks.base import Recipe
+from node.tasks.hf.settings import HfSettings
 
 PROTOCOLS = ("butterfly",)
 SWITCHED_ON = re.sub(r"^#(\w+ = )", r"\1", run_file(), flags=re.MULTILINE)
@@ -48,12 +49,13 @@ def test_run_file_documents_every_setting() -> None:
     }
     assert tables["gpt"].keys() == names["gpt"] | {"preset"} and tables["peer"].keys() == {*FILE_KEYS}
     assert tables["recipe"].keys() == names["recipe"] and tables["paced"].keys() == names["paced"]
+    assert tables["hf"].keys() == names["hf"]
     for schema in (RunConfig, PeerConfig, *SCHEMAS.values()):
         missing = {field.name for field in fields(schema)} - meanings(schema).keys()
-        assert missing <= {"gpt", "paced", "options"}, f"{schema.__name__}: its docstring lacks {missing}"
+        assert missing <= {"gpt", "paced", "hf", "options"}, f"{schema.__name__}: its docstring lacks {missing}"
     lines = run_file().splitlines()
     settings = [number for number, line in enumerate(lines) if re.match(r"#?\w+ =", line)]
     assert [lines[number] for number in settings if not lines[number - 1]] == ['preset = "w128"']
 
 
-SCHEMAS: dict[str, type] = {"recipe": Recipe, "gpt": GptTable, "paced": PacedTable}
+SCHEMAS: dict[str, type] = {"recipe": Recipe, "gpt": GptTable, "paced": PacedTable, "hf": HfSettings}

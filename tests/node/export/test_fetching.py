@@ -15,7 +15,7 @@ from node.export.trained_model import TrainedError
 from node.export.trained_rounds import trained_rounds
 from node.runtime.identity import create, verify
 from node.storage.checkpoint import newest
-from node.tasks.base import flatten
+from node.tasks.flat import flatten
 from node.tasks.gpt import Gpt
 from protocols import INDEPENDENT_PROTOCOLS
 from protocols.base import Layout, Member

@@ -48,7 +48,7 @@ def test_impossible_generation_gives_one_line_error(tmp_path: Path) -> None:
     with pytest.raises(TrainedError, match=r"^the prompt is empty: "):
         list(write(load_trained([tmp_path / "gpt"]), b"", 5, 0.0, 0))
     keep(tmp_path / "own", load_run(None, {"task": "mine:make"}, ["butterfly"]), torch.nn.Linear(1, 1))
-    with pytest.raises(TrainedError, match=r"^this run trains mine:make, which generates no text: only gpt does$"):
+    with pytest.raises(TrainedError, match=r"^this run trains mine:make, which generates no text: only gpt and hf do$"):
         list(write(load_trained([tmp_path / "own"]), b"a", 5, 0.0, 0))
 
 

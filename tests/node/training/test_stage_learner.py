@@ -15,8 +15,9 @@ from node.tasks.gpt import Gpt, GptConfig, GptTask, Preset
 from node.tasks.gpt_stage import GptStage, GptStageTask, assemble, block_names, measure
 from node.tasks.partition import BlockCost, Partition, cut
 from node.tasks.text import Text
+from node.training.adamw import AdamWLearner
 from node.training.stage_learner import ActivationCodec, StageLearner
-from node.training.trainer import AdamWLearner, Step
+from node.training.trainer import Step
 from protocols.base import BadPayload
 
 RECIPE = Recipe(

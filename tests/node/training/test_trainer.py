@@ -13,7 +13,8 @@ from node.tasks.base import Batch, Recipe
 from node.tasks.gpt import GptConfig, Preset
 from node.tasks.paced import Paced
 from node.tasks.text import Text
-from node.training.trainer import AdamWLearner, InlineTrainer, LocalTraining, Step
+from node.training.adamw import AdamWLearner
+from node.training.trainer import InlineTrainer, LocalTraining, Step
 from protocols.base import Layout, LocalProgress, RoundKey, Trainer, Vector
 from tests.sim.loop import run
 

@@ -1,0 +1,109 @@
+"""A module's trained parameters and their gradients as flat vectors, which the module's tensors are views of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from protocols.base import Layout, Vector
+
+NamedParameters = Iterable[tuple[str, nn.Parameter]]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FlatParameters:
+    """Trained parameters and gradients as flat float32 vectors, one of each for a fragment of the layout.
+
+    Writing to a vector changes the module: at once where a tensor computes in float32, and with the next `refresh`
+    where it computes in bfloat16. Such a tensor is a view of a second vector, `compute`, which is a rounded copy.
+
+    Attributes:
+        compute: parameters and gradients in bfloat16; None if all tensors compute in float32.
+    """
+
+    layout: Layout
+    vectors: tuple[Vector, ...]
+    gradients: tuple[Vector, ...]
+    compute: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def refresh(self) -> None:
+        """Round the parameters to the dtype in which the module computes."""
+        if self.compute:
+            self.compute[0].copy_(self.vectors[0])
+
+    def collect(self) -> None:
+        """Add the gradients of the last backward pass in bfloat16 to the float32 ones, and set them to zero."""
+        if self.compute:
+            self.gradients[0].add_(self.compute[1])
+            self.compute[1].zero_()
+
+
+def unfrozen(module: nn.Module) -> NamedParameters:
+    """The parameters of a module that take gradients, by name."""
+    return ((name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad)
+
+
+def require_trainable(named: NamedParameters) -> list[tuple[str, nn.Parameter]]:
+    """Return the parameters, after checking that they can be trained and averaged.
+
+    Raises:
+        ValueError: there are none, or one is neither float32 nor bfloat16, is on another device than the others, or
+            takes no gradient.
+    """
+    parameters = list(named)
+    if not sum(parameter.numel() for _, parameter in parameters):
+        raise ValueError("the module has no parameters to train")
+    device = parameters[0][1].device
+    for name, parameter in parameters:
+        if parameter.dtype not in (torch.float32, torch.bfloat16) or parameter.device != device:
+            what = f"parameter {name} is {parameter.dtype} on {parameter.device}"
+            raise ValueError(f"{what}: float32 or bfloat16 on {device} is needed")
+        if not parameter.requires_grad:
+            raise ValueError(f"parameter {name} takes no gradient: trained() must leave out what is not trained")
+    return parameters
+
+
+def flatten(module: nn.Module, allocate: Callable[[int], Vector] | None = None, resume: bool = False) -> FlatParameters:
+    """Move a module's parameters into flat vectors; see `flatten_parameters`. Frozen ones are left as they are."""
+    return flatten_parameters(unfrozen(module), allocate, resume)
+
+
+def flatten_parameters(
+    named: NamedParameters, allocate: Callable[[int], Vector] | None = None, resume: bool = False
+) -> FlatParameters:
+    """Move parameters into flat vectors, in their order. Their values do not change.
+
+    Today there is one fragment. Gradients are views as well: fill their vectors with zeros, never set them to None.
+
+    Args:
+        allocate: returns the vector of the given number of elements for the parameters, for example in shared memory.
+        resume: use the values in that vector as the parameters, instead of copying the parameters into it.
+
+    Raises:
+        ValueError: as for `require_trainable`.
+    """
+    parameters = require_trainable(named)
+    device = parameters[0][1].device
+    layout = Layout((tuple((name, tuple(parameter.shape)) for name, parameter in parameters),))
+    (size,) = layout.sizes()
+    vector = torch.empty(size, device=device) if allocate is None else allocate(size)
+    gradient = torch.zeros(size, device=device)
+    compute = None
+    if any(parameter.dtype == torch.bfloat16 for _, parameter in parameters):
+        rounded = torch.zeros(size, dtype=torch.bfloat16, device=device)
+        compute = (rounded, torch.zeros_like(rounded))
+    low = 0
+    for _, parameter in parameters:
+        high = low + parameter.numel()
+        if not resume:
+            vector[low:high].view(parameter.shape).copy_(parameter.detach())
+        values, slopes = (vector, gradient) if compute is None or parameter.dtype == torch.float32 else compute
+        parameter.data = values[low:high].view(parameter.shape)
+        parameter.grad = slopes[low:high].view(parameter.shape)
+        low = high
+    flat = FlatParameters(layout, (vector,), (gradient,), compute)
+    flat.refresh()
+    return flat

@@ -1,0 +1,119 @@
+"""Digests of a model's weights, configuration and tokenizer, by which peers know that theirs are the same."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from node.tasks.hf.settings import ModelError
+from node.tasks.hf.source import read_json, weight_files
+
+PIECE_BYTES = 256 << 10
+_MAX_HEADER_BYTES = 100 << 20
+_IGNORED = frozenset(
+    {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache", "_attn_implementation"}
+)
+"""Of config.json: where it came from and how it is run, not what the model computes."""
+PROBE = "The quick brown fox, naïvely: 1234567890 + 0.5%\n\tdef f(x):\n        return x ** 2  # ≠ ∑ 你好 🙂 <s></s>"
+"""Tokenised for the digest: another version of a library may read the same files in another way."""
+
+
+def cache_directory() -> Path:
+    """Directory of what can be computed again; it may be deleted."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "starling"
+
+
+def config_digest(config: Mapping[str, Any]) -> str:
+    """Digest of the content of config.json."""
+    return _digest({key: value for key, value in config.items() if key not in _IGNORED})
+
+
+def tokenizer_digest(path: Path, tokenizer: Any) -> str:
+    """Digest of the tokenizer's file and special tokens, and of the tokens that it makes of a fixed text."""
+    file = path / "tokenizer.json"
+    content = read_json(file) if file.exists() else json.loads(tokenizer.backend_tokenizer.to_str())
+    specials = {str(name): str(token) for name, token in tokenizer.special_tokens_map.items()}
+    return _digest([content, specials, tokenizer(PROBE, add_special_tokens=False)["input_ids"]])
+
+
+def template_digest(tokenizer: Any) -> str:
+    """Digest of the chat template."""
+    return _digest(tokenizer.chat_template)
+
+
+def weights_digest(path: Path) -> str:
+    """Digest of all tensors of a model, the same however they are divided into files. Cached by the files' states.
+
+    Raises:
+        ModelError: a file cannot be read, or is damaged.
+    """
+    files = weight_files(path)
+    try:
+        states = [(str(each.resolve()), each.stat().st_size, each.stat().st_mtime_ns) for each in files]
+        cached = cache_directory() / f"{_digest(states)}.weights"
+        if cached.exists() and len(known := cached.read_text()) == 64:
+            return known
+        found = sorted(entry for file in files for entry in _entries(file))
+    except OSError as error:
+        raise ModelError(f"{error.filename or path} cannot be read ({error.strerror}): download it again") from None
+    digest = _digest(found)
+    _keep(cached, digest)
+    return digest
+
+
+def weights_size(path: Path) -> int:
+    """Bytes of the files that hold a model's tensors."""
+    return sum(each.stat().st_size for each in weight_files(path) if each.exists())
+
+
+def _entries(path: Path) -> list[tuple[str, str, list[int], str]]:
+    """(name, dtype, shape, digest of the bytes) of each tensor of a file."""
+    with path.open("rb", buffering=0) as file:
+        length = int.from_bytes(file.read(8), "little")
+        damaged = ModelError(f"{path} is damaged: download it again")
+        if not 2 <= length <= _MAX_HEADER_BYTES:
+            raise damaged
+        try:
+            fields = json.loads(file.read(length))
+            tensors: list[tuple[str, str, list[int], int, int]] = [
+                (str(name), str(each["dtype"]), list(map(int, each["shape"])), *_range(each["data_offsets"]))
+                for name, each in fields.items()
+                if name != "__metadata__"
+            ]
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            raise damaged from None
+        buffer, found = memoryview(bytearray(PIECE_BYTES)), []
+        for name, dtype, shape, first, last in tensors:
+            file.seek(8 + length + first)
+            hashed, left = hashlib.sha256(), last - first
+            while left > 0:
+                count = file.readinto(buffer[: min(left, PIECE_BYTES)])
+                if not count:
+                    raise damaged
+                hashed.update(buffer[:count])
+                left -= count
+            found.append((name, dtype, shape, hashed.hexdigest()))
+        return found
+
+
+def _range(offsets: list[Any]) -> tuple[int, int]:
+    first, last = offsets
+    return int(first), int(last)
+
+
+def _keep(path: Path, text: str) -> None:
+    """Write a small file atomically: other peers on this machine may be writing it, too."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    descriptor, fresh = tempfile.mkstemp(dir=path.parent)
+    with open(descriptor, "w") as file:
+        file.write(text)
+    os.replace(fresh, path)
+
+
+def _digest(content: object) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

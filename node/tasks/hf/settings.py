@@ -1,0 +1,152 @@
+"""Settings of the task `hf`: what a run shares, what this machine sets, and what the manifest says of the model."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from node.tasks.base import require
+
+MAX_ROW_TOKENS = 1 << 17
+MAX_HF_BATCH_TOKENS = 1 << 20
+MAX_TARGETS = 256
+MAX_WORD_CHARACTERS = 200
+ALL_LINEAR = "all-linear"
+NO_HELD_OUT = "none"
+
+
+class ModelError(ValueError):
+    """A model, tokenizer or data cannot be used. The message is one line: what, why, what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class HfSettings:
+    """`[hf]`: how the model is trained. The run file quotes the descriptions.
+
+    Raises:
+        ValueError: a value is out of its range.
+
+    Attributes:
+        train: lora trains small adapters beside the model, which stays as it is; full trains the whole model.
+        lora_rank: rank of the adapters.
+        lora_alpha: scale of the adapters, as a multiple of 1 / lora_rank. Its default is twice the rank.
+        lora_targets: names of the layers that get adapters, such as q_proj; all-linear means all linear layers except
+            the output layer and routers.
+        context: tokens of a row.
+        rows: rows of a batch.
+        format: text: every token is a target. chat: conversations, in which only the assistant's turns are targets.
+        pack: whether several texts share a row. They do not see each other.
+    """
+
+    train: Literal["lora", "full"] = "lora"
+    lora_rank: int = 16
+    lora_alpha: int = 32
+    lora_targets: tuple[str, ...] = (ALL_LINEAR,)
+    context: int = 1024
+    rows: int = 4
+    format: Literal["text", "chat"] = "text"
+    pack: bool = True
+
+    def __post_init__(self) -> None:
+        require(self, "lora_rank", lambda value: 1 <= value <= 1024, "1 to 1024")
+        require(self, "lora_alpha", lambda value: 1 <= value <= 1 << 16, "1 to 65536")
+        require(self, "context", lambda value: 8 <= value <= MAX_ROW_TOKENS, f"8 to {MAX_ROW_TOKENS}")
+        require(self, "rows", lambda value: 1 <= value <= 1 << 12, "1 to 4096")
+        if self.rows * self.context > MAX_HF_BATCH_TOKENS:
+            raise ValueError(f"rows times context are {self.rows * self.context}, more than {MAX_HF_BATCH_TOKENS}")
+        _require_names("lora_targets", self.lora_targets)
+        if self.train not in ("lora", "full") or self.format not in ("text", "chat"):
+            raise ValueError("train is lora or full, format is text or chat")
+
+
+def _require_names(what: str, names: tuple[str, ...]) -> None:
+    if not 0 < len(names) <= MAX_TARGETS or not all(re.fullmatch(r"[\w.-]{1,100}", each, re.ASCII) for each in names):
+        raise ValueError(f"{what} must be 1 to {MAX_TARGETS} names of layers")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelPins:
+    """What the manifest says of the model, so that no peer trains with another one.
+
+    Raises:
+        ValueError: a value is malformed.
+
+    Attributes:
+        base: where the founder's model came from: ORG/NAME@REVISION, or the name of its folder. Only a hint.
+        weights: digest of the base's tensors, 64 hex digits.
+        size: bytes of the base's files of weights.
+        config: digest of the model's configuration.
+        tokenizer: digest of the tokenizer, and of the tokens that it makes of a fixed text.
+        template: digest of the chat template; empty in a run on plain text.
+        targets: names of the layers that have adapters; empty in a run that trains the whole model.
+        base_loss: held-out loss before the first round; None if the run has no held-out sample.
+    """
+
+    base: str
+    weights: str
+    size: int
+    config: str
+    tokenizer: str
+    template: str = ""
+    targets: tuple[str, ...] = ()
+    base_loss: float | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 < len(self.base) <= MAX_WORD_CHARACTERS or not (self.base.isascii() and self.base.isprintable()):
+            raise ValueError("base must be 1 to 200 printable characters")
+        for name in ("weights", "config", "tokenizer", "template"):
+            if not re.fullmatch("[0-9a-f]{64}", value := getattr(self, name)) and (value or name != "template"):
+                raise ValueError(f"{name} must be 64 hex digits")
+        require(self, "size", lambda value: 0 <= value < 1 << 50, "0 or more")
+        if self.targets:
+            _require_names("targets", self.targets)
+        if self.base_loss is not None and not math.isfinite(self.base_loss):
+            raise ValueError("base_loss must be a finite number")
+
+    @classmethod
+    def from_fields(cls, fields: dict[str, Any]) -> ModelPins:
+        """From JSON, in which a tuple is a list."""
+        return cls(**fields | {"targets": tuple(fields["targets"])})
+
+
+@dataclass(frozen=True, slots=True)
+class HfMachine:
+    """The model on this machine.
+
+    Attributes:
+        model: a folder, or ORG/NAME@REVISION on the hub.
+        checkpointing: whether the backward pass computes activations again instead of keeping them.
+        compile: whether torch compiles the module.
+        held_out: file whose texts a founder takes as the run's sample; "none": the run has no sample; empty: a text
+            run takes a part of the founder's own data, a chat run has none.
+    """
+
+    model: str
+    checkpointing: bool = False
+    compile: bool = False
+    held_out: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class HfValues:
+    """The task `hf` in a worker's specification.
+
+    Attributes:
+        pins: what the model must be; None for a founder, whose model decides it.
+    """
+
+    settings: HfSettings
+    machine: HfMachine
+    pins: ModelPins | None = field(default=None)
+
+    @classmethod
+    def from_fields(cls, fields: dict[str, Any]) -> HfValues:
+        """From JSON."""
+        settings = fields["settings"]
+        return cls(
+            HfSettings(**settings | {"lora_targets": tuple(settings["lora_targets"])}),
+            HfMachine(**fields["machine"]),
+            ModelPins.from_fields(fields["pins"]) if fields["pins"] else None,
+        )

@@ -1,0 +1,223 @@
+"""The task: batches of rows, the loss over their targets, the held-out loss, and text."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from node.tasks.base import Batch
+from node.tasks.flat import unfrozen
+from node.tasks.hf.chat import Encoder, begin_tokens
+from node.tasks.hf.corpus import SAMPLE_BYTES, Document, Sample, data_files, read_documents
+from node.tasks.hf.model import LoadedModel, checkpoint_activations, load_model
+from node.tasks.hf.rows import MASKED, PreparedData, Rows, prepare, rows_of
+from node.tasks.hf.settings import NO_HELD_OUT, HfSettings, HfValues, ModelError, ModelPins
+
+BASE_LOSS_TOLERANCE = 0.01
+EVALUATED_BATCHES = 8
+"""Largest number of batches of an evaluation, which therefore takes less than that many steps."""
+
+
+class HfTask:
+    """A `Task` on a model of Hugging Face.
+
+    Attributes:
+        module: the model, with its adapters if it has some.
+        held_out: the run's sample, as JSON lines; empty if the run has none.
+    """
+
+    def __init__(self, loaded: LoadedModel, settings: HfSettings, data: PreparedData, evaluated: Rows) -> None:
+        """
+        Args:
+            evaluated: rows of the held-out documents.
+        """
+        self.module: nn.Module = loaded.module
+        self.held_out = b""
+        self.pins = loaded.pins
+        self._tokenizer, self._settings = loaded.tokenizer, settings
+        self._rows, self._evaluated = data.rows, evaluated
+        self._device = next(self.module.parameters()).device
+        self._call: Any = self.module
+
+    def compile(self) -> None:
+        """Have torch compile the module's forward pass in training. The first steps take much longer."""
+        self._call = torch.compile(self.module)
+
+    def trained(self) -> Iterable[tuple[str, nn.Parameter]]:
+        return unfrozen(self.module)
+
+    def batch(self, seed: int, position: int) -> Batch:
+        """(tokens, positions, labels) of the rows of a batch."""
+        return self._rows.batch(seed, position, self._settings.rows)
+
+    def targets(self, batch: Batch) -> int:
+        return int((batch[-1] != MASKED).sum())
+
+    def loss(self, *batch: torch.Tensor) -> torch.Tensor:
+        """Mean loss over the targets."""
+        return loss_of(self._call if self.module.training else self.module, batch, self._device)
+
+    def evaluate(self) -> float:
+        """Mean loss over the targets of the held-out rows; nan if there are none."""
+        return evaluate_rows(self.module, self._evaluated, self._settings.rows, EVALUATED_BATCHES * self._settings.rows)
+
+    def compare_base(self, loss: float, pins: ModelPins | None) -> None:
+        """Tell the user if the base has another held-out loss here than at the founder's."""
+        there = pins.base_loss if pins else None
+        if there and not abs(loss - there) <= BASE_LOSS_TOLERANCE * there:
+            print(
+                f"warning: before training, the model's held-out loss is {loss:.4f} here and {there:.4f} at the "
+                "founder's, with the same files: are the versions of transformers and torch very different?",
+                file=sys.stderr,
+                flush=True,
+            )
+
+    def generate(self, prompt: bytes, tokens: int, temperature: float = 0.0, seed: int = 0) -> bytes:
+        """Continue a prompt by at most `tokens` tokens; of a chat, answer it. It ends where the model ends its text.
+
+        Raises:
+            ValueError: the prompt is empty.
+        """
+        text = prompt.decode(errors="replace")
+        chat, pieces = self._settings.format == "chat", []
+        for piece in stream(
+            self.module, self._tokenizer, prompt_ids(self._tokenizer, text, chat), tokens, temperature, seed
+        ):
+            pieces.append(piece)
+        decoded: str = self._tokenizer.decode(pieces, skip_special_tokens=True)
+        return decoded.encode(errors="replace")
+
+
+def loss_of(call: Any, batch: Batch, device: torch.device) -> torch.Tensor:
+    """Mean loss over a batch's targets."""
+    tokens, positions, labels = (each.to(device) for each in batch)
+    logits = call(input_ids=tokens, position_ids=positions, use_cache=False).logits
+    return functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=MASKED)
+
+
+@torch.no_grad()
+def evaluate_rows(module: Any, rows: Rows, at_once: int, most: int) -> float:
+    """Mean loss over the targets of at most `most` rows; nan if there are none."""
+    total, count, device = 0.0, 0, next(module.parameters()).device
+    for part in torch.split(rows.spread(most), at_once):
+        batch = rows.take(part)
+        if targets := int((batch[-1] != MASKED).sum()):
+            total += float(loss_of(module, batch, device)) * targets
+            count += targets
+    return total / count if count else math.nan
+
+
+def prompt_ids(tokenizer: Any, text: str, is_chat: bool) -> list[int]:
+    """Tokens of a prompt: of a chat, a message of the user and the beginning of the answer.
+
+    Raises:
+        ValueError: the prompt is empty.
+    """
+    if not text:
+        raise ValueError("the prompt is empty")
+    if is_chat:
+        message = [{"role": "user", "content": text}]
+        return list(tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=True)["input_ids"])
+    return [*begin_tokens(tokenizer), *tokenizer(text, add_special_tokens=False)["input_ids"]]
+
+
+@torch.no_grad()
+def stream(module: Any, tokenizer: Any, prompt: list[int], tokens: int, temperature: float, seed: int) -> Iterator[int]:
+    """Tokens that continue a prompt, until the model ends its text; of a long prompt only the end is used."""
+    device = next(module.parameters()).device
+    generator = torch.Generator().manual_seed(seed)
+    longest = getattr(module.config, "max_position_embeddings", None) or 1 << 20
+    ends = {tokenizer.eos_token_id, *_ends(module)}
+    seen = prompt[-max(1, longest - tokens) :][-longest + 1 :]
+    ids, past = torch.tensor([seen], device=device), None
+    for _ in range(min(tokens, longest - len(seen))):
+        found = module(input_ids=ids, past_key_values=past, use_cache=True)
+        logits, past = found.logits[0, -1].float().cpu(), found.past_key_values
+        if temperature > 0:
+            chances = torch.softmax(logits / temperature, 0)
+            token = int(torch.multinomial(chances, 1, generator=generator))
+        else:
+            token = int(logits.argmax())
+        if token in ends:
+            return
+        yield token
+        ids = torch.tensor([[token]], device=device)
+
+
+def _ends(module: Any) -> list[int]:
+    end = getattr(getattr(module, "generation_config", None), "eos_token_id", None)
+    return end if isinstance(end, list) else [] if end is None else [end]
+
+
+def make_task(values: HfValues, data: Path | None, held_out: Path | None, device: str, dtype: torch.dtype) -> HfTask:
+    """Load the model, prepare the data and the held-out rows.
+
+    Args:
+        data: file or folder of this peer.
+        held_out: the run's sample; None for a founder, which makes it, and in a run without one.
+        dtype: of the model.
+
+    Raises:
+        ModelError: model or data cannot be used. The message is one line.
+    """
+    settings, machine = values.settings, values.machine
+    files = data_files(data)
+    loaded = load_model(machine.model, settings, values.pins, device, dtype)
+    encoder = Encoder(loaded.tokenizer, settings.format == "chat")
+    prepared = prepare(files, encoder, settings, loaded.pins.tokenizer + loaded.pins.template)
+    sample, shared = prepared.sample, b""
+    if held_out is not None:
+        sample = read_sample(held_out)
+    elif values.pins is None and machine.held_out not in ("", NO_HELD_OUT):
+        sample = shared = sample_of(Path(machine.held_out), settings)
+    elif values.pins is None and machine.held_out != NO_HELD_OUT and settings.format == "text":
+        shared = sample
+    evaluated = rows_of(parse_sample(sample, settings), encoder, settings)
+    task = HfTask(loaded, settings, prepared, evaluated)
+    task.held_out = shared
+    if machine.checkpointing:
+        checkpoint_activations(loaded.module)
+    if machine.compile:
+        task.compile()
+    return task
+
+
+def read_sample(path: Path) -> bytes:
+    """
+    Raises:
+        ModelError: it cannot be read.
+    """
+    try:
+        with path.open("rb") as file:
+            return file.read(SAMPLE_BYTES)
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read ({error.strerror})") from None
+
+
+def sample_of(path: Path, settings: HfSettings) -> bytes:
+    """The sample that a founder takes from a file of its own."""
+    sample = Sample()
+    for document in read_documents(data_files(path), settings.format == "chat"):
+        sample.add(document)
+    return sample.lines()
+
+
+def parse_sample(lines: bytes, settings: HfSettings) -> Iterator[Document]:
+    """The documents of a run's sample, which another peer has made: what is malformed is left out."""
+    for line in lines.splitlines():
+        try:
+            fields = json.loads(line)
+            content = fields["messages"] if settings.format == "chat" else fields["text"]
+            if settings.format == "chat":
+                content = [{"role": str(each["role"]), "content": str(each["content"])} for each in content]
+            yield Document(content if settings.format == "chat" else str(content))
+        except (ValueError, TypeError, KeyError, RecursionError):
+            continue

@@ -1,0 +1,202 @@
+"""Data of the task hf: masks of conversations, pure batches, held-out documents, one-line errors."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers.processors import TemplateProcessing
+from transformers import AutoTokenizer
+
+from node.tasks.hf.chat import Encoder
+from node.tasks.hf.check import check_data, guessed_format
+from node.tasks.hf.corpus import Document, data_files, is_held_out, read_documents
+from node.tasks.hf.rows import MASKED, Rows, RowWriter, prepare, rows_of
+from node.tasks.hf.settings import HfSettings, ModelError
+from node.tasks.hf.task import parse_sample
+from tests.support.paths import REPOSITORY
+from tests.support.small_models import CHAT, CHAT_THAT_FORGETS, CHAT_WITH_MARKS, conversations, story
+
+CHAT_SETTINGS = HfSettings(context=64, rows=4, format="chat")
+TALK = Document(json.loads(conversations(1))["messages"])
+
+
+def encoder(made: Path, template: str | None = None, is_chat: bool = True) -> Encoder:
+    tokenizer = AutoTokenizer.from_pretrained(made / "qwen3")
+    tokenizer.chat_template = template
+    return Encoder(tokenizer, is_chat)
+
+
+def targets(made: Path, template: str) -> str:
+    tokens, mask = encoder(made, template).encode(TALK)
+    tokenizer = AutoTokenizer.from_pretrained(made / "qwen3")
+    return str(tokenizer.decode([token for token, target in zip(tokens, mask, strict=True) if target]))
+
+
+def test_only_the_assistants_turns_are_targets(made: Path) -> None:
+    assert targets(made, CHAT_WITH_MARKS) == "N0 has 0 cats.<|end|>0 drums.<|end|>"
+    assert targets(made, CHAT) == "N0 has 0 cats.<|end|>\n0 drums.<|end|>\n"
+
+
+def test_texts_begin_and_end_as_the_tokenizer_says(made: Path, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("ab\n" * 300)
+    parts = list(read_documents([tmp_path / "a.txt"], False))
+    assert [each.begins for each in parts] == [True] + [False] * (len(parts) - 1) and len(parts) > 2
+    assert [each.ends for each in parts] == [False] * (len(parts) - 1) + [True]
+    tokenizer = AutoTokenizer.from_pretrained(made / "qwen3")
+    tokenizer.chat_template = None
+    plain = [Encoder(tokenizer, False).encode(each)[0] for each in parts]
+    assert [0 in tokens for tokens in plain] == [each.ends for each in parts]
+    tokenizer.bos_token = "<|system|>"
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<|system|> $A", special_tokens=[("<|system|>", tokenizer.bos_token_id)]
+    )
+    begun = [Encoder(tokenizer, False).encode(each)[0] for each in parts]
+    assert begun == [[tokenizer.bos_token_id, *plain[0]], *plain[1:]]
+
+
+def test_template_without_masks_is_refused(made: Path) -> None:
+    with pytest.raises(ModelError, match="does not say which tokens are the assistant's"):
+        encoder(made, CHAT_THAT_FORGETS).encode(TALK)
+    with pytest.raises(ModelError, match="has no chat template"):
+        encoder(made, None)
+
+
+@given(
+    documents=st.lists(st.lists(st.booleans(), min_size=1, max_size=40), min_size=1, max_size=12),
+    pack=st.booleans(),
+    kind=st.sampled_from(["text", "chat"]),
+)
+def test_rows_keep_every_token_and_target(documents: list[list[bool]], pack: bool, kind: str) -> None:
+    settings = HfSettings(context=16, rows=1, format=kind, pack=pack)  # type: ignore[arg-type]
+    found: list[tuple[list[int], bytes]] = []
+    writer = RowWriter(settings, lambda tokens, flags: found.append((list(tokens), bytes(flags))))
+    for number, mask in enumerate(documents, 1):
+        writer.add([1000 * number + index for index in range(len(mask))], [int(each) for each in mask])
+    writer.flush()
+    rows = Rows(
+        torch.tensor([tokens for tokens, _ in found], dtype=torch.int32),
+        torch.tensor([list(flags) for _, flags in found], dtype=torch.uint8),
+    )
+    tokens, positions, labels = rows.take(torch.arange(len(rows)))
+    longest = 16 if kind == "chat" else 40
+    assert tokens[tokens > 0].tolist() == [
+        1000 * number + index for number, mask in enumerate(documents, 1) for index in range(min(longest, len(mask)))
+    ]
+    assert int((labels != MASKED).sum()) == writer.targets
+    for row in range(len(rows)):
+        for at in range(15):
+            if labels[row, at] != MASKED:  # the next token, of the same document, and a target there
+                assert labels[row, at] == tokens[row, at + 1] == tokens[row, at] + 1
+                assert positions[row, at + 1] == positions[row, at] + 1
+                number, index = divmod(int(labels[row, at]), 1000)
+                assert documents[number - 1][index]
+    if kind == "chat" or not pack:
+        starts = (positions == 0) & (tokens > 0)
+        assert pack or (starts.sum(1) <= 1).all()
+
+
+PROGRAM = """
+import hashlib, sys
+from pathlib import Path
+from transformers import AutoTokenizer
+from node.tasks.hf.chat import Encoder
+from node.tasks.hf.corpus import data_files
+from node.tasks.hf.rows import prepare
+from node.tasks.hf.settings import HfSettings
+home = Path(sys.argv[1])
+encoder = Encoder(AutoTokenizer.from_pretrained(home / "qwen3"), False)
+rows = prepare(data_files(home / "story.txt"), encoder, HfSettings(context=32, rows=4), "t").rows
+batches = [rows.batch(seed, position, 4) for seed, position in ((7, 0), (7, 90), (8, 0), (7, 0))]
+print([hashlib.sha256(b"".join(part.numpy().tobytes() for part in batch)).hexdigest() for batch in batches])
+"""
+
+
+def test_batches_depend_on_seed_and_position_alone(made: Path, tmp_path: Path) -> None:
+    said = []
+    for cache in ("one", "one", "two"):  # tokenised, mapped, tokenised again: each in a process of its own
+        environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "XDG_CACHE_HOME": str(tmp_path / cache)}
+        command = [sys.executable, "-c", PROGRAM, str(made)]
+        said.append(subprocess.run(command, env=environment, check=True, capture_output=True, timeout=60).stdout)
+    first, *others = said
+    assert others == [first, first]
+    hashes = json.loads(first.replace(b"'", b'"'))
+    assert hashes[0] == hashes[3] and len(set(hashes)) == 3
+
+
+def test_stream_takes_each_row_once_an_epoch() -> None:
+    rows = Rows(torch.arange(10, dtype=torch.int32)[:, None], torch.zeros(10, 1, dtype=torch.uint8))
+    drawn = [rows.batch(5, position, 5)[0].flatten().tolist() for position in range(6)]
+    for epoch in range(3):
+        assert sorted(drawn[2 * epoch] + drawn[2 * epoch + 1]) == list(range(10))
+    assert drawn[0] != drawn[2] and drawn[0] != rows.batch(6, 0, 5)[0].flatten().tolist()
+
+
+def test_held_out_documents_are_never_trained_on(made: Path) -> None:
+    settings = HfSettings(context=64, rows=4)
+    files, plain = data_files(made / "story.txt"), encoder(made, is_chat=False)
+    data = prepare(files, plain, settings, "t")
+    held = [document.content for document in parse_sample(data.sample, settings)]
+    training = [each.content for each in read_documents(files, False) if not is_held_out(each)]
+    assert held and not set(held) & set(training) and data.counts.held_out == len(held)
+    assert data.counts.tokens == sum(
+        len(plain.encode(each)[0]) for each in read_documents(files, False) if each.content in training
+    )
+    assert len(rows_of(parse_sample(data.sample, settings), plain, settings))
+    few = made.parent / "few.jsonl"
+    few.write_text("".join(json.dumps({"text": story(9, first)}) + "\n" for first in (0, 50, 90)))
+    counts = prepare([few], plain, settings, "t").counts
+    assert (counts.documents, counts.held_out) == (2, 1)
+
+
+def test_strangers_sample_cannot_break_a_joiner() -> None:
+    lines = b'{"text": "good"}\n{"text"\n[]\n7\nnull\n{"messages": 3}\n\xff\xfe\n{"text": 5}\n' + b"[" * 9999
+    assert [each.content for each in parse_sample(lines, HfSettings())] == ["good", "5"]
+    talk = b'{"messages": [{"role": "user", "content": "x"}]}\n{"messages": [1]}\n{"messages": "ab"}\n{"text": "a"}'
+    assert len(list(parse_sample(talk, CHAT_SETTINGS))) == 1
+
+
+@pytest.mark.parametrize(
+    "content, is_chat, words",
+    [
+        ("{\n", False, "data.jsonl:1: not JSON"),
+        ('{"text": "a"}\n\n[1]\n', False, "data.jsonl:3: not an object"),
+        ('{"messages": []}\n', False, 'has no "text"; of conversations, train with hf.format = "chat"'),
+        ('{"text": "a"}\n', True, 'data.jsonl:1: has no "messages"'),
+        ('{"messages": [{"role": "user", "content": ["a"]}]}\n', True, "a message needs role and content, both texts"),
+        ('{"messages": ["a"]}\n', True, "a message is an object"),
+    ],
+)
+def test_malformed_data_are_named(tmp_path: Path, content: str, is_chat: bool, words: str) -> None:
+    (tmp_path / "data.jsonl").write_text(content)
+    with pytest.raises(ModelError) as caught:
+        list(read_documents([tmp_path / "data.jsonl"], is_chat))
+    assert words in str(caught.value)
+
+
+def test_missing_data_are_named(tmp_path: Path) -> None:
+    (tmp_path / "picture.png").write_bytes(b"PNG\0")
+    for path, words in (
+        (None, "give a file or a folder by --data"),
+        (tmp_path / "x", "there is no"),
+        (tmp_path, "contains no text"),
+    ):
+        with pytest.raises(ModelError, match=words):
+            data_files(path)
+    (tmp_path / "a.txt").write_text("a")
+    with pytest.raises(ModelError, match="plain text: conversations are read from"):
+        list(read_documents(data_files(tmp_path), True))
+
+
+def test_check_counts_what_is_masked(made: Path) -> None:
+    assert (guessed_format(made / "chat.jsonl"), guessed_format(made / "story.txt")) == ("chat", "text")
+    counts, shown = check_data(made / "chat.jsonl", str(made / "qwen3"), CHAT_SETTINGS)
+    assert counts.documents + counts.held_out == 60 and 0.2 < counts.targets / counts.tokens < 0.5
+    assert "<|assistant|>[N0 has 0 cats.<|end|>\\n]" in shown

@@ -1,0 +1,127 @@
+"""A model from the hub, which a small server plays: its commit is looked up, and only the needed files come."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+
+import pytest
+
+from tests.support.paths import REPOSITORY
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+PROGRAM = """
+import json, sys
+from node.tasks.hf.settings import HfSettings, ModelError
+from node.tasks.hf.source import find_model
+try:
+    folder = find_model(sys.argv[1], weights=sys.argv[2] == "weights")
+except ModelError as error:
+    print(json.dumps({"error": str(error)}))
+else:
+    names = sorted(each.name for each in folder.path.iterdir())
+    print(json.dumps({"base": folder.base, "names": names, "type": folder.config["model_type"]}))
+"""
+
+
+class Hub(ThreadingHTTPServer):
+    """The endpoints of the hub that a download uses, for one repository.
+
+    Attributes:
+        asked: paths of all requests.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(("127.0.0.1", 0), HubHandler)
+        self.folder, self.asked = folder, [""]
+
+
+class HubHandler(BaseHTTPRequestHandler):
+    server: Hub
+
+    def do_GET(self) -> None:
+        path = self.path.partition("?")[0]
+        self.server.asked.append(path)
+        if path in (f"/api/models/org/tiny/revision/{name}" for name in ("main", COMMIT)):
+            files = [
+                {"rfilename": each.name, "size": each.stat().st_size} for each in sorted(self.server.folder.iterdir())
+            ]
+            self.answer(json.dumps({"id": "org/tiny", "sha": COMMIT, "siblings": files}).encode())
+        elif path == f"/api/models/org/tiny/tree/{COMMIT}":
+            names = [
+                {"type": "file", "path": each.name, "size": each.stat().st_size, "oid": "0" * 40}
+                for each in sorted(self.server.folder.iterdir())
+            ]
+            self.answer(json.dumps(names).encode())
+        elif path.startswith(f"/org/tiny/resolve/{COMMIT}/"):
+            self.answer((self.server.folder / path.rpartition("/")[2]).read_bytes())
+        else:
+            self.send_response(404)
+            self.send_header("X-Error-Code", "RepoNotFound")
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+    do_HEAD = do_GET
+
+    def answer(self, content: bytes) -> None:
+        self.send_response(200)
+        self.send_header("X-Repo-Commit", COMMIT)
+        self.send_header("ETag", f'"{len(content)}-{hash(content)}"')
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(content)
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def hub(made: Path) -> Iterator[Hub]:
+    (made / "llama" / "pytorch_model.bin").write_bytes(b"pickle")
+    (made / "llama" / "modeling_evil.py").write_text("1 / 0")
+    server = Hub(made / "llama")
+    thread = Thread(target=server.serve_forever)
+    thread.start()
+    yield server
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def found(hub: Hub, model: str, what: str, home: Path) -> tuple[dict[str, str], str]:
+    """What `find_model` finds, and what it says meanwhile."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("HF_")} | {
+        "HF_ENDPOINT": f"http://127.0.0.1:{hub.server_address[1]}",
+        "HF_HOME": str(home),
+        "PYTHONPATH": str(REPOSITORY),
+    }
+    command = [sys.executable, "-c", PROGRAM, model, what]
+    done = subprocess.run(command, env=environment, capture_output=True, timeout=55, check=True)
+    return json.loads(done.stdout), done.stderr.decode()
+
+
+def test_model_of_the_hub_is_fetched_at_its_commit(hub: Hub, tmp_path: Path) -> None:
+    answer, said = found(hub, "org/tiny@main", "weights", tmp_path)
+    assert answer["base"] == f"org/tiny@{COMMIT}" and answer["type"] == "llama"
+    assert "model.safetensors" in answer["names"] and "tokenizer.json" in answer["names"]
+    assert not {"pytorch_model.bin", "modeling_evil.py"} & set(answer["names"])
+    assert f"org/tiny@{COMMIT}: 0.00 GB to have on this machine" in said
+    assert not [path for path in hub.asked if path.endswith((".bin", ".py"))]
+
+
+def test_joiner_of_a_full_run_fetches_no_weights(hub: Hub, tmp_path: Path) -> None:
+    answer, _ = found(hub, f"org/tiny@{COMMIT}", "", tmp_path)
+    assert "config.json" in answer["names"] and "model.safetensors" not in answer["names"]
+
+
+def test_unknown_model_is_refused_in_one_line(hub: Hub, tmp_path: Path) -> None:
+    answer, _ = found(hub, "org/absent@main", "weights", tmp_path)
+    assert answer["error"].startswith("org/absent@main cannot be fetched from the hub: ")
+    assert answer["error"].endswith("; download it, and give its folder") and "\n" not in answer["error"]

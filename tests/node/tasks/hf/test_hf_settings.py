@@ -1,0 +1,141 @@
+"""What a run and its manifest say of a model of Hugging Face: bounds, old run ids, consent, memory that is told."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from node.cli.app import main
+from node.config.derived import worker_spec
+from node.config.manifest import Manifest, ManifestError
+from node.config.peer_config import load_peer
+from node.config.run_config import RunConfig, load_run
+from node.config.toml import ConfigError
+from node.joining.consent import require_consent
+from node.tasks.hf.memory import MemoryNeed, memory_need
+from node.tasks.hf.model import load_module
+from node.tasks.hf.settings import HfSettings, HfValues, ModelPins
+from node.tasks.hf.source import find_model
+from protocols.base import Member
+
+PINS = ModelPins("org/tiny@0", "a" * 64, 5, "b" * 64, "c" * 64, "", ("q_proj", "v_proj"), 2.5)
+
+
+def run(**changes: Any) -> RunConfig:
+    return load_run(None, {"task": "hf", **{f"hf.{name}": value for name, value in changes.items()}}, ["butterfly"])
+
+
+def manifest(**changes: Any) -> Manifest:
+    fields: dict[str, Any] = {
+        "config": run(), "founder": Member("founder", 1), "elements": (7,), "state_root": bytes(32), "created": 1.0,
+        "model": PINS,
+    }  # fmt: skip
+    return Manifest(**fields | changes)
+
+
+def test_run_has_settings_of_its_own() -> None:
+    config = run(lora_rank=4)
+    assert config.hf == HfSettings(lora_rank=4, lora_alpha=8) and config.elements is None
+    assert (config.recipe.mean, config.recipe.decay, config.own_task, config.consent_task) == (
+        "token",
+        "matrices",
+        "",
+        "hf",
+    )
+    assert RunConfig.from_canonical(config.to_canonical()) == config
+    assert run(lora_targets=["q_proj"]).hf == HfSettings(lora_targets=("q_proj",))
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"context": 4}, "[hf]: context must be a whole number, 8 to 131072, not 4"),
+        ({"rows": 4096}, "rows times context are 4194304, more than 1048576"),
+        ({"train": "all"}, "'lora' or 'full'"),
+        ({"lora_targets": ["a b"]}, "lora_targets must be 1 to 256 names of layers"),
+        ({"lora_targets": []}, "lora_targets must be 1 to 256 names of layers"),
+        ({"lora_rank": True}, "lora_rank"),
+        ({"lora_ranks": 3}, 'unknown key "lora_ranks" in [hf]: did you mean "lora_rank"?'),
+    ],
+)
+def test_bad_settings_give_one_line(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        run(**changes)
+    assert words in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_manifest_names_the_model() -> None:
+    from node.config.manifest import _decode
+
+    assert _decode(manifest().encode()) == manifest()
+    with pytest.raises(ValueError, match="if, and only if"):
+        manifest(model=None)
+    plain = load_run(None, {}, ["butterfly"])
+    with pytest.raises(ValueError, match="if, and only if"):
+        manifest(config=plain, elements=(plain.elements,))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"base": ""}, {"base": "a\nb"}, {"base": "é"}, {"base": "a" * 201}, {"weights": "A" * 64}, {"weights": ""},
+        {"config": "b" * 63}, {"template": "x"}, {"size": -1}, {"size": 1 << 50}, {"targets": ("a/b",)},
+        {"targets": ("a",) * 257}, {"base_loss": float("nan")},
+    ],
+)  # fmt: skip
+def test_malformed_pins_are_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(ValueError):
+        replace(PINS, **changes)
+
+
+def test_joiner_must_name_task_and_model() -> None:
+    run_of = manifest()
+    for named in (None, "mine:make"):
+        with pytest.raises(ManifestError, match=r"calls org/tiny@0 \(0.00 GB\).*join with --task hf --model"):
+            require_consent(run_of, named, "")
+    require_consent(run_of, "hf", "")
+    require_consent(run_of, None, run_of.run_id)
+    with pytest.raises(ConfigError, match=r"--model \(the founder's is org/tiny@0, 0.00 GB\)"):
+        worker_spec(run_of.config, load_peer({}, {}, None), 1, pins=PINS)
+    mine = load_peer({"model": "m", "held_out": "none", "checkpointing": True}, {}, None)
+    values = worker_spec(run_of.config, mine, 1, pins=PINS).values
+    assert isinstance(values, HfValues) and values.pins == PINS
+    assert (values.machine.held_out, values.machine.checkpointing, values.machine.compile) == ("none", True, False)
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (("join", "--lora", "4"), "--lora and --train are for --task hf"),
+        (("join", "--task", "hf", "--train", "full", "--lora", "4"), "give one of them"),
+        (("join", "--task", "hf", "--train", "some"), "'lora' or 'full'"),
+        (("data", "check", "x.txt"), "give it by --model"),
+        (("data", "check", "absent.txt", "--model", "absent"), "there is no file or folder absent.txt"),
+    ],
+)
+def test_command_that_cannot_work_gives_one_line(
+    arguments: tuple[str, ...], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setenv("NODE_STATE_DIR", str(tmp_path / "state"))
+    assert main(list(arguments)) == 2
+    line = capsys.readouterr().err
+    assert words in line and len(line.splitlines()) == 1
+
+
+def test_needed_memory_is_told_with_advice(made: Path) -> None:
+    need = MemoryNeed(frozen=1 << 30, trained=1 << 30, activations=4 << 30)
+    assert need.line(1 << 40, False).startswith(
+        "training needs about 7.5 GB (1.1 for what is trained, 1.1 for the rest"
+    )
+    assert need.line(4 << 30, False).endswith("but only 4.3 GB are free: try --checkpointing")
+    assert need.line(4 << 30, True).endswith("fewer hf.rows or a shorter hf.context")
+    assert replace(need, activations=0).line(1, True).endswith("try a smaller model, or hf.train = lora")
+    import torch
+
+    module = load_module(find_model(str(made / "qwen3")), True, "cpu", torch.float32)
+    wide, narrow = (memory_need(module, HfSettings(context=64, rows=rows), False) for rows in (8, 4))
+    assert wide.activations == 2 * narrow.activations > memory_need(module, HfSettings(context=64), True).activations
+    assert wide.trained == 44 * sum(each.numel() for each in module.parameters())

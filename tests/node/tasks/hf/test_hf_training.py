@@ -1,0 +1,245 @@
+"""Training real models of Hugging Face in small shapes: exact gradients, packing, memory switches, refusals."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from node.tasks.base import Recipe
+from node.tasks.hf import digests
+from node.tasks.hf.digests import weights_digest
+from node.tasks.hf.model import load_model, packs
+from node.tasks.hf.rows import MASKED
+from node.tasks.hf.settings import HfMachine, HfSettings, HfValues, ModelError, ModelPins
+from node.tasks.spec import Job, WorkerSpec, build
+from node.training.adamw import AdamWLearner
+from tests.support.small_models import CHAT_WITH_MARKS, write_model, write_tokenizer
+
+RECIPE = {"learning_rate": 3e-3, "outer_learning_rate": 0.9, "outer_momentum": 0.5, "warmup_steps": 0}
+
+
+def job(made: Path, kind: str, batches: int = 1, machine: dict[str, Any] | None = None, **settings: Any) -> Job:
+    """A job of a founder on one of the small models."""
+    data = made / ("chat.jsonl" if settings.get("format") == "chat" else "story.txt")
+    values = HfValues(HfSettings(context=64, **settings), HfMachine(str(made / kind), **(machine or {})))
+    recipe = Recipe(10, 4, batches=batches, mean="token", decay="matrices", **RECIPE)  # type: ignore[arg-type]
+    spec = WorkerSpec(values, recipe, 3, data=data, device="cpu")
+    assert WorkerSpec.from_json(spec.to_json()) == spec
+    with torch.random.fork_rng():
+        return build(spec, torch.empty, False)
+
+
+def learner_of(made: Path, kind: str, **more: Any) -> AdamWLearner:
+    learner = job(made, kind, **more).learner
+    assert isinstance(learner, AdamWLearner)
+    return learner
+
+
+def gradient(learner: AdamWLearner) -> tuple[torch.Tensor, int]:
+    """The mean gradient over the targets of the first step, and their number."""
+    learner._task.module.train()
+    learner._optimizer.clear()
+    _, counts = learner._accumulate()
+    return learner._flat.gradients[0] / sum(counts), sum(counts)
+
+
+@pytest.mark.parametrize("train", ["lora", "full"])
+def test_any_split_gives_the_same_gradient(made: Path, train: str) -> None:
+    whole, targets = gradient(learner_of(made, "qwen3", train=train, format="chat", rows=8))
+    for batches in (2, 8):
+        learner = learner_of(made, "qwen3", train=train, format="chat", rows=8 // batches, batches=batches)
+        parts, count = gradient(learner)
+        assert count == targets and float((whole - parts).norm() / whole.norm()) < 1e-6
+    batch = learner_of(made, "qwen3", train=train, format="chat", rows=8)._task.batch(3, 0)
+    assert targets == int((batch[-1] != MASKED).sum()) < batch[-1].numel() / 2
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "llama", "gpt2"])
+def test_models_learn_and_generate(made: Path, kind: str) -> None:
+    for train in ("lora", "full"):
+        found = job(made, kind, train=train, lora_rank=4)
+        module = found.learner._task.module  # type: ignore[attr-defined]
+        trained = sum(each.numel() for each in module.parameters() if each.requires_grad)
+        everything = sum(each.numel() for each in module.parameters())
+        assert found.learner.layout.sizes() == (trained,) and (trained == everything) == (train == "full")
+        before = found.learner.evaluate()
+        for step in range(12):
+            assert found.learner.step(0, step).tokens > 200
+        assert found.learner.evaluate() < before - 0.05 and found.held_out.startswith(b'{"text"')
+        assert found.generate and found.generate(b"Ann has", 8, 0.0, 0)
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "llama", "gpt2"])
+def test_packed_rows_equal_single_rows(made: Path, kind: str) -> None:
+    learner = learner_of(made, kind, train="full", rows=4, format="chat")
+    module = learner._task.module.eval()
+    tokens, positions, _ = learner._task.batch(3, 0)
+    with torch.no_grad():
+        together = module(input_ids=tokens, position_ids=positions, use_cache=False).logits
+        worst, seen = 0.0, 0
+        for row in range(len(tokens)):
+            starts = [*(positions[row] == 0).nonzero().flatten().tolist(), tokens.shape[1]]
+            for low, high in pairwise(starts):
+                alone = module(input_ids=tokens[row : row + 1, low:high], use_cache=False).logits[0]
+                worst, seen = max(worst, float((alone - together[row, low:high]).abs().max())), seen + 1
+    assert seen > len(tokens) and worst < 1e-5
+
+
+def test_model_that_mixes_packed_texts_is_noticed(made: Path) -> None:
+    module: Any = learner_of(made, "llama", train="full")._task.module
+    assert packs(module)
+    forward = module.forward
+    module.forward = lambda input_ids, position_ids, use_cache: forward(
+        input_ids=input_ids, position_ids=torch.arange(input_ids.shape[1])[None], use_cache=False
+    )
+    assert not packs(module)
+
+
+@pytest.mark.parametrize("train", ["lora", "full"])
+def test_checkpointing_changes_no_bit(made: Path, train: str) -> None:
+    plain = gradient(learner_of(made, "qwen3", train=train))[0]
+    learner = learner_of(made, "qwen3", train=train, machine={"checkpointing": True})
+    calls: list[int] = []
+    for each in learner._task.module.modules():
+        if type(each).__name__ == "Qwen3MLP":
+            each.register_forward_pre_hook(lambda *_: calls.append(1))
+    assert torch.equal(plain, gradient(learner)[0]) and len(calls) == 4, "two layers, each computed twice"
+
+
+def test_bfloat16_model_trains_with_float32_parameters(made: Path) -> None:
+    values = HfValues(HfSettings(context=64, train="full"), HfMachine(str(made / "qwen3")))
+    recipe = Recipe(10, 4, mean="token", decay="matrices", **RECIPE)  # type: ignore[arg-type]
+    spec = WorkerSpec(values, recipe, 3, data=made / "story.txt", device="cpu", precision="bfloat16")
+    with torch.random.fork_rng():
+        learner = build(spec, torch.empty, False).learner
+    before = learner.evaluate()
+    for step in range(12):
+        learner.step(0, step)
+    assert learner.vectors[0].dtype == torch.float32 and learner.evaluate() < before - 0.05
+
+
+# -- the same model ----------------------------------------------------------------------------------------------------
+
+
+def pinned(folder: Path, **settings: Any) -> ModelPins:
+    chosen = HfSettings(context=64, **{"format": "chat", **settings})
+    return load_model(str(folder), chosen, None, "cpu", torch.float32).pins
+
+
+def spoil_weights(folder: Path) -> None:
+    write_model(folder, "qwen3", seed=1)
+
+
+def spoil_config(folder: Path) -> None:
+    change_json(folder / "config.json", rms_norm_eps=1e-5)
+
+
+def spoil_tokenizer(folder: Path) -> None:
+    write_tokenizer(folder, vocabulary=380)
+
+
+def spoil_template(folder: Path) -> None:
+    write_tokenizer(folder, template=CHAT_WITH_MARKS)
+
+
+def change_json(path: Path, **changes: Any) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+@pytest.mark.parametrize(
+    "spoil, words",
+    [
+        (spoil_weights, "has other weights than the run's model (weights "),
+        (spoil_config, "has another configuration than"),
+        (spoil_tokenizer, "has another tokenizer, or its library reads it in another way than"),
+        (spoil_template, "has another chat template than"),
+    ],
+)
+def test_another_model_is_refused(made: Path, tmp_path: Path, spoil: Callable[[Path], None], words: str) -> None:
+    pins = pinned(made / "qwen3")
+    other = Path(shutil.copytree(made / "qwen3", tmp_path / "other"))
+    spoil(other)
+    with pytest.raises(ModelError) as caught, torch.random.fork_rng():
+        load_model(str(other), HfSettings(context=64, format="chat"), pins, "cpu", torch.float32)
+    line = str(caught.value)
+    assert words in line and line.endswith("that the founder calls qwen3 by --model") and "\n" not in line
+
+
+def test_where_a_model_was_saved_does_not_matter(made: Path, tmp_path: Path) -> None:
+    pins = pinned(made / "qwen3")
+    other = Path(shutil.copytree(made / "qwen3", tmp_path / "other"))
+    change_json(other / "config.json", _name_or_path="elsewhere", transformers_version="9", use_cache=False)
+    loaded = load_model(str(other), HfSettings(context=64, format="chat"), pins, "cpu", torch.float32)
+    assert loaded.pins == ModelPins(**{**vars_of(pins), "base": "other"})
+
+
+def vars_of(pins: ModelPins) -> dict[str, Any]:
+    return {name: getattr(pins, name) for name in ModelPins.__dataclass_fields__}
+
+
+def test_joiner_of_a_full_run_needs_no_weights(made: Path, tmp_path: Path) -> None:
+    pins = pinned(made / "qwen3", train="full")
+    other = Path(shutil.copytree(made / "qwen3", tmp_path / "other"))
+    (other / "model.safetensors").unlink()
+    settings = HfSettings(context=64, format="chat", train="full")
+    module: nn.Module = load_model(str(other), settings, pins, "cpu", torch.float32).module
+    assert sum(each.numel() for each in module.parameters()) > 30_000
+
+
+@pytest.mark.parametrize(
+    "spoil, words",
+    [
+        (lambda folder: (folder / "config.json").unlink(), "cannot be read (No such file"),
+        (lambda folder: (folder / "config.json").write_text("{"), "is not JSON"),
+        (lambda folder: change_json(folder / "config.json", auto_map={"AutoModel": "evil.py"}), "(auto_map), which is"),
+        (lambda folder: change_json(folder / "tokenizer_config.json", auto_map={"A": "evil.py"}), "(auto_map)"),
+        (lambda folder: change_json(folder / "config.json", model_type="clip"), "of type 'clip': known are"),
+        (lambda folder: change_json(folder / "config.json", quantization_config={"bits": 4}), "is quantised"),
+        (
+            lambda folder: (folder / "model.safetensors").rename(folder / "pytorch_model.bin"),
+            "contains no safetensors (only pickles, which are never read)",
+        ),
+        (lambda folder: (folder / "model.safetensors").write_bytes(b"\x80\x04K\x01."), "is damaged"),
+        (lambda folder: (folder / "config.json").rename(folder / "adapter_config.json"), "is an adapter: give"),
+        (lambda folder: shutil.rmtree(folder), "there is no folder"),
+    ],
+)
+def test_unusable_model_is_refused_in_one_line(
+    made: Path, tmp_path: Path, spoil: Callable[[Path], object], words: str
+) -> None:
+    folder = Path(shutil.copytree(made / "qwen3", tmp_path / "model"))
+    spoil(folder)
+    with pytest.raises(ModelError) as caught:
+        load_model(str(folder), HfSettings(context=64), None, "cpu", torch.float32)
+    assert words in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "settings, words",
+    [
+        ({"context": 256}, "hf.context is 256, and the model reads at most 128 tokens"),
+        ({"lora_targets": ("q_proj", "qq")}, "hf.lora_targets: the model has no linear layer qq: it has down_proj"),
+    ],
+)
+def test_unfitting_settings_are_refused(made: Path, settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(ModelError, match="hf") as caught:
+        load_model(str(made / "qwen3"), HfSettings(**{"context": 64, **settings}), None, "cpu", torch.float32)
+    assert words in str(caught.value)
+
+
+def test_weights_digest_ignores_sharding(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import transformers
+
+    whole = weights_digest(made / "llama")
+    transformers.AutoModelForCausalLM.from_pretrained(made / "llama").save_pretrained(tmp_path, max_shard_size="50KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1 and weights_digest(tmp_path) == whole
+    monkeypatch.setattr(digests, "_entries", lambda path: pytest.fail("the digest is cached"))
+    assert weights_digest(tmp_path) == whole

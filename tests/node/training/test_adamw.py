@@ -1,0 +1,130 @@
+"""AdamW of runs whose recipe has `mean` and `decay`: exact means over targets, what is decayed, bfloat16 copies."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional
+
+from node.tasks.base import Batch, Recipe
+from node.tasks.flat import flatten
+from node.training.adamw import AdamWLearner, decayed
+
+RECIPE = Recipe(10, 5, 1e-2, 0.9, 0.5, warmup_steps=0, mean="token", decay="matrices", weight_decay=0.3)
+WORDS = 11
+
+
+class Masked:
+    """Rows of words, of whose targets some are masked; the rows of a step are divided into microbatches."""
+
+    def __init__(self, split: list[int], masked: list[int], dtype: torch.dtype = torch.float32) -> None:
+        torch.manual_seed(3)
+        self.module: nn.Module = nn.Sequential(nn.Embedding(WORDS, 8), nn.LayerNorm(8), nn.Linear(8, WORDS)).to(dtype)
+        draw = torch.Generator().manual_seed(5)
+        self.words = torch.randint(WORDS, (sum(split), 13), generator=draw)
+        self.labels = torch.randint(WORDS, self.words.shape, generator=draw)
+        for row, count in enumerate(masked):
+            self.labels[row, :count] = -100
+        self.bounds = [sum(split[:index]) for index in range(len(split) + 1)]
+
+    def batch(self, seed: int, position: int) -> Batch:
+        low, high = self.bounds[position], self.bounds[position + 1]
+        return self.words[low:high], self.labels[low:high]
+
+    def targets(self, batch: Batch) -> int:
+        return int((batch[1] != -100).sum())
+
+    def loss(self, *batch: torch.Tensor) -> torch.Tensor:
+        return functional.cross_entropy(self.module(batch[0]).flatten(0, 1).float(), batch[1].flatten())
+
+    def evaluate(self) -> float:
+        return float(self.module.training)
+
+
+@given(
+    split=st.permutations([1, 1, 2, 4]) | st.just([8]) | st.just([1] * 8),
+    rows=st.permutations([13, 13, 12, 0, 0, 5, 1, 9]),
+)
+def test_any_split_gives_the_same_gradient(split: list[int], rows: list[int]) -> None:
+    gradients = []
+    for parts in ([8], split):
+        learner = AdamWLearner(Masked(parts, rows), replace(RECIPE, batches=len(parts)), seed=0)
+        learner._accumulate()
+        count = 8 * 13 - sum(rows)
+        gradients.append(learner._flat.gradients[0] / count)
+        learner.position = 0
+        assert learner.step(0, 0).tokens == count
+    whole, divided = gradients
+    assert float((whole - divided).norm() / whole.norm()) < 1e-6
+
+
+def test_step_without_targets_is_skipped() -> None:
+    learner = AdamWLearner(Masked([1, 1], [13, 13]), replace(RECIPE, batches=2), seed=0)
+    before = learner.vectors[0].clone()
+    assert learner.step(0, 0).tokens == 0 and learner.position == 2
+    assert torch.equal(before, learner.vectors[0])
+
+
+def test_decay_spares_norms_biases_and_adapters() -> None:
+    module = nn.Module()
+    module.first = nn.Linear(2, 3)
+    module.norm = nn.LayerNorm(3)
+    module.lora_A = nn.Linear(3, 2, bias=False)
+    module.last = nn.Linear(3, 1, bias=False)
+    flat = flatten(module)
+    for view in decayed(flat.layout, flat.vectors):
+        view.fill_(7.0)
+    touched = {name for name, parameter in module.named_parameters() if bool((parameter == 7).all())}
+    assert touched == {"first.weight", "last.weight"}
+
+
+@pytest.mark.parametrize("decay", ["matrices", None])
+def test_decay_equals_torchs_groups(decay: str | None) -> None:
+    recipe = replace(RECIPE, decay=decay, clip_norm=1e9)  # type: ignore[arg-type]
+    task, twin = Masked([8], [0] * 8), Masked([8], [0] * 8)
+    learner = AdamWLearner(task, recipe, seed=0)
+    named = [*twin.module.named_parameters()]
+    kept = [each for _, each in named if each.ndim < 2]
+    groups = [
+        {"params": [each for _, each in named if each.ndim > 1], "weight_decay": 0.3},
+        {"params": kept, "weight_decay": 0.0 if decay else 0.3},
+    ]
+    plain = torch.optim.AdamW(groups, 1e-2, (0.9, 0.95), foreach=False)
+    for step in range(3):
+        learner.position = 0
+        learner.step(0, step)
+        plain.zero_grad()
+        twin.loss(*twin.batch(0, 0)).backward()
+        for group in plain.param_groups:
+            group["lr"] = recipe.rate(step)
+        plain.step()
+    expected = torch.cat([each.detach().flatten() for _, each in named])
+    torch.testing.assert_close(learner.vectors[0], expected, rtol=1e-5, atol=1e-7)
+
+
+def test_bfloat16_module_keeps_float32_parameters() -> None:
+    learner = AdamWLearner(Masked([4, 4], [0] * 8, torch.bfloat16), replace(RECIPE, batches=2, learning_rate=1e-5), 0)
+    before, computed = learner.vectors[0].clone(), Masked([8], [0] * 8, torch.bfloat16)
+    assert torch.equal(before, torch.cat([each.detach().float().flatten() for each in computed.module.parameters()]))
+    for step in range(40):
+        learner.position = 0
+        assert learner.step(0, step).tokens == 8 * 13
+    moved = (learner.vectors[0] - before).abs()
+    assert 0 < float(moved.max()) < 1e-3, "steps smaller than bfloat16 resolves add up"
+    learner.evaluate()
+    module = learner._task.module
+    rounded = torch.cat([each.detach().float().flatten() for each in module.parameters()])
+    assert torch.equal(rounded, learner.vectors[0].bfloat16().float())
+
+
+def test_modes_follow_training_and_evaluation() -> None:
+    task = Masked([8], [0] * 8)
+    learner = AdamWLearner(task, RECIPE, seed=0)
+    assert learner.evaluate() == 0.0
+    learner.step(0, 0)
+    assert task.module.training
