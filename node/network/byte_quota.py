@@ -44,13 +44,14 @@ class ByteQuota:
     Attributes:
         used_bytes: in the present period, or a little more after a crash.
         changed: set when the counts should be stored.
+        used_up: set from when `exhausted` is seen to when the period turns.
         margin_bytes: what a last round may take: the quota counts as exhausted that much earlier.
     """
 
     def __init__(self, limit_bytes: int, period: str, wall: Callable[[], float]) -> None:
         self.limit_bytes, self.period = limit_bytes, period
         self.used_bytes = self.margin_bytes = 0
-        self.changed = asyncio.Event()
+        self.changed, self.used_up = asyncio.Event(), asyncio.Event()
         self._wall = wall
         self._name = period_name(period, wall())
         self._reserved = 0
@@ -84,6 +85,7 @@ class ByteQuota:
             self._on_warning()
         if not self._told and self.exhausted:
             self._told = True
+            self.used_up.set()
             self._on_exhausted()
 
     def turn(self) -> bool:
@@ -92,6 +94,7 @@ class ByteQuota:
         if name <= self._name:
             return False
         self._name, self.used_bytes, self._reserved, self._warned, self._told = name, 0, 0, False, False
+        self.used_up.clear()
         self.changed.set()
         return True
 

@@ -76,6 +76,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_QUOTA_SECONDS = 10.0
+
 T = TypeVar("T")
 
 STATUS_SECONDS = 10.0
@@ -376,6 +378,10 @@ class Peer:
         async with task_group() as group:
             for each in (self._pauses.run(), monitor.run(), SleepGuard(save).run()):
                 group.create_task(each)
+            while quota is not None:  # at once: until the next look, fast rounds could take more than what is left
+                await quota.used_up.wait()
+                await monitor.look(asyncio.get_running_loop().time())
+                await asyncio.sleep(_QUOTA_SECONDS)
 
     def _status_sources(
         self,
