@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from enum import IntEnum
+from typing import Any, TypeVar
 
 from protocols.aio import Notifier
+
+T = TypeVar("T")
 
 LOOK_SECONDS = 3600.0
 """Longest wait in one go for a change of what was asked for."""
@@ -67,3 +70,15 @@ class ActivitySwitch:
         loop = asyncio.get_running_loop()
         while not await self._changed.reached(condition, loop.time() + LOOK_SECONDS):
             pass
+
+    async def unless(self, condition: Callable[[], bool], work: Coroutine[Any, Any, T]) -> T | None:
+        """Do some work, or return None: it is cancelled when a condition holds, which is checked after each `wake`."""
+        working = asyncio.ensure_future(work)
+        asked = asyncio.create_task(self.until(condition))
+        try:
+            await asyncio.wait([working, asked], return_when=asyncio.FIRST_COMPLETED)
+            return await working if working.done() else None
+        finally:
+            for each in (working, asked):
+                each.cancel()
+            await asyncio.wait([working, asked])

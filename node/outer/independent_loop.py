@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median_low
 
+from node.outer.activity import Activity
 from node.outer.closing import LOOK_SECONDS, SKETCH_SECONDS, ClosingPhase, ClosingResult, joined
 from node.outer.mixing import MixingStrategy, PullMixing, StateMixing
 from node.outer.noloco import NoLoCo
@@ -300,7 +301,10 @@ class IndependentOuterLoop(OuterLoop):
         key, watch = self.key, LapTimer()
         outcome = Outcome.UNDECIDED
         try:
-            snapshot = await state_sync.fetch(self._nearest, deadline)
+            fetching = state_sync.fetch(self._nearest, deadline)
+            snapshot = await self.activity.unless(lambda: self.activity.wanted is Activity.AWAY, fetching)
+            if snapshot is None:
+                raise StateUnavailable("this peer is to be away")
             async with self._changes():
                 await self.start_from(snapshot)
                 outcome, self.has_drifted, self.lacks_state = Outcome.SUPERSEDED, False, False

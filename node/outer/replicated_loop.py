@@ -221,8 +221,8 @@ class ReplicatedOuterLoop(OuterLoop):
         """Switch to the best branch that others can prove, and fetch its state; a joiner fetches that of its head.
 
         What was trained since the anchor is dropped. Never raises for what other peers do: the outcome `undecided` says
-        that nothing has changed, and that another try may succeed. The branch may have grown meanwhile: the next round
-        finds out.
+        that nothing has changed, and that another try may succeed. So it is with a peer outside the
+        roster that is asked to be away. The branch may have grown meanwhile: the next round finds out.
         """
         head, watch = self.chain.head, LapTimer()
         seconds = deadline - watch.began
@@ -234,7 +234,8 @@ class ReplicatedOuterLoop(OuterLoop):
         reached = None
         if branch or self.lacks_state:
             held = self._snapshots.held() if self._snapshots else ()
-            reached = await CatchUp(sync.fetcher, chain, self.state, head.key.lineage, held, self._mean, deadline).run()
+            attempt = CatchUp(sync.fetcher, chain, self.state, head.key.lineage, held, self._mean, deadline)
+            reached = await self.activity.unless(lambda: self.may_be_away, attempt.run())
         lost_rounds, lost_tokens = 0, 0
         if reached:
             async with self._changes():

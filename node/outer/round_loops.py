@@ -54,6 +54,9 @@ async def run_replicated_rounds(
                 behind = passes < MAX_PASSES and _was_far(tried, loop.time() - began)
                 yield tried
                 continue  # the peer may have caught up with the end of the run
+            if outer_loop.may_be_away:
+                yield tried
+                continue
             if not passes:
                 await asyncio.sleep(PAUSE_SECONDS)
         passes = 0

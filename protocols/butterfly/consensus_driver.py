@@ -152,6 +152,9 @@ class ConsensusDriver:
         A quorum of the roster must be in the next roster or have announced that it leaves. The tally cannot check
         this, because it does not know which members leave.
 
+        In ballot 0, a SKIP because nobody works is refused by who never said that it rests: its coordinator has heard
+        of no such thing. In later ballots a record may be bound by an earlier vote, and refusing it could stop the run.
+
         Raises:
             BadPayload: the record is refused.
         """
@@ -160,6 +163,9 @@ class ConsensusDriver:
         willing = [each for each in self.tally.roster if each in record.roster or each.peer in self.state.leaving]
         if len(willing) < self.tally.quorum and not value.is_fork:
             raise BadPayload("a proposal that may not be put to the vote: it evicts too many members that do not leave")
+        unfounded = record.idle and not self.state.resting.has_rested(self._context.me.peer)
+        if unfounded and proposal.ballot == 0 and not value.is_fork:
+            raise BadPayload("a proposal to skip because nobody works, while this member does")
         if record.kind != Kind.MEAN and not record.parts:
             return
         if not record.parts or not record.peers or not record.tiles(settings.elements[self.head.key.fragment]):

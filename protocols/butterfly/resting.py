@@ -43,6 +43,10 @@ class RestingMembers:
         """The members that rest."""
         return frozenset(peer for peer, statement in self._last.items() if statement.rests)
 
+    def has_rested(self, peer: PeerId) -> bool:
+        """Whether a member has said in this round that it rests, even if it works again. Its first word says so."""
+        return peer in self._last
+
     def state(self, key: RoundKey, me: Member, rests: bool, signer: Signer) -> Resting:
         """Make this member's next statement, and note it."""
         known = self._last.get(me.peer)

@@ -169,6 +169,14 @@ def test_vote_of_non_member_is_rejected_and_blamed(kind: str, peer: PeerId, send
     assert blamed(averaged, list(range(COUNT))) == {peer}
 
 
+def test_idle_skip_while_others_work_is_rejected() -> None:
+    """It is what a coordinator proposes when everybody rests. Nobody votes for it, and the round has its mean."""
+    skip = Propose(HEAD.key, Member(PEERS[FIRST]), 0, made_up(HEAD.key, ROSTER))
+    averaged = average(before=speaking(PEERS[FIRST], skip))
+    assert agreed(averaged, list(range(COUNT))) and len(averaged.means[0].peers) == COUNT
+    assert set(named(averaged, PEERS[FIRST], "because nobody works")) == {PEERS[index] for index in OTHERS}
+
+
 @pytest.mark.parametrize("voters", ((), ROSTER, ROSTER[:3]))
 def test_non_member_certificate_is_rejected_and_blamed(voters: tuple[Member, ...]) -> None:
     """Whatever votes the certificate claims to have."""

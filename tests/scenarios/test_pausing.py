@@ -8,6 +8,7 @@ from statistics import median
 import pytest
 
 from node.outer.activity import Activity
+from node.outer.catch_up import CatchUp
 from protocols.base import PeerId
 from protocols.consensus.record import Kind
 from tests.sim.leaving_scenario import INNER_STEPS, LeavingScenario
@@ -141,6 +142,32 @@ async def test_only_worker_back_before_it_left_trains(swarm: LeavingScenario, pe
     pause(swarm, Activity.WORK, last)
     await swarm.until(lambda: swarm.head(last).key.round >= number + 3, 25.0, "three rounds")
     assert swarm.outcomes(last)[-1] in ("alone", "committed")
+
+
+@simulated(leaving_swarm, 3, founders=2)
+async def test_joiner_told_to_be_away_ends_its_catch_up(swarm: LeavingScenario) -> None:
+    await swarm.rounds(2)
+    begun, ended = asyncio.Event(), asyncio.Event()
+    run = CatchUp.run
+
+    async def endless(*_: object) -> None:
+        begun.set()
+        try:
+            await asyncio.sleep(1000.0)
+        finally:
+            ended.set()
+
+    CatchUp.run = endless  # type: ignore[assignment, method-assign]
+    try:
+        await begin(swarm, "p2")
+        await asyncio.wait_for(begun.wait(), 30.0)
+        pause(swarm, Activity.AWAY, "p2")
+        await asyncio.wait_for(ended.wait(), 1.0)
+        await swarm.until(lambda: swarm.activities["p2"] is Activity.AWAY, 5.0, "the absence")
+    finally:
+        CatchUp.run = run  # type: ignore[method-assign]
+    pause(swarm, Activity.WORK, "p2")
+    await swarm.until(swarm.whole, 60.0, "the return")
 
 
 @pytest.mark.parametrize("wanted", (Activity.REST, Activity.AWAY))
