@@ -32,7 +32,7 @@ class Injector:
         network: SimNetwork,
         directory_faults: DirectoryFaults,
         revive: Callable[[PeerId], None],
-        pause: Callable[[PeerId, Activity], None],
+        pause: Callable[[PeerId, Activity], None] = lambda peer, activity: None,
     ) -> None:
         self.faults = faults
         self.struck: list[tuple[float, Fault]] = []

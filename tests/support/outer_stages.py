@@ -87,6 +87,10 @@ class OuterSwarm:
         self.settings = PipelineSettings(RUN, self.stages, RECIPE.batches, *sizes)
         self._accumulate()
 
+    def rests(self, peer: PeerId) -> bool:
+        """None does."""
+        return False
+
     def play(self, story: Callable[[], Awaitable[None]]) -> None:
         """Build the peers, run the story, and check that nothing is left of it."""
 
