@@ -74,7 +74,7 @@ class JoinedPeer:
         return [RoundReport.from_json(line) for line in lines if line.endswith(b"\n")]
 
     async def rounds_done(self, number: int, seconds: float) -> list[RoundReport]:
-        """Wait until so many rounds are done."""
+        """Wait until it has done `number` rounds; returns all reports."""
         async with asyncio.timeout(seconds):
             while len(reports := self.reports()) < number:
                 if self._process.returncode is not None:

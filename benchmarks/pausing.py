@@ -16,12 +16,13 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from statistics import median
 
 from benchmarks.joined_peer import JoinedPeer
+from node.reporting.status import PeerStatus
 from tests.sim.arguments import Parser
 
 PEERS = 4
@@ -59,7 +60,7 @@ class Swarm:
         return len(self.first.reports())
 
     async def rounds(self, number: int, of: int) -> list[float]:
-        """Wait for so many rounds; returns durations of those of them that `of` peers averaged."""
+        """Wait for `number` rounds; returns durations of those that `of` peers averaged."""
         begin = self.done
         reports = await self.first.rounds_done(begin + number, number * ROUND_SECONDS)
         durations = round_seconds(self.first, begin, begin + number)
@@ -147,8 +148,8 @@ async def three_rest(swarm: Swarm, rounds: int) -> dict[str, float]:
     return {"round, three of four pause, s": median(alone), "three: rounds until all count again": back}
 
 
-def _is_member(peers: object, who: str) -> bool:
-    return any(each.peer == who and each.member for each in peers)  # type: ignore[attr-defined]
+def _is_member(peers: Sequence[PeerStatus], peer: str) -> bool:
+    return any(each.peer == peer and each.member for each in peers)
 
 
 async def rules(directory: Path) -> dict[str, float]:

@@ -214,28 +214,20 @@ HoursOption = Annotated[
         metavar="HOURS",
     ),
 ]
-OnBatteryOption = Annotated[str | None, option(PAUSES, "On battery: pause (the default) or ignore it.", metavar="WHAT")]
-OnMeteredOption = Annotated[
-    str | None, option(PAUSES, "On a metered network: pause (the default) or ignore it.", metavar="WHAT")
-]
-OnLowMemoryOption = Annotated[
-    str | None, option(PAUSES, "When memory is short: pause (the default) or ignore it.", metavar="WHAT")
-]
-OnHeatOption = Annotated[
-    str | None, option(PAUSES, "When a sensor is at its limit: pause (the default) or ignore it.", metavar="WHAT")
-]
-WhenInUseOption = Annotated[
-    str | None,
-    option(PAUSES, "While somebody uses the keyboard or the mouse: pause, or ignore it (the default).", metavar="WHAT"),
-]
-WhenBusyOption = Annotated[
-    str | None,
-    option(
-        PAUSES,
-        "While other programs keep a quarter of the processor busy: pause, or ignore it (the default).",
-        metavar="WHAT",
-    ),
-]
+
+
+def _pause_rule(when: str, default: str = "pause") -> Any:
+    """An option that says what to do in some state of the machine: pause or ignore it."""
+    choices = "pause (the default) or ignore it" if default == "pause" else "pause, or ignore it (the default)"
+    return Annotated[str | None, option(PAUSES, f"{when}: {choices}.", metavar="WHAT")]
+
+
+OnBatteryOption = _pause_rule("On battery")
+OnMeteredOption = _pause_rule("On a metered network")
+OnLowMemoryOption = _pause_rule("When memory is short")
+OnHeatOption = _pause_rule("When a sensor is at its limit")
+WhenInUseOption = _pause_rule("While the keyboard or the mouse is used", "ignore")
+WhenBusyOption = _pause_rule("While other programs keep a quarter of the processor busy", "ignore")
 TrainOption = Annotated[
     str | None,
     option(RUN, "With --task hf: train adapters (lora, the default), or the whole model (full).", metavar="lora|full"),

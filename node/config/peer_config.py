@@ -239,7 +239,7 @@ class PeerConfig:
             semicolons in one text; empty: always.
         on_battery, on_metered, on_low_memory, on_heat: what to do on battery, on a metered network, when memory is
             short, and when a sensor is at its limit: pause or ignore it.
-        when_in_use: what to do while somebody uses the keyboard or the mouse: pause or ignore it.
+        when_in_use: what to do while the keyboard or the mouse is used: pause or ignore it.
         when_busy: what to do while other programs keep a quarter of the processor busy: pause or ignore it.
         page: whether to serve a web page of this peer, on this machine only, and metrics for Prometheus.
         page_port: TCP port of the page; if it is taken, the next free one.

@@ -1,4 +1,4 @@
-"""Asks the desktop's services by `busctl`: when somebody last used the computer, and whether the network is metered."""
+"""Asks the desktop's services by `busctl`: when the computer was last used, and whether the network is metered."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Desktop:
         self._idle_sources = list(_IDLE_SOURCES.values())
 
     async def input_idle_seconds(self) -> float:
-        """Time since somebody used the keyboard or the mouse; nan if no service tells."""
+        """Time since the keyboard or the mouse was used; nan if no service tells."""
         for source in self._idle_sources:
             if (value := await self._ask(source)) is not None:
                 self._idle_sources = [source]  # ask only this one from now on

@@ -45,7 +45,7 @@ class MachineProbes:
             load: whether to look at other programs' processor time, which costs the most.
         """
         available, total = _memory_bytes()
-        temperature, high = _hottest()
+        temperature, high = hottest_celsius()
         return MachineReadings(
             local=datetime.now(),
             on_battery=_on_battery(),
@@ -115,7 +115,7 @@ def _memory_pressure_percent() -> float:
     return float(found[1]) if found else math.nan
 
 
-def _hottest() -> tuple[float, float]:
+def hottest_celsius() -> tuple[float, float]:
     """Temperature and limit of the sensor that is closest to its limit, or furthest above it; nan if there is none."""
     try:
         sensors = psutil.sensors_temperatures()

@@ -57,7 +57,7 @@ class MachineReadings:
         memory_available_bytes, memory_bytes: memory that programs can still get, and all of it.
         memory_pressure_percent: share of the last ten seconds in which some process waited for memory.
         temperature_celsius, high_celsius: of the sensor that is closest to its limit, and that limit.
-        input_idle_seconds: time since somebody used the keyboard or the mouse.
+        input_idle_seconds: time since the keyboard or the mouse was used.
         others_share: share of all cores that other programs have kept busy lately.
         is_metered: whether the network's traffic costs money.
         quota_is_spent: whether this period's bytes are used up.
@@ -84,7 +84,7 @@ class MachineRules:
         hours: the peer is away outside of these; empty: it may always work.
         battery, metered, memory: whether it is away on battery, on a metered network, and when memory is short.
         heat: whether it rests while a sensor is at its limit.
-        in_use: whether it rests while somebody uses the keyboard or the mouse.
+        in_use: whether it rests while the keyboard or the mouse is used.
         busy: whether it rests while other programs keep a quarter of the processor busy.
     """
 

@@ -162,7 +162,7 @@ class Membership:
     def peers(self) -> list[PeerId]:
         """All known peers that train the same parameters as this one: those of its stage.
 
-        The live ones come first. Those that are away serve a state only if nobody else is there.
+        The live ones come first. Peers that are away serve a state only if there is no other peer.
         """
         here = any(contact.here for contact in self._contacts)
         known = [contact for contact in self._contacts if not (here and contact.idle == Activity.AWAY)]

@@ -17,7 +17,7 @@ from node.network.byte_meter import TrafficClass
 from protocols.aio import loop_time
 
 PIECE_BYTES = 64 << 10
-"""A stream waits for its turn again after so many bytes."""
+"""Bytes that a stream may move in one turn."""
 BURST_SECONDS = 0.05
 """An idle bucket fills up to one piece, or to what this time brings if that is more: timers are late by some ms."""
 _LEAST_SECONDS = 0.001

@@ -47,16 +47,16 @@ class StreamTraffic:
 
     @property
     def upload_piece(self) -> int:
-        """At most so many bytes may be written at once."""
+        """Largest number of bytes that may be written at once."""
         return _WHOLE if self._upload.rate is None else PIECE_BYTES
 
     @property
     def download_piece(self) -> int:
-        """At most so many bytes may be read at once."""
+        """Largest number of bytes that may be read at once."""
         return _WHOLE if self._download.rate is None else PIECE_BYTES
 
     async def may_send(self, count: int) -> None:
-        """Wait until the cap lets so many bytes be written.
+        """Wait until the cap lets `count` bytes be written.
 
         Raises:
             LimitReached: the quota is used up.

@@ -131,7 +131,7 @@ class ReplicatedOuterLoop(OuterLoop):
             watch.lap("average")
         done = RoundResult(head.key, head.anchor, mean, work, watch.seconds)
         done = await self._step(head, done, one_step=offers[:2] == [0, work.tokens])
-        # a round that ran into its limit must not raise it, nor one that waited because nobody worked
+        # a round that ran into its limit must not raise it, nor one in which all members rested
         if mean.outcome is Outcome.COMMITTED and not self._rested:
             self._learn_limit(watch)
         return self._report(done, self.chain.head.key.lineage, wall())

@@ -7,7 +7,6 @@ import json
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
 
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
@@ -18,6 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from node.page.guard import SECURITY_HEADERS, AccessRules
 from node.page.stream import EventStream, StreamSources
 from node.reporting.status import to_json
+from node.ui.commands import Command
 
 STATIC = Path(__file__).with_name("static")
 MAX_REQUEST_BYTES = 1024
@@ -28,9 +28,6 @@ _TYPES = {
     ".js": "text/javascript; charset=utf-8",
     ".svg": "image/svg+xml",
 }
-
-
-Command: TypeAlias = Callable[[Mapping[str, Any]], Awaitable[Mapping[str, object]]]
 
 
 @dataclass(frozen=True, slots=True)

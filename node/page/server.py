@@ -65,7 +65,7 @@ class PageConfig:
 class PageServer:
     """The page of a running peer. An async context manager.
 
-    If the page cannot be served, the user is told why, and the peer goes on without it.
+    If the page cannot be served, a line tells the user why, and the peer goes on without it.
     """
 
     def __init__(self, config: PageConfig, sources: Callable[[], PageSources], say: Callable[[str], None]) -> None:

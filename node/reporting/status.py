@@ -148,7 +148,7 @@ class Status:
 def public(status: Status) -> Status:
     """The part of a status that any peer may see: without this machine's process id and where the others are.
 
-    A pause is shown as waiting, and without its cause and end: they say when nobody is home.
+    A pause is shown as waiting, and without its cause and end: they say when its user is away from home.
     """
     if status.state == "paused":
         status = dataclasses.replace(status, state="waiting", reason="")

@@ -152,15 +152,6 @@ def _cpu_seconds(pid: int) -> float:
     return float(times.user + times.system)
 
 
-def temperature_celsius() -> float:
-    """The highest temperature that this machine's sensors report; nan if there are none."""
-    try:
-        sensors = psutil.sensors_temperatures()
-    except (AttributeError, OSError):  # not on this system
-        return math.nan
-    return max((float(each.current) for group in sensors.values() for each in group), default=math.nan)
-
-
 _WORKERS = ("node.training.worker", "node.training.stage_worker")
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from importlib import metadata
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from node.config.peer_config import PeerConfig
+from node.machine.probes import hottest_celsius
 from node.network.address_scope import Scope, scope
 from node.page.server import PageConfig, PageServer
 from node.page.values import PageExtras, page_values
@@ -16,8 +17,9 @@ from node.reporting.event_feed import EventFeed
 from node.reporting.run_counters import RunCounters
 from node.reporting.status import EventSink
 from node.runtime.clock import WallClock
-from node.runtime.metrics import CpuMeter, temperature_celsius
+from node.runtime.metrics import CpuMeter
 from node.storage.statedir import StateDir
+from node.ui.commands import Command
 from node.ui.status_tracker import StatusTracker
 
 if TYPE_CHECKING:
@@ -49,7 +51,7 @@ class PageSetup:
         self,
         state: StateDir,
         transport: LibP2PTransport,
-        command: Callable[[Mapping[str, Any]], Awaitable[Mapping[str, object]]],
+        command: Command,
     ) -> PageServer:
         """The page's server, as the configuration says; call it only if the page is on.
 
@@ -65,7 +67,7 @@ class PageSetup:
         self,
         state: StateDir,
         transport: LibP2PTransport,
-        command: Callable[[Mapping[str, Any]], Awaitable[Mapping[str, object]]],
+        command: Command,
     ) -> PageSources:
         from node.page.app import PageSources
         from node.page.prometheus import MetricSources, PeerCollector, metrics_text
@@ -92,7 +94,7 @@ class PageSetup:
             network_bytes=by_class,
             peer_bytes={peer: (counts.sent, counts.received) for peer, counts in meter.peers().items()},
             cpu_cores=self._cpu.cores(self._tracker.pids(), asyncio.get_running_loop().time()),
-            temperature_celsius=temperature_celsius(),
+            temperature_celsius=hottest_celsius()[0],
             announced=bool(self._config.announce) or all(map(_is_local, self._config.listen)),
         )
 
@@ -103,7 +105,7 @@ class PageSetup:
         traffic = {(str(direction), str(kind)): count for (direction, kind), count in totals.items()}
         refused = {"streams": sum(transport.refused.values()), **self._tracker.refused()}
         restarts = {"p2pd": transport.restarts, **self._tracker.restarts()}
-        return MachineSample(traffic, refused, restarts, {"temperature_celsius": temperature_celsius()})
+        return MachineSample(traffic, refused, restarts, {"temperature_celsius": hottest_celsius()[0]})
 
     def _info(self) -> Mapping[str, str]:
         status = self._tracker.status()

@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 FILE = "pause.json"
 REST_SECONDS, REST_ROUNDS = 600.0, 3
-"""A pause that is to last longer than this, or has lasted for so many rounds, is an absence."""
+"""A pause that is to last longer than this, or that has lasted for more rounds, is an absence."""
 TICK_SECONDS = 1.0
 """How often the wall clock is read: it jumps when the machine sleeps, or when its time is set."""
 MAX_CAUSE = 100
@@ -183,7 +183,7 @@ class PauseController:
         present = self._present()
         if present is None:
             return ""
-        waits = "; the run waits for you: nobody else is in its roster" if self._alone() else ""
+        waits = "; the run waits for you: its roster has no other peer" if self._alone() else ""
         return present.line() + waits
 
     def round_ended(self) -> None:

@@ -241,7 +241,7 @@ class PeerSession:
             await self._deps.disk.run(partial(self._deps.state.keep_text, SAMPLE_PROMPT + text), 0)
 
     async def _show_text(self) -> None:
-        """Let the model write a short text, if somebody looks at the page and the latest text is old."""
+        """Let the model write a short text, if the page is open and the latest text is old."""
         texts = self._deps.texts
         if texts is None or self._stage or not texts.text_is_due():
             return
@@ -265,7 +265,9 @@ class PeerSession:
     async def _report(self, report: RoundReport) -> None:
         deps = self._deps
         self._done += deps.outer_loop.took_part(report)
-        if report.params_hash != self._evaluated and not deps.outer_loop.activity.pauses:  # who rests computes nothing
+        if (
+            report.params_hash != self._evaluated and not deps.outer_loop.activity.pauses
+        ):  # a pausing peer computes nothing
             self._evaluated = report.params_hash
             report = replace(report, held_out_loss=await self._held_out_loss())
             await self._show_text()

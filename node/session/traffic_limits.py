@@ -25,7 +25,7 @@ QUOTA_FILE = "quota.json"
 _MAX_FILE_BYTES = 1 << 12
 _LOOK_SECONDS = 10.0
 _ROUND_VECTORS = 4
-"""A round takes at most so many vectors, both directions together: each member sends and takes less than two."""
+"""Most vectors that a round moves, both directions together: each member sends and takes less than two."""
 
 
 class TrafficLimits:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 _UNKNOWN = 'ask {"do": …} with "status", "finish", "pause", "resume" or "set"'
+
+
+Command: TypeAlias = Callable[[Mapping[str, Any]], Awaitable[Mapping[str, object]]]
+"""Carries out a request, and returns the answer; see `PeerCommands.carry_out`."""
 
 
 class Pauses(Protocol):

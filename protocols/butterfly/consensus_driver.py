@@ -165,7 +165,7 @@ class ConsensusDriver:
             raise BadPayload("a proposal that may not be put to the vote: it evicts too many members that do not leave")
         unfounded = record.idle and not self.state.resting.has_rested(self._context.me.peer)
         if unfounded and proposal.ballot == 0 and not value.is_fork:
-            raise BadPayload("a proposal to skip because nobody works, while this member does")
+            raise BadPayload("a proposal to skip for want of work, while this member works")
         if record.kind != Kind.MEAN and not record.parts:
             return
         if not record.parts or not record.peers or not record.tiles(settings.elements[self.head.key.fragment]):
