@@ -152,8 +152,9 @@ class ConsensusDriver:
         A quorum of the roster must be in the next roster or have announced that it leaves. The tally cannot check
         this, because it does not know which members leave.
 
-        In ballot 0, a SKIP because nobody works is refused by who never said that it rests: its coordinator has heard
-        of no such thing. In later ballots a record may be bound by an earlier vote, and refusing it could stop the run.
+        In ballot 0, a member that never said that it rests refuses a SKIP for want of work, because its coordinator has
+        heard no such statement. In later ballots a record may be bound by an earlier vote: refusing it could stop the
+        run.
 
         Raises:
             BadPayload: the record is refused.

@@ -53,7 +53,7 @@ class Record(Header):
 
     @property
     def idle(self) -> bool:
-        """Whether nothing was trained for it: a FORK without a mean, or a SKIP without a plan, while all members rested."""
+        """Whether nothing was trained for it: a FORK without a mean, or a SKIP without a plan (all members rested)."""
         return not self.parts and (self.kind == Kind.FORK or (self.kind == Kind.SKIP and self.plan == bytes(32)))
 
     def tiles(self, elements: int) -> bool:

@@ -80,7 +80,7 @@ class StageClock:
 
 
 def by_stage(members: Sequence[Member], directory: StageDirectory, stages: int) -> Mapping[int, tuple[Member, ...]]:
-    """The members of each stage that work, all stages included. A member that rests is no clock, and serves no other."""
+    """The working members of each stage, empty stages included. A resting member is no clock, and serves no other."""
     found: dict[int, list[Member]] = {stage: [] for stage in range(stages)}
     for member in members:
         stage = directory.stage_of(member.peer)
