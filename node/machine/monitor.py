@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from typing import Protocol
 
 from node.machine.desktop import Desktop
 from node.machine.probes import MachineProbes
@@ -14,6 +16,15 @@ from protocols.base import Compute
 
 READ_SECONDS = 5.0
 METERED_SECONDS = 30.0
+
+
+class TrafficQuota(Protocol):
+    """A quota of bytes, such as `node.network.byte_quota.ByteQuota`; `used_up` is set while it is exhausted."""
+
+    used_up: asyncio.Event
+
+    @property
+    def exhausted(self) -> bool: ...
 
 
 class MachineMonitor:
@@ -25,11 +36,7 @@ class MachineMonitor:
     """
 
     def __init__(
-        self,
-        rules: MachineRules,
-        compute: Compute,
-        on_wish: Callable[[Wish], None],
-        quota_is_spent: Callable[[], bool] = lambda: False,
+        self, rules: MachineRules, compute: Compute, on_wish: Callable[[Wish], None], quota: TrafficQuota | None = None
     ) -> None:
         """
         Args:
@@ -37,7 +44,7 @@ class MachineMonitor:
             on_wish: called when the wish changes.
         """
         self._rules, self._policy = rules, MachinePolicy(rules)
-        self._compute, self._on_wish, self._quota_is_spent = compute, on_wish, quota_is_spent
+        self._compute, self._on_wish, self._quota = compute, on_wish, quota
         self._probes, self._desktop = MachineProbes(), Desktop()
         self._is_metered: bool | None = None
         self._metered_at = float("-inf")
@@ -49,7 +56,19 @@ class MachineMonitor:
         loop = asyncio.get_running_loop()
         while True:
             await self.look(loop.time())
+            await self._pause()
+
+    async def _pause(self) -> None:
+        """Wait for the next look.
+
+        It comes at once when the quota ends. Until a later one, fast rounds could take more than what is left.
+        """
+        if self._quota is None or self._quota.used_up.is_set():
             await asyncio.sleep(READ_SECONDS)
+            return
+        with suppress(TimeoutError):
+            async with asyncio.timeout(READ_SECONDS):
+                await self._quota.used_up.wait()
 
     async def look(self, now: float) -> None:
         """Read once, and decide.
@@ -62,7 +81,8 @@ class MachineMonitor:
             self._metered_at, self._is_metered = now, await self._desktop.is_metered()
         if self._rules.in_use:
             readings = replace(readings, input_idle_seconds=await self._desktop.input_idle_seconds())
-        self.readings = replace(readings, is_metered=self._is_metered, quota_is_spent=self._quota_is_spent())
+        is_spent = self._quota is not None and self._quota.exhausted
+        self.readings = replace(readings, is_metered=self._is_metered, quota_is_spent=is_spent)
         wish = self._policy.decide(self.readings, now)
         if wish != self.wish:
             self.wish = wish

@@ -6,16 +6,15 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack, nullcontext
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar, cast
 
-from node.config.derived import machine_rules, protocol_settings, stage_values, stream_seed, worker_spec
+from node.config.derived import protocol_settings, stage_values, stream_seed, worker_spec
 from node.config.manifest import Manifest, ManifestError, unseal
 from node.config.peer_config import PeerConfig
 from node.config.run_config import RunConfig
@@ -28,8 +27,6 @@ from node.joining.founding import Founder, found_run
 from node.joining.known_peers import KnownPeers, build_membership, hinted, local_peer
 from node.joining.run_selector import RunSelector, asks, run_id
 from node.joining.stages import StagePlace
-from node.machine.monitor import MachineMonitor
-from node.machine.sleep import SleepGuard
 from node.membership.addresses import shareable
 from node.membership.handshake import LocalStage
 from node.membership.membership import Membership, MembershipCallbacks
@@ -46,6 +43,7 @@ from node.runtime.identity import IdentityError, verify
 from node.runtime.metrics import LoopLag
 from node.session.failpoints import with_failpoints
 from node.session.fatal import FatalPeerError
+from node.session.machine_watch import watch_machine
 from node.session.outer_loop_factory import OuterLoopFactory
 from node.session.page_setup import PageSetup
 from node.session.pausing import PauseController
@@ -64,23 +62,15 @@ from node.ui.commands import PeerCommands
 from node.ui.control import ControlServer
 from node.ui.status_tracker import OuterLoopSources, RunLabels, StatusTracker
 from protocols import INDEPENDENT_PROTOCOLS, REPLICATED_PROTOCOLS
-from protocols.aio import run_with_helper, task_group
+from protocols.aio import run_with_helper
 from protocols.base import Host
 from protocols.bulk import BULK_METHODS
 from protocols.butterfly.part_store import LEAST_ROUNDS, PartStore
 from protocols.codec import codec
 from protocols.gate import Gate
 
-if TYPE_CHECKING:
-    pass
-
-log = logging.getLogger(__name__)
-
-_QUOTA_SECONDS = 10.0
-
 T = TypeVar("T")
 
-STATUS_SECONDS = 10.0
 KEEP_CHECKPOINTS = 2
 """Checkpoints for which a peer keeps at least the reduced parts since: a joiner that fetches one needs them."""
 
@@ -367,21 +357,9 @@ class Peer:
                 await stack.outer_loop.keep()
                 await checkpoints.published()
 
-            session = run_with_helper(self._session.run(), self._watch_machine(resources, save))
+            watch = watch_machine(self._config, self._pauses, self._limits.quota, resources.files, save)
+            session = run_with_helper(self._session.run(), watch)
             await self._publish_addresses(session, resources.files)
-
-    async def _watch_machine(self, resources: PeerResources, save: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Pause, resume and save the work as the user and this machine wish, until cancelled."""
-        quota, rules = self._limits.quota, machine_rules(self._config)
-        is_spent = lambda: quota is not None and quota.exhausted  # noqa: E731
-        monitor = MachineMonitor(rules, resources.files, self._pauses.wish, is_spent)
-        async with task_group() as group:
-            for each in (self._pauses.run(), monitor.run(), SleepGuard(save).run()):
-                group.create_task(each)
-            while quota is not None:  # at once: until the next look, fast rounds could take more than what is left
-                await quota.used_up.wait()
-                await monitor.look(asyncio.get_running_loop().time())
-                await asyncio.sleep(_QUOTA_SECONDS)
 
     def _status_sources(
         self,

@@ -265,9 +265,8 @@ class PeerSession:
     async def _report(self, report: RoundReport) -> None:
         deps = self._deps
         self._done += deps.outer_loop.took_part(report)
-        if (
-            report.params_hash != self._evaluated and not deps.outer_loop.activity.pauses
-        ):  # a pausing peer computes nothing
+        # A pausing peer computes nothing.
+        if report.params_hash != self._evaluated and not deps.outer_loop.activity.pauses:
             self._evaluated = report.params_hash
             report = replace(report, held_out_loss=await self._held_out_loss())
             await self._show_text()

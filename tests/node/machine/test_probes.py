@@ -58,7 +58,7 @@ def services_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable
 async def test_input_pauses_and_ends_its_pause(services_answer: Callable[[str], object]) -> None:
     wishes: list[Wish] = []
     async with ThreadCompute() as compute:
-        monitor = MachineMonitor(MachineRules(in_use=True), compute, wishes.append, lambda: False)
+        monitor = MachineMonitor(MachineRules(in_use=True), compute, wishes.append)
         services_answer("u 2000\n")
         for now in (0.0, 5.0, 10.0):
             await monitor.look(now)
