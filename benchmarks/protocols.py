@@ -48,7 +48,8 @@ from node.outer.noloco import NoLoCo
 from node.outer.sgd import OuterSGD
 from node.tasks.gpt import GptTask, preset
 from node.tasks.text import load
-from node.training.trainer import AdamWLearner, LocalTraining
+from node.training.adamw import AdamWLearner
+from node.training.trainer import LocalTraining
 from protocols.moshpit.grid import shape_for
 from tests.sim.arguments import Parser, at_least, at_least_one
 

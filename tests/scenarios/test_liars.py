@@ -174,7 +174,7 @@ def test_idle_skip_while_others_work_is_rejected() -> None:
     skip = Propose(HEAD.key, Member(PEERS[FIRST]), 0, made_up(HEAD.key, ROSTER))
     averaged = average(before=speaking(PEERS[FIRST], skip))
     assert agreed(averaged, list(range(COUNT))) and len(averaged.means[0].peers) == COUNT
-    assert set(named(averaged, PEERS[FIRST], "because nobody works")) == {PEERS[index] for index in OTHERS}
+    assert set(named(averaged, PEERS[FIRST], "to skip for want of work")) == {PEERS[index] for index in OTHERS}
 
 
 @pytest.mark.parametrize("voters", ((), ROSTER, ROSTER[:3]))
