@@ -88,9 +88,16 @@ async def cost(rounds: int, directory: Path) -> dict[str, float]:
         swarm = Swarm([founder, *others])
         await founder.rounds_done(2, 4 * ROUND_SECONDS)
         await swarm.counted(PEERS)
-        values = await one_rests(swarm, rounds)
-        values |= await one_is_away(swarm, rounds)
-        values |= await three_rest(swarm, rounds)
+        values: dict[str, float] = {}
+        for part in (one_rests, one_is_away, three_rest):
+            values |= shown(await part(swarm, rounds))
+    return values
+
+
+def shown(values: dict[str, float]) -> dict[str, float]:
+    """The same values, printed."""
+    for name, value in values.items():
+        print(f"{name:45}{value:10.3f}", flush=True)
     return values
 
 
@@ -214,9 +221,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as place:
         values = asyncio.run(cost(given.rounds, Path(place)))
         if given.rules:
-            values |= asyncio.run(rules(Path(place)))
-    for name, value in values.items():
-        print(f"{name:45}{value:10.3f}")
+            values |= shown(asyncio.run(rules(Path(place))))
     print(json.dumps(values))
     return 0
 
