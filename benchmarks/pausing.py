@@ -1,6 +1,6 @@
 """What a pause costs the others, and how soon it begins and ends, on real peers.
 
-    python -m benchmarks.pausing [--rounds 8] [--rules]
+    python -m benchmarks.pausing [--rounds 18] [--rules]
 
 Four `join` peers train the paced task, whose steps take the same time each. One after the other: one peer rests, is
 away, and comes back; three of four rest. Times of the others' rounds are compared with those before and after the
@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 import shutil
 import sys
 import tempfile
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -23,6 +25,7 @@ from statistics import median
 
 from benchmarks.joined_peer import JoinedPeer
 from node.reporting.status import PeerStatus
+from node.session.pausing import REST_ROUNDS, REST_SECONDS
 from tests.sim.arguments import Parser
 
 PEERS = 4
@@ -102,18 +105,20 @@ def shown(values: dict[str, float]) -> dict[str, float]:
 
 
 async def one_rests(swarm: Swarm, rounds: int) -> dict[str, float]:
-    before = await swarm.rounds(rounds, PEERS)
-    await swarm.paused.ask("pause", until=None, after_round=False)
-    resting = await swarm.rounds(rounds, PEERS - 1)
-    await swarm.paused.ask("resume")
-    back = await swarm.counted(PEERS)
-    after = await swarm.rounds(rounds, PEERS)
-    working = median([*before, *after])
+    """A rest becomes an absence after `REST_ROUNDS`: several rests, with rounds of all four before and after each."""
+    working, resting, back = await swarm.rounds(REST_ROUNDS, PEERS), list[float](), list[int]()
+    for _ in range(math.ceil(rounds / REST_ROUNDS)):
+        await swarm.paused.ask("pause", until=time.time() + REST_SECONDS - 1, after_round=False)
+        resting += await swarm.rounds(REST_ROUNDS, PEERS - 1)
+        await swarm.paused.ask("resume")
+        back.append(await swarm.counted(PEERS))
+        working += await swarm.rounds(REST_ROUNDS, PEERS)
     return {
-        "round, all work, s": working,
-        "round, one of four pauses, s": median(resting),
-        "one of four pauses / all work": median(resting) / working,
-        "rounds until counted again": back,
+        "round, all work, s": median(working),
+        "round, one of four rests, s": median(resting),
+        "one of four rests / all work": median(resting) / median(working),
+        "rests counted": len(back),
+        "rest: rounds until counted again, at most": max(back),
     }
 
 
@@ -211,7 +216,7 @@ async def rules(directory: Path) -> dict[str, float]:
 
 def main() -> int:
     parser = Parser(prog="python -m benchmarks.pausing", description="What a pause costs the others.")
-    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=18)
     parser.add_argument("--rules", action="store_true")
     given = parser.parse_args()
     if given.rounds < 3:

@@ -122,7 +122,7 @@ class MachinePolicy:
     def __init__(self, rules: MachineRules) -> None:
         self._rules = rules
         self._memory, self._heat = Debounce(0, 300), Debounce(0, 30)
-        self._battery, self._metered = Debounce(60, 60), Debounce(10, 60)
+        self._battery, self._metered = Debounce(55, 60), Debounce(10, 60)
         self._in_use, self._busy = Debounce(10, 300), Debounce(20, 300)
 
     def decide(self, readings: MachineReadings, now: float) -> Wish:

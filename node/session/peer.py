@@ -6,73 +6,51 @@
 from __future__ import annotations
 
 import asyncio
-import os
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from contextlib import AsyncExitStack, nullcontext
-from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import TypeVar
 
-from node.config.derived import protocol_settings, stage_values, stream_seed, worker_spec
+from node.config.derived import stage_values, stream_seed, worker_spec
 from node.config.manifest import Manifest, ManifestError, unseal
 from node.config.peer_config import PeerConfig
 from node.config.run_config import RunConfig
 from node.config.toml import ConfigError
 from node.direct.plane import DirectConfig
 from node.joining import resume
-from node.joining.addresses_file import AddressesFile, AddressLine, read_addresses, require_usable
-from node.joining.bootstrap import BootstrapClient, BootstrapServer, RunInfo, ask_run
+from node.joining.addresses_file import AddressLine, read_addresses, require_usable
+from node.joining.bootstrap import BootstrapClient, RunInfo, ask_run
 from node.joining.founding import Founder, found_run
-from node.joining.known_peers import KnownPeers, build_membership, hinted, local_peer
 from node.joining.run_selector import RunSelector, asks, run_id
 from node.joining.stages import StagePlace
 from node.membership.addresses import shareable
-from node.membership.handshake import LocalStage
-from node.membership.membership import Membership, MembershipCallbacks
 from node.network.daemon import DaemonError
-from node.network.dht import DhtDirectory
 from node.network.libp2p import LibP2PConfig, LibP2PTransport
-from node.outer.replicated_loop import ReplicatedOuterLoop
-from node.outer.round_history import LocalHistory, RoundHistory
-from node.reporting.report import tokens_counted
-from node.reporting.status import EventSink, Status, join_command, narrow, public
+from node.reporting.status import EventSink, Status, join_command, narrow
 from node.runtime.clock import WallClock
 from node.runtime.compute import ThreadCompute
 from node.runtime.identity import IdentityError, verify
 from node.runtime.metrics import LoopLag
-from node.session.failpoints import with_failpoints
 from node.session.fatal import FatalPeerError
-from node.session.machine_watch import watch_machine
-from node.session.outer_loop_factory import OuterLoopFactory
 from node.session.page_setup import PageSetup
 from node.session.pausing import PauseController
-from node.session.peer_session import OuterLoopStack, PeerSession, PeerSessionDeps, SessionLimits
+from node.session.peer_session import PeerSession
 from node.session.resources import EnteredRun, PeerResources
+from node.session.session_setup import PeerServices, SessionSetup
 from node.session.stage_entrance import require_stage
 from node.session.stage_setup import StageSetup, values_of
 from node.session.traffic_limits import TrafficLimits
-from node.storage.checkpoint_manager import CheckpointManager, CheckpointStorage
-from node.storage.error_feedback import feedback
-from node.storage.journal import Journal
-from node.storage.scratch import ScratchSpace
 from node.storage.statedir import StateDir, StateError
 from node.training.remote import RemoteTrainer, WorkerError, WorkerSpec
 from node.ui.commands import PeerCommands
 from node.ui.control import ControlServer
-from node.ui.status_tracker import OuterLoopSources, RunLabels, StatusTracker
+from node.ui.status_tracker import RunLabels, StatusTracker
 from protocols import INDEPENDENT_PROTOCOLS, REPLICATED_PROTOCOLS
 from protocols.aio import run_with_helper
-from protocols.base import Host
 from protocols.bulk import BULK_METHODS
-from protocols.butterfly.part_store import LEAST_ROUNDS, PartStore
-from protocols.codec import codec
-from protocols.gate import Gate
 
 T = TypeVar("T")
-
-KEEP_CHECKPOINTS = 2
-"""Checkpoints for which a peer keeps at least the reduced parts since: a joiner that fetches one needs them."""
 
 NO_WORKER = 3
 """Exit code of a peer that left in good order because its worker could not be kept running."""
@@ -169,8 +147,8 @@ class Peer:
         direct = None if config.direct_port == "off" else DirectConfig(BULK_METHODS, config.direct_port)
         nat, relay = config.nat, config.relays
         link = LibP2PConfig(state.identity, config.listen, kept, config.announce, nat, relay, direct=direct)
-        self._pauses = PauseController(state.path, self._clock, self._view.say)
-        status_tracker.set_pauses(lambda: self._pauses.reason)
+        pauses = PauseController(state.path, self._clock, self._view.say)
+        status_tracker.set_pauses(lambda: pauses.reason)
         async with (
             LoopLag() as lag,
             ThreadCompute() as compute,
@@ -178,7 +156,7 @@ class Peer:
             ThreadCompute() as files,
         ):
             change = partial(self._limits.change, state.path, files)
-            commands = PeerCommands(self._on_asked, self._pauses, change)
+            commands = PeerCommands(self._on_asked, pauses, change)
             async with (
                 ControlServer(state.path, self.status, commands),
                 self._limits.kept(state.path, files, self._view.say, self._on_asked),
@@ -189,7 +167,7 @@ class Peer:
                 await disk.run(partial(state.listens, config.listen, transport.listening), 0)
                 addresses = lambda: shareable(transport.addresses) or transport.addresses  # noqa: E731
                 status_tracker.set_network(addresses, lag, lambda: transport.routes)
-                await self._enter_run(PeerResources(state, transport, compute, disk, files, bootstrap, lag))
+                await self._enter_run(PeerResources(state, transport, compute, disk, files, bootstrap, lag, pauses))
 
     def _bootstrap_client(self, transport: LibP2PTransport, files: ThreadCompute) -> BootstrapClient:
         async def read(path: Path) -> AddressLine | str:
@@ -300,118 +278,12 @@ class Peer:
             self._view.say(line)
         return start
 
-    # -- in the run ---------------------------------------------------------------------------------------------------
-
     async def _run_session(self, resources: PeerResources, entered: EnteredRun) -> None:
-        """Build a session and run it until the run is over or this peer leaves."""
-        config, start, state, disk = entered.manifest.config, entered.start, resources.state, resources.disk
-        key, status_tracker, transport = start.chain.head.key, self._status_tracker, resources.transport
-        history = start.chain if start.shares_anchor else LocalHistory(resources.me, key)
-        membership = self._membership(resources, history, entered)
-        setup = StageSetup(resources, status_tracker, self._view.say)
-        status_tracker.join_swarm(history, membership)
-        async with (
-            DhtDirectory(transport, state.identity, self._clock, key.run, membership.offset_seconds) as directory,
-            ScratchSpace(state.path, disk) as scratch,
-            self._checkpoints(resources, entered) as checkpoints,
-        ):
-            frames, trainer, journal = with_failpoints(transport, entered.trainer, state.rounds)
-            host = Host(frames, directory, membership, resources.compute, self._clock, state.identity, config.seed)
-            stage = entered.place.stage if entered.place else 0
-            settings = protocol_settings(entered.manifest, self._config, state.incarnation, stage, self._limits.claim)
-            pipeline = None
-            if entered.place:
-                pipeline = setup.trainer(entered, host, membership, lambda: stack.outer_loop, lambda: self._finishing)
-                trainer, host = cast(RemoteTrainer, pipeline), pipeline.host
-            factory = OuterLoopFactory(
-                host, settings, config, trainer, checkpoints, membership, status_tracker.on_progress
-            )
-            if isinstance(history, LocalHistory):
-                newcomer = not start.checkpoints and entered.manifest.founder.peer != resources.me.peer
-                stack = factory.independent(history, newcomer)
-            else:
-                stack = factory.replicated(history, partial(self._part_store, scratch, resources), state.path)
-            sources = self._status_sources(resources, trainer, journal, checkpoints, stack)
-            status_tracker.start_outer_loop(
-                replace(sources, waiting_reason=pipeline.waiting_reason) if pipeline else sources
-            )
-            await resume.restore(start, stack.outer_loop, trainer, checkpoints)
-            status = lambda: asdict(public(self.status()))  # noqa: E731
-            BootstrapServer(transport, entered.run, status, setup.assigner(entered, membership))
-            past = await disk.run(journal.recent, 0)
-            self._view.recall(past)
-            if isinstance(stack.outer_loop, ReplicatedOuterLoop):
-                stack.outer_loop.recall(tokens_counted(past))
-            lag, clock = resources.lag, self._clock
-            deps = PeerSessionDeps(*stack, trainer, membership, directory, state, journal, lag, clock, disk)
-            deps = replace(deps, texts=self._view, on_round_end=self._pauses.round_ended)
-            self._pauses.attach(stack.outer_loop.pause, lambda: stack.outer_loop.holds_up_run)
-            if pipeline:
-                over, lacking = pipeline.is_run_over, pipeline.waiting_reason
-                deps = replace(deps, annotate=pipeline.annotate, is_run_over=over, lacking=lacking)
-            wait_for = self._config.wait_for_peers if key.round == 0 else 1
-            limits = SessionLimits(config.recipe.rounds, self._config.rounds, wait_for)
-            self._session = PeerSession(deps, limits, status_tracker, self._view)
-
-            async def save() -> None:
-                await stack.outer_loop.keep()
-                await checkpoints.published()
-
-            watch = watch_machine(self._config, self._pauses, self._limits.quota, resources.files, save)
-            session = run_with_helper(self._session.run(), watch)
-            await self._publish_addresses(session, resources.files)
-
-    def _status_sources(
-        self,
-        of: PeerResources,
-        trainer: RemoteTrainer,
-        journal: Journal,
-        made: CheckpointManager,
-        stack: OuterLoopStack,
-    ) -> OuterLoopSources:
-        return OuterLoopSources(
-            journal,
-            stack.outer_loop.waiting_for,
-            stack.sync.sync_progress.progress,
-            lambda: made.age_seconds(self._clock.wall()),
-            lambda: [pid for pid in (os.getpid(), trainer.pid, of.transport.daemon_pid) if pid],
-            worker_restarts=lambda: trainer.restarts,
-            joiners=lambda: stack.sync.joiners,
-            checkpoint_problem=lambda: made.problem,
+        """Run a session until the run is over or this peer leaves."""
+        services = PeerServices(
+            self._config, self._clock, self._view, self._status_tracker, self._limits, self._selector
         )
-
-    async def _publish_addresses(self, session: Coroutine[Any, Any, None], files: ThreadCompute) -> None:
-        """Run the session, and meanwhile keep this peer's addresses in the file where others look for them."""
-        if path := self._config.addresses_file:
-            kept = AddressesFile(path, self._status_tracker.addresses, files, self._view.say)
-            await run_with_helper(session, kept.run())
-        else:
-            await session
-
-    def _checkpoints(self, resources: PeerResources, entered: EnteredRun) -> CheckpointManager:
-        every_rounds, limit_bytes = self._config.checkpoint_every, int(self._config.disk_limit_bytes)
-        path, sync, trainer = resources.state.path, entered.start.archive.sync, entered.trainer
-        like = entered.start.like(entered.manifest.run_id, trainer.layout)
-        not_sent = feedback(codec(entered.manifest.config.codec), sum(trainer.layout.sizes()), resources.compute)
-        storage = CheckpointStorage(path, every_rounds, limit_bytes, resources.disk, sync)
-        return CheckpointManager(storage, like, trainer, not_sent)
-
-    def _part_store(self, scratch: ScratchSpace, resources: PeerResources, gate: Gate) -> PartStore:
-        least_rounds = max(LEAST_ROUNDS, KEEP_CHECKPOINTS * self._config.checkpoint_every)
-        return PartStore(scratch.allocate, resources.disk, gate, least_rounds=least_rounds)
-
-    def _membership(self, resources: PeerResources, history: RoundHistory, entered: EnteredRun) -> Membership:
-        """Build the run's membership. From now on it receives the peers that files of addresses name."""
-        tracker, bootstrap, state = self._status_tracker, resources.bootstrap, resources.state
-        local = local_peer(resources.me, tracker.nickname, tracker.addresses, history)
-        if entered.place and entered.entrance:
-            place, seats = entered.place, entered.entrance.seats
-            local = replace(local, stage=LocalStage(place.stage, place.seat, seats.judge))
-        unanswered = self._selector.given(bootstrap) if self._selector.alone else ()
-        known = KnownPeers(bootstrap.met, unanswered, state.peers())
-        callbacks = MembershipCallbacks(self._fail, self._view.say)
-        membership = build_membership(
-            resources.transport, self._clock, state.identity, local, history, known, callbacks
-        )
-        bootstrap.set_listener(hinted(membership))
-        return membership
+        setup = SessionSetup(services, resources, entered, self._fail, lambda: self._finishing)
+        async with setup.session() as (session, helper):
+            self._session = session
+            await run_with_helper(session.run(), helper)

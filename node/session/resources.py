@@ -11,6 +11,7 @@ from node.joining.stages import StagePlace
 from node.network.libp2p import LibP2PTransport
 from node.runtime.compute import ThreadCompute
 from node.runtime.metrics import LoopLag
+from node.session.pausing import PauseController
 from node.session.stage_entrance import StageEntrance
 from node.storage.statedir import StateDir
 from node.training.remote import RemoteTrainer
@@ -32,6 +33,7 @@ class PeerResources:
     files: ThreadCompute
     bootstrap: BootstrapClient
     lag: LoopLag
+    pauses: PauseController
 
     @property
     def me(self) -> Member:

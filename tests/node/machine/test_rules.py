@@ -17,7 +17,7 @@ MONDAY = datetime(2026, 11, 23, 12, 0)
 CALM = MachineReadings(MONDAY, False, 8e9, 16e9, 0.0, 50.0, 90.0, 900.0, 0.0, False)
 ALL = MachineRules(in_use=True, busy=True)
 CASES = {
-    "battery": ({"on_battery": True}, Mode.AWAY, "on battery", 60, 60),
+    "battery": ({"on_battery": True}, Mode.AWAY, "on battery", 55, 60),
     "memory": ({"memory_available_bytes": 2e8}, Mode.AWAY, "short of memory", 0, 300),
     "pressure": ({"memory_pressure_percent": 30.0}, Mode.AWAY, "short of memory", 0, 300),
     "metered": ({"is_metered": True}, Mode.AWAY, "metered", 10, 60),
