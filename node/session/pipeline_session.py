@@ -238,7 +238,13 @@ class PipelineTrainer:
         return f"stage {names} has nobody: nothing is trained until a peer of it is back" if empty else ""
 
     def annotate(self, report: RoundReport) -> RoundReport:
-        """The report with what only a pipeline knows, and with the bytes and the blame of its streams."""
+        """The report with what only a pipeline knows, and with the bytes and the blame of its streams.
+
+        In stage 0, the other stages are told how many rounds have been decided: after the run's last one, nothing else
+        may say that its training is over.
+        """
+        if self._driver:
+            self._peer.membership.announce_rounds(self._peer.trained())
         blamed, sent, received = self._endpoint.accounting.take()
         counted, seconds = self._work.counted - self._reported[0], self._work.computed_seconds - self._reported[1]
         self._reported = self._work.counted, self._work.computed_seconds

@@ -233,11 +233,19 @@ class DrivingTrainer(_StageTrainer):
         """
         super().__init__(training, driver.admission)
         self._driver, self._announce = driver, announce
+        self._key: RoundKey | None = None
+        self._has_rested = False
+
+    def rest(self, resting: bool) -> None:
+        super().rest(resting)
+        self._has_rested |= resting
 
     async def train(
         self, key: RoundKey, cut: asyncio.Event, progress: Callable[[LocalProgress], None], surplus: bool = True
     ) -> LocalProgress:
         """Train until `cut` is set; see `protocols.base.Trainer`."""
+        if key != self._key:  # else another attempt at the same round
+            self._key, self._has_rested = key, self._gate.resting
         self._announce(key.round)
         work = await self._replica.begin(key.round, cut)
         progress(self._offer(work))
@@ -248,8 +256,10 @@ class DrivingTrainer(_StageTrainer):
                 self._close()
                 driving.cancel()
         await cut.wait()
-        # a slow driver, too: in the run's last round nothing else says that stage 0 has ended its training
-        self._announce(key.round + 1)
+        # A slow driver, too: the other stages' averaging can begin before stage 0 has decided its round. A round of
+        # others, or one in which this peer rested, may have been called only to change the roster, without training.
+        if self._training.is_member() and not self._has_rested:
+            self._announce(key.round + 1)
         return self._offer(await self._replica.work())
 
     async def _steps(

@@ -80,3 +80,25 @@ def test_idle_time_of_a_step_does_not_hold_up_the_call() -> None:
     ):
         assert {each.step_seconds for each in offers(trainer)} == {LOOK_SECONDS + JOB_SECONDS}
         assert {each.seconds for each in offers(trainer)} == {IDLE_SECONDS}, "the time is reported as it was"
+
+
+def test_round_in_which_a_driver_rested_is_not_announced_as_trained() -> None:
+    """It may have been called only to change the roster. The next attempt at the same round does not forget it."""
+    replica: Any = Replica()
+    driver: Any = SimpleNamespace(admission=admission(), until=until, run=forever)
+    announced: list[int] = []
+    trainer = DrivingTrainer(StageTraining(ME, 0, replica, lambda: True), driver, announced.append)
+    for rests, key, expected in (
+        (True, KEY, KEY.round),
+        (False, KEY, KEY.round),
+        (False, replace(KEY, lineage=bytes([1] * 32)), KEY.round + 1),
+    ):
+        trainer.rest(rests)
+
+        async def attempt(key: RoundKey = key) -> None:
+            cut = asyncio.Event()
+            asyncio.get_running_loop().call_later(1.0, cut.set)
+            await trainer.train(key, cut, lambda work: None)
+
+        simloop.run(attempt())
+        assert announced[-1] == expected
