@@ -317,21 +317,21 @@ def test_unresponsive_peer_is_terminated_by_second_signal(join: Join, how: str) 
     assert peer.end(AT_ONCE_SECONDS)[0] == 130
 
 
-@pytest.mark.parametrize("how", ["deaf", "stuck"])
-def test_unfinished_peer_ends_by_itself(join: Join, how: str) -> None:
-    peer = join(how, ready=True)
-    peer.signal(signal.SIGINT)
-    code, _, err = peer.end(ENDS_SECONDS)
-    assert code == 1
-    assert how == "stuck" or ("could not be handed in" in err and "cleaned up" in err)
-
-
-@pytest.mark.parametrize("how", ["deaf", "hangs"])
-def test_finish_command_has_a_time_limit(join: Join, how: str) -> None:
-    peer = join(how, ready=True)
-    assert starling("finish").returncode == 0
-    code, _, err = peer.end(ENDS_SECONDS)
-    assert code == 1 and "asked to finish: handing in this round, then leaving\n" in err
+def test_unfinished_peer_ends_by_itself(join: Join) -> None:
+    """After ten seconds, asked by a signal or by a command. All four wait at the same time."""
+    signalled = {how: join(how, ready=True) for how in ("deaf", "stuck")}
+    asked_to = {how: join(how, ready=True) for how in ("deaf", "hangs")}
+    for peer in signalled.values():
+        peer.signal(signal.SIGINT)
+    for peer in asked_to.values():
+        assert starling("finish", "--state-dir", state_of(peer)).returncode == 0
+    for how, peer in signalled.items():
+        code, _, err = peer.end(ENDS_SECONDS)
+        assert code == 1
+        assert how == "stuck" or ("could not be handed in" in err and "cleaned up" in err)
+    for peer in asked_to.values():
+        code, _, err = peer.end(ENDS_SECONDS)
+        assert code == 1 and "asked to finish: handing in this round, then leaving\n" in err
 
 
 def test_signal_after_finish_counts_as_second(join: Join) -> None:
