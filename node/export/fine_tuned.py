@@ -22,9 +22,9 @@ from node.tasks.hf.corpus import Document, data_files, read_documents
 from node.tasks.hf.model import LoadedModel, load_model
 from node.tasks.hf.rows import Rows, rows_of
 from node.tasks.hf.settings import HfSettings, ModelError
+from node.tasks.hf.source import TOKENIZER_FILES
 from node.tasks.hf.task import evaluate_rows, parse_sample, prompt_ids, read_sample, stream
 
-COPIED = ("tokenizer*", "special_tokens_map.json", "chat_template*", "vocab.*", "merges.txt", "generation_config.json")
 MAX_EVALUATED_DOCUMENTS = 10_000
 
 
@@ -55,9 +55,9 @@ class FineTuned:
             module = module.merge_and_unload()
         module.config.use_cache = True
         module.save_pretrained(place)
-        for pattern in COPIED:
-            for file in self.loaded.folder.path.glob(pattern):
-                shutil.copyfile(file, place / file.name)
+        for name in TOKENIZER_FILES:
+            if (file := self.loaded.folder.path / name).is_file():
+                shutil.copyfile(file, place / name)
 
     def continue_text(self, prompt: str, tokens: int, temperature: float, seed: int) -> Iterator[str]:
         """Pieces of text that continue a prompt or, in a chat, answer it.
@@ -136,8 +136,8 @@ def _first(data: Path, settings: HfSettings) -> list[Document]:
 def _name_base(path: Path, loaded: LoadedModel) -> None:
     """Write into the adapter's configuration where its base is: on the hub, or on this machine."""
     fields = json.loads(path.read_text())
-    name, _, revision = loaded.pins.base.partition("@")
-    is_of_hub = bool(revision)
-    fields["base_model_name_or_path"] = name if is_of_hub else str(loaded.folder.path.resolve())
+    base = loaded.folder.base
+    name, _, revision = base.rpartition("@") if "/" in base else ("", "", "")  # a folder's name has no slash
+    fields["base_model_name_or_path"] = name or str(loaded.folder.path.resolve())
     fields["revision"] = revision or None
     path.write_text(json.dumps(fields, indent=2) + "\n")

@@ -47,7 +47,7 @@ from node.session.machine_watch import watch_machine
 from node.session.outer_loop_factory import OuterLoopFactory
 from node.session.page_setup import PageSetup
 from node.session.pausing import PauseController
-from node.session.peer_session import OuterLoopStack, PeerSession, PeerSessionDeps, SessionLimits
+from node.session.peer_session import SAMPLE_PROMPT, OuterLoopStack, PeerSession, PeerSessionDeps, SessionLimits
 from node.session.resources import EnteredRun, PeerResources
 from node.session.stage_entrance import require_stage
 from node.session.stage_setup import StageSetup, values_of
@@ -344,7 +344,8 @@ class Peer:
                 stack.outer_loop.recall(tokens_counted(past))
             lag, clock = resources.lag, self._clock
             deps = PeerSessionDeps(*stack, trainer, membership, directory, state, journal, lag, clock, disk)
-            deps = replace(deps, texts=self._view, on_round_end=self._pauses.round_ended)
+            prompt = b"" if config.hf else SAMPLE_PROMPT
+            deps = replace(deps, texts=self._view, prompt=prompt, on_round_end=self._pauses.round_ended)
             self._pauses.attach(stack.outer_loop.pause, lambda: stack.outer_loop.holds_up_run)
             if pipeline:
                 over, lacking = pipeline.is_run_over, pipeline.waiting_reason
