@@ -246,7 +246,7 @@ def _make(place: Path, files: list[Path], encoder: Encoder, settings: HfSettings
     _remove_unused(place.parent, draft.stat().st_mtime)
 
     def keeps(document: Document) -> bool:
-        return is_held_out(document) or bool(shared) and document.line() in shared
+        return is_held_out(document) or (bool(shared) and document.line() in shared)
 
     try:
         held_out, counts = _fill(draft, files, encoder, settings, keeps)

@@ -73,7 +73,7 @@ def _download(model: str, weights: bool) -> tuple[Path, str]:
     """The local folder of a repository at a revision, and that revision as a commit."""
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     import huggingface_hub
-    from huggingface_hub.utils import disable_progress_bars
+    from huggingface_hub.utils import disable_progress_bars  # type: ignore[attr-defined]
 
     name, _, revision = model.partition("@")
     patterns = [each for each in PATTERNS if weights or "safetensors" not in each]
