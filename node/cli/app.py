@@ -253,9 +253,9 @@ def _join(given: dict[str, Any]) -> int:
             for line in lines:
                 print(f"starling: {line}", file=sys.stderr)
             config, run = _resolve_run(config, of_run, state_dir)
-            if run and not run.hf and (lost := [each for each in OF_MODELS if each in given]):
-                option = f"--{lost[0].replace('_', '-')}"
-                raise CommandError(f"{option} is for --task hf, and this run trains {run.task}: add --task hf")
+            lost = [each for each in OF_MODELS if each in given]
+            if run is not None and lost and "run" not in of_run and of_run.get("task") != HUGGING_FACE:
+                raise CommandError(f"--{lost[0].replace('_', '-')} is for --task hf: add that, or leave this out")
             return _run_peer(config, run)
 
 

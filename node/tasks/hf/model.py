@@ -11,10 +11,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from node.tasks.flat import layout_of, unfrozen
 from node.tasks.hf.digests import config_digest, template_digest, tokenizer_digest, weights_digest, weights_size
 from node.tasks.hf.foreign import foreign
 from node.tasks.hf.settings import ALL_LINEAR, HfSettings, ModelError, ModelPins
 from node.tasks.hf.source import ModelFolder, find_model
+from protocols.base import Layout
 
 NEEDS = "pip install 'starling[hf]'"
 _NEVER_ADAPTED = frozenset({"lm_head", "embed_out", "output_layer", "score", "gate", "router", "shared_expert_gate"})
@@ -86,6 +88,21 @@ def load_model(
         targets = pins.targets if pins else adapted_layers(module, settings.lora_targets)
         module = with_adapters(module, settings, targets)
     return LoadedModel(module, tokenizer, folder, replace(found, targets=targets))
+
+
+def trained_layout(model: str, settings: HfSettings, pins: ModelPins) -> Layout:
+    """Names and shapes of what a run trains, from the model's configuration, without memory for its weights.
+
+    Raises:
+        ModelError: it is not the run's configuration, or no such model can be built.
+    """
+    folder = find_model(model, weights=False)
+    require_same(replace(pins, config=config_digest(folder.config)), pins, str(folder.path))
+    with torch.device("meta"):
+        module = load_module(folder, False, "meta", torch.float32)
+        if settings.train == "lora":
+            module = with_adapters(module, settings, pins.targets)
+        return layout_of(unfrozen(module))
 
 
 def require_same(found: ModelPins, pins: ModelPins, where: str) -> None:

@@ -110,7 +110,7 @@ def test_joiner_must_name_task_and_model() -> None:
     "arguments, words",
     [
         (("join", "--lora", "4"), "--lora and --train are for --task hf"),
-        (("join", "--model", "qwen", "--data", "x.txt"), "--model is for --task hf, and this run trains gpt"),
+        (("join", "--model", "qwen", "--data", "x.txt"), "--model is for --task hf: add that"),
         (("join", "--held-out", "none"), "--held-out is for --task hf"),
         (("swarm", "--task", "hf"), "task hf needs a model: name it by the variable NODE_MODEL"),
         (("join", "--task", "hf", "--train", "full", "--lora", "4"), "give one of them"),
