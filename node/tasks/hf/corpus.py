@@ -134,7 +134,8 @@ def read_documents(files: list[Path], is_chat: bool) -> Iterator[Document]:
             else:
                 yield from _from_text(file, block)
         except OSError as error:
-            raise ModelError(f"{file} cannot be read ({error.strerror or error})") from None
+            why = error.strerror or " ".join(str(error).split())[:200]
+            raise ModelError(f"{file} cannot be read ({why})") from None
 
 
 def _from_text(file: Path, block: int) -> Iterator[Document]:
@@ -171,7 +172,7 @@ def _from_lines(file: Path, is_chat: bool) -> Iterator[Document]:
 
 def _from_parquet(file: Path, is_chat: bool) -> Iterator[Document]:
     try:
-        from pyarrow import ArrowException, parquet  # type: ignore[import-not-found,unused-ignore]
+        from pyarrow import ArrowException, parquet
     except ImportError:
         raise ModelError(f"{file}: reading parquet needs pyarrow: pip install 'starling[data]'") from None
     try:

@@ -9,10 +9,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pyarrow
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from pyarrow import parquet
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
@@ -209,6 +211,23 @@ def test_long_text_is_read_and_tokenised_in_pieces(made: Path, tmp_path: Path, m
     (tmp_path / "line.txt").write_text("a" * 1_000_000)
     parts = [str(each.content) for each in read_documents([tmp_path / "line.txt"], False)]
     assert max(map(len, parts)) <= 64 << 10 and "".join(parts) == "a" * 1_000_000
+
+
+def test_parquet_holds_texts_and_conversations(tmp_path: Path) -> None:
+    file = tmp_path / "data.parquet"
+    parquet.write_table(pyarrow.table({"text": ["one", "two\n"], "messages": [TALK.content, TALK.content[:2]]}), file)
+    assert [each.content for each in read_documents(data_files(tmp_path), False)] == ["one", "two\n"]
+    assert [each.content for each in read_documents([file], True)] == [TALK.content, TALK.content[:2]]
+    parquet.write_table(pyarrow.table({"prompt": ["q"] * 300, "completion": [*["a"] * 299, None]}), file)
+    with pytest.raises(ModelError, match=r"data\.parquet: row 300: a message needs role and content, both texts"):
+        list(read_documents([file], True))
+    content = bytearray(file.read_bytes())
+    content[30:200] = bytes(170)
+    for damaged in (bytes(content), b"PAR1", b""):
+        file.write_bytes(damaged)
+        with pytest.raises(ModelError, match=r"data\.parquet") as caught:
+            list(read_documents([file], True))
+        assert "\n" not in str(caught.value)
 
 
 def test_template_that_raises_is_told_in_one_line(made: Path) -> None:
