@@ -73,11 +73,14 @@ def memory_need(module: Any, settings: HfSettings, checkpointing: bool) -> Memor
     return MemoryNeed(frozen, trained, tokens * (kept + logits))
 
 
-def tell_memory(module: Any, values: HfValues) -> None:
-    """Tell the user how much memory training needs, and how much is free."""
+def tell_memory(values: HfValues, device: str, module: Any) -> None:
+    """Tell the user how much memory training needs, and how much is free.
+
+    Args:
+        module: the model; shapes are enough.
+    """
     need = memory_need(module, values.settings, values.machine.checkpointing)
-    print(need.line(available_bytes(next(module.parameters()).device), values.machine.checkpointing), file=sys.stderr)
-    sys.stderr.flush()
+    print(need.line(available_bytes(torch.device(device)), values.machine.checkpointing), file=sys.stderr, flush=True)
 
 
 def available_bytes(device: torch.device) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -52,12 +52,18 @@ def load_tokenizer(folder: ModelFolder) -> Any:
 
 
 def load_model(
-    model: str, settings: HfSettings, pins: ModelPins | None, device: str, dtype: torch.dtype
+    model: str,
+    settings: HfSettings,
+    pins: ModelPins | None,
+    device: str,
+    dtype: torch.dtype,
+    look: Callable[[Any], None] = lambda _: None,
 ) -> LoadedModel:
     """Find the model, check that it is the run's, and load it.
 
     Args:
         pins: of the run; None for a founder.
+        look: called with the model before its weights take memory: its tensors have only shapes.
 
     Raises:
         ModelError: it is not the run's, or cannot be loaded or trained.
@@ -81,11 +87,17 @@ def load_model(
         require_same(found, pins, str(folder.path))
         if needs_weights:  # last, because it takes longest
             require_same(replace(found, weights=weights_digest(folder.path)), pins, str(folder.path))
-    module = load_module(folder, needs_weights, device, dtype)
-    require_fitting(module, tokenizer, settings)
+    shapes = load_module(folder, False, "meta", dtype)
+    require_fitting(shapes, tokenizer, settings)
     targets: tuple[str, ...] = ()
     if settings.train == "lora":
-        targets = pins.targets if pins else adapted_layers(module, settings.lora_targets)
+        targets = pins.targets if pins else adapted_layers(shapes, settings.lora_targets)
+        shapes = with_adapters(shapes, settings, targets)
+    look(shapes)
+    module = load_module(folder, needs_weights, device, dtype)
+    if settings.pack and not packs(module):
+        raise ModelError("this model lets texts in one row see each other: set hf.pack = false")
+    if settings.train == "lora":
         module = with_adapters(module, settings, targets)
     return LoadedModel(module, tokenizer, folder, replace(found, targets=targets))
 
@@ -98,11 +110,10 @@ def trained_layout(model: str, settings: HfSettings, pins: ModelPins) -> Layout:
     """
     folder = find_model(model, weights=False)
     require_same(replace(pins, config=config_digest(folder.config)), pins, str(folder.path))
-    with torch.device("meta"):
-        module = load_module(folder, False, "meta", torch.float32)
-        if settings.train == "lora":
-            module = with_adapters(module, settings, pins.targets)
-        return layout_of(unfrozen(module))
+    module = load_module(folder, False, "meta", torch.float32)
+    if settings.train == "lora":
+        module = with_adapters(module, settings, pins.targets)
+    return layout_of(unfrozen(module))
 
 
 def require_same(found: ModelPins, pins: ModelPins, where: str) -> None:
@@ -126,7 +137,7 @@ def require_same(found: ModelPins, pins: ModelPins, where: str) -> None:
 
 
 def load_module(folder: ModelFolder, weights: bool, device: str, dtype: torch.dtype) -> Any:
-    """The model on its device: with its weights, or with values that the run's will replace.
+    """The model on its device: with its weights, or with values that the run's will replace; on `meta`, with none.
 
     Raises:
         ModelError: it cannot be loaded.
@@ -142,7 +153,8 @@ def load_module(folder: ModelFolder, weights: bool, device: str, dtype: torch.dt
             )  # fmt: skip
             missing = sorted(info["missing_keys"])
         else:
-            module = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+            with torch.device(device):
+                module = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
         module.config.use_cache = False
         module = module.to(device)
     if missing:  # transformers would draw them at random
@@ -151,18 +163,16 @@ def load_module(folder: ModelFolder, weights: bool, device: str, dtype: torch.dt
 
 
 def require_fitting(module: Any, tokenizer: Any, settings: HfSettings) -> None:
-    """Check that the rows fit the model, and that it keeps packed texts apart.
+    """Check that the rows and the tokens fit the model.
 
     Raises:
-        ModelError: they do not, or it does not.
+        ModelError: they do not.
     """
     longest = getattr(module.config, "max_position_embeddings", None)
     if longest and settings.context > longest:
         raise ModelError(f"hf.context is {settings.context}, and the model reads at most {longest} tokens: take less")
     if len(tokenizer) > module.get_input_embeddings().num_embeddings:
         raise ModelError(f"the tokenizer has {len(tokenizer)} tokens, more than the model: is it another model's?")
-    if settings.pack and not packs(module):
-        raise ModelError("this model lets texts in one row see each other: set hf.pack = false")
 
 
 @torch.no_grad()
@@ -220,7 +230,8 @@ def with_adapters(module: Any, settings: HfSettings, targets: Iterable[str]) -> 
         fan_in_fan_out=transposed,
         task_type="CAUSAL_LM",
     )
-    with foreign("this model takes no adapters"), warnings.catch_warnings():
+    device = next(module.parameters()).device
+    with foreign("this model takes no adapters"), warnings.catch_warnings(), torch.device(device):
         warnings.simplefilter("ignore", FutureWarning)  # of peft's own use of transformers
         return peft.get_peft_model(module, config)
 

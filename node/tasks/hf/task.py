@@ -7,6 +7,7 @@ import math
 import re
 import sys
 from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from node.tasks.base import Batch
 from node.tasks.flat import unfrozen
 from node.tasks.hf.chat import Encoder, begin_tokens
 from node.tasks.hf.corpus import SAMPLE_BYTES, Document, Sample, data_files, document_of, read_documents
+from node.tasks.hf.memory import tell_memory
 from node.tasks.hf.model import LoadedModel, checkpoint_activations, load_model
 from node.tasks.hf.rows import MASKED, PreparedData, Rows, prepare, rows_of
 from node.tasks.hf.settings import NO_HELD_OUT, HfSettings, HfValues, ModelError, ModelPins
@@ -189,7 +191,7 @@ def make_task(values: HfValues, data: Path | None, held_out: Path | None, device
     """
     settings, machine = values.settings, values.machine
     files = data_files(data)
-    loaded = load_model(machine.model, settings, values.pins, device, dtype)
+    loaded = load_model(machine.model, settings, values.pins, device, dtype, partial(tell_memory, values, device))
     encoder = Encoder(loaded.tokenizer, settings.format == "chat")
     sample = b""
     if held_out is not None:

@@ -281,6 +281,15 @@ def append(path: Path, content: bytes) -> None:
     path.write_bytes(path.read_bytes() + content)
 
 
+def test_needed_memory_is_told_before_weights_take_any(made: Path, tmp_path: Path, capfd: Any) -> None:
+    folder = Path(shutil.copytree(made / "qwen3", tmp_path / "qwen3"))
+    shutil.copy(made / "story.txt", tmp_path)
+    drop(folder / "model.safetensors", "model.norm.weight")
+    with pytest.raises(ModelError, match="lacks 1 tensors"):
+        job(tmp_path, "qwen3")
+    assert "training needs about" in capfd.readouterr().err
+
+
 def test_model_does_not_choose_its_kernels(made: Path, tmp_path: Path) -> None:
     pins = pinned(made / "qwen3")
     other = Path(shutil.copytree(made / "qwen3", tmp_path / "other"))
