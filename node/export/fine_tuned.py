@@ -138,7 +138,7 @@ def fine_tuned_layout(manifest: Manifest, model: str | None) -> Layout:
 def _of_run(manifest: Manifest, model: str | None) -> tuple[HfSettings, ModelPins, str]:
     settings, pins = manifest.config.hf, manifest.model
     if settings is None or pins is None:
-        raise TrainedError(f"this run trains {manifest.config.task}: leave --model out")
+        raise TrainedError(f"this run trains {manifest.config.task}: leave --model and NODE_MODEL out")
     if model is None:
         raise TrainedError(f"the model of this run needs its base on this machine: give {pins.base} by --model")
     return settings, pins, model

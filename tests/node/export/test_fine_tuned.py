@@ -99,5 +99,5 @@ def test_base_that_is_missing_or_superfluous_is_named(tmp_path: Path) -> None:
     with pytest.raises(TrainedError, match="needs its base on this machine: give base by --model"):
         load_fine_tuned(load_trained([tmp_path / "peer"]), None)
     kept_gpt(tmp_path / "gpt")
-    with pytest.raises(TrainedError, match="this run trains gpt: leave --model out"):
+    with pytest.raises(TrainedError, match="this run trains gpt: leave --model and NODE_MODEL out"):
         load_fine_tuned(load_trained([tmp_path / "gpt"]), "base")
