@@ -108,7 +108,7 @@ def _from_cache(name: str, revision: str | None, patterns: list[str]) -> Path | 
     """What an earlier download has left, so that a peer starts again while the hub is away; None if it is not whole."""
     import huggingface_hub
 
-    with suppress(OSError, ValueError):
+    with suppress(ModelError), foreign(name):
         place = huggingface_hub.snapshot_download(
             name, revision=revision, allow_patterns=patterns, local_files_only=True, token=False
         )
