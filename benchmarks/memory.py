@@ -22,7 +22,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -155,13 +155,17 @@ def estimate(case: Case, base: Path) -> dict[str, float]:
     config = load_run(None, {"task": "hf", "hf.train": case.train, "hf.context": case.context}, ["butterfly"])
     assert config.hf
     dtype = torch.bfloat16 if case.precision == "bfloat16" else torch.float32
-    module = load_model(str(base), config.hf, None, "cpu", dtype).module
-    settings = type(config.hf)(**asdict(config.hf) | {"rows": case.rows})
-    need = memory_need(module, settings, case.checkpointing)
-    count = sum(each.numel() for each in module.parameters() if each.requires_grad)
-    return {"told": need.total / 1e6, "trained_elements": float(count)} | {
-        f"told_{name}": value / 1e6 for name, value in asdict(need).items()
-    }
+    settings = replace(config.hf, rows=case.rows)
+    found: dict[str, float] = {}
+
+    def look(module: Any) -> None:
+        need = memory_need(module.train(), settings, case.checkpointing)
+        found["trained_elements"] = float(sum(each.numel() for each in module.parameters() if each.requires_grad))
+        found["told"] = need.total / 1e6
+        found.update({f"told_{name}": value / 1e6 for name, value in asdict(need).items()})
+
+    load_model(str(base), settings, None, "cpu", dtype, look)
+    return found
 
 
 def traffic(case: Case, peers: Path) -> dict[str, float]:

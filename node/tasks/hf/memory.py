@@ -1,4 +1,7 @@
-"""How much memory training needs, told before it begins. An estimate: only training itself shows the truth."""
+"""How much memory training needs, told before it begins. An estimate: only training itself shows the truth.
+
+What a batch needs is counted in a forward pass of the model with fake tensors, which have shapes and no content.
+"""
 
 from __future__ import annotations
 
@@ -7,19 +10,22 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
+from torch._subclasses import FakeTensorMode
+from torch.func import functional_call
 
 from node.runtime.metrics import available_memory_bytes
-from node.tasks.hf.settings import HfSettings, HfValues
+from node.tasks.hf.foreign import foreign
+from node.tasks.hf.model import loss_of
+from node.tasks.hf.settings import HfSettings, HfValues, ModelError
 from node.training.cgroup import memory_group, memory_limit_bytes
 
-PEER_BYTES = 1 << 30
+PROCESS_BYTES = 1 << 30
 """Of the processes themselves, with the libraries that they load."""
 TRAINED_BYTES = 44
 """Of a trained parameter: parameter, anchor, gradient, AdamW's moments, and the peer's copies while it averages."""
 _COMPUTE_BYTES = 4
 """Of a trained parameter that computes in bfloat16: its copy and its gradient."""
-_KEPT = 16
-"""Activations of the model's width that a layer keeps for the backward pass; its wider inner ones are in it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +44,7 @@ class MemoryNeed:
 
     @property
     def total(self) -> int:
-        return PEER_BYTES + self.frozen + self.trained + self.activations
+        return PROCESS_BYTES + self.frozen + self.trained + self.activations
 
     def line(self, available: int, has_checkpointing: bool) -> str:
         """One line for the user, with advice if it is too much."""
@@ -54,8 +60,29 @@ class MemoryNeed:
         return f"warning: {told}, but only {available / 1e9:.1f} GB are free: try {advice}"
 
 
+@dataclass(slots=True)
+class SavedBytes:
+    """What autograd keeps of one forward pass, in bytes.
+
+    Attributes:
+        layers: of all layers.
+        rest: outside of them: embeddings, the last norm, logits.
+        inputs: of the layers' inputs alone, which are what checkpointing keeps.
+        count: number of layers.
+    """
+
+    layers: int = 0
+    rest: int = 0
+    inputs: int = 0
+    count: int = 0
+
+
 def memory_need(module: Any, settings: HfSettings, checkpointing: bool) -> MemoryNeed:
-    """Estimate what training this model needs."""
+    """Estimate what training this model needs.
+
+    Args:
+        module: the model, in train mode. Shapes are enough.
+    """
     trained = frozen = 0
     for parameter in module.parameters():
         if parameter.requires_grad:
@@ -63,24 +90,81 @@ def memory_need(module: Any, settings: HfSettings, checkpointing: bool) -> Memor
             trained += parameter.numel() * (TRAINED_BYTES + (_COMPUTE_BYTES if half else 0))
         else:
             frozen += parameter.numel() * parameter.element_size()
-    config, tokens = module.config, settings.rows * settings.context
-    width = int(getattr(config, "hidden_size", 0) or 0)
-    layers, inner = int(getattr(config, "num_hidden_layers", 0) or 0), int(getattr(config, "intermediate_size", 0) or 0)
-    size = next(module.parameters()).element_size()
-    layer = (_KEPT * width + 4 * max(inner, 4 * width)) * size
-    kept = layers * width * size + layer if checkpointing else layers * layer
-    logits = 3 * 4 * int(getattr(config, "vocab_size", 0) or 0)
-    return MemoryNeed(frozen, trained, tokens * (kept + logits))
+    saved = saved_bytes(module, settings)
+    # In the backward pass the logits' gradient is there beside what was kept of them.
+    rest = saved.rest + 4 * settings.rows * settings.context * int(module.config.vocab_size)
+    kept = saved.layers + rest
+    if checkpointing and saved.count:  # the logits are gone before the first layer is computed again
+        kept = saved.inputs + max(rest, saved.layers // saved.count)
+    return MemoryNeed(frozen, trained, kept)
+
+
+def saved_bytes(module: Any, settings: HfSettings) -> SavedBytes:
+    """Count what autograd keeps of the forward pass of a batch, besides the parameters: a pass with fake tensors."""
+    with FakeTensorMode():
+        fakes = {name: _fake(each) for name, each in (*module.named_parameters(), *module.named_buffers())}
+        return _saved_bytes(module, fakes, settings)
+
+
+def _fake(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", requires_grad=tensor.requires_grad)
+
+
+def _saved_bytes(module: Any, fakes: dict[str, torch.Tensor], settings: HfSettings) -> SavedBytes:
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    found, inside = SavedBytes(), [False]
+    seen = {each.untyped_storage()._cdata for each in fakes.values()}
+    alive: list[torch.Tensor] = []  # else the number of a storage could be used again
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in seen:
+            seen.add(storage._cdata)
+            alive.append(tensor)
+            if inside[0]:
+                found.layers += storage.nbytes()
+            else:
+                found.rest += storage.nbytes()
+        return tensor
+
+    def enter(_: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+        inside[0], hidden = True, (*arguments, *named.values())[0]
+        found.count, found.inputs = found.count + 1, found.inputs + hidden.untyped_storage().nbytes()
+
+    def leave(*_: Any) -> None:
+        inside[0] = False
+
+    layers = [each for each in module.modules() if isinstance(each, GradientCheckpointingLayer)]
+    hooks = [each.register_forward_pre_hook(enter, with_kwargs=True) for each in layers]
+    hooks += [each.register_forward_hook(leave) for each in layers]
+    shape = (settings.rows, settings.context)
+    tokens = torch.zeros(shape, dtype=torch.long)
+    positions = torch.arange(settings.context).expand(shape) % max(1, settings.context // 2)  # two texts in each row
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            call = lambda **inputs: functional_call(module, fakes, (), inputs)  # noqa: E731
+            loss_of(call, (tokens, positions, tokens), torch.device("cpu"))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return found
 
 
 def tell_memory(values: HfValues, device: str, module: Any) -> None:
     """Tell the user how much memory training needs, and how much is free.
 
     Args:
-        module: the model; shapes are enough.
+        module: the model. Shapes are enough.
     """
-    need = memory_need(module, values.settings, values.machine.checkpointing)
-    print(need.line(available_bytes(torch.device(device)), values.machine.checkpointing), file=sys.stderr, flush=True)
+    checkpointing = values.machine.checkpointing
+    try:
+        with foreign("it is not known how much memory training needs"):
+            need = memory_need(module.train(), values.settings, checkpointing)
+        line = need.line(available_bytes(torch.device(device)), checkpointing)
+    except ModelError as error:
+        line = str(error)
+    print(line, file=sys.stderr, flush=True)
 
 
 def available_bytes(device: torch.device) -> int:

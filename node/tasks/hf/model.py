@@ -10,10 +10,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional
 
+from node.tasks.base import Batch
 from node.tasks.flat import layout_of, unfrozen
 from node.tasks.hf.digests import config_digest, template_digest, tokenizer_digest, weights_digest, weights_size
 from node.tasks.hf.foreign import foreign
+from node.tasks.hf.rows import MASKED
 from node.tasks.hf.settings import ALL_LINEAR, HfSettings, ModelError, ModelPins
 from node.tasks.hf.source import ModelFolder, find_model
 from protocols.base import Layout
@@ -234,6 +237,13 @@ def with_adapters(module: Any, settings: HfSettings, targets: Iterable[str]) -> 
     with foreign("this model takes no adapters"), warnings.catch_warnings(), torch.device(device):
         warnings.simplefilter("ignore", FutureWarning)  # of peft's own use of transformers
         return peft.get_peft_model(module, config)
+
+
+def loss_of(call: Any, batch: Batch, device: torch.device) -> torch.Tensor:
+    """Mean loss over a batch's targets."""
+    tokens, positions, labels = (each.to(device) for each in batch)
+    logits = call(input_ids=tokens, position_ids=positions, use_cache=False).logits
+    return functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=MASKED)
 
 
 def checkpoint_activations(module: Any) -> None:

@@ -13,14 +13,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional
 
 from node.tasks.base import Batch
 from node.tasks.flat import unfrozen
 from node.tasks.hf.chat import Encoder, begin_tokens
 from node.tasks.hf.corpus import SAMPLE_BYTES, Document, Sample, data_files, document_of, read_documents
 from node.tasks.hf.memory import tell_memory
-from node.tasks.hf.model import LoadedModel, checkpoint_activations, load_model
+from node.tasks.hf.model import LoadedModel, checkpoint_activations, load_model, loss_of
 from node.tasks.hf.rows import MASKED, PreparedData, Rows, prepare, rows_of
 from node.tasks.hf.settings import NO_HELD_OUT, HfSettings, HfValues, ModelError, ModelPins
 
@@ -112,13 +111,6 @@ def beginning(documents: Iterable[Document]) -> str:
             if message["role"] == "user":
                 return message["content"][:PROMPT_CHARACTERS]
     return ""
-
-
-def loss_of(call: Any, batch: Batch, device: torch.device) -> torch.Tensor:
-    """Mean loss over a batch's targets."""
-    tokens, positions, labels = (each.to(device) for each in batch)
-    logits = call(input_ids=tokens, position_ids=positions, use_cache=False).logits
-    return functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=MASKED)
 
 
 @torch.no_grad()

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from node.cli.app import main
 from node.config.derived import worker_spec
@@ -16,7 +17,7 @@ from node.config.run_config import RunConfig, load_run
 from node.config.toml import ConfigError
 from node.joining.consent import require_consent
 from node.tasks.hf.memory import MemoryNeed, memory_need
-from node.tasks.hf.model import load_module
+from node.tasks.hf.model import load_module, loss_of
 from node.tasks.hf.settings import HfSettings, HfValues, ModelPins
 from node.tasks.hf.source import find_model
 from protocols.base import Member
@@ -136,9 +137,24 @@ def test_needed_memory_is_told_with_advice(made: Path) -> None:
     assert need.line(4 << 30, False).endswith("but only 4.3 GB are free: try --checkpointing")
     assert need.line(4 << 30, True).endswith("fewer hf.rows or a shorter hf.context")
     assert replace(need, activations=0).line(1, True).endswith("try a smaller model, or hf.train = lora")
-    import torch
 
-    module = load_module(find_model(str(made / "qwen3")), True, "cpu", torch.float32)
-    wide, narrow = (memory_need(module, HfSettings(context=64, rows=rows), False) for rows in (8, 4))
-    assert wide.activations == 2 * narrow.activations > memory_need(module, HfSettings(context=64), True).activations
-    assert wide.trained == 44 * sum(each.numel() for each in module.parameters())
+
+@pytest.mark.parametrize("kind", ["qwen3", "llama", "gpt2"])
+def test_needed_memory_is_what_autograd_keeps(made: Path, kind: str) -> None:
+    settings, kept = HfSettings(context=64, rows=4), {}
+    module = load_module(find_model(str(made / kind)), True, "cpu", torch.float32).train()
+    weights = {each.untyped_storage().data_ptr() for each in module.parameters()}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    tokens = torch.zeros(4, 64, dtype=torch.long)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), torch.random.fork_rng():
+        loss_of(module, (tokens, torch.arange(64).expand(4, 64) % 32, tokens), torch.device("cpu"))
+    real = sum(each.untyped_storage().nbytes() for place, each in kept.items() if place not in weights)
+    logits = 4 * tokens.numel() * module.config.vocab_size
+    assert abs(memory_need(module, settings, False).activations - logits - real) < 1000
+    shapes = load_module(find_model(str(made / kind)), False, "meta", torch.float32).train()
+    assert memory_need(shapes, settings, False) == memory_need(module, settings, False)
+    assert memory_need(shapes, settings, True).activations < real
