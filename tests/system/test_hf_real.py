@@ -48,7 +48,7 @@ def trained_by_two(home: Path, train: str, kind: str, joiners: Path) -> tuple[Re
     """Train with two peers until a checkpoint holds work of both; peers that must not train are refused meanwhile.
 
     Returns:
-        The first peer, and the hashes of the parameters that both have reported.
+        The first peer, and the hashes of the parameters that the other has reported.
     """
     data = str(home / ("chat.jsonl" if kind == "chat" else "text"))
 
@@ -73,9 +73,14 @@ def trained_by_two(home: Path, train: str, kind: str, joiners: Path) -> tuple[Re
         wait("a checkpoint of it", lambda: rounds_of(a) > mean["round"], 2 * START_SECONDS)
         fetched = home / "fetched"
         assert main(["export", "--bootstrap", a.address, "--model", str(home / "base"), "--out", str(fetched)]) == 0
-        for peer in (a, b):
-            peer.strike()
-    return a, set.intersection(*({each["params_hash"] for each in peer.reports()} for peer in (a, b)))
+        a.strike()
+        last = root(load_trained([a.directory]).tensors)
+        wait("b says that it has what a keeps", lambda: last in hashes(b), START_SECONDS)
+    return a, hashes(b)
+
+
+def hashes(peer: RealPeer) -> set[str]:
+    return {each["params_hash"] for each in peer.reports()}
 
 
 def rounds_of(peer: RealPeer) -> int:
