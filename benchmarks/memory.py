@@ -3,11 +3,11 @@
     python -m benchmarks.memory [CASE ...] [--rounds 3] [--json FILE]
 
 Each case is `python -m node swarm --peers 2`, on a Llama of random weights and on random words, with rounds of two
-steps. Ten times a second, the PSS of the first peer's processes is read: peer, worker and p2pd. The other peer shares
-libraries with them, so the figures are a few dozen megabytes smaller than those of a peer that is alone.
+steps. Ten times a second, the memory of the first peer's processes is read: of peer, worker and p2pd what is their own,
+once what peer and worker share, and once the libraries of both (the larger of the two).
 
-It prints the peak of their sum, its parts, the estimate of `node.tasks.hf.memory`, and the bytes that the peer sent in
-a round beside those of its encoded vector.
+It prints the peak of their sum, its parts then, the largest of each process, what `node.tasks.hf.memory` says, and
+the bytes that the peer sent in a round beside those of its encoded vector.
 """
 
 from __future__ import annotations
@@ -105,17 +105,19 @@ def of_founder(swarm: psutil.Process) -> list[psutil.Process]:
 
 
 def reading(processes: list[psutil.Process]) -> dict[str, float]:
-    """PSS in megabytes: of each kind of process, and of each kind of memory."""
+    """Memory in megabytes: of each process its own, what they share, and mapped files."""
     found: dict[str, float] = {}
     for each in processes:
         with suppress(psutil.Error, OSError):
             line = " ".join(each.cmdline())
             kind = "worker" if "worker" in line else "p2pd" if "p2pd" in line else "peer"
-            for row in Path(f"/proc/{each.pid}/smaps_rollup").read_text().splitlines():
+            for row in Path(f"/proc/{each.pid}/status").read_text().splitlines():
                 name, _, value = row.partition(":")
-                if name in ("Pss", "Pss_Anon", "Pss_File", "Pss_Shmem"):
-                    size = int(value.split()[0]) / 1e3
-                    found[f"{kind}{name[3:].lower()}"] = found.get(f"{kind}{name[3:].lower()}", 0.0) + size
+                if name == "RssAnon":
+                    found[kind] = found.get(kind, 0.0) + int(value.split()[0]) * 1.024e-3
+                elif name in ("RssShmem", "RssFile"):
+                    what = "shared" if name == "RssShmem" else "files"
+                    found[what] = max(found.get(what, 0.0), int(value.split()[0]) * 1.024e-3)
     return found
 
 
@@ -145,9 +147,12 @@ def measure(case: Case, rounds: int, home: Path) -> dict[str, Any]:
         readings = list(watched(process))
     if process.returncode not in (0, 1):
         raise SystemExit((home / "said").read_text()[-2000:])
-    totals = [sum(each.get(kind, 0.0) for kind in ("peer", "worker", "p2pd")) for each in readings]
+    totals = [sum(each.values()) for each in readings]
     peak = max(totals)
-    return {"peak": peak, **readings[totals.index(peak)], **estimate(case, base), **traffic(case, home / "peers")}
+    most = {f"most_{kind}": max(each.get(kind, 0.0) for each in readings) for kind in ("peer", "worker")}
+    return {
+        "peak": peak, **readings[totals.index(peak)], **most, **estimate(case, base), **traffic(case, home / "peers")
+    }  # fmt: skip
 
 
 def estimate(case: Case, base: Path) -> dict[str, float]:
@@ -177,12 +182,14 @@ def traffic(case: Case, peers: Path) -> dict[str, float]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.memory", description=__doc__)
-    parser.add_argument("cases", nargs="*", default=list(CASES), choices=list(CASES), metavar="CASE")
+    parser.add_argument("cases", nargs="*", metavar="CASE")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
+    if unknown := set(given.cases) - set(CASES):
+        parser.error(f"no case {min(unknown)}: choose from {', '.join(CASES)}")
     results: dict[str, Any] = {}
-    for name in given.cases:
+    for name in given.cases or CASES:
         with tempfile.TemporaryDirectory() as home:
             found = results[name] = measure(CASES[name], given.rounds, Path(home))
         encoded = codec("int8").encoded_bytes(int(found["trained_elements"])) / 1e6

@@ -20,10 +20,16 @@ from node.tasks.hf.model import loss_of
 from node.tasks.hf.settings import HfSettings, HfValues, ModelError
 from node.training.cgroup import memory_group, memory_limit_bytes
 
-PROCESS_BYTES = 1 << 30
-"""Of the processes themselves, with the libraries that they load."""
-TRAINED_BYTES = 44
-"""Of a trained parameter: parameter, anchor, gradient, AdamW's moments, and the peer's copies while it averages."""
+PROCESS_BYTES = 720_000_000
+"""Of the processes before they hold a model: worker 320 MB, peer 200, p2pd 65, libraries 130."""
+TRAINED_BYTES = 34
+"""Of a trained parameter: parameter and anchor 8, gradient 4, AdamW's moments 8; in the peer momentum, pseudo-gradient
+and mean 12, encoded parts 2."""
+_EVALUATION_BYTES = 4
+"""Of a trained parameter: its copy during an evaluation, when no activations are kept."""
+HEAP_BLOCK_BYTES, _HEAP_FACTOR = 32 << 20, 2
+"""glibc takes smaller blocks from a heap, whose holes grow to the size of what a step uses. Without
+the heap a step takes a third more processor time."""
 _COMPUTE_BYTES = 4
 """Of a trained parameter that computes in bfloat16: its copy and its gradient."""
 
@@ -35,7 +41,7 @@ class MemoryNeed:
     Attributes:
         frozen: of the parameters that are not trained.
         trained: of those that are, with everything that belongs to them.
-        activations: kept from a forward pass for the backward pass, and the logits.
+        activations: kept from a forward pass for the backward pass, and the logits; or the copy for an evaluation.
     """
 
     frozen: int
@@ -77,40 +83,45 @@ class SavedBytes:
     count: int = 0
 
 
-def memory_need(module: Any, settings: HfSettings, checkpointing: bool) -> MemoryNeed:
+def memory_need(module: Any, settings: HfSettings, checkpointing: bool, on_cpu: bool = True) -> MemoryNeed:
     """Estimate what training this model needs.
 
     Args:
         module: the model, in train mode. Shapes are enough.
     """
-    trained = frozen = 0
+    trained = frozen = evaluation = 0
     for parameter in module.parameters():
         if parameter.requires_grad:
             half = parameter.dtype != torch.float32
             trained += parameter.numel() * (TRAINED_BYTES + (_COMPUTE_BYTES if half else 0))
+            evaluation += parameter.numel() * _EVALUATION_BYTES
         else:
             frozen += parameter.numel() * parameter.element_size()
-    saved = saved_bytes(module, settings)
+    saved = saved_bytes(module, settings, on_cpu)
     # In the backward pass the logits' gradient is there beside what was kept of them.
-    rest = saved.rest + 4 * settings.rows * settings.context * int(module.config.vocab_size)
+    rest = saved.rest + _held(4 * settings.rows * settings.context * int(module.config.vocab_size), on_cpu)
     kept = saved.layers + rest
     if checkpointing and saved.count:  # the logits are gone before the first layer is computed again
         kept = saved.inputs + max(rest, saved.layers // saved.count)
-    return MemoryNeed(frozen, trained, kept)
+    return MemoryNeed(frozen, trained, max(kept, evaluation))
 
 
-def saved_bytes(module: Any, settings: HfSettings) -> SavedBytes:
+def _held(size: int, on_cpu: bool) -> int:
+    return size * (_HEAP_FACTOR if on_cpu and size < HEAP_BLOCK_BYTES else 1)
+
+
+def saved_bytes(module: Any, settings: HfSettings, on_cpu: bool) -> SavedBytes:
     """Count what autograd keeps of the forward pass of a batch, besides the parameters: a pass with fake tensors."""
     with FakeTensorMode():
         fakes = {name: _fake(each) for name, each in (*module.named_parameters(), *module.named_buffers())}
-        return _saved_bytes(module, fakes, settings)
+        return _saved_bytes(module, fakes, settings, on_cpu)
 
 
 def _fake(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", requires_grad=tensor.requires_grad)
 
 
-def _saved_bytes(module: Any, fakes: dict[str, torch.Tensor], settings: HfSettings) -> SavedBytes:
+def _saved_bytes(module: Any, fakes: dict[str, torch.Tensor], settings: HfSettings, on_cpu: bool) -> SavedBytes:
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     found, inside = SavedBytes(), [False]
@@ -123,14 +134,14 @@ def _saved_bytes(module: Any, fakes: dict[str, torch.Tensor], settings: HfSettin
             seen.add(storage._cdata)
             alive.append(tensor)
             if inside[0]:
-                found.layers += storage.nbytes()
+                found.layers += _held(storage.nbytes(), on_cpu)
             else:
-                found.rest += storage.nbytes()
+                found.rest += _held(storage.nbytes(), on_cpu)
         return tensor
 
     def enter(_: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
         inside[0], hidden = True, (*arguments, *named.values())[0]
-        found.count, found.inputs = found.count + 1, found.inputs + hidden.untyped_storage().nbytes()
+        found.count, found.inputs = found.count + 1, found.inputs + _held(hidden.untyped_storage().nbytes(), on_cpu)
 
     def leave(*_: Any) -> None:
         inside[0] = False
@@ -160,7 +171,7 @@ def tell_memory(values: HfValues, device: str, module: Any) -> None:
     checkpointing = values.machine.checkpointing
     try:
         with foreign("it is not known how much memory training needs"):
-            need = memory_need(module.train(), values.settings, checkpointing)
+            need = memory_need(module.train(), values.settings, checkpointing, device == "cpu")
         line = need.line(available_bytes(torch.device(device)), checkpointing)
     except ModelError as error:
         line = str(error)
