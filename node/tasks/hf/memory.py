@@ -6,7 +6,7 @@ What a batch needs is counted in a forward pass of the model with fake tensors, 
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -26,10 +26,10 @@ TRAINED_BYTES = 34
 """Of a trained parameter: parameter and anchor 8, gradient 4, AdamW's moments 8; in the peer momentum, pseudo-gradient
 and mean 12, encoded parts 2."""
 _EVALUATION_BYTES = 4
-"""Of a trained parameter: its copy during an evaluation, when no activations are kept."""
+"""Of a trained parameter: its copy during an evaluation."""
 HEAP_BLOCK_BYTES, _HEAP_FACTOR = 32 << 20, 2
-"""glibc takes smaller blocks from a heap, whose holes grow to the size of what a step uses. Without
-the heap a step takes a third more processor time."""
+"""glibc takes smaller blocks from a heap that never shrinks. Its holes grow to the size of what a step uses; without the
+heap, a step takes a third more processor time."""
 _COMPUTE_BYTES = 4
 """Of a trained parameter that computes in bfloat16: its copy and its gradient."""
 
@@ -67,8 +67,23 @@ class MemoryNeed:
 
 
 @dataclass(slots=True)
+class BlockBytes:
+    """Bytes of tensors in small blocks, which are in the heap, and in large ones, which are not."""
+
+    small: int = 0
+    large: int = 0
+
+    def add(self, *sizes: int) -> None:
+        for size in sizes:
+            if size < HEAP_BLOCK_BYTES:
+                self.small += size
+            else:
+                self.large += size
+
+
+@dataclass(slots=True)
 class SavedBytes:
-    """What autograd keeps of one forward pass, in bytes.
+    """What autograd keeps of one forward pass.
 
     Attributes:
         layers: of all layers.
@@ -77,9 +92,9 @@ class SavedBytes:
         count: number of layers.
     """
 
-    layers: int = 0
-    rest: int = 0
-    inputs: int = 0
+    layers: BlockBytes = field(default_factory=BlockBytes)
+    rest: BlockBytes = field(default_factory=BlockBytes)
+    inputs: BlockBytes = field(default_factory=BlockBytes)
     count: int = 0
 
 
@@ -89,39 +104,38 @@ def memory_need(module: Any, settings: HfSettings, checkpointing: bool, on_cpu: 
     Args:
         module: the model, in train mode. Shapes are enough.
     """
-    trained = frozen = evaluation = 0
+    trained = frozen = copied = 0
     for parameter in module.parameters():
         if parameter.requires_grad:
             half = parameter.dtype != torch.float32
             trained += parameter.numel() * (TRAINED_BYTES + (_COMPUTE_BYTES if half else 0))
-            evaluation += parameter.numel() * _EVALUATION_BYTES
+            copied += parameter.numel() * _EVALUATION_BYTES
         else:
             frozen += parameter.numel() * parameter.element_size()
-    saved = saved_bytes(module, settings, on_cpu)
-    # In the backward pass the logits' gradient is there beside what was kept of them.
-    rest = saved.rest + _held(4 * settings.rows * settings.context * int(module.config.vocab_size), on_cpu)
-    kept = saved.layers + rest
-    if checkpointing and saved.count:  # the logits are gone before the first layer is computed again
-        kept = saved.inputs + max(rest, saved.layers // saved.count)
-    return MemoryNeed(frozen, trained, max(kept, evaluation))
+    logits = 4 * settings.rows * settings.context * int(module.config.vocab_size)
+    saved, evaluation = saved_bytes(module, settings), BlockBytes()
+    saved.rest.add(logits, logits)  # in the backward pass, the gradients that the loss and the softmax return
+    evaluation.add(copied, logits, logits)
+    kept = saved.layers
+    if checkpointing and saved.count:  # and one layer, which is computed again
+        small, large = (saved.layers.small // saved.count, saved.layers.large // saved.count)
+        kept = BlockBytes(saved.inputs.small + small, saved.inputs.large + large)
+    heap = (_HEAP_FACTOR if on_cpu else 1) * (kept.small + saved.rest.small)
+    return MemoryNeed(frozen, trained, heap + max(kept.large + saved.rest.large, evaluation.large))
 
 
-def _held(size: int, on_cpu: bool) -> int:
-    return size * (_HEAP_FACTOR if on_cpu and size < HEAP_BLOCK_BYTES else 1)
-
-
-def saved_bytes(module: Any, settings: HfSettings, on_cpu: bool) -> SavedBytes:
+def saved_bytes(module: Any, settings: HfSettings) -> SavedBytes:
     """Count what autograd keeps of the forward pass of a batch, besides the parameters: a pass with fake tensors."""
     with FakeTensorMode():
         fakes = {name: _fake(each) for name, each in (*module.named_parameters(), *module.named_buffers())}
-        return _saved_bytes(module, fakes, settings, on_cpu)
+        return _saved_bytes(module, fakes, settings)
 
 
 def _fake(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", requires_grad=tensor.requires_grad)
 
 
-def _saved_bytes(module: Any, fakes: dict[str, torch.Tensor], settings: HfSettings, on_cpu: bool) -> SavedBytes:
+def _saved_bytes(module: Any, fakes: dict[str, torch.Tensor], settings: HfSettings) -> SavedBytes:
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     found, inside = SavedBytes(), [False]
@@ -133,15 +147,13 @@ def _saved_bytes(module: Any, fakes: dict[str, torch.Tensor], settings: HfSettin
         if storage._cdata not in seen:
             seen.add(storage._cdata)
             alive.append(tensor)
-            if inside[0]:
-                found.layers += _held(storage.nbytes(), on_cpu)
-            else:
-                found.rest += _held(storage.nbytes(), on_cpu)
+            (found.layers if inside[0] else found.rest).add(storage.nbytes())
         return tensor
 
     def enter(_: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
         inside[0], hidden = True, (*arguments, *named.values())[0]
-        found.count, found.inputs = found.count + 1, found.inputs + _held(hidden.untyped_storage().nbytes(), on_cpu)
+        found.count += 1
+        found.inputs.add(hidden.untyped_storage().nbytes())
 
     def leave(*_: Any) -> None:
         inside[0] = False

@@ -155,7 +155,7 @@ def test_needed_memory_is_what_autograd_keeps(made: Path, kind: str) -> None:
     real = sum(each.untyped_storage().nbytes() for place, each in kept.items() if place not in weights)
     logits = 4 * tokens.numel() * module.config.vocab_size
     told = memory_need(module, settings, False, on_cpu=False)
-    assert abs(told.activations - logits - real) < 1000
+    assert abs(told.activations - 2 * logits - real) < 1000
     shapes = load_module(find_model(str(made / kind)), False, "meta", torch.float32).train()
     assert memory_need(shapes, settings, False, on_cpu=False) == told
-    assert memory_need(shapes, settings, True, on_cpu=False).activations < real
+    assert memory_need(shapes, settings, True, on_cpu=False).activations < told.activations
