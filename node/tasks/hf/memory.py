@@ -28,8 +28,8 @@ and mean 12, encoded parts 2."""
 _EVALUATION_BYTES = 4
 """Of a trained parameter: its copy during an evaluation."""
 HEAP_BLOCK_BYTES, _HEAP_FACTOR = 32 << 20, 2
-"""glibc takes smaller blocks from a heap that never shrinks. Its holes grow to the size of what a step uses; without the
-heap, a step takes a third more processor time."""
+"""glibc takes smaller blocks from a heap that never shrinks. Its holes grow to the size of what a step uses; without
+the heap, a step takes a third more processor time."""
 _COMPUTE_BYTES = 4
 """Of a trained parameter that computes in bfloat16: its copy and its gradient."""
 
