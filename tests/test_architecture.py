@@ -51,7 +51,13 @@ COMMANDS = "node/cli/app.py"
 ALIAS = re.compile("[A-Z][A-Za-z0-9]*[a-z][A-Za-z0-9]*")
 """The name of a type that is assigned, not a constant."""
 # The stream handler's boundary; the root; code of users, who may raise anything.
-BROAD_EXCEPT = {"node/network/serving.py", "node/network/libp2p.py", "node/session/peer.py", "node/tasks/user_task.py"}
+BROAD_EXCEPT = {
+    "node/network/serving.py",
+    "node/network/libp2p.py",
+    "node/session/peer.py",
+    "node/tasks/user_task.py",
+    "node/tasks/hf/foreign.py",
+}
 
 
 def imports(tree: ast.AST) -> Iterator[tuple[int, str]]:

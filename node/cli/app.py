@@ -42,6 +42,8 @@ _OPTIONS = {
 
 OF_RUN = ("run", "task", "protocol", "stages", "lora", "train")
 """Options that describe a run to start."""
+OF_MODELS = ("model", "checkpointing", "compile", "held_out")
+"""Options of this machine that only the task hf takes."""
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 app.add_typer(offline.app)
@@ -149,10 +151,11 @@ def swarm(
 
         with _name_options():  # before anything is started
             of_run = {"run": run, "task": task, "protocol": protocol, "stages": stages}
-            stages = _check(of_run, rounds) if run or task or protocol or stages else 1
+            stages, patience = _check(of_run, rounds) if run or task or protocol or stages else (1, 1)
         if peers < stages:
             raise CommandError(f"{stages} stages need as many peers, not {peers}: give --peers {stages} or more")
-        return asyncio.run(run_swarm(SwarmOptions(peers, rounds, protocol, task, run, dir, json, stages, page)))
+        options = SwarmOptions(peers, rounds, protocol, task, run, dir, json, stages, page, patience)
+        return asyncio.run(run_swarm(options))
 
 
 @app.command()
@@ -250,6 +253,9 @@ def _join(given: dict[str, Any]) -> int:
             for line in lines:
                 print(f"starling: {line}", file=sys.stderr)
             config, run = _resolve_run(config, of_run, state_dir)
+            lost = [each for each in OF_MODELS if each in given]
+            if run is not None and lost and "run" not in of_run and of_run.get("task") != HUGGING_FACE:
+                raise CommandError(f"--{lost[0].replace('_', '-')} is for --task hf: add that, or leave this out")
             return _run_peer(config, run)
 
 
@@ -340,16 +346,20 @@ def _load_run(of_run: Mapping[str, Any], rounds: int | None) -> RunConfig:
     return load_run(of_run.get("run"), overrides, (*REPLICATED_PROTOCOLS, *INDEPENDENT_PROTOCOLS))
 
 
-def _check(of_run: Mapping[str, Any], rounds: int | None) -> int:
-    """Check the configuration that a swarm's peers will get, and return its number of stages.
+def _check(of_run: Mapping[str, Any], rounds: int | None) -> tuple[int, int]:
+    """Check the configuration that a swarm's peers will get; return its number of stages, and the patience it needs.
 
     Raises:
         ConfigError: a value is missing or wrong.
+        CommandError: the task needs a model, and none is named.
     """
     from node.config.peer_config import load_peer
+    from node.tasks.spec import MODEL_PATIENCE
 
-    load_peer({}, os.environ, of_run["run"])
-    return _load_run(of_run, rounds).stages or 1
+    mine, run = load_peer({}, os.environ, of_run["run"]), _load_run(of_run, rounds)
+    if run.hf and mine.model is None:
+        raise CommandError("task hf needs a model: name it by the variable NODE_MODEL, or by model in [peer]")
+    return run.stages or 1, MODEL_PATIENCE if run.hf else 1
 
 
 def _run_peer(config: PeerConfig, run: RunConfig | None) -> int:

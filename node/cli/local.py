@@ -71,7 +71,7 @@ def export(
     """Export the newest checkpoint of a run's model as a directory that Hugging Face transformers can load."""
     if bootstrap and state_dir:
         raise CommandError("--bootstrap and --state-dir name different models: give one of them")
-    trained = _fetched(bootstrap) if bootstrap else _trained(state_dir)
+    trained = _fetched(bootstrap, model) if bootstrap else _trained(state_dir)
     from node.export import hugging_face as exporting
     from node.export.trained_model import TrainedError
 
@@ -193,9 +193,9 @@ def check(
     return 0
 
 
-def _fetched(addresses: Sequence[str]) -> TrainedModel:
+def _fetched(addresses: Sequence[str], base: str | None) -> TrainedModel:
     with tempfile.TemporaryDirectory() as directory:
-        return _trained(fetch(addresses, Path(directory)))
+        return _trained(fetch(addresses, Path(directory), base))
 
 
 def _trained(state_dirs: Sequence[Path] | None) -> TrainedModel:

@@ -175,8 +175,11 @@ def _ask_remote(address: str) -> dict[str, Any]:
         raise PeerUnreachable(str(error)) from None
 
 
-def fetch(addresses: Sequence[str], directory: Path) -> list[Path]:
+def fetch(addresses: Sequence[str], directory: Path, base: str | None = None) -> list[Path]:
     """Fetch the model of the run of the peers at these addresses into an empty directory.
+
+    Args:
+        base: this machine's copy of the model that a run of the task hf fine-tunes.
 
     Returns:
         State directories: one, or one of each stage.
@@ -196,7 +199,8 @@ def fetch(addresses: Sequence[str], directory: Path) -> list[Path]:
     from node.session.visit import fetch_model
 
     try:
-        return asyncio.run(fetch_model(addresses, directory, lambda line: print(f"warning: {line}", file=sys.stderr)))
+        say = lambda line: print(f"warning: {line}", file=sys.stderr)  # noqa: E731
+        return asyncio.run(fetch_model(addresses, directory, say, base))
     except (FatalPeerError, TrainedError, DaemonError, IdentityError, OSError) as error:
         raise PeerUnreachable(str(error)) from None
 

@@ -30,6 +30,7 @@ from node.ui.swarm_view import picture, plain_line, sample, summary
 POLL_SECONDS = 0.25
 LOOK_SECONDS = 1.0
 START_SECONDS = 150.0
+"""Time for a founder to start its run, times the task's patience."""
 LEAVE_SECONDS = 8.0
 """Time that peers have to leave after Ctrl-C. The rest is killed, so that the summary is out within ten seconds."""
 LAST_SECONDS = 60.0
@@ -248,7 +249,7 @@ class Swarm:
         }
         flags = [str(each) for pair in given.items() if pair[1] is not None for each in pair]
         await founder.start((*self._threads(), *self._page(), *flags))
-        until = asyncio.get_running_loop().time() + START_SECONDS
+        until = asyncio.get_running_loop().time() + options.patience * START_SECONDS
         while founder.running and asyncio.get_running_loop().time() < min(until, self._until):
             await founder.look(LOOK_SECONDS)
             if founder.status and founder.status.addresses and founder.status.run_id:
@@ -274,7 +275,8 @@ class Swarm:
             return "stopped before the run had begun"
         if not founder.running:
             return founder.output_tail
-        late = f"{founder.name} has not started the run within {START_SECONDS:g} s: is this machine too busy?"
+        seconds = self._options.patience * START_SECONDS
+        late = f"{founder.name} has not started the run within {seconds:g} s: is this machine too busy?"
         return f"{late} Its last output: {founder.output_tail}"
 
     def _threads(self) -> tuple[str, str]:

@@ -19,6 +19,7 @@ from typing import Any
 from node.config.derived import protocol_settings
 from node.config.manifest import Manifest, ManifestError, unseal
 from node.config.peer_config import PeerConfig
+from node.export.fine_tuned import fine_tuned_layout
 from node.export.stage_peers import StagePeers
 from node.export.trained_model import TrainedError
 from node.joining.stages import StagePlace
@@ -61,8 +62,11 @@ class FetchableRun:
     layouts: tuple[Layout, ...]
 
 
-def fetchable(sealed: bytes) -> FetchableRun:
+def fetchable(sealed: bytes, base: str | None = None) -> FetchableRun:
     """Check that the model of a run can be fetched from its peers.
+
+    Args:
+        base: this machine's copy of the model that a run of the task hf fine-tunes.
 
     Raises:
         TrainedError: the envelope is invalid, the peers have no common state, or the run's tensors are not known here.
@@ -77,7 +81,7 @@ def fetchable(sealed: bytes) -> FetchableRun:
         raise TrainedError(f"{run} averages by {config.protocol}, so each peer has a model of its own: {instead}")
     layouts = []
     for stage in range(len(manifest.stages or (None,))):
-        layout = _layout(manifest, stage)
+        layout = _layout(manifest, stage, base)
         if layout is None:
             raise TrainedError(f"{run} trains {config.task}, and only its peers know its tensors: {instead}")
         try:
@@ -251,9 +255,11 @@ class _Download:
         publish_checkpoint(made, inner=False)
 
 
-def _layout(manifest: Manifest, stage: int) -> Layout | None:
+def _layout(manifest: Manifest, stage: int, base: str | None) -> Layout | None:
     """Layout of a built-in task's parameters; None for a user's own task, whose code does not run here."""
     config = manifest.config
+    if config.hf is not None:
+        return fine_tuned_layout(manifest, base)
     if config.gpt is not None:
         shape, bounds = config.gpt.shape, manifest.bounds
         return flatten(GptStage(shape, *bounds[stage : stage + 2]) if manifest.stages else Gpt(shape)).layout

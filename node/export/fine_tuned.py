@@ -16,15 +16,17 @@ from typing import Any
 
 import torch
 
+from node.config.manifest import Manifest
 from node.export.trained_model import TrainedError, TrainedModel
 from node.tasks.hf.chat import Encoder
 from node.tasks.hf.corpus import Document, data_files, read_documents
-from node.tasks.hf.model import LoadedModel, load_model
+from node.tasks.hf.model import LoadedModel, load_model, trained_layout
 from node.tasks.hf.rows import Rows, rows_of
-from node.tasks.hf.settings import HfSettings, ModelError
+from node.tasks.hf.settings import HfSettings, ModelError, ModelPins
+from node.tasks.hf.source import TOKENIZER_FILES
 from node.tasks.hf.task import evaluate_rows, parse_sample, prompt_ids, read_sample, stream
+from protocols.base import Layout
 
-COPIED = ("tokenizer*", "special_tokens_map.json", "chat_template*", "vocab.*", "merges.txt", "generation_config.json")
 MAX_EVALUATED_DOCUMENTS = 10_000
 
 
@@ -55,9 +57,9 @@ class FineTuned:
             module = module.merge_and_unload()
         module.config.use_cache = True
         module.save_pretrained(place)
-        for pattern in COPIED:
-            for file in self.loaded.folder.path.glob(pattern):
-                shutil.copyfile(file, place / file.name)
+        for name in TOKENIZER_FILES:
+            if (file := self.loaded.folder.path / name).is_file():
+                shutil.copyfile(file, place / name)
 
     def continue_text(self, prompt: str, tokens: int, temperature: float, seed: int) -> Iterator[str]:
         """Pieces of text that continue a prompt or, in a chat, answer it.
@@ -105,11 +107,7 @@ def load_fine_tuned(trained: TrainedModel, model: str | None) -> FineTuned:
     Raises:
         TrainedError: the run's task is another, no copy is named, or it is not that of the run.
     """
-    settings, pins = trained.manifest.config.hf, trained.manifest.model
-    if settings is None or pins is None:
-        raise TrainedError(f"this run trains {trained.manifest.config.task}: leave --model out")
-    if model is None:
-        raise TrainedError(f"the model of this run needs its base on this machine: give {pins.base} by --model")
+    settings, pins, model = _of_run(trained.manifest, model)
     try:
         loaded = load_model(model, settings, pins, "cpu", torch.float32)
     except ModelError as error:
@@ -124,6 +122,28 @@ def load_fine_tuned(trained: TrainedModel, model: str | None) -> FineTuned:
     return FineTuned(loaded, settings)
 
 
+def fine_tuned_layout(manifest: Manifest, model: str | None) -> Layout:
+    """Layout of what a run trains, by this machine's copy of the model.
+
+    Raises:
+        TrainedError: no copy is named, or its configuration is not that of the run.
+    """
+    settings, pins, model = _of_run(manifest, model)
+    try:
+        return trained_layout(model, settings, pins)
+    except ModelError as error:
+        raise TrainedError(str(error)) from None
+
+
+def _of_run(manifest: Manifest, model: str | None) -> tuple[HfSettings, ModelPins, str]:
+    settings, pins = manifest.config.hf, manifest.model
+    if settings is None or pins is None:
+        raise TrainedError(f"this run trains {manifest.config.task}: leave --model and NODE_MODEL out")
+    if model is None:
+        raise TrainedError(f"the model of this run needs its base on this machine: give {pins.base} by --model")
+    return settings, pins, model
+
+
 def _first(data: Path, settings: HfSettings) -> list[Document]:
     return [
         document
@@ -136,8 +156,8 @@ def _first(data: Path, settings: HfSettings) -> list[Document]:
 def _name_base(path: Path, loaded: LoadedModel) -> None:
     """Write into the adapter's configuration where its base is: on the hub, or on this machine."""
     fields = json.loads(path.read_text())
-    name, _, revision = loaded.pins.base.partition("@")
-    is_of_hub = bool(revision)
-    fields["base_model_name_or_path"] = name if is_of_hub else str(loaded.folder.path.resolve())
+    base = loaded.folder.base
+    name, _, revision = base.rpartition("@") if "/" in base else ("", "", "")  # a folder's name has no slash
+    fields["base_model_name_or_path"] = name or str(loaded.folder.path.resolve())
     fields["revision"] = revision or None
     path.write_text(json.dumps(fields, indent=2) + "\n")

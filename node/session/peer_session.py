@@ -52,8 +52,10 @@ SETTLE_SECONDS = 2.0
 WAIT_SECONDS = 1.0
 SCOPE = "run"
 MAX_FOUND = 64
-SAMPLE_PROMPT, SAMPLE_TOKENS, SAMPLE_TEMPERATURE = b"def ", 400, 0.7
-SHOWN_TOKENS = 200
+SAMPLE_PROMPT, SAMPLE_BYTES, SAMPLE_TEMPERATURE = b"def ", 400, 0.7
+SHOWN_BYTES = 200
+_BYTES_PER_TOKEN = 4
+"""Of a task that chooses its prompt: its tokens are not bytes, and take longer."""
 
 
 class BootstrapDirectory(Directory, Protocol):
@@ -105,6 +107,7 @@ class PeerSessionDeps:
         disk: runs blocking disk operations.
         annotate: adds to a report what only the trainer knows.
         is_run_over: whether no other stage needs this peer any more, once its own rounds are over.
+        prompt: what texts that the model generates begin with; empty: the task takes one from its held-out texts.
         lacking: names the stages without a live peer, as shown to the user; empty if there are none.
         texts: takes texts that the model generates while the run goes on; None: none are generated.
         on_round_end: called after each report.
@@ -123,6 +126,7 @@ class PeerSessionDeps:
     disk: Compute
     annotate: Callable[[RoundReport], RoundReport] = lambda report: report
     is_run_over: Callable[[], bool] = lambda: True
+    prompt: bytes = SAMPLE_PROMPT
     lacking: Callable[[], str] = lambda: ""
     texts: TextReader | None = None
     on_round_end: Callable[[], None] = lambda: None
@@ -234,11 +238,11 @@ class PeerSession:
     async def _sample(self) -> None:
         """Save a text that the model generates at the end of the run, if it can generate text."""
         try:
-            text = await self._deps.trainer.generate(SAMPLE_PROMPT, SAMPLE_TOKENS, SAMPLE_TEMPERATURE)
+            text = await self._generate(SAMPLE_BYTES)
         except (WorkerError, TimeoutError) as error:
             log.info("no sample: %s", str(error) or type(error).__name__)
         else:
-            await self._deps.disk.run(partial(self._deps.state.keep_text, SAMPLE_PROMPT + text), 0)
+            await self._deps.disk.run(partial(self._deps.state.keep_text, text), 0)
 
     async def _show_text(self) -> None:
         """Let the model write a short text, if the page is open and the latest text is old."""
@@ -246,11 +250,17 @@ class PeerSession:
         if texts is None or self._stage or not texts.text_is_due():
             return
         try:
-            text = await self._deps.trainer.generate(SAMPLE_PROMPT, SHOWN_TOKENS, SAMPLE_TEMPERATURE)
+            text = await self._generate(SHOWN_BYTES)
         except (WorkerError, TimeoutError) as error:
             log.info("no text for the page: %s", str(error) or type(error).__name__)
         else:
-            texts.show_text(SAMPLE_PROMPT + text)
+            texts.show_text(text)
+
+    async def _generate(self, size: int) -> bytes:
+        """A text of about this many bytes, and the prompt before it."""
+        prompt = self._deps.prompt
+        tokens = size if prompt else size // _BYTES_PER_TOKEN
+        return prompt + await self._deps.trainer.generate(prompt, tokens, SAMPLE_TEMPERATURE)
 
     async def _wait_for_others(self) -> None:
         members, wanted = self._deps.membership, self._limits.wait_for_peers

@@ -28,7 +28,7 @@ from node.runtime.clock import WallClock
 from node.session.failpoints import with_failpoints
 from node.session.machine_watch import watch_machine
 from node.session.outer_loop_factory import OuterLoopFactory
-from node.session.peer_session import OuterLoopStack, PeerSession, PeerSessionDeps, SessionLimits
+from node.session.peer_session import SAMPLE_PROMPT, OuterLoopStack, PeerSession, PeerSessionDeps, SessionLimits
 from node.session.resources import EnteredRun, PeerResources
 from node.session.stage_setup import StageSetup
 from node.session.traffic_limits import TrafficLimits
@@ -225,6 +225,7 @@ class SessionSetup:
             services.clock,
             resources.disk,
             texts=services.view,
+            prompt=b"" if self._entered.manifest.config.hf else SAMPLE_PROMPT,
             on_round_end=resources.pauses.round_ended,
         )
         if pipeline is None:

@@ -39,7 +39,9 @@ async def remote_status(address: str, seconds: float = STATUS_SECONDS) -> dict[s
             return answer
 
 
-async def fetch_model(addresses: Sequence[str], directory: Path, say: Callable[[str], None]) -> list[Path]:
+async def fetch_model(
+    addresses: Sequence[str], directory: Path, say: Callable[[str], None], base: str | None = None
+) -> list[Path]:
     """Fetch the newest state that the peers at these multiaddrs serve into a directory.
 
     This process takes no part in the run. Its identity is only for this request.
@@ -48,6 +50,7 @@ async def fetch_model(addresses: Sequence[str], directory: Path, say: Callable[[
         addresses: at least one. With stages, one of any stage is enough if its peer knows peers of the others.
         directory: an empty directory.
         say: called with a line about each address that leads nowhere, if another one leads to the run.
+        base: this machine's copy of the model that a run of the task hf fine-tunes.
 
     Returns:
         The state directories: `directory` itself, or one below it for each stage.
@@ -59,7 +62,7 @@ async def fetch_model(addresses: Sequence[str], directory: Path, say: Callable[[
     identity, clock = create(directory / "identity.key"), WallClock()
     async with ThreadCompute() as compute, LibP2PTransport(LibP2PConfig(identity)) as transport:
         answers = await _ask_each(transport, addresses, say)
-        run = await compute.run(partial(fetchable, next(iter(answers.values())).sealed), 0)
+        run = await compute.run(partial(fetchable, next(iter(answers.values())).sealed, base), 0)
         if any(run_id(each.sealed) != run.manifest.run_id for each in answers.values()):
             raise FatalPeerError("these addresses lead into different runs: give addresses of one run only")
         members = StaticMembers([Member(identity.peer_id, INCARNATION)])

@@ -46,6 +46,11 @@ def unfrozen(module: nn.Module) -> NamedParameters:
     return ((name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad)
 
 
+def layout_of(named: NamedParameters) -> Layout:
+    """The layout of these parameters in one flat vector, which they need not be in."""
+    return Layout((tuple((name, tuple(parameter.shape)) for name, parameter in named),))
+
+
 def require_trainable(named: NamedParameters) -> list[tuple[str, nn.Parameter]]:
     """Return the parameters, after checking that they can be trained and averaged.
 
@@ -87,7 +92,7 @@ def flatten_parameters(
     """
     parameters = require_trainable(named)
     device = parameters[0][1].device
-    layout = Layout((tuple((name, tuple(parameter.shape)) for name, parameter in parameters),))
+    layout = layout_of(parameters)
     (size,) = layout.sizes()
     vector = torch.empty(size, device=device) if allocate is None else allocate(size)
     gradient = torch.zeros(size, device=device)

@@ -235,14 +235,13 @@ def build(spec: WorkerSpec, allocate: Allocate, resume: bool) -> Job:
 
 
 def _build_hf(spec: WorkerSpec, values: HfValues, device: str, place: Allocate | None, resume: bool) -> Job:
-    from node.tasks.hf.memory import tell_memory  # only a worker of this task loads transformers
-    from node.tasks.hf.task import make_task
+    from node.tasks.hf.task import make_task  # only a worker of this task loads transformers
 
     reduced = spec.precision == "bfloat16" or (spec.precision == "auto" and device == "cuda")
     dtype = torch.bfloat16 if reduced else torch.float32
     torch.manual_seed(spec.weights_seed)  # of the adapters
     task = make_task(values, spec.data, spec.held_out, device, dtype)
-    tell_memory(task.module, values)
+    torch.manual_seed(spec.stream_seed)  # of dropout, in which peers should differ
     learner = AdamWLearner(task, spec.recipe, spec.stream_seed, place, resume)
     if not resume and spec.held_out is not None and values.settings.train == "lora":
         task.compare_base(learner.evaluate(), values.pins)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 import torch
 import transformers
 
@@ -47,7 +48,7 @@ def trained_by_two(home: Path, train: str, kind: str, joiners: Path) -> tuple[Re
     """Train with two peers until a checkpoint holds work of both; peers that must not train are refused meanwhile.
 
     Returns:
-        The first peer, and the hashes of the parameters that both have reported.
+        The first peer, and the hashes of the parameters that the other has reported.
     """
     data = str(home / ("chat.jsonl" if kind == "chat" else "text"))
 
@@ -70,9 +71,16 @@ def trained_by_two(home: Path, train: str, kind: str, joiners: Path) -> tuple[Re
         wait("b gets into the run", b.meet, 2 * START_SECONDS)
         mean = wait("both are in one mean", lambda: swarm.all_in_one_mean([a, b]), 2 * START_SECONDS)
         wait("a checkpoint of it", lambda: rounds_of(a) > mean["round"], 2 * START_SECONDS)
-        for peer in (a, b):
-            peer.strike()
-    return a, set.intersection(*({each["params_hash"] for each in peer.reports()} for peer in (a, b)))
+        fetched = home / "fetched"
+        assert main(["export", "--bootstrap", a.address, "--model", str(home / "base"), "--out", str(fetched)]) == 0
+        a.strike()
+        last = root(load_trained([a.directory]).tensors)
+        wait("b says that it has what a keeps", lambda: last in hashes(b), START_SECONDS)
+    return a, hashes(b)
+
+
+def hashes(peer: RealPeer) -> set[str]:
+    return {each["params_hash"] for each in peer.reports()}
 
 
 def rounds_of(peer: RealPeer) -> int:
@@ -119,6 +127,12 @@ def test_adapters_are_trained_and_exported(home: Path, monkeypatch: pytest.Monke
     loaded = peft.PeftModel.from_pretrained(base, adapter)
     found = {name: each for name, each in loaded.named_parameters() if "lora_" in name}
     assert root(found) in agreed, "bit for bit what the peers have agreed on"
+    fetched = safetensors.torch.load_file(home / "fetched" / "adapter_model.safetensors")
+    assert {name: each.shape for name, each in fetched.items()} == {
+        name.replace(".default.", "."): each.shape for name, each in found.items()
+    }
+    named = {name.replace(".default.", "."): name for name in found}
+    assert root({named[name]: fetched[name] for name in named}) in agreed, "and so is what a stranger fetches"
     assert torch.equal(logits(loaded), here)
     merged = transformers.AutoModelForCausalLM.from_pretrained(exported(peer, home / "m", home / "base", "--merge"))
     assert float((logits(merged) - here).abs().max()) < 1e-5
@@ -136,6 +150,8 @@ def test_whole_model_is_trained_and_exported(home: Path, monkeypatch: pytest.Mon
     model, info = transformers.AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
     assert not any(info[each] for each in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     assert root(dict(model.named_parameters())) in agreed
+    stranger = transformers.AutoModelForCausalLM.from_pretrained(home / "fetched")
+    assert root(dict(stranger.named_parameters())) in agreed
     assert model.lm_head.weight is model.model.embed_tokens.weight, "still tied"
     tuned = load_fine_tuned(load_trained([peer.directory]), str(light))
     assert torch.equal(logits(model), logits(tuned.module))

@@ -8,11 +8,15 @@ data are refused. Nothing ever trains on all tokens of a conversation without sa
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from typing import Any
 
 from node.tasks.hf.corpus import Document, Messages
+from node.tasks.hf.foreign import foreign
 from node.tasks.hf.settings import ModelError
 
+_PIECE = 256 << 10
+"""Characters that are tokenised at once: the tokenizer takes some 100 bytes of memory for a token meanwhile."""
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -42,12 +46,16 @@ class Encoder:
             ModelError: the template does not say which tokens are the assistant's.
         """
         if isinstance(document.content, str):
-            ids = self._tokenizer(document.content, add_special_tokens=False, verbose=False)["input_ids"]
-            end = self._tokenizer.eos_token_id
-            ids = [*(self._begin if document.begins else ()), *ids]
-            ids += [end] if document.ends and end is not None else []
-            return ids, [1] * len(ids)
-        return self._by_marks(document.content) if self._marks else self._by_prefixes(document.content)
+            return self._text(document.content, document.begins, document.ends)
+        with foreign("this model's chat template cannot take a conversation of the data"):
+            return self._by_marks(document.content) if self._marks else self._by_prefixes(document.content)
+
+    def _text(self, text: str, begins: bool, ends: bool) -> tuple[list[int], list[int]]:
+        ids, end = list(self._begin) if begins else [], self._tokenizer.eos_token_id
+        for piece in _pieces(text):
+            ids += self._tokenizer(piece, add_special_tokens=False, verbose=False)["input_ids"]
+        ids += [end] if ends and end is not None else []
+        return ids, [1] * len(ids)
 
     def _by_marks(self, messages: Messages) -> tuple[list[int], list[int]]:
         found = self._tokenizer.apply_chat_template(
@@ -80,3 +88,14 @@ class Encoder:
             return ""
         text: str = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=ask)
         return text
+
+
+def _pieces(text: str) -> Iterator[str]:
+    """Parts of a text, which end where lines do if they can."""
+    low = 0
+    while low < len(text):
+        high = low + _PIECE
+        if high < len(text):
+            high = text.rfind("\n", low, high) + 1 or high
+        yield text[low:high]
+        low = high

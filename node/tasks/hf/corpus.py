@@ -16,7 +16,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TextIO, TypeAlias
 
 from node.tasks.hf.settings import ModelError
 
@@ -62,7 +62,8 @@ class Sample:
 
     def add(self, document: Document) -> None:
         """Take a document, and drop others if there are too many."""
-        line = document.line()
+        if not (line := document.line()):
+            return
         heapq.heappush(self._heap, (-int.from_bytes(document.key(), "big"), line))
         self._bytes += len(line)
         while self._bytes > SAMPLE_BYTES:
@@ -78,25 +79,30 @@ def is_held_out(document: Document) -> bool:
     return document.key()[0] % _SHARE == 0
 
 
-def data_files(path: Path | None) -> list[Path]:
+def data_files(path: Path | None, option: str = "--data") -> list[Path]:
     """The file, or all files of the folder that are neither hidden nor binary, in order.
+
+    Args:
+        option: where the user has given the path.
 
     Raises:
         ModelError: there are none.
     """
     if path is None:
         raise ModelError("task hf needs data to train on: give a file or a folder by --data")
-    if path.is_file():
-        return [path]
-    if not path.is_dir():
-        raise ModelError(f"there is no file or folder {path}: give data to train on by --data")
+    if not path.is_file() and not path.is_dir():
+        raise ModelError(f"there is no file or folder {path}: give texts by {option}")
     try:
+        if path.is_file():
+            if path.suffix != ".parquet" and _is_binary(path):
+                raise ModelError(f"{path} is not text: texts, .jsonl and .parquet are read; unpack it, or convert it")
+            return [path]
         found = sorted(each for each in path.rglob("*") if each.is_file() and not _is_hidden(each.relative_to(path)))
         found = [each for each in found if each.suffix == ".parquet" or not _is_binary(each)]
     except OSError as error:
         raise ModelError(f"{error.filename} cannot be read ({error.strerror})") from None
     if not found:
-        raise ModelError(f"the folder {path} contains no text: give data to train on by --data")
+        raise ModelError(f"the folder {path} contains no text: give texts by {option}")
     return found
 
 
@@ -128,19 +134,26 @@ def read_documents(files: list[Path], is_chat: bool) -> Iterator[Document]:
             else:
                 yield from _from_text(file, block)
         except OSError as error:
-            raise ModelError(f"{file} cannot be read ({error.strerror or error})") from None
+            why = error.strerror or " ".join(str(error).split())[:200]
+            raise ModelError(f"{file} cannot be read ({why})") from None
 
 
 def _from_text(file: Path, block: int) -> Iterator[Document]:
     with file.open(encoding="utf-8", errors="replace", newline="") as opened:
-        part, begins = "".join(opened.readlines(block)), True
+        part, begins = _lines(opened, block), True
         while part:
-            following = "".join(opened.readlines(block))
+            following = _lines(opened, block)
             for low in range(0, len(part), _LARGEST_BLOCK):
                 ends = not following and low + _LARGEST_BLOCK >= len(part)
                 yield Document(part[low : low + _LARGEST_BLOCK], begins, ends)
                 begins = False
             part = following
+
+
+def _lines(opened: TextIO, block: int) -> str:
+    """About a block of text, to the end of a line if that is not far."""
+    text = opened.read(block)
+    return text if text.endswith("\n") else text + opened.readline(_LARGEST_BLOCK)
 
 
 def _from_lines(file: Path, is_chat: bool) -> Iterator[Document]:
@@ -154,12 +167,12 @@ def _from_lines(file: Path, is_chat: bool) -> Iterator[Document]:
                 fields = json.loads(line)
             except (ValueError, RecursionError):
                 raise ModelError(f"{file}:{number}: not JSON: each line must be one object") from None
-            yield _document(fields, is_chat, f"{file}:{number}")
+            yield document_of(fields, is_chat, f"{file}:{number}")
 
 
 def _from_parquet(file: Path, is_chat: bool) -> Iterator[Document]:
     try:
-        from pyarrow import ArrowException, parquet  # type: ignore[import-not-found,unused-ignore]
+        from pyarrow import ArrowException, parquet
     except ImportError:
         raise ModelError(f"{file}: reading parquet needs pyarrow: pip install 'starling[data]'") from None
     try:
@@ -171,18 +184,23 @@ def _from_parquet(file: Path, is_chat: bool) -> Iterator[Document]:
             for batch in opened.iter_batches(256, columns=wanted):
                 for fields in batch.to_pylist():
                     number += 1
-                    yield _document(fields, is_chat, f"{file}: row {number}")
+                    yield document_of(fields, is_chat, f"{file}: row {number}")
     except ArrowException as error:
         raise ModelError(f"{file}: not a file of parquet: {' '.join(str(error).split())[:200]}") from None
 
 
-def _document(fields: Any, is_chat: bool, where: str) -> Document:
+def document_of(fields: Any, is_chat: bool, where: str) -> Document:
+    """The document in a JSON object, or in a row of parquet.
+
+    Raises:
+        ModelError: there is none. The message begins with `where`.
+    """
     if not isinstance(fields, dict):
         raise ModelError(f"{where}: not an object")
     if not is_chat:
         if not isinstance(text := fields.get("text"), str):
             raise ModelError(f'{where}: has no "text"; of conversations, train with hf.format = "chat"')
-        return Document(text)
+        return Document(_encodable(text))
     messages = fields.get("messages")
     if messages is None and "prompt" in fields and "completion" in fields:
         messages = [
@@ -200,4 +218,9 @@ def _message(message: Any, where: str) -> dict[str, str]:
     role, content = message.get("role"), message.get("content")
     if not isinstance(role, str) or not isinstance(content, str):
         raise ModelError(f"{where}: a message needs role and content, both texts")
-    return {"role": role, "content": content}
+    return {"role": _encodable(role), "content": _encodable(content)}
+
+
+def _encodable(text: str) -> str:
+    """The text without halves of surrogate pairs, which JSON may hold, and no tokenizer takes."""
+    return text.encode(errors="replace").decode()

@@ -17,18 +17,23 @@ import shutil
 import tempfile
 from array import array
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from node.tasks.hf.chat import Encoder
 from node.tasks.hf.corpus import Document, Sample, is_held_out, read_documents
-from node.tasks.hf.digests import cache_directory
+from node.tasks.hf.digests import cache_directory, file_state
 from node.tasks.hf.settings import HfSettings, ModelError
 
-FORMAT = 1
+FORMAT = 2
+_KEPT_SECONDS = 30 * 86_400.0
+"""Rows that nobody has used for so long are removed, as are unfinished ones."""
 TARGET, START = 1, 2
+TOKENS, FLAGS, SAMPLE, ABOUT = "tokens.bin", "flags.bin", "sample.jsonl", "about.json"
 MASKED = -100
 """Label of a token that is no target."""
 
@@ -43,7 +48,7 @@ class RowCounts:
         tokens: of the documents to train on, without padding.
         targets: tokens from which something is learnt.
         cut: conversations that were longer than a row, and are cut.
-        skipped: documents without a target.
+        skipped: documents without a target in what is left of them.
     """
 
     rows: int = 0
@@ -66,13 +71,17 @@ class RowWriter:
         self._context, self._packs, self._cuts = settings.context, settings.pack, settings.format == "text"
         self._write = write
         self._tokens, self._flags = array("i"), bytearray()
-        self.rows = self.tokens = self.targets = self.cut = 0
+        self.rows = self.documents = self.skipped = self.tokens = self.targets = self.cut = 0
 
     def add(self, tokens: list[int], mask: list[int]) -> None:
-        """Add a document."""
+        """Add a document, unless nothing is to be learnt from it."""
         if not self._cuts and len(tokens) > self._context:
             self.cut += 1
             tokens, mask = tokens[: self._context], mask[: self._context]
+        if not any(mask[1:]):
+            self.skipped += 1
+            return
+        self.documents += 1
         low = 0
         while low < len(tokens):
             room = self._context - len(self._tokens)
@@ -157,9 +166,7 @@ def rows_of(documents: Iterable[Document], encoder: Encoder, settings: HfSetting
 
     writer = RowWriter(settings, write)
     for document in documents:
-        ids, mask = encoder.encode(document)
-        if any(mask[1:]):
-            writer.add(ids, mask)
+        writer.add(*encoder.encode(document))
     writer.flush()
     shape = (writer.rows, settings.context)
     if not writer.rows:
@@ -182,49 +189,75 @@ class PreparedData:
     sample: bytes
 
 
-def prepare(files: list[Path], encoder: Encoder, settings: HfSettings, tokenizer: str) -> PreparedData:
+def prepare(
+    files: list[Path], encoder: Encoder, settings: HfSettings, tokenizer: str, held_out: bytes = b""
+) -> PreparedData:
     """Tokenise the files, or map the rows that an earlier call has made of them.
 
     Args:
         tokenizer: digest of the tokenizer and the template.
+        held_out: the run's sample, whose documents are not trained on either.
 
     Raises:
         ModelError: a file cannot be read, or there is nothing to learn in them.
     """
     try:
-        states = [(str(each.resolve()), each.stat().st_size, each.stat().st_mtime_ns) for each in files]
-        shape = [FORMAT, settings.context, settings.format, settings.pack, tokenizer]
-        key = hashlib.sha256(json.dumps([states, shape]).encode()).hexdigest()
-        place = cache_directory() / f"rows-{key[:40]}"
-        if not (place / "about.json").exists():
-            _make(place, files, encoder, settings)
-        counts = RowCounts(**json.loads((place / "about.json").read_text()))
+        about = [list(map(file_state, files)), FORMAT, settings.context, settings.format, settings.pack, tokenizer]
+        place = _place(about)
+        counts = _counts(place, settings.context)
+        if held_out and not (counts and (place / SAMPLE).read_bytes() == held_out):  # else they are this founder's own
+            place = _place([*about, hashlib.sha256(held_out).hexdigest()])
+            counts = _counts(place, settings.context)
+        if counts is None:
+            _make(place, files, encoder, settings, frozenset(held_out.splitlines(keepends=True)))
+            counts = RowCounts(**json.loads((place / ABOUT).read_text()))
+        with suppress(OSError):
+            os.utime(place)
         if not counts.rows:
             raise ModelError(f"{files[0]} and {len(files) - 1} more: no text to learn from, beside what is held out")
         size, dimensions = counts.rows * settings.context, (counts.rows, settings.context)
-        tokens = torch.from_file(str(place / "tokens.bin"), shared=False, size=size, dtype=torch.int32)
-        flags = torch.from_file(str(place / "flags.bin"), shared=False, size=size, dtype=torch.uint8)
+        tokens = torch.from_file(str(place / TOKENS), shared=False, size=size, dtype=torch.int32)
+        flags = torch.from_file(str(place / FLAGS), shared=False, size=size, dtype=torch.uint8)
         return PreparedData(
-            Rows(tokens.view(dimensions), flags.view(dimensions)), counts, (place / "sample.jsonl").read_bytes()
+            Rows(tokens.view(dimensions), flags.view(dimensions)), counts, (place / SAMPLE).read_bytes()
         )
     except OSError as error:
-        raise ModelError(f"{error.filename or files[0]}: {error.strerror or error}") from None
+        raise ModelError(f"{error.filename or cache_directory()}: {error.strerror or error}") from None
 
 
-def _make(place: Path, files: list[Path], encoder: Encoder, settings: HfSettings) -> None:
+def _place(about: list[Any]) -> Path:
+    return cache_directory() / f"rows-{hashlib.sha256(json.dumps(about).encode()).hexdigest()[:40]}"
+
+
+def _counts(place: Path, context: int) -> RowCounts | None:
+    """The counts of prepared rows; None if there are none, or a crash of the machine has damaged them."""
+    with suppress(OSError, ValueError, TypeError):
+        counts = RowCounts(**json.loads((place / ABOUT).read_bytes()))
+        sizes = [(place / name).stat().st_size for name in (TOKENS, FLAGS)]
+        if sizes == [4 * counts.rows * context, counts.rows * context] and (place / SAMPLE).exists():
+            return counts
+    return None
+
+
+def _make(place: Path, files: list[Path], encoder: Encoder, settings: HfSettings, shared: frozenset[bytes]) -> None:
     """Create the directory, atomically: other peers on this machine may be creating it, too."""
     place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    draft = Path(tempfile.mkdtemp(dir=place.parent))
+    draft = Path(tempfile.mkdtemp(prefix="rows-draft-", dir=place.parent))
+    _remove_unused(place.parent, draft.stat().st_mtime)
+
+    def keeps(document: Document) -> bool:
+        return is_held_out(document) or (bool(shared) and document.line() in shared)
+
     try:
-        held_out, counts = _fill(draft, files, encoder, settings, is_held_out)
-        if not counts.held_out and counts.documents > 1:  # few documents: hold out one of them
+        held_out, counts = _fill(draft, files, encoder, settings, keeps)
+        if not shared and not counts.held_out and counts.documents > 1:  # few documents: hold out one of them
             least = min(each.key() for each in read_documents(files, settings.format == "chat"))
             held_out, counts = _fill(draft, files, encoder, settings, lambda each: each.key() == least)
-        (draft / "sample.jsonl").write_bytes(held_out)
-        (draft / "about.json").write_text(json.dumps(asdict(counts)))
-        if not (place / "about.json").exists():
-            shutil.rmtree(place, ignore_errors=True)
-            os.rename(draft, place)
+        (draft / SAMPLE).write_bytes(held_out)
+        (draft / ABOUT).write_text(json.dumps(asdict(counts)))
+        for each in draft.iterdir():
+            _sync(each)
+        _replace(draft, place, settings.context)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
 
@@ -233,8 +266,8 @@ def _fill(
     draft: Path, files: list[Path], encoder: Encoder, settings: HfSettings, keeps: Callable[[Document], bool]
 ) -> tuple[bytes, RowCounts]:
     """Write the rows; return the held-out documents, which `keeps` chooses, and the counts."""
-    sample, documents, held_out, skipped = Sample(), 0, 0, 0
-    with (draft / "tokens.bin").open("wb") as tokens, (draft / "flags.bin").open("wb") as flags:
+    sample, held_out = Sample(), 0
+    with (draft / TOKENS).open("wb") as tokens, (draft / FLAGS).open("wb") as flags:
 
         def write(row: array[int], marks: bytearray) -> None:
             row.tofile(tokens)
@@ -246,12 +279,31 @@ def _fill(
                 held_out += 1
                 sample.add(document)
                 continue
-            ids, mask = encoder.encode(document)
-            if any(mask[1:]):
-                documents += 1
-                writer.add(ids, mask)
-            else:
-                skipped += 1
+            writer.add(*encoder.encode(document))
         writer.flush()
-    counts = RowCounts(writer.rows, documents, held_out, writer.tokens, writer.targets, writer.cut, skipped)
+    done = writer
+    counts = RowCounts(done.rows, done.documents, held_out, done.tokens, done.targets, done.cut, done.skipped)
     return sample.lines(), counts
+
+
+def _replace(draft: Path, place: Path, context: int) -> None:
+    """Put the draft in place of nothing, or of something damaged, but not of what another peer has made meanwhile."""
+    try:
+        os.rename(draft, place)
+    except OSError:
+        if _counts(place, context):
+            return
+        shutil.rmtree(place, ignore_errors=True)
+        os.rename(draft, place)
+
+
+def _sync(path: Path) -> None:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+def _remove_unused(cache: Path, now: float) -> None:
+    for each in cache.glob("rows-*"):
+        with suppress(OSError):
+            if now - each.stat().st_mtime > _KEPT_SECONDS:
+                shutil.rmtree(each, ignore_errors=True)

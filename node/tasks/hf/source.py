@@ -9,10 +9,12 @@ import json
 import os
 import re
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from node.tasks.hf.foreign import foreign
 from node.tasks.hf.settings import ModelError
 
 MODEL_TYPES = (
@@ -21,9 +23,15 @@ MODEL_TYPES = (
     *("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3", "stablelm", "starcoder2"),
 )
 """Language models that transformers contains. What trains with others was not considered."""
-PATTERNS = ("*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json", "tokenizer*",
-            "special_tokens_map.json", "chat_template*", "vocab.*", "merges.txt")  # fmt: skip
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json",
+                   "added_tokens.json", "chat_template.jinja", "chat_template.json", "vocab.json", "vocab.txt",
+                   "merges.txt", "generation_config.json")  # fmt: skip
+PATTERNS = ("model*.safetensors", "model.safetensors.index.json", "config.json", *TOKENIZER_FILES)
+"""What is downloaded. Repositories also hold the weights in other forms, such as consolidated.safetensors."""
+KERNELS = ("attn_implementation", "_attn_implementation", "experts_implementation", "_experts_implementation")
+"""Of config.json: they choose how a model is computed, and may name code on the hub. The choice is transformers'."""
 _MAX_JSON_BYTES = 64 << 20
+_COMMIT = re.compile("[0-9a-f]{40}")
 _HUB = re.compile(r"[\w-][\w.-]*/[\w.-]+(@[\w./-]+)?", re.ASCII)
 
 
@@ -65,26 +73,47 @@ def _download(model: str, weights: bool) -> tuple[Path, str]:
     """The local folder of a repository at a revision, and that revision as a commit."""
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     import huggingface_hub
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
-    from huggingface_hub.utils import disable_progress_bars, filter_repo_objects  # type: ignore[attr-defined]
+    from huggingface_hub.utils import disable_progress_bars  # type: ignore[attr-defined]
 
     name, _, revision = model.partition("@")
     patterns = [each for each in PATTERNS if weights or "safetensors" not in each]
     disable_progress_bars()
     try:
-        about = huggingface_hub.HfApi(token=False).model_info(name, revision=revision or None, files_metadata=True)
-        commit = about.sha or ""
-        wanted = filter_repo_objects(about.siblings or [], allow_patterns=patterns, key=lambda each: each.rfilename)
-        size = sum(each.size or 0 for each in wanted)
-        print(f"{name}@{commit}: {size / 1e9:.2f} GB to have on this machine", file=sys.stderr, flush=True)
-        place = huggingface_hub.snapshot_download(name, revision=commit, allow_patterns=patterns, token=False)
-    except (HfHubHTTPError, HFValidationError, OSError, ValueError) as error:
-        why = " ".join(str(error).split())[:200]
-        raise ModelError(f"{model} cannot be fetched from the hub: {why}; download it, and give its folder") from None
-    if not re.fullmatch("[0-9a-f]{40}", commit):
-        raise ModelError(f"{model}: the hub names no commit: download the model, and give its folder")
+        with foreign(f"{model} cannot be fetched from the hub", "; download it, and give its folder"):
+            place = _from_hub(name, revision or None, patterns)
+    except ModelError as error:
+        if (kept := _from_cache(name, revision or None, patterns)) is None:
+            raise
+        print(f"warning: {error}; the copy in this machine's cache is used", file=sys.stderr, flush=True)
+        place = kept
     huggingface_hub.constants.HF_HUB_OFFLINE = True
-    return Path(place), commit
+    return place, place.name
+
+
+def _from_hub(name: str, revision: str | None, patterns: list[str]) -> Path:
+    import huggingface_hub
+    from huggingface_hub.utils import filter_repo_objects  # type: ignore[attr-defined]
+
+    about = huggingface_hub.HfApi(token=False).model_info(name, revision=revision, files_metadata=True)
+    commit = about.sha or ""
+    if not _COMMIT.fullmatch(commit):
+        raise ModelError(f"{name}: the hub names no commit: download the model, and give its folder")
+    wanted = filter_repo_objects(about.siblings or [], allow_patterns=patterns, key=lambda each: each.rfilename)
+    size = sum(each.size or 0 for each in wanted)
+    print(f"{name}@{commit}: {size / 1e9:.2f} GB to have on this machine", file=sys.stderr, flush=True)
+    return Path(huggingface_hub.snapshot_download(name, revision=commit, allow_patterns=patterns, token=False))
+
+
+def _from_cache(name: str, revision: str | None, patterns: list[str]) -> Path | None:
+    """What an earlier download has left, so that a peer starts again while the hub is away; None if it is not whole."""
+    import huggingface_hub
+
+    with suppress(ModelError), foreign(name):
+        place = huggingface_hub.snapshot_download(
+            name, revision=revision, allow_patterns=patterns, local_files_only=True, token=False
+        )
+        return Path(place) if _COMMIT.fullmatch(Path(place).name) else None
+    return None
 
 
 def read_config(path: Path, weights: bool = True) -> dict[str, Any]:
@@ -93,9 +122,12 @@ def read_config(path: Path, weights: bool = True) -> dict[str, Any]:
     Raises:
         ModelError: it cannot.
     """
-    if not (path / "config.json").exists() and (path / "adapter_config.json").exists():
-        raise ModelError(f"{path} is an adapter: give the folder of its base, or of one made by export --merge")
+    if (path / "adapter_config.json").exists():  # transformers would load it with the model, and no digest knows it
+        what = "has an adapter beside the model" if (path / "config.json").exists() else "is an adapter"
+        raise ModelError(f"{path} {what}: give the folder of its base, or of one made by export --merge")
     config = read_json(path / "config.json")
+    if "transformers_weights" in config:
+        raise ModelError(f"{path / 'config.json'} names other files of weights (transformers_weights): take them out")
     for name in ("config.json", "tokenizer_config.json"):
         if (path / name).exists() and "auto_map" in read_json(path / name):
             raise ModelError(f"{path / name} names code of its own (auto_map), which is never run: take another model")
@@ -112,13 +144,15 @@ def read_config(path: Path, weights: bool = True) -> dict[str, Any]:
 
 def weight_files(path: Path) -> list[Path]:
     """The files that hold the model's tensors."""
-    index = path / "model.safetensors.index.json"
-    if index.exists():
-        names = sorted({str(each) for each in read_json(index).get("weight_map", {}).values()})
-        if not all(re.fullmatch(r"[\w.-]+\.safetensors", each, re.ASCII) for each in names):
-            raise ModelError(f"{index} names files that are not safetensors beside it")
-        return [path / name for name in names]
-    return [each for each in [path / "model.safetensors"] if each.exists()]
+    whole, index = path / "model.safetensors", path / "model.safetensors.index.json"
+    if whole.exists() or not index.exists():  # of the two, transformers loads the first
+        return [whole] if whole.exists() else []
+    names = read_json(index).get("weight_map")
+    if not isinstance(names, dict):
+        raise ModelError(f"{index} is damaged: download the model again")
+    if not all(re.fullmatch(r"[\w.-]+\.safetensors", str(each), re.ASCII) for each in names.values()):
+        raise ModelError(f"{index} names files that are not safetensors beside it")
+    return [path / name for name in sorted(set(names.values()))]
 
 
 def read_json(path: Path) -> dict[str, Any]:

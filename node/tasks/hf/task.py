@@ -4,24 +4,27 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import sys
 from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional
 
 from node.tasks.base import Batch
 from node.tasks.flat import unfrozen
 from node.tasks.hf.chat import Encoder, begin_tokens
-from node.tasks.hf.corpus import SAMPLE_BYTES, Document, Sample, data_files, read_documents
-from node.tasks.hf.model import LoadedModel, checkpoint_activations, load_model
+from node.tasks.hf.corpus import SAMPLE_BYTES, Document, Sample, data_files, document_of, read_documents
+from node.tasks.hf.memory import tell_memory
+from node.tasks.hf.model import LoadedModel, checkpoint_activations, load_model, loss_of
 from node.tasks.hf.rows import MASKED, PreparedData, Rows, prepare, rows_of
 from node.tasks.hf.settings import NO_HELD_OUT, HfSettings, HfValues, ModelError, ModelPins
 
 BASE_LOSS_TOLERANCE = 0.01
+PROMPT_WORDS, PROMPT_CHARACTERS = 6, 200
 EVALUATED_BATCHES = 8
 """Largest number of batches of an evaluation, which therefore takes less than that many steps."""
 
@@ -34,16 +37,19 @@ class HfTask:
         held_out: the run's sample, as JSON lines; empty if the run has none.
     """
 
-    def __init__(self, loaded: LoadedModel, settings: HfSettings, data: PreparedData, evaluated: Rows) -> None:
+    def __init__(
+        self, loaded: LoadedModel, settings: HfSettings, data: PreparedData, evaluated: Rows, prompt: str = ""
+    ) -> None:
         """
         Args:
             evaluated: rows of the held-out documents.
+            prompt: the beginning of one of them.
         """
         self.module: nn.Module = loaded.module
         self.held_out = b""
         self.pins = loaded.pins
         self._tokenizer, self._settings = loaded.tokenizer, settings
-        self._rows, self._evaluated = data.rows, evaluated
+        self._rows, self._evaluated, self._prompt = data.rows, evaluated, prompt
         self._device = next(self.module.parameters()).device
         self._call: Any = self.module
 
@@ -83,24 +89,28 @@ class HfTask:
     def generate(self, prompt: bytes, tokens: int, temperature: float = 0.0, seed: int = 0) -> bytes:
         """Continue a prompt by at most `tokens` tokens; of a chat, answer it. It ends where the model ends its text.
 
+        Without a prompt it takes one from the held-out documents, and returns it as well.
+
         Raises:
-            ValueError: the prompt is empty.
+            ValueError: the prompt is empty, and there are no held-out documents.
         """
-        text = prompt.decode(errors="replace")
-        chat, pieces = self._settings.format == "chat", []
-        for piece in stream(
-            self.module, self._tokenizer, prompt_ids(self._tokenizer, text, chat), tokens, temperature, seed
-        ):
-            pieces.append(piece)
+        text, chat = prompt.decode(errors="replace") or self._prompt, self._settings.format == "chat"
+        ids = prompt_ids(self._tokenizer, text, chat)
+        pieces = list(stream(self.module, self._tokenizer, ids, tokens, temperature, seed))
         decoded: str = self._tokenizer.decode(pieces, skip_special_tokens=True)
-        return decoded.encode(errors="replace")
+        before = "" if prompt else f"{text}\n" if chat else text
+        return (before + decoded).encode(errors="replace")
 
 
-def loss_of(call: Any, batch: Batch, device: torch.device) -> torch.Tensor:
-    """Mean loss over a batch's targets."""
-    tokens, positions, labels = (each.to(device) for each in batch)
-    logits = call(input_ids=tokens, position_ids=positions, use_cache=False).logits
-    return functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=MASKED)
+def beginning(documents: Iterable[Document]) -> str:
+    """The first words of the first document, or the first question of a user in it; empty if there is none."""
+    for document in documents:
+        if isinstance(document.content, str):
+            return "".join(re.findall(r"\S+\s*", document.content)[:PROMPT_WORDS])[:PROMPT_CHARACTERS]
+        for message in document.content:
+            if message["role"] == "user":
+                return message["content"][:PROMPT_CHARACTERS]
+    return ""
 
 
 @torch.no_grad()
@@ -126,7 +136,10 @@ def prompt_ids(tokenizer: Any, text: str, is_chat: bool) -> list[int]:
     if is_chat:
         message = [{"role": "user", "content": text}]
         return list(tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=True)["input_ids"])
-    return [*begin_tokens(tokenizer), *tokenizer(text, add_special_tokens=False)["input_ids"]]
+    ids = [*begin_tokens(tokenizer), *tokenizer(text, add_special_tokens=False)["input_ids"]]
+    if not ids:
+        raise ValueError("the model has no token for the prompt")
+    return ids
 
 
 @torch.no_grad()
@@ -136,13 +149,13 @@ def stream(module: Any, tokenizer: Any, prompt: list[int], tokens: int, temperat
     generator = torch.Generator().manual_seed(seed)
     longest = getattr(module.config, "max_position_embeddings", None) or 1 << 20
     ends = {tokenizer.eos_token_id, *_ends(module)}
-    seen = prompt[-max(1, longest - tokens) :][-longest + 1 :]
+    seen = prompt[-max(longest - tokens, longest // 2) :]
     ids, past = torch.tensor([seen], device=device), None
     for _ in range(min(tokens, longest - len(seen))):
         found = module(input_ids=ids, past_key_values=past, use_cache=True)
         logits, past = found.logits[0, -1].float().cpu(), found.past_key_values
         if temperature > 0:
-            chances = torch.softmax(logits / temperature, 0)
+            chances = torch.softmax((logits - logits.max()) / temperature, 0)
             token = int(torch.multinomial(chances, 1, generator=generator))
         else:
             token = int(logits.argmax())
@@ -170,19 +183,18 @@ def make_task(values: HfValues, data: Path | None, held_out: Path | None, device
     """
     settings, machine = values.settings, values.machine
     files = data_files(data)
-    loaded = load_model(machine.model, settings, values.pins, device, dtype)
+    loaded = load_model(machine.model, settings, values.pins, device, dtype, partial(tell_memory, values, device))
     encoder = Encoder(loaded.tokenizer, settings.format == "chat")
-    prepared = prepare(files, encoder, settings, loaded.pins.tokenizer + loaded.pins.template)
-    sample, shared = prepared.sample, b""
+    sample = b""
     if held_out is not None:
         sample = read_sample(held_out)
     elif values.pins is None and machine.held_out not in ("", NO_HELD_OUT):
-        sample = shared = sample_of(Path(machine.held_out), settings)
-    elif values.pins is None and machine.held_out != NO_HELD_OUT and settings.format == "text":
-        shared = sample
-    evaluated = rows_of(parse_sample(sample, settings), encoder, settings)
-    task = HfTask(loaded, settings, prepared, evaluated)
-    task.held_out = shared
+        sample = sample_of(Path(machine.held_out), settings)
+    prepared = prepare(files, encoder, settings, loaded.pins.tokenizer + loaded.pins.template, sample)
+    travels = values.pins is None and machine.held_out != NO_HELD_OUT and settings.format == "text"
+    documents = list(parse_sample(sample or prepared.sample, settings))
+    task = HfTask(loaded, settings, prepared, rows_of(documents, encoder, settings), beginning(documents))
+    task.held_out = b"" if held_out is not None else sample or (prepared.sample if travels else b"")
     if machine.checkpointing:
         checkpoint_activations(loaded.module)
     if machine.compile:
@@ -205,19 +217,17 @@ def read_sample(path: Path) -> bytes:
 def sample_of(path: Path, settings: HfSettings) -> bytes:
     """The sample that a founder takes from a file of its own."""
     sample = Sample()
-    for document in read_documents(data_files(path), settings.format == "chat"):
+    for document in read_documents(data_files(path, "--held-out"), settings.format == "chat"):
         sample.add(document)
-    return sample.lines()
+    if not (lines := sample.lines()):
+        raise ModelError(f"{path} contains nothing to evaluate on: give other texts by --held-out, or none")
+    return lines
 
 
 def parse_sample(lines: bytes, settings: HfSettings) -> Iterator[Document]:
     """The documents of a run's sample, which another peer has made: what is malformed is left out."""
     for line in lines.splitlines():
         try:
-            fields = json.loads(line)
-            content = fields["messages"] if settings.format == "chat" else fields["text"]
-            if settings.format == "chat":
-                content = [{"role": str(each["role"]), "content": str(each["content"])} for each in content]
-            yield Document(content if settings.format == "chat" else str(content))
-        except (ValueError, TypeError, KeyError, RecursionError):
+            yield document_of(json.loads(line), settings.format == "chat", "")
+        except (ValueError, RecursionError):  # a ModelError is a ValueError
             continue

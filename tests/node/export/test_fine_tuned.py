@@ -12,8 +12,10 @@ import transformers
 
 from node.cli.app import main
 from node.config.run_config import load_run
-from node.export.fine_tuned import load_fine_tuned
+from node.export.fetching import fetchable
+from node.export.fine_tuned import fine_tuned_layout, load_fine_tuned
 from node.export.trained_model import TrainedError, load_trained
+from node.tasks.flat import layout_of, unfrozen
 from node.tasks.hf.model import load_model
 from tests.support.small_models import story, write_model
 from tests.support.statedir_fixtures import keep, kept_gpt
@@ -61,6 +63,21 @@ def test_export_loads_with_the_same_logits(kind: str, train: str, tmp_path: Path
     assert "| base | base, weights `" in (tmp_path / "whole" / "README.md").read_text()
 
 
+@pytest.mark.parametrize("train", ["lora", "full"])
+@pytest.mark.parametrize("kind", ["qwen3", "llama", "gpt2"])
+def test_layout_of_a_run_is_known_without_weights(kind: str, train: str, tmp_path: Path) -> None:
+    module = trained(tmp_path, kind, train)
+    manifest = load_trained([tmp_path / "peer"]).manifest
+    (tmp_path / "base" / "model.safetensors").unlink()
+    sealed = (tmp_path / "peer" / "manifest.bin").read_bytes()
+    assert fetchable(sealed, str(tmp_path / "base")).layouts == (layout_of(unfrozen(module)),)
+    with pytest.raises(TrainedError, match="needs its base on this machine: give base by --model"):
+        fetchable(sealed)
+    write_model(tmp_path / "base", "llama" if kind == "gpt2" else "gpt2")
+    with pytest.raises(TrainedError, match="has another configuration than the run's model"):
+        fine_tuned_layout(manifest, str(tmp_path / "base"))
+
+
 def test_text_and_losses_come_from_the_trained_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trained(tmp_path, "qwen3", "lora")
     place = ("--state-dir", str(tmp_path / "peer"), "--model", str(tmp_path / "base"))
@@ -82,5 +99,5 @@ def test_base_that_is_missing_or_superfluous_is_named(tmp_path: Path) -> None:
     with pytest.raises(TrainedError, match="needs its base on this machine: give base by --model"):
         load_fine_tuned(load_trained([tmp_path / "peer"]), None)
     kept_gpt(tmp_path / "gpt")
-    with pytest.raises(TrainedError, match="this run trains gpt: leave --model out"):
+    with pytest.raises(TrainedError, match="this run trains gpt: leave --model and NODE_MODEL out"):
         load_fine_tuned(load_trained([tmp_path / "gpt"]), "base")

@@ -7,14 +7,18 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import pyarrow
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from pyarrow import parquet
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
+from node.tasks.hf import chat
 from node.tasks.hf.chat import Encoder
 from node.tasks.hf.check import check_data, guessed_format
 from node.tasks.hf.corpus import Document, data_files, is_held_out, read_documents
@@ -82,15 +86,18 @@ def test_rows_keep_every_token_and_target(documents: list[list[bool]], pack: boo
         writer.add([1000 * number + index for index in range(len(mask))], [int(each) for each in mask])
     writer.flush()
     rows = Rows(
-        torch.tensor([tokens for tokens, _ in found], dtype=torch.int32),
-        torch.tensor([list(flags) for _, flags in found], dtype=torch.uint8),
+        torch.tensor([tokens for tokens, _ in found], dtype=torch.int32).view(-1, 16),
+        torch.tensor([list(flags) for _, flags in found], dtype=torch.uint8).view(-1, 16),
     )
     tokens, positions, labels = rows.take(torch.arange(len(rows)))
     longest = 16 if kind == "chat" else 40
+    cut = [(number, mask[:longest]) for number, mask in enumerate(documents, 1)]
+    learnt = [(number, mask) for number, mask in cut if any(mask[1:])]  # from others nothing is to be learnt
     assert tokens[tokens > 0].tolist() == [
-        1000 * number + index for number, mask in enumerate(documents, 1) for index in range(min(longest, len(mask)))
+        1000 * number + index for number, mask in learnt for index in range(len(mask))
     ]
-    assert int((labels != MASKED).sum()) == writer.targets
+    assert (writer.documents, writer.documents + writer.skipped) == (len(learnt), len(documents))
+    assert int((labels != MASKED).sum()) == writer.targets and bool(len(rows)) == bool(learnt)
     for row in range(len(rows)):
         for at in range(15):
             if labels[row, at] != MASKED:  # the next token, of the same document, and a target there
@@ -156,9 +163,84 @@ def test_held_out_documents_are_never_trained_on(made: Path) -> None:
     assert (counts.documents, counts.held_out) == (2, 1)
 
 
-def test_strangers_sample_cannot_break_a_joiner() -> None:
+def test_documents_of_the_sample_are_not_trained_on(made: Path, tmp_path: Path) -> None:
+    lines = [json.dumps({"text": story(9, first)}) + "\n" for first in (0, 50, 90, 120)]
+    shared = "".join(lines[1:3]).encode()
+    (tmp_path / "mine.jsonl").write_text("".join(lines))
+    files, plain, settings = [tmp_path / "mine.jsonl"], encoder(made, is_chat=False), HfSettings(context=64, rows=4)
+    everything = [prepare(files, plain, settings, "t", held).counts for held in (b"", shared)]
+    assert [(each.documents, each.held_out) for each in everything] == [(3, 1), (2, 2)]
+    own = prepare(files, plain, settings, "t").sample
+    (tmp_path / "cache" / "starling").chmod(0o500)  # nothing is written: a founder that starts again has these rows
+    assert prepare(files, plain, settings, "t", own).counts == everything[0]
+    (tmp_path / "cache" / "starling").chmod(0o700)
+
+
+def test_rows_are_made_again_after_change_or_damage(made: Path, tmp_path: Path, cache: Path) -> None:
+    file, plain, settings = tmp_path / "a.txt", encoder(made, is_chat=False), HfSettings(context=64, rows=4)
+    file.write_text(story(40))
+    kept = file.stat()
+    first = prepare([file], plain, settings, "t").rows.take(torch.arange(3))[0]
+    file.write_text(story(40).replace("Ann", "Bob"))
+    os.utime(file, ns=(kept.st_atime_ns, kept.st_mtime_ns))
+    changed = prepare([file], plain, settings, "t").rows.take(torch.arange(3))[0]
+    assert not torch.equal(first, changed)
+    for each in cache.glob("rows-*/tokens.bin"):
+        each.write_bytes(b"")
+    assert torch.equal(prepare([file], plain, settings, "t").rows.take(torch.arange(3))[0], changed)
+    for each in cache.glob("rows-*"):
+        os.utime(each, (1e9, 1e9))
+    file.write_text(story(41))
+    prepare([file], plain, settings, "t")
+    assert len(list(cache.iterdir())) == 1, "what nobody has used for long is removed"
+
+
+def test_long_text_is_read_and_tokenised_in_pieces(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat, "_PIECE", 1000)
+    plain, text = encoder(made, is_chat=False), story(200)
+    whole, sizes = plain._tokenizer, []
+
+    def tokenizer(part: str, **how: Any) -> Any:
+        sizes.append(len(part))
+        return whole(part, **how)
+
+    tokenizer.eos_token_id = whole.eos_token_id  # type: ignore[attr-defined]
+    plain._tokenizer = tokenizer
+    assert plain.encode(Document(text))[0] == [*whole(text)["input_ids"], whole.eos_token_id]
+    assert max(sizes) <= 1000 < sum(sizes) == len(text)
+    (tmp_path / "line.txt").write_text("a" * 1_000_000)
+    parts = [str(each.content) for each in read_documents([tmp_path / "line.txt"], False)]
+    assert max(map(len, parts)) <= 64 << 10 and "".join(parts) == "a" * 1_000_000
+
+
+def test_parquet_holds_texts_and_conversations(tmp_path: Path) -> None:
+    file = tmp_path / "data.parquet"
+    parquet.write_table(pyarrow.table({"text": ["one", "two\n"], "messages": [TALK.content, TALK.content[:2]]}), file)
+    assert [each.content for each in read_documents(data_files(tmp_path), False)] == ["one", "two\n"]
+    assert [each.content for each in read_documents([file], True)] == [TALK.content, TALK.content[:2]]
+    parquet.write_table(pyarrow.table({"prompt": ["q"] * 300, "completion": [*["a"] * 299, None]}), file)
+    with pytest.raises(ModelError, match=r"data\.parquet: row 300: a message needs role and content, both texts"):
+        list(read_documents([file], True))
+    content = bytearray(file.read_bytes())
+    content[30:200] = bytes(170)
+    for damaged in (bytes(content), b"PAR1", b""):
+        file.write_bytes(damaged)
+        with pytest.raises(ModelError, match=r"data\.parquet") as caught:
+            list(read_documents([file], True))
+        assert "\n" not in str(caught.value)
+
+
+def test_template_that_raises_is_told_in_one_line(made: Path) -> None:
+    strict = "{{ raise_exception('roles must\nalternate') }}"
+    with pytest.raises(ModelError, match="cannot take a conversation of the data: TemplateError: roles must alternate"):
+        encoder(made, strict).encode(TALK)
+
+
+def test_strangers_sample_cannot_break_a_joiner(made: Path) -> None:
     lines = b'{"text": "good"}\n{"text"\n[]\n7\nnull\n{"messages": 3}\n\xff\xfe\n{"text": 5}\n' + b"[" * 9999
-    assert [each.content for each in parse_sample(lines, HfSettings())] == ["good", "5"]
+    assert [each.content for each in parse_sample(lines, HfSettings())] == ["good"]
+    (half,) = parse_sample(b'{"text": "a\\ud800b"}', HfSettings())
+    assert encoder(made, is_chat=False).encode(half)[0], "no tokenizer takes half a surrogate pair"
     talk = b'{"messages": [{"role": "user", "content": "x"}]}\n{"messages": [1]}\n{"messages": "ab"}\n{"text": "a"}'
     assert len(list(parse_sample(talk, CHAT_SETTINGS))) == 1
 
@@ -184,8 +266,9 @@ def test_malformed_data_are_named(tmp_path: Path, content: str, is_chat: bool, w
 def test_missing_data_are_named(tmp_path: Path) -> None:
     (tmp_path / "picture.png").write_bytes(b"PNG\0")
     for path, words in (
+        (tmp_path / "picture.png", "is not text"),
         (None, "give a file or a folder by --data"),
-        (tmp_path / "x", "there is no"),
+        (tmp_path / "x", "there is no .*: give texts by --data"),
         (tmp_path, "contains no text"),
     ):
         with pytest.raises(ModelError, match=words):

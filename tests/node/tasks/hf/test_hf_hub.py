@@ -85,7 +85,8 @@ class HubHandler(BaseHTTPRequestHandler):
 @pytest.fixture
 def hub(made: Path) -> Iterator[Hub]:
     (made / "llama" / "pytorch_model.bin").write_bytes(b"pickle")
-    (made / "llama" / "modeling_evil.py").write_text("1 / 0")
+    for name in ("modeling_evil.py", "tokenizer_evil.py", "consolidated.safetensors"):
+        (made / "llama" / name).write_text("1 / 0")
     server = Hub(made / "llama")
     thread = Thread(target=server.serve_forever)
     thread.start()
@@ -95,10 +96,10 @@ def hub(made: Path) -> Iterator[Hub]:
     server.server_close()
 
 
-def found(hub: Hub, model: str, what: str, home: Path) -> tuple[dict[str, str], str]:
-    """What `find_model` finds, and what it says meanwhile."""
+def found(hub: Hub | None, model: str, what: str, home: Path) -> tuple[dict[str, str], str]:
+    """What `find_model` finds, and what it says meanwhile. Without a hub, nothing listens at its address."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("HF_")} | {
-        "HF_ENDPOINT": f"http://127.0.0.1:{hub.server_address[1]}",
+        "HF_ENDPOINT": f"http://127.0.0.1:{hub.server_address[1] if hub else 1}",
         "HF_HOME": str(home),
         "PYTHONPATH": str(REPOSITORY),
     }
@@ -113,7 +114,11 @@ def test_model_of_the_hub_is_fetched_at_its_commit(hub: Hub, tmp_path: Path) -> 
     assert "model.safetensors" in answer["names"] and "tokenizer.json" in answer["names"]
     assert not {"pytorch_model.bin", "modeling_evil.py"} & set(answer["names"])
     assert f"org/tiny@{COMMIT}: 0.00 GB to have on this machine" in said
-    assert not [path for path in hub.asked if path.endswith((".bin", ".py"))]
+    assert not [path for path in hub.asked if path.endswith((".bin", ".py", "consolidated.safetensors"))]
+    again, said = found(None, f"org/tiny@{COMMIT}", "weights", tmp_path)
+    assert again == answer and f"warning: org/tiny@{COMMIT} cannot be fetched from the hub: " in said
+    lacking, _ = found(None, "org/tiny@main", "weights", tmp_path / "empty")
+    assert "cannot be fetched from the hub: ConnectError: " in lacking["error"]
 
 
 def test_joiner_of_a_full_run_fetches_no_weights(hub: Hub, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from node.cli.app import main
 from node.config.derived import worker_spec
@@ -16,7 +17,7 @@ from node.config.run_config import RunConfig, load_run
 from node.config.toml import ConfigError
 from node.joining.consent import require_consent
 from node.tasks.hf.memory import MemoryNeed, memory_need
-from node.tasks.hf.model import load_module
+from node.tasks.hf.model import load_module, loss_of
 from node.tasks.hf.settings import HfSettings, HfValues, ModelPins
 from node.tasks.hf.source import find_model
 from protocols.base import Member
@@ -110,6 +111,9 @@ def test_joiner_must_name_task_and_model() -> None:
     "arguments, words",
     [
         (("join", "--lora", "4"), "--lora and --train are for --task hf"),
+        (("join", "--model", "qwen", "--data", "x.txt"), "--model is for --task hf: add that"),
+        (("join", "--held-out", "none"), "--held-out is for --task hf"),
+        (("swarm", "--task", "hf"), "task hf needs a model: name it by the variable NODE_MODEL"),
         (("join", "--task", "hf", "--train", "full", "--lora", "4"), "give one of them"),
         (("join", "--task", "hf", "--train", "some"), "'lora' or 'full'"),
         (("data", "check", "x.txt"), "give it by --model"),
@@ -128,14 +132,30 @@ def test_command_that_cannot_work_gives_one_line(
 def test_needed_memory_is_told_with_advice(made: Path) -> None:
     need = MemoryNeed(frozen=1 << 30, trained=1 << 30, activations=4 << 30)
     assert need.line(1 << 40, False).startswith(
-        "training needs about 7.5 GB (1.1 for what is trained, 1.1 for the rest"
+        "training needs about 7.2 GB (1.1 for what is trained, 1.1 for the rest"
     )
     assert need.line(4 << 30, False).endswith("but only 4.3 GB are free: try --checkpointing")
     assert need.line(4 << 30, True).endswith("fewer hf.rows or a shorter hf.context")
     assert replace(need, activations=0).line(1, True).endswith("try a smaller model, or hf.train = lora")
-    import torch
 
-    module = load_module(find_model(str(made / "qwen3")), True, "cpu", torch.float32)
-    wide, narrow = (memory_need(module, HfSettings(context=64, rows=rows), False) for rows in (8, 4))
-    assert wide.activations == 2 * narrow.activations > memory_need(module, HfSettings(context=64), True).activations
-    assert wide.trained == 44 * sum(each.numel() for each in module.parameters())
+
+@pytest.mark.parametrize("kind", ["qwen3", "llama", "gpt2"])
+def test_needed_memory_is_what_autograd_keeps(made: Path, kind: str) -> None:
+    settings, kept = HfSettings(context=64, rows=4), {}
+    module = load_module(find_model(str(made / kind)), True, "cpu", torch.float32).train()
+    weights = {each.untyped_storage().data_ptr() for each in module.parameters()}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    tokens = torch.zeros(4, 64, dtype=torch.long)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), torch.random.fork_rng():
+        loss_of(module, (tokens, torch.arange(64).expand(4, 64) % 32, tokens), torch.device("cpu"))
+    real = sum(each.untyped_storage().nbytes() for place, each in kept.items() if place not in weights)
+    logits = 4 * tokens.numel() * module.config.vocab_size
+    told = memory_need(module, settings, False, on_cpu=False)
+    assert abs(told.activations - 2 * logits - real) < 1000
+    shapes = load_module(find_model(str(made / kind)), False, "meta", torch.float32).train()
+    assert memory_need(shapes, settings, False, on_cpu=False) == told
+    assert memory_need(shapes, settings, True, on_cpu=False).activations < told.activations

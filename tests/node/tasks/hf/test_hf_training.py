@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
+from tokenizers.processors import TemplateProcessing
 from torch import nn
+from transformers import AutoTokenizer
 
 from node.tasks.base import Recipe
 from node.tasks.hf import digests
-from node.tasks.hf.digests import weights_digest
+from node.tasks.hf import model as model_module
+from node.tasks.hf.digests import tokenizer_digest, weights_digest
 from node.tasks.hf.model import load_model, packs
 from node.tasks.hf.rows import MASKED
 from node.tasks.hf.settings import HfMachine, HfSettings, HfValues, ModelError, ModelPins
+from node.tasks.hf.source import ModelFolder, find_model
 from node.tasks.spec import Job, WorkerSpec, build
 from node.training.adamw import AdamWLearner
 from tests.support.small_models import CHAT_WITH_MARKS, write_model, write_tokenizer
@@ -75,6 +82,10 @@ def test_models_learn_and_generate(made: Path, kind: str) -> None:
             assert found.learner.step(0, step).tokens > 200
         assert found.learner.evaluate() < before - 0.05 and found.held_out.startswith(b'{"text"')
         assert found.generate and found.generate(b"Ann has", 8, 0.0, 0)
+        held = [json.loads(line)["text"] for line in found.held_out.splitlines()]
+        assert held[0].startswith(found.generate(b"", 1, 0.0, 0).decode()[:12]), (
+            "of its own, it continues held-out text"
+        )
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "llama", "gpt2"])
@@ -185,6 +196,19 @@ def vars_of(pins: ModelPins) -> dict[str, Any]:
     return {name: getattr(pins, name) for name in ModelPins.__dataclass_fields__}
 
 
+def test_joiner_takes_the_runs_commit(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pins, asked = replace(pinned(made / "qwen3"), base=f"org/tiny@{'0' * 40}"), []
+
+    def find(model: str, weights: bool) -> ModelFolder:
+        asked.append(model)
+        return find_model(str(made / "qwen3"), weights)
+
+    monkeypatch.setattr(model_module, "find_model", find)
+    for named in ("org/tiny", "org/tiny@main", "org/other"):
+        load_model(named, HfSettings(context=64, format="chat"), pins, "cpu", torch.float32)
+    assert asked == [pins.base, "org/tiny@main", "org/other"]
+
+
 def test_joiner_of_a_full_run_needs_no_weights(made: Path, tmp_path: Path) -> None:
     pins = pinned(made / "qwen3", train="full")
     other = Path(shutil.copytree(made / "qwen3", tmp_path / "other"))
@@ -208,6 +232,20 @@ def test_joiner_of_a_full_run_needs_no_weights(made: Path, tmp_path: Path) -> No
             "contains no safetensors (only pickles, which are never read)",
         ),
         (lambda folder: (folder / "model.safetensors").write_bytes(b"\x80\x04K\x01."), "is damaged"),
+        (lambda folder: write_header(folder, 10**30), "is damaged"),
+        (lambda folder: write_header(folder, -1), "is damaged"),
+        (lambda folder: spoil_index(folder, []), "is damaged"),
+        (lambda folder: spoil_index(folder, {"a": "../../secret.safetensors"}), "not safetensors beside it"),
+        (lambda folder: append(folder / "model.safetensors", b"x"), "cannot be loaded: SafetensorError"),
+        (lambda folder: drop(folder / "model.safetensors", "model.norm.weight"), "lacks 1 tensors, such as model.norm"),
+        (lambda folder: change_json(folder / "config.json", hidden_size="x"), "cannot be loaded: StrictDataclass"),
+        (lambda folder: change_json(folder / "config.json", num_attention_heads=0), "cannot be loaded: ZeroDivision"),
+        (lambda folder: (folder / "tokenizer.json").write_text("{}"), "its tokenizer cannot be loaded"),
+        (lambda folder: (folder / "adapter_config.json").write_text("{}"), "has an adapter beside the model"),
+        (
+            lambda folder: change_json(folder / "config.json", transformers_weights="a.safetensors"),
+            "other files of weig",
+        ),
         (lambda folder: (folder / "config.json").rename(folder / "adapter_config.json"), "is an adapter: give"),
         (lambda folder: shutil.rmtree(folder), "there is no folder"),
     ],
@@ -220,6 +258,56 @@ def test_unusable_model_is_refused_in_one_line(
     with pytest.raises(ModelError) as caught:
         load_model(str(folder), HfSettings(context=64), None, "cpu", torch.float32)
     assert words in str(caught.value) and "\n" not in str(caught.value)
+
+
+def write_header(folder: Path, first: int) -> None:
+    fields = {"a": {"dtype": "F32", "shape": [1], "data_offsets": [first, first + 4]}}
+    header = json.dumps(fields).encode()
+    (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+
+
+def spoil_index(folder: Path, content: object) -> None:
+    (folder / "model.safetensors").rename(folder / "model-1.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": content}))
+
+
+def drop(path: Path, name: str) -> None:
+    tensors = safetensors.torch.load_file(path)
+    del tensors[name]
+    safetensors.torch.save_file(tensors, path, {"format": "pt"})
+
+
+def append(path: Path, content: bytes) -> None:
+    path.write_bytes(path.read_bytes() + content)
+
+
+def test_needed_memory_is_told_before_weights_take_any(made: Path, tmp_path: Path, capfd: Any) -> None:
+    folder = Path(shutil.copytree(made / "qwen3", tmp_path / "qwen3"))
+    shutil.copy(made / "story.txt", tmp_path)
+    drop(folder / "model.safetensors", "model.norm.weight")
+    with pytest.raises(ModelError, match="lacks 1 tensors"):
+        job(tmp_path, "qwen3")
+    assert "training needs about" in capfd.readouterr().err
+
+
+def test_model_does_not_choose_its_kernels(made: Path, tmp_path: Path) -> None:
+    pins = pinned(made / "qwen3")
+    other = Path(shutil.copytree(made / "qwen3", tmp_path / "other"))
+    change_json(other / "config.json", attn_implementation="org/kernel", _experts_implementation="org/kernel")
+    loaded = load_model(str(other), HfSettings(context=64, format="chat"), pins, "cpu", torch.float32)
+    assert loaded.module.config._attn_implementation == "sdpa"
+
+
+def test_tokenizer_that_begins_texts_is_another(made: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(made / "qwen3")
+    plain = tokenizer_digest(made / "qwen3", tokenizer)
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<|system|> $A", special_tokens=[("<|system|>", 4)]
+    )
+    begun = tokenizer_digest(made / "qwen3", tokenizer)
+    tokenizer.backend_tokenizer.post_processor = None
+    tokenizer.add_tokens(["<tool>"])
+    assert len({plain, begun, tokenizer_digest(made / "qwen3", tokenizer)}) == 3
 
 
 @pytest.mark.parametrize(
@@ -241,5 +329,17 @@ def test_weights_digest_ignores_sharding(made: Path, tmp_path: Path, monkeypatch
     whole = weights_digest(made / "llama")
     transformers.AutoModelForCausalLM.from_pretrained(made / "llama").save_pretrained(tmp_path, max_shard_size="50KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 1 and weights_digest(tmp_path) == whole
+    (tmp_path / "model.safetensors").symlink_to(made / "qwen3" / "model.safetensors")
+    assert weights_digest(tmp_path) == weights_digest(made / "qwen3"), "where both are, transformers reads this one"
     monkeypatch.setattr(digests, "_entries", lambda path: pytest.fail("the digest is cached"))
-    assert weights_digest(tmp_path) == whole
+    assert weights_digest(made / "llama") == whole
+
+
+def test_digest_follows_weights_of_the_same_size_and_time(made: Path, tmp_path: Path) -> None:
+    file = Path(shutil.copytree(made / "qwen3", tmp_path / "other")) / "model.safetensors"
+    before, kept = weights_digest(file.parent), file.stat()
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    os.utime(file, ns=(kept.st_atime_ns, kept.st_mtime_ns))
+    assert weights_digest(file.parent) != before
