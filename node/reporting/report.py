@@ -7,9 +7,10 @@ import json
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
-from protocols.base import LocalProgress
+if TYPE_CHECKING:  # it loads PyTorch
+    from protocols.base import LocalProgress
 
 _LATER = ("stage", "stages", "seconds_compute", "microbatches", "abandoned")
 """Fields that lines of an older version lack."""

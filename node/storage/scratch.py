@@ -20,16 +20,15 @@ from typing import Self
 
 from node.storage import tensors
 from node.storage.file_buffer import allocate
+from node.storage.statedir import SCRATCH
 from protocols.base import Buffer, Compute
-
-DIRECTORY = "scratch"
 
 
 class ScratchSpace:
     """The directory of the temporary files. An async context manager, which empties it at the start and at the end."""
 
     def __init__(self, home: Path, disk: Compute) -> None:
-        self._directory, self._disk = home / DIRECTORY, disk
+        self._directory, self._disk = home / SCRATCH, disk
         self._unused: deque[Path] = deque()
 
     async def __aenter__(self) -> Self:

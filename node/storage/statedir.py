@@ -27,8 +27,10 @@ from node.membership.addresses import sound
 from node.membership.hello import MAX_RUN_BYTES, MAX_SAMPLE_BYTES
 from node.runtime.identity import Identity, load_or_create, sync_directory
 from node.storage.rotation import KEEP_FILES
-from node.storage.scratch import DIRECTORY as SCRATCH
 from protocols.base import PeerId
+
+SCRATCH = "scratch"
+"""Directory of `node.storage.scratch`, in the state directory."""
 
 MAX_CACHED_PEERS = 64
 MAX_INCARNATION = 1 << 40

@@ -6,14 +6,15 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
-import torch
+if TYPE_CHECKING:  # commands such as `status` read these values, and loading PyTorch takes seconds
+    import torch
 
 PeerId: TypeAlias = str
 """A libp2p peer id in its text form (base58btc)."""
 
-Vector: TypeAlias = torch.Tensor
+Vector: TypeAlias = "torch.Tensor"
 """1-D, float32, CPU, contiguous."""
 
 Deadline: TypeAlias = float
@@ -232,4 +233,4 @@ class Layout:
 
     def sizes(self) -> tuple[int, ...]:
         """Elements of each fragment's flat vector."""
-        return tuple(sum(torch.Size(shape).numel() for _, shape in fragment) for fragment in self.fragments)
+        return tuple(sum(math.prod(shape) for _, shape in fragment) for fragment in self.fragments)

@@ -22,7 +22,7 @@ from node.reporting.report import RoundReport
 from node.reporting.status import EventSink, Status
 from node.ui.commands import PeerCommands
 from node.ui.control import ControlServer
-from protocols.scopes import MAX_STAGES
+from tests.support.paths import REPOSITORY
 
 HOW = os.environ.get("FAKE", "")
 ADDRESS = "/ip4/203.0.113.7/tcp/4000/p2p/12D3KooWGRUfuFwTaVcXCnUbTbVLYYEkYgjDM3Bd7q4RuRyTQhaP"
@@ -129,6 +129,10 @@ if __name__ == "__main__":
     module("node.session.fatal", FatalPeerError=FatalPeerError)
     module("node.config.peer_config", load_peer=load_peer, PeerConfig=PeerConfig)
     module("node.config.run_config", load_run=load_run, RunConfig=object)
-    assert MAX_STAGES  # loaded before its package is replaced
-    module("protocols", REPLICATED_PROTOCOLS={"butterfly": None}, INDEPENDENT_PROTOCOLS={"gossip": None})
+    module(
+        "protocols",
+        __path__=[str(REPOSITORY / "protocols")],  # its modules, without what the package itself loads: PyTorch
+        REPLICATED_PROTOCOLS={"butterfly": None},
+        INDEPENDENT_PROTOCOLS={"gossip": None},
+    )
     sys.exit(cli.main())

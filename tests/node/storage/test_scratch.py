@@ -11,12 +11,13 @@ import pytest
 
 from node.storage import scratch
 from node.storage.scratch import ScratchFile, ScratchSpace
+from node.storage.statedir import SCRATCH
 from tests.sim.host import SimCompute
 
 
 @pytest.fixture
 def directory(tmp_path: Path) -> Path:
-    return tmp_path / scratch.DIRECTORY
+    return tmp_path / SCRATCH
 
 
 def count(directory: Path) -> int | None:
