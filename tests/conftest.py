@@ -18,6 +18,7 @@ settings.register_profile(
 settings.load_profile("repeatable")
 
 
+@pytest.hookimpl(tryfirst=True)  # xdist reads the marks in the same hook
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests on real processes run one at a time, also where others run beside them: they would starve each other.
 
