@@ -19,7 +19,7 @@ SOURCES = {
     for path in (REPOSITORY / package).rglob("*.py")
 }
 ROOMS = {"node", "protocols", "tests", "benchmarks"}
-PEER = {"node/session/peer.py", "node/session/resources.py", "node/session/visit.py"}
+PEER = {f"node/session/{name}.py" for name in ("peer", "resources", "session_setup", "visit")}
 """The composition root, what it holds, and its smaller sibling, which only asks."""
 ONLY_IN: dict[str, set[str]] = {
     "time": {"node/runtime/clock.py", "node/training/worker.py", "node/training/stage_worker.py"},

@@ -1,6 +1,6 @@
 """One peer, from the start of its processes to their end.
 
-`Peer` is the composition root: the only class that knows every adapter. It builds what a `PeerSession` needs.
+`Peer` is the composition root, together with `SessionSetup`, which builds what a `PeerSession` needs.
 """
 
 from __future__ import annotations
