@@ -42,6 +42,8 @@ from node.training.adamw import AdamWLearner
 from node.training.trainer import InlineTrainer, LocalTraining, Step
 from protocols.allreduce.clipping import allowances, clip_factors
 from protocols.base import LocalProgress, RoundKey
+from protocols.codec import codec
+from protocols.codecs.coding import carry
 from protocols.vectors import norm
 from tests.sim.arguments import Parser
 from tests.sim.world import Scenario, World, play
@@ -148,28 +150,39 @@ def _outer(run: Run) -> OuterSGD:
     return OuterSGD(*(run.outer or (recipe.outer_learning_rate, recipe.outer_momentum)))
 
 
-def _evaluated(run: Run, rounds_done: int) -> bool:
-    every = max(1, EVALUATION_STEPS // run.inner_steps)
+def _evaluated(run: Run, rounds_done: int, evaluation_steps: int = EVALUATION_STEPS) -> bool:
+    every = max(1, evaluation_steps // run.inner_steps)
     return rounds_done % every == 0 or rounds_done == run.rounds
 
 
-def alone(run: Run) -> History:
+def alone(run: Run, evaluation_steps: int = EVALUATION_STEPS) -> History:
     """Train one worker: inner steps one after the other, and nothing else."""
     learner, history = LabMember(replace(run, peers=1), 0), History()
     for number in range(run.rounds):
         for step in range(run.inner_steps):
             learner.step(number, step)
-        if _evaluated(run, number + 1):
+        if _evaluated(run, number + 1, evaluation_steps):
             history.append(((number + 1) * run.inner_steps, learner.evaluate()))
     return history
 
 
-def in_memory(run: Run, weights: Sequence[Sequence[float]] | None = None) -> History:
+def in_memory(
+    run: Run, weights: Sequence[Sequence[float]] | None = None, evaluation_steps: int = EVALUATION_STEPS
+) -> History:
     """The reference: a mean with clipped norms and an outer step, without any protocol.
+
+    Contributions and mean are encoded by the run's codec. The protocol spares each reducer's own contribution to its
+    part; here all are encoded.
 
     Args:
         weights: of every peer in every round. By default all peers that report tokens have equal weights.
+
+    Raises:
+        ValueError: the codec needs error feedback, which is not kept here.
     """
+    carried = codec(run.codec)
+    if carried.decay:
+        raise ValueError(f"{run.codec} needs error feedback: use the protocol")
     shifts = [LocalTraining(LabMember(run, index), run.inner_steps) for index in range(run.peers)]
     outer, history = _outer(run), History()
     anchor = shifts[0].learner.vectors[0].clone()
@@ -184,10 +197,14 @@ def in_memory(run: Run, weights: Sequence[Sequence[float]] | None = None) -> His
         norms = [norm([delta]) if weight else 0.0 for delta, weight in zip(deltas, counted, strict=True)]
         factors = torch.tensor(clip_factors(norms, allowances(counted)))
         shares = torch.tensor(counted)
-        outer.step(anchor, velocity, (shares * factors) @ deltas / shares.sum())
+        for delta in deltas:
+            carry(carried, delta)
+        mean = (shares * factors) @ deltas / shares.sum()
+        carry(carried.reduced(run.peers), mean)
+        outer.step(anchor, velocity, mean)
         for local_training in shifts:
             local_training.write(anchor)
-        if _evaluated(run, number + 1):
+        if _evaluated(run, number + 1, evaluation_steps):
             history.append(((number + 1) * run.inner_steps, shifts[0].evaluate()))
     return history
 
@@ -315,14 +332,15 @@ def print_sweep(seeds: range, loss: Losses) -> None:
 
 
 def check() -> int:
-    """Compare the protocol with the reference at equal weights, with all contributions and with half of them."""
+    """Compare the protocol with the reference at equal weights: all contributions, half of them, and other codecs."""
     worst = 0.0
-    for drop in (0.0, 0.5):
-        run = Run(PEERS, rounds=3, inner_steps=4, preset=SWEEP_PRESET, seed=0, drop=drop)
+    for drop, encoding in ((0.0, "fp32"), (0.5, "fp32"), (0.0, "int8"), (0.0, "e3m0")):
+        run = Run(PEERS, rounds=3, inner_steps=4, preset=SWEEP_PRESET, seed=0, drop=drop, codec=encoding)
         history, weights = through_the_protocol(run)
-        worst = max(worst, abs(history[-1][1] - in_memory(run, weights)[-1][1]))
-        print(f"drop {drop}: {history[-1][1]:.6f} nats per byte; weights {weights}")
-    print(f"largest difference in loss between the protocol and a plain mean: {worst:.1e}")
+        off = abs(history[-1][1] - in_memory(run, weights)[-1][1])
+        worst = max(worst, off) if encoding == "fp32" else worst
+        print(f"drop {drop}, {encoding}: {history[-1][1]:.6f} nats per byte, off by {off:.1e}; weights {weights}")
+    print(f"largest difference in loss between the protocol and a plain mean, fp32: {worst:.1e}")
     return 0 if worst < 1e-4 else 1
 
 
