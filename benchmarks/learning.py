@@ -30,11 +30,11 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import pairwise
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean
 
 import torch
 
-from benchmarks.book import Book, History, perform_all
+from benchmarks.book import Book, History, perform_all, spread
 from node.outer.sgd import OuterSGD
 from node.tasks.base import Recipe
 from node.tasks.gpt import DEFAULT_PRESET, GptTask, preset
@@ -320,8 +320,7 @@ def _print_paired(title: str, names: tuple[str, str], pairs: Sequence[tuple[Run,
         a, b = loss(first), loss(second)
         found.append((b - a) / a)
         print(f"{first.seed:>4} {a:>12.4f} {b:>12.4f} {b - a:>+11.4f} {found[-1]:>+8.2%}")
-    spread = f" ± {stdev(found):.2%}" if len(found) > 1 else ""
-    print(f"mean {fmean(found):+.2%}{spread}; lower in {sum(d < 0 for d in found)} of {len(found)}")
+    print(f"mean {spread(found, '+.2%')}; lower in {sum(d < 0 for d in found)} of {len(found)}")
     return found
 
 
