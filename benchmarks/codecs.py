@@ -14,9 +14,9 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean
 
-from benchmarks.book import Book, perform_all
+from benchmarks.book import Book, perform_all, spread
 from benchmarks.learning import PEERS, Run, perform
 from node.config.task_tables import GptTable
 from node.tasks.gpt import DEFAULT_PRESET, preset
@@ -67,11 +67,10 @@ def print_table(rows: dict[str, list[Run]], elements: int, book: Book) -> None:
         if not pairs:
             continue
         changes = [book.loss(run) / book.loss(other) - 1 for run, other in pairs]
-        spread = f" ± {stdev(changes):.2%}" if len(changes) > 1 else ""
         sent = round_bytes(runs[0], elements)
         values = " ".join(f"{book.loss(run):>8.4f}" if run in book else f"{'-':>8}" for run in runs)
         mean = fmean(book.loss(run) for run, _ in pairs)
-        print(f"{name:<16} {sent:>10.0f} {plain / sent:>5.1f}x {values} {mean:>8.4f} {fmean(changes):>+8.2%}{spread}")
+        print(f"{name:<16} {sent:>10.0f} {plain / sent:>5.1f}x {values} {mean:>8.4f} {spread(changes, '+.2%'):>8}")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

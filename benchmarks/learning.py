@@ -28,12 +28,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from itertools import pairwise
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean
 
 import torch
 
-from benchmarks.book import Book, History, perform_all
+from benchmarks.book import Book, History, perform_all, spread
 from node.outer.sgd import OuterSGD
 from node.tasks.base import Recipe
 from node.tasks.gpt import DEFAULT_PRESET, GptTask, preset
@@ -41,7 +42,10 @@ from node.tasks.text import Text, load
 from node.training.adamw import AdamWLearner
 from node.training.trainer import InlineTrainer, LocalTraining, Step
 from protocols.allreduce.clipping import allowances, clip_factors
+from protocols.allreduce.plan import part_bounds
 from protocols.base import LocalProgress, RoundKey
+from protocols.codec import codec
+from protocols.codecs.coding import carry
 from protocols.vectors import norm
 from tests.sim.arguments import Parser
 from tests.sim.world import Scenario, World, play
@@ -148,32 +152,41 @@ def _outer(run: Run) -> OuterSGD:
     return OuterSGD(*(run.outer or (recipe.outer_learning_rate, recipe.outer_momentum)))
 
 
-def _evaluated(run: Run, rounds_done: int) -> bool:
-    every = max(1, EVALUATION_STEPS // run.inner_steps)
+def _evaluated(run: Run, rounds_done: int, evaluation_steps: int = EVALUATION_STEPS) -> bool:
+    every = max(1, evaluation_steps // run.inner_steps)
     return rounds_done % every == 0 or rounds_done == run.rounds
 
 
-def alone(run: Run) -> History:
+def alone(run: Run, evaluation_steps: int = EVALUATION_STEPS) -> History:
     """Train one worker: inner steps one after the other, and nothing else."""
     learner, history = LabMember(replace(run, peers=1), 0), History()
     for number in range(run.rounds):
         for step in range(run.inner_steps):
             learner.step(number, step)
-        if _evaluated(run, number + 1):
+        if _evaluated(run, number + 1, evaluation_steps):
             history.append(((number + 1) * run.inner_steps, learner.evaluate()))
     return history
 
 
-def in_memory(run: Run, weights: Sequence[Sequence[float]] | None = None) -> History:
+def in_memory(
+    run: Run, weights: Sequence[Sequence[float]] | None = None, evaluation_steps: int = EVALUATION_STEPS
+) -> History:
     """The reference: a mean with clipped norms and an outer step, without any protocol.
+
+    Contributions and mean are encoded by the run's codec. As in the protocol, each peer reduces one part, and its own
+    contribution to that part is not encoded.
 
     Args:
         weights: of every peer in every round. By default all peers that report tokens have equal weights.
+
+    Raises:
+        ValueError: the codec needs error feedback, which is not kept here.
     """
     shifts = [LocalTraining(LabMember(run, index), run.inner_steps) for index in range(run.peers)]
     outer, history = _outer(run), History()
     anchor = shifts[0].learner.vectors[0].clone()
     velocity = torch.zeros_like(anchor)
+    mean_of = _reduction(run, len(anchor))
     for number in range(run.rounds):
         for local_training in shifts:
             local_training.begin(number)
@@ -184,12 +197,37 @@ def in_memory(run: Run, weights: Sequence[Sequence[float]] | None = None) -> His
         norms = [norm([delta]) if weight else 0.0 for delta, weight in zip(deltas, counted, strict=True)]
         factors = torch.tensor(clip_factors(norms, allowances(counted)))
         shares = torch.tensor(counted)
-        outer.step(anchor, velocity, (shares * factors) @ deltas / shares.sum())
+        outer.step(anchor, velocity, mean_of(deltas, shares * factors, float(shares.sum())))
         for local_training in shifts:
             local_training.write(anchor)
-        if _evaluated(run, number + 1):
+        if _evaluated(run, number + 1, evaluation_steps):
             history.append(((number + 1) * run.inner_steps, shifts[0].evaluate()))
     return history
+
+
+def _reduction(run: Run, elements: int) -> Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]:
+    """A function of rows, which it overwrites, their weights and a divisor: their mean, as the peers compute it.
+
+    They do so part by part, through the codec.
+
+    Raises:
+        ValueError: the codec needs error feedback, which is not kept here.
+    """
+    carried = codec(run.codec)
+    if carried.decay:
+        raise ValueError(f"{run.codec} needs error feedback: use the protocol")
+    parts = list(pairwise(part_bounds([1 / run.peers] * run.peers, elements, carried.grain)))
+
+    def mean(rows: torch.Tensor, weights: torch.Tensor, divisor: float) -> torch.Tensor:
+        for own, (low, high) in enumerate(parts):
+            for peer in set(range(run.peers)) - {own}:
+                carry(carried, rows[peer, low:high])
+        found = weights @ rows / divisor
+        for low, high in parts:
+            carry(carried.reduced(run.peers), found[low:high])
+        return found
+
+    return mean
 
 
 class LearningWorld(World):
@@ -282,8 +320,7 @@ def _print_paired(title: str, names: tuple[str, str], pairs: Sequence[tuple[Run,
         a, b = loss(first), loss(second)
         found.append((b - a) / a)
         print(f"{first.seed:>4} {a:>12.4f} {b:>12.4f} {b - a:>+11.4f} {found[-1]:>+8.2%}")
-    spread = f" ± {stdev(found):.2%}" if len(found) > 1 else ""
-    print(f"mean {fmean(found):+.2%}{spread}; lower in {sum(d < 0 for d in found)} of {len(found)}")
+    print(f"mean {spread(found, '+.2%')}; lower in {sum(d < 0 for d in found)} of {len(found)}")
     return found
 
 
@@ -315,13 +352,14 @@ def print_sweep(seeds: range, loss: Losses) -> None:
 
 
 def check() -> int:
-    """Compare the protocol with the reference at equal weights, with all contributions and with half of them."""
+    """Compare the protocol with the reference at equal weights: all contributions, half of them, and other codecs."""
     worst = 0.0
-    for drop in (0.0, 0.5):
-        run = Run(PEERS, rounds=3, inner_steps=4, preset=SWEEP_PRESET, seed=0, drop=drop)
+    for drop, encoding in ((0.0, "fp32"), (0.5, "fp32"), (0.0, "int8"), (0.0, "e3m0")):
+        run = Run(PEERS, rounds=3, inner_steps=4, preset=SWEEP_PRESET, seed=0, drop=drop, codec=encoding)
         history, weights = through_the_protocol(run)
-        worst = max(worst, abs(history[-1][1] - in_memory(run, weights)[-1][1]))
-        print(f"drop {drop}: {history[-1][1]:.6f} nats per byte; weights {weights}")
+        off = abs(history[-1][1] - in_memory(run, weights)[-1][1])
+        worst = max(worst, off)
+        print(f"drop {drop}, {encoding}: {history[-1][1]:.6f} nats per byte, off by {off:.1e}; weights {weights}")
     print(f"largest difference in loss between the protocol and a plain mean: {worst:.1e}")
     return 0 if worst < 1e-4 else 1
 

@@ -33,15 +33,15 @@ import argparse
 import random
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean
 
 import torch
 
-from benchmarks.book import Book, History, perform_all
+from benchmarks.book import Book, History, paired, perform_all, shares, spread
 from benchmarks.learning import LabMember, Run, alone, in_memory
 from benchmarks.mixers import Mixer, moshpit_seats, pairs
 from node.outer.noloco import NoLoCo
@@ -126,13 +126,13 @@ class Pooled(AdamWLearner):
         self._recipe = replace(self._one, batches=self._one.batches * len(peers))
 
 
-def data_parallel(arm: Arm) -> History:
+def data_parallel(arm: Arm, evaluation_rounds: int = EVALUATE_EVERY) -> History:
     learner, history = Pooled(arm), History()
     for number in range(arm.rounds):
         learner.among([peer for peer, here in enumerate(up(arm, number)) if here])
         for step in range(arm.inner_steps):
             learner.step(number, step)
-        if _evaluated(arm, number):
+        if _evaluated(arm, number, evaluation_rounds):
             history.append(((number + 1) * arm.inner_steps, learner.evaluate()))
     return history
 
@@ -212,8 +212,8 @@ def _travelling(arm: Arm, starts: torch.Tensor, pull: float | None) -> _States |
     return _States(starts, OuterSGD(rate, momentum)) if pull is None else _Pulls(starts, NoLoCo(momentum, rate, pull))
 
 
-def _evaluated(arm: Arm, number: int) -> bool:
-    return (number + 1) % EVALUATE_EVERY == 0 or number + 1 == arm.rounds
+def _evaluated(arm: Arm, number: int, rounds: int = EVALUATE_EVERY) -> bool:
+    return (number + 1) % rounds == 0 or number + 1 == arm.rounds
 
 
 def perform(arm: Arm) -> tuple[History, float]:
@@ -265,27 +265,9 @@ def print_all(arms: Sequence[Arm], book: Book) -> None:
         cells = "".join(f"{losses[seed]:>9.4f}" if seed in losses else f"{'-':>9}" for seed in seeds)
         mean = f"{fmean(losses[seed] for seed in whole):>9.4f}" if whole else f"{'-':>9}"
         beside = [calm["data-parallel"], calm[protocol] if failure else {}, calm["alone"]]
-        paired = "".join(f"{_paired(losses, other):>20}" for other in beside)
-        share = _share(losses, calm["alone"], calm["butterfly"])
-        print(f"{protocol:<15} {failure:>7g}{cells}{mean}{paired}{share:>16}")
-
-
-def _paired(losses: Mapping[int, float], others: Mapping[int, float]) -> str:
-    """Relative differences for the seeds that both have: mean and deviation."""
-    found = [losses[seed] / others[seed] - 1 for seed in losses if seed in others]
-    spread = f" ± {stdev(found):.2%}" if len(found) > 1 else ""
-    return f"{fmean(found):+.2%}{spread}" if found else ""
-
-
-def _share(losses: Mapping[int, float], alone: Mapping[int, float], butterfly: Mapping[int, float]) -> str:
-    """The gain over a lone peer, as a share of butterfly's gain without failures."""
-    found = [
-        (alone[seed] - losses[seed]) / (alone[seed] - butterfly[seed])
-        for seed in losses
-        if seed in alone and seed in butterfly
-    ]
-    spread = f" ± {stdev(found):.0%}" if len(found) > 1 else ""
-    return f"{fmean(found):.0%}{spread}" if found else ""
+        changes = "".join(f"{spread(paired(losses, other), '+.2%'):>20}" for other in beside)
+        kept = spread(shares(losses, calm["alone"], calm["butterfly"]), ".0%")
+        print(f"{protocol:<15} {failure:>7g}{cells}{mean}{changes}{kept:>16}")
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -1,0 +1,137 @@
+"""What averaging does to learning, in runs that are long enough to judge it.
+
+    python -m benchmarks.laboratory [--experiment NAME ...] [--minutes M] [--workers N] [--pause-while FILE]
+    python -m benchmarks.laboratory --show [--plot FILE]
+
+The regime: preset w64 on real text, 2,000 inner steps of each peer, 4 peers, rounds of 25 steps unless an experiment
+says otherwise. Arms are compared at equal tokens and with equal seeds, which decide the initial weights and each peer's
+data. All take the recipe's schedule (warm-up, then cosine) over the whole run.
+
+data-parallel   one AdamW step by the mean gradient over one batch of each peer, from the same streams
+diloco          a mean of the pseudo-gradients in each round, norms clipped as in the protocol, and one outer step
+alone           one peer: equal steps, its own tokens only, no outer step
+alone-outer     the same with the outer step of diloco
+
+baselines       inner learning rates of all arms
+outer           learning rate and momentum of the outer step
+seeds           five seeds of each arm with its best values
+inner-steps     H
+peers           their number
+trouble         codecs, and half of the contributions lost
+
+Averaging is arithmetic in memory, without votes or a network. Losses are held out, in nats per byte, of the outer
+parameters after the last round. Each finished run is one line of the journal, and never runs again. An experiment that
+needs the choice of an earlier one begins when that has all of its runs. A run takes five to six minutes of a core, one
+of a lone peer a quarter of that.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
+from pathlib import Path
+
+from benchmarks.book import Journal, text_digest
+from benchmarks.laboratory.experiments import NAMES, Experiment, experiments
+from benchmarks.laboratory.report import draw, show
+from benchmarks.laboratory.trial import Finished, Trial, perform
+from tests.sim.arguments import Parser, at_least_one
+from tests.sim.process import workers as processes
+
+JOURNAL = Path("benchmarks/runs/laboratory.jsonl")
+LOOK_SECONDS = 5.0
+
+
+def wanted(names: Sequence[str], journal: Journal) -> list[Experiment]:
+    return [each for each in experiments(journal) if not names or each.name in names]
+
+
+def due(names: Sequence[str], journal: Journal) -> list[Trial]:
+    """The missing runs of the experiments that have begun."""
+    found = (each for experiment in wanted(names, journal) for each in experiment.trials)
+    return list(dict.fromkeys(each for each in found if each not in journal))
+
+
+class Schedule:
+    """Performs missing runs, some at a time, and enters each in the journal when it ends."""
+
+    def __init__(self, names: Sequence[str], journal: Journal, workers: int) -> None:
+        self._names, self._journal, self._workers = names, journal, workers
+        self._running: dict[Future[Finished], Trial] = {}
+
+    def follow(self, pool: Executor, may_begin: Callable[[], bool], over: Callable[[], bool]) -> None:
+        """Return when nothing is due, or, after `over`, when the runs that have begun have ended.
+
+        Args:
+            may_begin: whether a run may begin now.
+        """
+        while True:
+            if not over() and may_begin():
+                self._begin(pool)
+            if self._running:
+                for future in wait(self._running, LOOK_SECONDS, FIRST_COMPLETED).done:
+                    self._enter(self._running.pop(future), future.result())
+            elif over() or not due(self._names, self._journal):
+                return
+            else:
+                time.sleep(LOOK_SECONDS)
+
+    def _begin(self, pool: Executor) -> None:
+        self._journal.read()
+        for each in due(self._names, self._journal):
+            if len(self._running) < self._workers and each not in self._running.values():
+                self._running[pool.submit(perform, each)] = each
+
+    def _enter(self, each: Trial, found: Finished) -> None:
+        processor = round(found.processor_seconds, 1)
+        more = {**each.fields(), "processor_seconds": processor, "versions": found.versions}
+        self._journal.enter(each, found.history, found.seconds, **more)
+        print(
+            f"{each.name()}: {found.history[-1][1]:.4f} in {found.seconds:.0f} s, {processor:.0f} of a core", flush=True
+        )
+
+
+def run_missing(options: argparse.Namespace, journal: Journal) -> None:
+    os.nice(19)
+    end = time.monotonic() + 60 * options.minutes if options.minutes else float("inf")
+    with processes(options.workers) as pool:
+        schedule = Schedule(options.experiment, journal, options.workers)
+        pause = options.pause_while
+        schedule.follow(pool, lambda: pause is None or not pause.exists(), lambda: time.monotonic() >= end)
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = Parser("python -m benchmarks.laboratory", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--experiment", choices=NAMES, nargs="+", default=(), help="these alone; default: all, in turn")
+    parser.add_argument("--journal", type=Path, default=JOURNAL, help="where the runs are kept (default %(default)s)")
+    parser.add_argument("--workers", type=at_least_one, default=1, help="runs at a time (default %(default)s)")
+    parser.add_argument("--minutes", type=at_least_one, help="begin no run after these; default: no limit")
+    parser.add_argument("--pause-while", type=Path, metavar="FILE", help="begin no run while this file exists")
+    parser.add_argument("--show", action="store_true", help="print the finished runs, run nothing")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the finished runs, run nothing")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parse(arguments)
+    try:
+        journal = Journal(options.journal)
+        if not options.show and not options.plot:
+            if journal.text not in ("", text_digest()):
+                raise ValueError(f"{options.journal} has runs on another Python's text: name another with --journal")
+            run_missing(options, journal)
+        if options.plot:
+            draw(journal, experiments(journal), options.plot)
+    except (ValueError, OSError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    show(wanted(options.experiment, journal), journal)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,125 @@
+"""The laboratory's tables and its plot, of the runs that are finished."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from benchmarks.book import FinishedRuns, paired, shares, spread
+from benchmarks.laboratory.experiments import RATES, Choices, Experiment, Row, choices, losses
+from benchmarks.laboratory.trial import ARMS, ArmName, Trial
+
+COLOURS = {"data-parallel": "#000000", "diloco": "#0072b2", "alone-outer": "#d55e00", "alone": "#e69f00"}
+"""From Okabe and Ito, "Color Universal Design" (2008)."""
+
+
+def table(experiment: Experiment, runs: FinishedRuns) -> Iterator[str]:
+    """Lines of Markdown. A mean needs all of its seeds; a difference says if it has fewer pairs than it should."""
+    trials = experiment.trials
+    done = sum(each in runs for each in trials)
+    if experiment.waits_for:
+        yield f"{experiment.title}: not begun. First to be chosen: {experiment.waits_for}."
+        return
+    yield f"{experiment.title}. {done} of {len(trials)} runs are done."
+    yield ""
+    seeds = sorted({each.run.seed for row in experiment.rows for each in row.trials})
+    columns = list(dict.fromkeys(label for row in experiment.rows for label in row.beside))
+    heads = ["", *(f"seed {seed}" for seed in seeds), "mean ± deviation", *(f"to {label}" for label in columns)]
+    yield f"| {' | '.join(heads)} |"
+    yield "|" + "---|" * len(heads)
+    for row in experiment.rows:
+        found = row.losses(runs)
+        cells = [f"{found[seed]:.4f}" if seed in found else "–" for seed in seeds]
+        mean = spread(list(found.values()), ".4f") if len(found) == len(row.trials) else "–"
+        yield f"| {' | '.join([row.label, *cells, mean, *(_change(row, label, runs) for label in columns)])} |"
+
+
+def _change(row: Row, label: str, runs: FinishedRuns) -> str:
+    others = row.beside.get(label, ())
+    found = paired(row.losses(runs), losses(others, runs)) if others != row.trials else []
+    few = f" ({len(found)} of {len(row.trials)} pairs)" if found and len(found) < len(row.trials) else ""
+    return spread(found, "+.2%") + few
+
+
+def conclusions(experiment: Experiment, runs: FinishedRuns) -> Iterator[str]:
+    """What the experiment settles, if all of its runs are done."""
+    known = choices(runs)
+    if experiment.name == "baselines":
+        for arm in ARMS:
+            yield f"Best inner rate of {arm}: {_best_rate(arm, known)}."
+    elif experiment.name == "outer" and known.outer:
+        yield "Best outer step: learning rate {:g}, momentum {:g}.".format(*known.outer)
+    elif experiment.name == "seeds" and experiment.rows:
+        found = {row.label: row.losses(runs) for row in experiment.rows}
+        kept = shares(found["diloco"], found["alone"], found["data-parallel"])
+        if kept:
+            yield f"Of data parallel's gain over one peer, diloco keeps {spread(kept, '.0%')} ({len(kept)} seeds)."
+
+
+def _best_rate(arm: ArmName, known: Choices) -> str:
+    if arm not in known.rates:
+        return "open, runs are missing"
+    rate = known.rates[arm]
+    edge = ", at the edge of what was tried" if rate in (min(RATES[arm]), max(RATES[arm])) else ""
+    return f"{rate:g} x the preset's{edge}"
+
+
+def show(experiments: Sequence[Experiment], runs: FinishedRuns) -> None:
+    """Print all tables."""
+    for experiment in experiments:
+        print(f"\n### {experiment.name}\n")
+        for line in table(experiment, runs):
+            print(line)
+        settled = list(conclusions(experiment, runs))
+        print("\n" + "\n".join(settled) if settled else "", end="\n" if settled else "")
+
+
+def draw(runs: FinishedRuns, every: Sequence[Experiment], file: Path) -> None:
+    """Plot the losses of the finished baselines, and outer steps once all are done.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    figure = Figure(figsize=(11.0, 4.6), dpi=110, layout="constrained")
+    FigureCanvasAgg(figure)
+    left, right = figure.subplots(1, 2)
+    known = choices(runs)
+    for arm in ARMS:
+        _curves(left, arm, [each for each in every[0].trials if each.arm == arm and each in runs], runs)
+    left.set(title="each arm, its best finished inner rate, seed 0", xlabel="inner steps", ylabel="nats/byte, held out")
+    left.set_ylim(top=2.0)
+    if left.lines:
+        left.legend(frameon=False)
+    _outer_steps(right, every[1], runs)
+    right.set(title="outer steps" + ("" if known.outer else " (runs are missing)"), xlabel="rate / (1 - momentum)")
+    for axes in (left, right):
+        axes.grid(alpha=0.3)
+    figure.savefig(file)
+
+
+def _curves(axes: Axes, arm: str, trials: Sequence[Trial], runs: FinishedRuns) -> None:
+    firsts = [each for each in trials if each.run.seed == 0]
+    if firsts:
+        best = min(firsts, key=runs.loss)
+        steps, found = zip(*runs.history(best), strict=True)
+        axes.plot(steps, found, color=COLOURS[arm], label=f"{arm}, {best.run.rate:g} x: {found[-1]:.3f}")
+
+
+def _outer_steps(axes: Axes, experiment: Experiment, runs: FinishedRuns) -> None:
+    """The change from data parallel, a line for each momentum."""
+    points: dict[float, list[tuple[float, float]]] = {}
+    for row in experiment.rows:
+        (others,) = row.beside.values()
+        changes = paired(row.losses(runs), losses(others, runs))
+        if len(changes) == len(row.trials):
+            rate, momentum = row.trials[0].run.outer or (0.0, 0.0)
+            points.setdefault(momentum, []).append((rate / (1 - momentum), 100 * sum(changes) / len(changes)))
+    for momentum, found in sorted(points.items()):
+        axes.plot(*zip(*sorted(found), strict=True), marker="o", label=f"momentum {momentum:g}")
+    axes.set_ylabel("% above data parallel")
+    if points:
+        axes.legend(frameon=False)

@@ -1,0 +1,80 @@
+"""One training run of the laboratory: what determines it, its name, and how it is performed."""
+
+from __future__ import annotations
+
+import platform
+import time
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+import torch
+
+from benchmarks.book import History
+from benchmarks.learning import Run, alone, in_memory
+from benchmarks.protocols import Arm, data_parallel
+
+ArmName = Literal["data-parallel", "alone", "alone-outer", "diloco"]
+ARMS: tuple[ArmName, ...] = ("data-parallel", "diloco", "alone", "alone-outer")
+PRESET, STEPS, PEERS, INNER_STEPS = "w64", 2000, 4, 25
+"""The regime: steps of each peer, and the usual number of peers and of inner steps in a round."""
+EVALUATION_STEPS = 200
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """A run of one arm, determined by its fields alone."""
+
+    arm: ArmName
+    run: Run
+
+    def name(self) -> str:
+        return f"{self.arm} {self.run.name()}"
+
+    def fields(self) -> dict[str, object]:
+        """What determines the run, for the journal."""
+        return {"arm": self.arm, **asdict(self.run)}
+
+
+def trial(
+    arm: ArmName,
+    seed: int,
+    rate: float = 1.0,
+    outer: tuple[float, float] | None = None,
+    peers: int = PEERS,
+    inner_steps: int = INNER_STEPS,
+) -> Trial:
+    """A run in the regime. Arms without an outer step take none of its values, so that equal runs have equal names."""
+    averages = arm in ("diloco", "alone-outer")
+    steps = inner_steps if averages else INNER_STEPS
+    count = 1 if arm.startswith("alone") else peers
+    return Trial(arm, Run(count, STEPS // steps, steps, PRESET, seed, outer=outer if averages else None, rate=rate))
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """What a run came to, and what it took.
+
+    Attributes:
+        seconds, processor_seconds: of the whole run, evaluations included.
+    """
+
+    history: History
+    seconds: float
+    processor_seconds: float
+    versions: dict[str, str]
+
+
+def perform(given: Trial) -> Finished:
+    """Train on one thread, in memory: `python -m benchmarks.learning check` compares that with the protocol."""
+    torch.set_num_threads(1)
+    began, processor = time.perf_counter(), time.process_time()
+    run = given.run
+    if given.arm == "data-parallel":
+        arm = Arm(given.arm, run.peers, run.rounds, run.inner_steps, run.preset, run.seed, failure=0.0, rate=run.rate)
+        history = data_parallel(arm, max(1, EVALUATION_STEPS // run.inner_steps))
+    elif given.arm == "alone":
+        history = alone(run, EVALUATION_STEPS)
+    else:
+        history = in_memory(run, evaluation_steps=EVALUATION_STEPS)
+    versions = {"python": platform.python_version(), "torch": torch.__version__}
+    return Finished(history, time.perf_counter() - began, time.process_time() - processor, versions)
