@@ -152,12 +152,12 @@ def _outer(run: Run) -> OuterSGD:
     return OuterSGD(*(run.outer or (recipe.outer_learning_rate, recipe.outer_momentum)))
 
 
-def _evaluated(run: Run, rounds_done: int, evaluation_steps: int = EVALUATION_STEPS) -> bool:
-    every = max(1, evaluation_steps // run.inner_steps)
+def _evaluated(run: Run, rounds_done: int, evaluation_steps: int | None = None) -> bool:
+    every = max(1, (evaluation_steps or EVALUATION_STEPS) // run.inner_steps)
     return rounds_done % every == 0 or rounds_done == run.rounds
 
 
-def alone(run: Run, evaluation_steps: int = EVALUATION_STEPS) -> History:
+def alone(run: Run, evaluation_steps: int | None = None) -> History:
     """Train one worker: inner steps one after the other, and nothing else."""
     learner, history = LabMember(replace(run, peers=1), 0), History()
     for number in range(run.rounds):
@@ -169,7 +169,7 @@ def alone(run: Run, evaluation_steps: int = EVALUATION_STEPS) -> History:
 
 
 def in_memory(
-    run: Run, weights: Sequence[Sequence[float]] | None = None, evaluation_steps: int = EVALUATION_STEPS
+    run: Run, weights: Sequence[Sequence[float]] | None = None, evaluation_steps: int | None = None
 ) -> History:
     """The reference: a mean with clipped norms and an outer step, without any protocol.
 
