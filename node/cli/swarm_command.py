@@ -300,9 +300,11 @@ class Swarm:
         looked = 0.0
         while any(each.running for each in self._peers) and loop.time() < self._until:
             self._read()
-            if self._screen.is_live and loop.time() >= looked + LOOK_SECONDS:
+            if loop.time() >= looked + LOOK_SECONDS:
                 looked = loop.time()
-                await asyncio.gather(*(each.look(LOOK_SECONDS) for each in self._peers if each.running))
+                # Lines show of a status only the number of rounds, which grows by those that train nothing.
+                shown = self._peers if self._screen.is_live else self._peers[:1]
+                await asyncio.gather(*(each.look(LOOK_SECONDS) for each in shown if each.running))
             await asyncio.sleep(POLL_SECONDS)
         for each in self._peers:
             if each.running:

@@ -47,7 +47,6 @@ from node.ui.commands import PeerCommands
 from node.ui.control import ControlServer
 from node.ui.status_tracker import RunLabels, StatusTracker
 from protocols import INDEPENDENT_PROTOCOLS, REPLICATED_PROTOCOLS
-from protocols.aio import run_with_helper
 from protocols.bulk import BULK_METHODS
 
 T = TypeVar("T")
@@ -283,7 +282,8 @@ class Peer:
         services = PeerServices(
             self._config, self._clock, self._view, self._status_tracker, self._limits, self._selector
         )
-        setup = SessionSetup(services, resources, entered, self._fail, lambda: self._finishing)
-        async with setup.session() as (session, helper):
+
+        def on_built(session: PeerSession) -> None:
             self._session = session
-            await run_with_helper(session.run(), helper)
+
+        await SessionSetup(services, resources, entered, self._fail, lambda: self._finishing).run(on_built)

@@ -110,6 +110,7 @@ class PeerSessionDeps:
         prompt: what texts that the model generates begin with; empty: the task takes one from its held-out texts.
         lacking: names the stages without a live peer, as shown to the user; empty if there are none.
         texts: takes texts that the model generates while the run goes on; None: none are generated.
+        on_decided: called when a round has ended, before its evaluation.
         on_round_end: called after each report.
     """
 
@@ -129,6 +130,7 @@ class PeerSessionDeps:
     prompt: bytes = SAMPLE_PROMPT
     lacking: Callable[[], str] = lambda: ""
     texts: TextReader | None = None
+    on_decided: Callable[[], None] = lambda: None
     on_round_end: Callable[[], None] = lambda: None
 
 
@@ -275,6 +277,7 @@ class PeerSession:
     async def _report(self, report: RoundReport) -> None:
         deps = self._deps
         self._done += deps.outer_loop.took_part(report)
+        deps.on_decided()
         # A pausing peer computes nothing.
         if report.params_hash != self._evaluated and not deps.outer_loop.activity.pauses:
             self._evaluated = report.params_hash

@@ -237,14 +237,17 @@ class PipelineTrainer:
         names = " and ".join(map(str, empty))
         return f"stage {names} has nobody: nothing is trained until a peer of it is back" if empty else ""
 
-    def annotate(self, report: RoundReport) -> RoundReport:
-        """The report with what only a pipeline knows, and with the bytes and the blame of its streams.
+    def announce_decided(self) -> None:
+        """In stage 0, announce how many rounds have been decided.
 
-        In stage 0, the other stages are told how many rounds have been decided: after the run's last one, nothing else
-        may say that its training is over.
+        Not every cut announces its round. The evaluation that follows waits for the other stages' outer steps, and
+        those for this; after the run's last round, nothing else would say that its training is over.
         """
         if self._driver:
             self._peer.membership.announce_rounds(self._peer.trained())
+
+    def annotate(self, report: RoundReport) -> RoundReport:
+        """The report with what only a pipeline knows, and with the bytes and the blame of its streams."""
         blamed, sent, received = self._endpoint.accounting.take()
         counted, seconds = self._work.counted - self._reported[0], self._work.computed_seconds - self._reported[1]
         self._reported = self._work.counted, self._work.computed_seconds

@@ -1,13 +1,12 @@
-"""Builds a peer's session in the run that it has entered: the outer loop, its storage, and what follows the machine."""
+"""Builds a peer's session in the run that it has entered, with its outer loop and its storage, and runs it."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 from node.config.derived import protocol_settings
 from node.config.peer_config import PeerConfig
@@ -38,7 +37,7 @@ from node.storage.journal import Journal
 from node.storage.scratch import ScratchSpace
 from node.training.remote import RemoteTrainer
 from node.ui.status_tracker import OuterLoopSources, StatusTracker
-from protocols.aio import task_group
+from protocols.aio import run_with_helper, task_group
 from protocols.base import Host
 from protocols.butterfly.part_store import LEAST_ROUNDS, PartStore
 from protocols.codec import codec
@@ -81,7 +80,7 @@ class _Parts:
 
 
 class SessionSetup:
-    """Builds the session of a peer in the run that it has entered."""
+    """Builds and runs the session of a peer in the run that it has entered."""
 
     def __init__(
         self,
@@ -100,9 +99,12 @@ class SessionSetup:
         self._on_fatal, self._is_leaving = on_fatal, is_leaving
         self._stages = StageSetup(resources, services.status_tracker, services.view.say)
 
-    @asynccontextmanager
-    async def session(self) -> AsyncIterator[tuple[PeerSession, Coroutine[Any, Any, None]]]:
-        """The session, and a coroutine that follows the machine and is to run beside it."""
+    async def run(self, on_built: Callable[[PeerSession], None]) -> None:
+        """Build the session, and run it until the run is over or this peer leaves.
+
+        Args:
+            on_built: called with the session before it begins.
+        """
         resources, services, start = self._resources, self._services, self._entered.start
         transport, state, key = resources.transport, resources.state, start.chain.head.key
         history = start.chain if start.shares_anchor else LocalHistory(resources.me, key)
@@ -134,7 +136,8 @@ class SessionSetup:
             limits = self._session_limits(key.round)
             session = PeerSession(self._deps(parts, stack), limits, services.status_tracker, services.view)
             resources.pauses.attach(stack.outer_loop.pause, lambda: stack.outer_loop.holds_up_run)
-            yield session, self._follow_machine(parts, stack)
+            on_built(session)
+            await run_with_helper(session.run(), self._follow_machine(parts, stack))
 
     # -- parts --------------------------------------------------------------------------------------------------------
 
@@ -230,8 +233,13 @@ class SessionSetup:
         )
         if pipeline is None:
             return deps
-        over, lacking = pipeline.is_run_over, pipeline.waiting_reason
-        return replace(deps, annotate=pipeline.annotate, is_run_over=over, lacking=lacking)
+        return replace(
+            deps,
+            annotate=pipeline.annotate,
+            is_run_over=pipeline.is_run_over,
+            lacking=pipeline.waiting_reason,
+            on_decided=pipeline.announce_decided,
+        )
 
     def _session_limits(self, round_number: int) -> SessionLimits:
         config = self._services.config

@@ -102,6 +102,17 @@ async def test_stops_after_max_rounds(cluster: SessionCluster) -> None:
         assert {member.peer for member in peer.chain.head.roster} == {"a", "b"}
 
 
+@alone
+@on_virtual_time
+async def test_decision_is_announced_before_its_evaluation(cluster: SessionCluster) -> None:
+    """With stages, the evaluation waits for outer steps that other stages take after that announcement."""
+    peer, evaluated = cluster.add("a", run_rounds=3), list[int]()
+    deps = replace(peer.deps, on_decided=lambda: evaluated.append(peer.trainer.evaluated))
+    peer.session._deps = deps
+    await cluster.end()
+    assert evaluated == [0, 1, 2]
+
+
 # -- being asked to leave ----------------------------------------------------------------------------------------------
 
 

@@ -258,6 +258,28 @@ async def test_peers_join_the_stages_in_turn(tmp_path: Path, monkeypatch: pytest
         assert after("--stages", *started.values()) == founder and after("--stage", *started.values()) == others
 
 
+async def test_number_of_rounds_is_asked_for_without_a_live_view(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It grows by rounds that train nothing: else the last line would be of round 15/14."""
+    child, asked = SimpleNamespace(code=None), list[str]()
+
+    async def start(name: str, command: tuple[str, ...], take: object, environment: dict[str, str]) -> SimpleNamespace:
+        return child
+
+    async def look(peer: Participant, seconds: float) -> None:
+        asked.append(peer.name)
+        peer.status, child.code = replace(STATUS, rounds=15), 0
+
+    monkeypatch.setattr(ChildProcess, "start", start)
+    monkeypatch.setattr(Participant, "look", look)
+    swarm = Swarm(SwarmOptions(2, None, None, None, None, None, False), tmp_path, Screen(False))
+    for each in swarm._peers:
+        await each.start(())
+    await swarm._watch()
+    assert asked == [swarm._peers[0].name] and swarm._rounds == 15
+
+
 def after(flag: str, *commands: tuple[str, ...]) -> list[str]:
     """The values of an option in these commands."""
     return [value for words in commands for name, value in pairwise(words) if name == flag]
