@@ -99,7 +99,7 @@ class Book(FinishedRuns):
         fresh.replace(self._path)
 
 
-class Journal(FinishedRuns):
+class RunJournal(FinishedRuns):
     """The finished runs, in a file to which several processes may append: one line of JSON each."""
 
     def __init__(self, path: Path) -> None:

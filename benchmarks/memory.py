@@ -1,4 +1,4 @@
-"""Memory of one peer that fine-tunes a model of Hugging Face, beside what is told before training.
+"""Memory of one peer that fine-tunes a model of Hugging Face, beside the estimate printed before training.
 
     python -m benchmarks.memory [CASE ...] [--rounds 3] [--json FILE]
 
@@ -156,7 +156,7 @@ def measure(case: Case, rounds: int, home: Path) -> dict[str, Any]:
 
 
 def estimate(case: Case, base: Path) -> dict[str, float]:
-    """What is told before training, in megabytes."""
+    """The estimate that is printed before training, in megabytes."""
     config = load_run(None, {"task": "hf", "hf.train": case.train, "hf.context": case.context}, ["butterfly"])
     assert config.hf
     dtype = torch.bfloat16 if case.precision == "bfloat16" else torch.float32
@@ -166,8 +166,8 @@ def estimate(case: Case, base: Path) -> dict[str, float]:
     def look(module: Any) -> None:
         need = memory_need(module.train(), settings, case.checkpointing)
         found["trained_elements"] = float(sum(each.numel() for each in module.parameters() if each.requires_grad))
-        found["told"] = need.total / 1e6
-        found.update({f"told_{name}": value / 1e6 for name, value in asdict(need).items()})
+        found["estimate"] = need.total / 1e6
+        found.update({f"estimate_{name}": value / 1e6 for name, value in asdict(need).items()})
 
     load_model(str(base), settings, None, "cpu", dtype, look)
     return found
@@ -193,8 +193,9 @@ def main() -> int:
         with tempfile.TemporaryDirectory() as home:
             found = results[name] = measure(CASES[name], given.rounds, Path(home))
         encoded = codec("int8").encoded_bytes(int(found["trained_elements"])) / 1e6
+        ratio = found["estimate"] / found["peak"]
         print(
-            f"{name}: peak {found['peak']:.0f} MB, told {found['told']:.0f} ({found['told'] / found['peak']:.2f}); "
+            f"{name}: peak {found['peak']:.0f} MB, estimate {found['estimate']:.0f} MB, {ratio:.2f} of it; "
             f"sent {found['sent']:.3f} MB a round, encoded {encoded:.3f}",
             flush=True,
         )

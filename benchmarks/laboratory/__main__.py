@@ -35,10 +35,10 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
 from pathlib import Path
 
-from benchmarks.book import Journal, text_digest
+from benchmarks.book import RunJournal, text_digest
 from benchmarks.laboratory.experiments import NAMES, Experiment, experiments
 from benchmarks.laboratory.report import draw, show
-from benchmarks.laboratory.trial import Finished, Trial, perform
+from benchmarks.laboratory.trial import Finished, LabRun, perform
 from tests.sim.arguments import Parser, at_least_one
 from tests.sim.process import workers as processes
 
@@ -46,11 +46,11 @@ JOURNAL = Path("benchmarks/runs/laboratory.jsonl")
 LOOK_SECONDS = 5.0
 
 
-def wanted(names: Sequence[str], journal: Journal) -> list[Experiment]:
+def wanted(names: Sequence[str], journal: RunJournal) -> list[Experiment]:
     return [each for each in experiments(journal) if not names or each.name in names]
 
 
-def due(names: Sequence[str], journal: Journal) -> list[Trial]:
+def due(names: Sequence[str], journal: RunJournal) -> list[LabRun]:
     """The missing runs of the experiments that have begun."""
     found = (each for experiment in wanted(names, journal) for each in experiment.trials)
     return list(dict.fromkeys(each for each in found if each not in journal))
@@ -59,9 +59,9 @@ def due(names: Sequence[str], journal: Journal) -> list[Trial]:
 class Schedule:
     """Performs missing runs, some at a time, and enters each in the journal when it ends."""
 
-    def __init__(self, names: Sequence[str], journal: Journal, workers: int) -> None:
+    def __init__(self, names: Sequence[str], journal: RunJournal, workers: int) -> None:
         self._names, self._journal, self._workers = names, journal, workers
-        self._running: dict[Future[Finished], Trial] = {}
+        self._running: dict[Future[Finished], LabRun] = {}
 
     def follow(self, pool: Executor, may_begin: Callable[[], bool], over: Callable[[], bool]) -> None:
         """Return when nothing is due, or, after `over`, when the runs that have begun have ended.
@@ -86,7 +86,7 @@ class Schedule:
             if len(self._running) < self._workers and each not in self._running.values():
                 self._running[pool.submit(perform, each)] = each
 
-    def _enter(self, each: Trial, found: Finished) -> None:
+    def _enter(self, each: LabRun, found: Finished) -> None:
         processor = round(found.processor_seconds, 1)
         more = {**each.fields(), "processor_seconds": processor, "versions": found.versions}
         self._journal.enter(each, found.history, found.seconds, **more)
@@ -95,7 +95,7 @@ class Schedule:
         )
 
 
-def run_missing(options: argparse.Namespace, journal: Journal) -> None:
+def run_missing(options: argparse.Namespace, journal: RunJournal) -> None:
     os.nice(19)
     end = time.monotonic() + 60 * options.minutes if options.minutes else float("inf")
     with processes(options.workers) as pool:
@@ -119,7 +119,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     try:
-        journal = Journal(options.journal)
+        journal = RunJournal(options.journal)
         if not options.show and not options.plot:
             if journal.text not in ("", text_digest()):
                 raise ValueError(f"{options.journal} has runs on another Python's text: name another with --journal")

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 
 from benchmarks.book import FinishedRuns
-from benchmarks.laboratory.trial import ARMS, INNER_STEPS, PEERS, ArmName, Trial, trial
+from benchmarks.laboratory.trial import ARMS, INNER_STEPS, PEERS, ArmName, LabRun, trial
 
 RATES: dict[ArmName, tuple[float, ...]] = {arm: (1.0, 2.0, 0.5) for arm in ARMS}
 RATES["data-parallel"] = (1.0, 2.0, 0.5, 4.0)
@@ -35,8 +35,8 @@ class Row:
     """
 
     label: str
-    trials: tuple[Trial, ...]
-    beside: Mapping[str, tuple[Trial, ...]]
+    trials: tuple[LabRun, ...]
+    beside: Mapping[str, tuple[LabRun, ...]]
 
     def losses(self, runs: FinishedRuns) -> dict[int, float]:
         return losses(self.trials, runs)
@@ -56,7 +56,7 @@ class Experiment:
     waits_for: str = ""
 
     @property
-    def trials(self) -> list[Trial]:
+    def trials(self) -> list[LabRun]:
         """The runs, each once: seed by seed, and within a seed in the order of the rows."""
         found = (each for row in self.rows for each in (*row.trials, *(t for ts in row.beside.values() for t in ts)))
         return sorted(dict.fromkeys(found), key=lambda each: each.run.seed)
@@ -74,7 +74,7 @@ class Choices:
     rates: Mapping[ArmName, float]
     outer: tuple[float, float] | None
 
-    def best(self, arm: ArmName, seeds: Sequence[int], **changes: object) -> tuple[Trial, ...]:
+    def best(self, arm: ArmName, seeds: Sequence[int], **changes: object) -> tuple[LabRun, ...]:
         """The arm with its best values, for each seed.
 
         Args:
@@ -85,24 +85,24 @@ class Choices:
         return tuple(replace(each, run=replace(each.run, **changes)) for each in found)  # type: ignore[arg-type]
 
 
-def losses(trials: Sequence[Trial], runs: FinishedRuns) -> dict[int, float]:
+def losses(trials: Sequence[LabRun], runs: FinishedRuns) -> dict[int, float]:
     """Seed -> final loss of the finished ones."""
     return {each.run.seed: runs.loss(each) for each in trials if each in runs}
 
 
-def choose(candidates: Mapping[object, tuple[Trial, ...]], runs: FinishedRuns) -> object | None:
+def choose(candidates: Mapping[object, tuple[LabRun, ...]], runs: FinishedRuns) -> object | None:
     """The candidate with the least mean loss; None unless all runs of all candidates are finished."""
     if any(each not in runs for trials in candidates.values() for each in trials):
         return None
     return min(candidates, key=lambda key: fmean(losses(candidates[key], runs).values()))
 
 
-def rate_candidates(arm: ArmName) -> dict[object, tuple[Trial, ...]]:
+def rate_candidates(arm: ArmName) -> dict[object, tuple[LabRun, ...]]:
     outer = outer_step(REACHES[0], MOMENTA[0])
     return {rate: tuple(trial(arm, seed, rate, outer) for seed in FEW) for rate in RATES[arm]}
 
 
-def outer_candidates(rate: float) -> dict[object, tuple[Trial, ...]]:
+def outer_candidates(rate: float) -> dict[object, tuple[LabRun, ...]]:
     steps = (outer_step(reach, momentum) for reach in REACHES for momentum in MOMENTA)
     return {outer: tuple(trial("diloco", seed, rate, outer) for seed in FEW) for outer in steps}
 

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 
 from benchmarks.book import FinishedRuns, paired, shares, spread
 from benchmarks.laboratory.experiments import RATES, Choices, Experiment, Row, choices, losses
-from benchmarks.laboratory.trial import ARMS, ArmName, Trial
+from benchmarks.laboratory.trial import ARMS, ArmName, LabRun
 
 COLOURS = {"data-parallel": "#000000", "diloco": "#0072b2", "alone-outer": "#d55e00", "alone": "#e69f00"}
 """From Okabe and Ito, "Color Universal Design" (2008)."""
@@ -101,7 +101,7 @@ def draw(runs: FinishedRuns, every: Sequence[Experiment], file: Path) -> None:
     figure.savefig(file)
 
 
-def _curves(axes: Axes, arm: str, trials: Sequence[Trial], runs: FinishedRuns) -> None:
+def _curves(axes: Axes, arm: str, trials: Sequence[LabRun], runs: FinishedRuns) -> None:
     firsts = [each for each in trials if each.run.seed == 0]
     if firsts:
         best = min(firsts, key=runs.loss)

@@ -21,7 +21,7 @@ EVALUATION_STEPS = 200
 
 
 @dataclass(frozen=True, slots=True)
-class Trial:
+class LabRun:
     """A run of one arm, determined by its fields alone."""
 
     arm: ArmName
@@ -42,12 +42,12 @@ def trial(
     outer: tuple[float, float] | None = None,
     peers: int = PEERS,
     inner_steps: int = INNER_STEPS,
-) -> Trial:
+) -> LabRun:
     """A run in the regime. Arms without an outer step take none of its values, so that equal runs have equal names."""
     averages = arm in ("diloco", "alone-outer")
     steps = inner_steps if averages else INNER_STEPS
     count = 1 if arm.startswith("alone") else peers
-    return Trial(arm, Run(count, STEPS // steps, steps, PRESET, seed, outer=outer if averages else None, rate=rate))
+    return LabRun(arm, Run(count, STEPS // steps, steps, PRESET, seed, outer=outer if averages else None, rate=rate))
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class Finished:
     versions: dict[str, str]
 
 
-def perform(given: Trial) -> Finished:
+def perform(given: LabRun) -> Finished:
     """Train on one thread, in memory: `python -m benchmarks.learning check` compares that with the protocol."""
     torch.set_num_threads(1)
     began, processor = time.perf_counter(), time.process_time()

@@ -7,34 +7,34 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.book import Journal
+from benchmarks.book import RunJournal
 from benchmarks.laboratory import __main__ as laboratory
 from benchmarks.laboratory.experiments import experiments, rate_candidates
 from benchmarks.laboratory.report import table
-from benchmarks.laboratory.trial import ARMS, Finished, Trial, trial
+from benchmarks.laboratory.trial import ARMS, Finished, LabRun, trial
 
 FIRST, SECOND = trial("alone", 0), trial("alone", 1)
 
 
-def entered(journal: Journal, given: Trial, loss: float) -> None:
+def entered(journal: RunJournal, given: LabRun, loss: float) -> None:
     journal.enter(given, [(2000, loss)], 1.0)
 
 
 def test_torn_line_is_run_again(tmp_path: Path) -> None:
     """And costs neither the runs before it nor those after it."""
     path = tmp_path / "runs.jsonl"
-    entered(Journal(path), FIRST, 1.5)
+    entered(RunJournal(path), FIRST, 1.5)
     whole = path.read_text()
     path.write_text(whole + whole.replace(FIRST.name(), SECOND.name())[:-20])
-    journal = Journal(path)
+    journal = RunJournal(path)
     assert FIRST in journal and SECOND not in journal
     entered(journal, SECOND, 1.6)
-    again = Journal(path)
+    again = RunJournal(path)
     assert (again.loss(FIRST), again.loss(SECOND)) == (1.5, 1.6)
 
 
 def test_two_processes_append_and_first_run_counts(tmp_path: Path) -> None:
-    one, other = Journal(tmp_path / "runs.jsonl"), Journal(tmp_path / "runs.jsonl")
+    one, other = RunJournal(tmp_path / "runs.jsonl"), RunJournal(tmp_path / "runs.jsonl")
     entered(one, FIRST, 1.5)
     entered(other, FIRST, 1.7)
     entered(other, SECOND, 1.6)
@@ -43,13 +43,13 @@ def test_two_processes_append_and_first_run_counts(tmp_path: Path) -> None:
 
 
 def test_resume_performs_only_missing_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    journal = Journal(tmp_path / "runs.jsonl")
+    journal = RunJournal(tmp_path / "runs.jsonl")
     *done, missing = laboratory.due(["baselines"], journal)
     for each in done:
         entered(journal, each, 1.5)
-    performed = list[Trial]()
+    performed = list[LabRun]()
 
-    def perform(given: Trial) -> Finished:
+    def perform(given: LabRun) -> Finished:
         performed.append(given)
         return Finished([(2000, 1.4)], 1.0, 1.0, {})
 
@@ -59,12 +59,12 @@ def test_resume_performs_only_missing_runs(tmp_path: Path, monkeypatch: pytest.M
         schedule.follow(pool, may_begin=lambda: True, over=lambda: True)
         assert not performed, "its time is over"
         schedule.follow(pool, may_begin=lambda: True, over=lambda: False)
-    assert performed == [missing] and Journal(tmp_path / "runs.jsonl").loss(missing) == 1.4
+    assert performed == [missing] and RunJournal(tmp_path / "runs.jsonl").loss(missing) == 1.4
 
 
 def test_later_experiments_wait_for_every_baseline(tmp_path: Path) -> None:
     """With one run missing nothing is chosen; with all, the least mean loss."""
-    journal = Journal(tmp_path / "runs.jsonl")
+    journal = RunJournal(tmp_path / "runs.jsonl")
     baselines, outer, *_ = experiments(journal)
     best = rate_candidates("diloco")[2.0]
     *most, last = baselines.trials
@@ -78,7 +78,7 @@ def test_later_experiments_wait_for_every_baseline(tmp_path: Path) -> None:
 
 
 def test_table_pairs_seeds_and_marks_missing_runs(tmp_path: Path) -> None:
-    journal = Journal(tmp_path / "runs.jsonl")
+    journal = RunJournal(tmp_path / "runs.jsonl")
     values = {("data-parallel", 0): 1.0, ("data-parallel", 1): 2.0, ("diloco", 0): 1.02, ("diloco", 1): 2.08}
     for (arm, seed), loss in {**values, ("alone", 0): 1.5}.items():
         entered(journal, trial(next(each for each in ARMS if each == arm), seed, outer=(0.81, 0.7)), loss)

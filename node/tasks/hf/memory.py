@@ -1,4 +1,4 @@
-"""How much memory training needs, told before it begins. An estimate: only training itself shows the truth.
+"""Estimates how much memory training needs, before it begins. Only training itself shows the truth.
 
 What a batch needs is counted in a forward pass of the model with fake tensors, which have shapes and no content.
 """

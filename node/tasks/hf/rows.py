@@ -31,7 +31,7 @@ from node.tasks.hf.settings import HfSettings, ModelError
 
 FORMAT = 2
 _KEPT_SECONDS = 30 * 86_400.0
-"""Rows that nobody has used for so long are removed, as are unfinished ones."""
+"""Rows unused for so long are removed, as are unfinished ones."""
 TARGET, START = 1, 2
 TOKENS, FLAGS, SAMPLE, ABOUT = "tokens.bin", "flags.bin", "sample.jsonl", "about.json"
 MASKED = -100

@@ -192,7 +192,7 @@ def test_rows_are_made_again_after_change_or_damage(made: Path, tmp_path: Path, 
         os.utime(each, (1e9, 1e9))
     file.write_text(story(41))
     prepare([file], plain, settings, "t")
-    assert len(list(cache.iterdir())) == 1, "what nobody has used for long is removed"
+    assert len(list(cache.iterdir())) == 1, "rows unused for long are removed"
 
 
 def test_long_text_is_read_and_tokenised_in_pieces(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
