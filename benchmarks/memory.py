@@ -105,11 +105,20 @@ def of_founder(swarm: psutil.Process) -> list[psutil.Process]:
 
 
 def reading(processes: list[psutil.Process]) -> dict[str, float]:
-    """Memory in megabytes: of each process its own, what they share, and mapped files."""
+    """Memory in megabytes: of each process its own, what they share, and mapped files.
+
+    Args:
+        processes: the peer first. A child that has its command line is one that is being started: until it runs its
+            own program it shares the peer's memory, which would count twice.
+    """
     found: dict[str, float] = {}
+    lines: list[str] = []
     for each in processes:
         with suppress(psutil.Error, OSError):
             line = " ".join(each.cmdline())
+            if line in lines[:1]:
+                continue
+            lines.append(line)
             kind = "worker" if "worker" in line else "p2pd" if "p2pd" in line else "peer"
             for row in Path(f"/proc/{each.pid}/status").read_text().splitlines():
                 name, _, value = row.partition(":")
