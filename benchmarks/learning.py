@@ -39,7 +39,7 @@ from node.outer.sgd import OuterSGD
 from node.tasks.base import Recipe
 from node.tasks.gpt import DEFAULT_PRESET, GptTask, preset
 from node.tasks.text import Text, load
-from node.training.adamw import AdamWLearner
+from node.training.task_learner import TaskLearner
 from node.training.trainer import InlineTrainer, LocalTraining, Step
 from protocols.allreduce.clipping import allowances, clip_factors
 from protocols.allreduce.plan import part_bounds
@@ -113,7 +113,7 @@ class LabMember:
     def __init__(self, run: Run, index: int) -> None:
         task = GptTask(preset(run.preset), _text(), run.seed)
         # The initial weights are the run's; the stream is the peer's.
-        self._learner = AdamWLearner(task, run.recipe, seed=1000 * run.seed + index)
+        self._learner = TaskLearner(task, run.recipe, seed=1000 * run.seed + index)
         self._run, self._index = run, index
         self.layout, self.vectors, self.evaluate = self._learner.layout, self._learner.vectors, self._learner.evaluate
 

@@ -48,7 +48,7 @@ from node.outer.noloco import NoLoCo
 from node.outer.sgd import OuterSGD
 from node.tasks.gpt import GptTask, preset
 from node.tasks.text import load
-from node.training.adamw import AdamWLearner
+from node.training.task_learner import TaskLearner
 from node.training.trainer import LocalTraining
 from protocols.moshpit.grid import shape_for
 from tests.sim.arguments import Parser, at_least, at_least_one
@@ -112,7 +112,7 @@ class _Streams:
         return self._task.batch(1000 * self._seed + peer, self._positions[peer] - 1)
 
 
-class Pooled(AdamWLearner):
+class Pooled(TaskLearner):
     """One AdamW step by the mean gradient over a batch of each peer that is up: synchronous data parallel training."""
 
     def __init__(self, arm: Arm) -> None:
