@@ -31,6 +31,7 @@ from functools import cache, partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
+from typing import Literal
 
 import torch
 
@@ -39,13 +40,14 @@ from node.outer.sgd import OuterSGD
 from node.tasks.base import Recipe
 from node.tasks.gpt import DEFAULT_PRESET, GptTask, preset
 from node.tasks.text import Text, load
-from node.training.adamw import AdamWLearner
+from node.training.task_learner import TaskLearner
 from node.training.trainer import InlineTrainer, LocalTraining, Step
 from protocols.allreduce.clipping import allowances, clip_factors
 from protocols.allreduce.plan import part_bounds
 from protocols.base import LocalProgress, RoundKey
-from protocols.codec import codec
+from protocols.codec import Codec, codec
 from protocols.codecs.coding import carry
+from protocols.codecs.sparse import sent, settle
 from protocols.vectors import norm
 from tests.sim.arguments import Parser
 from tests.sim.world import Scenario, World, play
@@ -71,6 +73,8 @@ class Run:
         codec: the encoding of vectors on the wire.
         outer: learning rate and momentum of the outer steps; None for the preset's.
         rate: learning rate of the inner steps, as a multiple of the preset's.
+        optimizer: of the inner steps; None for AdamW.
+        speeds: of each peer, relative to the fastest: its share of the inner steps; empty if all are equal.
     """
 
     peers: int
@@ -83,20 +87,29 @@ class Run:
     codec: str = "fp32"
     outer: tuple[float, float] | None = None
     rate: float = 1.0
+    optimizer: Literal["muon"] | None = None
+    speeds: tuple[float, ...] = ()
 
     def name(self) -> str:
         lost_ = f"{self.drop} kept" if self.keep else f"{self.drop}"
         name = f"{self.preset} peers={self.peers} rounds={self.rounds} H={self.inner_steps} drop={lost_} {self.seed}"
         outer = " outer={:g},{:g}".format(*self.outer) if self.outer else ""
         rate = f" rate={self.rate:g}" if self.rate != 1.0 else ""
-        return name + (f" {self.codec}" if self.codec != "fp32" else "") + outer + rate
+        speeds = " speeds=" + ":".join(f"{each:g}" for each in self.speeds) if self.speeds else ""
+        optimizer = f" {self.optimizer}" if self.optimizer else ""
+        return name + (f" {self.codec}" if self.codec != "fp32" else "") + outer + rate + optimizer + speeds
 
     @property
     def recipe(self) -> Recipe:
         """The preset's recipe, with this run's changes."""
         recipe = preset(self.preset).recipe
-        rate = self.rate * recipe.learning_rate
-        return replace(recipe, inner_steps=self.inner_steps, rounds=self.rounds, learning_rate=rate)
+        rate, optimizer = self.rate * recipe.learning_rate, self.optimizer
+        sizes = {"inner_steps": self.inner_steps, "rounds": self.rounds}
+        return replace(recipe, **sizes, learning_rate=rate, inner_optimizer=optimizer)
+
+    def steps_of(self, peer: int) -> int:
+        """Inner steps that a peer takes in a round."""
+        return round(self.inner_steps * self.speeds[peer]) if self.speeds else self.inner_steps
 
 
 @cache
@@ -105,7 +118,7 @@ def _text() -> Text:
 
 
 class LabMember:
-    """A simulated learner: exactly H steps a round, so that no peer trains more than the one worker.
+    """A simulated learner: exactly H steps a round, or its share, so that no peer trains more than the one worker.
 
     If its contribution to a round is lost and not kept, it trains but reports no tokens: its weight is 0.
     """
@@ -113,12 +126,12 @@ class LabMember:
     def __init__(self, run: Run, index: int) -> None:
         task = GptTask(preset(run.preset), _text(), run.seed)
         # The initial weights are the run's; the stream is the peer's.
-        self._learner = AdamWLearner(task, run.recipe, seed=1000 * run.seed + index)
+        self._learner = TaskLearner(task, run.recipe, seed=1000 * run.seed + index)
         self._run, self._index = run, index
         self.layout, self.vectors, self.evaluate = self._learner.layout, self._learner.vectors, self._learner.evaluate
 
     def step(self, round_number: int, step: int) -> Step:
-        if step >= self._run.inner_steps:
+        if step >= self._run.steps_of(self._index):
             return Step(math.nan, 0)
         done = self._learner.step(round_number, step)
         discarded = not self._run.keep and self._index in lost(self._run, round_number)
@@ -174,19 +187,17 @@ def in_memory(
     """The reference: a mean with clipped norms and an outer step, without any protocol.
 
     Contributions and mean are encoded by the run's codec. As in the protocol, each peer reduces one part, and its own
-    contribution to that part is not encoded.
+    contribution to that part is not encoded, unless the codec has error feedback.
 
     Args:
-        weights: of every peer in every round. By default all peers that report tokens have equal weights.
-
-    Raises:
-        ValueError: the codec needs error feedback, which is not kept here.
+        weights: of every peer in every round. By default they are the peers' tokens.
     """
     shifts = [LocalTraining(LabMember(run, index), run.inner_steps) for index in range(run.peers)]
     outer, history = _outer(run), History()
     anchor = shifts[0].learner.vectors[0].clone()
     velocity = torch.zeros_like(anchor)
-    mean_of = _reduction(run, len(anchor))
+    mean_of, carried = _reduction(run, len(anchor)), codec(run.codec)
+    residuals = torch.zeros(run.peers if carried.decay else 0, len(anchor))
     for number in range(run.rounds):
         for local_training in shifts:
             local_training.begin(number)
@@ -195,6 +206,9 @@ def in_memory(
         counted = weights[number] if weights else [float(local_training.work().tokens) for local_training in shifts]
         deltas = torch.stack([anchor - local_training.learner.vectors[0] for local_training in shifts])
         norms = [norm([delta]) if weight else 0.0 for delta, weight in zip(deltas, counted, strict=True)]
+        if carried.decay:
+            norms = [own + carried.decay * norm([left]) for own, left in zip(norms, residuals, strict=True)]
+            deltas = _through_feedback(carried, residuals, deltas)
         factors = torch.tensor(clip_factors(norms, allowances(counted)))
         shares = torch.tensor(counted)
         outer.step(anchor, velocity, mean_of(deltas, shares * factors, float(shares.sum())))
@@ -205,22 +219,26 @@ def in_memory(
     return history
 
 
+def _through_feedback(carried: Codec, residuals: torch.Tensor, deltas: torch.Tensor) -> torch.Tensor:
+    """What each peer sends of its row and its error feedback, which is updated."""
+    rows = torch.empty_like(deltas)
+    for row, residual, delta in zip(rows, residuals, deltas, strict=True):
+        sent(carried, residual, delta, row)
+        settle(carried, residual, delta, row)
+    return rows
+
+
 def _reduction(run: Run, elements: int) -> Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]:
     """A function of rows, which it overwrites, their weights and a divisor: their mean, as the peers compute it.
 
-    They do so part by part, through the codec.
-
-    Raises:
-        ValueError: the codec needs error feedback, which is not kept here.
+    They do so part by part, through the codec. With error feedback, the rows have been through it.
     """
     carried = codec(run.codec)
-    if carried.decay:
-        raise ValueError(f"{run.codec} needs error feedback: use the protocol")
     parts = list(pairwise(part_bounds([1 / run.peers] * run.peers, elements, carried.grain)))
 
     def mean(rows: torch.Tensor, weights: torch.Tensor, divisor: float) -> torch.Tensor:
         for own, (low, high) in enumerate(parts):
-            for peer in set(range(run.peers)) - {own}:
+            for peer in set() if carried.decay else set(range(run.peers)) - {own}:
                 carry(carried, rows[peer, low:high])
         found = weights @ rows / divisor
         for low, high in parts:
@@ -354,7 +372,7 @@ def print_sweep(seeds: range, loss: Losses) -> None:
 def check() -> int:
     """Compare the protocol with the reference at equal weights: all contributions, half of them, and other codecs."""
     worst = 0.0
-    for drop, encoding in ((0.0, "fp32"), (0.5, "fp32"), (0.0, "int8"), (0.0, "e3m0")):
+    for drop, encoding in ((0.0, "fp32"), (0.5, "fp32"), (0.0, "int8"), (0.0, "e3m0"), (0.0, "topk")):
         run = Run(PEERS, rounds=3, inner_steps=4, preset=SWEEP_PRESET, seed=0, drop=drop, codec=encoding)
         history, weights = through_the_protocol(run)
         off = abs(history[-1][1] - in_memory(run, weights)[-1][1])

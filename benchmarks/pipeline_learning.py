@@ -31,8 +31,8 @@ from node.tasks.gpt import GptTask, Preset, preset
 from node.tasks.gpt_stage import GptStage, GptStageTask, assemble, block_names
 from node.tasks.partition import BlockCost, Partition, cut
 from node.tasks.text import load
-from node.training.adamw import AdamWLearner
 from node.training.stage_learner import ActivationCodec, StageLearner
+from node.training.task_learner import TaskLearner
 from node.training.trainer import InlineTrainer
 from protocols.base import Host, LocalProgress, Member, RoundKey, Trainer
 from protocols.pipeline.settings import PipelineSettings
@@ -151,7 +151,7 @@ class WholeWorld(_Evaluation):
     def trainer_on(self, index: int, host: Host) -> Trainer:
         task = GptTask(self._run.preset, load())
         task.module.load_state_dict(initial_weights(self._run))
-        learner = AdamWLearner(task, self._run.preset.recipe, self._run.stream(index))
+        learner = TaskLearner(task, self._run.preset.recipe, self._run.stream(index))
         return exact(InlineTrainer(learner, self._run.inner_steps, step_seconds=1.0))
 
 

@@ -12,7 +12,9 @@ butterfly       DiLoCo: in each round one mean of the pseudo-gradients, and one 
 moshpit         each peer takes its own outer step; states are averaged in small groups along both axes of a grid: eight
                 peers on 3 x 3 cells, one of which is empty
 gossip          the same in pairs, drawn each round among the peers that are up: an unanswered peer asks another
-noloco          the same pairs, which pull each other by NoLoCo's rule instead of averaging states; gamma is .75
+noloco          the same pairs, which pull each other by NoLoCo's rule instead of averaging states; gamma is 1 - the
+                square of the outer momentum, the best against drift by training (`node.outer.noloco`)
+push-sum        states and weights: each peer pushes half of both 1, 2, 4, … places on, in turn
 
 Training is real, on real text; the pure schedules of `protocols` average in memory. There are no votes, no waits for a
 majority, and no rounds before a peer is admitted again: other benchmarks measure the effects of peers and networks.
@@ -21,7 +23,7 @@ In each round each peer is down with the same probability, the same peers for al
 be up). A peer that is down trains, but meets no other peer:
 
 - with butterfly its work is lost, and it goes on with the others' anchor;
-- with moshpit, gossip and noloco it goes on from its own state, and nothing is lost;
+- with moshpit, gossip, noloco and push-sum it goes on from its own state, and nothing is lost;
 - with data-parallel it takes part in no step of the round. The others do not stop for it; with a barrier they would.
 
 Losses are held out, in nats per byte: of the one model, or the mean over all peers' models, down ones included.
@@ -38,25 +40,24 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import fmean
+from typing import Literal
 
 import torch
 
 from benchmarks.book import Book, History, paired, perform_all, shares, spread
 from benchmarks.learning import LabMember, Run, alone, in_memory
-from benchmarks.mixers import Mixer, moshpit_seats, pairs
+from benchmarks.mixers import Mixer, moshpit_seats, pairs, push_sum
 from node.outer.noloco import NoLoCo
 from node.outer.sgd import OuterSGD
 from node.tasks.gpt import GptTask, preset
 from node.tasks.text import load
-from node.training.adamw import AdamWLearner
+from node.training.task_learner import TaskLearner
 from node.training.trainer import LocalTraining
 from protocols.moshpit.grid import shape_for
 from tests.sim.arguments import Parser, at_least, at_least_one
 
-ARMS = ("one-worker", "alone", "data-parallel", "butterfly", "moshpit", "gossip", "noloco")
+ARMS = ("one-worker", "alone", "data-parallel", "butterfly", "moshpit", "gossip", "noloco", "push-sum")
 NOBODY_FAILS = ("one-worker", "alone")
-PULL = 0.75
-"""The best pull against drift by training, with the presets' momentum of .5: `node.outer.noloco`."""
 GROUP_MOST = 4
 """For Moshpit. By default eight peers are one group, which is butterfly without a vote."""
 EVALUATE_EVERY = 4
@@ -75,6 +76,8 @@ class Arm:
     seed: int
     failure: float
     rate: float = 1.0
+    outer: tuple[float, float] | None = None
+    optimizer: Literal["muon"] | None = None
 
     def name(self) -> str:
         sizes = f"peers={self.peers} rounds={self.rounds} H={self.inner_steps}"
@@ -83,7 +86,8 @@ class Arm:
 
     def run(self) -> Run:
         """The same run for `benchmarks.learning`, whose peers share an anchor."""
-        return Run(self.peers, self.rounds, self.inner_steps, self.preset, self.seed, rate=self.rate)
+        sizes = (self.peers, self.rounds, self.inner_steps, self.preset, self.seed)
+        return Run(*sizes, outer=self.outer, rate=self.rate, optimizer=self.optimizer)
 
 
 def up(arm: Arm, number: int) -> list[bool]:
@@ -112,7 +116,7 @@ class _Streams:
         return self._task.batch(1000 * self._seed + peer, self._positions[peer] - 1)
 
 
-class Pooled(AdamWLearner):
+class Pooled(TaskLearner):
     """One AdamW step by the mean gradient over a batch of each peer that is up: synchronous data parallel training."""
 
     def __init__(self, arm: Arm) -> None:
@@ -141,18 +145,16 @@ def butterfly(arm: Arm) -> History:
     return in_memory(arm.run(), [[float(here) for here in up(arm, number)] for number in range(arm.rounds)])
 
 
-def loose(arm: Arm, mixer: Mixer, passes: int, pull: float | None = None) -> History:
-    """Train peers that take their own outer steps and average states, or that pull each other by NoLoCo's rule.
+def loose(arm: Arm, mixer: Mixer, passes: int, evaluation_rounds: int = EVALUATE_EVERY) -> History:
+    """Train peers that take their own outer steps and average states, or, with noloco, pull each other.
 
     Args:
+        mixer: averages states; with noloco what the peers bring to its step.
         passes: how often each round applies the mixer.
-        pull: of NoLoCo. The mixer then averages what the peers bring to NoLoCo's step, not their states.
     """
     shifts = [LocalTraining(LabMember(arm.run(), index), arm.inner_steps) for index in range(arm.peers)]
-    travelling, history = (
-        _travelling(arm, torch.stack([local_training.learner.vectors[0] for local_training in shifts]), pull),
-        History(),
-    )
+    starts = torch.stack([local_training.learner.vectors[0] for local_training in shifts])
+    travelling, history = _travelling(arm, starts), History()
     for number in range(arm.rounds):
         for peer, local_training in enumerate(shifts):
             local_training.begin(number)
@@ -164,7 +166,7 @@ def loose(arm: Arm, mixer: Mixer, passes: int, pull: float | None = None) -> His
             mixed = mixer(number * passes + step, here, mixed)
         for peer, (local_training, row) in enumerate(zip(shifts, mixed.float(), strict=True)):
             local_training.write(travelling.take(peer, row))
-        if _evaluated(arm, number):
+        if _evaluated(arm, number, evaluation_rounds):
             history.append(
                 ((number + 1) * arm.inner_steps, fmean(local_training.evaluate() for local_training in shifts))
             )
@@ -206,33 +208,38 @@ class _Pulls:
         return self._phis[peer]
 
 
-def _travelling(arm: Arm, starts: torch.Tensor, pull: float | None) -> _States | _Pulls:
+def _travelling(arm: Arm, starts: torch.Tensor) -> _States | _Pulls:
     recipe = preset(arm.preset).recipe
-    rate, momentum = recipe.outer_learning_rate, recipe.outer_momentum
-    return _States(starts, OuterSGD(rate, momentum)) if pull is None else _Pulls(starts, NoLoCo(momentum, rate, pull))
+    rate, momentum = arm.outer or (recipe.outer_learning_rate, recipe.outer_momentum)
+    if arm.protocol == "noloco":
+        return _Pulls(starts, NoLoCo(momentum, rate, pull=1 - momentum**2))
+    return _States(starts, OuterSGD(rate, momentum))
 
 
 def _evaluated(arm: Arm, number: int, rounds: int = EVALUATE_EVERY) -> bool:
     return (number + 1) % rounds == 0 or number + 1 == arm.rounds
 
 
+def train(arm: Arm, evaluation_rounds: int = EVALUATE_EVERY) -> History:
+    """Train a run. The peers without a common state are evaluated every `evaluation_rounds`, and data parallel is."""
+    rng = random.Random(f"{arm.seed}/mixing")
+    if arm.protocol in NOBODY_FAILS:
+        workers = arm.peers if arm.protocol == "one-worker" else 1
+        return alone(replace(arm.run(), peers=0, rounds=arm.rounds * workers))
+    if arm.protocol == "data-parallel":
+        return data_parallel(arm, evaluation_rounds)
+    if arm.protocol == "butterfly":
+        return butterfly(arm)
+    passes = len(shape_for(arm.peers, GROUP_MOST)) if arm.protocol == "moshpit" else 1
+    makers = {"moshpit": moshpit_seats(GROUP_MOST), "gossip": pairs, "noloco": pairs, "push-sum": push_sum}
+    return loose(arm, makers[arm.protocol](arm.peers, rng), passes, evaluation_rounds)
+
+
 def perform(arm: Arm) -> tuple[History, float]:
-    """Train a run. Returns its history and the seconds that it took."""
+    """Train a run on one thread. Returns its history and the seconds that it took."""
     torch.set_num_threads(1)
-    began, rng = time.perf_counter(), random.Random(f"{arm.seed}/mixing")
-    if arm.protocol == "one-worker":
-        history = alone(replace(arm.run(), peers=0, rounds=arm.rounds * arm.peers))
-    elif arm.protocol == "alone":
-        history = alone(replace(arm.run(), peers=0))
-    elif arm.protocol == "data-parallel":
-        history = data_parallel(arm)
-    elif arm.protocol == "butterfly":
-        history = butterfly(arm)
-    elif arm.protocol == "moshpit":
-        history = loose(arm, moshpit_seats(GROUP_MOST)(arm.peers, rng), len(shape_for(arm.peers, GROUP_MOST)))
-    else:
-        history = loose(arm, pairs(arm.peers, rng), 1, PULL if arm.protocol == "noloco" else None)
-    return history, time.perf_counter() - began
+    began = time.perf_counter()
+    return train(arm), time.perf_counter() - began
 
 
 def wanted(options: argparse.Namespace) -> Iterator[Arm]:

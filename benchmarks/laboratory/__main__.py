@@ -16,8 +16,11 @@ baselines       inner learning rates of all arms
 outer           learning rate and momentum of the outer step
 seeds           five seeds of each arm with its best values
 inner-steps     H
+muon            Muon for hidden matrices, its rates, beside AdamW
+codecs          int8, e3m0, top-k with error feedback
 peers           their number
-trouble         codecs, and half of the contributions lost
+trouble         half of the contributions lost; unequal speeds
+family          Moshpit, gossip, NoLoCo and push-sum at 8 peers, in calm and with 30 % missing in each round
 
 Averaging is arithmetic in memory, without votes or a network. Losses are held out, in nats per byte, of the outer
 parameters after the last round. Each finished run is one line of the journal, and never runs again. An experiment that

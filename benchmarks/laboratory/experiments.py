@@ -10,15 +10,25 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 
 from benchmarks.book import FinishedRuns
-from benchmarks.laboratory.trial import ARMS, INNER_STEPS, PEERS, ArmName, LabRun, trial
+from benchmarks.laboratory.trial import (
+    ARMS,
+    INNER_STEPS,
+    PEERS,
+    WITHOUT_COMMON_STATE,
+    ArmName,
+    LabRun,
+    trial,
+)  # fmt: skip
 
-RATES: dict[ArmName, tuple[float, ...]] = {arm: (1.0, 2.0, 0.5) for arm in ARMS}
-RATES["data-parallel"] = (1.0, 2.0, 0.5, 4.0)
-"""Inner learning rates, as multiples of the preset's. Data parallel's batch is larger, and may bear more."""
+RATES, MOST_RATE = (1.0, 2.0, 0.5), 8.0
+"""Inner learning rates, as multiples of the preset's: those that are tried first, and the largest."""
 REACHES, MOMENTA = (2.7, 3.5, 2.0, 4.5), (0.7, 0.5, 0.8)
 """Of outer steps: the learning rate over 1 - momentum, which is how far a lasting direction is followed."""
 FEW, MANY = range(2), range(5)
-LOST = 0.5
+LOST, MISSING = 0.5, 0.3
+SPEEDS = (1.0, 0.5, 0.25, 0.25)
+SPARSE = (1.0, 0.0)
+"""The outer step of SparseLoCo (Sarfi et al. 2025) for top-k."""
 
 
 def outer_step(reach: float, momentum: float) -> tuple[float, float]:
@@ -91,67 +101,94 @@ def losses(trials: Sequence[LabRun], runs: FinishedRuns) -> dict[int, float]:
 
 
 def choose(candidates: Mapping[object, tuple[LabRun, ...]], runs: FinishedRuns) -> object | None:
-    """The candidate with the least mean loss; None unless all runs of all candidates are finished."""
+    """The candidate with the least mean loss, of those with the most seeds; None unless all runs are finished."""
     if any(each not in runs for trials in candidates.values() for each in trials):
         return None
-    return min(candidates, key=lambda key: fmean(losses(candidates[key], runs).values()))
+    most = max(map(len, candidates.values()))
+    whole = [key for key, trials in candidates.items() if len(trials) == most]
+    return min(whole, key=lambda key: fmean(losses(candidates[key], runs).values()))
 
 
-def rate_candidates(arm: ArmName) -> dict[object, tuple[LabRun, ...]]:
-    outer = outer_step(REACHES[0], MOMENTA[0])
-    return {rate: tuple(trial(arm, seed, rate, outer) for seed in FEW) for rate in RATES[arm]}
+Candidates = dict[float, tuple[LabRun, ...]]
 
 
-def outer_candidates(rate: float) -> dict[object, tuple[LabRun, ...]]:
-    steps = (outer_step(reach, momentum) for reach in REACHES for momentum in MOMENTA)
-    return {outer: tuple(trial("diloco", seed, rate, outer) for seed in FEW) for outer in steps}
+def rate_candidates(arm: ArmName, runs: FinishedRuns, **changes: object) -> Candidates:
+    """The inner rates of an arm. While the best is the largest or the least of them, one beyond it follows.
+
+    Args:
+        changes: arguments of `trial`; without them the outer step has the first of `REACHES` and `MOMENTA`.
+    """
+    given = {"outer": outer_step(REACHES[0], MOMENTA[0]), **changes}
+
+    def of(rate: float) -> tuple[LabRun, ...]:
+        return tuple(trial(arm, seed, rate, **given) for seed in FEW)  # type: ignore[arg-type]
+
+    found = {rate: of(rate) for rate in RATES}
+    while isinstance(best := choose(found, runs), float):
+        beyond = 2 * best if best == max(found) else best / 2
+        if beyond in found or not 1 / MOST_RATE <= beyond <= MOST_RATE:
+            break
+        found[beyond] = of(beyond)
+    return found
+
+
+def outer_candidates(rate: float, runs: FinishedRuns) -> dict[object, tuple[LabRun, ...]]:
+    """The outer steps: all with the first seed, then the better half with all of `FEW`."""
+    steps = [outer_step(reach, momentum) for reach in REACHES for momentum in MOMENTA]
+    first: dict[object, tuple[LabRun, ...]] = {outer: (trial("diloco", FEW[0], rate, outer),) for outer in steps}
+    if any(trials[0] not in runs for trials in first.values()):
+        return first
+    better = sorted(steps, key=lambda outer: runs.loss(first[outer][0]))[: len(steps) // 2]
+    more = {outer: tuple(trial("diloco", seed, rate, outer) for seed in FEW) for outer in better}
+    return first | more
 
 
 def choices(runs: FinishedRuns) -> Choices:
     """What the finished runs settle."""
-    chosen = {arm: choose(rate_candidates(arm), runs) for arm in ARMS}
+    chosen = {arm: choose(rate_candidates(arm, runs), runs) for arm in ARMS}  # type: ignore[arg-type]
     rates = {arm: rate for arm, rate in chosen.items() if isinstance(rate, float)}
-    outer = choose(outer_candidates(rates["diloco"]), runs) if "diloco" in rates else None
+    outer = choose(outer_candidates(rates["diloco"], runs), runs) if "diloco" in rates else None
     return Choices(rates, outer if isinstance(outer, tuple) else None)
 
 
 def experiments(runs: FinishedRuns) -> list[Experiment]:
     """All experiments, most important first."""
     known = choices(runs)
-    found = [_baselines(known)]
+    found = [_baselines(known, runs)]
     for name, title, build, needs_outer in _LATER:
         missing = [arm for arm in ARMS if arm not in known.rates]
         waits = f"the inner rate of {', '.join(missing)}" if missing else ""
         if not waits and needs_outer and known.outer is None:
             waits = "the outer step"
-        found.append(Experiment(name, title, () if waits else tuple(build(known)), waits))
+        found.append(Experiment(name, title, () if waits else tuple(build(known, runs)), waits))
     return found
 
 
-def _baselines(known: Choices) -> Experiment:
+def _baselines(known: Choices, runs: FinishedRuns) -> Experiment:
     """All arms with all rates. Once the best is known, all are paired with data parallel at its best."""
     rate = known.rates.get("data-parallel", 1.0)
     words = "its best rate" if "data-parallel" in known.rates else "the preset's rate, its best is open"
-    beside = {f"data parallel at {words}": rate_candidates("data-parallel")[rate]}
-    every = dict.fromkeys(rate for arm in ARMS for rate in RATES[arm])
+    candidates = {arm: rate_candidates(arm, runs) for arm in ARMS}
+    beside = {f"data parallel at {words}": candidates["data-parallel"][rate]}
+    every = dict.fromkeys(rate for rates in candidates.values() for rate in rates)
     rows = [
-        Row(f"{arm}, {rate:g} x the inner rate", rate_candidates(arm)[rate], beside)
+        Row(f"{arm}, {rate:g} x the inner rate", candidates[arm][rate], beside)
         for rate in every
         for arm in ARMS
-        if rate in RATES[arm]
+        if rate in candidates[arm]
     ]
     reach = "{:g}, {:g}".format(*outer_step(REACHES[0], MOMENTA[0]))
     return Experiment("baselines", f"Inner learning rates; where there is an outer step, it is ({reach})", tuple(rows))
 
 
-def _outer(known: Choices) -> Iterator[Row]:
+def _outer(known: Choices, runs: FinishedRuns) -> Iterator[Row]:
     beside = {"data parallel": known.best("data-parallel", FEW)}
-    for outer, trials in outer_candidates(known.rates["diloco"]).items():
+    for outer, trials in outer_candidates(known.rates["diloco"], runs).items():
         rate, momentum = outer  # type: ignore[misc]
         yield Row(f"rate {rate:g}, momentum {momentum:g}: {rate / (1 - momentum):.1f}", trials, beside)
 
 
-def _seeds(known: Choices) -> Iterator[Row]:
+def _seeds(known: Choices, runs: FinishedRuns) -> Iterator[Row]:
     best = {arm: known.best(arm, MANY) for arm in ARMS}
     for arm in ARMS:
         others = {"data parallel": best["data-parallel"]} if arm != "data-parallel" else {}
@@ -159,13 +196,13 @@ def _seeds(known: Choices) -> Iterator[Row]:
         yield Row(arm, best[arm], {**others, **lone})
 
 
-def _inner_steps(known: Choices) -> Iterator[Row]:
+def _inner_steps(known: Choices, runs: FinishedRuns) -> Iterator[Row]:
     beside = {"data parallel": known.best("data-parallel", FEW)}
     for steps in (INNER_STEPS, 10, 50, 100):
         yield Row(f"H = {steps}", known.best("diloco", FEW, inner_steps=steps), beside)
 
 
-def _peers(known: Choices) -> Iterator[Row]:
+def _peers(known: Choices, runs: FinishedRuns) -> Iterator[Row]:
     for peers in (PEERS, 1, 2, 8):
         arm: ArmName = "diloco" if peers > 1 else "alone-outer"
         beside = known.best("data-parallel" if peers > 1 else "alone", FEW, **({"peers": peers} if peers > 1 else {}))
@@ -176,21 +213,60 @@ def _peers(known: Choices) -> Iterator[Row]:
         )
 
 
-def _trouble(known: Choices) -> Iterator[Row]:
+def _codecs(known: Choices, runs: FinishedRuns) -> Iterator[Row]:
     seeds = range(3)
     calm = known.best("diloco", seeds)
-    beside = {"float32, nothing lost": calm}
-    yield Row("float32, nothing lost", calm, {})
+    beside = {"float32": calm}
+    yield Row("float32", calm, {})
     yield Row("int8", known.best("diloco", seeds, codec="int8"), beside)
     yield Row("e3m0", known.best("diloco", seeds, codec="e3m0"), beside)
+    yield Row("top-k, error feedback", known.best("diloco", seeds, codec="topk"), beside)
+    yield Row("top-k, error feedback, outer (1, 0)", known.best("diloco", seeds, codec="topk", outer=SPARSE), beside)
+    yield Row("float32, outer (1, 0)", known.best("diloco", seeds, outer=SPARSE), beside)
+
+
+def _trouble(known: Choices, runs: FinishedRuns) -> Iterator[Row]:
+    seeds = range(3)
+    calm = known.best("diloco", seeds)
+    beside = {"4 equal peers, nothing lost": calm}
+    yield Row("4 equal peers, nothing lost", calm, {})
     yield Row("half of the contributions lost", known.best("diloco", seeds, drop=LOST), beside)
+    yield Row("speeds 4:2:1:1, half of the tokens", known.best("diloco", seeds, speeds=SPEEDS), beside)
+    yield Row("2 equal peers, half of the tokens", known.best("diloco", seeds, peers=2), beside)
 
 
-_LATER: tuple[tuple[str, str, Callable[[Choices], Iterator[Row]], bool], ...] = (
+def _muon(known: Choices, runs: FinishedRuns) -> Iterator[Row]:
+    """Muon at each rate, then both optimisers at their best, three seeds each."""
+    for arm in ("data-parallel", "diloco"):
+        candidates = rate_candidates(arm, runs, optimizer="muon", outer=known.outer)  # type: ignore[arg-type]
+        beside = {"AdamW, the same arm": known.best(arm, range(3))}  # type: ignore[arg-type]
+        best = choose(candidates, runs)  # type: ignore[arg-type]
+        for rate, trials in candidates.items():
+            third = (trial(arm, 2, rate, known.outer, optimizer="muon"),) if rate == best else ()  # type: ignore[arg-type]
+            yield Row(f"{arm}, {rate:g} x the inner rate", (*trials, *third), beside)
+
+
+def _family(known: Choices, runs: FinishedRuns) -> Iterator[Row]:
+    """With 8 peers, in calm and with peers missing; the butterfly under failures is diloco."""
+    outer, rate, peers = known.outer, known.rates["diloco"], 8
+    for failure in (0.0, MISSING):
+        of = {
+            arm: tuple(replace(trial(arm, seed, rate, outer, peers), failure=failure) for seed in FEW)
+            for arm in ("butterfly", *WITHOUT_COMMON_STATE)
+        }
+        for arm, trials in of.items():
+            missing = f", {failure:.0%} missing in each round" if failure else ""
+            yield Row(f"{arm}{missing}", trials, {"butterfly, as many missing": of["butterfly"]})
+
+
+_LATER: tuple[tuple[str, str, Callable[[Choices, FinishedRuns], Iterator[Row]], bool], ...] = (
     ("outer", "Outer steps: learning rate, momentum, and rate / (1 - momentum)", _outer, False),
     ("seeds", "Each arm with its best values", _seeds, True),
     ("inner-steps", "Inner steps of a round, with the outer step that is best at H = 25", _inner_steps, True),
+    ("muon", "Muon for hidden matrices, with the outer step that is best for AdamW", _muon, True),
+    ("codecs", "Codecs", _codecs, True),
     ("peers", "Number of peers, with the values that are best for 4", _peers, True),
-    ("trouble", "Codecs, and lost contributions", _trouble, True),
+    ("trouble", "Lost contributions, and unequal speeds", _trouble, True),
+    ("family", "Eight peers without a common state, beside the butterfly", _family, True),
 )
 NAMES = ("baselines", *(name for name, *_ in _LATER))

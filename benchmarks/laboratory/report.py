@@ -10,7 +10,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from benchmarks.book import FinishedRuns, paired, shares, spread
-from benchmarks.laboratory.experiments import RATES, Choices, Experiment, Row, choices, losses
+from benchmarks.laboratory.experiments import MOST_RATE, Choices, Experiment, Row, choices, losses
 from benchmarks.laboratory.trial import ARMS, ArmName, LabRun
 
 COLOURS = {"data-parallel": "#000000", "diloco": "#0072b2", "alone-outer": "#d55e00", "alone": "#e69f00"}
@@ -64,7 +64,7 @@ def _best_rate(arm: ArmName, known: Choices) -> str:
     if arm not in known.rates:
         return "open, runs are missing"
     rate = known.rates[arm]
-    edge = ", at the edge of what was tried" if rate in (min(RATES[arm]), max(RATES[arm])) else ""
+    edge = ", at the edge of what is tried" if rate in (1 / MOST_RATE, MOST_RATE) else ""
     return f"{rate:g} x the preset's{edge}"
 
 

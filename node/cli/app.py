@@ -40,7 +40,7 @@ _OPTIONS = {
 }
 """Name of a value in a `ConfigError` -> the option that sets it."""
 
-OF_RUN = ("run", "task", "protocol", "stages", "lora", "train")
+OF_RUN = ("run", "task", "protocol", "stages", "lora", "train", "inner")
 """Options that describe a run to start."""
 OF_MODELS = ("model", "checkpointing", "compile", "held_out")
 """Options of this machine that only the task hf takes."""
@@ -74,6 +74,7 @@ def join(
     stages: options.StagesOption = None,
     train: options.TrainOption = None,
     lora: options.LoraOption = None,
+    inner: options.InnerOption = None,
     stage: options.StageOption = None,
     rounds: options.RoundsOption = None,
     wait_for_peers: options.WaitForPeersOption = None,
@@ -336,6 +337,7 @@ def _load_run(of_run: Mapping[str, Any], rounds: int | None) -> RunConfig:
 
     overrides = {name: of_run.get(name) for name in ("task", "protocol", "stages")} | {
         "recipe.rounds": rounds,
+        "recipe.inner_optimizer": of_run.get("inner"),
         "hf.train": of_run.get("train") or ("lora" if "lora" in of_run else None),
         "hf.lora_rank": of_run.get("lora"),
     }

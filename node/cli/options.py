@@ -235,6 +235,12 @@ TrainOption = Annotated[
 LoraOption = Annotated[
     int | None, option(RUN, "With --task hf: rank of the adapters. Default: 16.", min=1, max=1024, metavar="RANK")
 ]
+InnerOption = Annotated[
+    str | None,
+    option(
+        RUN, "Optimiser of the inner steps: adamw (the default), or muon for hidden matrices.", metavar="adamw|muon"
+    ),
+]
 ModelOption = Annotated[
     str | None,
     option(

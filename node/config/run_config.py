@@ -67,7 +67,7 @@ _RECIPE_LIMITS: Mapping[str, float] = {
 _RECIPE_OF_MODELS = {**asdict(PRESETS[DEFAULT_PRESET].recipe), "mean": "token", "decay": "matrices"}
 """Defaults of hf and of users' own tasks."""
 _RECIPE_OF_HF = {"learning_rate": 2e-4, "weight_decay": 0.01, "batches": 1}
-_UNSTORED = {"mean": "batch", "decay": "all"}
+_UNSTORED = {"mean": "batch", "decay": "all", "inner_optimizer": "adamw"}
 """Choices of the recipe that runs of older versions made without naming them, and that are stored as None."""
 _PACED_RECIPE = Recipe(
     inner_steps=20, rounds=10_000, learning_rate=1e-3, outer_learning_rate=0.9, outer_momentum=0.5, warmup_steps=0
@@ -190,11 +190,16 @@ class RunConfig:
             raise ValueError(f"codec {used.name} is for protocol butterfly: {self.protocol} needs vectors whole")
         if self.chunk_elements % used.grain:
             raise ValueError(f"with codec {used.name}, chunk_elements must be a multiple of {used.grain}")
-        if self.recipe.outer_pull and self.protocol != "gossip":
-            raise ValueError(f"recipe.outer_pull is for gossip, whose pairs pull each other: not for {self.protocol}")
         if self.protocol != "butterfly" and (self.fork == "never" or self.min_peers > 1):
             raise ValueError(f"fork and min_peers are for butterfly: {self.protocol} has no votes")
+        self._check_recipe()
         self._check_stages()
+
+    def _check_recipe(self) -> None:
+        if self.recipe.outer_pull and self.protocol != "gossip":
+            raise ValueError(f"recipe.outer_pull is for gossip, whose pairs pull each other: not for {self.protocol}")
+        if self.recipe.inner_optimizer and self.hf and self.hf.train == "lora":
+            raise ValueError("recipe.inner_optimizer muon is for hidden matrices: adamw trains adapters")
 
     def _check_stages(self) -> None:
         stages = self.stages

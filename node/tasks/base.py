@@ -69,7 +69,7 @@ class Task(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """Hyper-parameters of a run: the inner steps (AdamW), the rounds, and the outer step (Nesterov SGD).
+    """Hyper-parameters of a run: the inner steps, the rounds, and the outer step (Nesterov SGD).
 
     Raises:
         ValueError: a value is out of its range. The message is one line that names it.
@@ -78,7 +78,8 @@ class Recipe:
         inner_steps: H, inner steps of a round.
         rounds: length of the run, and of the learning rate's cosine.
         batches: batches accumulated into one inner step.
-        learning_rate, betas, weight_decay: of AdamW (Loshchilov & Hutter 2019).
+        learning_rate, weight_decay: of the inner optimiser.
+        betas: of AdamW (Loshchilov & Hutter 2019).
         clip_norm: L2 norm at which the gradient of an inner step is clipped.
         warmup_steps: number of first global inner steps in which the rate rises linearly.
         final_fraction: learning rate at the end of the cosine, as a fraction of `learning_rate`.
@@ -91,6 +92,8 @@ class Recipe:
         decay: what the weight decay applies to: with matrices, tensors of two or more dimensions except adapters, so
             not norms and biases; with all (stored as None), every parameter. The default is matrices for hf and users'
             own tasks.
+        inner_optimizer: adamw (stored as None), or muon for hidden matrices (Jordan et al. 2024) with AdamW for all
+            other parameters. Hidden are tensors of two dimensions, except adapters, embeddings and output layers.
     """
 
     inner_steps: int
@@ -107,6 +110,7 @@ class Recipe:
     outer_pull: float | None = None
     mean: Literal["token"] | None = None
     decay: Literal["matrices"] | None = None
+    inner_optimizer: Literal["muon"] | None = None
 
     def __post_init__(self) -> None:
         for name in ("inner_steps", "rounds", "batches"):

@@ -16,8 +16,8 @@ from node.tasks.gpt import GptConfig, GptTask, Preset
 from node.tasks.hf.settings import HfValues, ModelPins
 from node.tasks.paced import Paced
 from node.tasks.text import load
-from node.training.adamw import AdamWLearner
 from node.training.cores import usable_cores
+from node.training.task_learner import TaskLearner
 from node.training.trainer import Learner
 from protocols.base import Vector
 
@@ -225,12 +225,12 @@ def build(spec: WorkerSpec, allocate: Allocate, resume: bool) -> Job:
         own_task = own.make(values.name, TaskContext(spec.weights_seed, device, spec.data, values.options))
         own_task.try_out(spec.stream_seed)
         autocast = _autocast(spec.precision, device, width=0)
-        return Job(AdamWLearner(own_task, spec.recipe, spec.stream_seed, place, resume, autocast))
+        return Job(TaskLearner(own_task, spec.recipe, spec.stream_seed, place, resume, autocast))
     text = load(spec.data, spec.held_out)
     preset = Preset(values.shape, values.rows, spec.recipe)
     task = GptTask(preset, text, spec.weights_seed, device)
     autocast = _autocast(spec.precision, device, values.shape.width)
-    learner = AdamWLearner(task, spec.recipe, spec.stream_seed, place, resume, autocast)
+    learner = TaskLearner(task, spec.recipe, spec.stream_seed, place, resume, autocast)
     return Job(learner, held_out=text.held_out.numpy().tobytes(), generate=task.module.generate)
 
 
@@ -242,7 +242,7 @@ def _build_hf(spec: WorkerSpec, values: HfValues, device: str, place: Allocate |
     torch.manual_seed(spec.weights_seed)  # of the adapters
     task = make_task(values, spec.data, spec.held_out, device, dtype)
     torch.manual_seed(spec.stream_seed)  # of dropout, in which peers should differ
-    learner = AdamWLearner(task, spec.recipe, spec.stream_seed, place, resume)
+    learner = TaskLearner(task, spec.recipe, spec.stream_seed, place, resume)
     if not resume and spec.held_out is not None and values.settings.train == "lora":
         task.compare_base(learner.evaluate(), values.pins)
 

@@ -1,4 +1,4 @@
-"""A stage of a real model: activations from bytes and back, gradients summed over microbatches, AdamW steps."""
+"""A stage of a real model: activations from bytes and back, gradients summed over microbatches, optimiser steps."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from node.tasks.base import Recipe
 from node.tasks.flat import flatten
 from node.tasks.gpt import VOCABULARY
 from node.tasks.gpt_stage import ActivationShape, GptStageTask
-from node.training.adamw import ClippedAdamW
+from node.training.inner_optimizer import InnerOptimizer
 from node.training.trainer import Step
 from protocols.base import BadPayload, Buffer, Vector
 
@@ -143,7 +143,7 @@ class StageLearner:
         self.position = 0
         self._task, self._codec, self._seed = task, codec, seed
         self._device = flat.vectors[0].device
-        self._optimizer = ClippedAdamW(flat, recipe)
+        self._optimizer = InnerOptimizer(flat, recipe)
         self._accumulated = _Accumulated()
 
     # -- microbatches -------------------------------------------------------------------------------------------------
@@ -267,7 +267,7 @@ class StageLearner:
         return Step(done.loss / done.losses if done.losses else math.nan, done.tokens)
 
     def moments(self, make: bool = False) -> dict[str, torch.Tensor]:
-        """The optimiser's tensors by name; see `ClippedAdamW.moments`."""
+        """The optimiser's tensors by name; see `InnerOptimizer.moments`."""
         return self._optimizer.moments(make)
 
     def evaluate(self) -> float:

@@ -1,8 +1,8 @@
-"""The inner loop: AdamW steps between two rounds, and the accounting of tokens, loss and time.
+"""The inner loop: optimiser steps between two rounds, and the accounting of tokens, loss and time.
 
 Three layers. The first two are synchronous, so that a worker process can run them:
 
-    Learner          takes inner steps: `node.training.adamw.AdamWLearner` on a task's module, `Paced` only waits
+    Learner          takes inner steps: `node.training.task_learner.TaskLearner` on a task's module, `Paced` only waits
     LocalTraining    one learner's work since its anchor: tokens, loss, seconds, norm of the pseudo-gradient
     InlineTrainer    `protocols.base.Trainer` over a `LocalTraining`, in the event loop itself
 """

@@ -48,11 +48,11 @@ def test_rate_changes_run_name_and_step_length() -> None:
     assert moved[1] == pytest.approx(moved[0] / 2, rel=0.01)
 
 
-@pytest.mark.parametrize("pull", (None, 0.3))
-def test_full_state_averaging_gives_one_model(pull: float | None) -> None:
+@pytest.mark.parametrize("protocol", ("moshpit", "noloco"))
+def test_full_state_averaging_gives_one_model(protocol: str) -> None:
     """Then the mean of the losses is the loss of each."""
-    averaged = loose(arm("moshpit", 2), all_reduce(2, random.Random(0)), 1, pull)[-1][1]
-    apart = loose(arm("moshpit", 2), lambda number, here, values: values, 1, pull)[-1][1]
+    averaged = loose(arm(protocol, 2), all_reduce(2, random.Random(0)), 1)[-1][1]
+    apart = loose(arm(protocol, 2), lambda number, here, values: values, 1)[-1][1]
     assert averaged != apart and averaged == pytest.approx(apart, rel=0.01)
 
 
@@ -61,14 +61,14 @@ def test_interrupted_lab_reports_complete_seeds(tmp_path: Path, capsys: pytest.C
     path = tmp_path / "runs.json"
     options, book = parse(["--json", str(path), "--seeds", "2"]), Book(path, resume=False)
     todo = due(list(wanted(options)), book)
-    assert len(todo) == 34 and {each.seed for each in todo[:17]} == {0}
+    assert len(todo) == 40 and {each.seed for each in todo[:20]} == {0}
     for protocol, seed, loss in (("data-parallel", 0, 2.0), ("data-parallel", 1, 1.0), ("gossip", 0, 2.2)):
         done = replace(arm(protocol, 8, rounds=12), inner_steps=100, seed=seed)
         book.enter(done, [(1200, loss)], 1.0)
-    assert len(due(todo, book)) == 31
+    assert len(due(todo, book)) == 37
     assert main(["--json", str(path), "--show", "--seeds", "2"]) == 0
     shown = capsys.readouterr().out
-    assert "3 of 34 runs" in shown
+    assert "3 of 40 runs" in shown
     lines = [line.split() for line in shown.splitlines()]
     assert ["gossip", "0", "2.2000", "-", "2.2000", "+10.00%"] in lines
     for protocol, loss in (("alone", 3.0), ("butterfly", 2.0)):

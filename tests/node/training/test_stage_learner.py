@@ -15,8 +15,8 @@ from node.tasks.gpt import Gpt, GptConfig, GptTask, Preset
 from node.tasks.gpt_stage import GptStage, GptStageTask, assemble, block_names, measure
 from node.tasks.partition import BlockCost, Partition, cut
 from node.tasks.text import Text
-from node.training.adamw import AdamWLearner
 from node.training.stage_learner import ActivationCodec, StageLearner
+from node.training.task_learner import TaskLearner
 from node.training.trainer import Step
 from protocols.base import BadPayload
 
@@ -85,11 +85,11 @@ class Pipeline:
         }  # fmt: skip
 
 
-def unpartitioned(pipeline: Pipeline, data: Text | None = None) -> tuple[GptTask, AdamWLearner]:
+def unpartitioned(pipeline: Pipeline, data: Text | None = None) -> tuple[GptTask, TaskLearner]:
     """The whole model with the same weights and the same data."""
     task = GptTask(pipeline.preset, data or text())
     task.module.load_state_dict(pipeline.whole().state_dict())
-    return task, AdamWLearner(task, pipeline.preset.recipe, STREAM)
+    return task, TaskLearner(task, pipeline.preset.recipe, STREAM)
 
 
 @pytest.mark.parametrize("stages", (2, 4))

@@ -13,7 +13,7 @@ from node.tasks.base import Batch, Recipe
 from node.tasks.gpt import GptConfig, Preset
 from node.tasks.paced import Paced
 from node.tasks.text import Text
-from node.training.adamw import AdamWLearner
+from node.training.task_learner import TaskLearner
 from node.training.trainer import InlineTrainer, LocalTraining, Step
 from protocols.base import Layout, LocalProgress, RoundKey, Trainer, Vector
 from tests.sim.loop import run
@@ -92,18 +92,18 @@ def test_learning_rate_at_known_steps() -> None:
 
 
 def test_late_joiner_uses_the_rounds_learning_rate() -> None:
-    learner = AdamWLearner(Line(), RECIPE, seed=1)
+    learner = TaskLearner(Line(), RECIPE, seed=1)
     rates = []
     for number, step in [(0, 0), (3, 2), (3, 9), (3, 500), (4, 0)]:
         learner.step(number, step)
-        rates.append(learner._optimizer._adamw.param_groups[0]["lr"])
+        rates.append(learner._optimizer._optimizers[0].param_groups[0]["lr"])
     assert rates == [RECIPE.rate(global_step) for global_step in (0, 32, 39, 39, 40)]
 
 
 @pytest.mark.parametrize("clip_norm", [0.1, 5.5, 1e9])  # always, at some steps, never
 def test_steps_equal_torchs_adamw(clip_norm: float) -> None:
     recipe = Recipe(10, 5, 1e-2, 0.9, 0.5, batches=2, clip_norm=clip_norm, warmup_steps=4, weight_decay=0.3)
-    learner, twin = AdamWLearner(Line(), recipe, seed=7), Line()
+    learner, twin = TaskLearner(Line(), recipe, seed=7), Line()
     plain = torch.optim.AdamW(twin.module.parameters(), 1e-2, (0.9, 0.95), weight_decay=0.3, foreach=False)
     for step in range(12):
         result = learner.step(step // 10, step % 10)
@@ -122,11 +122,11 @@ def test_steps_equal_torchs_adamw(clip_norm: float) -> None:
 
 def test_learner_converges_and_resumes_its_data() -> None:
     task = Line()
-    learner = AdamWLearner(task, RECIPE, seed=1)
+    learner = TaskLearner(task, RECIPE, seed=1)
     before = task.evaluate()
     losses = [learner.step(0, step % 10).loss for step in range(200)]
     assert learner.position == 200 and task.evaluate() < 0.2 * before and losses[-1] < 0.2 * losses[0]
-    late = AdamWLearner(Line(), RECIPE, seed=1)
+    late = TaskLearner(Line(), RECIPE, seed=1)
     late.position = 199
     late.vectors[0].copy_(torch.cat([p.detach().flatten() for p in Line().module.parameters()]))
     first, again = late.step(0, 0).loss, Line().loss(*Line().batch(1, 199))
@@ -135,7 +135,7 @@ def test_learner_converges_and_resumes_its_data() -> None:
 
 def test_step_with_non_finite_gradient_changes_nothing() -> None:
     task = Line()
-    learner = AdamWLearner(task, RECIPE, seed=1)
+    learner = TaskLearner(task, RECIPE, seed=1)
     learner.step(0, 0)
     before = learner.vectors[0].clone()
     task.scale = math.inf

@@ -27,7 +27,7 @@ from node.tasks.hf.rows import MASKED
 from node.tasks.hf.settings import HfMachine, HfSettings, HfValues, ModelError, ModelPins
 from node.tasks.hf.source import ModelFolder, find_model
 from node.tasks.spec import Job, WorkerSpec, build
-from node.training.adamw import AdamWLearner
+from node.training.task_learner import TaskLearner
 from tests.support.small_models import CHAT_WITH_MARKS, write_model, write_tokenizer
 
 RECIPE = {"learning_rate": 3e-3, "outer_learning_rate": 0.9, "outer_momentum": 0.5, "warmup_steps": 0}
@@ -44,13 +44,13 @@ def job(made: Path, kind: str, batches: int = 1, machine: dict[str, Any] | None 
         return build(spec, torch.empty, False)
 
 
-def learner_of(made: Path, kind: str, **more: Any) -> AdamWLearner:
+def learner_of(made: Path, kind: str, **more: Any) -> TaskLearner:
     learner = job(made, kind, **more).learner
-    assert isinstance(learner, AdamWLearner)
+    assert isinstance(learner, TaskLearner)
     return learner
 
 
-def gradient(learner: AdamWLearner) -> tuple[torch.Tensor, int]:
+def gradient(learner: TaskLearner) -> tuple[torch.Tensor, int]:
     """The mean gradient over the targets of the first step, and their number."""
     learner._task.module.train()
     learner._optimizer.clear()

@@ -1,7 +1,8 @@
-"""AdamW of runs whose recipe has `mean` and `decay`: exact means over targets, what is decayed, bfloat16 copies."""
+"""A task's learner: exact means over targets, what is decayed, what Muon trains, bfloat16 copies."""
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from dataclasses import replace
 
 import pytest
@@ -13,7 +14,8 @@ from torch.nn import functional
 
 from node.tasks.base import Batch, Recipe
 from node.tasks.flat import flatten
-from node.training.adamw import AdamWLearner, decayed
+from node.training.inner_optimizer import InnerOptimizer, is_decayed, tensor_runs
+from node.training.task_learner import TaskLearner
 
 RECIPE = Recipe(10, 5, 1e-2, 0.9, 0.5, warmup_steps=0, mean="token", decay="matrices", weight_decay=0.3)
 WORDS = 11
@@ -46,6 +48,23 @@ class Masked:
         return float(self.module.training)
 
 
+class Layered(Masked):
+    """The same on named layers, of which two are hidden matrices, one of them with a bias."""
+
+    def __init__(self) -> None:
+        super().__init__([8], [0] * 8)
+        torch.manual_seed(4)
+        names = ("embed", "middle", "norm", "wide", "lm_head")
+        layers = (
+            nn.Embedding(WORDS, 8),
+            nn.Linear(8, 8),
+            nn.LayerNorm(8),
+            nn.Linear(8, 12, False),
+            nn.Linear(12, WORDS),
+        )
+        self.module = nn.Sequential(OrderedDict(zip(names, layers, strict=True)))
+
+
 @given(
     split=st.permutations([1, 1, 2, 4]) | st.just([8]) | st.just([1] * 8),
     rows=st.permutations([13, 13, 12, 0, 0, 5, 1, 9]),
@@ -53,7 +72,7 @@ class Masked:
 def test_any_split_gives_the_same_gradient(split: list[int], rows: list[int]) -> None:
     gradients = []
     for parts in ([8], split):
-        learner = AdamWLearner(Masked(parts, rows), replace(RECIPE, batches=len(parts)), seed=0)
+        learner = TaskLearner(Masked(parts, rows), replace(RECIPE, batches=len(parts)), seed=0)
         learner._accumulate()
         count = 8 * 13 - sum(rows)
         gradients.append(learner._flat.gradients[0] / count)
@@ -64,7 +83,7 @@ def test_any_split_gives_the_same_gradient(split: list[int], rows: list[int]) ->
 
 
 def test_step_without_targets_is_skipped() -> None:
-    learner = AdamWLearner(Masked([1, 1], [13, 13]), replace(RECIPE, batches=2), seed=0)
+    learner = TaskLearner(Masked([1, 1], [13, 13]), replace(RECIPE, batches=2), seed=0)
     before = learner.vectors[0].clone()
     assert learner.step(0, 0).tokens == 0 and learner.position == 2
     assert torch.equal(before, learner.vectors[0])
@@ -77,7 +96,7 @@ def test_decay_spares_norms_biases_and_adapters() -> None:
     module.lora_A = nn.Linear(3, 2, bias=False)
     module.last = nn.Linear(3, 1, bias=False)
     flat = flatten(module)
-    for view in decayed(flat.layout, flat.vectors):
+    for view in tensor_runs(flat.layout, flat.vectors, is_decayed):
         view.fill_(7.0)
     touched = {name for name, parameter in module.named_parameters() if bool((parameter == 7).all())}
     assert touched == {"first.weight", "last.weight"}
@@ -87,7 +106,7 @@ def test_decay_spares_norms_biases_and_adapters() -> None:
 def test_decay_equals_torchs_groups(decay: str | None) -> None:
     recipe = replace(RECIPE, decay=decay, clip_norm=1e9)  # type: ignore[arg-type]
     task, twin = Masked([8], [0] * 8), Masked([8], [0] * 8)
-    learner = AdamWLearner(task, recipe, seed=0)
+    learner = TaskLearner(task, recipe, seed=0)
     named = [*twin.module.named_parameters()]
     kept = [each for _, each in named if each.ndim < 2]
     groups = [
@@ -104,11 +123,52 @@ def test_decay_equals_torchs_groups(decay: str | None) -> None:
             group["lr"] = recipe.rate(step)
         plain.step()
     expected = torch.cat([each.detach().flatten() for _, each in named])
-    torch.testing.assert_close(learner.vectors[0], expected, rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(learner.vectors[0], expected, rtol=1e-5, atol=1e-6)  # of steps of 1e-2
+
+
+@pytest.mark.parametrize("decay", ["matrices", None])
+def test_muon_trains_hidden_matrices_and_continues_from_its_moments(decay: str | None) -> None:
+    recipe = replace(RECIPE, decay=decay, inner_optimizer="muon", clip_norm=1e9)  # type: ignore[arg-type]
+    task, twin = Layered(), Layered()
+    learner = TaskLearner(task, recipe, seed=0)
+    hidden = [twin.module.middle.weight, twin.module.wide.weight]  # type: ignore[union-attr]
+    others = [each for each in twin.module.parameters() if all(each is not one for one in hidden)]
+    matrices, kept = [each for each in others if each.ndim > 1], [each for each in others if each.ndim < 2]
+    muon = torch.optim.Muon(hidden, weight_decay=0.3, adjust_lr_fn="match_rms_adamw")
+    adamw = torch.optim.AdamW(
+        [{"params": matrices}, {"params": kept, "weight_decay": 0.0 if decay else 0.3}],
+        betas=(0.9, 0.95), weight_decay=0.3, foreach=False,
+    )  # fmt: skip
+    for step in range(4):
+        if step == 2:
+            saved = {name: tensor.clone() for name, tensor in learner.moments().items()}
+            values = learner.vectors[0].clone()
+            learner = TaskLearner(Layered(), recipe, seed=0)
+            learner.vectors[0].copy_(values)
+            for name, tensor in learner.moments(make=True).items():
+                tensor.copy_(saved.pop(name))
+            assert not saved
+        learner.position = 0
+        learner.step(0, step)
+        twin.module.zero_grad()
+        twin.loss(*twin.batch(0, 0)).backward()
+        for group in (*muon.param_groups, *adamw.param_groups):
+            group["lr"] = recipe.rate(step)
+        muon.step()
+        adamw.step()
+    expected = torch.cat([each.detach().flatten() for each in twin.module.parameters()])
+    torch.testing.assert_close(learner.vectors[0], expected, rtol=1e-4, atol=1e-6)
+
+
+def test_muon_needs_a_hidden_matrix() -> None:
+    module = nn.Module()
+    module.lm_head = nn.Linear(2, 3)
+    with pytest.raises(ValueError, match="has none"):
+        InnerOptimizer(flatten(module), replace(RECIPE, inner_optimizer="muon"))
 
 
 def test_bfloat16_module_keeps_float32_parameters() -> None:
-    learner = AdamWLearner(Masked([4, 4], [0] * 8, torch.bfloat16), replace(RECIPE, batches=2, learning_rate=1e-5), 0)
+    learner = TaskLearner(Masked([4, 4], [0] * 8, torch.bfloat16), replace(RECIPE, batches=2, learning_rate=1e-5), 0)
     before, computed = learner.vectors[0].clone(), Masked([8], [0] * 8, torch.bfloat16)
     assert torch.equal(before, torch.cat([each.detach().float().flatten() for each in computed.module.parameters()]))
     for step in range(40):
@@ -124,7 +184,7 @@ def test_bfloat16_module_keeps_float32_parameters() -> None:
 
 def test_modes_follow_training_and_evaluation() -> None:
     task = Masked([8], [0] * 8)
-    learner = AdamWLearner(task, RECIPE, seed=0)
+    learner = TaskLearner(task, RECIPE, seed=0)
     assert learner.evaluate() == 0.0
     learner.step(0, 0)
     assert task.module.training

@@ -1,0 +1,170 @@
+"""The inner optimiser on flat vectors: AdamW, or Muon for hidden matrices and AdamW for the rest."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+
+from node.tasks.base import Recipe
+from node.tasks.flat import FlatParameters
+from protocols.base import Layout, Vector
+
+ADAPTER = "lora_"
+"""In the names of an adapter's tensors, which are never decayed."""
+_INPUT_OR_OUTPUT = re.compile(r"(^|\.)(embed\w*|wte|wpe|\w*head|output_layer|score)(\.|$)")
+"""In the names of the matrices at a model's input and output."""
+_MUON_MOMENTUM = 0.95
+
+Included = Callable[[str, tuple[int, ...]], bool]
+
+
+def is_decayed(name: str, shape: tuple[int, ...]) -> bool:
+    """Whether `decay = "matrices"` applies to a tensor."""
+    return len(shape) >= 2 and ADAPTER not in name
+
+
+def is_hidden_matrix(name: str, shape: tuple[int, ...]) -> bool:
+    """Whether Muon trains a tensor: matrices, but not embeddings, output layers and adapters, told by their names."""
+    return len(shape) == 2 and ADAPTER not in name and not _INPUT_OR_OUTPUT.search(name)
+
+
+def _placed(layout: Layout, vectors: tuple[Vector, ...]) -> Iterator[tuple[str, tuple[int, ...], Vector, int, int]]:
+    """Each tensor: name, shape, the vector that holds it, and from where to where."""
+    for vector, fragment in zip(vectors, layout.fragments, strict=True):
+        low = 0
+        for name, shape in fragment:
+            high = low + math.prod(shape)
+            yield name, shape, vector, low, high
+            low = high
+
+
+def tensor_runs(layout: Layout, vectors: tuple[Vector, ...], included: Included) -> list[Vector]:
+    """The parts of the vectors that hold the included tensors, as few views as possible."""
+    spans: list[tuple[Vector, int, int]] = []
+    for name, shape, vector, low, high in _placed(layout, vectors):
+        if low == high or not included(name, shape):
+            continue
+        if spans and spans[-1][0] is vector and spans[-1][2] == low:
+            low = spans.pop()[1]
+        spans.append((vector, low, high))
+    return [vector[low:high] for vector, low, high in spans]
+
+
+def matrices(layout: Layout, vectors: tuple[Vector, ...]) -> list[torch.Tensor]:
+    """Each hidden matrix, as a view of its shape."""
+    placed = _placed(layout, vectors)
+    return [vector[low:high].view(shape) for name, shape, vector, low, high in placed if is_hidden_matrix(name, shape)]
+
+
+class InnerOptimizer:
+    """Clips the gradient, sets the recipe's learning rate, and takes the step of the recipe's optimiser.
+
+    Muon is Jordan et al.'s (2024), a step of about the size of AdamW's (Liu et al. 2025, section 2.2). So both parts of
+    the model take the same learning rate.
+    """
+
+    def __init__(self, flat: FlatParameters, recipe: Recipe) -> None:
+        """
+        Raises:
+            ValueError: the recipe's optimiser is Muon, and no matrix is hidden.
+        """
+        self._gradients, self._recipe = flat.gradients, recipe
+        self._decayed = tensor_runs(flat.layout, flat.vectors, is_decayed) if recipe.decay else []
+        uses_muon = recipe.inner_optimizer == "muon"
+        found = [_muon(flat, recipe)] if uses_muon else []
+        self._optimizers = [
+            *found,
+            *_adamw(flat, recipe, lambda *tensor: not (uses_muon and is_hidden_matrix(*tensor))),
+        ]
+
+    def clear(self) -> None:
+        """Set the gradients to zero. They stay views of their vectors."""
+        for gradient in self._gradients:
+            gradient.zero_()
+
+    def step(self, round_number: int, step: int, divisor: int = 1) -> bool:
+        """Take the step along the gradients, or change nothing and return False if they are not finite.
+
+        Args:
+            divisor: what the gradients are divided by first: the number of microbatches or targets whose sum they are.
+        """
+        if divisor != 1:
+            for gradient in self._gradients:
+                gradient.div_(divisor)
+        norm = math.hypot(*(float(torch.linalg.vector_norm(gradient)) for gradient in self._gradients))
+        if not math.isfinite(norm):
+            return False
+        for gradient in self._gradients:
+            gradient.mul_(min(1.0, self._recipe.clip_norm / (norm + 1e-6)))
+        rate = self._rate(round_number, step)
+        if self._decayed:
+            torch._foreach_mul_(self._decayed, 1 - rate * self._recipe.weight_decay)
+        for optimizer in self._optimizers:
+            optimizer.param_groups[0]["lr"] = rate
+            optimizer.step()
+        return True
+
+    def moments(self, make: bool = False) -> dict[str, torch.Tensor]:
+        """AdamW's `exp_avg`, `exp_avg_sq` and `step`, and Muon's `momentum_buffer`.
+
+        Where an optimiser has several parameters, their numbers are added: `exp_avg.0` and so on.
+        """
+        found: dict[str, torch.Tensor] = {}
+        for optimizer in self._optimizers:
+            (group,) = optimizer.param_groups
+            for number, parameter in enumerate(group["params"]):
+                state = optimizer.state[parameter]
+                if make and not state:
+                    state.update(_first_state(optimizer, parameter))
+                suffix = f".{number}" if len(group["params"]) > 1 else ""
+                found |= {f"{name}{suffix}": tensor for name, tensor in state.items()}
+        return found
+
+    def _rate(self, round_number: int, step: int) -> float:
+        """The learning rate at the global step. Surplus steps keep the round's last rate, as the other peers do."""
+        steps = self._recipe.inner_steps
+        return self._recipe.rate(round_number * steps + min(step, steps - 1))
+
+
+def _adamw(flat: FlatParameters, recipe: Recipe, included: Included) -> list[torch.optim.Optimizer]:
+    """AdamW for the included tensors; empty if there are none."""
+    # One parameter for each run of tensors: a step is a few passes over it, however many tensors it holds.
+    runs = (tensor_runs(flat.layout, vectors, included) for vectors in (flat.vectors, flat.gradients))
+    parameters = _parameters(*runs)
+    decay = _own_decay(recipe)
+    if not parameters:
+        return []
+    return [torch.optim.AdamW(parameters, recipe.learning_rate, recipe.betas, weight_decay=decay, fused=True)]
+
+
+def _muon(flat: FlatParameters, recipe: Recipe) -> torch.optim.Optimizer:
+    parameters = _parameters(*(matrices(flat.layout, vectors) for vectors in (flat.vectors, flat.gradients)))
+    if not parameters:
+        raise ValueError("the inner optimiser muon trains hidden matrices, and this model has none")
+    rate, decay = recipe.learning_rate, _own_decay(recipe)
+    return torch.optim.Muon(parameters, rate, decay, _MUON_MOMENTUM, adjust_lr_fn="match_rms_adamw")
+
+
+def _own_decay(recipe: Recipe) -> float:
+    """Weight decay that is left to the optimisers."""
+    return 0.0 if recipe.decay else recipe.weight_decay
+
+
+def _parameters(values: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> list[torch.nn.Parameter]:
+    found = [torch.nn.Parameter(each) for each in values]
+    for parameter, gradient in zip(found, gradients, strict=True):
+        parameter.grad = gradient
+    return found
+
+
+def _first_state(optimizer: torch.optim.Optimizer, parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
+    if isinstance(optimizer, torch.optim.Muon):
+        return {"momentum_buffer": torch.zeros_like(parameter)}
+    return {
+        "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+        "exp_avg": torch.zeros_like(parameter),
+        "exp_avg_sq": torch.zeros_like(parameter),
+    }

@@ -1,0 +1,98 @@
+"""The learner that trains a task's module on flat vectors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+from node.tasks.base import Recipe, Task, count_targets, trained
+from node.tasks.flat import flatten_parameters
+from node.training.inner_optimizer import InnerOptimizer
+from node.training.trainer import Step
+from protocols.base import Vector
+
+
+class TaskLearner:
+    """Train a task's module by the recipe's optimiser, with warm-up, cosine decay and gradient clipping.
+
+    In a run whose recipe has `mean`, the module is in eval mode while it is evaluated, and else in train mode.
+
+    Attributes:
+        position: number of batches drawn so far. Together with the seed it is enough to resume the data.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        recipe: Recipe,
+        seed: int,
+        allocate: Callable[[int], Vector] | None = None,
+        resume: bool = False,
+        autocast: torch.dtype | None = None,
+    ) -> None:
+        """
+        Args:
+            seed: of this peer's stream of data, different for each peer.
+            allocate, resume: as in `flatten_parameters`.
+            autocast: dtype of a step's forward pass, for the operations that torch considers safe; None: float32.
+                Parameters, optimiser and evaluation are always float32.
+        """
+        self._flat = flat = flatten_parameters(trained(task), allocate, resume)
+        self.layout, self.vectors = flat.layout, flat.vectors
+        self.position = 0
+        self._task, self._recipe, self._seed = task, recipe, seed
+        self._optimizer = InnerOptimizer(flat, recipe)
+        self._precision = torch.autocast(self.vectors[0].device.type, autocast, enabled=autocast is not None)
+
+    def step(self, round_number: int, step: int) -> Step:
+        """Take one optimiser step over `recipe.batches` batches; skip it if the gradient is not finite."""
+        self._optimizer.clear()
+        self._flat.refresh()
+        if self._recipe.mean and not self._task.module.training:
+            self._task.module.train()
+        losses, counts = self._accumulate()
+        count = sum(counts)
+        if not losses or not self._optimizer.step(round_number, step, count if self._recipe.mean else 1):
+            return Step(math.nan, 0)
+        total, weights = 0.0, counts if self._recipe.mean else [1] * len(losses)
+        for loss, weight in zip(torch.stack(losses).tolist(), weights, strict=True):
+            total += loss * weight
+        return Step(total / sum(weights), count)
+
+    def _accumulate(self) -> tuple[list[torch.Tensor], list[int]]:
+        """Add up the gradients of the step's batches; return the losses, still on the device, and the target counts."""
+        losses, counts = [], []
+        for _ in range(self._recipe.batches):
+            batch = self._task.batch(self._seed, self.position)
+            self.position += 1
+            count = count_targets(self._task, batch) if self._recipe.mean else batch[-1].numel()
+            if self._recipe.mean and not count:
+                continue  # the mean over no targets is not a number
+            with self._precision:
+                loss = self._task.loss(*batch)
+            share = loss * count if self._recipe.mean else loss / self._recipe.batches
+            share.backward()  # type: ignore[no-untyped-call]
+            self._flat.collect()
+            losses.append(loss.detach())
+            counts.append(count)
+        return losses, counts
+
+    def moments(self, make: bool = False) -> dict[str, torch.Tensor]:
+        """The optimiser's tensors by name; see `InnerOptimizer.moments`."""
+        return self._optimizer.moments(make)
+
+    def evaluate(self) -> float:
+        """The task's own evaluation."""
+        with self.evaluating():
+            return self._task.evaluate()
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """The module computes with the vectors' present values and, in a run whose recipe has `mean`, in eval mode."""
+        self._flat.refresh()
+        if self._recipe.mean:
+            self._task.module.eval()
+        yield
