@@ -44,6 +44,8 @@ class TaskLearner:
         self.layout, self.vectors = flat.layout, flat.vectors
         self.position = 0
         self._task, self._recipe, self._seed = task, recipe, seed
+        if recipe.mean:
+            task.module.train()  # all of it: parts may be in eval mode while the module itself is not
         self._optimizer = InnerOptimizer(flat, recipe)
         self._precision = torch.autocast(self.vectors[0].device.type, autocast, enabled=autocast is not None)
 

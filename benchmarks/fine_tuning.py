@@ -1,10 +1,10 @@
-"""Adapters (LoRA) trained by two peers that average every H steps, against one peer with a batch of twice the rows.
+"""A model of Hugging Face, fine-tuned by two peers that average every H steps, and by one peer with twice the rows.
 
-    python -m benchmarks.adapters --model DIR --data PATH [--seeds 0:3] [--rounds 6] [--json FILE]
+    python -m benchmarks.fine_tuning --model DIR --data PATH [--train full] [--seeds 0:3] [--rounds 6] [--json FILE]
 
-Both see the same number of tokens. The rounds are those of DiLoCo, in one process and without a network: the mean of
-the pseudo-gradients, and the outer step of the recipe. It prints the held-out losses before and after, and by how much
-the two peers are behind.
+With `--train lora` adapters are trained, with `--train full` the whole model. Both arms see the same number of tokens.
+The rounds are those of DiLoCo, in one process and without a network: the mean of the pseudo-gradients, and the outer
+step of the recipe. It prints the held-out losses before and after, and by how much the two peers are behind.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import json
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -24,9 +25,12 @@ from node.tasks.hf.settings import HfMachine, HfSettings, HfValues
 from node.tasks.spec import WorkerSpec, build
 from node.training.trainer import Learner
 
+Train = Literal["lora", "full"]
+LEARNING_RATES: dict[Train, float] = {"lora": 2e-3, "full": 5e-4}
+
 
 def learner_of(model: str, data: Path, settings: HfSettings, recipe: Recipe, seeds: tuple[int, int]) -> Learner:
-    """A learner on the adapters.
+    """A learner on the model or its adapters.
 
     Args:
         seeds: of the initial adapters, and of the stream.
@@ -62,11 +66,11 @@ def trained_together(learners: list[Learner], recipe: Recipe) -> float:
     return learners[0].evaluate()
 
 
-def compare(model: str, data: Path, seed: int, rounds: int, inner_steps: int) -> dict[str, float]:
+def compare(model: str, data: Path, train: Train, seed: int, rounds: int, inner_steps: int) -> dict[str, float]:
     """One seed of the comparison."""
-    settings = HfSettings(lora_rank=8, lora_alpha=16, context=128, rows=4)
+    settings = HfSettings(train, lora_rank=8, lora_alpha=16, context=128, rows=4)
     recipe = load_run(None, {"task": "hf"}, ["butterfly"]).recipe
-    recipe = replace(recipe, inner_steps=inner_steps, rounds=rounds, learning_rate=2e-3)
+    recipe = replace(recipe, inner_steps=inner_steps, rounds=rounds, learning_rate=LEARNING_RATES[train])
     alone = learner_of(model, data, settings, replace(recipe, batches=2), (seed, 100 * seed))
     before = alone.evaluate()
     peers = [learner_of(model, data, settings, recipe, (seed, 100 * seed + index)) for index in (1, 2)]
@@ -75,9 +79,10 @@ def compare(model: str, data: Path, seed: int, rounds: int, inner_steps: int) ->
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.adapters", description="Two peers against one.")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.fine_tuning", description="Two peers against one.")
     parser.add_argument("--model", required=True)
     parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--train", choices=[*LEARNING_RATES], default="lora")
     parser.add_argument("--seeds", default="0:3", metavar="FROM:TO")
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--inner-steps", type=int, default=50)
@@ -85,12 +90,13 @@ def main() -> int:
     given = parser.parse_args()
     torch.set_num_threads(1)
     low, high = map(int, given.seeds.split(":"))
-    results = []
+    every = json.loads(given.json.read_text()) if given.json and given.json.exists() else {}
+    results = every[given.train] = []
     for seed in range(low, high):
-        results.append(compare(given.model, given.data, seed, given.rounds, given.inner_steps))
+        results.append(compare(given.model, given.data, given.train, seed, given.rounds, given.inner_steps))
         print("  ".join(f"{name} {value:.4f}" for name, value in results[-1].items()), flush=True)
         if given.json:
-            given.json.write_text(json.dumps(results) + "\n")
+            given.json.write_text(json.dumps(every) + "\n")
     return 0
 
 
