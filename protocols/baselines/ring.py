@@ -32,6 +32,7 @@ class Ring:
         self._incoming: Stream | None = None
         self._weights = [current_round.weight] * self._count  # the weight of each part's mean in `into`
         self._finished: dict[int, ReducedPart] = {}
+        self._sends_last = False
 
     async def serve(self, peer: PeerId, stream: Stream, hello: JoinRound) -> None:
         """Take the previous member's stream, which `run` reads, and keep it open until the round is over."""
@@ -51,7 +52,9 @@ class Ring:
         try:
             header = await stream.receive(REFUSED_LIMIT)
         except PeerSilent:
-            return  # it has all parts, or it is lost, which the sending side notices
+            if self._sends_last:
+                return  # it has all parts, or the sending side notices that it is lost
+            raise  # it has left the round, while this member perhaps waits for the previous one
         self._current_round.hear(stream.peer, header)
         raise BadPayload(f"{type(header).__name__} against the direction of the ring")
 
@@ -78,6 +81,7 @@ class Ring:
     async def _send(self, out: Stream, step: int) -> None:
         """Send the part that was received in the previous step."""
         index, compute = (self._current_round.place - step) % self._count, self._current_round.host.compute
+        self._sends_last = step == 2 * self._count - 3
         await out.send(Hop(step, index, self._weights[index]))
         if finished := self._finished.pop(index, None):
             await send_encoded(out, finished)

@@ -82,7 +82,7 @@ class SynchronousAverager:
         """Serve a stream as soon as its round has begun at this peer, or refuse it if that round is over."""
         self._latest_round = max(self._latest_round, hello.round)
         if self._session:
-            self._session.hear(hello.round)
+            self._session.hear(hello.round, stream.peer)
         session = await self._sessions.wait_for(hello.round, stream, lambda: self._is_past(hello)) or self._session
         assert session is not None
         if why := session.why_refused(stream.peer, hello):
@@ -191,15 +191,18 @@ class SynchronousSession(SessionBase):
         ):
             current_round.abort("lost during a round", *gone)
 
-    def hear(self, number: int) -> None:
+    def hear(self, number: int, peer: PeerId | None = None) -> None:
         """Note that another peer is in that round, and go there if it is later.
 
-        If this peer averages already, it first tries to complete its own round.
+        If this peer averages already, it first tries to complete its own round. It cannot without a member that has
+        gone on before it came.
         """
         if number <= self.head.key.round:
             return
         if self.current_round:
             self.current_round.ahead = max(self.current_round.ahead, number)
+            if peer in self.current_round.missing():
+                self.current_round.abort("is in a later round", peer)
         else:
             self.round = max(self.round, number - 1)
             self.cut.set()
