@@ -9,11 +9,12 @@ does no lasting harm.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
-from protocols.aio import run_with_helper, set_at, task_group, until_gone
+from protocols.aio import run_with_helper, set_at, task_group
 from protocols.base import (
     AveragingResult,
     BadPayload,
@@ -106,7 +107,7 @@ class SynchronousSession(SessionBase):
         self.current_round: SynchronousRound | None = None
         self.exchange: AllReduceAlgorithm | None = None
         self.ended = False
-        self._averager = averager
+        self._averager, self._latest = averager, head.key.round
 
     # -- the contract -------------------------------------------------------------------------------------------------
 
@@ -116,8 +117,8 @@ class SynchronousSession(SessionBase):
     async def average(self, mine: Sequence[Vector], work: LocalProgress, into: Sequence[Vector]) -> AveragingResult:
         averager, task = self._averager, RoundTask(mine, into, work)
         current_round = SynchronousRound(averager.endpoint, averager.method, self.head, task, self.deadline)
-        if self.round > self.head.key.round:
-            current_round.abort(f"other peers are in round {self.round + 1} already")
+        if self._latest > self.head.key.round:
+            current_round.abort(f"other peers are in round {self._latest} already")
         elif len(current_round.members) == 1:
             current_round.abort("")  # there is no other peer: nothing is averaged, and that is not an error
         else:
@@ -185,11 +186,19 @@ class SynchronousSession(SessionBase):
             current_round.abort("the round did not end before its deadline", *current_round.missing())
 
     async def _watch(self, current_round: SynchronousRound) -> None:
-        """Abort the round as soon as a member is lost."""
-        if gone := await until_gone(
-            self._averager.endpoint.host.members, current_round.members, current_round.deadline
-        ):
-            current_round.abort("lost during a round", *gone)
+        """Abort the round as soon as a member is lost, or another peer comes while a member has not come.
+
+        That member may have gone to the other peer. If each of them waits at another server, no stream between them
+        would show it.
+        """
+        members, loop = self._averager.endpoint.host.members, asyncio.get_running_loop()
+        while loop.time() < current_round.deadline:
+            version, live = members.version, members.live()
+            if gone := [member.peer for member in current_round.members if member not in live]:
+                return current_round.abort("lost during a round", *gone)
+            if len(live) > len(current_round.members) and current_round.missing():
+                return current_round.abort("another peer has come during the round")
+            await members.changed(version, current_round.deadline)
 
     def hear(self, number: int, peer: PeerId | None = None) -> None:
         """Note that another peer is in that round, and go there if it is later.
@@ -204,7 +213,7 @@ class SynchronousSession(SessionBase):
             if peer in self.current_round.missing():
                 self.current_round.abort("is in a later round", peer)
         else:
-            self.round = max(self.round, number - 1)
+            self._latest, self.round = max(self._latest, number), max(self.round, number - 1)
             self.cut.set()
 
     def end(self) -> None:
