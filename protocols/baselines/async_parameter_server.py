@@ -127,24 +127,29 @@ class AsyncParameterServer:
         self._chosen, self.confirmed = server, True
         self._served.wake()
 
-    async def serve_from(self, start: Vector) -> None:
+    async def serve_from(self, start: Vector) -> DelayedNesterov:
         """Become the server with a copy of these parameters, unless this peer is the server already."""
         if not self._served.get(self.me.peer):
             copied = await self.host.compute.run(start.clone, 8 * len(start))
             if not self._served.get(self.me.peer):
                 self._served.open(self.me.peer, DelayedNesterov(copied, self._momentum))
+        served = self._served.get(self.me.peer)
+        assert served is not None
+        return served
 
     def step_down(self) -> None:
-        """This peer rests: another one serves, and this one asks who it is when it returns."""
-        self.confirmed = False
+        """This peer rests: another one serves, and this one asks who it is when it returns.
+
+        It no longer names itself either. Two peers that return could else wait for each other to serve.
+        """
+        self.confirmed, self._chosen = False, ""
         self._served.close([self.me.peer])
 
-    async def apply(self, displacement: Vector) -> DelayedNesterov:
-        """Apply a displacement of this peer or of a worker. The caller holds `turn`."""
-        served, peers = self._served.get(self.me.peer), len(self.host.members.live())
-        assert served is not None
+    async def apply(self, served: DelayedNesterov, displacement: Vector) -> Vector:
+        """Apply a displacement of this peer or of a worker, and return the parameters. The caller holds `turn`."""
+        peers = len(self.host.members.live())
         await self.host.compute.run(partial(served.apply, displacement, peers), 12 * len(displacement))
-        return served
+        return served.parameters
 
     def layout(self, name: str) -> PartLayout:
         """The layout of a whole vector in that codec."""
@@ -160,17 +165,20 @@ class AsyncParameterServer:
             return await stream.send(ServerReply(False, self.choose()))
         try:
             async with asyncio.timeout_at(stream.deadline), self.turn:
-                await self._serve_one(stream.peer, stream)
+                served = self._served.get(self.me.peer)
+                if not served:  # this peer has stepped down since
+                    return await stream.send(ServerReply(False, self.choose()))
+                await self._serve_one(stream.peer, stream, served)
         except TimeoutError:
             raise PeerSilent(stream.peer, "its stream's deadline passed before its turn came") from None
 
-    async def _serve_one(self, peer: PeerId, stream: Stream) -> None:
+    async def _serve_one(self, peer: PeerId, stream: Stream, served: DelayedNesterov) -> None:
         """Receive a whole displacement, apply it, and send the parameters."""
         brought, compute = torch.empty(self.settings.elements[0]), self.host.compute
         async with peer_timeout(STALL_SECONDS, peer, "serving it"):
             await stream.send(ServerReply(True, self.me.peer))
             await receive_vector(stream, self.layout(self.settings.codec), VectorView([brought]), compute)
-            parameters = (await self.apply(brought)).parameters
+            parameters = await self.apply(served, brought)
             try:
                 await send_vector(stream, self.layout("fp32"), VectorView([parameters]), compute)
             except (PeerError, asyncio.CancelledError):
@@ -249,9 +257,9 @@ class AsyncSession(SessionBase):
             server = await self._visit(others[0], None)
         for _ in range(REFERRALS):
             if server == me:
-                await averager.serve_from(self._origin)
+                served = await averager.serve_from(self._origin)
                 async with averager.turn:
-                    vector.copy_((await averager.apply(vector)).parameters)
+                    vector.copy_(await averager.apply(served, vector))
                 return me
             elsewhere = await self._visit(server, vector)
             if not elsewhere:

@@ -126,8 +126,10 @@ def test_silent_peer_is_blamed_at_the_deadline(name: str) -> None:
 
 
 @everyone
-def test_lagging_peer_joins_the_others_round(name: str) -> None:
-    played = swarm(name, 3, 300, starts={0: 57, 1: 57, 2: 3}, rounds=3, work_seconds=lambda index: 1.0).play()
+@pytest.mark.parametrize("behind", (54, 1))
+def test_lagging_peer_joins_the_others_round(name: str, behind: int) -> None:
+    starts = {0: 57, 1: 57, 2: 57 - behind}
+    played = swarm(name, 3, 300, starts=starts, rounds=3, work_seconds=lambda index: 1.0).play()
     assert played.came[2][0].mean.outcome is Outcome.SKIPPED
     assert any(re.search("left that round|already|later round", blame.why) for blame in played.came[2][0].mean.blamed)
     assert [came.mean.outcome for came in played.came[2]][1:] == [Outcome.COMMITTED] * 2
