@@ -60,7 +60,7 @@ sim: install
 	for protocol in push_sum data_parallel ring parameter_server parameter_server_async; do \
 		$(BIN)/python -m tests.sim --protocol $$protocol --peers 4 --rounds 5 --seeds 0:3 --faults pausing || exit 1; done
 	for once_failed in "ring --seeds 45" "parameter_server --seeds 157" "parameter_server_async --seeds 73"; do \
-		$(BIN)/python -m tests.sim --protocol $$once_failed --peers 4 --rounds 5 --faults pausing || exit 1; done
+		$(BIN)/python -m tests.sim --protocol $$once_failed --peers 4 --rounds 5 --faults pausing --json || exit 1; done
 	$(BIN)/python -m tests.sim --stages 2 --peers 4 --rounds 4 --seeds 0:3 --faults pausing
 	$(BIN)/python -m tests.sim --protocol moshpit --peers 4 --rounds 5 --seeds 0:8 --faults breaking
 	$(BIN)/python -m tests.sim --protocol moshpit --directory --peers 6 --rounds 5 --seeds 0:8 --faults directory

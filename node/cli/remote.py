@@ -211,7 +211,8 @@ def require_address(address: str) -> None:
     Raises:
         CommandError: it is not.
     """
-    from node.config.peer_config import FILE_SIGN, load_peer
+    from node.config.multiaddrs import FILE_SIGN
+    from node.config.peer_config import load_peer
     from node.config.toml import ConfigError
 
     if address.startswith(FILE_SIGN):

@@ -6,23 +6,20 @@ commas; an empty variable counts as not set.
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from multiaddr import Multiaddr  # type: ignore[import-untyped]
-from multiaddr.exceptions import StringParseError  # type: ignore[import-untyped]
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
 from node.config import sizes
+from node.config.multiaddrs import ANY_PORT, announced_address, bootstrap_source, home_path, listen_address
 from node.config.toml import ConfigError, check_keys, one_line, read_toml, shown, suggestion
 from node.direct.messages import MAX_PORT, MIN_PORT
 from node.machine.hours import WeeklyHours
-from node.membership.hello import MAX_ADDRESS_CHARACTERS
 from protocols.scopes import MAX_STAGES
 from protocols.wire import MAX_ROSTER
 
@@ -31,105 +28,12 @@ _NOT_OURS = re.compile("NODE_(ENV|OPTIONS|PATH|VERSION|HOME|DEBUG|EXTRA_CA_CERTS
 """Variables of Node.js, Kubernetes, Jenkins and torch's launchers."""
 DEFAULT_NICE = 10
 DEFAULT_BANDWIDTH = 12.5e6
-_PLACE = "/ip4/192.0.2.7/tcp/31337"
-_EXAMPLE = f"{_PLACE}/p2p/12D3Koo…"
-_CODEPOINT = re.compile(r"Codepoint U\+([0-9A-F]{4,6})")
-_NUMBER_AS_NAME = re.compile(r"/dns[46]?/(\d+\.\d+\.\d+\.\d+)/")
-_OPEN_PORT = re.compile("/(tcp|udp)/0(/|$)")
-_ANYWHERE = re.compile(r"/ip4/0\.0\.0\.0/|/ip6/::/")
-FILE_SIGN = "@"
-"""Prefix in `bootstrap` of the path of a file that holds addresses."""
 
 
 def _split(value: object) -> object:
     if not isinstance(value, str):
         return value
     return tuple(part.strip() for part in value.split(",") if part.strip())
-
-
-def _multiaddr(address: str, example: str) -> str:
-    if not address.startswith("/"):
-        raise ValueError(f"{address!r} is not a multiaddr{_rewritten(address, example)}")
-    try:
-        parsed = str(Multiaddr(address))
-    except StringParseError as error:
-        why = _CODEPOINT.sub(lambda found: ascii(chr(int(found[1], 16))), " ".join(error.message.split()))
-        raise ValueError(f"{address!r}: {why}; give one like {example}") from None
-    if not parsed:
-        raise ValueError(f"{address!r} is empty: give one like {example}")
-    if number := _NUMBER_AS_NAME.match(parsed):
-        raise ValueError(f"{parsed}: {number[1]} is an address and no name: write /ip4/ instead of /dns/")
-    return parsed
-
-
-def _rewritten(address: str, example: str) -> str:
-    """A hint for an address in another form: the multiaddr of a host:port, else an example."""
-    found = re.fullmatch(r"(?:\w+://)?([\w.-]+|\[[\da-fA-F:]+\]):(\d{1,5})(/p2p/\w+)?/?", address)
-    if not found:
-        return f": give one like {example}"
-    host, port, peer = found.groups()
-    kind = "ip6" if host[0] == "[" else "ip4" if re.fullmatch(r"[\d.]+", host) else "dns"
-    suffix = "" if example is _PLACE else peer or "/p2p/<its peer id>"
-    return f": write /{kind}/{host.strip('[]')}/tcp/{port}{suffix}"
-
-
-def _bootstrap(source: str) -> str:
-    if source.startswith(FILE_SIGN):
-        return _file(source)
-    try:
-        return peer_address(source)
-    except ValueError as error:
-        if os.path.isfile(source):
-            raise ValueError(
-                f"{source!r} is a file: to have addresses read from it, write {FILE_SIGN}{source}"
-            ) from None
-        raise error
-
-
-def _file(source: str) -> str:
-    path = _home(Path(source.removeprefix(FILE_SIGN)))
-    if os.path.isdir(path):  # so is an empty name
-        raise ValueError(f"{source!r} names no file: write {FILE_SIGN} and the path of a file that holds addresses")
-    return f"{FILE_SIGN}{path}"
-
-
-def peer_address(address: str) -> str:
-    """Check the multiaddr of a peer, and return it in normal form.
-
-    Raises:
-        ValueError: it is not one; the message is one line, with the form that is expected.
-    """
-    address = _multiaddr(address, _EXAMPLE)
-    if not re.search("/p2p/[^/]+$", address):
-        why = "does not say which peer it is: it must end in /p2p/<its peer id>"
-        raise ValueError(f"{address} {why}; copy the whole address from the peer's join line")
-    if address.startswith("/p2p/"):
-        raise ValueError(f"{address} does not say where the peer is: give its whole address, like {_EXAMPLE}")
-    if _ANYWHERE.match(address) or "/tcp/0/" in address:
-        raise ValueError(f"no peer can be reached at {address}: give the peer's own address and port")
-    return address
-
-
-def _listen(address: str) -> str:
-    address = _multiaddr(address, _PLACE)
-    if "/p2p/" in address:
-        raise ValueError(f"{address} names a peer: listen on the part before /p2p/")
-    return address
-
-
-def _announce(address: str) -> str:
-    address = _multiaddr(address, _PLACE)
-    if "/p2p/" in address:
-        raise ValueError(f"{address} names a peer: announce the part before /p2p/")
-    if _ANYWHERE.match(address) or _OPEN_PORT.search(address):
-        raise ValueError(f"others cannot reach {address}: announce a public address and a fixed port")
-    if not re.search("/(tcp|udp)/", address):
-        raise ValueError(f"{address} has no port: write {address.rstrip('/')}/tcp/<the port that others dial>")
-    if not address.isascii():
-        raise ValueError(f"{address}: other peers accept names in ASCII only: write the one that begins with xn--")
-    if len(address) > MAX_ADDRESS_CHARACTERS:
-        raise ValueError(f"{address[:60]}… is longer than {MAX_ADDRESS_CHARACTERS} characters: other peers refuse it")
-    return address
 
 
 def _threads(value: object) -> object:
@@ -178,19 +82,10 @@ def _run_id(text: str) -> str:
     return text.lower()
 
 
-def _home(path: Path) -> Path:
-    if "\0" in str(path):
-        raise ValueError(f"{str(path)!r} is no path")
-    try:
-        return path.expanduser()
-    except RuntimeError:
-        raise ValueError(f"{str(path)!r}: there is no such home directory: give the whole path") from None
-
-
 def _model(text: str) -> str:
     if not 0 < len(text) <= 1024 or not text.isprintable():
         raise ValueError(f"{text[:40]!r} is neither a folder nor ORG/NAME@REVISION")
-    return str(_home(Path(text))) if text.startswith("~") else text
+    return str(home_path(Path(text))) if text.startswith("~") else text
 
 
 def _nickname(text: str) -> str:
@@ -251,25 +146,25 @@ class PeerConfig:
         origins: key -> source of its value.
     """
 
-    bootstrap: Annotated[tuple[Annotated[str, AfterValidator(_bootstrap)], ...], BeforeValidator(_split)] = ()
+    bootstrap: Annotated[tuple[Annotated[str, AfterValidator(bootstrap_source)], ...], BeforeValidator(_split)] = ()
     run_id: Annotated[str, AfterValidator(_run_id)] | None = None
     stage: int | None = Field(default=None, ge=0, lt=MAX_STAGES)
-    state_dir: Annotated[Path, AfterValidator(_home)] | None = None
+    state_dir: Annotated[Path, AfterValidator(home_path)] | None = None
     rounds: int | None = Field(default=None, ge=1)
     listen: Annotated[
-        tuple[Annotated[str, AfterValidator(_listen)], ...], BeforeValidator(_split), Field(min_length=1)
+        tuple[Annotated[str, AfterValidator(listen_address)], ...], BeforeValidator(_split), Field(min_length=1)
     ] = ("/ip4/0.0.0.0/tcp/0", "/ip6/::/tcp/0")
-    announce: Annotated[tuple[Annotated[str, AfterValidator(_announce)], ...], BeforeValidator(_split)] = ()
-    addresses_file: Annotated[Path, AfterValidator(_home)] | None = None
+    announce: Annotated[tuple[Annotated[str, AfterValidator(announced_address)], ...], BeforeValidator(_split)] = ()
+    addresses_file: Annotated[Path, AfterValidator(home_path)] | None = None
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
     threads: Annotated[Literal["auto"] | int, BeforeValidator(_threads)] = "auto"
     nice: int = Field(default=DEFAULT_NICE, ge=0, le=19)
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
-    data: Annotated[Path, AfterValidator(_home)] | None = None
+    data: Annotated[Path, AfterValidator(home_path)] | None = None
     model: Annotated[str, AfterValidator(_model)] | None = None
     checkpointing: bool = False
     compile: bool = False
-    held_out: Annotated[Path, AfterValidator(_home)] | None = None
+    held_out: Annotated[Path, AfterValidator(home_path)] | None = None
     nickname: Annotated[str, AfterValidator(_nickname)] = ""
     bandwidth_bytes_per_second: float = Field(default=DEFAULT_BANDWIDTH, gt=0, le=1e12)
     upload_limit_bytes_per_second: Annotated[float | None, BeforeValidator(_rate)] = None
@@ -350,7 +245,7 @@ def load_peer(flags: Mapping[str, object], environment: Mapping[str, str], file:
         origin = origins[bad.key.partition(".")[0]]  # pydantic's path may go on inside a table
         text = str(bad) if origin.endswith("[peer]") else str(bad).removeprefix(f'"{bad.key}"').lstrip(": ")
         raise ConfigError(f"{origin}: {text}", bad.key) from None
-    if config.announce and all(_OPEN_PORT.search(each) for each in config.listen):
+    if config.announce and all(ANY_PORT.search(each) for each in config.listen):
         port = (re.findall(r"/(?:tcp|udp)/(\d+)", config.announce[0]) or [4001])[0]
         what = f"{config.announce[0]} has a fixed port, but this peer would listen on any free one"
         raise ConfigError(f"{origins['announce']}: {what}: also give --listen /ip4/0.0.0.0/tcp/{port}", "announce")

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from node.config.peer_config import FILE_SIGN, PeerConfig, peer_address
+from node.config.multiaddrs import FILE_SIGN, peer_address
+from node.config.peer_config import PeerConfig
 from node.config.toml import ConfigError
 from node.membership.hello import MAX_ADDRESS_CHARACTERS
 from node.storage.statedir import write_atomically

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Self, TypeAlias
 
 from node.config.manifest import ManifestError
-from node.config.peer_config import FILE_SIGN
+from node.config.multiaddrs import FILE_SIGN
 from node.joining.addresses_file import AddressLine
 from node.membership.hello import (
     ENTRY,

@@ -7,7 +7,8 @@ import hashlib
 from collections.abc import Callable, Collection, Container, Sequence
 
 from node.config.manifest import ManifestError, unseal
-from node.config.peer_config import FILE_SIGN, PeerConfig
+from node.config.multiaddrs import FILE_SIGN
+from node.config.peer_config import PeerConfig
 from node.config.run_config import RunConfig
 from node.joining import resume
 from node.joining.bootstrap import BootstrapClient, RunInfo
