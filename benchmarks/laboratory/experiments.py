@@ -20,7 +20,7 @@ from benchmarks.laboratory.trial import (
     trial,
 )  # fmt: skip
 
-RATES, MOST_RATE = (1.0, 2.0, 0.5), 8.0
+RATES, MOST_RATE = (1.0, 2.0), 8.0
 """Inner learning rates, as multiples of the preset's: those that are tried first, and the largest."""
 REACHES, MOMENTA = (2.7, 3.5, 2.0, 4.5), (0.7, 0.5, 0.8)
 """Of outer steps: the learning rate over 1 - momentum, which is how far a lasting direction is followed."""
@@ -100,7 +100,10 @@ def losses(trials: Sequence[LabRun], runs: FinishedRuns) -> dict[int, float]:
     return {each.run.seed: runs.loss(each) for each in trials if each in runs}
 
 
-def choose(candidates: Mapping[object, tuple[LabRun, ...]], runs: FinishedRuns) -> object | None:
+Candidates = dict[object, tuple[LabRun, ...]]
+
+
+def choose(candidates: Candidates, runs: FinishedRuns) -> object | None:
     """The candidate with the least mean loss, of those with the most seeds; None unless all runs are finished."""
     if any(each not in runs for trials in candidates.values() for each in trials):
         return None
@@ -109,7 +112,17 @@ def choose(candidates: Mapping[object, tuple[LabRun, ...]], runs: FinishedRuns) 
     return min(whole, key=lambda key: fmean(losses(candidates[key], runs).values()))
 
 
-Candidates = dict[float, tuple[LabRun, ...]]
+def halved(keys: Sequence[object], of: Callable[[object, int], LabRun], runs: FinishedRuns) -> Candidates:
+    """Each candidate's runs: all with the first seed, then the better half, the middle one included, with all of `FEW`.
+
+    Args:
+        of: the run of a candidate with a seed.
+    """
+    first: Candidates = {key: (of(key, FEW[0]),) for key in keys}
+    if any(trials[0] not in runs for trials in first.values()):
+        return first
+    better = sorted(keys, key=lambda key: runs.loss(first[key][0]))[: (len(keys) + 1) // 2]
+    return first | {key: tuple(of(key, seed) for seed in FEW) for key in better}
 
 
 def rate_candidates(arm: ArmName, runs: FinishedRuns, **changes: object) -> Candidates:
@@ -120,27 +133,22 @@ def rate_candidates(arm: ArmName, runs: FinishedRuns, **changes: object) -> Cand
     """
     given = {"outer": outer_step(REACHES[0], MOMENTA[0]), **changes}
 
-    def of(rate: float) -> tuple[LabRun, ...]:
-        return tuple(trial(arm, seed, rate, **given) for seed in FEW)  # type: ignore[arg-type]
+    def of(rate: object, seed: int) -> LabRun:
+        return trial(arm, seed, rate, **given)  # type: ignore[arg-type]
 
-    found = {rate: of(rate) for rate in RATES}
-    while isinstance(best := choose(found, runs), float):
-        beyond = 2 * best if best == max(found) else best / 2
-        if beyond in found or not 1 / MOST_RATE <= beyond <= MOST_RATE:
+    rates: list[float] = list(RATES)
+    while isinstance(best := choose({rate: (of(rate, FEW[0]),) for rate in rates}, runs), float):
+        beyond = 2 * best if best == max(rates) else best / 2
+        if beyond in rates or not 1 / MOST_RATE <= beyond <= MOST_RATE:
             break
-        found[beyond] = of(beyond)
-    return found
+        rates.append(beyond)
+    return halved(rates, of, runs)
 
 
-def outer_candidates(rate: float, runs: FinishedRuns) -> dict[object, tuple[LabRun, ...]]:
-    """The outer steps: all with the first seed, then the better half with all of `FEW`."""
+def outer_candidates(rate: float, runs: FinishedRuns) -> Candidates:
+    """The outer steps of diloco."""
     steps = [outer_step(reach, momentum) for reach in REACHES for momentum in MOMENTA]
-    first: dict[object, tuple[LabRun, ...]] = {outer: (trial("diloco", FEW[0], rate, outer),) for outer in steps}
-    if any(trials[0] not in runs for trials in first.values()):
-        return first
-    better = sorted(steps, key=lambda outer: runs.loss(first[outer][0]))[: len(steps) // 2]
-    more = {outer: tuple(trial("diloco", seed, rate, outer) for seed in FEW) for outer in better}
-    return first | more
+    return halved(steps, lambda outer, seed: trial("diloco", seed, rate, outer), runs)  # type: ignore[arg-type]
 
 
 def choices(runs: FinishedRuns) -> Choices:
