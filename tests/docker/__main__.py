@@ -26,7 +26,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tests.docker import image, verdict
+from tests.docker import image, metrics, verdict
 from tests.docker.cases import Cases
 from tests.docker.engine import Engine, NotHere, engine, firewall
 from tests.docker.swarm import Swarm
@@ -98,8 +98,13 @@ def _test(options: argparse.Namespace, place: Path, say: Callable[[str], None]) 
             stack.callback(_forget, running, tag)
         built = _build(running, tag, options, home, say)
         failed += image.faults(running, tag)
+        (place / "run.toml").write_text(RUN)
+        variables = {"STARLING_IMAGE": tag, "RUN_FILE": str(place / "run.toml"), "SUBNET": SUBNET, "WAIT_FOR": "2"}
         began = time.monotonic()
-        found = _play(running, tag, place, say)
+        failed += metrics.faults(running, tag, variables, home)
+        say(f"metrics: looked at in {time.monotonic() - began:.0f} s")
+        began = time.monotonic()
+        found = _play(running, variables, place, say)
         found["figures"] |= built
         failed += found.pop("failed")
         seconds = time.monotonic() - began
@@ -136,10 +141,8 @@ def _forget(running: Engine, tag: str) -> None:
         running.run("image", "rm", "--force", tag, seconds=60)
 
 
-def _play(running: Engine, tag: str, place: Path, say: Callable[[str], None]) -> dict[str, Any]:
+def _play(running: Engine, variables: dict[str, str], place: Path, say: Callable[[str], None]) -> dict[str, Any]:
     """Start the swarm, run all cases, let it leave; returns the verdict, the figures and the failures."""
-    (place / "run.toml").write_text(RUN)
-    variables = {"STARLING_IMAGE": tag, "RUN_FILE": str(place / "run.toml"), "SUBNET": SUBNET, "WAIT_FOR": "2"}
     swarm = Swarm(running, f"starling-test-{uuid.uuid4().hex[:8]}", variables, place)
     with ExitStack() as stack:
         stack.callback(swarm.remove)
