@@ -134,6 +134,7 @@ def swarm(
     protocol: options.ProtocolOption = None,
     stages: options.StagesOption = None,
     task: options.TaskOfSwarmOption = None,
+    inner: options.InnerOption = None,
     run: options.RunFileOption = None,
     dir: Annotated[
         Path | None,
@@ -151,11 +152,11 @@ def swarm(
         from node.cli.swarm_command import run_swarm
 
         with _name_options():  # before anything is started
-            of_run = {"run": run, "task": task, "protocol": protocol, "stages": stages}
-            stages, patience = _check(of_run, rounds) if run or task or protocol or stages else (1, 1)
+            of_run = {"run": run, "task": task, "protocol": protocol, "stages": stages, "inner": inner}
+            stages, patience = _check(of_run, rounds) if any(of_run.values()) else (1, 1)
         if peers < stages:
             raise CommandError(f"{stages} stages need as many peers, not {peers}: give --peers {stages} or more")
-        options = SwarmOptions(peers, rounds, protocol, task, run, dir, json, stages, page, patience)
+        options = SwarmOptions(peers, rounds, protocol, task, run, dir, json, stages, page, patience, inner)
         return asyncio.run(run_swarm(options))
 
 

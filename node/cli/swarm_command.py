@@ -243,6 +243,7 @@ class Swarm:
             "--rounds": options.rounds,
             "--protocol": options.protocol,
             "--task": options.task,
+            "--inner": options.inner,
             "--run": options.run and options.run.absolute(),
             "--stages": options.stages if options.run or options.stages > 1 else None,  # it may overrule the file
             "--wait-for": options.peers,

@@ -28,7 +28,7 @@ from pydantic.dataclasses import dataclass
 
 from node.config.peer_config import FILE_KEYS as OF_THIS_MACHINE
 from node.config.task_tables import STRICT, GptTable, PacedTable
-from node.config.toml import MAX_BYTES, ConfigError, canonical, check_keys, one_line, read_toml, suggestion
+from node.config.toml import MAX_BYTES, ConfigError, canonical, check_keys, one_line, read_toml, shown, suggestion
 from node.tasks import name as names
 from node.tasks.activations import ACTIVATION_DTYPES
 from node.tasks.base import Recipe
@@ -67,8 +67,8 @@ _RECIPE_LIMITS: Mapping[str, float] = {
 _RECIPE_OF_MODELS = {**asdict(PRESETS[DEFAULT_PRESET].recipe), "mean": "token", "decay": "matrices"}
 """Defaults of hf and of users' own tasks."""
 _RECIPE_OF_HF = {"learning_rate": 2e-4, "weight_decay": 0.01, "batches": 1}
-_UNSTORED = {"mean": "batch", "decay": "all", "inner_optimizer": "adamw"}
-"""Choices of the recipe that runs of older versions made without naming them, and that are stored as None."""
+_NAMED_CHOICES = {"mean": ("batch", "token"), "decay": ("all", "matrices"), "inner_optimizer": ("adamw", "muon")}
+"""Choices of the recipe. The first is that of older versions, which did not name it, and is stored as None."""
 _PACED_RECIPE = Recipe(
     inner_steps=20, rounds=10_000, learning_rate=1e-3, outer_learning_rate=0.9, outer_momentum=0.5, warmup_steps=0
 )
@@ -371,7 +371,7 @@ def _expanded(values: dict[str, Any]) -> dict[str, Any]:
     if values.get("protocol", _PROTOCOL) in _DIGESTED:
         values.setdefault("digest", _DIGEST)
     recipe = values["recipe"]
-    values["recipe"] = recipe | {key: None for key, unstored in _UNSTORED.items() if recipe.get(key) == unstored}
+    values["recipe"] = recipe | {key: _stored(key, recipe[key]) for key in _NAMED_CHOICES if key in recipe}
     gpt, paced, hf, options = (values.pop(table) for table in _OF_TASKS)
     if isinstance(task, str) and names.is_own(task):
         return {**values, "options": options, "recipe": {**_RECIPE_OF_MODELS, **values["recipe"]}}
@@ -390,6 +390,13 @@ def _expanded(values: dict[str, Any]) -> dict[str, Any]:
         rows, recipe["batches"] = _microbatches(base)
     gpt = {**asdict(base.shape), "rows": rows, **gpt}
     return {**values, "gpt": gpt, "recipe": {**recipe, **values["recipe"]}}
+
+
+def _stored(key: str, choice: object) -> object:
+    first, second = _NAMED_CHOICES[key]
+    if choice not in (first, second):
+        raise ConfigError(f'"{key}" in [recipe] must be "{first}" or "{second}", not {shown(choice)}', f"recipe.{key}")
+    return None if choice == first else choice
 
 
 def _microbatches(base: Preset) -> tuple[int, int]:

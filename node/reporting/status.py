@@ -181,6 +181,7 @@ class SwarmOptions:
         stages: of the run; peer i is in stage i mod `stages`.
         page: whether the first peer serves its web page.
         patience: how many times longer than usual the first peer may take to start the run.
+        inner: optimiser of the inner steps.
     """
 
     peers: int
@@ -193,6 +194,7 @@ class SwarmOptions:
     stages: int = 1
     page: bool = True
     patience: int = 1
+    inner: str | None = None
 
 
 class _Dataclass(Protocol):
