@@ -13,6 +13,7 @@ alone           one peer: equal steps, its own tokens only, no outer step
 alone-outer     the same with the outer step of diloco
 
 baselines       inner learning rates of all arms
+swarm           inner rates and outer steps in 14 rounds of 50 steps of w128, as in `make swarm`
 outer           learning rate and momentum of the outer step
 seeds           five seeds of each arm with its best values
 inner-steps     H

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
+from typing import Literal
 
 from benchmarks.book import FinishedRuns
 from benchmarks.laboratory.trial import (
@@ -19,6 +20,7 @@ from benchmarks.laboratory.trial import (
     LabRun,
     trial,
 )  # fmt: skip
+from benchmarks.learning import Run
 
 RATES, MOST_RATE = (1.0, 2.0), 8.0
 """Inner learning rates, as multiples of the preset's: those that are tried first, and the largest."""
@@ -163,10 +165,10 @@ def experiments(runs: FinishedRuns) -> list[Experiment]:
     """All experiments, most important first."""
     known = choices(runs)
     found = [_baselines(known, runs)]
-    for name, title, build, needs_outer in _LATER:
-        missing = [arm for arm in ARMS if arm not in known.rates]
-        waits = f"the inner rate of {', '.join(missing)}" if missing else ""
-        if not waits and needs_outer and known.outer is None:
+    missing = [arm for arm in ARMS if arm not in known.rates]
+    for name, title, build, needs in _LATER:
+        waits = f"the inner rate of {', '.join(missing)}" if missing and needs else ""
+        if not waits and needs == "outer" and known.outer is None:
             waits = "the outer step"
         found.append(Experiment(name, title, () if waits else tuple(build(known, runs)), waits))
     return found
@@ -194,6 +196,19 @@ def _outer(known: Choices, runs: FinishedRuns) -> Iterator[Row]:
     for outer, trials in outer_candidates(known.rates["diloco"], runs).items():
         rate, momentum = outer  # type: ignore[misc]
         yield Row(f"rate {rate:g}, momentum {momentum:g}: {rate / (1 - momentum):.1f}", trials, beside)
+
+
+def _swarm(known: Choices, runs: FinishedRuns) -> Iterator[Row]:
+    """Inner rates and outer steps at the size of `make swarm`; the first is the preset's own."""
+    keys = [(rate, outer) for outer in ((0.9, 0.5), (0.81, 0.7)) for rate in (1.0, 2.0, 4.0)]
+
+    def of(key: object, seed: int) -> LabRun:
+        rate, outer = key  # type: ignore[misc]
+        return LabRun("diloco", Run(PEERS, 14, 50, "w128", seed, outer=outer, rate=rate))
+
+    beside = {"the first": tuple(of(keys[0], seed) for seed in FEW)}
+    for (rate, outer), trials in halved(keys, of, runs).items():  # type: ignore[misc]
+        yield Row("{:g} x the inner rate, outer step ({:g}, {:g})".format(rate, *outer), trials, beside)
 
 
 def _seeds(known: Choices, runs: FinishedRuns) -> Iterator[Row]:
@@ -267,14 +282,17 @@ def _family(known: Choices, runs: FinishedRuns) -> Iterator[Row]:
             yield Row(f"{arm}{missing}", trials, {"butterfly, as many missing": of["butterfly"]})
 
 
-_LATER: tuple[tuple[str, str, Callable[[Choices, FinishedRuns], Iterator[Row]], bool], ...] = (
-    ("outer", "Outer steps: learning rate, momentum, and rate / (1 - momentum)", _outer, False),
-    ("seeds", "Each arm with its best values", _seeds, True),
-    ("inner-steps", "Inner steps of a round, with the outer step that is best at H = 25", _inner_steps, True),
-    ("muon", "Muon for hidden matrices, with the outer step that is best for AdamW", _muon, True),
-    ("codecs", "Codecs", _codecs, True),
-    ("peers", "Number of peers, with the values that are best for 4", _peers, True),
-    ("trouble", "Lost contributions, and unequal speeds", _trouble, True),
-    ("family", "Eight peers without a common state, beside the butterfly", _family, True),
+Needs = Literal["", "rates", "outer"]
+"""What has to be chosen before an experiment begins."""
+_LATER: tuple[tuple[str, str, Callable[[Choices, FinishedRuns], Iterator[Row]], Needs], ...] = (
+    ("swarm", "14 rounds of 50 steps of w128, as in `make swarm`", _swarm, ""),
+    ("outer", "Outer steps: learning rate, momentum, and rate / (1 - momentum)", _outer, "rates"),
+    ("seeds", "Each arm with its best values", _seeds, "outer"),
+    ("inner-steps", "Inner steps of a round, with the outer step that is best at H = 25", _inner_steps, "outer"),
+    ("muon", "Muon for hidden matrices, with the outer step that is best for AdamW", _muon, "outer"),
+    ("codecs", "Codecs", _codecs, "outer"),
+    ("peers", "Number of peers, with the values that are best for 4", _peers, "outer"),
+    ("trouble", "Lost contributions, and unequal speeds", _trouble, "outer"),
+    ("family", "Eight peers without a common state, beside the butterfly", _family, "outer"),
 )
 NAMES = ("baselines", *(name for name, *_ in _LATER))

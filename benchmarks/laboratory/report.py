@@ -94,7 +94,7 @@ def draw(runs: FinishedRuns, every: Sequence[Experiment], file: Path) -> None:
     left.set_ylim(top=2.0)
     if left.lines:
         left.legend(frameon=False)
-    _outer_steps(right, every[1], runs)
+    _outer_steps(right, next(each for each in every if each.name == "outer"), runs)
     right.set(title="outer steps" + ("" if known.outer else " (runs are missing)"), xlabel="rate / (1 - momentum)")
     for axes in (left, right):
         axes.grid(alpha=0.3)

@@ -68,11 +68,11 @@ def test_later_experiments_wait_for_every_baseline(tmp_path: Path) -> None:
     journal = RunJournal(tmp_path / "runs.jsonl")
     for _ in range(3):  # rates of 1 and 2; the next one; the better half's second seed
         *most, last = (each for each in experiments(journal)[0].trials if each not in journal)
-        outer = experiments(journal)[1]
+        outer = next(each for each in experiments(journal) if each.name == "outer")
         assert outer.waits_for and not outer.rows
         for each in (*most, last):
             entered(journal, each, 1.3 if each.arm == "diloco" and each.run.rate == 2.0 else 1.4)
-    _, outer, seeds, *_ = experiments(journal)
+    _, _, outer, seeds, *_ = experiments(journal)
     assert {each.run.rate for each in outer.trials if each.arm == "diloco"} == {2.0}
     assert set(rate_candidates("diloco", journal)) == {1.0, 2.0, 4.0}
     assert set(rate_candidates("alone", journal)) == {1.0, 2.0, 0.5}

@@ -6,6 +6,7 @@ import asyncio
 from pathlib import Path
 
 import pytest
+from axe_playwright_python.async_playwright import Axe
 
 from tests.browser.chromium import BROWSER, DESKTOP, PHONE, STRANGER, chromium, tab
 from tests.browser.views import VIEWS
@@ -31,6 +32,7 @@ OPAQUE = """async ([stream, act]) => {
 
 
 async def test_each_view_is_clean_and_fits(tmp_path: Path) -> None:
+    """Clean: an empty console, no violation of the content security policy, and nothing that axe-core objects to."""
     async with chromium() as browser:
         for name, view in VIEWS.items():
             (tmp_path / name).mkdir()
@@ -43,6 +45,8 @@ async def test_each_view_is_clean_and_fits(tmp_path: Path) -> None:
                         assert await opened.page.evaluate(FITS), f"{name} scrolls sideways at {size}"
                         assert await opened.page.evaluate("document.images.length") == 1, f"{name} took text as HTML"
                         assert opened.problems == [], name
+                        found = await Axe().run(opened.page)
+                        assert len(found.response["passes"]) > 10 and not found.response["violations"], name
 
 
 async def test_page_follows_the_peer_through_a_restart(tmp_path: Path) -> None:
