@@ -190,23 +190,30 @@ class PreparedData:
 
 
 def prepare(
-    files: list[Path], encoder: Encoder, settings: HfSettings, tokenizer: str, held_out: bytes = b""
+    files: list[Path],
+    encoder: Encoder,
+    settings: HfSettings,
+    tokenizer: str,
+    held_out: bytes = b"",
+    home: Path | None = None,
 ) -> PreparedData:
     """Tokenise the files, or map the rows that an earlier call has made of them.
 
     Args:
         tokenizer: digest of the tokenizer and the template.
         held_out: the run's sample, whose documents are not trained on either.
+        home: where the rows are kept; None: in the machine's cache.
 
     Raises:
         ModelError: a file cannot be read, or there is nothing to learn in them.
     """
     try:
         about = [list(map(file_state, files)), FORMAT, settings.context, settings.format, settings.pack, tokenizer]
-        place = _place(about)
+        home = home or cache_directory()
+        place = _place(home, about)
         counts = _counts(place, settings.context)
         if held_out and not (counts and (place / SAMPLE).read_bytes() == held_out):  # else they are this founder's own
-            place = _place([*about, hashlib.sha256(held_out).hexdigest()])
+            place = _place(home, [*about, hashlib.sha256(held_out).hexdigest()])
             counts = _counts(place, settings.context)
         if counts is None:
             _make(place, files, encoder, settings, frozenset(held_out.splitlines(keepends=True)))
@@ -225,8 +232,8 @@ def prepare(
         raise ModelError(f"{error.filename or cache_directory()}: {error.strerror or error}") from None
 
 
-def _place(about: list[Any]) -> Path:
-    return cache_directory() / f"rows-{hashlib.sha256(json.dumps(about).encode()).hexdigest()[:40]}"
+def _place(home: Path, about: list[Any]) -> Path:
+    return home / f"rows-{hashlib.sha256(json.dumps(about).encode()).hexdigest()[:40]}"
 
 
 def _counts(place: Path, context: int) -> RowCounts | None:

@@ -20,8 +20,9 @@ from node.tasks.hf.chat import Encoder, begin_tokens
 from node.tasks.hf.corpus import SAMPLE_BYTES, Document, Sample, data_files, document_of, read_documents
 from node.tasks.hf.memory import tell_memory
 from node.tasks.hf.model import LoadedModel, checkpoint_activations, load_model, loss_of
-from node.tasks.hf.rows import MASKED, PreparedData, Rows, prepare, rows_of
+from node.tasks.hf.rows import MASKED, Rows, prepare, rows_of
 from node.tasks.hf.settings import NO_HELD_OUT, HfSettings, HfValues, ModelError, ModelPins
+from node.tasks.hf.streamed import StreamedRows, find_data_set, is_streamed
 
 BASE_LOSS_TOLERANCE = 0.01
 PROMPT_WORDS, PROMPT_CHARACTERS = 6, 200
@@ -38,7 +39,12 @@ class HfTask:
     """
 
     def __init__(
-        self, loaded: LoadedModel, settings: HfSettings, data: PreparedData, evaluated: Rows, prompt: str = ""
+        self,
+        loaded: LoadedModel,
+        settings: HfSettings,
+        rows: Rows | StreamedRows,
+        evaluated: Rows,
+        prompt: str = "",
     ) -> None:
         """
         Args:
@@ -49,7 +55,7 @@ class HfTask:
         self.held_out = b""
         self.pins = loaded.pins
         self._tokenizer, self._settings = loaded.tokenizer, settings
-        self._rows, self._evaluated, self._prompt = data.rows, evaluated, prompt
+        self._rows, self._evaluated, self._prompt = rows, evaluated, prompt
         self._device = next(self.module.parameters()).device
         self._call: Any = self.module
 
@@ -170,11 +176,14 @@ def _ends(module: Any) -> list[int]:
     return end if isinstance(end, list) else [] if end is None else [end]
 
 
-def make_task(values: HfValues, data: Path | None, held_out: Path | None, device: str, dtype: torch.dtype) -> HfTask:
+def make_task(
+    values: HfValues, data: Path | None, held_out: Path | None, device: str, dtype: torch.dtype, seed: int
+) -> HfTask:
     """Load the model, prepare the data and the held-out rows.
 
     Args:
-        data: file or folder of this peer.
+        data: file or folder of this peer, or a data set on the hub.
+        seed: of this peer's stream.
         held_out: the run's sample; None for a founder, which makes it, and in a run without one.
         dtype: of the model.
 
@@ -182,7 +191,7 @@ def make_task(values: HfValues, data: Path | None, held_out: Path | None, device
         ModelError: model or data cannot be used. The message is one line.
     """
     settings, machine = values.settings, values.machine
-    files = data_files(data)
+    files = [] if is_streamed(data) else data_files(data)
     loaded = load_model(machine.model, settings, values.pins, device, dtype, partial(tell_memory, values, device))
     encoder = Encoder(loaded.tokenizer, settings.format == "chat")
     sample = b""
@@ -190,10 +199,19 @@ def make_task(values: HfValues, data: Path | None, held_out: Path | None, device
         sample = read_sample(held_out)
     elif values.pins is None and machine.held_out not in ("", NO_HELD_OUT):
         sample = sample_of(Path(machine.held_out), settings)
-    prepared = prepare(files, encoder, settings, loaded.pins.tokenizer + loaded.pins.template, sample)
+    digest = loaded.pins.tokenizer + loaded.pins.template
+    rows: Rows | StreamedRows
+    if data is not None and is_streamed(data):
+        rows = StreamedRows(
+            find_data_set(data), settings, lambda some, home: prepare(some, encoder, settings, digest, sample, home)
+        )
+        prepared = rows.open(seed)
+    else:
+        prepared = prepare(files, encoder, settings, digest, sample)
+        rows = prepared.rows
     travels = values.pins is None and machine.held_out != NO_HELD_OUT and settings.format == "text"
     documents = list(parse_sample(sample or prepared.sample, settings))
-    task = HfTask(loaded, settings, prepared, rows_of(documents, encoder, settings), beginning(documents))
+    task = HfTask(loaded, settings, rows, rows_of(documents, encoder, settings), beginning(documents))
     task.held_out = b"" if held_out is not None else sample or (prepared.sample if travels else b"")
     if machine.checkpointing:
         checkpoint_activations(loaded.module)

@@ -1,4 +1,4 @@
-"""A model from the hub, which a small server plays: its commit is looked up, and only the needed files come."""
+"""Models and data sets from the hub, which a small server plays: at one commit, and only the needed files."""
 
 from __future__ import annotations
 
@@ -30,16 +30,40 @@ else:
 """
 
 
+TRAINING = """
+import sys, torch
+from pathlib import Path
+from node.config.run_config import load_run
+from node.tasks.hf import streamed
+from node.tasks.hf.settings import HfMachine, HfSettings, HfValues, ModelError
+from node.tasks.spec import WorkerSpec, build
+streamed.WINDOW_BYTES, streamed.RETRY_SECONDS = 6000, ()
+recipe = load_run(None, {"task": "hf"}, ["butterfly"]).recipe
+values = HfValues(HfSettings("full", context=32, rows=2), HfMachine(sys.argv[1]))
+try:
+    job = build(WorkerSpec(values, recipe, 5, data=Path(sys.argv[2]), device="cpu", threads=1), torch.empty, False)
+    batches = [job.learner._task.batch(5, position)[0] for position in range(60)]
+    print(job.learner.step(0, 0).tokens > 0, len({str(each) for each in batches}) > 30, len(job.held_out) > 100)
+except ModelError as error:
+    print(error)
+"""
+
+
 class Hub(ThreadingHTTPServer):
-    """The endpoints of the hub that a download uses, for one repository.
+    """The endpoints of the hub that a download uses, for one model and one data set.
 
     Attributes:
+        texts: the files of the data set.
         asked: paths of all requests.
     """
 
     def __init__(self, folder: Path) -> None:
         super().__init__(("127.0.0.1", 0), HubHandler)
         self.folder, self.asked = folder, [""]
+        words = [f"word{number % 37} is not word{number % 11}.\n" for number in range(400)]
+        lines = [json.dumps({"text": "".join(words[low : low + 9])}) + "\n" for low in range(0, 391, 3)]
+        self.texts = {f"data/part-{part}.jsonl": "".join(lines[part::8]).encode() for part in range(8)}
+        self.texts |= {"README.md": b"of the data set", "data/image.png": b"\0", "old/part.jsonl": b"{}"}
 
 
 class HubHandler(BaseHTTPRequestHandler):
@@ -59,6 +83,11 @@ class HubHandler(BaseHTTPRequestHandler):
                 for each in sorted(self.server.folder.iterdir())
             ]
             self.answer(json.dumps(names).encode())
+        elif path == "/api/datasets/org/texts/revision/main":
+            texts = [{"rfilename": name, "size": len(content)} for name, content in self.server.texts.items()]
+            self.answer(json.dumps({"id": "org/texts", "sha": COMMIT, "siblings": texts}).encode())
+        elif path.startswith(start := f"/datasets/org/texts/resolve/{COMMIT}/"):
+            self.answer(self.server.texts[path.removeprefix(start)])
         elif path.startswith(f"/org/tiny/resolve/{COMMIT}/"):
             self.answer((self.server.folder / path.rpartition("/")[2]).read_bytes())
         else:
@@ -98,14 +127,21 @@ def hub(made: Path) -> Iterator[Hub]:
 
 def found(hub: Hub | None, model: str, what: str, home: Path) -> tuple[dict[str, str], str]:
     """What `find_model` finds, and what it says meanwhile. Without a hub, nothing listens at its address."""
+    said, warnings = told(hub, PROGRAM, model, what, home)
+    return json.loads(said), warnings
+
+
+def told(hub: Hub | None, program: str, model: str, what: str, home: Path) -> tuple[str, str]:
+    """What a program prints and warns of."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("HF_")} | {
         "HF_ENDPOINT": f"http://127.0.0.1:{hub.server_address[1] if hub else 1}",
         "HF_HOME": str(home),
+        "XDG_CACHE_HOME": str(home / "cache"),
         "PYTHONPATH": str(REPOSITORY),
     }
-    command = [sys.executable, "-c", PROGRAM, model, what]
+    command = [sys.executable, "-c", program, model, what]
     done = subprocess.run(command, env=environment, capture_output=True, timeout=55, check=True)
-    return json.loads(done.stdout), done.stderr.decode()
+    return done.stdout.decode(), done.stderr.decode()
 
 
 def test_model_of_the_hub_is_fetched_at_its_commit(hub: Hub, tmp_path: Path) -> None:
@@ -130,3 +166,29 @@ def test_unknown_model_is_refused_in_one_line(hub: Hub, tmp_path: Path) -> None:
     answer, _ = found(hub, "org/absent@main", "weights", tmp_path)
     assert answer["error"].startswith("org/absent@main cannot be fetched from the hub: ")
     assert answer["error"].endswith("; download it, and give its folder") and "\n" not in answer["error"]
+
+
+def test_data_set_of_the_hub_is_trained_on_in_windows(hub: Hub, made: Path, tmp_path: Path) -> None:
+    said, warnings = told(hub, TRAINING, str(made / "llama"), "hub:org/texts@main:data/*", tmp_path)
+    assert said == "True True True\n"
+    assert f"org/texts@{COMMIT}: 0.00 GB in 8 files, of which about" in warnings
+    fetched = [path.rpartition("/")[2] for path in hub.asked if "/datasets/org/texts/resolve" in path]
+    assert {f"part-{part}.jsonl" for part in range(8)} == set(fetched)
+    assert not [
+        each for each in (tmp_path / "cache").rglob("*") if each.suffix == ".jsonl" or each.name == "tokens.bin"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    (
+        ("hub:org/absent", "the data set org/absent cannot be found on the hub: RepositoryNotFoundError: "),
+        ("hub:org/texts@main:*.zst", "the data set org/texts has no files whose names match *.zst that end in "),
+        ("hub:org/texts@main:old/*", 'has no "text"'),
+    ),
+)
+def test_data_set_that_cannot_be_used_is_refused_in_one_line(
+    hub: Hub, made: Path, tmp_path: Path, name: str, why: str
+) -> None:
+    said, _ = told(hub, TRAINING, str(made / "llama"), name, tmp_path)
+    assert why in said and said.count("\n") == 1 and "Traceback" not in said
