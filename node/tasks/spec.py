@@ -190,6 +190,7 @@ class Job:
         generate: takes (prompt, tokens, temperature, seed) and generates text with the learner's parameters; None if
             the task generates no text.
         pins: what the run's manifest says of the model; None for a task that has no model of its own.
+        ready: whether the data of the next step are here; until then the worker waits, and takes no step.
     """
 
     learner: ResumableLearner
@@ -197,6 +198,7 @@ class Job:
     held_out: bytes = b""
     generate: Callable[[bytes, int, float, int], bytes] | None = None
     pins: ModelPins | None = None
+    ready: Callable[[], bool] = lambda: True
 
 
 Allocate: TypeAlias = Callable[[int], Vector]
@@ -250,7 +252,10 @@ def _build_hf(spec: WorkerSpec, values: HfValues, device: str, place: Allocate |
         with learner.evaluating():
             return task.generate(prompt, tokens, temperature, seed)
 
-    return Job(learner, held_out=task.held_out, generate=generate, pins=task.pins)
+    def ready() -> bool:
+        return task.ready(spec.stream_seed, learner.position)
+
+    return Job(learner, held_out=task.held_out, generate=generate, pins=task.pins, ready=ready)
 
 
 def device_of(name: str) -> str:

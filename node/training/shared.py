@@ -76,7 +76,7 @@ class Shared:
 
     @property
     def steps(self) -> int:
-        """Number of inner steps that all workers have taken. It rises while a worker is alive."""
+        """A number that rises with each inner step of a worker, and while one waits for data."""
         return self._numbers[_STEPS]
 
     @property
@@ -101,6 +101,10 @@ class Shared:
     def claim(self, position: int) -> None:
         """Mark the batches before `position` as drawn. The worker calls this before a step."""
         self._numbers[_POSITION] = position
+
+    def alive(self) -> None:
+        """Say that the worker waits for data. The peer takes one that counts nothing for too long for dead."""
+        self._numbers[_STEPS] += 1
 
     def stepped(self, seconds: float) -> None:
         """Count a step and its duration. The worker calls this after a step."""

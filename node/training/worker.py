@@ -46,6 +46,8 @@ from protocols.base import Layout, LocalProgress, Vector
 
 MAX_LINE_BYTES = 1 << 20
 
+WAIT_SECONDS = 0.2
+"""Between two looks whether data have come."""
 _CONFINE_SECONDS = 20.0
 """Pause between two counts of the other workers. Each count reads the command lines of all processes."""
 
@@ -115,6 +117,11 @@ class Worker:
             self._tell("progress", as_json(local_training.work()))
         mark = time.perf_counter()
         while not shared.attention and os.getppid() == self._parent and (surplus or not local_training.complete):
+            if not self._job.ready():
+                time.sleep(WAIT_SECONDS)
+                shared.alive()
+                mark = time.perf_counter()
+                continue
             time.sleep(self._job.rest_seconds)
             shared.claim(self._job.learner.position + self._batches)
             local_training.step()

@@ -127,8 +127,12 @@ def windows(files: Sequence[HubFile], seed: int, epoch: int, first: int, batch_t
     return found
 
 
+class NotFetched(ModelError):
+    """A file cannot be fetched from the hub."""
+
+
 class StreamedRows:
-    """The rows of a data set, a window at a time. `batch` waits until the window is here."""
+    """The rows of a data set, a window at a time."""
 
     def __init__(
         self,
@@ -150,17 +154,33 @@ class StreamedRows:
         self._next: tuple[Window, Future[PreparedData]] | None = None
         self._home: Path | None = None
 
+    def ready(self, seed: int, position: int) -> bool:
+        """Whether `batch` returns at once. If not, the window is being fetched, however long the hub takes."""
+        if seed != self._seed:
+            return True  # nothing has been fetched for it: `open` fails if the hub does not answer
+        window = self._window(position)
+        if self._here and self._here[0] == window:
+            return True
+        if not self._next or self._next[0] != window:
+            self._ahead(window)
+        assert self._next
+        return self._next[1].done()
+
     def open(self, seed: int, position: int = 0) -> PreparedData:
-        """The window of a position, once it is here."""
+        """The window of a position. It waits until that is here.
+
+        Raises:
+            ModelError: the window cannot be fetched, or not be read.
+        """
         if seed != self._seed:
             self._begin(seed)
         window = self._window(position)
         if self._here is None or self._here[0] != window:
-            following = self._next
-            self._here = self._next = None
-            if following and following[0] != window:
-                following[1].cancel()
-            data = following[1].result() if following and following[0] == window else self._load(window)
+            self._here, following = None, self._next
+            try:
+                data = _result(following[1]) if following and following[0] == window else self._load(window)
+            finally:
+                self._next = None
             self._here = window, data
             self._ahead(self._window(window.first + window.batches))
         return self._here[1]
@@ -192,19 +212,18 @@ class StreamedRows:
         return windows(self._data_set.files, self._seed, epoch, first, self._settings.rows * self._settings.context)
 
     def _ahead(self, window: Window) -> None:
-        """Have a thread fetch the window, which the process does not wait for at its end."""
+        """Have a thread fetch the window, until it is here or another is wanted. It does not outlive the process."""
         future: Future[PreparedData] = Future()
 
         def work() -> None:
-            if not future.set_running_or_notify_cancel():
-                return
-            try:
-                with foreign(f"the next files of the data set {self._data_set.name}"):
-                    found = self._load(window)
-            except (ModelError, MemoryError) as error:
-                future.set_exception(error)
-            else:
-                future.set_result(found)
+            while self._next and self._next[1] is future:
+                try:
+                    with foreign(f"the next files of the data set {self._data_set.name}"):
+                        return future.set_result(self._load(window))
+                except NotFetched:
+                    continue
+                except (ModelError, MemoryError) as error:
+                    return future.set_exception(error)
 
         self._next = window, future
         threading.Thread(target=work, name="next-window", daemon=True).start()
@@ -235,10 +254,17 @@ class StreamedRows:
                     return self._fetch(self._data_set, file, place)
             except ModelError as error:
                 if seconds is None:
-                    raise
+                    raise NotFetched(str(error)) from None
                 print(f"warning: {error}; again in {seconds:g} s", file=sys.stderr, flush=True)
                 time.sleep(seconds)
         raise AssertionError
+
+
+def _result(future: Future[PreparedData]) -> PreparedData:
+    try:
+        return future.result(2 * sum(RETRY_SECONDS) + 60.0)
+    except TimeoutError:
+        raise NotFetched("the next files of the data set have not come from the hub") from None
 
 
 def _is_left(directory: Path) -> bool:

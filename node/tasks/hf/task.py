@@ -70,6 +70,10 @@ class HfTask:
         """(tokens, positions, labels) of the rows of a batch."""
         return self._rows.batch(seed, position, self._settings.rows)
 
+    def ready(self, seed: int, position: int) -> bool:
+        """Whether `batch` returns at once; if not, its data are on their way from the hub."""
+        return not isinstance(self._rows, StreamedRows) or self._rows.ready(seed, position)
+
     def targets(self, batch: Batch) -> int:
         return int((batch[-1] != MASKED).sum())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -76,24 +77,47 @@ def test_files_are_gone_once_they_are_read(opened: Callable[[], StreamedRows], t
     assert not list(tmp_path.rglob("part-*"))
 
 
-def test_lost_hub_is_asked_again_and_then_named(
+def test_training_waits_for_a_hub_that_is_away(
     opened: Callable[[], StreamedRows], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    rows, failures = opened(), [2]
+    """The first window must come; later ones are asked for until they do, and `ready` says when."""
+    rows, here = opened(), [True]
 
     def unsure(data_set: DataSet, file: HubFile, place: Path) -> Path:
-        if failures[0]:
-            failures[0] -= 1
+        if not here[0]:
             raise ConnectionError("no route")
         return fetch(data_set, file, place)
 
     rows._fetch = unsure
-    rows.batch(0, 0, 2)
+    position = rows.open(0) and 0
+    assert rows._next
+    rows._next[1].result()
+    here[0] = False
+    while rows.ready(0, position):
+        rows.batch(0, position, 2)
+        position += 1
+    assert 10 < position < 40
+    here[0] = True
+    assert rows._next
+    rows._next[1].result(10)
+    assert rows.ready(0, position) and len(rows.batch(0, position, 2)[0]) == 2
     assert "cannot be fetched from the hub: ConnectionError: no route; again in 0 s" in capsys.readouterr().err
-    failures[0] = 1000
+    here[0], late = False, opened()
+    late._fetch = unsure
     with pytest.raises(ModelError, match=r"part-\d.jsonl of the data set org/set cannot be fetched"):
-        for position in range(50):
-            rows.batch(0, position, 2)
+        late.open(1)
+
+
+def test_damaged_file_ends_the_wait(opened: Callable[[], StreamedRows]) -> None:
+    rows = opened()
+    rows.open(0)
+    rows._next = None
+    rows._prepare = lambda files, home: (_ for _ in ()).throw(ModelError("not JSON"))
+    position = 10
+    while not rows.ready(0, position):
+        time.sleep(0.01)
+    with pytest.raises(ModelError, match="not JSON"):
+        rows.batch(0, position, 2)
 
 
 @pytest.mark.parametrize("name", ("hub:", "hub:set", "hub:org/set@", "hub:/x/y", "hub:org/set name"))
