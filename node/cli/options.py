@@ -200,7 +200,8 @@ DataOption = Annotated[
     Path | None,
     option(
         MACHINE,
-        "Text to train on: a file or a folder. Default: the source of Python's standard library.",
+        "Text to train on: a file, a folder, or with --task hf hub:ORG/NAME@REVISION. Default: the source of Python's "
+        "standard library.",
         metavar="PATH",
         parser=place,
     ),

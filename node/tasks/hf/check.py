@@ -12,6 +12,7 @@ from node.tasks.hf.model import load_tokenizer
 from node.tasks.hf.rows import RowCounts, prepare
 from node.tasks.hf.settings import HfSettings, ModelError
 from node.tasks.hf.source import find_model
+from node.tasks.hf.streamed import is_streamed
 
 _SHOWN_TOKENS = 60
 
@@ -22,6 +23,8 @@ def guessed_format(path: Path) -> str:
     Raises:
         ModelError: the path is missing or empty.
     """
+    if is_streamed(path):
+        raise ModelError("data check reads files and folders: download a file of the data set, and give that")
     files = data_files(path)
     if files[0].suffix not in (".jsonl", ".json", ".parquet"):
         return "text"
