@@ -21,13 +21,15 @@ SOURCES = {
 ROOMS = {"node", "protocols", "tests", "benchmarks"}
 PEER = {f"node/session/{name}.py" for name in ("peer", "resources", "session_setup", "visit")}
 """The composition root, what it holds, and its smaller sibling, which only asks."""
+AHEAD = {"node/tasks/hf/streamed.py"}
+"""It fetches ahead in the worker, which has no event loop."""
 ONLY_IN: dict[str, set[str]] = {
-    "time": {"node/runtime/clock.py", "node/training/worker.py", "node/training/stage_worker.py"},
+    "time": {"node/runtime/clock.py", "node/training/worker.py", "node/training/stage_worker.py"} | AHEAD,
     "socket": {"node/training/process.py", "node/session/failpoints.py", "node/training/worker.py"}
     | {f"node/direct/{name}.py" for name in ("connection", "handshake", "listener")}
     | {"node/page/server.py"},
-    "threading": {"node/runtime/compute.py"},
-    "concurrent": {"node/runtime/compute.py"},
+    "threading": AHEAD,
+    "concurrent": {"node/runtime/compute.py"} | AHEAD,
     "subprocess": {"node/runtime/child_process.py", "node/network/libp2p.py"},
     "asyncio.subprocess": {"node/runtime/child_process.py", "node/network/libp2p.py"},
     "multiprocessing": set(),
