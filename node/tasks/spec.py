@@ -242,7 +242,7 @@ def _build_hf(spec: WorkerSpec, values: HfValues, device: str, place: Allocate |
     reduced = spec.precision == "bfloat16" or (spec.precision == "auto" and device == "cuda")
     dtype = torch.bfloat16 if reduced else torch.float32
     torch.manual_seed(spec.weights_seed)  # of the adapters
-    task = make_task(values, spec.data, spec.held_out, device, dtype, spec.stream_seed)
+    task = make_task(values, spec.data, spec.held_out, device, dtype, spec.stream_seed, spec.recipe.batches)
     torch.manual_seed(spec.stream_seed)  # of dropout, in which peers should differ
     learner = TaskLearner(task, spec.recipe, spec.stream_seed, place, resume)
     if not resume and spec.held_out is not None and values.settings.train == "lora":

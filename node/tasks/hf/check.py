@@ -7,12 +7,12 @@ from pathlib import Path
 
 from node.tasks.hf.chat import Encoder
 from node.tasks.hf.corpus import data_files, read_documents
+from node.tasks.hf.data_set import is_streamed
 from node.tasks.hf.digests import template_digest, tokenizer_digest
 from node.tasks.hf.model import load_tokenizer
 from node.tasks.hf.rows import RowCounts, prepare
 from node.tasks.hf.settings import HfSettings, ModelError
 from node.tasks.hf.source import find_model
-from node.tasks.hf.streamed import is_streamed
 
 _SHOWN_TOKENS = 60
 

@@ -1,4 +1,4 @@
-"""Data sets on the hub that are too large for this machine: only a window of their files is here at a time.
+"""Rows of a data set that is too large for this machine: only a window of its files is here at a time.
 
 A stream goes through all files in an order that its seed gives. For how many batches a window lasts follows from the
 sizes of its files, so the batch at a position depends on the seed and the position alone. While a window is trained on,
@@ -7,8 +7,8 @@ the next one is fetched and tokenised.
 
 from __future__ import annotations
 
+import os
 import random
-import re
 import shutil
 import sys
 import tempfile
@@ -18,44 +18,20 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from pathlib import Path
 
 import torch
 
+from node.runtime.locks import hold
+from node.tasks.hf.data_set import DataSet, HubFile, NotFetched, fetch
 from node.tasks.hf.digests import cache_directory
 from node.tasks.hf.foreign import foreign
 from node.tasks.hf.rows import PreparedData
-from node.tasks.hf.settings import HfSettings, ModelError
+from node.tasks.hf.settings import ModelError
 
-PREFIX = "hub:"
-"""At the beginning of what --data names, before ORG/NAME@REVISION and, after another colon, a pattern of files."""
 WINDOW_BYTES = 256 << 20
-MAX_FILE_BYTES = 8 << 30
-MAX_FILES = 1 << 20
 RETRY_SECONDS = (1.0, 5.0, 30.0, 120.0, 300.0)
-_TOKEN_BYTES = {".parquet": 2, ".jsonl": 4, ".json": 4, ".txt": 4, ".md": 4}
-"""Suffix of a file -> about how many of its bytes make a token. Parquet is compressed."""
-_UNUSED_SECONDS = 86_400.0
-_NAME = re.compile(r"([\w-][\w.-]*/[\w.-]+?)(?:@([\w./-]+?))?(?::(.+))?", re.ASCII)
-_COMMIT = re.compile("[0-9a-f]{40}")
-
-
-@dataclass(frozen=True, slots=True)
-class HubFile:
-    """A file of a data set."""
-
-    name: str
-    size: int
-
-
-@dataclass(frozen=True, slots=True)
-class DataSet:
-    """The files of a data set at one commit, in the order of their names."""
-
-    name: str
-    commit: str
-    files: tuple[HubFile, ...]
+"""Pauses before a file is asked for again. A window that is fetched ahead goes on with the last of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,63 +48,43 @@ class Window:
     batches: int
 
 
-def is_streamed(data: Path | None) -> bool:
-    """Whether --data names a data set on the hub."""
-    return data is not None and str(data).startswith(PREFIX)
+@dataclass(frozen=True, slots=True)
+class StepSize:
+    """What an inner step takes.
 
-
-def find_data_set(data: Path) -> DataSet:
-    """Look a data set up on the hub.
-
-    Raises:
-        ModelError: there is none, or it has no files that can be read.
+    Attributes:
+        batches: of a step; all are taken from one window.
+        tokens: of a batch, padding included.
     """
-    if not (found := _NAME.fullmatch(str(data).removeprefix(PREFIX))):
-        raise ModelError(f"{str(data)[:200]!a}: a data set on the hub is named hub:ORG/NAME@REVISION, or …:PATTERN")
-    name, revision, pattern = found.groups()
-    import huggingface_hub
 
-    huggingface_hub.constants.HF_HUB_OFFLINE = False  # the model is here already
-    with foreign(f"the data set {name} cannot be found on the hub", "; download it, and give its folder"):
-        about = huggingface_hub.HfApi(token=False).dataset_info(name, revision=revision, files_metadata=True)
-    files = [HubFile(each.rfilename, each.size or 0) for each in about.siblings or []]
-    files = [each for each in files if each.size and Path(each.name).suffix in _TOKEN_BYTES]
-    files = sorted((each for each in files if fnmatchcase(each.name, pattern or "*")), key=lambda each: each.name)
-    if not _COMMIT.fullmatch(about.sha or "") or not 0 < len(files) <= MAX_FILES:
-        of = f" whose names match {pattern}" if pattern else ""
-        raise ModelError(f"the data set {name} has no files{of} that end in {', '.join(_TOKEN_BYTES)}")
-    if (largest := max(files, key=lambda each: each.size)).size > MAX_FILE_BYTES:
-        raise ModelError(
-            f"{largest.name} of the data set {name} has {largest.size / 1e9:.1f} GB: too much for a window"
-        )
-    size = sum(each.size for each in files)
-    what = f"{name}@{about.sha}: {size / 1e9:.2f} GB in {len(files)} files"
-    print(f"{what}, of which about {WINDOW_BYTES / 1e9:.2f} GB are here at a time", file=sys.stderr, flush=True)
-    return DataSet(name, about.sha or "", tuple(files))
+    batches: int
+    tokens: int
 
 
-def windows(files: Sequence[HubFile], seed: int, epoch: int, first: int, batch_tokens: int) -> list[Window]:
+def windows(files: Sequence[HubFile], seed: int, epoch: int, first: int, step: StepSize) -> list[Window]:
     """One pass through all files, in an order that depends on seed and epoch.
 
     Args:
         first: position of its first batch.
-        batch_tokens: tokens of a batch, padding included.
     """
     order = list(files)
     random.Random(f"{seed}/{epoch}").shuffle(order)
-    found: list[Window] = []
-    part: list[HubFile] = []
+    parts: list[list[HubFile]] = [[]]
+    size = 0
     for each in order:
-        part.append(each)
-        if sum(one.size for one in part) >= WINDOW_BYTES or each is order[-1]:
-            tokens = sum(one.size // _TOKEN_BYTES[Path(one.name).suffix] for one in part)
-            found.append(Window(tuple(part), first, max(1, tokens // batch_tokens)))
-            first, part = first + found[-1].batches, []
+        if size >= WINDOW_BYTES:
+            parts.append([])
+            size = 0
+        parts[-1].append(each)
+        size += each.size
+    if len(parts) > 1 and size < WINDOW_BYTES:  # what is left over would be a window of next to nothing
+        parts[-2].extend(parts.pop())
+    found = []
+    for part in parts:
+        steps = max(1, sum(each.tokens for each in part) // (step.tokens * step.batches))
+        found.append(Window(tuple(part), first, steps * step.batches))
+        first += found[-1].batches
     return found
-
-
-class NotFetched(ModelError):
-    """A file cannot be fetched from the hub."""
 
 
 class StreamedRows:
@@ -137,28 +93,24 @@ class StreamedRows:
     def __init__(
         self,
         data_set: DataSet,
-        settings: HfSettings,
+        step: StepSize,
         prepare: Callable[[list[Path], Path], PreparedData],
-        fetch: Callable[[DataSet, HubFile, Path], Path] | None = None,
+        fetcher: Callable[[DataSet, HubFile, Path], Path] = fetch,
     ) -> None:
         """
         Args:
             prepare: tokenises files into a directory.
-            fetch: downloads a file into a directory, and returns its path.
+            fetcher: as `fetch`.
         """
-        self._data_set, self._settings, self._prepare = data_set, settings, prepare
-        self._fetch = fetch or _download
-        self._seed = -1
-        self._epoch, self._pass = 0, list[Window]()
+        self._data_set, self._step, self._prepare, self._fetch = data_set, step, prepare, fetcher
+        self._seed, self._epoch, self._pass = -1, -1, list[Window]()
         self._here: tuple[Window, PreparedData] | None = None
         self._next: tuple[Window, Future[PreparedData]] | None = None
         self._home: Path | None = None
 
     def ready(self, seed: int, position: int) -> bool:
         """Whether `batch` returns at once. If not, the window is being fetched, however long the hub takes."""
-        if seed != self._seed:
-            return True  # nothing has been fetched for it: `open` fails if the hub does not answer
-        window = self._window(position)
+        window = self._window(seed, position)
         if self._here and self._here[0] == window:
             return True
         if not self._next or self._next[0] != window:
@@ -169,20 +121,25 @@ class StreamedRows:
     def open(self, seed: int, position: int = 0) -> PreparedData:
         """The window of a position. It waits until that is here.
 
+        A later window that cannot be read is left out: the rows of the one before stay.
+
         Raises:
-            ModelError: the window cannot be fetched, or not be read.
+            ModelError: the first window cannot be fetched, or not be read.
         """
-        if seed != self._seed:
-            self._begin(seed)
-        window = self._window(position)
+        window = self._window(seed, position)
         if self._here is None or self._here[0] != window:
-            self._here, following = None, self._next
+            before, following = self._here, self._next
             try:
                 data = _result(following[1]) if following and following[0] == window else self._load(window)
+            except ModelError as error:
+                if before is None or isinstance(error, NotFetched):
+                    raise
+                print(f"warning: {error}; the rows before it are used again", file=sys.stderr, flush=True)
+                data = before[1]
             finally:
                 self._next = None
             self._here = window, data
-            self._ahead(self._window(window.first + window.batches))
+            self._ahead(self._window(seed, window.first + window.batches))
         return self._here[1]
 
     def batch(self, seed: int, position: int, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -192,54 +149,59 @@ class StreamedRows:
         return data.rows.batch(seed, position - self._here[0].first, count)
 
     def _begin(self, seed: int) -> None:
-        cache = cache_directory()
-        cache.mkdir(mode=0o700, parents=True, exist_ok=True)
-        for left in (self._home, *filter(_is_left, cache.glob("stream-*"))):
-            if left:
-                shutil.rmtree(left, ignore_errors=True)
-        self._home = Path(tempfile.mkdtemp(prefix="stream-", dir=cache))
         self._seed, self._epoch, self._here, self._next = seed, -1, None, None
+        if self._home:
+            shutil.rmtree(self._home, ignore_errors=True)
+        with foreign(f"no directory for the data set {self._data_set.name}"):
+            self._home = _new_home()
 
-    def _window(self, position: int) -> Window:
+    def _window(self, seed: int, position: int) -> Window:
+        if seed != self._seed:
+            self._begin(seed)
         if self._epoch < 0 or position < self._pass[0].first:
-            self._epoch, self._pass = 0, self._windows(0, 0)
+            self._epoch, self._pass = 0, windows(self._data_set.files, seed, 0, 0, self._step)
         while position >= (end := self._pass[-1].first + self._pass[-1].batches):
             self._epoch += 1
-            self._pass = self._windows(self._epoch, end)
+            self._pass = windows(self._data_set.files, seed, self._epoch, end, self._step)
         return next(each for each in reversed(self._pass) if each.first <= position)
-
-    def _windows(self, epoch: int, first: int) -> list[Window]:
-        return windows(self._data_set.files, self._seed, epoch, first, self._settings.rows * self._settings.context)
 
     def _ahead(self, window: Window) -> None:
         """Have a thread fetch the window, until it is here or another is wanted. It does not outlive the process."""
         future: Future[PreparedData] = Future()
 
+        def is_wanted() -> bool:
+            following = self._next
+            return following is not None and following[1] is future
+
         def work() -> None:
-            while self._next and self._next[1] is future:
-                try:
-                    with foreign(f"the next files of the data set {self._data_set.name}"):
-                        return future.set_result(self._load(window))
-                except NotFetched:
-                    continue
-                except (ModelError, MemoryError) as error:
-                    return future.set_exception(error)
+            try:
+                with foreign(f"the next files of the data set {self._data_set.name}"):
+                    found = self._load(window, is_wanted)
+            except (ModelError, MemoryError) as error:
+                future.set_exception(error)
+            else:
+                future.set_result(found)
 
         self._next = window, future
         threading.Thread(target=work, name="next-window", daemon=True).start()
 
-    def _load(self, window: Window) -> PreparedData:
-        """Fetch and tokenise a window's files. Their rows stay mapped when their directory is gone."""
+    def _load(self, window: Window, is_wanted: Callable[[], bool] | None = None) -> PreparedData:
+        """Fetch and tokenise a window's files. Their rows stay mapped when their directory is gone.
+
+        Args:
+            is_wanted: whether to go on asking for a file; None: for as long as `RETRY_SECONDS` say.
+        """
         assert self._home
-        place = Path(tempfile.mkdtemp(dir=self._home))
         try:
-            self._check_space(sum(each.size for each in window.files), place)
-            files = [self._fetched(each, place) for each in window.files]
-            return self._prepare(files, place)
+            place = Path(tempfile.mkdtemp(dir=self._home))
+            try:
+                self._check_space(sum(each.size for each in window.files), place)
+                files = [self._fetched(each, place, is_wanted) for each in window.files]
+                return self._prepare(files, place)
+            finally:
+                shutil.rmtree(place, ignore_errors=True)
         except OSError as error:
-            raise ModelError(f"{error.filename or place}: {error.strerror or error}") from None
-        finally:
-            shutil.rmtree(place, ignore_errors=True)
+            raise ModelError(f"{error.filename or cache_directory()}: {error.strerror or error}") from None
 
     def _check_space(self, size: int, place: Path) -> None:
         free, needed = shutil.disk_usage(place).free, 4 * size
@@ -247,17 +209,34 @@ class StreamedRows:
             what = f"a window of {self._data_set.name} needs {needed / 1e9:.1f} GB of disk"
             raise ModelError(f"{what}, and {free / 1e9:.1f} GB are free in {cache_directory()}")
 
-    def _fetched(self, file: HubFile, place: Path) -> Path:
-        for seconds in (*RETRY_SECONDS, None):
+    def _fetched(self, file: HubFile, place: Path, is_wanted: Callable[[], bool] | None) -> Path:
+        tries = 0
+        while True:
             try:
-                with foreign(f"{file.name} of the data set {self._data_set.name} cannot be fetched from the hub"):
-                    return self._fetch(self._data_set, file, place)
-            except ModelError as error:
-                if seconds is None:
-                    raise NotFetched(str(error)) from None
+                return self._fetch(self._data_set, file, place)
+            except NotFetched as error:
+                if not is_wanted() if is_wanted else tries >= len(RETRY_SECONDS):
+                    raise
+                seconds = RETRY_SECONDS[min(tries, len(RETRY_SECONDS) - 1)]
                 print(f"warning: {error}; again in {seconds:g} s", file=sys.stderr, flush=True)
                 time.sleep(seconds)
-        raise AssertionError
+                tries += 1
+
+
+def _new_home() -> Path:
+    """A directory for windows, which this process locks. Those that processes have left without a lock are removed."""
+    cache = cache_directory()
+    cache.mkdir(mode=0o700, parents=True, exist_ok=True)
+    for each in cache.glob("stream-*"):
+        with suppress(OSError):
+            if (held := hold(each)) is not None:
+                shutil.rmtree(each, ignore_errors=True)
+                os.close(held)
+    while True:
+        home = Path(tempfile.mkdtemp(prefix="stream-", dir=cache))
+        with suppress(FileNotFoundError):  # another process may have removed it before it was locked
+            if hold(home) is not None and home.exists():
+                return home
 
 
 def _result(future: Future[PreparedData]) -> PreparedData:
@@ -265,20 +244,3 @@ def _result(future: Future[PreparedData]) -> PreparedData:
         return future.result(2 * sum(RETRY_SECONDS) + 60.0)
     except TimeoutError:
         raise NotFetched("the next files of the data set have not come from the hub") from None
-
-
-def _is_left(directory: Path) -> bool:
-    """Whether a process that was killed has left this directory."""
-    with suppress(OSError):
-        return time.time() - directory.stat().st_mtime > _UNUSED_SECONDS
-    return False
-
-
-def _download(data_set: DataSet, file: HubFile, place: Path) -> Path:
-    import huggingface_hub
-
-    return Path(
-        huggingface_hub.hf_hub_download(
-            data_set.name, file.name, repo_type="dataset", revision=data_set.commit, local_dir=place, token=False
-        )
-    )

@@ -7,6 +7,7 @@ import math
 import re
 import sys
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,12 @@ from node.tasks.base import Batch
 from node.tasks.flat import unfrozen
 from node.tasks.hf.chat import Encoder, begin_tokens
 from node.tasks.hf.corpus import SAMPLE_BYTES, Document, Sample, data_files, document_of, read_documents
+from node.tasks.hf.data_set import find_data_set, is_streamed
 from node.tasks.hf.memory import tell_memory
 from node.tasks.hf.model import LoadedModel, checkpoint_activations, load_model, loss_of
-from node.tasks.hf.rows import MASKED, Rows, prepare, rows_of
+from node.tasks.hf.rows import MASKED, PreparedData, Rows, prepare, rows_of
 from node.tasks.hf.settings import NO_HELD_OUT, HfSettings, HfValues, ModelError, ModelPins
-from node.tasks.hf.streamed import StreamedRows, find_data_set, is_streamed
+from node.tasks.hf.streamed import StepSize, StreamedRows
 
 BASE_LOSS_TOLERANCE = 0.01
 PROMPT_WORDS, PROMPT_CHARACTERS = 6, 200
@@ -180,14 +182,59 @@ def _ends(module: Any) -> list[int]:
     return end if isinstance(end, list) else [] if end is None else [end]
 
 
+@dataclass(frozen=True, slots=True)
+class DataSource:
+    """A peer's own data.
+
+    Attributes:
+        place: file or folder, or a data set on the hub.
+        tokenizer: digest of the tokenizer and the template.
+    """
+
+    place: Path | None
+    encoder: Encoder
+    settings: HfSettings
+    tokenizer: str
+
+    def rows(self, held_out: bytes, seed: int, step: StepSize) -> tuple[Rows | StreamedRows, bytes]:
+        """The rows to train on, and this peer's own held-out documents, as JSON lines.
+
+        Of a data set on the hub there are none if the run has a sample: no window is opened then, because a peer that
+        resumes is not at the first one.
+
+        Args:
+            held_out: the run's sample, whose documents are not trained on.
+            seed: of this peer's stream.
+
+        Raises:
+            ModelError: the data cannot be used.
+        """
+        if self.place is None or not is_streamed(self.place):
+            prepared = self._prepared(data_files(self.place), held_out)
+            return prepared.rows, prepared.sample
+        data_set = find_data_set(self.place, self.settings.format == "chat")
+        rows = StreamedRows(data_set, step, lambda files, home: self._prepared(files, held_out, home))
+        return rows, b"" if held_out else rows.open(seed).sample
+
+    def _prepared(self, files: list[Path], held_out: bytes, home: Path | None = None) -> PreparedData:
+        return prepare(files, self.encoder, self.settings, self.tokenizer, held_out, home)
+
+
 def make_task(
-    values: HfValues, data: Path | None, held_out: Path | None, device: str, dtype: torch.dtype, seed: int
+    values: HfValues,
+    data: Path | None,
+    held_out: Path | None,
+    device: str,
+    dtype: torch.dtype,
+    seed: int,
+    step_batches: int,
 ) -> HfTask:
     """Load the model, prepare the data and the held-out rows.
 
     Args:
         data: file or folder of this peer, or a data set on the hub.
         seed: of this peer's stream.
+        step_batches: batches of an inner step.
         held_out: the run's sample; None for a founder, which makes it, and in a run without one.
         dtype: of the model.
 
@@ -195,7 +242,8 @@ def make_task(
         ModelError: model or data cannot be used. The message is one line.
     """
     settings, machine = values.settings, values.machine
-    files = [] if is_streamed(data) else data_files(data)
+    if not is_streamed(data):
+        data_files(data)  # before the model, which takes longer
     loaded = load_model(machine.model, settings, values.pins, device, dtype, partial(tell_memory, values, device))
     encoder = Encoder(loaded.tokenizer, settings.format == "chat")
     sample = b""
@@ -203,20 +251,12 @@ def make_task(
         sample = read_sample(held_out)
     elif values.pins is None and machine.held_out not in ("", NO_HELD_OUT):
         sample = sample_of(Path(machine.held_out), settings)
-    digest = loaded.pins.tokenizer + loaded.pins.template
-    rows: Rows | StreamedRows
-    if data is not None and is_streamed(data):
-        rows = StreamedRows(
-            find_data_set(data), settings, lambda some, home: prepare(some, encoder, settings, digest, sample, home)
-        )
-        prepared = rows.open(seed)
-    else:
-        prepared = prepare(files, encoder, settings, digest, sample)
-        rows = prepared.rows
+    source = DataSource(data, encoder, settings, loaded.pins.tokenizer + loaded.pins.template)
+    rows, own_sample = source.rows(sample, seed, StepSize(step_batches, settings.rows * settings.context))
     travels = values.pins is None and machine.held_out != NO_HELD_OUT and settings.format == "text"
-    documents = list(parse_sample(sample or prepared.sample, settings))
+    documents = list(parse_sample(sample or own_sample, settings))
     task = HfTask(loaded, settings, rows, rows_of(documents, encoder, settings), beginning(documents))
-    task.held_out = b"" if held_out is not None else sample or (prepared.sample if travels else b"")
+    task.held_out = b"" if held_out is not None else sample or (own_sample if travels else b"")
     if machine.checkpointing:
         checkpoint_activations(loaded.module)
     if machine.compile:

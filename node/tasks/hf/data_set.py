@@ -1,0 +1,180 @@
+"""Data sets on the hub: which files they have, and how one is fetched. What the hub says is not trusted."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import re
+import sys
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from node.tasks.hf.digests import cache_directory
+from node.tasks.hf.foreign import foreign
+from node.tasks.hf.settings import ModelError
+
+PREFIX = "hub:"
+"""At the beginning of what --data names, before ORG/NAME@REVISION and, after another colon, a pattern of files."""
+MAX_FILE_BYTES = 8 << 30
+MAX_FILES = 1 << 20
+KINDS = ((".parquet",), (".jsonl",), (".txt", ".md"))
+"""Suffixes of files. Without a pattern, a data set's files are those of the first kind that it has."""
+_DESCRIPTIONS = re.compile(r"(readme|license|contributing|changelog)\b.*", re.IGNORECASE)
+_TOKEN_BYTES = {".parquet": 2}
+"""About how many bytes of a file make a token. Parquet is compressed; of everything else it is 4."""
+_NAME = re.compile(r"([\w-][\w.-]*/[\w.-]+?)(?:@([\w./-]+?))?(?::(.+))?", re.ASCII)
+_COMMIT = re.compile("[0-9a-f]{40}")
+_OWN_FAULTS = {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS}
+
+
+class NotFetched(ModelError):
+    """A file has not come from the hub, and may come later."""
+
+
+@dataclass(frozen=True, slots=True)
+class HubFile:
+    """A file of a data set."""
+
+    name: str
+    size: int
+
+    @property
+    def tokens(self) -> int:
+        """About how many tokens it has."""
+        return self.size // _TOKEN_BYTES.get(PurePosixPath(self.name).suffix, 4)
+
+
+@dataclass(frozen=True, slots=True)
+class DataSet:
+    """The files of a data set at one commit, in the order of their names."""
+
+    name: str
+    commit: str
+    files: tuple[HubFile, ...]
+
+
+def is_streamed(data: Path | None) -> bool:
+    """Whether --data names a data set on the hub."""
+    return data is not None and str(data).startswith(PREFIX)
+
+
+def find_data_set(data: Path, is_chat: bool) -> DataSet:
+    """Look a data set up on the hub. If that does not answer, what it said earlier is used.
+
+    Raises:
+        ModelError: there is none, or it has no files that can be read.
+    """
+    if not (found := _NAME.fullmatch(str(data).removeprefix(PREFIX))):
+        raise ModelError(f"{str(data)[:200]!a}: a data set on the hub is named hub:ORG/NAME@REVISION, or …:PATTERN")
+    name, revision, pattern = found.groups()
+    kept = cache_directory() / f"data-set-{hashlib.sha256(f'{name}@{revision}'.encode()).hexdigest()[:40]}.json"
+    try:
+        every = _look_up(name, revision)
+        with suppress(OSError):
+            kept.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            kept.write_text(json.dumps(asdict(every)))
+    except ModelError as error:
+        if not kept.exists():
+            raise
+        print(f"warning: {error}; its files as of the last time are used", file=sys.stderr, flush=True)
+        every = _kept(kept)
+    files = chosen(every.files, pattern, is_chat)
+    if not files:
+        of = f" whose names match {pattern}" if pattern else ""
+        kinds = ", ".join(suffix for kind in KINDS[: 2 if is_chat else 3] for suffix in kind)
+        raise ModelError(f"the data set {name} has no files{of} that end in {kinds}")
+    size = sum(each.size for each in files)
+    print(f"{name}@{every.commit}: {size / 1e9:.2f} GB in {len(files)} files", file=sys.stderr, flush=True)
+    return DataSet(name, every.commit, files)
+
+
+def chosen(files: tuple[HubFile, ...], pattern: str | None, is_chat: bool) -> tuple[HubFile, ...]:
+    """The files to train on: those that match the pattern, else those of one kind that are no descriptions."""
+    kinds = KINDS[: 2 if is_chat else 3]
+    if pattern:
+        suffixes = {suffix for kind in kinds for suffix in kind}
+        return tuple(each for each in files if fnmatchcase(each.name, pattern) and _suffix(each) in suffixes)
+    for kind in kinds:
+        named = (each for each in files if not _DESCRIPTIONS.fullmatch(PurePosixPath(each.name).name))
+        if found := tuple(each for each in named if _suffix(each) in kind):
+            return found
+    return ()
+
+
+def _suffix(file: HubFile) -> str:
+    return PurePosixPath(file.name).suffix
+
+
+def _look_up(name: str, revision: str | None) -> DataSet:
+    import huggingface_hub
+
+    huggingface_hub.constants.HF_HUB_OFFLINE = False  # the model is here already, and was to come from no hub
+    with foreign(f"the data set {name} cannot be found on the hub", "; download it, and give its folder"):
+        about = huggingface_hub.HfApi(token=False).dataset_info(name, revision=revision, files_metadata=True)
+    siblings = {each.rfilename: each.size or 0 for each in about.siblings or []}
+    if not _COMMIT.fullmatch(about.sha or "") or len(siblings) > MAX_FILES:
+        raise ModelError(f"the hub names no commit of the data set {name}, or more than {MAX_FILES} files")
+    files = tuple(HubFile(each, size) for each, size in sorted(siblings.items()) if size > 0)
+    return DataSet(name, about.sha or "", tuple(map(_checked, files)))
+
+
+def _checked(file: HubFile) -> HubFile:
+    """The file, if its name and its size can be used."""
+    path = PurePosixPath(file.name)
+    if path.is_absolute() or ".." in path.parts or not file.name.isprintable() or "\\" in file.name:
+        raise ModelError(f"the hub names a file {file.name[:100]!a}, which is no name of a file: nothing is fetched")
+    if file.size > MAX_FILE_BYTES and path.suffix in {suffix for kind in KINDS for suffix in kind}:
+        raise ModelError(f"{file.name} has {file.size / 1e9:.0f} GB, too much for one file: name others by a pattern")
+    return file
+
+
+def _kept(path: Path) -> DataSet:
+    try:
+        fields: dict[str, Any] = json.loads(path.read_bytes())
+        files = tuple(_checked(HubFile(str(each["name"]), int(each["size"]))) for each in fields["files"])
+        return DataSet(str(fields["name"]), str(fields["commit"]), files)
+    except (OSError, ValueError, KeyError, TypeError):
+        raise ModelError(f"{path} is damaged: remove it") from None
+
+
+def fetch(data_set: DataSet, file: HubFile, place: Path) -> Path:
+    """Download a file into a directory, and return its path.
+
+    Raises:
+        NotFetched: the hub does not answer, or not now.
+        ModelError: it never will: there is no such file, it has another size, or this machine cannot keep it.
+    """
+    import huggingface_hub
+
+    try:
+        with foreign(f"{file.name} of the data set {data_set.name} cannot be fetched from the hub"):
+            found = Path(
+                huggingface_hub.hf_hub_download(
+                    data_set.name,
+                    file.name,
+                    repo_type="dataset",
+                    revision=data_set.commit,
+                    local_dir=place,
+                    token=False,
+                )
+            )
+    except ModelError as error:
+        if _may_pass(error.__cause__):
+            raise NotFetched(str(error)) from None
+        raise
+    if (size := found.stat().st_size) != file.size:
+        raise ModelError(f"{file.name} of the data set {data_set.name} has {size} bytes, not {file.size}")
+    return found
+
+
+def _may_pass(error: BaseException | None) -> bool:
+    """Whether what the hub's client raised is no answer from the hub, or one for now."""
+    if status := getattr(getattr(error, "response", None), "status_code", 0):
+        return int(status) >= 500 or status == 429
+    if isinstance(error, OSError):  # so are those of the client for a hub that cannot be reached
+        return error.errno not in _OWN_FAULTS
+    return type(error).__module__.partition(".")[0] in ("httpx", "httpcore")
