@@ -186,10 +186,10 @@ class SynchronousSession(SessionBase):
             current_round.abort("the round did not end before its deadline", *current_round.missing())
 
     async def _watch(self, current_round: SynchronousRound) -> None:
-        """Abort the round as soon as a member is lost, or another peer comes while a member has not come.
+        """Abort the round as soon as a member is lost, or another peer comes before the round is over.
 
-        That member may have gone to the other peer. If each of them waits at another server, no stream between them
-        would show it.
+        A member that this one still waits for may have gone to the other peer. If each of them waits at another server,
+        no stream between them would show it. A ring, in which only the previous member comes, is aborted in any case.
         """
         members, loop = self._averager.endpoint.host.members, asyncio.get_running_loop()
         while loop.time() < current_round.deadline:
@@ -204,7 +204,7 @@ class SynchronousSession(SessionBase):
         """Note that another peer is in that round, and go there if it is later.
 
         If this peer averages already, it first tries to complete its own round. It cannot without a member that has
-        gone on before it came.
+        gone on before it opened a stream to this one.
         """
         if number <= self.head.key.round:
             return

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from node.tasks.base import Batch, Recipe
 from node.tasks.flat import flatten
-from node.training.inner_optimizer import InnerOptimizer, is_decayed, tensor_runs
+from node.training.inner_optimizer import InnerOptimizer, is_decayed, is_hidden_matrix, tensor_runs
 from node.training.task_learner import TaskLearner
 
 RECIPE = Recipe(10, 5, 1e-2, 0.9, 0.5, warmup_steps=0, mean="token", decay="matrices", weight_decay=0.3)
@@ -158,6 +158,22 @@ def test_muon_trains_hidden_matrices_and_continues_from_its_moments(decay: str |
         adamw.step()
     expected = torch.cat([each.detach().flatten() for each in twin.module.parameters()])
     torch.testing.assert_close(learner.vectors[0], expected, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "hidden"),
+    (
+        *((f"{name}.weight", False) for name in ("model.embed_tokens", "lm_head", "transformer.wte", "score", "head")),
+        *((f"{name}.weight", False) for name in ("word_embeddings", "pos_emb", "shared", "output", "embed_out")),
+        *(
+            (f"layers.0.{name}.weight", True)
+            for name in ("q_proj", "o_proj", "attention.out_proj", "multihead", "c_fc")
+        ),
+        ("layers.0.q_proj.lora_A.weight", False),
+    ),
+)
+def test_embeddings_and_output_layers_are_not_hidden(name: str, hidden: bool) -> None:
+    assert is_hidden_matrix(name, (4, 4)) == hidden and not is_hidden_matrix(name, (4,))
 
 
 def test_muon_needs_a_hidden_matrix() -> None:
