@@ -15,7 +15,7 @@ from protocols.base import Layout, Vector
 ADAPTER = "lora_"
 """In the names of an adapter's tensors, which are never decayed."""
 _INPUT_OR_OUTPUT = re.compile(
-    r"(^|\.)(\w*emb(ed\w*)?|wte|wpe|shared|(lm_|embed_)?(head|out)|output(_layer)?|score)(\.|$)"
+    r"(^|\.)(\w*emb(ed\w*)?|wte|wpe|shared|(lm_|embed_)?(head|out)|output(_layer)?|score)(\.\w+)?$"
 )
 """In the names of the matrices at a model's input and output."""
 _MUON_MOMENTUM = 0.95

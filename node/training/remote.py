@@ -360,7 +360,8 @@ class RemoteTrainer:
         if self._released:
             self._released = False
             self._notifier.notify()
-        await self._notifier.until(settled, asyncio.get_running_loop().time() + MENDING_SECONDS)
+        mending_seconds = MENDING_SECONDS * self._spec.patience
+        await self._notifier.until(settled, asyncio.get_running_loop().time() + mending_seconds)
         if self._supervision.cancelled():
             raise WorkerError("the trainer is closed, so there is no worker")
         if self._supervision.done():
