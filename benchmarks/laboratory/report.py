@@ -13,6 +13,7 @@ from benchmarks.book import FinishedRuns, paired, shares, spread
 from benchmarks.laboratory.experiments import MOST_RATE, Choices, Experiment, Row, choices, losses
 from benchmarks.laboratory.trial import ARMS, ArmName, LabRun
 
+SHOWN_PERCENT = 8.0
 COLOURS = {"data-parallel": "#000000", "diloco": "#0072b2", "alone-outer": "#d55e00", "alone": "#e69f00"}
 """From Okabe and Ito, "Color Universal Design" (2008)."""
 
@@ -120,6 +121,7 @@ def _outer_steps(axes: Axes, experiment: Experiment, runs: FinishedRuns) -> None
             points.setdefault(momentum, []).append((rate / (1 - momentum), 100 * sum(changes) / len(changes)))
     for momentum, found in sorted(points.items()):
         axes.plot(*zip(*sorted(found), strict=True), marker="o", label=f"momentum {momentum:g}")
-    axes.set_ylabel("% above data parallel")
+    axes.set_ylabel(f"% above data parallel, up to {SHOWN_PERCENT:g}")
+    axes.set_ylim(0.0, SHOWN_PERCENT)
     if points:
         axes.legend(frameon=False)
