@@ -29,6 +29,7 @@ class Ring:
         self._current_round, self._count = current_round, len(current_round.peers)
         self._next = current_round.peers[(current_round.place + 1) % self._count]
         self._before = current_round.peers[current_round.place - 1]
+        current_round.sources = frozenset((self._before,))
         self._incoming: Stream | None = None
         self._weights = [current_round.weight] * self._count  # the weight of each part's mean in `into`
         self._finished: dict[int, ReducedPart] = {}

@@ -36,6 +36,7 @@ class ScatterReduce:
             if at == current_round.place and layout.chunks:
                 current_round.start_mean(layout)
                 self._weights[part] = [current_round.weight] * layout.chunks
+                current_round.sources = frozenset(current_round.peers) - {current_round.host.me}
 
     async def run(self) -> None:
         async with task_group() as group:

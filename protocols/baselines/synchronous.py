@@ -186,31 +186,31 @@ class SynchronousSession(SessionBase):
             current_round.abort("the round did not end before its deadline", *current_round.missing())
 
     async def _watch(self, current_round: SynchronousRound) -> None:
-        """Abort the round as soon as a member is lost, or another peer comes before the round is over.
+        """Abort the round as soon as a member is lost, or another peer comes while a member is expected.
 
-        A member that this one still waits for may have gone to the other peer. If each of them waits at another server,
-        no stream between them would show it. A ring, in which only the previous member comes, is aborted in any case.
+        That member may have gone to the other peer. If each of them waits at another server, no stream between them
+        would show it.
         """
         members, loop = self._averager.endpoint.host.members, asyncio.get_running_loop()
         while loop.time() < current_round.deadline:
             version, live = members.version, members.live()
             if gone := [member.peer for member in current_round.members if member not in live]:
                 return current_round.abort("lost during a round", *gone)
-            if len(live) > len(current_round.members) and current_round.missing():
+            if len(live) > len(current_round.members) and current_round.expected:
                 return current_round.abort("another peer has come during the round")
             await members.changed(version, current_round.deadline)
 
     def hear(self, number: int, peer: PeerId | None = None) -> None:
         """Note that another peer is in that round, and go there if it is later.
 
-        If this peer averages already, it first tries to complete its own round. It cannot without a member that has
-        gone on before it opened a stream to this one.
+        If this peer averages already, it first tries to complete its own round. It cannot if an expected member has
+        gone on.
         """
         if number <= self.head.key.round:
             return
         if self.current_round:
             self.current_round.ahead = max(self.current_round.ahead, number)
-            if peer in self.current_round.missing():
+            if peer in self.current_round.expected:
                 self.current_round.abort("is in a later round", peer)
         else:
             self._latest, self.round = max(self._latest, number), max(self.round, number - 1)

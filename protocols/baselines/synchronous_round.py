@@ -120,6 +120,7 @@ class SynchronousRound:
         place: this peer's index among the members.
         weight: the weight of this peer's vectors: its tokens, but at least 1.
         arrived: the members that have opened a stream to this peer.
+        sources: the members that open one, by the algorithm; it sets them.
         over: whether this peer has the mean. It may still serve other members.
         why: why the round is aborted; empty if it is not.
         ahead: the latest round that another peer has claimed.
@@ -138,6 +139,7 @@ class SynchronousRound:
         self.weight = float(max(1, task.work.tokens))
         self.codec, self.chunk_elements = state_codec(endpoint.settings.codec), endpoint.settings.chunk_elements
         self.arrived: set[PeerId] = set()
+        self.sources: frozenset[PeerId] = frozenset()
         self.over = False
         self.why = ""
         self.ahead = head.key.round
@@ -230,6 +232,11 @@ class SynchronousRound:
     def missing(self) -> tuple[PeerId, ...]:
         """The members that have opened no stream to this peer yet."""
         return tuple(peer for peer in self.peers if peer not in self.arrived and peer != self.host.me)
+
+    @property
+    def expected(self) -> frozenset[PeerId]:
+        """The members without which this one cannot end the round, and that have not come yet."""
+        return self.sources - self.arrived
 
     def abort(self, why: str, *peers: PeerId) -> None:
         """Abort the round and name the peers at fault. Only the first call has an effect."""
