@@ -140,13 +140,13 @@ class WorkerProcess:
         self._writer.write(json.dumps(command).encode() + b"\n")
         starved = 0
         while True:
-            steps, ready = memory.steps, ready_seconds(self.child.pid)
+            heartbeats, ready = memory.heartbeats, ready_seconds(self.child.pid)
             patience_seconds = _patience_seconds(memory, self._patience) + extra_seconds
             try:
                 async with asyncio.timeout(patience_seconds):
                     answer = await self._next()
             except TimeoutError:
-                if memory.steps != steps:
+                if memory.heartbeats != heartbeats:
                     starved = 0
                     continue
                 if ready_seconds(self.child.pid) - ready > STARVED * patience_seconds and starved < STARVED_TIMES:

@@ -20,7 +20,7 @@ import torch
 from protocols.base import Vector
 
 _PAGE_BYTES = 4096
-_ATTENTION, _STEPS, _POSITION, _LONGEST_STEP, _THREADS = range(5)
+_ATTENTION, _STEPS, _POSITION, _LONGEST_STEP, _THREADS, _WAITS = range(6)
 
 
 def create() -> int:
@@ -76,8 +76,13 @@ class Shared:
 
     @property
     def steps(self) -> int:
-        """A number that rises with each inner step of a worker, and while one waits for data."""
+        """Number of inner steps that all workers have taken."""
         return self._numbers[_STEPS]
+
+    @property
+    def heartbeats(self) -> int:
+        """A number that rises while a worker is alive: with each inner step, and while it waits for data."""
+        return self._numbers[_STEPS] + self._numbers[_WAITS]
 
     @property
     def position(self) -> int:
@@ -102,9 +107,9 @@ class Shared:
         """Mark the batches before `position` as drawn. The worker calls this before a step."""
         self._numbers[_POSITION] = position
 
-    def alive(self) -> None:
-        """Say that the worker waits for data. The peer takes one that counts nothing for too long for dead."""
-        self._numbers[_STEPS] += 1
+    def waited(self) -> None:
+        """Say that the worker is alive, and waits for data."""
+        self._numbers[_WAITS] += 1
 
     def stepped(self, seconds: float) -> None:
         """Count a step and its duration. The worker calls this after a step."""

@@ -119,7 +119,7 @@ class Worker:
         while not shared.attention and os.getppid() == self._parent and (surplus or not local_training.complete):
             if not self._job.ready():
                 time.sleep(WAIT_SECONDS)
-                shared.alive()
+                shared.waited()
                 mark = time.perf_counter()
                 continue
             time.sleep(self._job.rest_seconds)

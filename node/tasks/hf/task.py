@@ -233,10 +233,10 @@ def make_task(
 
     Args:
         data: file or folder of this peer, or a data set on the hub.
-        seed: of this peer's stream.
-        step_batches: batches of an inner step.
         held_out: the run's sample; None for a founder, which makes it, and in a run without one.
         dtype: of the model.
+        seed: of this peer's stream.
+        step_batches: batches of an inner step.
 
     Raises:
         ModelError: model or data cannot be used. The message is one line.

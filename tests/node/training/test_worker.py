@@ -114,6 +114,24 @@ def test_bad_values_give_one_line_error(change: dict[str, Any], message: str) ->
         PacedValues(10, step_seconds=-1)
 
 
+def test_worker_that_waits_for_data_shows_that_it_lives(memory: int, spec: WorkerSpec) -> None:
+    """It takes no step, and stops when it is asked to; then it goes on where it stood."""
+    mine, job, looks = shared_with(memory, spec), build(spec, torch.empty, False), 0
+
+    def ready() -> bool:
+        nonlocal looks
+        looks += 1
+        mine.attention = looks == 3
+        return looks > 3
+
+    waiting = worker.Worker(replace(job, ready=ready), mine, spec, lambda kind, value: None)
+    done = waiting.carry_out(TRAIN)
+    assert (done["tokens"], mine.steps, mine.heartbeats, job.learner.position) == (0, 0, 3, 0)
+    mine.attention = False
+    done = waiting.carry_out(TRAIN | {"begin": False})
+    assert (done["complete"], mine.steps, job.learner.position) == (True, 4, 4)
+
+
 def test_training_equals_training_in_process(memory: int, spec: WorkerSpec) -> None:
     learner = build(spec, torch.empty, False).learner
     mine, local_training = Shared(memory, learner.layout.sizes()), LocalTraining(learner, RECIPE.inner_steps)
