@@ -17,7 +17,8 @@ from pathlib import Path
 from statistics import fmean
 
 from benchmarks.book import Book, perform_all, spread
-from benchmarks.learning import PEERS, Run, perform
+from benchmarks.laboratory.reference import Run
+from benchmarks.learning import PEERS, perform
 from node.config.task_tables import GptTable
 from node.tasks.gpt import DEFAULT_PRESET, preset
 from protocols.codec import codec

@@ -45,7 +45,7 @@ from typing import Literal
 import torch
 
 from benchmarks.book import Book, History, paired, perform_all, shares, spread
-from benchmarks.learning import LabMember, Run, alone, in_memory
+from benchmarks.laboratory.reference import LabMember, Run, alone, in_memory
 from benchmarks.mixers import Mixer, moshpit_seats, pairs, push_sum
 from node.outer.noloco import NoLoCo
 from node.outer.sgd import OuterSGD

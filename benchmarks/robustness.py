@@ -28,7 +28,8 @@ from statistics import fmean, stdev
 import torch
 
 from benchmarks.book import Book, History, perform_all
-from benchmarks.learning import LabMember, LearningWorld, Run, through_the_protocol
+from benchmarks.laboratory.reference import LabMember, Run
+from benchmarks.learning import LearningWorld, through_the_protocol
 from node.training.trainer import InlineTrainer, LocalTraining
 from protocols import robust
 from protocols.allreduce import plan as planning

@@ -11,6 +11,7 @@ from statistics import fmean
 from typing import Literal
 
 from benchmarks.book import FinishedRuns
+from benchmarks.laboratory.reference import Run
 from benchmarks.laboratory.trial import (
     ARMS,
     INNER_STEPS,
@@ -20,7 +21,6 @@ from benchmarks.laboratory.trial import (
     LabRun,
     trial,
 )  # fmt: skip
-from benchmarks.learning import Run
 
 RATES, MOST_RATE = (1.0, 2.0), 8.0
 """Inner learning rates, as multiples of the preset's: those that are tried first, and the largest."""

@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 
 from benchmarks.book import History
-from benchmarks.learning import Run, alone, in_memory
+from benchmarks.laboratory.reference import Run, alone, in_memory
 from benchmarks.protocols import Arm, train
 
 ArmName = Literal[

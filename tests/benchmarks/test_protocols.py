@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from benchmarks.book import Book, due
-from benchmarks.learning import LabMember
+from benchmarks.laboratory.reference import LabMember
 from benchmarks.mixers import all_reduce, gossip, pairs
 from benchmarks.protocols import ARMS, Arm, Pooled, loose, main, parse, up, wanted
 
