@@ -17,6 +17,7 @@ swarm           inner rates and outer steps in 14 rounds of 50 steps of w128, as
 outer           learning rate and momentum of the outer step
 seeds           five seeds of each arm with its best values
 inner-steps     H
+variants        outer decay, momentum restarts, moments averaged, averaged parameters
 muon            Muon for hidden matrices, its rates, beside AdamW
 codecs          int8, e3m0, top-k with error feedback
 peers           their number
@@ -51,7 +52,9 @@ LOOK_SECONDS = 5.0
 
 
 def wanted(names: Sequence[str], journal: RunJournal) -> list[Experiment]:
-    return [each for each in experiments(journal) if not names or each.name in names]
+    """The named experiments in the order of their names, or all."""
+    every = {each.name: each for each in experiments(journal)}
+    return [every[name] for name in names or every]
 
 
 def due(names: Sequence[str], journal: RunJournal) -> list[LabRun]:
@@ -110,7 +113,9 @@ def run_missing(options: argparse.Namespace, journal: RunJournal) -> None:
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser("python -m benchmarks.laboratory", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--experiment", choices=NAMES, nargs="+", default=(), help="these alone; default: all, in turn")
+    parser.add_argument(
+        "--experiment", choices=NAMES, nargs="+", default=(), help="these alone, in this order; default: all"
+    )
     parser.add_argument("--journal", type=Path, default=JOURNAL, help="where the runs are kept (default %(default)s)")
     parser.add_argument("--workers", type=at_least_one, default=1, help="runs at a time (default %(default)s)")
     parser.add_argument("--minutes", type=at_least_one, help="begin no run after these; default: no limit")

@@ -11,7 +11,7 @@ from statistics import fmean
 from typing import Literal
 
 from benchmarks.book import FinishedRuns
-from benchmarks.laboratory.reference import Run
+from benchmarks.laboratory.reference import AVERAGED, Run
 from benchmarks.laboratory.trial import (
     ARMS,
     INNER_STEPS,
@@ -24,7 +24,7 @@ from benchmarks.laboratory.trial import (
 
 RATES, MOST_RATE = (1.0, 2.0), 8.0
 """Inner learning rates, as multiples of the preset's: those that are tried first, and the largest."""
-REACHES, MOMENTA = (2.7, 3.5, 2.0, 4.5), (0.7, 0.5, 0.8)
+REACHES, MOMENTA, MORE_MOMENTUM = (2.7, 3.5, 2.0, 4.5), (0.7, 0.5, 0.8), 0.9
 """Of outer steps: the learning rate over 1 - momentum, which is how far a lasting direction is followed."""
 FEW, MANY = range(2), range(5)
 LOST, MISSING = 0.5, 0.3
@@ -148,9 +148,15 @@ def rate_candidates(arm: ArmName, runs: FinishedRuns, **changes: object) -> Cand
 
 
 def outer_candidates(rate: float, runs: FinishedRuns) -> Candidates:
-    """The outer steps of diloco."""
-    steps = [outer_step(reach, momentum) for reach in REACHES for momentum in MOMENTA]
-    return halved(steps, lambda outer, seed: trial("diloco", seed, rate, outer), runs)  # type: ignore[arg-type]
+    """The outer steps of diloco. If the best has the largest of `MOMENTA`, one beyond it follows, of the same reach."""
+
+    def of(outer: object, seed: int) -> LabRun:
+        return trial("diloco", seed, rate, outer)  # type: ignore[arg-type]
+
+    steps = {outer_step(reach, momentum): (reach, momentum) for reach in REACHES for momentum in MOMENTA}
+    reach, momentum = steps.get(choose({step: (of(step, FEW[0]),) for step in steps}, runs), (0.0, 0.0))  # type: ignore[call-overload]
+    more = [outer_step(reach, MORE_MOMENTUM)] if momentum == max(MOMENTA) else []
+    return halved([*steps, *more], of, runs)
 
 
 def choices(runs: FinishedRuns) -> Choices:
@@ -225,6 +231,23 @@ def _inner_steps(known: Choices, runs: FinishedRuns) -> Iterator[Row]:
         yield Row(f"H = {steps}", known.best("diloco", FEW, inner_steps=steps), beside)
 
 
+def _variants(known: Choices, runs: FinishedRuns) -> Iterator[Row]:
+    """What a run may do differently, the better half with a second seed."""
+    beside = {"diloco": known.best("diloco", FEW)}
+
+    def of(variant: object, seed: int) -> LabRun:
+        return known.best("diloco", [seed], variant=variant)[0]
+
+    words = {
+        "decay": "the outer step goes to a plain mean in the last quarter",
+        "restarts": "outer momentum at zero again after each quarter",
+        "moments": "AdamW's moments averaged after each round",
+        "averaged": f"mean of the last {AVERAGED} outer parameters evaluated",
+    }
+    for variant, trials in halved(list(words), of, runs).items():
+        yield Row(words[str(variant)], trials, beside)
+
+
 def _peers(known: Choices, runs: FinishedRuns) -> Iterator[Row]:
     for peers in (PEERS, 1, 2, 8):
         arm: ArmName = "diloco" if peers > 1 else "alone-outer"
@@ -289,6 +312,7 @@ _LATER: tuple[tuple[str, str, Callable[[Choices, FinishedRuns], Iterator[Row]], 
     ("outer", "Outer steps: learning rate, momentum, and rate / (1 - momentum)", _outer, "rates"),
     ("seeds", "Each arm with its best values", _seeds, "outer"),
     ("inner-steps", "Inner steps of a round, with the outer step that is best at H = 25", _inner_steps, "outer"),
+    ("variants", "What may be done differently, with the best values", _variants, "outer"),
     ("muon", "Muon for hidden matrices, with the outer step that is best for AdamW", _muon, "outer"),
     ("codecs", "Codecs", _codecs, "outer"),
     ("peers", "Number of peers, with the values that are best for 4", _peers, "outer"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -28,6 +29,17 @@ from protocols.vectors import norm
 
 EVALUATION_STEPS = 50
 """Inner steps between two evaluations, rounded up to the end of a round."""
+AVERAGED = 4
+"""Of the last outer parameters, with the variant "averaged"."""
+
+Variant = Literal["", "decay", "restarts", "moments", "averaged"]
+"""What a run does differently.
+
+decay       in its last quarter, the outer step goes in equal parts to a plain mean: learning rate 1, momentum 0
+restarts    the outer momentum begins at zero again after each quarter
+moments     the peers average the moments of AdamW after each round
+averaged    the mean of the outer parameters after the last `AVERAGED` rounds is evaluated; training is unchanged
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +55,7 @@ class Run:
         rate: learning rate of the inner steps, as a multiple of the preset's.
         optimizer: of the inner steps; None for AdamW.
         speeds: of each peer, relative to the fastest: its share of the inner steps; empty if all are equal.
+        variant: as `Variant` says; in memory only.
     """
 
     peers: int
@@ -57,6 +70,7 @@ class Run:
     rate: float = 1.0
     optimizer: Literal["muon"] | None = None
     speeds: tuple[float, ...] = ()
+    variant: Variant = ""
 
     def name(self) -> str:
         lost_ = f"{self.drop} kept" if self.keep else f"{self.drop}"
@@ -65,7 +79,8 @@ class Run:
         rate = f" rate={self.rate:g}" if self.rate != 1.0 else ""
         speeds = " speeds=" + ":".join(f"{each:g}" for each in self.speeds) if self.speeds else ""
         optimizer = f" {self.optimizer}" if self.optimizer else ""
-        return name + (f" {self.codec}" if self.codec != "fp32" else "") + outer + rate + optimizer + speeds
+        variant = f" {self.variant}" if self.variant else ""
+        return name + (f" {self.codec}" if self.codec != "fp32" else "") + outer + rate + optimizer + speeds + variant
 
     @property
     def recipe(self) -> Recipe:
@@ -97,6 +112,7 @@ class LabMember:
         self._learner = TaskLearner(task, run.recipe, seed=1000 * run.seed + index)
         self._run, self._index = run, index
         self.layout, self.vectors, self.evaluate = self._learner.layout, self._learner.vectors, self._learner.evaluate
+        self.moments = self._learner.moments
 
     def step(self, round_number: int, step: int) -> Step:
         if step >= self._run.steps_of(self._index):
@@ -112,10 +128,14 @@ def lost(run: Run, round_number: int) -> list[int]:
     return draw.sample(range(run.peers), int(run.drop * run.peers))
 
 
-def outer_of(run: Run) -> OuterSGD:
-    """The run's outer step."""
+def outer_of(run: Run, round_number: int = 0) -> OuterSGD:
+    """The run's outer step in a round."""
     recipe = preset(run.preset).recipe
-    return OuterSGD(*(run.outer or (recipe.outer_learning_rate, recipe.outer_momentum)))
+    rate, momentum = run.outer or (recipe.outer_learning_rate, recipe.outer_momentum)
+    if run.variant == "decay":
+        left = min(1.0, 4 * (1 - (round_number + 1) / run.rounds))
+        rate, momentum = 1 + left * (rate - 1), left * momentum
+    return OuterSGD(rate, momentum)
 
 
 def is_evaluated(run: Run, rounds_done: int, evaluation_steps: int | None = None) -> bool:
@@ -147,7 +167,7 @@ def in_memory(
         weights: of every peer in every round. By default they are the peers' tokens.
     """
     shifts = [LocalTraining(LabMember(run, index), run.inner_steps) for index in range(run.peers)]
-    outer, history = outer_of(run), History()
+    history, recent = History(), deque[torch.Tensor](maxlen=AVERAGED if run.variant == "averaged" else 1)
     anchor = shifts[0].learner.vectors[0].clone()
     velocity = torch.zeros_like(anchor)
     mean_of, carried = _reduction(run, len(anchor)), codec(run.codec)
@@ -165,12 +185,25 @@ def in_memory(
             deltas = _through_feedback(carried, residuals, deltas)
         factors = torch.tensor(clip_factors(norms, allowances(counted)))
         shares = torch.tensor(counted)
-        outer.step(anchor, velocity, mean_of(deltas, shares * factors, float(shares.sum())))
+        if run.variant == "restarts" and number and number % (run.rounds // 4) == 0:
+            velocity.zero_()
+        outer_of(run, number).step(anchor, velocity, mean_of(deltas, shares * factors, float(shares.sum())))
+        recent.append(anchor.clone())
+        if is_evaluated(run, number + 1, evaluation_steps):
+            shifts[0].write(torch.stack(tuple(recent)).mean(0))
+            history.append(((number + 1) * run.inner_steps, shifts[0].evaluate()))
         for local_training in shifts:
             local_training.write(anchor)
-        if is_evaluated(run, number + 1, evaluation_steps):
-            history.append(((number + 1) * run.inner_steps, shifts[0].evaluate()))
+        if run.variant == "moments":
+            _average_moments([local_training.learner for local_training in shifts])
     return history
+
+
+def _average_moments(members: Sequence[LabMember]) -> None:
+    for tensors in zip(*(member.moments().values() for member in members), strict=True):
+        mean = torch.stack(tensors).mean(0)
+        for tensor in tensors:
+            tensor.copy_(mean)
 
 
 def _through_feedback(carried: Codec, residuals: torch.Tensor, deltas: torch.Tensor) -> torch.Tensor:
