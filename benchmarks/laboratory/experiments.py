@@ -206,7 +206,8 @@ def _outer(known: Choices, runs: FinishedRuns) -> Iterator[Row]:
 
 def _swarm(known: Choices, runs: FinishedRuns) -> Iterator[Row]:
     """Inner rates and outer steps at the size of `make swarm`; the first is the preset's own."""
-    keys = [(rate, outer) for outer in ((0.9, 0.5), (0.81, 0.7)) for rate in (1.0, 2.0, 4.0)]
+    usual, more = (0.9, 0.5), ((0.81, 0.7), (0.7, 0.8))
+    keys = [*((rate, usual) for rate in (1.0, 2.0, 4.0)), *((rate, outer) for outer in more for rate in (2.0, 4.0))]
 
     def of(key: object, seed: int) -> LabRun:
         rate, outer = key  # type: ignore[misc]
