@@ -108,9 +108,8 @@ soak: install
 docker-test: install
 	$(BIN)/python -m tests.docker $(if $(BASE),--base "$(BASE)") $(if $(filter undefined,$(origin PIP_ARGS)),,--pip-args="$(PIP_ARGS)")
 
-# The figures in benchmarks/RESULTS.md. An hour on two cores; what was done before is not done again. What is learnt by
-# each protocol, and the long runs of the laboratory, take hours more: only what is done is shown (without --show, they
-# go on).
+# The figures in benchmarks/RESULTS.md. An hour on two cores; what was done before is not done again. The long
+# runs of the laboratory take hours more: only what is done is shown (without --show, they go on).
 bench: install
 	mkdir -p build
 	$(BIN)/python -m benchmarks.averaging --peers 4 --megabytes 100 --codec fp32 --rounds 3
@@ -122,8 +121,6 @@ bench: install
 	$(BIN)/python -m benchmarks.lasting join
 	$(BIN)/python -m benchmarks.lasting level
 	$(BIN)/python -m benchmarks.swarms --seeds 0:5 --json build/swarms.json
-	$(BIN)/python -m benchmarks.learning all --json build/learning.json --resume
-	$(BIN)/python -m benchmarks.protocols --json benchmarks/runs/protocols.json --resume --inner-steps 25 --show
 	$(BIN)/python -m benchmarks.laboratory --show
 
 # Other systems, floors and ours, averaging side by side: ten minutes. `make bench-peers ARGS=--all` plays each size of

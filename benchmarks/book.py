@@ -1,11 +1,10 @@
-"""Finished runs of an experiment, kept in a file, and what pairs of them show. The missing ones run some at a time."""
+"""Finished runs of an experiment, in a file, and what pairs of them show. The missing ones run some at a time."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import as_completed
 from functools import cache
@@ -21,7 +20,7 @@ History = list[tuple[int, float]]
 
 
 class Named(Protocol):
-    """A run in a book."""
+    """A run in a journal."""
 
     def name(self) -> str: ...
 
@@ -71,34 +70,6 @@ class FinishedRuns:
         return float(self.history(run)[-1][1])
 
 
-class Book(FinishedRuns):
-    """The finished runs, in a JSON file that is written after each."""
-
-    def __init__(self, path: Path, resume: bool) -> None:
-        """
-        Raises:
-            ValueError: the file exists and is not to be resumed, or it holds no runs of a benchmark.
-        """
-        super().__init__()
-        self._path = path
-        if not path.parent.is_dir() or path.is_dir():
-            raise ValueError(f"{path} cannot be written: name a file in a directory that exists")
-        if path.exists():
-            if not resume:
-                raise ValueError(f"{path} is there already: continue with --resume, or name another file")
-            try:
-                kept = json.loads(path.read_text())
-                self.runs, self.text = dict(kept["runs"]), str(kept["text"])
-            except (ValueError, KeyError, TypeError) as error:
-                raise ValueError(f"{path} holds no runs of a benchmark: name another file") from error
-
-    def enter(self, run: Named, history: History, seconds: float) -> None:
-        self.runs[run.name()] = {"history": history, "seconds": round(seconds, 1)}
-        fresh = self._path.with_suffix(".new")
-        fresh.write_text(json.dumps({"text": self.text, "runs": self.runs}, indent=1))
-        fresh.replace(self._path)
-
-
 class RunJournal(FinishedRuns):
     """The finished runs, in a file to which several processes may append: one line of JSON each."""
 
@@ -128,6 +99,14 @@ class RunJournal(FinishedRuns):
             raise ValueError(f"{self._path} has runs on the texts of two Pythons, which do not compare")
         self.text = next(iter(texts), "")
         self.runs = {str(entry["name"]): entry for entry in reversed(entries)}  # of two equal runs, the first counts
+
+    def check_text(self) -> None:
+        """
+        Raises:
+            ValueError: this Python's text is not that of the finished runs.
+        """
+        if self.text not in ("", text_digest()):
+            raise ValueError(f"{self._path} has runs on another Python's text: name another file with --journal")
 
     def enter(self, run: Named, history: History, seconds: float, **more: object) -> None:
         """Append a run on this Python's text."""
@@ -172,23 +151,25 @@ def spread(found: Sequence[float], form: str) -> str:
     return f"{fmean(found):{form}}{deviation}" if found else ""
 
 
-def due(runs: Sequence[R], book: Book) -> list[R]:
+def due(runs: Sequence[R], journal: FinishedRuns) -> list[R]:
     """The missing runs, seed by seed, so that an interruption leaves whole seeds; the longest of a seed come first."""
-    return sorted(dict.fromkeys(run for run in runs if run not in book), key=lambda run: (run.seed, -run.peers))
+    return sorted(dict.fromkeys(run for run in runs if run not in journal), key=lambda run: (run.seed, -run.peers))
 
 
 def perform_all(
-    runs: Sequence[R], book: Book, perform: Callable[[R], tuple[History, float]], workers: int | None = None
+    runs: Sequence[R], journal: RunJournal, perform: Callable[[R], tuple[History, float]], workers: int | None = None
 ) -> None:
-    """Run the missing runs, `workers` at a time: by default one per core."""
-    todo, text = due(runs, book), text_digest()
-    if todo and text != (book.text or text):
-        print("the runs in that file were trained on another Python's text: name another file", file=sys.stderr)
-        sys.exit(2)
-    book.text = text
+    """Run the missing runs, `workers` at a time: by default one per core.
+
+    Raises:
+        ValueError: as for `RunJournal.check_text`.
+    """
+    todo = due(runs, journal)
+    if todo:
+        journal.check_text()
     with processes(workers or os.cpu_count() or 1) as pool:
         futures = {pool.submit(perform, run): run for run in todo}
         for number, future in enumerate(as_completed(futures), start=1):
             run, (history, seconds) = futures[future], future.result()
-            book.enter(run, history, seconds)
+            journal.enter(run, history, seconds)
             print(f"[{number}/{len(todo)}] {run.name()}: {history[-1][1]:.4f} in {seconds:.0f} s", flush=True)

@@ -1,6 +1,6 @@
 """Learning in a pipeline: real training on real text, with stages and without, at equal tokens.
 
-    python -m benchmarks.pipeline_learning --json FILE [--resume] [--seeds 0:3] [--stages 2 3]
+    python -m benchmarks.pipeline_learning [--journal FILE] [--seeds 0:3] [--stages 2 3]
 
 `whole`: 4 peers of DiLoCo, each with the whole model. `S stages`: 4 drivers, and 4 replicas of each later stage. Both
 take 40 rounds of 50 inner steps with the recipe of w64. A driver's step has the tokens of a peer's step, as 8
@@ -24,7 +24,7 @@ from statistics import fmean
 
 import torch
 
-from benchmarks.book import Book, History, perform_all
+from benchmarks.book import History, RunJournal, perform_all
 from node.outer.sgd import OuterSGD
 from node.tasks.flat import flatten
 from node.tasks.gpt import GptTask, Preset, preset
@@ -43,6 +43,7 @@ from tests.sim.world import RUN, World, play
 
 PRESET, PEERS, ROUNDS, INNER_STEPS, BATCHES = "w64", 4, 40, 50, 8
 EVALUATION_ROUNDS = 5
+JOURNAL = Path("benchmarks/runs/pipeline_learning.jsonl")
 BOUND = 0.03
 """How much more loss a pipeline may have than the whole model."""
 LAYER_COST, HEAD_COST = 1.0, 0.3
@@ -203,17 +204,17 @@ def perform(run: StagedRun) -> tuple[History, float]:
     return history, time.perf_counter() - began
 
 
-def print_table(runs: Sequence[StagedRun], book: Book) -> bool:
+def print_table(runs: Sequence[StagedRun], journal: RunJournal) -> bool:
     """Print a line per seed. Returns whether the bound holds for the mean over the seeds."""
     stages = sorted({run.stages for run in runs} - {1})
     heads = "".join(f" {count} stages | difference |" for count in stages)
     print(f"| seed | whole model |{heads}\n|---|---|" + "---|---|" * len(stages))
     found: dict[int, list[float]] = {count: [] for count in stages}
     for seed in sorted({run.seed for run in runs}):
-        whole = book.loss(StagedRun(1, seed))
+        whole = journal.loss(StagedRun(1, seed))
         row = f"| {seed} | {whole:.4f} |"
         for count in stages:
-            loss = book.loss(StagedRun(count, seed))
+            loss = journal.loss(StagedRun(count, seed))
             found[count].append(loss / whole - 1)
             row += f" {loss:.4f} | {loss / whole - 1:+.2%} |"
         print(row)
@@ -225,17 +226,16 @@ def main(arguments: list[str] | None = None) -> int:
     parser = Parser(prog="python -m benchmarks.pipeline_learning", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--seeds", type=seeds, default=range(3))
     parser.add_argument("--stages", type=int, nargs="+", default=[2, 3], choices=range(2, 7), help="numbers of stages")
-    parser.add_argument("--json", type=Path, required=True, help="where the runs are kept")
-    parser.add_argument("--resume", action="store_true", help="continue with the runs in that file")
+    parser.add_argument("--journal", type=Path, default=JOURNAL, help="where the runs are kept (default %(default)s)")
     options = parser.parse_args(arguments)
     runs = [StagedRun(stages, seed) for seed in options.seeds for stages in (1, *options.stages)]
     try:
-        book = Book(options.json, options.resume)
+        journal = RunJournal(options.journal)
+        perform_all(runs, journal, perform)
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
-    perform_all(runs, book, perform)
-    return 0 if print_table(runs, book) else 1
+    return 0 if print_table(runs, journal) else 1
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """What robust averaging tolerates: rules on vectors, and swarms in which some peers send wrong contributions.
 
     python -m benchmarks.robustness table [--seeds 20]
-    python -m benchmarks.robustness training --json FILE [--resume] [--seeds 1] [--preset w64] [--rounds 12]
+    python -m benchmarks.robustness training [--journal FILE] [--seeds 1] [--preset w64] [--rounds 12]
                                              [--inner-steps 20] [--only NAMES] [--show]
 
 table      the error of an aggregate of 16 vectors of 1000 elements, a signal plus noise of norm 1 each. It must be
@@ -27,9 +27,10 @@ from statistics import fmean, stdev
 
 import torch
 
-from benchmarks.book import Book, History, perform_all
-from benchmarks.laboratory.reference import LabMember, Run
-from benchmarks.learning import LearningWorld, through_the_protocol
+from benchmarks.book import History, RunJournal, perform_all
+from benchmarks.laboratory.replicated import LabMember
+from benchmarks.laboratory.runs import Run
+from benchmarks.laboratory.through_protocol import LearningWorld, through_the_protocol
 from node.training.trainer import InlineTrainer, LocalTraining
 from protocols import robust
 from protocols.allreduce import plan as planning
@@ -47,6 +48,7 @@ IN_TRAINING = {**LIARS, "understated": 3}
 JUDGED = ("reversed", "understated")
 TABLE_BOUND = 0.05
 DEFAULT_BOUND = 0.05
+JOURNAL = Path("benchmarks/runs/robustness.jsonl")
 DIVERGED = 1.0
 """Twice the loss of the clean run is worse than no training."""
 
@@ -205,16 +207,16 @@ def _trials(base: Trial, seeds: range, only: Sequence[str]) -> list[Trial]:
     return [replace(base, rule=rule, attack=attack, seed=seed) for seed in seeds for rule, attack in chosen]
 
 
-def print_training(trials: Sequence[Trial], book: Book) -> bool:
+def print_training(trials: Sequence[Trial], journal: RunJournal) -> bool:
     """Print each finished trial whose clean run is finished. Returns whether the default meets its bound."""
     print(f"\n{'attack':10} {'rule':14} {'seed':>4} {'loss':>8} {'to clean':>9}")
     found: dict[tuple[str, str], list[float]] = {}
     for trial in trials:
         clean = replace(trial, rule="mean", attack="none")
-        if trial not in book or clean not in book:
+        if trial not in journal or clean not in journal:
             continue
-        loss = book.loss(trial)
-        change = loss / book.loss(clean) - 1
+        loss = journal.loss(trial)
+        change = loss / journal.loss(clean) - 1
         told = f"{loss:>8.4f} {change:>+9.1%}" if change < DIVERGED else f"{loss:>8.2g}  diverged"
         print(f"{trial.attack:10} {trial.rule:14} {trial.seed:>4} {told}")
         found.setdefault((trial.attack, trial.rule), []).append(change)
@@ -241,15 +243,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--inner-steps", type=at_least_one, default=20)
     parser.add_argument("--only", nargs="*", default=(), metavar="RULE/ATTACK", help="these, and the clean run")
     parser.add_argument("--workers", type=at_least_one, help="trials at a time; unless given as many as cores")
-    parser.add_argument("--json", type=Path, help="where the trials are kept")
-    parser.add_argument("--resume", action="store_true", help="continue with the trials in that file")
+    parser.add_argument("--journal", type=Path, default=JOURNAL, help="where the runs are kept (default %(default)s)")
     parser.add_argument("--show", action="store_true", help="print finished trials, run nothing")
     options = parser.parse_args(arguments)
     if options.what == "table":
         torch.set_num_threads(1)
         return 0 if table(options.seeds or 20) else 1
-    if options.json is None:
-        parser.error("--json FILE is needed")
     base = Trial("mean", "none", options.rounds, options.inner_steps, options.preset, 0)
     known = {f"{trial.rule}/{trial.attack}" for trial in _trials(base, range(1), ())}
     if unknown := [name for name in options.only if name not in known]:
@@ -257,13 +256,13 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(f"argument --only: no {unknown[0]!r}: {names}")
     trials = _trials(base, range(options.seeds or 1), options.only)
     try:
-        book = Book(options.json, options.resume or options.show)
+        journal = RunJournal(options.journal)
+        if not options.show:
+            perform_all(trials, journal, perform, options.workers)
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
-    if not options.show:
-        perform_all(trials, book, perform, options.workers)
-    return 0 if print_training(trials, book) else 1
+    return 0 if print_training(trials, journal) else 1
 
 
 if __name__ == "__main__":

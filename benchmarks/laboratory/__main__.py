@@ -2,6 +2,7 @@
 
     python -m benchmarks.laboratory [--experiment NAME ...] [--minutes M] [--workers N] [--pause-while FILE]
     python -m benchmarks.laboratory --show [--plot FILE]
+    python -m benchmarks.laboratory --check
 
 The regime: preset w64 on real text, 2,000 inner steps of each peer, 4 peers, rounds of 25 steps unless an experiment
 says otherwise. Arms are compared at equal tokens and with equal seeds, which decide the initial weights and each peer's
@@ -24,10 +25,13 @@ peers           their number
 trouble         half of the contributions lost; unequal speeds
 family          Moshpit, gossip, NoLoCo and push-sum at 8 peers, in calm and with 30 % missing in each round
 
-Averaging is arithmetic in memory, without votes or a network. Losses are held out, in nats per byte, of the outer
-parameters after the last round. Each finished run is one line of the journal, and never runs again. An experiment that
-needs the choice of an earlier one begins when that has all of its runs. A run takes five to six minutes of a core, one
-of a lone peer a quarter of that.
+Averaging is arithmetic in memory, without votes or a network; `--check` finds the same losses through the real
+protocol. In `family` each peer is down with the same probability in each round, the same peers with every protocol:
+with the butterfly its work is lost, with the others it goes on from its own state. Losses are held out, in nats per
+byte, of the outer parameters after the last round, or the mean over the peers' own models.
+
+Each finished run is one line of the journal, and never runs again. An experiment that needs the choice of an earlier
+one begins when that has all of its runs. A run takes four to five minutes of a core, of a lone peer one.
 """
 
 from __future__ import annotations
@@ -40,10 +44,12 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
 from pathlib import Path
 
-from benchmarks.book import RunJournal, text_digest
+from benchmarks.book import RunJournal
 from benchmarks.laboratory.experiments import NAMES, Experiment, experiments
+from benchmarks.laboratory.perform import Finished, perform
 from benchmarks.laboratory.report import draw, show
-from benchmarks.laboratory.trial import Finished, LabRun, perform
+from benchmarks.laboratory.runs import LabRun
+from benchmarks.laboratory.through_protocol import check
 from tests.sim.arguments import Parser, at_least_one
 from tests.sim.process import workers as processes
 
@@ -122,16 +128,18 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--pause-while", type=Path, metavar="FILE", help="begin no run while this file exists")
     parser.add_argument("--show", action="store_true", help="print the finished runs, run nothing")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the finished runs, run nothing")
+    parser.add_argument("--check", action="store_true", help="compare a few rounds with the real protocol, run nothing")
     return parser.parse_args(arguments)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
+    if options.check:
+        return check()
     try:
         journal = RunJournal(options.journal)
         if not options.show and not options.plot:
-            if journal.text not in ("", text_digest()):
-                raise ValueError(f"{options.journal} has runs on another Python's text: name another with --journal")
+            journal.check_text()
             run_missing(options, journal)
         if options.plot:
             draw(journal, experiments(journal), options.plot)

@@ -11,16 +11,17 @@ from statistics import fmean
 from typing import Literal
 
 from benchmarks.book import FinishedRuns
-from benchmarks.laboratory.reference import AVERAGED, Run
-from benchmarks.laboratory.trial import (
+from benchmarks.laboratory.runs import (
     ARMS,
+    AVERAGED,
     INNER_STEPS,
     PEERS,
     WITHOUT_COMMON_STATE,
     ArmName,
     LabRun,
+    Run,
     trial,
-)  # fmt: skip
+)
 
 RATES, MOST_RATE = (1.0, 2.0), 8.0
 """Inner learning rates, as multiples of the preset's: those that are tried first, and the largest."""

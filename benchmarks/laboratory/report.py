@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 
 from benchmarks.book import FinishedRuns, paired, shares, spread
 from benchmarks.laboratory.experiments import MOST_RATE, Choices, Experiment, Row, choices, losses
-from benchmarks.laboratory.trial import ARMS, ArmName, LabRun
+from benchmarks.laboratory.runs import ARMS, ArmName, LabRun
 
 SHOWN_PERCENT = 8.0
 COLOURS = {"data-parallel": "#000000", "diloco": "#0072b2", "alone-outer": "#d55e00", "alone": "#e69f00"}

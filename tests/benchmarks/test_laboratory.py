@@ -10,8 +10,9 @@ import pytest
 from benchmarks.book import RunJournal
 from benchmarks.laboratory import __main__ as laboratory
 from benchmarks.laboratory.experiments import choose, experiments, outer_candidates, rate_candidates
+from benchmarks.laboratory.perform import Finished
 from benchmarks.laboratory.report import table
-from benchmarks.laboratory.trial import ARMS, Finished, LabRun, trial
+from benchmarks.laboratory.runs import ARMS, LabRun, trial
 
 FIRST, SECOND = trial("alone", 0), trial("alone", 1)
 

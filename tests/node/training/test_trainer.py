@@ -2,14 +2,14 @@
 
 import asyncio
 import math
-from pathlib import Path
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
 
-from benchmarks import learning
-from benchmarks.laboratory import reference
+from benchmarks.laboratory import replicated, runs
+from benchmarks.laboratory.through_protocol import through_the_protocol
 from node.tasks.base import Batch, Recipe
 from node.tasks.gpt import GptConfig, Preset
 from node.tasks.paced import Paced
@@ -322,35 +322,27 @@ def test_peers_share_the_event_loop_while_training() -> None:
     assert run(main()) == 12.0
 
 
-def test_lab_trains_through_the_protocol(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_lab_trains_through_the_protocol(monkeypatch: pytest.MonkeyPatch) -> None:
     tiny = Preset(GptConfig(layers=1, width=16, heads=2, context=16), rows=2, recipe=RECIPE)
     data = torch.arange(5000).mul(7).remainder(97).to(torch.uint8)
-    monkeypatch.setattr(reference, "EVALUATION_STEPS", 10)
-    monkeypatch.setattr(reference, "preset", lambda name: tiny)
-    monkeypatch.setattr(reference, "_text", lambda: Text(data, data[:600]))
+    monkeypatch.setattr(runs, "preset", lambda name: tiny)
+    monkeypatch.setattr(replicated, "text", lambda: Text(data, data[:600]))
     for drop in (0.0, 0.5):
-        run = reference.Run(peers=4, rounds=3, inner_steps=10, preset="tiny", seed=1, drop=drop)
-        history, weights = learning.through_the_protocol(run)
+        run = runs.Run(4, rounds=3, inner_steps=10, preset="tiny", seed=1, drop=drop, evaluation_steps=10)
+        history, weights = through_the_protocol(run)
         assert [steps for steps, _ in history] == [10, 20, 30]
         assert [loss for _, loss in history] == pytest.approx(
-            [loss for _, loss in reference.in_memory(run, weights)], 1e-3
+            [loss for _, loss in replicated.train_replicated(run, weights)], 1e-3
         )
         lost = [[index for index, weight in enumerate(row) if weight == 0] for row in weights]
-        assert lost == [sorted(reference.lost(run, number)) for number in range(3)]
+        assert lost == [sorted(run.lost(number)) for number in range(3)]
         assert [len(row) for row in lost] == [4 * drop] * 3
         assert history[-1][1] < history[0][1] < 5
-    kept = reference.Run(peers=4, rounds=3, inner_steps=10, preset="tiny", seed=1, drop=0.5, keep=True)
-    history, weights = learning.through_the_protocol(kept)
-    assert history[-1][1] < history[0][1] < 5
-    assert [[index for index, weight in enumerate(row) if weight == 0] for row in weights] == lost
-    assert max(map(max, weights)) >= 2 * max(weights[0]), "kept work counts in a later round"
-    few = reference.Run(peers=4, rounds=3, inner_steps=10, preset="tiny", seed=1, codec="topk", outer=(1.0, 0.0))
+    few = replace(run, drop=0.0, codec="topk", outer=(1.0, 0.0))
     assert few.name().endswith(" 1 topk outer=1,0") and run.name().endswith(" drop=0.5 1")
-    history, weights = learning.through_the_protocol(few)
+    history, weights = through_the_protocol(few)
     assert history[-1][1] < history[0][1] < 6
-    assert [loss for _, loss in history] == pytest.approx([loss for _, loss in reference.in_memory(few, weights)], 1e-3)
-    assert reference.alone(run)[-1][0] == 30
-    learning.Book(tmp_path / "runs.json", resume=False).enter(run, history, 1.0)
-    assert learning.Book(tmp_path / "runs.json", resume=True).loss(run) == history[-1][1]
-    with pytest.raises(ValueError, match="is there already"):
-        learning.Book(tmp_path / "runs.json", resume=False)
+    assert [loss for _, loss in history] == pytest.approx(
+        [loss for _, loss in replicated.train_replicated(few, weights)], 1e-3
+    )
+    assert replicated.train_alone(run)[-1][0] == 30

@@ -1,0 +1,159 @@
+"""What determines a training run of the laboratory, and its name in the journal."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import asdict, dataclass, replace
+from typing import Literal
+
+from node.outer.sgd import OuterSGD
+from node.tasks.base import Recipe
+from node.tasks.gpt import Preset, preset
+
+ArmName = Literal[
+    "data-parallel", "alone", "alone-outer", "diloco", "moshpit", "gossip", "noloco", "push-sum", "butterfly"
+]
+ARMS: tuple[ArmName, ...] = ("data-parallel", "diloco", "alone", "alone-outer")
+WITHOUT_COMMON_STATE: tuple[ArmName, ...] = ("moshpit", "gossip", "noloco", "push-sum")
+PRESET, STEPS, PEERS, INNER_STEPS = "w64", 2000, 4, 25
+"""The regime: steps of each peer, and the usual number of peers and of inner steps in a round."""
+AVERAGED = 4
+"""Of the last outer parameters, with the variant "averaged"."""
+
+Variant = Literal["", "decay", "restarts", "moments", "averaged"]
+"""What a run does differently.
+
+decay       in its last quarter, the outer step goes in equal parts to a plain mean: learning rate 1, momentum 0
+restarts    the outer momentum begins at zero again after each quarter
+moments     the peers average the moments of AdamW after each round
+averaged    the mean of the outer parameters after the last `AVERAGED` rounds is evaluated; training is unchanged
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Simulated peers that train, determined by these fields alone.
+
+    Attributes:
+        drop: share of the contributions that are lost each round.
+        codec: the encoding of vectors on the wire.
+        outer: learning rate and momentum of the outer steps; None for the preset's.
+        rate: learning rate of the inner steps, as a multiple of the preset's.
+        optimizer: of the inner steps; None for AdamW.
+        speeds: of each peer, relative to the fastest: its share of the inner steps; empty if all are equal.
+        variant: as `Variant` says; in memory only.
+        evaluation_steps: inner steps between two evaluations, rounded down to whole rounds. Not in the name.
+    """
+
+    peers: int
+    rounds: int
+    inner_steps: int
+    preset: str
+    seed: int
+    drop: float = 0.0
+    codec: str = "fp32"
+    outer: tuple[float, float] | None = None
+    rate: float = 1.0
+    optimizer: Literal["muon"] | None = None
+    speeds: tuple[float, ...] = ()
+    variant: Variant = ""
+    evaluation_steps: int = 200
+
+    def name(self) -> str:
+        sizes = f"peers={self.peers} rounds={self.rounds} H={self.inner_steps} drop={self.drop}"
+        rest = (
+            self.codec if self.codec != "fp32" else "",
+            "outer={:g},{:g}".format(*self.outer) if self.outer else "",
+            f"rate={self.rate:g}" if self.rate != 1.0 else "",
+            self.optimizer or "",
+            "speeds=" + ":".join(f"{each:g}" for each in self.speeds) if self.speeds else "",
+            self.variant,
+        )
+        return " ".join((self.preset, sizes, str(self.seed), *filter(None, rest)))
+
+    @property
+    def settings(self) -> Preset:
+        """The preset, with this run's recipe."""
+        given = preset(self.preset)
+        return replace(given, recipe=self._recipe(given.recipe))
+
+    def _recipe(self, recipe: Recipe) -> Recipe:
+        outer, momentum = self.outer or (recipe.outer_learning_rate, recipe.outer_momentum)
+        return replace(
+            recipe,
+            inner_steps=self.inner_steps,
+            rounds=self.rounds,
+            learning_rate=self.rate * recipe.learning_rate,
+            outer_learning_rate=outer,
+            outer_momentum=momentum,
+            inner_optimizer=self.optimizer,
+        )
+
+    def steps_of(self, peer: int) -> int:
+        """Inner steps that a peer takes in a round."""
+        return round(self.inner_steps * self.speeds[peer]) if self.speeds else self.inner_steps
+
+    def outer_step(self, round_number: int = 0) -> OuterSGD:
+        """The outer step of a round."""
+        recipe = self.settings.recipe
+        rate, momentum = recipe.outer_learning_rate, recipe.outer_momentum
+        if self.variant == "decay":
+            left = min(1.0, 4 * (1 - (round_number + 1) / self.rounds))
+            rate, momentum = 1 + left * (rate - 1), left * momentum
+        return OuterSGD(rate, momentum)
+
+    def is_evaluated(self, rounds_done: int) -> bool:
+        """Whether there is an evaluation after this many rounds."""
+        every = max(1, self.evaluation_steps // self.inner_steps)
+        return rounds_done % every == 0 or rounds_done == self.rounds
+
+    def lost(self, round_number: int) -> list[int]:
+        """The peers whose contributions are lost in a round."""
+        draw = random.Random(f"{self.seed}/drop/{round_number}")
+        return draw.sample(range(self.peers), int(self.drop * self.peers))
+
+
+@dataclass(frozen=True, slots=True)
+class LabRun:
+    """A run of one arm, determined by its fields alone.
+
+    Attributes:
+        failure: probability that a peer meets no other in a round; for `butterfly`, which is diloco under failures, and
+            the arms without a common state.
+    """
+
+    arm: ArmName
+    run: Run
+    failure: float = 0.0
+
+    def name(self) -> str:
+        return f"{self.arm} {self.run.name()}" + (f" failure={self.failure:g}" if self.failure else "")
+
+    def fields(self) -> dict[str, object]:
+        """What determines the run, for the journal."""
+        return {"arm": self.arm, **asdict(self.run), "failure": self.failure}
+
+    def up(self, round_number: int) -> list[bool]:
+        """Which peers are up in a round, the same with every arm. If none would be, all are drawn again."""
+        draw = random.Random(f"{self.run.seed}/down/{self.failure}/{round_number}")
+        while True:
+            found = [draw.random() >= self.failure for _ in range(self.run.peers)]
+            if any(found):
+                return found
+
+
+def trial(
+    arm: ArmName,
+    seed: int,
+    rate: float = 1.0,
+    outer: tuple[float, float] | None = None,
+    peers: int = PEERS,
+    inner_steps: int = INNER_STEPS,
+    optimizer: Literal["muon"] | None = None,
+) -> LabRun:
+    """A run in the regime. Arms without an outer step take none of its values, so that equal runs have equal names."""
+    averages = arm not in ("data-parallel", "alone")
+    steps = inner_steps if averages else INNER_STEPS
+    count = 1 if arm.startswith("alone") else peers
+    outer = outer if averages else None
+    return LabRun(arm, Run(count, STEPS // steps, steps, PRESET, seed, outer=outer, rate=rate, optimizer=optimizer))
