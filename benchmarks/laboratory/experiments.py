@@ -270,7 +270,6 @@ def _codecs(known: Choices, runs: FinishedRuns) -> Iterator[Row]:
     yield Row("e3m0", known.best("diloco", seeds, codec="e3m0"), beside)
     yield Row("top-k, error feedback", known.best("diloco", seeds, codec="topk"), beside)
     yield Row("top-k, error feedback, outer (1, 0)", known.best("diloco", seeds, codec="topk", outer=SPARSE), beside)
-    yield Row("float32, outer (1, 0)", known.best("diloco", seeds, outer=SPARSE), beside)
 
 
 def _trouble(known: Choices, runs: FinishedRuns) -> Iterator[Row]:
