@@ -18,6 +18,7 @@ swarm           inner rates and outer steps in 14 rounds of 50 steps of w128, as
 outer           learning rate and momentum of the outer step
 seeds           five seeds of each arm with its best values
 inner-steps     H
+long-rounds     inner rates and outer steps in rounds of 100 steps
 variants        outer decay, momentum restarts, moments averaged, averaged parameters
 muon            Muon for hidden matrices, its rates, beside AdamW
 codecs          int8, e3m0, top-k with error feedback

@@ -28,7 +28,7 @@ RATES, MOST_RATE = (1.0, 2.0), 8.0
 REACHES, MOMENTA, MORE_MOMENTUM = (2.7, 3.5, 2.0, 4.5), (0.7, 0.5, 0.8), 0.9
 """Of outer steps: the learning rate over 1 - momentum, which is how far a lasting direction is followed."""
 FEW, MANY = range(2), range(5)
-LOST, MISSING = 0.5, 0.3
+LOST, MISSING, LONG_ROUND = 0.5, 0.3, 100
 SPEEDS = (1.0, 0.5, 0.25, 0.25)
 SPARSE = (1.0, 0.0)
 """The outer step of SparseLoCo (Sarfi et al. 2025) for top-k."""
@@ -233,6 +233,30 @@ def _inner_steps(known: Choices, runs: FinishedRuns) -> Iterator[Row]:
         yield Row(f"H = {steps}", known.best("diloco", FEW, inner_steps=steps), beside)
 
 
+def long_candidates(runs: FinishedRuns) -> Candidates:
+    """Inner rates and outer steps of rounds of `LONG_ROUND` steps."""
+    keys = [(rate, outer) for outer in ((0.9, 0.5), (0.81, 0.7), (0.7, 0.8)) for rate in (2.0, 4.0)]
+
+    def of(key: object, seed: int) -> LabRun:
+        rate, outer = key  # type: ignore[misc]
+        return trial("diloco", seed, rate, outer, inner_steps=LONG_ROUND)  # type: ignore[has-type]
+
+    return halved(keys, of, runs)
+
+
+def _long_rounds(known: Choices, runs: FinishedRuns) -> Iterator[Row]:
+    """The best of them has all seeds."""
+    candidates = long_candidates(runs)
+    best = choose(candidates, runs)
+    for (rate, outer), trials in candidates.items():  # type: ignore[misc]
+        seeds = MANY if (rate, outer) == best else range(len(trials))
+        yield Row(
+            "{:g} x the inner rate, outer step ({:g}, {:g})".format(rate, *outer),
+            tuple(trial("diloco", seed, rate, outer, inner_steps=LONG_ROUND) for seed in seeds),
+            {"data parallel": known.best("data-parallel", seeds)},
+        )
+
+
 def _variants(known: Choices, runs: FinishedRuns) -> Iterator[Row]:
     """What a run may do differently, the better half with a second seed."""
     beside = {"diloco": known.best("diloco", FEW)}
@@ -313,6 +337,7 @@ _LATER: tuple[tuple[str, str, Callable[[Choices, FinishedRuns], Iterator[Row]], 
     ("outer", "Outer steps: learning rate, momentum, and rate / (1 - momentum)", _outer, "rates"),
     ("seeds", "Each arm with its best values", _seeds, "outer"),
     ("inner-steps", "Inner steps of a round, with the outer step that is best at H = 25", _inner_steps, "outer"),
+    ("long-rounds", f"Rounds of {LONG_ROUND} steps, with rates and outer steps of their own", _long_rounds, "rates"),
     ("variants", "What may be done differently, with the best values", _variants, "outer"),
     ("muon", "Muon for hidden matrices, with the outer step that is best for AdamW", _muon, "outer"),
     ("codecs", "Codecs", _codecs, "outer"),
