@@ -266,12 +266,17 @@ def _variants(known: Choices, runs: FinishedRuns) -> Iterator[Row]:
 
     words = {
         "decay": "the outer step goes to a plain mean in the last quarter",
+        "decay-half": "in the last half",
+        "decay-all": "from the beginning",
+        "zero": "the inner rate falls to zero",
         "restarts": "outer momentum at zero again after each quarter",
         "moments": "AdamW's moments averaged after each round",
         "averaged": f"mean of the last {AVERAGED} outer parameters evaluated",
     }
     for variant, trials in halved(list(words), of, runs).items():
         yield Row(words[str(variant)], trials, beside)
+    zero = known.best("data-parallel", FEW[:1], variant="zero")
+    yield Row("data parallel, the rate falls to zero", zero, {"data parallel": known.best("data-parallel", FEW[:1])})
 
 
 def _peers(known: Choices, runs: FinishedRuns) -> Iterator[Row]:

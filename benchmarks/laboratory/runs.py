@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
@@ -17,13 +18,17 @@ ARMS: tuple[ArmName, ...] = ("data-parallel", "diloco", "alone", "alone-outer")
 WITHOUT_COMMON_STATE: tuple[ArmName, ...] = ("moshpit", "gossip", "noloco", "push-sum")
 PRESET, STEPS, PEERS, INNER_STEPS = "w64", 2000, 4, 25
 """The regime: steps of each peer, and the usual number of peers and of inner steps in a round."""
+DECAYING: Mapping[str, float] = {"decay": 0.25, "decay-half": 0.5, "decay-all": 1.0}
+"""Share of the run in which the outer step decays."""
 AVERAGED = 4
 """Of the last outer parameters, with the variant "averaged"."""
 
-Variant = Literal["", "decay", "restarts", "moments", "averaged"]
+Variant = Literal["", "decay", "decay-half", "decay-all", "zero", "restarts", "moments", "averaged"]
 """What a run does differently.
 
-decay       in its last quarter, the outer step goes in equal parts to a plain mean: learning rate 1, momentum 0
+decay       in its last quarter, the outer step goes in equal parts to a plain mean: learning rate 1, momentum 0; with
+            decay-half in its last half, with decay-all from the beginning
+zero        the cosine of the inner rate ends at zero, not at the recipe's `final_fraction`
 restarts    the outer momentum begins at zero again after each quarter
 moments     the peers average the moments of AdamW after each round
 averaged    the mean of the outer parameters after the last `AVERAGED` rounds is evaluated; training is unchanged
@@ -87,6 +92,7 @@ class Run:
             outer_learning_rate=outer,
             outer_momentum=momentum,
             inner_optimizer=self.optimizer,
+            final_fraction=0.0 if self.variant == "zero" else recipe.final_fraction,
         )
 
     def steps_of(self, peer: int) -> int:
@@ -97,8 +103,8 @@ class Run:
         """The outer step of a round."""
         recipe = self.settings.recipe
         rate, momentum = recipe.outer_learning_rate, recipe.outer_momentum
-        if self.variant == "decay":
-            left = min(1.0, 4 * (1 - (round_number + 1) / self.rounds))
+        if share := DECAYING.get(self.variant):
+            left = min(1.0, (1 - (round_number + 1) / self.rounds) / share)
             rate, momentum = 1 + left * (rate - 1), left * momentum
         return OuterSGD(rate, momentum)
 
