@@ -13,7 +13,6 @@ from typing import Literal
 from benchmarks.book import FinishedRuns
 from benchmarks.laboratory.runs import (
     ARMS,
-    AVERAGED,
     INNER_STEPS,
     PEERS,
     WITHOUT_COMMON_STATE,
@@ -257,24 +256,29 @@ def _long_rounds(known: Choices, runs: FinishedRuns) -> Iterator[Row]:
         )
 
 
+VARIANTS: Mapping[str, Mapping[str, object]] = {
+    "the outer step goes to a plain mean in the last quarter": {"decay": 0.25},
+    "in the last eighth": {"decay": 0.125},
+    "in the last half": {"decay": 0.5},
+    "from the beginning": {"decay": 1.0},
+    "mean of the last 4 outer parameters evaluated": {"averaged": 4},
+    "of the last 8": {"averaged": 8},
+    "of the last 4, and a plain mean in the last quarter": {"decay": 0.25, "averaged": 4},
+    "the inner rate falls to zero": {"variant": "zero"},
+    "outer momentum at zero again after each quarter": {"variant": "restarts"},
+    "AdamW's moments averaged after each round": {"variant": "moments"},
+}
+
+
 def _variants(known: Choices, runs: FinishedRuns) -> Iterator[Row]:
     """What a run may do differently, the better half with a second seed."""
     beside = {"diloco": known.best("diloco", FEW)}
 
-    def of(variant: object, seed: int) -> LabRun:
-        return known.best("diloco", [seed], variant=variant)[0]
+    def of(words: object, seed: int) -> LabRun:
+        return known.best("diloco", [seed], **VARIANTS[str(words)])[0]
 
-    words = {
-        "decay": "the outer step goes to a plain mean in the last quarter",
-        "decay-half": "in the last half",
-        "decay-all": "from the beginning",
-        "zero": "the inner rate falls to zero",
-        "restarts": "outer momentum at zero again after each quarter",
-        "moments": "AdamW's moments averaged after each round",
-        "averaged": f"mean of the last {AVERAGED} outer parameters evaluated",
-    }
-    for variant, trials in halved(list(words), of, runs).items():
-        yield Row(words[str(variant)], trials, beside)
+    for words, trials in halved(list(VARIANTS), of, runs).items():
+        yield Row(str(words), trials, beside)
     zero = known.best("data-parallel", FEW[:1], variant="zero")
     yield Row("data parallel, the rate falls to zero", zero, {"data parallel": known.best("data-parallel", FEW[:1])})
 

@@ -12,7 +12,7 @@ from itertools import pairwise
 import torch
 
 from benchmarks.book import History
-from benchmarks.laboratory.runs import AVERAGED, Run
+from benchmarks.laboratory.runs import Run
 from node.tasks.gpt import GptTask
 from node.tasks.text import Text, load
 from node.training.task_learner import TaskLearner
@@ -80,7 +80,7 @@ def train_replicated(run: Run, weights: Sequence[Sequence[float]] | None = None)
         weights: of every peer in every round. By default they are the peers' tokens.
     """
     trainings = [LocalTraining(LabMember(run, index), run.inner_steps) for index in range(run.peers)]
-    history, recent = History(), deque[torch.Tensor](maxlen=AVERAGED if run.variant == "averaged" else 1)
+    history, recent = History(), deque[torch.Tensor](maxlen=run.averaged)
     anchor = trainings[0].learner.vectors[0].clone()
     velocity, reduction = torch.zeros_like(anchor), _Reducer(run, len(anchor))
     for number in range(run.rounds):

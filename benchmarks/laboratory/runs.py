@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
@@ -18,20 +17,13 @@ ARMS: tuple[ArmName, ...] = ("data-parallel", "diloco", "alone", "alone-outer")
 WITHOUT_COMMON_STATE: tuple[ArmName, ...] = ("moshpit", "gossip", "noloco", "push-sum")
 PRESET, STEPS, PEERS, INNER_STEPS = "w64", 2000, 4, 25
 """The regime: steps of each peer, and the usual number of peers and of inner steps in a round."""
-DECAYING: Mapping[str, float] = {"decay": 0.25, "decay-half": 0.5, "decay-all": 1.0}
-"""Share of the run in which the outer step decays."""
-AVERAGED = 4
-"""Of the last outer parameters, with the variant "averaged"."""
 
-Variant = Literal["", "decay", "decay-half", "decay-all", "zero", "restarts", "moments", "averaged"]
+Variant = Literal["", "zero", "restarts", "moments"]
 """What a run does differently.
 
-decay       in its last quarter, the outer step goes in equal parts to a plain mean: learning rate 1, momentum 0; with
-            decay-half in its last half, with decay-all from the beginning
 zero        the cosine of the inner rate ends at zero, not at the recipe's `final_fraction`
 restarts    the outer momentum begins at zero again after each quarter
 moments     the peers average the moments of AdamW after each round
-averaged    the mean of the outer parameters after the last `AVERAGED` rounds is evaluated; training is unchanged
 """
 
 
@@ -46,7 +38,10 @@ class Run:
         rate: learning rate of the inner steps, as a multiple of the preset's.
         optimizer: of the inner steps; None for AdamW.
         speeds: of each peer, relative to the fastest: its share of the inner steps; empty if all are equal.
-        variant: as `Variant` says; in memory only.
+        decay: share of the run, at its end, in which the outer step goes in equal parts to a plain mean of the
+            parameters: learning rate 1, momentum 0.
+        averaged: the mean of the outer parameters after so many last rounds is evaluated; training is unchanged.
+        variant: as `Variant` says; in memory only, as are decay and averaged.
         evaluation_steps: inner steps between two evaluations, rounded down to whole rounds. Not in the name.
     """
 
@@ -61,6 +56,8 @@ class Run:
     rate: float = 1.0
     optimizer: Literal["muon"] | None = None
     speeds: tuple[float, ...] = ()
+    decay: float = 0.0
+    averaged: int = 1
     variant: Variant = ""
     evaluation_steps: int = 200
 
@@ -72,6 +69,8 @@ class Run:
             f"rate={self.rate:g}" if self.rate != 1.0 else "",
             self.optimizer or "",
             "speeds=" + ":".join(f"{each:g}" for each in self.speeds) if self.speeds else "",
+            f"decay={self.decay:g}" if self.decay else "",
+            f"averaged={self.averaged}" if self.averaged > 1 else "",
             self.variant,
         )
         return " ".join((self.preset, sizes, str(self.seed), *filter(None, rest)))
@@ -103,8 +102,8 @@ class Run:
         """The outer step of a round."""
         recipe = self.settings.recipe
         rate, momentum = recipe.outer_learning_rate, recipe.outer_momentum
-        if share := DECAYING.get(self.variant):
-            left = min(1.0, (1 - (round_number + 1) / self.rounds) / share)
+        if self.decay:
+            left = min(1.0, (1 - (round_number + 1) / self.rounds) / self.decay)
             rate, momentum = 1 + left * (rate - 1), left * momentum
         return OuterSGD(rate, momentum)
 
