@@ -39,7 +39,7 @@ def train_independent(given: LabRun, mixer: Mixer | None = None) -> History:
     for number in range(run.rounds):
         for peer, training in enumerate(trainings):
             train_round(training, number, run.inner_steps)
-            travelling.bring(peer, training.learner.vectors[0])
+            travelling.bring(peer, training.learner.vectors[0], number)
         here, mixed = torch.tensor(given.up(number)), travelling.brought.double()
         for step in range(passes):
             mixed = mix(number * passes + step, here, mixed)
@@ -61,9 +61,9 @@ class _States:
         self.brought = torch.cat([starts, torch.zeros_like(starts)], dim=1)
         self._outer, self._size = outer, starts.shape[1]
 
-    def bring(self, peer: int, local: torch.Tensor) -> None:
+    def bring(self, peer: int, local: torch.Tensor, round_number: int) -> None:
         phi, velocity = self.brought[peer].split(self._size)
-        self._outer.step(phi, velocity, phi - local)
+        self._outer.at(round_number).step(phi, velocity, phi - local)
 
     def take(self, peer: int, mixed: torch.Tensor) -> torch.Tensor:
         self.brought[peer] = mixed
@@ -77,7 +77,7 @@ class _Pulls:
         self.brought, self._phis, self._velocities = torch.zeros_like(starts), starts, torch.zeros_like(starts)
         self._rule = rule
 
-    def bring(self, peer: int, local: torch.Tensor) -> None:
+    def bring(self, peer: int, local: torch.Tensor, round_number: int) -> None:
         self._rule.offer(self._phis[peer], self._phis[peer] - local, self.brought[peer])
 
     def take(self, peer: int, mixed: torch.Tensor) -> torch.Tensor:
@@ -86,7 +86,7 @@ class _Pulls:
 
 
 def _travelling(given: LabRun, starts: torch.Tensor) -> _States | _Pulls:
-    outer = given.run.outer_step()
+    outer = given.run.outer_sgd()
     if given.arm == "noloco":
         return _Pulls(starts, NoLoCo(outer.momentum, outer.learning_rate, pull=1 - outer.momentum**2))
     return _States(starts, outer)

@@ -82,7 +82,7 @@ def train_replicated(run: Run, weights: Sequence[Sequence[float]] | None = None)
     trainings = [LocalTraining(LabMember(run, index), run.inner_steps) for index in range(run.peers)]
     history, recent = History(), deque[torch.Tensor](maxlen=run.averaged)
     anchor = trainings[0].learner.vectors[0].clone()
-    velocity, reduction = torch.zeros_like(anchor), _Reducer(run, len(anchor))
+    velocity, outer, reduction = torch.zeros_like(anchor), run.outer_sgd(), _Reducer(run, len(anchor))
     for number in range(run.rounds):
         for training in trainings:
             train_round(training, number, run.inner_steps)
@@ -90,7 +90,7 @@ def train_replicated(run: Run, weights: Sequence[Sequence[float]] | None = None)
         deltas = torch.stack([anchor - training.learner.vectors[0] for training in trainings])
         if run.variant == "restarts" and number and number % (run.rounds // 4) == 0:
             velocity.zero_()
-        run.outer_step(number).step(anchor, velocity, reduction.mean(deltas, counted))
+        outer.at(number).step(anchor, velocity, reduction.mean(deltas, counted))
         recent.append(anchor.clone())
         if run.is_evaluated(number + 1):
             trainings[0].write(torch.stack(tuple(recent)).mean(0))

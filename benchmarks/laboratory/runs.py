@@ -41,7 +41,7 @@ class Run:
         decay: share of the run, at its end, in which the outer step goes in equal parts to a plain mean of the
             parameters: learning rate 1, momentum 0.
         averaged: the mean of the outer parameters after so many last rounds is evaluated; training is unchanged.
-        variant: as `Variant` says; in memory only, as are decay and averaged.
+        variant: as `Variant` says; in memory only, as is averaged.
         evaluation_steps: inner steps between two evaluations, rounded down to whole rounds. Not in the name.
     """
 
@@ -98,14 +98,9 @@ class Run:
         """Inner steps that a peer takes in a round."""
         return round(self.inner_steps * self.speeds[peer]) if self.speeds else self.inner_steps
 
-    def outer_step(self, round_number: int = 0) -> OuterSGD:
-        """The outer step of a round."""
+    def outer_sgd(self) -> OuterSGD:
         recipe = self.settings.recipe
-        rate, momentum = recipe.outer_learning_rate, recipe.outer_momentum
-        if self.decay:
-            left = min(1.0, (1 - (round_number + 1) / self.rounds) / self.decay)
-            rate, momentum = 1 + left * (rate - 1), left * momentum
-        return OuterSGD(rate, momentum)
+        return OuterSGD(recipe.outer_learning_rate, recipe.outer_momentum, self.rounds, self.decay)
 
     def is_evaluated(self, rounds_done: int) -> bool:
         """Whether there is an evaluation after this many rounds."""

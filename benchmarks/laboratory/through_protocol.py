@@ -27,7 +27,7 @@ class LearningWorld(World):
         return InlineTrainer(LabMember(self._run, index), self._run.inner_steps, step_seconds=1.0)
 
     def outer(self) -> OuterSGD:
-        return self._run.outer_step()
+        return self._run.outer_sgd()
 
     async def after_round(self, index: int, trainer: InlineTrainer) -> None:
         if index == 0:
@@ -74,7 +74,7 @@ def check() -> int:
     torch.set_num_threads(1)
     worst = 0.0
     for drop, encoding in ((0.0, "fp32"), (0.5, "fp32"), (0.0, "int8"), (0.0, "e3m0"), (0.0, "topk")):
-        run = Run(PEERS, rounds=3, inner_steps=4, preset=PRESET, seed=0, drop=drop, codec=encoding)
+        run = Run(PEERS, rounds=3, inner_steps=4, preset=PRESET, seed=0, drop=drop, codec=encoding, decay=0.5)
         history, weights = through_the_protocol(run)
         off = abs(history[-1][1] - train_replicated(run, weights)[-1][1])
         worst = max(worst, off)

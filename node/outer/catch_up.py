@@ -162,7 +162,8 @@ class CatchUp:
                     ahead = group.create_task(self._parts(links[number + 1]))
                 if link.record.averaged:
                     await self.fetcher.decode(parts, self.scratch)
-                    finite = await state.step(self.scratch) and finite
+                    trained = self.chain.trained_at(link.record.parent)
+                    finite = await state.step(self.scratch, trained) and finite
                     replayed += 1
                 self.fetcher.sync_progress.rounds_here += 1
         return CatchUpResult(state, replayed, finite, snapshot)

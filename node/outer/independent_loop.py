@@ -195,7 +195,7 @@ class IndependentOuterLoop(OuterLoop):
                 work, _ = await self._train(session, key, key.lineage, surplus=True)
                 await mixing.reclaim(session)
                 watch.lap("train")
-                mean, work = await self._step_and_average(session, work, key.lineage)
+                mean, work = await self._step_and_average(session, work, key)
                 watch.lap("average")
             self._set_limit(mean, work, watch)
             self.chain.move_to(replace(key, round=session.round + 1))
@@ -209,7 +209,7 @@ class IndependentOuterLoop(OuterLoop):
         return await self._compare(report, key, closed.sketches)
 
     async def _step_and_average(
-        self, session: IndependentSession, work: LocalProgress, lineage: bytes
+        self, session: IndependentSession, work: LocalProgress, key: RoundKey
     ) -> tuple[AveragingResult, LocalProgress]:
         """Have the mixing strategy take the outer step and average with the partners.
 
@@ -217,7 +217,7 @@ class IndependentOuterLoop(OuterLoop):
             The result of the averaging, and the work as it was offered.
         """
         self._show_progress("averaging", work)
-        mean, work = await self._mixing.mix(session, work, lambda work: self._offered(work, lineage))
+        mean, work = await self._mixing.mix(session, work, lambda work: self._offered(work, key.lineage), key.round)
         self._offer_again = lambda: None
         return mean, work
 

@@ -88,9 +88,12 @@ class MixingStrategy(ABC):
 
     @abstractmethod
     async def mix(
-        self, session: IndependentSession, work: LocalProgress, offer: OfferCallback
+        self, session: IndependentSession, work: LocalProgress, offer: OfferCallback, trained: int
     ) -> tuple[AveragingResult, LocalProgress]:
         """Take the outer step, and average with the partners.
+
+        Args:
+            trained: number of rounds before this one.
 
         Returns:
             The result of the averaging, and the work that counts: none if the step was not finite.
@@ -142,19 +145,19 @@ class StateMixing(MixingStrategy):
         session.share([self._state.anchor, self._state.velocity])
 
     async def mix(
-        self, session: IndependentSession, work: LocalProgress, offer: OfferCallback
+        self, session: IndependentSession, work: LocalProgress, offer: OfferCallback, trained: int
     ) -> tuple[AveragingResult, LocalProgress]:
-        stepped = not diverged(work) and await self._step(work)
+        stepped = not diverged(work) and await self._step(work, trained)
         work = offer(work if stepped else nothing_of(work))
         mean = await self._average(session, work)
         return (mean if stepped else replace(mean, blamed=(*mean.blamed, PeerFault(self._me, NOWHERE)))), work
 
-    async def _step(self, work: LocalProgress) -> bool:
+    async def _step(self, work: LocalProgress, trained: int) -> bool:
         """Take the peer's own outer step, if it has trained. Returns whether the result is finite."""
         if not work.tokens:
             return True
         await self._read()
-        if await self._state.advance(self._delta):
+        if await self._state.advance(self._delta, trained):
             return True
         self._revert()
         return False
@@ -201,7 +204,7 @@ class PullMixing(MixingStrategy):
         return True
 
     async def mix(
-        self, session: IndependentSession, work: LocalProgress, offer: OfferCallback
+        self, session: IndependentSession, work: LocalProgress, offer: OfferCallback, trained: int
     ) -> tuple[AveragingResult, LocalProgress]:
         whole = not diverged(work) and await self._contribute(work)
         if not whole:
@@ -209,7 +212,7 @@ class PullMixing(MixingStrategy):
             await self._contribute(work)
         work = offer(work)
         mean = await self._average(session, work)
-        if not await self._step():
+        if not await self._step(trained):
             self._revert()
             return self._give_up(mean, NOWHERE), work
         return (mean if whole else replace(mean, blamed=(*mean.blamed, PeerFault(self._me, NOWHERE)))), work
@@ -238,9 +241,9 @@ class PullMixing(MixingStrategy):
             await self._compute.run(lambda: self._shared.copy_(self._delta), 8 * len(self._shared))
         return mean
 
-    async def _step(self) -> bool:
+    async def _step(self, trained: int) -> bool:
         """Take the step by the mean. Returns whether the result is finite."""
-        if not await self._state.advance(self._shared):
+        if not await self._state.advance(self._shared, trained):
             return False
         await self._compute.run(lambda: self._delta.copy_(self._shared), 8 * len(self._shared))
         self._stepped = True

@@ -63,6 +63,10 @@ class NoLoCo:
             raise ValueError(f"the pull must be in (0, {most_pull(momentum):g}) for this momentum, not {pull}")
         self.momentum, self.learning_rate, self.pull = momentum, learning_rate, pull
 
+    def at(self, trained: int) -> NoLoCo:
+        """The same rule in all rounds."""
+        return self
+
     def offer(self, phi: Vector, delta: Vector, into: Vector) -> None:
         """Compute a peer's contribution, u = βΔ − γφ.
 

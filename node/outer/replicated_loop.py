@@ -187,7 +187,8 @@ class ReplicatedOuterLoop(OuterLoop):
         async with self._changes():
             self.chain.extend(mean.certificate)
             if mean.outcome is Outcome.COMMITTED:
-                done = replace(done, finite=await self.state.step(self._mean))
+                trained = self.chain.trained_at(head.key.lineage)
+                done = replace(done, finite=await self.state.step(self._mean, trained))
                 if self.feedback:
                     await self.feedback.conclude(me.peer, mean, self._delta)
                 await self._restart_training(mean, done.work, one_step)

@@ -24,8 +24,13 @@ _PIECE_ELEMENTS = 1 << 18
 class OuterSGD:
     """m ← μm + Δ; θ ← θ − η(Δ + μm), with Δ the mean pseudo-gradient."""
 
-    def __init__(self, learning_rate: float, momentum: float) -> None:
+    def __init__(self, learning_rate: float, momentum: float, rounds: int = 0, decay: float = 0.0) -> None:
         """
+        Args:
+            rounds: length of the run, in training rounds.
+            decay: share of them, the last ones, in which the step goes in equal parts to a plain mean of the peers'
+                parameters: learning rate 1, momentum 0.
+
         Raises:
             ValueError: a rate that is not positive and finite, or a momentum outside [0, 1).
         """
@@ -35,6 +40,14 @@ class OuterSGD:
             raise ValueError(f"outer momentum must be in [0, 1), not {momentum}")
         self.learning_rate = learning_rate
         self.momentum = momentum
+        self._rounds, self._decay = rounds, decay
+
+    def at(self, trained: int) -> OuterSGD:
+        """The step of a training round; `trained` is the number of those before it."""
+        if not self._decay * self._rounds:
+            return self
+        left = min(1.0, max(0.0, (1 - (trained + 1) / self._rounds) / self._decay))
+        return OuterSGD(1 + left * (self.learning_rate - 1), left * self.momentum)
 
     def step(self, anchor: Vector, velocity: Vector, delta: Vector) -> bool:
         """Apply one mean pseudo-gradient in place, piece by piece.

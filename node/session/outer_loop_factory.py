@@ -92,7 +92,8 @@ class OuterLoopFactory:
         )
 
     def _sgd(self) -> OuterSGD:
-        return OuterSGD(self.config.recipe.outer_learning_rate, self.config.recipe.outer_momentum)
+        recipe = self.config.recipe
+        return OuterSGD(recipe.outer_learning_rate, recipe.outer_momentum, recipe.rounds, recipe.outer_decay or 0.0)
 
     def _independent_optimizer(self) -> OuterSGD | NoLoCo:
         """SGD, or NoLoCo if the run's recipe sets `outer_pull`."""

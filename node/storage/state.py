@@ -34,17 +34,21 @@ class OuterState:
         """Compute the digests of the present state."""
         self.index = await self._compute.run(lambda: SnapshotIndex.of(self.anchor, self.velocity), 8 * len(self.anchor))
 
-    async def step(self, delta: Vector) -> bool:
-        """Take the outer step along a mean pseudo-gradient, float32 (n). Return whether all parameters are finite."""
-        finite = await self.advance(delta)
+    async def step(self, delta: Vector, trained: int) -> bool:
+        """Take the outer step of a round along a mean pseudo-gradient. Return whether all parameters are finite.
+
+        Args:
+            delta: float32 (n).
+            trained: number of training rounds before it.
+        """
+        finite = await self.advance(delta, trained)
         await self.hash()
         return finite
 
-    async def advance(self, delta: Vector) -> bool:
+    async def advance(self, delta: Vector, trained: int) -> bool:
         """Like `step`, but without hashing. With NoLoCo, `delta` is the result of its `offer`."""
-        return await self._compute.run(
-            lambda: self.outer.step(self.anchor, self.velocity, delta), 12 * len(self.anchor)
-        )
+        outer = self.outer.at(trained)
+        return await self._compute.run(lambda: outer.step(self.anchor, self.velocity, delta), 12 * len(self.anchor))
 
     async def copy(self) -> OuterState:
         """An independent state with the same bits."""

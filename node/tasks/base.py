@@ -84,6 +84,8 @@ class Recipe:
         warmup_steps: number of first global inner steps in which the rate rises linearly.
         final_fraction: learning rate at the end of the cosine, as a fraction of `learning_rate`.
         outer_learning_rate, outer_momentum: of the outer step (Douillard et al. 2023, algorithm 1).
+        outer_decay: share of the rounds, the last ones, in which the outer step goes in equal parts to a plain mean of
+            the peers' parameters (learning rate 1, momentum 0). None: no such rounds. Not with `outer_pull`.
         outer_pull: only for gossip. If set, the outer step is NoLoCo's (Kolehmainen et al. 2025) with this gamma: it
             pulls the states of two peers together by this much instead of averaging them; best is
             1 - outer_momentum². None: gossip averages states.
@@ -111,6 +113,7 @@ class Recipe:
     mean: Literal["token"] | None = None
     decay: Literal["matrices"] | None = None
     inner_optimizer: Literal["muon"] | None = None
+    outer_decay: float | None = None
 
     def __post_init__(self) -> None:
         for name in ("inner_steps", "rounds", "batches"):
@@ -120,6 +123,10 @@ class Recipe:
         for name in ("warmup_steps", "weight_decay"):
             require(self, name, lambda value: 0 <= value < math.inf, "0 or more")
         require(self, "outer_momentum", lambda value: 0 <= value < 1, "in [0, 1)")
+        if self.outer_decay is not None:
+            require(self, "outer_decay", lambda value: 0 <= value <= 1, "in [0, 1]")
+            if self.outer_decay and self.outer_pull:
+                raise ValueError("outer_decay is not for the outer step of outer_pull: set outer_decay to 0")
         require(self, "final_fraction", lambda value: 0 <= value <= 1, "in [0, 1]")
         if self.outer_pull is not None:
             most = most_pull(self.outer_momentum)

@@ -140,7 +140,8 @@ class World:
         return True
 
     def outer(self) -> OuterSGD:
-        return OuterSGD(OUTER_RATE, OUTER_MOMENTUM)
+        """It decays, so that members agree only if they agree on the number of the round as well."""
+        return OuterSGD(OUTER_RATE, OUTER_MOMENTUM, self.scenario.rounds, decay=0.5)
 
     async def run(self) -> None:
         """Start all peers, and run until the last round, or until the faults are healed and the swarm is whole."""

@@ -32,6 +32,7 @@ from tests.support.fake_rounds import RUN
 
 ELEMENTS = 3000
 ROUND_SECONDS = 2.0
+OUTER = OuterSGD(0.7, 0.9, rounds=8, decay=1.0)
 """More than a round takes."""
 SETTINGS = Settings("int8", (ELEMENTS,), 256, keep_rounds=8)
 
@@ -55,7 +56,7 @@ class SwarmPeer:
         trainer = InlineTrainer(Paced(ELEMENTS, ord(name[0])), 4, 0.25)
         anchor = torch.zeros(ELEMENTS) if self.newcomer else trainer.local_training.learner.vectors[0].clone()
         self.outer_loop = ReplicatedOuterLoop(
-            self.chain, self.averager, OuterSGD(0.7, 0.9), OuterLoopDeps(trainer, host.compute, anchor, snapshots)
+            self.chain, self.averager, OUTER, OuterLoopDeps(trainer, host.compute, anchor, snapshots)
         )
         self._wall = host.clock.wall
 

@@ -49,6 +49,7 @@ T = TypeVar("T")
 
 CODEC = "int8"
 TOKENS = 100
+OUTER = OuterSGD(0.7, 0.9, rounds=8, decay=1.0)
 SpoofedPeer = SpoofedStream
 
 
@@ -82,7 +83,7 @@ class SyncPeer:
         self.outer_loop = ReplicatedOuterLoop(
             self.chain,
             Observer(self.me),  # type: ignore[arg-type]
-            OuterSGD(0.7, 0.9),
+            OUTER,
             OuterLoopDeps(
                 self.trainer,
                 self.host.compute,

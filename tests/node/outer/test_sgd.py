@@ -46,6 +46,19 @@ def test_outer_sgd_matches_pytorch_sgd(learning_rate: float, momentum: float) ->
         assert torch.allclose(anchor, theirs.detach(), rtol=1e-5, atol=1e-6)
 
 
+def test_step_decays_to_a_plain_mean() -> None:
+    """In equal parts over the last rounds, after which it stays one."""
+    outer = OuterSGD(0.7, 0.8, rounds=8, decay=0.5)
+    found = [outer.at(trained) for trained in range(10)]
+    assert [each.momentum for each in found] == pytest.approx([0.8] * 4 + [0.6, 0.4, 0.2, 0.0, 0.0, 0.0])
+    assert [each.learning_rate for each in found] == pytest.approx([0.7] * 4 + [0.775, 0.85, 0.925, 1.0, 1.0, 1.0])
+    peers, mean = torch.randn(4, 9), torch.empty(9)
+    torch.sub(torch.ones(9), peers.mean(0), out=mean)
+    anchor = torch.ones(9)
+    found[7].step(anchor, torch.randn(9), mean)
+    assert torch.allclose(anchor, peers.mean(0), atol=1e-6)
+
+
 @pytest.mark.parametrize("learning_rate, momentum", golden.SETTINGS)
 def test_every_operation_rounds_to_float32(learning_rate: float, momentum: float) -> None:
     """The same in numpy's scalars, which fuse no operations: the bits are the formula's, not only this torch's."""

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from node.outer.sgd import OuterSGD
 from protocols import wire
 from protocols.base import BadPayload, Header, Member, RoundKey
 from protocols.consensus.record import Kind
@@ -22,7 +23,7 @@ from protocols.sync.requests import (
     SnapshotRef,
 )
 from tests.support.simulated import simulated
-from tests.support.sync_cluster import TOKENS, SyncCluster
+from tests.support.sync_cluster import OUTER, TOKENS, SyncCluster
 from tests.support.wire_examples import headers, places, replaced
 
 ANNA, BERT, CLEO, DORA, EMIL = (Member(name) for name in ("anna", "bert", "cleo", "dora", "emil"))
@@ -214,14 +215,19 @@ async def test_means_leading_to_wrong_state_are_discarded(world: SyncCluster) ->
     await world.rounds("anna bert cleo", 2)
     await world.rounds("anna bert", 5)
     cleo = world.peers["cleo"]
-    step, left = cleo.outer_loop.state.outer.step, [1]
+    left = [1]
 
-    def wrong(anchor: torch.Tensor, velocity: torch.Tensor, delta: torch.Tensor) -> bool:
-        finite = step(anchor, velocity, delta)
-        anchor[0] += 1e-6 * bool(left and left.pop())
-        return finite
+    class Wrong(OuterSGD):
+        def step(self, anchor: torch.Tensor, velocity: torch.Tensor, delta: torch.Tensor) -> bool:
+            finite = super().step(anchor, velocity, delta)
+            anchor[0] += 1e-6 * bool(left and left.pop())
+            return finite
 
-    cleo.outer_loop.state.outer.step = wrong  # type: ignore[method-assign]
+        def at(self, trained: int) -> OuterSGD:
+            found = OUTER.at(trained)
+            return Wrong(found.learning_rate, found.momentum)
+
+    cleo.outer_loop.state.outer = Wrong(0.7, 0.9)
     report = await cleo.catch_up()
     assert world.same("anna bert cleo") and (report.replayed_rounds, report.bytes_downloaded) == (1, 8000)
 
