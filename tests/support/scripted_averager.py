@@ -37,7 +37,7 @@ from tests.support.linear_learner import ELEMENTS, STEP, LinearLearner
 ME = Member("anna", 2)
 KEY = RoundKey(b"r" * 32, "run", bytes(32), 0)
 STEPS = 4
-OUTER = OuterSGD(0.5, 0.5)  # sums of eighths stay exact
+OUTER = OuterSGD(0.5, 0.5, rounds=2, decay=0.5)  # sums of eighths stay exact; the second step is a plain mean
 FROM_BERT = {"bert": Contribution(1, 1, ("bert/7",))}
 
 
@@ -151,8 +151,8 @@ class IndependentPeer:
 def stepped(rounds: int, start: float = 1.0) -> tuple[float, float]:
     """A parameter and its momentum after this many rounds alone."""
     theta, velocity = torch.full((1,), start), torch.zeros(1)
-    for _ in range(rounds):
-        OUTER.step(theta, velocity, torch.full((1,), STEPS * STEP))
+    for number in range(rounds):
+        OUTER.at(number).step(theta, velocity, torch.full((1,), STEPS * STEP))
     return float(theta), float(velocity)
 
 
