@@ -16,10 +16,11 @@ alone-outer     the same with the outer step of diloco
 baselines       inner learning rates of all arms
 swarm           inner rates and outer steps in 14 rounds of 50 steps of w128, as in `make swarm`
 outer           learning rate and momentum of the outer step
+decay           the last part of the run, in which the outer step goes to a plain mean
 seeds           five seeds of each arm with its best values
 inner-steps     H
 long-rounds     inner rates and outer steps in rounds of 100 steps
-variants        outer decay, momentum restarts, moments averaged, averaged parameters
+variants        momentum restarts, moments averaged, averaged parameters, an inner rate that falls to zero
 muon            Muon for hidden matrices, its rates, beside AdamW
 codecs          int8, e3m0, top-k with error feedback
 peers           their number

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -48,10 +49,14 @@ class Pooled(TaskLearner):
 def train_data_parallel(given: LabRun) -> History:
     """A peer that is down takes part in no step of the round. The others do not wait for it, as with a barrier."""
     run, learner, history = given.run, Pooled(given.run), History()
+    recent = deque[torch.Tensor](maxlen=run.averaged)
     for number in range(run.rounds):
         learner.among([peer for peer, here in enumerate(given.up(number)) if here])
         for step in range(run.inner_steps):
             learner.step(number, step)
+        recent.append(learner.vectors[0].clone())
         if run.is_evaluated(number + 1):
+            learner.vectors[0].copy_(torch.stack(tuple(recent)).mean(0))
             history.append(((number + 1) * run.inner_steps, learner.evaluate()))
+            learner.vectors[0].copy_(recent[-1])
     return history

@@ -29,6 +29,8 @@ REACHES, MOMENTA, MORE_MOMENTUM = (2.7, 3.5, 2.0, 4.5), (0.7, 0.5, 0.8), 0.9
 FEW, MANY = range(2), range(5)
 LOST, MISSING, LONG_ROUND = 0.5, 0.3, 100
 SPEEDS = (1.0, 0.5, 0.25, 0.25)
+DECAYS = (0.0, 0.0625, 0.125, 0.25, 0.5, 1.0)
+"""Shares of a run, its last, in which the outer step decays."""
 SPARSE = (1.0, 0.0)
 """The outer step of SparseLoCo (Sarfi et al. 2025) for top-k."""
 
@@ -81,18 +83,21 @@ class Choices:
     Attributes:
         rates: arm -> the inner rate with the least mean loss.
         outer: the outer step with the least mean loss; None as long as that is open.
+        decay: the share of the run in which that decays, with the least mean loss; None as long as that is open.
     """
 
     rates: Mapping[ArmName, float]
     outer: tuple[float, float] | None
+    decay: float | None
 
     def best(self, arm: ArmName, seeds: Sequence[int], **changes: object) -> tuple[LabRun, ...]:
         """The arm with its best values, for each seed.
 
         Args:
-            changes: of the fields of a `Run`, or `inner_steps` and `peers` as for `trial`.
+            changes: of the fields of a `Run`, or `inner_steps`, `peers` and `decay` as for `trial`.
         """
-        sizes = {key: changes.pop(key) for key in ("inner_steps", "peers") if key in changes}
+        sizes = {"decay": self.decay or 0.0}
+        sizes |= {key: changes.pop(key) for key in ("inner_steps", "peers", "decay") if key in changes}  # type: ignore[misc]
         found = (trial(arm, seed, self.rates[arm], self.outer, **sizes) for seed in seeds)  # type: ignore[arg-type]
         return tuple(replace(each, run=replace(each.run, **changes)) for each in found)  # type: ignore[arg-type]
 
@@ -159,12 +164,20 @@ def outer_candidates(rate: float, runs: FinishedRuns) -> Candidates:
     return halved([*steps, *more], of, runs)
 
 
+def decay_candidates(rate: float, outer: tuple[float, float], runs: FinishedRuns) -> Candidates:
+    """Shares of the run in which the outer step of diloco decays."""
+    return halved(DECAYS, lambda decay, seed: trial("diloco", seed, rate, outer, decay=decay), runs)  # type: ignore[arg-type]
+
+
 def choices(runs: FinishedRuns) -> Choices:
     """What the finished runs settle."""
     chosen = {arm: choose(rate_candidates(arm, runs), runs) for arm in ARMS}  # type: ignore[arg-type]
     rates = {arm: rate for arm, rate in chosen.items() if isinstance(rate, float)}
     outer = choose(outer_candidates(rates["diloco"], runs), runs) if "diloco" in rates else None
-    return Choices(rates, outer if isinstance(outer, tuple) else None)
+    if not isinstance(outer, tuple):
+        return Choices(rates, None, None)
+    decay = choose(decay_candidates(rates["diloco"], outer, runs), runs)
+    return Choices(rates, outer, decay if isinstance(decay, float) else None)
 
 
 def experiments(runs: FinishedRuns) -> list[Experiment]:
@@ -174,8 +187,10 @@ def experiments(runs: FinishedRuns) -> list[Experiment]:
     missing = [arm for arm in ARMS if arm not in known.rates]
     for name, title, build, needs in _LATER:
         waits = f"the inner rate of {', '.join(missing)}" if missing and needs else ""
-        if not waits and needs == "outer" and known.outer is None:
+        if not waits and needs != "rates" and needs and known.outer is None:
             waits = "the outer step"
+        if not waits and needs == "decay" and known.decay is None:
+            waits = "the outer decay"
         found.append(Experiment(name, title, () if waits else tuple(build(known, runs)), waits))
     return found
 
@@ -220,6 +235,7 @@ def _swarm(known: Choices, runs: FinishedRuns) -> Iterator[Row]:
 
 def _seeds(known: Choices, runs: FinishedRuns) -> Iterator[Row]:
     best = {arm: known.best(arm, MANY) for arm in ARMS}
+    yield Row("diloco, no decay", known.best("diloco", MANY, decay=0.0), {"data parallel": best["data-parallel"]})
     for arm in ARMS:
         others = {"data parallel": best["data-parallel"]} if arm != "data-parallel" else {}
         lone = {"alone": best["alone"], "alone with the outer step": best["alone-outer"]} if arm == "diloco" else {}
@@ -229,41 +245,38 @@ def _seeds(known: Choices, runs: FinishedRuns) -> Iterator[Row]:
 def _inner_steps(known: Choices, runs: FinishedRuns) -> Iterator[Row]:
     beside = {"data parallel": known.best("data-parallel", FEW)}
     for steps in (INNER_STEPS, 10, 50, 100):
-        yield Row(f"H = {steps}", known.best("diloco", FEW, inner_steps=steps), beside)
+        yield Row(f"H = {steps}", known.best("diloco", FEW, inner_steps=steps, decay=0.0), beside)
 
 
-def long_candidates(runs: FinishedRuns) -> Candidates:
+def long_candidates(decay: float, runs: FinishedRuns) -> Candidates:
     """Inner rates and outer steps of rounds of `LONG_ROUND` steps."""
     keys = [(rate, outer) for outer in ((0.9, 0.5), (0.81, 0.7), (0.7, 0.8)) for rate in (2.0, 4.0)]
 
     def of(key: object, seed: int) -> LabRun:
         rate, outer = key  # type: ignore[misc]
-        return trial("diloco", seed, rate, outer, inner_steps=LONG_ROUND)  # type: ignore[has-type]
+        return trial("diloco", seed, rate, outer, inner_steps=LONG_ROUND, decay=decay)  # type: ignore[has-type]
 
     return halved(keys, of, runs)
 
 
 def _long_rounds(known: Choices, runs: FinishedRuns) -> Iterator[Row]:
     """The best of them has all seeds."""
-    candidates = long_candidates(runs)
+    candidates = long_candidates(known.decay or 0.0, runs)
     best = choose(candidates, runs)
     for (rate, outer), trials in candidates.items():  # type: ignore[misc]
         seeds = MANY if (rate, outer) == best else range(len(trials))
         yield Row(
             "{:g} x the inner rate, outer step ({:g}, {:g})".format(rate, *outer),
-            tuple(trial("diloco", seed, rate, outer, inner_steps=LONG_ROUND) for seed in seeds),
+            tuple(replace(trials[0], run=replace(trials[0].run, seed=seed)) for seed in seeds),
             {"data parallel": known.best("data-parallel", seeds)},
         )
 
 
 VARIANTS: Mapping[str, Mapping[str, object]] = {
-    "the outer step goes to a plain mean in the last quarter": {"decay": 0.25},
-    "in the last eighth": {"decay": 0.125},
-    "in the last half": {"decay": 0.5},
-    "from the beginning": {"decay": 1.0},
     "mean of the last 4 outer parameters evaluated": {"averaged": 4},
     "of the last 8": {"averaged": 8},
-    "of the last 4, and a plain mean in the last quarter": {"decay": 0.25, "averaged": 4},
+    "of the last 4, and a decay in the last quarter": {"decay": 0.25, "averaged": 4},
+    "of the last 8, and a decay in the last eighth": {"decay": 0.125, "averaged": 8},
     "the inner rate falls to zero": {"variant": "zero"},
     "outer momentum at zero again after each quarter": {"variant": "restarts"},
     "AdamW's moments averaged after each round": {"variant": "moments"},
@@ -271,16 +284,25 @@ VARIANTS: Mapping[str, Mapping[str, object]] = {
 
 
 def _variants(known: Choices, runs: FinishedRuns) -> Iterator[Row]:
-    """What a run may do differently, the better half with a second seed."""
-    beside = {"diloco": known.best("diloco", FEW)}
+    """What a run may do differently, without outer decay unless it is named."""
+    first = FEW[:1]
+    calm = {"diloco": known.best("diloco", first, decay=0.0)}
+    other = {"data parallel": known.best("data-parallel", first)}
+    for words, changes in VARIANTS.items():
+        yield Row(words, known.best("diloco", first, **{"decay": 0.0, **changes}), calm)
+    yield Row("data parallel, the rate falls to zero", known.best("data-parallel", first, variant="zero"), other)
+    yield Row(
+        "data parallel, mean of its last 8 states, 25 steps apart",
+        known.best("data-parallel", first, averaged=8),
+        other,
+    )
 
-    def of(words: object, seed: int) -> LabRun:
-        return known.best("diloco", [seed], **VARIANTS[str(words)])[0]
 
-    for words, trials in halved(list(VARIANTS), of, runs).items():
-        yield Row(str(words), trials, beside)
-    zero = known.best("data-parallel", FEW[:1], variant="zero")
-    yield Row("data parallel, the rate falls to zero", zero, {"data parallel": known.best("data-parallel", FEW[:1])})
+def _decay(known: Choices, runs: FinishedRuns) -> Iterator[Row]:
+    assert known.outer
+    beside = {"data parallel": known.best("data-parallel", FEW)}
+    for decay, trials in decay_candidates(known.rates["diloco"], known.outer, runs).items():
+        yield Row(f"in the last {decay:.2%}" if decay else "never", trials, beside)
 
 
 def _peers(known: Choices, runs: FinishedRuns) -> Iterator[Row]:
@@ -318,40 +340,49 @@ def _trouble(known: Choices, runs: FinishedRuns) -> Iterator[Row]:
 def _muon(known: Choices, runs: FinishedRuns) -> Iterator[Row]:
     """Muon at each rate, then both optimisers at their best, three seeds each."""
     for arm in ("data-parallel", "diloco"):
-        candidates = rate_candidates(arm, runs, optimizer="muon", outer=known.outer)  # type: ignore[arg-type]
+        given = {"optimizer": "muon", "outer": known.outer, "decay": known.decay}
+        candidates = rate_candidates(arm, runs, **given)  # type: ignore[arg-type]
         beside = {"AdamW, the same arm": known.best(arm, range(3))}  # type: ignore[arg-type]
         best = choose(candidates, runs)  # type: ignore[arg-type]
         for rate, trials in candidates.items():
-            third = (trial(arm, 2, rate, known.outer, optimizer="muon"),) if rate == best else ()  # type: ignore[arg-type]
+            third = (trial(arm, 2, rate, **given),) if rate == best else ()  # type: ignore[arg-type]
             yield Row(f"{arm}, {rate:g} x the inner rate", (*trials, *third), beside)
 
 
 def _family(known: Choices, runs: FinishedRuns) -> Iterator[Row]:
     """With 8 peers, in calm and with peers missing; the butterfly under failures is diloco."""
-    outer, rate, peers = known.outer, known.rates["diloco"], 8
+
+    def of(arm: ArmName, seed: int, failure: float) -> LabRun:
+        decay = (known.decay or 0.0) if arm != "noloco" else 0.0  # its rule has none
+        given = trial(arm, seed, known.rates["diloco"], known.outer, peers=8, decay=decay)
+        return replace(given, failure=failure)
+
     for failure in (0.0, MISSING):
-        of = {
-            arm: tuple(replace(trial(arm, seed, rate, outer, peers), failure=failure) for seed in FEW)
-            for arm in ("butterfly", *WITHOUT_COMMON_STATE)
-        }
-        for arm, trials in of.items():
-            missing = f", {failure:.0%} missing in each round" if failure else ""
-            yield Row(f"{arm}{missing}", trials, {"butterfly, as many missing": of["butterfly"]})
+        missing = f", {failure:.0%} missing in each round" if failure else ""
+        beside = {"butterfly, as many missing": tuple(of("butterfly", seed, failure) for seed in FEW)}
+        for arm in ("butterfly", *WITHOUT_COMMON_STATE):
+            yield Row(f"{arm}{missing}", tuple(of(arm, seed, failure) for seed in FEW), beside)
 
 
-Needs = Literal["", "rates", "outer"]
+Needs = Literal["", "rates", "outer", "decay"]
 """What has to be chosen before an experiment begins."""
 _LATER: tuple[tuple[str, str, Callable[[Choices, FinishedRuns], Iterator[Row]], Needs], ...] = (
     ("swarm", "14 rounds of 50 steps of w128, as in `make swarm`", _swarm, ""),
     ("outer", "Outer steps: learning rate, momentum, and rate / (1 - momentum)", _outer, "rates"),
-    ("seeds", "Each arm with its best values", _seeds, "outer"),
-    ("inner-steps", "Inner steps of a round, with the outer step that is best at H = 25", _inner_steps, "outer"),
-    ("long-rounds", f"Rounds of {LONG_ROUND} steps, with rates and outer steps of their own", _long_rounds, "rates"),
-    ("variants", "What may be done differently, with the best values", _variants, "outer"),
-    ("muon", "Muon for hidden matrices, with the outer step that is best for AdamW", _muon, "outer"),
-    ("codecs", "Codecs", _codecs, "outer"),
-    ("peers", "Number of peers, with the values that are best for 4", _peers, "outer"),
-    ("trouble", "Lost contributions, and unequal speeds", _trouble, "outer"),
-    ("family", "Eight peers without a common state, beside the butterfly", _family, "outer"),
+    ("decay", "Outer decay: when the best outer step goes to a plain mean", _decay, "outer"),
+    ("seeds", "Each arm with its best values", _seeds, "decay"),
+    (
+        "inner-steps",
+        "Inner steps of a round, with the outer step that is best at H = 25, no decay",
+        _inner_steps,
+        "outer",
+    ),
+    ("long-rounds", f"Rounds of {LONG_ROUND} steps, with rates and outer steps of their own", _long_rounds, "decay"),
+    ("variants", "What may be done differently, without outer decay", _variants, "outer"),
+    ("muon", "Muon for hidden matrices, with the outer step that is best for AdamW", _muon, "decay"),
+    ("codecs", "Codecs", _codecs, "decay"),
+    ("peers", "Number of peers, with the values that are best for 4", _peers, "decay"),
+    ("trouble", "Lost contributions, and unequal speeds", _trouble, "decay"),
+    ("family", "Eight peers without a common state, beside the butterfly", _family, "decay"),
 )
 NAMES = ("baselines", *(name for name, *_ in _LATER))

@@ -150,10 +150,11 @@ def trial(
     peers: int = PEERS,
     inner_steps: int = INNER_STEPS,
     optimizer: Literal["muon"] | None = None,
+    decay: float = 0.0,
 ) -> LabRun:
     """A run in the regime. Arms without an outer step take none of its values, so that equal runs have equal names."""
     averages = arm not in ("data-parallel", "alone")
     steps = inner_steps if averages else INNER_STEPS
     count = 1 if arm.startswith("alone") else peers
-    outer = outer if averages else None
-    return LabRun(arm, Run(count, STEPS // steps, steps, PRESET, seed, outer=outer, rate=rate, optimizer=optimizer))
+    more = {"outer": outer, "decay": decay} if averages else {}
+    return LabRun(arm, Run(count, STEPS // steps, steps, PRESET, seed, rate=rate, optimizer=optimizer, **more))  # type: ignore[arg-type]
