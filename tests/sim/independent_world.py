@@ -30,7 +30,7 @@ from tests.sim.blank_results import blank_results
 from tests.sim.byzantine.independent import ByzantinePeer
 from tests.sim.network import SimNetwork
 from tests.sim.round_account import Head
-from tests.sim.scenario import Scenario
+from tests.sim.scenario import OUTER_MOMENTUM, OUTER_RATE, Scenario
 from tests.sim.transport import SimTransport
 from tests.sim.world import HEALED_SECONDS, RUN, World
 from tests.support import checkers
@@ -127,6 +127,10 @@ class IndependentWorld(World):
             if other != peer
         )
         return alone or any(each["outcome"] == "committed" and each["round"] >= number for each in reports)
+
+    def outer(self) -> OuterSGD:
+        """It does not decay, so that in each round the peers' own steps take them as far from each other."""
+        return OuterSGD(OUTER_RATE, OUTER_MOMENTUM)
 
     def _own_outer(self) -> OuterSGD | NoLoCo:
         outer, pull = self.outer(), self.scenario.pull
