@@ -60,10 +60,10 @@ def test_trace_does_not_depend_on_the_hash_seed() -> None:
     assert len(digests) == 1
 
 
-@pytest.mark.parametrize("batch", range(5))
-def test_hundred_seeds_play_without_violation(batch: int) -> None:
+@pytest.mark.parametrize("batch", range(2))
+def test_seeds_play_without_violation(batch: int) -> None:
     """Every honest peer commits every round with the same bits; liars are named; no task is left over."""
-    for seed in range(20 * batch, 20 * batch + 20):
+    for seed in range(10 * batch, 10 * batch + 10):
         outcome = play(Scenario(peers=5, rounds=3, seed=seed, fault=CALM[seed % len(CALM)]))
         assert outcome.violations == [], f"seed {seed}"
 
