@@ -220,17 +220,19 @@ def _outer(known: Choices, runs: FinishedRuns) -> Iterator[Row]:
 
 
 def _swarm(known: Choices, runs: FinishedRuns) -> Iterator[Row]:
-    """Inner rates and outer steps at the size of `make swarm`; the first is the preset's own."""
-    usual, more = (0.9, 0.5), ((0.81, 0.7), (0.7, 0.8))
-    keys = [*((rate, usual) for rate in (1.0, 2.0, 4.0)), *((rate, outer) for outer in more for rate in (2.0, 4.0))]
+    """Inner rates and outer steps at the size of `make swarm`; the first is that of older presets."""
+    usual, longer, longest = (0.9, 0.5), (0.81, 0.7), (0.7, 0.8)
+    keys = [(1.0, usual, 0.0), (2.0, usual, 0.0), (4.0, usual, 0.0), (4.0, longer, 0.0)]
+    keys += [(2.0, outer, DECAYS[1]) for outer in (usual, longer, longest)]
 
     def of(key: object, seed: int) -> LabRun:
-        rate, outer = key  # type: ignore[misc]
-        return LabRun("diloco", Run(PEERS, 14, 50, "w128", seed, outer=outer, rate=rate))
+        rate, outer, decay = key  # type: ignore[misc]
+        return LabRun("diloco", Run(PEERS, 14, 50, "w128", seed, outer=outer, rate=rate, decay=decay))  # type: ignore[has-type]
 
     beside = {"the first": tuple(of(keys[0], seed) for seed in FEW)}
-    for (rate, outer), trials in halved(keys, of, runs).items():  # type: ignore[misc]
-        yield Row("{:g} x the inner rate, outer step ({:g}, {:g})".format(rate, *outer), trials, beside)
+    for (rate, outer, decay), trials in halved(keys, of, runs).items():  # type: ignore[misc]
+        label = "{:g} x the inner rate, outer step ({:g}, {:g})".format(rate, *outer)
+        yield Row(label + (", decay" if decay else ""), trials, beside)  # type: ignore[has-type]
 
 
 def _seeds(known: Choices, runs: FinishedRuns) -> Iterator[Row]:
