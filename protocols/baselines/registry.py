@@ -8,7 +8,7 @@ The peers average states (parameters and momentum after each peer's own outer st
 fp16 if that is the run's codec. An outer step of SGD is linear: from equal states, the mean of the stepped states is
 the step by the mean gradient. With one inner step of SGD at rate 1 in each round, `data_parallel` therefore equals an
 all-reduce of gradients and one step of SGD, with or without momentum. An outer AdamW step is not linear.
-`benchmarks.protocols` has that case: it averages gradients before the step.
+`benchmarks.laboratory.data_parallel` has that case: it averages gradients before the step.
 
     data_parallel             each member reduces one part: reduce-scatter and all-gather in one hop each
     ring                      the same in a ring: less memory and fewer streams, but 2 (N - 1) steps
