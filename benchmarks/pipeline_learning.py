@@ -3,8 +3,8 @@
     python -m benchmarks.pipeline_learning [--journal FILE] [--seeds 0:3] [--stages 2 3]
 
 `whole`: 4 peers of DiLoCo, each with the whole model. `S stages`: 4 drivers, and 4 replicas of each later stage. Both
-take 40 rounds of 50 inner steps with the recipe of w64. A driver's step has the tokens of a peer's step, as 8
-microbatches of one row; so has the peer's. Activations travel as bf16.
+take 40 rounds of 50 inner steps of w64, with the inner rate 3e-3 and the outer step (.9, .5). A driver's step has the
+tokens of a peer's step, as 8 microbatches of one row; so has the peer's. Activations travel as bf16.
 
 `tests.sim.pipeline_world` provides the peers, the pipeline and the averaging, in virtual time. All runs of a seed start
 from the same weights. The loss is that of the outer parameters of all stages, put together, over held-out text, in nats
@@ -26,6 +26,7 @@ import torch
 
 from benchmarks.book import History, RunJournal, perform_all
 from node.outer.sgd import OuterSGD
+from node.tasks.base import Recipe
 from node.tasks.flat import flatten
 from node.tasks.gpt import GptTask, Preset, preset
 from node.tasks.gpt_stage import GptStage, GptStageTask, assemble, block_names
@@ -73,7 +74,7 @@ class StagedRun:
     def preset(self) -> Preset:
         """The preset with this run's changes: the tokens of a step in `BATCHES` microbatches."""
         given = preset(PRESET)
-        recipe = replace(given.recipe, inner_steps=self.inner_steps, rounds=self.rounds, batches=BATCHES)
+        recipe = Recipe(self.inner_steps, self.rounds, 3e-3, 0.9, 0.5, batches=BATCHES)
         return replace(given, rows=given.rows // BATCHES, recipe=recipe)
 
     def partition(self) -> Partition:

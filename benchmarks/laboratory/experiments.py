@@ -23,7 +23,7 @@ from benchmarks.laboratory.runs import (
 )
 
 RATES, MOST_RATE = (1.0, 2.0), 8.0
-"""Inner learning rates, as multiples of the preset's: those that are tried first, and the largest."""
+"""Inner learning rates, as multiples of `UNIT_RATES`: those that are tried first, and the largest."""
 REACHES, MOMENTA, MORE_MOMENTUM = (2.7, 3.5, 2.0, 4.5), (0.7, 0.5, 0.8), 0.9
 """Of outer steps: the learning rate over 1 - momentum, which is how far a lasting direction is followed."""
 FEW, MANY = range(2), range(5)

@@ -18,6 +18,9 @@ WITHOUT_COMMON_STATE: tuple[ArmName, ...] = ("moshpit", "gossip", "noloco", "pus
 PRESET, STEPS, PEERS, INNER_STEPS = "w64", 2000, 4, 25
 """The regime: steps of each peer, and the usual number of peers and of inner steps in a round."""
 
+UNIT_RATES = {"w64": 3e-3, "w128": 2e-3}
+"""Inner learning rates of the presets when the laboratory began."""
+
 Variant = Literal["", "zero", "restarts", "moments"]
 """What a run does differently.
 
@@ -34,8 +37,8 @@ class Run:
     Attributes:
         drop: share of the contributions that are lost each round.
         codec: the encoding of vectors on the wire.
-        outer: learning rate and momentum of the outer steps; None for the preset's.
-        rate: learning rate of the inner steps, as a multiple of the preset's.
+        outer: learning rate and momentum of the outer steps; None for (.9, .5).
+        rate: learning rate of the inner steps, as a multiple of `UNIT_RATES`.
         optimizer: of the inner steps; None for AdamW.
         speeds: of each peer, relative to the fastest: its share of the inner steps; empty if all are equal.
         decay: share of the run, at its end, in which the outer step goes in equal parts to a plain mean of the
@@ -82,14 +85,15 @@ class Run:
         return replace(given, recipe=self._recipe(given.recipe))
 
     def _recipe(self, recipe: Recipe) -> Recipe:
-        outer, momentum = self.outer or (recipe.outer_learning_rate, recipe.outer_momentum)
+        outer, momentum = self.outer or (0.9, 0.5)
         return replace(
             recipe,
             inner_steps=self.inner_steps,
             rounds=self.rounds,
-            learning_rate=self.rate * recipe.learning_rate,
+            learning_rate=self.rate * UNIT_RATES.get(self.preset, recipe.learning_rate),
             outer_learning_rate=outer,
             outer_momentum=momentum,
+            outer_decay=self.decay or None,
             inner_optimizer=self.optimizer,
             final_fraction=0.0 if self.variant == "zero" else recipe.final_fraction,
         )

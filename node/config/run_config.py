@@ -32,7 +32,7 @@ from node.config.toml import MAX_BYTES, ConfigError, canonical, check_keys, one_
 from node.tasks import name as names
 from node.tasks.activations import ACTIVATION_DTYPES
 from node.tasks.base import Recipe
-from node.tasks.gpt import DEFAULT_PRESET, PRESETS, Preset, preset
+from node.tasks.gpt import DEFAULT_PRESET, Preset, preset
 from node.tasks.hf.settings import HfSettings
 from protocols.allreduce.part_hash import part_hash
 from protocols.codec import codec
@@ -64,7 +64,7 @@ _RECIPE_LIMITS: Mapping[str, float] = {
 }
 """Largest values, where `Recipe` itself sets no limit."""
 
-_RECIPE_OF_MODELS = {**asdict(PRESETS[DEFAULT_PRESET].recipe), "mean": "token", "decay": "matrices"}
+_RECIPE_OF_MODELS = {**asdict(Recipe(50, 16, 2e-3, 0.9, 0.5)), "mean": "token", "decay": "matrices"}
 """Defaults of hf and of users' own tasks."""
 _RECIPE_OF_HF = {"learning_rate": 2e-4, "weight_decay": 0.01, "batches": 1}
 _NAMED_CHOICES = {"mean": ("batch", "token"), "decay": ("all", "matrices"), "inner_optimizer": ("adamw", "muon")}
@@ -385,7 +385,12 @@ def _expanded(values: dict[str, Any]) -> dict[str, Any]:
         base = preset(str(gpt.pop("preset", DEFAULT_PRESET)))
     except ValueError as error:
         raise ConfigError(str(error), "gpt.preset") from None
+    rounds = values["recipe"].get("rounds")
+    if type(rounds) is int and rounds >= 1:  # another value is refused below, with its name
+        base = base.with_rounds(rounds)
     rows, recipe = base.rows, asdict(base.recipe)
+    if values["recipe"].get("outer_pull"):
+        recipe["outer_decay"] = None
     if values.get("stages") not in (None, 1) and "rows" not in gpt and "batches" not in values["recipe"]:
         rows, recipe["batches"] = _microbatches(base)
     gpt = {**asdict(base.shape), "rows": rows, **gpt}

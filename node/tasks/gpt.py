@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 import torch
@@ -62,22 +62,37 @@ class Preset:
     def __post_init__(self) -> None:
         require(self, "rows", lambda value: value >= 1, "at least 1")
 
+    def with_rounds(self, rounds: int) -> Preset:
+        """The preset for a run of so many rounds."""
+        return replace(self, recipe=_recipe(self.shape.width, self.recipe.inner_steps, rounds))
 
-def _preset(width: int, learning_rate: float, inner_steps: int = 50, rounds: int = 16) -> Preset:
-    recipe = Recipe(inner_steps, rounds, learning_rate, outer_learning_rate=0.9, outer_momentum=0.5)
-    return Preset(GptConfig(layers=4, width=width, heads=4, context=128), rows=8, recipe=recipe)
+
+def _recipe(width: int, inner_steps: int, rounds: int) -> Recipe:
+    """The values that several peers learn best with, by width and number of rounds: docs/learning.md has the figures.
+
+    Rates fall with the width. Outer momentum needs many rounds; with it, higher inner rates are best.
+    """
+    many = rounds >= MANY_ROUNDS
+    rate, outer, momentum = (0.768, 0.7, 0.8) if many else (0.512, 0.9, 0.5)
+    return Recipe(inner_steps, rounds, round(rate / width, 6), outer, momentum, outer_decay=1 / 16)
 
 
+def _preset(width: int, inner_steps: int = 50, rounds: int = 16) -> Preset:
+    shape = GptConfig(layers=4, width=width, heads=4, context=128)
+    return Preset(shape, rows=8, recipe=_recipe(width, inner_steps, rounds))
+
+
+MANY_ROUNDS = 40
 PRESETS: Mapping[str, Preset] = MappingProxyType(
     {
-        "w64": _preset(64, 3e-3, inner_steps=100, rounds=12),
-        "w96": _preset(96, 2e-3),
-        "w128": _preset(128, 2e-3),
-        "w192": _preset(192, 2e-3),
-        "w256": _preset(256, 2e-3),
+        "w64": _preset(64, inner_steps=100, rounds=12),
+        "w96": _preset(96),
+        "w128": _preset(128),
+        "w192": _preset(192),
+        "w256": _preset(256),
     }
 )
-"""Presets, named by width. Those of w64 and w128 are tuned. The others use the values of w128, w96 to w256."""
+"""Presets, named by width. Learning rates were measured with w64 and w128."""
 
 DEFAULT_PRESET = "w128"
 

@@ -84,6 +84,9 @@ def test_flags_override_file_and_file_overrides_preset(file: Path) -> None:
     assert config.name == "mine"
     assert (config.recipe.rounds, config.recipe.inner_steps) == (5, 7)
     assert config.recipe.learning_rate == PRESETS["w64"].recipe.learning_rate
+    assert load_run(file, {"recipe.rounds": 80}, PROTOCOLS).recipe == replace(
+        PRESETS["w64"].with_rounds(80).recipe, inner_steps=7
+    )
     assert config.gpt == GptTable(layers=4, width=32, heads=4, context=128, rows=2)
 
 
@@ -111,9 +114,9 @@ def test_own_task_has_name_and_options(file: Path) -> None:
     config = load_run(file, {"recipe.rounds": 5}, PROTOCOLS)
     assert (config.own_task, config.gpt, config.paced, config.elements) == ("pkg.mine:make", None, None, None)
     assert config.options == {"rows": 3, "rate": 1.0, "fast": True, "of": "é"}
-    assert config.recipe == replace(PRESETS["w128"].recipe, rounds=5, mean="token", decay="matrices")
+    assert config.recipe == Recipe(50, 5, 2e-3, 0.9, 0.5, mean="token", decay="matrices")
     older = load_run(file, {"recipe.rounds": 5, "recipe.mean": "batch", "recipe.decay": "all"}, PROTOCOLS)
-    assert older.recipe == replace(PRESETS["w128"].recipe, rounds=5)
+    assert older.recipe == Recipe(50, 5, 2e-3, 0.9, 0.5)
     assert b"mean" not in older.to_canonical() and b"mean" not in run().to_canonical()
     again = RunConfig.from_canonical(config.to_canonical())
     assert again == config and again.options is not None and isinstance(again.options["rate"], float)
