@@ -355,9 +355,11 @@ class TestAttacks:
 
         b.serve("sink", sink)
         async with asyncio.TaskGroup() as tasks:
-            for _ in range(24):
+            for number in range(
+                1, 25
+            ):  # one by one: of many at once, some wait for tokens, and may give up before they dial
                 tasks.create_task(occupy())
-            await until(lambda: served == 24)
+                await until(lambda number=number: served == number)  # type: ignore[misc]
             assert len(plane(b)._inbound._served) == 16, "so the other eight came over libp2p"
             over.set()
         assert any(who == a.me and why == "too many direct connections" for who, why in b.refused)
