@@ -88,7 +88,7 @@ def train_replicated(run: Run, weights: Sequence[Sequence[float]] | None = None)
             train_round(training, number, run.inner_steps)
         counted = weights[number] if weights else [float(training.work().tokens) for training in trainings]
         deltas = torch.stack([anchor - training.learner.vectors[0] for training in trainings])
-        if run.variant == "restarts" and number and number % (run.rounds // 4) == 0:
+        if run.variant == "restarts" and number and number % max(1, run.rounds // 4) == 0:
             velocity.zero_()
         outer.at(number).step(anchor, velocity, reduction.mean(deltas, counted))
         recent.append(anchor.clone())

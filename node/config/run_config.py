@@ -385,12 +385,10 @@ def _expanded(values: dict[str, Any]) -> dict[str, Any]:
         base = preset(str(gpt.pop("preset", DEFAULT_PRESET)))
     except ValueError as error:
         raise ConfigError(str(error), "gpt.preset") from None
-    rounds = values["recipe"].get("rounds")
-    if type(rounds) is int and rounds >= 1:  # another value is refused below, with its name
-        base = base.with_rounds(rounds)
+    sizes = [values["recipe"].get(name, getattr(base.recipe, name)) for name in ("rounds", "inner_steps")]
+    if all(type(each) is int and each >= 1 for each in sizes) and not values["recipe"].get("outer_pull"):
+        base = base.for_run(*sizes)  # other values are refused below, by their names
     rows, recipe = base.rows, asdict(base.recipe)
-    if values["recipe"].get("outer_pull"):
-        recipe["outer_decay"] = None
     if values.get("stages") not in (None, 1) and "rows" not in gpt and "batches" not in values["recipe"]:
         rows, recipe["batches"] = _microbatches(base)
     gpt = {**asdict(base.shape), "rows": rows, **gpt}

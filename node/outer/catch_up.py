@@ -148,6 +148,7 @@ class CatchUp:
         """
         replayed, finite = 0, True
         links = self.chain.since(lineage)
+        trained = [self.chain.trained_at(link.record.parent) for link in links]  # now: the chain may move on meanwhile
         async with task_group() as group:
             ahead = group.create_task(self._parts(links[0])) if links else None  # on its way during the copy, too
             state = await self._copy(start)
@@ -162,8 +163,7 @@ class CatchUp:
                     ahead = group.create_task(self._parts(links[number + 1]))
                 if link.record.averaged:
                     await self.fetcher.decode(parts, self.scratch)
-                    trained = self.chain.trained_at(link.record.parent)
-                    finite = await state.step(self.scratch, trained) and finite
+                    finite = await state.step(self.scratch, trained[number]) and finite
                     replayed += 1
                 self.fetcher.sync_progress.rounds_here += 1
         return CatchUpResult(state, replayed, finite, snapshot)

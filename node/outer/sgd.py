@@ -46,8 +46,10 @@ class OuterSGD:
         """The step of a training round; `trained` is the number of those before it."""
         if not self._decay * self._rounds:
             return self
-        left = min(1.0, max(0.0, (1 - (trained + 1) / self._rounds) / self._decay))
-        return OuterSGD(1 + left * (self.learning_rate - 1), left * self.momentum)
+        left = max(0.0, (1 - (trained + 1) / self._rounds) / self._decay)
+        if left >= 1:
+            return self
+        return OuterSGD(left * self.learning_rate + (1 - left), left * self.momentum)
 
     def step(self, anchor: Vector, velocity: Vector, delta: Vector) -> bool:
         """Apply one mean pseudo-gradient in place, piece by piece.

@@ -62,19 +62,25 @@ class Preset:
     def __post_init__(self) -> None:
         require(self, "rows", lambda value: value >= 1, "at least 1")
 
-    def with_rounds(self, rounds: int) -> Preset:
-        """The preset for a run of so many rounds."""
-        return replace(self, recipe=_recipe(self.shape.width, self.recipe.inner_steps, rounds))
+    def for_run(self, rounds: int, inner_steps: int) -> Preset:
+        """The preset for a run of so many rounds and inner steps in each."""
+        return replace(self, recipe=_recipe(self.shape.width, inner_steps, rounds))
+
+
+MANY_ROUNDS, SHORT_ROUND = 40, 50
+"""From so many rounds on, of at most so many inner steps, a run has the higher rate of `RATES` and outer momentum."""
+RATES: Mapping[int, tuple[float, float]] = MappingProxyType(
+    {64: (6e-3, 1.2e-2), 96: (5e-3, 8e-3), 128: (4e-3, 6e-3), 192: (3e-3, 4e-3), 256: (2e-3, 3e-3)}
+)
+"""Width -> inner learning rate, and that of a run of many rounds. Measured are both of w64 and the first of w128."""
 
 
 def _recipe(width: int, inner_steps: int, rounds: int) -> Recipe:
-    """The values that several peers learn best with, by width and number of rounds: docs/learning.md has the figures.
-
-    Rates fall with the width. Outer momentum needs many rounds; with it, higher inner rates are best.
-    """
-    many = rounds >= MANY_ROUNDS
-    rate, outer, momentum = (0.768, 0.7, 0.8) if many else (0.512, 0.9, 0.5)
-    return Recipe(inner_steps, rounds, round(rate / width, 6), outer, momentum, outer_decay=1 / 16)
+    """The values that several peers learn best with; docs/learning.md has the figures."""
+    few, many = RATES[width]
+    if rounds < MANY_ROUNDS or inner_steps > SHORT_ROUND:
+        return Recipe(inner_steps, rounds, few, outer_learning_rate=0.9, outer_momentum=0.5)
+    return Recipe(inner_steps, rounds, many, outer_learning_rate=0.7, outer_momentum=0.8, outer_decay=1 / 16)
 
 
 def _preset(width: int, inner_steps: int = 50, rounds: int = 16) -> Preset:
@@ -82,7 +88,6 @@ def _preset(width: int, inner_steps: int = 50, rounds: int = 16) -> Preset:
     return Preset(shape, rows=8, recipe=_recipe(width, inner_steps, rounds))
 
 
-MANY_ROUNDS = 40
 PRESETS: Mapping[str, Preset] = MappingProxyType(
     {
         "w64": _preset(64, inner_steps=100, rounds=12),
@@ -92,7 +97,7 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
         "w256": _preset(256),
     }
 )
-"""Presets, named by width. Learning rates were measured with w64 and w128."""
+"""Presets, named by width."""
 
 DEFAULT_PRESET = "w128"
 

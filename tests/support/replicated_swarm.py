@@ -32,8 +32,8 @@ from tests.support.fake_rounds import RUN
 
 ELEMENTS = 3000
 ROUND_SECONDS = 2.0
-OUTER = OuterSGD(0.7, 0.9, rounds=8, decay=1.0)
 """More than a round takes."""
+OUTER = OuterSGD(0.7, 0.9, rounds=8, decay=1.0)
 SETTINGS = Settings("int8", (ELEMENTS,), 256, keep_rounds=8)
 
 

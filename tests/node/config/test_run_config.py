@@ -67,7 +67,8 @@ def test_config_without_digest_uses_sha256() -> None:
 def test_missing_pull_averages_states() -> None:
     gossip = run({"protocol": "gossip"})
     assert gossip.recipe.outer_pull is None and b"pull" not in gossip.to_canonical()
-    config = run({"protocol": "gossip", "recipe.outer_pull": 0.3})
+    config = run({"protocol": "gossip", "recipe.outer_pull": 0.3, "recipe.rounds": 80})
+    assert (config.recipe.outer_momentum, config.recipe.outer_decay) == (0.5, None), "the pull depends on it"
     assert config.recipe.outer_pull == 0.3 and RunConfig.from_canonical(config.to_canonical()) == config
 
 
@@ -84,9 +85,7 @@ def test_flags_override_file_and_file_overrides_preset(file: Path) -> None:
     assert config.name == "mine"
     assert (config.recipe.rounds, config.recipe.inner_steps) == (5, 7)
     assert config.recipe.learning_rate == PRESETS["w64"].recipe.learning_rate
-    assert load_run(file, {"recipe.rounds": 80}, PROTOCOLS).recipe == replace(
-        PRESETS["w64"].with_rounds(80).recipe, inner_steps=7
-    )
+    assert load_run(file, {"recipe.rounds": 80}, PROTOCOLS).recipe == PRESETS["w64"].for_run(80, 7).recipe
     assert config.gpt == GptTable(layers=4, width=32, heads=4, context=128, rows=2)
 
 

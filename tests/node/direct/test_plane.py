@@ -355,9 +355,8 @@ class TestAttacks:
 
         b.serve("sink", sink)
         async with asyncio.TaskGroup() as tasks:
-            for number in range(
-                1, 25
-            ):  # one by one: of many at once, some wait for tokens, and may give up before they dial
+            # One by one: of many at once, some wait for tokens, and may give up before they dial.
+            for number in range(1, 25):
                 tasks.create_task(occupy())
                 await until(lambda number=number: served == number)  # type: ignore[misc]
             assert len(plane(b)._inbound._served) == 16, "so the other eight came over libp2p"

@@ -50,6 +50,7 @@ def test_step_decays_to_a_plain_mean() -> None:
     """In equal parts over the last rounds, after which it stays one."""
     outer = OuterSGD(0.7, 0.8, rounds=8, decay=0.5)
     found = [outer.at(trained) for trained in range(10)]
+    assert found[:4] == [outer] * 4
     assert [each.momentum for each in found] == pytest.approx([0.8] * 4 + [0.6, 0.4, 0.2, 0.0, 0.0, 0.0])
     assert [each.learning_rate for each in found] == pytest.approx([0.7] * 4 + [0.775, 0.85, 0.925, 1.0, 1.0, 1.0])
     peers, mean = torch.randn(4, 9), torch.empty(9)

@@ -2,7 +2,6 @@
 
 import math
 import mmap
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -169,12 +168,13 @@ def test_tied_parameters_stay_tied() -> None:
 
 def test_presets_have_the_expected_values() -> None:
     default, small = preset("w128"), preset("w64")
-    assert default == Preset(GptConfig(4, 128, 4, 128), 8, Recipe(50, 16, 4e-3, 0.9, 0.5, outer_decay=1 / 16))
+    assert default == Preset(GptConfig(4, 128, 4, 128), 8, Recipe(50, 16, 4e-3, 0.9, 0.5))
     assert (default.recipe.betas, default.recipe.weight_decay, default.recipe.clip_norm) == ((0.9, 0.95), 0.1, 1.0)
     assert (default.recipe.warmup_steps, default.recipe.final_fraction) == (20, 0.1)
-    assert small == Preset(GptConfig(4, 64, 4, 128), 8, Recipe(100, 12, 8e-3, 0.9, 0.5, outer_decay=1 / 16))
-    assert small.with_rounds(39).recipe == replace(small.recipe, rounds=39)
-    assert small.with_rounds(40).recipe == Recipe(100, 40, 12e-3, 0.7, 0.8, outer_decay=1 / 16)
+    assert small == Preset(GptConfig(4, 64, 4, 128), 8, Recipe(100, 12, 6e-3, 0.9, 0.5))
+    for rounds, inner_steps in ((39, 25), (40, 51)):
+        assert small.for_run(rounds, inner_steps).recipe == Recipe(inner_steps, rounds, 6e-3, 0.9, 0.5)
+    assert small.for_run(40, 50).recipe == Recipe(50, 40, 12e-3, 0.7, 0.8, outer_decay=1 / 16)
     assert list(PRESETS) == ["w64", "w96", "w128", "w192", "w256"]
     with pytest.raises(ValueError, match="no preset 'big': one of w64, w96"):
         preset("big")

@@ -328,7 +328,7 @@ def test_lab_trains_through_the_protocol(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(runs, "preset", lambda name: tiny)
     monkeypatch.setattr(replicated, "text", lambda: Text(data, data[:600]))
     for drop in (0.0, 0.5):
-        run = runs.Run(4, rounds=3, inner_steps=10, preset="tiny", seed=1, drop=drop, evaluation_steps=10)
+        run = runs.Run(4, 3, inner_steps=10, preset="tiny", seed=1, drop=drop, decay=0.5, evaluation_steps=10)
         history, weights = through_the_protocol(run)
         assert [steps for steps, _ in history] == [10, 20, 30]
         assert [loss for _, loss in history] == pytest.approx(
@@ -338,8 +338,8 @@ def test_lab_trains_through_the_protocol(monkeypatch: pytest.MonkeyPatch) -> Non
         assert lost == [sorted(run.lost(number)) for number in range(3)]
         assert [len(row) for row in lost] == [4 * drop] * 3
         assert history[-1][1] < history[0][1] < 5
-    few = replace(run, drop=0.0, codec="topk", outer=(1.0, 0.0))
-    assert few.name().endswith(" 1 topk outer=1,0") and run.name().endswith(" drop=0.5 1")
+    few = replace(run, drop=0.0, decay=0.0, codec="topk", outer=(1.0, 0.0))
+    assert few.name().endswith(" 1 topk outer=1,0") and run.name().endswith(" drop=0.5 1 decay=0.5")
     history, weights = through_the_protocol(few)
     assert history[-1][1] < history[0][1] < 6
     assert [loss for _, loss in history] == pytest.approx(
