@@ -24,7 +24,7 @@ from statistics import fmean
 
 import torch
 
-from benchmarks.book import History, RunJournal, perform_all
+from benchmarks.journal import History, RunJournal, perform_all
 from node.outer.sgd import OuterSGD
 from node.tasks.base import Recipe
 from node.tasks.flat import flatten

@@ -27,7 +27,7 @@ from statistics import fmean, stdev
 
 import torch
 
-from benchmarks.book import History, RunJournal, perform_all
+from benchmarks.journal import History, RunJournal, perform_all
 from benchmarks.laboratory.replicated import LabMember
 from benchmarks.laboratory.runs import Run
 from benchmarks.laboratory.through_protocol import LearningWorld, through_the_protocol

@@ -46,7 +46,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
 from pathlib import Path
 
-from benchmarks.book import RunJournal
+from benchmarks.journal import RunJournal
 from benchmarks.laboratory.experiments import NAMES, Experiment, experiments
 from benchmarks.laboratory.perform import Finished, perform
 from benchmarks.laboratory.report import draw, show

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import torch
 
-from benchmarks.book import History
+from benchmarks.journal import History
 from benchmarks.laboratory.replicated import text
 from benchmarks.laboratory.runs import LabRun, Run
 from node.tasks.gpt import GptTask

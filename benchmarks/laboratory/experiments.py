@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Literal
 
-from benchmarks.book import FinishedRuns
+from benchmarks.journal import FinishedRuns
 from benchmarks.laboratory.runs import (
     ARMS,
     INNER_STEPS,

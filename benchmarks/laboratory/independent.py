@@ -10,7 +10,7 @@ from statistics import fmean
 
 import torch
 
-from benchmarks.book import History
+from benchmarks.journal import History
 from benchmarks.laboratory.replicated import LabMember, train_round
 from benchmarks.laboratory.runs import LabRun
 from benchmarks.mixers import Mixer, moshpit_seats, pairs, push_sum

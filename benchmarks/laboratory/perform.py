@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from benchmarks.book import History
+from benchmarks.journal import History
 from benchmarks.laboratory.data_parallel import train_data_parallel
 from benchmarks.laboratory.independent import train_independent
 from benchmarks.laboratory.replicated import train_alone, train_replicated

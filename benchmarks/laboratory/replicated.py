@@ -11,7 +11,7 @@ from itertools import pairwise
 
 import torch
 
-from benchmarks.book import History
+from benchmarks.journal import History
 from benchmarks.laboratory.runs import Run
 from node.tasks.gpt import GptTask
 from node.tasks.text import Text, load

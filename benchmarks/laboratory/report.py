@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from benchmarks.book import FinishedRuns, paired, shares, spread
+from benchmarks.journal import FinishedRuns, paired, shares, spread
 from benchmarks.laboratory.experiments import MOST_RATE, Choices, Experiment, Row, choices, losses
 from benchmarks.laboratory.runs import ARMS, ArmName, LabRun
 

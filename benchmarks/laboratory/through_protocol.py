@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from benchmarks.book import History
+from benchmarks.journal import History
 from benchmarks.laboratory.replicated import LabMember, train_replicated
 from benchmarks.laboratory.runs import PEERS, PRESET, Run
 from node.outer.sgd import OuterSGD

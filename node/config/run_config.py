@@ -385,14 +385,27 @@ def _expanded(values: dict[str, Any]) -> dict[str, Any]:
         base = preset(str(gpt.pop("preset", DEFAULT_PRESET)))
     except ValueError as error:
         raise ConfigError(str(error), "gpt.preset") from None
-    sizes = [values["recipe"].get(name, getattr(base.recipe, name)) for name in ("rounds", "inner_steps")]
-    if all(type(each) is int and each >= 1 for each in sizes) and not values["recipe"].get("outer_pull"):
-        base = base.for_run(*sizes)  # other values are refused below, by their names
+    base = _for_run(base, values)
     rows, recipe = base.rows, asdict(base.recipe)
     if values.get("stages") not in (None, 1) and "rows" not in gpt and "batches" not in values["recipe"]:
         rows, recipe["batches"] = _microbatches(base)
     gpt = {**asdict(base.shape), "rows": rows, **gpt}
     return {**values, "gpt": gpt, "recipe": {**recipe, **values["recipe"]}}
+
+
+def _for_run(base: Preset, values: Mapping[str, Any]) -> Preset:
+    """The preset for the length of the run.
+
+    Its outer step for many rounds is not for `outer_pull`, which is tuned to the momentum, nor for sparse means, with
+    which it loses a quarter.
+    """
+    recipe = values["recipe"]
+    sizes = [recipe.get(name, getattr(base.recipe, name)) for name in ("rounds", "inner_steps")]
+    if not all(type(each) is int and each >= 1 for each in sizes):  # they are refused later, by their names
+        return base
+    if recipe.get("outer_pull") or values.get("codec") == "topk":
+        return base
+    return base.for_run(*sizes)
 
 
 def _stored(key: str, choice: object) -> object:

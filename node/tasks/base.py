@@ -126,7 +126,7 @@ class Recipe:
         if self.outer_decay is not None:
             require(self, "outer_decay", lambda value: 0 <= value <= 1, "in [0, 1]")
             if self.outer_decay and self.outer_pull:
-                raise ValueError("outer_decay is not for the outer step of outer_pull: set outer_decay to 0")
+                raise ValueError("outer_decay and outer_pull cannot be combined: set one of them")
         require(self, "final_fraction", lambda value: 0 <= value <= 1, "in [0, 1]")
         if self.outer_pull is not None:
             most = most_pull(self.outer_momentum)

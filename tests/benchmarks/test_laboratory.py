@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.book import RunJournal
+from benchmarks.journal import RunJournal
 from benchmarks.laboratory import __main__ as laboratory
 from benchmarks.laboratory.experiments import choose, experiments, outer_candidates, rate_candidates
 from benchmarks.laboratory.perform import Finished

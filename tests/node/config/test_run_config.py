@@ -69,6 +69,7 @@ def test_missing_pull_averages_states() -> None:
     assert gossip.recipe.outer_pull is None and b"pull" not in gossip.to_canonical()
     config = run({"protocol": "gossip", "recipe.outer_pull": 0.3, "recipe.rounds": 80})
     assert (config.recipe.outer_momentum, config.recipe.outer_decay) == (0.5, None), "the pull depends on it"
+    assert run({"codec": "topk", "recipe.rounds": 80}).recipe.outer_momentum == 0.5
     assert config.recipe.outer_pull == 0.3 and RunConfig.from_canonical(config.to_canonical()) == config
 
 
