@@ -1,6 +1,6 @@
 """What averaging does to learning, in runs that are long enough to judge it.
 
-    python -m benchmarks.laboratory [--experiment NAME ...] [--minutes M] [--workers N] [--pause-while FILE]
+    python -m benchmarks.laboratory [--experiment NAME ...] [--seeds N] [--minutes M] [--workers N] [--pause-while FILE]
     python -m benchmarks.laboratory --show [--plot FILE]
     python -m benchmarks.laboratory --check
 
@@ -23,6 +23,8 @@ long-rounds     inner rates and outer steps in rounds of 100 steps
 variants        momentum restarts, moments averaged, averaged parameters, an inner rate that falls to zero
 muon            Muon for hidden matrices, its rates, beside AdamW
 codecs          int8, e3m0, top-k with error feedback
+sparse          top-k in more rounds
+between         the presets' values for few rounds and for many, in 20, 40 and 80 rounds
 peers           their number
 trouble         half of the contributions lost; unequal speeds
 family          Moshpit, gossip, NoLoCo and push-sum at 8 peers, in calm and with 30 % missing in each round
@@ -44,6 +46,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
+from functools import partial
 from pathlib import Path
 
 from benchmarks.journal import RunJournal
@@ -65,17 +68,27 @@ def wanted(names: Sequence[str], journal: RunJournal) -> list[Experiment]:
     return [every[name] for name in names or every]
 
 
-def due(names: Sequence[str], journal: RunJournal) -> list[LabRun]:
-    """The missing runs of the experiments that have begun."""
+def due(names: Sequence[str], journal: RunJournal, seeds: int | None = None) -> list[LabRun]:
+    """The missing runs of the experiments that have begun.
+
+    Args:
+        seeds: only those of the first so many seeds.
+    """
     found = (each for experiment in wanted(names, journal) for each in experiment.trials)
-    return list(dict.fromkeys(each for each in found if each not in journal))
+    seen = (each for each in found if seeds is None or each.run.seed < seeds)
+    return list(dict.fromkeys(each for each in seen if each not in journal))
 
 
 class Schedule:
     """Performs missing runs, some at a time, and enters each in the journal when it ends."""
 
-    def __init__(self, names: Sequence[str], journal: RunJournal, workers: int) -> None:
-        self._names, self._journal, self._workers = names, journal, workers
+    def __init__(self, missing: Callable[[], list[LabRun]], journal: RunJournal, workers: int) -> None:
+        """
+        Args:
+            missing: the runs that the journal does not have, in their order.
+            workers: runs at a time.
+        """
+        self._missing, self._journal, self._workers = missing, journal, workers
         self._running: dict[Future[Finished], LabRun] = {}
 
     def follow(self, pool: Executor, may_begin: Callable[[], bool], over: Callable[[], bool]) -> None:
@@ -90,14 +103,14 @@ class Schedule:
             if self._running:
                 for future in wait(self._running, LOOK_SECONDS, FIRST_COMPLETED).done:
                     self._enter(self._running.pop(future), future.result())
-            elif over() or not due(self._names, self._journal):
+            elif over() or not self._missing():
                 return
             else:
                 time.sleep(LOOK_SECONDS)
 
     def _begin(self, pool: Executor) -> None:
         self._journal.read()
-        for each in due(self._names, self._journal):
+        for each in self._missing():
             if len(self._running) < self._workers and each not in self._running.values():
                 self._running[pool.submit(perform, each)] = each
 
@@ -114,7 +127,8 @@ def run_missing(options: argparse.Namespace, journal: RunJournal) -> None:
     os.nice(19)
     end = time.monotonic() + 60 * options.minutes if options.minutes else float("inf")
     with processes(options.workers) as pool:
-        schedule = Schedule(options.experiment, journal, options.workers)
+        missing = partial(due, options.experiment, journal, options.seeds)
+        schedule = Schedule(missing, journal, options.workers)
         pause = options.pause_while
         schedule.follow(pool, lambda: pause is None or not pause.exists(), lambda: time.monotonic() >= end)
 
@@ -124,6 +138,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--experiment", choices=NAMES, nargs="+", default=(), help="these alone, in this order; default: all"
     )
+    parser.add_argument("--seeds", type=at_least_one, metavar="N", help="runs of the first N seeds alone")
     parser.add_argument("--journal", type=Path, default=JOURNAL, help="where the runs are kept (default %(default)s)")
     parser.add_argument("--workers", type=at_least_one, default=1, help="runs at a time (default %(default)s)")
     parser.add_argument("--minutes", type=at_least_one, help="begin no run after these; default: no limit")

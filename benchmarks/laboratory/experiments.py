@@ -15,6 +15,7 @@ from benchmarks.laboratory.runs import (
     ARMS,
     INNER_STEPS,
     PEERS,
+    STEPS,
     WITHOUT_COMMON_STATE,
     ArmName,
     LabRun,
@@ -329,6 +330,23 @@ def _codecs(known: Choices, runs: FinishedRuns) -> Iterator[Row]:
     yield Row("top-k, error feedback, outer (1, 0)", known.best("diloco", seeds, codec="topk", outer=SPARSE), beside)
 
 
+def _sparse(known: Choices, runs: FinishedRuns) -> Iterator[Row]:
+    """More rounds, or a lower inner rate, for topk."""
+    beside = {"float32, rounds of 25 steps": known.best("diloco", FEW)}
+    for steps, rate in ((5, 4.0), (10, 4.0), (INNER_STEPS, 4.0), (INNER_STEPS, 2.0)):
+        trials = known.best("diloco", FEW[:1], codec="topk", outer=SPARSE, inner_steps=steps, rate=rate)
+        yield Row(f"H = {steps}, {rate:g} x the inner rate", trials, beside)
+
+
+def _between(known: Choices, runs: FinishedRuns) -> Iterator[Row]:
+    """The values of few rounds and those of many, where the presets go from one to the other, and on either side."""
+    for rounds in (80, 40, 20):
+        sizes = {"inner_steps": STEPS // rounds}
+        few = known.best("diloco", FEW, outer=(0.9, 0.5), rate=2.0, decay=0.0, **sizes)
+        yield Row(f"{rounds} rounds, those of few", few, {})
+        yield Row(f"{rounds} rounds, those of many", known.best("diloco", FEW, **sizes), {"those of few": few})
+
+
 def _trouble(known: Choices, runs: FinishedRuns) -> Iterator[Row]:
     seeds = range(3)
     calm = known.best("diloco", seeds)
@@ -383,6 +401,8 @@ _LATER: tuple[tuple[str, str, Callable[[Choices, FinishedRuns], Iterator[Row]], 
     ("variants", "What may be done differently, without outer decay", _variants, "outer"),
     ("muon", "Muon for hidden matrices, with the outer step that is best for AdamW", _muon, "decay"),
     ("codecs", "Codecs", _codecs, "decay"),
+    ("sparse", "topk with the outer step (1, 0): inner steps of a round, and inner rates", _sparse, "decay"),
+    ("between", "Outer step, inner rate and decay of the presets, for few rounds and for many", _between, "decay"),
     ("peers", "Number of peers, with the values that are best for 4", _peers, "decay"),
     ("trouble", "Lost contributions, and unequal speeds", _trouble, "decay"),
     ("family", "Eight peers without a common state, beside the butterfly", _family, "decay"),

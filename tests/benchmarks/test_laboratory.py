@@ -56,7 +56,7 @@ def test_resume_performs_only_missing_runs(tmp_path: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(laboratory, "perform", perform)
     with ThreadPoolExecutor(1) as pool:
-        schedule = laboratory.Schedule(["baselines"], journal, workers=1)
+        schedule = laboratory.Schedule(lambda: laboratory.due(["baselines"], journal), journal, workers=1)
         schedule.follow(pool, may_begin=lambda: True, over=lambda: True)
         assert not performed, "its time is over"
         schedule.follow(pool, may_begin=lambda: True, over=lambda: False)
