@@ -19,7 +19,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -394,18 +394,21 @@ def _expanded(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _for_run(base: Preset, values: Mapping[str, Any]) -> Preset:
-    """The preset for the length of the run.
+    """The preset for the length of the run and its codec.
 
-    Its outer step for many rounds is not for `outer_pull`, which is tuned to the momentum, nor for sparse means, with
-    which it loses a quarter.
+    The outer step for many rounds is not for `outer_pull`, which is tuned to the momentum. Error feedback takes the
+    place of outer momentum (SparseLoCo, Sarfi et al. 2025): with sparse means a run takes plain outer steps.
     """
     recipe = values["recipe"]
     sizes = [recipe.get(name, getattr(base.recipe, name)) for name in ("rounds", "inner_steps")]
     if not all(type(each) is int and each >= 1 for each in sizes):  # they are refused later, by their names
         return base
-    if recipe.get("outer_pull") or values.get("codec") == "topk":
+    if recipe.get("outer_pull"):
         return base
-    return base.for_run(*sizes)
+    used = base.for_run(*sizes)
+    if values.get("codec") != "topk":
+        return used
+    return replace(used, recipe=replace(used.recipe, outer_learning_rate=1.0, outer_momentum=0.0, outer_decay=None))
 
 
 def _stored(key: str, choice: object) -> object:

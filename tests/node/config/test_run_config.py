@@ -69,8 +69,14 @@ def test_missing_pull_averages_states() -> None:
     assert gossip.recipe.outer_pull is None and b"pull" not in gossip.to_canonical()
     config = run({"protocol": "gossip", "recipe.outer_pull": 0.3, "recipe.rounds": 80})
     assert (config.recipe.outer_momentum, config.recipe.outer_decay) == (0.5, None), "the pull depends on it"
-    assert run({"codec": "topk", "recipe.rounds": 80}).recipe.outer_momentum == 0.5
     assert config.recipe.outer_pull == 0.3 and RunConfig.from_canonical(config.to_canonical()) == config
+
+
+@pytest.mark.parametrize("rounds", [16, 80])
+def test_sparse_means_take_plain_outer_steps(rounds: int) -> None:
+    recipe = run({"codec": "topk", "recipe.rounds": rounds}).recipe
+    assert (recipe.outer_learning_rate, recipe.outer_momentum, recipe.outer_decay) == (1.0, 0.0, None)
+    assert run({"codec": "topk", "recipe.outer_momentum": 0.5}).recipe.outer_momentum == 0.5, "unless it is given"
 
 
 @pytest.mark.parametrize("name", PRESETS)
