@@ -320,14 +320,14 @@ def _peers(known: Choices, runs: FinishedRuns) -> Iterator[Row]:
 
 
 def _codecs(known: Choices, runs: FinishedRuns) -> Iterator[Row]:
-    seeds = range(3)
-    calm = known.best("diloco", seeds)
-    beside = {"float32": calm}
-    yield Row("float32", calm, {})
-    yield Row("int8", known.best("diloco", seeds, codec="int8"), beside)
-    yield Row("e3m0", known.best("diloco", seeds, codec="e3m0"), beside)
-    yield Row("top-k, error feedback", known.best("diloco", seeds, codec="topk"), beside)
-    yield Row("top-k, error feedback, outer (1, 0)", known.best("diloco", seeds, codec="topk", outer=SPARSE), beside)
+    """Those that lose little have all seeds."""
+    beside = {"float32": known.best("diloco", MANY)}
+    yield Row("float32", beside["float32"], {})
+    for used in ("int8", "e3m0"):
+        yield Row(used, known.best("diloco", MANY, codec=used), beside)
+    yield Row("top-k, error feedback", known.best("diloco", range(3), codec="topk"), beside)
+    sparse = known.best("diloco", range(3), codec="topk", outer=SPARSE)
+    yield Row("top-k, error feedback, outer (1, 0)", sparse, beside)
 
 
 def _sparse(known: Choices, runs: FinishedRuns) -> Iterator[Row]:
@@ -369,6 +369,17 @@ def _muon(known: Choices, runs: FinishedRuns) -> Iterator[Row]:
             yield Row(f"{arm}, {rate:g} x the inner rate", (*trials, *third), beside)
 
 
+def _muon_swarm(known: Choices, runs: FinishedRuns) -> Iterator[Row]:
+    """Muon at the size of `make swarm`, beside AdamW at its best there."""
+
+    def of(rate: float, seed: int, optimizer: Literal["muon"] | None = "muon") -> LabRun:
+        return LabRun("diloco", Run(PEERS, 14, 50, "w128", seed, outer=(0.9, 0.5), rate=rate, optimizer=optimizer))
+
+    beside = {"AdamW, 2 x": tuple(of(2.0, seed, None) for seed in FEW)}
+    for rate, trials in halved((1.0, 2.0, 4.0), of, runs).items():  # type: ignore[arg-type]
+        yield Row(f"{rate:g} x the inner rate", trials, beside)
+
+
 def _family(known: Choices, runs: FinishedRuns) -> Iterator[Row]:
     """With 8 peers, in calm and with peers missing; the butterfly under failures is diloco."""
 
@@ -400,6 +411,7 @@ _LATER: tuple[tuple[str, str, Callable[[Choices, FinishedRuns], Iterator[Row]], 
     ("long-rounds", f"Rounds of {LONG_ROUND} steps, with rates and outer steps of their own", _long_rounds, "decay"),
     ("variants", "What may be done differently, without outer decay", _variants, "outer"),
     ("muon", "Muon for hidden matrices, with the outer step that is best for AdamW", _muon, "decay"),
+    ("muon-swarm", "Muon in 14 rounds of 50 steps of w128, as in `make swarm`", _muon_swarm, ""),
     ("codecs", "Codecs", _codecs, "decay"),
     ("sparse", "topk with the outer step (1, 0): inner steps of a round, and inner rates", _sparse, "decay"),
     ("between", "Outer step, inner rate and decay of the presets, for few rounds and for many", _between, "decay"),
