@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from statistics import fmean, stdev
 
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -14,6 +15,8 @@ from benchmarks.laboratory.experiments import MOST_RATE, Choices, Experiment, Ro
 from benchmarks.laboratory.runs import ARMS, ArmName, LabRun
 
 SHOWN_PERCENT = 8.0
+COMPARED = ("muon", "codecs", "trouble", "family")
+"""Experiments of which each row stands in the plot, by its difference from the run beside it."""
 COLOURS = {"data-parallel": "#000000", "diloco": "#0072b2", "alone-outer": "#d55e00", "alone": "#e69f00"}
 """From Okabe and Ito, "Color Universal Design" (2008)."""
 
@@ -80,14 +83,15 @@ def show(experiments: Sequence[Experiment], runs: FinishedRuns) -> None:
 
 
 def draw(runs: FinishedRuns, every: Sequence[Experiment], file: Path) -> None:
-    """Plot the losses of the finished baselines, and outer steps once all are done.
+    """Plot the losses of the finished baselines, outer steps, and what other choices change.
 
     Raises:
         OSError: the file cannot be written.
     """
-    figure = Figure(figsize=(11.0, 4.6), dpi=110, layout="constrained")
+    figure = Figure(figsize=(11.0, 10.0), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)
-    left, right = figure.subplots(1, 2)
+    upper, lower = figure.subfigures(2, 1, height_ratios=(4.6, 5.4))
+    (left, right), below = upper.subplots(1, 2), lower.subplots()
     known = choices(runs)
     best = next((each for each in every if each.name == "seeds" and each.trials), every[0])
     for arm in ARMS:
@@ -98,7 +102,8 @@ def draw(runs: FinishedRuns, every: Sequence[Experiment], file: Path) -> None:
         left.legend(frameon=False)
     _outer_steps(right, next(each for each in every if each.name == "outer"), runs)
     right.set(title="outer steps" + ("" if known.outer else " (runs are missing)"), xlabel="rate / (1 - momentum)")
-    for axes in (left, right):
+    _differences(below, [each for name in COMPARED for each in every if each.name == name], runs)
+    for axes in (left, right, below):
         axes.grid(alpha=0.3)
     figure.savefig(file)
 
@@ -109,6 +114,24 @@ def _curves(axes: Axes, arm: str, trials: Sequence[LabRun], runs: FinishedRuns) 
         best = min(firsts, key=runs.loss)
         steps, found = zip(*runs.history(best), strict=True)
         axes.plot(steps, found, color=COLOURS[arm], label=f"{arm}: {found[-1]:.3f}")
+
+
+def _differences(axes: Axes, experiments: Sequence[Experiment], runs: FinishedRuns) -> None:
+    """A line for each finished row: the mean of its differences and their deviation, if it has several."""
+    labels = list[str]()
+    for name, row in ((experiment.name, row) for experiment in experiments for row in experiment.rows):
+        for trials in row.beside.values():
+            changes = [100 * each for each in paired(row.losses(runs), losses(trials, runs))]
+            if trials == row.trials or not changes:
+                continue
+            error = stdev(changes) if len(changes) > 1 else None
+            axes.errorbar(fmean(changes), len(labels), xerr=error, fmt="o", capsize=3, color=COLOURS["diloco"])
+            labels.append(f"{name}: {row.label} ({len(changes)})")
+    axes.set(yticks=range(len(labels)), xlabel="% above what the tables compare it with; below 0 is better")
+    axes.set_yticklabels(labels, fontsize="small")
+    axes.set_title("other choices: mean difference, deviation and number of seeds", loc="left")
+    axes.invert_yaxis()
+    axes.axvline(0.0, color="black", linewidth=0.8)
 
 
 def _outer_steps(axes: Axes, experiment: Experiment, runs: FinishedRuns) -> None:
