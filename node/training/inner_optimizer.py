@@ -10,6 +10,7 @@ import torch
 
 from node.tasks.base import Recipe
 from node.tasks.flat import FlatParameters
+from node.training.muon import Muon
 from protocols.base import Layout, Vector
 
 ADAPTER = "lora_"
@@ -18,7 +19,6 @@ _INPUT_OR_OUTPUT = re.compile(
     r"(^|\.)(\w*emb(ed\w*)?|wte|wpe|shared|(lm_|embed_)?(head|out)|output(_layer)?|score)(\.\w+)?$"
 )
 """In the names of the matrices at a model's input and output."""
-_MUON_MOMENTUM = 0.95
 
 Included = Callable[[str, tuple[int, ...]], bool]
 
@@ -147,7 +147,7 @@ def _muon(flat: FlatParameters, recipe: Recipe) -> torch.optim.Optimizer:
     if not parameters:
         raise ValueError("the inner optimiser muon trains hidden matrices, and this model has none")
     rate, decay = recipe.learning_rate, _own_decay(recipe)
-    return torch.optim.Muon(parameters, rate, decay, _MUON_MOMENTUM, adjust_lr_fn="match_rms_adamw")
+    return Muon(parameters, rate, decay)
 
 
 def _own_decay(recipe: Recipe) -> float:
@@ -163,7 +163,7 @@ def _parameters(values: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor
 
 
 def _first_state(optimizer: torch.optim.Optimizer, parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
-    if isinstance(optimizer, torch.optim.Muon):
+    if isinstance(optimizer, Muon):
         return {"momentum_buffer": torch.zeros_like(parameter)}
     return {
         "step": torch.zeros((), dtype=torch.float32, device=parameter.device),

@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from node.tasks.base import Batch, Recipe
 from node.tasks.flat import flatten
+from node.training import muon as muon_module
 from node.training.inner_optimizer import InnerOptimizer, is_decayed, is_hidden_matrix, tensor_runs
 from node.training.task_learner import TaskLearner
 
@@ -127,7 +128,10 @@ def test_decay_equals_torchs_groups(decay: str | None) -> None:
 
 
 @pytest.mark.parametrize("decay", ["matrices", None])
-def test_muon_trains_hidden_matrices_and_continues_from_its_moments(decay: str | None) -> None:
+def test_muon_trains_hidden_matrices_and_continues_from_its_moments(
+    decay: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(muon_module, "fast_dtype", lambda _: torch.bfloat16)  # torch's has no other
     recipe = replace(RECIPE, decay=decay, inner_optimizer="muon", clip_norm=1e9)  # type: ignore[arg-type]
     task, twin = Layered(), Layered()
     learner = TaskLearner(task, recipe, seed=0)
