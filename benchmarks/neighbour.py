@@ -29,7 +29,7 @@ import time
 from asyncio.subprocess import Process
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 
 import psutil
@@ -174,8 +174,9 @@ async def play(setting: Setting, preset_name: str, seconds: float, settle: float
     """One worker's turn."""
     values = preset(preset_name)
     tokens = values.rows * values.shape.context
+    recipe = replace(values.recipe, inner_optimizer=None)
     spec = WorkerSpec(
-        GptValues(values.shape, values.rows), values.recipe, 1, device="cpu", threads=setting.threads,
+        GptValues(values.shape, values.rows), recipe, 1, device="cpu", threads=setting.threads,
         precision="float32", nice=setting.nice,
     )  # fmt: skip
     async with Busy.run() as busy:

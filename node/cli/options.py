@@ -239,7 +239,10 @@ LoraOption = Annotated[
 InnerOption = Annotated[
     str | None,
     option(
-        RUN, "Optimiser of the inner steps: adamw (the default), or muon for hidden matrices.", metavar="adamw|muon"
+        RUN,
+        "Optimiser of the inner steps: muon for hidden matrices, or adamw. Default: muon for gpt, adamw for hf and for "
+        "your own tasks.",
+        metavar="adamw|muon",
     ),
 ]
 ModelOption = Annotated[

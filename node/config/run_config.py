@@ -19,7 +19,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -32,7 +32,7 @@ from node.config.toml import MAX_BYTES, ConfigError, canonical, check_keys, one_
 from node.tasks import name as names
 from node.tasks.activations import ACTIVATION_DTYPES
 from node.tasks.base import Recipe
-from node.tasks.gpt import DEFAULT_PRESET, Preset, preset
+from node.tasks.gpt import DEFAULT_PRESET, USUAL_OUTER_STEP, Preset, preset
 from node.tasks.hf.settings import HfSettings
 from protocols.allreduce.part_hash import part_hash
 from protocols.codec import codec
@@ -394,7 +394,7 @@ def _expanded(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _for_run(base: Preset, values: Mapping[str, Any]) -> Preset:
-    """The preset for the length of the run and its codec.
+    """The preset for the length of the run, its inner optimiser and its codec.
 
     The outer step for many rounds is not for `outer_pull`, which is tuned to the momentum. Error feedback takes the
     place of outer momentum (SparseLoCo, Sarfi et al. 2025): with sparse means a run takes plain outer steps.
@@ -403,12 +403,13 @@ def _for_run(base: Preset, values: Mapping[str, Any]) -> Preset:
     sizes = [recipe.get(name, getattr(base.recipe, name)) for name in ("rounds", "inner_steps")]
     if not all(type(each) is int and each >= 1 for each in sizes):  # they are refused later, by their names
         return base
+    rounds, inner_steps = sizes
+    used = base.for_run(rounds, inner_steps, recipe.get("inner_optimizer", base.recipe.inner_optimizer))
     if recipe.get("outer_pull"):
-        return base
-    used = base.for_run(*sizes)
-    if values.get("codec") != "topk":
-        return used
-    return replace(used, recipe=replace(used.recipe, outer_learning_rate=1.0, outer_momentum=0.0, outer_decay=None))
+        return used.with_outer_step(*USUAL_OUTER_STEP)
+    if values.get("codec") == "topk":
+        return used.with_outer_step(1.0, 0.0)
+    return used
 
 
 def _stored(key: str, choice: object) -> object:

@@ -96,6 +96,7 @@ class Recipe:
             own tasks.
         inner_optimizer: adamw (stored as None), or muon for hidden matrices (Jordan et al. 2024) with AdamW for all
             other parameters. Hidden are tensors of two dimensions, except adapters, embeddings and output layers.
+            The default is muon for the presets of gpt, and adamw for hf and users' own tasks.
     """
 
     inner_steps: int

@@ -65,21 +65,16 @@ class InnerOptimizer:
     """Clips the gradient, sets the recipe's learning rate, and takes the step of the recipe's optimiser.
 
     Muon is Jordan et al.'s (2024), a step of about the size of AdamW's (Liu et al. 2025, section 2.2). So both parts of
-    the model take the same learning rate.
+    the model take the same learning rate. A stage of a model may have no hidden matrix: AdamW trains all of it.
     """
 
     def __init__(self, flat: FlatParameters, recipe: Recipe) -> None:
-        """
-        Raises:
-            ValueError: the recipe's optimiser is Muon, and no matrix is hidden.
-        """
         self._gradients, self._recipe = flat.gradients, recipe
         self._decayed = tensor_runs(flat.layout, flat.vectors, is_decayed) if recipe.decay else []
-        uses_muon = recipe.inner_optimizer == "muon"
-        found = [_muon(flat, recipe)] if uses_muon else []
+        muon = recipe.inner_optimizer == "muon"
         self._optimizers = [
-            *found,
-            *_adamw(flat, recipe, lambda *tensor: not (uses_muon and is_hidden_matrix(*tensor))),
+            *(_muon(flat, recipe) if muon else ()),
+            *_adamw(flat, recipe, lambda *tensor: not (muon and is_hidden_matrix(*tensor))),
         ]
 
     def clear(self) -> None:
@@ -142,12 +137,10 @@ def _adamw(flat: FlatParameters, recipe: Recipe, included: Included) -> list[tor
     return [torch.optim.AdamW(parameters, recipe.learning_rate, recipe.betas, weight_decay=decay, fused=True)]
 
 
-def _muon(flat: FlatParameters, recipe: Recipe) -> torch.optim.Optimizer:
+def _muon(flat: FlatParameters, recipe: Recipe) -> list[torch.optim.Optimizer]:
+    """Muon for the hidden matrices; empty if there are none."""
     parameters = _parameters(*(matrices(flat.layout, vectors) for vectors in (flat.vectors, flat.gradients)))
-    if not parameters:
-        raise ValueError("the inner optimiser muon trains hidden matrices, and this model has none")
-    rate, decay = recipe.learning_rate, _own_decay(recipe)
-    return Muon(parameters, rate, decay)
+    return [Muon(parameters, recipe.learning_rate, _own_decay(recipe))] if parameters else []
 
 
 def _own_decay(recipe: Recipe) -> float:

@@ -10,7 +10,7 @@ import torch
 
 from node.tasks.base import Recipe, Task, count_targets, trained
 from node.tasks.flat import flatten_parameters
-from node.training.inner_optimizer import InnerOptimizer
+from node.training.inner_optimizer import InnerOptimizer, matrices
 from node.training.trainer import Step
 from protocols.base import Vector
 
@@ -39,6 +39,9 @@ class TaskLearner:
             allocate, resume: as in `flatten_parameters`.
             autocast: dtype of a step's forward pass, for the operations that torch considers safe; None: float32.
                 Parameters, optimiser and evaluation are always float32.
+
+        Raises:
+            ValueError: the recipe's optimiser is Muon, and no matrix is hidden.
         """
         self._flat = flat = flatten_parameters(trained(task), allocate, resume)
         self.layout, self.vectors = flat.layout, flat.vectors
@@ -46,6 +49,8 @@ class TaskLearner:
         self._task, self._recipe, self._seed = task, recipe, seed
         if recipe.mean:
             task.module.train()  # all of it: parts may be in eval mode while the module itself is not
+        if recipe.inner_optimizer == "muon" and not matrices(flat.layout, flat.vectors):
+            raise ValueError("the inner optimiser muon trains hidden matrices, and this model has none")
         self._optimizer = InnerOptimizer(flat, recipe)
         self._precision = torch.autocast(self.vectors[0].device.type, autocast, enabled=autocast is not None)
 

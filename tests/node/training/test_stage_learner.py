@@ -6,6 +6,7 @@ import hashlib
 import math
 import random
 from dataclasses import replace
+from typing import Literal
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from node.tasks.gpt import Gpt, GptConfig, GptTask, Preset
 from node.tasks.gpt_stage import GptStage, GptStageTask, assemble, block_names, measure
 from node.tasks.partition import BlockCost, Partition, cut
 from node.tasks.text import Text
+from node.training import muon
 from node.training.stage_learner import ActivationCodec, StageLearner
 from node.training.task_learner import TaskLearner
 from node.training.trainer import Step
@@ -92,9 +94,13 @@ def unpartitioned(pipeline: Pipeline, data: Text | None = None) -> tuple[GptTask
     return task, TaskLearner(task, pipeline.preset.recipe, STREAM)
 
 
-@pytest.mark.parametrize("stages", (2, 4))
-def test_one_step_equals_the_unpartitioned_one(stages: int) -> None:
-    pipeline = Pipeline(stages)
+@pytest.mark.parametrize(("stages", "optimizer", "tolerance"), ((2, None, 1e-4), (4, None, 1e-4), (6, "muon", 1e-2)))
+def test_one_step_equals_the_unpartitioned_one(
+    stages: int, optimizer: Literal["muon"] | None, tolerance: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of six stages, the first and the last have no hidden matrix: AdamW trains them. Muon enlarges rounding errors."""
+    monkeypatch.setattr(muon, "fast_dtype", lambda _: torch.float32)
+    pipeline = Pipeline(stages, preset=replace(PRESET, recipe=replace(RECIPE, inner_optimizer=optimizer)))
     task, learner = unpartitioned(pipeline)
     before = {name: parameter.detach().clone() for name, parameter in task.module.named_parameters()}
     pipeline.accumulate()
@@ -109,7 +115,7 @@ def test_one_step_equals_the_unpartitioned_one(stages: int) -> None:
         difference = (gradients[name] - parameter.grad).norm() / parameter.grad.norm()
         assert difference < 1e-6, f"{name}: gradients differ by {difference:.1e}"
         moved = (parameter - before[name]).norm()
-        assert (after[name] - parameter).norm() < 1e-4 * moved, f"{name}: parameters differ"
+        assert (after[name] - parameter).norm() < tolerance * moved, f"{name}: parameters differ"
 
 
 @pytest.mark.parametrize("stages", (2, 4))

@@ -15,7 +15,7 @@ from torch.nn import functional
 from node.tasks.base import Batch, Recipe
 from node.tasks.flat import flatten
 from node.training import muon as muon_module
-from node.training.inner_optimizer import InnerOptimizer, is_decayed, is_hidden_matrix, tensor_runs
+from node.training.inner_optimizer import is_decayed, is_hidden_matrix, tensor_runs
 from node.training.task_learner import TaskLearner
 
 RECIPE = Recipe(10, 5, 1e-2, 0.9, 0.5, warmup_steps=0, mean="token", decay="matrices", weight_decay=0.3)
@@ -181,10 +181,11 @@ def test_embeddings_and_output_layers_are_not_hidden(name: str, hidden: bool) ->
 
 
 def test_muon_needs_a_hidden_matrix() -> None:
-    module = nn.Module()
-    module.lm_head = nn.Linear(2, 3)
+    recipe = replace(RECIPE, inner_optimizer="muon")
+    masked = Masked([8], [0] * 8)
+    masked.module = nn.Sequential(OrderedDict(embed=nn.Embedding(WORDS, 8), lm_head=nn.Linear(8, WORDS)))
     with pytest.raises(ValueError, match="has none"):
-        InnerOptimizer(flatten(module), replace(RECIPE, inner_optimizer="muon"))
+        TaskLearner(masked, recipe, seed=0)
 
 
 def test_bfloat16_module_keeps_float32_parameters() -> None:
