@@ -26,7 +26,7 @@ muon-time       Muon with as many processor seconds as AdamW
 muon-swarm      Muon's rates in 14 rounds of w128
 codecs          int8, e3m0, top-k with error feedback
 sparse          top-k in more rounds
-between         the presets' values for few rounds and for many, in 20, 40 and 80 rounds
+between         the presets' outer steps for few rounds and for many, in 20, 40 and 80 rounds, with Muon
 peers           their number
 trouble         half of the contributions lost; unequal speeds
 family          Moshpit, gossip, NoLoCo and push-sum at 8 peers, in calm and with 30 % missing in each round

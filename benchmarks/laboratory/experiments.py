@@ -22,6 +22,7 @@ from benchmarks.laboratory.runs import (
     Run,
     trial,
 )
+from node.tasks.gpt import USUAL_OUTER_STEP
 
 RATES, MOST_RATE = (1.0, 2.0), 8.0
 """Inner learning rates, as multiples of `UNIT_RATES`: those that are tried first, and the largest."""
@@ -341,12 +342,12 @@ def _sparse(known: Choices, runs: FinishedRuns) -> Iterator[Row]:
 
 
 def _between(known: Choices, runs: FinishedRuns) -> Iterator[Row]:
-    """The values of few rounds and those of many, where the presets go from one to the other, and on either side."""
-    for rounds in (80, 40, 20):
-        sizes = {"inner_steps": STEPS // rounds}
-        few = known.best("diloco", FEW, outer=(0.9, 0.5), rate=2.0, decay=0.0, **sizes)
-        yield Row(f"{rounds} rounds, those of few", few, {})
-        yield Row(f"{rounds} rounds, those of many", known.best("diloco", FEW, **sizes), {"those of few": few})
+    """The presets' outer steps of few rounds and of many, where they change, and on either side."""
+    for rounds in (40, 20, 80):
+        given = {"optimizer": "muon", "rate": 4.0, "inner_steps": STEPS // rounds}
+        few = known.best("diloco", FEW, outer=USUAL_OUTER_STEP, decay=0.0, **given)
+        yield Row(f"{rounds} rounds, (.9, .5)", few, {})
+        yield Row(f"{rounds} rounds, (.7, .8) and decay", known.best("diloco", FEW, **given), {"(.9, .5)": few})
 
 
 def _trouble(known: Choices, runs: FinishedRuns) -> Iterator[Row]:
@@ -389,7 +390,7 @@ def _muon_swarm(known: Choices, runs: FinishedRuns) -> Iterator[Row]:
         return LabRun("diloco", Run(PEERS, 14, 50, "w128", seed, outer=(0.9, 0.5), rate=rate, optimizer=optimizer))
 
     beside = {"AdamW, 2 x": tuple(of(2.0, seed, None) for seed in FEW)}
-    for rate, trials in halved((1.0, 2.0, 4.0), of, runs).items():  # type: ignore[arg-type]
+    for rate, trials in halved((1.0, 2.0, 4.0, 8.0), of, runs).items():  # type: ignore[arg-type]
         yield Row(f"{rate:g} x the inner rate", trials, beside)
 
 
@@ -428,7 +429,7 @@ _LATER: tuple[tuple[str, str, Callable[[Choices, FinishedRuns], Iterator[Row]], 
     ("muon-swarm", "Muon in 14 rounds of 50 steps of w128, as in `make swarm`", _muon_swarm, ""),
     ("codecs", "Codecs", _codecs, "decay"),
     ("sparse", "topk with the outer step (1, 0): inner steps of a round, and inner rates", _sparse, "decay"),
-    ("between", "Outer step, inner rate and decay of the presets, for few rounds and for many", _between, "decay"),
+    ("between", "Muon with the outer steps of the presets, for few rounds and for many", _between, "decay"),
     ("peers", "Number of peers, with the values that are best for 4", _peers, "decay"),
     ("trouble", "Lost contributions, and unequal speeds", _trouble, "decay"),
     ("family", "Eight peers without a common state, beside the butterfly", _family, "decay"),
