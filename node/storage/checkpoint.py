@@ -2,7 +2,7 @@
 
     checkpoints/000015-3f2a9c01d4e7/        before round 15, after the record with this hash
         outer.safetensors                   the outer parameters and momentum, which are also served to joiners
-        inner.safetensors                   moments and steps of this peer's AdamW; missing if they were not saved
+        inner.safetensors                   moments and steps of this peer's optimiser; missing if they were not saved
         feedback.safetensors                error feedback, if the codec sends only parts of a vector
         manifest.json                       description and digest of the other files, and a digest of itself
     checkpoints/.000015-3f2a9c01d4e7/       an unfinished checkpoint, or an interrupted download

@@ -279,7 +279,7 @@ class CheckpointManager:
     async def _make_way(self, draft: Path, key: RoundKey) -> bool:
         """Reserve the disk space of a checkpoint, removing older ones if needed; False if there is not enough."""
         vectors_bytes = buffer_bytes(sum(self._like.layout.sizes()))
-        beside = {INNER: vectors_bytes + SMALL_BYTES}  # AdamW's moments
+        beside = {INNER: vectors_bytes + SMALL_BYTES}  # moments
         if self.feedback:
             beside[FEEDBACK] = self.feedback.bytes + SMALL_BYTES
         needed_bytes = vectors_bytes + sum(beside.values())

@@ -26,7 +26,7 @@ class StageCompute(Learner, OuterCompute, Protocol):
     """One stage's weights, and what is computed with them. Bytes are activations as they travel.
 
     Gradients of all microbatches since the last step are summed. `Learner.step` divides them by their number, takes the
-    AdamW step and clears them; its tokens are those of these microbatches.
+    optimiser step and clears them; its tokens are those of these microbatches.
 
     Attributes:
         position: number of batches drawn so far, in stage 0.

@@ -1,6 +1,6 @@
 """Trainers of a pipeline's peers: one drives microbatches through all stages, the others serve them.
 
-Both take an AdamW step whenever B microbatches are counted at this peer, and leave everything else to the outer loop:
+Both take an optimiser step whenever B microbatches are counted at this peer, and leave everything else to the outer loop:
 the pseudo-gradient of a stage is measured, weighted by its tokens and averaged as that of a whole model.
 """
 
@@ -40,7 +40,7 @@ class StageReplica(Protocol):
         """Start a round, or resume it. Returns the work so far; without a worker, waits for one until the cut."""
 
     async def step(self, round_number: int, on_stepped: Callable[[], None]) -> tuple[bool, LocalProgress | None]:
-        """Take the AdamW step over all microbatches since the last one.
+        """Take the optimiser step over all microbatches since the last one.
 
         Returns:
             Whether the round's inner steps are complete, and the work so far if it is time to report it.

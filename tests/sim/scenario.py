@@ -40,7 +40,7 @@ class Scenario:
             swarm too large to announce to all.
         pull: gamma of NoLoCo, by which gossip's peers then step and mix.
         stages: of a pipeline; peer i is in stage i mod `stages`. 1: no pipeline.
-        batches: microbatches of an AdamW step, with more than one stage.
+        batches: microbatches of an inner step, with more than one stage.
     """
 
     protocol: str = "butterfly"
