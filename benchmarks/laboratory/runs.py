@@ -82,7 +82,7 @@ class Run:
     def settings(self) -> Preset:
         """The preset, with this run's recipe."""
         given = preset(self.preset)
-        return replace(given, recipe=self._recipe(given.recipe))
+        return replace(given, recipe=self._recipe(given.for_run(self.rounds, self.inner_steps, None).recipe))
 
     def _recipe(self, recipe: Recipe) -> Recipe:
         outer, momentum = self.outer or (0.9, 0.5)

@@ -32,7 +32,7 @@ from node.config.toml import MAX_BYTES, ConfigError, canonical, check_keys, one_
 from node.tasks import name as names
 from node.tasks.activations import ACTIVATION_DTYPES
 from node.tasks.base import Recipe
-from node.tasks.gpt import DEFAULT_PRESET, USUAL_OUTER_STEP, Preset, preset
+from node.tasks.gpt import DEFAULT_PRESET, PLAIN_OUTER_STEP, USUAL_OUTER_STEP, Preset, preset
 from node.tasks.hf.settings import HfSettings
 from protocols.allreduce.part_hash import part_hash
 from protocols.codec import codec
@@ -132,7 +132,8 @@ class RunConfig:
             parameter_server_async. See docs/protocols.md.
         codec: how vectors are encoded for the network: fp32, fp16, bf16, int8, int4, e3m0 or topk. topk sends the
             largest 1.6 % and adds the rest to later rounds; it works best with recipe.outer_learning_rate 1 and
-            recipe.outer_momentum 0. With moshpit and the baselines, states travel in fp32 unless this is fp16.
+            recipe.outer_momentum 0, which gpt then takes by itself. With moshpit and the baselines, states travel in
+            fp32 unless this is fp16.
         robust: how reducers average, to tolerate some wrong vectors at some cost: centered_clip, trimmed_mean, median,
             krum or multi_krum. Without it they take the mean; with butterfly, of vectors clipped to the median norm.
         schedule: which peers a peer exchanges with, in gossip and push_sum. ring: the next one. exponential: those at
@@ -403,13 +404,11 @@ def _for_run(base: Preset, values: Mapping[str, Any]) -> Preset:
     sizes = [recipe.get(name, getattr(base.recipe, name)) for name in ("rounds", "inner_steps")]
     if not all(type(each) is int and each >= 1 for each in sizes):  # they are refused later, by their names
         return base
-    rounds, inner_steps = sizes
-    used = base.for_run(rounds, inner_steps, recipe.get("inner_optimizer", base.recipe.inner_optimizer))
-    if recipe.get("outer_pull"):
-        return used.with_outer_step(*USUAL_OUTER_STEP)
+    outer_step = USUAL_OUTER_STEP if recipe.get("outer_pull") else None
     if values.get("codec") == "topk":
-        return used.with_outer_step(1.0, 0.0)
-    return used
+        outer_step = PLAIN_OUTER_STEP
+    rounds, inner_steps = sizes
+    return base.for_run(rounds, inner_steps, recipe.get("inner_optimizer", base.recipe.inner_optimizer), outer_step)
 
 
 def _stored(key: str, choice: object) -> object:

@@ -32,8 +32,9 @@ table [peer] is for this machine only. Start the run with: python -m node join -
 A line such as "#rounds = 16" shows the value that holds if you do not set one. Remove the # to set it."""
 _RECIPE = f"""\
 How the task is trained. The defaults depend on the task. Those shown here are of gpt with preset {DEFAULT_PRESET}; its
-learning rates and its outer step also depend on the number of rounds (docs/learning.md). A task of your own has the
-learning rate 2e-3, the outer learning rate 0.9, the outer momentum 0.5 and no decay; paced has its own."""
+learning rate also depends on the inner optimiser, and its outer step on the number of rounds and the codec
+(docs/learning.md). A task of your own has AdamW, the learning rate 2e-3, the outer learning rate 0.9, the outer
+momentum 0.5 and no decay; paced has its own."""
 _OPTIONS = """\
 For a task of your own, package.module:factory: the options of its factory, under names that you choose. Values are
 texts, numbers, true and false. See docs/tasks.md."""

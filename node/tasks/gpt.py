@@ -52,8 +52,9 @@ class GptConfig:
         return 32 * math.ceil(8 * self.width / 3 / 32)
 
 
-Optimizer = Literal["muon"]
-USUAL_OUTER_STEP = 0.9, 0.5
+InnerOptimizerName = Literal["muon"] | None
+"""None: adamw."""
+USUAL_OUTER_STEP, PLAIN_OUTER_STEP = (0.9, 0.5), (1.0, 0.0)
 """Learning rate and momentum."""
 
 
@@ -68,37 +69,45 @@ class Preset:
     def __post_init__(self) -> None:
         require(self, "rows", lambda value: value >= 1, "at least 1")
 
-    def for_run(self, rounds: int, inner_steps: int, optimizer: Optimizer | None = "muon") -> Preset:
+    def for_run(
+        self,
+        rounds: int,
+        inner_steps: int,
+        optimizer: InnerOptimizerName = "muon",
+        outer_step: tuple[float, float] | None = None,
+    ) -> Preset:
         """The preset for a run of so many rounds and inner steps in each.
 
         Args:
             optimizer: as `Recipe.inner_optimizer`.
+            outer_step: learning rate and momentum, without decay; None: what is best for the run's length.
         """
-        return replace(self, recipe=_recipe(self.shape.width, inner_steps, rounds, optimizer))
-
-    def with_outer_step(self, learning_rate: float, momentum: float) -> Preset:
-        """The preset with another outer step, which does not decay."""
-        outer = replace(self.recipe, outer_learning_rate=learning_rate, outer_momentum=momentum, outer_decay=None)
-        return replace(self, recipe=outer)
+        return replace(self, recipe=_recipe(self.shape.width, inner_steps, rounds, optimizer, outer_step))
 
 
 MANY_ROUNDS, SHORT_ROUND = 40, 50
 """From so many rounds on, of at most so many inner steps, a run has an outer step with more momentum."""
 MUON_RATES: Mapping[int, float] = MappingProxyType({64: 1.2e-2, 96: 1e-2, 128: 8e-3, 192: 6e-3, 256: 4e-3})
-"""Width -> inner learning rate with Muon. Measured are those of w64 and w128."""
+"""Width -> inner learning rate with Muon. Measured are w64 in many rounds and w128 in few."""
 ADAMW_RATES: Mapping[int, tuple[float, float]] = MappingProxyType(
     {64: (6e-3, 1.2e-2), 96: (5e-3, 8e-3), 128: (4e-3, 6e-3), 192: (3e-3, 4e-3), 256: (2e-3, 3e-3)}
 )
-"""Width -> that with AdamW, and that with AdamW in many rounds. Measured are both of w64 and the first of w128."""
+"""Width -> that with AdamW, and that beside the outer step of many rounds. Measured are w64's and the first of w128."""
 
 
-def _recipe(width: int, inner_steps: int, rounds: int, optimizer: Optimizer | None = "muon") -> Recipe:
+def _recipe(
+    width: int,
+    inner_steps: int,
+    rounds: int,
+    optimizer: InnerOptimizerName = "muon",
+    outer_step: tuple[float, float] | None = None,
+) -> Recipe:
     """The values that several peers learn best with; docs/learning.md has the figures."""
-    many = rounds >= MANY_ROUNDS and inner_steps <= SHORT_ROUND
+    many = outer_step is None and rounds >= MANY_ROUNDS and inner_steps <= SHORT_ROUND
     rate = MUON_RATES[width] if optimizer == "muon" else ADAMW_RATES[width][many]
     if many:
         return Recipe(inner_steps, rounds, rate, 0.7, 0.8, inner_optimizer=optimizer, outer_decay=1 / 16)
-    return Recipe(inner_steps, rounds, rate, *USUAL_OUTER_STEP, inner_optimizer=optimizer)
+    return Recipe(inner_steps, rounds, rate, *(outer_step or USUAL_OUTER_STEP), inner_optimizer=optimizer)
 
 
 def _preset(width: int, inner_steps: int = 50, rounds: int = 16) -> Preset:

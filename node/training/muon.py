@@ -75,7 +75,10 @@ class Muon(torch.optim.Optimizer):
     def _direction(self, parameter: torch.nn.Parameter) -> torch.Tensor:
         """The gradient, looked at through the momentum that it has been added to."""
         assert parameter.grad is not None
-        momentum = self.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter))
+        state = self.state[parameter]
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(parameter)
+        momentum: torch.Tensor = state["momentum_buffer"]
         momentum.lerp_(parameter.grad, 1 - MOMENTUM)
         return parameter.grad.lerp(momentum, MOMENTUM)
 

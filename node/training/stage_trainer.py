@@ -1,7 +1,7 @@
 """Trainers of a pipeline's peers: one drives microbatches through all stages, the others serve them.
 
-Both take an optimiser step whenever B microbatches are counted at this peer, and leave everything else to the outer loop:
-the pseudo-gradient of a stage is measured, weighted by its tokens and averaged as that of a whole model.
+Both take an optimiser step whenever B microbatches are counted at this peer, and leave everything else to the outer
+loop: the pseudo-gradient of a stage is measured, weighted by its tokens and averaged as that of a whole model.
 """
 
 from __future__ import annotations

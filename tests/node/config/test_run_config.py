@@ -67,9 +67,19 @@ def test_config_without_digest_uses_sha256() -> None:
 def test_missing_pull_averages_states() -> None:
     gossip = run({"protocol": "gossip"})
     assert gossip.recipe.outer_pull is None and b"pull" not in gossip.to_canonical()
-    config = run({"protocol": "gossip", "recipe.outer_pull": 0.3, "recipe.rounds": 80})
+    pulls = {"protocol": "gossip", "recipe.outer_pull": 0.3, "recipe.rounds": 80}
+    config = run(pulls)
     assert (config.recipe.outer_momentum, config.recipe.outer_decay) == (0.5, None), "the pull depends on it"
+    adamw = run({**pulls, "recipe.inner_optimizer": "adamw"})
+    assert adamw.recipe.learning_rate == 4e-3, "the higher rate belongs to more momentum"
     assert config.recipe.outer_pull == 0.3 and RunConfig.from_canonical(config.to_canonical()) == config
+
+
+def test_adamw_takes_the_place_of_the_presets_muon() -> None:
+    config = run({"recipe.inner_optimizer": "adamw"})
+    assert (config.recipe.inner_optimizer, config.recipe.learning_rate) == (None, 4e-3)
+    assert b"inner_optimizer" not in config.to_canonical() and RunConfig.from_canonical(config.to_canonical()) == config
+    assert run({}).recipe.inner_optimizer == "muon"
 
 
 @pytest.mark.parametrize("rounds", [16, 80])

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from node.training import muon as module
-from node.training.muon import Muon, orthogonalized
+from node.training.muon import Muon, fast_dtype, orthogonalized
 
 SHAPES = ((8, 8), (24, 8), (8, 8), (8, 24), (24, 8), (8, 8))
 
@@ -45,3 +45,9 @@ def test_iterations_make_matrices_nearly_orthogonal(shape: tuple[int, ...], dtyp
     left, _, right = torch.linalg.svd(given, full_matrices=False)
     assert float((found * (left @ right)).sum()) > 0.85 * shape[0] * 16, "and keep their singular vectors"
     assert torch.equal(orthogonalized(torch.zeros(shape), dtype), torch.zeros(shape, dtype=dtype))
+
+
+@pytest.mark.parametrize(("capability", "dtype"), [("AVX512", torch.bfloat16), ("AVX2", torch.float32)])
+def test_slow_cpus_iterate_in_float32(capability: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    assert fast_dtype(torch.device("cpu")) == dtype and fast_dtype(torch.device("cuda")) == torch.bfloat16
