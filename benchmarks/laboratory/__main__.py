@@ -23,6 +23,7 @@ long-rounds     inner rates and outer steps in rounds of 100 steps
 variants        momentum restarts, moments averaged, averaged parameters, an inner rate that falls to zero
 muon            Muon for hidden matrices, its rates, beside AdamW
 muon-time       Muon in fewer rounds, because its steps take longer
+muon-long       Muon in rounds of 100 steps
 muon-swarm      Muon's rates in 14 rounds of w128
 codecs          int8, e3m0, top-k with error feedback
 sparse          top-k in more rounds

@@ -383,6 +383,14 @@ def _muon_time(known: Choices, runs: FinishedRuns) -> Iterator[Row]:
         yield Row(f"Muon, {MUON_ROUNDS} rounds", short, beside)
 
 
+def _muon_long(known: Choices, runs: FinishedRuns) -> Iterator[Row]:
+    """Rounds of `LONG_ROUND` steps with Muon, and data parallel with Muon; both at the rate that is best at H = 25."""
+    given = {"optimizer": "muon", "rate": 4.0}
+    beside = {"data parallel with Muon": known.best("data-parallel", range(3), **given)}
+    yield Row("H = 25", known.best("diloco", range(3), **given), beside)
+    yield Row(f"H = {LONG_ROUND}", known.best("diloco", range(3), inner_steps=LONG_ROUND, **given), beside)
+
+
 def _muon_swarm(known: Choices, runs: FinishedRuns) -> Iterator[Row]:
     """Muon at the size of `make swarm`, beside AdamW at its best there."""
 
@@ -426,6 +434,7 @@ _LATER: tuple[tuple[str, str, Callable[[Choices, FinishedRuns], Iterator[Row]], 
     ("variants", "What may be done differently, without outer decay", _variants, "outer"),
     ("muon", "Muon for hidden matrices, with the outer step that is best for AdamW", _muon, "decay"),
     ("muon-time", "Muon in fewer rounds than AdamW", _muon_time, "decay"),
+    ("muon-long", "Muon in rounds of 25 and of 100 steps, outer step (.7, .8) with decay", _muon_long, "decay"),
     ("muon-swarm", "Muon in 14 rounds of 50 steps of w128, as in `make swarm`", _muon_swarm, ""),
     ("codecs", "Codecs", _codecs, "decay"),
     ("sparse", "topk with the outer step (1, 0): inner steps of a round, and inner rates", _sparse, "decay"),
