@@ -18,7 +18,7 @@ WITHOUT_COMMON_STATE: tuple[ArmName, ...] = ("moshpit", "gossip", "noloco", "pus
 PRESET, STEPS, PEERS, INNER_STEPS = "w64", 2000, 4, 25
 """The regime: steps of each peer, and the usual number of peers and of inner steps in a round."""
 
-UNIT_RATES = {"w64": 3e-3, "w128": 2e-3}
+UNIT_RATES = {"w64": 3e-3, "w96": 2e-3, "w128": 2e-3, "w192": 2e-3, "w256": 2e-3}
 """Inner learning rates of the presets when the laboratory began."""
 
 Variant = Literal["", "zero", "restarts", "moments"]
@@ -82,7 +82,7 @@ class Run:
     def settings(self) -> Preset:
         """The preset, with this run's recipe."""
         given = preset(self.preset)
-        return replace(given, recipe=self._recipe(given.for_run(self.rounds, self.inner_steps, None).recipe))
+        return replace(given, recipe=self._recipe(given.recipe))
 
     def _recipe(self, recipe: Recipe) -> Recipe:
         outer, momentum = self.outer or (0.9, 0.5)
