@@ -15,7 +15,8 @@ from statistics import median
 
 import torch
 
-from node.tasks.gpt import GptTask, InnerOptimizerName, preset
+from node.tasks.base import InnerOptimizerName
+from node.tasks.gpt import GptTask, preset
 from node.tasks.text import Text, load
 from node.training.muon import fast_dtype
 from node.training.task_learner import TaskLearner

@@ -75,7 +75,7 @@ def due(names: Sequence[str], journal: RunJournal, seeds: int | None = None) -> 
     """The missing runs of the experiments that have begun.
 
     Args:
-        seeds: only those of the first so many seeds.
+        seeds: only runs of this number of first seeds; None: of all.
     """
     found = (each for experiment in wanted(names, journal) for each in experiment.trials)
     seen = (each for each in found if seeds is None or each.run.seed < seeds)

@@ -1,16 +1,33 @@
 """The laboratory's experiments, the most important first. Later ones use what earlier ones chose.
 
-A choice is made only when every run that it compares is finished. Until then, experiments that need it have no runs.
+A choice needs all runs that it compares. Until they are finished, experiments that need it have no runs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from statistics import fmean
 from typing import Literal
 
 from benchmarks.journal import FinishedRuns
+from benchmarks.laboratory.choices import (
+    DECAYS,
+    FEW,
+    LONG_ROUND,
+    MANY,
+    MOMENTA,
+    REACHES,
+    Choices,
+    choices,
+    choose,
+    decay_candidates,
+    halved,
+    long_candidates,
+    losses,
+    outer_candidates,
+    outer_step,
+    rate_candidates,
+)
 from benchmarks.laboratory.runs import (
     ARMS,
     INNER_STEPS,
@@ -22,26 +39,15 @@ from benchmarks.laboratory.runs import (
     Run,
     trial,
 )
-from node.tasks.gpt import USUAL_OUTER_STEP
+from node.tasks.base import InnerOptimizerName
+from node.tasks.gpt import PLAIN_OUTER_STEP, USUAL_OUTER_STEP
 
-RATES, MOST_RATE = (1.0, 2.0), 8.0
-"""Inner learning rates, as multiples of `UNIT_RATES`: those that are tried first, and the largest."""
-REACHES, MOMENTA, MORE_MOMENTUM = (2.7, 3.5, 2.0, 4.5), (0.7, 0.5, 0.8), 0.9
-"""Of outer steps: the learning rate over 1 - momentum, which is how far a lasting direction is followed."""
-FEW, MANY = range(2), range(5)
-LOST, MISSING, LONG_ROUND = 0.5, 0.3, 100
+LOST, MISSING = 0.5, 0.3
 MUON_ROUNDS = 61
 """Of 80 rounds: more is saved than Muon's longer steps take with the presets, but w256 on CPUs without AVX-512."""
 SPEEDS = (1.0, 0.5, 0.25, 0.25)
-DECAYS = (0.0, 0.0625, 0.125, 0.25, 0.5, 1.0)
-"""Shares of a run, its last, in which the outer step decays."""
-SPARSE = (1.0, 0.0)
+SPARSE = PLAIN_OUTER_STEP
 """The outer step of SparseLoCo (Sarfi et al. 2025) for top-k."""
-
-
-def outer_step(reach: float, momentum: float) -> tuple[float, float]:
-    """Learning rate and momentum of an outer step."""
-    return round(reach * (1 - momentum), 4), momentum
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,110 +84,6 @@ class Experiment:
         """The runs, each once: seed by seed, and within a seed in the order of the rows."""
         found = (each for row in self.rows for each in (*row.trials, *(t for ts in row.beside.values() for t in ts)))
         return sorted(dict.fromkeys(found), key=lambda each: each.run.seed)
-
-
-@dataclass(frozen=True, slots=True)
-class Choices:
-    """What finished runs have settled.
-
-    Attributes:
-        rates: arm -> the inner rate with the least mean loss.
-        outer: the outer step with the least mean loss; None as long as that is open.
-        decay: the share of the run in which that decays, with the least mean loss; None as long as that is open.
-    """
-
-    rates: Mapping[ArmName, float]
-    outer: tuple[float, float] | None
-    decay: float | None
-
-    def best(self, arm: ArmName, seeds: Sequence[int], **changes: object) -> tuple[LabRun, ...]:
-        """The arm with its best values, for each seed.
-
-        Args:
-            changes: of the fields of a `Run`, or `inner_steps`, `peers` and `decay` as for `trial`.
-        """
-        sizes = {"decay": self.decay or 0.0}
-        sizes |= {key: changes.pop(key) for key in ("inner_steps", "peers", "decay") if key in changes}  # type: ignore[misc]
-        found = (trial(arm, seed, self.rates[arm], self.outer, **sizes) for seed in seeds)  # type: ignore[arg-type]
-        return tuple(replace(each, run=replace(each.run, **changes)) for each in found)  # type: ignore[arg-type]
-
-
-def losses(trials: Sequence[LabRun], runs: FinishedRuns) -> dict[int, float]:
-    """Seed -> final loss of the finished ones."""
-    return {each.run.seed: runs.loss(each) for each in trials if each in runs}
-
-
-Candidates = dict[object, tuple[LabRun, ...]]
-
-
-def choose(candidates: Candidates, runs: FinishedRuns) -> object | None:
-    """The candidate with the least mean loss, of those with the most seeds; None unless all runs are finished."""
-    if any(each not in runs for trials in candidates.values() for each in trials):
-        return None
-    most = max(map(len, candidates.values()))
-    whole = [key for key, trials in candidates.items() if len(trials) == most]
-    return min(whole, key=lambda key: fmean(losses(candidates[key], runs).values()))
-
-
-def halved(keys: Sequence[object], of: Callable[[object, int], LabRun], runs: FinishedRuns) -> Candidates:
-    """Each candidate's runs: all with the first seed, then the better half, the middle one included, with all of `FEW`.
-
-    Args:
-        of: the run of a candidate with a seed.
-    """
-    first: Candidates = {key: (of(key, FEW[0]),) for key in keys}
-    if any(trials[0] not in runs for trials in first.values()):
-        return first
-    better = sorted(keys, key=lambda key: runs.loss(first[key][0]))[: (len(keys) + 1) // 2]
-    return first | {key: tuple(of(key, seed) for seed in FEW) for key in better}
-
-
-def rate_candidates(arm: ArmName, runs: FinishedRuns, **changes: object) -> Candidates:
-    """The inner rates of an arm. While the best is the largest or the least of them, one beyond it follows.
-
-    Args:
-        changes: arguments of `trial`; without them the outer step has the first of `REACHES` and `MOMENTA`.
-    """
-    given = {"outer": outer_step(REACHES[0], MOMENTA[0]), **changes}
-
-    def of(rate: object, seed: int) -> LabRun:
-        return trial(arm, seed, rate, **given)  # type: ignore[arg-type]
-
-    rates: list[float] = list(RATES)
-    while isinstance(best := choose({rate: (of(rate, FEW[0]),) for rate in rates}, runs), float):
-        beyond = 2 * best if best == max(rates) else best / 2
-        if beyond in rates or not 1 / MOST_RATE <= beyond <= MOST_RATE:
-            break
-        rates.append(beyond)
-    return halved(rates, of, runs)
-
-
-def outer_candidates(rate: float, runs: FinishedRuns) -> Candidates:
-    """The outer steps of diloco. If the best has the largest of `MOMENTA`, one beyond it follows, of the same reach."""
-
-    def of(outer: object, seed: int) -> LabRun:
-        return trial("diloco", seed, rate, outer)  # type: ignore[arg-type]
-
-    steps = {outer_step(reach, momentum): (reach, momentum) for reach in REACHES for momentum in MOMENTA}
-    reach, momentum = steps.get(choose({step: (of(step, FEW[0]),) for step in steps}, runs), (0.0, 0.0))  # type: ignore[call-overload]
-    more = [outer_step(reach, MORE_MOMENTUM)] if momentum == max(MOMENTA) else []
-    return halved([*steps, *more], of, runs)
-
-
-def decay_candidates(rate: float, outer: tuple[float, float], runs: FinishedRuns) -> Candidates:
-    """Shares of the run in which the outer step of diloco decays."""
-    return halved(DECAYS, lambda decay, seed: trial("diloco", seed, rate, outer, decay=decay), runs)  # type: ignore[arg-type]
-
-
-def choices(runs: FinishedRuns) -> Choices:
-    """What the finished runs settle."""
-    chosen = {arm: choose(rate_candidates(arm, runs), runs) for arm in ARMS}  # type: ignore[arg-type]
-    rates = {arm: rate for arm, rate in chosen.items() if isinstance(rate, float)}
-    outer = choose(outer_candidates(rates["diloco"], runs), runs) if "diloco" in rates else None
-    if not isinstance(outer, tuple):
-        return Choices(rates, None, None)
-    decay = choose(decay_candidates(rates["diloco"], outer, runs), runs)
-    return Choices(rates, outer, decay if isinstance(decay, float) else None)
 
 
 def experiments(runs: FinishedRuns) -> list[Experiment]:
@@ -225,7 +127,7 @@ def _outer(known: Choices, runs: FinishedRuns) -> Iterator[Row]:
 
 def _swarm(known: Choices, runs: FinishedRuns) -> Iterator[Row]:
     """Inner rates and outer steps at the size of `make swarm`; the first is that of older presets."""
-    usual, longer, longest = (0.9, 0.5), (0.81, 0.7), (0.7, 0.8)
+    usual, longer, longest = USUAL_OUTER_STEP, (0.81, 0.7), (0.7, 0.8)
     keys = [(1.0, usual, 0.0), (2.0, usual, 0.0), (4.0, usual, 0.0), (4.0, longer, 0.0)]
     keys += [(2.0, outer, DECAYS[1]) for outer in (usual, longer, longest)]
 
@@ -252,17 +154,6 @@ def _inner_steps(known: Choices, runs: FinishedRuns) -> Iterator[Row]:
     beside = {"data parallel": known.best("data-parallel", FEW)}
     for steps in (INNER_STEPS, 10, 50, 100):
         yield Row(f"H = {steps}", known.best("diloco", FEW, inner_steps=steps, decay=0.0), beside)
-
-
-def long_candidates(decay: float, runs: FinishedRuns) -> Candidates:
-    """Inner rates and outer steps of rounds of `LONG_ROUND` steps."""
-    keys = [(rate, outer) for outer in ((0.9, 0.5), (0.81, 0.7), (0.7, 0.8)) for rate in (2.0, 4.0)]
-
-    def of(key: object, seed: int) -> LabRun:
-        rate, outer = key  # type: ignore[misc]
-        return trial("diloco", seed, rate, outer, inner_steps=LONG_ROUND, decay=decay)  # type: ignore[has-type]
-
-    return halved(keys, of, runs)
 
 
 def _long_rounds(known: Choices, runs: FinishedRuns) -> Iterator[Row]:
@@ -394,8 +285,10 @@ def _muon_long(known: Choices, runs: FinishedRuns) -> Iterator[Row]:
 def _muon_swarm(known: Choices, runs: FinishedRuns) -> Iterator[Row]:
     """Muon at the size of `make swarm`, beside AdamW at its best there."""
 
-    def of(rate: float, seed: int, optimizer: Literal["muon"] | None = "muon") -> LabRun:
-        return LabRun("diloco", Run(PEERS, 14, 50, "w128", seed, outer=(0.9, 0.5), rate=rate, optimizer=optimizer))
+    def of(rate: float, seed: int, optimizer: InnerOptimizerName = "muon") -> LabRun:
+        return LabRun(
+            "diloco", Run(PEERS, 14, 50, "w128", seed, outer=USUAL_OUTER_STEP, rate=rate, optimizer=optimizer)
+        )
 
     beside = {"AdamW, 2 x": tuple(of(2.0, seed, None) for seed in FEW)}
     for rate, trials in halved((1.0, 2.0, 4.0, 8.0), of, runs).items():  # type: ignore[arg-type]

@@ -11,7 +11,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from benchmarks.journal import FinishedRuns, paired, shares, spread
-from benchmarks.laboratory.experiments import MOST_RATE, Choices, Experiment, Row, choices, losses
+from benchmarks.laboratory.choices import MOST_RATE, Choices, choices, losses
+from benchmarks.laboratory.experiments import Experiment, Row
 from benchmarks.laboratory.runs import ARMS, ArmName, LabRun
 
 SHOWN_PERCENT = 8.0

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
 from node.outer.sgd import OuterSGD
-from node.tasks.base import Recipe
+from node.tasks.base import InnerOptimizerName, Recipe
 from node.tasks.gpt import Preset, preset
 
 ArmName = Literal[
@@ -57,7 +57,7 @@ class Run:
     codec: str = "fp32"
     outer: tuple[float, float] | None = None
     rate: float = 1.0
-    optimizer: Literal["muon"] | None = None
+    optimizer: InnerOptimizerName = None
     speeds: tuple[float, ...] = ()
     decay: float = 0.0
     averaged: int = 1
@@ -153,7 +153,7 @@ def trial(
     outer: tuple[float, float] | None = None,
     peers: int = PEERS,
     inner_steps: int = INNER_STEPS,
-    optimizer: Literal["muon"] | None = None,
+    optimizer: InnerOptimizerName = None,
     decay: float = 0.0,
 ) -> LabRun:
     """A run in the regime. Arms without an outer step take none of its values, so that equal runs have equal names."""

@@ -67,6 +67,10 @@ class Task(Protocol):
         """Mean loss of the present module over held-out data, which no stream ever draws."""
 
 
+InnerOptimizerName = Literal["muon"] | None
+"""None: adamw."""
+
+
 @dataclass(frozen=True, slots=True)
 class Recipe:
     """Hyper-parameters of a run: the inner steps, the rounds, and the outer step (Nesterov SGD).
@@ -113,7 +117,7 @@ class Recipe:
     outer_pull: float | None = None
     mean: Literal["token"] | None = None
     decay: Literal["matrices"] | None = None
-    inner_optimizer: Literal["muon"] | None = None
+    inner_optimizer: InnerOptimizerName = None
     outer_decay: float | None = None
 
     def __post_init__(self) -> None:

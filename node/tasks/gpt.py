@@ -11,13 +11,12 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Literal
 
 import torch
 from torch import nn
 from torch.nn import functional
 
-from node.tasks.base import Batch, Recipe, require
+from node.tasks.base import Batch, InnerOptimizerName, Recipe, require
 from node.tasks.text import Text
 
 VOCABULARY = 256
@@ -52,8 +51,6 @@ class GptConfig:
         return 32 * math.ceil(8 * self.width / 3 / 32)
 
 
-InnerOptimizerName = Literal["muon"] | None
-"""None: adamw."""
 USUAL_OUTER_STEP, PLAIN_OUTER_STEP = (0.9, 0.5), (1.0, 0.0)
 """Learning rate and momentum."""
 
@@ -76,17 +73,17 @@ class Preset:
         optimizer: InnerOptimizerName = "muon",
         outer_step: tuple[float, float] | None = None,
     ) -> Preset:
-        """The preset for a run of so many rounds and inner steps in each.
+        """The preset for a run of this length.
 
         Args:
-            optimizer: as `Recipe.inner_optimizer`.
+            rounds, inner_steps, optimizer: as in `Recipe`.
             outer_step: learning rate and momentum, without decay; None: what is best for the run's length.
         """
         return replace(self, recipe=_recipe(self.shape.width, inner_steps, rounds, optimizer, outer_step))
 
 
 MANY_ROUNDS, SHORT_ROUND = 40, 50
-"""From so many rounds on, of at most so many inner steps, a run has an outer step with more momentum."""
+"""A run of at least `MANY_ROUNDS`, each of at most `SHORT_ROUND` inner steps, has an outer step with more momentum."""
 MUON_RATES: Mapping[int, float] = MappingProxyType({64: 1.2e-2, 96: 1e-2, 128: 8e-3, 192: 6e-3, 256: 4e-3})
 """Width -> inner learning rate with Muon. Measured are w64 in many rounds and w128 in few."""
 ADAMW_RATES: Mapping[int, tuple[float, float]] = MappingProxyType(

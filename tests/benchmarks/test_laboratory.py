@@ -9,7 +9,8 @@ import pytest
 
 from benchmarks.journal import RunJournal
 from benchmarks.laboratory import __main__ as laboratory
-from benchmarks.laboratory.experiments import choose, experiments, outer_candidates, rate_candidates
+from benchmarks.laboratory.choices import choose, outer_candidates, rate_candidates
+from benchmarks.laboratory.experiments import experiments
 from benchmarks.laboratory.perform import Finished
 from benchmarks.laboratory.report import table
 from benchmarks.laboratory.runs import ARMS, LabRun, trial
