@@ -25,12 +25,15 @@ muon            Muon for hidden matrices, its rates, beside AdamW
 muon-time       Muon in fewer rounds, because its steps take longer
 muon-long       Muon in rounds of 100 steps
 muon-swarm      Muon's rates in 14 rounds of w128
-codecs          int8, e3m0, top-k with error feedback
+muon-outer      outer steps with Muon
+muon-codecs     int8 and e3m0 with Muon
+codecs          int8, e3m0, top-k with error feedback, with AdamW
 sparse          top-k in more rounds
-between         the presets' outer steps for few rounds and for many, in 20, 40 and 80 rounds, with Muon
-peers           their number
-trouble         half of the contributions lost; unequal speeds
+between         the presets' outer steps for few rounds and for many, in 20 and 40 rounds, with Muon
+peers           their number, with Muon
+trouble         unequal speeds; half of the contributions lost; with Muon
 family          Moshpit, gossip, NoLoCo and push-sum at 8 peers, in calm and with 30 % missing in each round
+adamw-family    the same with AdamW
 
 Averaging is arithmetic in memory, without votes or a network; `--check` finds the same losses through the real
 protocol. In `family` each peer is down with the same probability in each round, the same peers with every protocol:
@@ -53,9 +56,10 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.journal import RunJournal
-from benchmarks.laboratory.experiments import NAMES, Experiment, experiments
+from benchmarks.laboratory.experiments import NAMES, experiments
 from benchmarks.laboratory.perform import Finished, perform
 from benchmarks.laboratory.report import draw, show
+from benchmarks.laboratory.rows import Experiment
 from benchmarks.laboratory.runs import LabRun
 from benchmarks.laboratory.through_protocol import check
 from tests.sim.arguments import Parser, at_least_one

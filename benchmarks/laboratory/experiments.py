@@ -6,10 +6,11 @@ A choice needs all runs that it compares. Until they are finished, experiments t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Literal
 
 from benchmarks.journal import FinishedRuns
+from benchmarks.laboratory import muon_experiments as muon
 from benchmarks.laboratory.choices import (
     DECAYS,
     FEW,
@@ -23,67 +24,16 @@ from benchmarks.laboratory.choices import (
     decay_candidates,
     halved,
     long_candidates,
-    losses,
     outer_candidates,
     outer_step,
     rate_candidates,
 )
-from benchmarks.laboratory.runs import (
-    ARMS,
-    INNER_STEPS,
-    PEERS,
-    STEPS,
-    WITHOUT_COMMON_STATE,
-    ArmName,
-    LabRun,
-    Run,
-    trial,
-)
-from node.tasks.base import InnerOptimizerName
+from benchmarks.laboratory.rows import Experiment, Row
+from benchmarks.laboratory.runs import ARMS, INNER_STEPS, PEERS, LabRun, Run
 from node.tasks.gpt import PLAIN_OUTER_STEP, USUAL_OUTER_STEP
 
-LOST, MISSING = 0.5, 0.3
-MUON_ROUNDS = 61
-"""Of 80 rounds: more is saved than Muon's longer steps take with the presets, but w256 on CPUs without AVX-512."""
-SPEEDS = (1.0, 0.5, 0.25, 0.25)
 SPARSE = PLAIN_OUTER_STEP
 """The outer step of SparseLoCo (Sarfi et al. 2025) for top-k."""
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """The same run with several seeds.
-
-    Attributes:
-        beside: label -> the runs that these are paired with, seed by seed.
-    """
-
-    label: str
-    trials: tuple[LabRun, ...]
-    beside: Mapping[str, tuple[LabRun, ...]]
-
-    def losses(self, runs: FinishedRuns) -> dict[int, float]:
-        return losses(self.trials, runs)
-
-
-@dataclass(frozen=True, slots=True)
-class Experiment:
-    """Rows of a table.
-
-    Attributes:
-        waits_for: what has to be chosen first; then there are no rows yet.
-    """
-
-    name: str
-    title: str
-    rows: tuple[Row, ...] = ()
-    waits_for: str = ""
-
-    @property
-    def trials(self) -> list[LabRun]:
-        """The runs, each once: seed by seed, and within a seed in the order of the rows."""
-        found = (each for row in self.rows for each in (*row.trials, *(t for ts in row.beside.values() for t in ts)))
-        return sorted(dict.fromkeys(found), key=lambda each: each.run.seed)
 
 
 def experiments(runs: FinishedRuns) -> list[Experiment]:
@@ -202,17 +152,6 @@ def _decay(known: Choices, runs: FinishedRuns) -> Iterator[Row]:
         yield Row(f"in the last {decay:.2%}" if decay else "never", trials, beside)
 
 
-def _peers(known: Choices, runs: FinishedRuns) -> Iterator[Row]:
-    for peers in (PEERS, 1, 2, 8):
-        arm: ArmName = "diloco" if peers > 1 else "alone-outer"
-        beside = known.best("data-parallel" if peers > 1 else "alone", FEW, **({"peers": peers} if peers > 1 else {}))
-        yield Row(
-            f"{peers} peers" if peers > 1 else "1 peer",
-            known.best(arm, FEW, peers=peers),
-            {"data parallel of as many peers; of one, without the outer step": beside},
-        )
-
-
 def _codecs(known: Choices, runs: FinishedRuns) -> Iterator[Row]:
     """Those that lose little have all seeds."""
     beside = {"float32": known.best("diloco", MANY)}
@@ -232,84 +171,6 @@ def _sparse(known: Choices, runs: FinishedRuns) -> Iterator[Row]:
         yield Row(f"H = {steps}, {rate:g} x the inner rate", trials, beside)
 
 
-def _between(known: Choices, runs: FinishedRuns) -> Iterator[Row]:
-    """The presets' outer steps of few rounds and of many, where they change, and on either side."""
-    for rounds in (40, 20, 80):
-        given = {"optimizer": "muon", "rate": 4.0, "inner_steps": STEPS // rounds}
-        few = known.best("diloco", FEW, outer=USUAL_OUTER_STEP, decay=0.0, **given)
-        yield Row(f"{rounds} rounds, (.9, .5)", few, {})
-        yield Row(f"{rounds} rounds, (.7, .8) and decay", known.best("diloco", FEW, **given), {"(.9, .5)": few})
-
-
-def _trouble(known: Choices, runs: FinishedRuns) -> Iterator[Row]:
-    seeds = range(3)
-    calm = known.best("diloco", seeds)
-    beside = {"4 equal peers, nothing lost": calm}
-    yield Row("4 equal peers, nothing lost", calm, {})
-    yield Row("half of the contributions lost", known.best("diloco", seeds, drop=LOST), beside)
-    yield Row("speeds 4:2:1:1, half of the tokens", known.best("diloco", seeds, speeds=SPEEDS), beside)
-    yield Row("2 equal peers, half of the tokens", known.best("diloco", seeds, peers=2), beside)
-
-
-def _muon(known: Choices, runs: FinishedRuns) -> Iterator[Row]:
-    """Muon at each rate, then both optimisers at their best, three seeds each."""
-    for arm in ("data-parallel", "diloco"):
-        given = {"optimizer": "muon", "outer": known.outer, "decay": known.decay}
-        candidates = rate_candidates(arm, runs, **given)  # type: ignore[arg-type]
-        beside = {"AdamW, the same arm": known.best(arm, range(3))}  # type: ignore[arg-type]
-        best = choose(candidates, runs)  # type: ignore[arg-type]
-        for rate, trials in candidates.items():
-            third = (trial(arm, 2, rate, **given),) if rate == best else ()  # type: ignore[arg-type]
-            yield Row(f"{arm}, {rate:g} x the inner rate", (*trials, *third), beside)
-
-
-def _muon_time(known: Choices, runs: FinishedRuns) -> Iterator[Row]:
-    """Muon in fewer rounds, because its steps take longer."""
-    given = {"optimizer": "muon", "outer": known.outer, "decay": known.decay}
-    best = choose(rate_candidates("diloco", runs, **given), runs)  # type: ignore[arg-type]
-    if isinstance(best, float):
-        whole = [trial("diloco", seed, best, **given) for seed in range(3)]  # type: ignore[arg-type]
-        short = tuple(replace(each, run=replace(each.run, rounds=MUON_ROUNDS)) for each in whole)
-        beside = {f"AdamW, {whole[0].run.rounds} rounds": known.best("diloco", range(3))}
-        yield Row(f"Muon, {MUON_ROUNDS} rounds", short, beside)
-
-
-def _muon_long(known: Choices, runs: FinishedRuns) -> Iterator[Row]:
-    """Rounds of `LONG_ROUND` steps with Muon, and data parallel with Muon; both at the rate that is best at H = 25."""
-    given = {"optimizer": "muon", "rate": 4.0}
-    beside = {"data parallel with Muon": known.best("data-parallel", range(3), **given)}
-    yield Row("H = 25", known.best("diloco", range(3), **given), beside)
-    yield Row(f"H = {LONG_ROUND}", known.best("diloco", range(3), inner_steps=LONG_ROUND, **given), beside)
-
-
-def _muon_swarm(known: Choices, runs: FinishedRuns) -> Iterator[Row]:
-    """Muon at the size of `make swarm`, beside AdamW at its best there."""
-
-    def of(rate: float, seed: int, optimizer: InnerOptimizerName = "muon") -> LabRun:
-        return LabRun(
-            "diloco", Run(PEERS, 14, 50, "w128", seed, outer=USUAL_OUTER_STEP, rate=rate, optimizer=optimizer)
-        )
-
-    beside = {"AdamW, 2 x": tuple(of(2.0, seed, None) for seed in FEW)}
-    for rate, trials in halved((1.0, 2.0, 4.0, 8.0), of, runs).items():  # type: ignore[arg-type]
-        yield Row(f"{rate:g} x the inner rate", trials, beside)
-
-
-def _family(known: Choices, runs: FinishedRuns) -> Iterator[Row]:
-    """With 8 peers, in calm and with peers missing; the butterfly under failures is diloco."""
-
-    def of(arm: ArmName, seed: int, failure: float) -> LabRun:
-        decay = (known.decay or 0.0) if arm != "noloco" else 0.0  # its rule has none
-        given = trial(arm, seed, known.rates["diloco"], known.outer, peers=8, decay=decay)
-        return replace(given, failure=failure)
-
-    for failure in (0.0, MISSING):
-        missing = f", {failure:.0%} missing in each round" if failure else ""
-        beside = {"butterfly, as many missing": tuple(of("butterfly", seed, failure) for seed in FEW)}
-        for arm in ("butterfly", *WITHOUT_COMMON_STATE):
-            yield Row(f"{arm}{missing}", tuple(of(arm, seed, failure) for seed in FEW), beside)
-
-
 Needs = Literal["", "rates", "outer", "decay"]
 """What has to be chosen before an experiment begins."""
 _LATER: tuple[tuple[str, str, Callable[[Choices, FinishedRuns], Iterator[Row]], Needs], ...] = (
@@ -325,15 +186,18 @@ _LATER: tuple[tuple[str, str, Callable[[Choices, FinishedRuns], Iterator[Row]], 
     ),
     ("long-rounds", f"Rounds of {LONG_ROUND} steps, with rates and outer steps of their own", _long_rounds, "decay"),
     ("variants", "What may be done differently, without outer decay", _variants, "outer"),
-    ("muon", "Muon for hidden matrices, with the outer step that is best for AdamW", _muon, "decay"),
-    ("muon-time", "Muon in fewer rounds than AdamW", _muon_time, "decay"),
-    ("muon-long", "Muon in rounds of 25 and of 100 steps, outer step (.7, .8) with decay", _muon_long, "decay"),
-    ("muon-swarm", "Muon in 14 rounds of 50 steps of w128, as in `make swarm`", _muon_swarm, ""),
-    ("codecs", "Codecs", _codecs, "decay"),
+    ("muon", "Muon for hidden matrices, with the outer step that is best for AdamW", muon.rates, "decay"),
+    ("muon-time", "Muon in fewer rounds than AdamW", muon.fewer_rounds, "decay"),
+    ("muon-long", "Muon in rounds of 25 and of 100 steps, outer step (.7, .8) with decay", muon.long_rounds, "decay"),
+    ("muon-swarm", "Muon in 14 rounds of 50 steps of w128, as in `make swarm`", muon.swarm, ""),
+    ("muon-outer", "Outer steps with Muon, decay in each", muon.outer_steps, "decay"),
+    ("muon-codecs", "Codecs with Muon", muon.codecs, "decay"),
+    ("codecs", "Codecs with AdamW", _codecs, "decay"),
     ("sparse", "topk with the outer step (1, 0): inner steps of a round, and inner rates", _sparse, "decay"),
-    ("between", "Muon with the outer steps of the presets, for few rounds and for many", _between, "decay"),
-    ("peers", "Number of peers, with the values that are best for 4", _peers, "decay"),
-    ("trouble", "Lost contributions, and unequal speeds", _trouble, "decay"),
-    ("family", "Eight peers without a common state, beside the butterfly", _family, "decay"),
+    ("between", "Muon with the outer steps of the presets, for few rounds and for many", muon.between, "decay"),
+    ("peers", "Number of peers, with Muon and the values that are best for 4", muon.peers, "decay"),
+    ("trouble", "Unequal speeds, and lost contributions, with Muon", muon.trouble, "decay"),
+    ("family", "Eight peers without a common state, beside the butterfly, with Muon", muon.family, "decay"),
+    ("adamw-family", "The same with AdamW", muon.adamw_family, "decay"),
 )
 NAMES = ("baselines", *(name for name, *_ in _LATER))

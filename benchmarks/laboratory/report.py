@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 
 from benchmarks.journal import FinishedRuns, paired, shares, spread
 from benchmarks.laboratory.choices import MOST_RATE, Choices, choices, losses
-from benchmarks.laboratory.experiments import Experiment, Row
+from benchmarks.laboratory.rows import Experiment, Row
 from benchmarks.laboratory.runs import ARMS, ArmName, LabRun
 
 SHOWN_PERCENT = 8.0
