@@ -29,12 +29,12 @@ from dataclasses import asdict, replace
 from functools import wraps
 from pathlib import Path
 from statistics import median
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import psutil
 import torch
 
-from benchmarks.averaging_peer import Setup
+from benchmarks.averaging_setup import Setup
 from protocols.codec import CODECS
 from protocols.wire import MAX_ROSTER
 from tests.sim.arguments import Parser
@@ -47,7 +47,10 @@ LOGGED_LINES = 12
 SPARE_SECONDS = 60.0  # how long an answer may take beyond the round's own deadline
 
 Answer = dict[str, Any]
-Main = Callable[[Sequence[str] | None], int]
+
+
+class Main(Protocol):
+    def __call__(self, arguments: Sequence[str] | None = None) -> int: ...
 
 
 class SwarmError(Exception):
@@ -251,7 +254,7 @@ async def play_round(swarm: Swarm, number: int, floor: bool = True) -> Answer:
 
 def span_seconds(answers: Sequence[Answer]) -> float:
     """Seconds from the first start to the last end."""
-    return max(answer["ended"] for answer in answers) - min(answer["began"] for answer in answers)
+    return float(max(answer["ended"] for answer in answers) - min(answer["began"] for answer in answers))
 
 
 def show(report: Answer) -> None:

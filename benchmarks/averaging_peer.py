@@ -233,7 +233,7 @@ class Peer:
                 task.cancel()
 
     async def digest(self) -> dict[str, Any]:
-        content = memoryview(self._into.numpy()).cast("B")
+        content = self._into.numpy().data.cast("B")
         digest = await self._compute.run(lambda: hashlib.sha256(content).hexdigest(), len(content))
         if self.setup.rank == 0:
             await self._compute.run(lambda: self.setup.result.write_bytes(content), len(content))

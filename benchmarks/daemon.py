@@ -27,7 +27,7 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import psutil  # type: ignore[import-untyped]
+import psutil
 import uvloop
 
 from node.network.libp2p import LibP2PConfig, LibP2PTransport

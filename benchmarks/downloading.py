@@ -105,11 +105,12 @@ def measure(case: str, options: argparse.Namespace) -> dict[str, Any]:
     with nullcontext() if case == "one" else Namespaces() as network:
         places = [network.add(f"peer{rank}") for rank in range(1 + donors)] if network else []
         lines = list(itertools.islice(itertools.cycle(options.megabits), donors))
-        for rank, megabits in enumerate(lines if network else (), 1):
-            network.slow(f"peer{rank}", megabits * 1_000_000)
+        if network:
+            for rank, megabits in enumerate(lines, 1):
+                network.slow(f"peer{rank}", megabits * 1_000_000)
         with delayed(network, options.milliseconds) if network else nullcontext():
             passes = asyncio.run(play(case, setup, places, lines, options.passes))
-    middle = {
+    middle: dict[str, Any] = {
         key: median(each[key] for each in passes) for key in ("plain", "wire", "download", "work") if key in passes[0]
     }
     line = {} if case == "one" else {"line": megabytes / (sum(lines) / 8)}

@@ -174,7 +174,7 @@ def write_state(setup: Setup) -> SnapshotIndex:
     for _half in range(2):
         for chunk in range(chunk_count(setup.elements)):
             low, high = chunk_range(0, setup.elements, chunk)
-            data = memoryview(torch.randn(high - low, generator=generator).numpy()).cast("B")
+            data = torch.randn(high - low, generator=generator).numpy().data.cast("B")
             buffer.write(offset, data)
             digests.append(hashlib.sha256(data).digest())
             offset += len(data)

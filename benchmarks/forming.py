@@ -30,7 +30,7 @@ from statistics import median
 import torch
 
 from benchmarks.averaging import Answer, Swarm, ends_in_one_line
-from benchmarks.averaging_peer import Setup
+from benchmarks.averaging_setup import Setup
 from protocols.wire import MAX_ROSTER
 from tests.sim.arguments import Parser, at_least_one
 

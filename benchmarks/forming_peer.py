@@ -18,7 +18,8 @@ from typing import Any
 
 import uvloop
 
-from benchmarks.averaging_peer import ROOT, RUN, Peer, Setup, main
+from benchmarks.averaging_peer import ROOT, RUN, Peer, main
+from benchmarks.averaging_setup import Setup
 from protocols import INDEPENDENT_PROTOCOLS
 from protocols.allreduce.all_reduce import DATA
 from protocols.base import (

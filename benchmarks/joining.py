@@ -113,7 +113,7 @@ def _join(swarm: RealSwarm, first: RealPeer, carries: Lines, what: str, patience
 
 def _part_here(peer: RealPeer) -> float:
     syncing = peer.status().get("syncing") or {}
-    return syncing.get("bytes_here", 0) / (syncing.get("bytes_whole") or 1)
+    return float(syncing.get("bytes_here", 0) / (syncing.get("bytes_whole") or 1))
 
 
 def _passes(peer: RealPeer) -> list[Report] | None:

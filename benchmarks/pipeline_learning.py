@@ -98,15 +98,19 @@ def initial_weights(run: StagedRun) -> dict[str, torch.Tensor]:
     return GptStage(run.preset.shape, 0, len(block_names(run.preset.shape)), run.seed).state_dict()
 
 
+def _copy(vector: torch.Tensor, size: int) -> torch.Tensor:
+    return vector.clone()
+
+
 def evaluated(run: StagedRun, anchors: Sequence[torch.Tensor]) -> float:
     """Held-out loss of these outer parameters: one vector for each stage."""
     task = GptTask(run.preset, load())
     if run.stages == 1:
-        flatten(task.module, lambda size: anchors[0].clone(), resume=True)
+        flatten(task.module, partial(_copy, anchors[0]), resume=True)
         return task.evaluate()
     modules = [run.stage_task(stage).module for stage in range(run.stages)]
     for module, anchor in zip(modules, anchors, strict=True):
-        flatten(module, lambda size, anchor=anchor: anchor.clone(), resume=True)
+        flatten(module, partial(_copy, anchor), resume=True)
     task.module.load_state_dict(assemble(run.preset.shape, modules).state_dict())
     return task.evaluate()
 
@@ -199,7 +203,8 @@ def perform(run: StagedRun) -> tuple[History, float]:
         batches=BATCHES,
     )
     began, history = time.perf_counter(), History()
-    outcome = play(scenario, partial(StagedWorld if run.stages > 1 else WholeWorld, run, history))
+    world: Callable[..., World] = StagedWorld if run.stages > 1 else WholeWorld
+    outcome = play(scenario, partial(world, run, history))
     if outcome.violations:
         raise RuntimeError(f"{run.name()}: {outcome.violations[0]}")
     return history, time.perf_counter() - began

@@ -74,9 +74,9 @@ def owner(process: psutil.Process) -> str:
     """Nickname of the peer that a process belongs to."""
     line = process.cmdline()
     while "--nickname" not in line:
-        process = process.parent()  # type: ignore[assignment]
+        process = process.parent()
         line = process.cmdline()
-    return line[line.index("--nickname") + 1]
+    return str(line[line.index("--nickname") + 1])
 
 
 def pss_of(parent: int) -> dict[tuple[str, str], int]:
@@ -114,7 +114,7 @@ def memory(width: int, layers: int) -> dict[str, Any]:
     bytes_each = {process: sum(of.values()) for process, of in TENSORS.items()}
     print("| peer | parameters | tensors: peer | worker | shared by both | PSS: peer | worker | p2pd |")
     print("|---|---|---|---|---|---|---|---|")
-    rows = []
+    rows: list[dict[str, Any]] = []
     for stage, count in enumerate(manifest.elements):
         name = f"peer-{stage + 1}"
         tensors = {process: each * count for process, each in bytes_each.items()}

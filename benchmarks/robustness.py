@@ -33,8 +33,9 @@ from benchmarks.laboratory.runs import Run
 from benchmarks.laboratory.through_protocol import LearningWorld, through_the_protocol
 from node.training.trainer import InlineTrainer, LocalTraining
 from protocols import robust
+from protocols.allreduce import clipping
 from protocols.allreduce import plan as planning
-from protocols.base import Settings, Vector
+from protocols.base import Settings, Trainer, Vector
 from protocols.robust import RULES, Rule
 from tests.sim.arguments import Parser, at_least_one
 from tests.sim.byzantine.gradients import FACTOR, PoisonedTrainer, alie, ipm
@@ -91,7 +92,7 @@ def error(rule: Rule, attack: str, seed: int) -> float:
 def clipped_mean(contributions: torch.Tensor, weights: Sequence[float], into: Vector) -> None:
     """The mean with norms clipped to their median, as in a run without a rule."""
     norms = [float(row.norm()) for row in contributions]
-    for row, factor in zip(contributions, planning.clip_factors(norms, [1.0] * len(norms)), strict=True):
+    for row, factor in zip(contributions, clipping.clip_factors(norms, [1.0] * len(norms)), strict=True):
         row.mul_(factor)
     robust.mean(contributions, weights, into)
 
@@ -172,7 +173,7 @@ class _World(LearningWorld):
         member = LabMember(trial.run(), index)
         return PoisonedTrainer(member, trial.inner_steps, 1.0, trial.attack, liars, lambda: self._honest)
 
-    def _settings(self, index: int, trainer: InlineTrainer, transport: SimTransport) -> Settings:
+    def _settings(self, index: int, trainer: Trainer, transport: SimTransport) -> Settings:
         rule = "mean" if self._trial.rule == "plain" else self._trial.rule
         return replace(super()._settings(index, trainer, transport), robust=rule)
 
@@ -180,7 +181,7 @@ class _World(LearningWorld):
 @contextmanager
 def _unclipped() -> Iterator[None]:
     """Switch off clipping, by declared and by measured norms."""
-    factors, slack = planning.clip_factors, robust.MEASURED_SLACK
+    factors, slack = clipping.clip_factors, robust.MEASURED_SLACK
     planning.clip_factors = lambda norms, allowances: (1.0,) * len(norms)  # type: ignore[attr-defined]
     robust.MEASURED_SLACK = math.inf
     try:

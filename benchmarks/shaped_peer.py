@@ -14,7 +14,8 @@ from typing import Any
 
 import uvloop
 
-from benchmarks.averaging_peer import Peer, Setup, main
+from benchmarks.averaging_peer import Peer, main
+from benchmarks.averaging_setup import Setup
 from protocols.allreduce.all_reduce import DATA
 from protocols.base import Deadline, Handler, Host, PeerId, Stream, Transport
 

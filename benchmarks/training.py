@@ -112,7 +112,7 @@ class Bare:
 
 def _busy_seconds(trainer: RemoteTrainer) -> float:
     times = psutil.Process(trainer.pid).cpu_times()
-    return times.user + times.system + time.process_time()
+    return float(times.user + times.system + time.process_time())
 
 
 async def speed(trainer: RemoteTrainer, number: int, local: Vector) -> Speed:

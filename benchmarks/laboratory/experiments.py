@@ -19,6 +19,7 @@ from benchmarks.laboratory.choices import (
     MOMENTA,
     REACHES,
     Choices,
+    OuterStep,
     choices,
     choose,
     decay_candidates,
@@ -71,7 +72,7 @@ def _baselines(known: Choices, runs: FinishedRuns) -> Experiment:
 def _outer(known: Choices, runs: FinishedRuns) -> Iterator[Row]:
     beside = {"data parallel": known.best("data-parallel", FEW)}
     for outer, trials in outer_candidates(known.rates["diloco"], runs).items():
-        rate, momentum = outer  # type: ignore[misc]
+        rate, momentum = outer
         yield Row(f"rate {rate:g}, momentum {momentum:g}: {rate / (1 - momentum):.1f}", trials, beside)
 
 
@@ -81,14 +82,14 @@ def _swarm(known: Choices, runs: FinishedRuns) -> Iterator[Row]:
     keys = [(1.0, usual, 0.0), (2.0, usual, 0.0), (4.0, usual, 0.0), (4.0, longer, 0.0)]
     keys += [(2.0, outer, DECAYS[1]) for outer in (usual, longer, longest)]
 
-    def of(key: object, seed: int) -> LabRun:
-        rate, outer, decay = key  # type: ignore[misc]
-        return LabRun("diloco", Run(PEERS, 14, 50, "w128", seed, outer=outer, rate=rate, decay=decay))  # type: ignore[has-type]
+    def of(key: tuple[float, OuterStep, float], seed: int) -> LabRun:
+        rate, outer, decay = key
+        return LabRun("diloco", Run(PEERS, 14, 50, "w128", seed, outer=outer, rate=rate, decay=decay))
 
     beside = {"the first": tuple(of(keys[0], seed) for seed in FEW)}
-    for (rate, outer, decay), trials in halved(keys, of, runs).items():  # type: ignore[misc]
+    for (rate, outer, decay), trials in halved(keys, of, runs).items():
         label = "{:g} x the inner rate, outer step ({:g}, {:g})".format(rate, *outer)
-        yield Row(label + (", decay" if decay else ""), trials, beside)  # type: ignore[has-type]
+        yield Row(label + (", decay" if decay else ""), trials, beside)
 
 
 def _seeds(known: Choices, runs: FinishedRuns) -> Iterator[Row]:
@@ -110,7 +111,7 @@ def _long_rounds(known: Choices, runs: FinishedRuns) -> Iterator[Row]:
     """The best of them has all seeds."""
     candidates = long_candidates(known.decay or 0.0, runs)
     best = choose(candidates, runs)
-    for (rate, outer), trials in candidates.items():  # type: ignore[misc]
+    for (rate, outer), trials in candidates.items():
         seeds = MANY if (rate, outer) == best else range(len(trials))
         yield Row(
             "{:g} x the inner rate, outer step ({:g}, {:g})".format(rate, *outer),

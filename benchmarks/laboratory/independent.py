@@ -62,7 +62,7 @@ class _States:
         self._outer, self._size = outer, starts.shape[1]
 
     def bring(self, peer: int, local: torch.Tensor, round_number: int) -> None:
-        phi, velocity = self.brought[peer].split(self._size)
+        phi, velocity = torch.split(self.brought[peer], self._size)
         self._outer.at(round_number).step(phi, velocity, phi - local)
 
     def take(self, peer: int, mixed: torch.Tensor) -> torch.Tensor:

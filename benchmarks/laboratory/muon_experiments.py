@@ -12,6 +12,7 @@ from benchmarks.laboratory.choices import (
     LONG_ROUND,
     MANY,
     Choices,
+    OuterStep,
     choose,
     halved,
     rate_candidates,
@@ -48,23 +49,23 @@ def rates(known: Choices, runs: FinishedRuns) -> Iterator[Row]:
     """Muon at each rate, then both optimisers at their best, with all seeds."""
     for arm in ("data-parallel", "diloco"):
         given = {"optimizer": "muon", "outer": known.outer, "decay": known.decay}
-        candidates = rate_candidates(arm, runs, **given)  # type: ignore[arg-type]
-        beside = {"AdamW, the same arm": known.best(arm, MANY)}  # type: ignore[arg-type]
-        best = choose(candidates, runs)  # type: ignore[arg-type]
+        candidates = rate_candidates(arm, runs, **given)
+        beside = {"AdamW, the same arm": known.best(arm, MANY)}
+        best = choose(candidates, runs)
         for rate, trials in candidates.items():
-            more = [trial(arm, seed, rate, **given) for seed in MANY[2:] if rate == best]  # type: ignore[arg-type]
-            yield Row(f"{arm}, {rate:g} x the inner rate", (*trials, *more), beside)
+            found = _muon(known, arm, MANY, rate=rate) if rate == best else trials
+            yield Row(f"{arm}, {rate:g} x the inner rate", found, beside)
 
 
 def outer_steps(known: Choices, runs: FinishedRuns) -> Iterator[Row]:
     """Outer steps for Muon, decay in each."""
     beside = {"data parallel with Muon": _muon(known, "data-parallel", FEW)}
 
-    def of(outer: object, seed: int) -> LabRun:
+    def of(outer: OuterStep, seed: int) -> LabRun:
         return _muon(known, "diloco", range(seed, seed + 1), outer=outer)[0]
 
     for outer, trials in halved(OUTER_STEPS, of, runs).items():
-        yield Row("rate {:g}, momentum {:g}".format(*outer), trials, beside)  # type: ignore[misc]
+        yield Row("rate {:g}, momentum {:g}".format(*outer), trials, beside)
 
 
 def fewer_rounds(known: Choices, runs: FinishedRuns) -> Iterator[Row]:
@@ -83,14 +84,14 @@ def long_rounds(known: Choices, runs: FinishedRuns) -> Iterator[Row]:
 def swarm(known: Choices, runs: FinishedRuns) -> Iterator[Row]:
     """Muon at the size of `make swarm`, beside AdamW at its best there."""
 
-    def of(key: object, seed: int, optimizer: InnerOptimizerName = "muon") -> LabRun:
-        rate, outer, decay = key  # type: ignore[misc]
-        given = Run(PEERS, 14, 50, "w128", seed, outer=outer, rate=rate, optimizer=optimizer, decay=decay)  # type: ignore[has-type]
+    def of(key: tuple[float, OuterStep, float], seed: int, optimizer: InnerOptimizerName = "muon") -> LabRun:
+        rate, outer, decay = key
+        given = Run(PEERS, 14, 50, "w128", seed, outer=outer, rate=rate, optimizer=optimizer, decay=decay)
         return LabRun("diloco", given)
 
     beside = {"AdamW, 2 x": tuple(of((2.0, USUAL_OUTER_STEP, 0.0), seed, None) for seed in FEW)}
     keys = [(rate, USUAL_OUTER_STEP, 0.0) for rate in (1.0, 2.0, 4.0, 8.0)]
-    for (rate, _, _), trials in halved(keys, of, runs).items():  # type: ignore[misc]
+    for (rate, _, _), trials in halved(keys, of, runs).items():
         yield Row(f"{rate:g} x the inner rate", trials, beside)
     more = tuple(of((RATE, (0.7, 0.8), DECAYS[1]), seed) for seed in FEW)
     yield Row(f"{RATE:g} x the inner rate, outer step (.7, .8) with decay", more, beside)
@@ -116,7 +117,7 @@ def peers(known: Choices, runs: FinishedRuns) -> Iterator[Row]:
     """One peer at two rates, as less than `RATE` is best for one peer with AdamW."""
     alone = halved(
         (RATE / 2, RATE), lambda rate, seed: _muon(known, "alone", range(seed, seed + 1), rate=rate)[0], runs
-    )  # type: ignore[arg-type]
+    )
     best = choose(alone, runs)
     for rate, trials in alone.items():
         found = _muon(known, "alone", THREE, rate=rate) if rate == best else trials

@@ -91,7 +91,7 @@ def draw(runs: FinishedRuns, every: Sequence[Experiment], file: Path) -> None:
     """
     figure = Figure(figsize=(11.0, 10.0), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)
-    upper, lower = figure.subfigures(2, 1, height_ratios=(4.6, 5.4))
+    upper, lower = figure.subfigures(2, 1, height_ratios=(4.6, 5.4))  # type: ignore[misc]
     (left, right), below = upper.subplots(1, 2), lower.subplots()
     known = choices(runs)
     best = next((each for each in every if each.name == "seeds" and each.trials), every[0])

@@ -12,7 +12,9 @@ from benchmarks.laboratory.replicated import LabMember, train_replicated
 from benchmarks.laboratory.runs import PEERS, PRESET, Run
 from node.outer.sgd import OuterSGD
 from node.training.trainer import InlineTrainer
-from tests.sim.world import Scenario, World, play
+from protocols.base import Trainer
+from tests.sim.scenario import Scenario
+from tests.sim.world import World, play
 
 
 class LearningWorld(World):
@@ -29,8 +31,9 @@ class LearningWorld(World):
     def outer(self) -> OuterSGD:
         return self._run.outer_sgd()
 
-    async def after_round(self, index: int, trainer: InlineTrainer) -> None:
+    async def after_round(self, index: int, trainer: Trainer) -> None:
         if index == 0:
+            assert isinstance(trainer, InlineTrainer)
             self._rounds_done += 1
             if self._run.is_evaluated(self._rounds_done):
                 self._history.append((self._rounds_done * self._run.inner_steps, await trainer.evaluate()))
@@ -58,7 +61,7 @@ def through_the_protocol(
         step_seconds=(1.0,) * run.peers,
     )
     history = History()
-    outcome = play(scenario, partial(world or LearningWorld, run, history))  # type: ignore[arg-type]
+    outcome = play(scenario, partial(world or LearningWorld, run, history))
     if outcome.violations:
         raise RuntimeError(f"{run.name()}: {outcome.violations[0]}")
     rounds = zip(*outcome.histories.values(), strict=True)

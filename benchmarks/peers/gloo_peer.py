@@ -10,6 +10,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from benchmarks.averaging_setup import Setup
 from benchmarks.peers import vectors
@@ -27,12 +28,12 @@ class GlooPeer(BlockingPeer):
         self._vector = torch.zeros(setup.elements)
         self._timeout = timedelta(seconds=setup.deadline_seconds)
         if setup.rank == 0:
-            self._store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
+            self._store = TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
             self.address = str(self._store.port)
 
     def connect(self, peers: list[tuple[str, str]]) -> Answer:
         if self.setup.rank:
-            self._store = dist.TCPStore(HOST, int(peers[0][1]), is_master=False, timeout=self._timeout)
+            self._store = TCPStore(HOST, int(peers[0][1]), is_master=False, timeout=self._timeout)
         dist.init_process_group(
             "gloo", store=self._store, rank=self.setup.rank, world_size=self.setup.peers, timeout=self._timeout
         )

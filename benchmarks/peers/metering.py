@@ -67,7 +67,7 @@ class Meter:
 
     def _cpu_seconds(self) -> float:
         times = [process.cpu_times() for processes in self._peers for process in processes]
-        return sum(each.user + each.system for each in times)
+        return float(sum(each.user + each.system for each in times))
 
     def _p2pd_bytes(self) -> int:
         return sum(daemon.io_counters().write_chars for daemon in self._daemons)

@@ -16,7 +16,8 @@ from typing import Any
 
 import uvloop
 
-from benchmarks.averaging_peer import Peer, Setup, main
+from benchmarks.averaging_peer import Peer, main
+from benchmarks.averaging_setup import Setup
 from benchmarks.peers import vectors
 from protocols.base import Outcome
 from protocols.vectors import norm

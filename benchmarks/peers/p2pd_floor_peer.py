@@ -10,7 +10,8 @@ from typing import Any
 
 import uvloop
 
-from benchmarks.averaging_peer import Peer, Setup, main
+from benchmarks.averaging_peer import Peer, main
+from benchmarks.averaging_setup import Setup
 from node.network.libp2p import LibP2PTransport
 from node.runtime import identity
 from node.runtime.compute import ThreadCompute

@@ -13,7 +13,7 @@ import time
 from datetime import timedelta
 
 import torch
-from torch.distributed import TCPStore
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torchft.coordination import LighthouseServer
 from torchft.manager import Manager
 from torchft.process_group import ProcessGroupGloo

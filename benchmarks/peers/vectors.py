@@ -26,9 +26,9 @@ def write(setup: Setup, number: int) -> None:
     for rank in range(setup.peers):
         with path(setup, rank).open("wb") as file:
             for low, piece in setup.pieces(rank, number):
-                file.write(memoryview(piece.numpy()).cast("B"))
+                file.write(piece.numpy().data.cast("B"))
                 mean[low : low + len(piece)].add_(piece.double(), alpha=setup.share(rank))
-    _mean_path(setup).write_bytes(memoryview(mean.numpy()).cast("B"))
+    _mean_path(setup).write_bytes(mean.numpy().data.cast("B"))
 
 
 def load(setup: Setup, into: torch.Tensor) -> None:
@@ -37,7 +37,7 @@ def load(setup: Setup, into: torch.Tensor) -> None:
     Raises:
         EOFError: the file is too short.
     """
-    content = memoryview(into.numpy()).cast("B")
+    content = into.numpy().data.cast("B")
     with path(setup, setup.rank).open("rb", buffering=0) as file:
         done = 0
         while done < len(content):
@@ -55,5 +55,5 @@ def checked(setup: Setup, result: torch.Tensor) -> dict[str, object]:
         expected = mean[low : low + PIECE_ELEMENTS]
         off += float(result[low : low + PIECE_ELEMENTS].double().sub_(expected).square_().sum())
         whole += float(expected.dot(expected))
-    digest = hashlib.sha256(memoryview(result.numpy()).cast("B")).hexdigest()
+    digest = hashlib.sha256(result.numpy().data.cast("B")).hexdigest()
     return {"relative_error": (off / whole) ** 0.5, "digest": digest}

@@ -6,8 +6,8 @@ import os
 import re
 from pathlib import Path
 
-from multiaddr import Multiaddr  # type: ignore[import-untyped]
-from multiaddr.exceptions import StringParseError  # type: ignore[import-untyped]
+from multiaddr import Multiaddr
+from multiaddr.exceptions import StringParseError
 
 from node.membership.hello import MAX_ADDRESS_CHARACTERS
 

@@ -9,7 +9,7 @@ from datetime import datetime
 from itertools import pairwise
 from pathlib import Path
 
-import psutil  # type: ignore[import-untyped]
+import psutil
 
 from node.machine.rules import MachineReadings
 

@@ -24,7 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import Self, TypeVar
 
-from multiaddr import Multiaddr  # type: ignore[import-untyped]
+from multiaddr import Multiaddr
 
 from node.direct.link import Libp2pLink
 from node.direct.plane import DirectConfig, DirectPlane

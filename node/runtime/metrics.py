@@ -10,7 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
 
-import psutil  # type: ignore[import-untyped]
+import psutil
 
 _TICK_SECONDS = 0.01
 _BIN_SECONDS = 0.001  # as fine as uvloop's clock

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from functools import partial
 
@@ -364,7 +365,7 @@ class World:
         return found
 
 
-def play(scenario: Scenario, world_type: type[World] = World) -> Outcome:
+def play(scenario: Scenario, world_type: Callable[[Scenario], World] = World) -> Outcome:
     """Simulate a scenario to its end and judge it.
 
     Raises:

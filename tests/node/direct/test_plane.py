@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 
-import psutil  # type: ignore[import-untyped]
+import psutil
 import pytest
 
 from node.direct import connection

@@ -20,7 +20,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
-import psutil  # type: ignore[import-untyped]
+import psutil
 import pytest
 
 from node.network.daemon import DaemonError, arguments
