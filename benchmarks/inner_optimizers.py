@@ -1,4 +1,6 @@
-"""What a step costs with Muon, beside AdamW: processor time of the presets' steps, taken in turn on one thread.
+"""What a step costs with Muon and with torch's own, beside AdamW: processor time of the presets' steps.
+
+They take turns on one thread.
 
     python -m benchmarks.inner_optimizers [--steps N]
 
@@ -10,26 +12,35 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from statistics import median
+from unittest import mock
 
 import torch
 
-from node.tasks.base import InnerOptimizerName
 from node.tasks.gpt import GptTask, preset
 from node.tasks.text import Text, load
+from node.training import inner_optimizer
 from node.training.muon import fast_dtype
 from node.training.task_learner import TaskLearner
 from tests.sim.arguments import Parser, at_least_one
 
-OPTIMIZERS: tuple[InnerOptimizerName, ...] = (None, "muon")
+OPTIMIZERS = ("AdamW", "Muon", "torch's Muon")
 WARM_UP = 2
 
 
-def learner(name: str, optimizer: InnerOptimizerName, text: Text) -> TaskLearner:
+def _torchs_muon(parameters: Sequence[torch.nn.Parameter], rate: float, weight_decay: float) -> torch.optim.Optimizer:
+    return torch.optim.Muon(parameters, rate, weight_decay, adjust_lr_fn="match_rms_adamw")
+
+
+def learner(name: str, optimizer: str, text: Text) -> TaskLearner:
+    """A learner of a preset with one of `OPTIMIZERS`."""
     given = preset(name)
-    recipe = replace(given.recipe, inner_optimizer=optimizer)
-    return TaskLearner(GptTask(replace(given, recipe=recipe), text), recipe, seed=1)
+    recipe = replace(given.recipe, inner_optimizer=None if optimizer == "AdamW" else "muon")
+    theirs = mock.patch.object(inner_optimizer, "Muon", _torchs_muon) if optimizer == OPTIMIZERS[-1] else nullcontext()
+    with theirs:
+        return TaskLearner(GptTask(replace(given, recipe=recipe), text), recipe, seed=1)
 
 
 def milliseconds(name: str, steps: int, text: Text) -> list[float]:
@@ -51,10 +62,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     torch.set_num_threads(1)
     text = load()
     print(f"Muon iterates in {fast_dtype(torch.device('cpu'))}.\n")
-    print("| preset | AdamW | Muon | ratio |\n|---|---|---|---|")
+    print(f"| preset | {' | '.join(OPTIMIZERS)} |\n|---|{'---|' * len(OPTIMIZERS)}")
     for name in ("w64", "w128", "w256"):
-        adamw, muon = milliseconds(name, options.steps, text)
-        print(f"| {name} | {adamw:.0f} ms | {muon:.0f} ms | {muon / adamw:.2f} |", flush=True)
+        took = milliseconds(name, options.steps, text)
+        cells = [f"{took[0]:.0f} ms", *(f"{each:.0f} ms, {each / took[0]:.2f} x" for each in took[1:])]
+        print(f"| {name} | {' | '.join(cells)} |", flush=True)
     return 0
 
 

@@ -115,15 +115,19 @@ def codecs(known: Choices, runs: FinishedRuns) -> Iterator[Row]:
 
 def peers(known: Choices, runs: FinishedRuns) -> Iterator[Row]:
     """One peer at two rates, as less than `RATE` is best for one peer with AdamW."""
-    alone = halved(
-        (RATE / 2, RATE), lambda rate, seed: _muon(known, "alone", range(seed, seed + 1), rate=rate)[0], runs
-    )
+
+    def lone(rate: float, seed: int) -> LabRun:
+        return _muon(known, "alone", range(seed, seed + 1), rate=rate)[0]
+
+    alone = halved((RATE / 2, RATE), lone, runs)
     best = choose(alone, runs)
     for rate, trials in alone.items():
         found = _muon(known, "alone", THREE, rate=rate) if rate == best else trials
         yield Row(f"1 peer, {rate:g} x the inner rate", found, {})
     if best is not None:
-        yield Row("4 peers", _muon(known, "diloco", THREE), {"1 peer": _muon(known, "alone", THREE, rate=best)})
+        beside = {"1 peer": _muon(known, "alone", THREE, rate=best)}
+        yield Row("1 peer with the outer step", _muon(known, "alone-outer", THREE, rate=best), beside)
+        yield Row("4 peers", _muon(known, "diloco", THREE), beside)
     for count in (2, PEERS, 8, 16):
         beside = {"data parallel of as many peers": _muon(known, "data-parallel", FEW, peers=count)}
         yield Row(f"{count} peers", _muon(known, "diloco", FEW, peers=count), beside)
