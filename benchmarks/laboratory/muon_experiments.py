@@ -15,6 +15,7 @@ from benchmarks.laboratory.choices import (
     OuterStep,
     choose,
     halved,
+    outer_step,
     rate_candidates,
 )
 from benchmarks.laboratory.rows import Row
@@ -36,7 +37,8 @@ MUON_ROUNDS = 61
 SPEEDS = (1.0, 0.5, 0.25, 0.25)
 RATE = 4.0
 """Of Muon, which is best for data parallel and for diloco."""
-OUTER_STEPS = ((0.7, 0.8), (0.9, 0.5), (0.81, 0.7), (0.54, 0.8), (0.9, 0.8))
+REACHES = {0.5: (1.8,), 0.7: (2.7, 2.0), 0.8: (3.5, 2.7, 2.0, 4.5), 0.9: (2.7,)}
+"""Momentum -> learning rate over 1 - momentum, of outer steps."""
 THREE = range(3)
 
 
@@ -64,8 +66,9 @@ def outer_steps(known: Choices, runs: FinishedRuns) -> Iterator[Row]:
     def of(outer: OuterStep, seed: int) -> LabRun:
         return _muon(known, "diloco", range(seed, seed + 1), outer=outer)[0]
 
-    for outer, trials in halved(OUTER_STEPS, of, runs).items():
-        yield Row("rate {:g}, momentum {:g}".format(*outer), trials, beside)
+    steps = [outer_step(reach, momentum) for momentum, reaches in REACHES.items() for reach in reaches]
+    for (rate, momentum), trials in halved(steps, of, runs).items():
+        yield Row(f"rate {rate:g}, momentum {momentum:g}: {rate / (1 - momentum):.1f}", trials, beside)
 
 
 def fewer_rounds(known: Choices, runs: FinishedRuns) -> Iterator[Row]:
