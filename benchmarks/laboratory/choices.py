@@ -72,16 +72,19 @@ def choose(candidates: Mapping[K, tuple[LabRun, ...]], runs: FinishedRuns) -> K 
     return min(whole, key=lambda key: fmean(losses(candidates[key], runs).values()))
 
 
-def halved(keys: Sequence[K], of: Callable[[K, int], LabRun], runs: FinishedRuns) -> dict[K, tuple[LabRun, ...]]:
-    """Each candidate's runs: all with the first seed, then the better half, the middle one included, with all of `FEW`.
+def halved(
+    keys: Sequence[K], of: Callable[[K, int], LabRun], runs: FinishedRuns, kept: int | None = None
+) -> dict[K, tuple[LabRun, ...]]:
+    """Each candidate's runs: all with the first seed, then the better ones with all of `FEW`.
 
     Args:
         of: the run of a candidate with a seed.
+        kept: the number of better ones; None: half of them, the middle one included.
     """
     first: dict[K, tuple[LabRun, ...]] = {key: (of(key, FEW[0]),) for key in keys}
     if any(trials[0] not in runs for trials in first.values()):
         return first
-    better = sorted(keys, key=lambda key: runs.loss(first[key][0]))[: (len(keys) + 1) // 2]
+    better = sorted(keys, key=lambda key: runs.loss(first[key][0]))[: kept or (len(keys) + 1) // 2]
     return first | {key: tuple(of(key, seed) for seed in FEW) for key in better}
 
 

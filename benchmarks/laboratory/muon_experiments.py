@@ -37,7 +37,13 @@ MUON_ROUNDS = 61
 SPEEDS = (1.0, 0.5, 0.25, 0.25)
 RATE = 4.0
 """Of Muon, which is best for data parallel and for diloco."""
-REACHES = {0.5: (1.8,), 0.7: (2.7, 2.0), 0.8: (3.5, 2.7, 2.0, 4.5), 0.9: (2.7,)}
+REACHES = {
+    0.0: (1.0,),
+    0.5: (1.8,),
+    0.7: (2.7, 2.0, 1.5),
+    0.8: (3.5, 2.7, 2.0, 4.5, 1.5, 1.0),
+    0.9: (2.7, 2.0),
+}
 """Momentum -> learning rate over 1 - momentum, of outer steps."""
 THREE = range(3)
 
@@ -67,7 +73,7 @@ def outer_steps(known: Choices, runs: FinishedRuns) -> Iterator[Row]:
         return _muon(known, "diloco", range(seed, seed + 1), outer=outer)[0]
 
     steps = [outer_step(reach, momentum) for momentum, reaches in REACHES.items() for reach in reaches]
-    for (rate, momentum), trials in halved(steps, of, runs).items():
+    for (rate, momentum), trials in halved(steps, of, runs, kept=4).items():
         yield Row(f"rate {rate:g}, momentum {momentum:g}: {rate / (1 - momentum):.1f}", trials, beside)
 
 
