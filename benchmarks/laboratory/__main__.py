@@ -32,8 +32,7 @@ sparse          top-k in more rounds
 between         the presets' outer steps for few rounds and for many, in 20 and 40 rounds, with Muon
 peers           their number, with Muon
 trouble         unequal speeds; half of the contributions lost; with Muon
-family          Moshpit, gossip, NoLoCo and push-sum at 8 peers, in calm and with 30 % missing in each round
-adamw-family    the same with AdamW
+family          Moshpit, gossip, NoLoCo and push-sum at 8 peers, in calm and with 30 % missing in each round, with AdamW
 
 Averaging is arithmetic in memory, without votes or a network; `--check` finds the same losses through the real
 protocol. In `family` each peer is down with the same probability in each round, the same peers with every protocol:

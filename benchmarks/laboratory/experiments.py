@@ -30,9 +30,10 @@ from benchmarks.laboratory.choices import (
     rate_candidates,
 )
 from benchmarks.laboratory.rows import Experiment, Row
-from benchmarks.laboratory.runs import ARMS, INNER_STEPS, PEERS, LabRun, Run
+from benchmarks.laboratory.runs import ARMS, INNER_STEPS, PEERS, WITHOUT_COMMON_STATE, ArmName, LabRun, Run, trial
 from node.tasks.gpt import PLAIN_OUTER_STEP, USUAL_OUTER_STEP
 
+MISSING = 0.3
 SPARSE = PLAIN_OUTER_STEP
 """The outer step of SparseLoCo (Sarfi et al. 2025) for top-k."""
 
@@ -172,6 +173,21 @@ def _sparse(known: Choices, runs: FinishedRuns) -> Iterator[Row]:
         yield Row(f"H = {steps}, {rate:g} x the inner rate", trials, beside)
 
 
+def _family(known: Choices, runs: FinishedRuns) -> Iterator[Row]:
+    """With 8 peers, in calm and with peers missing; the butterfly under failures is diloco."""
+
+    def of(arm: ArmName, seed: int, failure: float) -> LabRun:
+        decay = (known.decay or 0.0) if arm != "noloco" else 0.0  # its rule has none
+        given = trial(arm, seed, known.rates["diloco"], known.outer, peers=8, decay=decay)
+        return replace(given, failure=failure)
+
+    for failure in (0.0, MISSING):
+        missing = f", {failure:.0%} missing in each round" if failure else ""
+        beside = {"butterfly, as many missing": tuple(of("butterfly", seed, failure) for seed in FEW)}
+        for arm in ("butterfly", *WITHOUT_COMMON_STATE):
+            yield Row(f"{arm}{missing}", tuple(of(arm, seed, failure) for seed in FEW), beside)
+
+
 Needs = Literal["", "rates", "outer", "decay"]
 """What has to be chosen before an experiment begins."""
 _LATER: tuple[tuple[str, str, Callable[[Choices, FinishedRuns], Iterator[Row]], Needs], ...] = (
@@ -189,7 +205,7 @@ _LATER: tuple[tuple[str, str, Callable[[Choices, FinishedRuns], Iterator[Row]], 
     ("variants", "What may be done differently, without outer decay", _variants, "outer"),
     ("muon", "Muon for hidden matrices, with the outer step that is best for AdamW", muon.rates, "decay"),
     ("muon-time", "Muon in fewer rounds than AdamW", muon.fewer_rounds, "decay"),
-    ("muon-long", "Muon in rounds of 25 and of 100 steps, outer step (.7, .8) with decay", muon.long_rounds, "decay"),
+    ("muon-long", "Muon in rounds of 25 and of 100 steps, decay in each", muon.long_rounds, "decay"),
     ("muon-swarm", "Muon in 14 rounds of 50 steps of w128, as in `make swarm`", muon.swarm, ""),
     ("muon-outer", "Outer steps with Muon, decay in each", muon.outer_steps, "decay"),
     ("muon-codecs", "Codecs with Muon", muon.codecs, "decay"),
@@ -198,7 +214,6 @@ _LATER: tuple[tuple[str, str, Callable[[Choices, FinishedRuns], Iterator[Row]], 
     ("between", "Muon with the outer steps of the presets, for few rounds and for many", muon.between, "decay"),
     ("peers", "Number of peers, with Muon and the values that are best for 4", muon.peers, "decay"),
     ("trouble", "Unequal speeds, and lost contributions, with Muon", muon.trouble, "decay"),
-    ("family", "Eight peers without a common state, beside the butterfly, with Muon", muon.family, "decay"),
-    ("adamw-family", "The same with AdamW", muon.adamw_family, "decay"),
+    ("family", "Eight peers without a common state, beside the butterfly, with AdamW", _family, "decay"),
 )
 NAMES = ("baselines", *(name for name, *_ in _LATER))

@@ -22,21 +22,19 @@ from benchmarks.laboratory.rows import Row
 from benchmarks.laboratory.runs import (
     PEERS,
     STEPS,
-    WITHOUT_COMMON_STATE,
     ArmName,
     LabRun,
     Run,
-    trial,
 )
 from node.tasks.base import InnerOptimizerName
 from node.tasks.gpt import USUAL_OUTER_STEP
 
-LOST, MISSING = 0.5, 0.3
+LOST = 0.5
 MUON_ROUNDS = 61
 """Of 80 rounds: more is saved than Muon's longer steps take with the presets, but w256 on CPUs without AVX-512."""
 SPEEDS = (1.0, 0.5, 0.25, 0.25)
-RATE = 4.0
-"""Of Muon, which is best for data parallel and for diloco."""
+RATE, OUTER_STEP = 4.0, (0.4, 0.8)
+"""Of Muon, which are best in rounds of 25 steps."""
 REACHES = {
     0.0: (1.0,),
     0.5: (1.8,),
@@ -48,21 +46,28 @@ REACHES = {
 THREE = range(3)
 
 
+def _words(outer: OuterStep) -> str:
+    return "({:g}, {:g})".format(*outer)
+
+
 def _muon(known: Choices, arm: ArmName, seeds: range, **changes: object) -> tuple[LabRun, ...]:
-    """The arm with Muon, and the outer step that is best for AdamW."""
-    return known.best(arm, seeds, **{"optimizer": "muon", "rate": RATE, **changes})
+    """The arm with Muon and, where it has an outer step, Muon's best."""
+    outer = {} if arm in ("data-parallel", "alone") else {"outer": OUTER_STEP}
+    return known.best(arm, seeds, **{"optimizer": "muon", "rate": RATE, **outer, **changes})
 
 
 def rates(known: Choices, runs: FinishedRuns) -> Iterator[Row]:
-    """Muon at each rate, then both optimisers at their best, with all seeds."""
-    for arm in ("data-parallel", "diloco"):
+    """Muon at each rate with the outer step that is best for AdamW, then both optimisers at their best."""
+    arms: tuple[ArmName, ...] = ("data-parallel", "diloco")
+    for arm in arms:
         given = {"optimizer": "muon", "outer": known.outer, "decay": known.decay}
         candidates = rate_candidates(arm, runs, **given)
-        beside = {"AdamW, the same arm": known.best(arm, MANY)}
         best = choose(candidates, runs)
         for rate, trials in candidates.items():
-            found = _muon(known, arm, MANY, rate=rate) if rate == best else trials
-            yield Row(f"{arm}, {rate:g} x the inner rate", found, beside)
+            third = (replace(trials[0], run=replace(trials[0].run, seed=2)),) if rate == best else ()
+            yield Row(f"{arm}, {rate:g} x the inner rate", (*trials, *third), {"AdamW": known.best(arm, THREE)})
+    for arm in arms:
+        yield Row(f"{arm}, at its best", _muon(known, arm, MANY), {"AdamW": known.best(arm, MANY)})
 
 
 def outer_steps(known: Choices, runs: FinishedRuns) -> Iterator[Row]:
@@ -73,13 +78,13 @@ def outer_steps(known: Choices, runs: FinishedRuns) -> Iterator[Row]:
         return _muon(known, "diloco", range(seed, seed + 1), outer=outer)[0]
 
     steps = [outer_step(reach, momentum) for momentum, reaches in REACHES.items() for reach in reaches]
-    for (rate, momentum), trials in halved(steps, of, runs, kept=4).items():
+    for (rate, momentum), trials in halved(steps, of, runs, kept=3).items():
         yield Row(f"rate {rate:g}, momentum {momentum:g}: {rate / (1 - momentum):.1f}", trials, beside)
 
 
 def fewer_rounds(known: Choices, runs: FinishedRuns) -> Iterator[Row]:
     """Muon in fewer rounds, because its steps take longer."""
-    short = _muon(known, "diloco", FEW, rounds=MUON_ROUNDS)
+    short = _muon(known, "diloco", FEW, rounds=MUON_ROUNDS, outer=known.outer)
     yield Row(f"Muon, {MUON_ROUNDS} rounds", short, {"AdamW, 80 rounds": known.best("diloco", FEW)})
 
 
@@ -87,7 +92,9 @@ def long_rounds(known: Choices, runs: FinishedRuns) -> Iterator[Row]:
     """Rounds of `LONG_ROUND` steps with Muon, and data parallel with Muon; both at the rate that is best at H = 25."""
     beside = {"data parallel with Muon": _muon(known, "data-parallel", MANY)}
     yield Row("H = 25", _muon(known, "diloco", MANY), beside)
-    yield Row(f"H = {LONG_ROUND}", _muon(known, "diloco", MANY, inner_steps=LONG_ROUND), beside)
+    for outer, seeds in ((OUTER_STEP, MANY), ((0.7, 0.8), THREE)):
+        found = _muon(known, "diloco", seeds, inner_steps=LONG_ROUND, outer=outer)
+        yield Row(f"H = {LONG_ROUND}, outer step {_words(outer)}", found, beside)
 
 
 def swarm(known: Choices, runs: FinishedRuns) -> Iterator[Row]:
@@ -102,17 +109,20 @@ def swarm(known: Choices, runs: FinishedRuns) -> Iterator[Row]:
     keys = [(rate, USUAL_OUTER_STEP, 0.0) for rate in (1.0, 2.0, 4.0, 8.0)]
     for (rate, _, _), trials in halved(keys, of, runs).items():
         yield Row(f"{rate:g} x the inner rate", trials, beside)
-    more = tuple(of((RATE, (0.7, 0.8), DECAYS[1]), seed) for seed in FEW)
-    yield Row(f"{RATE:g} x the inner rate, outer step (.7, .8) with decay", more, beside)
+    others = [(RATE, (0.7, 0.8), DECAYS[1]), (RATE, OUTER_STEP, DECAYS[1]), (RATE, (0.6, 0.7), DECAYS[1])]
+    for key, trials in halved(others, of, runs).items():
+        yield Row(f"{RATE:g} x the inner rate, outer step {_words(key[1])}, decay", trials, beside)
 
 
 def between(known: Choices, runs: FinishedRuns) -> Iterator[Row]:
     """The presets' outer steps of few rounds and of many, where they change, and below."""
     for rounds in (40, 20):
         given = {"inner_steps": STEPS // rounds}
-        few = _muon(known, "diloco", FEW, outer=USUAL_OUTER_STEP, decay=0.0, **given)
-        yield Row(f"{rounds} rounds, (.9, .5)", few, {})
-        yield Row(f"{rounds} rounds, (.7, .8) and decay", _muon(known, "diloco", FEW, **given), {"(.9, .5)": few})
+        few = _muon(known, "diloco", FEW[:1], outer=USUAL_OUTER_STEP, decay=0.0, **given)
+        yield Row(f"{rounds} rounds, {_words(USUAL_OUTER_STEP)}", few, {})
+        for outer in ((0.7, 0.8), OUTER_STEP):
+            found = _muon(known, "diloco", FEW[:1], outer=outer, **given)
+            yield Row(f"{rounds} rounds, {_words(outer)} and decay", found, {_words(USUAL_OUTER_STEP): few})
 
 
 def codecs(known: Choices, runs: FinishedRuns) -> Iterator[Row]:
@@ -138,8 +148,9 @@ def peers(known: Choices, runs: FinishedRuns) -> Iterator[Row]:
         yield Row("1 peer with the outer step", _muon(known, "alone-outer", THREE, rate=best), beside)
         yield Row("4 peers", _muon(known, "diloco", THREE), beside)
     for count in (2, PEERS, 8, 16):
-        beside = {"data parallel of as many peers": _muon(known, "data-parallel", FEW, peers=count)}
-        yield Row(f"{count} peers", _muon(known, "diloco", FEW, peers=count), beside)
+        seeds = FEW if count <= PEERS else FEW[:1]
+        beside = {"data parallel of as many peers": _muon(known, "data-parallel", seeds, peers=count)}
+        yield Row(f"{count} peers", _muon(known, "diloco", seeds, peers=count), beside)
 
 
 def trouble(known: Choices, runs: FinishedRuns) -> Iterator[Row]:
@@ -148,29 +159,4 @@ def trouble(known: Choices, runs: FinishedRuns) -> Iterator[Row]:
     yield Row("4 equal peers, nothing lost", calm, {})
     yield Row("speeds 4:2:1:1, half of the tokens", _muon(known, "diloco", THREE, speeds=SPEEDS), beside)
     yield Row("2 equal peers, half of the tokens", _muon(known, "diloco", THREE, peers=2), beside)
-    yield Row("half of the contributions lost", _muon(known, "diloco", THREE, drop=LOST), beside)
-
-
-def family(known: Choices, runs: FinishedRuns) -> Iterator[Row]:
-    """With 8 peers, in calm and with peers missing; the butterfly under failures is diloco."""
-    yield from _family(known, "muon")
-
-
-def adamw_family(known: Choices, runs: FinishedRuns) -> Iterator[Row]:
-    """The same with AdamW."""
-    yield from _family(known, None)
-
-
-def _family(known: Choices, optimizer: InnerOptimizerName) -> Iterator[Row]:
-    rate = RATE if optimizer else known.rates["diloco"]
-
-    def of(arm: ArmName, seed: int, failure: float) -> LabRun:
-        decay = (known.decay or 0.0) if arm != "noloco" else 0.0  # its rule has none
-        given = trial(arm, seed, rate, known.outer, peers=8, decay=decay, optimizer=optimizer)
-        return replace(given, failure=failure)
-
-    for failure in (0.0, MISSING):
-        missing = f", {failure:.0%} missing in each round" if failure else ""
-        beside = {"butterfly, as many missing": tuple(of("butterfly", seed, failure) for seed in FEW)}
-        for arm in ("butterfly", *WITHOUT_COMMON_STATE):
-            yield Row(f"{arm}{missing}", tuple(of(arm, seed, failure) for seed in FEW), beside)
+    yield Row("half of the contributions lost", _muon(known, "diloco", FEW[:1], drop=LOST), beside)
