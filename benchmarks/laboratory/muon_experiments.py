@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 
 from benchmarks.journal import FinishedRuns
 from benchmarks.laboratory.choices import (
@@ -20,6 +21,7 @@ from benchmarks.laboratory.choices import (
 )
 from benchmarks.laboratory.rows import Row
 from benchmarks.laboratory.runs import (
+    INNER_STEPS,
     PEERS,
     STEPS,
     ArmName,
@@ -33,8 +35,8 @@ LOST = 0.5
 MUON_ROUNDS = 61
 """Of 80 rounds: more is saved than Muon's longer steps take with the presets, but w256 on CPUs without AVX-512."""
 SPEEDS = (1.0, 0.5, 0.25, 0.25)
-RATE, OUTER_STEP = 4.0, (0.4, 0.8)
-"""Of Muon, which are best in rounds of 25 steps."""
+RATE, OUTER_STEP, PRESETS_OUTER_STEP = 4.0, (0.4, 0.8), (0.7, 0.8)
+"""Of Muon. The first outer step is as good as the presets' in rounds of 25 steps, and worse in longer ones."""
 REACHES = {
     0.0: (1.0,),
     0.5: (1.8,),
@@ -51,7 +53,7 @@ def _words(outer: OuterStep) -> str:
 
 
 def _muon(known: Choices, arm: ArmName, seeds: range, **changes: object) -> tuple[LabRun, ...]:
-    """The arm with Muon and, where it has an outer step, Muon's best."""
+    """The arm with Muon and, where it has an outer step, `OUTER_STEP`."""
     outer = {} if arm in ("data-parallel", "alone") else {"outer": OUTER_STEP}
     return known.best(arm, seeds, **{"optimizer": "muon", "rate": RATE, **outer, **changes})
 
@@ -91,10 +93,9 @@ def fewer_rounds(known: Choices, runs: FinishedRuns) -> Iterator[Row]:
 def long_rounds(known: Choices, runs: FinishedRuns) -> Iterator[Row]:
     """Rounds of `LONG_ROUND` steps with Muon, and data parallel with Muon; both at the rate that is best at H = 25."""
     beside = {"data parallel with Muon": _muon(known, "data-parallel", MANY)}
-    yield Row("H = 25", _muon(known, "diloco", MANY), beside)
-    for outer, seeds in ((OUTER_STEP, MANY), ((0.7, 0.8), THREE)):
-        found = _muon(known, "diloco", seeds, inner_steps=LONG_ROUND, outer=outer)
-        yield Row(f"H = {LONG_ROUND}, outer step {_words(outer)}", found, beside)
+    for steps, outer in product((INNER_STEPS, LONG_ROUND), (PRESETS_OUTER_STEP, OUTER_STEP)):
+        found = _muon(known, "diloco", MANY, inner_steps=steps, outer=outer)
+        yield Row(f"H = {steps}, outer step {_words(outer)}", found, beside)
 
 
 def swarm(known: Choices, runs: FinishedRuns) -> Iterator[Row]:
@@ -109,7 +110,7 @@ def swarm(known: Choices, runs: FinishedRuns) -> Iterator[Row]:
     keys = [(rate, USUAL_OUTER_STEP, 0.0) for rate in (1.0, 2.0, 4.0, 8.0)]
     for (rate, _, _), trials in halved(keys, of, runs).items():
         yield Row(f"{rate:g} x the inner rate", trials, beside)
-    others = [(RATE, (0.7, 0.8), DECAYS[1]), (RATE, OUTER_STEP, DECAYS[1]), (RATE, (0.6, 0.7), DECAYS[1])]
+    others = [(RATE, PRESETS_OUTER_STEP, DECAYS[1]), (RATE, OUTER_STEP, DECAYS[1]), (RATE, (0.6, 0.7), DECAYS[1])]
     for key, trials in halved(others, of, runs).items():
         yield Row(f"{RATE:g} x the inner rate, outer step {_words(key[1])}, decay", trials, beside)
 
@@ -120,7 +121,7 @@ def between(known: Choices, runs: FinishedRuns) -> Iterator[Row]:
         given = {"inner_steps": STEPS // rounds}
         few = _muon(known, "diloco", FEW[:1], outer=USUAL_OUTER_STEP, decay=0.0, **given)
         yield Row(f"{rounds} rounds, {_words(USUAL_OUTER_STEP)}", few, {})
-        for outer in ((0.7, 0.8), OUTER_STEP):
+        for outer in (PRESETS_OUTER_STEP, OUTER_STEP):
             found = _muon(known, "diloco", FEW[:1], outer=outer, **given)
             yield Row(f"{rounds} rounds, {_words(outer)} and decay", found, {_words(USUAL_OUTER_STEP): few})
 
