@@ -11,7 +11,7 @@ from statistics import fmean
 from typing import TypeVar
 
 from benchmarks.journal import FinishedRuns
-from benchmarks.laboratory.runs import ARMS, ArmName, LabRun, trial
+from benchmarks.laboratory.runs import ARMS, ArmName, LabRun, OuterStep, trial
 
 LONG_ROUND = 100
 """Inner steps of long rounds."""
@@ -23,8 +23,6 @@ FEW, MANY = range(2), range(5)
 DECAYS = (0.0, 0.0625, 0.125, 0.25, 0.5, 1.0)
 """Shares of a run, its last, in which the outer step decays."""
 K = TypeVar("K")
-OuterStep = tuple[float, float]
-"""Learning rate and momentum."""
 
 
 def outer_step(reach: float, momentum: float) -> OuterStep:
@@ -72,19 +70,16 @@ def choose(candidates: Mapping[K, tuple[LabRun, ...]], runs: FinishedRuns) -> K 
     return min(whole, key=lambda key: fmean(losses(candidates[key], runs).values()))
 
 
-def halved(
-    keys: Sequence[K], of: Callable[[K, int], LabRun], runs: FinishedRuns, kept: int | None = None
-) -> dict[K, tuple[LabRun, ...]]:
-    """Each candidate's runs: all with the first seed, then the better ones with all of `FEW`.
+def halved(keys: Sequence[K], of: Callable[[K, int], LabRun], runs: FinishedRuns) -> dict[K, tuple[LabRun, ...]]:
+    """Each candidate's runs: all with the first seed, then the better half, the middle one included, with all of `FEW`.
 
     Args:
         of: the run of a candidate with a seed.
-        kept: the number of better ones; None: half of them, the middle one included.
     """
     first: dict[K, tuple[LabRun, ...]] = {key: (of(key, FEW[0]),) for key in keys}
     if any(trials[0] not in runs for trials in first.values()):
         return first
-    better = sorted(keys, key=lambda key: runs.loss(first[key][0]))[: kept or (len(keys) + 1) // 2]
+    better = sorted(keys, key=lambda key: runs.loss(first[key][0]))[: (len(keys) + 1) // 2]
     return first | {key: tuple(of(key, seed) for seed in FEW) for key in better}
 
 

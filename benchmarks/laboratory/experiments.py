@@ -19,7 +19,6 @@ from benchmarks.laboratory.choices import (
     MOMENTA,
     REACHES,
     Choices,
-    OuterStep,
     choices,
     choose,
     decay_candidates,
@@ -30,7 +29,16 @@ from benchmarks.laboratory.choices import (
     rate_candidates,
 )
 from benchmarks.laboratory.rows import Experiment, Row
-from benchmarks.laboratory.runs import ARMS, INNER_STEPS, PEERS, WITHOUT_COMMON_STATE, ArmName, LabRun, Run, trial
+from benchmarks.laboratory.runs import (
+    ARMS,
+    INNER_STEPS,
+    WITHOUT_COMMON_STATE,
+    ArmName,
+    LabRun,
+    OuterStep,
+    swarm_run,
+    trial,
+)
 from node.tasks.gpt import PLAIN_OUTER_STEP, USUAL_OUTER_STEP
 
 MISSING = 0.3
@@ -84,8 +92,7 @@ def _swarm(known: Choices, runs: FinishedRuns) -> Iterator[Row]:
     keys += [(2.0, outer, DECAYS[1]) for outer in (usual, longer, longest)]
 
     def of(key: tuple[float, OuterStep, float], seed: int) -> LabRun:
-        rate, outer, decay = key
-        return LabRun("diloco", Run(PEERS, 14, 50, "w128", seed, outer=outer, rate=rate, decay=decay))
+        return swarm_run(seed, *key)
 
     beside = {"the first": tuple(of(keys[0], seed) for seed in FEW)}
     for (rate, outer, decay), trials in halved(keys, of, runs).items():

@@ -13,7 +13,6 @@ from benchmarks.laboratory.choices import (
     LONG_ROUND,
     MANY,
     Choices,
-    OuterStep,
     choose,
     halved,
     outer_step,
@@ -26,18 +25,18 @@ from benchmarks.laboratory.runs import (
     STEPS,
     ArmName,
     LabRun,
-    Run,
+    OuterStep,
+    swarm_run,
 )
-from node.tasks.base import InnerOptimizerName
 from node.tasks.gpt import USUAL_OUTER_STEP
 
 LOST = 0.5
 MUON_ROUNDS = 61
-"""Of 80 rounds: more is saved than Muon's longer steps take with the presets, but w256 on CPUs without AVX-512."""
+"""Of 80 rounds: more is saved than Muon's longer steps take, but those of w128 and w256 on CPUs without AVX-512."""
 SPEEDS = (1.0, 0.5, 0.25, 0.25)
 RATE, OUTER_STEP, PRESETS_OUTER_STEP = 4.0, (0.4, 0.8), (0.7, 0.8)
 """Of Muon. The first outer step is as good as the presets' in rounds of 25 steps, and worse in longer ones."""
-REACHES = {
+REACHES_TRIED = {
     0.0: (1.0,),
     0.5: (1.8,),
     0.7: (2.7, 2.0, 1.5),
@@ -79,8 +78,8 @@ def outer_steps(known: Choices, runs: FinishedRuns) -> Iterator[Row]:
     def of(outer: OuterStep, seed: int) -> LabRun:
         return _muon(known, "diloco", range(seed, seed + 1), outer=outer)[0]
 
-    steps = [outer_step(reach, momentum) for momentum, reaches in REACHES.items() for reach in reaches]
-    for (rate, momentum), trials in halved(steps, of, runs, kept=3).items():
+    steps = [outer_step(reach, momentum) for momentum, reaches in REACHES_TRIED.items() for reach in reaches]
+    for (rate, momentum), trials in halved(steps, of, runs).items():
         yield Row(f"rate {rate:g}, momentum {momentum:g}: {rate / (1 - momentum):.1f}", trials, beside)
 
 
@@ -101,12 +100,10 @@ def long_rounds(known: Choices, runs: FinishedRuns) -> Iterator[Row]:
 def swarm(known: Choices, runs: FinishedRuns) -> Iterator[Row]:
     """Muon at the size of `make swarm`, beside AdamW at its best there."""
 
-    def of(key: tuple[float, OuterStep, float], seed: int, optimizer: InnerOptimizerName = "muon") -> LabRun:
-        rate, outer, decay = key
-        given = Run(PEERS, 14, 50, "w128", seed, outer=outer, rate=rate, optimizer=optimizer, decay=decay)
-        return LabRun("diloco", given)
+    def of(key: tuple[float, OuterStep, float], seed: int) -> LabRun:
+        return swarm_run(seed, *key, "muon")
 
-    beside = {"AdamW, 2 x": tuple(of((2.0, USUAL_OUTER_STEP, 0.0), seed, None) for seed in FEW)}
+    beside = {"AdamW, 2 x": tuple(swarm_run(seed, 2.0, USUAL_OUTER_STEP) for seed in FEW)}
     keys = [(rate, USUAL_OUTER_STEP, 0.0) for rate in (1.0, 2.0, 4.0, 8.0)]
     for (rate, _, _), trials in halved(keys, of, runs).items():
         yield Row(f"{rate:g} x the inner rate", trials, beside)

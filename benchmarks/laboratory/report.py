@@ -16,7 +16,7 @@ from benchmarks.laboratory.rows import Experiment, Row
 from benchmarks.laboratory.runs import ARMS, ArmName, LabRun
 
 SHOWN_PERCENT = 8.0
-COMPARED = ("muon", "codecs", "trouble", "family")
+COMPARED = ("muon", "muon-codecs", "codecs", "trouble", "family")
 """Experiments of which each row stands in the plot, by its difference from the run beside it."""
 COLOURS = {"data-parallel": "#000000", "diloco": "#0072b2", "alone-outer": "#d55e00", "alone": "#e69f00"}
 """From Okabe and Ito, "Color Universal Design" (2008)."""

@@ -21,6 +21,9 @@ PRESET, STEPS, PEERS, INNER_STEPS = "w64", 2000, 4, 25
 UNIT_RATES = {"w64": 3e-3, "w96": 2e-3, "w128": 2e-3, "w192": 2e-3, "w256": 2e-3}
 """Inner learning rates of the presets when the laboratory began."""
 
+OuterStep = tuple[float, float]
+"""Learning rate and momentum."""
+
 Variant = Literal["", "zero", "restarts", "moments"]
 """What a run does differently.
 
@@ -55,7 +58,7 @@ class Run:
     seed: int
     drop: float = 0.0
     codec: str = "fp32"
-    outer: tuple[float, float] | None = None
+    outer: OuterStep | None = None
     rate: float = 1.0
     optimizer: InnerOptimizerName = None
     speeds: tuple[float, ...] = ()
@@ -150,7 +153,7 @@ def trial(
     arm: ArmName,
     seed: int,
     rate: float = 1.0,
-    outer: tuple[float, float] | None = None,
+    outer: OuterStep | None = None,
     peers: int = PEERS,
     inner_steps: int = INNER_STEPS,
     optimizer: InnerOptimizerName = None,
@@ -162,3 +165,11 @@ def trial(
     count = 1 if arm.startswith("alone") else peers
     more = {"outer": outer, "decay": decay} if averages else {}
     return LabRun(arm, Run(count, STEPS // steps, steps, PRESET, seed, rate=rate, optimizer=optimizer, **more))  # type: ignore[arg-type]
+
+
+def swarm_run(
+    seed: int, rate: float, outer: OuterStep, decay: float = 0.0, optimizer: InnerOptimizerName = None
+) -> LabRun:
+    """A run of the size of `make swarm`."""
+    given = Run(PEERS, 14, 50, "w128", seed, outer=outer, rate=rate, optimizer=optimizer, decay=decay)
+    return LabRun("diloco", given)
