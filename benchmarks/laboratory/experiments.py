@@ -123,7 +123,7 @@ def _long_rounds(known: Choices, runs: FinishedRuns) -> Iterator[Row]:
         seeds = MANY if (rate, outer) == best else range(len(trials))
         yield Row(
             "{:g} x the inner rate, outer step ({:g}, {:g})".format(rate, *outer),
-            tuple(replace(trials[0], run=replace(trials[0].run, seed=seed)) for seed in seeds),
+            trials[0].with_seeds(seeds),
             {"data parallel": known.best("data-parallel", seeds)},
         )
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from itertools import product
 
 from benchmarks.journal import FinishedRuns
@@ -35,7 +34,7 @@ MUON_ROUNDS = 61
 """Of 80 rounds: more is saved than Muon's longer steps take, but those of w128 and w256 on CPUs without AVX-512."""
 SPEEDS = (1.0, 0.5, 0.25, 0.25)
 RATE, OUTER_STEP, PRESETS_OUTER_STEP = 4.0, (0.4, 0.8), (0.7, 0.8)
-"""Of Muon. The first outer step is as good as the presets' in rounds of 25 steps, and worse in longer ones."""
+"""Of Muon. `OUTER_STEP` is as good as the presets' in rounds of 25 steps, and worse in longer ones."""
 REACHES_TRIED = {
     0.0: (1.0,),
     0.5: (1.8,),
@@ -58,17 +57,15 @@ def _muon(known: Choices, arm: ArmName, seeds: range, **changes: object) -> tupl
 
 
 def rates(known: Choices, runs: FinishedRuns) -> Iterator[Row]:
-    """Muon at each rate with the outer step that is best for AdamW, then both optimisers at their best."""
+    """Muon at each rate with the outer step that is best for AdamW, then, at the best, with all seeds."""
     arms: tuple[ArmName, ...] = ("data-parallel", "diloco")
     for arm in arms:
         given = {"optimizer": "muon", "outer": known.outer, "decay": known.decay}
         candidates = rate_candidates(arm, runs, **given)
         best = choose(candidates, runs)
         for rate, trials in candidates.items():
-            third = (replace(trials[0], run=replace(trials[0].run, seed=2)),) if rate == best else ()
-            yield Row(f"{arm}, {rate:g} x the inner rate", (*trials, *third), {"AdamW": known.best(arm, THREE)})
-    for arm in arms:
-        yield Row(f"{arm}, at its best", _muon(known, arm, MANY), {"AdamW": known.best(arm, MANY)})
+            found = trials[0].with_seeds(MANY) if rate == best else trials
+            yield Row(f"{arm}, {rate:g} x the inner rate", found, {"AdamW": known.best(arm, MANY)})
 
 
 def outer_steps(known: Choices, runs: FinishedRuns) -> Iterator[Row]:

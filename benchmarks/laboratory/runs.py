@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
@@ -135,6 +136,10 @@ class LabRun:
 
     def name(self) -> str:
         return f"{self.arm} {self.run.name()}" + (f" failure={self.failure:g}" if self.failure else "")
+
+    def with_seeds(self, seeds: Iterable[int]) -> tuple[LabRun, ...]:
+        """The same run with each of these seeds."""
+        return tuple(replace(self, run=replace(self.run, seed=seed)) for seed in seeds)
 
     def fields(self) -> dict[str, object]:
         """What determines the run, for the journal."""
