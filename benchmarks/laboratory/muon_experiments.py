@@ -136,12 +136,14 @@ def peers(known: Choices, runs: FinishedRuns) -> Iterator[Row]:
     alone = halved((RATE / 2, RATE), lone, runs)
     best = choose(alone, runs)
     for rate, trials in alone.items():
-        found = _muon(known, "alone", THREE, rate=rate) if rate == best else trials
-        yield Row(f"1 peer, {rate:g} x the inner rate", found, {})
+        yield Row(f"1 peer, {rate:g} x the inner rate", trials, {})
     if best is not None:
         beside = {"1 peer": _muon(known, "alone", THREE, rate=best)}
+        yield Row("1 peer at its best", beside["1 peer"], {})
         yield Row("1 peer with the outer step", _muon(known, "alone-outer", THREE, rate=best), beside)
-        yield Row("4 peers", _muon(known, "diloco", THREE), beside)
+        yield Row("4 peers of data parallel", _muon(known, "data-parallel", THREE), beside)
+        presets = _muon(known, "diloco", THREE, outer=PRESETS_OUTER_STEP)
+        yield Row("4 peers, the presets' outer step", presets, beside)
     for count in (2, PEERS, 8, 16):
         seeds = FEW if count <= PEERS else FEW[:1]
         beside = {"data parallel of as many peers": _muon(known, "data-parallel", seeds, peers=count)}

@@ -18,6 +18,11 @@ from benchmarks.laboratory.runs import ARMS, ArmName, LabRun
 SHOWN_PERCENT = 8.0
 COMPARED = ("muon", "muon-codecs", "codecs", "trouble", "family")
 """Experiments of which each row stands in the plot, by its difference from the run beside it."""
+GAINS = {
+    "seeds": ("diloco", "alone", "data-parallel"),
+    "peers": ("4 peers, the presets' outer step", "1 peer at its best", "4 peers of data parallel"),
+}
+"""Experiment -> its rows of diloco, of one peer, and of data parallel, whose gain over one peer is compared."""
 COLOURS = {"data-parallel": "#000000", "diloco": "#0072b2", "alone-outer": "#d55e00", "alone": "#e69f00"}
 """From Okabe and Ito, "Color Universal Design" (2008)."""
 
@@ -58,9 +63,9 @@ def conclusions(experiment: Experiment, runs: FinishedRuns) -> Iterator[str]:
             yield f"Best inner rate of {arm}: {_best_rate(arm, known)}."
     elif experiment.name == "outer" and known.outer:
         yield "Best outer step: learning rate {:g}, momentum {:g}.".format(*known.outer)
-    elif experiment.name == "seeds" and experiment.rows:
+    elif experiment.name in GAINS:
         found = {row.label: row.losses(runs) for row in experiment.rows}
-        kept = shares(found["diloco"], found["alone"], found["data-parallel"])
+        kept = shares(*(found.get(label, {}) for label in GAINS[experiment.name]))
         if kept:
             yield f"Of data parallel's gain over one peer, diloco keeps {spread(kept, '.0%')} ({len(kept)} seeds)."
 
