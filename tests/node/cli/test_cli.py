@@ -307,14 +307,15 @@ def test_second_signal_leaves_at_once_and_cleans_up(join: Join, number: int, exp
     assert "again: leaving at once" in err and "cleaned up" in err and "Traceback" not in err
 
 
-@pytest.mark.parametrize("how", ["stubborn", "stuck"], ids=["endless cleanup", "stuck event loop"])
-def test_unresponsive_peer_is_terminated_by_second_signal(join: Join, how: str) -> None:
+@pytest.mark.parametrize(
+    "how, handled",
+    [("stubborn", "asked to finish"), ("stuck", "asked, but stuck")],
+    ids=["endless cleanup", "stuck event loop"],
+)
+def test_unresponsive_peer_is_terminated_by_second_signal(join: Join, how: str, handled: str) -> None:
     peer = join(how, ready=True)
     peer.signal(signal.SIGINT)
-    if how == "stubborn":
-        peer.until("asked to finish")
-    else:
-        time.sleep(0.2)
+    peer.until(handled)
     peer.signal(signal.SIGINT)
     assert peer.end(AT_ONCE_SECONDS)[0] == 130
 
