@@ -9,6 +9,8 @@ import os
 import stat
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -171,6 +173,15 @@ asyncio.run(main())
 """
 
 
+@pytest.fixture
+def own_sockets(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Sockets in a short directory of their own: any peer that starts removes what killed ones left beside its own."""
+    with tempfile.TemporaryDirectory(prefix="st-", dir="/tmp") as directory:
+        monkeypatch.setenv("TMPDIR", directory)
+        monkeypatch.setattr(tempfile, "tempdir", directory)
+        yield
+
+
 def killed(state_dir: Path) -> Path:
     """The socket of a peer that was killed while it served."""
     subprocess.run([sys.executable, "-c", _KILLED, str(state_dir)], cwd=REPOSITORY, timeout=30)
@@ -179,6 +190,7 @@ def killed(state_dir: Path) -> Path:
     return left
 
 
+@pytest.mark.usefixtures("own_sockets")
 async def test_leftovers_of_killed_peer_are_cleared(tmp_path: Path) -> None:
     left = killed(tmp_path)
     with pytest.raises(ControlUnavailable, match="no peer runs"):
