@@ -17,16 +17,22 @@ settings.register_profile(
 )
 settings.load_profile("repeatable")
 
+_PATIENT = {
+    *("test_cli", "test_libp2p", "test_dht", "test_page"),
+    *("test_export_real", "test_hf_real", "test_limits_real", "test_pausing_real"),
+    *("test_restart_real", "test_user_task_real"),
+}
+
 
 @pytest.hookimpl(tryfirst=True)  # xdist reads the marks in the same hook
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests on real processes run one at a time, also where others run beside them: they would starve each other.
 
-    Those that mostly wait (for a timeout, for one process or two) are a line of their own.
+    Those that mostly wait, or that a busy machine cannot fail, are a line of their own: it runs beside the other.
     """
     for item in items:
         if item.get_closest_marker("real"):
-            waits = item.path.stem in ("test_cli", "test_libp2p", "test_dht") or "conformance" in item.path.parts
+            waits = item.path.stem in _PATIENT or "conformance" in item.path.parts
             item.add_marker(pytest.mark.xdist_group("real, waiting" if waits else "real"))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -230,14 +230,14 @@ OnHeatOption = _pause_rule("When a sensor is at its limit")
 WhenInUseOption = _pause_rule("While the keyboard or the mouse is used", "ignore")
 WhenBusyOption = _pause_rule("While other programs keep a quarter of the processor busy", "ignore")
 TrainOption = Annotated[
-    str | None,
+    Literal["lora", "full"] | None,
     option(RUN, "With --task hf: train adapters (lora, the default), or the whole model (full).", metavar="lora|full"),
 ]
 LoraOption = Annotated[
     int | None, option(RUN, "With --task hf: rank of the adapters. Default: 16.", min=1, max=1024, metavar="RANK")
 ]
 InnerOption = Annotated[
-    str | None,
+    Literal["adamw", "muon"] | None,
     option(
         RUN,
         "Optimiser of the inner steps: muon for hidden matrices, or adamw. Default: muon for gpt, adamw for hf and for "

@@ -26,6 +26,7 @@ MAX_BYTES = 1 << 16
 _SHOWN = 60
 _LINE = 500
 _PLAIN = (
+    ("Value error, ", ""),
     (" after validation|, (got|unable to) .*", ""),
     (r"\b[A-Z]\w+ should\b", "must"),
     ("Input is not a valid path.*", "must be a path"),

@@ -157,6 +157,7 @@ def test_version_is_printed_on_one_line(capsys: pytest.CaptureFixture[str]) -> N
         (["join", "--bootstap", "x"], "--bootstrap"),
         (["join", "--rounds", "many"], "--rounds"),
         (["join", "--rounds", "0"], "--rounds': must be at least 1\n"),
+        (["join", "--inner", "muom"], "--inner': 'muom' is not one of 'adamw', 'muon'.\n"),
         (["join", "--bandwidth", "-1"], "--bandwidth"),
         (["join", "--bootstrap", "192.0.2.1:4000"], "/ip4/192.0.2.1/tcp/4000"),
         (["join", "--bootstrap", "\x1b[2Jnonsense\nand more"], "not a multiaddr"),

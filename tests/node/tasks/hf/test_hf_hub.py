@@ -41,12 +41,13 @@ from node.tasks.spec import WorkerSpec, build
 streamed.WINDOW_BYTES, streamed.RETRY_SECONDS = 6000, ()
 recipe = load_run(None, {"task": "hf"}, ["butterfly"]).recipe
 values = HfValues(HfSettings("full", context=32, rows=2), HfMachine(sys.argv[1]))
-try:
-    job = build(WorkerSpec(values, recipe, 5, data=Path(sys.argv[2]), device="cpu", threads=1), torch.empty, False)
-    batches = [job.learner._task.batch(5, position)[0] for position in range(60)]
-    print(job.learner.step(0, 0).tokens > 0, len({str(each) for each in batches}) > 30, len(job.held_out) > 100)
-except ModelError as error:
-    print(error)
+for name in sys.argv[2:]:
+    try:
+        job = build(WorkerSpec(values, recipe, 5, data=Path(name), device="cpu", threads=1), torch.empty, False)
+        batches = [job.learner._task.batch(5, position)[0] for position in range(60)]
+        print(job.learner.step(0, 0).tokens > 0, len({str(each) for each in batches}) > 30, len(job.held_out) > 100)
+    except ModelError as error:
+        print(error)
 """
 
 
@@ -130,11 +131,11 @@ def hub(made: Path) -> Iterator[Hub]:
 
 def found(hub: Hub | None, model: str, what: str, home: Path) -> tuple[dict[str, str], str]:
     """What `find_model` finds, and what it says meanwhile. Without a hub, nothing listens at its address."""
-    said, warnings = told(hub, PROGRAM, model, what, home)
+    said, warnings = told(hub, PROGRAM, model, what, home=home)
     return json.loads(said), warnings
 
 
-def told(hub: Hub | None, program: str, model: str, what: str, home: Path) -> tuple[str, str]:
+def told(hub: Hub | None, program: str, *arguments: str, home: Path) -> tuple[str, str]:
     """What a program prints and warns of."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("HF_")} | {
         "HF_ENDPOINT": f"http://127.0.0.1:{hub.server_address[1] if hub else 1}",
@@ -142,7 +143,7 @@ def told(hub: Hub | None, program: str, model: str, what: str, home: Path) -> tu
         "XDG_CACHE_HOME": str(home / "cache"),
         "PYTHONPATH": str(REPOSITORY),
     }
-    command = [sys.executable, "-c", program, model, what]
+    command = [sys.executable, "-c", program, *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, timeout=55, check=True)
     return done.stdout.decode(), done.stderr.decode()
 
@@ -172,24 +173,22 @@ def test_unknown_model_is_refused_in_one_line(hub: Hub, tmp_path: Path) -> None:
 
 
 def test_data_set_of_the_hub_is_trained_on_in_windows(hub: Hub, made: Path, tmp_path: Path) -> None:
-    said, warnings = told(hub, TRAINING, str(made / "llama"), "hub:org/texts@main:data/*", tmp_path)
+    said, warnings = told(hub, TRAINING, str(made / "llama"), "hub:org/texts@main:data/*", home=tmp_path)
     assert said == "True True True\n"
     assert f"org/texts@{COMMIT}: 0.00 GB in 8 files" in warnings
     fetched = [path.rpartition("/")[2] for path in hub.asked if "/datasets/org/texts/resolve" in path]
     assert {f"part-{part}.jsonl" for part in range(8)} == set(fetched)
 
 
-@pytest.mark.parametrize(
-    ("name", "why"),
-    (
-        ("hub:org/absent", "the data set org/absent cannot be found on the hub: RepositoryNotFoundError: "),
-        ("hub:org/texts@main:*.zst", "the data set org/texts has no files whose names match *.zst that end in "),
-        ("hub:org/texts@main:old/*", 'has no "text"'),
-        ("hub:org/evil@main", "the hub names a file '../x.jsonl', which is no name of a file: nothing is fetched"),
-    ),
-)
-def test_data_set_that_cannot_be_used_is_refused_in_one_line(
-    hub: Hub, made: Path, tmp_path: Path, name: str, why: str
-) -> None:
-    said, _ = told(hub, TRAINING, str(made / "llama"), name, tmp_path)
-    assert why in said and said.count("\n") == 1 and "Traceback" not in said
+UNUSABLE = {
+    "hub:org/absent": "the data set org/absent cannot be found on the hub: RepositoryNotFoundError: ",
+    "hub:org/texts@main:*.zst": "the data set org/texts has no files whose names match *.zst that end in ",
+    "hub:org/texts@main:old/*": 'has no "text"',
+    "hub:org/evil@main": "the hub names a file '../x.jsonl', which is no name of a file: nothing is fetched",
+}
+
+
+def test_data_set_that_cannot_be_used_is_refused_in_one_line(hub: Hub, made: Path, tmp_path: Path) -> None:
+    said, _ = told(hub, TRAINING, str(made / "llama"), *UNUSABLE, home=tmp_path)
+    for line, why in zip(said.splitlines(), UNUSABLE.values(), strict=True):
+        assert why in line
