@@ -115,7 +115,7 @@ def test_joiner_must_name_task_and_model() -> None:
         (("join", "--held-out", "none"), "--held-out is for --task hf"),
         (("swarm", "--task", "hf"), "task hf needs a model: name it by the variable NODE_MODEL"),
         (("join", "--task", "hf", "--train", "full", "--lora", "4"), "give one of them"),
-        (("join", "--task", "hf", "--train", "some"), "'lora' or 'full'"),
+        (("join", "--task", "hf", "--train", "some"), "'lora', 'full'"),
         (("data", "check", "x.txt"), "give it by --model"),
         (("data", "check", "absent.txt", "--model", "absent"), "there is no file or folder absent.txt"),
     ],
