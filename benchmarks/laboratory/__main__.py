@@ -24,12 +24,13 @@ variants        momentum restarts, moments averaged, averaged parameters, an inn
 muon            Muon for hidden matrices, its rates, beside AdamW
 muon-time       Muon in fewer rounds, because its steps take longer
 muon-long       Muon in rounds of 100 steps
+muon-long-outer outer steps in those
 muon-swarm      Muon's rates in 14 rounds of w128
 muon-outer      outer steps with Muon
 muon-codecs     int8 and e3m0 with Muon
 codecs          int8, e3m0, top-k with error feedback, with AdamW
 sparse          top-k in more rounds
-between         the presets' outer steps for few rounds and for many, in 20 and 40 rounds, with Muon
+between         the presets' outer steps for few rounds and for many, in 40 rounds of 50 steps, with Muon
 peers           their number, with Muon
 trouble         unequal speeds; half of the contributions lost; with Muon
 family          Moshpit, gossip, NoLoCo and push-sum at 8 peers, in calm and with 30 % missing in each round, with AdamW

@@ -21,13 +21,12 @@ from benchmarks.laboratory.rows import Row
 from benchmarks.laboratory.runs import (
     INNER_STEPS,
     PEERS,
-    STEPS,
     ArmName,
     LabRun,
     OuterStep,
     swarm_run,
 )
-from node.tasks.gpt import USUAL_OUTER_STEP
+from node.tasks.gpt import MANY_ROUNDS, SHORT_ROUND, USUAL_OUTER_STEP
 
 LOST = 0.5
 MUON_ROUNDS = 61
@@ -43,6 +42,8 @@ REACHES_TRIED = {
     0.9: (2.7, 2.0),
 }
 """Momentum -> learning rate over 1 - momentum, of outer steps."""
+LONG_OUTER_STEPS = ((0.81, 0.7), (1.05, 0.7), (0.9, 0.8))
+"""Tried in long rounds, where larger outer steps do better, beside `PRESETS_OUTER_STEP`."""
 THREE = range(3)
 
 
@@ -94,6 +95,23 @@ def long_rounds(known: Choices, runs: FinishedRuns) -> Iterator[Row]:
         yield Row(f"H = {steps}, outer step {_words(outer)}", found, beside)
 
 
+def long_outer_steps(known: Choices, runs: FinishedRuns) -> Iterator[Row]:
+    """Outer steps in rounds of `LONG_ROUND` steps, decay in each but the presets' of few rounds."""
+
+    def of(outer: OuterStep, seed: int) -> LabRun:
+        return _muon(known, "diloco", range(seed, seed + 1), outer=outer, inner_steps=LONG_ROUND)[0]
+
+    data_parallel = {"data parallel with Muon": _muon(known, "data-parallel", MANY)}
+    adamw = {"data parallel with AdamW": known.best("data-parallel", MANY)}
+    usual = _muon(known, "diloco", MANY, outer=USUAL_OUTER_STEP, decay=0.0, inner_steps=LONG_ROUND)
+    candidates = halved([PRESETS_OUTER_STEP, *LONG_OUTER_STEPS], of, runs)
+    best = choose(candidates, runs)
+    for outer, trials in candidates.items():
+        found = trials[0].with_seeds(MANY) if outer in (best, PRESETS_OUTER_STEP) else trials
+        yield Row(f"{_words(outer)} and decay", found, data_parallel | {_words(USUAL_OUTER_STEP): usual})
+    yield Row(f"{_words(USUAL_OUTER_STEP)}, no decay", usual, data_parallel | adamw)
+
+
 def swarm(known: Choices, runs: FinishedRuns) -> Iterator[Row]:
     """Muon at the size of `make swarm`, beside AdamW at its best there."""
 
@@ -110,14 +128,14 @@ def swarm(known: Choices, runs: FinishedRuns) -> Iterator[Row]:
 
 
 def between(known: Choices, runs: FinishedRuns) -> Iterator[Row]:
-    """The presets' outer steps of few rounds and of many, where they change, and below."""
-    for rounds in (40, 20):
-        given = {"inner_steps": STEPS // rounds}
-        few = _muon(known, "diloco", FEW[:1], outer=USUAL_OUTER_STEP, decay=0.0, **given)
-        yield Row(f"{rounds} rounds, {_words(USUAL_OUTER_STEP)}", few, {})
-        for outer in (PRESETS_OUTER_STEP, OUTER_STEP):
-            found = _muon(known, "diloco", FEW[:1], outer=outer, **given)
-            yield Row(f"{rounds} rounds, {_words(outer)} and decay", found, {_words(USUAL_OUTER_STEP): few})
+    """The presets' outer steps of few rounds and of many, in the fewest and longest rounds that count as many."""
+    given = {"rounds": MANY_ROUNDS, "inner_steps": SHORT_ROUND}
+    data_parallel = {"data parallel with Muon": _muon(known, "data-parallel", MANY)}
+    few = _muon(known, "diloco", MANY, outer=USUAL_OUTER_STEP, decay=0.0, **given)
+    for outer, seeds in ((PRESETS_OUTER_STEP, MANY), (OUTER_STEP, FEW[:1])):
+        found = _muon(known, "diloco", seeds, outer=outer, **given)
+        yield Row(f"{_words(outer)} and decay", found, data_parallel | {_words(USUAL_OUTER_STEP): few})
+    yield Row(f"{_words(USUAL_OUTER_STEP)}, no decay", few, data_parallel)
 
 
 def codecs(known: Choices, runs: FinishedRuns) -> Iterator[Row]:
