@@ -44,7 +44,7 @@ values = HfValues(HfSettings("full", context=32, rows=2), HfMachine(sys.argv[1])
 for name in sys.argv[2:]:
     try:
         job = build(WorkerSpec(values, recipe, 5, data=Path(name), device="cpu", threads=1), torch.empty, False)
-        batches = [job.learner._task.batch(5, position)[0] for position in range(60)]
+        batches = [job.learner._task.batch(5, position)[0] for position in range(100)]  # of all four windows
         print(job.learner.step(0, 0).tokens > 0, len({str(each) for each in batches}) > 30, len(job.held_out) > 100)
     except ModelError as error:
         print(error)
