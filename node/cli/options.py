@@ -231,7 +231,7 @@ WhenInUseOption = _pause_rule("While the keyboard or the mouse is used", "ignore
 WhenBusyOption = _pause_rule("While other programs keep a quarter of the processor busy", "ignore")
 TrainOption = Annotated[
     Literal["lora", "full"] | None,
-    option(RUN, "With --task hf: train adapters (lora, the default), or the whole model (full).", metavar="lora|full"),
+    option(RUN, "With --task hf: train adapters (lora, the default), or the whole model (full)."),
 ]
 LoraOption = Annotated[
     int | None, option(RUN, "With --task hf: rank of the adapters. Default: 16.", min=1, max=1024, metavar="RANK")
@@ -242,7 +242,6 @@ InnerOption = Annotated[
         RUN,
         "Optimiser of the inner steps: muon for hidden matrices, or adamw. Default: muon for gpt, adamw for hf and for "
         "your own tasks.",
-        metavar="adamw|muon",
     ),
 ]
 ModelOption = Annotated[

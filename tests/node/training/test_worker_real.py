@@ -347,7 +347,7 @@ async def test_cancellation_leaves_nothing_half_done(compute: ThreadCompute) -> 
         assert (await training.end()).tokens >= STEP_TOKENS and trainer.restarts == 1
 
 
-async def test_six_worker_deaths_leave_nothing_behind(compute: ThreadCompute) -> None:
+async def test_ten_worker_deaths_leave_nothing_behind(compute: ThreadCompute) -> None:
     def held() -> tuple[int, int, int]:
         gc.collect()
         return len(os.listdir("/proc/self/fd")), len(asyncio.all_tasks()), psutil.Process().memory_info().rss
@@ -356,7 +356,7 @@ async def test_six_worker_deaths_leave_nothing_behind(compute: ThreadCompute) ->
     async with RemoteTrainer(paced(0.001), compute) as trainer:
         training = Training(trainer)
         levels, noticed_seconds = [], []
-        for number in range(6):
+        for number in range(10):
             await until(lambda: trainer.pid)
             heard = len(training.progress)
             await until(lambda: any(work.tokens > 0 for work in training.progress[heard:]))  # noqa: B023

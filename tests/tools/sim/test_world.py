@@ -55,7 +55,7 @@ def test_mixing_peers_survive_every_fault_family(fault: str) -> None:
 @pytest.mark.parametrize(
     "world, scenario, repeats",
     [
-        (World, Scenario(peers=4, rounds=2, seed=7, fault="slow"), 20),
+        (World, Scenario(peers=4, rounds=2, seed=7, fault="slow"), 50),
         (OracleProtocol, broken("crash", 3), 20),
         (OracleProtocol, broken("mixed", 3), 20),
         (PairWorld, Scenario(peers=4, rounds=4, seed=3), 2),
@@ -64,7 +64,7 @@ def test_mixing_peers_survive_every_fault_family(fault: str) -> None:
 )
 def test_trace_is_determined_by_the_seed(world: type[World], scenario: Scenario, repeats: int) -> None:
     assert len({play(scenario, world).trace.digest() for _ in range(repeats)}) == 1
-    seeds = range(min(repeats, 10))
+    seeds = range(min(repeats, 20))
     assert len({play(replace(scenario, seed=seed), world).trace.digest() for seed in seeds}) == len(seeds)
 
 
