@@ -37,6 +37,7 @@ _OPTIONS = {
     "--disk-limit-bytes": "--disk-limit",
     "--upload-limit-bytes-per-second": "--upload-limit",
     "--download-limit-bytes-per-second": "--download-limit",
+    "--worker-timeout-seconds": "--worker-timeout",
 }
 """Name of a value in a `ConfigError` -> the option that sets it."""
 
@@ -95,6 +96,7 @@ def join(
     device: options.DeviceOption = None,
     threads: options.ThreadsOption = None,
     nice: options.NiceOption = None,
+    worker_timeout: options.WorkerTimeoutOption = None,
     precision: options.PrecisionOption = None,
     data: options.DataOption = None,
     hours: options.HoursOption = None,
@@ -153,10 +155,10 @@ def swarm(
 
         with _name_options():  # before anything is started
             of_run = {"run": run, "task": task, "protocol": protocol, "stages": stages, "inner": inner}
-            stages, patience = _check(of_run, rounds) if any(of_run.values()) else (1, 1)
+            stages = _check(of_run, rounds) if any(of_run.values()) else 1
         if peers < stages:
             raise CommandError(f"{stages} stages need as many peers, not {peers}: give --peers {stages} or more")
-        options = SwarmOptions(peers, rounds, protocol, task, run, dir, json, stages, page, patience, inner)
+        options = SwarmOptions(peers, rounds, protocol, task, run, dir, json, stages, page, inner)
         return asyncio.run(run_swarm(options))
 
 
@@ -242,6 +244,8 @@ def _join(given: dict[str, Any]) -> int:
         given["bandwidth_bytes_per_second"] = 1e6 * given.pop("bandwidth")
     if "disk_limit" in given:
         given["disk_limit_bytes"] = 1e9 * given.pop("disk_limit")
+    if "worker_timeout" in given:
+        given["worker_timeout_seconds"] = given.pop("worker_timeout")
     for name in ("upload_limit", "download_limit"):
         if name in given:
             given[f"{name}_bytes_per_second"] = _in_megabytes(given.pop(name))
@@ -349,20 +353,19 @@ def _load_run(of_run: Mapping[str, Any], rounds: int | None) -> RunConfig:
     return load_run(of_run.get("run"), overrides, (*REPLICATED_PROTOCOLS, *INDEPENDENT_PROTOCOLS))
 
 
-def _check(of_run: Mapping[str, Any], rounds: int | None) -> tuple[int, int]:
-    """Check the configuration that a swarm's peers will get; return its number of stages, and the patience it needs.
+def _check(of_run: Mapping[str, Any], rounds: int | None) -> int:
+    """Check the configuration that a swarm's peers will get; return its number of stages.
 
     Raises:
         ConfigError: a value is missing or wrong.
         CommandError: the task needs a model, and none is named.
     """
     from node.config.peer_config import load_peer
-    from node.tasks.spec import MODEL_PATIENCE
 
     mine, run = load_peer({}, os.environ, of_run["run"]), _load_run(of_run, rounds)
     if run.hf and mine.model is None:
         raise CommandError("task hf needs a model: name it by the variable NODE_MODEL, or by model in [peer]")
-    return run.stages or 1, MODEL_PATIENCE if run.hf else 1
+    return run.stages or 1
 
 
 def _run_peer(config: PeerConfig, run: RunConfig | None) -> int:

@@ -193,6 +193,16 @@ NiceOption = Annotated[
         metavar="N",
     ),
 ]
+WorkerTimeoutOption = Annotated[
+    float | None,
+    option(
+        MACHINE,
+        "Longest time that training may show no sign of work before its process is replaced. Default: 600.",
+        min=1,
+        max=1e6,
+        metavar="SECONDS",
+    ),
+]
 PrecisionOption = Annotated[
     str | None, option(MACHINE, "Precision of training: auto (the default), float32 or bfloat16.", metavar="NAME")
 ]

@@ -21,6 +21,7 @@ from node.runtime.child_process import ChildProcess
 from node.session.shutdown import GracefulShutdown
 from node.storage.rotation import rotate, rotated_path
 from node.training.cores import usable_cores
+from node.training.liveness import BUSY_FACTOR, TIMEOUT_SECONDS
 from node.ui import logs
 from node.ui.control import ControlUnavailable, ask
 from node.ui.screen import Screen
@@ -29,8 +30,8 @@ from node.ui.swarm_view import picture, plain_line, sample, summary
 
 POLL_SECONDS = 0.25
 LOOK_SECONDS = 1.0
-START_SECONDS = 150.0
-"""Time for a founder to start its run, times the task's patience."""
+START_SECONDS = BUSY_FACTOR * TIMEOUT_SECONDS + 150.0
+"""Time for a founder to start its run. It gives up by itself if its worker hangs."""
 LEAVE_SECONDS = 8.0
 """Time that peers have to leave after Ctrl-C. The rest is killed, so that the summary is out within ten seconds."""
 LAST_SECONDS = 60.0
@@ -250,7 +251,7 @@ class Swarm:
         }
         flags = [str(each) for pair in given.items() if pair[1] is not None for each in pair]
         await founder.start((*self._threads(), *self._page(), *flags))
-        until = asyncio.get_running_loop().time() + options.patience * START_SECONDS
+        until = asyncio.get_running_loop().time() + START_SECONDS
         while founder.running and asyncio.get_running_loop().time() < min(until, self._until):
             await founder.look(LOOK_SECONDS)
             if founder.status and founder.status.addresses and founder.status.run_id:
@@ -276,8 +277,7 @@ class Swarm:
             return "stopped before the run had begun"
         if not founder.running:
             return founder.output_tail
-        seconds = self._options.patience * START_SECONDS
-        late = f"{founder.name} has not started the run within {seconds:g} s: is this machine too busy?"
+        late = f"{founder.name} has not started the run within {START_SECONDS:g} s: is this machine too busy?"
         return f"{late} Its last output: {founder.output_tail}"
 
     def _threads(self) -> tuple[str, str]:

@@ -58,6 +58,7 @@ def worker_spec(
         precision=mine.precision,
         nice=mine.nice,
         stage=stage,
+        timeout_seconds=mine.worker_timeout_seconds,
     )
 
 

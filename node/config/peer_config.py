@@ -112,6 +112,8 @@ class PeerConfig:
         device: device to train on; auto is cuda or mps if there is one, else cpu.
         threads: training threads: a number, or auto, which measures how many are fastest.
         nice: niceness of training, from 0 to 19; the higher, the more of a busy processor is left to other programs.
+        worker_timeout_seconds: longest time that training may show no sign of work, in seconds, before its process is
+            replaced: no step, no processor time, nothing read or written; None: as the task says, or 600.
         precision: precision of training; auto is bfloat16 where that is faster, else float32.
         data: text file or folder to train on; None: the standard library's source. For hf also .jsonl and .parquet,
             and hub:ORG/NAME@REVISION for a data set on the hub.
@@ -160,6 +162,7 @@ class PeerConfig:
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
     threads: Annotated[Literal["auto"] | int, BeforeValidator(_threads)] = "auto"
     nice: int = Field(default=DEFAULT_NICE, ge=0, le=19)
+    worker_timeout_seconds: float | None = Field(default=None, ge=1, le=1e6)
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
     data: Annotated[Path, AfterValidator(home_path)] | None = None
     model: Annotated[str, AfterValidator(_model)] | None = None
@@ -208,9 +211,9 @@ class PeerConfig:
 
 _PEER = TypeAdapter(PeerConfig)
 _OF_THE_MACHINE = (
-    "device", "threads", "nice", "precision", "data", "model", "checkpointing", "compile", "held_out",
-    "bandwidth_bytes_per_second", "checkpoint_every", "disk_limit_bytes", "hours", "on_battery", "on_metered",
-    "on_low_memory", "on_heat", "when_in_use", "when_busy", "log_level", "upload_limit_bytes_per_second",
+    "device", "threads", "nice", "worker_timeout_seconds", "precision", "data", "model", "checkpointing", "compile",
+    "held_out", "bandwidth_bytes_per_second", "checkpoint_every", "disk_limit_bytes", "hours", "on_battery",
+    "on_metered", "on_low_memory", "on_heat", "when_in_use", "when_busy", "log_level", "upload_limit_bytes_per_second",
     "download_limit_bytes_per_second", "quota", "relay",
 )  # fmt: skip
 KEYS = tuple(field.name for field in fields(PeerConfig) if field.name not in ("consent", "origins"))

@@ -180,7 +180,6 @@ class SwarmOptions:
         as_json: whether to print one JSON object to stdout at the end.
         stages: of the run; peer i is in stage i mod `stages`.
         page: whether the first peer serves its web page.
-        patience: how many times longer than usual the first peer may take to start the run.
         inner: optimiser of the inner steps.
     """
 
@@ -193,7 +192,6 @@ class SwarmOptions:
     as_json: bool
     stages: int = 1
     page: bool = True
-    patience: int = 1
     inner: str | None = None
 
 

@@ -126,13 +126,13 @@ class ChildProcess:
 
     def ask(self) -> None:
         """Ask the process to end (SIGTERM), without waiting for its end."""
-        self._signal(signal.SIGTERM)
+        self.send(signal.SIGTERM)
 
     def send_kill(self) -> None:
         """Send SIGKILL, without waiting for the end of the process."""
-        self._signal(signal.SIGKILL)
+        self.send(signal.SIGKILL)
 
-    def _signal(self, number: signal.Signals) -> None:
+    def send(self, number: signal.Signals) -> None:
         """Send a signal. asyncio's own methods poll for the exit code first; a task that waits for it then gets 255."""
         if self.code is None:
             with suppress(ProcessLookupError):

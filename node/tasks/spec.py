@@ -23,8 +23,6 @@ from protocols.base import Vector
 
 DEVICES = ("auto", "cpu", "cuda", "mps")
 PRECISIONS = ("auto", "float32", "bfloat16")
-MODEL_PATIENCE, COMPILING_PATIENCE = 15, 30
-"""Of the task hf: the first start tokenises the data, and the first step may compile the module."""
 BFLOAT16_WIDTH = 192
 """Least width at which bfloat16 is faster, on CPUs that support it: 8.8k tokens/s against 7.7k at 192, slower below."""
 
@@ -107,6 +105,8 @@ class WorkerSpec:
         precision: of the forward pass. "auto" is bfloat16 where it was measured to be faster, and otherwise float32.
         nice: niceness to add to that of the worker, 0 to 19, as for the command `nice`.
         stage: the stage to train; None for the whole model.
+        timeout_seconds: longest time that the worker may show no sign of work (`node.training.liveness`); None: as the
+            task says, or the default.
     """
 
     values: Values
@@ -121,6 +121,7 @@ class WorkerSpec:
     precision: str = "auto"
     nice: int = 0
     stage: StageValues | None = None
+    timeout_seconds: float | None = None
 
     def __post_init__(self) -> None:
         require(self, "threads", lambda value: value >= 0, "0 or more")
@@ -144,18 +145,6 @@ class WorkerSpec:
         for name in ("data", "held_out"):
             fields[name] = Path(fields[name]) if fields[name] else None
         return cls(recipe=Recipe(**recipe | {"betas": tuple(recipe["betas"])}), **fields)
-
-    @property
-    def compiles(self) -> bool:
-        """Whether the first step compiles the module."""
-        return isinstance(self.values, HfValues) and self.values.machine.compile
-
-    @property
-    def patience(self) -> int:
-        """How many times longer than usual the worker may take to start, and for its first step."""
-        if not isinstance(self.values, HfValues):
-            return 1
-        return COMPILING_PATIENCE if self.compiles else MODEL_PATIENCE
 
     def thread_count(self) -> int:
         """Number of threads to start with: the given one, or this worker's share of the usable cores."""
@@ -191,6 +180,7 @@ class Job:
             the task generates no text.
         pins: what the run's manifest says of the model; None for a task that has no model of its own.
         ready: whether the data of the next step are here; until then the worker waits, and takes no step.
+        timeout_seconds: the task's own `WorkerSpec.timeout_seconds`; None: it has none.
     """
 
     learner: ResumableLearner
@@ -199,6 +189,7 @@ class Job:
     generate: Callable[[bytes, int, float, int], bytes] | None = None
     pins: ModelPins | None = None
     ready: Callable[[], bool] = lambda: True
+    timeout_seconds: float | None = None
 
 
 Allocate: TypeAlias = Callable[[int], Vector]
@@ -227,7 +218,8 @@ def build(spec: WorkerSpec, allocate: Allocate, resume: bool) -> Job:
         own_task = own.make(values.name, TaskContext(spec.weights_seed, device, spec.data, values.options))
         own_task.try_out(spec.stream_seed)
         autocast = _autocast(spec.precision, device, width=0)
-        return Job(TaskLearner(own_task, spec.recipe, spec.stream_seed, place, resume, autocast))
+        learner = TaskLearner(own_task, spec.recipe, spec.stream_seed, place, resume, autocast)
+        return Job(learner, timeout_seconds=own_task.timeout_seconds)
     text = load(spec.data, spec.held_out)
     preset = Preset(values.shape, values.rows, spec.recipe)
     task = GptTask(preset, text, spec.weights_seed, device)

@@ -40,6 +40,7 @@ class StageJob:
     learner: StageCompute
     rest_seconds: float = 0.0
     held_out: bytes = b""
+    timeout_seconds: float | None = None
 
 
 def stage_sizes(spec: WorkerSpec) -> StageSizes:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import math
 import os
 import sys
 import traceback
@@ -38,6 +39,20 @@ class OwnTask:
     @property
     def module(self) -> nn.Module:
         return self._task.module
+
+    @property
+    def timeout_seconds(self) -> float | None:
+        """The task's own limit for a worker that shows no sign of work; None: it has none.
+
+        Raises:
+            TaskError: it is not a positive number.
+        """
+        seconds = getattr(self._task, "timeout_seconds", None)
+        if seconds is None:
+            return None
+        if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds < math.inf:
+            raise self._fault(f"timeout_seconds must be a positive number, not {seconds!r}")
+        return float(seconds)
 
     def batch(self, seed: int, position: int) -> Batch:
         """Call the user's `batch`."""

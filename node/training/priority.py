@@ -1,4 +1,4 @@
-"""Lower the priority of this process, so that other programs come first, and measure how long it waits for cores."""
+"""Lower the priority of this process, so that other programs come first."""
 
 from __future__ import annotations
 
@@ -38,20 +38,6 @@ def stand_back(nice: int, sleep: Callable[[float], None]) -> None:
             sleep(_PAUSE_SECONDS)
         except OSError:
             return
-
-
-def ready_seconds(pid: int) -> float:
-    """Total time that the threads of a process were ready to run while no core was free.
-
-    0 if the kernel does not report it. It grows while other processes take the cores, but not while the process hangs
-    or is stopped.
-    """
-    nanoseconds = 0
-    with suppress(OSError):
-        for thread in (Path("/proc") / str(pid) / "task").iterdir():
-            with suppress(OSError, ValueError, IndexError):
-                nanoseconds += int((thread / "schedstat").read_text().split()[1])
-    return nanoseconds / 1e9
 
 
 def _threads() -> list[int]:

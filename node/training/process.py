@@ -6,32 +6,32 @@ import asyncio
 import json
 import logging
 import os
+import signal
 import socket
 import sys
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from node.runtime.child_process import ChildProcess
 from node.tasks.spec import WorkerSpec
-from node.training.priority import ready_seconds
+from node.training import liveness
+from node.training.failure import FaultDump
+from node.training.liveness import Watchdog, activity
 from node.training.shared import Shared
 from node.training.worker import MAX_LINE_BYTES
 from protocols.base import Layout
 
 log = logging.getLogger(__name__)
 
-START_SECONDS = 120.0
-"""Long enough to read the data from a slow disk."""
-FIRST_STEP_SECONDS = 60.0
+LOOK_SECONDS = 2.5
+"""Time between two looks whether a worker that does not answer still works."""
+_DUMP_SECONDS = 0.5
+"""Time that a worker that hangs has to write where it stands."""
 OOM_SCORE = 1000
 """When memory runs out, the kernel kills the worker first, because the peer can replace it. Set from its start on,
 however much memory it uses."""
-PATIENCE_SECONDS = 5.0
-PATIENCE_STEPS = 20
-STARVED, STARVED_TIMES = 0.25, 20
-"""A worker that was ready to run for more than this share of the time, but had no core, does not hang. Its time limit
-is extended up to `STARVED_TIMES` times."""
 
 SPIN = {"GOMP_SPINCOUNT": "10000", "KMP_BLOCKTIME": "1"}
 """How long a waiting thread keeps its core before it sleeps: in turns for libgomp, in milliseconds for LLVM's and
@@ -55,21 +55,24 @@ class WorkerError(Exception):
 
 
 class WorkerGone(Exception):
-    """This worker has died, or hangs and was killed."""
+    """This worker has died, or hangs and was killed. `WorkerProcess.failure` says why, if that is known."""
 
 
 class WorkerProcess:
     """One worker process, from its start to its end.
 
     Attributes:
-        useful: the worker has carried out a command or taken a step.
+        command: the latest command, by name; empty before the first.
+        finished: names of the commands that it has carried out; `train` from its first step on.
+        timeout_seconds: longest time without any sign of work.
     """
 
-    def __init__(self, child: ChildProcess, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.child = child
-        self.useful = False
-        self.layout = Layout(())
-        self._patience = 1
+    def __init__(
+        self, child: ChildProcess, dump: FaultDump, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        self.child, self._dump, self._said = child, dump, ""
+        self.command, self.finished = "", set[str]()
+        self.layout, self.timeout_seconds = Layout(()), liveness.TIMEOUT_SECONDS
         self._reader, self._writer = reader, writer
 
     @classmethod
@@ -99,11 +102,13 @@ class WorkerProcess:
                 slots = (spec.stage.slots,) if spec.stage else ()
                 descriptors = (memory, theirs.fileno(), *slots)
                 environment = {"PYTHONPATH": path, **bounded_spin(os.environ)}
-                child = await ChildProcess.start("worker", command, _log_line, environment, descriptors, OOM_SCORE)
+                dump = FaultDump()
+                on_line = partial(_log_line, dump)
+                child = await ChildProcess.start("worker", command, on_line, environment, descriptors, OOM_SCORE)
             except BaseException:
                 writer.close()
                 raise
-        worker = cls(child, reader, writer)
+        worker = cls(child, dump, reader, writer)
         try:
             await worker._introduce(spec)
         except BaseException:
@@ -112,53 +117,76 @@ class WorkerProcess:
         return worker
 
     async def _introduce(self, spec: WorkerSpec) -> None:
-        self._patience, start_seconds = spec.patience, START_SECONDS * spec.patience
+        self.timeout_seconds = spec.timeout_seconds or liveness.TIMEOUT_SECONDS
         self._writer.write(spec.to_json().encode() + b"\n")
         try:
-            async with asyncio.timeout(start_seconds):
-                fragments = (await self._next())["done"]
-        except TimeoutError:
-            raise WorkerError(
-                f"the worker did not start within {start_seconds:g} s: {self.child.output_tail}"
-            ) from None
+            answer = (await self._answer(lambda: 0))["done"]
         except WorkerGone:
             self.child.send_kill()  # in case it closed its socket and still runs
             how = await self.child.ended()
+            if self.failure:
+                raise WorkerError(self.failure) from None
             raise WorkerError(f"the worker did not start: {how}", self.child.is_killed) from None
+        fragments = answer["layout"]
         self.layout = Layout(tuple(tuple((name, tuple(shape)) for name, shape in each) for each in fragments))
+        self.timeout_seconds = spec.timeout_seconds or answer["timeout_seconds"] or liveness.TIMEOUT_SECONDS
 
-    async def ask(self, command: dict[str, Any], memory: Shared, extra_seconds: float, on_progress: OnProgress) -> Any:
+    @property
+    def failure(self) -> str:
+        """Why the worker cannot go on, in one line: it said so itself, it crashed or it hangs; empty if not known."""
+        if not self._said and self._dump.crash:
+            return f"the worker crashed in {self._activity}: {self._dump.crash}{self._where}"
+        return self._said
+
+    @property
+    def _activity(self) -> str:
+        return self.command or "its start"
+
+    @property
+    def _where(self) -> str:
+        return f", in {self._dump.place}" if self._dump.place else ""
+
+    async def ask(self, command: dict[str, Any], memory: Shared, on_progress: OnProgress) -> Any:
         """Send a command and return its answer. Progress messages before it go to `on_progress`.
-
-        Args:
-            extra_seconds: added to the time that the worker may take without finishing a step.
 
         Raises:
             WorkerError: the worker rejected the command.
-            WorkerGone: the worker died, or finished no step for too long.
+            WorkerGone: the worker died, or hangs.
         """
+        self.command = command["do"]
         self._writer.write(json.dumps(command).encode() + b"\n")
-        starved = 0
         while True:
-            heartbeats, ready = memory.heartbeats, ready_seconds(self.child.pid)
-            patience_seconds = _patience_seconds(memory, self._patience) + extra_seconds
-            try:
-                async with asyncio.timeout(patience_seconds):
-                    answer = await self._next()
-            except TimeoutError:
-                if memory.heartbeats != heartbeats:
-                    starved = 0
-                    continue
-                if ready_seconds(self.child.pid) - ready > STARVED * patience_seconds and starved < STARVED_TIMES:
-                    starved += 1
-                    continue
-                log.warning("worker %d makes no progress and is killed", self.child.pid)
-                raise WorkerGone from None
+            answer = await self._answer(lambda: memory.heartbeats)
             if "done" in answer:
-                self.useful = True
+                if self.command != "train":
+                    self.finished.add(self.command)
                 return answer["done"]
-            self.useful |= answer["progress"]["tokens"] > 0
+            if answer["progress"]["tokens"] > answer["progress"]["carried"]:
+                self.finished.add("train")
             on_progress(answer["progress"])
+
+    async def _answer(self, steps: Callable[[], int]) -> dict[str, Any]:
+        """The next message, which may take as long as the worker works.
+
+        Args:
+            steps: returns a number that changes with each step.
+        """
+        loop = asyncio.get_running_loop()
+        watchdog = Watchdog(self._activity, self.timeout_seconds, loop.time())
+        while True:
+            try:
+                async with asyncio.timeout(min(LOOK_SECONDS, self.timeout_seconds)):
+                    return await self._next()
+            except TimeoutError:
+                if why := watchdog.look(loop.time(), steps(), activity(self.child.pid)):
+                    await self._ask_where()
+                    self._said = f"{why}{self._where}"
+                    raise WorkerGone from None
+
+    async def _ask_where(self) -> None:
+        """Have a worker that hangs write where it stands."""
+        self.child.send(signal.SIGUSR1)
+        await asyncio.sleep(_DUMP_SECONDS)
 
     async def _next(self) -> dict[str, Any]:
         try:
@@ -167,6 +195,9 @@ class WorkerProcess:
             raise WorkerGone from None
         if "refused" in answer:
             raise WorkerError(answer["refused"])
+        if "failed" in answer:
+            self._said = f"the worker failed in {self._activity}: {answer['failed']}"
+            raise WorkerGone
         return answer
 
     async def end(self) -> None:
@@ -180,11 +211,7 @@ def bounded_spin(environment: Mapping[str, str]) -> dict[str, str]:
     return {} if any(environment.get(name) for name in _WAITING) else SPIN
 
 
-def _log_line(line: str | None) -> None:
+def _log_line(dump: FaultDump, line: str | None) -> None:
     if line:
+        dump.take(line)
         log.warning("worker: %s", line)
-
-
-def _patience_seconds(memory: Shared, patience: int) -> float:
-    longest = memory.longest_step_seconds
-    return max(PATIENCE_SECONDS, PATIENCE_STEPS * longest) if longest else FIRST_STEP_SECONDS * patience

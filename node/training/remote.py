@@ -33,7 +33,7 @@ from node.tasks.spec import WorkerSpec
 from node.training import shared
 from node.training.process import OnProgress, WorkerError, WorkerGone, WorkerProcess
 from node.training.shared import Shared
-from node.training.worker_supervisor import MENDING_SECONDS, WorkerSupervisor
+from node.training.worker_supervisor import WorkerSupervisor, mending_seconds
 from protocols.aio import Notifier, run_with_helper
 from protocols.base import Compute, Layout, LocalProgress, RoundKey, Vector
 
@@ -41,8 +41,6 @@ log = logging.getLogger(__name__)
 
 ATTEMPTS = 3
 _PROMPT_BYTES = 64 << 10
-DISK_SECONDS, DISK_BYTES_PER_SECOND = 60.0, 1e6
-"""Time limit for reading or writing the optimiser's state: a constant plus the time of a very slow disk."""
 NOTHING = LocalProgress(0, math.nan, 0.0, 0.0)
 
 __all__ = ["RemoteTrainer", "WorkerError", "WorkerSpec"]
@@ -196,7 +194,7 @@ class RemoteTrainer:
             return False
         try:
             async with self._boundary():
-                await self._ask({"do": "save", "path": str(path)}, self._disk_seconds())
+                await self._ask({"do": "save", "path": str(path)})
         except WorkerGone:
             raise WorkerError("the worker died before it had written the inner state") from None
         return True
@@ -212,11 +210,7 @@ class RemoteTrainer:
             WorkerError: the file cannot be read, or is of another model.
         """
         command = {"do": "load", "path": str(path) if path else None, "position": position, "threads": threads}
-        await self._order(command, self._disk_seconds())
-
-    def _disk_seconds(self) -> float:
-        moments_bytes = 8 * sum(self.layout.sizes())  # two float32 of AdamW for each parameter
-        return DISK_SECONDS + moments_bytes / DISK_BYTES_PER_SECOND
+        await self._order(command)
 
     async def held_out(self) -> bytes:
         """The evaluation sample, at most 256 KiB; empty where the task has none."""
@@ -235,10 +229,8 @@ class RemoteTrainer:
             WorkerError: the task generates no text, or the prompt is empty.
         """
         command: dict[str, Any] = {"do": "generate", "tokens": tokens, "temperature": temperature, "seed": seed}
-        # A generated token takes less than a step: one row and a forward pass, against several rows and both passes.
-        extra_seconds = tokens * (self._shared.longest_step_seconds or 1.0)
         command["prompt"] = base64.b64encode(prompt[-_PROMPT_BYTES:]).decode()
-        return base64.b64decode(await self._order(command, extra_seconds))
+        return base64.b64decode(await self._order(command))
 
     # -- turns --------------------------------------------------------------------------------------------------------
 
@@ -282,17 +274,15 @@ class RemoteTrainer:
         self._shared.attention = True
         self._notifier.notify()
 
-    async def _order(self, command: dict[str, Any], extra_seconds: float = 0.0) -> Any:
+    async def _order(self, command: dict[str, Any]) -> Any:
         for _ in range(ATTEMPTS):
             await self._alive()
             with suppress(WorkerGone):
                 async with self._boundary():
-                    return await self._ask(command, extra_seconds)
+                    return await self._ask(command)
         raise WorkerError(f"the worker died {ATTEMPTS} times during the command {command['do']!r}")
 
-    async def _ask(
-        self, command: dict[str, Any], extra_seconds: float = 0.0, on_progress: OnProgress = lambda _: None
-    ) -> Any:
+    async def _ask(self, command: dict[str, Any], on_progress: OnProgress = lambda _: None) -> Any:
         """Send the worker a command and return its answer. Call it only inside a boundary."""
         worker = self._worker
         if worker is None:
@@ -301,7 +291,7 @@ class RemoteTrainer:
             command = command | {"carried": self._carried}
         self._unanswered = worker
         try:
-            answer = await worker.ask(command, self._shared, extra_seconds, on_progress)
+            answer = await worker.ask(command, self._shared, on_progress)
         except WorkerError:  # rejected: it changed nothing
             self._unanswered, self._notify_carried = None, False
             raise
@@ -360,8 +350,7 @@ class RemoteTrainer:
         if self._released:
             self._released = False
             self._notifier.notify()
-        mending_seconds = MENDING_SECONDS * self._spec.patience
-        await self._notifier.until(settled, asyncio.get_running_loop().time() + mending_seconds)
+        await self._notifier.until(settled, asyncio.get_running_loop().time() + mending_seconds(self._spec))
         if self._supervision.cancelled():
             raise WorkerError("the trainer is closed, so there is no worker")
         if self._supervision.done():

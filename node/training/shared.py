@@ -20,7 +20,7 @@ import torch
 from protocols.base import Vector
 
 _PAGE_BYTES = 4096
-_ATTENTION, _STEPS, _POSITION, _LONGEST_STEP, _THREADS, _WAITS = range(6)
+_ATTENTION, _STEPS, _POSITION, _THREADS, _WAITS = range(5)
 
 
 def create() -> int:
@@ -90,11 +90,6 @@ class Shared:
         return self._numbers[_POSITION]
 
     @property
-    def longest_step_seconds(self) -> float:
-        """Duration of the longest inner step; 0 before the first step."""
-        return self._numbers[_LONGEST_STEP] / 1e6
-
-    @property
     def threads(self) -> int:
         """Number of threads that the worker computes with; 0 before the first worker has started."""
         return self._numbers[_THREADS]
@@ -111,7 +106,6 @@ class Shared:
         """Say that the worker is alive, and waits for data."""
         self._numbers[_WAITS] += 1
 
-    def stepped(self, seconds: float) -> None:
-        """Count a step and its duration. The worker calls this after a step."""
+    def stepped(self) -> None:
+        """Count a step. The worker calls this after a step."""
         self._numbers[_STEPS] += 1
-        self._numbers[_LONGEST_STEP] = max(self._numbers[_LONGEST_STEP], int(seconds * 1e6))

@@ -19,8 +19,8 @@
     do: outer_sample, index                                         -> done: whether there is one; result: y, targets
     do: outer_first                  first: tokens                  -> done: null; result: y
 
-Each job of a microbatch counts as a step in the shared counters: the longest decides how long the peer waits for an
-answer. A job whose input does not decode is refused and changes nothing.
+Each job of a microbatch counts as a step in the shared counters. A job whose input does not decode is refused and
+changes nothing.
 """
 
 from __future__ import annotations
@@ -78,14 +78,13 @@ class StageWorker(Worker):
             return super().carry_out(command)
         if "carried" in command:
             self._take(command["carried"])
-        began = time.perf_counter()
         try:
             return carry_out(command)
         except (BadPayload, WrongWeights) as error:
             raise CommandRejected(str(error)) from error
         finally:
             if name in jobs:
-                self._shared.stepped(time.perf_counter() - began)
+                self._shared.stepped()
 
     # -- jobs ---------------------------------------------------------------------------------------------------------
 

@@ -4,7 +4,7 @@
 
 The socket carries lines of JSON: one command at a time, each answered by `done` or `refused`:
 
-    a WorkerSpec                                        -> done: the layout's fragments
+    a WorkerSpec                                        -> done: the layout's fragments, the task's own timeout or null
     do: train, round, begin, surplus                    -> progress: LocalProgress, ...; done: LocalProgress
     do: evaluate                                        -> done: loss
     do: held_out                                        -> done: base64
@@ -13,17 +13,22 @@ The socket carries lines of JSON: one command at a time, each answered by `done`
     do: save, path                                      -> done: size in bytes of the optimiser's state file
     do: load, path or null, position, threads           -> done: null; threads: to start with, 0: not known
 
+An exception in a command that only reads is answered by `refused`, and the worker goes on. Any other ends it: it writes
+the traceback to stderr, sends `failed` with one line, and exits. On SIGUSR1 it writes where it stands to stderr.
+
 `carried` in a command means that the peer has written the shared vectors, and that they hold work worth this many
 tokens. The worker reads no line between two steps: `Shared.attention` ends a `train` command. The process ends when the
-socket closes. If it fails, its last output, which goes to the log, is a traceback.
+socket closes.
 """
 
 from __future__ import annotations
 
 import base64
+import faulthandler
 import json
 import math
 import os
+import signal
 import socket
 import sys
 import time
@@ -38,14 +43,17 @@ from node.runtime.metrics import workers_here
 from node.storage import tensors
 from node.tasks.spec import Allocate, Job, PacedValues, WorkerSpec, build
 from node.training.cores import usable_cores
+from node.training.failure import first_line, report
 from node.training.priority import stand_back
 from node.training.shared import Shared
 from node.training.trainer import LocalTraining
 from node.training.tuning import ThreadTuner
-from protocols.base import Layout, LocalProgress, Vector
+from protocols.base import LocalProgress, Vector
 
 MAX_LINE_BYTES = 1 << 20
 
+READ_ONLY = frozenset({"evaluate", "held_out", "pins", "generate"})
+"""Commands that change nothing, whatever ends them."""
 WAIT_SECONDS = 0.2
 """Between two looks whether data have come."""
 _CONFINE_SECONDS = 20.0
@@ -75,7 +83,6 @@ class Worker:
         self._local_training = LocalTraining(job.learner, spec.recipe.inner_steps, self._anchors)
         self._take(0)
         job.learner.position = shared.position
-        self._compiles = spec.compiles  # in its next step, whose time says nothing about that of others
         self._parent = os.getppid()
         plain = spec.stage is None and not isinstance(spec.values, PacedValues)
         measured = spec.threads == 0 and not self._apart and plain
@@ -127,8 +134,7 @@ class Worker:
             local_training.step()
             now = time.perf_counter()
             local_training.spend(now - mark)
-            shared.stepped(0.0 if self._compiles else now - mark)
-            self._compiles = False
+            shared.stepped()
             if self._tuner:
                 self._tune(self._tuner, now - mark, now)
             mark = now
@@ -195,7 +201,7 @@ class Worker:
             try:
                 text = self._job.generate(prompt, command["tokens"], command["temperature"], command["seed"])
             except ValueError as error:
-                raise CommandRejected(_one_line(error)) from error
+                raise CommandRejected(first_line(error)) from error
         return base64.b64encode(text).decode()
 
 
@@ -222,8 +228,10 @@ class WorkerKind:
 WHOLE_MODEL = WorkerKind(build, Worker)
 
 
-def _start(spec: WorkerSpec, memory: int, tell: Callable[[str, Any], None], kind: WorkerKind) -> tuple[Worker, Layout]:
-    """Build the job and its worker.
+def _start(
+    spec: WorkerSpec, memory: int, tell: Callable[[str, Any], None], kind: WorkerKind
+) -> tuple[Worker, dict[str, Any]]:
+    """Build the job and its worker. Returns the worker, and what it answers.
 
     Raises:
         ValueError, OSError, RuntimeError, MemoryError: data, device or memory are not available.
@@ -238,37 +246,49 @@ def _start(spec: WorkerSpec, memory: int, tell: Callable[[str, Any], None], kind
     resume = os.fstat(memory).st_size > 0
     job = kind.build(spec, allocate, resume)
     shared = kept[0] if kept else Shared(memory, job.learner.layout.sizes())
-    return kind.worker(job, shared, spec, tell), job.learner.layout
-
-
-def _one_line(error: Exception) -> str:
-    first = (str(error) or type(error).__name__).splitlines()[0]
-    if isinstance(error, MemoryError) or "alloc" in first or "out of memory" in first:
-        return f"not enough memory for this task: {first}"
-    return first
+    answer = {"layout": job.learner.layout.fragments, "timeout_seconds": job.timeout_seconds}
+    return kind.worker(job, shared, spec, tell), answer
 
 
 def serve(lines: BinaryIO, tell: Callable[[str, Any], None], memory: int, kind: WorkerKind = WHOLE_MODEL) -> int:
     """Read the spec, then commands until the stream ends. Return the exit code."""
     try:
         spec = WorkerSpec.from_json(lines.readline(MAX_LINE_BYTES).decode())
-        worker, layout = _start(spec, memory, tell, kind)
+        worker, answer = _start(spec, memory, tell, kind)
     except (ValueError, OSError, RuntimeError, MemoryError) as error:
-        tell("refused", _one_line(error))
+        tell("refused", first_line(error))
+        return 1
+    except BaseException as error:  # noqa: BLE001 - a worker's boundary: whatever it is, the peer has to know
+        tell("failed", report(error))
         return 1
     stand_back(spec.nice, time.sleep)  # not earlier: on a busy machine the start would take minutes
-    tell("done", layout.fragments)
+    tell("done", answer)
     while line := lines.readline(MAX_LINE_BYTES):
-        try:
-            tell("done", worker.carry_out(json.loads(line)))
-        except CommandRejected as error:
-            tell("refused", str(error))
+        word, value = _attempt(worker, json.loads(line))
+        tell(word, value)
+        if word == "failed":
+            return 1
     return 0
+
+
+def _attempt(worker: Worker, command: dict[str, Any]) -> tuple[str, Any]:
+    """Carry out a command; returns the answer's word and value."""
+    name = command["do"]
+    try:
+        return "done", worker.carry_out(command)
+    except CommandRejected as error:
+        return "refused", str(error)
+    except BaseException as error:  # noqa: BLE001 - a worker's boundary, as in `serve`
+        if name in READ_ONLY and isinstance(error, Exception):
+            return "refused", f"{name} failed: {report(error)}"
+        return "failed", report(error)
 
 
 def main(arguments: list[str], kind: WorkerKind = WHOLE_MODEL) -> int:
     """Run a worker process; see the top of this file for its arguments."""
     parent, memory, descriptor = map(int, arguments)
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
     with socket.socket(fileno=descriptor) as link, link.makefile("rb") as lines:
 
         def tell(kind: str, value: Any) -> None:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
+from collections import Counter, deque
 
 from node.tasks.spec import WorkerSpec
 from node.training.cgroup import ControlGroup, memory_group, memory_kills, memory_limit_bytes
-from node.training.process import START_SECONDS, WorkerError, WorkerProcess
+from node.training.liveness import BUSY_FACTOR, TIMEOUT_SECONDS
+from node.training.process import WorkerError, WorkerProcess
 
 log = logging.getLogger(__name__)
 
 DEATHS = 5
-"""The supervisor gives up after this many deaths in a row without any progress in between."""
+"""The supervisor gives up after this many deaths in a row in the same command, none of which it finished in between."""
 DEATHS_AN_HOUR = 40
 """It also gives up at this rate, even with progress in between: such a worker trains little, and other peers wait for
 it each time."""
@@ -24,11 +25,16 @@ MEMORY_SECONDS = 600.0
 BACKOFF_SECONDS = (0.0, 0.5, 1.0, 2.0, 4.0)
 MEMORY_BACKOFF_SECONDS = (1.0, 5.0)
 """Pause after the first and after the second out-of-memory kill: the program that took the memory may end soon."""
-MENDING_SECONDS = DEATHS * START_SECONDS + sum(BACKOFF_SECONDS) + sum(MEMORY_BACKOFF_SECONDS)
-"""Longest time until there is another worker or the supervisor has given up."""
 _HOUR_SECONDS = 3600.0
 _AGAIN = "when this peer is started again, it continues where it stopped"
 _REMEDY = f"check its last output or, if there is none, this machine's memory; {_AGAIN}"
+_MEND = f"mend that first, the log has more of it; {_AGAIN}"
+
+
+def mending_seconds(spec: WorkerSpec) -> float:
+    """Longest time until there is another worker or the supervisor has given up."""
+    start_seconds = BUSY_FACTOR * (spec.timeout_seconds or TIMEOUT_SECONDS)
+    return DEATHS * start_seconds + sum(BACKOFF_SECONDS) + sum(MEMORY_BACKOFF_SECONDS)
 
 
 class WorkerSupervisor:
@@ -43,7 +49,8 @@ class WorkerSupervisor:
         self._spec, self._memory = spec, memory
         self._group = memory_group() if group is None else group
         self._kills = memory_kills(self._group)
-        self._in_a_row = 0
+        self._deaths: Counter[str] = Counter()  # in a row, by the command that each worker died in
+        self._in_a_row = 0  # of the command that the last one died in
         self._ends: deque[float] = deque(maxlen=DEATHS_AN_HOUR)
         self._starved: deque[float] = deque(maxlen=MEMORY_DEATHS)
 
@@ -57,11 +64,13 @@ class WorkerSupervisor:
         Raises:
             WorkerError: workers die again and again. The message is one line.
         """
-        self._in_a_row = 1 if worker.useful else self._in_a_row + 1
+        self._count(worker)
         self._ends.append(asyncio.get_running_loop().time())
-        how = self.explained(how, worker.child.is_killed)
-        what = f"worker {worker.child.pid} ended ({how})"
-        while not (why := self._why_no_other(how)):
+        what = how = worker.failure
+        if not what:
+            how = self.explained(how, worker.child.is_killed)
+            what = f"worker {worker.child.pid} ended{f' in {worker.command}' if worker.command else ''} ({how})"
+        while not (why := self._why_no_other(how, _MEND if worker.failure else _REMEDY)):
             log.warning("%s: another is started", what)
             await asyncio.sleep(self._pause_seconds())
             try:
@@ -72,6 +81,12 @@ class WorkerSupervisor:
                 what = f"no worker came up ({how})"
         log.warning("%s: giving up", what)
         raise WorkerError(why)
+
+    def _count(self, worker: WorkerProcess) -> None:
+        for command in (*worker.finished, *([""] if worker.finished else [])):
+            del self._deaths[command]
+        self._deaths[worker.command] += 1
+        self._in_a_row = self._deaths[worker.command]
 
     async def resume(self, worker: WorkerProcess, how: str) -> WorkerProcess:
         """Start another worker in place of one that was sent home, which was no death; arguments as in `restart`."""
@@ -92,7 +107,7 @@ class WorkerSupervisor:
         self._starved.append(asyncio.get_running_loop().time())
         return f"{how}; memory has probably run out: the kernel has killed here for want of it"
 
-    def _why_no_other(self, how: str) -> str:
+    def _why_no_other(self, how: str, remedy: str) -> str:
         """Why not to start another worker, in one line; empty to start one."""
         if len(self._starved) == MEMORY_DEATHS and self._starved[-1] - self._starved[0] <= MEMORY_SECONDS:
             limit = memory_limit_bytes(self._group)
@@ -103,9 +118,9 @@ class WorkerSupervisor:
                 f"{_AGAIN}"
             )
         if len(self._ends) == DEATHS_AN_HOUR and self._ends[-1] - self._ends[0] <= _HOUR_SECONDS:
-            return f"the worker died {DEATHS_AN_HOUR} times within an hour, at last: {how}; {_REMEDY}"
+            return f"the worker died {DEATHS_AN_HOUR} times within an hour, at last: {how}; {remedy}"
         if self._in_a_row >= DEATHS:
-            return f"the worker died {self._in_a_row} times in a row: {how}; {_REMEDY}"
+            return f"the worker died {self._in_a_row} times in a row: {how}; {remedy}"
         return ""
 
     def _pause_seconds(self) -> float:

@@ -1,0 +1,100 @@
+"""Why a worker failed, in one line with the place in the code: of an exception, a crash, or a hang."""
+
+from __future__ import annotations
+
+import re
+import site
+import sys
+import sysconfig
+import traceback
+from pathlib import Path
+from types import TracebackType
+
+from node.tasks.user_task import TaskError
+
+_CHARACTERS = 300
+_FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
+_PROJECT = str(Path(__file__).parents[1])
+_LIBRARIES = tuple(
+    {sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")} | set(site.getsitepackages())
+)
+
+
+def not_enough_memory(error: BaseException) -> bool:
+    """Whether an allocation failed, in Python or in torch."""
+    if isinstance(error, MemoryError):
+        return True
+    return isinstance(error, RuntimeError | OSError) and any(each in str(error) for each in ("alloc", "out of memory"))
+
+
+def first_line(error: BaseException) -> str:
+    """The message of an exception, at most 300 characters of its first line, or its type."""
+    line = (str(error).strip() or type(error).__name__).splitlines()[0][:_CHARACTERS]
+    return f"not enough memory for this task: {line}" if not_enough_memory(error) else line
+
+
+def describe(error: BaseException) -> str:
+    """One line: the exception, the function in which it arose, and its message.
+
+    The function is the innermost one that is not a library's: of this project or of a user's own task.
+    """
+    if isinstance(error, TaskError) and error.__cause__ is not None:
+        return f"{first_line(error)}, in {_place(error.__cause__)}"
+    name, message = type(error).__name__, str(error).strip()
+    return f"{name} in {_place(error)}" + (f": {first_line(error)}" if message else "")
+
+
+def report(error: BaseException) -> str:
+    """Write the whole traceback to stderr, which the peer logs, and return `describe(error)`."""
+    traceback.print_exception(error)
+    sys.stderr.flush()
+    return describe(error)
+
+
+class FaultDump:
+    """Reads what `faulthandler` writes of a process that crashes, or that hangs and is asked where it stands.
+
+    Attributes:
+        crash: the kind of crash, such as "Segmentation fault"; empty if there was none.
+        place: where the thread stood that crashed or was asked; empty if that is not known.
+    """
+
+    def __init__(self) -> None:
+        self.crash = self.place = ""
+        self._reading, self._is_final = False, False
+
+    def take(self, line: str) -> None:
+        """Take in a line of the process's output."""
+        if line.startswith("Fatal Python error: "):
+            self.crash, self._is_final = line.removeprefix("Fatal Python error: ")[:_CHARACTERS], False
+        elif line.startswith("Current thread "):
+            self._reading, self._is_final = True, False
+        elif frame := _FRAME.match(line) if self._reading else None:
+            file, number, function = frame.groups()
+            if not self._is_final:
+                self._is_final = _is_ours(file)
+                if self._is_final or not self.place:
+                    self.place = f"{function} ({Path(file).name}:{number})"
+        else:
+            self._reading = False
+
+
+def _place(error: BaseException) -> str:
+    frames = list(_frames(error.__traceback__))
+    if not frames:
+        return "an unknown place"
+    file, line, function = ([each for each in frames if _is_ours(each[0])] or frames)[-1]
+    return f"{function} ({Path(file).name}:{line})"
+
+
+def _is_ours(file: str) -> bool:
+    return file.startswith(_PROJECT) or not file.startswith((*_LIBRARIES, "<"))
+
+
+def _frames(trace: TracebackType | None) -> list[tuple[str, int, str]]:
+    found = []
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        found.append((code.co_filename, trace.tb_lineno, code.co_qualname.replace("<locals>.", "")))
+        trace = trace.tb_next
+    return found

@@ -1,0 +1,131 @@
+"""Whether a worker that does not answer works or hangs: by its steps, and by what the kernel counts for its process.
+
+How long a step or an evaluation takes says nothing: a slow disk, a large validation set and a first step that compiles
+are all slow, and none of them hangs. A worker that works uses processor time, or reads or writes.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+TIMEOUT_SECONDS = 600.0
+"""Longest time without any sign of work, unless the user or the task gives another."""
+BUSY_FACTOR = 10
+"""A command, or an inner step, that only computes may take this many timeouts: an endless loop looks like work."""
+STOPPED_SECONDS = 5.0
+"""A stopped process never goes on by itself, so it is not waited for."""
+WORKING_SHARE = 0.01
+"""Share of the time on a core that counts as work. A thread that wakes up now and then to look takes less."""
+WORKING_BYTES = 4096
+_PROC = Path("/proc")
+_TICKS = os.sysconf("SC_CLK_TCK")
+
+
+@dataclass(frozen=True, slots=True)
+class Activity:
+    """What a process and its descendants have done so far.
+
+    Attributes:
+        processor_seconds: on a core, or ready to run while no core was free.
+        io_bytes: read and written.
+        stopped: the process itself is stopped, by a signal or a debugger.
+    """
+
+    processor_seconds: float
+    io_bytes: int
+    stopped: bool = False
+
+
+def activity(pid: int, proc: Path = _PROC) -> Activity | None:
+    """What the kernel has counted; None if it does not say, or if there is no such process."""
+    try:
+        state, _ = _stat(proc / str(pid))
+    except (OSError, ValueError, IndexError):
+        return None
+    seconds, size, waiting, seen = 0.0, 0, [pid], set[int]()
+    while waiting:
+        if (each := waiting.pop()) in seen:
+            continue
+        seen.add(each)
+        process = proc / str(each)
+        with suppress(OSError, ValueError, IndexError):
+            seconds += _stat(process)[1]
+            size += _io_bytes(process)
+            for thread in (process / "task").iterdir():
+                with suppress(OSError, ValueError, IndexError):  # not all kernels have these two
+                    seconds += int((thread / "schedstat").read_text().split()[1]) / 1e9
+                    waiting += map(int, (thread / "children").read_text().split())
+    return Activity(seconds, size, state in "Tt")
+
+
+def _stat(process: Path) -> tuple[str, float]:
+    """Of a process: its state, and the seconds that it has spent on a core."""
+    fields = (process / "stat").read_text().rpartition(")")[2].split()
+    return fields[0], (int(fields[11]) + int(fields[12])) / _TICKS
+
+
+def _io_bytes(process: Path) -> int:
+    """Bytes that a process has read and written, page faults of mapped files included."""
+    size = 0
+    with suppress(OSError, ValueError):
+        for line in (process / "io").read_text().splitlines():
+            name, _, value = line.partition(":")
+            if name in ("rchar", "wchar", "read_bytes"):
+                size += int(value)
+    return size
+
+
+class Watchdog:
+    """Judges one command from one look to the next. It knows no clock and no process."""
+
+    def __init__(self, command: str, timeout_seconds: float, now: float) -> None:
+        self._command = "an inner step" if command == "train" else command
+        self._timeout_seconds = timeout_seconds
+        self._began = self._worked = self._looked = now
+        self._steps: int | None = None
+        self._activity: Activity | None = None
+        self._stopped: float | None = None
+
+    def look(self, now: float, steps: int, activity: Activity | None) -> str:
+        """Take in what there is to see now; return why the worker hangs, or nothing while it works.
+
+        Args:
+            steps: a number that changes with each finished inner step, and while the worker waits for data.
+            activity: None: not known. Then only the limit for a worker that computes holds.
+        """
+        if steps != self._steps:
+            self._steps, self._began = steps, now
+        if self._began == now or self._works(activity, now - self._looked):
+            self._worked = now
+        if activity is None or not activity.stopped:
+            self._stopped = None
+        elif self._stopped is None:
+            self._stopped = now
+        self._activity, self._looked = activity, now
+        return self._verdict(now)
+
+    def _works(self, activity: Activity | None, seconds: float) -> bool:
+        before = self._activity
+        if activity is None or before is None:
+            return True
+        used = activity.processor_seconds - before.processor_seconds
+        return used >= WORKING_SHARE * seconds or activity.io_bytes - before.io_bytes >= WORKING_BYTES
+
+    def _verdict(self, now: float) -> str:
+        limit_seconds, what = self._timeout_seconds, self._command
+        if self._stopped is not None and now - self._stopped >= STOPPED_SECONDS:
+            return f"the worker was stopped (by SIGSTOP or a debugger) in {what}"
+        if now - self._worked >= limit_seconds:
+            return (
+                f"the worker hangs in {what}: for {limit_seconds:g} s it finished nothing, used no processor time and "
+                "neither read nor wrote; --worker-timeout sets this limit"
+            )
+        if now - self._began >= BUSY_FACTOR * limit_seconds:
+            return (
+                f"the worker hangs in {what}: it computed for {BUSY_FACTOR * limit_seconds:g} s and finished nothing; "
+                f"that is {BUSY_FACTOR} times --worker-timeout"
+            )
+        return ""
