@@ -18,6 +18,7 @@ from node.page.server import INSTALL, has_page_packages
 from node.reporting.report import RoundReport
 from node.reporting.status import Status, SwarmOptions, parse, printable, to_json
 from node.runtime.child_process import ChildProcess
+from node.session.fatal import NO_RESULT
 from node.session.shutdown import GracefulShutdown
 from node.storage.rotation import rotate, rotated_path
 from node.training.cores import usable_cores
@@ -48,8 +49,8 @@ _ENVIRONMENT = dict.fromkeys(
 async def run_swarm(options: SwarmOptions) -> int:
     """Run a swarm to its end and return the exit code.
 
-    0: all peers agree, and the held-out loss fell if the task has one. 1: otherwise. 2: the swarm could not be started
-    as asked.
+    0: all peers agree, and the held-out loss fell if the task has one. 4: all peers agree, but at one of them nothing
+    counted or no evaluation worked. 1: otherwise. 2: the swarm could not be started as asked.
     """
     screen = Screen(options.as_json)
     logs.set_up("warning", screen.log, screen.is_terminal)
@@ -127,8 +128,8 @@ class Participant:
 
     @property
     def well(self) -> bool:
-        """Whether the process ended with exit code 0."""
-        return self.code == 0
+        """Whether the process ended in good order."""
+        return self.code in (0, NO_RESULT)
 
     @property
     def end(self) -> str:
@@ -136,7 +137,7 @@ class Participant:
         code = self.code
         if code is None:
             return "did not start" if self._child is None else "runs"
-        return "left" if code == 0 else f"killed by signal {-code}" if code < 0 else f"exit code {code}"
+        return "left" if self.well else f"killed by signal {-code}" if code < 0 else f"exit code {code}"
 
     @property
     def output_tail(self) -> str:
@@ -202,6 +203,7 @@ class Swarm:
         self._peers = [Participant(name, directory, _ENVIRONMENT | given) for name in names]
         self._tally = SwarmSummary(names, options.stages)
         self._ended: set[str] = set()
+        self._fruitless: list[str] = []  # lines of peers whose rounds or evaluations came to nothing
         self._leaving, self._until = False, float("inf")
 
     def leave(self) -> None:
@@ -335,6 +337,8 @@ class Swarm:
             self._end_within(LAST_SECONDS)
         elif not self._leaving:
             self._screen.say(f"{peer.name} {peer.end}, the others continue; its last output: {peer.output_tail}")
+        if peer.code == NO_RESULT:
+            self._fruitless.append(f"{peer.name}: {peer.output_tail}")
 
     @property
     def _rounds(self) -> int:
@@ -350,6 +354,10 @@ class Swarm:
             screen.print(sample(text))
         if self._options.as_json:
             screen.data(to_json(tally.as_json()))
+        for line in self._fruitless:
+            screen.say(f"starling: {line}")
+        if tally.agree and self._fruitless:
+            return NO_RESULT
         return 0 if tally.agree and (tally.fell or not self._learns()) else 1
 
     def _learns(self) -> bool:

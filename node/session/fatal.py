@@ -1,6 +1,13 @@
-"""The error that ends a peer's process."""
+"""How a peer's process ends other than well: the error that ends it, and a session that came to nothing."""
 
 from __future__ import annotations
+
+NO_WORKER = 3
+"""Exit code of a peer that left in good order because its worker could not be kept running."""
+NO_RESULT = 4
+"""Exit code of a peer that left in good order, but whose rounds or evaluations all came to nothing."""
+MIN_ROUNDS = 2
+"""A peer may join or leave in the middle of a single round, which then need not count."""
 
 
 class FatalPeerError(Exception):
@@ -13,3 +20,40 @@ class FatalPeerError(Exception):
     def __init__(self, why: str, code: int = 2) -> None:
         super().__init__(why)
         self.code = code
+
+
+class SessionOutcome:
+    """Whether a session's rounds and evaluations came to anything."""
+
+    def __init__(self) -> None:
+        self._rounds = self._counted = self._evaluations = self._evaluated = 0
+        self._error = ""
+
+    def round(self, counted: bool) -> None:
+        """Take in a round in which this peer was to train."""
+        self._rounds += 1
+        self._counted += counted
+
+    def evaluation(self, error: str = "") -> None:
+        """Take in an evaluation.
+
+        Args:
+            error: why it failed; empty if it worked.
+        """
+        self._evaluations += 1
+        self._evaluated += not error
+        self._error = error
+
+    def failure(self, worker_failure: str) -> str:
+        """What came to nothing, in one user-facing line; empty if all is well.
+
+        Args:
+            worker_failure: why the last worker failed; empty if none did.
+        """
+        found = []
+        if self._rounds >= MIN_ROUNDS and not self._counted:
+            why = worker_failure or "see the outcomes in rounds.jsonl"
+            found.append(f"none of {self._rounds} rounds counted what this peer trained ({why})")
+        if self._evaluations and not self._evaluated:
+            found.append(f"none of {self._evaluations} evaluations worked ({self._error})")
+        return "; ".join(found)

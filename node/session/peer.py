@@ -32,7 +32,7 @@ from node.runtime.clock import WallClock
 from node.runtime.compute import ThreadCompute
 from node.runtime.identity import IdentityError, verify
 from node.runtime.metrics import LoopLag
-from node.session.fatal import FatalPeerError
+from node.session.fatal import NO_RESULT, NO_WORKER, FatalPeerError
 from node.session.page_setup import PageSetup
 from node.session.pausing import PauseController
 from node.session.peer_session import PeerSession
@@ -50,9 +50,6 @@ from protocols import INDEPENDENT_PROTOCOLS, REPLICATED_PROTOCOLS
 from protocols.bulk import BULK_METHODS
 
 T = TypeVar("T")
-
-NO_WORKER = 3
-"""Exit code of a peer that left in good order because its worker could not be kept running."""
 
 
 class Peer:
@@ -79,7 +76,7 @@ class Peer:
         self._session: PeerSession | None = None
         self._main: asyncio.Task[None] | None = None
         self._selector = RunSelector(config, (*REPLICATED_PROTOCOLS, *INDEPENDENT_PROTOCOLS), self._view.say)
-        self._finishing, self._failure, self._no_worker = False, "", ""
+        self._finishing, self._failure, self._no_worker, self._no_result = False, "", "", ""
 
     def finish(self, why: str = "") -> None:
         """Finish the round under way, then leave. Before the session begins, leave at once."""
@@ -115,6 +112,8 @@ class Peer:
             raise FatalPeerError(self._failure)
         if self._no_worker:
             raise FatalPeerError(self._no_worker, NO_WORKER)
+        if self._no_result:
+            raise FatalPeerError(self._no_result, NO_RESULT)
         self._status_tracker.set_state("finished", self._status_tracker.reason)
         return 0
 
@@ -287,3 +286,5 @@ class Peer:
             self._session = session
 
         await SessionSetup(services, resources, entered, self._fail, lambda: self._finishing).run(on_built)
+        if self._session:
+            self._no_result = self._session.outcome.failure(entered.trainer.last_failure)

@@ -21,12 +21,13 @@ from node.outer.replicated_loop import ReplicatedOuterLoop
 from node.reporting.report import RoundReport
 from node.reporting.status import EventSink
 from node.runtime.metrics import LoopLag, vitals
+from node.session.fatal import SessionOutcome
 from node.storage.journal import Journal
 from node.storage.statedir import StateDir
 from node.training.process import WorkerError
 from node.ui.status_tracker import StatusTracker
 from protocols.aio import task_group
-from protocols.base import Clock, Compute, Deadline, Directory, PeerId
+from protocols.base import Clock, Compute, Deadline, Directory, Outcome, PeerId
 from protocols.sync.service import SyncServiceBase
 
 log = logging.getLogger(__name__)
@@ -153,6 +154,9 @@ class PeerSession:
     """Runs rounds until the run is over, this peer has done its number of them, or its user asks it to leave.
 
     Beside the rounds it runs the membership, the sync service and the directory, and saves the live peers' addresses.
+
+    Attributes:
+        outcome: whether the rounds came to anything so far.
     """
 
     def __init__(
@@ -160,6 +164,7 @@ class PeerSession:
     ) -> None:
         self._deps, self._limits, self._status_tracker, self._view = deps, limits, status_tracker, view
         self._done = self._last_rounds = 0
+        self.outcome = SessionOutcome()
         self._evaluated = ""  # hash of the parameters that were evaluated last, or that the session starts from
         self._leave, self._reported = asyncio.Event(), asyncio.Event()
 
@@ -277,6 +282,7 @@ class PeerSession:
     async def _report(self, report: RoundReport) -> None:
         deps = self._deps
         self._done += deps.outer_loop.took_part(report)
+        self._judge(report)
         deps.on_decided()
         # A pausing peer computes nothing.
         if report.params_hash != self._evaluated and not deps.outer_loop.activity.pauses:
@@ -293,6 +299,13 @@ class PeerSession:
             self._reported.set()
         gc.collect()  # a round's objects form cycles that hold its reduced parts: 100 MB for a 100 MB model
 
+    def _judge(self, report: RoundReport) -> None:
+        loop = self._deps.outer_loop
+        if loop.activity.pauses or not (report.tokens or report.outcome != Outcome.SUPERSEDED):
+            return
+        own = report.weight != 0 if loop.SHARES_ANCHOR else report.tokens > 0
+        self.outcome.round(loop.took_part(report) and own)
+
     async def _remember(self) -> None:
         """Save the live peers' addresses after each round, in a task of its own: a checkpoint may block the disk."""
         deps = self._deps
@@ -304,10 +317,14 @@ class PeerSession:
     async def _held_out_loss(self) -> float:
         """Evaluate the outer parameters; nan if the worker fails. The next round tries again."""
         try:
-            return await self._deps.trainer.evaluate()
+            loss = await self._deps.trainer.evaluate()
         except (WorkerError, TimeoutError) as error:
-            log.warning("the state of this round is not evaluated: %s", str(error) or type(error).__name__)
+            why = str(error) or type(error).__name__
+            log.warning("the state of this round is not evaluated: %s", why)
+            self.outcome.evaluation(why)
             return math.nan
+        self.outcome.evaluation()
+        return loss
 
     async def _linger(self) -> None:
         """Stay until no live peer needs this one any more.

@@ -45,8 +45,8 @@ def describe(error: BaseException) -> str:
 
 
 def report(error: BaseException) -> str:
-    """Write the whole traceback to stderr, which the peer logs, and return `describe(error)`."""
-    traceback.print_exception(error)
+    """Write the traceback to stderr, which the peer logs, and return `describe(error)`."""
+    traceback.print_exception(error.__cause__ if isinstance(error, TaskError) and error.__cause__ else error)
     sys.stderr.flush()
     return describe(error)
 

@@ -56,6 +56,7 @@ class RemoteTrainer:
     Attributes:
         layout: of the parameters.
         restarts: how often a worker was replaced.
+        last_failure: why the last worker that died or hung did so, in one line; empty if none did.
     """
 
     layout: Layout
@@ -68,7 +69,7 @@ class RemoteTrainer:
                 trainer soon.
         """
         self._on_given_up = on_given_up
-        self.restarts = 0
+        self.restarts, self.last_failure = 0, ""
         self._spec, self._compute = spec, compute
         self._worker: WorkerProcess | None = None
         # A worker that did not answer its command: the local parameters may be inconsistent.
@@ -280,7 +281,8 @@ class RemoteTrainer:
             with suppress(WorkerGone):
                 async with self._boundary():
                     return await self._ask(command)
-        raise WorkerError(f"the worker died {ATTEMPTS} times during the command {command['do']!r}")
+        why = f", at last: {self.last_failure}" if self.last_failure else ""
+        raise WorkerError(f"the worker died {ATTEMPTS} times during the command {command['do']!r}{why}")
 
     async def _ask(self, command: dict[str, Any], on_progress: OnProgress = lambda _: None) -> Any:
         """Send the worker a command and return its answer. Call it only inside a boundary."""
@@ -372,6 +374,8 @@ class RemoteTrainer:
                 self._lose(worker)
                 await worker.end()
                 released = worker is self._ended  # even if the next command has come before its end
+                if not released:
+                    self.last_failure = worker.failure or how
                 while self._released:
                     await self._notifier.reached(lambda: not self._released, asyncio.get_running_loop().time() + 3600.0)
                 try:

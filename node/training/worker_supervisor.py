@@ -66,8 +66,9 @@ class WorkerSupervisor:
         """
         self._count(worker)
         self._ends.append(asyncio.get_running_loop().time())
-        what = how = worker.failure
-        if not what:
+        if worker.failure:
+            what = how = worker.failure
+        else:
             how = self.explained(how, worker.child.is_killed)
             what = f"worker {worker.child.pid} ended{f' in {worker.command}' if worker.command else ''} ({how})"
         while not (why := self._why_no_other(how, _MEND if worker.failure else _REMEDY)):
