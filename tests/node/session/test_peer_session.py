@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from node.outer.activity import Activity
+from node.session.fatal import SessionOutcome
 from node.session.peer_session import (
     FINISH_SECONDS,
     LAST_TEXT_SECONDS,
@@ -323,6 +324,37 @@ async def test_failed_evaluation_costs_no_report(cluster: SessionCluster, error:
         assert peer.outcomes == ["committed"] * 3 and len(peer.lines()) == 3
     assert [line["held_out_loss"] for line in peers[0].lines()] == [None] * 3
     assert not (peers[0].state.path / "sample.txt").exists()
+    why = str(error) or "TimeoutError"
+    assert [each.session.outcome.failure("") for each in peers] == [f"none of 3 evaluations worked ({why})", "", ""]
+
+
+@pytest.mark.parametrize(
+    ("rounds", "changes", "pauses", "failure"),
+    [
+        (3, {"weight": 0.0}, False, "none of 3 rounds counted what this peer trained (the worker hangs)"),
+        (3, {"outcome": "superseded", "peers": ()}, False, "none of 3 rounds counted what this peer trained (the"),
+        (3, {"outcome": "superseded", "peers": (), "tokens": 0}, False, ""),
+        (1, {"weight": 0.0}, False, ""),
+        (3, {"weight": 0.0}, True, ""),
+        (3, {"weight": math.nan}, False, ""),
+    ],
+    ids=["no weight", "always too late", "a joiner catches up", "a single round", "paused", "weight not known"],
+)
+@alone
+@on_virtual_time
+async def test_session_whose_work_never_counts_fails(
+    cluster: SessionCluster, rounds: int, changes: dict[str, Any], pauses: bool, failure: str
+) -> None:
+    peer = cluster.add("a", run_rounds=1)
+    await cluster.end()
+    (report,) = peer.view.reports
+    assert peer.session.outcome.failure("the worker hangs") == ""
+    peer.session.outcome = SessionOutcome()
+    peer.session._deps.outer_loop.activity.set(Activity.REST if pauses else Activity.WORK)
+    for _ in range(rounds):
+        await peer.session._report(replace(report, params_hash="the same", **changes))
+    found = peer.session.outcome.failure("the worker hangs")
+    assert found.startswith(failure) if failure else not found
 
 
 @alone

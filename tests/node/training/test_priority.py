@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
-import time
 
-from node.training.priority import ready_seconds
 from tests.support.paths import REPOSITORY
 
 SHOW = """
@@ -35,28 +32,3 @@ def test_all_threads_and_session_get_low_priority() -> None:
         threads, *session = done.stdout.decode().split()
         assert int(threads) == min(19, ours + nice)
         assert session in ([], [str(group)])
-
-
-def test_ready_time_distinguishes_starved_from_stopped() -> None:
-    """Two processes that compete for a core wait for it; a stopped one does not."""
-    core = min(os.sched_getaffinity(0))
-    code = f"import os; os.sched_setaffinity(0, [{core}]); print(flush=True)\nwhile True: pass"
-    both = [subprocess.Popen((sys.executable, "-I", "-S", "-c", code), stdout=subprocess.PIPE) for _ in range(2)]
-    try:
-        for each in both:
-            assert each.stdout and each.stdout.readline()
-        deadline = time.monotonic() + 30.0
-        while min(ready_seconds(each.pid) for each in both) < 0.05:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-        stopped = both[0].pid
-        os.kill(stopped, signal.SIGSTOP)
-        time.sleep(0.05)
-        before = ready_seconds(stopped)
-        time.sleep(0.1)
-        assert ready_seconds(stopped) == before > 0
-    finally:
-        for each in both:
-            each.kill()
-            each.communicate()
-    assert ready_seconds(stopped) == 0, "it is gone"

@@ -7,7 +7,8 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -68,9 +69,9 @@ def test_both_sides_see_the_same_vectors(memory: int) -> None:
     assert not ours.local[0].any() and not ours.anchor[1].any()
     ours.attention = True
     theirs.claim(7)
-    theirs.stepped(0.25)
-    theirs.stepped(0.125)
-    assert (theirs.attention, ours.position, ours.steps, ours.longest_step_seconds) == (True, 7, 2, 0.25)
+    theirs.stepped()
+    theirs.stepped()
+    assert (theirs.attention, ours.position, ours.steps) == (True, 7, 2)
     ours.attention = False
     assert not theirs.attention
 
@@ -112,6 +113,29 @@ def test_bad_values_give_one_line_error(change: dict[str, Any], message: str) ->
     assert str(error.value) == message
     with pytest.raises(ValueError, match="step_seconds must be seconds, below an hour, not -1"):
         PacedValues(10, step_seconds=-1)
+
+
+@pytest.mark.parametrize("error", [IndexError("boom"), MemoryError(), SystemExit(3)])
+@pytest.mark.parametrize(
+    "name", ["train", "evaluate", "generate", "pins", "held_out", "save", "load", "step", "draw", "forward", "finish"]
+)
+def test_exception_ends_all_but_commands_that_only_read(name: str, error: BaseException) -> None:
+    def carry_out(command: dict[str, Any]) -> Any:
+        raise error
+
+    word, line = worker._attempt(cast(worker.Worker, SimpleNamespace(carry_out=carry_out)), {"do": name})
+    survives = name in ("evaluate", "generate", "pins", "held_out") and isinstance(error, Exception)
+    assert word == ("refused" if survives else "failed")
+    assert type(error).__name__ in line and "carry_out (test_worker.py:" in line
+
+
+def test_failure_at_the_start_is_sent(memory: int, spec: WorkerSpec) -> None:
+    kind = worker.WorkerKind(lambda *_: {}["no"], worker.Worker)
+    sent: list[tuple[str, Any]] = []
+    lines = io.BytesIO(spec.to_json().encode() + b"\n")
+    assert worker.serve(lines, lambda *message: sent.append(message), memory, kind) == 1
+    ((word, line),) = sent
+    assert word == "failed" and line.startswith("KeyError in") and line.endswith("'no'")
 
 
 def test_worker_that_waits_for_data_shows_that_it_lives(memory: int, spec: WorkerSpec) -> None:

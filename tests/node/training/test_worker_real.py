@@ -24,8 +24,8 @@ import torch
 
 from node.runtime.compute import ThreadCompute
 from node.tasks.base import Recipe
-from node.tasks.spec import PacedValues, WorkerSpec, build
-from node.training import process
+from node.tasks.spec import OwnValues, PacedValues, WorkerSpec, build
+from node.training import liveness, process
 from node.training import worker_supervisor as succession
 from node.training.remote import RemoteTrainer, WorkerError
 from node.training.trainer import LocalTraining
@@ -234,7 +234,8 @@ async def test_cut_without_a_worker_does_not_wait(compute: ThreadCompute) -> Non
 
 @pytest.mark.parametrize("busy", [True, False])
 async def test_hung_worker_is_replaced(busy: bool, compute: ThreadCompute, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process, "PATIENCE_SECONDS", 1.0)
+    monkeypatch.setattr(process, "LOOK_SECONDS", 0.25)
+    monkeypatch.setattr(liveness, "STOPPED_SECONDS", 1.0)
     async with RemoteTrainer(paced(), compute) as trainer:
         anchor = await vector(trainer)
         training = Training(trainer)
@@ -253,6 +254,66 @@ async def test_hung_worker_is_replaced(busy: bool, compute: ThreadCompute, monke
         if busy:
             await training.until_tokens(STEP_TOKENS)
             await training.end()
+
+
+TASK = """
+import ctypes
+import time
+
+import torch
+from torch import nn
+
+
+class Failing:
+    timeout_seconds = 600
+
+    def __init__(self, context):
+        self.module = nn.Linear(2, 2)
+
+    def batch(self, seed, position):
+        if position == 3:
+            return [][position]
+        if position == 5:
+            ctypes.string_at(0)
+        if position == 7:
+            time.sleep(1000)
+        return (torch.full((4, 2), float(position)),)
+
+    def loss(self, batch):
+        return self.module(batch).square().mean()
+
+    def evaluate(self):
+        raise KeyError("no such loss")
+"""
+
+
+async def test_exception_crash_and_hang_name_their_place(
+    compute: ThreadCompute, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "failing.py").write_text(TASK)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(succession, "BACKOFF_SECONDS", (0.0,) * 5)
+    spec = WorkerSpec(OwnValues("failing:Failing"), RECIPE, 3, threads=1, timeout_seconds=1.0)
+    async with RemoteTrainer(spec, compute) as trainer:
+        with pytest.raises(WorkerError) as error:
+            await trainer.evaluate()
+        assert "KeyError: 'no such loss', in Failing.evaluate (failing.py:28)" in str(error.value)
+        assert trainer.restarts == 0, "an evaluation that fails costs no worker"
+        training = Training(trainer)
+        for number, why in enumerate(
+            [
+                "the worker failed in train: task failing:Failing: batch(): IndexError: list index out of range, in ",
+                "the worker crashed in train: Segmentation fault, in ",
+                "the worker hangs in an inner step: for 1 s it finished nothing, used no processor time and ",
+            ],
+            1,
+        ):
+            await until(lambda: trainer.restarts == number)  # noqa: B023
+            assert trainer.last_failure.startswith(why) and "batch (failing.py:" in trainer.last_failure
+            assert f"{trainer.last_failure}: another is started" in caplog.text
+        assert "--worker-timeout" in trainer.last_failure and "IndexError: list index out of range" in caplog.text
+        await training.until_tokens(4)
+        await training.end()
 
 
 async def test_worker_dying_repeatedly_at_start_is_given_up(
@@ -404,11 +465,9 @@ def test_worker_dies_with_its_parent(state: str) -> None:
         assert time.monotonic() - began < 1
 
 
-async def test_resting_worker_stands_still_and_lives(compute: ThreadCompute, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_resting_worker_stands_still_and_lives(compute: ThreadCompute) -> None:
     """For far longer than a worker that takes no step may live; then it goes on where it stopped."""
-    monkeypatch.setattr(process, "PATIENCE_SECONDS", 0.3)
-    monkeypatch.setattr(process, "PATIENCE_STEPS", 1)
-    async with RemoteTrainer(paced(), compute) as trainer:
+    async with RemoteTrainer(replace(paced(), timeout_seconds=0.3), compute) as trainer:
         training = Training(trainer)
         await training.until_tokens(3 * STEP_TOKENS)
         pid = trainer.pid

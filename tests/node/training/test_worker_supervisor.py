@@ -18,8 +18,10 @@ from node.training.worker_supervisor import DEATHS, DEATHS_AN_HOUR, WorkerSuperv
 from tests.sim import loop as simloop
 
 
-def worker(useful: bool) -> WorkerProcess:
-    return cast(WorkerProcess, SimpleNamespace(useful=useful, child=SimpleNamespace(pid=1, is_killed=True)))
+def worker(command: str, *finished: str, failure: str = "") -> WorkerProcess:
+    child = SimpleNamespace(pid=1, is_killed=True)
+    made = SimpleNamespace(command=command, finished=set(finished), failure=failure, child=child)
+    return cast(WorkerProcess, made)
 
 
 @pytest.fixture
@@ -44,7 +46,7 @@ def replace_workers(
         for _ in range(count):
             await asyncio.sleep(seconds)
             die()
-            await supervisor.restart(worker(useful), "killed by signal 9; last output: farewell")
+            await supervisor.restart(worker("train", *["train"] * useful), "killed by signal 9; last output: farewell")
 
     simloop.run(main())
 
@@ -70,6 +72,24 @@ def test_useless_worker_is_given_up_after_growing_pauses(starts: list[float]) ->
     with pytest.raises(WorkerError, match=message):
         replace_workers(100, 0.0, useful=False)
     assert starts == [0.0, 0.5, 1.5, 3.5]
+
+
+def test_deaths_in_a_row_are_of_one_command(starts: list[float]) -> None:
+    """That a worker trains well says nothing of evaluations that kill it; only an evaluation that ends well does."""
+
+    async def main() -> None:
+        supervisor = WorkerSupervisor(cast(WorkerSpec, None), 0, ControlGroup())
+        for _ in range(DEATHS - 1):
+            await supervisor.restart(worker("evaluate", "train"), "")
+        await supervisor.restart(worker("train", "train", "evaluate"), "")
+        for _ in range(DEATHS - 1):
+            await supervisor.restart(worker("evaluate", "train", failure="the worker hangs in evaluate"), "")
+        await supervisor.restart(worker("train", "train"), "")
+        await supervisor.restart(worker("evaluate", "train", failure="the worker hangs in evaluate"), "")
+
+    with pytest.raises(WorkerError, match=f"died {DEATHS} times in a row: the worker hangs in evaluate; mend that"):
+        simloop.run(main())
+    assert len(starts) == 2 * DEATHS
 
 
 # -- memory -----------------------------------------------------------------------------------------------------------

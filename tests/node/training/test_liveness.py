@@ -1,0 +1,119 @@
+"""When a worker that does not answer is taken to hang, in virtual time; what the kernel counts of real processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from node.training.liveness import BUSY_FACTOR, TIMEOUT_SECONDS, Activity, Watchdog, activity
+
+LOOK_SECONDS = 2.5
+
+
+def hangs_after(look: Callable[[float], tuple[int, Activity | None]], seconds: float) -> tuple[float, str]:
+    """When the watchdog takes a worker to hang that shows `look(now)`, and what it says; (`seconds`, "") if never."""
+    watchdog, now = Watchdog("evaluate", TIMEOUT_SECONDS, 0.0), 0.0
+    while now < seconds:
+        now += LOOK_SECONDS
+        if why := watchdog.look(now, *look(now)):
+            return now, why
+    return seconds, ""
+
+
+@pytest.mark.parametrize(
+    "look, seconds, why",
+    [
+        pytest.param(lambda now: (0, Activity(0.9 * now, 0)), 5400, "", id="a validation of 90 minutes"),
+        pytest.param(lambda now: (0, Activity(0.0, int(1e4 * now))), 5400, "", id="a start that reads a slow disk"),
+        pytest.param(lambda now: (int(now // 500), Activity(0.0, 0)), 9e4, "", id="steps that sleep for 500 s"),
+        pytest.param(lambda now: (0, Activity(0.0, 0)), 595, "", id="a step that sleeps for almost ten minutes"),
+        pytest.param(lambda now: (0, None), 5400, "", id="a kernel that says nothing"),
+        pytest.param(lambda now: (0, Activity(5e-4 * now, 0)), 602.5, "for 600 s it finished nothing", id="a deadlock"),
+        pytest.param(lambda now: (0, Activity(now, 0)), 6002.5, "it computed for 6000 s", id="an endless loop"),
+        pytest.param(lambda now: (0, None), 6002.5, "it computed for 6000 s", id="an endless loop, unseen"),
+        pytest.param(
+            lambda now: (0, Activity(0, 0, now > 60)), 67.5, "was stopped (by SIGSTOP", id="a stopped process"
+        ),
+        pytest.param(lambda now: (0, Activity(0.5 * now, 0, now % 5 > 2)), 5400, "", id="stopped for moments"),
+    ],
+)
+def test_hang_is_told_from_slow_work(
+    look: Callable[[float], tuple[int, Activity | None]], seconds: float, why: str
+) -> None:
+    after, said = hangs_after(look, max(seconds, 10.0) + (2 * LOOK_SECONDS if why else 0.0))
+    assert (after == seconds and why in said and "evaluate" in said) if why else not said
+
+
+@given(st.lists(st.sampled_from(["nothing", "computes", "reads", "finishes"]), max_size=120), st.floats(1, 30))
+def test_worker_hangs_exactly_when_a_limit_is_reached(looks: list[str], timeout_seconds: float) -> None:
+    watchdog = Watchdog("train", timeout_seconds, 0.0)
+    steps, seconds, size = 0, 0.0, 0
+    worked = finished = LOOK_SECONDS  # the first look has nothing to compare with
+    watchdog.look(LOOK_SECONDS, steps, Activity(seconds, size))
+    for number, kind in enumerate(looks, 2):
+        now = LOOK_SECONDS * number
+        steps, seconds, size = (
+            steps + (kind == "finishes"),
+            seconds + (kind == "computes"),
+            size + 5000 * (kind == "reads"),
+        )
+        finished = now if kind == "finishes" else finished
+        worked = worked if kind == "nothing" else now
+        late = now - worked >= timeout_seconds or now - finished >= BUSY_FACTOR * timeout_seconds
+        assert bool(watchdog.look(now, steps, Activity(seconds, size))) == late
+
+
+SPIN = f"import os; os.sched_setaffinity(0, [{min(os.sched_getaffinity(0))}]); print(flush=True)\nwhile True: pass"
+PARENT = f"import subprocess, sys; subprocess.run([sys.executable, '-I', '-S', '-c', {SPIN!r}])"
+SLEEP = "print(flush=True); import time; time.sleep(60)"
+
+
+def test_kernel_counts_work_of_a_process_and_its_children() -> None:
+    """Two spin on one core, one of them as a child: each waits for it half of the time, and that counts, too."""
+    with ExitStack() as stack:
+        spins, parent, sleeps = (_started(stack, each) for each in (SPIN, PARENT, SLEEP))
+        _until(lambda: min(_seconds(spins), _seconds(parent)) > 0.05)
+        asleep = _seconds(sleeps)
+        os.kill(spins, signal.SIGSTOP)
+        _until(lambda: _stopped(spins))
+        before = _seconds(spins)
+        _until(lambda: _seconds(parent) > before + 0.1)
+        assert _seconds(spins) == before and _seconds(sleeps) == asleep
+        assert not _stopped(sleeps) and not _stopped(parent)
+    assert activity(spins) is None, "it is gone"
+
+
+def _started(stack: ExitStack, code: str) -> int:
+    process = stack.enter_context(
+        subprocess.Popen((sys.executable, "-I", "-S", "-c", code), stdout=subprocess.PIPE, start_new_session=True)
+    )
+    stack.callback(os.killpg, process.pid, signal.SIGKILL)
+    assert process.stdout and process.stdout.readline()
+    return process.pid
+
+
+def _seconds(pid: int) -> float:
+    found = activity(pid)
+    assert found
+    return found.processor_seconds
+
+
+def _stopped(pid: int) -> bool:
+    found = activity(pid)
+    return found is not None and found.stopped
+
+
+def _until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30.0
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
