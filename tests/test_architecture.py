@@ -40,7 +40,8 @@ ONLY_IN: dict[str, set[str]] = {
     | {"node/session/outer_loop_factory.py", "node/cli/app.py"},  # the root's workshop; who knows their names
     "protocols.INDEPENDENT_PROTOCOLS": PEER | {"node/session/outer_loop_factory.py", "node/cli/app.py"},
     "psutil": {"node/runtime/metrics.py", "node/machine/probes.py"},
-    "signal": {"node/session/shutdown.py", "node/runtime/child_process.py"},  # the way out; ending a child
+    # the way out; ending a child; a worker that is asked where it stands
+    "signal": {"node/session/shutdown.py", "node/runtime/child_process.py", "node/training/failure.py"},
     "protocols.butterfly.averager": PEER | {"protocols/__init__.py"},
     "node.network.libp2p": PEER | {"node/session/page_setup.py"},  # reads its byte meter
     "node.network.dht": PEER,
@@ -52,13 +53,14 @@ COMMANDS = "node/cli/app.py"
 """Its typer commands take as many parameters as they have options."""
 ALIAS = re.compile("[A-Z][A-Za-z0-9]*[a-z][A-Za-z0-9]*")
 """The name of a type that is assigned, not a constant."""
-# The stream handler's boundary; the root; code of users, who may raise anything.
+# The stream handler's boundary; the root; a worker's, and code of users, who may raise anything.
 BROAD_EXCEPT = {
     "node/network/serving.py",
     "node/network/libp2p.py",
     "node/session/peer.py",
     "node/tasks/user_task.py",
     "node/tasks/hf/foreign.py",
+    "node/training/worker.py",
 }
 
 

@@ -126,13 +126,17 @@ class ChildProcess:
 
     def ask(self) -> None:
         """Ask the process to end (SIGTERM), without waiting for its end."""
-        self.send(signal.SIGTERM)
+        self._signal(signal.SIGTERM)
 
     def send_kill(self) -> None:
         """Send SIGKILL, without waiting for the end of the process."""
-        self.send(signal.SIGKILL)
+        self._signal(signal.SIGKILL)
 
-    def send(self, number: signal.Signals) -> None:
+    def ask_where(self) -> None:
+        """Ask a program that knows this signal (SIGUSR1) to write where it stands. Any other dies of it."""
+        self._signal(signal.SIGUSR1)
+
+    def _signal(self, number: signal.Signals) -> None:
         """Send a signal. asyncio's own methods poll for the exit code first; a task that waits for it then gets 255."""
         if self.code is None:
             with suppress(ProcessLookupError):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import faulthandler
 import re
+import signal
 import site
 import sys
 import sysconfig
@@ -49,6 +51,12 @@ def report(error: BaseException) -> str:
     traceback.print_exception(error.__cause__ if isinstance(error, TaskError) and error.__cause__ else error)
     sys.stderr.flush()
     return describe(error)
+
+
+def write_where_it_stands() -> None:
+    """Have this process write the stacks of its threads to stderr if it crashes, and on SIGUSR1."""
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
 
 
 class FaultDump:

@@ -6,7 +6,6 @@ import asyncio
 import json
 import logging
 import os
-import signal
 import socket
 import sys
 from collections.abc import Callable, Mapping
@@ -185,7 +184,7 @@ class WorkerProcess:
 
     async def _ask_where(self) -> None:
         """Have a worker that hangs write where it stands."""
-        self.child.send(signal.SIGUSR1)
+        self.child.ask_where()
         await asyncio.sleep(_DUMP_SECONDS)
 
     async def _next(self) -> dict[str, Any]:

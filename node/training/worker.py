@@ -24,11 +24,9 @@ socket closes.
 from __future__ import annotations
 
 import base64
-import faulthandler
 import json
 import math
 import os
-import signal
 import socket
 import sys
 import time
@@ -43,7 +41,7 @@ from node.runtime.metrics import workers_here
 from node.storage import tensors
 from node.tasks.spec import Allocate, Job, PacedValues, WorkerSpec, build
 from node.training.cores import usable_cores
-from node.training.failure import first_line, report
+from node.training.failure import first_line, report, write_where_it_stands
 from node.training.priority import stand_back
 from node.training.shared import Shared
 from node.training.trainer import LocalTraining
@@ -287,8 +285,7 @@ def _attempt(worker: Worker, command: dict[str, Any]) -> tuple[str, Any]:
 def main(arguments: list[str], kind: WorkerKind = WHOLE_MODEL) -> int:
     """Run a worker process; see the top of this file for its arguments."""
     parent, memory, descriptor = map(int, arguments)
-    faulthandler.enable()
-    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    write_where_it_stands()
     with socket.socket(fileno=descriptor) as link, link.makefile("rb") as lines:
 
         def tell(kind: str, value: Any) -> None:
