@@ -26,12 +26,13 @@ class SessionOutcome:
     """Whether a session's rounds and evaluations came to anything."""
 
     def __init__(self) -> None:
-        self._rounds = self._counted = self._evaluations = self._evaluated = 0
+        self._rounds = self._counted = self._tokens = self._evaluations = self._evaluated = 0
         self._error = ""
 
-    def round(self, counted: bool) -> None:
-        """Take in a round in which this peer was to train."""
+    def round(self, tokens: int, counted: bool) -> None:
+        """Take in a round in which this peer was to train, the tokens that it trained on, and whether they counted."""
         self._rounds += 1
+        self._tokens += tokens
         self._counted += counted
 
     def evaluation(self, error: str = "") -> None:
@@ -52,7 +53,8 @@ class SessionOutcome:
         """
         found = []
         if self._rounds >= MIN_ROUNDS and not self._counted:
-            why = worker_failure or "see the outcomes in rounds.jsonl"
+            why = "see the outcomes in rounds.jsonl" if self._tokens else "no inner step had a finite loss and gradient"
+            why = worker_failure or why
             found.append(f"none of {self._rounds} rounds counted what this peer trained ({why})")
         if self._evaluations and not self._evaluated:
             found.append(f"none of {self._evaluations} evaluations worked ({self._error})")

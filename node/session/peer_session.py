@@ -304,7 +304,7 @@ class PeerSession:
         if loop.activity.pauses or not (report.tokens or report.outcome != Outcome.SUPERSEDED):
             return
         own = report.weight != 0 if loop.SHARES_ANCHOR else report.tokens > 0
-        self.outcome.round(loop.took_part(report) and own)
+        self.outcome.round(report.tokens, loop.took_part(report) and own)
 
     async def _remember(self) -> None:
         """Save the live peers' addresses after each round, in a task of its own: a checkpoint may block the disk."""

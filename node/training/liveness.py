@@ -25,7 +25,7 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 
 
 @dataclass(frozen=True, slots=True)
-class Activity:
+class Usage:
     """What a process and its descendants have done so far.
 
     Attributes:
@@ -39,7 +39,7 @@ class Activity:
     stopped: bool = False
 
 
-def activity(pid: int, proc: Path = _PROC) -> Activity | None:
+def usage(pid: int, proc: Path = _PROC) -> Usage | None:
     """What the kernel has counted; None if it does not say, or if there is no such process."""
     try:
         state, _ = _stat(proc / str(pid))
@@ -58,7 +58,7 @@ def activity(pid: int, proc: Path = _PROC) -> Activity | None:
                 with suppress(OSError, ValueError, IndexError):  # not all kernels have these two
                     seconds += int((thread / "schedstat").read_text().split()[1]) / 1e9
                     waiting += map(int, (thread / "children").read_text().split())
-    return Activity(seconds, size, state in "Tt")
+    return Usage(seconds, size, state in "Tt")
 
 
 def _stat(process: Path) -> tuple[str, float]:
@@ -86,33 +86,33 @@ class Watchdog:
         self._timeout_seconds = timeout_seconds
         self._began = self._worked = self._looked = now
         self._steps: int | None = None
-        self._activity: Activity | None = None
+        self._usage: Usage | None = None
         self._stopped: float | None = None
 
-    def look(self, now: float, steps: int, activity: Activity | None) -> str:
+    def look(self, now: float, steps: int, usage: Usage | None) -> str:
         """Take in what there is to see now; return why the worker hangs, or nothing while it works.
 
         Args:
             steps: a number that changes with each finished inner step, and while the worker waits for data.
-            activity: None: not known. Then only the limit for a worker that computes holds.
+            usage: None: not known. Then only the limit for a worker that computes holds.
         """
         if steps != self._steps:
             self._steps, self._began = steps, now
-        if self._began == now or self._works(activity, now - self._looked):
+        if self._began == now or self._works(usage, now - self._looked):
             self._worked = now
-        if activity is None or not activity.stopped:
+        if usage is None or not usage.stopped:
             self._stopped = None
         elif self._stopped is None:
             self._stopped = now
-        self._activity, self._looked = activity, now
+        self._usage, self._looked = usage, now
         return self._verdict(now)
 
-    def _works(self, activity: Activity | None, seconds: float) -> bool:
-        before = self._activity
-        if activity is None or before is None:
+    def _works(self, usage: Usage | None, seconds: float) -> bool:
+        before = self._usage
+        if usage is None or before is None:
             return True
-        used = activity.processor_seconds - before.processor_seconds
-        return used >= WORKING_SHARE * seconds or activity.io_bytes - before.io_bytes >= WORKING_BYTES
+        used = usage.processor_seconds - before.processor_seconds
+        return used >= WORKING_SHARE * seconds or usage.io_bytes - before.io_bytes >= WORKING_BYTES
 
     def _verdict(self, now: float) -> str:
         limit_seconds, what = self._timeout_seconds, self._command

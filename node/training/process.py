@@ -17,7 +17,7 @@ from node.runtime.child_process import ChildProcess
 from node.tasks.spec import WorkerSpec
 from node.training import liveness
 from node.training.failure import FaultDump
-from node.training.liveness import Watchdog, activity
+from node.training.liveness import Watchdog, usage
 from node.training.shared import Shared
 from node.training.worker import MAX_LINE_BYTES
 from protocols.base import Layout
@@ -177,7 +177,7 @@ class WorkerProcess:
                 async with asyncio.timeout(min(LOOK_SECONDS, self.timeout_seconds)):
                     return await self._next()
             except TimeoutError:
-                if why := watchdog.look(loop.time(), steps(), activity(self.child.pid)):
+                if why := watchdog.look(loop.time(), steps(), usage(self.child.pid)):
                     await self._ask_where()
                     self._said = f"{why}{self._where}"
                     raise WorkerGone from None

@@ -14,12 +14,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from node.training.liveness import BUSY_FACTOR, TIMEOUT_SECONDS, Activity, Watchdog, activity
+from node.training.liveness import BUSY_FACTOR, TIMEOUT_SECONDS, Usage, Watchdog, usage
 
 LOOK_SECONDS = 2.5
 
 
-def hangs_after(look: Callable[[float], tuple[int, Activity | None]], seconds: float) -> tuple[float, str]:
+def hangs_after(look: Callable[[float], tuple[int, Usage | None]], seconds: float) -> tuple[float, str]:
     """When the watchdog takes a worker to hang that shows `look(now)`, and what it says; (`seconds`, "") if never."""
     watchdog, now = Watchdog("evaluate", TIMEOUT_SECONDS, 0.0), 0.0
     while now < seconds:
@@ -32,22 +32,20 @@ def hangs_after(look: Callable[[float], tuple[int, Activity | None]], seconds: f
 @pytest.mark.parametrize(
     "look, seconds, why",
     [
-        pytest.param(lambda now: (0, Activity(0.9 * now, 0)), 5400, "", id="a validation of 90 minutes"),
-        pytest.param(lambda now: (0, Activity(0.0, int(1e4 * now))), 5400, "", id="a start that reads a slow disk"),
-        pytest.param(lambda now: (int(now // 500), Activity(0.0, 0)), 9e4, "", id="steps that sleep for 500 s"),
-        pytest.param(lambda now: (0, Activity(0.0, 0)), 595, "", id="a step that sleeps for almost ten minutes"),
+        pytest.param(lambda now: (0, Usage(0.9 * now, 0)), 5400, "", id="a validation of 90 minutes"),
+        pytest.param(lambda now: (0, Usage(0.0, int(1e4 * now))), 5400, "", id="a start that reads a slow disk"),
+        pytest.param(lambda now: (int(now // 500), Usage(0.0, 0)), 9e4, "", id="steps that sleep for 500 s"),
+        pytest.param(lambda now: (0, Usage(0.0, 0)), 595, "", id="a step that sleeps for almost ten minutes"),
         pytest.param(lambda now: (0, None), 5400, "", id="a kernel that says nothing"),
-        pytest.param(lambda now: (0, Activity(5e-4 * now, 0)), 602.5, "for 600 s it finished nothing", id="a deadlock"),
-        pytest.param(lambda now: (0, Activity(now, 0)), 6002.5, "it computed for 6000 s", id="an endless loop"),
+        pytest.param(lambda now: (0, Usage(5e-4 * now, 0)), 602.5, "for 600 s it finished nothing", id="a deadlock"),
+        pytest.param(lambda now: (0, Usage(now, 0)), 6002.5, "it computed for 6000 s", id="an endless loop"),
         pytest.param(lambda now: (0, None), 6002.5, "it computed for 6000 s", id="an endless loop, unseen"),
-        pytest.param(
-            lambda now: (0, Activity(0, 0, now > 60)), 67.5, "was stopped (by SIGSTOP", id="a stopped process"
-        ),
-        pytest.param(lambda now: (0, Activity(0.5 * now, 0, now % 5 > 2)), 5400, "", id="stopped for moments"),
+        pytest.param(lambda now: (0, Usage(0, 0, now > 60)), 67.5, "was stopped (by SIGSTOP", id="a stopped process"),
+        pytest.param(lambda now: (0, Usage(0.5 * now, 0, now % 5 > 2)), 5400, "", id="stopped for moments"),
     ],
 )
 def test_hang_is_told_from_slow_work(
-    look: Callable[[float], tuple[int, Activity | None]], seconds: float, why: str
+    look: Callable[[float], tuple[int, Usage | None]], seconds: float, why: str
 ) -> None:
     after, said = hangs_after(look, max(seconds, 10.0) + (2 * LOOK_SECONDS if why else 0.0))
     assert (after == seconds and why in said and "evaluate" in said) if why else not said
@@ -58,7 +56,7 @@ def test_worker_hangs_exactly_when_a_limit_is_reached(looks: list[str], timeout_
     watchdog = Watchdog("train", timeout_seconds, 0.0)
     steps, seconds, size = 0, 0.0, 0
     worked = finished = LOOK_SECONDS  # the first look has nothing to compare with
-    watchdog.look(LOOK_SECONDS, steps, Activity(seconds, size))
+    watchdog.look(LOOK_SECONDS, steps, Usage(seconds, size))
     for number, kind in enumerate(looks, 2):
         now = LOOK_SECONDS * number
         steps, seconds, size = (
@@ -69,7 +67,7 @@ def test_worker_hangs_exactly_when_a_limit_is_reached(looks: list[str], timeout_
         finished = now if kind == "finishes" else finished
         worked = worked if kind == "nothing" else now
         late = now - worked >= timeout_seconds or now - finished >= BUSY_FACTOR * timeout_seconds
-        assert bool(watchdog.look(now, steps, Activity(seconds, size))) == late
+        assert bool(watchdog.look(now, steps, Usage(seconds, size))) == late
 
 
 SPIN = f"import os; os.sched_setaffinity(0, [{min(os.sched_getaffinity(0))}]); print(flush=True)\nwhile True: pass"
@@ -89,7 +87,7 @@ def test_kernel_counts_work_of_a_process_and_its_children() -> None:
         _until(lambda: _seconds(parent) > before + 0.1)
         assert _seconds(spins) == before and _seconds(sleeps) == asleep
         assert not _stopped(sleeps) and not _stopped(parent)
-    assert activity(spins) is None, "it is gone"
+    assert usage(spins) is None, "it is gone"
 
 
 def _started(stack: ExitStack, code: str) -> int:
@@ -102,13 +100,13 @@ def _started(stack: ExitStack, code: str) -> int:
 
 
 def _seconds(pid: int) -> float:
-    found = activity(pid)
+    found = usage(pid)
     assert found
     return found.processor_seconds
 
 
 def _stopped(pid: int) -> bool:
-    found = activity(pid)
+    found = usage(pid)
     return found is not None and found.stopped
 
 
