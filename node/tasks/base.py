@@ -48,9 +48,9 @@ class TaskContext:
 class Task(Protocol):
     """A module, its data and its loss.
 
-    A task may have three more members. `trained()` returns the (name, parameter) pairs to train and average, without it all
-    of the module's that take gradients; `targets(batch)` returns the number of a batch's targets, without it the number
-    of elements of its last tensor; `timeout_seconds` is how long its worker may show no sign of work.
+    A task may have three more members. `trained()` returns the (name, parameter) pairs to train and average, without it
+    all of the module's that take gradients; `targets(batch)` returns the number of a batch's targets, without it the
+    number of elements of its last tensor; `timeout_seconds` is how long its worker may show no sign of work.
     """
 
     @property

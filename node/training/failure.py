@@ -32,7 +32,7 @@ def not_enough_memory(error: BaseException) -> bool:
 def first_line(error: BaseException) -> str:
     """The message of an exception, at most 300 characters of its first line, or its type."""
     line = (str(error).strip() or type(error).__name__).splitlines()[0][:_CHARACTERS]
-    return f"not enough memory for this task: {line}" if not_enough_memory(error) else line
+    return f"not enough memory for this task: {line}" if not_enough_memory(error.__cause__ or error) else line
 
 
 def describe(error: BaseException) -> str:
