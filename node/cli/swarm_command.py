@@ -18,7 +18,7 @@ from node.page.server import INSTALL, has_page_packages
 from node.reporting.report import RoundReport
 from node.reporting.status import Status, SwarmOptions, parse, printable, to_json
 from node.runtime.child_process import ChildProcess
-from node.session.fatal import NO_RESULT
+from node.session.fatal import NO_RESULT, REPLACED
 from node.session.shutdown import GracefulShutdown
 from node.storage.rotation import rotate, rotated_path
 from node.training.cores import usable_cores
@@ -35,8 +35,8 @@ START_SECONDS = BUSY_FACTOR * TIMEOUT_SECONDS + 150.0
 """Time for a founder to start its run. It gives up by itself if its worker hangs."""
 LEAVE_SECONDS = 8.0
 """Time that peers have to leave after Ctrl-C. The rest is killed, so that the summary is out within ten seconds."""
-LAST_SECONDS = 60.0
-"""Time that the other peers have to leave after the first has left a finished run."""
+LAST_SECONDS = TIMEOUT_SECONDS
+"""Time that the other peers have to leave after the first has left a finished run: they may evaluate it for minutes."""
 READ_BYTES = 1 << 20
 _SAMPLE_BYTES = 4096
 _LISTEN = "/ip4/127.0.0.1/tcp/0"
@@ -86,13 +86,14 @@ class Participant:
 
     Attributes:
         status: the latest that `look` received; None before the first.
+        replaced: the peer's line about workers that died or hung; empty if there was none.
     """
 
     def __init__(self, name: str, home: Path, environment: Mapping[str, str] = _ENVIRONMENT) -> None:
         self.name, self.directory, self._environment = name, home / name, environment
         self.status: Status | None = None
         self._log = home / f"{name}.log"
-        self._last_line = ""
+        self._last_line, self.replaced = "", ""
         self._child: ChildProcess | None = None
         self._read_bytes = 0
 
@@ -112,6 +113,8 @@ class Participant:
     def _take_line(self, line: str | None) -> None:
         if line:
             self._last_line = line
+            if line.startswith(REPLACED):
+                self.replaced = printable(line, 500)
             with suppress(OSError):
                 rotate(self._log)
                 with self._log.open("a") as file:
@@ -337,6 +340,8 @@ class Swarm:
             self._end_within(LAST_SECONDS)
         elif not self._leaving:
             self._screen.say(f"{peer.name} {peer.end}, the others continue; its last output: {peer.output_tail}")
+        if peer.replaced:
+            self._screen.say(f"{peer.name}: {peer.replaced}")
         if peer.code == NO_RESULT:
             self._fruitless.append(f"{peer.name}: {peer.output_tail}")
 

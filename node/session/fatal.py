@@ -6,6 +6,8 @@ NO_WORKER = 3
 """Exit code of a peer that left in good order because its worker could not be kept running."""
 NO_RESULT = 4
 """Exit code of a peer that left in good order, but whose rounds or evaluations all came to nothing."""
+REPLACED = "the worker was replaced"
+"""How the line begins that a peer prints at its end if a worker died or hung."""
 MIN_ROUNDS = 2
 """A peer may join or leave in the middle of a single round, which then need not count."""
 

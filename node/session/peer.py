@@ -32,7 +32,7 @@ from node.runtime.clock import WallClock
 from node.runtime.compute import ThreadCompute
 from node.runtime.identity import IdentityError, verify
 from node.runtime.metrics import LoopLag
-from node.session.fatal import NO_RESULT, NO_WORKER, FatalPeerError
+from node.session.fatal import NO_RESULT, NO_WORKER, REPLACED, FatalPeerError
 from node.session.page_setup import PageSetup
 from node.session.pausing import PauseController
 from node.session.peer_session import PeerSession
@@ -286,5 +286,9 @@ class Peer:
             self._session = session
 
         await SessionSetup(services, resources, entered, self._fail, lambda: self._finishing).run(on_built)
+        trainer = entered.trainer
+        if trainer.restarts:
+            times = "once" if trainer.restarts == 1 else f"{trainer.restarts} times"
+            self._view.say(f"{REPLACED} {times}, at last because of this: {trainer.last_failure}")
         if self._session:
-            self._no_result = self._session.outcome.failure(entered.trainer.last_failure)
+            self._no_result = self._session.outcome.failure(trainer.last_failure)
