@@ -280,6 +280,29 @@ async def test_number_of_rounds_is_asked_for_without_a_live_view(
     assert asked == [swarm._peers[0].name] and swarm._rounds == 15
 
 
+@pytest.mark.parametrize(("code", "agrees"), [(4, True), (4, False), (0, True), (3, True)])
+async def test_fruitless_peer_gives_the_swarm_its_code(
+    code: int, agrees: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    lines = ["the worker was replaced 7 times, at last because of this: it hangs", "starling: none of 3 rounds counted"]
+
+    async def start(name: str, command: object, take: Callable[[str], None], environment: object) -> SimpleNamespace:
+        for line in lines if name == "peer-2" else ["well"]:
+            take(line)
+        return SimpleNamespace(code=code if name == "peer-2" else 0)
+
+    monkeypatch.setattr(ChildProcess, "start", start)
+    swarm = Swarm(SwarmOptions(2, None, None, None, None, None, False), tmp_path, Screen(False))
+    for each in swarm._peers:
+        await each.start(())
+        swarm._tally.add(each.name, report(each.name, 1, params_hash="h" if agrees else each.name))
+    swarm._read()
+    assert swarm._conclude(1.0) == (1 if code == 3 or not agrees else code)
+    said = capfd.readouterr().err
+    assert "peer-2: the worker was replaced 7 times" in said
+    assert said.endswith("starling: peer-2: none of 3 rounds counted\n") == (code == 4)
+
+
 def after(flag: str, *commands: tuple[str, ...]) -> list[str]:
     """The values of an option in these commands."""
     return [value for words in commands for name, value in pairwise(words) if name == flag]
