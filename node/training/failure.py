@@ -46,11 +46,17 @@ def describe(error: BaseException) -> str:
     return f"{name} in {_place(error)}" + (f": {first_line(error)}" if message else "")
 
 
-def report(error: BaseException) -> str:
-    """Write the traceback to stderr, which the peer logs, and return `describe(error)`."""
-    traceback.print_exception(error.__cause__ if isinstance(error, TaskError) and error.__cause__ else error)
-    sys.stderr.flush()
-    return describe(error)
+def report(error: BaseException, told: set[str]) -> str:
+    """Return `describe(error)`, and write the traceback to stderr, which the peer logs.
+
+    Args:
+        told: lines whose traceback was written before; an evaluation that fails does so in each round.
+    """
+    if (line := describe(error)) not in told:
+        told.add(line)
+        traceback.print_exception(error.__cause__ if isinstance(error, TaskError) and error.__cause__ else error)
+        sys.stderr.flush()
+    return line
 
 
 def write_where_it_stands() -> None:

@@ -250,6 +250,7 @@ def _start(
 
 def serve(lines: BinaryIO, tell: Callable[[str, Any], None], memory: int, kind: WorkerKind = WHOLE_MODEL) -> int:
     """Read the spec, then commands until the stream ends. Return the exit code."""
+    told = set[str]()
     try:
         spec = WorkerSpec.from_json(lines.readline(MAX_LINE_BYTES).decode())
         worker, answer = _start(spec, memory, tell, kind)
@@ -257,20 +258,20 @@ def serve(lines: BinaryIO, tell: Callable[[str, Any], None], memory: int, kind: 
         tell("refused", first_line(error))
         return 1
     except BaseException as error:  # noqa: BLE001 - a worker's boundary: whatever it is, the peer has to know
-        tell("failed", report(error))
+        tell("failed", report(error, told))
         return 1
     stand_back(spec.nice, time.sleep)  # not earlier: on a busy machine the start would take minutes
     tell("done", answer)
     while line := lines.readline(MAX_LINE_BYTES):
-        word, value = _attempt(worker, json.loads(line))
+        word, value = _attempt(worker, json.loads(line), told)
         tell(word, value)
         if word == "failed":
             return 1
     return 0
 
 
-def _attempt(worker: Worker, command: dict[str, Any]) -> tuple[str, Any]:
-    """Carry out a command; returns the answer's word and value."""
+def _attempt(worker: Worker, command: dict[str, Any], told: set[str]) -> tuple[str, Any]:
+    """Carry out a command; returns the answer's word and value. `told` is as for `report`."""
     name = command["do"]
     try:
         return "done", worker.carry_out(command)
@@ -278,8 +279,8 @@ def _attempt(worker: Worker, command: dict[str, Any]) -> tuple[str, Any]:
         return "refused", str(error)
     except BaseException as error:  # noqa: BLE001 - a worker's boundary, as in `serve`
         if name in READ_ONLY and isinstance(error, Exception):
-            return "refused", f"{name} failed: {report(error)}"
-        return "failed", report(error)
+            return "refused", f"{name} failed: {report(error, told)}"
+        return "failed", report(error, told)
 
 
 def main(arguments: list[str], kind: WorkerKind = WHOLE_MODEL) -> int:

@@ -119,11 +119,16 @@ def test_bad_values_give_one_line_error(change: dict[str, Any], message: str) ->
 @pytest.mark.parametrize(
     "name", ["train", "evaluate", "generate", "pins", "held_out", "save", "load", "step", "draw", "forward", "finish"]
 )
-def test_exception_ends_all_but_commands_that_only_read(name: str, error: BaseException) -> None:
+def test_exception_ends_all_but_commands_that_only_read(
+    name: str, error: BaseException, capsys: pytest.CaptureFixture[str]
+) -> None:
     def carry_out(command: dict[str, Any]) -> Any:
         raise error
 
-    word, line = worker._attempt(cast(worker.Worker, SimpleNamespace(carry_out=carry_out)), {"do": name})
+    failing, told = cast(worker.Worker, SimpleNamespace(carry_out=carry_out)), set[str]()
+    word, line = worker._attempt(failing, {"do": name}, told)
+    assert worker._attempt(failing, {"do": name}, told) == (word, line)
+    assert capsys.readouterr().err.count("Traceback") == 1, "not again in each round"
     survives = name in ("evaluate", "generate", "pins", "held_out") and isinstance(error, Exception)
     assert word == ("refused" if survives else "failed")
     assert type(error).__name__ in line and "carry_out (test_worker.py:" in line
