@@ -54,7 +54,15 @@ class WorkerError(Exception):
 
 
 class WorkerGone(Exception):
-    """This worker has died, or hangs and was killed. `WorkerProcess.failure` says why, if that is known."""
+    """This worker has died, or hangs and was killed. `WorkerProcess.failure` says why, if that is known.
+
+    Attributes:
+        hangs: why it hangs, in one line; empty if it died or was stopped.
+    """
+
+    def __init__(self, hangs: str = "") -> None:
+        super().__init__(hangs)
+        self.hangs = hangs
 
 
 class WorkerProcess:
@@ -116,7 +124,8 @@ class WorkerProcess:
         return worker
 
     async def _introduce(self, spec: WorkerSpec) -> None:
-        self.timeout_seconds = spec.timeout_seconds or liveness.TIMEOUT_SECONDS
+        # A start on a busy machine takes long, whatever is right for steps.
+        self.timeout_seconds = max(spec.timeout_seconds or 0.0, liveness.TIMEOUT_SECONDS)
         self._writer.write(spec.to_json().encode() + b"\n")
         try:
             answer = (await self._answer(lambda: 0))["done"]
@@ -177,10 +186,11 @@ class WorkerProcess:
                 async with asyncio.timeout(min(LOOK_SECONDS, self.timeout_seconds)):
                     return await self._next()
             except TimeoutError:
-                if why := watchdog.look(loop.time(), steps(), usage(self.child.pid)):
+                seen = usage(self.child.pid)
+                if why := watchdog.look(loop.time(), steps(), seen):
                     await self._ask_where()
                     self._said = f"{why}{self._where}"
-                    raise WorkerGone from None
+                    raise WorkerGone("" if seen and seen.stopped else self._said) from None
 
     async def _ask_where(self) -> None:
         """Have a worker that hangs write where it stands."""

@@ -278,9 +278,12 @@ class RemoteTrainer:
     async def _order(self, command: dict[str, Any]) -> Any:
         for _ in range(ATTEMPTS):
             await self._alive()
-            with suppress(WorkerGone):
+            try:
                 async with self._boundary():
                     return await self._ask(command)
+            except WorkerGone as gone:
+                if gone.hangs:  # and would again: that takes minutes
+                    raise WorkerError(gone.hangs) from None
         why = f", at last: {self.last_failure}" if self.last_failure else ""
         raise WorkerError(f"the worker died {ATTEMPTS} times during the command {command['do']!r}{why}")
 

@@ -18,13 +18,14 @@ from tests.sim.host import SimCompute
 class Worker:
     """A worker that answers; with `dies` it dies instead."""
 
-    def __init__(self, dies: bool = False) -> None:
-        self.dies = dies
+    def __init__(self, dies: bool = False, hangs: str = "") -> None:
+        self.dies, self.hangs, self.asked = dies, hangs, 0
         self.child = SimpleNamespace(send_kill=lambda: None)
 
     async def ask(self, command: dict[str, Any], memory: Any, on_progress: Callable[..., None]) -> Any:
-        if self.dies:
-            raise WorkerGone
+        self.asked += 1
+        if self.dies or self.hangs:
+            raise WorkerGone(self.hangs)
         return None
 
 
@@ -42,6 +43,20 @@ async def test_worker_death_while_saving_raises_worker_error() -> None:
         await made.save(Path("inner"))
     assert made.pid is None
     assert await made.save(Path("inner")) is False, "without a worker there is nothing to save"
+
+
+async def test_command_that_hangs_is_not_repeated() -> None:
+    """A worker that is killed by chance is asked again; one that hangs would take as many minutes once more."""
+    worker = Worker(hangs="the worker hangs in evaluate")
+    made = trainer(worker)
+
+    async def alive() -> bool:
+        return True
+
+    vars(made)["_alive"] = alive
+    with pytest.raises(WorkerError, match="^the worker hangs in evaluate$"):
+        await made.evaluate()
+    assert worker.asked == 1
 
 
 @pytest.mark.parametrize("name", ["GOMP_SPINCOUNT", "OMP_WAIT_POLICY", "KMP_BLOCKTIME", "KMP_LIBRARY"])

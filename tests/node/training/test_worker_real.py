@@ -257,7 +257,6 @@ async def test_hung_worker_is_replaced(busy: bool, compute: ThreadCompute, monke
 
 
 TASK = """
-import ctypes
 import time
 
 import torch
@@ -274,8 +273,6 @@ class Failing:
         if position == 3:
             return [][position]
         if position == 5:
-            ctypes.string_at(0)
-        if position == 7:
             time.sleep(1000)
         return (torch.full((4, 2), float(position)),)
 
@@ -287,24 +284,23 @@ class Failing:
 """
 
 
-async def test_exception_crash_and_hang_name_their_place(
+async def test_exception_and_hang_name_their_place(
     compute: ThreadCompute, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "failing.py").write_text(TASK)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr(succession, "BACKOFF_SECONDS", (0.0,) * 5)
-    spec = WorkerSpec(OwnValues("failing:Failing"), RECIPE, 3, threads=1, timeout_seconds=1.0)
+    spec = WorkerSpec(OwnValues("failing:Failing"), RECIPE, 3, threads=1, timeout_seconds=2.0)
     async with RemoteTrainer(spec, compute) as trainer:
         with pytest.raises(WorkerError) as error:
             await trainer.evaluate()
-        assert "KeyError: 'no such loss', in Failing.evaluate (failing.py:28)" in str(error.value)
+        assert "KeyError: 'no such loss', in Failing.evaluate (failing.py:25)" in str(error.value)
         assert trainer.restarts == 0, "an evaluation that fails costs no worker"
         training = Training(trainer)
         for number, why in enumerate(
             [
                 "the worker failed in train: task failing:Failing: batch(): IndexError: list index out of range, in ",
-                "the worker crashed in train: Segmentation fault, in ",
-                "the worker hangs in an inner step: for 1 s it finished nothing, used no processor time and ",
+                "the worker hangs in an inner step: for 2 s it finished nothing, used no processor time and ",
             ],
             1,
         ):
