@@ -54,7 +54,7 @@ async def test_command_that_hangs_is_not_repeated() -> None:
         return True
 
     vars(made)["_alive"] = alive
-    with pytest.raises(WorkerError, match="^the worker hangs in evaluate$"):
+    with pytest.raises(WorkerError, match=r"^the worker hangs in evaluate$"):
         await made.evaluate()
     assert worker.asked == 1
 
