@@ -40,7 +40,8 @@ ONLY_IN: dict[str, set[str]] = {
     | {"node/session/outer_loop_factory.py", "node/cli/app.py"},  # the root's workshop; who knows their names
     "protocols.INDEPENDENT_PROTOCOLS": PEER | {"node/session/outer_loop_factory.py", "node/cli/app.py"},
     "psutil": {"node/runtime/metrics.py", "node/machine/probes.py"},
-    "signal": {"node/session/shutdown.py", "node/runtime/child_process.py"},  # the way out; ending a child
+    # the way out; ending a child, and what it has started
+    "signal": {"node/session/shutdown.py", "node/runtime/child_process.py", "node/runtime/reaper.py"},
     "protocols.butterfly.averager": PEER | {"protocols/__init__.py"},
     "node.network.libp2p": PEER | {"node/session/page_setup.py"},  # reads its byte meter
     "node.network.dht": PEER,

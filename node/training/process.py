@@ -90,7 +90,7 @@ class WorkerProcess:
             "-P",
             "-m",
             "node.training.stage_worker" if spec.stage else "node.training.worker",
-            *map(str, (os.getpid(), memory, theirs.fileno())),
+            *map(str, (memory, theirs.fileno())),
         ]
         path = os.pathsep.join(filter(None, (str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH"))))
         with theirs:
@@ -99,7 +99,8 @@ class WorkerProcess:
                 slots = (spec.stage.slots,) if spec.stage else ()
                 descriptors = (memory, theirs.fileno(), *slots)
                 environment = {"PYTHONPATH": path, **bounded_spin(os.environ)}
-                child = await ChildProcess.start("worker", command, _log_line, environment, descriptors, OOM_SCORE)
+                arguments = (command, _log_line, environment, descriptors, OOM_SCORE, True)
+                child = await ChildProcess.start("worker", *arguments)
             except BaseException:
                 writer.close()
                 raise
