@@ -26,6 +26,7 @@ from node.tasks.try_out import Findings, try_out
 MAX_TENSORS = 4096
 MAX_TENSOR_NAME_CHARACTERS = 200
 """These limits keep the layout, which the worker sends to its peer in one line, small."""
+_LOSS = "loss() must return a tensor without dimensions that depends on the parameters"
 
 
 class OwnTask:
@@ -50,7 +51,7 @@ class OwnTask:
             loss = self._task.loss(*batch)
         depends = isinstance(loss, torch.Tensor) and (loss.requires_grad or not torch.is_grad_enabled())
         if not depends or loss.dim():
-            raise self._fault("loss() must return a tensor without dimensions that depends on the parameters")
+            raise self._fault(_LOSS)
         return loss
 
     def backward(self, loss: torch.Tensor) -> None:
@@ -104,7 +105,11 @@ class OwnTask:
             if (count := self.targets(batch)) < 0:
                 raise self._fault(f"targets() must return a number of targets, not {count}")
             found = try_out(self, batch, training)
+            if len(found.unreached) == len(self.trained()):
+                raise self._fault(_LOSS)
             self._changed = found.extra
+            if (count := len(self.trained()) + 2 * len(self.extra())) > MAX_TENSORS:  # each may have padding before it
+                raise self._fault(f"{count} tensors to average, at most {MAX_TENSORS}: buffers may be non-persistent")
             return [*self._lines(found)]
 
     def _lines(self, found: Findings) -> Iterator[str]:

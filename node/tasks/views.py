@@ -43,7 +43,10 @@ class View:
     def attach(self) -> None:
         """Make the parameter and its gradient the views, whatever they are now."""
         self.parameter.data = self.value
-        self.parameter.grad = self.gradient
+        self.attach_gradient()
+
+    def attach_gradient(self) -> None:
+        self.parameter.grad = self.gradient.detach()  # not the tensor itself, whose memory `to()` may replace
 
 
 class Views:
@@ -93,7 +96,7 @@ class Views:
                 is_left |= is_first and bool(gradient.any())
             elif gradient is not None:
                 continue
-            view.parameter.grad = view.gradient
+            view.attach_gradient()
         if is_left or (has_changed and any(bool(gradient.any()) for gradient in self._gradients)):
             raise self._fault(f"loss() {_TWICE}, and leave the last backward pass to Starling")
 
@@ -105,7 +108,7 @@ class Views:
             if gradient is None or gradient.data_ptr() != view.gradient_at:
                 if gradient is not None:
                     view.gradient.copy_(gradient.to_dense() if gradient.is_sparse else gradient)
-                view.parameter.grad = view.gradient
+                view.attach_gradient()
 
     def restore(self) -> None:
         """Mend the views after an evaluation, whose changes do not count."""
