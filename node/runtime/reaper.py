@@ -29,8 +29,8 @@ _LOOK_SECONDS = 1.0
 """Between two looks whether the parent lives, in addition to the kernel's signal, which exists only on Linux."""
 _KILL_SECONDS = 0.01
 """Until killed processes have ended, and their children are this process's."""
-_TRACKER, _TRACKER_LOOKS = b"multiprocessing.resource_tracker", 100
-"""Python's own process that removes the shared memory of dead processes, and then ends. It gets 1 s for that."""
+_TRACKER, _TRACKER_LOOKS = b"multiprocessing.resource_tracker", 300
+"""Python's own process that removes the shared memory of dead processes, and then ends. It gets 3 s for that."""
 
 
 def _prctl(option: int, value: int) -> None:
@@ -111,10 +111,11 @@ def main(parent: int, oom_score: str) -> None:
     program = 0
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.setitimer(signal.ITIMER_REAL, 0)
-    with suppress(ProcessLookupError, PermissionError):
-        os.killpg(pid, signal.SIGKILL)
     if _LINUX:
         _kill_descendants()
+    else:
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(pid, signal.SIGKILL)
     _end_like(status)
 
 

@@ -59,27 +59,25 @@ class Bystanders:
 
         Integers, such as BatchNorm's number of batches, and buffers that are not persistent stay on each peer.
         """
-        local = {
-            f"{path}.{key}".removeprefix(".")
-            for path, part in self._module.named_modules()
-            for key in part._non_persistent_buffers_set
-        }
-        names = [
-            name
-            for name, old in copies.items()
-            if name not in local and old.is_floating_point() and not _same(find(self._module, name), old)
-        ]
+        names = [name for name, old in copies.items() if not _same(find(self._module, name), old)]
+        names = [name for name in names if self._counts(name)]
         averaged = [name for name in names if copies[name].dtype in DTYPES]
         return averaged, [name for name in names if name not in averaged]
 
-    def news(self, averaged: Sequence[str]) -> Iterator[str]:
-        """One line for each kind of change since the start that has no effect on the run, or an unwanted one."""
-        now = self._present_versions()
-        moved = [
-            name
-            for name, tensor in self.tensors.items()
-            if name not in averaged and tensor.is_floating_point() and now[name] != self._versions[name]
-        ]
+    def _counts(self, name: str) -> bool:
+        """Whether a change of this tensor is of interest to other peers."""
+        path, _, key = name.rpartition(".")
+        is_local = key in self._module.get_submodule(path)._non_persistent_buffers_set
+        return self.tensors[name].is_floating_point() and not is_local
+
+    def news(self, known: Sequence[str]) -> Iterator[str]:
+        """One line for each kind of change since the start that has no effect on the run, or an unwanted one.
+
+        Args:
+            known: names of tensors of which it is known that they change.
+        """
+        now, before = self._present_versions(), self._versions
+        moved = [name for name in now if now[name] != before[name] and name not in known and self._counts(name)]
         self._versions = now
         thawed = [
             name

@@ -30,7 +30,6 @@ _NOT_NEGATIVE = re.compile(r"(^|_)(var|variance|std|sq)$")
 """Names of statistics that are never negative. The mean of rounded ones may be, by the rounding."""
 
 Fragment: TypeAlias = tuple[tuple[str, tuple[int, ...]], ...]
-Allocate: TypeAlias = Callable[[int], Vector]
 
 
 # -- in a layout ------------------------------------------------------------------------------------------------------
@@ -106,7 +105,7 @@ class ExtraTensors:
         self._elements = sum(math.prod(shape) for _, shape in self.fragment)
         self.vector = self._tail = torch.empty(0)
 
-    def allocate(self, allocate: Allocate, resume: bool) -> Allocate:
+    def allocate(self, allocate: Callable[[int], Vector], resume: bool) -> Callable[[int], Vector]:
         """Allocate the whole vector in place of that of the parameters, which is its beginning.
 
         Args:

@@ -98,8 +98,9 @@ def flatten_parameters(
     device = parameters[0][1].device
     layout = layout_of(parameters)
     (size,) = layout.sizes()
-    vector = torch.empty(size, device=device) if allocate is None else allocate(size)
-    gradient = torch.zeros(size, device=device)
+    # the dtype is named, because a user's code may have changed torch's default
+    vector = torch.empty(size, dtype=torch.float32, device=device) if allocate is None else allocate(size)
+    gradient = torch.zeros(size, dtype=torch.float32, device=device)
     compute = None
     if any(parameter.dtype == torch.bfloat16 for _, parameter in parameters):
         rounded = torch.zeros(size, dtype=torch.bfloat16, device=device)

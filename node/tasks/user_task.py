@@ -30,11 +30,16 @@ _LOSS = "loss() must return a tensor without dimensions that depends on the para
 
 
 class OwnTask:
-    """A `Task` that wraps a user's task, and reports its errors as errors of that task."""
+    """A `Task` that wraps a user's task, and reports its errors as errors of that task.
+
+    Attributes:
+        kept: names of tensors that training changes, and that each peer keeps for itself.
+    """
 
     def __init__(self, name: str, task: Task) -> None:
         self.name, self._task = name, task
         self._changed: list[str] = []
+        self.kept: list[str] = []
 
     @property
     def module(self) -> nn.Module:
@@ -108,6 +113,7 @@ class OwnTask:
             if len(found.unreached) == len(self.trained()):
                 raise self._fault(_LOSS)
             self._changed = found.extra
+            self.kept = [name for name in (*found.extra, *found.imprecise) if name not in self.extra()]
             if (count := len(self.trained()) + 2 * len(self.extra())) > MAX_TENSORS:  # each may have padding before it
                 raise self._fault(f"{count} tensors to average, at most {MAX_TENSORS}: buffers may be non-persistent")
             return [*self._lines(found)]
@@ -217,7 +223,7 @@ def blamed(name: str, where: str) -> Iterator[None]:
         yield
     except TaskError:
         raise
-    except (Exception, SystemExit) as error:
+    except (Exception, SystemExit, KeyboardInterrupt) as error:  # the user's: Ctrl-C does not reach a worker
         why = " ".join(str(error).split())[:300]
         raise TaskError(f"task {name}: {where}: {type(error).__name__}{f': {why}' if why else ''}") from error
 

@@ -6,6 +6,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 
@@ -47,10 +48,10 @@ class TaskLearner:
             ValueError: the recipe's optimiser is Muon, and no matrix is hidden.
         """
         parameters, self._extra_names = trained(task), extra(task)
-        device = parameters[0][1].device
+        on_device = partial(torch.empty, dtype=torch.float32, device=parameters[0][1].device)
         count = sum(parameter.numel() for _, parameter in parameters)
         self._extra = ExtraTensors(task.module, self._extra_names or (), count)
-        place = self._extra.allocate(allocate or (lambda elements: torch.empty(elements, device=device)), resume)
+        place = self._extra.allocate(allocate or on_device, resume)
         self._flat = flat = flatten_parameters(parameters, place, resume)
         flat.views.watch(task.module, getattr(task, "name", ""))
         self._bystanders = None if self._extra_names is None else Bystanders(task.module, parameters)
@@ -118,7 +119,7 @@ class TaskLearner:
 
     def _tell_news(self) -> None:
         if self._bystanders:
-            for line in self._bystanders.news(self._extra_names or ()):
+            for line in self._bystanders.news((*(self._extra_names or ()), *getattr(self._task, "kept", ()))):
                 print(f"warning: {line}", file=sys.stderr, flush=True)
 
     def moments(self, make: bool = False) -> dict[str, torch.Tensor]:

@@ -7,6 +7,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -227,13 +228,27 @@ def trained(name: str, batches: int) -> torch.Tensor:
         "torch.autograd.grad(self.module(x).sum(), self.module.weight)",
         "torch.set_grad_enabled(True)",
         "self.module.weight.register_hook(lambda slope: slope.clone())",
-        "hook = lambda p: setattr(p, 'grad', p.grad.clone()); self.module.weight.register_post_accumulate_grad_hook(hook)",
+        "self.module.weight.register_post_accumulate_grad_hook(lambda p: setattr(p, 'grad', p.grad.clone()))",
         "self.module.eval()",
     ],
 )
 def test_mended_loss_trains_like_a_plain_one(before: str, batches: int, module: Callable[[str], str]) -> None:
     changed = QUIET.replace(LOSS, f"{before}; {LOSS}")
     assert torch.equal(trained(module(changed), batches), trained(module(GOOD), batches))
+
+
+def test_task_may_change_torchs_default_dtype(module: Callable[[str], str]) -> None:
+    change = "torch.set_default_dtype(torch.float64); self.module = nn.Linear(width, 1, dtype=torch.float32)"
+    name = module(
+        GOOD.replace("self.module = nn.Linear(width, 1)", change).replace(LOSS, f"x, y = x.float(), y.float(); {LOSS}")
+    )
+    allocate = partial(torch.empty, dtype=torch.float32)
+    try:
+        with torch.random.fork_rng():
+            learner = build(WorkerSpec(OwnValues(name), RECIPE, 3, device="cpu"), allocate, False).learner
+        assert learner.step(0, 0).tokens and learner.vectors[0].dtype == torch.float32
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 def test_backward_in_loss_may_be_cleared(module: Callable[[str], str]) -> None:
