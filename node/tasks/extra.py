@@ -5,6 +5,10 @@ alone, and the outer step takes their plain mean: momentum could make a running 
 names begin with `extra:`. Each begins a block of its own of the codecs, because its values may be of another size than
 its neighbours'; the elements between are called `padding:`.
 
+A running variance may be a million times as large as a weight. In the vector it would hide the parameters from all
+that compares norms, and a first trained state would look like an attack to a peer that has none. So the vector holds
+x / 16 up to x = 16 and, beyond, 1 + log(x / 16). The mean of what is larger is therefore closer to the geometric one.
+
 A module's own tensors are not views of the vector: they are written before a step and read after it.
 """
 
@@ -21,9 +25,11 @@ from torch import nn
 from node.tasks.name import TaskError
 from protocols.base import Layout, Vector
 from protocols.codecs import lowbit, sparse
+from protocols.limits import LARGEST_FLOAT32
 
 EXTRA: Final = "extra:"
 PADDING: Final = "padding:"
+_UNIT = 16.0
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Those of which float32 holds every value."""
 _NOT_NEGATIVE = re.compile(r"(^|_)(var|variance|std|sq)$")
@@ -57,10 +63,31 @@ def named_tensors(fragment: Fragment, vector: Vector) -> Iterator[tuple[str, tor
         high = low + math.prod(shape)
         tensor = vector[low:high].view(shape)
         if name.startswith(EXTRA):
-            yield name.removeprefix(EXTRA), _plausible(name, tensor)
+            yield name.removeprefix(EXTRA), _plausible(name, unpacked(tensor))
         elif not name.startswith(PADDING):
             yield name, tensor
         low = high
+
+
+def packed(tensor: torch.Tensor) -> torch.Tensor:
+    """Values of a module as the vector holds them."""
+    held = tensor.float() / _UNIT
+    large = held.abs() > 1
+    if bool(large.any()):  # in float64: what is packed again is the same
+        value = held[large].double()
+        held[large] = value.sign().mul_(value.abs().log().add_(1)).float()
+    return held
+
+
+def unpacked(held: torch.Tensor) -> torch.Tensor:
+    """The inverse of `packed`."""
+    tensor = held * _UNIT
+    large = held.abs() > 1
+    if bool(large.any()):
+        value = held[large].double()
+        size = value.abs().sub_(1).exp_().mul_(_UNIT).clamp_(max=LARGEST_FLOAT32)
+        tensor[large] = value.sign().mul_(size).float()
+    return tensor
 
 
 def _plausible(name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -135,7 +162,7 @@ class ExtraTensors:
         for name, shape in self.fragment:
             high = low + math.prod(shape)
             if name.startswith(EXTRA):
-                self._tail[low:high].view(shape).copy_(self._tensor(name.removeprefix(EXTRA)))
+                self._tail[low:high].view(shape).copy_(packed(self._tensor(name.removeprefix(EXTRA))))
             low = high
 
     def _tensor(self, name: str) -> torch.Tensor:

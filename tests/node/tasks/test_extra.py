@@ -13,7 +13,7 @@ from node.outer.noloco import NoLoCo
 from node.outer.sgd import OuterSGD, pseudo_gradient
 from node.storage.error_feedback import ErrorFeedback
 from node.tasks.base import Batch, Recipe
-from node.tasks.extra import extra_elements, named_tensors, trained_elements
+from node.tasks.extra import extra_elements, named_tensors, packed, trained_elements, unpacked
 from node.tasks.user_task import OwnTask
 from node.training.task_learner import TaskLearner
 from node.training.trainer import LocalTraining
@@ -204,9 +204,21 @@ async def test_extra_elements_have_no_error_feedback() -> None:
 
 def test_tensors_of_a_vector_have_the_modules_names() -> None:
     fragment = (("w", (2,)), ("padding:0", (1,)), ("extra:a.running_var", (2,)), ("extra:variable", (1,)))
-    found = dict(named_tensors(fragment, torch.tensor([-1.0, 2, 3, -4, 5, -6])))
+    found = dict(named_tensors(fragment, torch.tensor([-1.0, 2, 3, -0.25, 0.3125, -0.375])))
     assert {name: tensor.tolist() for name, tensor in found.items()} == {
         "w": [-1, 2],
         "a.running_var": [0, 5],
         "variable": [-6],
     }
+
+
+def test_packed_values_are_moderate_and_settle() -> None:
+    """And small ones are held exactly, so that their mean is the plain one."""
+    sizes = torch.cat([torch.logspace(-30, 38.5, 9000), torch.linspace(0, 20, 1000), torch.tensor([16.0])])
+    before = torch.cat([sizes, -sizes])
+    held = packed(before)
+    there = unpacked(held)
+    assert float(held.abs().max()) < 90 and torch.equal(packed(there), held)
+    torch.testing.assert_close(there, before, rtol=1e-5, atol=0)
+    small = before.abs() <= 16
+    assert torch.equal(there[small], before[small]) and torch.equal(held[small], before[small] / 16)
