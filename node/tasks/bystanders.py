@@ -16,6 +16,8 @@ MAX_SHARE = 2
 """Frozen parameters may change in training, as a mean teacher's do. They are looked at only if they are at most so many
 times as large as the trained ones, all together: a large frozen model does not change, and a copy of it is expensive.
 """
+MAX_BUFFER_ELEMENTS = 1 << 27
+"""Larger buffers are data, and are not looked at."""
 _SHOWN = 3
 
 
@@ -32,7 +34,9 @@ class Bystanders:
         others = {name: each for name, each in module.named_parameters() if id(each) not in ids}
         frozen = {name: each for name, each in others.items() if not each.requires_grad}
         most = MAX_SHARE * sum(parameter.numel() for _, parameter in trained)
-        self.tensors: dict[str, torch.Tensor] = dict(module.named_buffers())
+        self.tensors: dict[str, torch.Tensor] = {
+            name: buffer for name, buffer in module.named_buffers() if buffer.numel() <= MAX_BUFFER_ELEMENTS
+        }
         if sum(each.numel() for each in frozen.values()) <= most:
             self.tensors.update(frozen)
         self._left_out = {id(each) for each in others.values() if each.requires_grad}  # by the task's trained()
