@@ -44,7 +44,7 @@ class Normed:
 
     def loss(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         for mine, other in zip(self.module.teacher.parameters(), self.module.first.parameters(), strict=True):
-            mine.data.mul_(0.9).add_(other.data, alpha=0.1)
+            mine.data.lerp_(other.data, 0.1)
         self.module.exact += 1
         self.module.seen = self.module.seen + 1
         return (self.module.norm(self.module.first(x)) - 1).square().mean()

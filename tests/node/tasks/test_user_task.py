@@ -237,6 +237,25 @@ def test_mended_loss_trains_like_a_plain_one(before: str, batches: int, module: 
     assert torch.equal(trained(module(changed), batches), trained(module(GOOD), batches))
 
 
+@pytest.mark.parametrize(
+    "moved, in_place",
+    [
+        (
+            "self.module.weight.data = self.module.weight.data.clamp(-0.1, 0.1)",
+            "self.module.weight.data.clamp_(-0.1, 0.1)",
+        ),
+        (
+            "self.module.weight.register_post_accumulate_grad_hook(lambda p: setattr(p, 'grad', p.grad.sign()))",
+            "self.module.weight.register_post_accumulate_grad_hook(lambda p: [p.grad.sign_()] and None)",
+        ),
+    ],
+)
+def test_moved_values_and_gradients_count(moved: str, in_place: str, module: Callable[[str], str]) -> None:
+    one, other = (module(QUIET.replace(LOSS, f"{before}; {LOSS}")) for before in (moved, in_place))
+    assert torch.equal(trained(one, 1), trained(other, 1))
+    assert not torch.equal(trained(one, 1), trained(module(GOOD), 1))
+
+
 def test_task_may_change_torchs_default_dtype(module: Callable[[str], str]) -> None:
     change = "torch.set_default_dtype(torch.float64); self.module = nn.Linear(width, 1, dtype=torch.float32)"
     name = module(
