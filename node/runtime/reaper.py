@@ -108,7 +108,6 @@ def main(parent: int, oom_score: str) -> None:
     pid, status = os.wait()
     while pid != program:  # a descendant that became a child of this process has ended
         pid, status = os.wait()
-    program = 0
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.setitimer(signal.ITIMER_REAL, 0)
     if _LINUX:
