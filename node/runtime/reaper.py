@@ -30,7 +30,8 @@ _LOOK_SECONDS = 1.0
 _KILL_SECONDS = 0.01
 """Until killed processes have ended, and their children are this process's."""
 _TRACKER, _TRACKER_LOOKS = b"multiprocessing.resource_tracker", 300
-"""Python's own process that removes the shared memory of dead processes, and then ends. It gets 3 s for that."""
+"""Python's own process that removes the shared memory of dead processes, and then ends. Once these have ended, which
+takes long on a busy machine, it gets 3 s for that."""
 
 
 def _prctl(option: int, value: int) -> None:
@@ -66,17 +67,18 @@ def _kill_descendants() -> None:
     """Kill all children until none is left. The children of each one that ends become children of this process."""
     looks = 0
     while True:
-        for pid in _children():
-            if looks >= _TRACKER_LOOKS or not _is_tracker(pid):
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+        children = [*_children()]
+        doomed = [pid for pid in children if not _is_tracker(pid)]
+        looks += not doomed
+        for pid in children if looks > _TRACKER_LOOKS else doomed:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         signal.sigtimedwait((), _KILL_SECONDS)
         try:
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
         except ChildProcessError:
             return
-        looks += 1
 
 
 def main(parent: int, oom_score: str) -> None:
