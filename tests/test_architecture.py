@@ -40,8 +40,9 @@ ONLY_IN: dict[str, set[str]] = {
     | {"node/session/outer_loop_factory.py", "node/cli/app.py"},  # the root's workshop; who knows their names
     "protocols.INDEPENDENT_PROTOCOLS": PEER | {"node/session/outer_loop_factory.py", "node/cli/app.py"},
     "psutil": {"node/runtime/metrics.py", "node/machine/probes.py"},
-    # the way out; ending a child; a worker that is asked where it stands
-    "signal": {"node/session/shutdown.py", "node/runtime/child_process.py", "node/training/failure.py"},
+    # the way out; ending a child, and what it has started; a worker that is asked where it stands
+    "signal": {"node/session/shutdown.py", "node/training/failure.py"}
+    | {f"node/runtime/{name}.py" for name in ("child_process", "reaper")},
     "protocols.butterfly.averager": PEER | {"protocols/__init__.py"},
     "node.network.libp2p": PEER | {"node/session/page_setup.py"},  # reads its byte meter
     "node.network.dht": PEER,

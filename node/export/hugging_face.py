@@ -19,6 +19,7 @@ from node.config.task_tables import GptTable
 from node.export.fine_tuned import load_fine_tuned
 from node.export.trained_model import TrainedModel
 from node.storage import tensors
+from node.tasks.extra import trained_elements
 from node.tasks.gpt import RMS_EPS, ROPE_THETA, VOCABULARY
 
 MODEL = "model.safetensors"
@@ -142,7 +143,7 @@ def _letters() -> list[str]:
 def card(model: TrainedModel, merge: bool = False) -> str:
     """`README.md` of the model: where it comes from, and how to load it."""
     manifest = model.manifest
-    config, count = manifest.config, sum(manifest.elements)
+    config, count = manifest.config, sum(trained_elements(each.layout) for each in model.checkpoints)
     loss, unit = model.held_out_loss, " nats per byte" if config.gpt else ""
     name = "".join(each for each in config.name if each.isalnum() or each in " -_.").strip() or "starling"
     rows = {
@@ -204,7 +205,8 @@ def _loading(own_task: str, gpt: GptTable | None) -> str:
         )
     module = f"the module that `{own_task}` makes" if own_task else "the task"
     return (
-        f"`{MODEL}` contains the parameters of {module} under their own names, but no buffers.\n\n"
+        f"`{MODEL}` contains the trained parameters of {module}, and the buffers that training changes,\n"
+        "under their own names.\n\n"
         "```python\n"
         "from safetensors.torch import load_file\n\n"
         f'module.load_state_dict(load_file("{MODEL}"), strict=False)\n'

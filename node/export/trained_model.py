@@ -20,6 +20,7 @@ from node.membership.hello import MAX_RUN_BYTES
 from node.runtime.identity import verify
 from node.storage.checkpoint import DIRECTORY, Checkpoint, CheckpointError, newest
 from node.storage.statedir import StateError, read_stage
+from node.tasks.extra import named_tensors
 from protocols.base import Vector
 
 _LAST_REPORTS_BYTES = 4 << 20
@@ -72,11 +73,7 @@ class _Loaded:
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         for vector, fragment in zip(self.vectors, self.checkpoint.layout.fragments, strict=True):
-            low = 0
-            for name, shape in fragment:
-                high = low + math.prod(shape)
-                yield name, vector[low:high].view(shape)
-                low = high
+            yield from named_tensors(fragment, vector)
 
 
 def load_trained(directories: Sequence[Path]) -> TrainedModel:

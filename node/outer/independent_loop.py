@@ -26,6 +26,7 @@ from node.outer.sgd import OuterSGD
 from node.outer.sketch import Sketch, distance, furthest, sketch, spread
 from node.outer.sketch import mean as middle
 from node.reporting.report import LapTimer, RoundReport
+from node.tasks.extra import trained_elements
 from protocols.base import (
     AveragingResult,
     ClosingSession,
@@ -274,7 +275,8 @@ class IndependentOuterLoop(OuterLoop):
         compare, spread_limit = self._options.compare, self._options.spread_limit
         anchor, loop = self.anchor, asyncio.get_running_loop()
         finite = await self._compute.run(lambda: math.isfinite(norm([anchor])), 4 * len(anchor))
-        ours = self._sketch = await self._compute.run(lambda: sketch(anchor, key.run), 4 * len(anchor))
+        trained = anchor[: trained_elements(self.trainer.layout)]
+        ours = self._sketch = await self._compute.run(lambda: sketch(trained, key.run), 4 * len(trained))
         until = loop.time() + SKETCH_SECONDS
         self._sketches = dict(compare(ours))
         while any(self._sketches.get(peer) == old for peer, old in before.items()):

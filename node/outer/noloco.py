@@ -45,12 +45,14 @@ def most_pull(momentum: float) -> float:
 class NoLoCo:
     """δ ← αδ + γφ + ū; φ ← φ − δ: piece by piece, in separate multiplications and additions."""
 
-    def __init__(self, momentum: float, learning_rate: float, pull: float) -> None:
+    def __init__(self, momentum: float, learning_rate: float, pull: float, extra: int = 0) -> None:
         """
         Args:
             momentum: α.
             learning_rate: β.
             pull: γ.
+            extra: number of last elements whose new value is the pair's plain mean: α = 0, β = γ = 1
+                (`node.tasks.extra`).
 
         Raises:
             ValueError: α outside [0, 1), β not positive and finite, or γ outside (0, 2(1 − α)).
@@ -62,6 +64,7 @@ class NoLoCo:
         if not 0 < pull < most_pull(momentum):
             raise ValueError(f"the pull must be in (0, {most_pull(momentum):g}) for this momentum, not {pull}")
         self.momentum, self.learning_rate, self.pull = momentum, learning_rate, pull
+        self._extra = extra
 
     def at(self, trained: int) -> NoLoCo:
         """The same rule in all rounds."""
@@ -76,10 +79,10 @@ class NoLoCo:
             into: float32 (n); may be `delta`.
         """
         scratch = torch.empty(min(_PIECE_ELEMENTS, len(phi)))
-        for piece in _pieces(len(phi)):
+        for piece, (_, rate, pull) in self._pieces(len(phi)):
             mine, brought = phi[piece], into[piece]
-            torch.mul(delta[piece], self.learning_rate, out=brought)
-            brought.sub_(torch.mul(mine, self.pull, out=scratch[: len(mine)]))
+            torch.mul(delta[piece], rate, out=brought)
+            brought.sub_(torch.mul(mine, pull, out=scratch[: len(mine)]))
 
     def step(self, phi: Vector, velocity: Vector, mean: Vector) -> bool:
         """Take one outer step in place.
@@ -93,11 +96,11 @@ class NoLoCo:
             Whether every new parameter is finite.
         """
         scratch, finite = torch.empty(min(_PIECE_ELEMENTS, len(phi))), True
-        for piece in _pieces(len(phi)):
+        for piece, (kept, _, pull) in self._pieces(len(phi)):
             mine, momentum = phi[piece], velocity[piece]
             # γφ + ū first: without a partner the much larger γφ cancels here, and βΔ remains.
-            update = torch.mul(mine, self.pull, out=scratch[: len(mine)]).add_(mean[piece])
-            momentum.mul_(self.momentum).add_(update)
+            update = torch.mul(mine, pull, out=scratch[: len(mine)]).add_(mean[piece])
+            momentum.mul_(kept).add_(update)
             mine.sub_(momentum)
             finite = finite and all(math.isfinite(float(end)) for end in mine.aminmax())
         return finite
@@ -107,6 +110,12 @@ class NoLoCo:
         velocity.add_(change)
         phi.sub_(change)
 
+    def _pieces(self, elements: int) -> Iterator[tuple[slice, tuple[float, float, float]]]:
+        """Each piece, and (α, β, γ) of it."""
+        trained = elements - self._extra
+        yield from ((piece, (self.momentum, self.learning_rate, self.pull)) for piece in _pieces(0, trained))
+        yield from ((piece, (0.0, 1.0, 1.0)) for piece in _pieces(trained, elements))
 
-def _pieces(elements: int) -> Iterator[slice]:
-    return (slice(low, low + _PIECE_ELEMENTS) for low in range(0, elements, _PIECE_ELEMENTS))
+
+def _pieces(low: int, high: int) -> Iterator[slice]:
+    return (slice(start, min(start + _PIECE_ELEMENTS, high)) for start in range(low, high, _PIECE_ELEMENTS))

@@ -16,7 +16,7 @@ import torch
 
 from protocols.base import Vector
 from protocols.codec import CODECS
-from protocols.vectors import root
+from protocols.vectors import norm, root
 
 _PIECE_ELEMENTS = 1 << 18
 
@@ -24,12 +24,15 @@ _PIECE_ELEMENTS = 1 << 18
 class OuterSGD:
     """m ← μm + Δ; θ ← θ − η(Δ + μm), with Δ the mean pseudo-gradient."""
 
-    def __init__(self, learning_rate: float, momentum: float, rounds: int = 0, decay: float = 0.0) -> None:
+    def __init__(
+        self, learning_rate: float, momentum: float, rounds: int = 0, decay: float = 0.0, extra: int = 0
+    ) -> None:
         """
         Args:
             rounds: length of the run, in training rounds.
             decay: share of them, the last ones, in which the step goes in equal parts to a plain mean of the peers'
                 parameters: learning rate 1, momentum 0.
+            extra: number of last elements for which it is that plain mean in all rounds (`node.tasks.extra`).
 
         Raises:
             ValueError: a rate that is not positive and finite, or a momentum outside [0, 1).
@@ -40,7 +43,7 @@ class OuterSGD:
             raise ValueError(f"outer momentum must be in [0, 1), not {momentum}")
         self.learning_rate = learning_rate
         self.momentum = momentum
-        self._rounds, self._decay = rounds, decay
+        self._rounds, self._decay, self._extra = rounds, decay, extra
 
     def at(self, trained: int) -> OuterSGD:
         """The step of a training round; `trained` is the number of those before it."""
@@ -49,7 +52,7 @@ class OuterSGD:
         left = max(0.0, (1 - (trained + 1) / self._rounds) / self._decay)
         if left >= 1:
             return self
-        return OuterSGD(left * self.learning_rate + (1 - left), left * self.momentum)
+        return OuterSGD(left * self.learning_rate + (1 - left), left * self.momentum, extra=self._extra)
 
     def step(self, anchor: Vector, velocity: Vector, delta: Vector) -> bool:
         """Apply one mean pseudo-gradient in place, piece by piece.
@@ -63,9 +66,11 @@ class OuterSGD:
             Whether every new parameter is finite.
         """
         scratch = torch.empty(min(_PIECE_ELEMENTS, len(anchor)))
-        finite = True
-        for low in range(0, len(anchor), _PIECE_ELEMENTS):
-            piece = slice(low, low + _PIECE_ELEMENTS)
+        trained = len(anchor) - self._extra
+        means = anchor[trained:].sub_(delta[trained:])
+        finite = not self._extra or math.isfinite(norm([means]))
+        for low in range(0, trained, _PIECE_ELEMENTS):
+            piece = slice(low, min(low + _PIECE_ELEMENTS, trained))
             theta, m, d = anchor[piece], velocity[piece], delta[piece]
             update = scratch[: len(theta)]
             m.mul_(self.momentum)

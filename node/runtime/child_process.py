@@ -1,8 +1,12 @@
-"""A child process that dies with this process. Ctrl-C does not reach it, and its output goes to a callback."""
+"""A child process that dies with this process. Ctrl-C does not reach it, and its output goes to a callback.
+
+One that runs a user's code runs under a reaper (`node.runtime.reaper`), so that whatever it has started dies with it.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import os
 import signal
@@ -12,9 +16,11 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
+from node.runtime import reaper
+
 log = logging.getLogger(__name__)
 
-_STOP_SECONDS = 3.0
+_START_SECONDS, _STOP_SECONDS = 120.0, 3.0
 _LAST_WORDS_SECONDS = 1.0
 _KEPT_LINES = 5
 _LINE_CHARACTERS = 300
@@ -43,18 +49,19 @@ class ChildProcess:
 
     Start it from the main thread, because the kernel kills the program when the thread that started it ends. This
     exists only on Linux; elsewhere the program itself has to detect that its parent is gone.
+
+    Attributes:
+        pid: process id of the program.
     """
 
-    def __init__(self, name: str, process: Process, on_line: Callable[[str | None], None]) -> None:
-        self.name = name
+    def __init__(self, name: str, process: Process, on_line: Callable[[str | None], None], reaped: bool) -> None:
+        self.name, self.pid = name, process.pid
         self._process = process
+        self._reaped = reaped
+        self._started = asyncio.Event()
         self._on_line = on_line
         self._last_lines: deque[str] = deque(maxlen=_KEPT_LINES)
         self._reading = asyncio.create_task(self._read_output(), name=f"{name} output")
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
 
     @property
     def code(self) -> int | None:
@@ -75,6 +82,7 @@ class ChildProcess:
         environment: Mapping[str, str] | None = None,
         pass_fds: Sequence[int] = (),
         oom_score: int = 0,
+        reaped: bool = False,
     ) -> ChildProcess:
         """Start a program.
 
@@ -85,21 +93,32 @@ class ChildProcess:
             environment: variables that differ from this process's environment.
             pass_fds: file descriptors that it inherits, under the same numbers.
             oom_score: Linux's `oom_score_adj`, up to 1000: a higher score is killed first when memory runs out.
+            reaped: whatever the program starts is killed when it ends, or when this process does.
 
         Raises:
             OSError: the process cannot be created.
         """
+        first = (reaper.__file__,) if reaped else ("-c", _SHIM)
+        environment = {**(environment or {}), **({reaper.PROGRAM: json.dumps(command)} if reaped else {})}
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-I", "-S", "-c", _SHIM, str(os.getpid()), str(oom_score)),
-            *command,
+            *(sys.executable, "-I", "-S", *first, str(os.getpid()), str(oom_score)),
+            *(() if reaped else command),
             stdin=DEVNULL,
             stdout=PIPE,
             stderr=STDOUT,
             start_new_session=True,
             pass_fds=pass_fds,
-            env=os.environ | (environment or {}),
+            env=os.environ | environment,
         )
-        return cls(name, process, on_line)
+        child = cls(name, process, on_line, reaped)
+        try:
+            if reaped:
+                async with asyncio.timeout(_START_SECONDS):
+                    await child._started.wait()  # it has started the program, or has ended
+        except BaseException:
+            child.send_kill()
+            raise
+        return child
 
     @property
     def output_tail(self) -> str:
@@ -129,18 +148,22 @@ class ChildProcess:
         self._signal(signal.SIGTERM)
 
     def send_kill(self) -> None:
-        """Send SIGKILL, without waiting for the end of the process."""
-        self._signal(signal.SIGKILL)
+        """Kill the process, without waiting for its end."""
+        if self._reaped:  # the reaper kills the program, then all that it has started
+            self._signal(signal.SIGCONT)
+        self._signal(signal.SIGTERM if self._reaped else signal.SIGKILL)
 
     def ask_where(self) -> None:
         """Ask a program that knows this signal (SIGUSR1) to write where it stands. Any other dies of it."""
-        self._signal(signal.SIGUSR1)
+        if self.code is None:
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGUSR1)
 
     def _signal(self, number: signal.Signals) -> None:
         """Send a signal. asyncio's own methods poll for the exit code first; a task that waits for it then gets 255."""
         if self.code is None:
             with suppress(ProcessLookupError):
-                os.kill(self.pid, number)
+                os.kill(self._process.pid, number)
 
     async def kill(self) -> None:
         """Kill the process and wait for its end."""
@@ -152,6 +175,10 @@ class ChildProcess:
     async def _read_output(self) -> None:
         output = self._process.stdout
         assert output is not None
+        if self._reaped:
+            first = await output.readline()
+            self.pid = int(first) if first.strip().isdigit() else self.pid
+            self._started.set()
         while True:
             try:
                 line = await output.readline()

@@ -156,12 +156,16 @@ _WORKERS = ("node.training.worker", "node.training.stage_worker")
 
 
 def workers_here() -> int:
-    """Number of worker processes on this machine that this user can see, the caller's own included."""
-    count = 0
-    for process in psutil.process_iter(["cmdline"]):
+    """Number of worker processes on this machine that this user can see, the caller's own included.
+
+    A process that a worker has forked has the same command line, and does not count.
+    """
+    parents = {}
+    for process in psutil.process_iter(["cmdline", "ppid"]):
         line = process.info["cmdline"] or ()
-        count += any(first == "-m" and second in _WORKERS for first, second in pairwise(line))
-    return count
+        if any(first == "-m" and second in _WORKERS for first, second in pairwise(line)):
+            parents[process.pid] = process.info["ppid"]
+    return sum(parent not in parents for parent in parents.values())
 
 
 def available_memory_bytes() -> int:

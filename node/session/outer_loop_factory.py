@@ -20,6 +20,7 @@ from node.outer.sgd import OuterSGD
 from node.session.peer_session import OuterLoopStack
 from node.storage.certificate_log import spool
 from node.storage.checkpoint_manager import CheckpointManager
+from node.tasks.extra import extra_elements
 from node.training.remote import RemoteTrainer
 from protocols import INDEPENDENT_PROTOCOLS, REPLICATED_PROTOCOLS
 from protocols.base import ClosingAverager, Host, LocalProgress, Settings, Vector
@@ -93,11 +94,13 @@ class OuterLoopFactory:
 
     def _sgd(self) -> OuterSGD:
         recipe = self.config.recipe
-        return OuterSGD(recipe.outer_learning_rate, recipe.outer_momentum, recipe.rounds, recipe.outer_decay or 0.0)
+        decay, extra = recipe.outer_decay or 0.0, extra_elements(self.trainer.layout)
+        return OuterSGD(recipe.outer_learning_rate, recipe.outer_momentum, recipe.rounds, decay, extra)
 
     def _independent_optimizer(self) -> OuterSGD | NoLoCo:
         """SGD, or NoLoCo if the run's recipe sets `outer_pull`."""
         recipe = self.config.recipe
         if recipe.outer_pull is None:
             return self._sgd()
-        return NoLoCo(recipe.outer_momentum, recipe.outer_learning_rate, recipe.outer_pull)
+        extra = extra_elements(self.trainer.layout)
+        return NoLoCo(recipe.outer_momentum, recipe.outer_learning_rate, recipe.outer_pull, extra)

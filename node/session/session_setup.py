@@ -35,6 +35,7 @@ from node.storage.checkpoint_manager import CheckpointManager, CheckpointStorage
 from node.storage.error_feedback import feedback
 from node.storage.journal import Journal
 from node.storage.scratch import ScratchSpace
+from node.tasks.extra import extra_elements
 from node.training.remote import RemoteTrainer
 from node.ui.status_tracker import OuterLoopSources, StatusTracker
 from protocols.aio import run_with_helper, task_group
@@ -162,7 +163,8 @@ class SessionSetup:
         resources, entered, config = self._resources, self._entered, self._services.config
         path, sync, trainer = resources.state.path, entered.start.archive.sync, entered.trainer
         like = entered.start.like(entered.manifest.run_id, trainer.layout)
-        not_sent = feedback(codec(entered.manifest.config.codec), sum(trainer.layout.sizes()), resources.compute)
+        elements, extra = sum(trainer.layout.sizes()), extra_elements(trainer.layout)
+        not_sent = feedback(codec(entered.manifest.config.codec), elements, resources.compute, extra)
         limit_bytes = int(config.disk_limit_bytes)
         storage = CheckpointStorage(path, config.checkpoint_every, limit_bytes, resources.disk, sync)
         return CheckpointManager(storage, like, trainer, not_sent)

@@ -3,6 +3,9 @@
 The residual changes only if a round has counted what the peer sent. Work that a round did not count is dropped with
 the round (docs/decisions/0006), and the residual from before it stays. A peer that adopts other peers' state starts
 with a residual of zero, because it cannot know how much of what it sent is already in that state.
+
+Extra tensors (`node.tasks.extra`) have no residual: a running statistic approaches its value again in each round, so
+what was not sent of it would be sent twice.
 """
 
 from __future__ import annotations
@@ -33,7 +36,8 @@ class ErrorFeedback:
         residual: float32 (n), added to the next pseudo-gradient.
     """
 
-    def __init__(self, codec: Codec, elements: int, compute: Compute) -> None:
+    def __init__(self, codec: Codec, elements: int, compute: Compute, extra: int = 0) -> None:
+        self._extra = slice(elements - extra, elements)
         self.residual, self._outgoing = torch.zeros(elements), torch.zeros(elements)
         self._codec, self._compute = codec, compute
         self._norm = 0.0
@@ -58,6 +62,7 @@ class ErrorFeedback:
             return
         if mean.weights.get(me):
             await self._compute.run(lambda: settle(self._codec, self.residual, delta, self._outgoing), 16 * len(delta))
+            self.residual[self._extra] = 0.0
             self._norm = await self._compute.run(lambda: norm([self.residual]), 4 * len(delta))
         else:
             self.forget()
@@ -95,6 +100,6 @@ class ErrorFeedback:
         self._norm = await self._compute.run(lambda: norm([self.residual]), self.bytes)
 
 
-def feedback(codec: Codec, elements: int, compute: Compute) -> ErrorFeedback | None:
-    """Error feedback for vectors of this many elements; None if the codec sends all of them."""
-    return ErrorFeedback(codec, elements, compute) if codec.decay else None
+def feedback(codec: Codec, elements: int, compute: Compute, extra: int = 0) -> ErrorFeedback | None:
+    """Error feedback for vectors of this many elements, the last ones `extra`; None if the codec sends all of them."""
+    return ErrorFeedback(codec, elements, compute, extra) if codec.decay else None

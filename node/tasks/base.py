@@ -8,7 +8,7 @@ it, and the streams of two peers differ only by their seeds.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Literal, Protocol, TypeAlias
@@ -48,14 +48,18 @@ class TaskContext:
 class Task(Protocol):
     """A module, its data and its loss.
 
-    A task may have three more members. `trained()` returns the (name, parameter) pairs to train and average, without it
-    all of the module's that take gradients; `targets(batch)` returns the number of a batch's targets, without it the
-    number of elements of its last tensor; `timeout_seconds` is how long its worker may show no sign of work.
+    A task may have four more members:
+
+    - `trained()` returns the (name, parameter) pairs to train and average; without it, all that take gradients.
+    - `targets(batch)` returns the number of a batch's targets; without it, the number of elements of its last tensor.
+    - `extra()` returns the names of other tensors of the module that training changes and peers average
+      (`node.tasks.extra`); without it, in a user's own task, those that the try-out sees change.
+    - `timeout_seconds` is how long its worker may show no sign of work (`node.training.liveness`).
     """
 
     @property
     def module(self) -> nn.Module:
-        """The module to train. Its buffers and its frozen parameters stay local and are never averaged."""
+        """The module to train. Its constant buffers and frozen parameters stay local and are never averaged."""
 
     def batch(self, seed: int, position: int) -> Batch:
         """The `position`-th batch (from 0) of the stream of `seed`. The same arguments give the same batch."""
@@ -179,6 +183,12 @@ def trained(task: Task) -> list[tuple[str, nn.Parameter]]:
     """
     named: Callable[[], Iterable[tuple[str, nn.Parameter]]] | None = getattr(task, "trained", None)
     return require_trainable(named() if named else unfrozen(task.module))
+
+
+def extra(task: Task) -> Sequence[str] | None:
+    """Names of the extra tensors of a task; None for one that has none, and whose other tensors need no watch."""
+    names: Callable[[], Sequence[str]] | None = getattr(task, "extra", None)
+    return names() if names else None
 
 
 def count_targets(task: Task, batch: Batch) -> int:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from node.tasks.views import View, Views
 from protocols.base import Layout, Vector
 
 NamedParameters = Iterable[tuple[str, nn.Parameter]]
@@ -22,11 +23,13 @@ class FlatParameters:
 
     Attributes:
         compute: parameters and gradients in bfloat16; None if all tensors compute in float32.
+        views: the module's tensors.
     """
 
     layout: Layout
     vectors: tuple[Vector, ...]
     gradients: tuple[Vector, ...]
+    views: Views
     compute: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def refresh(self) -> None:
@@ -82,6 +85,7 @@ def flatten_parameters(
     """Move parameters into flat vectors, in their order. Their values do not change.
 
     Today there is one fragment. Gradients are views as well: fill their vectors with zeros, never set them to None.
+    `views` mends what a user's code does to them.
 
     Args:
         allocate: returns the vector of the given number of elements for the parameters, for example in shared memory.
@@ -94,21 +98,24 @@ def flatten_parameters(
     device = parameters[0][1].device
     layout = layout_of(parameters)
     (size,) = layout.sizes()
-    vector = torch.empty(size, device=device) if allocate is None else allocate(size)
-    gradient = torch.zeros(size, device=device)
+    # the dtype is named, because a user's code may have changed torch's default
+    vector = torch.empty(size, dtype=torch.float32, device=device) if allocate is None else allocate(size)
+    gradient = torch.zeros(size, dtype=torch.float32, device=device)
     compute = None
     if any(parameter.dtype == torch.bfloat16 for _, parameter in parameters):
         rounded = torch.zeros(size, dtype=torch.bfloat16, device=device)
         compute = (rounded, torch.zeros_like(rounded))
-    low = 0
-    for _, parameter in parameters:
+    views, low = [], 0
+    for name, parameter in parameters:
         high = low + parameter.numel()
         if not resume:
             vector[low:high].view(parameter.shape).copy_(parameter.detach())
-        values, slopes = (vector, gradient) if compute is None or parameter.dtype == torch.float32 else compute
-        parameter.data = values[low:high].view(parameter.shape)
-        parameter.grad = slopes[low:high].view(parameter.shape)
+        is_rounded = compute is not None and parameter.dtype != torch.float32
+        values, slopes = compute if compute and is_rounded else (vector, gradient)
+        value, slope = (each[low:high].view(parameter.shape) for each in (values, slopes))
+        views.append(View(name, parameter, value, slope, is_rounded))
         low = high
-    flat = FlatParameters(layout, (vector,), (gradient,), compute)
+    gradients = (gradient, compute[1]) if compute else (gradient,)
+    flat = FlatParameters(layout, (vector,), (gradient,), Views(views, gradients), compute)
     flat.refresh()
     return flat

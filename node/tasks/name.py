@@ -1,4 +1,4 @@
-"""Names of built-in tasks and of users' own tasks, and the latter's options. This module imports no task."""
+"""Names of built-in tasks and of users' own tasks, the latter's options and errors. This module imports no task."""
 
 from __future__ import annotations
 
@@ -12,6 +12,10 @@ MAX_NAME_CHARACTERS = 128
 MAX_OPTIONS = 64
 MAX_OPTION_CHARACTERS = 1024
 _OWN = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", re.ASCII)
+
+
+class TaskError(ValueError):
+    """A user's task cannot be built, or breaks its contract. The message is one line that names the task."""
 
 
 def is_own(name: str) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -216,7 +217,10 @@ def build(spec: WorkerSpec, allocate: Allocate, resume: bool) -> Job:
         return _build_hf(spec, values, device, place, resume)
     if isinstance(values, OwnValues):
         own_task = own.make(values.name, TaskContext(spec.weights_seed, device, spec.data, values.options))
-        own_task.try_out(spec.stream_seed)
+        lines = own_task.try_out(spec.stream_seed, training=spec.recipe.mean is not None)
+        for line in lines if not resume else ():
+            print(line, file=sys.stderr, flush=True)
+        torch.manual_seed(spec.stream_seed)  # of dropout, in which peers should differ
         autocast = _autocast(spec.precision, device, width=0)
         learner = TaskLearner(own_task, spec.recipe, spec.stream_seed, place, resume, autocast)
         return Job(learner, timeout_seconds=own_task.timeout_seconds)

@@ -19,22 +19,28 @@ from typing import Any
 import torch
 from torch import nn
 
-from node.tasks.base import MAX_ELEMENTS, Batch, Task, TaskContext, count_targets, trained
+from node.tasks.base import MAX_ELEMENTS, Batch, Task, TaskContext, count_targets, extra, trained
+from node.tasks.bystanders import listed
+from node.tasks.name import TaskError
+from node.tasks.try_out import Findings, try_out
 
 MAX_TENSORS = 4096
 MAX_TENSOR_NAME_CHARACTERS = 200
 """These limits keep the layout, which the worker sends to its peer in one line, small."""
-
-
-class TaskError(ValueError):
-    """A user's task cannot be built, or breaks its contract. The message is one line that names the task."""
+_LOSS = "loss() must return a tensor without dimensions that depends on the parameters"
 
 
 class OwnTask:
-    """A `Task` that wraps a user's task, and reports its errors as errors of that task."""
+    """A `Task` that wraps a user's task, and reports its errors as errors of that task.
+
+    Attributes:
+        kept: names of tensors that training changes, and that each peer keeps for itself.
+    """
 
     def __init__(self, name: str, task: Task) -> None:
         self.name, self._task = name, task
+        self._changed: list[str] = []
+        self.kept: list[str] = []
 
     @property
     def module(self) -> nn.Module:
@@ -62,12 +68,27 @@ class OwnTask:
     def loss(self, *batch: torch.Tensor) -> torch.Tensor:
         """Call the user's `loss`."""
         with blamed(self.name, "loss()"):
-            return self._task.loss(*batch)
+            loss = self._task.loss(*batch)
+        depends = isinstance(loss, torch.Tensor) and (loss.requires_grad or not torch.is_grad_enabled())
+        if not depends or loss.dim():
+            raise self._fault(_LOSS)
+        return loss
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Compute the gradients of a loss."""
+        with blamed(self.name, "the gradient of loss()"):
+            loss.backward()  # type: ignore[no-untyped-call]
 
     def trained(self) -> list[tuple[str, nn.Parameter]]:
         """The parameters to train; see `Task`."""
         with blamed(self.name, "trained()"):
             return trained(self._task)
+
+    def extra(self) -> list[str]:
+        """Names of the extra tensors: the user's or, without them, those that the try-out has seen change."""
+        with blamed(self.name, "extra()"):
+            named = extra(self._task)
+        return self._changed if named is None else [*named]
 
     def targets(self, batch: Batch) -> int:
         """The number of a batch's targets; see `Task`."""
@@ -79,8 +100,14 @@ class OwnTask:
         with blamed(self.name, "evaluate()"), torch.no_grad():
             return float(self._task.evaluate())
 
-    def try_out(self, seed: int) -> None:
-        """Draw a batch twice and compute its loss, to report errors in them before a round begins.
+    def try_out(self, seed: int, training: bool = True) -> list[str]:
+        """Draw a batch twice and compute its gradient, to report errors in them before a round begins.
+
+        Args:
+            training: whether training puts the module into train mode.
+
+        Returns:
+            Lines about what the operator should know.
 
         Raises:
             TaskError: they fail, or break the contract of `Task`.
@@ -97,9 +124,26 @@ class OwnTask:
                 )
             if (count := self.targets(batch)) < 0:
                 raise self._fault(f"targets() must return a number of targets, not {count}")
-            loss = self.loss(*batch)
-            if not isinstance(loss, torch.Tensor) or loss.dim() or not loss.requires_grad:
-                raise self._fault("loss() must return a tensor without dimensions that depends on the parameters")
+            found = try_out(self, batch, training)
+            if len(found.unreached) == len(self.trained()):
+                raise self._fault(_LOSS)
+            self._changed = found.extra
+            self.kept = [name for name in (*found.extra, *found.imprecise) if name not in self.extra()]
+            if (count := len(self.trained()) + 2 * len(self.extra())) > MAX_TENSORS:  # each may have padding before it
+                raise self._fault(f"{count} tensors to average, at most {MAX_TENSORS}: buffers may be non-persistent")
+            return [*self._lines(found)]
+
+    def _lines(self, found: Findings) -> Iterator[str]:
+        start, names = f"task {self.name}: training changes", self.extra()
+        if names:
+            yield f"{start} {listed(names)}: averaged with the parameters ({len(names)} tensors)"
+        if kept := [name for name in found.extra if name not in names]:
+            yield f"{start} {listed(kept)}, which extra() leaves out: each peer keeps its own"
+        if kept := found.imprecise:
+            yield f"{start} {listed(kept)}, too precise to be averaged: each peer keeps its own"
+        if lost := found.unreached:
+            what = f"{len(lost)} trained parameters get no gradient from loss(): {listed(lost)}"
+            yield f"task {self.name}: {what}; they are averaged, and not trained"
 
     def _fault(self, why: str) -> TaskError:
         return TaskError(f"task {self.name}: {why}")
@@ -194,7 +238,7 @@ def blamed(name: str, where: str) -> Iterator[None]:
         yield
     except TaskError:
         raise
-    except (Exception, SystemExit) as error:
+    except (Exception, SystemExit, KeyboardInterrupt) as error:  # the user's: Ctrl-C does not reach a worker
         why = " ".join(str(error).split())[:300]
         raise TaskError(f"task {name}: {where}: {type(error).__name__}{f': {why}' if why else ''}") from error
 

@@ -100,7 +100,7 @@ class WorkerProcess:
             "-P",
             "-m",
             "node.training.stage_worker" if spec.stage else "node.training.worker",
-            *map(str, (os.getpid(), memory, theirs.fileno())),
+            *map(str, (memory, theirs.fileno())),
         ]
         path = os.pathsep.join(filter(None, (str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH"))))
         with theirs:
@@ -110,8 +110,8 @@ class WorkerProcess:
                 descriptors = (memory, theirs.fileno(), *slots)
                 environment = {"PYTHONPATH": path, **bounded_spin(os.environ)}
                 dump = FaultDump()
-                on_line = partial(_log_line, dump)
-                child = await ChildProcess.start("worker", command, on_line, environment, descriptors, OOM_SCORE)
+                arguments = (command, partial(_log_line, dump), environment, descriptors, OOM_SCORE, True)
+                child = await ChildProcess.start("worker", *arguments)
             except BaseException:
                 writer.close()
                 raise

@@ -46,6 +46,11 @@ NOTHING = LocalProgress(0, math.nan, 0.0, 0.0)
 __all__ = ["RemoteTrainer", "WorkerError", "WorkerSpec"]
 
 
+def _absolute(path: Path) -> str:
+    """The path for the worker, whose user's code may have changed the current directory."""
+    return str(path.absolute())
+
+
 class RemoteTrainer:
     """A `protocols.base.Trainer` over a worker process. Use as an async context manager, from the main thread.
 
@@ -195,7 +200,7 @@ class RemoteTrainer:
             return False
         try:
             async with self._boundary():
-                await self._ask({"do": "save", "path": str(path)})
+                await self._ask({"do": "save", "path": _absolute(path)})
         except WorkerGone:
             raise WorkerError("the worker died before it had written the inner state") from None
         return True
@@ -210,7 +215,7 @@ class RemoteTrainer:
         Raises:
             WorkerError: the file cannot be read, or is of another model.
         """
-        command = {"do": "load", "path": str(path) if path else None, "position": position, "threads": threads}
+        command = {"do": "load", "path": _absolute(path) if path else None, "position": position, "threads": threads}
         await self._order(command)
 
     async def held_out(self) -> bytes:

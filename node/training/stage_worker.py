@@ -1,6 +1,6 @@
 """A worker that trains one stage of a pipeline. Its jobs are commands; activations travel in `ActivationSlots`.
 
-    python -m node.training.stage_worker PARENT MEMORY SOCKET      # as node.training.worker, whose commands it has, too
+    python -m node.training.stage_worker MEMORY SOCKET      # as node.training.worker, whose commands it has, too
 
     do: forward                      first: x                       -> done: null; result: y
     do: backward                     first: x, second: gradient     -> done: null; result: gradient of x

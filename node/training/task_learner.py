@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 
-from node.tasks.base import Recipe, Task, count_targets, trained
+from node.tasks.base import Batch, Recipe, Task, count_targets, extra, trained
+from node.tasks.bystanders import Bystanders
+from node.tasks.extra import ExtraTensors
 from node.tasks.flat import flatten_parameters
 from node.training.inner_optimizer import InnerOptimizer, matrices
 from node.training.trainer import Step
-from protocols.base import Vector
+from protocols.base import Layout, Vector
 
 
 class TaskLearner:
@@ -43,8 +47,16 @@ class TaskLearner:
         Raises:
             ValueError: the recipe's optimiser is Muon, and no matrix is hidden.
         """
-        self._flat = flat = flatten_parameters(trained(task), allocate, resume)
-        self.layout, self.vectors = flat.layout, flat.vectors
+        parameters, self._extra_names = trained(task), extra(task)
+        on_device = partial(torch.empty, dtype=torch.float32, device=parameters[0][1].device)
+        count = sum(parameter.numel() for _, parameter in parameters)
+        self._extra = ExtraTensors(task.module, self._extra_names or (), count)
+        place = self._extra.allocate(allocate or on_device, resume)
+        self._flat = flat = flatten_parameters(parameters, place, resume)
+        flat.views.watch(task.module, getattr(task, "name", ""))
+        self._bystanders = None if self._extra_names is None else Bystanders(task.module, parameters)
+        self.layout = Layout((flat.layout.fragments[0] + self._extra.fragment,))
+        self.vectors: tuple[Vector, ...] = (self._extra.vector,)
         self.position = 0
         self._task, self._recipe, self._seed = task, recipe, seed
         if recipe.mean:
@@ -57,13 +69,16 @@ class TaskLearner:
     def step(self, round_number: int, step: int) -> Step:
         """Take one optimiser step over `recipe.batches` batches; skip it if the gradient is not finite."""
         self._optimizer.clear()
-        self._flat.refresh()
+        self._refresh()
         if self._recipe.mean and not self._task.module.training:
             self._task.module.train()
         losses, counts = self._accumulate()
         count = sum(counts)
+        if step == 0:
+            self._tell_news()
         if not losses or not self._optimizer.step(round_number, step, count if self._recipe.mean else 1):
             return Step(math.nan, 0)
+        self._extra.store()
         total, weights = 0.0, counts if self._recipe.mean else [1] * len(losses)
         for loss, weight in zip(torch.stack(losses).tolist(), weights, strict=True):
             total += loss * weight
@@ -71,21 +86,41 @@ class TaskLearner:
 
     def _accumulate(self) -> tuple[list[torch.Tensor], list[int]]:
         """Add up the gradients of the step's batches; return the losses, still on the device, and the target counts."""
-        losses, counts = [], []
+        losses: list[torch.Tensor] = []
+        counts: list[int] = []
         for _ in range(self._recipe.batches):
             batch = self._task.batch(self._seed, self.position)
             self.position += 1
             count = count_targets(self._task, batch) if self._recipe.mean else batch[-1].numel()
             if self._recipe.mean and not count:
                 continue  # the mean over no targets is not a number
-            with self._precision:
-                loss = self._task.loss(*batch)
-            share = loss * count if self._recipe.mean else loss / self._recipe.batches
-            share.backward()  # type: ignore[no-untyped-call]
-            self._flat.collect()
-            losses.append(loss.detach())
+            losses.append(self._differentiate(batch, count, is_first=not losses))
             counts.append(count)
         return losses, counts
+
+    @torch.enable_grad()
+    def _differentiate(self, batch: Batch, count: int, is_first: bool) -> torch.Tensor:
+        """Add the gradient of a batch's loss to the others; returns the loss."""
+        views = self._flat.views
+        views.before_loss()
+        with self._precision:
+            loss = self._task.loss(*batch)
+        views.after_loss(is_first)
+        share = loss * count if self._recipe.mean else loss / self._recipe.batches
+        share.backward()  # type: ignore[no-untyped-call]
+        views.after_backward()
+        self._flat.collect()
+        return loss.detach()
+
+    def _refresh(self) -> None:
+        """Have the module compute with the vectors' present values."""
+        self._flat.refresh()
+        self._extra.load()
+
+    def _tell_news(self) -> None:
+        if self._bystanders:
+            for line in self._bystanders.news((*(self._extra_names or ()), *getattr(self._task, "kept", ()))):
+                print(f"warning: {line}", file=sys.stderr, flush=True)
 
     def moments(self, make: bool = False) -> dict[str, torch.Tensor]:
         """The optimiser's tensors by name; see `InnerOptimizer.moments`."""
@@ -99,7 +134,8 @@ class TaskLearner:
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """The module computes with the vectors' present values and, in a run whose recipe has `mean`, in eval mode."""
-        self._flat.refresh()
+        self._refresh()
         if self._recipe.mean:
             self._task.module.eval()
         yield
+        self._flat.views.restore()

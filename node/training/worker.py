@@ -1,6 +1,6 @@
 """The worker process, which owns model, optimiser and device. `node.training.remote` starts it.
 
-    python -m node.training.worker PARENT MEMORY SOCKET      # a process id, two inherited file descriptors
+    python -m node.training.worker MEMORY SOCKET      # two inherited file descriptors
 
 The socket carries lines of JSON: one command at a time, each answered by `done` or `refused`:
 
@@ -285,15 +285,13 @@ def _attempt(worker: Worker, command: dict[str, Any], told: set[str]) -> tuple[s
 
 def main(arguments: list[str], kind: WorkerKind = WHOLE_MODEL) -> int:
     """Run a worker process; see the top of this file for its arguments."""
-    parent, memory, descriptor = map(int, arguments)
+    memory, descriptor = map(int, arguments)
     write_where_it_stands()
     with socket.socket(fileno=descriptor) as link, link.makefile("rb") as lines:
 
         def tell(kind: str, value: Any) -> None:
             link.sendall(json.dumps({kind: value}).encode() + b"\n")
 
-        if os.getppid() != parent:
-            return 1
         try:
             return serve(lines, tell, memory, kind)
         except (BrokenPipeError, ConnectionResetError):  # the peer is gone

@@ -6,6 +6,8 @@ import itertools
 import math
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -196,3 +198,100 @@ def test_try_out_accepts_nan_inputs(module: Callable[[str], str]) -> None:
     task = make(module(GOOD.replace("return x, x.sum", "x[0] = float('nan'); return x, x.sum")), TaskContext(0))
     assert isinstance(task, OwnTask)
     task.try_out(1)
+
+
+LOSS = "return ((self.module(x) - y) ** 2).mean()"
+QUIET = GOOD.replace("return self.loss(*", "torch.set_grad_enabled(False); return len(")
+"""Its evaluation takes no loss, and leaves gradients switched off."""
+
+
+def trained(name: str, batches: int) -> torch.Tensor:
+    """The parameters after three steps and an evaluation between them."""
+    recipe = replace(RECIPE, batches=batches, mean="token")
+    with torch.random.fork_rng():
+        learner = build(WorkerSpec(OwnValues(name), recipe, 3, device="cpu"), torch.empty, False).learner
+    for step in range(3):
+        assert learner.step(0, step).tokens
+        assert math.isfinite(learner.evaluate())
+    return learner.vectors[0]
+
+
+@pytest.mark.parametrize("batches", [1, 2])
+@pytest.mark.parametrize(
+    "before",
+    [
+        "self.module.zero_grad()",
+        "self.module.weight.grad = torch.zeros(1, 3)",
+        "self.module.bias.data = self.module.bias.data.clone()",
+        "self.module.double().float()",
+        "self.module.load_state_dict({**self.module.state_dict()})",
+        "torch.autograd.grad(self.module(x).sum(), self.module.weight)",
+        "torch.set_grad_enabled(True)",
+        "self.module.weight.register_hook(lambda slope: slope.clone())",
+        "self.module.weight.register_post_accumulate_grad_hook(lambda p: setattr(p, 'grad', p.grad.clone()))",
+        "self.module.eval()",
+    ],
+)
+def test_mended_loss_trains_like_a_plain_one(before: str, batches: int, module: Callable[[str], str]) -> None:
+    changed = QUIET.replace(LOSS, f"{before}; {LOSS}")
+    assert torch.equal(trained(module(changed), batches), trained(module(GOOD), batches))
+
+
+@pytest.mark.parametrize(
+    "moved, in_place",
+    [
+        (
+            "self.module.weight.data = self.module.weight.data.clamp(-0.1, 0.1)",
+            "self.module.weight.data.clamp_(-0.1, 0.1)",
+        ),
+        (
+            "self.module.weight.register_post_accumulate_grad_hook(lambda p: setattr(p, 'grad', p.grad.sign()))",
+            "self.module.weight.register_post_accumulate_grad_hook(lambda p: [p.grad.sign_()] and None)",
+        ),
+    ],
+)
+def test_moved_values_and_gradients_count(moved: str, in_place: str, module: Callable[[str], str]) -> None:
+    one, other = (module(QUIET.replace(LOSS, f"{before}; {LOSS}")) for before in (moved, in_place))
+    assert torch.equal(trained(one, 1), trained(other, 1))
+    assert not torch.equal(trained(one, 1), trained(module(GOOD), 1))
+
+
+def test_task_may_change_torchs_default_dtype(module: Callable[[str], str]) -> None:
+    change = "torch.set_default_dtype(torch.float64); self.module = nn.Linear(width, 1, dtype=torch.float32)"
+    name = module(
+        GOOD.replace("self.module = nn.Linear(width, 1)", change).replace(LOSS, f"x, y = x.float(), y.float(); {LOSS}")
+    )
+    allocate = partial(torch.empty, dtype=torch.float32)
+    try:
+        with torch.random.fork_rng():
+            learner = build(WorkerSpec(OwnValues(name), RECIPE, 3, device="cpu"), allocate, False).learner
+        assert learner.step(0, 0).tokens and learner.vectors[0].dtype == torch.float32
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_backward_in_loss_may_be_cleared(module: Callable[[str], str]) -> None:
+    """As in sharpness-aware minimisation, which differentiates twice."""
+    for clear in ("self.module.zero_grad()", "self.module.zero_grad(set_to_none=False)"):
+        name = module(QUIET.replace(LOSS, f"self.module(x).sum().backward(); {clear}; {LOSS}"))
+        assert torch.equal(trained(name, 1), trained(module(GOOD), 1))
+        with pytest.raises(TaskError, match=rf"^task {name}: loss\(\) erases gradients of the step's earlier batches"):
+            trained(name, 2)
+
+
+@pytest.mark.parametrize(
+    "before, words",
+    [
+        ("self.module.weight = nn.Parameter(self.module.weight.detach().clone())", "parameter weight was replaced"),
+        ("self.module.load_state_dict(nn.Linear(3, 1).state_dict(), assign=True)", "parameter weight was replaced"),
+        ("self.module(x).sum().backward()", "loss() leaves gradients behind, which would count twice"),
+        ("self.module.bias.grad = torch.ones(1)", "loss() leaves gradients behind, which would count twice"),
+        ("self.module.half(); x = x.half()", "loss() has changed parameter weight to torch.float16, (1, 3) on cpu"),
+        ("self.module.bias.data = torch.ones(8, 1)", "loss() has changed parameter bias to torch.float32, (8, 1)"),
+        ("x.requires_grad_(); return x.sum()", "loss() must return a tensor without dimensions that depends on"),
+    ],
+)
+def test_views_that_cannot_be_mended_refuse_the_task(
+    before: str, words: str, module: Callable[[str], str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert words in refusal(module(GOOD.replace(LOSS, f"{before}; {LOSS}")))

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -65,8 +66,15 @@ def workers() -> list[int]:
     return [
         each.pid
         for each in psutil.process_iter(["cmdline", "ppid"])
-        if "node.training.worker" in (each.info["cmdline"] or []) and each.info["ppid"] in (1, os.getpid())
+        if "node.training.worker" in (each.info["cmdline"] or []) and _is_ours(each.info["ppid"])
     ]
+
+
+def _is_ours(parent: int) -> bool:
+    """Whether the parent is a reaper of this process, or there is none."""
+    with suppress(psutil.NoSuchProcess):
+        return parent == 1 or psutil.Process(parent).ppid() == os.getpid()
+    return True
 
 
 async def until(condition: Callable[[], Any], seconds: float = 30.0) -> None:

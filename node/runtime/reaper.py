@@ -1,0 +1,134 @@
+"""Runs one program, and kills whatever the program has started when it ends or when this process's parent dies.
+
+    python -I -S reaper.py PARENT OOM_SCORE      # the program and its arguments: JSON in the variable STARLING_PROGRAM
+
+It stands between a peer and its worker, because only an ancestor that outlives both can find every process: the kernel
+gives it each descendant whose parent has died, even one that has left its session (a daemon). Elsewhere than on Linux
+it kills the program's process group only. The first line of its output is the program's process id. Then it ends as the
+program ended. SIGTERM ends the program at once.
+
+Source: prctl(2), PR_SET_CHILD_SUBREAPER. Standard library only: it must start fast and stay small.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import resource
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import NoReturn
+
+PROGRAM = "STARLING_PROGRAM"
+_LINUX = sys.platform == "linux"
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_LOOK_SECONDS = 1.0
+"""Between two looks whether the parent lives, in addition to the kernel's signal, which exists only on Linux."""
+_KILL_SECONDS = 0.01
+"""Until killed processes have ended, and their children are this process's."""
+_TRACKER, _TRACKER_LOOKS = b"multiprocessing.resource_tracker", 300
+"""Python's own process that removes the shared memory of dead processes, and then ends. Once these have ended, which
+takes long on a busy machine, it gets 3 s for that."""
+
+
+def _prctl(option: int, value: int) -> None:
+    if _LINUX:
+        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+
+
+def _run(command: list[str], oom_score: str) -> NoReturn:
+    """Become the program, in a session of its own, so that a signal to its group does not reach this process."""
+    os.setsid()
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if oom_score != "0":
+        with suppress(OSError), open("/proc/self/oom_score_adj", "w") as score:
+            score.write(oom_score)
+    os.execv(command[0], command)
+
+
+def _children() -> Iterator[int]:
+    """The processes whose parent is this process."""
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        with suppress(OSError), open(f"/proc/{name}/stat", "rb") as file:
+            if int(file.read().rpartition(b")")[2].split()[1]) == os.getpid():
+                yield int(name)
+
+
+def _is_tracker(pid: int) -> bool:
+    with suppress(OSError), open(f"/proc/{pid}/cmdline", "rb") as file:
+        return _TRACKER in file.read()
+    return False
+
+
+def _kill_descendants() -> None:
+    """Kill all children until none is left. The children of each one that ends become children of this process."""
+    looks = 0
+    while True:
+        children = [*_children()]
+        doomed = [pid for pid in children if not _is_tracker(pid)]
+        looks += not doomed
+        for pid in children if looks > _TRACKER_LOOKS else doomed:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        signal.sigtimedwait((), _KILL_SECONDS)
+        try:
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        except ChildProcessError:
+            return
+
+
+def main(parent: int, oom_score: str) -> None:
+    program = 0
+
+    def end(number: int = 0, frame: object = None) -> None:
+        if not program:
+            os._exit(1)
+        with suppress(ProcessLookupError):
+            os.kill(program, signal.SIGKILL)
+
+    def look(number: int, frame: object) -> None:
+        if os.getppid() != parent:
+            end()
+
+    signal.signal(signal.SIGTERM, end)
+    signal.signal(signal.SIGALRM, look)
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    command = json.loads(os.environ.pop(PROGRAM))
+    if os.getppid() != parent:
+        sys.exit("the parent is gone")
+    if not (child := os.fork()):
+        _run(command, oom_score)
+    program = child
+    signal.setitimer(signal.ITIMER_REAL, _LOOK_SECONDS, _LOOK_SECONDS)
+    os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # the program's: its peer waits for the end of a socket among them
+    print(program, flush=True)
+    pid, status = os.wait()
+    while pid != program:  # a descendant that became a child of this process has ended
+        pid, status = os.wait()
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    if _LINUX:
+        _kill_descendants()
+    else:
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(pid, signal.SIGKILL)
+    _end_like(status)
+
+
+def _end_like(status: int) -> NoReturn:
+    code = os.waitstatus_to_exitcode(status)
+    if code < 0:
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the program has written its own, if any
+        with suppress(OSError):  # SIGKILL needs no handler, and takes none
+            signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2])

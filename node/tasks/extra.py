@@ -1,0 +1,197 @@
+"""Extra tensors: what training changes beside the trained parameters, such as BatchNorm's running statistics.
+
+They are averaged with the parameters by every protocol, at the end of the flat vector. The inner optimiser leaves them
+alone, and the outer step takes their plain mean: momentum could make a running variance negative. In the layout their
+names begin with `extra:`. Each begins a block of its own of the codecs, because its values may be of another size than
+its neighbours'; the elements between are called `padding:`.
+
+A running variance may be a million times as large as a weight. In the vector it would hide the parameters from all
+that compares norms, and a first trained state would look like an attack to a peer that has none. So the vector holds
+x / 16 up to x = 16 and, beyond, 1 + log(x / 16). The mean of what is larger is therefore closer to the geometric one.
+
+A module's own tensors are not views of the vector: they are written before a step and read after it.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Final, TypeAlias
+
+import torch
+from torch import nn
+
+from node.tasks.name import TaskError
+from protocols.base import Layout, Vector
+from protocols.codecs import lowbit, sparse
+from protocols.limits import LARGEST_FLOAT32
+
+EXTRA: Final = "extra:"
+PADDING: Final = "padding:"
+_UNIT = 16.0
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""Those of which float32 holds every value."""
+_NOT_NEGATIVE = re.compile(r"(^|_)(var|variance|std|sq)$")
+"""Names of statistics that are never negative. The mean of rounded ones may be, by the rounding."""
+
+Fragment: TypeAlias = tuple[tuple[str, tuple[int, ...]], ...]
+
+
+# -- in a layout ------------------------------------------------------------------------------------------------------
+
+
+def trained_elements(layout: Layout) -> int:
+    """Number of elements of the trained parameters, which come first."""
+    count = 0
+    for name, shape in (each for fragment in layout.fragments for each in fragment):
+        if name.startswith((EXTRA, PADDING)):
+            break
+        count += math.prod(shape)
+    return count
+
+
+def extra_elements(layout: Layout) -> int:
+    """Number of elements after them."""
+    return sum(layout.sizes()) - trained_elements(layout)
+
+
+def named_tensors(fragment: Fragment, vector: Vector) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of a vector by their names in the module, without padding; extra ones as the module may hold them."""
+    low = 0
+    for name, shape in fragment:
+        high = low + math.prod(shape)
+        tensor = vector[low:high].view(shape)
+        if name.startswith(EXTRA):
+            yield name.removeprefix(EXTRA), _plausible(name, unpacked(tensor))
+        elif not name.startswith(PADDING):
+            yield name, tensor
+        low = high
+
+
+def packed(tensor: torch.Tensor) -> torch.Tensor:
+    """Values of a module as the vector holds them."""
+    held = tensor.float() / _UNIT
+    large = held.abs() > 1
+    if bool(large.any()):  # in float64: what is packed again is the same
+        value = held[large].double()
+        held[large] = value.sign().mul_(value.abs().log().add_(1)).float()
+    return held
+
+
+def unpacked(held: torch.Tensor) -> torch.Tensor:
+    """The inverse of `packed`."""
+    tensor = held * _UNIT
+    large = held.abs() > 1
+    if bool(large.any()):
+        value = held[large].double()
+        size = value.abs().sub_(1).exp_().mul_(_UNIT).clamp_(max=LARGEST_FLOAT32)
+        tensor[large] = value.sign().mul_(size).float()
+    return tensor
+
+
+def _plausible(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.clamp(min=0) if _NOT_NEGATIVE.search(name.rpartition(".")[2]) else tensor
+
+
+def _fragment(shapes: Mapping[str, tuple[int, ...]], before: int) -> Fragment:
+    """The extra tensors with their padding, after `before` elements."""
+    found: list[tuple[str, tuple[int, ...]]] = []
+    grain = sparse.GROUP
+    for name, shape in shapes.items():
+        if gap := -before % grain:
+            found.append((f"{PADDING}{len(found)}", (gap,)))
+        found.append((f"{EXTRA}{name}", shape))
+        before += gap + math.prod(shape)
+        grain = lowbit.BLOCK
+    return tuple(found)
+
+
+# -- of a module ------------------------------------------------------------------------------------------------------
+
+
+class ExtraTensors:
+    """The extra tensors of a module, and the end of the flat vector that holds them.
+
+    Attributes:
+        fragment: their part of the layout.
+        vector: the whole vector, once it is allocated.
+    """
+
+    def __init__(self, module: nn.Module, names: Sequence[str], before: int) -> None:
+        """
+        Args:
+            before: number of elements of the trained parameters.
+
+        Raises:
+            ValueError: the module has no such tensor, or it is of another dtype. The message is one line.
+        """
+        self._module = module
+        self._like = {name: _checked(module, name) for name in names}
+        self.fragment = _fragment({name: tuple(each.shape) for name, each in self._like.items()}, before)
+        self._elements = sum(math.prod(shape) for _, shape in self.fragment)
+        self.vector = self._tail = torch.empty(0)
+
+    def allocate(self, allocate: Callable[[int], Vector], resume: bool) -> Callable[[int], Vector]:
+        """Allocate the whole vector in place of that of the parameters, which is its beginning.
+
+        Args:
+            resume: the vector holds the tensors' values already.
+        """
+
+        def place(elements: int) -> Vector:
+            self.vector = allocate(elements + self._elements)
+            self._tail = self.vector[elements:]
+            if not resume:
+                self._tail.zero_()
+                self.store()
+            return self.vector[:elements] if self._elements else self.vector
+
+        return place
+
+    @torch.no_grad()
+    def load(self) -> None:
+        """Write the vector's values into the module."""
+        for name, value in named_tensors(self.fragment, self._tail):
+            self._tensor(name).copy_(value)
+
+    @torch.no_grad()
+    def store(self) -> None:
+        """Read the module's tensors into the vector."""
+        low = 0
+        for name, shape in self.fragment:
+            high = low + math.prod(shape)
+            if name.startswith(EXTRA):
+                self._tail[low:high].view(shape).copy_(packed(self._tensor(name.removeprefix(EXTRA))))
+            low = high
+
+    def _tensor(self, name: str) -> torch.Tensor:
+        """The module's present tensor of this name, which may be another one than at the start.
+
+        Raises:
+            ValueError: it is of another shape.
+        """
+        tensor, like = find(self._module, name), self._like[name]
+        if tensor is None or tensor.shape != like.shape:
+            now = "gone" if tensor is None else f"of shape {tuple(tensor.shape)}"
+            raise TaskError(f"tensor {name}, which is averaged, is {now}: it must keep its shape {tuple(like.shape)}")
+        return tensor.detach()
+
+
+def find(module: nn.Module, name: str) -> torch.Tensor | None:
+    path, _, key = name.rpartition(".")
+    try:
+        part = module.get_submodule(path)
+    except AttributeError:
+        return None
+    return part._buffers.get(key) if key in part._buffers else part._parameters.get(key)
+
+
+def _checked(module: nn.Module, name: str) -> torch.Tensor:
+    tensor = find(module, name)
+    if tensor is None:
+        raise TaskError(f"extra() names {name}, and the module has no buffer or parameter of that name")
+    if tensor.dtype not in DTYPES or tensor.requires_grad:
+        what = "takes gradients" if tensor.requires_grad else f"is {tensor.dtype}"
+        raise TaskError(f"extra() names {name}, which {what}: a float32, bfloat16 or float16 tensor without is needed")
+    return tensor
