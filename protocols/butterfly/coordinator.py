@@ -135,11 +135,11 @@ class RoundCoordinator:
                     exchange.adopt(done.part, held)
 
     def _suspects(self, ballot: int) -> list[PeerId]:
-        """Coordinators of earlier ballots that have been silent for longer than a ballot may take."""
-        driver, now = self._attempt.driver, loop_time()
+        """Coordinators of earlier ballots that have not answered in this one for longer than a ballot may take."""
+        driver = self._attempt.driver
         earlier = dict.fromkeys(driver.tally.coordinator(each) for each in range(min(ballot, MAX_ROSTER)))
-        since = now - driver.patience_seconds
-        return [peer for peer in earlier if peer != self._me.peer and self._state.heard.get(peer, -1.0) < since]
+        others = [peer for peer in earlier if peer != self._me.peer]
+        return self._state.silent(others, loop_time(), driver.patience_seconds)
 
     # -- records ------------------------------------------------------------------------------------------------------
 

@@ -28,7 +28,8 @@ GROWTH = 1.25
 LEAVER_SECONDS = 2.0
 """Wait before a coordinator without work calls a round for a leaving member. At once, the round would be skipped."""
 INFORMED = 2
-"""Number of coordinators that get every offer at once: the first, and the one that takes over from it."""
+"""Number of coordinators that get every offer at once: the first, and the one that takes over from it. So does the
+coordinator of the present ballot, if both have failed."""
 CALL_SECONDS = 0.05
 """Time for the call after an offer of complete work, before the other members get that offer.
 
@@ -75,6 +76,7 @@ class RoundCall:
         self._complete_seconds: dict[PeerId, float] = {}
         self._announced: Offer | None = None
         self._informed: set[PeerId] = set()  # members that were sent the offer announced last
+        self._leader = self._order[0]  # coordinator of the present ballot
         self._verified: dict[PeerId, tuple[bytes, bytes]] = {}  # the last message and signature found genuine
         self._spread: asyncio.TimerHandle | None = None
         self._timer = asyncio.get_running_loop().call_at(deadline, self.cut.set)
@@ -132,14 +134,15 @@ class RoundCall:
             return
         self._announced, self._informed = offer, {self._me.peer}
         to_all = sent is None or (completed and offer.leaving)
-        self._inform(self._order if to_all else self._order[:INFORMED])
+        self._inform(self._order if to_all else (*self._order[:INFORMED], self._leader))
         if to_all:
             self._stop_spreading()
         elif completed:
             self._spread = asyncio.get_running_loop().call_later(CALL_SECONDS, self._inform, self._order)
 
     def led_by(self, coordinator: PeerId) -> None:
-        """Give the coordinator of a ballot this member's last offer: those before it may have failed in mid call."""
+        """Give the coordinator of the present ballot this member's offers: those before it may have failed."""
+        self._leader = coordinator
         self._inform([coordinator])
 
     def _inform(self, peers: Sequence[PeerId]) -> None:
