@@ -6,7 +6,8 @@ member's tokens are known when the round is called. An offer of complete work go
 not called at once, because any member may have to coordinate.
 
 A member that rests says so to the whole roster (`protocols.butterfly.resting`). Its work so far counts, but the round
-is called as if only the others were in the roster. While all rest, there is nothing to call the round for.
+is called as if neither it nor a member that is gone were in the roster. While all rest, there is nothing to call the
+round for.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from dataclasses import replace
 
 from protocols.aio import Notifier, loop_time
 from protocols.allreduce import plan as planning
-from protocols.base import BadPayload, Deadline, Head, LocalProgress, PeerId
+from protocols.base import BadPayload, Deadline, Head, LocalProgress, Member, PeerId
 from protocols.butterfly.context import ButterflyContext
 from protocols.butterfly.resting import Resting, RestingMembers
 from protocols.consensus.record import coordinators
@@ -45,6 +46,7 @@ class RoundCall:
         resolved: the latest plan; None before the call.
         cut_at: when the last member has to send its work.
         changed: notified of every offer and plan.
+        present: returns the members that are not gone; set by the coordinator.
         roster_changes: returns whether a record would change the roster; set by the coordinator.
     """
 
@@ -66,6 +68,7 @@ class RoundCall:
         self.resolved: planning.ResolvedPlan | None = None
         self.cut_at = deadline
         self.changed = Notifier()
+        self.present: Callable[[], Sequence[Member]] = lambda: head.roster
         self.roster_changes: Callable[[], bool] = lambda: False
         self._resting, self._stated = resting, False
         self._context, self._me, self._bandwidth, self._deadline = context, context.me, bandwidth, deadline
@@ -245,8 +248,9 @@ class RoundCall:
         return planning.call_after(done, len(working))
 
     def _working(self) -> tuple[PeerId, ...]:
+        """The members that the call waits for. If those that are gone counted, too few might be left for a call."""
         resting = self._resting.peers()
-        return tuple(member.peer for member in self._roster if member.peer not in resting)
+        return tuple(member.peer for member in self.present() if member.peer not in resting)
 
     def _all_leave(self) -> bool:
         """Whether every member leaves. The only one of a roster cannot."""

@@ -104,7 +104,7 @@ async def test_coordinators_lost_early_cost_only_their_work() -> None:
     roster = Roster()
     first, second, slow, *others = roster.order
     tasks = {peer: asyncio.create_task(roster.member(peer, every=40.0)) for peer in (first, second, *others)}
-    growing = [replace(WORK, tokens=tokens) for tokens in range(20, 600, 10)]  # until the call
+    growing = [replace(WORK, tokens=tokens) for tokens in range(20, 450, 10)]  # until the call
     tasks[slow] = asyncio.create_task(roster.member(slow, growing, every=1.0))
     await asyncio.sleep(COMPLETE_AT)
     for victim in (first, second):
@@ -122,6 +122,24 @@ async def test_coordinators_lost_early_cost_only_their_work() -> None:
         assert tokens[slow] * GROWTH >= growing[-1].tokens, "an old offer of the slow member"
     await asyncio.gather(*tasks.values())
     assert roster.outcomes == dict.fromkeys(tasks, Outcome.COMMITTED)
+
+
+@on_virtual_clock
+async def test_coordinator_cut_off_from_quorum_waits() -> None:
+    """To it the others are gone. Since it may be the one cut off, it does not call the round for its own work."""
+    roster = Roster()
+    first, *others = roster.order
+    tasks = [asyncio.create_task(roster.member(peer, every=COMPLETE_AT if peer == first else 50.0)) for peer in others]
+    tasks.append(asyncio.create_task(roster.member(first)))
+    await asyncio.sleep(0.5)
+    for peer in others:
+        roster.network.block(first, peer)
+        roster.network.block(peer, first)
+    await asyncio.sleep(30.0)
+    assert not {first, *others} & set(roster.network.contacts.views[first].live())
+    assert not roster.called(first)
+    for task in tasks:
+        task.cancel()
 
 
 @pytest.mark.parametrize("change", [{"tokens": 21}, {"norm": 2.0}, {"signature": b"?" * 32}], ids=str)
