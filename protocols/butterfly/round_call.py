@@ -227,7 +227,7 @@ class RoundCall:
         return tuple(peer for peer in self._working() if peer not in self._complete_seconds)
 
     def nobody_works(self) -> bool:
-        """Whether all members rest, and do not all leave: the round then waits, unless its roster has to change."""
+        """Whether all members rest, and do not all leave with work: only a change of the roster is called for then."""
         return not self._working() and not self._all_leave()
 
     def has_work(self, peer: PeerId) -> bool:
@@ -240,10 +240,10 @@ class RoundCall:
         mine, working = self._offers.get(self._me.peer), self._working()
         if mine is None:
             return None
-        if any(peer in working and self._leaves_now(peer) for peer in self.leaving()) or self._all_leave():
+        if any(peer in working and self._leaves_now(peer) for peer in self.leaving()):
             return 0.0 if mine.tokens else LEAVER_SECONDS  # a moment only, if no work is done yet
         if not working:
-            return 0.0 if self.roster_changes() else None
+            return 0.0 if self._all_leave() or self.roster_changes() else None
         done = [seconds for peer, seconds in self._complete_seconds.items() if peer in working]
         return planning.call_after(done, len(working))
 
@@ -253,8 +253,9 @@ class RoundCall:
         return tuple(member.peer for member in self.present() if member.peer not in resting)
 
     def _all_leave(self) -> bool:
-        """Whether every member leaves. The only one of a roster cannot."""
-        return len(self._roster) > 1 and all(member.peer in self.leaving() for member in self._roster)
+        """Whether every member leaves, and there is work to count first. The only one of a roster cannot leave."""
+        peers, leaving = [member.peer for member in self._roster], self.leaving()
+        return len(peers) > 1 and leaving.issuperset(peers) and any(map(self.has_work, peers))
 
     def _leaves_now(self, peer: PeerId) -> bool:
         """Whether a leaving member offers its last work. One that only leaves the roster goes on with its steps."""

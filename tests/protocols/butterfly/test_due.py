@@ -80,7 +80,8 @@ def promised(conducts: Sequence[Conduct], roster_changes: bool) -> float | None:
     for known in range(1, len(done) + 1):
         if (after := planning.call_after(done[:known], len(workers))) is not None:
             moments.append(max(after, done[known - 1]))
-    if (len(conducts) > 1 and all(each.leaves for each in conducts)) or (not workers and roster_changes):
+    all_leave = len(conducts) > 1 and all(each.leaves for each in conducts)
+    if not workers and (all_leave or roster_changes):
         moments.append(0.0)
     return min(moments, default=None)
 
