@@ -93,6 +93,7 @@ $(SIM_PAUSES): sim-pauses-%:
 		$(BIN)/python -m tests.sim --protocol $* $(SIZE) --seeds $$seeds --faults pausing --json || exit 1; done
 sim-pauses-stages:
 	$(BIN)/python -m tests.sim --stages 2 --peers 4 --rounds 4 --seeds 0:3 --faults pausing
+	$(BIN)/python -m tests.sim --stages 3 --peers 6 --rounds 4 --seeds 5007 --faults pausing
 
 # Real peers under a nemesis, every scenario once: half an hour. With root, iproute2, iptables and nsenter, on a network.
 chaos: install
