@@ -29,6 +29,7 @@ class RoundAttempt:
         self.context, self.head, self.driver, self.deadline = context, head, driver, deadline
         self.state = driver.state
         self.call = RoundCall(context, head, bandwidth, deadline, driver.state.resting)
+        self.call.led_by(driver.tally.coordinator(driver.vote.promised))  # an earlier attempt may have moved on
         self.changed = self.call.changed
         self.exchange: AllReduce | None = None
         self._superseded = False

@@ -215,7 +215,7 @@ class ConsensusDriver:
     def _act(self, instructions: Sequence[Instruction]) -> None:
         for each in instructions:
             self._follow(each)
-        self.state.ballot_promised(self.vote.promised)
+        self.state.ballot_promised(self.vote.promised, loop_time())
         self.changed.notify()
 
     def _follow(self, instruction: Instruction) -> None:

@@ -6,7 +6,7 @@ round only when the time of the data phase is over.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from protocols.aio import loop_time
@@ -29,6 +29,7 @@ class RoundCoordinator:
         self._attempt, self._state, self._call, self._fetcher = attempt, attempt.state, attempt.call, fetcher
         self._candidates: dict[PeerId, Member] = {}
         self._call.roster_changes = self._roster_changes
+        self._call.present = lambda: self._or_all(self._here())
 
     def admission_asked(self, member: Member) -> None:
         """Note a candidate: a peer that holds the state and asks for admission to the next roster."""
@@ -135,11 +136,11 @@ class RoundCoordinator:
                     exchange.adopt(done.part, held)
 
     def _suspects(self, ballot: int) -> list[PeerId]:
-        """Coordinators of earlier ballots that have been silent for longer than a ballot may take."""
-        driver, now = self._attempt.driver, loop_time()
+        """Coordinators of earlier ballots that have not answered in this one for longer than a ballot may take."""
+        driver = self._attempt.driver
         earlier = dict.fromkeys(driver.tally.coordinator(each) for each in range(min(ballot, MAX_ROSTER)))
-        since = now - driver.patience_seconds
-        return [peer for peer in earlier if peer != self._me.peer and self._state.heard.get(peer, -1.0) < since]
+        others = [peer for peer in earlier if peer != self._me.peer]
+        return self._state.silent(others, loop_time(), driver.patience_seconds)
 
     # -- records ------------------------------------------------------------------------------------------------------
 
@@ -180,18 +181,26 @@ class RoundCoordinator:
         ]
         return [peer for peer in ours if sum(peer in pair for pair in ends) == 1]
 
+    def _here(self) -> list[Member]:
+        """This member, and those of the roster that are live as far as it can judge."""
+        live, unknown = set(self._context.host.members.live()), self._beyond_a_broken_link()
+        roster = self._attempt.head.roster
+        return [member for member in roster if member == self._me or member in live or member.peer in unknown]
+
+    def _or_all(self, here: Sequence[Member]) -> Sequence[Member]:
+        """These members; the whole roster if they are too few to decide, since this member may be the one cut off."""
+        return here if len(here) >= self._attempt.driver.tally.quorum else self._attempt.head.roster
+
     def _roster(self, doubtful: Iterable[PeerId]) -> tuple[Member, ...]:
         """The next roster: live members that stay, and candidates. Evicts `doubtful` members silent since the cut."""
         state, tally, head = self._state, self._attempt.driver.tally, self._attempt.head
-        live = set(self._context.host.members.live())
-        live |= {member for member in head.roster if member.peer in self._beyond_a_broken_link()}
         mute = {peer for peer in doubtful if state.heard.get(peer, -1.0) < self._call.cut_at}
-        here = [member for member in head.roster if member == self._me or (member in live and member.peer not in mute)]
-        found = here if len(here) >= tally.quorum else head.roster  # evict no member unless a quorum is here
-        staying = [member for member in found if member.peer not in state.leaving]
+        here = [member for member in self._here() if member == self._me or member.peer not in mute]
+        staying = [member for member in self._or_all(here) if member.peer not in state.leaving]
         # if all leave, keep enough members that each quorum has one of them
         staying = staying or here[: min_retained(len(head.roster), tally.quorum)]
         taken = {member.peer for member in staying}
+        live = set(self._context.host.members.live())
         asking = [member for member in self._candidates.values() if member in live and member.peer not in taken]
         limit = min(max_admitted(len(head.roster)), MAX_ROSTER - len(staying))
         return tuple(sorted((*staying, *sorted(asking)[:limit])))

@@ -6,7 +6,8 @@ member's tokens are known when the round is called. An offer of complete work go
 not called at once, because any member may have to coordinate.
 
 A member that rests says so to the whole roster (`protocols.butterfly.resting`). Its work so far counts, but the round
-is called as if only the others were in the roster. While all rest, there is nothing to call the round for.
+is called as if neither it nor a member that is gone were in the roster. While all rest, there is nothing to call the
+round for.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from dataclasses import replace
 
 from protocols.aio import Notifier, loop_time
 from protocols.allreduce import plan as planning
-from protocols.base import BadPayload, Deadline, Head, LocalProgress, PeerId
+from protocols.base import BadPayload, Deadline, Head, LocalProgress, Member, PeerId
 from protocols.butterfly.context import ButterflyContext
 from protocols.butterfly.resting import Resting, RestingMembers
 from protocols.consensus.record import coordinators
@@ -28,7 +29,8 @@ GROWTH = 1.25
 LEAVER_SECONDS = 2.0
 """Wait before a coordinator without work calls a round for a leaving member. At once, the round would be skipped."""
 INFORMED = 2
-"""Number of coordinators that get every offer at once: the first, and the one that takes over from it."""
+"""Number of coordinators that get every offer at once: the first, and the one that takes over from it. So does the
+coordinator of the present ballot, if both have failed."""
 CALL_SECONDS = 0.05
 """Time for the call after an offer of complete work, before the other members get that offer.
 
@@ -44,6 +46,7 @@ class RoundCall:
         resolved: the latest plan; None before the call.
         cut_at: when the last member has to send its work.
         changed: notified of every offer and plan.
+        present: returns the members that are not gone; set by the coordinator.
         roster_changes: returns whether a record would change the roster; set by the coordinator.
     """
 
@@ -65,6 +68,7 @@ class RoundCall:
         self.resolved: planning.ResolvedPlan | None = None
         self.cut_at = deadline
         self.changed = Notifier()
+        self.present: Callable[[], Sequence[Member]] = lambda: head.roster
         self.roster_changes: Callable[[], bool] = lambda: False
         self._resting, self._stated = resting, False
         self._context, self._me, self._bandwidth, self._deadline = context, context.me, bandwidth, deadline
@@ -75,6 +79,7 @@ class RoundCall:
         self._complete_seconds: dict[PeerId, float] = {}
         self._announced: Offer | None = None
         self._informed: set[PeerId] = set()  # members that were sent the offer announced last
+        self._leader = self._order[0]  # coordinator of the present ballot
         self._verified: dict[PeerId, tuple[bytes, bytes]] = {}  # the last message and signature found genuine
         self._spread: asyncio.TimerHandle | None = None
         self._timer = asyncio.get_running_loop().call_at(deadline, self.cut.set)
@@ -132,14 +137,15 @@ class RoundCall:
             return
         self._announced, self._informed = offer, {self._me.peer}
         to_all = sent is None or (completed and offer.leaving)
-        self._inform(self._order if to_all else self._order[:INFORMED])
+        self._inform(self._order if to_all else (*self._order[:INFORMED], self._leader))
         if to_all:
             self._stop_spreading()
         elif completed:
             self._spread = asyncio.get_running_loop().call_later(CALL_SECONDS, self._inform, self._order)
 
     def led_by(self, coordinator: PeerId) -> None:
-        """Give the coordinator of a ballot this member's last offer: those before it may have failed in mid call."""
+        """Give the coordinator of the present ballot this member's offers: those before it may have failed."""
+        self._leader = coordinator
         self._inform([coordinator])
 
     def _inform(self, peers: Sequence[PeerId]) -> None:
@@ -221,7 +227,7 @@ class RoundCall:
         return tuple(peer for peer in self._working() if peer not in self._complete_seconds)
 
     def nobody_works(self) -> bool:
-        """Whether all members rest, and do not all leave: the round then waits, unless its roster has to change."""
+        """Whether all members rest, and do not all leave with work: only a change of the roster is called for then."""
         return not self._working() and not self._all_leave()
 
     def has_work(self, peer: PeerId) -> bool:
@@ -234,20 +240,22 @@ class RoundCall:
         mine, working = self._offers.get(self._me.peer), self._working()
         if mine is None:
             return None
-        if any(peer in working and self._leaves_now(peer) for peer in self.leaving()) or self._all_leave():
+        if any(peer in working and self._leaves_now(peer) for peer in self.leaving()):
             return 0.0 if mine.tokens else LEAVER_SECONDS  # a moment only, if no work is done yet
         if not working:
-            return 0.0 if self.roster_changes() else None
+            return 0.0 if self._all_leave() or self.roster_changes() else None
         done = [seconds for peer, seconds in self._complete_seconds.items() if peer in working]
         return planning.call_after(done, len(working))
 
     def _working(self) -> tuple[PeerId, ...]:
+        """The members that the call waits for. If those that are gone counted, too few might be left for a call."""
         resting = self._resting.peers()
-        return tuple(member.peer for member in self._roster if member.peer not in resting)
+        return tuple(member.peer for member in self.present() if member.peer not in resting)
 
     def _all_leave(self) -> bool:
-        """Whether every member leaves. The only one of a roster cannot."""
-        return len(self._roster) > 1 and all(member.peer in self.leaving() for member in self._roster)
+        """Whether every member leaves, and there is work to count first. The only one of a roster cannot leave."""
+        peers, leaving = [member.peer for member in self._roster], self.leaving()
+        return len(peers) > 1 and leaving.issuperset(peers) and any(map(self.has_work, peers))
 
     def _leaves_now(self, peer: PeerId) -> bool:
         """Whether a leaving member offers its last work. One that only leaves the roster goes on with its steps."""

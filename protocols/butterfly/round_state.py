@@ -6,7 +6,8 @@ and only they change the state.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import math
+from collections.abc import Collection, Iterable
 
 from protocols.base import Member, PeerId
 from protocols.butterfly.resting import RestingMembers
@@ -22,6 +23,7 @@ class RoundState:
         wanted: digests of the parts that this member must hold before it can vote for `proposed`.
         proposed: the encoded record that `wanted` belongs to.
         heard: peer -> time at which this member last heard of it, in seconds.
+        promised_at: time at which this member promised its present ballot; its coordinator then asks all for promises.
         leaving: members that have announced that they leave after this round. An announcement is final.
         resting: members that take no steps for now.
         onlookers: peer -> member that waits for the decision without being in the roster.
@@ -38,10 +40,12 @@ class RoundState:
         self.wanted: tuple[bytes, ...] = ()
         self.proposed = b""
         self.heard: dict[PeerId, float] = {}
+        self.promised_at = 0.0
         self.leaving: set[PeerId] = set()
         self.resting = RestingMembers()
         self.onlookers: dict[PeerId, Member] = {}
         self.phase_seconds = 0.0
+        self._promised = 0
         self._published = -1  # the last ballot in which this member sent a plan
         self._alone_since: float | None = None
 
@@ -59,8 +63,10 @@ class RoundState:
         """Note that this member proposed its record, so that the ballot leaves no further choice."""
         self.leading = None
 
-    def ballot_promised(self, ballot: int) -> None:
-        """Note that this member promised a ballot, so that it cannot choose in an earlier one."""
+    def ballot_promised(self, ballot: int, now: float) -> None:
+        """Note which ballot this member has promised, so that it cannot choose in an earlier one."""
+        if self._promised != ballot:
+            self._promised, self.promised_at = ballot, now
         if self.leading != ballot:
             self.leading = None
 
@@ -90,6 +96,14 @@ class RoundState:
         self.wanted = digests
 
     # -- other peers --------------------------------------------------------------------------------------------------
+
+    def silent(self, peers: Iterable[PeerId], now: float, patience_seconds: float) -> list[PeerId]:
+        """The peers that have been silent for `patience_seconds` and did not answer the present ballot's first message.
+
+        Silence since that answer tells nothing: while members train, they send few offers, and those to few peers.
+        """
+        since = min(self.promised_at, now - patience_seconds)
+        return [peer for peer in peers if self.heard.get(peer, -math.inf) < since]
 
     def peer_heard(self, peer: PeerId, now: float) -> None:
         """Note that a message or a stream of a peer came in."""

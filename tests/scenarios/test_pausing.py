@@ -107,6 +107,20 @@ async def test_run_waits_while_all_rest_but_admits(swarm: LeavingScenario) -> No
     assert record.averaged and set(record.peers) == set(swarm.peers), "the work from before the pause is lost"
 
 
+@simulated(leaving_swarm, 4)
+async def test_only_worker_that_died_works_again(swarm: LeavingScenario) -> None:
+    """The others rest, so no member completes its work. The next incarnation is admitted and counted nevertheless."""
+    await swarm.rounds(2)
+    await asyncio.sleep(MIDDLE_SECONDS)
+    *others, last = swarm.peers
+    pause(swarm, Activity.REST, *others)
+    await asyncio.sleep(2 * STEP_SECONDS)
+    await restart(swarm, last)
+    history = swarm.histories[last]
+    await swarm.until(lambda: history[-1]["incarnation"] == 1 and history[-1]["weight"] > 0, 20.0, "its work")
+    assert history[-1]["outcome"] == "committed" and set(history[-1]["peers"]) == set(swarm.peers)
+
+
 @pytest.mark.parametrize("first", ("last", "away"))
 @simulated(leaving_swarm, 3)
 async def test_last_of_a_roster_rests_instead_of_leaving(swarm: LeavingScenario, first: str) -> None:

@@ -1,8 +1,9 @@
-"""Which members know an offer of complete work, and that a plan cannot change an offer that was verified before."""
+"""Which members know which offers when the round is called, and that a plan cannot change an offer verified before."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from protocols.allreduce import plan as planning
 from protocols.base import BadPayload, Head, LocalProgress, Member, Outcome, PeerId, Settings
 from protocols.butterfly.averager import Butterfly
+from protocols.butterfly.round_call import GROWTH
 from protocols.butterfly.session import ButterflySession
 from protocols.consensus.record import coordinators
 from protocols.history.chain import genesis
@@ -26,11 +28,12 @@ from tests.support.simulated import on_virtual_clock
 VECTOR = torch.ones(64)
 SETTINGS = Settings("fp32", (64,), 16)
 WORK = LocalProgress(10, 0.0, 0.0, norm([VECTOR]), complete=False)
+COMPLETE = replace(WORK, tokens=20, complete=True)
 COMPLETE_AT = 1.0
 
 
 class Roster:
-    """Five peers before their first round. All complete their work at the same time.
+    """Five peers before their first round.
 
     Attributes:
         order: the peers in the order in which they coordinate.
@@ -48,12 +51,16 @@ class Roster:
         self.sessions: dict[PeerId, ButterflySession] = {}
         self.outcomes: dict[PeerId, Outcome] = {}
 
-    async def member(self, peer: PeerId) -> None:
+    async def member(
+        self, peer: PeerId, offers: Sequence[LocalProgress] = (COMPLETE,), every: float = COMPLETE_AT
+    ) -> None:
+        """A member that makes these offers after its first one, each `every` seconds after the last."""
         async with self._averagers[peer].enter(self.head, 100.0) as session:
             self.sessions[peer] = session
             session.offer(WORK)
-            await asyncio.sleep(COMPLETE_AT)
-            session.offer(replace(WORK, tokens=20, complete=True))
+            for work in offers:
+                await asyncio.sleep(every)
+                session.offer(work)
             await session.cut.wait()
             mean = await session.average([VECTOR], WORK, [torch.empty_like(VECTOR)])
         self.outcomes[peer] = mean.outcome
@@ -89,6 +96,50 @@ def test_third_coordinator_calls_when_two_fail(mid_call: bool) -> None:
         assert {call.plan.ballot for call in calls if call} == {2}, "not the third coordinator's plan"
 
     simloop.run(main())
+
+
+@on_virtual_clock
+async def test_coordinators_lost_early_cost_only_their_work() -> None:
+    """Ballots pass while the others train. All their work is in the plan, and that of the slow one is up to date."""
+    roster = Roster()
+    first, second, slow, *others = roster.order
+    tasks = {peer: asyncio.create_task(roster.member(peer, every=40.0)) for peer in (first, second, *others)}
+    growing = [replace(WORK, tokens=tokens) for tokens in range(20, 450, 10)]  # until the call
+    tasks[slow] = asyncio.create_task(roster.member(slow, growing, every=1.0))
+    await asyncio.sleep(COMPLETE_AT)
+    for victim in (first, second):
+        tasks.pop(victim).cancel()
+        roster.network.kill(victim)
+        for peer in (*others, slow):
+            roster.sessions[peer].gone(victim)
+    while not all(map(roster.called, tasks)):  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+    for peer in tasks:
+        call = roster.sessions[peer].call.resolved
+        assert call and call.plan.ballot > 2, "no ballot has passed since the first two were lost"
+        tokens = {offer.member.peer: offer.tokens for offer in call.plan.offers}
+        assert {peer: tokens.get(peer) for peer in others} == dict.fromkeys(others, COMPLETE.tokens)
+        assert tokens[slow] * GROWTH >= growing[-1].tokens, "an old offer of the slow member"
+    await asyncio.gather(*tasks.values())
+    assert roster.outcomes == dict.fromkeys(tasks, Outcome.COMMITTED)
+
+
+@on_virtual_clock
+async def test_coordinator_cut_off_from_quorum_waits() -> None:
+    """To it the others are gone. Since it may be the one cut off, it does not call the round for its own work."""
+    roster = Roster()
+    first, *others = roster.order
+    tasks = [asyncio.create_task(roster.member(peer, every=COMPLETE_AT if peer == first else 50.0)) for peer in others]
+    tasks.append(asyncio.create_task(roster.member(first)))
+    await asyncio.sleep(0.5)
+    for peer in others:
+        roster.network.block(first, peer)
+        roster.network.block(peer, first)
+    await asyncio.sleep(30.0)
+    assert not {first, *others} & set(roster.network.contacts.views[first].live())
+    assert not roster.called(first)
+    for task in tasks:
+        task.cancel()
 
 
 @pytest.mark.parametrize("change", [{"tokens": 21}, {"norm": 2.0}, {"signature": b"?" * 32}], ids=str)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from protocols.base import Member, RoundKey
 from protocols.butterfly.round_state import RoundState
 from protocols.consensus.messages import Promise
@@ -19,12 +21,24 @@ def test_ballot_won_is_led_until_its_record_is_chosen() -> None:
 
 def test_later_promise_ends_the_lead() -> None:
     state = RoundState(0)
-    state.ballot_promised(0)
+    state.ballot_promised(0, 0.0)
     assert state.leading == 0
-    state.ballot_promised(1)
+    state.ballot_promised(1, 0.0)
     assert state.leading is None
-    state.ballot_promised(1)
+    state.ballot_promised(1, 0.0)
     assert state.leading is None
+
+
+@pytest.mark.parametrize("now, silent", [(12.0, ["a"]), (13.1, ["a", "b"]), (100.0, ["a", "b", "c"])])
+def test_silence_since_promise_was_asked_counts(now: float, silent: list[str]) -> None:
+    """A member that answered then may be quiet for as long as it trains; T_b is five seconds."""
+    state = RoundState(None)
+    state.peer_heard("b", 8.0)
+    state.peer_heard("c", 9.9)
+    state.ballot_promised(2, 10.0)
+    state.ballot_promised(2, 11.0)  # noted after every event
+    state.peer_heard("d", 10.1)
+    assert state.silent("abcd", now, 5.0) == silent
 
 
 def test_new_attempt_gives_up_a_published_ballot_only() -> None:

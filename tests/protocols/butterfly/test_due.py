@@ -1,0 +1,97 @@
+"""When a round is called, for any mixture of members that work, rest, leave or are gone: neither early nor never."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from protocols.allreduce import plan as planning
+from protocols.base import Member
+from protocols.butterfly.resting import RestingMembers
+from protocols.butterfly.round_call import RoundCall
+from protocols.history.chain import genesis
+from protocols.wire import Offer
+from tests.sim import loop as simloop
+from tests.sim.butterfly_harness import RUN
+
+LIMIT_SECONDS = 1000.0
+CONTEXT: Any = SimpleNamespace(
+    me=Member("p0"),
+    host=SimpleNamespace(signer=SimpleNamespace(sign=lambda message: b"", verify=lambda *_: True)),
+    post=SimpleNamespace(send=lambda *_: None),
+    inputs=lambda head: planning.PlanInputs(head.key, 64, 4.0),
+)
+
+
+@dataclass(frozen=True)
+class Conduct:
+    """What a member does in the round.
+
+    Attributes:
+        done: when its inner steps are complete; None: never.
+        leaves: whether its offers say that it leaves, from the first one on.
+    """
+
+    done: int | None
+    rests: bool = False
+    gone: bool = False
+    leaves: bool = False
+
+    @property
+    def works(self) -> bool:
+        return not self.rests and not self.gone
+
+
+def called_at(conducts: Sequence[Conduct], roster_changes: bool) -> float | None:
+    """When the first of these members, which may coordinate, calls the round; None: never."""
+
+    async def main() -> float | None:
+        roster = tuple(Member(f"p{index}") for index in range(len(conducts)))
+        head, resting, loop = genesis(RUN, "run", roster, bytes(32)), RestingMembers(), asyncio.get_running_loop()
+        call = RoundCall(CONTEXT, head, 1e6, LIMIT_SECONDS, resting)
+        call.present = lambda: [member for member, each in zip(roster, conducts, strict=True) if not each.gone]
+        call.roster_changes = lambda: roster_changes
+        for member, each in zip(roster, conducts, strict=True):
+            if each.rests:
+                resting.state(head.key, member, True, CONTEXT.host.signer)
+            first = Offer(member, 1, 1.0, 0.0, False, each.leaves, 1e6, bytes(32), b"")
+            call.on_ready(member.peer, first)
+            if each.done is not None:
+                loop.call_at(each.done, call.on_ready, member.peer, replace(first, tokens=9, complete=True))
+        due = await call.due()
+        call.close()
+        return loop.time() if due else None
+
+    return simloop.run(main())
+
+
+def promised(conducts: Sequence[Conduct], roster_changes: bool) -> float | None:
+    """What docs/protocols.md says: as if only the members that work were in the roster."""
+    workers = [each for each in conducts if each.works]
+    done = sorted(each.done for each in workers if each.done is not None)
+    moments = [float(each.done) for each in workers if each.leaves and each.done is not None]
+    for known in range(1, len(done) + 1):
+        if (after := planning.call_after(done[:known], len(workers))) is not None:
+            moments.append(max(after, done[known - 1]))
+    all_leave = len(conducts) > 1 and all(each.leaves for each in conducts)
+    if not workers and (all_leave or roster_changes):
+        moments.append(0.0)
+    return min(moments, default=None)
+
+
+MEMBERS = st.builds(Conduct, st.none() | st.integers(1, 99), st.booleans(), st.booleans(), st.booleans())
+ME = st.builds(Conduct, st.none() | st.integers(1, 99), st.booleans(), st.just(False), st.booleans())
+
+
+@settings(max_examples=100)
+@given(me=ME, others=st.lists(MEMBERS, max_size=8), roster_changes=st.booleans())
+def test_round_is_called_as_if_only_workers_counted(me: Conduct, others: list[Conduct], roster_changes: bool) -> None:
+    expected = promised([me, *others], roster_changes)
+    assert called_at([me, *others], roster_changes) == (None if expected is None else pytest.approx(expected))
