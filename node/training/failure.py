@@ -12,7 +12,7 @@ import traceback
 from pathlib import Path
 from types import TracebackType
 
-from node.tasks.user_task import TaskError
+from node.tasks.name import TaskError
 
 _CHARACTERS = 300
 _FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
