@@ -24,12 +24,13 @@ from typing import Any
 
 import torch
 
+from node.tasks.files import shown
 from node.tasks.hf.chat import Encoder
-from node.tasks.hf.corpus import Document, Sample, is_held_out, read_documents
+from node.tasks.hf.corpus import Document, Sample, Seen, is_held_out, joined, read_documents
 from node.tasks.hf.digests import cache_directory, file_state
 from node.tasks.hf.settings import HfSettings, ModelError
 
-FORMAT = 2
+FORMAT = 3
 _KEPT_SECONDS = 30 * 86_400.0
 """Rows unused for so long are removed, as are unfinished ones."""
 TARGET, START = 1, 2
@@ -43,12 +44,15 @@ class RowCounts:
     """What the data hold.
 
     Attributes:
-        documents: those to train on.
+        documents: those to train on; of a text, each part that a hash chooses for itself.
         held_out: documents that no peer trains on.
         tokens: of the documents to train on, without padding.
         targets: tokens from which something is learnt.
         cut: conversations that were longer than a row, and are cut.
         skipped: documents without a target in what is left of them.
+        repeated: documents that are equal to an earlier one, and left out.
+        replaced: characters U+FFFD in the documents: the data, or their encoding, were damaged before.
+        digest: of all documents, in any order.
     """
 
     rows: int = 0
@@ -58,6 +62,9 @@ class RowCounts:
     targets: int = 0
     cut: int = 0
     skipped: int = 0
+    repeated: int = 0
+    replaced: int = 0
+    digest: str = ""
 
 
 class RowWriter:
@@ -165,7 +172,7 @@ def rows_of(documents: Iterable[Document], encoder: Encoder, settings: HfSetting
         flags.extend(marks)
 
     writer = RowWriter(settings, write)
-    for document in documents:
+    for document in joined(documents):
         writer.add(*encoder.encode(document))
     writer.flush()
     shape = (writer.rows, settings.context)
@@ -221,7 +228,9 @@ def prepare(
         with suppress(OSError):
             os.utime(place)
         if not counts.rows:
-            raise ModelError(f"{files[0]} and {len(files) - 1} more: no text to learn from, beside what is held out")
+            raise ModelError(
+                f"{shown(files[0])} and {len(files) - 1} more: no text to learn from, beside what is held out"
+            )
         size, dimensions = counts.rows * settings.context, (counts.rows, settings.context)
         tokens = torch.from_file(str(place / TOKENS), shared=False, size=size, dtype=torch.int32)
         flags = torch.from_file(str(place / FLAGS), shared=False, size=size, dtype=torch.uint8)
@@ -273,7 +282,7 @@ def _fill(
     draft: Path, files: list[Path], encoder: Encoder, settings: HfSettings, keeps: Callable[[Document], bool]
 ) -> tuple[bytes, RowCounts]:
     """Write the rows; return the held-out documents, which `keeps` chooses, and the counts."""
-    sample, held_out = Sample(), 0
+    census = _Census(keeps)
     with (draft / TOKENS).open("wb") as tokens, (draft / FLAGS).open("wb") as flags:
 
         def write(row: array[int], marks: bytearray) -> None:
@@ -281,16 +290,47 @@ def _fill(
             flags.write(marks)
 
         writer = RowWriter(settings, write)
-        for document in read_documents(files, settings.format == "chat"):
-            if keeps(document):
-                held_out += 1
-                sample.add(document)
-                continue
+        for document in joined(map(census.trained, read_documents(files, settings.format == "chat"))):
             writer.add(*encoder.encode(document))
         writer.flush()
-    done = writer
-    counts = RowCounts(done.rows, done.documents, held_out, done.tokens, done.targets, done.cut, done.skipped)
-    return sample.lines(), counts
+    return census.sample.lines(), census.counts(writer)
+
+
+class _Census:
+    """Counts documents, and says which of them to train on."""
+
+    def __init__(self, keeps: Callable[[Document], bool]) -> None:
+        self.sample = Sample()
+        self._keeps, self._seen = keeps, Seen()
+        self._trained = self._held_out = self._repeated = self._replaced = self._sum = 0
+
+    def trained(self, document: Document) -> Document | None:
+        """The document if it is to be trained on: it is the first with this content, and not held out."""
+        if not self._seen.add(key := document.key()):
+            self._repeated += 1
+            return None
+        self._sum += int.from_bytes(key, "big")
+        self._replaced += document.replaced()
+        if self._keeps(document):
+            self._held_out += 1
+            self.sample.add(document)
+            return None
+        self._trained += 1
+        return document
+
+    def counts(self, rows: RowWriter) -> RowCounts:
+        return RowCounts(
+            rows=rows.rows,
+            documents=self._trained - rows.skipped,
+            held_out=self._held_out,
+            tokens=rows.tokens,
+            targets=rows.targets,
+            cut=rows.cut,
+            skipped=rows.skipped,
+            repeated=self._repeated,
+            replaced=self._replaced,
+            digest=f"{self._sum % (1 << 256):064x}",
+        )
 
 
 def _replace(draft: Path, place: Path, context: int) -> None:
