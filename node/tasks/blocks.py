@@ -21,11 +21,8 @@ def blocks(data: Iterable[bytes]) -> Iterator[bytes]:
     """
     held = b""
     for piece in data:
-        held += piece
-        if len(held) <= 2 * MOST:
-            continue
-        low = 0
-        while len(held) - low > MOST:
+        held, low = held + piece, 0
+        while len(held) - low > 2 * MOST:
             high = _end(held, low)
             yield held[low:high]
             low = high
@@ -33,6 +30,7 @@ def blocks(data: Iterable[bytes]) -> Iterator[bytes]:
     low = 0
     while low < len(held):
         high = _end(held, low)
+        high = len(held) if len(held) - high < LEAST else high  # a short rest is not a block of its own
         yield held[low:high]
         low = high
 

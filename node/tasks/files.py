@@ -21,8 +21,8 @@ from typing import Any, BinaryIO, Literal
 
 from node.tasks.hf.settings import ModelError
 
-Kind = Literal["text", "json", "csv", "parquet", "arrow", "settings", "archive", "binary", "empty", "pointer"]
-ROWS: Mapping[str, Kind] = {
+FileKind = Literal["text", "json", "csv", "parquet", "arrow", "settings", "archive", "binary", "empty", "pointer"]
+ROWS: Mapping[str, FileKind] = {
     ".jsonl": "json", ".ndjson": "json", ".json": "json", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet",
     ".arrow": "arrow", ".feather": "arrow",
 }  # fmt: skip
@@ -73,7 +73,7 @@ class Look:
         encoding: of a text, for `bytes.decode`.
     """
 
-    kind: Kind
+    kind: FileKind
     packing: str = ""
     encoding: str = "utf-8-sig"
 
@@ -95,7 +95,7 @@ class Selection:
 
     def lines(self) -> list[str]:
         """What is taken, and what is left out and why; each line under 300 characters."""
-        found = [f"{'taken':12}{_count(len(self.files), 'file')}, {_bytes(self.size)}: {_kinds(self.files)}"]
+        found = [f"{'taken':12}{_count(len(self.files), 'file')}, {size_words(self.size)}: {_kinds(self.files)}"]
         for reason, names in self.left_out.items():
             cure = f" ({REASONS[reason]})" if REASONS[reason] else ""
             found.append(f"{'left out':12}{len(names):,} {reason}{cure}: {_named(names)}")
@@ -160,10 +160,10 @@ def _look_at(path: Path, head: bytes) -> Look:
 
 def _unmarked(head: bytes) -> str:
     """The encoding of a text in UTF-16 without a byte-order mark: every other byte is nearly always NUL."""
-    even, odd, half = head[::2].count(0), head[1::2].count(0), max(1, len(head) // 2)
-    if not even and odd > 0.4 * half:
+    even, odd, most = head[::2].count(0), head[1::2].count(0), max(8, 0.7 * (len(head) // 2))
+    if not even and odd >= most:
         return "utf-16-le"
-    return "utf-16-be" if not odd and even > 0.4 * half else ""
+    return "utf-16-be" if not odd and even >= most else ""
 
 
 def opened(path: Path, packing: str) -> BinaryIO:
@@ -219,7 +219,7 @@ def select(path: Path | None, option: str = "--data", has_rows: bool = True, spl
         raise ModelError(f"{shown(error.filename or path)} cannot be read ({error.strerror})") from None
 
 
-def require_data(path: Path, kind: Kind, has_rows: bool = True) -> None:
+def require_data(path: Path, kind: FileKind, has_rows: bool = True) -> None:
     """
     Raises:
         ModelError: the file cannot be trained on.
@@ -242,7 +242,7 @@ def require_data(path: Path, kind: Kind, has_rows: bool = True) -> None:
 
 def _select(root: Path, option: str, has_rows: bool, splits: bool) -> Selection:
     left_out: dict[Path, str] = {}
-    kinds: dict[Path, Kind] = {}
+    kinds: dict[Path, FileKind] = {}
     for file, reason in _walk(root):
         if reason:
             left_out[file] = reason
@@ -264,10 +264,10 @@ def _select(root: Path, option: str, has_rows: bool, splits: bool) -> Selection:
     return Selection(files, grouped)
 
 
-def _no_data(root: Path, kinds: Mapping[Path, Kind], has_rows: bool, splits: bool) -> dict[Path, str]:
+def _no_data(root: Path, kinds: Mapping[Path, FileKind], has_rows: bool, splits: bool) -> dict[Path, str]:
     """The files of a folder that are not data, and why."""
     found: dict[Path, str] = {}
-    plain: dict[Kind, str] = {"empty": "empty", "binary": "binary", "archive": "archive", "settings": "settings"}
+    plain: dict[FileKind, str] = {"empty": "empty", "binary": "binary", "archive": "archive", "settings": "settings"}
     rows = [each for each, kind in kinds.items() if kind in ROWS.values() and not _is_documentation(each)]
     pointers = [each for each, kind in kinds.items() if kind == "pointer"]
     is_clone = bool(rows or pointers) and _is_clone(root)
@@ -327,7 +327,7 @@ def _is_settings(file: Path) -> bool:
     if suffix_of(file) != ".json" or file.stat().st_size > _SETTINGS_BYTES:
         return False
     try:
-        fields = json.loads(file.read_bytes())
+        fields = json.loads(file.readsize_words())
     except (ValueError, RecursionError):
         return False
     return isinstance(fields, dict) and not any(name in fields for name in _FIELDS)
@@ -368,11 +368,12 @@ def _count(number: int, word: str) -> str:
     return f"{number:,} {word}{'' if number == 1 else 's'}"
 
 
-def _bytes(size: int) -> str:
+def size_words(size: float) -> str:
+    """A size for people."""
     for unit in ("bytes", "kB", "MB", "GB"):
         if size < 1000 or unit == "GB":
             return f"{size:,.0f} {unit}" if unit == "bytes" else f"{size:,.1f} {unit}"
-        size /= 1000  # type: ignore[assignment]
+        size /= 1000
     raise AssertionError
 
 

@@ -66,6 +66,17 @@ class RowCounts:
     replaced: int = 0
     digest: str = ""
 
+    def lines(self, context: int) -> list[str]:
+        """What there is to train on, for the user."""
+        masked = 1 - self.targets / self.tokens if self.tokens else 0.0
+        return [
+            f"{'documents':12}{self.documents:,} to train on, {self.held_out:,} held out, {self.repeated:,} equal to "
+            f"others and left out, {self.skipped:,} without targets",
+            f"{'tokens':12}{self.tokens:,}, {masked:.1%} masked; {self.cut:,} conversations cut",
+            f"{'characters':12}{self.replaced:,} replaced (U+FFFD)",
+            f"{'rows':12}{self.rows:,} of {context:,} tokens",
+        ]
+
 
 class RowWriter:
     """Fills rows. A text is cut where a row ends; a conversation that does not fit begins another."""
