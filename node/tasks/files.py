@@ -268,10 +268,10 @@ def _no_data(root: Path, kinds: Mapping[Path, FileKind], has_rows: bool, splits:
     """The files of a folder that are not data, and why."""
     found: dict[Path, str] = {}
     plain: dict[FileKind, str] = {"empty": "empty", "binary": "binary", "archive": "archive", "settings": "settings"}
-    rows = [each for each, kind in kinds.items() if kind in ROWS.values() and not _is_documentation(each)]
+    rows = [each for each, kind in kinds.items() if kind in ROWS.values() and not is_documentation(each)]
     pointers = [each for each, kind in kinds.items() if kind == "pointer"]
     is_clone = bool(rows or pointers) and _is_clone(root)
-    texts = [each for each, kind in kinds.items() if kind == "text" and not _is_documentation(each)]
+    texts = [each for each, kind in kinds.items() if kind == "text" and not is_documentation(each)]
     has_documentation = bool(rows or pointers) or (bool(texts) and all(suffix_of(each) == ".txt" for each in texts))
     for file, kind in kinds.items():
         if kind in plain:
@@ -279,17 +279,17 @@ def _no_data(root: Path, kinds: Mapping[Path, FileKind], has_rows: bool, splits:
         elif kind == "pointer":
             _refuse_pointer(file)
             found[file] = "pointer of git LFS"
-        elif _is_documentation(file) and has_documentation:
+        elif is_documentation(file) and has_documentation:
             found[file] = "documentation"
         elif kind == "text" and is_clone:
             found[file] = "beside rows"
         elif kind != "text" and not has_rows:
             found[file] = "rows"
-        elif splits and kind != "text" and _is_test_split(file.relative_to(root)):
+        elif splits and kind != "text" and is_test_split(file.relative_to(root)):
             found[file] = "rows of another split"
     taken = [each for each in texts if each not in found]
     if splits and any("train" in str(each.relative_to(root)).lower() for each in taken):
-        of_tests = [each for each in taken if suffix_of(each) == ".txt" and _is_test_split(each.relative_to(root))]
+        of_tests = [each for each in taken if suffix_of(each) == ".txt" and is_test_split(each.relative_to(root))]
         found |= dict.fromkeys(of_tests, "rows of another split")
     return found
 
@@ -302,12 +302,13 @@ def _refuse_pointer(file: Path) -> None:
         )
 
 
-def _is_documentation(file: Path) -> bool:
+def is_documentation(file: PurePath) -> bool:
+    """Whether a file's name says that it describes others."""
     return bool(_DOCUMENTATION.fullmatch(file.name))
 
 
-def _is_test_split(relative: Path) -> bool:
-    """By the words that `datasets` looks for in names of files and folders, too."""
+def is_test_split(relative: PurePath) -> bool:
+    """Whether a file is of a validation or test split, by the words in names that `datasets` looks for, too."""
     return bool(_TEST_SPLIT.search(str(relative).replace("_", "-"))) and "train" not in relative.name.lower()
 
 
@@ -327,7 +328,7 @@ def _is_settings(file: Path) -> bool:
     if suffix_of(file) != ".json" or file.stat().st_size > _SETTINGS_BYTES:
         return False
     try:
-        fields = json.loads(file.readsize_words())
+        fields = json.loads(file.read_bytes())
     except (ValueError, RecursionError):
         return False
     return isinstance(fields, dict) and not any(name in fields for name in _FIELDS)

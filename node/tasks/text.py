@@ -146,7 +146,8 @@ class _Source:
         if found.encoding != "utf-8-sig":
             yield from (text.encode() for text in text_of(path, found))
             return
-        decoder, mark = codecs.getincrementaldecoder("utf-8")(), b"\xef\xbb\xbf"
+        decoder: codecs.IncrementalDecoder = codecs.getincrementaldecoder("utf-8")()
+        mark = b"\xef\xbb\xbf"
         for piece in bytes_of(path, found.packing):
             if b"\0" in piece:
                 raise ValueError(f"{shown(path)} is not text: it contains NUL bytes; remove the file, or convert it")

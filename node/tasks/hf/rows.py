@@ -277,8 +277,9 @@ def _make(place: Path, files: list[Path], encoder: Encoder, settings: HfSettings
 
     try:
         held_out, counts = _fill(draft, files, encoder, settings, keeps)
-        if not shared and not counts.held_out and counts.documents > 1:  # few documents: hold out one of them
-            least = min(each.key() for each in read_documents(files, settings.format == "chat"))
+        if not shared and not (counts.held_out and counts.documents):  # few documents: hold out one of several
+            keys = {each.key() for each in read_documents(files, settings.format == "chat")}
+            least = min(keys) if len(keys) > 1 else b""
             held_out, counts = _fill(draft, files, encoder, settings, lambda each: each.key() == least)
         (draft / SAMPLE).write_bytes(held_out)
         (draft / ABOUT).write_text(json.dumps(asdict(counts)))

@@ -50,7 +50,7 @@ def test_only_the_assistants_turns_are_targets(made: Path) -> None:
 
 
 def test_texts_begin_and_end_as_the_tokenizer_says(made: Path, tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("ab\n" * 300)
+    (tmp_path / "a.txt").write_text(story(200))
     parts = list(read_documents([tmp_path / "a.txt"], False))
     assert [each.begins for each in parts] == [True] + [False] * (len(parts) - 1) and len(parts) > 2
     assert [each.ends for each in parts] == [False] * (len(parts) - 1) + [True]
@@ -280,6 +280,7 @@ def test_missing_data_are_named(tmp_path: Path) -> None:
 
 def test_check_counts_what_is_masked(made: Path) -> None:
     assert (guessed_format(made / "chat.jsonl"), guessed_format(made / "story.txt")) == ("chat", "text")
-    counts, shown = check_data(made / "chat.jsonl", str(made / "qwen3"), CHAT_SETTINGS)
-    assert counts.documents + counts.held_out == 60 and 0.2 < counts.targets / counts.tokens < 0.5
+    found = check_data(made / "chat.jsonl", str(made / "qwen3"), CHAT_SETTINGS)
+    counts, shown = found.counts, found.first
+    assert counts.documents + counts.held_out + counts.repeated == 60 and 0.2 < counts.targets / counts.tokens < 0.5
     assert "<|assistant|>[N0 has 0 cats.<|end|>\\n]" in shown
