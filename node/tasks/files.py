@@ -33,6 +33,7 @@ _ARCHIVES = (".zip", ".tar", ".tgz", ".tbz2", ".txz", ".7z", ".rar")
 _ARCHIVE_MAGIC = (b"PK\x03\x04", b"PK\x05\x06", b"7z\xbc\xaf\x27\x1c", b"Rar!\x1a\x07")
 _BINARY_MAGIC = (b"%PDF-", b"{\\rtf", b"\x89PNG", b"\xff\xd8\xff", b"GIF8", b"\x7fELF", b"%!PS")
 _MARKS = {b"\xff\xfe\0\0": "utf-32", b"\0\0\xfe\xff": "utf-32", b"\xff\xfe": "utf-16", b"\xfe\xff": "utf-16"}
+_PLAIN = "utf-8-sig"
 _POINTER = b"version https://git-lfs.github.com/spec/"
 _PROBED_BYTES = 8 << 10
 _SETTINGS_BYTES = 1 << 20
@@ -59,6 +60,7 @@ REASONS = {
     "rows": "the task gpt trains on plain text; use the task hf, or write their texts into a .txt file",
     "pointer of git LFS": "fetch what they stand for: git lfs pull",
     "broken link": "",
+    "link to a folder that is read already": "",
     "neither file nor folder": "",
 }
 """Why a file of a folder is left out, and what to do if it should not be."""
@@ -75,7 +77,7 @@ class Look:
 
     kind: FileKind
     packing: str = ""
-    encoding: str = "utf-8-sig"
+    encoding: str = _PLAIN
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,10 +86,12 @@ class Selection:
 
     Attributes:
         left_out: keys of `REASONS`, and the names of the files.
+        decoded: names of files in UTF-16 or UTF-32, which are read as such.
     """
 
     files: tuple[Path, ...]
     left_out: Mapping[str, tuple[str, ...]]
+    decoded: tuple[str, ...] = ()
 
     @property
     def size(self) -> int:
@@ -96,6 +100,8 @@ class Selection:
     def lines(self) -> list[str]:
         """What is taken, and what is left out and why; each line under 300 characters."""
         found = [f"{'taken':12}{_count(len(self.files), 'file')}, {size_words(self.size)}: {_kinds(self.files)}"]
+        if self.decoded:
+            found.append(f"{'decoded':12}{len(self.decoded):,} from UTF-16 or UTF-32: {_named(self.decoded)}")
         for reason, names in self.left_out.items():
             cure = f" ({REASONS[reason]})" if REASONS[reason] else ""
             found.append(f"{'left out':12}{len(names):,} {reason}{cure}: {_named(names)}")
@@ -150,8 +156,8 @@ def _look_at(path: Path, head: bytes) -> Look:
     if head.startswith(b"ARROW1") or suffix in (".arrow", ".feather"):
         return Look("arrow")
     mark = next((name for bytes_, name in _MARKS.items() if head.startswith(bytes_)), "")
-    encoding = mark or _unmarked(head) or "utf-8-sig"
-    if head.startswith(_BINARY_MAGIC) or (b"\0" in head and encoding == "utf-8-sig"):
+    encoding = mark or _unmarked(head) or _PLAIN
+    if head.startswith(_BINARY_MAGIC) or (b"\0" in head and encoding == _PLAIN):
         return Look("binary")
     if not head.decode(encoding, "ignore").strip("\ufeff \t\r\n\f\v") and len(head) < _PROBED_BYTES:
         return Look("empty")
@@ -209,8 +215,8 @@ def select(path: Path | None, option: str = "--data", has_rows: bool = True, spl
         raise ModelError(f"task hf needs data to train on: give a file or a folder by {option}")
     try:
         if path.is_file():
-            require_data(path, look(path).kind, has_rows)
-            return Selection((path,), {})
+            require_data(path, (found := look(path)).kind, has_rows)
+            return Selection((path,), {}, () if found.encoding == _PLAIN else (shown(path.name),))
         if not path.is_dir():
             what = "neither a file nor a folder" if path.exists() else "missing"
             raise ModelError(f"there is no file or folder {shown(path)} (it is {what}): give texts by {option}")
@@ -243,11 +249,14 @@ def require_data(path: Path, kind: FileKind, has_rows: bool = True) -> None:
 def _select(root: Path, option: str, has_rows: bool, splits: bool) -> Selection:
     left_out: dict[Path, str] = {}
     kinds: dict[Path, FileKind] = {}
+    decoded: set[Path] = set()
     for file, reason in _walk(root):
         if reason:
             left_out[file] = reason
             continue
-        kind = look(file).kind
+        kind = (found := look(file)).kind
+        if found.encoding != _PLAIN:
+            decoded.add(file)
         kinds[file] = "settings" if kind == "json" and _is_settings(file) else kind
     left_out |= _no_data(root, kinds, has_rows, splits)
     files = tuple(sorted(kinds.keys() - left_out.keys()))
@@ -261,7 +270,8 @@ def _select(root: Path, option: str, has_rows: bool, splits: bool) -> Selection:
         why = f" ({why})" if why else ""
         name = "name a file itself, or " if "rows of another split" in grouped else ""
         raise ModelError(f"the folder {shown(root)} contains no text to take{why}: {name}give texts by {option}")
-    return Selection(files, grouped)
+    names = tuple(shown(each.relative_to(root)) for each in files if each in decoded)
+    return Selection(files, grouped, names)
 
 
 def _no_data(root: Path, kinds: Mapping[Path, FileKind], has_rows: bool, splits: bool) -> dict[Path, str]:
@@ -346,8 +356,7 @@ def _walk(root: Path) -> Iterator[tuple[Path, str]]:
             real = os.path.realpath(os.path.join(place, name))
             if name.startswith(".") or real in seen:
                 folders.remove(name)
-                if name.startswith("."):
-                    yield Path(place, name), "hidden"
+                yield Path(place, name), "hidden" if name.startswith(".") else "link to a folder that is read already"
             seen.add(real)
         folders.sort()
         for name in names:
@@ -383,7 +392,7 @@ def _kinds(files: Sequence[Path]) -> str:
     counts = Counter(suffix_of(each) or "without suffix" for each in files).most_common()
     more = sum(count for _, count in counts[6:])
     shortened = [f"{count:,} {shown(suffix[:20])}" for suffix, count in counts[:6]]
-    return ", ".join([*shortened, f"{more:,} others"] if more else shortened)
+    return ", ".join([*shortened, f"{more:,} more"] if more else shortened)
 
 
 def _named(names: Sequence[str]) -> str:

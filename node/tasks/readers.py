@@ -102,7 +102,7 @@ def rows_in(path: Path, found: Look, columns: Sequence[str]) -> Iterator[tuple[A
     if found.kind in ("parquet", "arrow"):
         yield from _arrow(path, found, columns)
     elif found.kind == "csv":
-        yield from _csv(path, found)
+        yield from _csv(path, found, columns)
     else:
         for value, line in json_values(text_of(path, found), shown(path)):
             yield value, f"{shown(path)}:{line}"
@@ -167,7 +167,7 @@ def _why(error: Exception, length: int, is_over: bool) -> str:
     return f"not JSON: each line must be one object ({getattr(error, 'msg', type(error).__name__)})"
 
 
-def _csv(path: Path, found: Look) -> Iterator[tuple[dict[str, Any], str]]:
+def _csv(path: Path, found: Look, columns: Sequence[str]) -> Iterator[tuple[dict[str, Any], str]]:
     """Rows under a header, whose delimiter is the one of three that comes most often there."""
     csv.field_size_limit(MAX_ROW_BYTES)
     lines, name = _lines(text_of(path, found), shown(path)), shown(path)
@@ -178,6 +178,9 @@ def _csv(path: Path, found: Look) -> Iterator[tuple[dict[str, Any], str]]:
         header = [each.strip() for each in next(reader, [])]
         if len(set(header)) < len(header):
             raise ModelError(f"{name}:1: two columns have the same name: the first line must name each column")
+        if not set(header) & set(columns):
+            what = "the first line must name the columns"
+            raise ModelError(f'{name}:1: has no "text" nor "messages"{missing(header, False)}; {what}')
         for row in reader:
             if row and len(row) != len(header):
                 raise ModelError(
@@ -247,7 +250,11 @@ def missing(names: Iterable[str], is_chat: bool) -> str:
     every = [str(each) for each in names]
     if not every:
         return ""
-    pair = next((pair for pair in _PAIRS if set(pair) <= set(every)), ("the question", "the answer"))
+    has = f"it has {', '.join(shown(each[:40]) for each in every[:8])}{', …' if len(every) > 8 else ''}"
+    pair = next((pair for pair in _PAIRS if set(pair) <= set(every)), None)
+    if pair or is_chat:
+        question, answer = pair or ("the question", "the answer")
+        chat = "" if is_chat else ', and train with hf.format = "chat"'
+        return f" ({has}: rename {question} to prompt and {answer} to completion{chat})"
     text = next((each for each in _TEXTS if each in every), "the right one")
-    rename = f"rename {pair[0]} to prompt and {pair[1]} to completion" if is_chat else f"rename {text} to text"
-    return f" (it has {', '.join(shown(each[:40]) for each in every[:8])}{', …' if len(every) > 8 else ''}: {rename})"
+    return f" ({has}: rename {text} to text)"

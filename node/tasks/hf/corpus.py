@@ -211,6 +211,9 @@ def document_of(fields: Any, is_chat: bool, where: str) -> Document:
 def _no_text(fields: dict[str, Any]) -> str:
     if "text" in fields:
         return f'its "text" is {_TYPES.get(type(fields["text"]), "of another type")}, not a text'
+    lists = [key for key, value in fields.items() if isinstance(value, list) and value and isinstance(value[0], dict)]
+    if lists and "messages" not in fields and "conversations" not in fields:
+        return f'has no "text"; write the list under "{shown(lists[0][:40])}" into a file of its own'
     if "messages" in fields or "prompt" in fields:
         return 'has no "text"; of conversations, train with hf.format = "chat"'
     return f'has no "text"{missing(fields, False)}'
