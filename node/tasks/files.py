@@ -48,6 +48,8 @@ _DOCUMENTATION = re.compile(
 _HUB_MARKS = ("dataset_infos.json", "dataset_info.json", "dataset_dict.json")
 _TEST_SPLIT = re.compile(r"(?<![a-z])(validation|valid|val|dev|test|testing|eval|evaluation)(?![a-z])", re.IGNORECASE)
 _FIELDS = ("text", "messages", "prompt", "completion")
+LINE_CHARACTERS = 280
+"""Of a line that a worker's peer shows."""
 REASONS = {
     "hidden": "",
     "empty": "",
@@ -102,9 +104,12 @@ class Selection:
         found = [f"{'taken':12}{_count(len(self.files), 'file')}, {size_words(self.size)}: {_kinds(self.files)}"]
         if self.decoded:
             found.append(f"{'decoded':12}{len(self.decoded):,} from UTF-16 or UTF-32: {_named(self.decoded)}")
+        plain = [f"{len(names):,} {why}: {_named(names)}" for why, names in self.left_out.items() if not REASONS[why]]
+        if plain:
+            found.append(f"{'left out':12}{'; '.join(plain)}"[:LINE_CHARACTERS])
         for reason, names in self.left_out.items():
-            cure = f" ({REASONS[reason]})" if REASONS[reason] else ""
-            found.append(f"{'left out':12}{len(names):,} {reason}{cure}: {_named(names)}")
+            if cure := REASONS[reason]:
+                found.append(f"{'left out':12}{len(names):,} {reason} ({cure}): {_named(names)}"[:LINE_CHARACTERS])
         return found
 
 
@@ -146,7 +151,7 @@ def _look_inside(path: Path, packing: str) -> Look:
     with suppress(OSError, EOFError, ModelError), opened(path, packing) as file:
         found = _look_at(path, file.read(_PROBED_BYTES))
         return Look("binary") if found.kind in ("parquet", "arrow") else Look(found.kind, packing, found.encoding)
-    return Look("binary") if packing != "zstd" else Look(ROWS.get(suffix_of(path), "text"), packing)
+    return Look(ROWS.get(suffix_of(path), "text"), packing)  # it is damaged, or needs pyarrow: reading it says so
 
 
 def _look_at(path: Path, head: bytes) -> Look:
@@ -159,7 +164,7 @@ def _look_at(path: Path, head: bytes) -> Look:
     encoding = mark or _unmarked(head) or _PLAIN
     if head.startswith(_BINARY_MAGIC) or (b"\0" in head and encoding == _PLAIN):
         return Look("binary")
-    if not head.decode(encoding, "ignore").strip("\ufeff \t\r\n\f\v") and len(head) < _PROBED_BYTES:
+    if not head.decode(encoding, "replace").strip("\ufeff \t\r\n\f\v") and len(head) < _PROBED_BYTES:
         return Look("empty")
     return Look(ROWS.get(suffix, "text"), encoding=encoding)
 

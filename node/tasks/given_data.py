@@ -72,8 +72,7 @@ class GivenData:
             before = DataState(**self._read()["state"])
             if before.digest != state.digest:
                 print(
-                    "the data have changed since this peer's last start: "
-                    f"then {before.words()}; now {state.words()}; what was held out stays held out",
+                    f"the data have changed since this peer's last start: then {before.words()}; now {state.words()}",
                     file=sys.stderr,
                     flush=True,
                 )

@@ -18,6 +18,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import BinaryIO
 
@@ -134,7 +135,7 @@ class _Source:
 
     def __init__(self, root: Path, names: Iterable[str]) -> None:
         self.root, self.names = root, sorted(names)
-        self._other: list[str] = []
+        self._other: dict[str, None] = {}
 
     def size(self, names: Iterable[str]) -> int:
         return sum((self.root / name).stat().st_size for name in names)
@@ -155,7 +156,7 @@ class _Source:
                 decoder.decode(piece)
             except UnicodeDecodeError:
                 decoder = codecs.getincrementaldecoder("latin-1")()
-                self._other.append(name)
+                self._other[name] = None
             yield piece.removeprefix(mark)
             mark = b""
 
@@ -163,7 +164,7 @@ class _Source:
         """What the user should know of the files that were read."""
         if not self._other:
             return []
-        names = ", ".join(map(shown, self._other[:3])) + (", …" if len(self._other) > 3 else "")
+        names = ", ".join(map(shown, islice(self._other, 3))) + (", …" if len(self._other) > 3 else "")
         return [f"{'encoding':12}{len(self._other):,} not in UTF-8, whose bytes are trained on as they are: {names}"]
 
     def digest(self, text: torch.Tensor) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,17 +15,20 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from pyarrow import parquet
+from pyarrow import feather, ipc, parquet
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
+from node.tasks.files import select
+from node.tasks.given_data import GivenData
 from node.tasks.hf import chat
 from node.tasks.hf.chat import Encoder
 from node.tasks.hf.check import check_data, guessed_format
 from node.tasks.hf.corpus import Document, data_files, is_held_out, read_documents
 from node.tasks.hf.rows import MASKED, Rows, RowWriter, prepare, rows_of
 from node.tasks.hf.settings import HfSettings, ModelError
-from node.tasks.hf.task import parse_sample
+from node.tasks.hf.streamed import StepSize
+from node.tasks.hf.task import DataSource, parse_sample
 from tests.support.paths import REPOSITORY
 from tests.support.small_models import CHAT, CHAT_THAT_FORGETS, CHAT_WITH_MARKS, conversations, story
 
@@ -230,6 +234,77 @@ def test_parquet_holds_texts_and_conversations(tmp_path: Path) -> None:
         assert "\n" not in str(caught.value)
 
 
+def test_arrow_files_and_packed_rows_are_read(tmp_path: Path) -> None:
+    table = pyarrow.table({"id": [1, 2], "text": ["one", "two\n"]})
+    feather.write_feather(table, tmp_path / "a.feather")
+    with ipc.new_stream(str(tmp_path / "b.arrow"), table.schema) as stream:
+        stream.write_table(table)
+    with pyarrow.output_stream(tmp_path / "c.jsonl.zst", compression="zstd") as file:
+        file.write(b'{"text": "one"}\n{"text": "two\\n"}\n')
+    parquet.write_table(table, tmp_path / "without suffix")
+    assert [each.content for each in read_documents(data_files(tmp_path), False)] == ["one", "two\n"] * 4
+    parquet.write_table(table.rename_columns(["id", "content"]), tmp_path / "d.parquet")
+    with pytest.raises(
+        ModelError, match=r"d\.parquet: row 1: has no .text. .it has id, content: rename content to text"
+    ):
+        list(read_documents([tmp_path / "d.parquet"], False))
+    for damaged in (b"ARROW1\0\0" + bytes(50), b"\xff\xff\xff\xff\0\0", b""):
+        (tmp_path / "b.arrow").write_bytes(damaged)
+        with pytest.raises(ModelError, match=r"b\.arrow"):
+            list(read_documents([tmp_path / "b.arrow"], False))
+
+
+def test_equal_documents_and_replaced_characters_are_counted(made: Path, tmp_path: Path) -> None:
+    """However the documents are divided into files, in whatever order: they are the same data."""
+    lines = [json.dumps({"text": story(9, first)}) + "\n" for first in range(0, 400, 10)]
+    half = json.dumps({"text": "half \ud83d of a pair, and \ufffd"}) + "\n"
+    plain, settings = encoder(made, is_chat=False), HfSettings(context=64, rows=4)
+    found = []
+    for name, content in (("a", [*lines, half]), ("b", [half, *reversed(lines), *lines[:7], half])):
+        (tmp_path / f"{name}.jsonl").write_text("".join(content))
+        found.append(prepare([tmp_path / f"{name}.jsonl"], plain, settings, "t"))
+    assert [each.counts.repeated for each in found] == [0, 8] and {each.counts.replaced for each in found} == {2}
+    assert len({(each.counts.documents, each.counts.digest, each.sample) for each in found}) == 1
+    assert (
+        len({tuple(each.rows.take(torch.arange(len(each.rows)))[0].flatten().sort().values.tolist()) for each in found})
+        == 1
+    )
+    (tmp_path / "one.txt").write_text("only a few words")
+    alone = prepare([tmp_path / "one.txt"], plain, settings, "t").counts
+    assert (alone.documents, alone.held_out) == (1, 0), "a document is trained on if it is the only one"
+
+
+def test_table_is_told_at_the_start_and_what_is_held_out_stays(
+    made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data, settings = tmp_path / "chats", CHAT_SETTINGS
+    data.mkdir()
+    (data / "a.jsonl").write_text("".join(conversations(3)))
+    (data / "README.md").write_text("about them")
+    encode, sample = encoder(made, CHAT), b""
+    for more, told in ((0, True), (0, False), (40, True)):
+        if more:
+            (data / "b.jsonl").write_text("".join(conversations(3 + more)))
+        given_data = GivenData(data, tmp_path / "data.json", told)
+        source = DataSource(given_data, select(data), encode, settings, "t")
+        _, held = source.rows(b"", 1, StepSize(1, 64))
+        lines = capsys.readouterr().err.splitlines()
+        if told:
+            assert [line.split()[0] for line in lines[:6]] == [
+                "taken",
+                "left",
+                "documents",
+                "tokens",
+                "characters",
+                "rows",
+            ]
+        changes = [line for line in lines if line.startswith("the data have changed")]
+        assert bool(changes) is bool(more) and len(lines) == 6 * told + bool(more)
+        assert set(sample.splitlines()) <= set(held.splitlines())
+        sample = held
+    assert re.search(r"then 1 file, .* bytes, 3 documents; now 2 files, .* kB, 43 documents", changes[0])
+
+
 def test_template_that_raises_is_told_in_one_line(made: Path) -> None:
     strict = "{{ raise_exception('roles must\nalternate') }}"
     with pytest.raises(ModelError, match="cannot take a conversation of the data: TemplateError: roles must alternate"):
@@ -278,9 +353,12 @@ def test_missing_data_are_named(tmp_path: Path) -> None:
         list(read_documents(data_files(tmp_path), True))
 
 
-def test_check_counts_what_is_masked(made: Path) -> None:
+def test_check_counts_and_shows_what_is_masked(made: Path, tmp_path: Path) -> None:
     assert (guessed_format(made / "chat.jsonl"), guessed_format(made / "story.txt")) == ("chat", "text")
     found = check_data(made / "chat.jsonl", str(made / "qwen3"), CHAT_SETTINGS)
     counts, shown = found.counts, found.first
     assert counts.documents + counts.held_out + counts.repeated == 60 and 0.2 < counts.targets / counts.tokens < 0.5
     assert "<|assistant|>[N0 has 0 cats.<|end|>\\n]" in shown
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": "Ännchen 你好 🙂 \u202e!" + "é" * 99}) + "\n")
+    shown = check_data(tmp_path / "a.jsonl", str(made / "qwen3"), HfSettings(context=64, rows=4)).first
+    assert shown.startswith("[Ännchen 你好 🙂 \\u202e!éé") and "\ufffd" not in shown
