@@ -11,6 +11,7 @@ import math
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import torch
 from node.config.manifest import Manifest
 from node.export.trained_model import TrainedError, TrainedModel
 from node.tasks.hf.chat import Encoder
-from node.tasks.hf.corpus import Document, data_files, read_documents
+from node.tasks.hf.corpus import Document, data_files, joined, read_documents
 from node.tasks.hf.model import LoadedModel, load_model, trained_layout
 from node.tasks.hf.rows import Rows, rows_of
 from node.tasks.hf.settings import HfSettings, ModelError, ModelPins
@@ -145,12 +146,8 @@ def _of_run(manifest: Manifest, model: str | None) -> tuple[HfSettings, ModelPin
 
 
 def _first(data: Path, settings: HfSettings) -> list[Document]:
-    return [
-        document
-        for _, document in zip(
-            range(MAX_EVALUATED_DOCUMENTS), read_documents(data_files(data), settings.format == "chat"), strict=False
-        )
-    ]
+    documents = read_documents(data_files(data, splits=False), settings.format == "chat")
+    return list(islice(joined(documents), MAX_EVALUATED_DOCUMENTS))
 
 
 def _name_base(path: Path, loaded: LoadedModel) -> None:

@@ -150,7 +150,7 @@ def test_conversations_are_read_from_json_and_csv(tmp_path: Path) -> None:
         (tmp_path / name).write_text(text)
     assert contents(tmp_path, True) == [pair] * 3
     (tmp_path / "notes.txt").write_text("a")
-    with pytest.raises(ModelError, match="notes.txt is plain text: conversations are read from"):
+    with pytest.raises(ModelError, match=r"notes\.txt is plain text: conversations are read from"):
         contents(tmp_path, True)
 
 

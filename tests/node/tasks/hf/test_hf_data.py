@@ -142,12 +142,13 @@ def test_batches_depend_on_seed_and_position_alone(made: Path, tmp_path: Path) -
     assert hashes[0] == hashes[3] and len(set(hashes)) == 3
 
 
-def test_stream_takes_each_row_once_an_epoch() -> None:
+@pytest.mark.parametrize("count", (1, 3, 5, 30))
+def test_stream_takes_each_row_once_an_epoch(count: int) -> None:
     rows = Rows(torch.arange(10, dtype=torch.int32)[:, None], torch.zeros(10, 1, dtype=torch.uint8))
-    drawn = [rows.batch(5, position, 5)[0].flatten().tolist() for position in range(6)]
-    for epoch in range(3):
-        assert sorted(drawn[2 * epoch] + drawn[2 * epoch + 1]) == list(range(10))
-    assert drawn[0] != drawn[2] and drawn[0] != rows.batch(6, 0, 5)[0].flatten().tolist()
+    drawn = [row for at in range(30 // count) for row in rows.batch(5, at, count)[0].flatten().tolist()]
+    epochs = [drawn[low : low + 10] for low in (0, 10, 20)]
+    assert all(sorted(each) == list(range(10)) for each in epochs)
+    assert epochs[0] != epochs[1] and epochs[0] != rows.batch(6, 0, 10)[0].flatten().tolist()
 
 
 def test_held_out_documents_are_never_trained_on(made: Path) -> None:

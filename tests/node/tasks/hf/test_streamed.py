@@ -135,6 +135,16 @@ def test_window_that_cannot_be_read_is_left_out(
     assert "warning: not JSON; the rows before it are used again" in capsys.readouterr().err
 
 
+def test_rows_that_come_twice_are_told_once(
+    opened: Callable[[], StreamedRows], capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = opened()
+    rows._prepare = lambda files, home: prepare(files[:1], home)  # half of what the sizes promise
+    for position in range(10):
+        rows.batch(0, position, 2)
+    assert capsys.readouterr().err == "the present files of org/set hold 10 rows, and 20 are due: some come twice\n"
+
+
 def test_directory_of_a_process_that_has_ended_is_removed(opened: Callable[[], StreamedRows], tmp_path: Path) -> None:
     left = tmp_path / "starling" / "stream-left"
     left.mkdir(parents=True)
