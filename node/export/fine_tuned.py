@@ -25,7 +25,7 @@ from node.tasks.hf.model import LoadedModel, load_model, trained_layout
 from node.tasks.hf.rows import Rows, rows_of
 from node.tasks.hf.settings import HfSettings, ModelError, ModelPins
 from node.tasks.hf.source import TOKENIZER_FILES
-from node.tasks.hf.task import evaluate_rows, parse_sample, prompt_ids, read_sample, stream
+from node.tasks.hf.task import evaluate_rows, parse_sample, read_sample, stream
 from protocols.base import Layout
 
 MAX_EVALUATED_DOCUMENTS = 10_000
@@ -69,7 +69,7 @@ class FineTuned:
             ValueError: the prompt is empty.
         """
         tokenizer, found, shown = self.loaded.tokenizer, [], ""
-        ids = prompt_ids(tokenizer, prompt, self.settings.format == "chat")
+        ids = Encoder(tokenizer, self.settings.format == "chat").prompt(prompt)
         for token in stream(self.module, tokenizer, ids, tokens, temperature, seed):
             found.append(token)
             text = str(tokenizer.decode(found, skip_special_tokens=True))

@@ -72,7 +72,8 @@ def check_data(path: Path, model: str, settings: HfSettings) -> DataCheck:
     digest = tokenizer_digest(folder.path, tokenizer) + (template_digest(tokenizer) if is_chat else "")
     data = prepare(files, encoder, settings, digest)
     first = next(read_documents(files, is_chat))
-    return DataCheck(selection, data.counts, _shown(tokenizer, *encoder.encode(first)))
+    sequences = encoder.encode(first)
+    return DataCheck(selection, data.counts, _shown(tokenizer, *(sequences[0] if sequences else ([], []))))
 
 
 def _shown(tokenizer: Any, tokens: list[int], mask: list[int]) -> str:

@@ -16,22 +16,21 @@ import hashlib
 import heapq
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 from node.tasks.blocks import blocks
 from node.tasks.files import Look, look, require_data, select, shown
+from node.tasks.hf.conversation import FIELDS, Conversation, conversation_of, encodable
 from node.tasks.hf.settings import ModelError
 from node.tasks.readers import missing, rows_in, text_of
 
-Messages: TypeAlias = list[dict[str, str]]
-MAX_MESSAGES = 4096
 SAMPLE_BYTES = 256 << 10
 _SHARE = 16  # one document of this many is held out
-_LARGEST_TEXT = 64 << 10
+_LARGEST_TEXT = 512 << 10
 _MAX_SAMPLE_TEXT = 8 << 10
-COLUMNS = ("text", "messages", "prompt", "completion")
+COLUMNS = ("text", *FIELDS)
 """What a row may have."""
 _TYPES = {type(None): "null", list: "a list", dict: "an object", int: "a number", float: "a number"}
 
@@ -42,17 +41,21 @@ class Document:
 
     Attributes:
         begins, ends: whether a text begins and ends here. If it does not begin here, it continues the document before.
+        where: a conversation comes from, for messages.
+        unused: names of a conversation's fields that are not used.
     """
 
-    content: str | Messages
+    content: str | Conversation
     begins: bool = True
     ends: bool = True
+    where: str = field(default="", compare=False)
+    unused: tuple[str, ...] = field(default=(), compare=False)
 
     def line(self) -> bytes:
         """One line of a file of held-out documents; empty if it is a conversation that is too long for one."""
         if isinstance(self.content, str):
             return json.dumps({"text": self.content[:_MAX_SAMPLE_TEXT]}).encode() + b"\n"
-        line = json.dumps({"messages": self.content}).encode() + b"\n"
+        line = json.dumps(self.content).encode() + b"\n"
         return line if len(line) <= SAMPLE_BYTES // 8 else b""
 
     def replaced(self) -> int:
@@ -122,7 +125,7 @@ def joined(documents: Iterable[Document | None]) -> Iterator[Document]:
 
     size = 0
     for document in documents:
-        if parts and (document is None or document.begins or size + len(document.content) > _LARGEST_TEXT):
+        if parts and (document is None or document.begins or size >= _LARGEST_TEXT):
             yield whole()
             parts, size = [], 0
         if document is not None:
@@ -192,20 +195,12 @@ def document_of(fields: Any, is_chat: bool, where: str) -> Document:
     """
     if not isinstance(fields, dict):
         raise ModelError(f"{where}: not an object")
-    if not is_chat:
-        if not isinstance(text := fields.get("text"), str):
-            raise ModelError(f"{where}: {_no_text(fields)}")
-        return Document(_encodable(text))
-    messages = fields.get("messages")
-    if messages is None and "prompt" in fields and "completion" in fields:
-        messages = [
-            {"role": "user", "content": fields["prompt"]},
-            {"role": "assistant", "content": fields["completion"]},
-        ]
-    if not isinstance(messages, list) or not 0 < len(messages) <= MAX_MESSAGES:
-        instead = missing(fields, True) if messages is None else ""
-        raise ModelError(f'{where}: has no "messages", a list of 1 to {MAX_MESSAGES}{instead}')
-    return Document([_message(each, where) for each in messages])
+    if is_chat:
+        conversation, unused = conversation_of(fields, where, missing(fields, True))
+        return Document(conversation, where=where, unused=unused)
+    if not isinstance(text := fields.get("text"), str):
+        raise ModelError(f"{where}: {_no_text(fields)}")
+    return Document(encodable(text))
 
 
 def _no_text(fields: dict[str, Any]) -> str:
@@ -217,17 +212,3 @@ def _no_text(fields: dict[str, Any]) -> str:
     if "messages" in fields or "prompt" in fields:
         return 'has no "text"; of conversations, train with hf.format = "chat"'
     return f'has no "text"{missing(fields, False)}'
-
-
-def _message(message: Any, where: str) -> dict[str, str]:
-    if not isinstance(message, dict):
-        raise ModelError(f"{where}: a message is an object with role and content")
-    role, content = message.get("role"), message.get("content")
-    if not isinstance(role, str) or not isinstance(content, str):
-        raise ModelError(f"{where}: a message needs role and content, both texts")
-    return {"role": _encodable(role), "content": _encodable(content)}
-
-
-def _encodable(text: str) -> str:
-    """The text with U+FFFD for halves of surrogate pairs, which JSON may hold, and no tokenizer takes."""
-    return text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

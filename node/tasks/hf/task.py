@@ -19,7 +19,7 @@ from node.tasks.base import Batch
 from node.tasks.files import Selection, select
 from node.tasks.flat import unfrozen
 from node.tasks.given_data import DataState, GivenData
-from node.tasks.hf.chat import Encoder, begin_tokens
+from node.tasks.hf.chat import Encoder
 from node.tasks.hf.corpus import SAMPLE_BYTES, Document, Sample, data_files, document_of, read_documents
 from node.tasks.hf.data_set import find_data_set, is_streamed
 from node.tasks.hf.memory import tell_memory
@@ -109,7 +109,7 @@ class HfTask:
             ValueError: the prompt is empty, and there are no held-out documents.
         """
         text, chat = prompt.decode(errors="replace") or self._prompt, self._settings.format == "chat"
-        ids = prompt_ids(self._tokenizer, text, chat)
+        ids = Encoder(self._tokenizer, chat).prompt(text)
         pieces = list(stream(self.module, self._tokenizer, ids, tokens, temperature, seed))
         decoded: str = self._tokenizer.decode(pieces, skip_special_tokens=True)
         before = "" if prompt else f"{text}\n" if chat else text
@@ -121,9 +121,9 @@ def beginning(documents: Iterable[Document]) -> str:
     for document in documents:
         if isinstance(document.content, str):
             return "".join(re.findall(r"\S+\s*", document.content)[:PROMPT_WORDS])[:PROMPT_CHARACTERS]
-        for message in document.content:
-            if message["role"] == "user":
-                return message["content"][:PROMPT_CHARACTERS]
+        for message in document.content["messages"]:
+            if message["role"] == "user" and message["content"]:
+                return str(message["content"])[:PROMPT_CHARACTERS]
     return ""
 
 
@@ -137,23 +137,6 @@ def evaluate_rows(module: Any, rows: Rows, at_once: int, most: int) -> float:
             total += float(loss_of(module, batch, device)) * targets
             count += targets
     return total / count if count else math.nan
-
-
-def prompt_ids(tokenizer: Any, text: str, is_chat: bool) -> list[int]:
-    """Tokens of a prompt: of a chat, a message of the user and the beginning of the answer.
-
-    Raises:
-        ValueError: the prompt is empty.
-    """
-    if not text:
-        raise ValueError("the prompt is empty")
-    if is_chat:
-        message = [{"role": "user", "content": text}]
-        return list(tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=True)["input_ids"])
-    ids = [*begin_tokens(tokenizer), *tokenizer(text, add_special_tokens=False)["input_ids"]]
-    if not ids:
-        raise ValueError("the model has no token for the prompt")
-    return ids
 
 
 @torch.no_grad()
@@ -264,7 +247,16 @@ def make_task(
     rows, own_sample = source.rows(sample, seed, StepSize(step_batches, settings.rows * settings.context))
     travels = values.pins is None and machine.held_out != NO_HELD_OUT and settings.format == "text"
     documents = list(parse_sample(sample or own_sample, settings))
-    task = HfTask(loaded, settings, rows, rows_of(documents, encoder, settings), beginning(documents))
+    evaluated = rows_of(documents, encoder, settings)
+    if not len(evaluated) and machine.held_out != NO_HELD_OUT:
+        what = (
+            f"none of {len(documents)} held-out documents has a target" if documents else "there are too few documents"
+        )
+        raise ModelError(
+            f"nothing to evaluate on: {what} (hf.context = {settings.context}); give more data, a longer context, "
+            "--held-out FILE or --held-out none"
+        )
+    task = HfTask(loaded, settings, rows, evaluated, beginning(documents))
     task.held_out = b"" if held_out is not None else sample or (own_sample if travels else b"")
     if machine.checkpointing:
         checkpoint_activations(loaded.module)

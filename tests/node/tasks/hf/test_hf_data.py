@@ -33,7 +33,7 @@ from tests.support.paths import REPOSITORY
 from tests.support.small_models import CHAT, CHAT_THAT_FORGETS, CHAT_WITH_MARKS, conversations, story
 
 CHAT_SETTINGS = HfSettings(context=64, rows=4, format="chat")
-TALK = Document(json.loads(conversations(1))["messages"])
+TALK = Document(json.loads(conversations(1)), where="a.jsonl:1")
 
 
 def encoder(made: Path, template: str | None = None, is_chat: bool = True) -> Encoder:
@@ -43,14 +43,14 @@ def encoder(made: Path, template: str | None = None, is_chat: bool = True) -> En
 
 
 def targets(made: Path, template: str) -> str:
-    tokens, mask = encoder(made, template).encode(TALK)
+    ((tokens, mask),) = encoder(made, template).encode(TALK)
     tokenizer = AutoTokenizer.from_pretrained(made / "qwen3")
     return str(tokenizer.decode([token for token, target in zip(tokens, mask, strict=True) if target]))
 
 
 def test_only_the_assistants_turns_are_targets(made: Path) -> None:
     assert targets(made, CHAT_WITH_MARKS) == "N0 has 0 cats.<|end|>0 drums.<|end|>"
-    assert targets(made, CHAT) == "N0 has 0 cats.<|end|>\n0 drums.<|end|>\n"
+    assert targets(made, CHAT) == "N0 has 0 cats.<|end|>0 drums.<|end|>"
 
 
 def test_texts_begin_and_end_as_the_tokenizer_says(made: Path, tmp_path: Path) -> None:
@@ -60,13 +60,13 @@ def test_texts_begin_and_end_as_the_tokenizer_says(made: Path, tmp_path: Path) -
     assert [each.ends for each in parts] == [False] * (len(parts) - 1) + [True]
     tokenizer = AutoTokenizer.from_pretrained(made / "qwen3")
     tokenizer.chat_template = None
-    plain = [Encoder(tokenizer, False).encode(each)[0] for each in parts]
+    plain = [Encoder(tokenizer, False).encode(each)[0][0] for each in parts]
     assert [0 in tokens for tokens in plain] == [each.ends for each in parts]
     tokenizer.bos_token = "<|system|>"
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
         single="<|system|> $A", special_tokens=[("<|system|>", tokenizer.bos_token_id)]
     )
-    begun = [Encoder(tokenizer, False).encode(each)[0] for each in parts]
+    begun = [Encoder(tokenizer, False).encode(each)[0][0] for each in parts]
     assert begun == [[tokenizer.bos_token_id, *plain[0]], *plain[1:]]
 
 
@@ -87,7 +87,7 @@ def test_rows_keep_every_token_and_target(documents: list[list[bool]], pack: boo
     found: list[tuple[list[int], bytes]] = []
     writer = RowWriter(settings, lambda tokens, flags: found.append((list(tokens), bytes(flags))))
     for number, mask in enumerate(documents, 1):
-        writer.add([1000 * number + index for index in range(len(mask))], [int(each) for each in mask])
+        writer.add([([1000 * number + index for index in range(len(mask))], [int(each) for each in mask])])
     writer.flush()
     rows = Rows(
         torch.tensor([tokens for tokens, _ in found], dtype=torch.int32).view(-1, 16),
