@@ -23,8 +23,8 @@ from node.tasks.hf.settings import ModelError
 
 FileKind = Literal["text", "json", "csv", "parquet", "arrow", "settings", "archive", "binary", "empty", "pointer"]
 ROWS: Mapping[str, FileKind] = {
-    ".jsonl": "json", ".ndjson": "json", ".jsonlines": "json", ".json": "json", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet",
-    ".arrow": "arrow", ".feather": "arrow",
+    ".jsonl": "json", ".ndjson": "json", ".jsonlines": "json", ".json": "json", ".csv": "csv", ".tsv": "csv",
+    ".parquet": "parquet", ".arrow": "arrow", ".feather": "arrow",
 }  # fmt: skip
 """Suffixes of files that hold rows."""
 _PACKED = {".gz": "gzip", ".bz2": "bz2", ".xz": "xz", ".zst": "zstd"}

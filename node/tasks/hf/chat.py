@@ -18,7 +18,7 @@ from node.tasks.hf.conversation import Conversation, tool_name
 from node.tasks.hf.corpus import Document
 from node.tasks.hf.foreign import foreign
 from node.tasks.hf.settings import ModelError
-from node.tasks.hf.tokens import Marks, encode, encode_marked, encode_on
+from node.tasks.hf.tokens import ExactTokenizer, Marks
 
 Sequence: TypeAlias = tuple[list[int], list[int]]
 """Tokens, and for each 1 if it is a target, else 0."""
@@ -61,9 +61,7 @@ class Encoder:
             raise ModelError(
                 "this model has no chat template: take its chat version, give one by hf.template, or hf.format = text"
             )
-        special = list(tokenizer.all_special_tokens)
-        self._marks = Marks(special, [each.content for each in tokenizer.added_tokens_decoder.values()])
-        self._ends = [each for each in special if each != tokenizer.unk_token]
+        self._exact = ExactTokenizer(tokenizer)
         self.unused, self.empty = set[str](), 0
 
     def encode(self, document: Document) -> list[Sequence]:
@@ -87,18 +85,20 @@ class Encoder:
         if not text:
             raise ValueError("the prompt is empty")
         if not self._is_chat:
-            return [*self._begin, *encode(self._tokenizer, text)[0]]
-        talk = _Talk(self._tokenizer, self._marks, {"messages": [{"role": "user", "content": text}]}, "the prompt")
-        return encode_marked(self._tokenizer, talk.render(1, ask=True), self._marks.texts)[0]
+            return [*self._begin, *self._exact.encode(text)[0]]
+        talk = _Talk(
+            self._tokenizer, self._exact.marks, {"messages": [{"role": "user", "content": text}]}, "the prompt"
+        )
+        return self._exact.encode_marked(talk.render(1, ask=True))[0]
 
     def _text(self, text: str, begins: bool, ends: bool) -> Sequence:
         end = self._tokenizer.eos_token_id
-        ids = [*self._begin, *encode(self._tokenizer, text)[0]] if begins else encode_on(self._tokenizer, text)
+        ids = [*self._begin, *self._exact.encode(text)[0]] if begins else self._exact.encode_on(text)
         ids += [end] if ends and end is not None else []
         return ids, [1] * len(ids)
 
     def _conversation(self, conversation: Conversation, where: str) -> list[Sequence]:
-        talk = _Talk(self._tokenizer, self._marks, conversation, where)
+        talk = _Talk(self._tokenizer, self._exact.marks, conversation, where)
         answers = []
         for index, message in enumerate(talk.messages):
             if message["role"] != "assistant" or conversation["messages"][index].get("weight") == 0:
@@ -106,14 +106,14 @@ class Encoder:
             if not message["content"] and not message.get("tool_calls"):
                 self.empty += 1
                 continue
-            answers.append(talk.answer(index, self._ends))
+            answers.append(talk.answer(index, self._exact.special))
         if answers:
             self.unused.update(talk.check())
         return [self._sequence(group) for group in _grouped(answers)]
 
     def _sequence(self, answers: list[_Answer]) -> Sequence:
         text = answers[-1].text
-        ids, spans = encode_marked(self._tokenizer, text, self._marks.texts)
+        ids, spans = self._exact.encode_marked(text)
         mask = [int(any(each.begin <= low < each.end and low < high for each in answers)) for low, high in spans]
         return ids, mask
 

@@ -103,9 +103,8 @@ def _message(message: Any, where: str) -> dict[str, Any]:
     calls = _calls(message.get("tool_calls"), where, role)
     if content is None and not calls:
         raise ModelError(f"{where}: a message of role {role} has neither content nor calls: complete it, or remove it")
-    others = {
-        name: value for name, value in message.items() if name not in ("role", "from", "content", "value", "tool_calls")
-    }
+    known = ("role", "from", "content", "value", "tool_calls")
+    others = {name: value for name, value in message.items() if name not in known and value is not None}
     found = {"role": role, "content": content, **others}
     if calls:
         found["tool_calls"] = calls

@@ -211,7 +211,7 @@ def require_fitting(module: Any, tokenizer: Any, settings: HfSettings) -> None:
     highest, count = max(tokenizer.get_vocab().values()), module.get_input_embeddings().num_embeddings
     if highest >= count:
         raise ModelError(
-            f"the tokenizer has a token {highest}, the model's last one is {count - 1}: is it another model's tokenizer?"
+            f"the tokenizer has a token {highest}, the model's last is {count - 1}: is it another model's tokenizer?"
         )
 
 

@@ -249,9 +249,7 @@ def make_task(
     documents = list(parse_sample(sample or own_sample, settings))
     evaluated = rows_of(documents, encoder, settings)
     if not len(evaluated) and machine.held_out != NO_HELD_OUT:
-        what = (
-            f"none of {len(documents)} held-out documents has a target" if documents else "there are too few documents"
-        )
+        what = f"no target in {len(documents)} held-out documents" if documents else "there are too few documents"
         raise ModelError(
             f"nothing to evaluate on: {what} (hf.context = {settings.context}); give more data, a longer context, "
             "--held-out FILE or --held-out none"

@@ -5,7 +5,6 @@ A tokenizer looks for its special tokens in every text. Those that a person's te
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 Span: TypeAlias = tuple[int, int]
@@ -20,54 +19,110 @@ _PRIVATE = 0xF0000
 """Unicode's private use area: no text means anything by these characters."""
 
 
-def encode(tokenizer: Any, text: str, literal: bool = True) -> tuple[list[int], list[Span]]:
-    """Tokens of a text without those that begin or end it, and what each stands for.
+class ExactTokenizer:
+    """A tokenizer of Hugging Face, with texts of any length and special tokens only where they are meant.
 
-    Args:
-        literal: special tokens that the text spells are text.
+    Attributes:
+        special: its special tokens.
+        marks: stand for all that it was given beside its vocabulary.
     """
-    ids, spans = _encode(tokenizer, text[:WINDOW], literal)
-    done, overlap = WINDOW, OVERLAP
-    while done < len(text):
-        low = max(0, done - overlap)
-        found, places = _encode(tokenizer, text[low : done + WINDOW], literal)
-        places = [(begin + low, end + low) for begin, end in places]
-        if low == 0:
-            ids, spans = found, places
-        elif cut := _agreement(ids, spans, found, places, low):
-            ids, spans = ids[: cut[0]] + found[cut[1] :], spans[: cut[0]] + places[cut[1] :]
-        else:
-            overlap *= 4
-            continue
-        done, overlap = done + WINDOW, OVERLAP
-    return ids, spans
 
+    def __init__(self, tokenizer: Any) -> None:
+        added = list(tokenizer.added_tokens_decoder.items())
+        self._call = tokenizer
+        self.special = sorted({*tokenizer.all_special_tokens, *(each.content for _, each in added if each.special)})
+        self._special_ids = {number for number, each in added if each.special} | set(tokenizer.all_special_ids)
+        if tokenizer.unk_token is not None:
+            self.special = [each for each in self.special if each != tokenizer.unk_token]
+            self._special_ids -= {tokenizer.unk_token_id}
+        self.marks = Marks(self.special, [each.content for _, each in added])
 
-def _encode(tokenizer: Any, text: str, literal: bool) -> tuple[list[int], list[Span]]:
-    found = tokenizer(
-        text, add_special_tokens=False, return_offsets_mapping=True, verbose=False, split_special_tokens=literal
-    )
-    ids, spans = list(found["input_ids"]), [(int(begin), int(end)) for begin, end in found["offset_mapping"]]
-    if literal and (spelled := set(ids) & (set(tokenizer.all_special_ids) - {tokenizer.unk_token_id})):
-        return _without(tokenizer, text, spelled, (ids, spans))
-    return ids, spans
+    def encode(self, text: str, literal: bool = True) -> tuple[list[int], list[Span]]:
+        """Tokens of a text without those that begin or end it, and what each stands for.
 
+        Args:
+            literal: special tokens that the text spells are text.
+        """
+        ids, spans = self._encode(text[:WINDOW], literal)
+        done, overlap = WINDOW, OVERLAP
+        while done < len(text):
+            low = max(0, done - overlap)
+            found, places = self._encode(text[low : done + WINDOW], literal)
+            places = [(begin + low, end + low) for begin, end in places]
+            if low == 0:
+                ids, spans = found, places
+            elif cut := _agreement(ids, spans, found, places, low):
+                ids, spans = ids[: cut[0]] + found[cut[1] :], spans[: cut[0]] + places[cut[1] :]
+            else:
+                overlap *= 4
+                continue
+            done, overlap = done + WINDOW, OVERLAP
+        return ids, spans
 
-def _without(
-    tokenizer: Any, text: str, spelled: set[int], found: tuple[list[int], list[Span]]
-) -> tuple[list[int], list[Span]]:
-    """The same tokens with those of two parts in place of a special one.
+    def encode_on(self, text: str) -> list[int]:
+        """Tokens of a text that continues another after the end of a line: without a space at the beginning."""
+        for guard in _GUARDS:
+            ids, spans = self.encode(guard + text)
+            first = next((at for at, (begin, _) in enumerate(spans) if begin >= len(guard)), len(ids))
+            if all(end <= len(guard) for _, end in spans[:first]):
+                return ids[first:]
+        return self.encode(text)[0]
 
-    Unigram models have special tokens among their pieces, and find them in a text without looking for them.
-    """
-    ids, spans = list[int](), list[Span]()
-    for token, (begin, end) in zip(*found, strict=True):
-        parts = [token]
-        if token in spelled and end - begin > 1:
-            parts = encode_on(tokenizer, text[begin : begin + 1]) + encode_on(tokenizer, text[begin + 1 : end])
-        ids += parts
-        spans += [(begin, end)] * len(parts)
-    return ids, spans
+    def encode_marked(self, text: str) -> tuple[list[int], list[Span]]:
+        """Tokens of a text in which special tokens count, except those for which a mark stands."""
+        ids, spans = self.encode(text, literal=False)
+        places = [at for at, each in enumerate(text) if each in self.marks.texts]
+        if not places:
+            return ids, spans
+        found, where, at = list[int](), list[Span](), 0
+        while at < len(ids) or places:
+            begin, end = spans[at] if at < len(ids) else (len(text), len(text))
+            if places and places[0] < begin:  # a normaliser has removed the mark
+                begin, end = places[0], places[0] + 1
+            elif not places or places[0] >= end:
+                found.append(ids[at])
+                where.append(spans[at])
+                at += 1
+                continue
+            while at < len(ids) and spans[at][0] < end:
+                end, at = max(end, spans[at][1]), at + 1
+            places = [each for each in places if each >= end]
+            plain = self.marks.restored(text[begin:end])
+            ids_of_mark = self._plain(plain, continues=begin > 0)
+            found += ids_of_mark
+            where += [(begin, end)] * len(ids_of_mark)
+        return found, where
+
+    def _plain(self, text: str, continues: bool) -> list[int]:
+        """Tokens of a text in which nothing is a special or an added token."""
+        name = next((each for each in self.marks.by_name if each in text and len(each) > 1), None)
+        if name is None:
+            return self.encode_on(text) if continues or not text else self.encode(text)[0]
+        at = text.index(name) + 1  # in the middle of the name, so that no part of it is found
+        return self._plain(text[:at], continues) + self._plain(text[at:], True)
+
+    def _encode(self, text: str, literal: bool) -> tuple[list[int], list[Span]]:
+        found = self._call(
+            text, add_special_tokens=False, return_offsets_mapping=True, verbose=False, split_special_tokens=literal
+        )
+        ids, spans = list(found["input_ids"]), [(int(begin), int(end)) for begin, end in found["offset_mapping"]]
+        if literal and not self._special_ids.isdisjoint(ids):
+            return self._without_special(text, ids, spans)
+        return ids, spans
+
+    def _without_special(self, text: str, ids: list[int], spans: list[Span]) -> tuple[list[int], list[Span]]:
+        """The same tokens with those of two parts in place of a special one.
+
+        Unigram models have special tokens among their pieces, and find them in a text without looking for them.
+        """
+        found, places = list[int](), list[Span]()
+        for token, (begin, end) in zip(ids, spans, strict=True):
+            parts = [token]
+            if token in self._special_ids and end - begin > 1:
+                parts = self.encode_on(text[begin : begin + 1]) + self.encode_on(text[begin + 1 : end])
+            found += parts
+            places += [(begin, end)] * len(parts)
+        return found, places
 
 
 def _agreement(
@@ -88,16 +143,6 @@ def _agreement(
                 old, new = old - 1, new - 1
             return old, new
     return None
-
-
-def encode_on(tokenizer: Any, text: str) -> list[int]:
-    """Tokens of a text that continues another, after the end of a line: without a space that some begin texts with."""
-    for guard in _GUARDS:
-        ids, spans = encode(tokenizer, guard + text)
-        first = next((at for at, (begin, _) in enumerate(spans) if begin >= len(guard)), len(ids))
-        if all(end <= len(guard) for _, end in spans[:first]):
-            return ids[first:]
-    return encode(tokenizer, text)[0]
 
 
 class Marks:
@@ -134,34 +179,3 @@ class Marks:
     def restored(self, text: str) -> str:
         """The text without marks."""
         return text.translate({ord(mark): name for mark, name in self.texts.items()})
-
-
-def encode_marked(tokenizer: Any, text: str, marks: Mapping[str, str]) -> tuple[list[int], list[Span]]:
-    """Tokens of a text in which special tokens count, except those for which a mark stands.
-
-    Args:
-        marks: mark -> what it stands for.
-    """
-    ids, spans = encode(tokenizer, text, literal=False)
-    places = [at for at, each in enumerate(text) if each in marks]
-    if not places:
-        return ids, spans
-    found, where, at = list[int](), list[Span](), 0
-    while at < len(ids) or places:
-        begin, end = spans[at] if at < len(ids) else (len(text), len(text))
-        if places and places[0] < begin:  # a normaliser has removed the mark
-            begin = end = places[0]
-            end += 1
-        elif not places or places[0] >= end:
-            found.append(ids[at])
-            where.append(spans[at])
-            at += 1
-            continue
-        while at < len(ids) and spans[at][0] < end:
-            end, at = max(end, spans[at][1]), at + 1
-        places = [each for each in places if each >= end]
-        plain = "".join(marks.get(each, each) for each in text[begin:end])
-        literal = encode_on(tokenizer, plain) if begin else encode(tokenizer, plain)[0]
-        found += literal
-        where += [(begin, end)] * len(literal)
-    return found, where
