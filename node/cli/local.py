@@ -178,18 +178,15 @@ def check(
     try:
         kind = format or guessed_format(path)
         settings = HfSettings(context=context, rows=1, format=kind, pack=pack)  # type: ignore[arg-type]
-        counts, shown = check_data(path, model, settings)
+        found = check_data(path, model, settings)
     except (ModelError, ValueError) as error:
         raise CommandError(str(error)) from None
     if json:
-        print(to_json({**asdict(counts), "format": kind}))
+        files = {"files": len(found.files.files), "bytes": found.files.size, "left_out": found.files.left_out}
+        print(to_json({**asdict(found.counts), "format": kind, **files}))
         return 0
-    masked = 1 - counts.targets / counts.tokens
-    print(f"{kind}: {counts.documents:,} to train on, {counts.held_out:,} held out, {counts.skipped:,} without targets")
-    print(
-        f"{counts.rows:,} rows of {context} tokens: {counts.tokens:,} tokens, {masked:.1%} masked, {counts.cut:,} cut"
-    )
-    print(shown)
+    print(f"{'format':12}{kind}")
+    print("\n".join(found.lines(context)).encode(sys.stdout.encoding, "backslashreplace").decode(sys.stdout.encoding))
     return 0
 
 

@@ -115,8 +115,8 @@ class PeerConfig:
         worker_timeout_seconds: longest time that training may show no sign of work, in seconds, before its process is
             replaced: no step, no processor time, nothing read or written; None: as the task says, or 600.
         precision: precision of training; auto is bfloat16 where that is faster, else float32.
-        data: text file or folder to train on; None: the standard library's source. For hf also .jsonl and .parquet,
-            and hub:ORG/NAME@REVISION for a data set on the hub.
+        data: text file or folder to train on; None: the standard library's source. For hf also rows of JSON, CSV and
+            parquet, and hub:ORG/NAME@REVISION for a data set on the hub.
         model: model of the task hf on this machine: a folder, or ORG/NAME@REVISION on the hub of Hugging Face.
         checkpointing: whether to save memory in training the task hf, at the price of a third more time.
         compile: whether torch compiles the model of the task hf: the first step takes minutes, later ones less.

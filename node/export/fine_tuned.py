@@ -11,6 +11,7 @@ import math
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,12 @@ import torch
 from node.config.manifest import Manifest
 from node.export.trained_model import TrainedError, TrainedModel
 from node.tasks.hf.chat import Encoder
-from node.tasks.hf.corpus import Document, data_files, read_documents
+from node.tasks.hf.corpus import Document, data_files, joined, read_documents
 from node.tasks.hf.model import LoadedModel, load_model, trained_layout
 from node.tasks.hf.rows import Rows, rows_of
 from node.tasks.hf.settings import HfSettings, ModelError, ModelPins
 from node.tasks.hf.source import TOKENIZER_FILES
-from node.tasks.hf.task import evaluate_rows, parse_sample, prompt_ids, read_sample, stream
+from node.tasks.hf.task import evaluate_rows, parse_sample, read_sample, stream
 from protocols.base import Layout
 
 MAX_EVALUATED_DOCUMENTS = 10_000
@@ -68,7 +69,7 @@ class FineTuned:
             ValueError: the prompt is empty.
         """
         tokenizer, found, shown = self.loaded.tokenizer, [], ""
-        ids = prompt_ids(tokenizer, prompt, self.settings.format == "chat")
+        ids = Encoder(tokenizer, self.settings.format == "chat").prompt(prompt)
         for token in stream(self.module, tokenizer, ids, tokens, temperature, seed):
             found.append(token)
             text = str(tokenizer.decode(found, skip_special_tokens=True))
@@ -145,12 +146,8 @@ def _of_run(manifest: Manifest, model: str | None) -> tuple[HfSettings, ModelPin
 
 
 def _first(data: Path, settings: HfSettings) -> list[Document]:
-    return [
-        document
-        for _, document in zip(
-            range(MAX_EVALUATED_DOCUMENTS), read_documents(data_files(data), settings.format == "chat"), strict=False
-        )
-    ]
+    documents = read_documents(data_files(data, splits=False), settings.format == "chat")
+    return list(islice(joined(documents), MAX_EVALUATED_DOCUMENTS))
 
 
 def _name_base(path: Path, loaded: LoadedModel) -> None:

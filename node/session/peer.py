@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from contextlib import AsyncExitStack, nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -247,6 +248,7 @@ class Peer:
                 self._view.say(why)
 
     def _trainer(self, spec: WorkerSpec, resources: PeerResources) -> RemoteTrainer:
+        spec = replace(spec, record=resources.state.data)
         if spec.stage:
             from node.training.remote_stage import RemoteStage  # only runs with stages load pipelines
 

@@ -6,6 +6,7 @@ manifest.bin    the sealed manifest of its run      held-out.bin   the sample th
 sample.txt      text of the model at the end        certificates.bin   its chain (`node.storage.certificate_log`)
 checkpoints/    its state before some rounds (`node.storage.checkpoint`)
 listen.json     addresses it was asked to listen on, and those with the chosen ports
+data.json       what its data were at its last start (`node.tasks.given_data`)
 pause.json      exists if the peer was asked to pause (`node.session.pausing`)
 stage.json      its stage, and the stage's first member (`node.joining.stages`), in a run with stages
 seats.json      the founder's: the first members of all stages
@@ -81,6 +82,11 @@ class StateDir:
     def sample(self) -> Path:
         """Path of the run's evaluation sample. The file may be missing."""
         return self.path / "held-out.bin"
+
+    @property
+    def data(self) -> Path:
+        """Path of the record of this peer's data. The file may be missing."""
+        return self.path / "data.json"
 
     @property
     def certificates(self) -> Path:

@@ -13,6 +13,7 @@ import torch
 
 from node.tasks import user_task as own
 from node.tasks.base import OptionValue, Recipe, TaskContext, require
+from node.tasks.given_data import GivenData
 from node.tasks.gpt import GptConfig, GptTask, Preset
 from node.tasks.hf.settings import HfValues, ModelPins
 from node.tasks.paced import Paced
@@ -108,6 +109,7 @@ class WorkerSpec:
         stage: the stage to train; None for the whole model.
         timeout_seconds: longest time that the worker may show no sign of work (`node.training.liveness`); None: as the
             task says, or the default.
+        record: file in which the worker keeps what the data are, to compare them at the peer's next start.
     """
 
     values: Values
@@ -123,6 +125,7 @@ class WorkerSpec:
     nice: int = 0
     stage: StageValues | None = None
     timeout_seconds: float | None = None
+    record: Path | None = None
 
     def __post_init__(self) -> None:
         require(self, "threads", lambda value: value >= 0, "0 or more")
@@ -143,9 +146,17 @@ class WorkerSpec:
         recipe = fields.pop("recipe")
         if stage := fields.pop("stage"):
             fields["stage"] = StageValues(**stage | {"bounds": tuple(stage["bounds"])})
-        for name in ("data", "held_out"):
+        for name in ("data", "held_out", "record"):
             fields[name] = Path(fields[name]) if fields[name] else None
         return cls(recipe=Recipe(**recipe | {"betas": tuple(recipe["betas"])}), **fields)
+
+    def given_data(self, resume: bool) -> GivenData:
+        """The data, for a worker.
+
+        Args:
+            resume: it takes the place of another.
+        """
+        return GivenData(self.data, self.record, not resume)
 
     def thread_count(self) -> int:
         """Number of threads to start with: the given one, or this worker's share of the usable cores."""
@@ -211,10 +222,10 @@ def build(spec: WorkerSpec, allocate: Allocate, resume: bool) -> Job:
     if isinstance(values, PacedValues):
         paced = Paced(values.elements, spec.stream_seed, values.tokens_per_step, allocate, resume)
         return Job(paced, values.step_seconds)
-    device = device_of(spec.device)
+    device, data = device_of(spec.device), spec.given_data(resume)
     place, resume = (allocate, resume) if device == "cpu" else (None, False)
     if isinstance(values, HfValues):
-        return _build_hf(spec, values, device, place, resume)
+        return _build_hf(spec, data, device, place, resume)
     if isinstance(values, OwnValues):
         own_task = own.make(values.name, TaskContext(spec.weights_seed, device, spec.data, values.options))
         lines = own_task.try_out(spec.stream_seed, training=spec.recipe.mean is not None)
@@ -224,7 +235,7 @@ def build(spec: WorkerSpec, allocate: Allocate, resume: bool) -> Job:
         autocast = _autocast(spec.precision, device, width=0)
         learner = TaskLearner(own_task, spec.recipe, spec.stream_seed, place, resume, autocast)
         return Job(learner, timeout_seconds=own_task.timeout_seconds)
-    text = load(spec.data, spec.held_out)
+    text = load(spec.data, spec.held_out, data)
     preset = Preset(values.shape, values.rows, spec.recipe)
     task = GptTask(preset, text, spec.weights_seed, device)
     autocast = _autocast(spec.precision, device, values.shape.width)
@@ -232,13 +243,15 @@ def build(spec: WorkerSpec, allocate: Allocate, resume: bool) -> Job:
     return Job(learner, held_out=text.held_out.numpy().tobytes(), generate=task.module.generate)
 
 
-def _build_hf(spec: WorkerSpec, values: HfValues, device: str, place: Allocate | None, resume: bool) -> Job:
+def _build_hf(spec: WorkerSpec, data: GivenData, device: str, place: Allocate | None, resume: bool) -> Job:
     from node.tasks.hf.task import make_task  # only a worker of this task loads transformers
 
+    values = spec.values
+    assert isinstance(values, HfValues)
     reduced = spec.precision == "bfloat16" or (spec.precision == "auto" and device == "cuda")
     dtype = torch.bfloat16 if reduced else torch.float32
     torch.manual_seed(spec.weights_seed)  # of the adapters
-    task = make_task(values, spec.data, spec.held_out, device, dtype, spec.stream_seed, spec.recipe.batches)
+    task = make_task(values, data, spec.held_out, device, dtype, spec.stream_seed, spec.recipe.batches)
     torch.manual_seed(spec.stream_seed)  # of dropout, in which peers should differ
     learner = TaskLearner(task, spec.recipe, spec.stream_seed, place, resume)
     if not resume and spec.held_out is not None and values.settings.train == "lora":

@@ -69,7 +69,7 @@ def build_stage(spec: WorkerSpec, allocate: Allocate, resume: bool) -> StageJob:
     assert isinstance(values, GptValues)
     device = device_of(spec.device)
     preset, partition = Preset(values.shape, values.rows, spec.recipe), Partition((), stage.bounds)
-    text = load(spec.data, spec.held_out) if stage.number == 0 else None
+    text = load(spec.data, spec.held_out, spec.given_data(resume)) if stage.number == 0 else None
     task = GptStageTask(preset, partition, stage.number, spec.weights_seed, text)
     task.module.to(device)
     place, resume = (allocate, resume) if device == "cpu" else (None, False)

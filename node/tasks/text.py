@@ -1,23 +1,33 @@
 """Text as bytes: the training text of a peer, and a sample that no peer trains on.
 
 A hash of its relative path decides whether a file is held out. So each peer that has a file decides the same, whatever
-else its folder contains.
+else its folder contains. Of a single file, and where that would hold out no file, a hash of its content decides the
+same of each block (`node.tasks.blocks`). Only plain text is read: rows of JSON or CSV are not what this task is for.
 """
 
 from __future__ import annotations
 
+import codecs
 import hashlib
+import io
 import json
 import os
 import random
-import shutil
 import sysconfig
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import islice
 from pathlib import Path
+from typing import BinaryIO
 
 import torch
+
+from node.tasks.blocks import blocks
+from node.tasks.files import Selection, look, select, shown
+from node.tasks.given_data import DataState, GivenData
+from node.tasks.readers import bytes_of, text_of
 
 HELD_OUT_BYTES = 256 << 10
 _HELD_OUT_SHARE = 16  # one file, or one byte, of this many is held out
@@ -57,45 +67,50 @@ class Text:
         return torch.stack([self.held_out[start : start + width] for start in starts]).long()
 
 
-def load(path: Path | None = None, sample: Path | None = None) -> Text:
+def load(path: Path | None = None, sample: Path | None = None, given: GivenData | None = None) -> Text:
     """Read the text: the standard library's source unless a file or a folder is given.
 
     Of the standard library it uses all *.py files without tests, idlelib, lib2to3 and site-packages, about 11 MB. They
     differ between Python versions, so a run sends its held-out sample (at most `HELD_OUT_BYTES`) to all peers.
 
-    Of a folder it uses all files that are not hidden. If they are over 64 MiB, it copies them into one file in the
-    user's cache, which all processes map, and which may be deleted. A single file is mapped, and its end is held out.
+    Of a folder it uses all files of text; see `node.tasks.files.select`. Of a single file, and where no file of a
+    folder is held out, some blocks are held out. A text of over 64 MiB is copied into a file in the user's cache, which
+    all processes map, and which may be deleted.
 
     Args:
         sample: a file to evaluate on instead of the held-out part of this text, which is not trained on either.
+        given: tells the user what the data are, and whether they have changed.
 
     Raises:
-        ValueError: the path is missing, empty or unreadable. The message is one line that names it.
+        ValueError: the path is missing, empty or unreadable, or not text. The message is one line that names it.
     """
     try:
-        text = _load(path)
-        return text if sample is None else Text(text.training, _map(sample)[:HELD_OUT_BYTES])
+        evaluated = None if sample is None else _map(sample)[:HELD_OUT_BYTES]
+    except OSError as error:
+        raise ValueError(f"cannot read {error.filename or sample}: {error.strerror}") from error
+    try:
+        found = Selection(tuple(_standard_library()), {}) if path is None else select(path, has_rows=False)
+        root = _root() if path is None else path if path.is_dir() else path.parent
+        source = _Source(root, [each.relative_to(root).as_posix() for each in found.files])
+        known = b"" if evaluated is None or path is None else evaluated.numpy().tobytes()
+        text = _split(source, known, is_file=path == found.files[0])
     except OSError as error:
         raise ValueError(f"cannot read {error.filename or path}: {error.strerror}") from error
+    if given:
+        given.tell([*found.lines(), *source.lines()] if path else ())
+        given.keep(DataState(len(found.files), found.size, 0, source.digest(text.training)))
+    return text if evaluated is None else Text(text.training, evaluated)
 
 
-def _load(path: Path | None) -> Text:
-    if path is None:
-        return _split(*_standard_library())
-    if path.is_file():
-        return _split_bytes(_map(path), str(path))
-    if not path.is_dir():
-        raise ValueError(f"no file or folder {path}: give a text to train on by --data")
-    return _split(path, (file for file in path.rglob("*") if _visible(file.relative_to(path))))
+def _root() -> Path:
+    return Path(sysconfig.get_path("stdlib"))
 
 
-def _standard_library() -> tuple[Path, Iterable[Path]]:
-    root = Path(sysconfig.get_path("stdlib"))
-    return root, (file for file in root.rglob("*.py") if not _SKIPPED.intersection(file.relative_to(root).parts))
-
-
-def _visible(relative: Path) -> bool:
-    return not any(part.startswith(".") for part in relative.parts)
+def _standard_library() -> Iterator[Path]:
+    root = _root()
+    for file in sorted(root.rglob("*.py")):
+        if file.is_file() and not _SKIPPED.intersection(file.relative_to(root).parts):
+            yield file
 
 
 def _map(path: Path) -> torch.Tensor:
@@ -108,35 +123,131 @@ def _map(path: Path) -> torch.Tensor:
 
 def held_out(relative: str) -> bool:
     """Whether the file with this relative path (with slashes) is held out. About one file in 16 is."""
-    return hashlib.sha256(relative.encode(errors="surrogateescape")).digest()[0] % _HELD_OUT_SHARE == 0
+    return _is_chosen(relative.encode(errors="surrogateescape"))
 
 
-def _split(root: Path, files: Iterable[Path]) -> Text:
-    """Read the training files and the held-out files, each in the order of their relative paths."""
-    names = sorted(file.relative_to(root).as_posix() for file in files if file.is_file())
-    training = _read(root, [name for name in names if not held_out(name)])
-    sample = _read(root, [name for name in names if held_out(name)])
-    if not len(training) and not len(sample):
-        raise ValueError(f"{root} holds no text")
-    if not len(training) or not len(sample):  # too few files: the hash put all on one side
-        return _split_bytes(training if len(training) else sample, str(root))
-    return Text(training, _sample(sample))
+def _is_chosen(content: bytes) -> bool:
+    return hashlib.sha256(content).digest()[0] % _HELD_OUT_SHARE == 0
 
 
-def _read(root: Path, names: Sequence[str]) -> torch.Tensor:
-    """The concatenated files, uint8."""
-    states = [(root / name).stat() for name in names]
-    if sum(state.st_size for state in states) > _IN_MEMORY_BYTES:
-        described = [str(root.resolve()), *((n, s.st_size, s.st_mtime_ns) for n, s in zip(names, states, strict=True))]
-        return _map(_copied(root, names, hashlib.sha256(json.dumps(described).encode()).hexdigest()))
-    text = bytearray()
-    for name in names:
-        text.extend((root / name).read_bytes())
-    return torch.frombuffer(text, dtype=torch.uint8) if text else torch.empty(0, dtype=torch.uint8)
+class _Source:
+    """The files of a text, in the order of their relative paths."""
+
+    def __init__(self, root: Path, names: Iterable[str]) -> None:
+        self.root, self.names = root, sorted(names)
+        self._other: dict[str, None] = {}
+
+    def size(self, names: Iterable[str]) -> int:
+        return sum((self.root / name).stat().st_size for name in names)
+
+    def pieces(self, name: str) -> Iterator[bytes]:
+        """A file's text in pieces: UTF-16 becomes UTF-8, and bytes of an unknown encoding stay as they are."""
+        path = self.root / name
+        found = look(path)
+        if found.encoding != "utf-8-sig":
+            yield from (text.encode() for text in text_of(path, found))
+            return
+        decoder: codecs.IncrementalDecoder = codecs.getincrementaldecoder("utf-8")()
+        mark = b"\xef\xbb\xbf"
+        for piece in bytes_of(path, found.packing):
+            if b"\0" in piece:
+                raise ValueError(f"{shown(path)} is not text: it contains NUL bytes; remove the file, or convert it")
+            try:
+                decoder.decode(piece)
+            except UnicodeDecodeError:
+                decoder = codecs.getincrementaldecoder("latin-1")()
+                self._other[name] = None
+            yield piece.removeprefix(mark)
+            mark = b""
+
+    def lines(self) -> list[str]:
+        """What the user should know of the files that were read."""
+        if not self._other:
+            return []
+        names = ", ".join(map(shown, islice(self._other, 3))) + (", …" if len(self._other) > 3 else "")
+        return [f"{'encoding':12}{len(self._other):,} not in UTF-8, whose bytes are trained on as they are: {names}"]
+
+    def digest(self, text: torch.Tensor) -> str:
+        """Changes when the files do, of large ones when their names or sizes do."""
+        known = json.dumps([(name, (self.root / name).stat().st_size) for name in self.names])
+        content = text.numpy().tobytes() if len(text) <= _IN_MEMORY_BYTES else b""
+        return hashlib.sha256(known.encode() + content).hexdigest()
+
+    def kept(self, names: Sequence[str], salt: str, write: Callable[[BinaryIO], None]) -> torch.Tensor:
+        """What `write` writes: in memory, or of a large text in the cache, where an earlier call may have put it."""
+        if self.size(names) <= _IN_MEMORY_BYTES:
+            buffer = io.BytesIO()
+            write(buffer)
+            text = bytearray(buffer.getbuffer())
+            return torch.frombuffer(text, dtype=torch.uint8) if text else torch.empty(0, dtype=torch.uint8)
+        states = ((name, (state := (self.root / name).stat()).st_size, state.st_mtime_ns) for name in names)
+        described = [str(self.root.resolve()), salt, *states]
+        return _map(_copied(hashlib.sha256(json.dumps(described).encode()).hexdigest(), write))
 
 
-def _copied(root: Path, names: Sequence[str], digest: str) -> Path:
-    """A file in the user's cache that contains all of them; created if it does not exist."""
+def _split(source: _Source, sample: bytes, is_file: bool) -> Text:
+    """Training text and held-out text: whole files by their paths or, of too few files, blocks by their content.
+
+    Args:
+        sample: the run's, whose blocks are not trained on either; empty for a founder, who makes it.
+    """
+    training, others = [each for each in source.names if not held_out(each)], list(filter(held_out, source.names))
+    if by_blocks := is_file or not training or not others:  # the hash put all on one side
+        training = others = source.names
+    known = set(blocks([sample])) or (_least(source) if by_blocks else set())
+
+    def is_kept(block: bytes) -> bool:
+        return block in known or (by_blocks and _is_chosen(block))
+
+    def write(names: Sequence[str], wanted: bool, file: BinaryIO) -> None:
+        for name in names:
+            if known or by_blocks:
+                file.writelines(each for each in blocks(source.pieces(name)) if is_kept(each) is wanted)
+            else:
+                file.writelines(source.pieces(name))
+
+    salt = hashlib.sha256(sample).hexdigest()
+    text = source.kept(training, salt, partial(write, training, False))
+    if sample:
+        return Text(_without(text, sample), torch.empty(0, dtype=torch.uint8))
+    evaluated = source.kept(others, f"held out {salt}", partial(write, others, by_blocks))
+    if by_blocks and not (len(text) and len(evaluated)):  # there is only one block
+        return _split_end(text if len(text) else evaluated, str(source.root / source.names[0]))
+    return Text(text, _sample(evaluated))
+
+
+def _least(source: _Source) -> set[bytes]:
+    """The blocks to hold out beside those that a hash chooses, so that they are a share of a small text, too."""
+    if source.size(source.names) > _IN_MEMORY_BYTES:
+        return set()
+    every = [each for name in source.names for each in blocks(source.pieces(name))]
+    missed = min(HELD_OUT_BYTES, sum(map(len, every)) // _HELD_OUT_SHARE) - sum(map(len, filter(_is_chosen, every)))
+    found: set[bytes] = set()
+    for block in sorted({*every}, key=lambda each: hashlib.sha256(each).digest()):
+        if missed <= 0 or len(found) + 1 == len({*every}):
+            break
+        if not _is_chosen(block):
+            found.add(block)
+            missed -= len(block)
+    return found
+
+
+def _without(text: torch.Tensor, sample: bytes) -> torch.Tensor:
+    """A small text without the sample, where that was no block of its own."""
+    if len(text) > _IN_MEMORY_BYTES or sample not in (content := text.numpy().tobytes()):
+        return text
+    return torch.frombuffer(bytearray(content.replace(sample, b"")), dtype=torch.uint8)
+
+
+def _split_end(text: torch.Tensor, name: str) -> Text:
+    size = min(HELD_OUT_BYTES, len(text) // _HELD_OUT_SHARE)
+    if size == 0:
+        raise ValueError(f"{name} has only {len(text)} bytes of text")
+    return Text(text[:-size], text[-size:])
+
+
+def _copied(digest: str, write: Callable[[BinaryIO], None]) -> Path:
+    """A file in the user's cache that contains what `write` writes; created if it does not exist."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "starling"
     path = cache / f"{digest}.text"
     if path.exists():
@@ -145,9 +256,7 @@ def _copied(root: Path, names: Sequence[str], digest: str) -> Path:
     descriptor, fresh = tempfile.mkstemp(dir=cache)
     try:
         with open(descriptor, "wb") as copy:
-            for name in names:
-                with open(root / name, "rb") as file:
-                    shutil.copyfileobj(file, copy)
+            write(copy)
         os.replace(fresh, path)  # atomic, because other peers on this machine may be creating the same file
     except BaseException:
         os.unlink(fresh)
@@ -162,10 +271,3 @@ def _sample(text: torch.Tensor) -> torch.Tensor:
         return text
     starts = ((len(text) - _BLOCK) * block // (blocks - 1) for block in range(blocks))
     return torch.cat([text[start : start + _BLOCK] for start in starts])
-
-
-def _split_bytes(text: torch.Tensor, name: str) -> Text:
-    size = min(HELD_OUT_BYTES, len(text) // _HELD_OUT_SHARE)
-    if size == 0:
-        raise ValueError(f"{name} has only {len(text)} bytes of text")
-    return Text(text[:-size], text[-size:])

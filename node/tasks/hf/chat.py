@@ -1,101 +1,285 @@
-"""Tokens of texts and conversations, and which of them are targets: in conversations only the assistant's turns.
+"""Tokens of texts and conversations, and which of them are targets: in conversations only the assistant's answers.
 
-A template with `{% generation %}` says itself which tokens are the assistant's. With any other, the conversation is
-rendered up to each of the assistant's turns: where those are no prefixes of the whole, there is no way to know, and the
-data are refused. Nothing ever trains on all tokens of a conversation without saying so.
+Each answer is trained as the model would give it: after the conversation up to it, as the template renders it together
+with its request for an answer. Where a template renders earlier answers in another way once others follow, as those of
+reasoning models do, such a conversation becomes several sequences. A template with `{% generation %}` says itself what
+the answer is. With any other it is what follows the request, up to the token that ends it, without tags that the
+template puts before it. What does not come out of the template as it went in is refused.
 """
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Iterator
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
-from node.tasks.hf.corpus import Document, Messages
+from node.tasks.hf.conversation import Conversation, tool_name
+from node.tasks.hf.corpus import Document
 from node.tasks.hf.foreign import foreign
 from node.tasks.hf.settings import ModelError
+from node.tasks.hf.tokens import ExactTokenizer, Marks
 
-_PIECE = 256 << 10
-"""Characters that are tokenised at once: the tokenizer takes some 100 bytes of memory for a token meanwhile."""
+Sequence: TypeAlias = tuple[list[int], list[int]]
+"""Tokens, and for each 1 if it is a target, else 0."""
+
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_THOUGHTS = ("reasoning_content", "reasoning", "thinking")
+_SHOWN_ELSEWHERE = frozenset({"role", "content", "weight", "tool_calls", "tool_call_id", *_THOUGHTS})
 
 
-def begin_tokens(tokenizer: Any) -> list[int]:
+def _begin_tokens(tokenizer: Any) -> list[int]:
     """The token with which this tokenizer begins each text; empty if it adds none."""
     first: list[int] = tokenizer("a")["input_ids"][:1]
     return first if first == [tokenizer.bos_token_id] else []
 
 
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """An answer with all that comes before it, and where in this text it begins and ends."""
+
+    text: str
+    begin: int
+    end: int
+
+
 class Encoder:
-    """Turns documents into tokens and masks, by the tokenizer of a model."""
+    """Turns documents into tokens and masks, by the tokenizer of a model.
+
+    Attributes:
+        unused: names of what conversations had, and the template does not show.
+        empty: number of answers without content, which are no targets.
+    """
 
     def __init__(self, tokenizer: Any, is_chat: bool) -> None:
         """
         Raises:
             ModelError: conversations, and the tokenizer has no template for them.
         """
-        self._tokenizer, self._is_chat, self._begin = tokenizer, is_chat, begin_tokens(tokenizer)
-        if is_chat and not isinstance(tokenizer.chat_template, str):
-            raise ModelError('this model has no chat template: take its chat version, or hf.format = "text"')
-        self._marks = is_chat and bool(_GENERATION.search(tokenizer.chat_template))
+        self._tokenizer, self._is_chat, self._begin = tokenizer, is_chat, _begin_tokens(tokenizer)
+        if is_chat and not tokenizer.chat_template:
+            raise ModelError(
+                "this model has no chat template: take its chat version, give one by hf.template, or hf.format = text"
+            )
+        self._exact = ExactTokenizer(tokenizer)
+        self.unused, self.empty = set[str](), 0
 
-    def encode(self, document: Document) -> tuple[list[int], list[int]]:
-        """Tokens, and for each 1 if it is a target, else 0.
+    def encode(self, document: Document) -> list[Sequence]:
+        """The sequences of a document: one of a text, none to several of a conversation.
 
         Raises:
-            ModelError: the template does not say which tokens are the assistant's.
+            ModelError: the template cannot take the conversation, leaves something of it out, or does not say which
+                tokens are the assistant's.
         """
         if isinstance(document.content, str):
-            return self._text(document.content, document.begins, document.ends)
-        with foreign("this model's chat template cannot take a conversation of the data"):
-            return self._by_marks(document.content) if self._marks else self._by_prefixes(document.content)
+            return [self._text(document.content, document.begins, document.ends)]
+        self.unused.update(document.unused)
+        return self._conversation(document.content, document.where)
 
-    def _text(self, text: str, begins: bool, ends: bool) -> tuple[list[int], list[int]]:
-        ids, end = list(self._begin) if begins else [], self._tokenizer.eos_token_id
-        for piece in _pieces(text):
-            ids += self._tokenizer(piece, add_special_tokens=False, verbose=False)["input_ids"]
+    def prompt(self, text: str) -> list[int]:
+        """Tokens of a prompt: of a chat, a message of the user and the beginning of the answer.
+
+        Raises:
+            ValueError: the prompt is empty.
+        """
+        if not text:
+            raise ValueError("the prompt is empty")
+        if not self._is_chat:
+            return [*self._begin, *self._exact.encode(text)[0]]
+        talk = _Talk(
+            self._tokenizer, self._exact.marks, {"messages": [{"role": "user", "content": text}]}, "the prompt"
+        )
+        return self._exact.encode_marked(talk.render(1, ask=True))[0]
+
+    def _text(self, text: str, begins: bool, ends: bool) -> Sequence:
+        end = self._tokenizer.eos_token_id
+        ids = [*self._begin, *self._exact.encode(text)[0]] if begins else self._exact.encode_on(text)
         ids += [end] if ends and end is not None else []
         return ids, [1] * len(ids)
 
-    def _by_marks(self, messages: Messages) -> tuple[list[int], list[int]]:
-        found = self._tokenizer.apply_chat_template(
-            messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
-        )
-        return list(found["input_ids"]), list(found["assistant_masks"])
+    def _conversation(self, conversation: Conversation, where: str) -> list[Sequence]:
+        talk = _Talk(self._tokenizer, self._exact.marks, conversation, where)
+        answers = []
+        for index, message in enumerate(talk.messages):
+            if message["role"] != "assistant" or conversation["messages"][index].get("weight") == 0:
+                continue
+            if not message["content"] and not message.get("tool_calls"):
+                self.empty += 1
+                continue
+            answers.append(talk.answer(index, self._exact.special))
+        if answers:
+            self.unused.update(talk.check())
+        return [self._sequence(group) for group in _grouped(answers)]
 
-    def _by_prefixes(self, messages: Messages) -> tuple[list[int], list[int]]:
-        whole = self._render(messages)
-        spans = []
-        for index, message in enumerate(messages):
-            if message["role"] == "assistant":
-                before = self._render(messages[:index], ask=True)
-                after = self._render(messages[: index + 1])
-                if not (whole.startswith(before) and whole.startswith(after) and len(before) <= len(after)):
-                    raise ModelError(
-                        "this model's chat template does not say which tokens are the assistant's: an answer is "
-                        "rendered in another way once others follow; take a template with {% generation %}"
-                    )
-                spans.append((len(before), len(after)))
-        found = self._tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-        mask = [
-            int(any(low <= begin and begin < end <= high for low, high in spans))
-            for begin, end in found["offset_mapping"]
+    def _sequence(self, answers: list[_Answer]) -> Sequence:
+        text = answers[-1].text
+        ids, spans = self._exact.encode_marked(text)
+        mask = [int(any(each.begin <= low < each.end and low < high for each in answers)) for low, high in spans]
+        return ids, mask
+
+
+def _grouped(answers: list[_Answer]) -> list[list[_Answer]]:
+    """Answers of one sequence together: those whose text is the beginning of a later one's."""
+    groups: list[list[_Answer]] = []
+    for answer in reversed(answers):
+        home = next((each for each in groups if each[-1].text.startswith(answer.text)), None)
+        if home is None:
+            groups.insert(0, [answer])
+        else:
+            home.insert(0, answer)
+    return groups
+
+
+class _Talk:
+    """One conversation, as the template renders its parts. Special tokens that its texts spell are marks."""
+
+    def __init__(self, tokenizer: Any, marks: Marks, conversation: Conversation, where: str) -> None:
+        self._tokenizer, self._where, self._marks = tokenizer, where, marks
+        self.messages: list[dict[str, Any]] = [
+            {
+                name: marks.put(value, all_tokens=message["role"] != "assistant")
+                for name, value in message.items()
+                if name != "weight"
+            }
+            for message in conversation["messages"]
         ]
-        return found["input_ids"], mask
+        self._tools = marks.put(conversation.get("tools"), all_tokens=True)
+        self._options = conversation.get("chat_template_kwargs", {})
+        with foreign(f"{where}: the chat template"):
+            self._template = tokenizer.get_chat_template(tools=self._tools)
+        self._says = bool(_GENERATION.search(self._template))
+        self._rendered: dict[int, str] = {}
 
-    def _render(self, messages: Messages, ask: bool = False) -> str:
-        if not messages:
-            return ""
-        text: str = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=ask)
+    def render(self, count: int, ask: bool = False, **options: Any) -> str:
+        """The first messages, and with `ask` the request for an answer."""
+        roles = ", ".join(each["role"] for each in self.messages[:count])
+        with foreign(f"{self._where}: the chat template refuses the roles {roles[:100]}"):
+            text: str = self._tokenizer.apply_chat_template(
+                self.messages[:count],
+                tools=self._tools,
+                tokenize=False,
+                add_generation_prompt=ask,
+                **(self._options | options),
+            )
         return text
 
+    def answer(self, index: int, ends: list[str]) -> _Answer:
+        """The answer of a message.
 
-def _pieces(text: str) -> Iterator[str]:
-    """Parts of a text, which end where lines do if they can."""
-    low = 0
-    while low < len(text):
-        high = low + _PIECE
-        if high < len(text):
-            high = text.rfind("\n", low, high) + 1 or high
-        yield text[low:high]
-        low = high
+        Args:
+            ends: special tokens, of which the last one ends an answer.
+
+        Raises:
+            ModelError: the template does not say where it is.
+        """
+        if self._says:
+            text, begin, end = self._marked_answer(index)
+        else:
+            text = self.render(index + 1)
+            content_end, end = _end(text, ends)
+            begin = self._begin(index, text, content_end)
+        self._rendered[index] = text
+        return _Answer(text, begin, end)
+
+    def _marked_answer(self, index: int) -> tuple[str, int, int]:
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        with foreign(f"{self._where}: the chat template refuses this conversation"):
+            found: Any = render_jinja_template(
+                conversations=[
+                    [{k: v for k, v in each.items() if v is not None} for each in self.messages[: index + 1]]
+                ],
+                tools=self._tools,
+                chat_template=self._template,
+                return_assistant_tokens_mask=True,
+                **self._tokenizer.special_tokens_map,
+                **self._options,
+            )
+        rendered, spans = found
+        if not spans[0]:
+            raise ModelError(f"{self._where}: the chat template marks no answer by {{% generation %}}")
+        begin, end = spans[0][-1]
+        return str(rendered[0]), int(begin), int(end)
+
+    def _begin(self, index: int, text: str, content_end: int) -> int:
+        """Where the answer begins: after the request for it, and after tags that only the template has put there."""
+        message = self.messages[index]
+        asked = self.render(index, ask=True) if index else ""
+        if not text.startswith(asked):
+            raise ModelError(
+                f"{self._where}: the chat template does not say which tokens are the assistant's: it renders an answer "
+                "in another way than its request for one; take a template with {% generation %} by hf.template"
+            )
+        if index:  # a template that thinks by default asks in another way for an answer without thoughts
+            quiet = self.render(index, ask=True, enable_thinking=False)
+            if len(quiet) > len(asked) and text.startswith(quiet):
+                return len(quiet)
+        if any(message.get(name) for name in _THOUGHTS):
+            return len(asked)
+        first = (message["content"] or "").strip()
+        if not first:
+            return len(asked) if index else _refuse(self._where, "the template asks for no first answer")
+        finds = text.find if message.get("tool_calls") else text.rfind
+        at = finds(first, len(asked), content_end)
+        if at < 0:
+            return len(asked) if index else _refuse(self._where, "the template changes the first answer")
+        return at if text[len(asked) : at].strip() else len(asked)
+
+    def check(self) -> set[str]:
+        """Check that the template shows everything; returns the names of fields that it does not show.
+
+        Raises:
+            ModelError: it leaves out a content, a call or the tools.
+        """
+        last = max(self._rendered)
+        whole = self._rendered[last]
+        unused = set[str]()
+        for index, message in enumerate(self.messages[: last + 1]):
+            if message["role"] == "assistant" and index not in self._rendered:
+                continue  # it is not trained, and thoughts of earlier turns may be left out
+            text = self._rendered[index] if message["role"] == "assistant" else whole
+            self._require(text, message)
+            unused |= {
+                name
+                for name, value in message.items()
+                if name not in _SHOWN_ELSEWHERE and value and not (isinstance(value, str) and value in text)
+            }
+            unused |= {name for name in _THOUGHTS if (value := message.get(name)) and not _shows(text, str(value))}
+        for tool in self._tools or ():
+            if tool_name(tool) not in whole:
+                raise ModelError(
+                    f"{self._where}: the chat template does not show the tools: give one that does by hf.template, or "
+                    "leave the tools out"
+                )
+        return unused
+
+    def _require(self, text: str, message: dict[str, Any]) -> None:
+        content, role = message["content"], message["role"]
+        left_out = "its content" if content and not _shows(text, content) else ""
+        for call in message.get("tool_calls", ()):
+            if tool_name(call) not in text:
+                left_out = "its calls"
+        if left_out:
+            raise ModelError(
+                f"{self._where}: the chat template leaves out a message of role {role} ({left_out}): give a template "
+                "that shows it by hf.template, or change the message"
+            )
+
+
+def _refuse(where: str, why: str) -> int:
+    raise ModelError(f"{where}: the conversation begins with an answer, and {why}: begin with a message of the user")
+
+
+def _shows(text: str, content: str) -> bool:
+    """Whether a rendered text has a content, as it is or in JSON; space may differ."""
+    if content in text:
+        return True
+    squeezed, words = "".join(text.split()), "".join(content.split())
+    return words in squeezed or "".join(json.dumps(content, ensure_ascii=False)[1:-1].split()) in squeezed
+
+
+def _end(text: str, ends: list[str]) -> tuple[int, int]:
+    """Where the content of an answer ends, and where the answer does: after the token that ends it, without space."""
+    stripped = text.rstrip()
+    last = next((each for each in ends if stripped.endswith(each)), "")
+    return (len(stripped) - len(last), len(stripped)) if last else (len(text), len(text))

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from itertools import islice
+from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
+from node.tasks.files import Selection, look, select
 from node.tasks.hf.chat import Encoder
 from node.tasks.hf.corpus import data_files, read_documents
 from node.tasks.hf.data_set import is_streamed
@@ -26,7 +29,7 @@ def guessed_format(path: Path) -> str:
     if is_streamed(path):
         raise ModelError("data check reads files and folders: download a file of the data set, and give that")
     files = data_files(path)
-    if files[0].suffix not in (".jsonl", ".json", ".parquet"):
+    if look(files[0]).kind == "text":
         return "text"
     try:
         next(read_documents(files[:1], True), None)
@@ -35,24 +38,52 @@ def guessed_format(path: Path) -> str:
     return "chat"
 
 
-def check_data(path: Path, model: str, settings: HfSettings) -> tuple[RowCounts, str]:
-    """Prepare the data, or find them prepared; returns the counts, and the beginning of a document with its targets.
+@dataclass(frozen=True, slots=True)
+class DataCheck:
+    """What there is in a peer's data.
+
+    Attributes:
+        first: the beginning of the first document, with its targets in brackets.
+    """
+
+    files: Selection
+    counts: RowCounts
+    first: str
+
+    def lines(self, context: int) -> list[str]:
+        """The table that a peer prints when it joins, and the first document."""
+        return [
+            *self.files.lines(),
+            *self.counts.lines(context),
+            f"the first, with its targets in brackets: {self.first}",
+        ]
+
+
+def check_data(path: Path, model: str, settings: HfSettings) -> DataCheck:
+    """Prepare the data, or find them prepared, as a peer of the task does.
 
     Raises:
         ModelError: model or data cannot be used.
     """
+    selection = select(path)
     folder = find_model(model, weights=False)
     tokenizer, is_chat = load_tokenizer(folder), settings.format == "chat"
-    encoder, files = Encoder(tokenizer, is_chat), data_files(path)
+    encoder, files = Encoder(tokenizer, is_chat), [*selection.files]
     digest = tokenizer_digest(folder.path, tokenizer) + (template_digest(tokenizer) if is_chat else "")
     data = prepare(files, encoder, settings, digest)
-    first = next(islice(read_documents(files, is_chat), 1))
-    tokens, mask = (each[:_SHOWN_TOKENS] for each in encoder.encode(first))
-    shown, inside = [], False
-    for token, target in zip(tokens, mask, strict=True):
-        if bool(target) != inside:
-            shown.append("[" if target else "]")
-            inside = bool(target)
-        shown.append(str(tokenizer.decode([token])))
-    text = "".join(shown) + ("]" if inside else "")
-    return data.counts, "the first, with its targets in brackets: " + ascii(text)[1:-1]
+    first = next(read_documents(files, is_chat))
+    sequences = encoder.encode(first)
+    return DataCheck(selection, data.counts, _shown(tokenizer, *(sequences[0] if sequences else ([], []))))
+
+
+def _shown(tokenizer: Any, tokens: list[int], mask: list[int]) -> str:
+    """The text of the first tokens. A character may have several tokens, so the beginning is decoded as a whole."""
+    tokens, mask = tokens[:_SHOWN_TOKENS], mask[:_SHOWN_TOKENS]
+    changes = [at for at in range(1, len(mask)) if bool(mask[at]) != bool(mask[at - 1])]
+    text, parts = "", []
+    for low, high in pairwise([0, *changes, len(mask)]):
+        before, text = text, str(tokenizer.decode(tokens[:high]))
+        text = text.rstrip("\ufffd") if high < len(mask) or len(tokens) == _SHOWN_TOKENS else text  # cut characters
+        part = text[len(before) :]
+        parts.append(f"[{part}]" if mask[low] else part)
+    return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in "".join(parts))

@@ -1,11 +1,13 @@
-"""Read a peer's own data: texts and conversations, from files of text, JSON lines and parquet.
+"""Read a peer's own data: texts and conversations, from files of text and of rows.
 
-    *.jsonl, *.json      one object on a line: {"text": …}, or {"messages": [{"role": …, "content": …}, …]}, or
-                         {"prompt": …, "completion": …}
-    *.parquet            the same in columns; needs pyarrow
-    everything else      text in UTF-8, cut into documents at the ends of lines
+    *.jsonl, *.ndjson, *.json   objects: {"text": …}, or {"messages": [{"role": …, "content": …}, …]}, or
+                                {"prompt": …, "completion": …}; one on a line, or the elements of a list
+    *.csv, *.tsv                the same in columns, which the first line names
+    *.parquet, *.arrow          the same in columns; need pyarrow
+    everything else             text, cut into blocks by its content (`node.tasks.blocks`)
 
-A hash of a document's content decides whether it is held out. So each peer that has a document decides the same.
+A hash of a document's content decides whether it is held out. So each peer that has a document decides the same. Parts
+of a text that are trained on and follow each other are put together again (`joined`).
 """
 
 from __future__ import annotations
@@ -13,21 +15,24 @@ from __future__ import annotations
 import hashlib
 import heapq
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TextIO, TypeAlias
+from typing import Any
 
+from node.tasks.blocks import blocks
+from node.tasks.files import Look, look, require_data, select, shown
+from node.tasks.hf.conversation import FIELDS, Conversation, conversation_of, encodable
 from node.tasks.hf.settings import ModelError
+from node.tasks.readers import missing, rows_in, text_of
 
-Messages: TypeAlias = list[dict[str, str]]
-MAX_LINE_BYTES = 16 << 20
-MAX_MESSAGES = 4096
 SAMPLE_BYTES = 256 << 10
 _SHARE = 16  # one document of this many is held out
-_SMALLEST_BLOCK, _LARGEST_BLOCK, _BLOCKS = 256, 64 << 10, 64
+_LARGEST_TEXT = 512 << 10
 _MAX_SAMPLE_TEXT = 8 << 10
-_PROBED_BYTES = 8 << 10
+COLUMNS = ("text", *FIELDS)
+"""What a row may have."""
+_TYPES = {type(None): "null", list: "a list", dict: "an object", int: "a number", float: "a number"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,19 +40,29 @@ class Document:
     """A text or a conversation.
 
     Attributes:
-        begins, ends: whether a text begins and ends here; else its other parts are documents of their own.
+        begins, ends: whether a text begins and ends here. If it does not begin here, it continues the document before.
+        where: a conversation comes from, for messages.
+        unused: names of a conversation's fields that are not used.
     """
 
-    content: str | Messages
+    content: str | Conversation
     begins: bool = True
     ends: bool = True
+    where: str = field(default="", compare=False)
+    unused: tuple[str, ...] = field(default=(), compare=False)
 
     def line(self) -> bytes:
         """One line of a file of held-out documents; empty if it is a conversation that is too long for one."""
         if isinstance(self.content, str):
             return json.dumps({"text": self.content[:_MAX_SAMPLE_TEXT]}).encode() + b"\n"
-        line = json.dumps({"messages": self.content}).encode() + b"\n"
+        line = json.dumps(self.content).encode() + b"\n"
         return line if len(line) <= SAMPLE_BYTES // 8 else b""
+
+    def replaced(self) -> int:
+        """How many characters are U+FFFD, which stands for what could not be read."""
+        if isinstance(self.content, str):
+            return self.content.count("\ufffd")
+        return json.dumps(self.content, ensure_ascii=False).count("\ufffd")
 
     def key(self) -> bytes:
         return hashlib.sha256(json.dumps(self.content).encode(errors="replace")).digest()
@@ -79,114 +94,97 @@ def is_held_out(document: Document) -> bool:
     return document.key()[0] % _SHARE == 0
 
 
-def data_files(path: Path | None, option: str = "--data") -> list[Path]:
-    """The file, or all files of the folder that are neither hidden nor binary, in order.
+class Seen:
+    """Which documents have been read already. Keeps 12 bytes of each key."""
+
+    def __init__(self) -> None:
+        self._buckets = [bytearray() for _ in range(1 << 16)]
+
+    def add(self, key: bytes) -> bool:
+        """Whether the key is new."""
+        bucket, rest = self._buckets[int.from_bytes(key[:2], "big")], key[2:14]
+        at = bucket.find(rest)
+        while at % len(rest) and at >= 0:
+            at = bucket.find(rest, at + 1)
+        if at < 0:
+            bucket += rest
+        return at < 0
+
+
+def joined(documents: Iterable[Document | None]) -> Iterator[Document]:
+    """Put parts of a text together that follow each other, as long as they are short.
 
     Args:
-        option: where the user has given the path.
-
-    Raises:
-        ModelError: there are none.
+        documents: None where one is left out.
     """
-    if path is None:
-        raise ModelError("task hf needs data to train on: give a file or a folder by --data")
-    if not path.is_file() and not path.is_dir():
-        raise ModelError(f"there is no file or folder {path}: give texts by {option}")
-    try:
-        if path.is_file():
-            if path.suffix != ".parquet" and _is_binary(path):
-                raise ModelError(f"{path} is not text: texts, .jsonl and .parquet are read; unpack it, or convert it")
-            return [path]
-        found = sorted(each for each in path.rglob("*") if each.is_file() and not _is_hidden(each.relative_to(path)))
-        found = [each for each in found if each.suffix == ".parquet" or not _is_binary(each)]
-    except OSError as error:
-        raise ModelError(f"{error.filename} cannot be read ({error.strerror})") from None
-    if not found:
-        raise ModelError(f"the folder {path} contains no text: give texts by {option}")
-    return found
+    parts: list[Document] = []
+
+    def whole() -> Document:
+        text = "".join(str(each.content) for each in parts)
+        return Document(text, parts[0].begins, parts[-1].ends) if len(parts) > 1 else parts[0]
+
+    size = 0
+    for document in documents:
+        if parts and (document is None or document.begins or size >= _LARGEST_TEXT):
+            yield whole()
+            parts, size = [], 0
+        if document is not None:
+            parts.append(document)
+            size += len(document.content)
+    if parts:
+        yield whole()
 
 
-def _is_hidden(relative: Path) -> bool:
-    return any(part.startswith(".") for part in relative.parts)
+def data_files(path: Path | None, option: str = "--data", splits: bool = True) -> list[Path]:
+    """The files of data in a path; see `node.tasks.files.select`."""
+    return list(select(path, option, splits=splits).files)
 
 
-def _is_binary(path: Path) -> bool:
-    with path.open("rb") as file:
-        return b"\0" in file.read(_PROBED_BYTES)
-
-
-def read_documents(files: list[Path], is_chat: bool) -> Iterator[Document]:
+def read_documents(files: Sequence[Path], is_chat: bool) -> Iterator[Document]:
     """Read all documents.
 
     Raises:
         ModelError: a file cannot be read, or contains something else. The message names the file and the line.
     """
-    texts = [each for each in files if each.suffix not in (".jsonl", ".json", ".parquet")]
-    if is_chat and texts:
-        raise ModelError(f"{texts[0]} is plain text: conversations are read from .jsonl and .parquet files")
-    block = max(_SMALLEST_BLOCK, min(_LARGEST_BLOCK, sum(each.stat().st_size for each in texts) // _BLOCKS))
     for file in files:
         try:
-            if file.suffix in (".jsonl", ".json"):
-                yield from _from_lines(file, is_chat)
-            elif file.suffix == ".parquet":
-                yield from _from_parquet(file, is_chat)
+            found = look(file)
+            require_data(file, found.kind)
+            if found.kind == "text":
+                if is_chat:
+                    raise ModelError(
+                        f"{shown(file)} is plain text: conversations are read from .jsonl, .csv and .parquet files"
+                    )
+                yield from _from_text(file, found)
             else:
-                yield from _from_text(file, block)
+                yield from _from_rows(file, found, is_chat)
         except OSError as error:
             why = error.strerror or " ".join(str(error).split())[:200]
-            raise ModelError(f"{file} cannot be read ({why})") from None
+            raise ModelError(f"{shown(file)} cannot be read ({why})") from None
 
 
-def _from_text(file: Path, block: int) -> Iterator[Document]:
-    with file.open(encoding="utf-8", errors="replace", newline="") as opened:
-        part, begins = _lines(opened, block), True
-        while part:
-            following = _lines(opened, block)
-            for low in range(0, len(part), _LARGEST_BLOCK):
-                ends = not following and low + _LARGEST_BLOCK >= len(part)
-                yield Document(part[low : low + _LARGEST_BLOCK], begins, ends)
-                begins = False
-            part = following
+def _from_text(file: Path, found: Look) -> Iterator[Document]:
+    parts = blocks(text.encode() for text in text_of(file, found))
+    part, begins = next(parts, None), True
+    while part is not None:
+        following = next(parts, None)
+        yield Document(part.decode(), begins, following is None)
+        part, begins = following, False
 
 
-def _lines(opened: TextIO, block: int) -> str:
-    """About a block of text, to the end of a line if that is not far."""
-    text = opened.read(block)
-    return text if text.endswith("\n") else text + opened.readline(_LARGEST_BLOCK)
+def _from_rows(file: Path, found: Look, is_chat: bool) -> Iterator[Document]:
+    for fields, where in rows_in(file, found, COLUMNS):
+        if found.kind == "csv" and is_chat:
+            fields = fields | _messages(fields.get("messages"), where)
+        yield document_of(fields, is_chat, where)
 
 
-def _from_lines(file: Path, is_chat: bool) -> Iterator[Document]:
-    with file.open("rb") as opened:
-        for number, line in enumerate(iter(lambda: opened.readline(MAX_LINE_BYTES + 1), b""), 1):
-            if len(line) > MAX_LINE_BYTES:
-                raise ModelError(f"{file}:{number}: a line of more than {MAX_LINE_BYTES >> 20} MiB")
-            if not line.strip():
-                continue
-            try:
-                fields = json.loads(line)
-            except (ValueError, RecursionError):
-                raise ModelError(f"{file}:{number}: not JSON: each line must be one object") from None
-            yield document_of(fields, is_chat, f"{file}:{number}")
-
-
-def _from_parquet(file: Path, is_chat: bool) -> Iterator[Document]:
+def _messages(text: str | None, where: str) -> dict[str, Any]:
+    """The messages in a cell of CSV, which are JSON."""
     try:
-        from pyarrow import ArrowException, parquet
-    except ImportError:
-        raise ModelError(f"{file}: reading parquet needs pyarrow: pip install 'starling[data]'") from None
-    try:
-        with parquet.ParquetFile(file) as opened:
-            wanted = [
-                each for each in ("text", "messages", "prompt", "completion") if each in opened.schema_arrow.names
-            ]
-            number = 0
-            for batch in opened.iter_batches(256, columns=wanted):
-                for fields in batch.to_pylist():
-                    number += 1
-                    yield document_of(fields, is_chat, f"{file}: row {number}")
-    except ArrowException as error:
-        raise ModelError(f"{file}: not a file of parquet: {' '.join(str(error).split())[:200]}") from None
+        return {} if text is None else {"messages": json.loads(text)}
+    except (ValueError, RecursionError):
+        raise ModelError(f"{where}: its messages are not a list in JSON") from None
 
 
 def document_of(fields: Any, is_chat: bool, where: str) -> Document:
@@ -197,30 +195,20 @@ def document_of(fields: Any, is_chat: bool, where: str) -> Document:
     """
     if not isinstance(fields, dict):
         raise ModelError(f"{where}: not an object")
-    if not is_chat:
-        if not isinstance(text := fields.get("text"), str):
-            raise ModelError(f'{where}: has no "text"; of conversations, train with hf.format = "chat"')
-        return Document(_encodable(text))
-    messages = fields.get("messages")
-    if messages is None and "prompt" in fields and "completion" in fields:
-        messages = [
-            {"role": "user", "content": fields["prompt"]},
-            {"role": "assistant", "content": fields["completion"]},
-        ]
-    if not isinstance(messages, list) or not 0 < len(messages) <= MAX_MESSAGES:
-        raise ModelError(f'{where}: has no "messages", a list of 1 to {MAX_MESSAGES}')
-    return Document([_message(each, where) for each in messages])
+    if is_chat:
+        conversation, unused = conversation_of(fields, where, missing(fields, True))
+        return Document(conversation, where=where, unused=unused)
+    if not isinstance(text := fields.get("text"), str):
+        raise ModelError(f"{where}: {_no_text(fields)}")
+    return Document(encodable(text))
 
 
-def _message(message: Any, where: str) -> dict[str, str]:
-    if not isinstance(message, dict):
-        raise ModelError(f"{where}: a message is an object with role and content")
-    role, content = message.get("role"), message.get("content")
-    if not isinstance(role, str) or not isinstance(content, str):
-        raise ModelError(f"{where}: a message needs role and content, both texts")
-    return {"role": _encodable(role), "content": _encodable(content)}
-
-
-def _encodable(text: str) -> str:
-    """The text without halves of surrogate pairs, which JSON may hold, and no tokenizer takes."""
-    return text.encode(errors="replace").decode()
+def _no_text(fields: dict[str, Any]) -> str:
+    if "text" in fields:
+        return f'its "text" is {_TYPES.get(type(fields["text"]), "of another type")}, not a text'
+    lists = [key for key, value in fields.items() if isinstance(value, list) and value and isinstance(value[0], dict)]
+    if lists and "messages" not in fields and "conversations" not in fields:
+        return f'has no "text"; write the list under "{shown(lists[0][:40])}" into a file of its own'
+    if "messages" in fields or "prompt" in fields:
+        return 'has no "text"; of conversations, train with hf.format = "chat"'
+    return f'has no "text"{missing(fields, False)}'

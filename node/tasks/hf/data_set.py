@@ -13,6 +13,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from node.tasks.files import is_documentation, is_test_split, suffix_of
 from node.tasks.hf.digests import cache_directory
 from node.tasks.hf.foreign import foreign
 from node.tasks.hf.settings import ModelError
@@ -21,11 +22,10 @@ PREFIX = "hub:"
 """At the beginning of what --data names, before ORG/NAME@REVISION and, after another colon, a pattern of files."""
 MAX_FILE_BYTES = 8 << 30
 MAX_FILES = 1 << 20
-KINDS = ((".parquet",), (".jsonl",), (".txt", ".md"))
+KINDS = ((".parquet",), (".jsonl", ".ndjson"), (".json",), (".csv", ".tsv"), (".txt", ".md"))
 """Suffixes of files. Without a pattern, a data set's files are those of the first kind that it has."""
-_DESCRIPTIONS = re.compile(r"(readme|license|contributing|changelog)\b.*", re.IGNORECASE)
-_TOKEN_BYTES = {".parquet": 2}
-"""About how many bytes of a file make a token. Parquet is compressed; of everything else it is 4."""
+_TOKEN_BYTES, _PACKED_TOKEN_BYTES = 4, 2
+"""About how many bytes of a file make a token, also if it is compressed, as parquet is."""
 _NAME = re.compile(r"([\w-][\w.-]*/[\w.-]+?)(?:@([\w./-]+?))?(?::(.+))?", re.ASCII)
 _COMMIT = re.compile("[0-9a-f]{40}")
 _OWN_FAULTS = {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS}
@@ -45,7 +45,8 @@ class HubFile:
     @property
     def tokens(self) -> int:
         """About how many tokens it has."""
-        return self.size // _TOKEN_BYTES.get(PurePosixPath(self.name).suffix, 4)
+        is_plain = PurePosixPath(self.name).suffix.lower() == (suffix := _suffix(self)) and suffix != ".parquet"
+        return self.size // (_TOKEN_BYTES if is_plain else _PACKED_TOKEN_BYTES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,31 +83,39 @@ def find_data_set(data: Path, is_chat: bool) -> DataSet:
             raise
         print(f"warning: {error}; its files as of the last time are used", file=sys.stderr, flush=True)
         every = _kept(kept)
-    files = chosen(every.files, pattern, is_chat)
+    files, of_tests = chosen(every.files, pattern, is_chat)
     if not files:
         of = f" whose names match {pattern}" if pattern else ""
-        kinds = ", ".join(suffix for kind in KINDS[: 2 if is_chat else 3] for suffix in kind)
+        kinds = ", ".join(suffix for kind in _kinds(is_chat) for suffix in kind)
         raise ModelError(f"the data set {name} has no files{of} that end in {kinds}")
     size = sum(each.size for each in files)
-    print(f"{name}@{every.commit}: {size / 1e9:.2f} GB in {len(files)} files", file=sys.stderr, flush=True)
+    left_out = f"; {of_tests} of a validation or test split are left out" if of_tests else ""
+    print(f"{name}@{every.commit}: {size / 1e9:.2f} GB in {len(files)} files{left_out}", file=sys.stderr, flush=True)
     return DataSet(name, every.commit, files)
 
 
-def chosen(files: tuple[HubFile, ...], pattern: str | None, is_chat: bool) -> tuple[HubFile, ...]:
-    """The files to train on: those that match the pattern, else those of one kind that are no descriptions."""
-    kinds = KINDS[: 2 if is_chat else 3]
+def chosen(files: tuple[HubFile, ...], pattern: str | None, is_chat: bool) -> tuple[tuple[HubFile, ...], int]:
+    """The files to train on, and the number of those of other splits that are left out.
+
+    They are those that match the pattern, else those of one kind that are no descriptions, nor of a test split.
+    """
+    kinds = _kinds(is_chat)
     if pattern:
         suffixes = {suffix for kind in kinds for suffix in kind}
-        return tuple(each for each in files if fnmatchcase(each.name, pattern) and _suffix(each) in suffixes)
+        return tuple(each for each in files if fnmatchcase(each.name, pattern) and _suffix(each) in suffixes), 0
     for kind in kinds:
-        named = (each for each in files if not _DESCRIPTIONS.fullmatch(PurePosixPath(each.name).name))
-        if found := tuple(each for each in named if _suffix(each) in kind):
-            return found
-    return ()
+        named = [each for each in files if _suffix(each) in kind and not is_documentation(PurePosixPath(each.name))]
+        if found := tuple(each for each in named if not is_test_split(PurePosixPath(each.name))):
+            return found, len(named) - len(found)
+    return (), 0
+
+
+def _kinds(is_chat: bool) -> tuple[tuple[str, ...], ...]:
+    return KINDS[:-1] if is_chat else KINDS
 
 
 def _suffix(file: HubFile) -> str:
-    return PurePosixPath(file.name).suffix
+    return suffix_of(PurePosixPath(file.name))
 
 
 def _look_up(name: str, revision: str | None) -> DataSet:
@@ -127,7 +136,7 @@ def _checked(file: HubFile) -> HubFile:
     path = PurePosixPath(file.name)
     if path.is_absolute() or ".." in path.parts or not file.name.isprintable() or "\\" in file.name:
         raise ModelError(f"the hub names a file {file.name[:100]!a}, which is no name of a file: nothing is fetched")
-    if file.size > MAX_FILE_BYTES and path.suffix in {suffix for kind in KINDS for suffix in kind}:
+    if file.size > MAX_FILE_BYTES and _suffix(file) in {suffix for kind in KINDS for suffix in kind}:
         raise ModelError(f"{file.name} has {file.size / 1e9:.0f} GB, too much for one file: name others by a pattern")
     return file
 

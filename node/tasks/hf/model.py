@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import sys
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,7 +16,7 @@ from torch.nn import functional
 
 from node.tasks.base import Batch
 from node.tasks.flat import layout_of, unfrozen
-from node.tasks.hf.digests import config_digest, template_digest, tokenizer_digest, weights_digest, weights_size
+from node.tasks.hf.digests import PROBE, config_digest, template_digest, tokenizer_digest, weights_digest, weights_size
 from node.tasks.hf.foreign import foreign
 from node.tasks.hf.rows import MASKED
 from node.tasks.hf.settings import ALL_LINEAR, HfSettings, ModelError, ModelPins
@@ -51,7 +53,39 @@ def load_tokenizer(folder: ModelFolder) -> Any:
     """
     transformers = import_transformers()
     with foreign(f"{folder.path}: its tokenizer cannot be loaded"):
-        return transformers.AutoTokenizer.from_pretrained(folder.path, trust_remote_code=False, local_files_only=True)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(
+            folder.path, trust_remote_code=False, local_files_only=True
+        )
+        require_faithful(tokenizer, folder.path / "tokenizer.json")
+    return tokenizer
+
+
+def require_faithful(tokenizer: Any, file: Path) -> None:
+    """Check that the library reads a tokenizer as its own file says, and tell the user if it does not keep all texts.
+
+    Raises:
+        ModelError: it makes other tokens, or none that mean anything.
+    """
+    from tokenizers import Tokenizer
+
+    if not tokenizer.is_fast:
+        raise ModelError(f"{file.parent}: its tokenizer has no fast form, which training needs: convert it")
+    ids = tokenizer(PROBE, add_special_tokens=False, verbose=False)["input_ids"]
+    if file.exists() and ids != Tokenizer.from_file(str(file)).encode(PROBE, add_special_tokens=False).ids:
+        raise ModelError(
+            f"{file}: this version of transformers reads it in another way than it says, so the model would train on "
+            "other tokens: use the version that the model was made with"
+        )
+    plain = PROBE.removesuffix(" <s></s>")
+    ids = tokenizer(plain, add_special_tokens=False, verbose=False)["input_ids"]
+    if 2 * ids.count(tokenizer.unk_token_id) > len(ids):
+        raise ModelError(f"{file.parent}: its tokenizer knows next to nothing of a text: is it complete?")
+    decoded = str(tokenizer.decode(ids, clean_up_tokenization_spaces=False))
+    if decoded.strip() != plain:
+        at = next((at for at, pair in enumerate(zip(decoded, plain, strict=False)) if len(set(pair)) > 1), 0)
+        here, there = plain[max(0, at - 8) : at + 12], decoded[max(0, at - 8) : at + 12]
+        line = f"the tokenizer does not keep all texts as they are: {here!a} becomes {there!a}"
+        print(line, file=sys.stderr, flush=True)
 
 
 def load_model(
@@ -174,8 +208,11 @@ def require_fitting(module: Any, tokenizer: Any, settings: HfSettings) -> None:
     longest = getattr(module.config, "max_position_embeddings", None)
     if longest and settings.context > longest:
         raise ModelError(f"hf.context is {settings.context}, and the model reads at most {longest} tokens: take less")
-    if len(tokenizer) > module.get_input_embeddings().num_embeddings:
-        raise ModelError(f"the tokenizer has {len(tokenizer)} tokens, more than the model: is it another model's?")
+    highest, count = max(tokenizer.get_vocab().values()), module.get_input_embeddings().num_embeddings
+    if highest >= count:
+        raise ModelError(
+            f"the tokenizer has a token {highest}, the model's last is {count - 1}: is it another model's tokenizer?"
+        )
 
 
 @torch.no_grad()

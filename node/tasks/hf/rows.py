@@ -16,7 +16,7 @@ import os
 import shutil
 import tempfile
 from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,12 +24,13 @@ from typing import Any
 
 import torch
 
+from node.tasks.files import shown
 from node.tasks.hf.chat import Encoder
-from node.tasks.hf.corpus import Document, Sample, is_held_out, read_documents
+from node.tasks.hf.corpus import Document, Sample, Seen, is_held_out, joined, read_documents
 from node.tasks.hf.digests import cache_directory, file_state
-from node.tasks.hf.settings import HfSettings, ModelError
+from node.tasks.hf.settings import MAX_WORD_CHARACTERS, HfSettings, ModelError
 
-FORMAT = 2
+FORMAT = 4
 _KEPT_SECONDS = 30 * 86_400.0
 """Rows unused for so long are removed, as are unfinished ones."""
 TARGET, START = 1, 2
@@ -43,12 +44,19 @@ class RowCounts:
     """What the data hold.
 
     Attributes:
-        documents: those to train on.
+        documents: those to train on; of a text, each part that a hash chooses for itself.
         held_out: documents that no peer trains on.
         tokens: of the documents to train on, without padding.
         targets: tokens from which something is learnt.
         cut: conversations that were longer than a row, and are cut.
-        skipped: documents without a target in what is left of them.
+        lost: conversations that have lost all their targets by that.
+        longest: tokens of the longest conversation.
+        skipped: documents without a target.
+        empty: answers without content, which are no targets.
+        unused: names of fields of conversations that are not used.
+        repeated: documents that are equal to an earlier one, and left out.
+        replaced: characters U+FFFD in the documents: the data, or their encoding, were damaged before.
+        digest: of all documents, in any order.
     """
 
     rows: int = 0
@@ -57,7 +65,35 @@ class RowCounts:
     tokens: int = 0
     targets: int = 0
     cut: int = 0
+    lost: int = 0
+    longest: int = 0
     skipped: int = 0
+    empty: int = 0
+    unused: str = ""
+    repeated: int = 0
+    replaced: int = 0
+    digest: str = ""
+
+    def lines(self, context: int) -> list[str]:
+        """What there is to train on, for the user."""
+        masked = 1 - self.targets / self.tokens if self.tokens else 0.0
+        found = [
+            f"{'documents':12}{self.documents:,} to train on, {self.held_out:,} held out, {self.repeated:,} equal to "
+            f"others and left out, {self.skipped:,} without targets",
+            f"{'tokens':12}{self.tokens:,}, {masked:.1%} masked",
+            f"{'characters':12}{self.replaced:,} replaced (U+FFFD)",
+            f"{'rows':12}{self.rows:,} of {context:,} tokens",
+        ]
+        if self.cut:
+            found.append(
+                f"{'cut':12}{self.cut:,} conversations, of which {self.lost:,} lost all their targets: "
+                f"hf.context = {self.longest} would keep all of them whole"
+            )
+        if self.empty:
+            found.append(f"{'empty':12}{self.empty:,} answers without content: they are no targets")
+        if self.unused:
+            found.append(f"{'not used':12}{self.unused}: fields that the chat template does not show")
+        return found
 
 
 class RowWriter:
@@ -71,17 +107,25 @@ class RowWriter:
         self._context, self._packs, self._cuts = settings.context, settings.pack, settings.format == "text"
         self._write = write
         self._tokens, self._flags = array("i"), bytearray()
-        self.rows = self.documents = self.skipped = self.tokens = self.targets = self.cut = 0
+        self.rows = self.documents = self.skipped = self.tokens = self.targets = self.cut = self.lost = self.longest = 0
 
-    def add(self, tokens: list[int], mask: list[int]) -> None:
-        """Add a document, unless nothing is to be learnt from it."""
-        if not self._cuts and len(tokens) > self._context:
-            self.cut += 1
+    def add(self, sequences: Sequence[tuple[list[int], list[int]]]) -> None:
+        """Add the tokens and masks of a document, unless nothing is to be learnt from it."""
+        taught = [each for each in sequences if any(each[1][1:])]
+        kept = [each for each in taught if self._cuts or any(each[1][1 : self._context])]
+        if not self._cuts and taught:
+            longest = max(len(tokens) for tokens, _ in taught)
+            self.longest = max(self.longest, longest)
+            self.cut += longest > self._context
+        self.lost += bool(taught) and not kept
+        self.skipped += not kept
+        self.documents += bool(kept)
+        for tokens, mask in kept:
+            self._add(tokens, mask)
+
+    def _add(self, tokens: list[int], mask: list[int]) -> None:
+        if not self._cuts:
             tokens, mask = tokens[: self._context], mask[: self._context]
-        if not any(mask[1:]):
-            self.skipped += 1
-            return
-        self.documents += 1
         low = 0
         while low < len(tokens):
             room = self._context - len(self._tokens)
@@ -153,7 +197,7 @@ class Rows:
     def spread(self, count: int) -> torch.Tensor:
         """Indices of at most `count` rows, evenly over all."""
         count = min(count, len(self))
-        return torch.tensor([(len(self) - 1) * each // max(1, count - 1) for each in range(count)])
+        return torch.tensor([(len(self) - 1) * each // max(1, count - 1) for each in range(count)], dtype=torch.long)
 
 
 def rows_of(documents: Iterable[Document], encoder: Encoder, settings: HfSettings) -> Rows:
@@ -165,8 +209,8 @@ def rows_of(documents: Iterable[Document], encoder: Encoder, settings: HfSetting
         flags.extend(marks)
 
     writer = RowWriter(settings, write)
-    for document in documents:
-        writer.add(*encoder.encode(document))
+    for document in joined(documents):
+        writer.add(encoder.encode(document))
     writer.flush()
     shape = (writer.rows, settings.context)
     if not writer.rows:
@@ -221,7 +265,9 @@ def prepare(
         with suppress(OSError):
             os.utime(place)
         if not counts.rows:
-            raise ModelError(f"{files[0]} and {len(files) - 1} more: no text to learn from, beside what is held out")
+            raise ModelError(
+                f"{shown(files[0])} and {len(files) - 1} more: no text to learn from, beside what is held out"
+            )
         size, dimensions = counts.rows * settings.context, (counts.rows, settings.context)
         tokens = torch.from_file(str(place / TOKENS), shared=False, size=size, dtype=torch.int32)
         flags = torch.from_file(str(place / FLAGS), shared=False, size=size, dtype=torch.uint8)
@@ -257,8 +303,9 @@ def _make(place: Path, files: list[Path], encoder: Encoder, settings: HfSettings
 
     try:
         held_out, counts = _fill(draft, files, encoder, settings, keeps)
-        if not shared and not counts.held_out and counts.documents > 1:  # few documents: hold out one of them
-            least = min(each.key() for each in read_documents(files, settings.format == "chat"))
+        if not shared and not (counts.held_out and counts.documents):  # few documents: hold out one of several
+            keys = {each.key() for each in read_documents(files, settings.format == "chat")}
+            least = min(keys) if len(keys) > 1 else b""
             held_out, counts = _fill(draft, files, encoder, settings, lambda each: each.key() == least)
         (draft / SAMPLE).write_bytes(held_out)
         (draft / ABOUT).write_text(json.dumps(asdict(counts)))
@@ -273,7 +320,7 @@ def _fill(
     draft: Path, files: list[Path], encoder: Encoder, settings: HfSettings, keeps: Callable[[Document], bool]
 ) -> tuple[bytes, RowCounts]:
     """Write the rows; return the held-out documents, which `keeps` chooses, and the counts."""
-    sample, held_out = Sample(), 0
+    census = _Census(keeps)
     with (draft / TOKENS).open("wb") as tokens, (draft / FLAGS).open("wb") as flags:
 
         def write(row: array[int], marks: bytearray) -> None:
@@ -281,16 +328,51 @@ def _fill(
             flags.write(marks)
 
         writer = RowWriter(settings, write)
-        for document in read_documents(files, settings.format == "chat"):
-            if keeps(document):
-                held_out += 1
-                sample.add(document)
-                continue
-            writer.add(*encoder.encode(document))
+        for document in joined(map(census.trained, read_documents(files, settings.format == "chat"))):
+            writer.add(encoder.encode(document))
         writer.flush()
-    done = writer
-    counts = RowCounts(done.rows, done.documents, held_out, done.tokens, done.targets, done.cut, done.skipped)
-    return sample.lines(), counts
+    return census.sample.lines(), census.counts(writer, encoder)
+
+
+class _Census:
+    """Counts documents, and says which of them to train on."""
+
+    def __init__(self, keeps: Callable[[Document], bool]) -> None:
+        self.sample = Sample()
+        self._keeps, self._seen = keeps, Seen()
+        self._trained = self._held_out = self._repeated = self._replaced = self._sum = 0
+
+    def trained(self, document: Document) -> Document | None:
+        """The document if it is to be trained on: it is the first with this content, and not held out."""
+        if not self._seen.add(key := document.key()):
+            self._repeated += 1
+            return None
+        self._sum += int.from_bytes(key, "big")
+        self._replaced += document.replaced()
+        if self._keeps(document):
+            self._held_out += 1
+            self.sample.add(document)
+            return None
+        self._trained += 1
+        return document
+
+    def counts(self, rows: RowWriter, encoder: Encoder) -> RowCounts:
+        return RowCounts(
+            rows=rows.rows,
+            documents=self._trained - rows.skipped,
+            held_out=self._held_out,
+            tokens=rows.tokens,
+            targets=rows.targets,
+            cut=rows.cut,
+            lost=rows.lost,
+            longest=rows.longest,
+            skipped=rows.skipped,
+            empty=encoder.empty,
+            unused=", ".join(sorted(encoder.unused))[:MAX_WORD_CHARACTERS],
+            repeated=self._repeated,
+            replaced=self._replaced,
+            digest=f"{self._sum % (1 << 256):064x}",
+        )
 
 
 def _replace(draft: Path, place: Path, context: int) -> None:

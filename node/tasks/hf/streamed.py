@@ -107,6 +107,7 @@ class StreamedRows:
         self._here: tuple[Window, PreparedData] | None = None
         self._next: tuple[Window, Future[PreparedData]] | None = None
         self._home: Path | None = None
+        self._short: Window | None = None
 
     def ready(self, seed: int, position: int) -> bool:
         """Whether `batch` returns at once. If not, the window is being fetched, however long the hub takes."""
@@ -143,9 +144,14 @@ class StreamedRows:
         return self._here[1]
 
     def batch(self, seed: int, position: int, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """As `Rows.batch`. A window with fewer rows than it should have is gone through again."""
+        """As `Rows.batch`. A window with fewer rows than it should have is gone through again, and a line says so."""
         data = self.open(seed, position)
         assert self._here
+        window = self._here[0]
+        if len(data.rows) < window.batches * count and self._short != window:
+            self._short = window
+            what = f"the present files of {self._data_set.name} hold {len(data.rows):,} rows"
+            print(f"{what}, and {window.batches * count:,} are due: some come twice", file=sys.stderr, flush=True)
         return data.rows.batch(seed, position - self._here[0].first, count)
 
     def _begin(self, seed: int) -> None:

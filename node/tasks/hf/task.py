@@ -16,8 +16,10 @@ import torch
 from torch import nn
 
 from node.tasks.base import Batch
+from node.tasks.files import Selection, select
 from node.tasks.flat import unfrozen
-from node.tasks.hf.chat import Encoder, begin_tokens
+from node.tasks.given_data import DataState, GivenData
+from node.tasks.hf.chat import Encoder
 from node.tasks.hf.corpus import SAMPLE_BYTES, Document, Sample, data_files, document_of, read_documents
 from node.tasks.hf.data_set import find_data_set, is_streamed
 from node.tasks.hf.memory import tell_memory
@@ -107,7 +109,7 @@ class HfTask:
             ValueError: the prompt is empty, and there are no held-out documents.
         """
         text, chat = prompt.decode(errors="replace") or self._prompt, self._settings.format == "chat"
-        ids = prompt_ids(self._tokenizer, text, chat)
+        ids = Encoder(self._tokenizer, chat).prompt(text)
         pieces = list(stream(self.module, self._tokenizer, ids, tokens, temperature, seed))
         decoded: str = self._tokenizer.decode(pieces, skip_special_tokens=True)
         before = "" if prompt else f"{text}\n" if chat else text
@@ -119,9 +121,9 @@ def beginning(documents: Iterable[Document]) -> str:
     for document in documents:
         if isinstance(document.content, str):
             return "".join(re.findall(r"\S+\s*", document.content)[:PROMPT_WORDS])[:PROMPT_CHARACTERS]
-        for message in document.content:
-            if message["role"] == "user":
-                return message["content"][:PROMPT_CHARACTERS]
+        for message in document.content["messages"]:
+            if message["role"] == "user" and message["content"]:
+                return str(message["content"])[:PROMPT_CHARACTERS]
     return ""
 
 
@@ -135,23 +137,6 @@ def evaluate_rows(module: Any, rows: Rows, at_once: int, most: int) -> float:
             total += float(loss_of(module, batch, device)) * targets
             count += targets
     return total / count if count else math.nan
-
-
-def prompt_ids(tokenizer: Any, text: str, is_chat: bool) -> list[int]:
-    """Tokens of a prompt: of a chat, a message of the user and the beginning of the answer.
-
-    Raises:
-        ValueError: the prompt is empty.
-    """
-    if not text:
-        raise ValueError("the prompt is empty")
-    if is_chat:
-        message = [{"role": "user", "content": text}]
-        return list(tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=True)["input_ids"])
-    ids = [*begin_tokens(tokenizer), *tokenizer(text, add_special_tokens=False)["input_ids"]]
-    if not ids:
-        raise ValueError("the model has no token for the prompt")
-    return ids
 
 
 @torch.no_grad()
@@ -187,11 +172,12 @@ class DataSource:
     """A peer's own data.
 
     Attributes:
-        place: file or folder, or a data set on the hub.
+        files: those of the data; None: they are a data set on the hub.
         tokenizer: digest of the tokenizer and the template.
     """
 
-    place: Path | None
+    given: GivenData
+    files: Selection | None
     encoder: Encoder
     settings: HfSettings
     tokenizer: str
@@ -209,10 +195,17 @@ class DataSource:
         Raises:
             ModelError: the data cannot be used.
         """
-        if self.place is None or not is_streamed(self.place):
-            prepared = self._prepared(data_files(self.place), held_out)
+        if self.files:
+            prepared = self._prepared([*self.files.files], held_out or self.given.held_out())
+            counts = prepared.counts
+            self.given.tell([*self.files.lines(), *counts.lines(self.settings.context)])
+            state = DataState(len(self.files.files), self.files.size, counts.documents + counts.held_out, counts.digest)
+            self.given.keep(state, prepared.sample)
             return prepared.rows, prepared.sample
-        data_set = find_data_set(self.place, self.settings.format == "chat")
+        assert self.given.place is not None
+        data_set = find_data_set(self.given.place, self.settings.format == "chat")
+        size = sum(each.size for each in data_set.files)
+        self.given.keep(DataState(len(data_set.files), size, 0, f"{data_set.name}@{data_set.commit} {size}"))
         rows = StreamedRows(data_set, step, lambda files, home: self._prepared(files, held_out, home))
         return rows, b"" if held_out else rows.open(seed).sample
 
@@ -222,7 +215,7 @@ class DataSource:
 
 def make_task(
     values: HfValues,
-    data: Path | None,
+    data: GivenData,
     held_out: Path | None,
     device: str,
     dtype: torch.dtype,
@@ -232,7 +225,7 @@ def make_task(
     """Load the model, prepare the data and the held-out rows.
 
     Args:
-        data: file or folder of this peer, or a data set on the hub.
+        data: of this peer.
         held_out: the run's sample; None for a founder, which makes it, and in a run without one.
         dtype: of the model.
         seed: of this peer's stream.
@@ -242,8 +235,7 @@ def make_task(
         ModelError: model or data cannot be used. The message is one line.
     """
     settings, machine = values.settings, values.machine
-    if not is_streamed(data):
-        data_files(data)  # before the model, which takes longer
+    files = None if is_streamed(data.place) else select(data.place)  # before the model, which takes longer
     loaded = load_model(machine.model, settings, values.pins, device, dtype, partial(tell_memory, values, device))
     encoder = Encoder(loaded.tokenizer, settings.format == "chat")
     sample = b""
@@ -251,11 +243,18 @@ def make_task(
         sample = read_sample(held_out)
     elif values.pins is None and machine.held_out not in ("", NO_HELD_OUT):
         sample = sample_of(Path(machine.held_out), settings)
-    source = DataSource(data, encoder, settings, loaded.pins.tokenizer + loaded.pins.template)
+    source = DataSource(data, files, encoder, settings, loaded.pins.tokenizer + loaded.pins.template)
     rows, own_sample = source.rows(sample, seed, StepSize(step_batches, settings.rows * settings.context))
     travels = values.pins is None and machine.held_out != NO_HELD_OUT and settings.format == "text"
     documents = list(parse_sample(sample or own_sample, settings))
-    task = HfTask(loaded, settings, rows, rows_of(documents, encoder, settings), beginning(documents))
+    evaluated = rows_of(documents, encoder, settings)
+    if not len(evaluated) and machine.held_out != NO_HELD_OUT:
+        what = f"no target in {len(documents)} held-out documents" if documents else "there are too few documents"
+        raise ModelError(
+            f"nothing to evaluate on: {what} (hf.context = {settings.context}); give more data, a longer context, "
+            "--held-out FILE or --held-out none"
+        )
+    task = HfTask(loaded, settings, rows, evaluated, beginning(documents))
     task.held_out = b"" if held_out is not None else sample or (own_sample if travels else b"")
     if machine.checkpointing:
         checkpoint_activations(loaded.module)
@@ -279,7 +278,7 @@ def read_sample(path: Path) -> bytes:
 def sample_of(path: Path, settings: HfSettings) -> bytes:
     """The sample that a founder takes from a file of its own."""
     sample = Sample()
-    for document in read_documents(data_files(path, "--held-out"), settings.format == "chat"):
+    for document in read_documents(data_files(path, "--held-out", splits=False), settings.format == "chat"):
         sample.add(document)
     if not (lines := sample.lines()):
         raise ModelError(f"{path} contains nothing to evaluate on: give other texts by --held-out, or none")

@@ -70,16 +70,31 @@ def test_standard_library_is_loaded_without_its_tests(library: Text) -> None:
     assert bytes(library.training[: len(first)].tolist()) == first
 
 
-def test_single_file_holds_out_its_bounded_end(tmp_path: Path) -> None:
-    data = bytes(n * n % 251 for n in range(1600))
-    (tmp_path / "book.txt").write_bytes(data)
-    for path in (tmp_path / "book.txt", tmp_path):
-        text = load(path)
-        assert bytes(text.training.tolist()) == data[:1500] and bytes(text.held_out.tolist()) == data[1500:]
-    text.training.zero_()
-    assert (tmp_path / "book.txt").read_bytes() == data
-    (tmp_path / "big").write_bytes(bytes(20 * HELD_OUT_BYTES))
-    assert len(load(tmp_path / "big").held_out) == HELD_OUT_BYTES
+def lines(first: int, last: int) -> bytes:
+    return b"".join(b"%d apples and %d pears, %d\n" % (n, n * n % 97, n * n * n % 89) for n in range(first, last))
+
+
+def blocks_of(part: torch.Tensor) -> set[bytes]:
+    return {each for each in bytes(part.tolist()).splitlines() if each}
+
+
+def test_held_out_blocks_of_a_file_stay_so_when_it_grows(tmp_path: Path) -> None:
+    """For a founder that starts again, and for a joiner with one more file, with the run's sample and without."""
+    file, data = tmp_path / "book.txt", lines(0, 2000)
+    file.write_bytes(data)
+    first = load(file)
+    assert len(first.training) + len(first.held_out) == len(data) and len(first.held_out) >= len(data) // 16
+    sample = tmp_path / "held-out.bin"
+    sample.write_bytes(bytes(first.held_out.tolist()))
+    file.write_bytes(lines(-30, 0) + data[:20_000] + b"one more line\n" + data[20_000:] + lines(2000, 3000))
+    (tmp_path / "more.txt").write_bytes(lines(5000, 5200))
+    for grown in (load(file, sample), load(tmp_path, sample)):
+        assert not blocks_of(grown.training) & blocks_of(first.held_out)
+        assert len(blocks_of(first.training) - blocks_of(grown.training)) < 80, "at most a block or two"
+    file.write_bytes(b"x" * 1600)  # too short for blocks
+    assert [len(each) for each in (load(file).training, load(file).held_out)] == [1500, 100]
+    file.write_bytes(bytes(20 * HELD_OUT_BYTES).replace(b"\0", b"x"))
+    assert len(load(file).held_out) == HELD_OUT_BYTES
 
 
 def test_stream_resumes_at_any_position(folder: Path) -> None:
@@ -119,22 +134,22 @@ def test_bad_paths_give_one_line_error(tmp_path: Path, monkeypatch: pytest.Monke
     (tmp_path / "short").write_bytes(b"ten bytes.")
     (tmp_path / "nothing").mkdir()
     cases = {
-        "absent": f"no file or folder {tmp_path / 'absent'}: give a text to train on by --data",
-        "empty": f"{tmp_path / 'empty'} is empty",
+        "absent": f"there is no file or folder {tmp_path / 'absent'} (it is missing): give texts by --data",
+        "empty": f"{tmp_path / 'empty'} is empty: give a file that contains text",
         "short": f"{tmp_path / 'short'} has only 10 bytes of text",
-        "nothing": f"{tmp_path / 'nothing'} holds no text",
-        "x" * 300: f"cannot read {tmp_path / ('x' * 300)}: File name too long",
+        "nothing": f"the folder {tmp_path / 'nothing'} contains no text to take: give texts by --data",
+        "x" * 300: f"{tmp_path / ('x' * 300)} cannot be read (File name too long)",
     }
     for name, message in cases.items():
         with pytest.raises(ValueError) as error:
             load(tmp_path / name)
         assert str(error.value) == message
 
-    def refuse(path: Path) -> bytes:
+    def refuse(path: Path, *arguments: object) -> None:
         raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr(Path, "read_bytes", refuse)
-    with pytest.raises(ValueError, match=r"^cannot read .*/(empty|short): Permission denied$"):
+    monkeypatch.setattr(Path, "open", refuse)
+    with pytest.raises(ValueError, match=r"/(empty|short) cannot be read \(Permission denied\)$"):
         load(tmp_path)
 
 
@@ -155,7 +170,7 @@ def test_large_folder_is_copied_once_and_mapped(
     training = next(n for n in range(200) if not held_out(f"part{n % 7}/{n:03}.txt"))
     (folder / f"part{training % 7}" / f"{training:03}.txt").write_text("changed")
     assert len(load(folder).training) < len(small.training)
-    monkeypatch.setattr("shutil.copyfileobj", lambda source, target: (_ for _ in ()).throw(OSError(28, "No space")))
+    monkeypatch.setattr("os.replace", lambda source, target: (_ for _ in ()).throw(OSError(28, "No space")))
     (folder / "another.txt").write_text("changed")
     with pytest.raises(ValueError, match=r"^cannot read .*: No space$"):
         load(folder)

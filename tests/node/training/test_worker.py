@@ -279,7 +279,7 @@ def test_runs_sample_replaces_own_held_out_text(memory: int, spec: WorkerSpec, t
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"data": Path("/absent")}, "no file or folder /absent"),
+        ({"data": Path("/absent")}, "there is no file or folder /absent"),
         ({"held_out": Path("/absent")}, "cannot read /absent: No such file or directory"),
         ({"device": "mps"}, "no device mps on this machine that this build of torch can use: try --device auto"),
         ({"values": PacedValues(10**14)}, "not enough memory for this task: "),

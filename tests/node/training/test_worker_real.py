@@ -331,7 +331,7 @@ async def test_worker_dying_repeatedly_at_start_is_given_up(
         os.kill(trainer.pid or 0, signal.SIGKILL)
         with pytest.raises(WorkerError) as error:
             await trainer.evaluate()
-        assert str(error.value).startswith(f"the worker died 5 times in a row: no file or folder {text}: ")
+        assert str(error.value).startswith(f"the worker died 5 times in a row: there is no file or folder {text} ")
         assert given_up == [str(error.value)]
         training = Training(trainer)
         await until(lambda: training.progress)
@@ -366,7 +366,7 @@ async def test_last_output_is_reported(
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"data": Path("/absent")}, "no file or folder /absent"),
+        ({"data": Path("/absent")}, "there is no file or folder /absent"),
         ({"values": PacedValues(10**14)}, "not enough memory for this task: "),
         ({"held_out": Path("/")}, "cannot read /: Is a directory"),
     ],

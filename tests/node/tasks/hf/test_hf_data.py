@@ -4,32 +4,34 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pyarrow
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from pyarrow import parquet
+from pyarrow import feather, ipc, parquet
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
-from node.tasks.hf import chat
+from node.tasks.files import select
+from node.tasks.given_data import GivenData
 from node.tasks.hf.chat import Encoder
 from node.tasks.hf.check import check_data, guessed_format
 from node.tasks.hf.corpus import Document, data_files, is_held_out, read_documents
 from node.tasks.hf.rows import MASKED, Rows, RowWriter, prepare, rows_of
 from node.tasks.hf.settings import HfSettings, ModelError
-from node.tasks.hf.task import parse_sample
+from node.tasks.hf.streamed import StepSize
+from node.tasks.hf.task import DataSource, parse_sample
 from tests.support.paths import REPOSITORY
-from tests.support.small_models import CHAT, CHAT_THAT_FORGETS, CHAT_WITH_MARKS, conversations, story
+from tests.support.small_models import CHAT, CHAT_WITH_MARKS, conversations, story
 
 CHAT_SETTINGS = HfSettings(context=64, rows=4, format="chat")
-TALK = Document(json.loads(conversations(1))["messages"])
+TALK = Document(json.loads(conversations(1)), where="a.jsonl:1")
 
 
 def encoder(made: Path, template: str | None = None, is_chat: bool = True) -> Encoder:
@@ -39,36 +41,34 @@ def encoder(made: Path, template: str | None = None, is_chat: bool = True) -> En
 
 
 def targets(made: Path, template: str) -> str:
-    tokens, mask = encoder(made, template).encode(TALK)
+    ((tokens, mask),) = encoder(made, template).encode(TALK)
     tokenizer = AutoTokenizer.from_pretrained(made / "qwen3")
     return str(tokenizer.decode([token for token, target in zip(tokens, mask, strict=True) if target]))
 
 
 def test_only_the_assistants_turns_are_targets(made: Path) -> None:
     assert targets(made, CHAT_WITH_MARKS) == "N0 has 0 cats.<|end|>0 drums.<|end|>"
-    assert targets(made, CHAT) == "N0 has 0 cats.<|end|>\n0 drums.<|end|>\n"
+    assert targets(made, CHAT) == "N0 has 0 cats.<|end|>0 drums.<|end|>"
 
 
 def test_texts_begin_and_end_as_the_tokenizer_says(made: Path, tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("ab\n" * 300)
+    (tmp_path / "a.txt").write_text(story(200))
     parts = list(read_documents([tmp_path / "a.txt"], False))
     assert [each.begins for each in parts] == [True] + [False] * (len(parts) - 1) and len(parts) > 2
     assert [each.ends for each in parts] == [False] * (len(parts) - 1) + [True]
     tokenizer = AutoTokenizer.from_pretrained(made / "qwen3")
     tokenizer.chat_template = None
-    plain = [Encoder(tokenizer, False).encode(each)[0] for each in parts]
+    plain = [Encoder(tokenizer, False).encode(each)[0][0] for each in parts]
     assert [0 in tokens for tokens in plain] == [each.ends for each in parts]
     tokenizer.bos_token = "<|system|>"
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
         single="<|system|> $A", special_tokens=[("<|system|>", tokenizer.bos_token_id)]
     )
-    begun = [Encoder(tokenizer, False).encode(each)[0] for each in parts]
+    begun = [Encoder(tokenizer, False).encode(each)[0][0] for each in parts]
     assert begun == [[tokenizer.bos_token_id, *plain[0]], *plain[1:]]
 
 
-def test_template_without_masks_is_refused(made: Path) -> None:
-    with pytest.raises(ModelError, match="does not say which tokens are the assistant's"):
-        encoder(made, CHAT_THAT_FORGETS).encode(TALK)
+def test_model_without_template_is_refused(made: Path) -> None:
     with pytest.raises(ModelError, match="has no chat template"):
         encoder(made, None)
 
@@ -83,7 +83,7 @@ def test_rows_keep_every_token_and_target(documents: list[list[bool]], pack: boo
     found: list[tuple[list[int], bytes]] = []
     writer = RowWriter(settings, lambda tokens, flags: found.append((list(tokens), bytes(flags))))
     for number, mask in enumerate(documents, 1):
-        writer.add([1000 * number + index for index in range(len(mask))], [int(each) for each in mask])
+        writer.add([([1000 * number + index for index in range(len(mask))], [int(each) for each in mask])])
     writer.flush()
     rows = Rows(
         torch.tensor([tokens for tokens, _ in found], dtype=torch.int32).view(-1, 16),
@@ -138,12 +138,13 @@ def test_batches_depend_on_seed_and_position_alone(made: Path, tmp_path: Path) -
     assert hashes[0] == hashes[3] and len(set(hashes)) == 3
 
 
-def test_stream_takes_each_row_once_an_epoch() -> None:
+@pytest.mark.parametrize("count", (1, 3, 5, 30))
+def test_stream_takes_each_row_once_an_epoch(count: int) -> None:
     rows = Rows(torch.arange(10, dtype=torch.int32)[:, None], torch.zeros(10, 1, dtype=torch.uint8))
-    drawn = [rows.batch(5, position, 5)[0].flatten().tolist() for position in range(6)]
-    for epoch in range(3):
-        assert sorted(drawn[2 * epoch] + drawn[2 * epoch + 1]) == list(range(10))
-    assert drawn[0] != drawn[2] and drawn[0] != rows.batch(6, 0, 5)[0].flatten().tolist()
+    drawn = [row for at in range(30 // count) for row in rows.batch(5, at, count)[0].flatten().tolist()]
+    epochs = [drawn[low : low + 10] for low in (0, 10, 20)]
+    assert all(sorted(each) == list(range(10)) for each in epochs)
+    assert epochs[0] != epochs[1] and epochs[0] != rows.batch(6, 0, 10)[0].flatten().tolist()
 
 
 def test_held_out_documents_are_never_trained_on(made: Path) -> None:
@@ -154,7 +155,7 @@ def test_held_out_documents_are_never_trained_on(made: Path) -> None:
     training = [each.content for each in read_documents(files, False) if not is_held_out(each)]
     assert held and not set(held) & set(training) and data.counts.held_out == len(held)
     assert data.counts.tokens == sum(
-        len(plain.encode(each)[0]) for each in read_documents(files, False) if each.content in training
+        len(plain.encode(each)[0][0]) for each in read_documents(files, False) if each.content in training
     )
     assert len(rows_of(parse_sample(data.sample, settings), plain, settings))
     few = made.parent / "few.jsonl"
@@ -195,19 +196,7 @@ def test_rows_are_made_again_after_change_or_damage(made: Path, tmp_path: Path, 
     assert len(list(cache.iterdir())) == 1, "rows unused for long are removed"
 
 
-def test_long_text_is_read_and_tokenised_in_pieces(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chat, "_PIECE", 1000)
-    plain, text = encoder(made, is_chat=False), story(200)
-    whole, sizes = plain._tokenizer, []
-
-    def tokenizer(part: str, **how: Any) -> Any:
-        sizes.append(len(part))
-        return whole(part, **how)
-
-    tokenizer.eos_token_id = whole.eos_token_id  # type: ignore[attr-defined]
-    plain._tokenizer = tokenizer
-    assert plain.encode(Document(text))[0] == [*whole(text)["input_ids"], whole.eos_token_id]
-    assert max(sizes) <= 1000 < sum(sizes) == len(text)
+def test_long_line_is_read_in_pieces(tmp_path: Path) -> None:
     (tmp_path / "line.txt").write_text("a" * 1_000_000)
     parts = [str(each.content) for each in read_documents([tmp_path / "line.txt"], False)]
     assert max(map(len, parts)) <= 64 << 10 and "".join(parts) == "a" * 1_000_000
@@ -215,11 +204,12 @@ def test_long_text_is_read_and_tokenised_in_pieces(made: Path, tmp_path: Path, m
 
 def test_parquet_holds_texts_and_conversations(tmp_path: Path) -> None:
     file = tmp_path / "data.parquet"
-    parquet.write_table(pyarrow.table({"text": ["one", "two\n"], "messages": [TALK.content, TALK.content[:2]]}), file)
+    talks = [TALK.content["messages"], TALK.content["messages"][:2]]
+    parquet.write_table(pyarrow.table({"text": ["one", "two\n"], "messages": talks}), file)
     assert [each.content for each in read_documents(data_files(tmp_path), False)] == ["one", "two\n"]
-    assert [each.content for each in read_documents([file], True)] == [TALK.content, TALK.content[:2]]
+    assert [each.content for each in read_documents([file], True)] == [{"messages": each} for each in talks]
     parquet.write_table(pyarrow.table({"prompt": ["q"] * 300, "completion": [*["a"] * 299, None]}), file)
-    with pytest.raises(ModelError, match=r"data\.parquet: row 300: a message needs role and content, both texts"):
+    with pytest.raises(ModelError, match=r"data\.parquet: row 300: has no \"messages\""):
         list(read_documents([file], True))
     content = bytearray(file.read_bytes())
     content[30:200] = bytes(170)
@@ -230,9 +220,80 @@ def test_parquet_holds_texts_and_conversations(tmp_path: Path) -> None:
         assert "\n" not in str(caught.value)
 
 
+def test_arrow_files_and_packed_rows_are_read(tmp_path: Path) -> None:
+    table = pyarrow.table({"id": [1, 2], "text": ["one", "two\n"]})
+    feather.write_feather(table, tmp_path / "a.feather")
+    with ipc.new_stream(str(tmp_path / "b.arrow"), table.schema) as stream:
+        stream.write_table(table)
+    with pyarrow.output_stream(tmp_path / "c.jsonl.zst", compression="zstd") as file:
+        file.write(b'{"text": "one"}\n{"text": "two\\n"}\n')
+    parquet.write_table(table, tmp_path / "without suffix")
+    assert [each.content for each in read_documents(data_files(tmp_path), False)] == ["one", "two\n"] * 4
+    parquet.write_table(table.rename_columns(["id", "content"]), tmp_path / "d.parquet")
+    with pytest.raises(
+        ModelError, match=r"d\.parquet: row 1: has no .text. .it has id, content: rename content to text"
+    ):
+        list(read_documents([tmp_path / "d.parquet"], False))
+    for damaged in (b"ARROW1\0\0" + bytes(50), b"\xff\xff\xff\xff\0\0", b""):
+        (tmp_path / "b.arrow").write_bytes(damaged)
+        with pytest.raises(ModelError, match=r"b\.arrow"):
+            list(read_documents([tmp_path / "b.arrow"], False))
+
+
+def test_equal_documents_and_replaced_characters_are_counted(made: Path, tmp_path: Path) -> None:
+    """However the documents are divided into files, in whatever order: they are the same data."""
+    lines = [json.dumps({"text": story(9, first)}) + "\n" for first in range(0, 400, 10)]
+    half = json.dumps({"text": "half \ud83d of a pair, and \ufffd"}) + "\n"
+    plain, settings = encoder(made, is_chat=False), HfSettings(context=64, rows=4)
+    found = []
+    for name, content in (("a", [*lines, half]), ("b", [half, *reversed(lines), *lines[:7], half])):
+        (tmp_path / f"{name}.jsonl").write_text("".join(content))
+        found.append(prepare([tmp_path / f"{name}.jsonl"], plain, settings, "t"))
+    assert [each.counts.repeated for each in found] == [0, 8] and {each.counts.replaced for each in found} == {2}
+    assert len({(each.counts.documents, each.counts.digest, each.sample) for each in found}) == 1
+    assert (
+        len({tuple(each.rows.take(torch.arange(len(each.rows)))[0].flatten().sort().values.tolist()) for each in found})
+        == 1
+    )
+    (tmp_path / "one.txt").write_text("only a few words")
+    alone = prepare([tmp_path / "one.txt"], plain, settings, "t").counts
+    assert (alone.documents, alone.held_out) == (1, 0), "a document is trained on if it is the only one"
+
+
+def test_table_is_told_at_the_start_and_what_is_held_out_stays(
+    made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data, settings = tmp_path / "chats", CHAT_SETTINGS
+    data.mkdir()
+    (data / "a.jsonl").write_text("".join(conversations(3)))
+    (data / "README.md").write_text("about them")
+    encode, sample = encoder(made, CHAT), b""
+    for more, told in ((0, True), (0, False), (40, True)):
+        if more:
+            (data / "b.jsonl").write_text("".join(conversations(3 + more)))
+        given_data = GivenData(data, tmp_path / "data.json", told)
+        source = DataSource(given_data, select(data), encode, settings, "t")
+        _, held = source.rows(b"", 1, StepSize(1, 64))
+        lines = capsys.readouterr().err.splitlines()
+        if told:
+            assert [line.split()[0] for line in lines[:6]] == [
+                "taken",
+                "left",
+                "documents",
+                "tokens",
+                "characters",
+                "rows",
+            ]
+        changes = [line for line in lines if line.startswith("the data have changed")]
+        assert bool(changes) is bool(more) and len(lines) == 6 * told + bool(more)
+        assert set(sample.splitlines()) <= set(held.splitlines())
+        sample = held
+    assert re.search(r"then 1 file, .* bytes, 3 documents; now 2 files, .* kB, 43 documents", changes[0])
+
+
 def test_template_that_raises_is_told_in_one_line(made: Path) -> None:
     strict = "{{ raise_exception('roles must\nalternate') }}"
-    with pytest.raises(ModelError, match="cannot take a conversation of the data: TemplateError: roles must alternate"):
+    with pytest.raises(ModelError, match=r"a.jsonl:1: the chat template refuses the roles .*: roles must alternate"):
         encoder(made, strict).encode(TALK)
 
 
@@ -240,7 +301,7 @@ def test_strangers_sample_cannot_break_a_joiner(made: Path) -> None:
     lines = b'{"text": "good"}\n{"text"\n[]\n7\nnull\n{"messages": 3}\n\xff\xfe\n{"text": 5}\n' + b"[" * 9999
     assert [each.content for each in parse_sample(lines, HfSettings())] == ["good"]
     (half,) = parse_sample(b'{"text": "a\\ud800b"}', HfSettings())
-    assert encoder(made, is_chat=False).encode(half)[0], "no tokenizer takes half a surrogate pair"
+    assert encoder(made, is_chat=False).encode(half)[0][0], "no tokenizer takes half a surrogate pair"
     talk = b'{"messages": [{"role": "user", "content": "x"}]}\n{"messages": [1]}\n{"messages": "ab"}\n{"text": "a"}'
     assert len(list(parse_sample(talk, CHAT_SETTINGS))) == 1
 
@@ -252,7 +313,7 @@ def test_strangers_sample_cannot_break_a_joiner(made: Path) -> None:
         ('{"text": "a"}\n\n[1]\n', False, "data.jsonl:3: not an object"),
         ('{"messages": []}\n', False, 'has no "text"; of conversations, train with hf.format = "chat"'),
         ('{"text": "a"}\n', True, 'data.jsonl:1: has no "messages"'),
-        ('{"messages": [{"role": "user", "content": ["a"]}]}\n', True, "a message needs role and content, both texts"),
+        ('{"messages": [{"role": "user", "content": ["a"]}]}\n', True, "content of the kind ? is not trained"),
         ('{"messages": ["a"]}\n', True, "a message is an object"),
     ],
 )
@@ -278,8 +339,12 @@ def test_missing_data_are_named(tmp_path: Path) -> None:
         list(read_documents(data_files(tmp_path), True))
 
 
-def test_check_counts_what_is_masked(made: Path) -> None:
+def test_check_counts_and_shows_what_is_masked(made: Path, tmp_path: Path) -> None:
     assert (guessed_format(made / "chat.jsonl"), guessed_format(made / "story.txt")) == ("chat", "text")
-    counts, shown = check_data(made / "chat.jsonl", str(made / "qwen3"), CHAT_SETTINGS)
-    assert counts.documents + counts.held_out == 60 and 0.2 < counts.targets / counts.tokens < 0.5
-    assert "<|assistant|>[N0 has 0 cats.<|end|>\\n]" in shown
+    found = check_data(made / "chat.jsonl", str(made / "qwen3"), CHAT_SETTINGS)
+    counts, shown = found.counts, found.first
+    assert counts.documents + counts.held_out + counts.repeated == 60 and 0.2 < counts.targets / counts.tokens < 0.5
+    assert "<|assistant|>[N0 has 0 cats.<|end|>]" in shown
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": "Ännchen 你好 🙂 \u202e!" + "é" * 99}) + "\n")
+    shown = check_data(tmp_path / "a.jsonl", str(made / "qwen3"), HfSettings(context=64, rows=4)).first
+    assert shown.startswith("[Ännchen 你好 🙂 \\u202e!éé") and "\ufffd" not in shown

@@ -135,6 +135,16 @@ def test_window_that_cannot_be_read_is_left_out(
     assert "warning: not JSON; the rows before it are used again" in capsys.readouterr().err
 
 
+def test_rows_that_come_twice_are_told_once(
+    opened: Callable[[], StreamedRows], capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = opened()
+    rows._prepare = lambda files, home: prepare(files[:1], home)  # half of what the sizes promise
+    for position in range(10):
+        rows.batch(0, position, 2)
+    assert capsys.readouterr().err == "the present files of org/set hold 10 rows, and 20 are due: some come twice\n"
+
+
 def test_directory_of_a_process_that_has_ended_is_removed(opened: Callable[[], StreamedRows], tmp_path: Path) -> None:
     left = tmp_path / "starling" / "stream-left"
     left.mkdir(parents=True)
@@ -148,11 +158,14 @@ def test_directory_of_a_process_that_has_ended_is_removed(opened: Callable[[], S
 def test_files_of_one_kind_are_taken_and_no_descriptions() -> None:
     names = ("README.md", "a.jsonl", "b.parquet", "data/c.parquet", "dataset_infos.json", "d.txt", "e.bin")
     files = tuple(HubFile(name, 100) for name in names)
-    taken = lambda pattern, is_chat, some=files: [each.name for each in chosen(some, pattern, is_chat)]  # noqa: E731
+    taken = lambda pattern, is_chat, some=files: [each.name for each in chosen(some, pattern, is_chat)[0]]  # noqa: E731
     assert taken(None, False) == ["b.parquet", "data/c.parquet"]
     assert taken("data/*", False) == ["data/c.parquet"] and taken("*.txt", False) == ["d.txt"]
     assert taken("*.txt", True) == [] and taken(None, True, files[:2]) == ["a.jsonl"]
     assert taken(None, False, (files[0], files[5])) == ["d.txt"] and taken(None, True, (files[0], files[5])) == []
+    splits = tuple(HubFile(f"data/{name}-0.JSONL.gz", 100) for name in ("test", "train", "validation"))
+    assert chosen(splits, None, True) == (splits[1:2], 2) and splits[0].tokens == 50
+    assert taken("data/test*", True, splits) == ["data/test-0.JSONL.gz"]
 
 
 @pytest.mark.parametrize("name", ("hub:", "hub:set", "hub:org/set@", "hub:/x/y", "hub:org/set name"))

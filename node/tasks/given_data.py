@@ -1,0 +1,94 @@
+"""What the user gave by --data, and what it was when this peer was last started."""
+
+from __future__ import annotations
+
+import base64
+import json
+import sys
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from node.tasks.files import size_words
+
+_MAX_RECORD_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class DataState:
+    """What data are compared by.
+
+    Attributes:
+        size: in bytes.
+        documents: 0 if they are not counted.
+        digest: of the content, where reading all of it costs little; else of what the file system says of it.
+    """
+
+    files: int
+    size: int
+    documents: int
+    digest: str
+
+    def words(self) -> str:
+        counted = f", {self.documents:,} document{'' if self.documents == 1 else 's'}" if self.documents else ""
+        return f"{self.files:,} file{'' if self.files == 1 else 's'}, {size_words(self.size)}{counted}"
+
+
+@dataclass(frozen=True, slots=True)
+class GivenData:
+    """A path with data, and a record of what it held.
+
+    Attributes:
+        place: file or folder, or a data set on the hub; None if the user has given none.
+        record: file that keeps the data's state from one start of the peer to the next; None: there is none.
+        tells: whether the user is told what the data are: once for each start, not for each worker.
+    """
+
+    place: Path | None
+    record: Path | None = None
+    tells: bool = True
+
+    def tell(self, lines: Iterable[str]) -> None:
+        """Tell the user what the data are."""
+        if self.tells:
+            for line in lines:
+                print(line, file=sys.stderr, flush=True)
+
+    def held_out(self) -> bytes:
+        """The only held-out document of the last start, if there was only one: it stays held out."""
+        with suppress(ValueError, KeyError, TypeError):
+            return base64.b64decode(self._read()["held_out"])
+        return b""
+
+    def keep(self, state: DataState, sample: bytes = b"") -> None:
+        """Tell the user if the data have changed since the last start, and keep what they are now.
+
+        Args:
+            sample: the held-out documents, as JSON lines.
+        """
+        with suppress(ValueError, KeyError, TypeError):
+            before = DataState(**self._read()["state"])
+            if before.digest != state.digest:
+                print(
+                    f"the data have changed since this peer's last start: then {before.words()}; now {state.words()}",
+                    file=sys.stderr,
+                    flush=True,
+                )
+        only = sample if sample.count(b"\n") == 1 else b""
+        if self.record is not None:
+            with suppress(OSError):  # then the next start cannot compare
+                content = json.dumps({"state": asdict(state), "held_out": base64.b64encode(only).decode()})
+                draft = self.record.with_name(f".{self.record.name}.new")
+                draft.write_text(content)
+                draft.replace(self.record)
+
+    def _read(self) -> dict[str, Any]:
+        """The record; empty if there is none, or it is damaged."""
+        if self.record is None:
+            return {}
+        with suppress(OSError, ValueError, RecursionError), self.record.open("rb") as file:
+            found = json.loads(file.read(_MAX_RECORD_BYTES))
+            return found if isinstance(found, dict) else {}
+        return {}

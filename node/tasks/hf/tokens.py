@@ -1,0 +1,181 @@
+"""Tokens of a text: the same whether it is tokenised at once or in parts, and with special tokens only where meant.
+
+A tokenizer looks for its special tokens in every text. Those that a person's text spells stay text here.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+Span: TypeAlias = tuple[int, int]
+"""Characters of a text that a token stands for, from and up to."""
+
+WINDOW, OVERLAP = 256 << 10, 4 << 10
+"""Characters that are tokenised at once: a tokenizer takes some 100 bytes of memory for a token meanwhile. Windows
+overlap, because a word or a space at a border has other tokens than inside."""
+_AGREED = 16
+_GUARDS = ("\n", "x", ".", " ")
+_PRIVATE = 0xF0000
+"""Unicode's private use area: no text means anything by these characters."""
+
+
+class ExactTokenizer:
+    """A tokenizer of Hugging Face, with texts of any length and special tokens only where they are meant.
+
+    Attributes:
+        special: its special tokens.
+        marks: stand for all that it was given beside its vocabulary.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        added = list(tokenizer.added_tokens_decoder.items())
+        self._call = tokenizer
+        self.special = sorted({*tokenizer.all_special_tokens, *(each.content for _, each in added if each.special)})
+        self._special_ids = {number for number, each in added if each.special} | set(tokenizer.all_special_ids)
+        if tokenizer.unk_token is not None:
+            self.special = [each for each in self.special if each != tokenizer.unk_token]
+            self._special_ids -= {tokenizer.unk_token_id}
+        self.marks = Marks(self.special, [each.content for _, each in added])
+
+    def encode(self, text: str, literal: bool = True) -> tuple[list[int], list[Span]]:
+        """Tokens of a text without those that begin or end it, and what each stands for.
+
+        Args:
+            literal: special tokens that the text spells are text.
+        """
+        ids, spans = self._encode(text[:WINDOW], literal)
+        done, overlap = WINDOW, OVERLAP
+        while done < len(text):
+            low = max(0, done - overlap)
+            found, places = self._encode(text[low : done + WINDOW], literal)
+            places = [(begin + low, end + low) for begin, end in places]
+            if low == 0:
+                ids, spans = found, places
+            elif cut := _agreement(ids, spans, found, places, low):
+                ids, spans = ids[: cut[0]] + found[cut[1] :], spans[: cut[0]] + places[cut[1] :]
+            else:
+                overlap *= 4
+                continue
+            done, overlap = done + WINDOW, OVERLAP
+        return ids, spans
+
+    def encode_on(self, text: str) -> list[int]:
+        """Tokens of a text that continues another after the end of a line: without a space at the beginning."""
+        for guard in _GUARDS:
+            ids, spans = self.encode(guard + text)
+            first = next((at for at, (begin, _) in enumerate(spans) if begin >= len(guard)), len(ids))
+            if all(end <= len(guard) for _, end in spans[:first]):
+                return ids[first:]
+        return self.encode(text)[0]
+
+    def encode_marked(self, text: str) -> tuple[list[int], list[Span]]:
+        """Tokens of a text in which special tokens count, except those for which a mark stands."""
+        ids, spans = self.encode(text, literal=False)
+        places = [at for at, each in enumerate(text) if each in self.marks.texts]
+        if not places:
+            return ids, spans
+        found, where, at = list[int](), list[Span](), 0
+        while at < len(ids) or places:
+            begin, end = spans[at] if at < len(ids) else (len(text), len(text))
+            if places and places[0] < begin:  # a normaliser has removed the mark
+                begin, end = places[0], places[0] + 1
+            elif not places or places[0] >= end:
+                found.append(ids[at])
+                where.append(spans[at])
+                at += 1
+                continue
+            while at < len(ids) and spans[at][0] < end:
+                end, at = max(end, spans[at][1]), at + 1
+            places = [each for each in places if each >= end]
+            plain = self.marks.restored(text[begin:end])
+            ids_of_mark = self._plain(plain, continues=begin > 0)
+            found += ids_of_mark
+            where += [(begin, end)] * len(ids_of_mark)
+        return found, where
+
+    def _plain(self, text: str, continues: bool) -> list[int]:
+        """Tokens of a text in which nothing is a special or an added token."""
+        name = next((each for each in self.marks.by_name if each in text and len(each) > 1), None)
+        if name is None:
+            return self.encode_on(text) if continues or not text else self.encode(text)[0]
+        at = text.index(name) + 1  # in the middle of the name, so that no part of it is found
+        return self._plain(text[:at], continues) + self._plain(text[at:], True)
+
+    def _encode(self, text: str, literal: bool) -> tuple[list[int], list[Span]]:
+        found = self._call(
+            text, add_special_tokens=False, return_offsets_mapping=True, verbose=False, split_special_tokens=literal
+        )
+        ids, spans = list(found["input_ids"]), [(int(begin), int(end)) for begin, end in found["offset_mapping"]]
+        if literal and not self._special_ids.isdisjoint(ids):
+            return self._without_special(text, ids, spans)
+        return ids, spans
+
+    def _without_special(self, text: str, ids: list[int], spans: list[Span]) -> tuple[list[int], list[Span]]:
+        """The same tokens with those of two parts in place of a special one.
+
+        Unigram models have special tokens among their pieces, and find them in a text without looking for them.
+        """
+        found, places = list[int](), list[Span]()
+        for token, (begin, end) in zip(ids, spans, strict=True):
+            parts = [token]
+            if token in self._special_ids and end - begin > 1:
+                parts = self.encode_on(text[begin : begin + 1]) + self.encode_on(text[begin + 1 : end])
+            found += parts
+            places += [(begin, end)] * len(parts)
+        return found, places
+
+
+def _agreement(
+    ids: list[int], spans: list[Span], found: list[int], places: list[Span], low: int
+) -> tuple[int, int] | None:
+    """Where to go over from the first tokens to the others, which begin at `low`: in the middle of many equal ones."""
+    first = next((at for at, (begin, _) in enumerate(spans) if begin > low), len(spans))
+    where = {(*span, token): at for at, (span, token) in enumerate(zip(places, found, strict=True))}
+    run = 0
+    for old in range(first, len(ids)):
+        new = where.get((*spans[old], ids[old]))
+        follows = run and new is not None and old and where.get((*spans[old - 1], ids[old - 1])) == new - 1
+        run = run + 1 if follows else int(new is not None)
+        if run == 2 * _AGREED:
+            assert new is not None
+            old, new = old - _AGREED, new - _AGREED
+            while spans[old][0] < spans[old - 1][1]:  # several tokens of one character
+                old, new = old - 1, new - 1
+            return old, new
+    return None
+
+
+class Marks:
+    """Characters that stand for special tokens which a person's text spells, until the text is tokenised."""
+
+    def __init__(self, special: list[str], others: list[str]) -> None:
+        """
+        Args:
+            special: the tokenizer's special tokens.
+            others: those that it was given beside them, such as tags around thoughts.
+        """
+        names = sorted({*special, *others}, key=lambda each: (-len(each), each))
+        self.by_name = {name: chr(_PRIVATE + number) for number, name in enumerate(names) if name}
+        self.texts = {mark: name for name, mark in self.by_name.items()}
+        self._special = {name for name in special if name}
+
+    def put(self, value: Any, all_tokens: bool) -> Any:
+        """Put marks into all texts of a JSON value.
+
+        Args:
+            all_tokens: into an answer only those of special tokens: it may hold tags that the model writes.
+        """
+        if isinstance(value, dict):
+            return {name: self.put(each, all_tokens) for name, each in value.items()}
+        if isinstance(value, list):
+            return [self.put(each, all_tokens) for each in value]
+        if not isinstance(value, str):
+            return value
+        for name, mark in self.by_name.items():
+            if (all_tokens or name in self._special) and name in value:
+                value = value.replace(name, mark)
+        return value
+
+    def restored(self, text: str) -> str:
+        """The text without marks."""
+        return text.translate({ord(mark): name for mark, name in self.texts.items()})
