@@ -15,6 +15,7 @@ MAX_TARGETS = 256
 MAX_WORD_CHARACTERS = 200
 ALL_LINEAR = "all-linear"
 NO_HELD_OUT = "none"
+NEEDS = "pip install 'starling[hf]'"
 
 
 class ModelError(ValueError):

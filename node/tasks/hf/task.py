@@ -17,6 +17,7 @@ from torch import nn
 
 from node.tasks.base import Batch
 from node.tasks.flat import unfrozen
+from node.tasks.hf.adapters import tell_frozen_experts
 from node.tasks.hf.chat import Encoder, begin_tokens
 from node.tasks.hf.corpus import SAMPLE_BYTES, Document, Sample, data_files, document_of, read_documents
 from node.tasks.hf.data_set import find_data_set, is_streamed
@@ -245,6 +246,8 @@ def make_task(
     if not is_streamed(data):
         data_files(data)  # before the model, which takes longer
     loaded = load_model(machine.model, settings, values.pins, device, dtype, partial(tell_memory, values, device))
+    if settings.train == "lora":
+        tell_frozen_experts(loaded.module, loaded.pins.targets)
     encoder = Encoder(loaded.tokenizer, settings.format == "chat")
     sample = b""
     if held_out is not None:
