@@ -8,26 +8,39 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 
 from node.config.manifest import Manifest
+from node.export.checking import TEXT, Expected, ExportError, difference, probe
 from node.export.trained_model import TrainedError, TrainedModel
 from node.tasks.hf.chat import Encoder
 from node.tasks.hf.corpus import Document, data_files, read_documents
+from node.tasks.hf.foreign import foreign
 from node.tasks.hf.model import LoadedModel, load_model, trained_layout
 from node.tasks.hf.rows import Rows, rows_of
 from node.tasks.hf.settings import HfSettings, ModelError, ModelPins
-from node.tasks.hf.source import TOKENIZER_FILES
+from node.tasks.hf.source import HUB_NAME, TOKENIZER_FILES, weight_files
 from node.tasks.hf.task import evaluate_rows, parse_sample, prompt_ids, read_sample, stream
 from protocols.base import Layout
 
 MAX_EVALUATED_DOCUMENTS = 10_000
+NO_HUB = "(a folder: see README.md)"
+"""In place of a base's name on the hub. It cannot be one, so that no other model is loaded."""
+_PATHS = frozenset(
+    {"_name_or_path", "name_or_path", "tokenizer_file", "special_tokens_map_file", "vocab_file", "merges_file"}
+)
+"""Keys of configurations that only say where something was."""
+_ABSOLUTE = re.compile(r"(/|~/|[A-Za-z]:[/\\])[^/\\]+[/\\]")
+_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,30 +49,50 @@ class FineTuned:
 
     Attributes:
         module: on the CPU, float32, in eval mode.
+        on_hub: the base's name on the hub, ORG/NAME@REVISION, from this machine's copy or the founder's; else empty.
     """
 
     loaded: LoadedModel
     settings: HfSettings
+    on_hub: str = ""
 
     @property
     def module(self) -> Any:
         return self.loaded.module
 
-    def write(self, place: Path, merge: bool) -> None:
-        """Write the model, or its adapters, as files that transformers or peft load."""
-        module = self.module
+    def write(self, place: Path, merge: bool) -> Expected:
+        """Write the model, or its adapters, as files that transformers or peft load; the module cannot be used after.
+
+        A merged model has the dtypes of its base. One that was trained as a whole is in float32, as the peers have it.
+
+        Raises:
+            ExportError: the merged model computes something else than the trained one.
+            ModelError: the libraries cannot write it.
+        """
+        module, folder = self.module, self.loaded.folder.path
+        ids, logits = probe(module)
         if self.settings.train == "lora" and not merge:
-            module.save_pretrained(place)
+            with foreign("the adapters cannot be written"):
+                module.save_pretrained(place, save_embedding_layers=False)
             (place / "README.md").unlink(missing_ok=True)
-            _name_base(place / "adapter_config.json", self.loaded)
-            return
-        if self.settings.train == "lora":
-            module = module.merge_and_unload()
-        module.config.use_cache = True
-        module.save_pretrained(place)
-        for name in TOKENIZER_FILES:
-            if (file := self.loaded.folder.path / name).is_file():
-                shutil.copyfile(file, place / name)
+            _name_base(place / "adapter_config.json", self.on_hub)
+            remove_paths(place)
+            return Expected(logits, ids, base=folder)
+        with foreign("the model cannot be written"):
+            if self.settings.train == "lora":
+                module = module.merge_and_unload()
+        if gap := difference(probe(module)[1], logits):
+            raise ExportError(
+                "with the adapters merged into it, the model computes something else (its logits differ by "
+                f"{gap:.2g}): export the adapters without --merge"
+            )
+        with foreign("the model cannot be written"):
+            if self.settings.train == "lora":
+                _round(module, folder)
+            _save(module, folder, place)
+        remove_paths(place)
+        tokens = self.loaded.tokenizer(TEXT)["input_ids"]
+        return Expected(probe(module.float())[1], ids, tokens)
 
     def continue_text(self, prompt: str, tokens: int, temperature: float, seed: int) -> Iterator[str]:
         """Pieces of text that continue a prompt or, in a chat, answer it.
@@ -119,7 +152,8 @@ def load_fine_tuned(trained: TrainedModel, model: str | None) -> FineTuned:
         for name, parameter in found.items():
             parameter.copy_(trained.tensors[name])
     loaded.module.eval()
-    return FineTuned(loaded, settings)
+    on_hub = next((each for each in (loaded.folder.base, pins.base) if HUB_NAME.fullmatch(each)), "")
+    return FineTuned(loaded, settings, on_hub)
 
 
 def fine_tuned_layout(manifest: Manifest, model: str | None) -> Layout:
@@ -153,11 +187,54 @@ def _first(data: Path, settings: HfSettings) -> list[Document]:
     ]
 
 
-def _name_base(path: Path, loaded: LoadedModel) -> None:
-    """Write into the adapter's configuration where its base is: on the hub, or on this machine."""
-    fields = json.loads(path.read_text())
-    base = loaded.folder.base
-    name, _, revision = base.rpartition("@") if "/" in base else ("", "", "")  # a folder's name has no slash
-    fields["base_model_name_or_path"] = name or str(loaded.folder.path.resolve())
-    fields["revision"] = revision or None
+def _name_base(path: Path, on_hub: str) -> None:
+    """Write into the adapter's configuration where its base is. The path of a folder would mean nothing elsewhere."""
+    fields, (name, _, revision) = json.loads(path.read_text()), on_hub.partition("@")
+    fields["base_model_name_or_path"], fields["revision"] = name or NO_HUB, revision or None
     path.write_text(json.dumps(fields, indent=2) + "\n")
+
+
+def _round(module: Any, folder: Path) -> None:
+    """Give a merged model's tensors the dtypes that they have in the files of its base."""
+    dtypes: dict[str, torch.dtype] = {}
+    sizes: Counter[torch.dtype] = Counter()
+    for file in weight_files(folder):
+        with safe_open(file, "pt") as opened:
+            for name in opened.keys():  # noqa: SIM118
+                part = opened.get_slice(name)
+                if dtype := _DTYPES.get(part.get_dtype()):
+                    dtypes[name] = dtype
+                    sizes[dtype] += math.prod(part.get_shape())
+    most = sizes.most_common(1)[0][0]  # for tensors that have other names in the module, such as experts
+    for name, tensor in module.state_dict(keep_vars=True).items():
+        if tensor.is_floating_point():
+            tensor.data = tensor.data.to(dtypes.get(name, most))
+
+
+def _save(module: Any, folder: Path, place: Path) -> None:
+    """Write a whole model, with its tokenizer."""
+    module.config.use_cache = True
+    if (folder / "generation_config.json").is_file():  # copied below: transformers writes fewer than it reads
+        module.generation_config = type(module.generation_config)()
+    module.save_pretrained(place)
+    for name in TOKENIZER_FILES:
+        if (file := folder / name).is_file():
+            shutil.copyfile(file, place / name)
+
+
+def remove_paths(place: Path) -> None:
+    """Remove from all configurations where their files were, on this machine or on that of the base's author."""
+    for file in place.glob("*config*.json"):
+        fields = json.loads(file.read_text(encoding="utf-8"))
+        if (kept := _without_paths(fields)) != fields:
+            file.write_text(json.dumps(kept, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _without_paths(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    return {
+        key: _without_paths(each)
+        for key, each in value.items()
+        if key not in _PATHS and not (isinstance(each, str) and _ABSOLUTE.match(each))
+    }

@@ -32,8 +32,8 @@ def adapted_layers(module: nn.Module, wanted: tuple[str, ...]) -> tuple[str, ...
         raise ModelError(f"hf.lora_targets: the model has no linear layer {missing[0]}: it has {have}")
     if tied := sorted(set(wanted) & _tied_layers(module)):
         raise ModelError(
-            f"hf.lora_targets: {tied[0]} shares its weights with the embedding in this model, so an adapter on it could "
-            "not be merged into them: leave it out"
+            f"hf.lora_targets: {tied[0]} shares its weights with the embedding in this model, and an adapter on it "
+            "could not be merged into both: leave it out"
         )
     return tuple(sorted(set(wanted)))
 

@@ -187,8 +187,8 @@ def require_finite(module: Any, where: str) -> None:
         # The extremes are NaN if a value is. Unlike `isfinite`, they take no memory.
         if tensor.is_floating_point() and tensor.numel() and not all(map(torch.isfinite, torch.aminmax(tensor))):
             raise ModelError(
-                f"{where}: the tensor {name} holds NaN or infinity, so that nothing can be learnt from it: download the "
-                "model again, or take another"
+                f"{where}: the tensor {name} holds NaN or infinity, so training would only spread that: download "
+                "the model again, or take another"
             )
     if not _probe(module).isfinite().all():
         raise ModelError(
