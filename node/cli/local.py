@@ -81,11 +81,12 @@ def export(
         raise CommandError("--bootstrap and --state-dir name different models: give one of them")
     trained = _fetched(bootstrap, model) if bootstrap else _trained(state_dir)
     from node.export import hugging_face as exporting
+    from node.export.checking import ExportError
     from node.export.trained_model import TrainedError
 
     try:
         unchecked = exporting.export(trained, out, model, merge, check)
-    except (exporting.ExportError, TrainedError) as error:
+    except (ExportError, TrainedError) as error:
         raise CommandError(str(error)) from None
     told = f"wrote {out}: run {trained.manifest.run_id[:12]} after {trained.rounds[0]} rounds"
     print(told + (f"; it was not loaded again to compare ({unchecked})" if unchecked else ""), file=sys.stderr)

@@ -51,6 +51,8 @@ def export(
         draft.mkdir(parents=True)
         try:
             expected = _fill(model, draft, base, merge)
+            for each in draft.iterdir():
+                each.chmod(0o644)  # the libraries keep weights from other users
             why = why_unchecked(expected) if is_checked else "--no-check"
             if not why:
                 gc.collect()  # the model in this process, before another has it in memory
@@ -75,7 +77,6 @@ def _fill(model: TrainedModel, place: Path, base: str | None, merge: bool) -> Ex
         (place / "README.md").write_text(card(model, merge, tuned.on_hub), encoding="utf-8")
         return expected
     tensors.write(place / MODEL, model.tensors, {"format": "pt"})
-    os.chmod(place / MODEL, 0o644)
     texts: dict[str, str] = {"README.md": card(model)}
     if gpt := model.manifest.config.gpt:
         files = {

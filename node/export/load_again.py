@@ -47,14 +47,15 @@ def _differing_tensors(job: dict[str, Any]) -> str:
 def _differing_logits(job: dict[str, Any]) -> str:
     import transformers
 
-    options = {"dtype": torch.float32, "trust_remote_code": False, "local_files_only": True}
+    options: dict[str, Any] = {"dtype": torch.float32, "trust_remote_code": False, "local_files_only": True}
     load = transformers.AutoModelForCausalLM.from_pretrained
     if job["base"]:
         import peft
 
         model: Any = peft.PeftModel.from_pretrained(load(job["base"], **options), job["folder"])
     else:
-        model, info = load(job["folder"], output_loading_info=True, **options)
+        found: Any = load(job["folder"], output_loading_info=True, **options)
+        model, info = found
         for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
             if names := sorted(map(str, info[kind])):
                 return f"transformers reports {len(names)} {kind.replace('_', ' ')}, such as {names[0]}"

@@ -147,7 +147,8 @@ def advice(plan: TrainingPlan, available: int, is_ours: bool) -> str:
 
 
 def _listed(changes: Iterable[str], is_ours: bool) -> str:
-    machine, run = [], []
+    machine: list[str] = []
+    run: list[str] = []
     for each in changes:
         (machine if each.startswith("--") else run).append(each)
     if run and not is_ours:

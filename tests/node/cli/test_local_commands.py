@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from node.cli.app import main
+from node.export import hugging_face
 from node.export.generation import harmless
 from tests.support.statedir_fixtures import kept_gpt, staged_run
 
@@ -17,6 +18,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.delenv("NODE_STATE_DIR", raising=False)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(hugging_face, "require_loading", lambda *_: None)  # it takes seconds
     home = tmp_path / "state" / "starling"
     home.mkdir(parents=True)
     return home
@@ -69,6 +71,10 @@ def test_single_local_peer_is_found(home: Path, tmp_path: Path, starling: Said) 
     code, out, err = starling("export", "--out", "out")
     assert (code, out) == (0, "") and err.startswith("wrote out: run ") and err.endswith(" after 5 rounds\n")
     assert "out exists already" in starling.refused("export", "--out", "out")
+    assert (
+        "5 rounds; it was not loaded again to compare (--no-check)\n"
+        in starling("export", "--out", "unchecked", "--no-check")[2]
+    )
     code, text, err = starling("generate", "def ", "--tokens", "20", "--temperature", "0")
     assert code == 0 and err == "" and text.endswith("\n") and 1 < len(text) <= 21
     assert starling("generate", "def ", "--tokens", "20", "--seed", "1") != starling(
