@@ -72,6 +72,7 @@ def with_adapters(module: Any, settings: HfSettings, targets: Iterable[str]) -> 
     device = next(module.parameters()).device
     with foreign("this model takes no adapters"), warnings.catch_warnings(), torch.device(device):
         warnings.simplefilter("ignore", FutureWarning)  # of peft's own use of transformers
+        warnings.simplefilter("ignore", RuntimeWarning)  # of what is refused below
         adapted = peft.get_peft_model(module, config)
     # In some models of experts, peft takes the names of dense layers for the experts' of older versions.
     if moved := sorted(set(layers) - set(config.target_modules or ())):

@@ -185,7 +185,7 @@ def test_estimated_changes_are_those_of_training() -> None:
     assert all(each.dtype == torch.float32 and each.requires_grad for each in module.parameters()), "it is not changed"
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "llama", "gpt2"])
+@pytest.mark.parametrize("kind", ["qwen3", "llama", "gpt2", "olmoe"])
 def test_needed_memory_is_what_autograd_keeps(made: Path, kind: str) -> None:
     settings, kept = HfSettings(context=64, rows=4), {}
     module = load_module(find_model(str(made / kind)), True, "cpu", torch.float32).train()
