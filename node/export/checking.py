@@ -79,6 +79,15 @@ def difference(found: torch.Tensor, wanted: torch.Tensor) -> float:
     return 0.0 if gap <= load_again.TOLERANCE * scale else gap
 
 
+def require_numbers(logits: torch.Tensor, what: str) -> None:
+    """
+    Raises:
+        ExportError: a model computes NaN or infinity.
+    """
+    if not logits.isfinite().all():
+        raise ExportError(f"{what} computes NaN or infinity, so that it is of no use")
+
+
 def why_unchecked(expected: Expected) -> str:
     """Why this export cannot be checked here; empty if it can."""
     if expected.logits is not None and importlib.util.find_spec("transformers") is None:
@@ -95,7 +104,8 @@ def require_loading(folder: Path, expected: Expected) -> None:
     """
     if found := problems([(folder, expected)])[0]:
         raise ExportError(
-            f"the export was loaded again, and {found}: it was removed; is the installation of one piece?"
+            f"the export was loaded again, and {found}: it was removed; try the versions of transformers and peft that "
+            "the run trained with"
         )
 
 

@@ -20,7 +20,7 @@ import torch
 from safetensors import safe_open
 
 from node.config.manifest import Manifest
-from node.export.checking import TEXT, Expected, ExportError, difference, probe
+from node.export.checking import TEXT, Expected, ExportError, difference, probe, require_numbers
 from node.export.trained_model import TrainedError, TrainedModel
 from node.tasks.hf.chat import Encoder
 from node.tasks.hf.corpus import Document, data_files, read_documents
@@ -63,36 +63,50 @@ class FineTuned:
     def write(self, place: Path, merge: bool) -> Expected:
         """Write the model, or its adapters, as files that transformers or peft load; the module cannot be used after.
 
-        A merged model has the dtypes of its base. One that was trained as a whole is in float32, as the peers have it.
-
         Raises:
-            ExportError: the merged model computes something else than the trained one.
+            ExportError: the model is of no use, or another one once the adapters are merged into it.
             ModelError: the libraries cannot write it.
         """
-        module, folder = self.module, self.loaded.folder.path
-        ids, logits = probe(module)
+        ids, logits = probe(self.module)
+        require_numbers(logits, "the trained model")
         if self.settings.train == "lora" and not merge:
             with foreign("the adapters cannot be written"):
-                module.save_pretrained(place, save_embedding_layers=False)
+                self.module.save_pretrained(place, save_embedding_layers=False)
             (place / "README.md").unlink(missing_ok=True)
             _name_base(place / "adapter_config.json", self.on_hub)
-            remove_paths(place)
-            return Expected(logits, ids, base=folder)
-        with foreign("the model cannot be written"):
-            if self.settings.train == "lora":
+            expected = Expected(logits, ids, base=self.loaded.folder.path)
+        else:
+            tokens = self.loaded.tokenizer(TEXT)["input_ids"]
+            expected = Expected(self._write_whole(place, logits), ids, tokens)
+        remove_paths(place)
+        return expected
+
+    def _write_whole(self, place: Path, logits: torch.Tensor) -> torch.Tensor:
+        """Write a model without adapters: merged in the dtypes of its base, trained as a whole in float32, as it is.
+
+        Args:
+            logits: of the trained model.
+
+        Returns:
+            Logits of the written one, which may be rounded.
+        """
+        module, folder, is_merged = self.module, self.loaded.folder.path, self.settings.train == "lora"
+        if is_merged:
+            with foreign("the adapters cannot be merged"):
                 module = module.merge_and_unload()
-        if gap := difference(probe(module)[1], logits):
-            raise ExportError(
-                "with the adapters merged into it, the model computes something else (its logits differ by "
-                f"{gap:.2g}): export the adapters without --merge"
-            )
+            if gap := difference(probe(module)[1], logits):
+                raise ExportError(
+                    "with the adapters merged into it, the model computes something else (its logits differ by "
+                    f"{gap:.2g}): export the adapters without --merge"
+                )
         with foreign("the model cannot be written"):
-            if self.settings.train == "lora":
+            if is_merged:
                 _round(module, folder)
             _save(module, folder, place)
-        remove_paths(place)
-        tokens = self.loaded.tokenizer(TEXT)["input_ids"]
-        return Expected(probe(module.float())[1], ids, tokens)
+        dtype = str(module.dtype).removeprefix("torch.")
+        _, rounded = probe(module.float())
+        require_numbers(rounded, f"rounded to the {dtype} of its base, the merged model")
+        return rounded
 
     def continue_text(self, prompt: str, tokens: int, temperature: float, seed: int) -> Iterator[str]:
         """Pieces of text that continue a prompt or, in a chat, answer it.

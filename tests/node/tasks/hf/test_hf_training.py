@@ -240,7 +240,7 @@ def test_joiner_of_a_full_run_needs_no_weights(made: Path, tmp_path: Path) -> No
         (lambda folder: spoil_index(folder, {"a": "../../secret.safetensors"}), "not safetensors beside it"),
         (lambda folder: append(folder / "model.safetensors", b"x"), "cannot be loaded: SafetensorError"),
         (lambda folder: drop(folder / "model.safetensors", "model.norm.weight"), "lacks 1 tensors, such as model.norm"),
-        (lambda folder: poison(folder, math.nan), "the tensor model.layers.1.mlp.up_proj.weight holds NaN or infinity"),
+        (lambda folder: poison(folder, math.nan), "the tensor model.layers.1.mlp.up_proj.weight holds"),
         (lambda folder: poison(folder, -math.inf, torch.bfloat16), "the tensor model.layers.1.mlp.up_proj.weight"),
         (
             lambda folder: poison(folder, math.inf, torch.float16, "50KB"),
@@ -332,7 +332,7 @@ def test_adapters_that_peft_would_put_elsewhere_are_refused(made: Path) -> None:
     with torch.device("meta"):
         module = AutoModelForCausalLM.from_config(config)
     targets = adapted_layers(module, ("all-linear",))
-    with pytest.raises(ModelError, match='set hf.lora_targets = .."k_proj", "o_proj", "q_proj", "v_proj"'):
+    with pytest.raises(ModelError, match=r'set hf.lora_targets = \["k_proj", "o_proj", "q_proj", "v_proj"\]$'):
         with_adapters(module, HfSettings(), targets)
 
 
@@ -363,7 +363,7 @@ def test_tokenizer_that_begins_texts_is_another(made: Path) -> None:
         ({"lora_targets": ("q_proj", "qq")}, "hf.lora_targets: the model has no linear layer qq: it has down_proj"),
         (
             {"lora_targets": ("lm_head",)},
-            "hf.lora_targets: lm_head shares its weights with the embedding in this model",
+            "hf.lora_targets: lm_head shares its weights with the embedding",
         ),
     ],
 )
