@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import sys
 from pathlib import Path
 
 import pytest
@@ -71,10 +72,6 @@ def test_single_local_peer_is_found(home: Path, tmp_path: Path, starling: Said) 
     code, out, err = starling("export", "--out", "out")
     assert (code, out) == (0, "") and err.startswith("wrote out: run ") and err.endswith(" after 5 rounds\n")
     assert "out exists already" in starling.refused("export", "--out", "out")
-    assert (
-        "5 rounds; it was not loaded again to compare (--no-check)\n"
-        in starling("export", "--out", "unchecked", "--no-check")[2]
-    )
     code, text, err = starling("generate", "def ", "--tokens", "20", "--temperature", "0")
     assert code == 0 and err == "" and text.endswith("\n") and 1 < len(text) <= 21
     assert starling("generate", "def ", "--tokens", "20", "--seed", "1") != starling(
@@ -84,6 +81,14 @@ def test_single_local_peer_is_found(home: Path, tmp_path: Path, starling: Said) 
     kept_gpt(home / "peer-2")
     assert "2 state directories here hold a run: choose one with --state-dir" in starling.refused("generate", "x")
     assert starling("generate", "x", "--tokens", "1", "--state-dir", str(home / "peer-2"))[0] == 0
+
+
+def test_unchecked_export_says_so(home: Path, starling: Said, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept_gpt(home / "peer-1")
+    said = starling("export", "--out", "unchecked", "--no-check")[2]
+    assert said.endswith(" after 5 rounds; it was not loaded again to compare (--no-check)\n")
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert "compare (transformers is not installed here)" in starling("export", "--out", "without")[2]
 
 
 def test_variable_names_one_directory(
