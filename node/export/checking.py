@@ -104,8 +104,7 @@ def require_loading(folder: Path, expected: Expected) -> None:
     """
     if found := problems([(folder, expected)])[0]:
         raise ExportError(
-            f"the export was loaded again, and {found}: it was removed; try the versions of transformers and peft that "
-            "the run trained with"
+            f"the export was loaded again, and {found}: it was removed; try other versions of transformers and peft"
         )
 
 

@@ -76,7 +76,7 @@ class FineTuned:
             _name_base(place / "adapter_config.json", self.on_hub)
             expected = Expected(logits, ids, base=self.loaded.folder.path)
         else:
-            tokens = self.loaded.tokenizer(TEXT)["input_ids"]
+            tokens = self.loaded.tokenizer(TEXT, verbose=False)["input_ids"]
             expected = Expected(self._write_whole(place, logits), ids, tokens)
         remove_paths(place)
         return expected

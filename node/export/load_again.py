@@ -68,7 +68,7 @@ def _differing_logits(job: dict[str, Any]) -> str:
         return f"its logits differ by {gap:.2g} from those of the run's model, more than {TOLERANCE * scale:.2g}"
     if job["text"]:
         tokenizer = transformers.AutoTokenizer.from_pretrained(job["folder"], local_files_only=True)
-        if tokenizer(job["text"])["input_ids"] != job["tokens"]:
+        if tokenizer(job["text"], verbose=False)["input_ids"] != job["tokens"]:
             return "its tokenizer makes other tokens of a text than the run's"
     return ""
 

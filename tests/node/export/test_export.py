@@ -14,7 +14,7 @@ from torch import nn
 
 from node.config.run_config import load_run
 from node.export import hugging_face, load_again
-from node.export.checking import Expected, ExportError, problems, require_loading
+from node.export.checking import Expected, ExportError, problems, require_loading, write_job
 from node.export.hugging_face import export
 from node.export.trained_model import load_trained
 from tests.support.statedir_fixtures import keep, kept_gpt
@@ -49,18 +49,30 @@ def test_transformers_load_the_same_model_and_tokens(tmp_path: Path, monkeypatch
     assert bytes(more.tolist()) == ours.generate(b"def ", 8)
 
 
-def test_process_of_its_own_notices_another_model(tmp_path: Path, written: dict[Path, Expected]) -> None:
+@pytest.mark.filterwarnings("ignore")  # transformers' own
+def test_another_model_than_the_runs_is_noticed(tmp_path: Path, written: dict[Path, Expected]) -> None:
     kept_gpt(tmp_path / "peer")
     export(load_trained([tmp_path / "peer"]), tmp_path / "out")
-    ((_, right),) = written.items()
+    (right,) = written.values()
     assert right.logits is not None
     wrong = {
         "its logits differ by 0.0": replace(right, logits=right.logits * 1.01),
         "its tokenizer makes other tokens of a text": replace(right, tokens=[*right.tokens, 0]),
-        "tensors differ from the run's, such as lm_head.weight": Expected(tensors={"lm_head.weight": "other"}),
+        "it cannot be loaded: ValueError": replace(right, base=tmp_path / "peer"),
     }
-    fine, *found = problems([(tmp_path / "out", each) for each in (right, *wrong.values())])
-    assert fine == "" and all(words in each for words, each in zip(wrong, found, strict=True)), found
+    for number, (words, each) in enumerate({"": right, **wrong}.items()):
+        found = load_again.problem(json.loads(write_job(tmp_path, number, tmp_path / "out", each).read_text()))
+        assert found.startswith(words) and bool(found) == bool(words), found
+
+
+def test_export_is_loaded_in_a_process_of_its_own(tmp_path: Path, written: dict[Path, Expected]) -> None:
+    keep(tmp_path / "peer", load_run(None, {"task": "mine.tasks:make"}, ["butterfly"]), nn.Linear(3, 4))
+    export(load_trained([tmp_path / "peer"]), tmp_path / "out")
+    (right,) = written.values()
+    wrong = Expected(tensors=right.tensors | {"weight": "other"})  # type: ignore[operator]
+    found = problems([(tmp_path / "out", right), (tmp_path / "out", wrong), (tmp_path / "absent", right)])
+    assert found[:2] == ["", "1 tensors differ from the run's, such as weight"]
+    assert found[2].startswith("it cannot be loaded: FileNotFoundError")
 
 
 BAD_PROCESSES = {

@@ -318,9 +318,9 @@ def test_experts_are_trained_or_named_as_frozen(made: Path, capfd: Any) -> None:
     learner = learner_of(made, "olmoe", lora_targets=("experts.down_proj", "experts.gate_up_proj"))
     assert "the experts have no adapters" not in capfd.readouterr().err
     before = learner.evaluate()
-    for step in range(12):
+    for step in range(6):
         learner.step(0, step)
-    assert learner.evaluate() < before - 0.02
+    assert learner.evaluate() < before - 0.01
     assert all(bool(each.ne(0).any()) for name, each in learner._task.module.named_parameters() if "lora_B" in name)
 
 
