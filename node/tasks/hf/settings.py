@@ -33,8 +33,8 @@ class HfSettings:
         train: lora trains small adapters beside the model, which stays as it is; full trains the whole model.
         lora_rank: rank of the adapters.
         lora_alpha: scale of the adapters, as a multiple of 1 / lora_rank. Its default is twice the rank.
-        lora_targets: names of the layers that get adapters, such as q_proj, or experts.down_proj of a mixture of experts;
-            all-linear means all linear layers except the output layer and routers, which experts are not.
+        lora_targets: names of the layers that get adapters, such as q_proj, or experts.down_proj where experts are fused;
+            all-linear means all linear layers except the output layer and routers, without fused experts.
         context: tokens of a row.
         rows: rows of a batch.
         format: text: every token is a target. chat: conversations, in which only the assistant's turns are targets.
