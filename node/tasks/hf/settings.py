@@ -33,7 +33,7 @@ class HfSettings:
         train: lora trains small adapters beside the model, which stays as it is; full trains the whole model.
         lora_rank: rank of the adapters.
         lora_alpha: scale of the adapters, as a multiple of 1 / lora_rank. Its default is twice the rank.
-        lora_targets: names of the layers that get adapters, such as q_proj, or experts.down_proj where experts are fused;
+        lora_targets: names of the layers that get adapters, such as q_proj, or experts.down_proj of fused experts;
             all-linear means all linear layers except the output layer and routers, without fused experts.
         context: tokens of a row.
         rows: rows of a batch.
