@@ -61,6 +61,7 @@ BROAD_EXCEPT = {
     "node/session/peer.py",
     "node/tasks/user_task.py",
     "node/tasks/hf/foreign.py",
+    "node/export/load_again.py",
     "node/training/worker.py",
 }
 

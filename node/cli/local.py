@@ -67,19 +67,29 @@ def export(
     merge: Annotated[
         bool, typer.Option("--merge", help="Of a run of adapters, write the whole model, with the adapters in it.")
     ] = False,
+    check: Annotated[
+        bool,
+        typer.Option(
+            "--check/--no-check",
+            help="Load the export again in a process of its own, and compare what it computes. It needs memory for one "
+            "more copy of the model.",
+        ),
+    ] = True,
 ) -> int:
     """Export the newest checkpoint of a run's model as a directory that Hugging Face transformers can load."""
     if bootstrap and state_dir:
         raise CommandError("--bootstrap and --state-dir name different models: give one of them")
     trained = _fetched(bootstrap, model) if bootstrap else _trained(state_dir)
     from node.export import hugging_face as exporting
+    from node.export.checking import ExportError
     from node.export.trained_model import TrainedError
 
     try:
-        exporting.export(trained, out, model, merge)
-    except (exporting.ExportError, TrainedError) as error:
+        unchecked = exporting.export(trained, out, model, merge, check)
+    except (ExportError, TrainedError) as error:
         raise CommandError(str(error)) from None
-    print(f"wrote {out}: run {trained.manifest.run_id[:12]} after {trained.rounds[0]} rounds", file=sys.stderr)
+    told = f"wrote {out}: run {trained.manifest.run_id[:12]} after {trained.rounds[0]} rounds"
+    print(told + (f"; it was not loaded again to compare ({unchecked})" if unchecked else ""), file=sys.stderr)
     return 0
 
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -16,19 +18,30 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 
 from node.config.manifest import Manifest
+from node.export.checking import TEXT, Expected, ExportError, difference, probe, require_numbers
 from node.export.trained_model import TrainedError, TrainedModel
 from node.tasks.hf.chat import Encoder
 from node.tasks.hf.corpus import Document, data_files, joined, read_documents
+from node.tasks.hf.foreign import foreign
 from node.tasks.hf.model import LoadedModel, load_model, trained_layout
 from node.tasks.hf.rows import Rows, rows_of
 from node.tasks.hf.settings import HfSettings, ModelError, ModelPins
-from node.tasks.hf.source import TOKENIZER_FILES
+from node.tasks.hf.source import HUB_NAME, TOKENIZER_FILES, weight_files
 from node.tasks.hf.task import evaluate_rows, parse_sample, read_sample, stream
 from protocols.base import Layout
 
 MAX_EVALUATED_DOCUMENTS = 10_000
+NO_HUB = "(a folder: see README.md)"
+"""In place of a base's name on the hub. It cannot be one, so that no other model is loaded."""
+_PATHS = frozenset(
+    {"_name_or_path", "name_or_path", "tokenizer_file", "special_tokens_map_file", "vocab_file", "merges_file"}
+)
+"""Keys of configurations that only say where something was."""
+_ABSOLUTE = re.compile(r"(/|~/|[A-Za-z]:[/\\])[^/\\]+[/\\]")
+_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,30 +50,64 @@ class FineTuned:
 
     Attributes:
         module: on the CPU, float32, in eval mode.
+        on_hub: the base's name on the hub, ORG/NAME@REVISION, from this machine's copy or the founder's; else empty.
     """
 
     loaded: LoadedModel
     settings: HfSettings
+    on_hub: str = ""
 
     @property
     def module(self) -> Any:
         return self.loaded.module
 
-    def write(self, place: Path, merge: bool) -> None:
-        """Write the model, or its adapters, as files that transformers or peft load."""
-        module = self.module
+    def write(self, place: Path, merge: bool) -> Expected:
+        """Write the model, or its adapters, as files that transformers or peft load; the module cannot be used after.
+
+        Raises:
+            ExportError: the model is of no use, or another one once the adapters are merged into it.
+            ModelError: the libraries cannot write it.
+        """
+        ids, logits = probe(self.module)
+        require_numbers(logits, "the trained model")
         if self.settings.train == "lora" and not merge:
-            module.save_pretrained(place)
+            with foreign("the adapters cannot be written"):
+                self.module.save_pretrained(place, save_embedding_layers=False)
             (place / "README.md").unlink(missing_ok=True)
-            _name_base(place / "adapter_config.json", self.loaded)
-            return
-        if self.settings.train == "lora":
-            module = module.merge_and_unload()
-        module.config.use_cache = True
-        module.save_pretrained(place)
-        for name in TOKENIZER_FILES:
-            if (file := self.loaded.folder.path / name).is_file():
-                shutil.copyfile(file, place / name)
+            _name_base(place / "adapter_config.json", self.on_hub)
+            expected = Expected(logits, ids, base=self.loaded.folder.path)
+        else:
+            tokens = self.loaded.tokenizer(TEXT, verbose=False)["input_ids"]
+            expected = Expected(self._write_whole(place, logits), ids, tokens)
+        remove_paths(place)
+        return expected
+
+    def _write_whole(self, place: Path, logits: torch.Tensor) -> torch.Tensor:
+        """Write a model without adapters: merged in the dtypes of its base, trained as a whole in float32, as it is.
+
+        Args:
+            logits: of the trained model.
+
+        Returns:
+            Logits of the written one, which may be rounded.
+        """
+        module, folder, is_merged = self.module, self.loaded.folder.path, self.settings.train == "lora"
+        if is_merged:
+            with foreign("the adapters cannot be merged"):
+                module = module.merge_and_unload()
+            if gap := difference(probe(module)[1], logits):
+                raise ExportError(
+                    "with the adapters merged into it, the model computes something else (its logits differ by "
+                    f"{gap:.2g}): export the adapters without --merge"
+                )
+        with foreign("the model cannot be written"):
+            if is_merged:
+                _round(module, folder)
+            _save(module, folder, place)
+        dtype = str(module.dtype).removeprefix("torch.")
+        _, rounded = probe(module.float())
+        require_numbers(rounded, f"rounded to the {dtype} of its base, the merged model")
+        return rounded
 
     def continue_text(self, prompt: str, tokens: int, temperature: float, seed: int) -> Iterator[str]:
         """Pieces of text that continue a prompt or, in a chat, answer it.
@@ -120,7 +167,8 @@ def load_fine_tuned(trained: TrainedModel, model: str | None) -> FineTuned:
         for name, parameter in found.items():
             parameter.copy_(trained.tensors[name])
     loaded.module.eval()
-    return FineTuned(loaded, settings)
+    on_hub = next((each for each in (loaded.folder.base, pins.base) if HUB_NAME.fullmatch(each)), "")
+    return FineTuned(loaded, settings, on_hub)
 
 
 def fine_tuned_layout(manifest: Manifest, model: str | None) -> Layout:
@@ -150,11 +198,54 @@ def _first(data: Path, settings: HfSettings) -> list[Document]:
     return list(islice(joined(documents), MAX_EVALUATED_DOCUMENTS))
 
 
-def _name_base(path: Path, loaded: LoadedModel) -> None:
-    """Write into the adapter's configuration where its base is: on the hub, or on this machine."""
-    fields = json.loads(path.read_text())
-    base = loaded.folder.base
-    name, _, revision = base.rpartition("@") if "/" in base else ("", "", "")  # a folder's name has no slash
-    fields["base_model_name_or_path"] = name or str(loaded.folder.path.resolve())
-    fields["revision"] = revision or None
+def _name_base(path: Path, on_hub: str) -> None:
+    """Write into the adapter's configuration where its base is. The path of a folder would mean nothing elsewhere."""
+    fields, (name, _, revision) = json.loads(path.read_text()), on_hub.partition("@")
+    fields["base_model_name_or_path"], fields["revision"] = name or NO_HUB, revision or None
     path.write_text(json.dumps(fields, indent=2) + "\n")
+
+
+def _round(module: Any, folder: Path) -> None:
+    """Give a merged model's tensors the dtypes that they have in the files of its base."""
+    dtypes: dict[str, torch.dtype] = {}
+    sizes: Counter[torch.dtype] = Counter()
+    for file in weight_files(folder):
+        with safe_open(file, "pt") as opened:
+            for name in opened.keys():  # noqa: SIM118
+                part = opened.get_slice(name)
+                if dtype := _DTYPES.get(part.get_dtype()):
+                    dtypes[name] = dtype
+                    sizes[dtype] += math.prod(part.get_shape())
+    most = sizes.most_common(1)[0][0]  # for tensors that have other names in the module, such as experts
+    for name, tensor in module.state_dict(keep_vars=True).items():
+        if tensor.is_floating_point():
+            tensor.data = tensor.data.to(dtypes.get(name, most))
+
+
+def _save(module: Any, folder: Path, place: Path) -> None:
+    """Write a whole model, with its tokenizer."""
+    module.config.use_cache = True
+    if (folder / "generation_config.json").is_file():  # copied below: transformers writes fewer than it reads
+        module.generation_config = type(module.generation_config)()
+    module.save_pretrained(place)
+    for name in TOKENIZER_FILES:
+        if (file := folder / name).is_file():
+            shutil.copyfile(file, place / name)
+
+
+def remove_paths(place: Path) -> None:
+    """Remove from all configurations where their files were, on this machine or on that of the base's author."""
+    for file in place.glob("*config*.json"):
+        fields = json.loads(file.read_text(encoding="utf-8"))
+        if (kept := _without_paths(fields)) != fields:
+            file.write_text(json.dumps(kept, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _without_paths(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    return {
+        key: _without_paths(each)
+        for key, each in value.items()
+        if key not in _PATHS and not (isinstance(each, str) and _ABSOLUTE.match(each))
+    }

@@ -8,61 +8,75 @@ so its tensors are not converted. Its tokens are bytes: the tokenizer is GPT-2's
 
 from __future__ import annotations
 
+import gc
 import json
-import math
 import os
 import shutil
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from node.config.task_tables import GptTable
+from node.export.card import MODEL, card
+from node.export.checking import TEXT, Expected, ExportError, probe_ids, require_loading, why_unchecked
 from node.export.fine_tuned import load_fine_tuned
 from node.export.trained_model import TrainedModel
 from node.storage import tensors
-from node.tasks.extra import trained_elements
-from node.tasks.gpt import RMS_EPS, ROPE_THETA, VOCABULARY
-
-MODEL = "model.safetensors"
+from node.tasks.gpt import RMS_EPS, ROPE_THETA, VOCABULARY, Gpt
+from node.tasks.hf.settings import ModelError
 
 
-class ExportError(ValueError):
-    """The model cannot be written. The message says in one line what happened, why, and what to do."""
-
-
-def export(model: TrainedModel, out: Path, base: str | None = None, merge: bool = False) -> None:
-    """Create the directory, atomically.
+def export(
+    model: TrainedModel, out: Path, base: str | None = None, merge: bool = False, is_checked: bool = True
+) -> str:
+    """Create the directory, atomically, once a process of its own has loaded it and computed the same.
 
     Args:
         base: this machine's copy of the model that a run of the task hf fine-tunes.
         merge: whether to write the whole model instead of its adapters.
+        is_checked: whether to load it again.
+
+    Returns:
+        Why it was not loaded again; empty if it was.
 
     Raises:
         TrainedError: `base` is missing or another model, or is given for a run of another task.
-        ExportError: it exists already and is not empty, or cannot be written.
+        ExportError: it exists already and is not empty, cannot be written, or loads as another model.
     """
     if out.is_symlink() or (out.exists() and not (out.is_dir() and not any(out.iterdir()))):
         raise ExportError(f"{out} exists already and is not overwritten: name another directory by --out")
-    tuned = load_fine_tuned(model, base) if model.manifest.config.hf or base else None
     draft = out.absolute().with_name(f".{out.absolute().name}.new-{os.getpid()}")
     try:
         draft.mkdir(parents=True)
         try:
-            if tuned:
-                tuned.write(draft, merge)
-                (draft / "README.md").write_text(card(model, merge), encoding="utf-8")
-            else:
-                _fill(model, draft)
+            expected = _fill(model, draft, base, merge)
+            for each in draft.iterdir():
+                each.chmod(0o644)  # the libraries keep weights from other users
+            why = why_unchecked(expected) if is_checked else "--no-check"
+            if not why:
+                gc.collect()  # the model in this process, before another has it in memory
+                require_loading(draft, expected)
             draft.replace(out)
         finally:
             shutil.rmtree(draft, ignore_errors=True)
     except OSError as error:
         where = error.filename or out
         raise ExportError(f"{where} cannot be written ({error.strerror}): give a directory by --out that can") from None
+    return why
 
 
-def _fill(model: TrainedModel, place: Path) -> None:
+def _fill(model: TrainedModel, place: Path, base: str | None, merge: bool) -> Expected:
+    """Write all files, and say how they must load."""
+    if model.manifest.config.hf or base:
+        tuned = load_fine_tuned(model, base)
+        try:
+            expected = tuned.write(place, merge)
+        except ModelError as error:
+            raise ExportError(str(error)) from None
+        (place / "README.md").write_text(card(model, merge, tuned.on_hub), encoding="utf-8")
+        return expected
     tensors.write(place / MODEL, model.tensors, {"format": "pt"})
-    os.chmod(place / MODEL, 0o644)
     texts: dict[str, str] = {"README.md": card(model)}
     if gpt := model.manifest.config.gpt:
         files = {
@@ -77,6 +91,14 @@ def _fill(model: TrainedModel, place: Path) -> None:
         texts |= {name: json.dumps(content, indent=2, ensure_ascii=False) + "\n" for name, content in files.items()}
     for name, text in texts.items():
         (place / name).write_text(text, encoding="utf-8")
+    return _expected_of_gpt(model, gpt) if gpt else Expected.of_tensors(model.tensors)
+
+
+@torch.no_grad()
+def _expected_of_gpt(model: TrainedModel, gpt: GptTable) -> Expected:
+    module, ids = Gpt(gpt.shape), probe_ids(VOCABULARY, gpt.context)
+    module.load_state_dict(dict(model.tensors))
+    return Expected(module(ids), ids, list(TEXT.encode()))
 
 
 def llama(gpt: GptTable) -> dict[str, Any]:
@@ -138,77 +160,3 @@ def _letters() -> list[str]:
     seen = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     hidden = [byte for byte in range(256) if byte not in seen]
     return [chr(byte if byte in seen else 256 + hidden.index(byte)) for byte in range(256)]
-
-
-def card(model: TrainedModel, merge: bool = False) -> str:
-    """`README.md` of the model: where it comes from, and how to load it."""
-    manifest = model.manifest
-    config, count = manifest.config, sum(trained_elements(each.layout) for each in model.checkpoints)
-    loss, unit = model.held_out_loss, " nats per byte" if config.gpt else ""
-    name = "".join(each for each in config.name if each.isalnum() or each in " -_.").strip() or "starling"
-    rows = {
-        "run": f"{name}, `{manifest.run_id}`",
-        "founder": f"`{manifest.founder.peer}`",
-        "task": f"`{config.task}`",
-        "rounds": f"{model.rounds[0]} of {config.recipe.rounds}",
-        **_origins(model),
-        **({"base": f"{manifest.model.base}, weights `{manifest.model.weights[:16]}`"} if manifest.model else {}),
-        "held-out loss": f"{loss:.4f}{unit}" if math.isfinite(loss) else "not measured",
-        "parameters": f"{count:,}, float32",
-    }
-    table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
-    head = "---\nlibrary_name: transformers\npipeline_tag: text-generation\ntags: [starling, llama]\n---\n\n"
-    about = f"# {name}\n\n{_ABOUT}\n\n| | |\n|---|---|\n{table}\n\n"
-    if config.hf:
-        return about + _loading_fine_tuned(config.hf.train == "lora" and not merge)
-    return (head if config.gpt else "") + about + _loading(config.own_task, config.gpt)
-
-
-def _origins(model: TrainedModel) -> dict[str, str]:
-    """Rows of the card: the lineage of the model, or of each of its stages."""
-    lineages = [f"`{checkpoint.lineage.hex()}`" for checkpoint in model.checkpoints]
-    if model.manifest.stages is None:
-        return {"lineage": lineages[0]}
-    rounds = "" if model.is_of_one_round else ", after {} rounds"
-    return {
-        f"lineage of stage {stage}": lineage + rounds.format(model.rounds[stage])
-        for stage, lineage in enumerate(lineages)
-    }
-
-
-_ABOUT = "Trained by the peers of a Starling run: volunteers' machines, without a central server."
-
-
-def _loading_fine_tuned(is_adapter: bool) -> str:
-    lines = ["from transformers import AutoModelForCausalLM", "", 'model = AutoModelForCausalLM.from_pretrained(".")']
-    if is_adapter:
-        lines = [
-            "from peft import AutoPeftModelForCausalLM",
-            "",
-            'model = AutoPeftModelForCausalLM.from_pretrained(".")',
-        ]
-    return "\n".join(["```python", *lines, "```", ""])
-
-
-def _loading(own_task: str, gpt: GptTable | None) -> str:
-    if gpt:
-        return (
-            f"A language model over bytes: a token is a byte, and the context is {gpt.context} bytes. It has no\n"
-            "tokens for the beginning or the end of a text.\n\n"
-            "```python\n"
-            "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
-            'tokenizer = AutoTokenizer.from_pretrained(".")\n'
-            'model = AutoModelForCausalLM.from_pretrained(".")\n'
-            'prompt = tokenizer("def ", return_tensors="pt")\n'
-            "print(tokenizer.decode(model.generate(**prompt, do_sample=True, max_new_tokens=100)[0]))\n"
-            "```\n"
-        )
-    module = f"the module that `{own_task}` makes" if own_task else "the task"
-    return (
-        f"`{MODEL}` contains the trained parameters of {module}, and the buffers that training changes,\n"
-        "under their own names.\n\n"
-        "```python\n"
-        "from safetensors.torch import load_file\n\n"
-        f'module.load_state_dict(load_file("{MODEL}"), strict=False)\n'
-        "```\n"
-    )

@@ -38,6 +38,8 @@ def shape(kind: str) -> Any:
         return transformers.Qwen3Config(**common, **wide, head_dim=8, tie_word_embeddings=True)
     if kind == "llama":
         return transformers.LlamaConfig(**common, **wide)
+    if kind == "olmoe":
+        return transformers.OlmoeConfig(**common, **wide, num_experts=4, num_experts_per_tok=2)
     return transformers.GPT2Config(**common, n_embd=32, n_layer=2, n_head=4, n_positions=128)
 
 

@@ -5,8 +5,11 @@ What a batch needs is counted in a forward pass of the model with fake tensors, 
 
 from __future__ import annotations
 
+import copy
 import sys
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -15,6 +18,7 @@ from torch._subclasses import FakeTensorMode
 from torch.func import functional_call
 
 from node.runtime.metrics import available_memory_bytes
+from node.tasks.hf.adapters import adapted_layers, with_adapters
 from node.tasks.hf.foreign import foreign
 from node.tasks.hf.model import loss_of
 from node.tasks.hf.settings import HfSettings, HfValues, ModelError
@@ -30,6 +34,11 @@ _EVALUATION_BYTES = 4
 HEAP_BLOCK_BYTES, _HEAP_FACTOR = 32 << 20, 2
 """glibc takes smaller blocks from a heap that never shrinks. Its holes grow to the size of what a step uses; without
 the heap, a step takes a third more processor time."""
+_SHORT_CONTEXT = 128
+"""Tokens; a shorter row is not advised."""
+_MOST_CHANGES = 8
+_WORTHWHILE = 0.98
+"""A change of settings is advised if it leaves less than this share of the need."""
 _COMPUTE_BYTES = 4
 """Of a trained parameter that computes in bfloat16: its copy and its gradient."""
 
@@ -52,18 +61,104 @@ class MemoryNeed:
     def total(self) -> int:
         return PROCESS_BYTES + self.frozen + self.trained + self.activations
 
-    def line(self, available: int, has_checkpointing: bool) -> str:
-        """One line for the user, with advice if it is too much."""
+    def line(self, available: int, advice: str = "") -> str:
+        """One line for the user."""
         told = (
             f"training needs about {self.total / 1e9:.1f} GB ({self.trained / 1e9:.1f} for what is trained, "
             f"{self.frozen / 1e9:.1f} for the rest of the model, {self.activations / 1e9:.1f} for a batch)"
         )
         if self.total <= available:
             return f"{told}, {available / 1e9:.1f} GB are free"
-        advice = "a smaller model, or hf.train = lora"
-        if self.activations > self.trained + self.frozen:
-            advice = "a run with fewer hf.rows or a shorter hf.context" if has_checkpointing else "--checkpointing"
-        return f"warning: {told}, but only {available / 1e9:.1f} GB are free: try {advice}"
+        return f"warning: {told}, but only {available / 1e9:.1f} GB are free: {advice}"
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingPlan:
+    """A way to train a model, whose need can be estimated.
+
+    Attributes:
+        module: the model, in train mode, with its adapters if it has some. Shapes are enough; they are not changed.
+    """
+
+    module: Any
+    settings: HfSettings
+    checkpointing: bool
+    on_cpu: bool
+
+    def need(self) -> MemoryNeed:
+        return memory_need(self.module, self.settings, self.checkpointing, self.on_cpu)
+
+    def changes(self) -> Iterator[tuple[str, TrainingPlan]]:
+        """What could be set otherwise, and the plan with it: first this machine's options, then the run's values."""
+        settings = self.settings
+        if not self.checkpointing:
+            yield "--checkpointing", replace(self, checkpointing=True)
+        if next(self.module.parameters()).dtype == torch.float32:
+            yield "--precision bfloat16", replace(self, module=_in_bfloat16(self.module))
+        if settings.train == "full":
+            with suppress(ModelError):  # without peft, or of a model that takes no adapters
+                yield "hf.train = lora", self._with_adapters()
+        if settings.rows > 1:
+            yield f"hf.rows = {settings.rows // 2}", self._with(rows=settings.rows // 2)
+        if settings.context >= 2 * _SHORT_CONTEXT:
+            yield f"hf.context = {settings.context // 2}", self._with(context=settings.context // 2)
+
+    def _with_adapters(self) -> TrainingPlan:
+        plan, shapes = self._with(train="lora"), copy.deepcopy(self.module)
+        targets = adapted_layers(shapes, self.settings.lora_targets)
+        return replace(plan, module=with_adapters(shapes, plan.settings, targets).train())
+
+    def _with(self, **changes: Any) -> TrainingPlan:
+        return replace(self, settings=replace(self.settings, **changes))
+
+
+def _in_bfloat16(module: Any) -> Any:
+    """A copy that computes in bfloat16, as `--precision` has it: beside a frozen model, adapters stay in float32."""
+    other = copy.deepcopy(module)
+    parameters = list(other.parameters())
+    chosen = [each for each in parameters if not each.requires_grad] or parameters
+    for each in chosen:
+        each.data = each.data.to(torch.bfloat16)
+    return other
+
+
+def advice(plan: TrainingPlan, available: int, is_ours: bool) -> str:
+    """What to change so that training fits, with what it needs then: one thing if that is enough, else several.
+
+    Args:
+        is_ours: whether the user sets the run's values, too.
+    """
+    size = plan.need().total
+    alone = [(words, each.need().total) for words, each in plan.changes()]
+    if fitting := [each for each in alone if each[1] <= available and _is_less(each[1], size)]:
+        return "try " + " or ".join(f"{_listed([words], is_ours)} ({less / 1e9:.1f} GB)" for words, less in fitting)
+    done: dict[str, str] = {}  # by what it sets: its last value counts
+    for _ in range(_MOST_CHANGES):
+        lower = ((words, each, each.need().total) for words, each in plan.changes())
+        found = next((each for each in lower if _is_less(each[2], size)), None)
+        if found is None or size <= available:
+            break
+        words, plan, size = found
+        done[words.partition(" = ")[0]] = words
+    if size <= available:
+        return f"try {_listed(done.values(), is_ours)}, all together ({size / 1e9:.1f} GB)"
+    least = f"even {_listed(done.values(), is_ours)} need {size / 1e9:.1f} GB" if done else "no setting lowers that"
+    return f"{least}: take a smaller model, or a machine with more memory"
+
+
+def _listed(changes: Iterable[str], is_ours: bool) -> str:
+    machine: list[str] = []
+    run: list[str] = []
+    for each in changes:
+        (machine if each.startswith("--") else run).append(each)
+    if run and not is_ours:
+        run[0] = f"a run with {run[0]}"
+    return ", ".join(machine + run)
+
+
+def _is_less(size: int, total: int) -> bool:
+    """Whether a change is worth its price."""
+    return size < _WORTHWHILE * total
 
 
 @dataclass(slots=True)
@@ -126,9 +221,26 @@ def memory_need(module: Any, settings: HfSettings, checkpointing: bool, on_cpu: 
 
 def saved_bytes(module: Any, settings: HfSettings) -> SavedBytes:
     """Count what autograd keeps of the forward pass of a batch, besides the parameters: a pass with fake tensors."""
-    with FakeTensorMode():
+    with FakeTensorMode(), _experts_of_any_dtype():
         fakes = {name: _fake(each) for name, each in (*module.named_parameters(), *module.named_buffers())}
         return _saved_bytes(module, fakes, settings)
+
+
+@contextmanager
+def _experts_of_any_dtype() -> Iterator[None]:
+    """Have transformers multiply fused experts by its own operation: torch's has no shapes in float32."""
+    try:
+        from transformers.integrations import moe
+
+        usual = moe._can_use_grouped_mm
+    except (ImportError, AttributeError):  # an older version
+        yield
+        return
+    moe._can_use_grouped_mm = lambda *_: False
+    try:
+        yield
+    finally:
+        moe._can_use_grouped_mm = usual
 
 
 def _fake(tensor: torch.Tensor) -> torch.Tensor:
@@ -180,11 +292,12 @@ def tell_memory(values: HfValues, device: str, module: Any) -> None:
     Args:
         module: the model. Shapes are enough.
     """
-    checkpointing = values.machine.checkpointing
+    plan = TrainingPlan(module.train(), values.settings, values.machine.checkpointing, device == "cpu")
     try:
         with foreign("it is not known how much memory training needs"):
-            need = memory_need(module.train(), values.settings, checkpointing, device == "cpu")
-        line = need.line(available_bytes(torch.device(device)), checkpointing)
+            need, available = plan.need(), available_bytes(torch.device(device))
+            enough = need.total <= available
+            line = need.line(available, "" if enough else advice(plan, available, values.pins is None))
     except ModelError as error:
         line = str(error)
     print(line, file=sys.stderr, flush=True)

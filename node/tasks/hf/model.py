@@ -4,28 +4,24 @@ from __future__ import annotations
 
 import os
 import sys
-import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from torch.nn import functional
 
 from node.tasks.base import Batch
 from node.tasks.flat import layout_of, unfrozen
+from node.tasks.hf.adapters import adapted_layers, with_adapters
 from node.tasks.hf.digests import PROBE, config_digest, template_digest, tokenizer_digest, weights_digest, weights_size
 from node.tasks.hf.foreign import foreign
 from node.tasks.hf.rows import MASKED
-from node.tasks.hf.settings import ALL_LINEAR, HfSettings, ModelError, ModelPins
+from node.tasks.hf.settings import NEEDS, HfSettings, ModelError, ModelPins
 from node.tasks.hf.source import ModelFolder, find_model
 from protocols.base import Layout
 
-NEEDS = "pip install 'starling[hf]'"
-_NEVER_ADAPTED = frozenset({"lm_head", "embed_out", "output_layer", "score", "gate", "router", "shared_expert_gate"})
-"""Names of output layers and of the routers of experts."""
 _PACKED_TOLERANCE = 0.1
 """Of the logits' deviation, as is the difference: of bfloat16 .01, of a model that mixes packed texts about 1."""
 
@@ -132,6 +128,8 @@ def load_model(
         shapes = with_adapters(shapes, settings, targets)
     look(shapes)
     module = load_module(folder, needs_weights, device, dtype)
+    if needs_weights:
+        require_finite(module, str(folder.path))
     if settings.pack and not packs(module):
         raise ModelError("this model lets texts in one row see each other: set hf.pack = false")
     if settings.train == "lora":
@@ -216,6 +214,34 @@ def require_fitting(module: Any, tokenizer: Any, settings: HfSettings) -> None:
 
 
 @torch.no_grad()
+def require_finite(module: Any, where: str) -> None:
+    """Check that the model's weights are numbers, and that it computes numbers from them.
+
+    Raises:
+        ModelError: a tensor holds NaN or infinity, or the logits do.
+    """
+    for name, tensor in module.state_dict(keep_vars=True).items():
+        # The extremes are NaN if a value is. Unlike `isfinite`, they take no memory.
+        if tensor.is_floating_point() and tensor.numel() and not all(map(torch.isfinite, torch.aminmax(tensor))):
+            raise ModelError(
+                f"{where}: the tensor {name} holds NaN or infinity, so training would only spread that: download "
+                "the model again, or take another"
+            )
+    if not _probe(module).isfinite().all():
+        raise ModelError(
+            f"{where}: the model computes NaN or infinity, though its weights are finite: is its config.json that of "
+            "these weights? Download it again, or take another precision"
+        )
+
+
+def _probe(module: Any) -> torch.Tensor:
+    """Logits of a few tokens."""
+    ids = torch.arange(8, device=module.get_input_embeddings().weight.device)[None]
+    found: torch.Tensor = module(input_ids=ids % module.get_input_embeddings().num_embeddings, use_cache=False).logits
+    return found
+
+
+@torch.no_grad()
 def packs(module: Any) -> bool:
     """Whether two texts in one row give the same logits as each in a row of its own."""
     device, was_training = module.get_input_embeddings().weight.device, module.training
@@ -226,54 +252,6 @@ def packs(module: Any) -> bool:
     alone = module(input_ids=ids[:, 4:], position_ids=positions[:, :4], use_cache=False).logits.float()
     module.train(was_training)
     return float((together - alone).std()) <= _PACKED_TOLERANCE * float(alone.std() + 1e-6)
-
-
-def adapted_layers(module: nn.Module, wanted: tuple[str, ...]) -> tuple[str, ...]:
-    """The names of the layers that get adapters, sorted.
-
-    Raises:
-        ModelError: the model has no layer of one of these names.
-    """
-    from transformers.pytorch_utils import Conv1D
-
-    linear = {name.rpartition(".")[2] for name, each in module.named_modules() if isinstance(each, nn.Linear | Conv1D)}
-    known = sorted(linear - _NEVER_ADAPTED)
-    if wanted == (ALL_LINEAR,):
-        return tuple(known)
-    if missing := sorted(set(wanted) - linear):
-        raise ModelError(f"hf.lora_targets: the model has no linear layer {missing[0]}: it has {', '.join(known)}")
-    return tuple(sorted(set(wanted)))
-
-
-def with_adapters(module: Any, settings: HfSettings, targets: Iterable[str]) -> Any:
-    """The model with adapters, which alone take gradients.
-
-    Raises:
-        ModelError: peft is missing, or cannot adapt this model.
-    """
-    try:
-        import peft
-    except ImportError:
-        raise ModelError(f"adapters need peft: {NEEDS}; or set hf.train = full") from None
-    from transformers.pytorch_utils import Conv1D
-
-    targets = list(targets)
-    transposed = any(
-        isinstance(each, Conv1D) and name.rpartition(".")[2] in targets for name, each in module.named_modules()
-    )
-    config = peft.LoraConfig(
-        r=settings.lora_rank,
-        lora_alpha=settings.lora_alpha,
-        target_modules=targets,
-        lora_dropout=0.0,
-        bias="none",
-        fan_in_fan_out=transposed,
-        task_type="CAUSAL_LM",
-    )
-    device = next(module.parameters()).device
-    with foreign("this model takes no adapters"), warnings.catch_warnings(), torch.device(device):
-        warnings.simplefilter("ignore", FutureWarning)  # of peft's own use of transformers
-        return peft.get_peft_model(module, config)
 
 
 def loss_of(call: Any, batch: Batch, device: torch.device) -> torch.Tensor:

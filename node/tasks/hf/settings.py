@@ -15,6 +15,7 @@ MAX_TARGETS = 256
 MAX_WORD_CHARACTERS = 200
 ALL_LINEAR = "all-linear"
 NO_HELD_OUT = "none"
+NEEDS = "pip install 'starling[hf]'"
 
 
 class ModelError(ValueError):
@@ -32,8 +33,8 @@ class HfSettings:
         train: lora trains small adapters beside the model, which stays as it is; full trains the whole model.
         lora_rank: rank of the adapters.
         lora_alpha: scale of the adapters, as a multiple of 1 / lora_rank. Its default is twice the rank.
-        lora_targets: names of the layers that get adapters, such as q_proj; all-linear means all linear layers except
-            the output layer and routers.
+        lora_targets: names of the layers that get adapters, such as q_proj, or experts.down_proj of fused experts;
+            all-linear means all linear layers except the output layer and routers, without fused experts.
         context: tokens of a row.
         rows: rows of a batch.
         format: text: every token is a target. chat: conversations, in which only the assistant's turns are targets.

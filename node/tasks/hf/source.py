@@ -32,7 +32,7 @@ KERNELS = ("attn_implementation", "_attn_implementation", "experts_implementatio
 """Of config.json: they choose how a model is computed, and may name code on the hub. The choice is transformers'."""
 _MAX_JSON_BYTES = 64 << 20
 _COMMIT = re.compile("[0-9a-f]{40}")
-_HUB = re.compile(r"[\w-][\w.-]*/[\w.-]+(@[\w./-]+)?", re.ASCII)
+HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+(@[\w./-]+)?", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ def find_model(model: str, weights: bool = True) -> ModelFolder:
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
         base = "".join(each for each in path.resolve().name if each.isascii() and each.isprintable())[:100] or "model"
         return ModelFolder(path, base, read_config(path, weights))
-    if model.startswith((".", "/", "~")) or not _HUB.fullmatch(model):
+    if model.startswith((".", "/", "~")) or not HUB_NAME.fullmatch(model):
         raise ModelError(f"there is no folder {model[:200]!r}: give a model's folder, or ORG/NAME@REVISION on the hub")
     path, revision = _download(model, weights)
     return ModelFolder(path, f"{model.partition('@')[0]}@{revision}", read_config(path, weights))

@@ -19,6 +19,7 @@ from node.tasks.base import Batch
 from node.tasks.files import Selection, select
 from node.tasks.flat import unfrozen
 from node.tasks.given_data import DataState, GivenData
+from node.tasks.hf.adapters import tell_frozen_experts
 from node.tasks.hf.chat import Encoder
 from node.tasks.hf.corpus import SAMPLE_BYTES, Document, Sample, data_files, document_of, read_documents
 from node.tasks.hf.data_set import find_data_set, is_streamed
@@ -237,6 +238,8 @@ def make_task(
     settings, machine = values.settings, values.machine
     files = None if is_streamed(data.place) else select(data.place)  # before the model, which takes longer
     loaded = load_model(machine.model, settings, values.pins, device, dtype, partial(tell_memory, values, device))
+    if settings.train == "lora":
+        tell_frozen_experts(loaded.module, loaded.pins.targets)
     encoder = Encoder(loaded.tokenizer, settings.format == "chat")
     sample = b""
     if held_out is not None:

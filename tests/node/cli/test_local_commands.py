@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import errno
+import sys
 from pathlib import Path
 
 import pytest
 
 from node.cli.app import main
+from node.export import hugging_face
 from node.export.generation import harmless
 from tests.support.statedir_fixtures import kept_gpt, staged_run
 
@@ -17,6 +19,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.delenv("NODE_STATE_DIR", raising=False)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(hugging_face, "require_loading", lambda *_: None)  # it takes seconds
     home = tmp_path / "state" / "starling"
     home.mkdir(parents=True)
     return home
@@ -78,6 +81,14 @@ def test_single_local_peer_is_found(home: Path, tmp_path: Path, starling: Said) 
     kept_gpt(home / "peer-2")
     assert "2 state directories here hold a run: choose one with --state-dir" in starling.refused("generate", "x")
     assert starling("generate", "x", "--tokens", "1", "--state-dir", str(home / "peer-2"))[0] == 0
+
+
+def test_unchecked_export_says_so(home: Path, starling: Said, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept_gpt(home / "peer-1")
+    said = starling("export", "--out", "unchecked", "--no-check")[2]
+    assert said.endswith(" after 5 rounds; it was not loaded again to compare (--no-check)\n")
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert "compare (transformers is not installed here)" in starling("export", "--out", "without")[2]
 
 
 def test_variable_names_one_directory(

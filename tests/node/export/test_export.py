@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,9 @@ from safetensors.torch import load_file
 from torch import nn
 
 from node.config.run_config import load_run
-from node.export.hugging_face import ExportError, export
+from node.export import hugging_face, load_again
+from node.export.checking import Expected, ExportError, problems, require_loading, write_job
+from node.export.hugging_face import export
 from node.export.trained_model import load_trained
 from tests.support.statedir_fixtures import keep, kept_gpt
 
@@ -44,6 +47,49 @@ def test_transformers_load_the_same_model_and_tokens(tmp_path: Path, monkeypatch
     prompt = tokenizer("def ", return_tensors="pt")
     more = theirs.generate(**prompt, do_sample=False, max_new_tokens=8)[0, 4:]
     assert bytes(more.tolist()) == ours.generate(b"def ", 8)
+
+
+@pytest.mark.filterwarnings("ignore")  # transformers' own
+def test_another_model_than_the_runs_is_noticed(tmp_path: Path, written: dict[Path, Expected]) -> None:
+    kept_gpt(tmp_path / "peer")
+    export(load_trained([tmp_path / "peer"]), tmp_path / "out")
+    (right,) = written.values()
+    assert right.logits is not None
+    wrong = {
+        "its logits differ by 0.0": replace(right, logits=right.logits * 1.01),
+        "its tokenizer makes other tokens of a text": replace(right, tokens=[*right.tokens, 0]),
+        "it cannot be loaded: ValueError": replace(right, base=tmp_path / "peer"),
+    }
+    for number, (words, each) in enumerate({"": right, **wrong}.items()):
+        found = load_again.problem(json.loads(write_job(tmp_path, number, tmp_path / "out", each).read_text()))
+        assert found.startswith(words) and bool(found) == bool(words), found
+
+
+def test_export_is_loaded_in_a_process_of_its_own(tmp_path: Path, written: dict[Path, Expected]) -> None:
+    keep(tmp_path / "peer", load_run(None, {"task": "mine.tasks:make"}, ["butterfly"]), nn.Linear(3, 4))
+    export(load_trained([tmp_path / "peer"]), tmp_path / "out")
+    (right,) = written.values()
+    wrong = Expected(tensors=right.tensors | {"weight": "other"})  # type: ignore[operator]
+    found = problems([(tmp_path / "out", right), (tmp_path / "out", wrong), (tmp_path / "absent", right)])
+    assert found[:2] == ["", "1 tensors differ from the run's, such as weight"]
+    assert found[2].startswith("it cannot be loaded: FileNotFoundError")
+
+
+BAD_PROCESSES = {
+    """print('{"problem": "it is bad"}')""": "the export was loaded again, and it is bad: it was removed",
+    "import os; os.kill(os.getpid(), 9)": "was killed, probably because memory ran out, so the export was removed",
+    "1 / 0": "last output: Traceback",
+}
+
+
+def test_export_that_loads_otherwise_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept_gpt(tmp_path / "peer")
+    monkeypatch.setattr(hugging_face, "require_loading", require_loading)
+    monkeypatch.setattr(load_again, "__file__", str(tmp_path / "program.py"))
+    for program, words in BAD_PROCESSES.items():
+        (tmp_path / "program.py").write_text(program)
+        assert words in refusal(tmp_path / "peer", tmp_path / "out")
+        assert {each.name for each in tmp_path.iterdir()} == {"peer", "program.py"}
 
 
 def test_model_card_names_its_origin(tmp_path: Path) -> None:

@@ -11,9 +11,9 @@ from tests.support.small_models import conversations, story, write_model
 
 @pytest.fixture(scope="session")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the models qwen3, llama and gpt2, and the data story.txt and chat.jsonl."""
+    """A folder with the models qwen3, llama, gpt2 and olmoe, and the data story.txt and chat.jsonl."""
     home = tmp_path_factory.mktemp("models")
-    for kind in ("qwen3", "llama", "gpt2"):
+    for kind in ("qwen3", "llama", "gpt2", "olmoe"):
         write_model(home / kind, kind)
     (home / "story.txt").write_text(story(600))
     (home / "chat.jsonl").write_text(conversations(60))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from node.cli.app import main
 from node.config.derived import worker_spec
@@ -16,11 +18,12 @@ from node.config.peer_config import load_peer
 from node.config.run_config import RunConfig, load_run
 from node.config.toml import ConfigError
 from node.joining.consent import require_consent
-from node.tasks.hf.memory import MemoryNeed, memory_need
+from node.tasks.hf.memory import PROCESS_BYTES, MemoryNeed, TrainingPlan, advice, memory_need
 from node.tasks.hf.model import load_module, loss_of
 from node.tasks.hf.settings import HfSettings, HfValues, ModelPins
 from node.tasks.hf.source import find_model
 from protocols.base import Member
+from tests.support.small_models import shape
 
 PINS = ModelPins("org/tiny@0", "a" * 64, 5, "b" * 64, "c" * 64, "", ("q_proj", "v_proj"), 2.5)
 
@@ -129,17 +132,60 @@ def test_command_that_cannot_work_gives_one_line(
     assert words in line and len(line.splitlines()) == 1
 
 
-def test_needed_memory_is_told_with_advice(made: Path) -> None:
+def test_needed_memory_is_told() -> None:
     need = MemoryNeed(frozen=1 << 30, trained=1 << 30, activations=4 << 30)
-    assert need.line(1 << 40, False).startswith(
-        "training needs about 7.2 GB (1.1 for what is trained, 1.1 for the rest"
-    )
-    assert need.line(4 << 30, False).endswith("but only 4.3 GB are free: try --checkpointing")
-    assert need.line(4 << 30, True).endswith("fewer hf.rows or a shorter hf.context")
-    assert replace(need, activations=0).line(1, True).endswith("try a smaller model, or hf.train = lora")
+    told = "training needs about 7.2 GB (1.1 for what is trained, 1.1 for the rest of the model, 4.3 for a batch)"
+    assert need.line(1 << 34, "") == f"{told}, 17.2 GB are free"
+    assert need.line(4 << 30, "try less") == f"warning: {told}, but only 4.3 GB are free: try less"
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "llama", "gpt2"])
+@dataclass(frozen=True)
+class FakePlan(TrainingPlan):
+    """A plan whose need is its rows in GB, and 3 GB more, of which one is spared by checkpointing."""
+
+    def need(self) -> MemoryNeed:
+        return MemoryNeed(0, 0, (self.settings.rows + 3 - self.checkpointing) * 10**9 - PROCESS_BYTES)
+
+    def changes(self) -> Iterator[tuple[str, TrainingPlan]]:
+        yield "--precision bfloat16", replace(self)
+        if not self.checkpointing:
+            yield "--checkpointing", replace(self, checkpointing=True)
+        if (rows := self.settings.rows // 2) > 0:
+            yield f"hf.rows = {rows}", self._with(rows=rows)
+
+
+@pytest.mark.parametrize(
+    "rows, available, words",
+    [
+        (8, 10, "try --checkpointing (10.0 GB) or hf.rows = 4 (7.0 GB)"),
+        (8, 7, "try hf.rows = 4 (7.0 GB)"),
+        (8, 4, "try --checkpointing, hf.rows = 2, all together (4.0 GB)"),
+        (8, 2, "even --checkpointing, hf.rows = 1 need 3.0 GB: take a smaller model, or a machine with more memory"),
+    ],
+)
+def test_memory_advice_names_what_lowers_the_need(rows: int, available: int, words: str) -> None:
+    plan = FakePlan(None, HfSettings(rows=rows), False, True)
+    assert advice(plan, available * 10**9, True) == words
+    assert advice(plan, available * 10**9, False) == words.replace("hf.rows", "a run with hf.rows")
+    assert advice(FakePlan(None, HfSettings(rows=1), True, True), 0, True).startswith("no setting lowers that: take a ")
+
+
+def test_estimated_changes_are_those_of_training() -> None:
+    with torch.device("meta"):
+        module = transformers.AutoModelForCausalLM.from_config(shape("olmoe")).train()
+    plan = TrainingPlan(module, HfSettings(train="full", context=256, rows=64), False, True)
+    needs = {words: each.need() for words, each in plan.changes()}
+    now = plan.need()
+    assert needs.keys() == {
+        "--checkpointing", "--precision bfloat16", "hf.train = lora", "hf.rows = 32", "hf.context = 128"
+    }  # fmt: skip
+    assert all(each.total < now.total for each in needs.values())
+    assert needs["hf.train = lora"].trained < now.trained == needs["--checkpointing"].trained
+    assert needs["--precision bfloat16"].trained > now.trained, "of each parameter there are two copies"
+    assert all(each.dtype == torch.float32 and each.requires_grad for each in module.parameters()), "it is not changed"
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "llama", "gpt2", "olmoe"])
 def test_needed_memory_is_what_autograd_keeps(made: Path, kind: str) -> None:
     settings, kept = HfSettings(context=64, rows=4), {}
     module = load_module(find_model(str(made / kind)), True, "cpu", torch.float32).train()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 from collections.abc import Callable
@@ -16,11 +17,12 @@ import safetensors.torch
 import torch
 from tokenizers.processors import TemplateProcessing
 from torch import nn
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from node.tasks.base import Recipe
 from node.tasks.hf import digests
 from node.tasks.hf import model as model_module
+from node.tasks.hf.adapters import adapted_layers, with_adapters
 from node.tasks.hf.digests import tokenizer_digest, weights_digest
 from node.tasks.hf.model import load_model, packs
 from node.tasks.hf.rows import MASKED
@@ -238,6 +240,16 @@ def test_joiner_of_a_full_run_needs_no_weights(made: Path, tmp_path: Path) -> No
         (lambda folder: spoil_index(folder, {"a": "../../secret.safetensors"}), "not safetensors beside it"),
         (lambda folder: append(folder / "model.safetensors", b"x"), "cannot be loaded: SafetensorError"),
         (lambda folder: drop(folder / "model.safetensors", "model.norm.weight"), "lacks 1 tensors, such as model.norm"),
+        (lambda folder: poison(folder, math.nan), "the tensor model.layers.1.mlp.up_proj.weight holds"),
+        (lambda folder: poison(folder, -math.inf, torch.bfloat16), "the tensor model.layers.1.mlp.up_proj.weight"),
+        (
+            lambda folder: poison(folder, math.inf, torch.float16, "50KB"),
+            "the tensor model.layers.1.mlp.up_proj.weight",
+        ),
+        (
+            lambda folder: change_json(folder / "config.json", rms_norm_eps=math.nan),
+            "the model computes NaN or infinity",
+        ),
         (lambda folder: change_json(folder / "config.json", hidden_size="x"), "cannot be loaded: StrictDataclass"),
         (lambda folder: change_json(folder / "config.json", num_attention_heads=0), "cannot be loaded: ZeroDivision"),
         (lambda folder: (folder / "tokenizer.json").write_text("{}"), "its tokenizer cannot be loaded"),
@@ -277,6 +289,15 @@ def drop(path: Path, name: str) -> None:
     safetensors.torch.save_file(tensors, path, {"format": "pt"})
 
 
+def poison(folder: Path, value: float, dtype: torch.dtype = torch.float32, shard: str = "1GB") -> None:
+    """Write the model with one value of its last layer changed."""
+    module = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    with torch.no_grad():
+        module.model.layers[1].mlp.up_proj.weight[3, 5] = value
+    (folder / "model.safetensors").unlink()
+    module.save_pretrained(folder, max_shard_size=shard)
+
+
 def append(path: Path, content: bytes) -> None:
     path.write_bytes(path.read_bytes() + content)
 
@@ -288,6 +309,31 @@ def test_needed_memory_is_told_before_weights_take_any(made: Path, tmp_path: Pat
     with pytest.raises(ModelError, match="lacks 1 tensors"):
         job(tmp_path, "qwen3")
     assert "training needs about" in capfd.readouterr().err
+
+
+def test_experts_are_trained_or_named_as_frozen(made: Path, capfd: Any) -> None:
+    job(made, "olmoe")
+    said = "the experts have no adapters and stay as they are: experts.down_proj and experts.gate_up_proj, 0.05 of the"
+    assert said in capfd.readouterr().err
+    learner = learner_of(made, "olmoe", lora_targets=("experts.down_proj", "experts.gate_up_proj"))
+    assert "the experts have no adapters" not in capfd.readouterr().err
+    before = learner.evaluate()
+    for step in range(6):
+        learner.step(0, step)
+    assert learner.evaluate() < before - 0.01
+    assert all(bool(each.ne(0).any()) for name, each in learner._task.module.named_parameters() if "lora_B" in name)
+
+
+def test_adapters_that_peft_would_put_elsewhere_are_refused(made: Path) -> None:
+    from transformers import Qwen3MoeConfig
+
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "moe_intermediate_size": 16, "num_hidden_layers": 2}
+    config = Qwen3MoeConfig(**sizes, num_attention_heads=4, num_experts=4, vocab_size=64, mlp_only_layers=[0])  # type: ignore[arg-type]
+    with torch.device("meta"):
+        module = AutoModelForCausalLM.from_config(config)
+    targets = adapted_layers(module, ("all-linear",))
+    with pytest.raises(ModelError, match=r'set hf.lora_targets = \["k_proj", "o_proj", "q_proj", "v_proj"\]$'):
+        with_adapters(module, HfSettings(), targets)
 
 
 def test_model_does_not_choose_its_kernels(made: Path, tmp_path: Path) -> None:
@@ -315,6 +361,10 @@ def test_tokenizer_that_begins_texts_is_another(made: Path) -> None:
     [
         ({"context": 256}, "hf.context is 256, and the model reads at most 128 tokens"),
         ({"lora_targets": ("q_proj", "qq")}, "hf.lora_targets: the model has no linear layer qq: it has down_proj"),
+        (
+            {"lora_targets": ("lm_head",)},
+            "hf.lora_targets: lm_head shares its weights with the embedding",
+        ),
     ],
 )
 def test_unfitting_settings_are_refused(made: Path, settings: dict[str, Any], words: str) -> None:
