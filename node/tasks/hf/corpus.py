@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO, TypeAlias
 
+from node.runtime.extras import install
 from node.tasks.hf.settings import ModelError
 
 Messages: TypeAlias = list[dict[str, str]]
@@ -174,7 +175,7 @@ def _from_parquet(file: Path, is_chat: bool) -> Iterator[Document]:
     try:
         from pyarrow import ArrowException, parquet
     except ImportError:
-        raise ModelError(f"{file}: reading parquet needs pyarrow: pip install 'starling[data]'") from None
+        raise ModelError(f"{file}: reading parquet needs pyarrow: {install('data')}") from None
     try:
         with parquet.ParquetFile(file) as opened:
             wanted = [

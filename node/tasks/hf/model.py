@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from node.runtime.extras import install
 from node.tasks.base import Batch
 from node.tasks.flat import layout_of, unfrozen
 from node.tasks.hf.digests import config_digest, template_digest, tokenizer_digest, weights_digest, weights_size
@@ -21,7 +22,7 @@ from node.tasks.hf.settings import ALL_LINEAR, HfSettings, ModelError, ModelPins
 from node.tasks.hf.source import ModelFolder, find_model
 from protocols.base import Layout
 
-NEEDS = "pip install 'starling[hf]'"
+NEEDS = install("hf")
 _NEVER_ADAPTED = frozenset({"lm_head", "embed_out", "output_layer", "score", "gate", "router", "shared_expert_gate"})
 """Names of output layers and of the routers of experts."""
 _PACKED_TOLERANCE = 0.1
