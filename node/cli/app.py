@@ -26,6 +26,7 @@ from node.cli.remote import CommandError
 from node.reporting.status import SwarmOptions, printable, to_json
 from node.session.shutdown import exit_on_signal
 from node.tasks.name import HUGGING_FACE, is_own
+from node.ui.encoding import prepare_streams
 
 if TYPE_CHECKING:
     from node.config.peer_config import PeerConfig
@@ -389,6 +390,7 @@ def _message(error: typer.TyperException) -> str:
 def main(arguments: list[str] | None = None) -> int:
     """Run one command and return its exit code."""
     name = "starling" if Path(sys.argv[0]).stem == "starling" else "python -m node"
+    prepare_streams()
     try:
         code = app(arguments, prog_name=name, standalone_mode=False)
         sys.stdout.flush()

@@ -155,7 +155,7 @@ def _first(data: Path, settings: HfSettings) -> list[Document]:
 
 def _name_base(path: Path, loaded: LoadedModel) -> None:
     """Write into the adapter's configuration where its base is: on the hub, or on this machine."""
-    fields = json.loads(path.read_text())
+    fields = json.loads(path.read_bytes())
     base = loaded.folder.base
     name, _, revision = base.rpartition("@") if "/" in base else ("", "", "")  # a folder's name has no slash
     fields["base_model_name_or_path"] = name or str(loaded.folder.path.resolve())

@@ -12,6 +12,7 @@ from typing import Any
 import structlog
 
 from node.reporting.status import printable
+from node.ui.encoding import ERRORS, encoding_of
 
 OUTLET_BYTES = 1 << 20
 _PIECE_BYTES = 512  # POSIX's PIPE_BUF: a pipe that polls as writable takes this much without blocking
@@ -26,10 +27,8 @@ class NonBlockingWriter:
     reader has left (`| head`), everything is dropped.
     """
 
-    encoding = "utf-8"
-
     def __init__(self, fd: int) -> None:
-        self._fd = fd
+        self._fd, self.encoding = fd, encoding_of(fd)
         self._target: int | None = None
         self._waiting: deque[memoryview] = deque()
         self._waiting_bytes = 0
@@ -37,7 +36,7 @@ class NonBlockingWriter:
         self.gone = False
 
     def write(self, text: str) -> int:
-        data = memoryview(text.encode(errors="replace"))
+        data = memoryview(text.encode(self.encoding, ERRORS))
         if self.gone or self._waiting_bytes + len(data) > OUTLET_BYTES:
             self.dropped += 1
         else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import math
 import os
@@ -12,6 +13,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import termios
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -380,6 +382,44 @@ def test_unread_terminal_does_not_block_the_peer(own_home: Path) -> None:
         peer.kill()
         peer.wait()
         os.close(ours)
+
+
+def test_closed_terminal_lets_the_peer_leave_except_under_nohup(own_home: Path) -> None:
+    """The kernel and the shell each send a SIGHUP, and nothing can be written any more."""
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "tests.support.fake_peer", "join"]
+    environment = os.environ | {"FAKE": "quiet", "TERM": "xterm"}
+
+    def start(*before: str) -> subprocess.Popen[bytes]:
+        out = subprocess.DEVNULL if before else theirs  # nohup would write into a file of its own
+        return subprocess.Popen(
+            [*before, *command],
+            cwd=REPOSITORY,
+            env=environment,
+            stdin=theirs,
+            stdout=out,
+            stderr=out,
+            start_new_session=True,
+            preexec_fn=None if before else lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+        )
+
+    peers = [start(), start("nohup")]
+    os.close(theirs)
+    try:
+        deadline = time.monotonic() + ENDS_SECONDS
+        while len(list(own_home.glob("*/control.json"))) < 2:
+            assert all(each.poll() is None for each in peers) and time.monotonic() < deadline
+            time.sleep(0.05)
+        os.close(ours)
+        for each in peers:
+            each.send_signal(signal.SIGHUP)
+        assert peers[0].wait(AT_ONCE_SECONDS) == 0
+        assert peers[1].poll() is None and starling("finish").returncode == 0  # the only one that still runs
+        assert peers[1].wait(AT_ONCE_SECONDS) == 0
+    finally:
+        for each in peers:
+            each.kill()
+            each.wait()
 
 
 # -- status and finish -------------------------------------------------------------------------------------------------
