@@ -283,6 +283,7 @@ def _name_options() -> Iterator[None]:
 
 @contextmanager
 def _claim_state_dir(state_dir: Path | None) -> Iterator[Path]:
+    from node.runtime.locks import LocksUnsupported
     from node.ui.control import claimed
 
     with ExitStack() as stack:
@@ -290,6 +291,11 @@ def _claim_state_dir(state_dir: Path | None) -> Iterator[Path]:
             directory = stack.enter_context(claimed(state_dir))
         except BlockingIOError as error:
             raise CommandError(f"{error}: give another --state-dir, or leave it out to use a free one") from None
+        except LocksUnsupported as error:
+            raise CommandError(
+                f"the file system of {error.filename} has no locks, by which a peer keeps others out of its state "
+                "directory: give one on a local disk with --state-dir"
+            ) from None
         except OSError as error:
             why = f"{error.filename}: {error.strerror}" if error.filename else error
             raise CommandError(

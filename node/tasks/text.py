@@ -19,6 +19,8 @@ from pathlib import Path
 
 import torch
 
+from node.runtime.directories import cache_directory
+
 HELD_OUT_BYTES = 256 << 10
 _HELD_OUT_SHARE = 16  # one file, or one byte, of this many is held out
 _BLOCK = 4 << 10
@@ -137,11 +139,10 @@ def _read(root: Path, names: Sequence[str]) -> torch.Tensor:
 
 def _copied(root: Path, names: Sequence[str], digest: str) -> Path:
     """A file in the user's cache that contains all of them; created if it does not exist."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "starling"
+    cache = cache_directory()
     path = cache / f"{digest}.text"
     if path.exists():
         return path
-    cache.mkdir(mode=0o700, parents=True, exist_ok=True)
     descriptor, fresh = tempfile.mkstemp(dir=cache)
     try:
         with open(descriptor, "wb") as copy:

@@ -13,7 +13,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from node.tasks.hf.digests import cache_directory
+from node.runtime.directories import cache_directory
 from node.tasks.hf.foreign import foreign
 from node.tasks.hf.settings import ModelError
 

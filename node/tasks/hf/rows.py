@@ -24,9 +24,10 @@ from typing import Any
 
 import torch
 
+from node.runtime.directories import cache_directory
 from node.tasks.hf.chat import Encoder
 from node.tasks.hf.corpus import Document, Sample, is_held_out, read_documents
-from node.tasks.hf.digests import cache_directory, file_state
+from node.tasks.hf.digests import file_state
 from node.tasks.hf.settings import HfSettings, ModelError
 
 FORMAT = 2

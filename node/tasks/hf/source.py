@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from node.runtime.directories import cache_directory
 from node.tasks.hf.foreign import foreign
 from node.tasks.hf.settings import ModelError
 
@@ -72,6 +73,7 @@ def find_model(model: str, weights: bool = True) -> ModelFolder:
 def _download(model: str, weights: bool) -> tuple[Path, str]:
     """The local folder of a repository at a revision, and that revision as a commit."""
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+    cache_directory()  # before the hub's library looks for its own
     import huggingface_hub
     from huggingface_hub.utils import disable_progress_bars  # type: ignore[attr-defined]
 

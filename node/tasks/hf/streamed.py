@@ -22,9 +22,9 @@ from pathlib import Path
 
 import torch
 
-from node.runtime.locks import hold
+from node.runtime.directories import cache_directory
+from node.runtime.locks import LocksUnsupported, hold
 from node.tasks.hf.data_set import DataSet, HubFile, NotFetched, fetch
-from node.tasks.hf.digests import cache_directory
 from node.tasks.hf.foreign import foreign
 from node.tasks.hf.rows import PreparedData
 from node.tasks.hf.settings import ModelError
@@ -234,9 +234,13 @@ def _new_home() -> Path:
                 os.close(held)
     while True:
         home = Path(tempfile.mkdtemp(prefix="stream-", dir=cache))
-        with suppress(FileNotFoundError):  # another process may have removed it before it was locked
+        try:
             if hold(home) is not None and home.exists():
                 return home
+        except FileNotFoundError:  # another process has removed it before it was locked
+            continue
+        except LocksUnsupported:  # it stays behind if this process is killed
+            return home
 
 
 def _result(future: Future[PreparedData]) -> PreparedData:

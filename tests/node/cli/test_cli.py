@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import math
@@ -192,6 +193,18 @@ def test_version_is_printed_on_one_line(capsys: pytest.CaptureFixture[str]) -> N
 def test_mistake_gives_one_line_error(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
     line = one_line(here(capsys, *arguments))
     assert words in line and "\x1b" not in line
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS])
+def test_file_system_without_locks_is_named(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def flock(descriptor: int, operation: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    line = one_line(here(capsys, "join", "--state-dir", str(tmp_path)))
+    assert f"the file system of {tmp_path} has no locks" in line and "on a local disk with --state-dir" in line
 
 
 def test_swarm_needs_a_peer_for_each_stage_of_its_run_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
