@@ -5,10 +5,11 @@ from __future__ import annotations
 import errno
 import os
 import stat
-import sys
 import tempfile
 from functools import cache
 from pathlib import Path
+
+from node.runtime.notes import note
 
 _VARIABLE = "XDG_CACHE_HOME"
 
@@ -26,7 +27,7 @@ def user_directory(variable: str, below_home: str) -> Path:
     try:
         return Path.home() / below_home
     except RuntimeError:
-        raise FileNotFoundError(f"this user has no home directory") from None
+        raise FileNotFoundError("this user has no home directory") from None
 
 
 def cache_directory() -> Path:
@@ -53,7 +54,7 @@ def _cache_directory(given: str | None, home: str | None) -> Path:
     except OSError as error:
         why = f"{error.filename}: {error.strerror}" if error.filename else str(error)
     instead = _temporary()
-    print(f"{why}: caches are kept in {instead}; name a lasting directory by {_VARIABLE}", file=sys.stderr, flush=True)
+    note(f"{why}: caches are kept in {instead}; name a lasting directory by {_VARIABLE}")
     os.environ[_VARIABLE] = str(instead)  # Hugging Face's and torch's libraries read it when they are loaded
     return _cache_directory(str(instead), home)
 

@@ -153,7 +153,8 @@ def create(path: Path) -> Identity:
         raise IdentityError(f"{path} exists already: it is not overwritten; load it, or move it away") from None
     except OSError as error:
         raise IdentityError(
-            f"cannot write an identity to {path} ({error.strerror}): choose a directory that exists and is writable, on a local disk"
+            f"cannot write an identity to {path} ({error.strerror}): "
+            "choose a directory that exists and is writable, on a local disk"
         ) from None
     return _identity(path, key)
 

@@ -15,7 +15,6 @@ class LocksUnsupported(OSError):
     """The file system has no locks."""
 
 
-
 def hold(path: Path) -> int | None:
     """Lock a file or a directory. Return a descriptor that holds the lock until it is closed; None if it is locked.
 

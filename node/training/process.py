@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from node.runtime.child_process import ChildProcess
+from node.runtime.notes import relay
 from node.tasks.spec import WorkerSpec
 from node.training.priority import ready_seconds
 from node.training.shared import Shared
@@ -182,7 +183,7 @@ def bounded_spin(environment: Mapping[str, str]) -> dict[str, str]:
 
 def _log_line(line: str | None) -> None:
     if line:
-        log.warning("worker: %s", line)
+        relay("worker", line)
 
 
 def _patience_seconds(memory: Shared, patience: int) -> float:

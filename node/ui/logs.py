@@ -122,7 +122,7 @@ def set_up(level: str, write: Callable[[str], object], human: bool) -> None:
     handler = logging.StreamHandler(_Lines(write))
     handler.terminator = ""
     handler.setFormatter(
-        structlog.stdlib.ProcessorFormatter(
+        _Formatter(
             foreign_pre_chain=shared,
             processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, renderer],
         )
@@ -148,6 +148,15 @@ def _bounded(logger: object, method: str, event: Event) -> Event:
     if "exception" in event:
         event["exception"] = event["exception"][-MAX_EVENT:]  # the last lines matter most
     return event
+
+
+class _Formatter(structlog.stdlib.ProcessorFormatter):
+    """Shows records that are for people as plain lines (`node.runtime.notes`)."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        if getattr(record, "plain", False):
+            return printable(record.getMessage(), MAX_EVENT)
+        return super().format(record)
 
 
 class _Lines:

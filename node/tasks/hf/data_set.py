@@ -6,7 +6,6 @@ import errno
 import hashlib
 import json
 import re
-import sys
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
@@ -14,6 +13,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from node.runtime.directories import cache_directory
+from node.runtime.notes import note, warn
 from node.tasks.hf.foreign import foreign
 from node.tasks.hf.settings import ModelError
 
@@ -80,7 +80,7 @@ def find_data_set(data: Path, is_chat: bool) -> DataSet:
     except ModelError as error:
         if not kept.exists():
             raise
-        print(f"warning: {error}; its files as of the last time are used", file=sys.stderr, flush=True)
+        warn(f"{error}; its files as of the last time are used")
         every = _kept(kept)
     files = chosen(every.files, pattern, is_chat)
     if not files:
@@ -88,7 +88,7 @@ def find_data_set(data: Path, is_chat: bool) -> DataSet:
         kinds = ", ".join(suffix for kind in KINDS[: 2 if is_chat else 3] for suffix in kind)
         raise ModelError(f"the data set {name} has no files{of} that end in {kinds}")
     size = sum(each.size for each in files)
-    print(f"{name}@{every.commit}: {size / 1e9:.2f} GB in {len(files)} files", file=sys.stderr, flush=True)
+    note(f"{name}@{every.commit}: {size / 1e9:.2f} GB in {len(files)} files")
     return DataSet(name, every.commit, files)
 
 

@@ -5,7 +5,6 @@ What a batch needs is counted in a forward pass of the model with fake tensors, 
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +14,7 @@ from torch._subclasses import FakeTensorMode
 from torch.func import functional_call
 
 from node.runtime.metrics import available_memory_bytes
+from node.runtime.notes import note, warn
 from node.tasks.hf.foreign import foreign
 from node.tasks.hf.model import loss_of
 from node.tasks.hf.settings import HfSettings, HfValues, ModelError
@@ -63,7 +63,7 @@ class MemoryNeed:
         advice = "a smaller model, or hf.train = lora"
         if self.activations > self.trained + self.frozen:
             advice = "a run with fewer hf.rows or a shorter hf.context" if has_checkpointing else "--checkpointing"
-        return f"warning: {told}, but only {available / 1e9:.1f} GB are free: try {advice}"
+        return f"{told}, but only {available / 1e9:.1f} GB are free: try {advice}"
 
 
 @dataclass(slots=True)
@@ -184,10 +184,10 @@ def tell_memory(values: HfValues, device: str, module: Any) -> None:
     try:
         with foreign("it is not known how much memory training needs"):
             need = memory_need(module.train(), values.settings, checkpointing, device == "cpu")
-        line = need.line(available_bytes(torch.device(device)), checkpointing)
+        available = available_bytes(torch.device(device))
+        (note if need.total <= available else warn)(need.line(available, checkpointing))
     except ModelError as error:
-        line = str(error)
-    print(line, file=sys.stderr, flush=True)
+        note(str(error))
 
 
 def available_bytes(device: torch.device) -> int:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import random
 import shutil
-import sys
 import tempfile
 import threading
 import time
@@ -24,6 +23,7 @@ import torch
 
 from node.runtime.directories import cache_directory
 from node.runtime.locks import LocksUnsupported, hold
+from node.runtime.notes import warn
 from node.tasks.hf.data_set import DataSet, HubFile, NotFetched, fetch
 from node.tasks.hf.foreign import foreign
 from node.tasks.hf.rows import PreparedData
@@ -134,7 +134,7 @@ class StreamedRows:
             except ModelError as error:
                 if before is None or isinstance(error, NotFetched):
                     raise
-                print(f"warning: {error}; the rows before it are used again", file=sys.stderr, flush=True)
+                warn(f"{error}; the rows before it are used again")
                 data = before[1]
             finally:
                 self._next = None
@@ -218,7 +218,7 @@ class StreamedRows:
                 if not is_wanted() if is_wanted else tries >= len(RETRY_SECONDS):
                     raise
                 seconds = RETRY_SECONDS[min(tries, len(RETRY_SECONDS) - 1)]
-                print(f"warning: {error}; again in {seconds:g} s", file=sys.stderr, flush=True)
+                warn(f"{error}; again in {seconds:g} s")
                 time.sleep(seconds)
                 tries += 1
 
