@@ -14,6 +14,7 @@ from typing import Any
 
 from node.runtime.directories import cache_directory
 from node.runtime.notes import note, warn
+from node.runtime.proxies import download_remedy
 from node.tasks.hf.foreign import foreign
 from node.tasks.hf.settings import ModelError
 
@@ -113,7 +114,8 @@ def _look_up(name: str, revision: str | None) -> DataSet:
     import huggingface_hub
 
     huggingface_hub.constants.HF_HUB_OFFLINE = False  # the model is here already, and was to come from no hub
-    with foreign(f"the data set {name} cannot be found on the hub", "; download it, and give its folder"):
+    remedy = f"{download_remedy()}; download it, and give its folder"
+    with foreign(f"the data set {name} cannot be found on the hub", remedy):
         about = huggingface_hub.HfApi(token=False).dataset_info(name, revision=revision, files_metadata=True)
     siblings = {each.rfilename: each.size or 0 for each in about.siblings or []}
     if not _COMMIT.fullmatch(about.sha or "") or len(siblings) > MAX_FILES:
@@ -151,7 +153,7 @@ def fetch(data_set: DataSet, file: HubFile, place: Path) -> Path:
     import huggingface_hub
 
     try:
-        with foreign(f"{file.name} of the data set {data_set.name} cannot be fetched from the hub"):
+        with foreign(f"{file.name} of the data set {data_set.name} cannot be fetched from the hub", download_remedy()):
             found = Path(
                 huggingface_hub.hf_hub_download(
                     data_set.name,

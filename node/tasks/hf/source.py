@@ -15,6 +15,7 @@ from typing import Any
 
 from node.runtime.directories import cache_directory
 from node.runtime.notes import note, warn
+from node.runtime.proxies import download_remedy
 from node.tasks.hf.foreign import foreign
 from node.tasks.hf.settings import ModelError
 
@@ -81,7 +82,8 @@ def _download(model: str, weights: bool) -> tuple[Path, str]:
     patterns = [each for each in PATTERNS if weights or "safetensors" not in each]
     disable_progress_bars()
     try:
-        with foreign(f"{model} cannot be fetched from the hub", "; download it, and give its folder"):
+        remedy = f"{download_remedy()}; download it, and give its folder"
+        with foreign(f"{model} cannot be fetched from the hub", remedy):
             place = _from_hub(name, revision or None, patterns)
     except ModelError as error:
         if (kept := _from_cache(name, revision or None, patterns)) is None:

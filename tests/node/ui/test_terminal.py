@@ -38,7 +38,10 @@ BUSY = replace(
 )
 
 STAGED = replace(
-    BUSY, stage=1, stages=3, peers=tuple(replace(each, stage=k) for each, k in zip(BUSY.peers[:3], (1, 2, 0), strict=True))
+    BUSY,
+    stage=1,
+    stages=3,
+    peers=tuple(replace(each, stage=k) for each, k in zip(BUSY.peers[:3], (1, 2, 0), strict=True)),
 )
 
 
