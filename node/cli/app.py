@@ -7,6 +7,7 @@ cannot be carried out prints one line to stderr.
 from __future__ import annotations
 
 import asyncio
+import errno
 import gc
 import os
 import sys
@@ -40,6 +41,9 @@ _OPTIONS = {
     "--download-limit-bytes-per-second": "--download-limit",
 }
 """Name of a value in a `ConfigError` -> the option that sets it."""
+
+_NOT_WRITTEN = {errno.ENOSPC, errno.EDQUOT, errno.EIO}
+"""Errors of a full disk under stdout, and of a terminal that was closed."""
 
 OF_RUN = ("run", "task", "protocol", "stages", "lora", "train", "inner")
 """Options that describe a run to start."""
@@ -409,4 +413,10 @@ def main(arguments: list[str] | None = None) -> int:
     except BrokenPipeError:  # the reader has left (`| head`): leave nothing that Python would flush at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 0
+    except OSError as error:
+        if error.errno not in _NOT_WRITTEN or error.filename:
+            raise
+        with suppress(OSError):
+            print(f"starling: the output cannot be written ({error.strerror}): give another", file=sys.stderr)
+        return 1
     return int(code or 0)

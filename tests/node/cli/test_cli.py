@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import io
 import json
 import math
 import os
@@ -151,6 +152,17 @@ def test_version_is_printed_on_one_line(capsys: pytest.CaptureFixture[str]) -> N
     done = here(capsys, "--version")
     assert (done.returncode, done.stderr) == (0, "")
     assert re.fullmatch(r"starling (\d+\.\S+|\(not installed\))\n", done.stdout)
+
+
+def test_output_on_a_full_disk_gives_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Full(io.StringIO):
+        def write(self, text: str) -> int:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(sys, "stdout", Full())
+    assert "the output cannot be written (No space left on device)" in one_line(here(capsys, "--version"), 1)
 
 
 @pytest.mark.parametrize(
