@@ -116,7 +116,7 @@ def round_case() -> list[dict[str, Any]]:
         b = swarm.peer("c").start("--bootstrap", a.address, "--upload-limit", "1")
         wait("the capped peer is in some rounds", lambda: len(counted(b)) >= ROUNDS, 300)
         rates = [each["bytes_sent"] / each["seconds_average"] for each in counted(b)[-ROUNDS:]]
-        suspected = sum(each.said().count("is gone") for each in swarm.peers.values())
+        suspected = sum(each.said().count("is lost") for each in swarm.peers.values())
         b.ask("finish")  # while a round's data is under way, which it nearly always is with this peer, joiners wait
         b.ends(60)
         d = swarm.peer("d").start("--bootstrap", a.address, "--download-limit", "1")

@@ -49,6 +49,17 @@ ONLY_IN: dict[str, set[str]] = {
     "node.runtime.compute": PEER,
     "node.runtime.clock": PEER | {"node/session/stage_setup.py", "node/session/page_setup.py"},
 }
+TEXTS = [
+    each
+    for pattern in ("*.md", "Makefile", "pyproject.toml", "docs/**/*.md", "docker/**/*", "node/**/*", "benchmarks/*.md")
+    for each in REPOSITORY.glob(pattern)
+    if each.suffix not in {".pyc", ".whl"} and each.is_file() and each.name != "CHANGELOG.md"
+]
+"""What a user reads: documents, messages, examples."""
+INSTALLS_A_STRANGER = re.compile(
+    r"\b(install|add|uvx|download|wheel)\b[^\n]*['\"\s]starling(\[|==|['\"`]?\s*$)", re.MULTILINE
+)
+"""Installs by the project's name, which belongs to another project on the package index."""
 MAX_CONSTRUCTOR_ARGUMENTS, MAX_PARAMETERS = 6, 7
 COMMANDS = "node/cli/app.py"
 """Its typer commands take as many parameters as they have options."""
@@ -161,6 +172,18 @@ def test_sources_keep_the_architecture_rules() -> None:
     assert cycle(SOURCES) == []
     assert [each for file, source in SOURCES.items() for each in too_many_parameters(file, source)] == []
     assert named_twice(SOURCES) == []
+
+
+def test_no_text_installs_by_a_strangers_name() -> None:
+    assert [str(each) for each in TEXTS if INSTALLS_A_STRANGER.search(each.read_text())] == []
+    for planted in (
+        "pip install 'starling[hf]'",
+        'uv add "starling"',
+        "pipx install starling",
+        "pip install starling==1",
+    ):
+        assert INSTALLS_A_STRANGER.search(f"{planted}\n"), planted
+    assert not INSTALLS_A_STRANGER.search("make install, or pip install -e '.[hf]' in the checkout of starling/\n")
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ cannot be carried out prints one line to stderr.
 from __future__ import annotations
 
 import asyncio
+import errno
 import gc
 import os
 import sys
@@ -26,6 +27,7 @@ from node.cli.remote import CommandError
 from node.reporting.status import SwarmOptions, printable, to_json
 from node.session.shutdown import exit_on_signal
 from node.tasks.name import HUGGING_FACE, is_own
+from node.ui.encoding import prepare_streams
 
 if TYPE_CHECKING:
     from node.config.peer_config import PeerConfig
@@ -40,6 +42,9 @@ _OPTIONS = {
     "--worker-timeout-seconds": "--worker-timeout",
 }
 """Name of a value in a `ConfigError` -> the option that sets it."""
+
+_NOT_WRITTEN = {errno.ENOSPC, errno.EDQUOT, errno.EIO}
+"""Errors of a full disk under stdout, and of a terminal that was closed."""
 
 OF_RUN = ("run", "task", "protocol", "stages", "lora", "train", "inner")
 """Options that describe a run to start."""
@@ -286,6 +291,7 @@ def _name_options() -> Iterator[None]:
 
 @contextmanager
 def _claim_state_dir(state_dir: Path | None) -> Iterator[Path]:
+    from node.runtime.locks import LocksUnsupported
     from node.ui.control import claimed
 
     with ExitStack() as stack:
@@ -293,6 +299,11 @@ def _claim_state_dir(state_dir: Path | None) -> Iterator[Path]:
             directory = stack.enter_context(claimed(state_dir))
         except BlockingIOError as error:
             raise CommandError(f"{error}: give another --state-dir, or leave it out to use a free one") from None
+        except LocksUnsupported as error:
+            raise CommandError(
+                f"the file system of {error.filename} has no locks, by which a peer keeps others out of its state "
+                "directory: give one on a local disk with --state-dir"
+            ) from None
         except OSError as error:
             why = f"{error.filename}: {error.strerror}" if error.filename else error
             raise CommandError(
@@ -392,6 +403,7 @@ def _message(error: typer.TyperException) -> str:
 def main(arguments: list[str] | None = None) -> int:
     """Run one command and return its exit code."""
     name = "starling" if Path(sys.argv[0]).stem == "starling" else "python -m node"
+    prepare_streams()
     try:
         code = app(arguments, prog_name=name, standalone_mode=False)
         sys.stdout.flush()
@@ -404,4 +416,10 @@ def main(arguments: list[str] | None = None) -> int:
     except BrokenPipeError:  # the reader has left (`| head`): leave nothing that Python would flush at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 0
+    except OSError as error:
+        if error.errno not in _NOT_WRITTEN or error.filename:
+            raise
+        with suppress(OSError):
+            print(f"starling: the output cannot be written ({error.strerror}): give another", file=sys.stderr)
+        return 1
     return int(code or 0)

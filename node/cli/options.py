@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
+
+from node.config.text import in_quotes
 
 RUN, MACHINE, PAUSES, SHOWN = "The run", "This machine", "Pauses", "Output"
 
@@ -19,6 +22,10 @@ def place(text: str) -> Path:
     """Parse a path from the command line. An empty one is an error: `Path` would read it as the current directory."""
     if not text.strip():
         raise typer.BadParameter("the path is empty: give one, or leave the option out")
+    if text == os.environ.get("NODE_STATE_DIR"):  # as `join` reads it
+        text = text.strip()
+        if why := in_quotes(text):
+            raise typer.BadParameter(f"NODE_STATE_DIR: {why}")
     return Path(text)
 
 

@@ -17,6 +17,7 @@ from pydantic.dataclasses import dataclass
 
 from node.config import sizes
 from node.config.multiaddrs import ANY_PORT, announced_address, bootstrap_source, home_path, listen_address
+from node.config.text import BYTE_ORDER_MARKS, in_quotes
 from node.config.toml import ConfigError, check_keys, one_line, read_toml, shown, suggestion
 from node.direct.messages import MAX_PORT, MIN_PORT
 from node.machine.hours import WeeklyHours
@@ -303,7 +304,13 @@ def _environment_table(environment: Mapping[str, str]) -> dict[str, str]:
     table = {}
     for name, value in sorted(environment.items()):
         if name in known and value.strip():
+            if why := in_quotes(value.strip()):
+                raise ConfigError(f"{name}: {why}", known[name])
             table[known[name]] = value.strip()
+        elif name.startswith(BYTE_ORDER_MARKS) and PREFIX in name[:8]:
+            raise ConfigError(
+                f"{ascii(name)[1:-1][:80]} begins with a byte-order mark: save the file of variables without"
+            )
         elif name.startswith(PREFIX) and name not in known and not _NOT_OURS.fullmatch(name):
             meant = suggestion(name.removeprefix(PREFIX), [key.upper() for key in KEYS], PREFIX)
             raise ConfigError(f'unknown variable "{ascii(name[:60])[1:-1]}": {meant}', name)

@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
+from node.config.text import decoded
+
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
@@ -64,15 +66,16 @@ def read_toml(path: Path) -> dict[str, Any]:
     try:
         with path.open("rb") as file:
             content = file.read(MAX_BYTES + 1)
-        if len(content) > MAX_BYTES:
-            raise ConfigError(f"{path}: longer than {MAX_BYTES >> 10} KiB: is it a run file?")
-        return tomllib.loads(content.decode())
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}: give the path of a run file") from None
-    except UnicodeDecodeError:
-        raise ConfigError(f"{path}: not text in UTF-8: is it a run file?") from None
+    if len(content) > MAX_BYTES:
+        raise ConfigError(f"{path}: longer than {MAX_BYTES >> 10} KiB: is it a run file?")
+    try:
+        return tomllib.loads(decoded(content))
     except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise ConfigError(f"{path}: not valid TOML: {' '.join(str(error).split())}") from None
+    except ValueError as error:
+        raise ConfigError(f"{path}: {error}: is it a run file?") from None
 
 
 def check_keys(table: Mapping[str, object], known: Collection[str], name: str = "") -> None:

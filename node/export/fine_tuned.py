@@ -200,7 +200,7 @@ def _first(data: Path, settings: HfSettings) -> list[Document]:
 
 def _name_base(path: Path, on_hub: str) -> None:
     """Write into the adapter's configuration where its base is. The path of a folder would mean nothing elsewhere."""
-    fields, (name, _, revision) = json.loads(path.read_text()), on_hub.partition("@")
+    fields, (name, _, revision) = json.loads(path.read_bytes()), on_hub.partition("@")
     fields["base_model_name_or_path"], fields["revision"] = name or NO_HUB, revision or None
     path.write_text(json.dumps(fields, indent=2) + "\n")
 

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from node.config.multiaddrs import FILE_SIGN, peer_address
 from node.config.peer_config import PeerConfig
+from node.config.text import decoded
 from node.config.toml import ConfigError
 from node.membership.hello import MAX_ADDRESS_CHARACTERS
 from node.storage.statedir import write_atomically
@@ -67,7 +68,7 @@ def parse_addresses(me: PeerId, data: bytes) -> AddressLine | str:
         return f"longer than {MAX_BYTES >> 10} KiB: is it a file of addresses?"
     found: dict[str, None] = {}
     complaint, own = "", False
-    for number, line in enumerate(data.decode(errors="replace").splitlines(), 1):
+    for number, line in enumerate(decoded(data, "replace").splitlines(), 1):
         if not (text := line.partition("#")[0].strip()):
             continue
         try:

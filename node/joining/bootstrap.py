@@ -190,12 +190,14 @@ class BootstrapClient:
         judge: Callable[[RunInfo], None],
         say: Callable[[str], None],
         read: Callable[[Path], Awaitable[AddressLine | str]],
+        hint: str = "",
     ) -> None:
         """
         Args:
             judge: raises a ValueError with a one-line message for a run that is not the one to join.
             say: prints a user-facing line.
             read: returns the content of a file of addresses, or why it cannot be read.
+            hint: a line to print once, after the first failure; empty for none.
         """
         self.met: dict[PeerId, str] = {}
         self.named: dict[str, tuple[str, ...]] = {}
@@ -206,6 +208,7 @@ class BootstrapClient:
         self._tries: dict[str, asyncio.Task[None]] = {}
         self._readers: list[asyncio.Task[None]] = []
         self._given_up, self._stopped = 0, False
+        self._hint = hint
 
     async def __aenter__(self) -> Self:
         self._found: asyncio.Future[RunInfo] = asyncio.get_running_loop().create_future()
@@ -292,10 +295,16 @@ class BootstrapClient:
                 again = "" if self._found.done() else " (retrying)"
                 self._report(address, why, again, group)
                 reported = why
+                self._tell_hint()
             if self._found.done():
                 return
             await asyncio.sleep(PAUSE_SECONDS[min(attempt, len(PAUSE_SECONDS) - 1)])
             attempt += 1
+
+    def _tell_hint(self) -> None:
+        hint, self._hint = self._hint, ""
+        if hint:
+            self._say(hint)
 
     def _report(self, address: str, why: str, again: str, group: _Refusals | None) -> None:
         line = group.failed(address, why) if group else f"{address}: {why}{again}"

@@ -292,7 +292,7 @@ class Membership:
         if live != contact.live:
             contact.live = live
             self._bump()
-            log.info("%s is %s", contact.peer, "here" if live else f"gone: {why}")
+            log.info("%s %s", contact.peer, "is here" if live else "has left" if contact.left else f"is lost: {why}")
 
     def _bump(self) -> None:
         self.version += 1
@@ -350,7 +350,7 @@ class Membership:
             return error.why
         finally:
             contact.watching = None
-        return "it said goodbye"
+        return "its stream ended"
 
     async def _watch(self, contact: PeerRecord, limit: asyncio.Timeout) -> None:
         """Dial, greet and exchange heartbeats until the stream ends or `limit` is rescheduled to now."""
@@ -445,6 +445,7 @@ class Membership:
             contact.broke_rules = False
             contact.end_watch()  # the watched stream belongs to its previous process
             self._set_live(contact, False, "it was started again")
+            contact.leaving = False
 
     def _known(self, to: PeerId) -> tuple[PeerAddress, ...]:
         others = [each for each in self._contacts if each.live and each.peer != to]

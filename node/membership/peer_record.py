@@ -33,6 +33,7 @@ class PeerRecord:
         hello: its last greeting; None before the first.
         live: it answers this peer's heartbeats.
         why: reason why it is not live.
+        leaving: it says that it is about to leave, or has.
         offset_seconds: its wall clock minus this peer's.
         round_trip_seconds: of its last echo.
         round: number of its current round, as it says.
@@ -87,6 +88,11 @@ class PeerRecord:
     def here(self) -> bool:
         """Whether others may count on it: it is live, and not away."""
         return self.live and self.idle < Activity.AWAY
+
+    @property
+    def left(self) -> bool:
+        """Whether it said goodbye before it was gone. Otherwise a peer that is not live is lost."""
+        return self.leaving and not self.live
 
     @property
     def stage(self) -> int | None:

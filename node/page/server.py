@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, cast
 from node.page.guard import AccessRules
 from node.page.keys import PageKeys
 from node.page.link import last_port, load_token, note_port, page_link
+from node.runtime.extras import install
 
 if TYPE_CHECKING:
     from uvicorn import Server
@@ -37,7 +38,7 @@ IDLE_SECONDS = 10.0
 """A connection is dropped that has no request under way at such an interval."""
 STALLED_SECONDS = 20.0
 """A reader that takes nothing for so long is dropped."""
-INSTALL = "the page needs three more packages: pip install 'starling[page]', or `make install` in the repository"
+INSTALL = f"the page needs three more packages: {install('page')}"
 
 
 def has_page_packages() -> bool:

@@ -24,7 +24,7 @@ MAX_LISTED = 4096
 MAX_NUMBER = 1 << 63
 _LATER = (
     "stage", "stages", "route", "route_reason", "round_seconds", "round_expected_seconds", "joiners",
-    "checkpoint_problem", "limits",
+    "checkpoint_problem", "limits", "left",
 )  # fmt: skip
 """Fields that a status from an older version lacks; it has no stages, no direct connections and no limits."""
 
@@ -42,6 +42,7 @@ class PeerStatus:
         route: how the latest bulk data went there: direct, dialled back (directly, but the peer had to dial), libp2p;
             empty if none was sent since the peer was met.
         route_reason: why it did not go directly.
+        left: it is not live because it left in good order; a peer that is neither live nor left is lost.
     """
 
     peer: str
@@ -53,6 +54,7 @@ class PeerStatus:
     stage: int = 0
     route: str = ""
     route_reason: str = ""
+    left: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -108,9 +108,12 @@ class Identity:
         """Lock the identity file inside the context: two daemons with one id disturb each other's connections.
 
         Raises:
-            IdentityError: another process on this machine holds it.
+            IdentityError: another process on this machine holds it, or it cannot be locked.
         """
-        held = hold(self.path)
+        try:
+            held = hold(self.path)
+        except OSError as error:
+            raise IdentityError(f"cannot lock {self.path} ({error.strerror}): move it to a local disk") from None
         if held is None:
             raise IdentityError(
                 f"{self.path} is in use by another running peer: two peers cannot share one identity; "
@@ -150,7 +153,8 @@ def create(path: Path) -> Identity:
         raise IdentityError(f"{path} exists already: it is not overwritten; load it, or move it away") from None
     except OSError as error:
         raise IdentityError(
-            f"cannot write an identity to {path} ({error.strerror}): choose a directory that exists and is writable"
+            f"cannot write an identity to {path} ({error.strerror}): "
+            "choose a directory that exists and is writable, on a local disk"
         ) from None
     return _identity(path, key)
 

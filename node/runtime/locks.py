@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 from pathlib import Path
+
+_UNSUPPORTED = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL}
+"""What flock says on file systems without locks: NFS without its lock daemon, some of FUSE, some shared folders."""
+
+
+class LocksUnsupported(OSError):
+    """The file system has no locks."""
 
 
 def hold(path: Path) -> int | None:
     """Lock a file or a directory. Return a descriptor that holds the lock until it is closed; None if it is locked.
 
     Raises:
-        OSError: the file cannot be opened, or its file system has no locks.
+        LocksUnsupported: the file system has none.
+        OSError: the file cannot be opened or locked.
     """
     held = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
@@ -20,5 +29,7 @@ def hold(path: Path) -> int | None:
         os.close(held)
         if isinstance(error, BlockingIOError):
             return None
-        raise
+        if error.errno in _UNSUPPORTED:
+            raise LocksUnsupported(error.errno, "its file system has no locks", str(path)) from None
+        raise OSError(error.errno, error.strerror, str(path)) from None
     return held

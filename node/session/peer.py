@@ -33,6 +33,7 @@ from node.runtime.clock import WallClock
 from node.runtime.compute import ThreadCompute
 from node.runtime.identity import IdentityError, verify
 from node.runtime.metrics import LoopLag
+from node.runtime.proxies import dialled_directly
 from node.session.fatal import NO_RESULT, NO_WORKER, REPLACED, FatalPeerError
 from node.session.page_setup import PageSetup
 from node.session.pausing import PauseController
@@ -173,7 +174,8 @@ class Peer:
             return await files.run(partial(read_addresses, transport.me, path), 0)
 
         ask = partial(ask_run, transport)
-        return BootstrapClient(transport.connect, ask, self._selector.judge, self._view.say, read)
+        hint = dialled_directly()
+        return BootstrapClient(transport.connect, ask, self._selector.judge, self._view.say, read, hint)
 
     # -- into a run ---------------------------------------------------------------------------------------------------
 

@@ -44,6 +44,8 @@ LINGER_SECONDS = 20.0
 """Longest time that a peer stays after the last round, to serve it to peers that missed it."""
 LAST_TEXT_SECONDS = 130.0
 """The same in a stage other than 0: peers of stage 0 evaluate the last round, and write a text, through all stages."""
+GOODBYE_SECONDS = 0.3
+"""Time for a goodbye to reach the others after the last round."""
 ANNOUNCED_SECONDS = 180.0
 FIND_SECONDS = 20.0
 FIRST_SECONDS = 5.0
@@ -193,6 +195,7 @@ class PeerSession:
                 if main.cancelled():
                     raise RuntimeError("the rounds were cancelled, and this peer was not asked to leave")
                 await self._linger()
+                await self._say_goodbye()
             for each in (*helpers, watch):
                 each.cancel()
 
@@ -339,6 +342,13 @@ class PeerSession:
             if not any(self._needs_this(each) for each in live) or loop.time() >= until:
                 return
             await asyncio.sleep(0.1)
+
+    async def _say_goodbye(self) -> None:
+        """Tell the others that this peer leaves in good order, and wait until they have probably heard it."""
+        members = self._deps.membership
+        members.goodbye()
+        if any(each.live for each in members.contacts()):
+            await asyncio.sleep(GOODBYE_SECONDS)
 
     def _needs_this(self, peer: PeerRecord) -> bool:
         if peer.stage != self._stage:

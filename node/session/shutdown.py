@@ -1,4 +1,4 @@
-"""Runs a peer until it is done or Ctrl-C or SIGTERM asks it to leave, and ends the process by force if it hangs."""
+"""Runs a peer until it is done or a signal asks it to leave, and ends the process by force if it hangs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,12 @@ if TYPE_CHECKING:
 HAND_IN_SECONDS = 8.5
 CLEAN_UP_SECONDS = 1.5
 EXIT_SECONDS = 5.0
-NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
+NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM", signal.SIGHUP: "SIGHUP (the terminal was closed)"}
+
+
+def _heeded() -> list[signal.Signals]:
+    """The signals that ask the process to leave. Under nohup, SIGHUP is ignored from the start, and stays so."""
+    return [each for each in NAMES if each != signal.SIGHUP or signal.getsignal(each) is not signal.SIG_IGN]
 
 
 def run_peer(config: PeerConfig, run: RunConfig | None) -> int:
@@ -56,7 +61,7 @@ def run_peer(config: PeerConfig, run: RunConfig | None) -> int:
 @contextmanager
 def exit_on_signal() -> Iterator[None]:
     """End the process at once on a signal, until a `GracefulShutdown` handles signals: nothing has begun yet."""
-    before = {number: signal.signal(number, _leave_at_once) for number in NAMES}
+    before = {number: signal.signal(number, _leave_at_once) for number in _heeded()}
     try:
         yield
     finally:
@@ -72,7 +77,10 @@ def _leave_at_once(number: int, frame: FrameType | None) -> None:
 
 
 class GracefulShutdown:
-    """Two-stage shutdown on SIGINT or SIGTERM: the first signal lets the peer finish, the second cancels it.
+    """Two-stage shutdown on SIGINT, SIGTERM or SIGHUP: the first signal lets the peer finish, the second cancels it.
+
+    SIGHUP is never the second: for a terminal that closes, the kernel and the shell each send one, and a logout sends
+    it together with SIGTERM.
 
     Finishing may take 10 s, cancelling 2 s. After that a SIGALRM handler ends the process, even if the event loop is
     blocked or a thread hangs. p2pd and the worker die with this process.
@@ -118,19 +126,23 @@ class GracefulShutdown:
     def _listening(self) -> Iterator[None]:
         loop = asyncio.get_running_loop()
 
+        heeded = _heeded()
+
         def on_signal(number: int, frame: FrameType | None) -> None:
+            if number == signal.SIGHUP and self._asked:
+                return
             self._asked += 1
             if self._asked <= 2:
                 self._set_alarm(number)
                 loop.call_soon_threadsafe(self._leave, number, self._asked)
 
         signal.signal(signal.SIGALRM, self._end_by_force)
-        for number in NAMES:
+        for number in heeded:
             signal.signal(number, on_signal)  # not the event loop's handler: this one works even if the loop is blocked
         try:
             yield
         finally:
-            for number in NAMES:  # a signal now must not interrupt what is being written
+            for number in heeded:  # a signal now must not interrupt what is being written
                 signal.signal(number, signal.SIG_IGN)
 
     def _set_alarm(self, number: int) -> None:

@@ -17,6 +17,7 @@ from node.network.libp2p import LibP2PConfig, LibP2PTransport
 from node.runtime.clock import WallClock
 from node.runtime.compute import ThreadCompute
 from node.runtime.identity import create
+from node.runtime.proxies import dialled_directly
 from node.session.fatal import FatalPeerError
 from protocols.base import BadPayload, Deadline, Host, Member, PeerError, PeerId
 from protocols.static_members import StaticMembers
@@ -112,6 +113,6 @@ async def _ask_at(
         peer = await transport.connect(address, deadline)
         return peer, await ask(transport, peer, deadline)
     except PeerError as error:
-        raise FatalPeerError(f"{address}: {error.why}") from None
+        raise FatalPeerError("; ".join(filter(None, (f"{address}: {error.why}", dialled_directly())))) from None
     except (BadPayload, ValueError) as error:
         raise FatalPeerError(f"{address}: {error}") from None

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any, BinaryIO, Literal
 
+from node.runtime.extras import install
 from node.tasks.hf.settings import ModelError
 
 FileKind = Literal["text", "json", "csv", "parquet", "arrow", "settings", "archive", "binary", "empty", "pointer"]
@@ -190,9 +191,7 @@ def opened(path: Path, packing: str) -> BinaryIO:
         try:
             from pyarrow import input_stream
         except ImportError:
-            raise ModelError(
-                f"{shown(path)}: reading zstd needs pyarrow: pip install 'starling[data]', or unpack it"
-            ) from None
+            raise ModelError(f"{shown(path)}: reading zstd needs pyarrow: {install('data')}, or unpack it") from None
         stream: BinaryIO = input_stream(str(path), compression="zstd")
         return stream
     module: Any = {"gzip": gzip, "bz2": bz2, "xz": lzma}[packing]

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import base64
 import json
-import sys
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from node.runtime.notes import note
 from node.tasks.files import size_words
 
 _MAX_RECORD_BYTES = 1 << 20
@@ -54,7 +54,7 @@ class GivenData:
         """Tell the user what the data are."""
         if self.tells:
             for line in lines:
-                print(line, file=sys.stderr, flush=True)
+                note(line)
 
     def held_out(self) -> bytes:
         """The only held-out document of the last start, if there was only one: it stays held out."""
@@ -71,11 +71,7 @@ class GivenData:
         with suppress(ValueError, KeyError, TypeError):
             before = DataState(**self._read()["state"])
             if before.digest != state.digest:
-                print(
-                    f"the data have changed since this peer's last start: then {before.words()}; now {state.words()}",
-                    file=sys.stderr,
-                    flush=True,
-                )
+                note(f"the data have changed since this peer's last start: then {before.words()}; now {state.words()}")
         only = sample if sample.count(b"\n") == 1 else b""
         if self.record is not None:
             with suppress(OSError):  # then the next start cannot compare

@@ -14,6 +14,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from node.runtime.extras import install
 from node.tasks.files import MAX_EXPANSION, Look, expansion_limit, opened, shown, suffix_of
 from node.tasks.hf.settings import ModelError
 
@@ -207,7 +208,7 @@ def _arrow(path: Path, found: Look, columns: Sequence[str]) -> Iterator[tuple[di
     try:
         from pyarrow import ArrowException
     except ImportError:
-        raise ModelError(f"{shown(path)}: reading {found.kind} needs pyarrow: pip install 'starling[data]'") from None
+        raise ModelError(f"{shown(path)}: reading {found.kind} needs pyarrow: {install('data')}") from None
     number = 0
     try:
         for batch in _batches(path, found, columns):

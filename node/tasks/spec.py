@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any, Protocol, TypeAlias
 
 import torch
 
+from node.runtime.notes import note
 from node.tasks import user_task as own
 from node.tasks.base import OptionValue, Recipe, TaskContext, require
 from node.tasks.given_data import GivenData
@@ -230,7 +230,7 @@ def build(spec: WorkerSpec, allocate: Allocate, resume: bool) -> Job:
         own_task = own.make(values.name, TaskContext(spec.weights_seed, device, spec.data, values.options))
         lines = own_task.try_out(spec.stream_seed, training=spec.recipe.mean is not None)
         for line in lines if not resume else ():
-            print(line, file=sys.stderr, flush=True)
+            note(line)
         torch.manual_seed(spec.stream_seed)  # of dropout, in which peers should differ
         autocast = _autocast(spec.precision, device, width=0)
         learner = TaskLearner(own_task, spec.recipe, spec.stream_seed, place, resume, autocast)

@@ -24,6 +24,7 @@ from typing import BinaryIO
 
 import torch
 
+from node.runtime.directories import cache_directory
 from node.tasks.blocks import blocks
 from node.tasks.files import Selection, look, select, shown
 from node.tasks.given_data import DataState, GivenData
@@ -248,11 +249,10 @@ def _split_end(text: torch.Tensor, name: str) -> Text:
 
 def _copied(digest: str, write: Callable[[BinaryIO], None]) -> Path:
     """A file in the user's cache that contains what `write` writes; created if it does not exist."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "starling"
+    cache = cache_directory()
     path = cache / f"{digest}.text"
     if path.exists():
         return path
-    cache.mkdir(mode=0o700, parents=True, exist_ok=True)
     descriptor, fresh = tempfile.mkstemp(dir=cache)
     try:
         with open(descriptor, "wb") as copy:

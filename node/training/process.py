@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from node.runtime.child_process import ChildProcess
+from node.runtime.notes import relay
 from node.tasks.spec import WorkerSpec
 from node.training import liveness
 from node.training.failure import FaultDump
@@ -223,4 +224,4 @@ def bounded_spin(environment: Mapping[str, str]) -> dict[str, str]:
 def _log_line(dump: FaultDump, line: str | None) -> None:
     if line:
         dump.take(line)
-        log.warning("worker: %s", line)
+        relay("worker", line)

@@ -19,6 +19,7 @@ from typing import Any
 from node.network.daemon import DaemonError
 from node.network.sockets import socket_directory
 from node.reporting.status import Status, to_json
+from node.runtime.directories import user_directory
 from node.runtime.locks import hold
 from node.ui.commands import PeerCommands
 
@@ -153,14 +154,13 @@ def home() -> Path:
     """Parent of the default state directories: `$XDG_STATE_HOME/starling`, or `~/.local/state/starling`.
 
     Raises:
-        OSError: this user has no home directory.
+        FileNotFoundError: this user has no home directory.
     """
-    if given := os.environ.get("XDG_STATE_HOME"):
-        return Path(given) / "starling"
+    variable = "XDG_STATE_HOME"
     try:
-        return Path.home() / ".local" / "state" / "starling"
-    except RuntimeError:
-        raise FileNotFoundError("this user has no home directory") from None
+        return user_directory(variable, ".local/state") / "starling"
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"{error}: set {variable}") from None
 
 
 @contextmanager

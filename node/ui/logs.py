@@ -12,6 +12,7 @@ from typing import Any
 import structlog
 
 from node.reporting.status import printable
+from node.ui.encoding import ERRORS, encoding_of
 
 OUTLET_BYTES = 1 << 20
 _PIECE_BYTES = 512  # POSIX's PIPE_BUF: a pipe that polls as writable takes this much without blocking
@@ -26,10 +27,8 @@ class NonBlockingWriter:
     reader has left (`| head`), everything is dropped.
     """
 
-    encoding = "utf-8"
-
     def __init__(self, fd: int) -> None:
-        self._fd = fd
+        self._fd, self.encoding = fd, encoding_of(fd)
         self._target: int | None = None
         self._waiting: deque[memoryview] = deque()
         self._waiting_bytes = 0
@@ -37,7 +36,7 @@ class NonBlockingWriter:
         self.gone = False
 
     def write(self, text: str) -> int:
-        data = memoryview(text.encode(errors="replace"))
+        data = memoryview(text.encode(self.encoding, ERRORS))
         if self.gone or self._waiting_bytes + len(data) > OUTLET_BYTES:
             self.dropped += 1
         else:
@@ -123,7 +122,7 @@ def set_up(level: str, write: Callable[[str], object], human: bool) -> None:
     handler = logging.StreamHandler(_Lines(write))
     handler.terminator = ""
     handler.setFormatter(
-        structlog.stdlib.ProcessorFormatter(
+        _Formatter(
             foreign_pre_chain=shared,
             processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, renderer],
         )
@@ -149,6 +148,15 @@ def _bounded(logger: object, method: str, event: Event) -> Event:
     if "exception" in event:
         event["exception"] = event["exception"][-MAX_EVENT:]  # the last lines matter most
     return event
+
+
+class _Formatter(structlog.stdlib.ProcessorFormatter):
+    """Shows records that are for people as plain lines (`node.runtime.notes`)."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        if getattr(record, "plain", False):
+            return printable(record.getMessage(), MAX_EVENT)
+        return super().format(record)
 
 
 class _Lines:

@@ -40,8 +40,9 @@ class Screen:
         """
         self._out, self._err = NonBlockingWriter(1), NonBlockingWriter(2)
         self.is_terminal = self._err.isatty()
-        # On one terminal, JSON lines and a live view would mix.
-        self.is_live = self.is_terminal and not (as_json and self._out.isatty())
+        # On one terminal, JSON lines and a live view would mix. A live view needs to know how wide its text becomes.
+        draws = self._err.encoding.lower().startswith("utf")
+        self.is_live = self.is_terminal and draws and not (as_json and self._out.isatty())
         self._console = Console(
             file=self._err,  # type: ignore[arg-type]
             force_terminal=self.is_live,

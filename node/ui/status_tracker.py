@@ -257,6 +257,7 @@ class StatusTracker:
                 stage=each.stage or 0,
                 route=routes[each.peer].way if each.peer in routes else "",
                 route_reason=routes[each.peer].why if each.peer in routes else "",
+                left=each.left,
             )
             for each in self._membership.contacts()
             if each.hello or each.peer in roster

@@ -233,11 +233,14 @@ def _peers(status: Status, width: int) -> list[RenderableType]:
     staged = status.stages > 1
     for no_wrap in (True,) * ((5 if width >= 70 else 4) + staged):
         table.add_column(no_wrap=no_wrap, overflow="ellipsis")
-    order = sorted(status.peers, key=lambda each: (not each.live, not each.member, each.stage, each.peer))
+    order = sorted(status.peers, key=lambda each: (not each.live, each.left, not each.member, each.stage, each.peer))
     for each in order[:_SHOWN_PEERS]:
         table.add_row(*_peer(each, staged)[: len(table.columns)])
     live = sum(each.live for each in order)
-    heading = Text(f"\n{len(order)} other peer{'s' * (len(order) != 1)}, {live} live", style="bold")
+    left = sum(each.left for each in order)
+    counts = ((live, "live"), (left, "left"), (len(order) - live - left, "lost"))
+    now = ", ".join(f"{number} {word}" for number, word in counts if number or word == "live")
+    heading = Text(f"\n{len(order)} other peer{'s' * (len(order) != 1)}, {now}", style="bold")
     rest = len(order) - _SHOWN_PEERS
     return [heading, table, *([Text(f"and {rest} more", style="dim")] if rest > 0 else []), *_not_direct(order)]
 
@@ -254,7 +257,8 @@ def _not_direct(peers: Sequence[PeerStatus]) -> list[RenderableType]:
 
 
 def _peer(line: PeerStatus, staged: bool) -> tuple[Text, ...]:
-    mark = Text("● live", style="green") if line.live else Text("○ suspected", style="yellow")
+    mark = Text("○ left", style="dim") if line.left else Text("○ lost", style="yellow")
+    mark = Text("● live", style="green") if line.live else mark
     name = Text(printable(line.nickname)[:_NICKNAME] or short(line.peer))
     role = Text("member" if line.member else "observer", style="" if line.member else "dim")
     if line.route:

@@ -87,7 +87,7 @@ def fault(page: ScriptedPage) -> None:
     page.show(
         state="waiting", reason="the members of the last roster are not here", waiting_for=("laptop-1", "laptop-2")
     )
-    gone = [peer(1, live=False), peer(2, live=False, route="libp2p", route_reason="connection refused")]
+    gone = [peer(1, live=False, left=True), peer(2, live=False, route="libp2p", route_reason="connection refused")]
     page.show(peers=(peer(0, route="libp2p", route_reason="no answer within 2 s"), *gone), eta_seconds=None)
     page.show(clock="this machine's clock is 41 s behind the others': set it")
 

@@ -102,8 +102,11 @@ function showFigures(now) {
   setText("uploaded", traffic(now.network_bytes, "upload"));
   setText("downloaded", traffic(now.network_bytes, "download"));
   const live = status.peers.filter((each) => each.live).length;
+  const left = status.peers.filter((each) => !each.live && each.left).length;
+  const lost = status.peers.length - live - left;
+  const gone = [left && `${left} left`, lost && `${lost} lost`].filter(Boolean).join(", ");
   setText("here", String(live));
-  setText("known", live === status.peers.length ? "other peers, all live" : `of ${status.peers.length} other peers known`);
+  setText("known", gone ? `of ${status.peers.length} other peers known: ${gone}` : "other peers, all live");
 }
 
 function traffic(byClass, direction) {
@@ -156,7 +159,7 @@ function showPeers(now) {
   const { status } = now;
   const staged = status.stages > 1;
   document.querySelectorAll(".staged").forEach((each) => { each.hidden = !staged; });
-  const order = [...status.peers].sort((a, b) => b.live - a.live || b.member - a.member || a.stage - b.stage || (a.peer < b.peer ? -1 : 1));
+  const order = [...status.peers].sort((a, b) => b.live - a.live || a.left - b.left || b.member - a.member || a.stage - b.stage || (a.peer < b.peer ? -1 : 1));
   $("peer-rows").replaceChildren(...order.slice(0, MAX_ROWS).map((each) => peerRow(each, staged, now.peer_bytes[each.peer])));
   $("peers-empty").hidden = order.length > 0;
   $("stages").hidden = !staged;
@@ -166,7 +169,8 @@ function showPeers(now) {
 function peerRow(peer, staged, bytes) {
   const row = make("tr");
   const state = make("td");
-  state.append(make("span", undefined, `mark ${peer.live ? "live" : "suspected"}`), peer.live ? "live" : "suspected");
+  const now = peer.live ? "live" : peer.left ? "left" : "lost";
+  state.append(make("span", undefined, `mark ${now}`), now);
   const name = make("td", peer.nickname || shortPeer(peer.peer), "name");
   name.title = peer.peer;
   const role = [peer.member ? "member" : "observer", peer.route].filter(Boolean).join(", ");

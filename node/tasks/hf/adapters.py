@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Iterable
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from node.runtime.notes import note
 from node.tasks.hf.foreign import foreign
 from node.tasks.hf.settings import ALL_LINEAR, NEEDS, HfSettings, ModelError
 
@@ -90,11 +90,9 @@ def tell_frozen_experts(module: nn.Module, targets: Iterable[str]) -> None:
     if frozen := sorted(experts.keys() - set(targets)):
         count = sum(experts[each] for each in frozen)
         total = sum(each.numel() for name, each in module.named_parameters() if ".lora_" not in name)
-        print(
+        note(
             f"the experts have no adapters and stay as they are: {' and '.join(frozen)}, {count / 1e6:,.2f} of the "
-            f"model's {total / 1e6:,.2f} million parameters; to train them, too, name them in hf.lora_targets",
-            file=sys.stderr,
-            flush=True,
+            f"model's {total / 1e6:,.2f} million parameters; to train them, too, name them in hf.lora_targets"
         )
 
 

@@ -6,15 +6,16 @@ import errno
 import hashlib
 import json
 import re
-import sys
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from node.runtime.directories import cache_directory
+from node.runtime.notes import note, warn
+from node.runtime.proxies import download_remedy
 from node.tasks.files import is_documentation, is_test_split, suffix_of
-from node.tasks.hf.digests import cache_directory
 from node.tasks.hf.foreign import foreign
 from node.tasks.hf.settings import ModelError
 
@@ -81,7 +82,7 @@ def find_data_set(data: Path, is_chat: bool) -> DataSet:
     except ModelError as error:
         if not kept.exists():
             raise
-        print(f"warning: {error}; its files as of the last time are used", file=sys.stderr, flush=True)
+        warn(f"{error}; its files as of the last time are used")
         every = _kept(kept)
     files, of_tests = chosen(every.files, pattern, is_chat)
     if not files:
@@ -90,7 +91,7 @@ def find_data_set(data: Path, is_chat: bool) -> DataSet:
         raise ModelError(f"the data set {name} has no files{of} that end in {kinds}")
     size = sum(each.size for each in files)
     left_out = f"; {of_tests} of a validation or test split are left out" if of_tests else ""
-    print(f"{name}@{every.commit}: {size / 1e9:.2f} GB in {len(files)} files{left_out}", file=sys.stderr, flush=True)
+    note(f"{name}@{every.commit}: {size / 1e9:.2f} GB in {len(files)} files{left_out}")
     return DataSet(name, every.commit, files)
 
 
@@ -122,7 +123,8 @@ def _look_up(name: str, revision: str | None) -> DataSet:
     import huggingface_hub
 
     huggingface_hub.constants.HF_HUB_OFFLINE = False  # the model is here already, and was to come from no hub
-    with foreign(f"the data set {name} cannot be found on the hub", "; download it, and give its folder"):
+    remedy = f"{download_remedy()}; download it, and give its folder"
+    with foreign(f"the data set {name} cannot be found on the hub", remedy):
         about = huggingface_hub.HfApi(token=False).dataset_info(name, revision=revision, files_metadata=True)
     siblings = {each.rfilename: each.size or 0 for each in about.siblings or []}
     if not _COMMIT.fullmatch(about.sha or "") or len(siblings) > MAX_FILES:
@@ -160,7 +162,7 @@ def fetch(data_set: DataSet, file: HubFile, place: Path) -> Path:
     import huggingface_hub
 
     try:
-        with foreign(f"{file.name} of the data set {data_set.name} cannot be fetched from the hub"):
+        with foreign(f"{file.name} of the data set {data_set.name} cannot be fetched from the hub", download_remedy()):
             found = Path(
                 huggingface_hub.hf_hub_download(
                     data_set.name,

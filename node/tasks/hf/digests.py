@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from node.runtime.directories import cache_directory
 from node.tasks.hf.settings import ModelError
 from node.tasks.hf.source import KERNELS, read_json, weight_files
 
@@ -21,11 +22,6 @@ _IGNORED = frozenset({"_name_or_path", "transformers_version", "dtype", "torch_d
 """Of config.json: where it came from and how it is run, not what the model computes."""
 PROBE = "The quick brown fox, naïvely: 1234567890 + 0.5%\n\tdef f(x):\n        return x ** 2  # ≠ ∑ 你好 🙂 <s></s>"
 """Tokenised for the digest: another version of a library may read the same files in another way."""
-
-
-def cache_directory() -> Path:
-    """Directory of what can be computed again; it may be deleted."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "starling"
 
 
 def config_digest(config: Mapping[str, Any]) -> str:

@@ -6,7 +6,6 @@ What a batch needs is counted in a forward pass of the model with fake tensors, 
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -18,6 +17,7 @@ from torch._subclasses import FakeTensorMode
 from torch.func import functional_call
 
 from node.runtime.metrics import available_memory_bytes
+from node.runtime.notes import note, warn
 from node.tasks.hf.adapters import adapted_layers, with_adapters
 from node.tasks.hf.foreign import foreign
 from node.tasks.hf.model import loss_of
@@ -69,7 +69,7 @@ class MemoryNeed:
         )
         if self.total <= available:
             return f"{told}, {available / 1e9:.1f} GB are free"
-        return f"warning: {told}, but only {available / 1e9:.1f} GB are free: {advice}"
+        return f"{told}, but only {available / 1e9:.1f} GB are free: {advice}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,9 +298,9 @@ def tell_memory(values: HfValues, device: str, module: Any) -> None:
             need, available = plan.need(), available_bytes(torch.device(device))
             enough = need.total <= available
             line = need.line(available, "" if enough else advice(plan, available, values.pins is None))
+        (note if enough else warn)(line)
     except ModelError as error:
-        line = str(error)
-    print(line, file=sys.stderr, flush=True)
+        note(str(error))
 
 
 def available_bytes(device: torch.device) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from node.runtime.notes import warn
 from node.tasks.base import Batch
 from node.tasks.flat import layout_of, unfrozen
 from node.tasks.hf.adapters import adapted_layers, with_adapters
@@ -81,7 +81,7 @@ def require_faithful(tokenizer: Any, file: Path) -> None:
         at = next((at for at, pair in enumerate(zip(decoded, plain, strict=False)) if len(set(pair)) > 1), 0)
         here, there = plain[max(0, at - 8) : at + 12], decoded[max(0, at - 8) : at + 12]
         line = f"the tokenizer does not keep all texts as they are: {here!a} becomes {there!a}"
-        print(line, file=sys.stderr, flush=True)
+        warn(line)
 
 
 def load_model(

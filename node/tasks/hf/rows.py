@@ -24,10 +24,11 @@ from typing import Any
 
 import torch
 
+from node.runtime.directories import cache_directory
 from node.tasks.files import shown
 from node.tasks.hf.chat import Encoder
 from node.tasks.hf.corpus import Document, Sample, Seen, is_held_out, joined, read_documents
-from node.tasks.hf.digests import cache_directory, file_state
+from node.tasks.hf.digests import file_state
 from node.tasks.hf.settings import MAX_WORD_CHARACTERS, HfSettings, ModelError
 
 FORMAT = 4

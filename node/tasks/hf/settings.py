@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from node.runtime.extras import install
 from node.tasks.base import require
 
 MAX_ROW_TOKENS = 1 << 17
@@ -15,7 +16,7 @@ MAX_TARGETS = 256
 MAX_WORD_CHARACTERS = 200
 ALL_LINEAR = "all-linear"
 NO_HELD_OUT = "none"
-NEEDS = "pip install 'starling[hf]'"
+NEEDS = install("hf")
 
 
 class ModelError(ValueError):

@@ -8,12 +8,14 @@ from __future__ import annotations
 import json
 import os
 import re
-import sys
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from node.runtime.directories import cache_directory
+from node.runtime.notes import note, warn
+from node.runtime.proxies import download_remedy
 from node.tasks.hf.foreign import foreign
 from node.tasks.hf.settings import ModelError
 
@@ -72,6 +74,7 @@ def find_model(model: str, weights: bool = True) -> ModelFolder:
 def _download(model: str, weights: bool) -> tuple[Path, str]:
     """The local folder of a repository at a revision, and that revision as a commit."""
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+    cache_directory()  # before the hub's library looks for its own
     import huggingface_hub
     from huggingface_hub.utils import disable_progress_bars  # type: ignore[attr-defined]
 
@@ -79,12 +82,13 @@ def _download(model: str, weights: bool) -> tuple[Path, str]:
     patterns = [each for each in PATTERNS if weights or "safetensors" not in each]
     disable_progress_bars()
     try:
-        with foreign(f"{model} cannot be fetched from the hub", "; download it, and give its folder"):
+        remedy = f"{download_remedy()}; download it, and give its folder"
+        with foreign(f"{model} cannot be fetched from the hub", remedy):
             place = _from_hub(name, revision or None, patterns)
     except ModelError as error:
         if (kept := _from_cache(name, revision or None, patterns)) is None:
             raise
-        print(f"warning: {error}; the copy in this machine's cache is used", file=sys.stderr, flush=True)
+        warn(f"{error}; the copy in this machine's cache is used")
         place = kept
     huggingface_hub.constants.HF_HUB_OFFLINE = True
     return place, place.name
@@ -100,7 +104,7 @@ def _from_hub(name: str, revision: str | None, patterns: list[str]) -> Path:
         raise ModelError(f"{name}: the hub names no commit: download the model, and give its folder")
     wanted = filter_repo_objects(about.siblings or [], allow_patterns=patterns, key=lambda each: each.rfilename)
     size = sum(each.size or 0 for each in wanted)
-    print(f"{name}@{commit}: {size / 1e9:.2f} GB to have on this machine", file=sys.stderr, flush=True)
+    note(f"{name}@{commit}: {size / 1e9:.2f} GB to have on this machine")
     return Path(huggingface_hub.snapshot_download(name, revision=commit, allow_patterns=patterns, token=False))
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import random
 import shutil
-import sys
 import tempfile
 import threading
 import time
@@ -22,9 +21,10 @@ from pathlib import Path
 
 import torch
 
-from node.runtime.locks import hold
+from node.runtime.directories import cache_directory
+from node.runtime.locks import LocksUnsupported, hold
+from node.runtime.notes import note, warn
 from node.tasks.hf.data_set import DataSet, HubFile, NotFetched, fetch
-from node.tasks.hf.digests import cache_directory
 from node.tasks.hf.foreign import foreign
 from node.tasks.hf.rows import PreparedData
 from node.tasks.hf.settings import ModelError
@@ -135,7 +135,7 @@ class StreamedRows:
             except ModelError as error:
                 if before is None or isinstance(error, NotFetched):
                     raise
-                print(f"warning: {error}; the rows before it are used again", file=sys.stderr, flush=True)
+                warn(f"{error}; the rows before it are used again")
                 data = before[1]
             finally:
                 self._next = None
@@ -151,7 +151,7 @@ class StreamedRows:
         if len(data.rows) < window.batches * count and self._short != window:
             self._short = window
             what = f"the present files of {self._data_set.name} hold {len(data.rows):,} rows"
-            print(f"{what}, and {window.batches * count:,} are due: some come twice", file=sys.stderr, flush=True)
+            note(f"{what}, and {window.batches * count:,} are due: some come twice")
         return data.rows.batch(seed, position - self._here[0].first, count)
 
     def _begin(self, seed: int) -> None:
@@ -224,7 +224,7 @@ class StreamedRows:
                 if not is_wanted() if is_wanted else tries >= len(RETRY_SECONDS):
                     raise
                 seconds = RETRY_SECONDS[min(tries, len(RETRY_SECONDS) - 1)]
-                print(f"warning: {error}; again in {seconds:g} s", file=sys.stderr, flush=True)
+                warn(f"{error}; again in {seconds:g} s")
                 time.sleep(seconds)
                 tries += 1
 
@@ -240,9 +240,13 @@ def _new_home() -> Path:
                 os.close(held)
     while True:
         home = Path(tempfile.mkdtemp(prefix="stream-", dir=cache))
-        with suppress(FileNotFoundError):  # another process may have removed it before it was locked
+        try:
             if hold(home) is not None and home.exists():
                 return home
+        except FileNotFoundError:  # another process has removed it before it was locked
+            continue
+        except LocksUnsupported:  # it stays behind if this process is killed
+            return home
 
 
 def _result(future: Future[PreparedData]) -> PreparedData:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -15,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from node.runtime.notes import warn
 from node.tasks.base import Batch
 from node.tasks.files import Selection, select
 from node.tasks.flat import unfrozen
@@ -94,11 +94,9 @@ class HfTask:
         """Tell the user if the base has another held-out loss here than at the founder's."""
         there = pins.base_loss if pins else None
         if there and not abs(loss - there) <= BASE_LOSS_TOLERANCE * there:
-            print(
-                f"warning: before training, the model's held-out loss is {loss:.4f} here and {there:.4f} at the "
-                "founder's, with the same files: are the versions of transformers and torch very different?",
-                file=sys.stderr,
-                flush=True,
+            warn(
+                f"before training, the model's held-out loss is {loss:.4f} here and {there:.4f} at the "
+                "founder's, with the same files: are the versions of transformers and torch very different?"
             )
 
     def generate(self, prompt: bytes, tokens: int, temperature: float = 0.0, seed: int = 0) -> bytes:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import io
 import json
 import math
 import os
@@ -12,6 +15,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import termios
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -150,6 +154,17 @@ def test_version_is_printed_on_one_line(capsys: pytest.CaptureFixture[str]) -> N
     assert re.fullmatch(r"starling (\d+\.\S+|\(not installed\))\n", done.stdout)
 
 
+def test_output_on_a_full_disk_gives_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Full(io.StringIO):
+        def write(self, text: str) -> int:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(sys, "stdout", Full())
+    assert "the output cannot be written (No space left on device)" in one_line(here(capsys, "--version"), 1)
+
+
 @pytest.mark.parametrize(
     "arguments, words",
     [
@@ -190,6 +205,18 @@ def test_version_is_printed_on_one_line(capsys: pytest.CaptureFixture[str]) -> N
 def test_mistake_gives_one_line_error(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
     line = one_line(here(capsys, *arguments))
     assert words in line and "\x1b" not in line
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS])
+def test_file_system_without_locks_is_named(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def flock(descriptor: int, operation: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    line = one_line(here(capsys, "join", "--state-dir", str(tmp_path)))
+    assert f"the file system of {tmp_path} has no locks" in line and "on a local disk with --state-dir" in line
 
 
 def test_swarm_needs_a_peer_for_each_stage_of_its_run_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -380,6 +407,44 @@ def test_unread_terminal_does_not_block_the_peer(own_home: Path) -> None:
         peer.kill()
         peer.wait()
         os.close(ours)
+
+
+def test_closed_terminal_lets_the_peer_leave_except_under_nohup(own_home: Path) -> None:
+    """The kernel and the shell each send a SIGHUP, and nothing can be written any more."""
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "tests.support.fake_peer", "join"]
+    environment = os.environ | {"FAKE": "quiet", "TERM": "xterm"}
+
+    def start(*before: str) -> subprocess.Popen[bytes]:
+        out = subprocess.DEVNULL if before else theirs  # nohup would write into a file of its own
+        return subprocess.Popen(
+            [*before, *command],
+            cwd=REPOSITORY,
+            env=environment,
+            stdin=theirs,
+            stdout=out,
+            stderr=out,
+            start_new_session=True,
+            preexec_fn=None if before else lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+        )
+
+    peers = [start(), start("nohup")]
+    os.close(theirs)
+    try:
+        deadline = time.monotonic() + ENDS_SECONDS
+        while len(list(own_home.glob("*/control.json"))) < 2:
+            assert all(each.poll() is None for each in peers) and time.monotonic() < deadline
+            time.sleep(0.05)
+        os.close(ours)
+        for each in peers:
+            each.send_signal(signal.SIGHUP)
+        assert peers[0].wait(AT_ONCE_SECONDS) == 0
+        assert peers[1].poll() is None and starling("finish").returncode == 0  # the only one that still runs
+        assert peers[1].wait(AT_ONCE_SECONDS) == 0
+    finally:
+        for each in peers:
+            each.kill()
+            each.wait()
 
 
 # -- status and finish -------------------------------------------------------------------------------------------------

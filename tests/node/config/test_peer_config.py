@@ -174,6 +174,14 @@ def test_lists_in_file_survive_as_variables(file: Path) -> None:
     assert (through.hours, through.quota) == (alone.hours, alone.quota) and len(alone.hours) == 2 and alone.quota
 
 
+@pytest.mark.parametrize("quoted", [f'"{ADDRESS}"', f"'{ADDRESS}'\r", f'"{ADDRESS}","{ADDRESS}"'])
+def test_variable_in_quotes_is_refused_by_name(quoted: str) -> None:
+    """`docker --env-file` keeps quotes, and the ends of lines that Windows writes."""
+    assert peer_refusal({}, {"NODE_BOOTSTRAP": quoted}).startswith("NODE_BOOTSTRAP: its value is in quotes")
+    assert "NODE_BOOTSTRAP begins with a byte-order mark" in peer_refusal({}, {"\ufeffNODE_BOOTSTRAP": ADDRESS})
+    assert load_peer({}, {"NODE_BOOTSTRAP": f" {ADDRESS} \r"}, None).bootstrap == (ADDRESS,)
+
+
 def test_bad_value_error_names_its_source(file: Path) -> None:
     assert peer_refusal({}, {"NODE_DEVICE": "gpu"}).startswith("NODE_DEVICE: must be 'auto'")
     file.write_text("[peer]\ndevice = 'gpu'\n")

@@ -253,6 +253,14 @@ def test_unreadable_run_file_gives_one_line_error(file: Path) -> None:
     assert "Is a directory" in refusal(file.parent)
     file.write_bytes(b"name = '\xff'")
     assert "not text in UTF-8" in refusal(file)
+    file.write_bytes("name = 'x'".encode("utf-16-le"))
+    assert "UTF-16 without a byte-order mark has: save it as UTF-8" in refusal(file)
+
+
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-32"])
+def test_run_file_with_a_byte_order_mark_is_read(file: Path, encoding: str) -> None:
+    file.write_bytes("name = 'grün'\r\n".encode(encoding))
+    assert load_run(file, {}, PROTOCOLS).name == "grün"
 
 
 def test_bad_flag_is_not_blamed_on_the_file(file: Path) -> None:

@@ -35,7 +35,8 @@ FIRST, SECOND = (f"/{where}/tcp/4001/p2p/{OTHER}" for where in ("ip4/203.0.113.7
 
 def test_file_has_one_address_per_line() -> None:
     text = f"# the founder\n\n  {FIRST}\r\n{SECOND} # by name\n{FIRST}\n/ip4/10.0.0.1/tcp/1/p2p/{ME}\n"
-    assert parse_addresses(ME, text.encode()) == AddressLine((FIRST, SECOND))
+    for encoding in ("utf-8", "utf-8-sig", "utf-16"):  # as PowerShell's > writes it
+        assert parse_addresses(ME, text.encode(encoding)) == AddressLine((FIRST, SECOND))
 
 
 @pytest.mark.parametrize(

@@ -82,8 +82,8 @@ class Addresses:
         if run != RUN:
             raise ManifestError("is another run than the one that you named")
 
-    def client(self) -> BootstrapClient:
-        return BootstrapClient(self.connect, self.ask, self.judge, self.said.append, self.read)
+    def client(self, hint: str = "") -> BootstrapClient:
+        return BootstrapClient(self.connect, self.ask, self.judge, self.said.append, self.read, hint)
 
     async def read(self, path: Path) -> AddressLine | str:
         says = [said for since, said in self.files[str(path)] if since <= now()]
@@ -98,13 +98,13 @@ def gone(why: str) -> PeerGone:
 async def test_all_addresses_are_tried_and_failures_reported() -> None:
     addresses = Addresses(a=gone("refused"), b=PeerSilent("b", "silent"), c=BadPayload("nonsense"), d=RUN)
     addresses.seconds = {"a": 0.1, "b": 30.0, "c": 0.1, "d": 3.0}
-    async with addresses.client() as client:
+    async with addresses.client("HTTPS_PROXY is set") as client:
         assert await client.find("abcd") == RUN
         assert now() == pytest.approx(3.0)
-        assert addresses.said == ["a: refused (retrying)", "c: nonsense (retrying)"]
+        assert addresses.said == ["a: refused (retrying)", "HTTPS_PROXY is set", "c: nonsense (retrying)"]
         assert client.met == {"peer-d": "d"}
         await asyncio.sleep(20.0)
-    assert addresses.said[2:] == ["b: no answer before the deadline"]  # reported, although it is too late to matter
+    assert addresses.said[3:] == ["b: no answer before the deadline"]  # reported, although it is too late to matter
     tried = {name: len(times) for name, times in addresses.tried.items()}
     await asyncio.sleep(100.0)
     assert tried == {name: len(times) for name, times in addresses.tried.items()}

@@ -215,10 +215,24 @@ async def test_resumed_peer_does_not_suspect_others(swarm: MembershipSwarm) -> N
 
 
 @on_virtual_time
-async def test_goodbye_takes_effect_at_once(swarm: MembershipSwarm) -> None:
+async def test_peer_that_left_is_told_from_one_that_was_lost(
+    swarm: MembershipSwarm, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "node.membership.membership")
     await swarm.meet("ab")
     swarm.members["b"].goodbye()
-    assert await until(lambda: swarm.members["a"].contacts()[0].leaving, 5.0) < 0.2
+    (b,) = swarm.members["a"].contacts()
+    assert await until(lambda: b.leaving, 5.0) < 0.2 and not b.left
+    swarm.network.kill("b")
+    await until(lambda: b.left, 12.0)
+    swarm.start("b")
+    await until(lambda: b.live, 12.0)
+    assert not b.left
+    swarm.network.kill("b")
+    await until(lambda: not b.live, 12.0)
+    assert not b.left
+    told = [record.message.partition(":")[0] for record in caplog.records if record.message.startswith("b ")]
+    assert told == ["b is here", "b has left", "b is here", "b is lost"]
 
 
 @on_virtual_time

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 import pytest
 import structlog
 
+from node.runtime import notes
 from node.ui import logs
 from node.ui.logs import OUTLET_BYTES, NonBlockingWriter
 
@@ -44,6 +45,19 @@ def test_logs_are_json_or_on_a_terminal_text() -> None:
     logs.set_up("info", lines.append, human=True)
     logging.getLogger("node.x").info("round %d", 4)
     assert "round 4" in lines[2] and not lines[2].startswith("{")
+
+
+@pytest.mark.parametrize("human", [True, False])
+def test_notes_of_a_worker_are_plain_lines(human: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    notes.note("training needs about 5 GB")
+    notes.warn("only 4 GB are free")
+    lines: list[str] = []
+    logs.set_up("warning", lines.append, human)
+    for line in [*capsys.readouterr().err.splitlines(), "LibraryWarning: deprecated\x1b[2J"]:
+        notes.relay("worker", line)
+    assert lines[0] == "training needs about 5 GB"
+    assert "warning" in lines[1] and "worker: only 4 GB are free" in lines[1]
+    assert "warning" in lines[2] and "worker: LibraryWarning: deprecated" in lines[2]
 
 
 def test_log_level_applies_to_own_loggers_only() -> None:

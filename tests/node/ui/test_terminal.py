@@ -26,6 +26,7 @@ BUSY = replace(
         PeerStatus(PEER, "bob", True, True, 5, ""),
         PeerStatus("12D3KooWabcdefghij", "", False, True, 5, ""),
         PeerStatus("12D3KooWzzzzzzzzzz", "carol", True, False, 4, ""),
+        PeerStatus("12D3KooWyyyyyyyyyy", "dave", False, False, 4, "", left=True),
     ),
     loss=1.923,
     held_out_loss=2.041,
@@ -37,7 +38,10 @@ BUSY = replace(
 )
 
 STAGED = replace(
-    BUSY, stage=1, stages=3, peers=tuple(replace(each, stage=k) for each, k in zip(BUSY.peers, (1, 2, 0), strict=True))
+    BUSY,
+    stage=1,
+    stages=3,
+    peers=tuple(replace(each, stage=k) for each, k in zip(BUSY.peers[:3], (1, 2, 0), strict=True)),
 )
 
 
@@ -62,13 +66,14 @@ def test_screen_shows_every_part(width: int) -> None:
     for words in (
         "starling  ada  run default cdcdcdcd", "waiting: for the others", "waits for  bob", "6 of 16",
         "about 1 min 32 s left", "1.923 training", "2.041 held out", "3,912 tokens/s", "1.20 M tokens so far",
-        "48.1 MB sent", "2 B received", "792 MB memory", "4 ms loop lag", "3 other peers, 2 live",
+        "48.1 MB sent", "2 B received", "792 MB memory", "4 ms loop lag", "4 other peers, 2 live, 1 left, 1 lost",
     ):  # fmt: skip
         assert words in shown
     rows = shown.splitlines()
     assert any("● live" in row and "bob" in row and "member" in row for row in rows)
     assert any("● live" in row and "…efghij" in row and "observer" in row for row in rows)
-    assert any("○ suspected" in row and "carol" in row and "round 5" in row for row in rows)
+    assert any("○ lost" in row and "carol" in row and "round 5" in row for row in rows)
+    assert any("○ left" in row and "dave" in row for row in rows)
     assert all(cell_len(row) <= width for row in rows)
     assert ("█" in shown and "5.200 → 2.511" in shown) == (width >= 80)
     assert "join --bootstrap" not in shown

@@ -1,0 +1,32 @@
+"""What the proxies that the environment names are used for: downloads from the hub, but not other peers.
+
+Only the variables' names are shown, because their values may hold passwords.
+"""
+
+from __future__ import annotations
+
+import os
+from importlib.util import find_spec
+
+_NAMES = ("HTTPS_PROXY", "ALL_PROXY", "HTTP_PROXY")
+
+
+def _proxies() -> dict[str, str]:
+    """The variables that name a proxy, in capitals or not."""
+    names = [each for name in _NAMES for each in (name, name.lower())]
+    return {name: os.environ[name] for name in names if os.environ.get(name, "").strip()}
+
+
+def dialled_directly() -> str:
+    """A line for a peer that cannot be reached; empty if no proxy is named."""
+    names = list(_proxies())
+    return f"{names[0]} is set; peers are dialled directly, not through it" if names else ""
+
+
+def download_remedy() -> str:
+    """What to do about a failed download because of the proxies, as the end of a message; empty if none is named."""
+    named = _proxies()
+    socks = [name for name, value in named.items() if value.strip().lower().startswith("socks")]
+    if socks and find_spec("socksio") is None:
+        return f"; {socks[0]} names a SOCKS proxy, for which the package socksio is missing: pip install socksio"
+    return f"; {' and '.join(named)} {'is' if len(named) == 1 else 'are'} set: does the proxy work?" if named else ""
