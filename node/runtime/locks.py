@@ -7,8 +7,9 @@ import fcntl
 import os
 from pathlib import Path
 
-_UNSUPPORTED = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL}
-"""What flock says on file systems without locks: NFS without its lock daemon, some of FUSE, some shared folders."""
+_UNSUPPORTED = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL, errno.EBADF, errno.EISDIR}
+"""What flock says on file systems without locks: NFS without its lock daemon, some of FUSE, some shared folders. Linux's
+NFS says EBADF where it locks files for writing only, and no directories."""
 
 
 class LocksUnsupported(OSError):
