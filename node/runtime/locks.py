@@ -7,8 +7,9 @@ import fcntl
 import os
 from pathlib import Path
 
-_UNSUPPORTED = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL}
-"""What flock says on file systems without locks: NFS without its lock daemon, some of FUSE, some shared folders."""
+_UNSUPPORTED = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL, errno.EBADF, errno.EISDIR}
+"""What flock says on file systems without locks: NFS without its lock daemon, some of FUSE, some shared folders.
+EBADF: Linux's NFS locks only files that are open for writing, so no directories."""
 
 
 class LocksUnsupported(OSError):

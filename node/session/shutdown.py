@@ -158,7 +158,8 @@ class GracefulShutdown:
             self._say(f"{name} again: leaving at once")
             self._cancel()
         else:
-            self._hand_in(f"{name}: handing in this round, then leaving; again to leave at once")
+            again = "; again to leave at once" if number != signal.SIGHUP else ""
+            self._hand_in(f"{name}: handing in this round, then leaving{again}")
 
     def _hand_in(self, words: str) -> None:
         self._say(words)

@@ -207,7 +207,7 @@ def test_mistake_gives_one_line_error(arguments: list[str], words: str, capsys: 
     assert words in line and "\x1b" not in line
 
 
-@pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS])
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS, errno.EBADF])
 def test_file_system_without_locks_is_named(
     number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -97,6 +97,8 @@ async def test_stops_after_max_rounds(cluster: SessionCluster) -> None:
     await cluster.end("c")
     assert c.outcomes == ["committed"] * 2 and all("c" in report.peers for report in c.view.reports)
     assert c.status_tracker.state == "finished" and set(c.state.peers()) == {"a", "b"}
+    for peer in (a, b):
+        assert {each.peer: each.leaving for each in peer.members.contacts()}["c"], "it said goodbye"
     await cluster.end()
     for peer in (a, b):
         assert peer.outcomes == ["committed"] * 6, "a peer that leaves in good order costs the others no round"
