@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from protocols.allreduce import plan as planning
@@ -37,12 +37,14 @@ class Conduct:
     Attributes:
         done: when its inner steps are complete; None: never.
         leaves: whether its offers say that it leaves, from the first one on.
+        tokens: of its first offer.
     """
 
     done: int | None
     rests: bool = False
     gone: bool = False
     leaves: bool = False
+    tokens: int = 1
 
     @property
     def works(self) -> bool:
@@ -61,7 +63,7 @@ def called_at(conducts: Sequence[Conduct], roster_changes: bool) -> float | None
         for member, each in zip(roster, conducts, strict=True):
             if each.rests:
                 resting.state(head.key, member, True, CONTEXT.host.signer)
-            first = Offer(member, 1, 1.0, 0.0, False, each.leaves, 1e6, bytes(32), b"")
+            first = Offer(member, each.tokens, 1.0, 0.0, False, each.leaves, 1e6, bytes(32), b"")
             call.on_ready(member.peer, first)
             if each.done is not None:
                 loop.call_at(each.done, call.on_ready, member.peer, replace(first, tokens=9, complete=True))
@@ -80,17 +82,20 @@ def promised(conducts: Sequence[Conduct], roster_changes: bool) -> float | None:
     for known in range(1, len(done) + 1):
         if (after := planning.call_after(done[:known], len(workers))) is not None:
             moments.append(max(after, done[known - 1]))
-    all_leave = len(conducts) > 1 and all(each.leaves for each in conducts)
-    if not workers and (all_leave or roster_changes):
+    if not workers and roster_changes:
         moments.append(0.0)
+    elif not workers and len(conducts) > 1 and all(each.leaves for each in conducts):  # what they have done must count
+        moments += [0.0 if each.tokens else float(each.done or 0) for each in conducts if each.tokens or each.done]
     return min(moments, default=None)
 
 
-MEMBERS = st.builds(Conduct, st.none() | st.integers(1, 99), st.booleans(), st.booleans(), st.booleans())
-ME = st.builds(Conduct, st.none() | st.integers(1, 99), st.booleans(), st.just(False), st.booleans())
+DONE = st.none() | st.integers(2, 99)  # after LEAVER_SECONDS
+MEMBERS = st.builds(Conduct, DONE, st.booleans(), st.booleans(), st.booleans(), st.integers(0, 1))
+ME = st.builds(Conduct, DONE, st.booleans(), st.just(False), st.booleans(), st.integers(0, 1))
 
 
-@settings(max_examples=100)
+@settings(max_examples=150)
+@example(Conduct(None, rests=True, leaves=True, tokens=0), [Conduct(None, rests=True, leaves=True, tokens=0)], False)
 @given(me=ME, others=st.lists(MEMBERS, max_size=8), roster_changes=st.booleans())
 def test_round_is_called_as_if_only_workers_counted(me: Conduct, others: list[Conduct], roster_changes: bool) -> None:
     expected = promised([me, *others], roster_changes)
