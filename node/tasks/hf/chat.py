@@ -64,6 +64,11 @@ class Encoder:
         self._exact = ExactTokenizer(tokenizer)
         self.unused, self.empty = set[str](), 0
 
+    def begin(self) -> None:
+        """Count from zero, for other documents."""
+        self.unused.clear()
+        self.empty = 0
+
     def encode(self, document: Document) -> list[Sequence]:
         """The sequences of a document: one of a text, none to several of a conversation.
 

@@ -322,6 +322,7 @@ def _fill(
 ) -> tuple[bytes, RowCounts]:
     """Write the rows; return the held-out documents, which `keeps` chooses, and the counts."""
     census = _Census(keeps)
+    encoder.begin()
     with (draft / TOKENS).open("wb") as tokens, (draft / FLAGS).open("wb") as flags:
 
         def write(row: array[int], marks: bytearray) -> None:

@@ -148,7 +148,7 @@ def test_conversations_are_read_from_json_and_csv(tmp_path: Path) -> None:
         "c.csv": 'messages\n"' + json.dumps(pair).replace('"', '""') + '"\n',
     }.items():
         (tmp_path / name).write_text(text)
-    assert contents(tmp_path, True) == [pair] * 3
+    assert contents(tmp_path, True) == [{"messages": pair}] * 3
     (tmp_path / "notes.txt").write_text("a")
     with pytest.raises(ModelError, match=r"notes\.txt is plain text: conversations are read from"):
         contents(tmp_path, True)
@@ -318,15 +318,15 @@ def test_changed_data_are_told_with_both_sizes(tmp_path: Path, capsys: pytest.Ca
     write(tmp_path, {"data/a.txt": b"some lines of text\n" * 40})
     given_data = GivenData(tmp_path / "data", tmp_path / "data.json")
     load(given_data.place, given=given_data)
-    assert capsys.readouterr().err == "taken       1 file, 760 bytes: 1 .txt\n"
+    assert capsys.readouterr().err == "note: taken       1 file, 760 bytes: 1 .txt\n"
     load(given_data.place, given=GivenData(given_data.place, given_data.record, tells=False))
     assert capsys.readouterr().err == ""
     write(tmp_path, {"data/b.txt": b"caf\xe9 and more\n" * 99})
     load(given_data.place, given=given_data)
     assert capsys.readouterr().err.splitlines() == [
-        "taken       2 files, 2.1 kB: 2 .txt",
-        "encoding    1 not in UTF-8, whose bytes are trained on as they are: b.txt",
-        "the data have changed since this peer's last start: then 1 file, 760 bytes; now 2 files, 2.1 kB",
+        "note: taken       2 files, 2.1 kB: 2 .txt",
+        "note: encoding    1 not in UTF-8, whose bytes are trained on as they are: b.txt",
+        "note: the data have changed since this peer's last start: then 1 file, 760 bytes; now 2 files, 2.1 kB",
     ]
     state = DataState(1, 2, 3, "x")
     for damaged in (b"", b"[]", b'{"state": 1}', b"\xff", b'{"state": {"files": 1}, "held_out": "\xc3"}'):

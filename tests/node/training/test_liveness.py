@@ -85,7 +85,7 @@ def test_kernel_counts_work_of_a_process_and_its_children() -> None:
         _until(lambda: _stopped(spins))
         before = _seconds(spins)
         _until(lambda: _seconds(parent) > before + 0.1)
-        assert _seconds(spins) == before and _seconds(sleeps) == asleep
+        assert _seconds(spins) == before and _seconds(sleeps) - asleep < 0.05
         assert not _stopped(sleeps) and not _stopped(parent)
     assert usage(spins) is None, "it is gone"
 

@@ -136,7 +136,7 @@ def test_needed_memory_is_told() -> None:
     need = MemoryNeed(frozen=1 << 30, trained=1 << 30, activations=4 << 30)
     told = "training needs about 7.2 GB (1.1 for what is trained, 1.1 for the rest of the model, 4.3 for a batch)"
     assert need.line(1 << 34, "") == f"{told}, 17.2 GB are free"
-    assert need.line(4 << 30, "try less") == f"warning: {told}, but only 4.3 GB are free: try less"
+    assert need.line(4 << 30, "try less") == f"{told}, but only 4.3 GB are free: try less"
 
 
 @dataclass(frozen=True)

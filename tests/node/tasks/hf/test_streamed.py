@@ -142,7 +142,8 @@ def test_rows_that_come_twice_are_told_once(
     rows._prepare = lambda files, home: prepare(files[:1], home)  # half of what the sizes promise
     for position in range(10):
         rows.batch(0, position, 2)
-    assert capsys.readouterr().err == "the present files of org/set hold 10 rows, and 20 are due: some come twice\n"
+    line = "the present files of org/set hold 10 rows, and 20 are due: some come twice"
+    assert capsys.readouterr().err == f"note: {line}\n"
 
 
 def test_directory_of_a_process_that_has_ended_is_removed(opened: Callable[[], StreamedRows], tmp_path: Path) -> None:
