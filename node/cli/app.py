@@ -48,7 +48,7 @@ _NOT_WRITTEN = {errno.ENOSPC, errno.EDQUOT, errno.EIO}
 
 OF_RUN = ("run", "task", "protocol", "stages", "lora", "train", "inner")
 """Options that describe a run to start."""
-OF_MODELS = ("model", "checkpointing", "compile", "held_out")
+OF_MODELS = ("model", "template", "checkpointing", "compile", "held_out")
 """Options of this machine that only the task hf takes."""
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -112,6 +112,7 @@ def join(
     when_in_use: options.WhenInUseOption = None,
     when_busy: options.WhenBusyOption = None,
     model: options.ModelOption = None,
+    template: options.TemplateOption = None,
     checkpointing: options.CheckpointingOption = None,
     compile: options.CompileOption = None,
     held_out: options.HeldOutOption = None,

@@ -64,6 +64,7 @@ def export(
         ),
     ] = None,
     model: options.ModelToReadOption = None,
+    template: options.TemplateToReadOption = None,
     merge: Annotated[
         bool, typer.Option("--merge", help="Of a run of adapters, write the whole model, with the adapters in it.")
     ] = False,
@@ -85,7 +86,7 @@ def export(
     from node.export.trained_model import TrainedError
 
     try:
-        unchecked = exporting.export(trained, out, model, merge, check)
+        unchecked = exporting.export(trained, out, model, merge, check, str(template or ""))
     except (ExportError, TrainedError) as error:
         raise CommandError(str(error)) from None
     told = f"wrote {out}: run {trained.manifest.run_id[:12]} after {trained.rounds[0]} rounds"
@@ -105,6 +106,7 @@ def generate(
     ] = 0.8,
     seed: Annotated[int, typer.Option(min=0, max=MAX_SEED, metavar="S", help="Seed of the random choices.")] = 0,
     model: options.ModelToReadOption = None,
+    template: options.TemplateToReadOption = None,
 ) -> int:
     """Continue a text with the newest checkpoint of a run's model."""
     if temperature != temperature:
@@ -114,7 +116,8 @@ def generate(
     from node.export.trained_model import TrainedError
 
     try:
-        for piece in write(trained, prompt.encode(errors="surrogateescape"), tokens, temperature, seed, model):
+        text, other = prompt.encode(errors="surrogateescape"), str(template or "")
+        for piece in write(trained, text, tokens, temperature, seed, model, other):
             print(piece, end="", flush=True)
     except TrainedError as error:
         raise CommandError(str(error)) from None
@@ -126,6 +129,7 @@ def generate(
 def evaluate(
     state_dir: options.StateDirsToReadOption = None,
     model: options.ModelToReadOption = None,
+    template: options.TemplateToReadOption = None,
     data: Annotated[
         Path | None,
         typer.Option(
@@ -145,7 +149,7 @@ def evaluate(
     from node.tasks.hf.settings import ModelError
 
     try:
-        tuned = load_fine_tuned(trained, model)
+        tuned = load_fine_tuned(trained, model, str(template or ""))
         rows = tuned.rows(data, (state_dir or _state_dirs())[0] / "held-out.bin")
     except (TrainedError, ModelError) as error:
         raise CommandError(str(error)) from None
@@ -171,6 +175,7 @@ def data_commands() -> None:
 def check(
     path: Annotated[Path, typer.Argument(metavar="PATH", help="File or folder of data.", parser=options.place)],
     model: options.ModelToReadOption = None,
+    template: options.TemplateToReadOption = None,
     context: Annotated[int, typer.Option(min=8, max=1 << 17, metavar="N", help="Tokens of a row.")] = 1024,
     format: Annotated[str | None, typer.Option(metavar="text|chat", help="Default: by the first line.")] = None,
     pack: Annotated[bool, typer.Option("--pack/--no-pack", help="Whether several texts share a row.")] = True,
@@ -188,7 +193,7 @@ def check(
     try:
         kind = format or guessed_format(path)
         settings = HfSettings(context=context, rows=1, format=kind, pack=pack)  # type: ignore[arg-type]
-        found = check_data(path, model, settings)
+        found = check_data(path, model, settings, str(template or ""))
     except (ModelError, ValueError) as error:
         raise CommandError(str(error)) from None
     if json:

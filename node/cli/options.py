@@ -278,6 +278,12 @@ ModelToReadOption = Annotated[
         show_default=False,
     ),
 ]
+_TEMPLATE = "Of the task hf, a file with the chat template to use instead of the model's own."
+TemplateOption = Annotated[Path | None, option(MACHINE, _TEMPLATE, metavar="FILE", parser=place)]
+TemplateToReadOption = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", envvar="NODE_TEMPLATE", help=_TEMPLATE, show_default=False, parser=place),
+]
 CheckpointingOption = Annotated[
     bool | None,
     option(

@@ -153,7 +153,8 @@ def _hf_values(settings: HfSettings, mine: PeerConfig, pins: ModelPins | None) -
     if mine.model is None:
         like = f"the founder's is {pins.base}, {pins.size / 1e9:.2f} GB" if pins else "a folder, or ORG/NAME@REVISION"
         raise ConfigError(f"task hf needs a model on this machine: give it by --model ({like})", "model")
-    machine = HfMachine(mine.model, mine.checkpointing, mine.compile, str(mine.held_out or ""))
+    files = (str(each or "") for each in (mine.held_out, mine.template))
+    machine = HfMachine(mine.model, mine.checkpointing, mine.compile, *files)
     return HfValues(settings, machine, pins)
 
 

@@ -119,6 +119,8 @@ class PeerConfig:
         data: text file or folder to train on; None: the standard library's source. For hf also rows of JSON, CSV and
             parquet, and hub:ORG/NAME@REVISION for a data set on the hub.
         model: model of the task hf on this machine: a folder, or ORG/NAME@REVISION on the hub of Hugging Face.
+        template: file with the chat template for the task hf, instead of the model's own; all peers of a run need the
+            same. It may also be given as template in [hf].
         checkpointing: whether to save memory in training the task hf, at the price of a third more time.
         compile: whether torch compiles the model of the task hf: the first step takes minutes, later ones less.
         held_out: for the peer that starts a run of the task hf: file whose texts are the run's held-out sample, which
@@ -167,6 +169,7 @@ class PeerConfig:
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
     data: Annotated[Path, AfterValidator(home_path)] | None = None
     model: Annotated[str, AfterValidator(_model)] | None = None
+    template: Annotated[Path, AfterValidator(home_path)] | None = None
     checkpointing: bool = False
     compile: bool = False
     held_out: Annotated[Path, AfterValidator(home_path)] | None = None
@@ -212,10 +215,10 @@ class PeerConfig:
 
 _PEER = TypeAdapter(PeerConfig)
 _OF_THE_MACHINE = (
-    "device", "threads", "nice", "worker_timeout_seconds", "precision", "data", "model", "checkpointing", "compile",
-    "held_out", "bandwidth_bytes_per_second", "checkpoint_every", "disk_limit_bytes", "hours", "on_battery",
-    "on_metered", "on_low_memory", "on_heat", "when_in_use", "when_busy", "log_level", "upload_limit_bytes_per_second",
-    "download_limit_bytes_per_second", "quota", "relay",
+    "device", "threads", "nice", "worker_timeout_seconds", "precision", "data", "model", "template", "checkpointing",
+    "compile", "held_out", "bandwidth_bytes_per_second", "checkpoint_every", "disk_limit_bytes", "hours",
+    "on_battery", "on_metered", "on_low_memory", "on_heat", "when_in_use", "when_busy", "log_level",
+    "upload_limit_bytes_per_second", "download_limit_bytes_per_second", "quota", "relay",
 )  # fmt: skip
 KEYS = tuple(field.name for field in fields(PeerConfig) if field.name not in ("consent", "origins"))
 _OF_JOINERS = ("bootstrap", "run_id", "stage")
@@ -285,7 +288,8 @@ def _origin(source: str, key: str) -> str:
 
 
 def _file_table(file: Path | None) -> dict[str, Any]:
-    table = read_toml(file).get("peer", {}) if file else {}
+    tables = read_toml(file) if file else {}
+    table = tables.get("peer", {})
     try:
         if not isinstance(table, dict):
             raise ConfigError('"peer" must be a table, [peer]', "peer")
@@ -294,6 +298,8 @@ def _file_table(file: Path | None) -> dict[str, Any]:
                 flag = "--" + key.replace("_", "-")
                 raise ConfigError(f'"peer.{key}": a run file starts a run: to join one, give {flag} instead', key)
         check_keys(table, FILE_KEYS, "peer")
+        if isinstance(hf := tables.get("hf"), dict) and "template" in hf:  # each machine has its own copy of the file
+            table = {"template": hf["template"], **table}
     except ConfigError as error:
         raise ConfigError(f"{file}: {error}", error.key) from None
     return table

@@ -314,6 +314,8 @@ def load_run(path: Path | None, overrides: Mapping[str, object], protocols: Coll
         ConfigError: the file cannot be read, a key is unknown or a value is bad; names the source and the key.
     """
     file = read_toml(path) if path else {}
+    if isinstance(hf := file.get("hf"), dict):
+        file = {**file, "hf": {key: value for key, value in hf.items() if key != "template"}}  # see `load_peer`
     flags = {key: value for key, value in overrides.items() if value is not None}
     try:
         config = _parse(json.dumps(_expanded(_merged(file, _nested(flags))), default=str))

@@ -29,7 +29,7 @@ from node.tasks.hf.foreign import foreign
 from node.tasks.hf.model import LoadedModel, load_model, trained_layout
 from node.tasks.hf.rows import Rows, rows_of
 from node.tasks.hf.settings import HfSettings, ModelError, ModelPins
-from node.tasks.hf.source import HUB_NAME, TOKENIZER_FILES, weight_files
+from node.tasks.hf.source import HUB_NAME, TEMPLATES, TOKENIZER_FILES, weight_files
 from node.tasks.hf.task import evaluate_rows, parse_sample, read_sample, stream
 from protocols.base import Layout
 
@@ -51,11 +51,13 @@ class FineTuned:
     Attributes:
         module: on the CPU, float32, in eval mode.
         on_hub: the base's name on the hub, ORG/NAME@REVISION, from this machine's copy or the founder's; else empty.
+        has_template: whether the chat template is not the base's own.
     """
 
     loaded: LoadedModel
     settings: HfSettings
     on_hub: str = ""
+    has_template: bool = False
 
     @property
     def module(self) -> Any:
@@ -79,6 +81,8 @@ class FineTuned:
         else:
             tokens = self.loaded.tokenizer(TEXT, verbose=False)["input_ids"]
             expected = Expected(self._write_whole(place, logits), ids, tokens)
+        if self.has_template:  # transformers prefers this file to what the tokenizer's configuration says
+            (place / "chat_template.jinja").write_text(self.loaded.tokenizer.chat_template, encoding="utf-8")
         remove_paths(place)
         return expected
 
@@ -149,15 +153,18 @@ class FineTuned:
         return rows
 
 
-def load_fine_tuned(trained: TrainedModel, model: str | None) -> FineTuned:
+def load_fine_tuned(trained: TrainedModel, model: str | None, template: str = "") -> FineTuned:
     """Put a run's tensors into this machine's copy of the model.
+
+    Args:
+        template: file with the run's chat template, if that is not the model's own.
 
     Raises:
         TrainedError: the run's task is another, no copy is named, or it is not that of the run.
     """
     settings, pins, model = _of_run(trained.manifest, model)
     try:
-        loaded = load_model(model, settings, pins, "cpu", torch.float32)
+        loaded = load_model(model, settings, pins, "cpu", torch.float32, template=template)
     except ModelError as error:
         raise TrainedError(str(error)) from None
     found = {name: each for name, each in loaded.module.named_parameters() if each.requires_grad}
@@ -168,7 +175,7 @@ def load_fine_tuned(trained: TrainedModel, model: str | None) -> FineTuned:
             parameter.copy_(trained.tensors[name])
     loaded.module.eval()
     on_hub = next((each for each in (loaded.folder.base, pins.base) if HUB_NAME.fullmatch(each)), "")
-    return FineTuned(loaded, settings, on_hub)
+    return FineTuned(loaded, settings, on_hub, bool(template))
 
 
 def fine_tuned_layout(manifest: Manifest, model: str | None) -> Layout:
@@ -231,6 +238,8 @@ def _save(module: Any, folder: Path, place: Path) -> None:
     for name in TOKENIZER_FILES:
         if (file := folder / name).is_file():
             shutil.copyfile(file, place / name)
+    if (folder / TEMPLATES).is_dir():
+        shutil.copytree(folder / TEMPLATES, place / TEMPLATES)
 
 
 def remove_paths(place: Path) -> None:

@@ -15,12 +15,18 @@ _OBEYED = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2
 
 
 def write(
-    model: TrainedModel, prompt: bytes, tokens: int, temperature: float, seed: int, base: str | None = None
+    model: TrainedModel,
+    prompt: bytes,
+    tokens: int,
+    temperature: float,
+    seed: int,
+    base: str | None = None,
+    template: str = "",
 ) -> Iterator[str]:
     """Continue a prompt by `tokens` bytes or tokens: the likeliest at temperature 0, otherwise drawn with a seed.
 
     Args:
-        base: this machine's copy of the model that a run of the task hf fine-tunes.
+        base, template: this machine's copy of the model that a run of the task hf fine-tunes, and of its chat template.
 
     Raises:
         TrainedError: the model generates no text, or the prompt is empty.
@@ -29,7 +35,7 @@ def write(
     if not prompt:
         raise TrainedError("the prompt is empty: give the beginning of a text")
     if model.manifest.config.hf:
-        tuned = load_fine_tuned(model, base)
+        tuned = load_fine_tuned(model, base, template)
         yield from map(harmless, tuned.continue_text(prompt.decode(errors="replace"), tokens, temperature, seed))
         return
     if gpt is None:

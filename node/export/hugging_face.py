@@ -28,7 +28,12 @@ from node.tasks.hf.settings import ModelError
 
 
 def export(
-    model: TrainedModel, out: Path, base: str | None = None, merge: bool = False, is_checked: bool = True
+    model: TrainedModel,
+    out: Path,
+    base: str | None = None,
+    merge: bool = False,
+    is_checked: bool = True,
+    template: str = "",
 ) -> str:
     """Create the directory, atomically, once a process of its own has loaded it and computed the same.
 
@@ -36,6 +41,7 @@ def export(
         base: this machine's copy of the model that a run of the task hf fine-tunes.
         merge: whether to write the whole model instead of its adapters.
         is_checked: whether to load it again.
+        template: file with the run's chat template, if that is not the base's own.
 
     Returns:
         Why it was not loaded again; empty if it was.
@@ -50,7 +56,7 @@ def export(
     try:
         draft.mkdir(parents=True)
         try:
-            expected = _fill(model, draft, base, merge)
+            expected = _fill(model, draft, base, merge, template)
             for each in draft.iterdir():
                 each.chmod(0o644)  # the libraries keep weights from other users
             why = why_unchecked(expected) if is_checked else "--no-check"
@@ -66,10 +72,10 @@ def export(
     return why
 
 
-def _fill(model: TrainedModel, place: Path, base: str | None, merge: bool) -> Expected:
+def _fill(model: TrainedModel, place: Path, base: str | None, merge: bool, template: str) -> Expected:
     """Write all files, and say how they must load."""
     if model.manifest.config.hf or base:
-        tuned = load_fine_tuned(model, base)
+        tuned = load_fine_tuned(model, base, template)
         try:
             expected = tuned.write(place, merge)
         except ModelError as error:

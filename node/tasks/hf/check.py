@@ -59,15 +59,18 @@ class DataCheck:
         ]
 
 
-def check_data(path: Path, model: str, settings: HfSettings) -> DataCheck:
+def check_data(path: Path, model: str, settings: HfSettings, template: str = "") -> DataCheck:
     """Prepare the data, or find them prepared, as a peer of the task does.
+
+    Args:
+        template: as for `load_tokenizer`.
 
     Raises:
         ModelError: model or data cannot be used.
     """
     selection = select(path)
     folder = find_model(model, weights=False)
-    tokenizer, is_chat = load_tokenizer(folder), settings.format == "chat"
+    tokenizer, is_chat = load_tokenizer(folder, template), settings.format == "chat"
     encoder, files = Encoder(tokenizer, is_chat), [*selection.files]
     digest = tokenizer_digest(folder.path, tokenizer) + (template_digest(tokenizer) if is_chat else "")
     data = prepare(files, encoder, settings, digest)

@@ -22,6 +22,8 @@ from node.tasks.hf.settings import NEEDS, HfSettings, ModelError, ModelPins
 from node.tasks.hf.source import ModelFolder, find_model
 from protocols.base import Layout
 
+MAX_TEMPLATE_BYTES = 1 << 20
+_CURES = {"template": "the founder's by hf.template or --template, or leave yours out if the founder gave none"}
 _PACKED_TOLERANCE = 0.1
 """Of the logits' deviation, as is the difference: of bfloat16 .01, of a model that mixes packed texts about 1."""
 
@@ -41,8 +43,11 @@ class LoadedModel:
     pins: ModelPins
 
 
-def load_tokenizer(folder: ModelFolder) -> Any:
+def load_tokenizer(folder: ModelFolder, template: str = "") -> Any:
     """The tokenizer of a model.
+
+    Args:
+        template: file with another chat template; empty: the model's own.
 
     Raises:
         ModelError: it cannot be loaded.
@@ -53,7 +58,27 @@ def load_tokenizer(folder: ModelFolder) -> Any:
             folder.path, trust_remote_code=False, local_files_only=True
         )
         require_faithful(tokenizer, folder.path / "tokenizer.json")
+    if template:
+        tokenizer.chat_template = read_template(Path(template).expanduser())
     return tokenizer
+
+
+def read_template(path: Path) -> str:
+    """The chat template in a file.
+
+    Raises:
+        ModelError: it cannot be read.
+    """
+    try:
+        with path.open("rb") as file:
+            text = file.read(MAX_TEMPLATE_BYTES + 1).decode("utf-8-sig")
+    except OSError as error:
+        raise ModelError(f"the chat template {path} cannot be read ({error.strerror})") from None
+    except UnicodeDecodeError:
+        raise ModelError(f"the chat template {path} is not text in UTF-8: convert it") from None
+    if not text.strip() or len(text) > MAX_TEMPLATE_BYTES:
+        raise ModelError(f"the chat template {path} is empty, or has more than {MAX_TEMPLATE_BYTES >> 20} MiB")
+    return text
 
 
 def require_faithful(tokenizer: Any, file: Path) -> None:
@@ -91,10 +116,12 @@ def load_model(
     device: str,
     dtype: torch.dtype,
     look: Callable[[Any], None] = lambda _: None,
+    template: str = "",
 ) -> LoadedModel:
     """Find the model, check that it is the run's, and load it.
 
     Args:
+        template: as for `load_tokenizer`.
         pins: of the run; None for a founder.
         look: called with the model before its weights take memory: its tensors have only shapes.
 
@@ -107,7 +134,7 @@ def load_model(
     folder = find_model(model, needs_weights)
     if pins:  # before the libraries are loaded
         require_same(replace(pins, config=config_digest(folder.config)), pins, str(folder.path))
-    tokenizer = load_tokenizer(folder)
+    tokenizer = load_tokenizer(folder, template)
     found = ModelPins(
         base=folder.base,
         weights=pins.weights if pins else weights_digest(folder.path),
@@ -167,7 +194,7 @@ def require_same(found: ModelPins, pins: ModelPins, where: str) -> None:
         if here != there:
             raise ModelError(
                 f"{where} has {words} than the run's model ({name} {here[:16]}, the run's is {there[:16]}): "
-                f"give the model that the founder calls {pins.base} by --model"
+                f"give {_CURES.get(name, f'the model that the founder calls {pins.base} by --model')}"
             )
 
 

@@ -123,12 +123,14 @@ class HfMachine:
         compile: whether torch compiles the module.
         held_out: file whose texts a founder takes as the run's sample; "none": the run has no sample; empty: a text
             run takes a part of the founder's own data, a chat run has none.
+        template: file with the chat template to use instead of the model's own; empty: the model's own.
     """
 
     model: str
     checkpointing: bool = False
     compile: bool = False
     held_out: str = ""
+    template: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,12 @@ MODEL_TYPES = (
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json",
                    "added_tokens.json", "chat_template.jinja", "chat_template.json", "vocab.json", "vocab.txt",
                    "merges.txt", "generation_config.json")  # fmt: skip
-PATTERNS = ("model*.safetensors", "model.safetensors.index.json", "config.json", *TOKENIZER_FILES)
+TEMPLATES = "additional_chat_templates"
+"""Folder of further chat templates, by name."""
+PATTERNS = (
+    *("model*.safetensors", "model.safetensors.index.json", "config.json", f"{TEMPLATES}/*.jinja"),
+    *TOKENIZER_FILES,
+)
 """What is downloaded. Repositories also hold the weights in other forms, such as consolidated.safetensors."""
 KERNELS = ("attn_implementation", "_attn_implementation", "experts_implementation", "_experts_implementation")
 """Of config.json: they choose how a model is computed, and may name code on the hub. The choice is transformers'."""

@@ -235,7 +235,8 @@ def make_task(
     """
     settings, machine = values.settings, values.machine
     files = None if is_streamed(data.place) else select(data.place)  # before the model, which takes longer
-    loaded = load_model(machine.model, settings, values.pins, device, dtype, partial(tell_memory, values, device))
+    look = partial(tell_memory, values, device)
+    loaded = load_model(machine.model, settings, values.pins, device, dtype, look, machine.template)
     if settings.train == "lora":
         tell_frozen_experts(loaded.module, loaded.pins.targets)
     encoder = Encoder(loaded.tokenizer, settings.format == "chat")

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from node.config.peer_config import KEYS, PeerConfig, load_peer, variables
+from node.config.run_config import load_run
 from node.config.toml import ConfigError
 
 PEER = "12D3KooWGC6TvWhfapngX6wvJHMYvKpDMXPb3ZnCZ6dMoaMtimQ5"
@@ -236,3 +237,12 @@ def test_quota_has_a_size_and_a_period(text: str, quota: str) -> None:
     for bad in ("50GB", "50GB/year", "5MB/day", "-1GB/day"):
         with pytest.raises(ConfigError, match=r"NODE_QUOTA: .* like 50GB/month"):
             load_peer({}, {"NODE_QUOTA": bad}, None)
+
+
+def test_template_may_stand_beside_the_models_settings(tmp_path: Path) -> None:
+    """In [hf], where one looks for it. It is each machine's own file, and the run's id does not depend on its name."""
+    file = tmp_path / "run.toml"
+    for table, flags, found in (("[hf]", {}, "a.jinja"), ("[peer]", {}, "a.jinja"), ("[hf]", {"template": "b"}, "b")):
+        file.write_text(f'task = "hf"\n{table}\ntemplate = "a.jinja"\n')
+        assert load_peer(flags, {}, file).template == Path(found)
+        assert load_run(file, {}, ("butterfly",)) == load_run(None, {"task": "hf"}, ("butterfly",))

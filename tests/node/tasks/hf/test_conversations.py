@@ -5,18 +5,24 @@ from __future__ import annotations
 import json
 from itertools import groupby
 from operator import itemgetter
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import AutoTokenizer
 
+from node.export.fine_tuned import FineTuned
 from node.tasks.hf import tokens
 from node.tasks.hf.chat import Encoder
 from node.tasks.hf.conversation import conversation_of
 from node.tasks.hf.corpus import Document, document_of
+from node.tasks.hf.model import load_model, read_template
 from node.tasks.hf.rows import RowCounts, RowWriter
 from node.tasks.hf.settings import HfSettings, ModelError
+from tests.support.small_models import CHAT_WITH_MARKS
 from tests.support.tokenizers import (
     CHATML,
     KINDS,
@@ -259,6 +265,27 @@ def test_text_in_parts_has_the_tokens_of_the_whole(kind: str, monkeypatch: pytes
     assert [exact.encode_on(each) for each in lines] == [
         exact.encode(f"a\n{each}")[0][len(exact.encode("a\n")[0]) :] for each in lines
     ]
+
+
+def test_template_of_a_file_replaces_the_models(made: Path, tmp_path: Path) -> None:
+    """In the digests that peers compare, and in an export."""
+    file, settings = tmp_path / "mine.jinja", HfSettings(context=64, format="chat", train="full")
+    file.write_bytes(b"\xef\xbb\xbf" + CHAT_WITH_MARKS.encode())
+    arguments = (str(made / "qwen3"), settings)
+    own = load_model(*arguments, None, "cpu", torch.float32)
+    other = load_model(*arguments, None, "cpu", torch.float32, template=str(file))
+    assert other.tokenizer.chat_template == CHAT_WITH_MARKS and own.pins.template != other.pins.template
+    with pytest.raises(ModelError, match=r"another chat template .* give the founder's by hf.template or --template"):
+        load_model(*arguments, other.pins, "cpu", torch.float32)
+    FineTuned(other, settings, has_template=True).write(tmp_path, False)
+    assert AutoTokenizer.from_pretrained(tmp_path).chat_template == CHAT_WITH_MARKS
+    for content, words in ((None, "cannot be read"), (b"", "is empty"), (b"\xff\xfe{", "is not text in UTF-8")):
+        if content is None:
+            file.unlink()
+        else:
+            file.write_bytes(content)
+        with pytest.raises(ModelError, match=words):
+            read_template(file)
 
 
 # -- what is cut ------------------------------------------------------------------------------------------------------
