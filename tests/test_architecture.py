@@ -53,7 +53,7 @@ TEXTS = [
     each
     for pattern in ("*.md", "Makefile", "pyproject.toml", "docs/**/*.md", "docker/**/*", "node/**/*", "benchmarks/*.md")
     for each in REPOSITORY.glob(pattern)
-    if each.suffix not in {".pyc", ".whl"} and each.is_file() and each.name != "CHANGELOG.md"
+    if each.suffix not in {".pyc", ".whl"} and each.is_file()
 ]
 """What a user reads: documents, messages, examples."""
 INSTALLS_A_STRANGER = re.compile(
