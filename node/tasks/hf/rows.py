@@ -266,9 +266,10 @@ def prepare(
         with suppress(OSError):
             os.utime(place)
         if not counts.rows:
-            raise ModelError(
-                f"{shown(files[0])} and {len(files) - 1} more: no text to learn from, beside what is held out"
-            )
+            why = "no text to learn from, beside what is held out"
+            if counts.lost:
+                why = f"{counts.lost} conversations lost all targets: hf.context = {counts.longest} would keep them"
+            raise ModelError(f"{shown(files[0])} and {len(files) - 1} more: {why}")
         size, dimensions = counts.rows * settings.context, (counts.rows, settings.context)
         tokens = torch.from_file(str(place / TOKENS), shared=False, size=size, dtype=torch.int32)
         flags = torch.from_file(str(place / FLAGS), shared=False, size=size, dtype=torch.uint8)
