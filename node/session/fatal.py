@@ -8,8 +8,9 @@ NO_RESULT = 4
 """Exit code of a peer that left in good order, but whose rounds or evaluations all came to nothing."""
 REPLACED = "the worker was replaced"
 """How the line begins that a peer prints at its end if a worker died or hung."""
-MIN_ROUNDS = 2
-"""A peer may join or leave in the middle of a single round, which then need not count."""
+MIN_ROUNDS, MIN_ROUNDS_OUTSIDE = 2, 10
+"""A peer may join or leave in the middle of a single round, which then need not count. One that has just joined trains
+without being counted until it is admitted to the roster, which may take several short rounds."""
 
 
 class FatalPeerError(Exception):
@@ -28,12 +29,19 @@ class SessionOutcome:
     """Whether a session's rounds and evaluations came to anything."""
 
     def __init__(self) -> None:
-        self._rounds = self._counted = self._tokens = self._evaluations = self._evaluated = 0
+        self._rounds = self._as_member = self._counted = self._tokens = self._evaluations = self._evaluated = 0
         self._error = ""
 
-    def round(self, tokens: int, counted: bool) -> None:
-        """Take in a round in which this peer was to train, the tokens that it trained on, and whether they counted."""
+    def round(self, tokens: int, counted: bool, is_member: bool) -> None:
+        """Take in a round in which this peer was to train.
+
+        Args:
+            tokens: that it trained on.
+            counted: whether they counted.
+            is_member: whether it was in the roster, so that they could.
+        """
         self._rounds += 1
+        self._as_member += is_member
         self._tokens += tokens
         self._counted += counted
 
@@ -54,7 +62,8 @@ class SessionOutcome:
             worker_failure: why the last worker failed; empty if none did.
         """
         found = []
-        if self._rounds >= MIN_ROUNDS and not self._counted:
+        enough = self._as_member >= MIN_ROUNDS or self._rounds >= MIN_ROUNDS_OUTSIDE
+        if enough and not self._counted:
             why = "see the outcomes in rounds.jsonl" if self._tokens else "no inner step had a finite loss and gradient"
             why = worker_failure or why
             found.append(f"none of {self._rounds} rounds counted what this peer trained ({why})")

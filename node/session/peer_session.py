@@ -166,6 +166,7 @@ class PeerSession:
     ) -> None:
         self._deps, self._limits, self._status_tracker, self._view = deps, limits, status_tracker, view
         self._done = self._last_rounds = 0
+        self._is_member = False  # before its first round, a joiner is not
         self.outcome = SessionOutcome()
         self._evaluated = ""  # hash of the parameters that were evaluated last, or that the session starts from
         self._leave, self._reported = asyncio.Event(), asyncio.Event()
@@ -230,6 +231,7 @@ class PeerSession:
         await deps.outer_loop.settle()
         self._evaluated = deps.outer_loop.state.index.parameters_root.hex()
         await self._wait_for_others()
+        self._is_member = deps.outer_loop.averager.me in deps.outer_loop.chain.head.roster
         deps.outer_loop.set_last_round(self._limits.rounds == 1)
         async for report in deps.rounds(deps.clock.wall, self._should_continue, self._status_tracker.set_state):
             await self._report(report)
@@ -303,11 +305,12 @@ class PeerSession:
         gc.collect()  # a round's objects form cycles that hold its reduced parts: 100 MB for a 100 MB model
 
     def _judge(self, report: RoundReport) -> None:
-        loop = self._deps.outer_loop
+        loop, was_member = self._deps.outer_loop, self._is_member
+        self._is_member = not loop.SHARES_ANCHOR or loop.averager.me in loop.chain.head.roster
         if loop.activity.pauses or not (report.tokens or report.outcome != Outcome.SUPERSEDED):
             return
         own = report.weight != 0 if loop.SHARES_ANCHOR else report.tokens > 0
-        self.outcome.round(report.tokens, loop.took_part(report) and own)
+        self.outcome.round(report.tokens, loop.took_part(report) and own, was_member)
 
     async def _remember(self) -> None:
         """Save the live peers' addresses after each round, in a task of its own: a checkpoint may block the disk."""

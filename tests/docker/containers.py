@@ -63,7 +63,7 @@ def bytes_of(text: str) -> float:
 
 def directories(pid: int) -> Iterator[str]:
     """Names of the state directories that the child processes of a container's first process have open."""
-    for process in psutil.Process(pid).children():
+    for process in psutil.Process(pid).children(recursive=True):
         for descriptor in Path(f"/proc/{process.pid}/fd").iterdir():
             with suppress(OSError):
                 if found := _HELD.match(os.readlink(descriptor)):

@@ -123,7 +123,7 @@ class RealPeer:
 
     def child(self, role: str) -> psutil.Process | None:
         """Its worker or its p2pd, or None."""
-        for child in psutil.Process(self.pid).children():
+        for child in psutil.Process(self.pid).children(recursive=True):
             with suppress(psutil.Error):
                 if child.status() != psutil.STATUS_ZOMBIE and _ROLES[role].search(" ".join(child.cmdline())):
                     return child

@@ -351,12 +351,20 @@ async def test_session_whose_work_never_counts_fails(
     await cluster.end()
     (report,) = peer.view.reports
     assert peer.session.outcome.failure("the worker hangs") == ""
-    peer.session.outcome = SessionOutcome()
+    peer.session.outcome, peer.session._is_member = SessionOutcome(), True
     peer.session._deps.outer_loop.activity.set(Activity.REST if pauses else Activity.WORK)
     for _ in range(rounds):
         await peer.session._report(replace(report, params_hash="the same", **changes))
     found = peer.session.outcome.failure("the worker hangs")
     assert found.startswith(failure) if failure else not found
+
+
+@pytest.mark.parametrize(("rounds", "fails"), [(9, False), (10, True)])
+def test_newcomer_may_train_uncounted_until_it_is_admitted(rounds: int, fails: bool) -> None:
+    outcome = SessionOutcome()
+    for _ in range(rounds):
+        outcome.round(100, False, is_member=False)
+    assert bool(outcome.failure("")) is fails
 
 
 @alone
