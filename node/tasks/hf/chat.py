@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -139,7 +140,9 @@ class _Talk:
     """One conversation, as the template renders its parts. Special tokens that its texts spell are marks."""
 
     def __init__(self, tokenizer: Any, marks: Marks, conversation: Conversation, where: str) -> None:
-        self._tokenizer, self._where, self._marks = tokenizer, where, marks
+        self._tokenizer, self._where = tokenizer, where
+        if any(each in text for text in _texts(conversation) for each in marks.texts):
+            raise ModelError(f"{where}: it holds characters of the private use area (U+F0000 and on): remove them")
         self.messages: list[dict[str, Any]] = [
             {
                 name: marks.put(value, all_tokens=message["role"] != "assistant")
@@ -166,6 +169,21 @@ class _Talk:
                 add_generation_prompt=ask,
                 **(self._options | options),
             )
+        return text
+
+    def _without(self, count: int, calls: bool) -> str:
+        """The first messages without the last one's calls, or without the tools; empty if that cannot be rendered."""
+        messages = self.messages[:count]
+        if calls:
+            last = {name: value for name, value in messages[-1].items() if name != "tool_calls"}
+            messages = [*messages[:-1], last | {"content": last["content"] or ""}]
+        try:
+            with foreign(""):
+                text: str = self._tokenizer.apply_chat_template(
+                    messages, tools=self._tools if calls else None, tokenize=False, **self._options
+                )
+        except ModelError:
+            return ""
         return text
 
     def answer(self, index: int, ends: list[str]) -> _Answer:
@@ -243,32 +261,42 @@ class _Talk:
             if message["role"] == "assistant" and index not in self._rendered:
                 continue  # it is not trained, and thoughts of earlier turns may be left out
             text = self._rendered[index] if message["role"] == "assistant" else whole
-            self._require(text, message)
+            self._require(text, index)
             unused |= {
                 name
                 for name, value in message.items()
                 if name not in _SHOWN_ELSEWHERE and value and not (isinstance(value, str) and value in text)
             }
             unused |= {name for name in _THOUGHTS if (value := message.get(name)) and not _shows(text, str(value))}
-        for tool in self._tools or ():
-            if tool_name(tool) not in whole:
-                raise ModelError(
-                    f"{self._where}: the chat template does not show the tools: give one that does by hf.template, or "
-                    "leave the tools out"
-                )
+        shows = all(tool_name(each) in whole for each in self._tools or ())
+        if self._tools and not (shows and self._without(last + 1, calls=False) != self.render(last + 1)):
+            raise ModelError(
+                f"{self._where}: the chat template does not show the tools: give one that does by hf.template, or "
+                "leave the tools out"
+            )
         return unused
 
-    def _require(self, text: str, message: dict[str, Any]) -> None:
-        content, role = message["content"], message["role"]
+    def _require(self, text: str, index: int) -> None:
+        message = self.messages[index]
+        content, role, calls = message["content"], message["role"], message.get("tool_calls", ())
         left_out = "its content" if content and not _shows(text, content) else ""
-        for call in message.get("tool_calls", ()):
-            if tool_name(call) not in text:
-                left_out = "its calls"
+        shows = all(tool_name(each) in text for each in calls)
+        if calls and not (shows and self._without(index + 1, calls=True) != self.render(index + 1)):
+            left_out = "its calls"
         if left_out:
             raise ModelError(
                 f"{self._where}: the chat template leaves out a message of role {role} ({left_out}): give a template "
                 "that shows it by hf.template, or change the message"
             )
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """All texts in a JSON value."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _texts(each)
 
 
 def _refuse(where: str, why: str) -> int:

@@ -5,6 +5,7 @@ A tokenizer looks for its special tokens in every text. Those that a person's te
 
 from __future__ import annotations
 
+import json
 from typing import Any, TypeAlias
 
 Span: TypeAlias = tuple[int, int]
@@ -29,7 +30,7 @@ class ExactTokenizer:
 
     def __init__(self, tokenizer: Any) -> None:
         added = list(tokenizer.added_tokens_decoder.items())
-        self._call = tokenizer
+        self._backend = _without_trimming(tokenizer)
         self.special = sorted({*tokenizer.all_special_tokens, *(each.content for _, each in added if each.special)})
         self._special_ids = {number for number, each in added if each.special} | set(tokenizer.all_special_ids)
         if tokenizer.unk_token is not None:
@@ -102,10 +103,9 @@ class ExactTokenizer:
         return self._plain(text[:at], continues) + self._plain(text[at:], True)
 
     def _encode(self, text: str, literal: bool) -> tuple[list[int], list[Span]]:
-        found = self._call(
-            text, add_special_tokens=False, return_offsets_mapping=True, verbose=False, split_special_tokens=literal
-        )
-        ids, spans = list(found["input_ids"]), [(int(begin), int(end)) for begin, end in found["offset_mapping"]]
+        self._backend.encode_special_tokens = literal
+        found = self._backend.encode(text, add_special_tokens=False)
+        ids, spans = list(found.ids), list(found.offsets)
         if literal and not self._special_ids.isdisjoint(ids):
             return self._without_special(text, ids, spans)
         return ids, spans
@@ -123,6 +123,14 @@ class ExactTokenizer:
             found += parts
             places += [(begin, end)] * len(parts)
         return found, places
+
+
+def _without_trimming(tokenizer: Any) -> Any:
+    """A copy of the tokenizer whose tokens stand for the blanks in them, too: many a post-processor takes these off."""
+    from tokenizers import Tokenizer
+
+    fields = json.loads(tokenizer.backend_tokenizer.to_str())
+    return Tokenizer.from_str(json.dumps(fields | {"post_processor": None, "truncation": None, "padding": None}))
 
 
 def _agreement(

@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import processors
 from transformers import AutoTokenizer
 
 from node.export.fine_tuned import FineTuned
@@ -166,6 +167,9 @@ THINKS_FIRST = CHATML.replace("assistant\n{% endif %}", "assistant\n<think>\n{% 
         (CHATML.replace("{{ message.content }}", ""), [ASK, ANSWER], {}, "leaves out a message of role user"),
         (REASONING, [ASK, CALL, FOUND, ANSWER], {}, r"leaves out a message of role assistant \(its calls\)"),
         (REASONING, [ASK, ANSWER], {"tools": TOOLS}, "does not show the tools"),
+        (REASONING, [{**ASK, "content": "count!"}, ANSWER], {"tools": TOOLS}, "does not show the tools"),
+        (REASONING, [{**ASK, "content": "count!"}, CALL], {}, r"role assistant \(its calls\)"),
+        (CHATML, [{**ASK, "content": "a\U000f0001b"}, ANSWER], {}, "characters of the private use area"),
         (THINKS_FIRST, [ASK, ANSWER], {}, "does not say which"),
     ],
 )
@@ -201,6 +205,17 @@ def test_spelled_special_tokens_stay_text(kind: str) -> None:
         assert list(specials(ids, kind)) == (["</s>"] if ids[-1] == tokenizer(kind).eos_token_id else [])
         if kind in ("byte-level", "llama"):
             assert tokenizer(kind).decode(ids).removesuffix("</s>") == forged.removesuffix("</s>")
+
+
+def test_blanks_of_an_answer_are_targets_although_a_tokenizer_trims_them() -> None:
+    """As those of GPT-2 and of Llama 3 do: a token that is a blank alone then stands for nothing."""
+    backend = tokenizer("byte-level").backend_tokenizer
+    before, backend.post_processor = backend.post_processor, processors.ByteLevel(trim_offsets=True)
+    try:
+        ((_, targets),) = encoded(CHATML, talk(ASK, {**ANSWER, "content": "if x:\n    y   =  1"}))
+    finally:
+        backend.post_processor = before
+    assert targets == ["if x:\n    y   =  1<|end|>"]
 
 
 # -- families ---------------------------------------------------------------------------------------------------------
