@@ -23,7 +23,6 @@ from node.tasks.hf.source import ModelFolder, find_model
 from protocols.base import Layout
 
 MAX_TEMPLATE_BYTES = 1 << 20
-_CURES = {"template": "the founder's by hf.template or --template, or leave yours out if the founder gave none"}
 _PACKED_TOLERANCE = 0.1
 """Of the logits' deviation, as is the difference: of bfloat16 .01, of a model that mixes packed texts about 1."""
 
@@ -192,9 +191,10 @@ def require_same(found: ModelPins, pins: ModelPins, where: str) -> None:
     ):
         here, there = getattr(found, name), getattr(pins, name)
         if here != there:
+            other = "the founder's by hf.template or --template or, if it gave none, " if name == "template" else ""
             raise ModelError(
                 f"{where} has {words} than the run's model ({name} {here[:16]}, the run's is {there[:16]}): "
-                f"give {_CURES.get(name, f'the model that the founder calls {pins.base} by --model')}"
+                f"give {other}the model that the founder calls {pins.base} by --model"
             )
 
 
