@@ -29,6 +29,7 @@ _LOOK_SECONDS = 1.0
 """Between two looks whether the parent lives, in addition to the kernel's signal, which exists only on Linux."""
 _KILL_SECONDS = 0.01
 """Until killed processes have ended, and their children are this process's."""
+_MAX_LOOKS = 3000
 _TRACKER, _TRACKER_LOOKS = b"multiprocessing.resource_tracker", 300
 """Python's own process that removes the shared memory of dead processes, and then ends. Once these have ended, which
 takes long on a busy machine, it gets 3 s for that."""
@@ -66,12 +67,12 @@ def _is_tracker(pid: int) -> bool:
 def _kill_descendants() -> None:
     """Kill all children until none is left. The children of each one that ends become children of this process."""
     looks = 0
-    while True:
+    for _ in range(_MAX_LOOKS):  # one of another user cannot be killed, one that waits for a disk may not end
         children = [*_children()]
         doomed = [pid for pid in children if not _is_tracker(pid)]
         looks += not doomed
         for pid in children if looks > _TRACKER_LOOKS else doomed:
-            with suppress(ProcessLookupError):
+            with suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
         signal.sigtimedwait((), _KILL_SECONDS)
         try:
@@ -87,7 +88,7 @@ def main(parent: int, oom_score: str) -> None:
     def end(number: int = 0, frame: object = None) -> None:
         if not program:
             os._exit(1)
-        with suppress(ProcessLookupError):
+        with suppress(ProcessLookupError, PermissionError):
             os.kill(program, signal.SIGKILL)
 
     def look(number: int, frame: object) -> None:

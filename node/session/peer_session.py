@@ -327,7 +327,8 @@ class PeerSession:
         except (WorkerError, TimeoutError) as error:
             why = str(error) or type(error).__name__
             log.warning("the state of this round is not evaluated: %s", why)
-            self.outcome.evaluation(why)
+            if not self._leave.is_set():
+                self.outcome.evaluation(why)
             return math.nan
         self.outcome.evaluation()
         return loss

@@ -17,6 +17,8 @@ BUSY_FACTOR = 10
 """A command, or an inner step, that only computes may take this many timeouts: an endless loop looks like work."""
 STOPPED_SECONDS = 5.0
 """A stopped process never goes on by itself, so it is not waited for."""
+LATE_LOOK_SECONDS = 10.0
+"""A look that comes later than this after the one before comes after a pause of the peer itself."""
 WORKING_SHARE = 0.01
 """Share of the time on a core that counts as work. A thread that wakes up now and then to look takes less."""
 WORKING_BYTES = 4096
@@ -96,6 +98,7 @@ class Watchdog:
             steps: a number that changes with each finished inner step, and while the worker waits for data.
             usage: None: not known. Then only the limit for a worker that computes holds.
         """
+        self._excuse(now - self._looked)
         if steps != self._steps:
             self._steps, self._began = steps, now
         if self._began == now or self._works(usage, now - self._looked):
@@ -106,6 +109,13 @@ class Watchdog:
             self._stopped = now
         self._usage, self._looked = usage, now
         return self._verdict(now)
+
+    def _excuse(self, seconds: float) -> None:
+        """Do not count time in which nothing looked: this process, and perhaps the worker, was stopped or frozen."""
+        if (away_seconds := seconds - LATE_LOOK_SECONDS) > 0:
+            self._began, self._worked = self._began + away_seconds, self._worked + away_seconds
+            if self._stopped is not None:
+                self._stopped += away_seconds
 
     def _works(self, usage: Usage | None, seconds: float) -> bool:
         before = self._usage

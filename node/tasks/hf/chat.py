@@ -37,11 +37,10 @@ def _begin_tokens(tokenizer: Any) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """An answer with all that comes before it, and where in this text it begins and ends."""
+    """An answer with all that comes before it, and what of this text it is, from and up to."""
 
     text: str
-    begin: int
-    end: int
+    spans: tuple[tuple[int, int], ...]
 
 
 class Encoder:
@@ -120,7 +119,11 @@ class Encoder:
     def _sequence(self, answers: list[_Answer]) -> Sequence:
         text = answers[-1].text
         ids, spans = self._exact.encode_marked(text)
-        mask = [int(any(each.begin <= low < each.end and low < high for each in answers)) for low, high in spans]
+        wanted, mask, at = [each for answer in answers for each in answer.spans], list[int](), 0
+        for low, high in spans:
+            while at < len(wanted) and wanted[at][1] <= low:
+                at += 1
+            mask.append(int(at < len(wanted) and wanted[at][0] <= low < high))
         return ids, mask
 
 
@@ -196,15 +199,15 @@ class _Talk:
             ModelError: the template does not say where it is.
         """
         if self._says:
-            text, begin, end = self._marked_answer(index)
+            text, found = self._marked_answer(index)
         else:
             text = self.render(index + 1)
             content_end, end = _end(text, ends)
-            begin = self._begin(index, text, content_end)
+            found = ((self._begin(index, text, content_end), end),)
         self._rendered[index] = text
-        return _Answer(text, begin, end)
+        return _Answer(text, found)
 
-    def _marked_answer(self, index: int) -> tuple[str, int, int]:
+    def _marked_answer(self, index: int) -> tuple[str, tuple[tuple[int, int], ...]]:
         from transformers.utils.chat_template_utils import render_jinja_template
 
         with foreign(f"{self._where}: the chat template refuses this conversation"):
@@ -221,8 +224,9 @@ class _Talk:
         rendered, spans = found
         if not spans[0]:
             raise ModelError(f"{self._where}: the chat template marks no answer by {{% generation %}}")
-        begin, end = spans[0][-1]
-        return str(rendered[0]), int(begin), int(end)
+        text, asked = str(rendered[0]), self.render(index, ask=True) if index else ""
+        low = len(asked) if text.startswith(asked) else int(spans[0][-1][0])  # a message may have several marked parts
+        return text, tuple((int(begin), int(end)) for begin, end in spans[0] if begin >= low) or (tuple(spans[0][-1]),)
 
     def _begin(self, index: int, text: str, content_end: int) -> int:
         """Where the answer begins: after the request for it, and after tags that only the template has put there."""
@@ -242,6 +246,8 @@ class _Talk:
         first = (message["content"] or "").strip()
         if not first:
             return len(asked) if index else _refuse(self._where, "the template asks for no first answer")
+        if index and text[len(asked) :].lstrip().startswith(first):
+            return len(asked)
         finds = text.find if message.get("tool_calls") else text.rfind
         at = finds(first, len(asked), content_end)
         if at < 0:
@@ -261,7 +267,7 @@ class _Talk:
             if message["role"] == "assistant" and index not in self._rendered:
                 continue  # it is not trained, and thoughts of earlier turns may be left out
             text = self._rendered[index] if message["role"] == "assistant" else whole
-            self._require(text, index)
+            unused |= self._require(text, index)
             unused |= {
                 name
                 for name, value in message.items()
@@ -276,10 +282,11 @@ class _Talk:
             )
         return unused
 
-    def _require(self, text: str, index: int) -> None:
+    def _require(self, text: str, index: int) -> set[str]:
         message = self.messages[index]
         content, role, calls = message["content"], message["role"], message.get("tool_calls", ())
-        left_out = "its content" if content and not _shows(text, content) else ""
+        hidden = bool(content) and not _shows(text, content)
+        left_out = "its content" if hidden and not calls else ""
         shows = all(tool_name(each) in text for each in calls)
         if calls and not (shows and self._without(index + 1, calls=True) != self.render(index + 1)):
             left_out = "its calls"
@@ -288,6 +295,7 @@ class _Talk:
                 f"{self._where}: the chat template leaves out a message of role {role} ({left_out}): give a template "
                 "that shows it by hf.template, or change the message"
             )
+        return {"content beside calls"} if hidden else set()
 
 
 def _texts(value: Any) -> Iterator[str]:
@@ -312,7 +320,11 @@ def _shows(text: str, content: str) -> bool:
 
 
 def _end(text: str, ends: list[str]) -> tuple[int, int]:
-    """Where the content of an answer ends, and where the answer does: after the token that ends it, without space."""
-    stripped = text.rstrip()
-    last = next((each for each in ends if stripped.endswith(each)), "")
-    return (len(stripped) - len(last), len(stripped)) if last else (len(text), len(text))
+    """Where the content of an answer ends, and where the answer does: after the first token that ends it."""
+    content_end = end = len(text)
+    while True:
+        stripped = text[:content_end].rstrip()
+        last = next((each for each in ends if stripped.endswith(each)), "")
+        if not last:
+            return content_end, end
+        content_end, end = len(stripped) - len(last), len(stripped)

@@ -124,6 +124,8 @@ def _content(content: Any, where: str, role: str) -> str | None:
             )
             raise ModelError(f"{where}: content of the kind {', '.join(kinds) or '?'} is not trained, only text")
         return "".join(each for each in parts if each is not None)
+    if isinstance(content, dict) and role == "tool":
+        return json.dumps(content, ensure_ascii=False)
     if content is not None and not isinstance(content, str):
         raise ModelError(f"{where}: a message of role {role} needs content, a text")
     return content
@@ -152,7 +154,7 @@ def _call(call: dict[str, Any], where: str) -> dict[str, Any]:
     inner = call.get("function", call)
     if not isinstance(inner, dict) or not isinstance(inner.get("name"), str) or not inner["name"]:
         raise ModelError(f"{where}: a call needs the name of its function")
-    arguments = inner.get("arguments", {})
+    arguments = inner.get("arguments") or {}
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments or "{}")

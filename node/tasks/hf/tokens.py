@@ -6,6 +6,7 @@ A tokenizer looks for its special tokens in every text. Those that a person's te
 from __future__ import annotations
 
 import json
+import re
 from typing import Any, TypeAlias
 
 Span: TypeAlias = tuple[int, int]
@@ -75,19 +76,21 @@ class ExactTokenizer:
         places = [at for at, each in enumerate(text) if each in self.marks.texts]
         if not places:
             return ids, spans
-        found, where, at = list[int](), list[Span](), 0
-        while at < len(ids) or places:
+        found, where, at, first = list[int](), list[Span](), 0, 0
+        while at < len(ids) or first < len(places):
             begin, end = spans[at] if at < len(ids) else (len(text), len(text))
-            if places and places[0] < begin:  # a normaliser has removed the mark
-                begin, end = places[0], places[0] + 1
-            elif not places or places[0] >= end:
+            place = places[first] if first < len(places) else len(text) + 1
+            if place < begin:  # a normaliser has removed the mark
+                begin, end = place, place + 1
+            elif place >= end:
                 found.append(ids[at])
                 where.append(spans[at])
                 at += 1
                 continue
             while at < len(ids) and spans[at][0] < end:
                 end, at = max(end, spans[at][1]), at + 1
-            places = [each for each in places if each >= end]
+            while first < len(places) and places[first] < end:
+                first += 1
             plain = self.marks.restored(text[begin:end])
             ids_of_mark = self._plain(plain, continues=begin > 0)
             found += ids_of_mark
@@ -96,11 +99,13 @@ class ExactTokenizer:
 
     def _plain(self, text: str, continues: bool) -> list[int]:
         """Tokens of a text in which nothing is a special or an added token."""
-        name = next((each for each in self.marks.by_name if each in text and len(each) > 1), None)
-        if name is None:
-            return self.encode_on(text) if continues or not text else self.encode(text)[0]
-        at = text.index(name) + 1  # in the middle of the name, so that no part of it is found
-        return self._plain(text[:at], continues) + self._plain(text[at:], True)
+        ids, low = list[int](), 0
+        # Cut in the middle of each name, so that no part of it is found.
+        for high in (*(each.start() + 1 for each in self.marks.pattern.finditer(text)), len(text)):
+            part = text[low:high]
+            ids += self.encode_on(part) if continues else self.encode(part)[0]
+            low, continues = high, True
+        return ids
 
     def _encode(self, text: str, literal: bool) -> tuple[list[int], list[Span]]:
         self._backend.encode_special_tokens = literal
@@ -166,6 +171,7 @@ class Marks:
         self.by_name = {name: chr(_PRIVATE + number) for number, name in enumerate(names) if name}
         self.texts = {mark: name for name, mark in self.by_name.items()}
         self._special = {name for name in special if name}
+        self.pattern = re.compile("|".join(re.escape(each) for each in self.by_name if len(each) > 1) or "(?!)")
 
     def put(self, value: Any, all_tokens: bool) -> Any:
         """Put marks into all texts of a JSON value.
