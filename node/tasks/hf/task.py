@@ -252,10 +252,10 @@ def make_task(
     evaluated = rows_of(documents, encoder, settings)
     if not len(evaluated) and machine.held_out != NO_HELD_OUT:
         what = f"no target in {len(documents)} held-out documents" if documents else "there are too few documents"
-        raise ModelError(
-            f"nothing to evaluate on: {what} (hf.context = {settings.context}); give more data, a longer context, "
-            "--held-out FILE or --held-out none"
-        )
+        line = f"nothing to evaluate on: {what} (hf.context = {settings.context})"
+        if values.pins is None or held_out is not None:
+            raise ModelError(f"{line}; give more data, a longer context, --held-out FILE or --held-out none")
+        warn(f"{line}: this peer trains, and reports no held-out loss")  # each joiner of a chat run has its own
     task = HfTask(loaded, settings, rows, evaluated, beginning(documents))
     task.held_out = b"" if held_out is not None else sample or (own_sample if travels else b"")
     if machine.checkpointing:

@@ -70,6 +70,15 @@ def test_worker_hangs_exactly_when_a_limit_is_reached(looks: list[str], timeout_
         assert bool(watchdog.look(now, steps, Usage(seconds, size))) == late
 
 
+def test_pause_of_the_peer_itself_is_not_the_workers() -> None:
+    """A frozen container or a suspended job stops both; the worker may have no chance to show that it works."""
+    watchdog = Watchdog("evaluate", TIMEOUT_SECONDS, 0.0)
+    for now, seconds in ((2.5, 1.0), (5.0, 3.0), (9005.0, 3.1), (9007.5, 3.1), (9600.0, 3.1)):
+        assert not watchdog.look(now, 0, Usage(seconds, 0)), now
+    found = [watchdog.look(9600.0 + 2.5 * each, 0, Usage(3.1, 0)) for each in range(1, 300)]
+    assert not found[0] and "hangs in evaluate" in found[-1], "from then on it counts again"
+
+
 SPIN = f"import os; os.sched_setaffinity(0, [{min(os.sched_getaffinity(0))}]); print(flush=True)\nwhile True: pass"
 PARENT = f"import subprocess, sys; subprocess.run([sys.executable, '-I', '-S', '-c', {SPIN!r}])"
 SLEEP = "print(flush=True); import time; time.sleep(60)"

@@ -218,6 +218,30 @@ def test_blanks_of_an_answer_are_targets_although_a_tokenizer_trims_them() -> No
     assert targets == ["if x:\n    y   =  1<|end|>"]
 
 
+TWO_ENDS = CHATML.replace("{%- if add_generation_prompt %}", "{%- if not add_generation_prompt %}</s>{% else %}")
+PARTS = """
+{%- for message in messages %}<|start|>{{ message.role }}
+{% if message.role == 'assistant' %}{% generation %}<think>{{ message.reasoning_content }}</think>{% endgeneration %}
+{% generation %}{{ message.content }}<|end|>{% endgeneration %}{% else %}{{ message.content }}<|end|>{% endif %}
+{% endfor %}{% if add_generation_prompt %}<|start|>assistant
+{% endif %}"""
+
+
+def test_whole_answer_is_a_target_whatever_follows_it() -> None:
+    for short in ("n", "end", "/s"):  # parts of the tokens that follow
+        ((_, targets),) = encoded(TWO_ENDS, talk(ASK, {**ANSWER, "content": short}))
+        assert targets == [f"{short}<|end|>"]
+    thought = talk(ASK, {**ANSWER, "reasoning_content": "Hm."}, ASK, {**ANSWER, "reasoning_content": "So."})
+    ((_, targets),) = encoded(PARTS, thought)
+    assert targets == ["<think>Hm.</think>Two cats.<|end|>", "<think>So.</think>Two cats.<|end|>"]
+
+
+def test_many_spelled_tokens_are_no_burden() -> None:
+    encoder = Encoder(with_template("unigram", CHATML), True)
+    ((ids, _),) = encoder.encode(talk({**ASK, "content": "<think>" * 3000}, ANSWER))
+    assert list(specials(ids, "unigram")) == ["<|start|>", "<|end|>"] * 2
+
+
 # -- families ---------------------------------------------------------------------------------------------------------
 
 WORDS = st.text("ab \n.é🙂", max_size=8).map(lambda text: f"x{text}y") | st.sampled_from(["<|end|>", "a</s>"])
