@@ -30,6 +30,7 @@ _LOOK_SECONDS = 1.0
 _KILL_SECONDS = 0.01
 """Until killed processes have ended, and their children are this process's."""
 _MAX_LOOKS = 3000
+"""About 30 s. After that, processes of other users, and those that wait for a disk, are left behind."""
 _TRACKER, _TRACKER_LOOKS = b"multiprocessing.resource_tracker", 300
 """Python's own process that removes the shared memory of dead processes, and then ends. Once these have ended, which
 takes long on a busy machine, it gets 3 s for that."""
@@ -67,7 +68,7 @@ def _is_tracker(pid: int) -> bool:
 def _kill_descendants() -> None:
     """Kill all children until none is left. The children of each one that ends become children of this process."""
     looks = 0
-    for _ in range(_MAX_LOOKS):  # one of another user cannot be killed, one that waits for a disk may not end
+    for _ in range(_MAX_LOOKS):
         children = [*_children()]
         doomed = [pid for pid in children if not _is_tracker(pid)]
         looks += not doomed

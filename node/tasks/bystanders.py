@@ -1,6 +1,6 @@
 """The tensors of a user's module that the optimiser does not train: which of them does training change?
 
-Those that the try-out sees change are averaged (`node.tasks.extra`). Later changes are told of, once a tensor.
+Those that the try-out sees change are averaged (`node.tasks.extra`). A line names each tensor that changes later, once.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ class GivenData:
     Attributes:
         place: file or folder, or a data set on the hub; None if the user has given none.
         record: file that keeps the data's state from one start of the peer to the next; None: there is none.
-        tells: whether the user is told what the data are: once for each start, not for each worker.
+        tells: whether to tell the user what the data are: once for each start, not for each worker.
     """
 
     place: Path | None

@@ -16,7 +16,7 @@ TIMEOUT_SECONDS = 600.0
 BUSY_FACTOR = 10
 """A command, or an inner step, that only computes may take this many timeouts: an endless loop looks like work."""
 STOPPED_SECONDS = 5.0
-"""A stopped process never goes on by itself, so it is not waited for."""
+"""A stopped process does not continue by itself, so the peer does not wait for it."""
 LATE_LOOK_SECONDS = 10.0
 """A look that comes later than this after the one before comes after a pause of the peer itself."""
 WORKING_SHARE = 0.01

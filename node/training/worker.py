@@ -13,7 +13,7 @@ The socket carries lines of JSON: one command at a time, each answered by `done`
     do: save, path                                      -> done: size in bytes of the optimiser's state file
     do: load, path or null, position, threads           -> done: null; threads: to start with, 0: not known
 
-An exception in a command that only reads is answered by `refused`, and the worker goes on. Any other ends it: it writes
+The worker answers an exception in a command that only reads by `refused`, and continues. Any other ends it: it writes
 the traceback to stderr, sends `failed` with one line, and exits. On SIGUSR1 it writes where it stands to stderr.
 
 `carried` in a command means that the peer has written the shared vectors, and that they hold work worth this many
