@@ -67,7 +67,12 @@ MARKED = """
 {% endif %}{% endfor %}
 {%- if add_generation_prompt %}<|start|>assistant
 {% endif %}"""
-TEMPLATES = {"chatml": CHATML, "reasoning": REASONING, "strict": STRICT, "marked": MARKED}
+BLANK = """
+{%- for message in messages %}{{ message.role }}: {{ message.content }}<|end|>
+{% endfor %}
+{%- if add_generation_prompt %}assistant: {% endif %}"""
+"""As Vicuna's: its request for an answer ends in a blank, with which a tokenizer begins the next word."""
+TEMPLATES = {"chatml": CHATML, "reasoning": REASONING, "strict": STRICT, "marked": MARKED, "blank": BLANK}
 
 
 @cache

@@ -26,6 +26,7 @@ Sequence: TypeAlias = tuple[list[int], list[int]]
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _THOUGHTS = ("reasoning_content", "reasoning", "thinking")
+_PROBE = "Content."
 _SHOWN_ELSEWHERE = frozenset({"role", "content", "weight", "tool_calls", "tool_call_id", *_THOUGHTS})
 
 
@@ -98,7 +99,7 @@ class Encoder:
 
     def _text(self, text: str, begins: bool, ends: bool) -> Sequence:
         end = self._tokenizer.eos_token_id
-        ids = [*self._begin, *self._exact.encode(text)[0]] if begins else self._exact.encode_on(text)
+        ids = [*self._begin, *self._exact.encode(text)[0]] if begins else self._exact.encode_on(text)[0]
         ids += [end] if ends and end is not None else []
         return ids, [1] * len(ids)
 
@@ -117,9 +118,8 @@ class Encoder:
         return [self._sequence(group) for group in _grouped(answers)]
 
     def _sequence(self, answers: list[_Answer]) -> Sequence:
-        text = answers[-1].text
-        ids, spans = self._exact.encode_marked(text)
         wanted, mask, at = [each for answer in answers for each in answer.spans], list[int](), 0
+        ids, spans = self._exact.encode_marked(answers[-1].text, [begin for begin, _ in wanted])
         for low, high in spans:
             while at < len(wanted) and wanted[at][1] <= low:
                 at += 1
@@ -174,20 +174,19 @@ class _Talk:
             )
         return text
 
-    def _without(self, count: int, calls: bool) -> str:
-        """The first messages without the last one's calls, or without the tools; empty if that cannot be rendered."""
-        messages = self.messages[:count]
-        if calls:
-            last = {name: value for name, value in messages[-1].items() if name != "tool_calls"}
-            messages = [*messages[:-1], last | {"content": last["content"] or ""}]
+    def _altered(self, messages: list[dict[str, Any]], tools: Any) -> str:
+        """Other messages or tools than there are, rendered; empty if the template refuses them."""
         try:
             with foreign(""):
-                text: str = self._tokenizer.apply_chat_template(
-                    messages, tools=self._tools if calls else None, tokenize=False, **self._options
-                )
+                text: str = self._tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, **self._options)
         except ModelError:
             return ""
         return text
+
+    def _without_calls(self, count: int, content: str) -> str:
+        """The first messages, with a content in place of the last one's calls."""
+        last = {name: value for name, value in self.messages[count - 1].items() if name != "tool_calls"}
+        return self._altered([*self.messages[: count - 1], last | {"content": content}], self._tools)
 
     def answer(self, index: int, ends: list[str]) -> _Answer:
         """The answer of a message.
@@ -245,7 +244,10 @@ class _Talk:
             return len(asked)
         first = (message["content"] or "").strip()
         if not first:
-            return len(asked) if index else _refuse(self._where, "the template asks for no first answer")
+            if not index:
+                return _refuse(self._where, "the template asks for no first answer")
+            tags = self._without_calls(index + 1, _PROBE).partition(_PROBE)[0]
+            return len(tags) if text.startswith(tags) and tags.startswith(asked) else len(asked)
         if index and text[len(asked) :].lstrip().startswith(first):
             return len(asked)
         finds = text.find if message.get("tool_calls") else text.rfind
@@ -268,14 +270,14 @@ class _Talk:
                 continue  # it is not trained, and thoughts of earlier turns may be left out
             text = self._rendered[index] if message["role"] == "assistant" else whole
             unused |= self._require(text, index)
-            unused |= {
-                name
-                for name, value in message.items()
-                if name not in _SHOWN_ELSEWHERE and value and not (isinstance(value, str) and value in text)
-            }
             unused |= {name for name in _THOUGHTS if (value := message.get(name)) and not _shows(text, str(value))}
+        messages, text = self.messages[: last + 1], self.render(last + 1) if self._says else whole
+        for name in {name for each in messages for name, value in each.items() if value} - _SHOWN_ELSEWHERE:
+            others = [{key: value for key, value in each.items() if key != name} for each in messages]
+            if self._altered(others, self._tools) == text:
+                unused.add(name)
         shows = all(tool_name(each) in whole for each in self._tools or ())
-        if self._tools and not (shows and self._without(last + 1, calls=False) != self.render(last + 1)):
+        if self._tools and not (shows and self._altered(messages, None) != text):
             raise ModelError(
                 f"{self._where}: the chat template does not show the tools: give one that does by hf.template, or "
                 "leave the tools out"
@@ -288,7 +290,7 @@ class _Talk:
         hidden = bool(content) and not _shows(text, content)
         left_out = "its content" if hidden and not calls else ""
         shows = all(tool_name(each) in text for each in calls)
-        if calls and not (shows and self._without(index + 1, calls=True) != self.render(index + 1)):
+        if calls and not (shows and self._without_calls(index + 1, content or "") != self.render(index + 1)):
             left_out = "its calls"
         if left_out:
             raise ModelError(

@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import json
 import re
+from bisect import bisect_left
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any, TypeAlias
 
 Span: TypeAlias = tuple[int, int]
@@ -61,18 +64,35 @@ class ExactTokenizer:
             done, overlap = done + WINDOW, OVERLAP
         return ids, spans
 
-    def encode_on(self, text: str) -> list[int]:
+    def encode_on(self, text: str, literal: bool = True) -> tuple[list[int], list[Span]]:
         """Tokens of a text that continues another after the end of a line: without a space at the beginning."""
         for guard in _GUARDS:
-            ids, spans = self.encode(guard + text)
+            ids, spans = self.encode(guard + text, literal)
             first = next((at for at, (begin, _) in enumerate(spans) if begin >= len(guard)), len(ids))
             if all(end <= len(guard) for _, end in spans[:first]):
-                return ids[first:]
-        return self.encode(text)[0]
+                return ids[first:], [(begin - len(guard), end - len(guard)) for begin, end in spans[first:]]
+        return self.encode(text, literal)
 
-    def encode_marked(self, text: str) -> tuple[list[int], list[Span]]:
-        """Tokens of a text in which special tokens count, except those for which a mark stands."""
-        ids, spans = self.encode(text, literal=False)
+    def encode_marked(self, text: str, borders: Sequence[int] = ()) -> tuple[list[int], list[Span]]:
+        """Tokens of a text in which special tokens count, except those for which a mark stands.
+
+        Args:
+            borders: where no token reaches across, ascending, such as between a request and its answer.
+        """
+        ids, spans = self._encode_marked(text, continues=False)
+        begins = [begin for begin, _ in spans]
+        crossed = [each for each in borders if (at := bisect_left(begins, each)) and spans[at - 1][1] > each]
+        if not crossed:
+            return ids, spans
+        ids, spans = [], []
+        for low, high in pairwise([0, *crossed, len(text)]):
+            found, places = self._encode_marked(text[low:high], continues=low > 0)
+            ids += found
+            spans += [(begin + low, end + low) for begin, end in places]
+        return ids, spans
+
+    def _encode_marked(self, text: str, continues: bool) -> tuple[list[int], list[Span]]:
+        ids, spans = self.encode_on(text, literal=False) if continues else self.encode(text, literal=False)
         places = [at for at, each in enumerate(text) if each in self.marks.texts]
         if not places:
             return ids, spans
@@ -92,7 +112,7 @@ class ExactTokenizer:
             while first < len(places) and places[first] < end:
                 first += 1
             plain = self.marks.restored(text[begin:end])
-            ids_of_mark = self._plain(plain, continues=begin > 0)
+            ids_of_mark = self._plain(plain, continues=continues or begin > 0)
             found += ids_of_mark
             where += [(begin, end)] * len(ids_of_mark)
         return found, where
@@ -103,7 +123,7 @@ class ExactTokenizer:
         # Cut in the middle of each name, so that no part of it is found.
         for high in (*(each.start() + 1 for each in self.marks.pattern.finditer(text)), len(text)):
             part = text[low:high]
-            ids += self.encode_on(part) if continues else self.encode(part)[0]
+            ids += (self.encode_on(part) if continues else self.encode(part))[0]
             low, continues = high, True
         return ids
 
@@ -124,7 +144,7 @@ class ExactTokenizer:
         for token, (begin, end) in zip(ids, spans, strict=True):
             parts = [token]
             if token in self._special_ids and end - begin > 1:
-                parts = self.encode_on(text[begin : begin + 1]) + self.encode_on(text[begin + 1 : end])
+                parts = self.encode_on(text[begin : begin + 1])[0] + self.encode_on(text[begin + 1 : end])[0]
             found += parts
             places += [(begin, end)] * len(parts)
         return found, places
