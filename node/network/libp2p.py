@@ -259,6 +259,7 @@ class LibP2PTransport:
         In that case both dial from the port on which they listen, so TCP merges the two dials into one connection, on
         which each side waits for the other's answer. Both give up, and do not dial the other again for five seconds.
         """
+        before: _NotNow | None = None
         while True:
             try:
                 async with self._reaching(peer, deadline, where) as (link, seconds):
@@ -269,8 +270,12 @@ class LibP2PTransport:
                     else:
                         self._causes.pop(peer, None)
                         return result
-            except _NotNow:
-                pause = self._chance.uniform(*_PAUSE_SECONDS)
+            except (
+                PeerSilent
+            ) as error:  # the deadline has passed in a later attempt: what ended an earlier one says more
+                raise (before or error) from None
+            except _NotNow as error:
+                before, pause = error, self._chance.uniform(*_PAUSE_SECONDS)
                 if asyncio.get_running_loop().time() + pause >= deadline:
                     raise
                 await asyncio.sleep(pause)

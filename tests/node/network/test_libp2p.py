@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import logging
 import os
@@ -302,13 +303,12 @@ class TestAddresses:
     async def test_crossed_and_automatic_dials_are_retried(self, make: TransportMaker) -> None:
         a, key = await make(), identity.create(make.directory / "b")
         stranger, nowhere = identity.create(make.directory / "stranger").peer_id, "/ip4/127.0.0.1/tcp/1"
-        mirror = await asyncio.get_running_loop().create_server(Mirror, "127.0.0.1", 0)
-        where = f"/ip4/127.0.0.1/tcp/{mirror.sockets[0].getsockname()[1]}"
-        with pytest.raises(PeerGone, match="both sides dialled at the same instant"):
-            await a.connect(f"{where}/p2p/{key.peer_id}", soon(1.5))
-        with pytest.raises(LINK_ERRORS, match="connection refused"):
-            await (await a.link()).connect(stranger, nowhere, 5)
-        mirror.close()
+        with contextlib.closing(await asyncio.get_running_loop().create_server(Mirror, "127.0.0.1", 0)) as mirror:
+            where = f"/ip4/127.0.0.1/tcp/{mirror.sockets[0].getsockname()[1]}"
+            with pytest.raises(PeerGone, match="both sides dialled at the same instant"):
+                await a.connect(f"{where}/p2p/{key.peer_id}", soon(1.5))
+            with pytest.raises(LINK_ERRORS, match="connection refused"):
+                await (await a.link()).connect(stranger, nowhere, 5)
         b = await make(identity=key, listen=(where,))
         b.serve("echo", echo)
         dials = (f"{where}/p2p/{b.me}", f"{nowhere}/p2p/{stranger}")
