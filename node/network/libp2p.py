@@ -270,9 +270,7 @@ class LibP2PTransport:
                     else:
                         self._causes.pop(peer, None)
                         return result
-            except (
-                PeerSilent
-            ) as error:  # the deadline has passed in a later attempt: what ended an earlier one says more
+            except PeerSilent as error:  # the deadline has passed: what ended an earlier attempt says more
                 raise (before or error) from None
             except _NotNow as error:
                 before, pause = error, self._chance.uniform(*_PAUSE_SECONDS)
