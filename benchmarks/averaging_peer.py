@@ -35,7 +35,7 @@ from node.network.libp2p import LibP2PConfig, LibP2PTransport
 from node.runtime import identity
 from node.runtime.clock import WallClock
 from node.runtime.compute import ThreadCompute
-from protocols import REPLICATED_PROTOCOLS, wire
+from protocols import wire
 from protocols.aio import run_with_helper
 from protocols.base import (
     CHUNK_BYTES,
@@ -51,6 +51,7 @@ from protocols.base import (
 )
 from protocols.bulk import BULK_METHODS
 from protocols.history.chain import Chain
+from protocols.registry import REPLICATED_PROTOCOLS
 from protocols.static_members import StaticMembers
 from protocols.vectors import norm
 

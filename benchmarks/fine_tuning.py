@@ -20,8 +20,8 @@ import torch
 
 from node.config.run_config import load_run
 from node.outer.sgd import OuterSGD, pseudo_gradient
-from node.tasks.base import Recipe
 from node.tasks.hf.settings import HfMachine, HfSettings, HfValues
+from node.tasks.recipe import Recipe
 from node.tasks.spec import WorkerSpec, build
 from node.training.trainer import Learner
 

@@ -20,7 +20,6 @@ import uvloop
 
 from benchmarks.averaging_peer import ROOT, RUN, Peer, main
 from benchmarks.averaging_setup import Setup
-from protocols import INDEPENDENT_PROTOCOLS
 from protocols.allreduce.all_reduce import DATA
 from protocols.base import (
     AveragingSession,
@@ -39,6 +38,7 @@ from protocols.base import (
     Transport,
 )
 from protocols.moshpit.group_allreduce import DATA as MOSHPIT_DATA
+from protocols.registry import INDEPENDENT_PROTOCOLS
 
 DATA_METHODS = {DATA, MOSHPIT_DATA}
 

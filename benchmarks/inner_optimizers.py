@@ -19,7 +19,8 @@ from unittest import mock
 
 import torch
 
-from node.tasks.gpt import GptTask, preset
+from node.tasks.gpt import GptTask
+from node.tasks.gpt_presets import preset
 from node.tasks.text import Text, load
 from node.training import inner_optimizer
 from node.training.muon import fast_dtype

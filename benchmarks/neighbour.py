@@ -37,7 +37,7 @@ import uvloop
 
 from node.config.peer_config import DEFAULT_NICE
 from node.runtime.compute import ThreadCompute
-from node.tasks.gpt import DEFAULT_PRESET, preset
+from node.tasks.gpt_presets import DEFAULT_PRESET, preset
 from node.tasks.spec import GptValues, WorkerSpec
 from node.training.cores import usable_cores
 from node.training.process import SPIN

@@ -26,11 +26,12 @@ import torch
 
 from benchmarks.journal import History, RunJournal, perform_all
 from node.outer.sgd import OuterSGD
-from node.tasks.base import Recipe
 from node.tasks.flat import flatten
-from node.tasks.gpt import GptTask, Preset, preset
+from node.tasks.gpt import GptTask
+from node.tasks.gpt_presets import Preset, preset
 from node.tasks.gpt_stage import GptStage, GptStageTask, assemble, block_names
 from node.tasks.partition import BlockCost, Partition, cut
+from node.tasks.recipe import Recipe
 from node.tasks.text import load
 from node.training.stage_learner import ActivationCodec, StageLearner
 from node.training.task_learner import TaskLearner

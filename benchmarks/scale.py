@@ -22,8 +22,8 @@ import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from protocols import INDEPENDENT_PROTOCOLS
 from protocols.base import Outcome
+from protocols.registry import INDEPENDENT_PROTOCOLS
 from tests.sim.arguments import Parser, at_least_one
 from tests.sim.independent_harness import IndependentHarness
 

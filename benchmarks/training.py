@@ -26,7 +26,8 @@ import torch
 import uvloop
 
 from node.runtime.compute import ThreadCompute
-from node.tasks.gpt import DEFAULT_PRESET, GptTask, preset
+from node.tasks.gpt import GptTask
+from node.tasks.gpt_presets import DEFAULT_PRESET, preset
 from node.tasks.spec import GptValues, WorkerSpec
 from node.tasks.text import load
 from node.training.remote import RemoteTrainer

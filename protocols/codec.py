@@ -16,12 +16,12 @@ bits on every machine: it widens or looks up each code, then multiplies at most 
 
 from __future__ import annotations
 
-import difflib
 from typing import Final
 
 import torch
 
 from protocols.base import Buffer, Vector
+from protocols.choices import require_known
 from protocols.codecs.coding import (
     PIECE,
     Codec,
@@ -114,8 +114,4 @@ def codec(name: str) -> Codec:
     Raises:
         ValueError: unknown codec; the one-line message names the codecs that exist.
     """
-    if name in CODECS:
-        return CODECS[name]
-    near = difflib.get_close_matches(name.lower(), CODECS, n=1, cutoff=0.5)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
-    raise ValueError(f"unknown codec {name[:40]!r}: there are {', '.join(CODECS)}{hint}")
+    return CODECS[require_known("codec", name, CODECS)]

@@ -27,7 +27,6 @@ another set of contributions. The digest that the roster votes for counts.
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
@@ -37,6 +36,7 @@ from typing import Final, Protocol
 import torch
 
 from protocols.base import Vector
+from protocols.choices import require_known
 from protocols.limits import LARGEST_FLOAT32
 from protocols.vectors import norm, weighted_mean
 
@@ -177,19 +177,6 @@ RULES: Final[dict[str, Rule]] = {
 }
 
 
-def known(name: str) -> str:
-    """Return the name if such a rule exists.
-
-    Raises:
-        ValueError: unknown rule; the one-line message names the rules that exist.
-    """
-    if name in RULES:
-        return name
-    near = difflib.get_close_matches(name.lower().replace("-", "_"), RULES, n=1, cutoff=0.5)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
-    raise ValueError(f"unknown robust rule {name[:40]!r}: there are {', '.join(RULES)}{hint}")
-
-
 def _scaled_weights(contributions: torch.Tensor, weights: Sequence[float], into: Vector) -> list[float]:
     """Check the weights, and scale them so that their sum is finite: by a power of two, which rounds nothing."""
     count, size = contributions.shape
@@ -263,7 +250,7 @@ class RobustAggregator:
         Raises:
             ValueError: unknown rule.
         """
-        self._rule, self._allowances = known(rule), allowances
+        self._rule, self._allowances = require_known("robust rule", rule, RULES), allowances
         members = len(allowances)
         self._sent, self._kept, self._apart = [0.0] * members, [0.0] * members, [0.0] * members
 

@@ -15,9 +15,8 @@ from itertools import accumulate
 import torch
 
 from protocols.base import CHUNK_BYTES, Vector
+from protocols.choices import CHUNK_ELEMENTS
 from protocols.limits import LARGEST_FLOAT32
-
-CHUNK_ELEMENTS = CHUNK_BYTES // 4
 
 _ROOT_TAG = b"starling root 1\n"
 _NORM_PIECE = 1 << 16  # elements; their float64 copies stay in the processor's second-level cache

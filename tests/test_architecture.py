@@ -195,7 +195,7 @@ def test_no_text_installs_by_a_strangers_name() -> None:
         ("protocols/vectors.py", "from blake3 import blake3"),
         ("protocols/pairwise/gossip.py", "from tests.sim import loop"),
         ("node/outer/replicated_loop.py", "from node.network import libp2p"),
-        ("node/outer/replicated_loop.py", "from protocols import REPLICATED_PROTOCOLS"),
+        ("node/outer/replicated_loop.py", "from protocols.registry import REPLICATED_PROTOCOLS"),
         ("node/outer/replicated_loop.py", "from protocols.butterfly.averager import Butterfly"),
         ("node/outer/replicated_loop.py", "from time import monotonic as now"),
         ("node/outer/replicated_loop.py", "import concurrent.futures"),
@@ -216,7 +216,10 @@ def test_planted_violation_is_caught(file: str, source: str) -> None:
     "file, source",
     [
         ("node/runtime/clock.py", "import time"),
-        ("node/session/peer.py", "from node.network.libp2p import LibP2P\nfrom protocols import REPLICATED_PROTOCOLS"),
+        (
+            "node/session/peer.py",
+            "from node.network.libp2p import LibP2P\nfrom protocols.registry import REPLICATED_PROTOCOLS",
+        ),
         (
             "node/outer/replicated_loop.py",
             "import random\ndef pick(rng: random.Random): ...\nfrom protocols import vectors",

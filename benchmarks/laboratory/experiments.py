@@ -39,7 +39,7 @@ from benchmarks.laboratory.runs import (
     swarm_run,
     trial,
 )
-from node.tasks.gpt import PLAIN_OUTER_STEP, USUAL_OUTER_STEP
+from node.tasks.gpt_presets import PLAIN_OUTER_STEP, USUAL_OUTER_STEP
 
 MISSING = 0.3
 SPARSE = PLAIN_OUTER_STEP

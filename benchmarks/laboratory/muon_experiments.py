@@ -26,7 +26,7 @@ from benchmarks.laboratory.runs import (
     OuterStep,
     swarm_run,
 )
-from node.tasks.gpt import MANY_ROUNDS, SHORT_ROUND, USUAL_OUTER_STEP
+from node.tasks.gpt_presets import MANY_ROUNDS, SHORT_ROUND, USUAL_OUTER_STEP
 
 LOST = 0.5
 MUON_ROUNDS = 61

@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
 from node.outer.sgd import OuterSGD
-from node.tasks.base import InnerOptimizerName, Recipe
-from node.tasks.gpt import Preset, preset
+from node.tasks.gpt_presets import Preset, preset
+from node.tasks.recipe import InnerOptimizerName, Recipe
 
 ArmName = Literal[
     "data-parallel", "alone", "alone-outer", "diloco", "moshpit", "gossip", "noloco", "push-sum", "butterfly"

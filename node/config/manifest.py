@@ -23,8 +23,8 @@ from pydantic.dataclasses import dataclass
 from node.config.run_config import RunConfig
 from node.config.task_tables import STRICT
 from node.config.toml import MAX_BYTES, canonical, one_line
-from node.tasks.base import MAX_ELEMENTS
 from node.tasks.hf.settings import ModelPins
+from node.tasks.recipe import MAX_ELEMENTS
 from protocols.base import Layout, Member, PeerId, Signer
 from protocols.scopes import RUN_SCOPE, stage_scope
 

@@ -30,16 +30,20 @@ from node.config.peer_config import FILE_KEYS as OF_THIS_MACHINE
 from node.config.task_tables import STRICT, GptTable, PacedTable
 from node.config.toml import MAX_BYTES, ConfigError, canonical, check_keys, one_line, read_toml, shown, suggestion
 from node.tasks import name as names
-from node.tasks.activations import ACTIVATION_DTYPES
-from node.tasks.base import Recipe
-from node.tasks.gpt import DEFAULT_PRESET, PLAIN_OUTER_STEP, USUAL_OUTER_STEP, Preset, preset
+from node.tasks.gpt_presets import DEFAULT_PRESET, PLAIN_OUTER_STEP, USUAL_OUTER_STEP, Preset, preset
 from node.tasks.hf.settings import HfSettings
-from protocols.allreduce.part_hash import part_hash
-from protocols.codec import codec
-from protocols.pairwise.matching import known as known_schedule
-from protocols.robust import known as known_rule
+from node.tasks.recipe import Recipe
+from protocols.choices import (
+    ACTIVATION_CODECS,
+    CHUNK_ELEMENTS,
+    CODECS,
+    PART_HASHES,
+    ROBUST_RULES,
+    SCHEDULES,
+    TOPK_GRAIN,
+    require_known,
+)
 from protocols.scopes import MAX_STAGES
-from protocols.vectors import CHUNK_ELEMENTS
 from protocols.wire import MAX_ROSTER
 
 MAX_STAGE_BATCHES = 64
@@ -88,22 +92,22 @@ def _bounded(recipe: Recipe) -> Recipe:
 
 
 def _known_codec(name: str) -> str:
-    return codec(name).name
+    return require_known("codec", name, CODECS)
 
 
 def _unless_mean(rule: str | None) -> str | None:
     """The rule to store: None for the mean, so that manifests of versions without other rules keep their bytes."""
-    return None if rule is None or known_rule(rule) == "mean" else rule
+    return None if rule is None or require_known("robust rule", rule, ROBUST_RULES) == "mean" else rule
 
 
 def _unless_random(schedule: str | None) -> str | None:
     """The schedule to store: None for the default, for the same reason as `_unless_mean`."""
-    return None if schedule is None or known_schedule(schedule) == "random" else schedule
+    return None if schedule is None or require_known("schedule", schedule, SCHEDULES) == "random" else schedule
 
 
 def _unless_sha256(digest: str | None) -> str | None:
     """The digest to store: None for SHA-256, which runs of older versions use without naming it."""
-    return None if digest is None or part_hash(digest).name == "sha256" else digest
+    return None if digest is None or require_known("digest", digest, PART_HASHES) == "sha256" else digest
 
 
 def _unless_one(stages: int | None) -> int | None:
@@ -112,8 +116,8 @@ def _unless_one(stages: int | None) -> int | None:
 
 
 def _known_activations(name: str | None) -> str | None:
-    if name is not None and name not in ACTIVATION_DTYPES:
-        raise ValueError(f"must be one of {', '.join(ACTIVATION_DTYPES)}")
+    if name is not None and name not in ACTIVATION_CODECS:
+        raise ValueError(f"must be one of {', '.join(ACTIVATION_CODECS)}")
     return name
 
 
@@ -186,11 +190,10 @@ class RunConfig:
             raise ValueError(f"schedule {self.schedule} is for {' and '.join(_SCHEDULED)}: {self.protocol} has none")
         if self.digest and self.protocol not in _DIGESTED:
             raise ValueError(f"digest {self.digest} is for {' and '.join(_DIGESTED)}: {self.protocol} sends no parts")
-        used = codec(self.codec)
-        if used.decay and self.protocol != "butterfly":
-            raise ValueError(f"codec {used.name} is for protocol butterfly: {self.protocol} needs vectors whole")
-        if self.chunk_elements % used.grain:
-            raise ValueError(f"with codec {used.name}, chunk_elements must be a multiple of {used.grain}")
+        if self.codec == "topk" and self.protocol != "butterfly":
+            raise ValueError(f"codec topk is for protocol butterfly: {self.protocol} needs vectors whole")
+        if self.codec == "topk" and self.chunk_elements % TOPK_GRAIN:
+            raise ValueError(f"with codec topk, chunk_elements must be a multiple of {TOPK_GRAIN}")
         if self.protocol != "butterfly" and (self.fork == "never" or self.min_peers > 1):
             raise ValueError(f"fork and min_peers are for butterfly: {self.protocol} has no votes")
         self._check_recipe()
@@ -218,7 +221,7 @@ class RunConfig:
             raise ValueError(f"with stages, recipe.batches must be at most {MAX_STAGE_BATCHES}, not {batches}")
         if self.gpt is not None:
             self.gpt.require_stages(stages)
-            held = 2 * batches * self.gpt.activation_elements * ACTIVATION_DTYPES[self.activation_codec].itemsize
+            held = 2 * batches * self.gpt.activation_elements * ACTIVATION_CODECS[self.activation_codec]
             if held > MAX_LEASED_BYTES:
                 what = f"{batches} microbatches would take {held / 2**20:.0f} MiB of each replica's memory"
                 raise ValueError(f"{what}, more than {MAX_LEASED_BYTES >> 20}: take fewer gpt.rows")
@@ -227,7 +230,7 @@ class RunConfig:
 
     @property
     def activation_codec(self) -> str:
-        """How activations travel between stages: a key of `ACTIVATION_DTYPES`."""
+        """How activations travel between stages: a key of `ACTIVATION_CODECS`."""
         return self.activations or "bf16"
 
     @property

@@ -19,9 +19,9 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from node.config.peer_config import FILE_KEYS, PeerConfig
 from node.config.run_config import RunConfig
 from node.config.task_tables import GptTable, PacedTable
-from node.tasks.base import Recipe
-from node.tasks.gpt import DEFAULT_PRESET, PRESETS
+from node.tasks.gpt_presets import DEFAULT_PRESET, PRESETS
 from node.tasks.hf.settings import HfSettings
+from node.tasks.recipe import Recipe
 
 _COLUMNS = 100
 _TABLES = ("recipe", "gpt", "paced", "hf", "options")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
-from node.tasks.base import MAX_ELEMENTS
-from node.tasks.gpt import VOCABULARY, GptConfig
+from node.tasks.gpt_presets import VOCABULARY, GptConfig
+from node.tasks.recipe import MAX_ELEMENTS
 
 MAX_BATCH_TOKENS = 1 << 20
 MAX_ACTIVATION_BYTES = 16 << 20

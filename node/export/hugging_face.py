@@ -23,7 +23,8 @@ from node.export.checking import TEXT, Expected, ExportError, probe_ids, require
 from node.export.fine_tuned import load_fine_tuned
 from node.export.trained_model import TrainedModel
 from node.storage import tensors
-from node.tasks.gpt import RMS_EPS, ROPE_THETA, VOCABULARY, Gpt
+from node.tasks.gpt import RMS_EPS, ROPE_THETA, Gpt
+from node.tasks.gpt_presets import VOCABULARY
 from node.tasks.hf.settings import ModelError
 
 

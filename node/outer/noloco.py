@@ -32,14 +32,10 @@ from collections.abc import Iterator
 
 import torch
 
+from node.tasks.recipe import most_pull
 from protocols.base import Vector
 
 _PIECE_ELEMENTS = 1 << 18
-
-
-def most_pull(momentum: float) -> float:
-    """Upper bound of γ for this α: from there on, peers that seldom meet diverge."""
-    return 2 * (1 - momentum)
 
 
 class NoLoCo:

@@ -1,4 +1,4 @@
-"""A small Llama-style language model over bytes, its presets, and the task that trains it.
+"""A small Llama-style language model over bytes, and the task that trains it.
 
 RMSNorm, rotary positions, SwiGLU (Touvron et al. 2023). State-dict keys, the halves of rotary pairs and the order of
 operations are those of `LlamaForCausalLM` in Hugging Face transformers. So its weights load there unchanged, with
@@ -7,134 +7,20 @@ operations are those of `LlamaForCausalLM` in Hugging Face transformers. So its 
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from types import MappingProxyType
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
 from torch.nn import functional
 
-from node.tasks.base import Batch, InnerOptimizerName, Recipe, require
+from node.tasks.base import Batch
+from node.tasks.gpt_presets import VOCABULARY, GptConfig, Preset
 from node.tasks.text import Text
 
-VOCABULARY = 256
 RMS_EPS = 1e-5
 ROPE_THETA = 10_000.0
 EVALUATION_TOKENS = 8192
 _EVALUATION_ROWS = 16
-
-
-@dataclass(frozen=True, slots=True)
-class GptConfig:
-    """The model's size.
-
-    Raises:
-        ValueError: a value is out of its range, or the heads do not divide the width into even parts.
-    """
-
-    layers: int
-    width: int
-    heads: int
-    context: int
-
-    def __post_init__(self) -> None:
-        for name in ("layers", "width", "heads", "context"):
-            require(self, name, lambda value: value >= 1, "at least 1")
-        if self.width % (2 * self.heads):
-            raise ValueError(f"{self.heads} heads do not divide width {self.width} into even parts")
-
-    @property
-    def hidden(self) -> int:
-        """Width of the SwiGLU layer: 8/3 of the width, rounded up to a multiple of 32."""
-        return 32 * math.ceil(8 * self.width / 3 / 32)
-
-
-USUAL_OUTER_STEP, PLAIN_OUTER_STEP = (0.9, 0.5), (1.0, 0.0)
-"""Learning rate and momentum."""
-
-
-@dataclass(frozen=True, slots=True)
-class Preset:
-    """All settings of a run of this task: the model's shape, the rows of a batch, the inner and outer steps."""
-
-    shape: GptConfig
-    rows: int
-    recipe: Recipe
-
-    def __post_init__(self) -> None:
-        require(self, "rows", lambda value: value >= 1, "at least 1")
-
-    def for_run(
-        self,
-        rounds: int,
-        inner_steps: int,
-        optimizer: InnerOptimizerName = "muon",
-        outer_step: tuple[float, float] | None = None,
-    ) -> Preset:
-        """The preset for a run of this length.
-
-        Args:
-            rounds, inner_steps, optimizer: as in `Recipe`.
-            outer_step: learning rate and momentum, without decay; None: what is best for the run's length.
-        """
-        return replace(self, recipe=_recipe(self.shape.width, inner_steps, rounds, optimizer, outer_step))
-
-
-MANY_ROUNDS, SHORT_ROUND = 40, 50
-"""A run of at least `MANY_ROUNDS`, each of at most `SHORT_ROUND` inner steps, has an outer step with more momentum."""
-MUON_RATES: Mapping[int, float] = MappingProxyType({64: 1.2e-2, 96: 1e-2, 128: 8e-3, 192: 6e-3, 256: 4e-3})
-"""Width -> inner learning rate with Muon. Measured are w64 in many rounds and w128 in few."""
-ADAMW_RATES: Mapping[int, tuple[float, float]] = MappingProxyType(
-    {64: (6e-3, 1.2e-2), 96: (5e-3, 8e-3), 128: (4e-3, 6e-3), 192: (3e-3, 4e-3), 256: (2e-3, 3e-3)}
-)
-"""Width -> that with AdamW, and that beside the outer step of many rounds. Measured are w64's and the first of w128."""
-
-
-def _recipe(
-    width: int,
-    inner_steps: int,
-    rounds: int,
-    optimizer: InnerOptimizerName = "muon",
-    outer_step: tuple[float, float] | None = None,
-) -> Recipe:
-    """The values that several peers learn best with; docs/learning.md has the figures."""
-    many = outer_step is None and rounds >= MANY_ROUNDS and inner_steps <= SHORT_ROUND
-    rate = MUON_RATES[width] if optimizer == "muon" else ADAMW_RATES[width][many]
-    if many:
-        return Recipe(inner_steps, rounds, rate, 0.7, 0.8, inner_optimizer=optimizer, outer_decay=1 / 16)
-    return Recipe(inner_steps, rounds, rate, *(outer_step or USUAL_OUTER_STEP), inner_optimizer=optimizer)
-
-
-def _preset(width: int, inner_steps: int = 50, rounds: int = 16) -> Preset:
-    shape = GptConfig(layers=4, width=width, heads=4, context=128)
-    return Preset(shape, rows=8, recipe=_recipe(width, inner_steps, rounds))
-
-
-PRESETS: Mapping[str, Preset] = MappingProxyType(
-    {
-        "w64": _preset(64, inner_steps=100, rounds=12),
-        "w96": _preset(96),
-        "w128": _preset(128),
-        "w192": _preset(192),
-        "w256": _preset(256),
-    }
-)
-"""Presets, named by width."""
-
-DEFAULT_PRESET = "w128"
-
-
-def preset(name: str) -> Preset:
-    """The preset with this name.
-
-    Raises:
-        ValueError: there is none. The message lists the names.
-    """
-    if name not in PRESETS:
-        raise ValueError(f"no preset {name!r}: one of {', '.join(PRESETS)}")
-    return PRESETS[name]
 
 
 class Linear(nn.Linear):

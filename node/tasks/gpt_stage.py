@@ -12,7 +12,8 @@ from torch import nn
 from torch.nn import functional
 
 from node.tasks.drawn import draw_weights
-from node.tasks.gpt import RMS_EPS, VOCABULARY, Gpt, GptConfig, Linear, Preset, TransformerLayer, rotary
+from node.tasks.gpt import RMS_EPS, Gpt, Linear, TransformerLayer, rotary
+from node.tasks.gpt_presets import VOCABULARY, GptConfig, Preset
 from node.tasks.partition import BlockCost, Partition
 from node.tasks.text import Text
 

@@ -12,11 +12,13 @@ import torch
 
 from node.runtime.notes import note
 from node.tasks import user_task as own
-from node.tasks.base import OptionValue, Recipe, TaskContext, require
+from node.tasks.base import TaskContext
 from node.tasks.given_data import GivenData
-from node.tasks.gpt import GptConfig, GptTask, Preset
+from node.tasks.gpt import GptTask
+from node.tasks.gpt_presets import GptConfig, Preset
 from node.tasks.hf.settings import HfValues, ModelPins
 from node.tasks.paced import Paced
+from node.tasks.recipe import OptionValue, Recipe, require
 from node.tasks.text import load
 from node.training.cores import usable_cores
 from node.training.task_learner import TaskLearner
@@ -64,7 +66,7 @@ class StageValues:
     Attributes:
         number: of the stage.
         bounds: S + 1 block numbers; stage k holds the blocks [bounds[k], bounds[k+1]).
-        activations: how activations travel: a key of `ACTIVATION_DTYPES`.
+        activations: how activations travel: a key of `protocols.choices.ACTIVATION_CODECS`.
         elements: length of the stage's flat vector; the paced task needs it.
         replica: name of this peer in its present incarnation.
         slots: file descriptor of the activations that peer and worker share (`node.training.activation_slots`).

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from node.tasks.activations import ACTIVATION_DTYPES
-from node.tasks.gpt import VOCABULARY, Preset
+from node.tasks.gpt_presets import VOCABULARY, Preset
 from node.tasks.gpt_stage import GptStageTask
 from node.tasks.paced_stage import ACTIVATION_BYTES, TARGET_BYTES, PacedStage
 from node.tasks.partition import Partition
@@ -13,6 +12,7 @@ from node.tasks.spec import Allocate, GptValues, PacedValues, WorkerSpec, device
 from node.tasks.text import load
 from node.training.inline_stage import StageCompute
 from node.training.stage_learner import ActivationCodec, StageLearner
+from protocols.choices import ACTIVATION_CODECS
 
 FORWARD_SHARE = 1 / 3
 """Of the time that a paced stage takes for a microbatch."""
@@ -49,7 +49,7 @@ def stage_sizes(spec: WorkerSpec) -> StageSizes:
     assert stage is not None
     if isinstance(values, GptValues):
         tokens = values.rows * values.shape.context
-        activation_bytes = tokens * values.shape.width * ACTIVATION_DTYPES[stage.activations].itemsize
+        activation_bytes = tokens * values.shape.width * ACTIVATION_CODECS[stage.activations]
         return StageSizes(activation_bytes, 4 * tokens, 4 * values.rows * VOCABULARY, tokens)
     assert isinstance(values, PacedValues)
     return StageSizes(ACTIVATION_BYTES, TARGET_BYTES, 0, max(1, values.tokens_per_step // spec.recipe.batches))

@@ -19,9 +19,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from node.tasks.base import MAX_ELEMENTS, Batch, Task, TaskContext, count_targets, extra, trained
+from node.tasks.base import Batch, Task, TaskContext, count_targets, extra, trained
 from node.tasks.bystanders import listed
 from node.tasks.name import TaskError
+from node.tasks.recipe import MAX_ELEMENTS
 from node.tasks.try_out import Findings, try_out
 
 MAX_TENSORS = 4096

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from node.tasks.base import Recipe
 from node.tasks.flat import FlatParameters
+from node.tasks.recipe import Recipe
 from node.training.muon import Muon
 from protocols.base import Layout, Vector
 

@@ -6,7 +6,8 @@ from collections.abc import Awaitable, Callable
 
 import torch
 
-from node.tasks.gpt import VOCABULARY, next_byte
+from node.tasks.gpt import next_byte
+from node.tasks.gpt_presets import VOCABULARY
 from node.tasks.gpt_stage import ActivationShape
 from protocols.base import BadPayload, Buffer
 

@@ -9,14 +9,16 @@ from dataclasses import dataclass
 
 import torch
 
-from node.tasks.activations import ACTIVATION_DTYPES
-from node.tasks.base import Recipe
 from node.tasks.flat import flatten
-from node.tasks.gpt import VOCABULARY
+from node.tasks.gpt_presets import VOCABULARY
 from node.tasks.gpt_stage import ActivationShape, GptStageTask
+from node.tasks.recipe import Recipe
 from node.training.inner_optimizer import InnerOptimizer
 from node.training.trainer import Step
 from protocols.base import BadPayload, Buffer, Vector
+from protocols.choices import ACTIVATION_CODECS
+
+_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +26,7 @@ class ActivationCodec:
     """Turns activations (rows, positions, width), float32, into bytes and back.
 
     Attributes:
-        name: one of `ACTIVATION_DTYPES`.
+        name: one of `protocols.choices.ACTIVATION_CODECS`.
     """
 
     shape: ActivationShape
@@ -33,7 +35,7 @@ class ActivationCodec:
     @property
     def activation_bytes(self) -> int:
         """Of one activation, or its gradient."""
-        return self.shape.tokens * self.shape.width * ACTIVATION_DTYPES[self.name].itemsize
+        return self.shape.tokens * self.shape.width * ACTIVATION_CODECS[self.name]
 
     @property
     def target_bytes(self) -> int:
@@ -47,7 +49,7 @@ class ActivationCodec:
 
     def encode(self, activation: torch.Tensor) -> bytes:
         """The bytes of an activation or a gradient. The receiver refuses what is not finite."""
-        return _bytes(activation.detach().cpu().to(ACTIVATION_DTYPES[self.name]))
+        return _bytes(activation.detach().cpu().to(_DTYPES[self.name]))
 
     def decode(self, data: Buffer) -> torch.Tensor:
         """
@@ -56,7 +58,7 @@ class ActivationCodec:
         """
         if len(data) != self.activation_bytes:
             raise BadPayload(f"an activation of {len(data)} bytes where {self.activation_bytes} are due")
-        flat = torch.frombuffer(bytearray(data), dtype=ACTIVATION_DTYPES[self.name])
+        flat = torch.frombuffer(bytearray(data), dtype=_DTYPES[self.name])
         _require_finite(flat)
         return flat.float().view(self.shape.rows, self.shape.positions, self.shape.width)
 
@@ -81,12 +83,12 @@ def check_activation(data: Buffer, name: str) -> None:
     """Check what another peer has sent, without decoding it.
 
     Args:
-        name: how activations travel: one of `ACTIVATION_DTYPES`.
+        name: how activations travel: one of `protocols.choices.ACTIVATION_CODECS`.
 
     Raises:
         BadPayload: it is not finite.
     """
-    _require_finite(torch.frombuffer(data, dtype=ACTIVATION_DTYPES[name]))
+    _require_finite(torch.frombuffer(data, dtype=_DTYPES[name]))
 
 
 def _require_finite(flat: torch.Tensor) -> None:

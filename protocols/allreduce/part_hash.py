@@ -9,7 +9,6 @@ every run. Both hashes yield 32 bytes, so frames and records are the same.
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import itertools
 from collections.abc import Callable, Sequence
@@ -20,6 +19,7 @@ from blake3 import blake3
 
 from protocols import wire
 from protocols.base import Buffer
+from protocols.choices import require_known
 
 
 class _Hasher(Protocol):
@@ -63,8 +63,4 @@ def part_hash(name: str) -> PartHash:
     Raises:
         ValueError: unknown hash; the one-line message names the hashes that exist.
     """
-    if name in PART_HASHES:
-        return PART_HASHES[name]
-    near = difflib.get_close_matches(name.lower(), PART_HASHES, n=1, cutoff=0.5)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
-    raise ValueError(f"unknown digest {name[:40]!r}: there are {', '.join(PART_HASHES)}{hint}")
+    return PART_HASHES[require_known("digest", name, PART_HASHES)]

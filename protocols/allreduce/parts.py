@@ -12,8 +12,9 @@ from protocols.allreduce.chunk_pool import ChunkPool
 from protocols.allreduce.part_hash import SHA256, PartHash, part_hash
 from protocols.allreduce.plan import ResolvedPlan
 from protocols.base import Compute, Deadline, PeerId, RoundKey, Settings, Signer, Vector
+from protocols.choices import CHUNK_ELEMENTS
 from protocols.codec import Codec
-from protocols.vectors import CHUNK_ELEMENTS, VectorView, chunk_count, chunk_range
+from protocols.vectors import VectorView, chunk_count, chunk_range
 
 
 class PartLayout:

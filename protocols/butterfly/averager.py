@@ -21,12 +21,12 @@ from protocols.butterfly.context import ButterflyContext
 from protocols.butterfly.part_cache import PartCache
 from protocols.butterfly.resting import Resting
 from protocols.butterfly.session import ButterflySession
+from protocols.choices import ROBUST_RULES, require_known
 from protocols.codec import codec
 from protocols.consensus import record as records
 from protocols.consensus.messages import MESSAGES, StartBallot, VoteMessage
 from protocols.control_channel import ControlChannel
 from protocols.endpoint import ProtocolEndpoint, SessionTable
-from protocols.robust import known
 
 CONTROL = "starling/butterfly/control/1"
 RoundMessage = wire.Ready | Resting | wire.Plan | wire.AdmissionRequest | VoteMessage
@@ -59,7 +59,7 @@ class Butterfly:
         """
         self.settings, self._endpoint = settings, ProtocolEndpoint(host, settings)
         self.me, self.accounting = self._endpoint.me, self._endpoint.accounting
-        known(settings.robust)
+        require_known("robust rule", settings.robust, ROBUST_RULES)
         self._claim = BandwidthClaim(settings)
         self.part_cache, self._on_ahead = part_cache or PartCache(host), on_ahead
         self._post = ControlChannel(host, CONTROL, self.accounting)

@@ -9,7 +9,8 @@ from typing import Protocol
 import torch
 
 from protocols.base import BadPayload, Buffer, Vector
-from protocols.vectors import CHUNK_ELEMENTS, check_vector
+from protocols.choices import CHUNK_ELEMENTS
+from protocols.vectors import check_vector
 
 if sys.byteorder != "little":
     raise ImportError("Starling sends vectors as they are in memory, so it needs a little-endian machine")

@@ -23,11 +23,12 @@ from dataclasses import dataclass
 import torch
 
 from protocols.base import BadPayload, Buffer, Vector
+from protocols.choices import TOPK_GRAIN
 from protocols.codecs.coding import PIECE, Codec, carry, received, require_finite, target, typed
 from protocols.codecs.lowbit import Int8
 from protocols.limits import LARGEST_FLOAT32, SMALLEST_NORMAL_FLOAT32
 
-GROUP = 4096
+GROUP = TOPK_GRAIN
 KEEP = 64
 DECAY = 0.95
 _LARGEST_LEVEL = torch.finfo(torch.bfloat16).max

@@ -17,17 +17,14 @@ The mixing matrix W of a round in lockstep is doubly stochastic, so that x ← W
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Final
 
 import torch
 
 from protocols.base import PeerId
-
-SCHEDULES: Final = ("random", "ring", "exponential", "one-peer-exponential")
+from protocols.choices import SCHEDULES, require_known
 
 
 def select_partners(
@@ -46,22 +43,9 @@ def select_partners(
     if len(everybody) == 1:
         return ()
     place, count = everybody.index(me), len(everybody)
-    if known(schedule) == "random":
+    if require_known("schedule", schedule, SCHEDULES) == "random":
         return (everybody[_drawn_partner(tuple(everybody), place, round_number, seed)],)
     return tuple(everybody[(place + hop) % count] for hop in hops_ahead(schedule, count, round_number))
-
-
-def known(schedule: str) -> str:
-    """Return the name if such a schedule exists.
-
-    Raises:
-        ValueError: unknown schedule; the one-line message names the schedules that exist.
-    """
-    if schedule not in SCHEDULES:
-        near = difflib.get_close_matches(schedule.lower().replace("_", "-"), SCHEDULES, n=1, cutoff=0.5)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"unknown schedule {schedule[:40]!r}: there are {', '.join(SCHEDULES)}{hint}")
-    return schedule
 
 
 def contraction(mixing: torch.Tensor) -> float:

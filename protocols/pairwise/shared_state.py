@@ -28,6 +28,7 @@ from protocols.base import (
     Settings,
     Vector,
 )
+from protocols.choices import SCHEDULES, require_known
 from protocols.codec import codec
 from protocols.endpoint import ProtocolEndpoint
 from protocols.independent_session import SessionBase
@@ -109,7 +110,7 @@ class PairwiseAverager(ABC):
         Raises:
             ValueError: unknown schedule.
         """
-        self.schedule, self.rng = matching.known(schedule), rng
+        self.schedule, self.rng = require_known("schedule", schedule, SCHEDULES), rng
         self.pair, self.host, self.me = pair, pair.host, pair.me
         self.accounting, self.estimator = pair.accounting, pair.estimator
 

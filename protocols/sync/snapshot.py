@@ -14,9 +14,10 @@ from typing import Protocol, TypeAlias
 import torch
 
 from protocols.base import BadPayload, Buffer, Vector
+from protocols.choices import CHUNK_ELEMENTS
 from protocols.history.chain import Chain, state_root
 from protocols.sync.requests import SnapshotRef
-from protocols.vectors import CHUNK_ELEMENTS, chunk_count, chunk_digests, chunk_range, root_of
+from protocols.vectors import chunk_count, chunk_digests, chunk_range, root_of
 
 SNAPSHOT_ROUNDS = 4
 """Rounds between snapshots.

@@ -10,8 +10,9 @@ import torch
 from protocols.allreduce.parts import ReducedPart
 from protocols.base import BadPayload, Deadline, PeerGone, PeerSilent
 from protocols.butterfly.part_cache import PartCache, fetch_part
+from protocols.choices import CHUNK_ELEMENTS
 from protocols.codec import codec
-from protocols.vectors import CHUNK_ELEMENTS, VectorView
+from protocols.vectors import VectorView
 from tests.conformance.hosts import Network, host
 from tests.conformance.worlds import Peers, World, in_each_world, soon
 from tests.support.sync_cluster import SyncCluster

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field, replace
 from statistics import fmean, median
 from typing import Any
 
-from protocols import INDEPENDENT_PROTOCOLS
+from protocols.registry import INDEPENDENT_PROTOCOLS
 from tests.faults import independent as loose
 from tests.faults import stage_figures, staged
 from tests.faults.goodput import MEANS, first_reported, goodput, participation, reports

@@ -9,7 +9,7 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from protocols import INDEPENDENT_PROTOCOLS
+from protocols.registry import INDEPENDENT_PROTOCOLS
 from tests.faults import draws
 from tests.faults.draws import Draw
 from tests.faults.points import POINTS

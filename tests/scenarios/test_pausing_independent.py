@@ -6,7 +6,7 @@ from statistics import median
 
 import pytest
 
-from protocols import INDEPENDENT_PROTOCOLS
+from protocols.registry import INDEPENDENT_PROTOCOLS
 from tests.sim.faults import Faults
 from tests.sim.host import EPOCH
 from tests.sim.scenario import Scenario

@@ -27,7 +27,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from protocols import INDEPENDENT_PROTOCOLS, REPLICATED_PROTOCOLS
+from protocols.registry import INDEPENDENT_PROTOCOLS, REPLICATED_PROTOCOLS
 from tests.sim.arguments import Parser, at_least, at_least_one
 from tests.sim.ending import RecordingEnd, StruckEnd
 from tests.sim.message_fault import (

@@ -20,10 +20,10 @@ from node.outer.sgd import OuterSGD
 from node.outer.sketch import Sketch
 from node.tasks.paced import Paced
 from node.training.trainer import Step
-from protocols import INDEPENDENT_PROTOCOLS
 from protocols.aio import task_group
 from protocols.base import ClosingAverager, Host, IndependentAverager, Member, PeerId, RoundKey, Settings
 from protocols.moshpit.averager import Moshpit
+from protocols.registry import INDEPENDENT_PROTOCOLS
 from protocols.sync.independent_sync import IndependentStateSync
 from protocols.sync.snapshot import Snapshots
 from tests.sim.blank_results import blank_results

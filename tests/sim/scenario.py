@@ -5,10 +5,10 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, replace
 
-from node.outer.noloco import most_pull
-from protocols import INDEPENDENT_PROTOCOLS, REPLICATED_PROTOCOLS
+from node.tasks.recipe import most_pull
 from protocols.base import PeerId
 from protocols.codec import codec
+from protocols.registry import INDEPENDENT_PROTOCOLS, REPLICATED_PROTOCOLS
 from tests.sim import families
 from tests.sim.byzantine.contributors import LIES
 from tests.sim.byzantine.independent import INDEPENDENT_LIES

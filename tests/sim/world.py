@@ -19,12 +19,12 @@ from node.outer.sgd import OuterSGD
 from node.storage.error_feedback import feedback
 from node.tasks.paced import Paced
 from node.training.trainer import InlineTrainer, Learner
-from protocols import REPLICATED_PROTOCOLS
 from protocols.aio import task_group
 from protocols.base import Host, Member, PeerId, Settings, Trainer
 from protocols.butterfly.part_cache import PartCache
 from protocols.codec import codec
 from protocols.history.chain import Chain
+from protocols.registry import REPLICATED_PROTOCOLS
 from protocols.sync.chain_sync import ChainSync, ChainSyncOptions
 from protocols.sync.snapshot import Snapshots
 from tests.sim import loop as simloop

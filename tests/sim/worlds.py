@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from protocols import INDEPENDENT_PROTOCOLS
+from protocols.registry import INDEPENDENT_PROTOCOLS
 from tests.sim.independent_world import IndependentWorld
 from tests.sim.world import World
 

@@ -12,10 +12,11 @@ from statistics import fmean
 import torch
 from torch.nn import functional
 
-from node.tasks.base import Recipe
-from node.tasks.gpt import Gpt, GptConfig, Preset
+from node.tasks.gpt import Gpt
+from node.tasks.gpt_presets import GptConfig, Preset
 from node.tasks.gpt_stage import GptStage, GptStageTask, assemble, block_names
 from node.tasks.partition import BlockCost, cut
+from node.tasks.recipe import Recipe
 from node.tasks.text import Text
 from node.training.outer_stage import OuterStage
 from node.training.stage_learner import ActivationCodec, StageLearner

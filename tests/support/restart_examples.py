@@ -12,9 +12,9 @@ from node.config.run_config import load_run
 from node.storage.checkpoint import Checkpoint, whole
 from node.storage.checkpoint_manager import CheckpointManager, CheckpointStorage
 from node.storage.statedir import StateDir
-from protocols import REPLICATED_PROTOCOLS
 from protocols.base import Layout, Member
 from protocols.history.chain import Chain
+from protocols.registry import REPLICATED_PROTOCOLS
 from tests.support.checkpoints import Disk, Worker, like, state
 from tests.support.fake_rounds import RUN, decided
 

@@ -28,10 +28,10 @@ from node.storage.statedir import StateDir
 from node.tasks.paced import Paced
 from node.training.trainer import InlineTrainer
 from node.ui.status_tracker import OuterLoopSources, StatusTracker
-from protocols import INDEPENDENT_PROTOCOLS, REPLICATED_PROTOCOLS
 from protocols.base import Deadline, Host, Member, PeerId, RoundKey, Settings
 from protocols.butterfly.part_cache import PartCache
 from protocols.history.chain import Chain
+from protocols.registry import INDEPENDENT_PROTOCOLS, REPLICATED_PROTOCOLS
 from protocols.sync.chain_sync import ChainSync, ChainSyncOptions
 from protocols.sync.independent_sync import IndependentStateSync
 from protocols.sync.snapshot import Snapshots

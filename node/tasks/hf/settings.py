@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from node.runtime.extras import install
-from node.tasks.base import require
+from node.tasks.recipe import require
 
 MAX_ROW_TOKENS = 1 << 17
 MAX_HF_BATCH_TOKENS = 1 << 20

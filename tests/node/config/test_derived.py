@@ -12,8 +12,8 @@ from node.config.derived import stream_seed, worker_spec
 from node.config.peer_config import PeerConfig, load_peer
 from node.config.run_config import RunConfig, load_run
 from node.tasks.spec import GptValues, PacedValues, WorkerSpec
-from protocols import REPLICATED_PROTOCOLS
 from protocols.base import Member
+from protocols.registry import REPLICATED_PROTOCOLS
 
 
 @pytest.fixture(autouse=True)

@@ -21,7 +21,7 @@ from node.config.task_tables import GptTable, PacedTable
 from node.config.toml import MAX_BYTES
 from node.joining.consent import require_consent
 from node.runtime import identity
-from node.tasks.base import Recipe
+from node.tasks.recipe import Recipe
 from protocols.base import Layout, Member
 from tests.sim.host import SimSigner
 

@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 from node.config.run_config import RunConfig, load_run
 from node.config.task_tables import MAX_ELEMENTS, GptTable
 from node.config.toml import MAX_BYTES, ConfigError
-from node.tasks.base import Recipe
 from node.tasks.flat import flatten
-from node.tasks.gpt import PRESETS, Gpt
+from node.tasks.gpt import Gpt
+from node.tasks.gpt_presets import PRESETS
 from node.tasks.paced import Paced
+from node.tasks.recipe import Recipe
 
 PROTOCOLS = ("butterfly", "moshpit", "gossip")
 

@@ -11,8 +11,8 @@ from node.config.peer_config import FILE_KEYS, PeerConfig, load_peer
 from node.config.run_config import RunConfig, load_run
 from node.config.run_file import meanings, run_file
 from node.config.task_tables import GptTable, PacedTable
-from node.tasks.base import Recipe
 from node.tasks.hf.settings import HfSettings
+from node.tasks.recipe import Recipe
 
 PROTOCOLS = ("butterfly",)
 SWITCHED_ON = re.sub(r"^#(\w+ = )", r"\1", run_file(), flags=re.MULTILINE)

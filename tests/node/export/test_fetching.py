@@ -17,10 +17,10 @@ from node.runtime.identity import create, verify
 from node.storage.checkpoint import newest
 from node.tasks.flat import flatten
 from node.tasks.gpt import Gpt
-from protocols import INDEPENDENT_PROTOCOLS
 from protocols.base import Layout, Member
 from protocols.consensus.record import Kind
 from protocols.history.chain import UNSETTLED
+from protocols.registry import INDEPENDENT_PROTOCOLS
 from tests.sim import loop as simloop
 from tests.sim.host import sim_host
 from tests.sim.network import SimNetwork, Trace

@@ -17,7 +17,7 @@ from node.joining import resume
 from node.joining.bootstrap import BootstrapClient, RunInfo
 from node.joining.run_selector import RunSelector
 from node.storage.statedir import StateDir, StateError
-from protocols import REPLICATED_PROTOCOLS
+from protocols.registry import REPLICATED_PROTOCOLS
 from tests.support.restart_examples import SAMPLE, begin, flip_bit, sealed
 from tests.support.session_cluster import View
 

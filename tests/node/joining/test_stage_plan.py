@@ -11,9 +11,9 @@ from node.config.manifest import layout_digest
 from node.config.run_config import RunConfig
 from node.config.task_tables import GptTable, PacedTable
 from node.joining.stage_plan import StagePlan, expected_share, plan_stages
-from node.tasks.base import Recipe
 from node.tasks.flat import flatten
 from node.tasks.gpt_stage import GptStage
+from node.tasks.recipe import Recipe
 
 RECIPE = Recipe(10, 5, learning_rate=1e-2, outer_learning_rate=0.9, outer_momentum=0.5, batches=8)
 GPT = GptTable(layers=3, width=16, heads=2, context=16, rows=1)

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from node.outer.noloco import NoLoCo, most_pull
+from node.outer.noloco import NoLoCo
+from node.tasks.recipe import most_pull
 
 
 def draw(count: int, elements: int, seed: int) -> list[torch.Tensor]:

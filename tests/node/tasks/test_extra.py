@@ -12,8 +12,9 @@ from torch import nn
 from node.outer.noloco import NoLoCo
 from node.outer.sgd import OuterSGD, pseudo_gradient
 from node.storage.error_feedback import ErrorFeedback
-from node.tasks.base import Batch, Recipe
+from node.tasks.base import Batch
 from node.tasks.extra import extra_elements, named_tensors, packed, trained_elements, unpacked
+from node.tasks.recipe import Recipe
 from node.tasks.user_task import OwnTask
 from node.training.task_learner import TaskLearner
 from node.training.trainer import LocalTraining

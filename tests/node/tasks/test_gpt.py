@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from node.tasks.base import Recipe
 from node.tasks.flat import flatten
-from node.tasks.gpt import PRESETS, RMS_EPS, Gpt, GptConfig, GptTask, Preset, preset, rotary, rotate
+from node.tasks.gpt import RMS_EPS, Gpt, GptTask, rotary, rotate
+from node.tasks.gpt_presets import PRESETS, GptConfig, Preset, preset
+from node.tasks.recipe import Recipe
 from node.tasks.text import load
 
 SMALL = GptConfig(layers=2, width=16, heads=2, context=12)

@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from node.tasks import user_task as own
-from node.tasks.base import Recipe, TaskContext
+from node.tasks.base import TaskContext
+from node.tasks.recipe import Recipe
 from node.tasks.spec import OwnValues, WorkerSpec, build
 from node.tasks.user_task import OwnTask, TaskError, make
 from tests.support.documented_task import documented_task

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from node.tasks.base import Recipe
-from node.tasks.gpt import GptConfig
+from node.tasks.gpt_presets import GptConfig
+from node.tasks.recipe import Recipe
 from node.tasks.spec import GptValues, WorkerSpec
 
 

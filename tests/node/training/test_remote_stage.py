@@ -15,10 +15,10 @@ import pytest
 import torch
 
 from node.runtime.compute import ThreadCompute
-from node.tasks.base import Recipe
-from node.tasks.gpt import GptConfig, Preset
+from node.tasks.gpt_presets import GptConfig, Preset
 from node.tasks.gpt_stage import GptStageTask
 from node.tasks.partition import Partition
+from node.tasks.recipe import Recipe
 from node.tasks.spec import GptValues, StageValues, WorkerSpec
 from node.tasks.text import load
 from node.training.leased_stage import LeasedStage

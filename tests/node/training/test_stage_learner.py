@@ -11,10 +11,11 @@ from typing import Literal
 import pytest
 import torch
 
-from node.tasks.base import Recipe
-from node.tasks.gpt import Gpt, GptConfig, GptTask, Preset
+from node.tasks.gpt import Gpt, GptTask
+from node.tasks.gpt_presets import GptConfig, Preset
 from node.tasks.gpt_stage import GptStage, GptStageTask, assemble, block_names, measure
 from node.tasks.partition import BlockCost, Partition, cut
+from node.tasks.recipe import Recipe
 from node.tasks.text import Text
 from node.training import muon
 from node.training.stage_learner import ActivationCodec, StageLearner

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional
 
-from node.tasks.base import Batch, Recipe
+from node.tasks.base import Batch
 from node.tasks.flat import flatten
+from node.tasks.recipe import Recipe
 from node.training import muon as muon_module
 from node.training.inner_optimizer import is_decayed, is_hidden_matrix, tensor_runs
 from node.training.task_learner import TaskLearner

@@ -10,9 +10,10 @@ from torch import nn
 
 from benchmarks.laboratory import replicated, runs
 from benchmarks.laboratory.through_protocol import through_the_protocol
-from node.tasks.base import Batch, Recipe
-from node.tasks.gpt import GptConfig, Preset
+from node.tasks.base import Batch
+from node.tasks.gpt_presets import GptConfig, Preset
 from node.tasks.paced import Paced
+from node.tasks.recipe import Recipe
 from node.tasks.text import Text
 from node.training.task_learner import TaskLearner
 from node.training.trainer import InlineTrainer, LocalTraining, Step

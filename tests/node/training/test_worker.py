@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from node.storage import tensors
-from node.tasks.base import Recipe
-from node.tasks.gpt import GptConfig
+from node.tasks.gpt_presets import GptConfig
+from node.tasks.recipe import Recipe
 from node.tasks.spec import GptValues, PacedValues, WorkerSpec, build
 from node.training import shared, worker
 from node.training.shared import Shared

@@ -24,7 +24,7 @@ import pytest_asyncio
 import torch
 
 from node.runtime.compute import ThreadCompute
-from node.tasks.base import Recipe
+from node.tasks.recipe import Recipe
 from node.tasks.spec import OwnValues, PacedValues, WorkerSpec, build
 from node.training import liveness, process
 from node.training import worker_supervisor as succession

@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import torch
 
-from protocols import REPLICATED_PROTOCOLS
 from protocols.base import (
     AveragingResult,
     AveragingSession,
@@ -20,6 +19,7 @@ from protocols.base import (
     Settings,
 )
 from protocols.history.chain import genesis as genesis_head
+from protocols.registry import REPLICATED_PROTOCOLS
 from protocols.vectors import norm
 from tests.sim import loop as simloop
 from tests.sim.butterfly_harness import RUN

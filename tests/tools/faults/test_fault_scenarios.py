@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from protocols import INDEPENDENT_PROTOCOLS
+from protocols.registry import INDEPENDENT_PROTOCOLS
 from tests.faults.__main__ import main
 from tests.faults.nemesis import HANDS, Nemesis
 from tests.faults.network import why_not

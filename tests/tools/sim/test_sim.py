@@ -17,12 +17,12 @@ from hypothesis import strategies as st
 
 from node.outer.outer_loop import RoundResult
 from node.outer.replicated_loop import ReplicatedOuterLoop
-from protocols import INDEPENDENT_PROTOCOLS, REPLICATED_PROTOCOLS
 from protocols.allreduce.reducer import Reducer
 from protocols.base import PeerId
 from protocols.control_channel import RoundAccounting
 from protocols.moshpit.peer_tracker import PeerTracker
 from protocols.pairwise.claimed_rounds import ClaimedRounds
+from protocols.registry import INDEPENDENT_PROTOCOLS, REPLICATED_PROTOCOLS
 from tests.sim import crashes, scheduling
 from tests.sim.__main__ import main
 from tests.sim.byzantine.contributors import LIES

@@ -19,7 +19,6 @@ from tokenizers.processors import TemplateProcessing
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from node.tasks.base import Recipe
 from node.tasks.hf import digests
 from node.tasks.hf import model as model_module
 from node.tasks.hf.adapters import adapted_layers, with_adapters
@@ -28,6 +27,7 @@ from node.tasks.hf.model import load_model, packs
 from node.tasks.hf.rows import MASKED
 from node.tasks.hf.settings import HfMachine, HfSettings, HfValues, ModelError, ModelPins
 from node.tasks.hf.source import ModelFolder, find_model
+from node.tasks.recipe import Recipe
 from node.tasks.spec import Job, WorkerSpec, build
 from node.training.task_learner import TaskLearner
 from tests.support.small_models import CHAT_WITH_MARKS, write_model, write_tokenizer

@@ -1,0 +1,122 @@
+"""The hyper-parameters of a run. Without PyTorch: a configuration is checked before that is loaded."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Literal, TypeAlias
+
+MAX_ELEMENTS = 1 << 31
+"""Largest number of parameters of a run."""
+
+OptionValue: TypeAlias = bool | int | float | str
+"""The value of an option of a user's own task."""
+
+InnerOptimizerName = Literal["muon"] | None
+"""None: adamw."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """Hyper-parameters of a run: the inner steps, the rounds, and the outer step (Nesterov SGD).
+
+    Raises:
+        ValueError: a value is out of its range. The message is one line that names it.
+
+    Attributes:
+        inner_steps: H, inner steps of a round.
+        rounds: length of the run, and of the learning rate's cosine.
+        batches: batches accumulated into one inner step.
+        learning_rate, weight_decay: of the inner optimiser.
+        betas: of AdamW (Loshchilov & Hutter 2019).
+        clip_norm: L2 norm at which the gradient of an inner step is clipped.
+        warmup_steps: number of first global inner steps in which the rate rises linearly.
+        final_fraction: learning rate at the end of the cosine, as a fraction of `learning_rate`.
+        outer_learning_rate, outer_momentum: of the outer step (Douillard et al. 2023, algorithm 1).
+        outer_decay: share of the rounds, the last ones, in which the outer step goes in equal parts to a plain mean of
+            the peers' parameters (learning rate 1, momentum 0). None: no such rounds. Not with `outer_pull`.
+        outer_pull: only for gossip. If set, the outer step is NoLoCo's (Kolehmainen et al. 2025) with this gamma: it
+            pulls the states of two peers together by this much instead of averaging them; best is
+            1 - outer_momentum². None: gossip averages states.
+        mean: what a step's gradient is: with token, the mean over the targets of all its batches; with batch (stored as
+            None), the mean of the batches' means. The default is token for hf and users' own tasks.
+        decay: what the weight decay applies to: with matrices, tensors of two or more dimensions except adapters, so
+            not norms and biases; with all (stored as None), every parameter. The default is matrices for hf and users'
+            own tasks.
+        inner_optimizer: adamw (stored as None), or muon for hidden matrices (Jordan et al. 2024) with AdamW for all
+            other parameters. Hidden are tensors of two dimensions, except adapters, embeddings and output layers.
+            The default is muon for the presets of gpt, and adamw for hf and users' own tasks.
+    """
+
+    inner_steps: int
+    rounds: int
+    learning_rate: float
+    outer_learning_rate: float
+    outer_momentum: float
+    batches: int = 1
+    betas: tuple[float, float] = (0.9, 0.95)
+    weight_decay: float = 0.1
+    clip_norm: float = 1.0
+    warmup_steps: int = 20
+    final_fraction: float = 0.1
+    outer_pull: float | None = None
+    mean: Literal["token"] | None = None
+    decay: Literal["matrices"] | None = None
+    inner_optimizer: InnerOptimizerName = None
+    outer_decay: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("inner_steps", "rounds", "batches"):
+            require(self, name, lambda value: value >= 1, "at least 1")
+        for name in ("learning_rate", "outer_learning_rate", "clip_norm"):
+            require(self, name, lambda value: 0 < value < math.inf, "positive")
+        for name in ("warmup_steps", "weight_decay"):
+            require(self, name, lambda value: 0 <= value < math.inf, "0 or more")
+        require(self, "outer_momentum", lambda value: 0 <= value < 1, "in [0, 1)")
+        if self.outer_decay is not None:
+            require(self, "outer_decay", lambda value: 0 <= value <= 1, "in [0, 1]")
+            if self.outer_decay and self.outer_pull:
+                raise ValueError("outer_decay and outer_pull cannot be combined: set one of them")
+        require(self, "final_fraction", lambda value: 0 <= value <= 1, "in [0, 1]")
+        if self.outer_pull is not None:
+            most = most_pull(self.outer_momentum)
+            require(
+                self, "outer_pull", lambda value: 0 < value < most, f"above 0 and, with this momentum, below {most:g}"
+            )
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"betas must be two numbers in [0, 1), not {self.betas}")
+
+    def rate(self, global_step: int) -> float:
+        """Learning rate of the inner step `global_step` (round * inner_steps + step, from 0): warm-up, then cosine.
+
+        It depends only on the global step, so a late joiner trains at the same rate as all other peers.
+        """
+        steps = self.inner_steps * self.rounds
+        warmup = min(1.0, (global_step + 1) / (self.warmup_steps + 1))
+        span = max(1, steps - self.warmup_steps)
+        done = min(1.0, max(0.0, (global_step - self.warmup_steps) / span))
+        cosine = 0.5 * (1 + math.cos(math.pi * done))
+        return self.learning_rate * warmup * (self.final_fraction + (1 - self.final_fraction) * cosine)
+
+
+def most_pull(momentum: float) -> float:
+    """Upper bound of NoLoCo's pull: from there on, peers that seldom meet diverge (`node.outer.noloco`)."""
+    return 2 * (1 - momentum)
+
+
+def require(values: object, name: str, valid: Callable[[float], bool], words: str) -> None:
+    """Check a number in a field of a dataclass; fields annotated as int must be whole numbers.
+
+    Args:
+        words: description of the valid range, for the message.
+
+    Raises:
+        ValueError: it is not valid. The message is one line that names the field.
+    """
+    value = getattr(values, name)
+    # The annotation is a string here. In Python a bool is an int, but it is not meant as a number here.
+    whole = next(each.type for each in fields(values) if each.name == name) == "int"  # type: ignore[arg-type]
+    right = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
+    if not right or not valid(value):
+        raise ValueError(f"{name} must be {'a whole number, ' if whole else ''}{words}, not {value!r}")
