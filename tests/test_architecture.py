@@ -36,14 +36,12 @@ ONLY_IN: dict[str, set[str]] = {
     "pickle": set(),
     "blake3": {"protocols/allreduce/part_hash.py"},
     "hivemind": {"node/network/daemon_connection.py", "node/network/kademlia.py"},
-    "protocols.REPLICATED_PROTOCOLS": PEER
-    | {"node/session/outer_loop_factory.py", "node/cli/app.py"},  # the root's workshop; who knows their names
-    "protocols.INDEPENDENT_PROTOCOLS": PEER | {"node/session/outer_loop_factory.py", "node/cli/app.py"},
+    "protocols.registry": PEER | {"node/session/outer_loop_factory.py"},  # the root's workshop
     "psutil": {"node/runtime/metrics.py", "node/machine/probes.py"},
     # the way out; ending a child, and what it has started; a worker that is asked where it stands
     "signal": {"node/session/shutdown.py", "node/training/failure.py"}
     | {f"node/runtime/{name}.py" for name in ("child_process", "reaper")},
-    "protocols.butterfly.averager": PEER | {"protocols/__init__.py"},
+    "protocols.butterfly.averager": PEER | {"protocols/registry.py"},
     "node.network.libp2p": PEER | {"node/session/page_setup.py"},  # reads its byte meter
     "node.network.dht": PEER,
     "node.runtime.compute": PEER,

@@ -147,7 +147,7 @@ def test_unknown_rule_gives_one_line_error() -> None:
     with pytest.raises(
         ValueError, match=r"^unknown robust rule 'Multi-Krum': there are mean, .*; did you mean 'multi_k"
     ):
-        robust.known("Multi-Krum")
+        RobustAggregator("Multi-Krum", [1.0])
     with pytest.raises(ValueError, match="unknown robust rule 'bulyan'"):
         RobustAggregator("bulyan", [1.0])
 

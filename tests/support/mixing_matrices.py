@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from protocols.base import PeerId
-from protocols.pairwise.matching import hops_ahead, known, matched_order
+from protocols.pairwise.matching import hops_ahead, matched_order
 
 
 def mixing_matrix(schedule: str, members: Sequence[PeerId], round_number: int, seed: str) -> torch.Tensor:
@@ -21,7 +21,7 @@ def mixing_matrix(schedule: str, members: Sequence[PeerId], round_number: int, s
         ValueError: unknown schedule.
     """
     everybody = tuple(sorted(set(members)))
-    if known(schedule) == "random":
+    if schedule == "random":
         order = matched_order(everybody, round_number, seed)
         return pairwise(len(everybody), list(zip(order[::2], order[1::2], strict=False)))
     ahead, behind = hops_ahead(schedule, len(everybody), round_number), (-1,) if schedule == "ring" else ()

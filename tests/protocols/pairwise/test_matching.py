@@ -8,8 +8,8 @@ from itertools import permutations
 import pytest
 import torch
 
+from protocols.choices import SCHEDULES
 from protocols.pairwise.matching import (
-    SCHEDULES,
     closing_hops,
     closing_pairs,
     contraction,
