@@ -20,7 +20,7 @@ from node.config.run_config import RunConfig
 from node.config.toml import ConfigError
 from node.direct.plane import DirectConfig
 from node.joining import resume
-from node.joining.addresses_file import AddressLine, read_addresses, require_usable
+from node.joining.addresses_file import AddressLine, read_addresses
 from node.joining.bootstrap import BootstrapClient, RunInfo, ask_run
 from node.joining.founding import Founder, found_run
 from node.joining.run_selector import RunSelector, asks, run_id
@@ -58,17 +58,23 @@ class Peer:
     """A volunteer's peer. `run` starts its processes, joins or starts a run, trains in a `PeerSession` and leaves."""
 
     def __init__(
-        self, config: PeerConfig, run: RunConfig | None, view: EventSink, on_asked: Callable[..., None] | None = None
+        self,
+        config: PeerConfig,
+        run: RunConfig | None,
+        state: StateDir,
+        view: EventSink,
+        on_asked: Callable[..., None] | None = None,
     ) -> None:
         """
         Args:
-            config: settings of this machine; `state_dir` must be set.
+            config: settings of this machine.
+            state: its state directory.
             run: the run to start if no address leads to one. A run in the state directory must agree with it.
             on_asked: called without arguments when the control channel asks the peer to finish, and with a reason when
                 the peer has to leave because it has no worker. None: `finish`.
         """
         self._on_asked = on_asked or self.finish
-        self._config, self._wanted = config, run
+        self._config, self._wanted, self._state = config, run, state
         self._status_tracker = StatusTracker(config.nickname)
         self._page = PageSetup(config, self._status_tracker, view)
         self._view = self._page.feed
@@ -99,11 +105,9 @@ class Peer:
         Raises:
             FatalPeerError: the peer cannot go on.
         """
-        assert self._config.state_dir is not None
         me = asyncio.current_task()
         try:
-            require_usable(self._config)
-            self._main = asyncio.create_task(self._run_processes(StateDir.open(self._config.state_dir)))
+            self._main = asyncio.create_task(self._run_processes(self._state))
             await self._main
         except asyncio.CancelledError:
             if me is None or me.cancelling() or not (self._finishing or self._failure):

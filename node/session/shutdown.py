@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from node.config.peer_config import PeerConfig
     from node.config.run_config import RunConfig
+    from node.storage.statedir import StateDir
 
 HAND_IN_SECONDS = 8.5
 CLEAN_UP_SECONDS = 1.5
@@ -32,7 +33,9 @@ def run_peer(config: PeerConfig, run: RunConfig | None) -> int:
     Raises:
         FatalPeerError: the peer cannot go on.
     """
-    import uvloop  # imported here because `swarm` uses this module, too, without PyTorch
+    state = _state_dir(config)  # what it refuses, it refuses before seconds go by for PyTorch
+
+    import uvloop
 
     from node.session.peer import Peer
     from node.ui import logs
@@ -41,7 +44,7 @@ def run_peer(config: PeerConfig, run: RunConfig | None) -> int:
     terminal = Terminal(config.json)
     logs.set_up(config.log_level, terminal.log, terminal.is_terminal)
     shutdown = GracefulShutdown(lambda: peer.finish(), terminal.say, terminal.close)
-    peer = Peer(config, run, terminal, shutdown.finish)
+    peer = Peer(config, run, state, terminal, shutdown.finish)
     # Exempt all objects loaded so far from garbage collection. Otherwise each full collection would visit PyTorch's
     # quarter of a million objects, and block the event loop for 0.14 s.
     gc.freeze()
@@ -56,6 +59,21 @@ def run_peer(config: PeerConfig, run: RunConfig | None) -> int:
             return runner.run(show_and_run())
     finally:
         terminal.close()
+
+
+def _state_dir(config: PeerConfig) -> StateDir:
+    from node.config.toml import ConfigError
+    from node.joining.addresses_file import require_usable
+    from node.runtime.identity import IdentityError
+    from node.session.fatal import FatalPeerError
+    from node.storage.statedir import StateDir, StateError
+
+    assert config.state_dir is not None
+    try:
+        require_usable(config)
+        return StateDir.open(config.state_dir)
+    except (StateError, IdentityError, ConfigError) as error:
+        raise FatalPeerError(str(error)) from None
 
 
 @contextmanager

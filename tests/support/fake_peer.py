@@ -21,9 +21,10 @@ from node.cli import app as cli
 from node.config.toml import ConfigError
 from node.reporting.report import RoundReport
 from node.reporting.status import EventSink, Status
+from node.session.fatal import FatalPeerError
+from node.storage.statedir import StateDir
 from node.ui.commands import PeerCommands
 from node.ui.control import ControlServer
-from tests.support.paths import REPOSITORY
 
 HOW = os.environ.get("FAKE", "")
 ADDRESS = "/ip4/203.0.113.7/tcp/4000/p2p/12D3KooWGRUfuFwTaVcXCnUbTbVLYYEkYgjDM3Bd7q4RuRyTQhaP"
@@ -32,10 +33,6 @@ ADDRESS = "/ip4/203.0.113.7/tcp/4000/p2p/12D3KooWGRUfuFwTaVcXCnUbTbVLYYEkYgjDM3B
 def tell(*words: object) -> None:
     if HOW != "quiet":
         print(*words, file=sys.stderr, flush=True)
-
-
-class FatalPeerError(Exception):
-    code = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +49,7 @@ class PeerConfig:
     new: bool = False
     consent: str | None = None
     log_level: str = "info"
+    addresses_file: Path | None = None
     json: bool = False
 
 
@@ -66,7 +64,9 @@ def load_run(path: Path | None, overrides: Mapping[str, object], protocols: Coll
 
 
 class Peer:
-    def __init__(self, config: PeerConfig, run: object, view: EventSink, on_asked: Callable[[], None]) -> None:
+    def __init__(
+        self, config: PeerConfig, run: object, state: StateDir, view: EventSink, on_asked: Callable[[], None]
+    ) -> None:
         self.config, self.view, self.on_asked = config, view, on_asked
         self.finished = asyncio.Event()
         tell("given", config, run)
@@ -135,13 +135,6 @@ def module(name: str, **content: object) -> None:
 
 if __name__ == "__main__":
     module("node.session.peer", Peer=Peer)
-    module("node.session.fatal", FatalPeerError=FatalPeerError)
     module("node.config.peer_config", load_peer=load_peer, PeerConfig=PeerConfig)
     module("node.config.run_config", load_run=load_run, RunConfig=object)
-    module(
-        "protocols",
-        __path__=[str(REPOSITORY / "protocols")],  # its modules, without what the package itself loads: PyTorch
-        REPLICATED_PROTOCOLS={"butterfly": None},
-        INDEPENDENT_PROTOCOLS={"gossip": None},
-    )
     sys.exit(cli.main())
