@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
 from node.runtime import reaper
+from node.runtime.fork_server import ForkedProcess, ForkServer
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +55,9 @@ class ChildProcess:
         pid: process id of the program.
     """
 
-    def __init__(self, name: str, process: Process, on_line: Callable[[str | None], None], reaped: bool) -> None:
+    def __init__(
+        self, name: str, process: Process | ForkedProcess, on_line: Callable[[str | None], None], reaped: bool
+    ) -> None:
         self.name, self.pid = name, process.pid
         self._process = process
         self._reaped = reaped
@@ -93,23 +96,27 @@ class ChildProcess:
             environment: variables that differ from this process's environment.
             pass_fds: file descriptors that it inherits, under the same numbers.
             oom_score: Linux's `oom_score_adj`, up to 1000: a higher score is killed first when memory runs out.
-            reaped: whatever the program starts is killed when it ends, or when this process does.
+            reaped: whatever the program starts is killed when it ends, or when this process does. The command must be
+                `python -P -m MODULE …`: where there is a `ForkServer`, it is forked, not executed.
 
         Raises:
             OSError: the process cannot be created.
         """
-        first = (reaper.__file__,) if reaped else ("-c", _SHIM)
-        environment = {**(environment or {}), **({reaper.PROGRAM: json.dumps(command)} if reaped else {})}
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-I", "-S", *first, str(os.getpid()), str(oom_score)),
-            *(() if reaped else command),
-            stdin=DEVNULL,
-            stdout=PIPE,
-            stderr=STDOUT,
-            start_new_session=True,
-            pass_fds=pass_fds,
-            env=os.environ | environment,
-        )
+        environment = environment or {}
+        if reaped and (server := ForkServer.here):
+            process: Process | ForkedProcess = await server.start(command, environment, pass_fds, oom_score)
+        else:
+            first = (reaper.__file__,) if reaped else ("-c", _SHIM)
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-I", "-S", *first, str(os.getpid()), str(oom_score)),
+                *(() if reaped else command),
+                stdin=DEVNULL,
+                stdout=PIPE,
+                stderr=STDOUT,
+                start_new_session=True,
+                pass_fds=pass_fds,
+                env={**os.environ, **environment, **({reaper.PROGRAM: json.dumps(command)} if reaped else {})},
+            )
         child = cls(name, process, on_line, reaped)
         try:
             if reaped:

@@ -2,10 +2,10 @@
 
     python -I -S reaper.py PARENT OOM_SCORE      # the program and its arguments: JSON in the variable STARLING_PROGRAM
 
-It stands between a peer and its worker, because only an ancestor that outlives both can find every process: the kernel
-gives it each descendant whose parent has died, even one that has left its session (a daemon). Elsewhere than on Linux
-it kills the program's process group only. The first line of its output is the program's process id. Then it ends as the
-program ended. SIGTERM ends the program at once.
+Or it is forked, and forks its program (`node.runtime.fork_server`). It stands between a peer and its worker, because
+only an ancestor that outlives both can find every process: the kernel gives it each descendant whose parent has died,
+even one that has left its session (a daemon). Elsewhere than on Linux it kills the program's process group only. The
+first line of its output is the program's process id. Then it ends as the program ended. SIGTERM ends the program at once.
 
 Source: prctl(2), PR_SET_CHILD_SUBREAPER. Standard library only: it must start fast and stay small.
 """
@@ -18,7 +18,7 @@ import os
 import resource
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import NoReturn
 
@@ -41,14 +41,18 @@ def _prctl(option: int, value: int) -> None:
         ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
-def _run(command: list[str], oom_score: str) -> NoReturn:
-    """Become the program, in a session of its own, so that a signal to its group does not reach this process."""
-    os.setsid()
+def die_with_parent() -> None:
+    """Have the kernel kill this process when its parent ends."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _begin_program(oom_score: str) -> None:
+    """Begin a session of its own, so that a signal to the program's group does not reach this process."""
+    os.setsid()
+    die_with_parent()
     if oom_score != "0":
         with suppress(OSError), open("/proc/self/oom_score_adj", "w") as score:
             score.write(oom_score)
-    os.execv(command[0], command)
 
 
 def _children() -> Iterator[int]:
@@ -83,7 +87,13 @@ def _kill_descendants() -> None:
             return
 
 
-def main(parent: int, oom_score: str) -> None:
+def supervise(parent: int, oom_score: str, run: Callable[[], NoReturn]) -> NoReturn:
+    """Fork, have the new process run a program, and end as it does.
+
+    Args:
+        parent: of this process.
+        oom_score: of the program, Linux's `oom_score_adj`.
+    """
     program = 0
 
     def end(number: int = 0, frame: object = None) -> None:
@@ -100,11 +110,11 @@ def main(parent: int, oom_score: str) -> None:
     signal.signal(signal.SIGALRM, look)
     _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-    command = json.loads(os.environ.pop(PROGRAM))
     if os.getppid() != parent:
-        sys.exit("the parent is gone")
+        os._exit(1)
     if not (child := os.fork()):
-        _run(command, oom_score)
+        _begin_program(oom_score)
+        run()
     program = child
     signal.setitimer(signal.ITIMER_REAL, _LOOK_SECONDS, _LOOK_SECONDS)
     os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # the program's: its peer waits for the end of a socket among them
@@ -133,4 +143,5 @@ def _end_like(status: int) -> NoReturn:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2])
+    command = json.loads(os.environ.pop(PROGRAM))
+    supervise(int(sys.argv[1]), sys.argv[2], lambda: os.execv(command[0], command))

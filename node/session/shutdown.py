@@ -11,6 +11,8 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from node.training.cores import bounded_spin
+
 if TYPE_CHECKING:
     from node.config.peer_config import PeerConfig
     from node.config.run_config import RunConfig
@@ -35,12 +37,15 @@ def run_peer(config: PeerConfig, run: RunConfig | None) -> int:
     """
     state = _state_dir(config)  # what it refuses, it refuses before seconds go by for PyTorch
 
+    os.environ.update(bounded_spin(os.environ))  # OpenMP reads it when PyTorch is loaded
     import uvloop
 
+    from node.runtime.fork_server import ForkServer
     from node.session.peer import Peer
     from node.ui import logs
     from node.ui.terminal import Terminal
 
+    ForkServer.begin()  # as long as there is no thread
     terminal = Terminal(config.json)
     logs.set_up(config.log_level, terminal.log, terminal.is_terminal)
     shutdown = GracefulShutdown(lambda: peer.finish(), terminal.say, terminal.close)

@@ -8,7 +8,7 @@ import logging
 import os
 import socket
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from node.runtime.child_process import ChildProcess
 from node.runtime.notes import relay
 from node.tasks.spec import WorkerSpec
 from node.training import liveness
+from node.training.cores import bounded_spin
 from node.training.failure import FaultDump
 from node.training.liveness import Watchdog, usage
 from node.training.shared import Shared
@@ -32,12 +33,6 @@ _DUMP_SECONDS = 0.5
 OOM_SCORE = 1000
 """When memory runs out, the kernel kills the worker first, because the peer can replace it. Set from its start on,
 however much memory it uses."""
-
-SPIN = {"GOMP_SPINCOUNT": "10000", "KMP_BLOCKTIME": "1"}
-"""How long a waiting thread keeps its core before it sleeps: in turns for libgomp, in milliseconds for LLVM's and
-Intel's libomp. Their defaults are 30 and 200 times as long. With those, as soon as another program takes a core, each
-operation waits for a thread that cannot run. Fewer turns slow down an idle machine: see RESULTS.md."""
-_WAITING = (*SPIN, "OMP_WAIT_POLICY", "KMP_LIBRARY")
 
 OnProgress = Callable[[dict[str, Any]], None]
 
@@ -214,11 +209,6 @@ class WorkerProcess:
         """Kill the process at once and wait for its end."""
         self._writer.close()
         await self.child.kill()
-
-
-def bounded_spin(environment: Mapping[str, str]) -> dict[str, str]:
-    """Variables that limit how long a worker's threads spin; empty if the user has set one of these variables."""
-    return {} if any(environment.get(name) for name in _WAITING) else SPIN
 
 
 def _log_line(dump: FaultDump, line: str | None) -> None:

@@ -10,7 +10,8 @@ from typing import Any, cast
 import pytest
 
 from node.tasks.spec import WorkerSpec
-from node.training.process import SPIN, WorkerError, WorkerGone, bounded_spin
+from node.training.cores import SPIN, bounded_spin
+from node.training.process import WorkerError, WorkerGone
 from node.training.remote import RemoteTrainer
 from tests.sim.host import SimCompute
 
