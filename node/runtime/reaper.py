@@ -5,7 +5,7 @@
 Or it is forked, and forks its program (`node.runtime.fork_server`). It stands between a peer and its worker, because
 only an ancestor that outlives both can find every process: the kernel gives it each descendant whose parent has died,
 even one that has left its session (a daemon). Elsewhere than on Linux it kills the program's process group only. The
-first line of its output is the program's process id. Then it ends as the program ended. SIGTERM ends the program at once.
+first line of its output is the program's process id. Then it ends as the program ended. SIGTERM ends it at once.
 
 Source: prctl(2), PR_SET_CHILD_SUBREAPER. Standard library only: it must start fast and stay small.
 """
