@@ -144,6 +144,8 @@ class ForkServer:
         assert self._loop
         self._loop.remove_reader(self._link.fileno())
         ForkServer.here = None
+        with suppress(ChildProcessError):
+            os.waitpid(self.pid, os.WNOHANG)
         for process in self._running.values():
             process.end(-signal.SIGKILL)
         if self._starting and not self._starting.done():
@@ -242,6 +244,13 @@ def place_descriptors(descriptors: Sequence[int], numbers: Sequence[int]) -> Non
     os.close(nothing)
 
 
+def open_streams() -> None:
+    """Open Python's standard streams anew: the parent's may be for a terminal, and hold what it has not written yet."""
+    sys.stdin = os.fdopen(0, closefd=False)
+    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False, errors="backslashreplace")
+
+
 def become_program(module: str, arguments: Sequence[str]) -> None:
     """Have this forked process look like one of its own: its command line, signal handlers, logging and random numbers.
 
@@ -263,10 +272,8 @@ def run_module(module: str, arguments: Sequence[str]) -> NoReturn:
     """Run a module's `main(arguments)`, and end this process with its exit code."""
     with _boundary():
         become_program(module, arguments)
+        open_streams()
         gc.enable()
-        sys.stdin = os.fdopen(0, closefd=False)
-        sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
-        sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False, errors="backslashreplace")
         if not sys.flags.safe_path:  # as with -P: never import from the current directory
             del sys.path[0]
         sys.path[:] = [_REPOSITORY, *(each for each in sys.path if each != _REPOSITORY)]

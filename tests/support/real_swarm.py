@@ -26,6 +26,7 @@ from node.ui.control import ControlUnavailable, ask
 from tests.support.checkers import DECIDED, Report, Violation, check
 from tests.support.history import History, one_mean
 from tests.support.paths import REPOSITORY
+from tests.support.warm import MARK, WarmProcess, server
 
 T = TypeVar("T")
 
@@ -34,7 +35,6 @@ POLL_SECONDS = 0.02
 ASK_SECONDS = 2.0
 START_SECONDS = 60.0
 ORPHAN_SECONDS = 2.0
-_MARK = "STARLING_TEST_PEER"
 WORKER = r"node\.training\.(stage_)?worker\b"
 """Found in the command line of a worker, of a whole model or of a stage."""
 _ROLES = {"worker": re.compile(WORKER), "p2pd": re.compile("hivemind_cli/p2pd")}
@@ -79,21 +79,26 @@ class RealPeer:
         self.id = self.address = ""
         self._log = home / f"{name}.log"
         self._out = home / f"{name}.out"
-        self._mark = f"{name}-{uuid.uuid4().hex}"
-        self._process: subprocess.Popen[bytes] | None = None
+        self._mark = uuid.uuid4().hex
+        self._process: subprocess.Popen[bytes] | WarmProcess | None = None
         self._history = History(self.directory / "rounds.jsonl")
 
     # -- its process --------------------------------------------------------------------------------------------------
 
     def start(self, *arguments: str) -> Self:
         """Run `join` with these arguments; its output is appended to the log."""
-        command = [*self.inside, sys.executable, "-P", "-m", self.program, "join"]
-        command += ["--state-dir", str(self.directory), "--listen", self.listen, "--nickname", self.name]
-        command += ["--no-nat", "--threads", "1", "--json", *arguments]
+        words = ["join", "--state-dir", str(self.directory), "--listen", self.listen, "--nickname", self.name]
+        words += ["--no-nat", "--threads", "1", "--json", *arguments]
         given = {name: value for name, value in os.environ.items() if not name.startswith("NODE_")}
-        environment = given | {_MARK: self._mark, "PYTHONPATH": str(REPOSITORY)} | self.environment
+        environment = given | {MARK: self._mark, "PYTHONPATH": str(REPOSITORY)} | self.environment
         with self._log.open("ab") as log, self._out.open("ab") as out:
-            self._process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=log)
+            if self.inside:
+                command = [*self.inside, sys.executable, "-P", "-m", self.program, *words]
+                self._process = subprocess.Popen(
+                    command, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=log
+                )
+            else:
+                self._process = server().start(self.program, words, environment, out, log)
         return self
 
     @property
@@ -115,7 +120,7 @@ class RealPeer:
         found = []
         for process in psutil.process_iter():
             try:
-                if process.environ().get(_MARK) == self._mark:
+                if process.environ().get(MARK) == self._mark:
                     found.append(process)
             except psutil.Error:  # another user's, a zombie, or gone meanwhile
                 continue

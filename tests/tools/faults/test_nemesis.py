@@ -20,7 +20,8 @@ from tests.faults.nemesis import Nemesis, Tools
 from tests.faults.steps import STRUCK, Step
 from tests.faults.straggler import Straggler
 from tests.faults.tracing import Watch
-from tests.support.real_swarm import _MARK, RealPeer, RealSwarm, _in_the_run, wait
+from tests.support.real_swarm import RealPeer, RealSwarm, _in_the_run, wait
+from tests.support.warm import MARK
 
 pytestmark = pytest.mark.real
 
@@ -72,7 +73,7 @@ def nemesis(swarm: RealSwarm, network: Network) -> Iterator[Nemesis]:
 
 def run(peer: RealPeer, code: str = SLEEP) -> None:
     """Let a process stand for the peer."""
-    peer._process = subprocess.Popen([sys.executable, "-c", code], env=os.environ | {_MARK: peer._mark})
+    peer._process = subprocess.Popen([sys.executable, "-c", code], env=os.environ | {MARK: peer._mark})
 
 
 def state(peer: RealPeer) -> str:

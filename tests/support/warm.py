@@ -1,0 +1,160 @@
+"""Peers in milliseconds: a process that has loaded PyTorch and the node forks them (`node.runtime.fork_server`).
+
+    python -P -m tests.support.warm DESCRIPTOR PADDING      # DESCRIPTOR: one end of a socket, inherited
+
+A forked peer is what `python -P -m MODULE …` with that environment would be, but for the modules that it has from the
+start. Its command line and the mark in its environment can be seen from outside, as those of any process: both are
+written over those of the server, which has room for them.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import json
+import os
+import runpy
+import select
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import Any, NoReturn
+
+from node.runtime import fork_server
+from tests.support.paths import REPOSITORY
+
+MARK = "STARLING_TEST_PEER"
+"""A variable by which the processes of a peer are found. Its values are as long as those of `uuid4().hex`."""
+_NO_MARK = "-" * 32
+_PADDING = "." * 8000
+_START_SECONDS = 60.0
+
+
+class WarmProcess:
+    """A forked process, with what tests use of `subprocess.Popen`."""
+
+    def __init__(self, server: WarmServer, pid: int) -> None:
+        self._server, self.pid = server, pid
+
+    @property
+    def returncode(self) -> int | None:
+        return self._server.codes.get(self.pid)
+
+    def poll(self) -> int | None:
+        self._server.listen(0.0)
+        return self.returncode
+
+    def wait(self, timeout: float) -> int:
+        until = time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            if (left := until - time.monotonic()) <= 0:
+                raise subprocess.TimeoutExpired(f"process {self.pid}", timeout)
+            self._server.listen(left)
+        return code
+
+
+class WarmServer:
+    """The tests' side of the process that forks.
+
+    Attributes:
+        codes: exit codes of the processes that have ended, by process id.
+    """
+
+    def __init__(self) -> None:
+        self.codes: dict[int, int] = {}
+        self._started: list[int] = []
+        self._link, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            command = [sys.executable, "-P", "-m", "tests.support.warm", str(theirs.fileno()), _PADDING]
+            environment = {**os.environ, MARK: _NO_MARK, "PYTHONPATH": str(REPOSITORY)}
+            self._process = subprocess.Popen(
+                command, env=environment, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True
+            )
+        atexit.register(self.close)
+
+    def close(self) -> None:
+        self._link.close()
+        self._process.wait(10)
+
+    def start(
+        self, module: str, arguments: Sequence[str], environment: Mapping[str, str], out: Any, log: Any
+    ) -> WarmProcess:
+        request = {
+            "module": module,
+            "arguments": [*arguments],
+            "environment": {**environment},
+            "directory": os.getcwd(),
+            "numbers": [1, 2],
+        }
+        socket.send_fds(self._link, [json.dumps(request).encode()], [out.fileno(), log.fileno()])
+        until = time.monotonic() + _START_SECONDS
+        while not self._started:
+            assert time.monotonic() < until, "the process that forks peers does not answer"
+            self.listen(until - time.monotonic())
+        return WarmProcess(self, self._started.pop())
+
+    def listen(self, seconds: float) -> None:
+        """Take in what the server says, for at most this many seconds, and until it has said something."""
+        while select.select([self._link], [], [], seconds)[0]:
+            message = json.loads(self._link.recv(1 << 16) or "null")
+            assert message, "the process that forks peers has ended"
+            if "pid" in message:
+                self.codes.pop(message["pid"], None)
+                self._started.append(message["pid"])
+            else:
+                self.codes[message["ended"]] = message["code"]
+            seconds = 0.0
+
+
+@cache
+def server() -> WarmServer:
+    """The server of this process, started when it is first needed."""
+    return WarmServer()
+
+
+# -- in the server ----------------------------------------------------------------------------------------------------
+
+
+def _become_peer(request: dict[str, Any], descriptors: list[int]) -> NoReturn:
+    fork_server.place_descriptors(descriptors, request["numbers"])
+    fork_server.open_streams()
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    os.chdir(request["directory"])
+    module, arguments = request["module"], request["arguments"]
+    fork_server.become_program(module, arguments)
+    _write_mark(request["environment"].get(MARK, _NO_MARK))
+    sys.argv = [module, *arguments]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+    os._exit(0)
+
+
+def _write_mark(mark: str) -> None:
+    """Have /proc/PID/environ show the mark, as that of an executed process would."""
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    begin, end = int(fields[47]), int(fields[48])
+    place = ctypes.string_at(begin, end - begin).index(f"{MARK}={_NO_MARK}".encode()) + len(MARK) + 1
+    assert len(mark) == len(_NO_MARK)
+    ctypes.memmove(begin + place, mark.encode(), len(mark))
+
+
+def _main(descriptor: int) -> NoReturn:
+    import uvloop  # noqa: F401
+
+    import node.__main__
+    import node.session.peer
+    import node.training.stage_worker
+    import node.ui.terminal  # noqa: F401
+
+    with socket.socket(fileno=descriptor) as link:
+        fork_server.serve(link, _become_peer)
+
+
+if __name__ == "__main__":
+    with suppress(KeyboardInterrupt):
+        _main(int(sys.argv[1]))
