@@ -33,9 +33,10 @@ from typing import Any
 from node.tasks.paced_stage import WrongWeights
 from node.tasks.spec import Job, WorkerSpec
 from node.tasks.stage_job import FORWARD_SHARE, StageJob, StageSizes, build_stage, stage_sizes
+from node.training import worker
 from node.training.activation_slots import ActivationSlots
 from node.training.shared import Shared
-from node.training.worker import CommandRejected, Worker, WorkerKind, as_json, copy_vectors, main
+from node.training.worker import CommandRejected, Worker, WorkerKind, as_json, copy_vectors
 from protocols.base import BadPayload
 
 
@@ -167,5 +168,10 @@ class StageWorker(Worker):
         self._learner.discard()
 
 
+def main(arguments: list[str]) -> int:
+    """Run a worker process; see the top of this file for its arguments."""
+    return worker.main(arguments, WorkerKind(build_stage, StageWorker))
+
+
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:], WorkerKind(build_stage, StageWorker)))
+    sys.exit(main(sys.argv[1:]))

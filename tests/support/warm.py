@@ -126,6 +126,7 @@ def _become_peer(request: dict[str, Any], descriptors: list[int]) -> NoReturn:
     os.environ.clear()
     os.environ.update(request["environment"])
     os.chdir(request["directory"])
+    sys.path[:0] = request["environment"]["PYTHONPATH"].split(os.pathsep)
     module, arguments = request["module"], request["arguments"]
     fork_server.become_program(module, arguments)
     _write_mark(request["environment"].get(MARK, _NO_MARK))
@@ -146,7 +147,7 @@ def _write_mark(mark: str) -> None:
 def _main(descriptor: int) -> NoReturn:
     import uvloop  # noqa: F401
 
-    import node.__main__
+    import node.cli.app
     import node.session.peer
     import node.training.stage_worker
     import node.ui.terminal  # noqa: F401
