@@ -10,6 +10,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.sim.process import prepare
+from tests.support.seconds import Seconds
 
 prepare()
 settings.register_profile(
@@ -22,6 +23,10 @@ _PATIENT = {
     *("test_export_real", "test_hf_real", "test_limits_real", "test_pausing_real"),
     *("test_restart_real", "test_user_task_real"),
 }
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(Seconds(), "processor-seconds")
 
 
 @pytest.hookimpl(tryfirst=True)  # xdist reads the marks in the same hook

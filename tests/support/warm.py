@@ -33,6 +33,7 @@ MARK = "STARLING_TEST_PEER"
 _NO_MARK = "-" * 32
 _PADDING = "." * 8000
 _START_SECONDS = 60.0
+_PR_SET_CHILD_SUBREAPER = 36
 
 
 class WarmProcess:
@@ -98,6 +99,12 @@ class WarmServer:
             self.listen(until - time.monotonic())
         return WarmProcess(self, self._started.pop())
 
+    def children_seconds(self) -> float:
+        with suppress(OSError):
+            fields = Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()
+            return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
+        return 0.0
+
     def listen(self, seconds: float) -> None:
         """Take in what the server says, for at most this many seconds, and until it has said something."""
         while select.select([self._link], [], [], seconds)[0]:
@@ -115,6 +122,13 @@ class WarmServer:
 def server() -> WarmServer:
     """The server of this process, started when it is first needed."""
     return WarmServer()
+
+
+def children_seconds() -> float:
+    """Processor seconds of all processes that the server has forked and that have ended, and of theirs."""
+    if not server.cache_info().currsize:
+        return 0.0
+    return server().children_seconds()
 
 
 # -- in the server ----------------------------------------------------------------------------------------------------
@@ -152,6 +166,7 @@ def _main(descriptor: int) -> NoReturn:
     import node.training.stage_worker
     import node.ui.terminal  # noqa: F401
 
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # to wait for the processes of peers that have ended
     with socket.socket(fileno=descriptor) as link:
         fork_server.serve(link, _become_peer)
 
