@@ -1,0 +1,79 @@
+"""Forked programs behave as executed ones: what they inherit, how they end, and what is left of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.paths import REPOSITORY
+
+pytestmark = pytest.mark.real
+
+STARTS = """
+import asyncio, fcntl, json, os, signal, sys, threading
+from node.runtime.child_process import ChildProcess
+from node.runtime.fork_server import ForkServer
+
+signal.signal(signal.SIGTERM, lambda *_: None)
+lock = open("lock", "w")
+fcntl.flock(lock, fcntl.LOCK_EX)
+if sys.argv[1] == "forked":
+    ForkServer.begin()
+    assert ForkServer.here
+given = os.open("/dev/null", os.O_RDONLY)
+
+async def run(how, act=lambda child: None):
+    lines, said = [], asyncio.Event()
+    def take(line):
+        lines.append(line)
+        said.set()
+    command = [sys.executable, "-P", "-m", "tests.support.forked_program", how]
+    environment = {"ADDED": "yes", "PYTHONPATH": sys.argv[2]}
+    child = await ChildProcess.start("program", command, take, environment, (given,), 0, True)
+    await said.wait()
+    act(child)
+    end = await child.ended()
+    found = json.loads(lines[0])
+    sleeper = found.pop("sleeper")
+    return {"end": end, "code": child.code, "given": given, "left": os.path.exists(f"/proc/{sleeper}/cwd")} | found
+
+async def main():
+    found = [await run(how) for how in ("ends", "fails", "crashes")]
+    found.append(await run("waits", lambda child: child.send_kill()))
+    if server := ForkServer.here:
+        held = [os.readlink(f"/proc/{server.pid}/fd/{each}") for each in os.listdir(f"/proc/{server.pid}/fd")]
+        assert not [each for each in held if "lock" in each], held
+        found.append(await run("waits", lambda child: os.kill(server.pid, signal.SIGKILL)))
+        assert ForkServer.here is None
+        found.append(await run("ends"))
+    print(json.dumps(found))
+
+asyncio.run(main())
+"""
+
+
+def started(tmp_path: Path, how: str) -> list[dict[str, Any]]:
+    command = [sys.executable, "-c", STARTS, how, str(REPOSITORY)]
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=40)
+    assert done.returncode == 0, done.stderr
+    found: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def test_forked_programs_are_as_executed_ones(tmp_path: Path) -> None:
+    forked, executed = started(tmp_path, "forked"), started(tmp_path, "executed")
+    assert [each["code"] for each in forked] == [3, 1, -11, -9, -9, 3]
+    assert "ValueError: as asked" in forked[1]["end"]
+    for one, other in zip(forked[:4], executed, strict=True):
+        same = ("code", "arguments", "added", "descriptors", "default signals", "from here", "left")
+        assert [one[each] for each in same] == [other[each] for each in same]
+        assert one["descriptors"] == [0, 1, 2, one["given"]] and one["default signals"] and not one["left"]
+        assert one["line"].split()[1:] == ["-P", "-m", "tests.support.forked_program", *one["arguments"]]
+    assert len({each["drawn"] for each in forked}) == len(forked)
