@@ -54,6 +54,40 @@ def starling(*arguments: str, module: str = "node", timeout: float = 40) -> subp
     return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=timeout)
 
 
+WITHOUT_PYTORCH = """
+import json, sys
+from node.cli.app import main
+codes = [main(each) for each in json.loads(sys.argv[1])]
+import node.cli.swarm_command
+print([*codes, *sorted({"torch", "hivemind", "numpy"} & {*sys.modules})])
+"""
+
+
+def test_what_trains_nothing_loads_no_pytorch(tmp_path: Path) -> None:
+    """Nor does what is refused: a person sees the line at once."""
+    run, taken = tmp_path / "run.toml", tmp_path / "taken"
+    run.write_text('codec = "int9"')
+    taken.write_text("")
+    commands = (
+        ["data", "check", "--help"],
+        ["status", "--state-dir", str(tmp_path)],
+        ["swarm", "--stages", "9"],
+        ["join", "--run", str(run)],
+        ["join", "--bootstrap", "nonsense"],
+        ["join", "--state-dir", str(taken)],
+        ["join", "--state-dir", str(tmp_path / "a"), "--addresses-file", str(tmp_path / "b" / "c")],
+        ["join", "--state-dir", str(tmp_path / "a"), "--run-id", "0123456789ab"],
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_PYTORCH, json.dumps(commands)],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=40,
+    )
+    assert done.stdout.splitlines()[-1:] == [str([0, 1, *[2] * 6])], done.stderr
+
+
 def here(capsys: pytest.CaptureFixture[str], *arguments: str) -> subprocess.CompletedProcess[str]:
     """The same without a process of its own, which takes seconds to load PyTorch."""
     code = main(list(arguments))
