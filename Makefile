@@ -46,7 +46,8 @@ test: lint
 SIM_CRASHES := $(addprefix sim-at-every-message-,crash silence one-way stall)
 SIM_PAUSES := $(addprefix sim-pauses-,butterfly push_sum data_parallel ring parameter_server parameter_server_async)
 SIM_PARTS := $(SIM_CRASHES) sim-pairs-of-crashes sim-calm sim-large sim-sixteen sim-breaking sim-leaving sim-votes \
-	sim-stages sim-closing sim-gossip sim-crash-push_sum sim-crash-gossip sim-moshpit $(SIM_PAUSES) sim-pauses-stages
+	sim-stages sim-closing sim-gossip sim-crash-push_sum sim-crash-gossip sim-moshpit $(SIM_PAUSES) sim-pauses-stages \
+	sim-tests
 .PHONY: sim-all $(SIM_PARTS)
 
 sim: install
@@ -56,6 +57,8 @@ sim-all: $(SIM_PARTS)
 
 $(SIM_CRASHES): sim-at-every-message-%:
 	$(BIN)/python -m tests.sim.crashes --peers 4 --kind $*
+sim-tests:  # the long tests: all of the matrices of which `make test` plays a sample
+	$(BIN)/python -m pytest --long -m long
 sim-pairs-of-crashes:
 	$(BIN)/python -m tests.sim.crashes --peers 5 --kind crash --pairs --sample 500
 sim-calm:

@@ -25,16 +25,22 @@ _PATIENT = {
 }
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--long", action="store_true", help="also the tests marked long, which `make sim` runs")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(Seconds(), "processor-seconds")
 
 
 @pytest.hookimpl(tryfirst=True)  # xdist reads the marks in the same hook
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Tests on real processes run one at a time, also where others run beside them: they would starve each other.
 
     Those that mostly wait, or that a busy machine cannot fail, are a line of their own: it runs beside the other.
     """
+    if not config.option.long:
+        items[:] = [item for item in items if not item.get_closest_marker("long")]
     for item in items:
         if item.get_closest_marker("real"):
             waits = item.path.stem in _PATIENT or "conformance" in item.path.parts

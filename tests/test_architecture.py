@@ -21,14 +21,17 @@ SOURCES = {
 ROOMS = {"node", "protocols", "tests", "benchmarks"}
 PEER = {f"node/session/{name}.py" for name in ("peer", "resources", "session_setup", "visit")}
 """The composition root, what it holds, and its smaller sibling, which only asks."""
+FORKS = {"node/runtime/fork_server.py"}
+"""Its other side is a process without an event loop."""
 AHEAD = {"node/tasks/hf/streamed.py"}
 """It fetches ahead in the worker, which has no event loop."""
 ONLY_IN: dict[str, set[str]] = {
     "time": {"node/runtime/clock.py", "node/training/worker.py", "node/training/stage_worker.py"} | AHEAD,
     "socket": {"node/training/process.py", "node/session/failpoints.py", "node/training/worker.py"}
     | {f"node/direct/{name}.py" for name in ("connection", "handshake", "listener")}
-    | {"node/page/server.py"},
-    "threading": AHEAD,
+    | {"node/page/server.py"}
+    | FORKS,
+    "threading": AHEAD | FORKS,
     "concurrent": {"node/runtime/compute.py"} | AHEAD,
     "subprocess": {"node/runtime/child_process.py", "node/network/libp2p.py"},
     "asyncio.subprocess": {"node/runtime/child_process.py", "node/network/libp2p.py"},
@@ -40,7 +43,8 @@ ONLY_IN: dict[str, set[str]] = {
     "psutil": {"node/runtime/metrics.py", "node/machine/probes.py"},
     # the way out; ending a child, and what it has started; a worker that is asked where it stands
     "signal": {"node/session/shutdown.py", "node/training/failure.py"}
-    | {f"node/runtime/{name}.py" for name in ("child_process", "reaper")},
+    | {f"node/runtime/{name}.py" for name in ("child_process", "reaper")}
+    | FORKS,
     "protocols.butterfly.averager": PEER | {"protocols/registry.py"},
     "node.network.libp2p": PEER | {"node/session/page_setup.py"},  # reads its byte meter
     "node.network.dht": PEER,
@@ -72,6 +76,7 @@ BROAD_EXCEPT = {
     "node/tasks/hf/foreign.py",
     "node/export/load_again.py",
     "node/training/worker.py",
+    "node/runtime/fork_server.py",
 }
 
 
