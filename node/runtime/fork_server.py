@@ -232,16 +232,17 @@ def _run_reaped(request: dict[str, Any], descriptors: list[int]) -> NoReturn:
 
 
 def place_descriptors(descriptors: Sequence[int], numbers: Sequence[int]) -> None:
-    """Give received file descriptors the numbers that a program expects; standard input becomes empty."""
+    """Give received file descriptors the numbers that a program expects. Standard input is empty if none is for it."""
     above = max((*numbers, *descriptors)) + 1
     moved = [fcntl.fcntl(each, fcntl.F_DUPFD, above) for each in descriptors]
     for each, number in zip(moved, numbers, strict=True):
         os.dup2(each, number, inheritable=True)
     for each in {*moved, *descriptors} - {*numbers}:
         os.close(each)
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)
-    os.close(nothing)
+    if 0 not in numbers:
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(nothing, 0)
+        os.close(nothing)
 
 
 def open_streams() -> None:

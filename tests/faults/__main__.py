@@ -17,10 +17,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tests.faults.artifacts import DIRECTORY, PROGRAM, from_shell, home_of, one
+from tests.faults.artifacts import DIRECTORY, home_of, one
 from tests.faults.points import POINTS
 from tests.faults.runner import TASKS, Options, Unplayable
 from tests.faults.scenarios import SCENARIOS
+from tests.faults.shell import PROGRAM, from_shell
 from tests.sim.arguments import Parser, at_least
 
 MATRIX = "matrix"

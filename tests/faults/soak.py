@@ -20,10 +20,11 @@ from pathlib import Path
 from statistics import NormalDist
 from typing import NamedTuple
 
-from tests.faults.artifacts import DIRECTORY, from_shell, kept
+from tests.faults.artifacts import DIRECTORY, kept
 from tests.faults.recording import Limits, Recording
 from tests.faults.runner import Options, Unplayable
 from tests.faults.scenarios import Scenario
+from tests.faults.shell import from_shell
 from tests.faults.steps import Step
 from tests.sim.arguments import Parser, at_least
 from tests.support.checkers import DECIDED

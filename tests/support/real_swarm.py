@@ -98,7 +98,7 @@ class RealPeer:
                     command, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=log
                 )
             else:
-                self._process = server().start(self.program, words, environment, out, log)
+                self._process = server().start(self.program, words, environment, {1: out.fileno(), 2: log.fileno()})
         return self
 
     @property

@@ -9,22 +9,26 @@ written over those of the server, which has room for them.
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import ctypes
 import json
 import os
 import runpy
 import select
+import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn
 
+from benchmarks.averaging import Swarm
 from node.runtime import fork_server
 from tests.support.paths import REPOSITORY
 
@@ -83,16 +87,21 @@ class WarmServer:
         self._process.wait(10)
 
     def start(
-        self, module: str, arguments: Sequence[str], environment: Mapping[str, str], out: Any, log: Any
+        self, module: str, arguments: Sequence[str], environment: Mapping[str, str], streams: Mapping[int, int]
     ) -> WarmProcess:
+        """Fork a process.
+
+        Args:
+            streams: its standard streams, by number: descriptors of this process. Without 0, its input is empty.
+        """
         request = {
             "module": module,
             "arguments": [*arguments],
             "environment": {**environment},
             "directory": os.getcwd(),
-            "numbers": [1, 2],
+            "numbers": [*streams],
         }
-        socket.send_fds(self._link, [json.dumps(request).encode()], [out.fileno(), log.fileno()])
+        socket.send_fds(self._link, [json.dumps(request).encode()], [*streams.values()])
         until = time.monotonic() + _START_SECONDS
         while not self._started:
             assert time.monotonic() < until, "the process that forks peers does not answer"
@@ -118,6 +127,45 @@ class WarmServer:
             seconds = 0.0
 
 
+class PipedProcess(WarmProcess):
+    """One with pipes for its input and output, and what a benchmark's swarm uses of asyncio's `Process`."""
+
+    stdin: asyncio.StreamWriter
+    stdout: asyncio.StreamReader
+
+    async def pipe(self, stdin: int, stdout: int) -> None:
+        loop, self.stdout = asyncio.get_running_loop(), asyncio.StreamReader()
+        output = os.fdopen(stdout, "rb", 0)
+        await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(self.stdout), output)
+        transport, protocol = await loop.connect_write_pipe(asyncio.streams.FlowControlMixin, os.fdopen(stdin, "wb", 0))
+        self.stdin = asyncio.StreamWriter(transport, protocol, None, loop)
+
+    def kill(self) -> None:
+        os.kill(self.pid, signal.SIGKILL)
+
+    async def wait(self) -> int:
+        while (code := self.poll()) is None:
+            await asyncio.sleep(0.02)
+        return code
+
+
+class WarmSwarm(Swarm):
+    """The benchmark's peers, forked."""
+
+    async def _start(self, rank: int) -> PipedProcess:
+        with self._log(rank).open("wb") as log:
+            (reading, stdin), (stdout, writing) = os.pipe(), os.pipe()
+            streams = {0: reading, 1: writing, 2: log.fileno()}
+            arguments = [json.dumps(asdict(self.setup_of(rank)))]
+            environment = {**self._environment, "PYTHONPATH": str(REPOSITORY)}
+            pid = server().start(self._module, arguments, environment, streams).pid
+            os.close(reading)
+            os.close(writing)
+        process = PipedProcess(server(), pid)
+        await process.pipe(stdin, stdout)
+        return process
+
+
 @cache
 def server() -> WarmServer:
     """The server of this process, started when it is first needed."""
@@ -140,6 +188,7 @@ def _become_peer(request: dict[str, Any], descriptors: list[int]) -> NoReturn:
     os.environ.clear()
     os.environ.update(request["environment"])
     os.chdir(request["directory"])
+    os.setsid()
     sys.path[:0] = request["environment"]["PYTHONPATH"].split(os.pathsep)
     module, arguments = request["module"], request["arguments"]
     fork_server.become_program(module, arguments)

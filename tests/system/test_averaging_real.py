@@ -17,23 +17,24 @@ from typing import Any
 
 import pytest
 
-from benchmarks.averaging import BOUNDS, Answer, Swarm, main, play_round
+from benchmarks.averaging import BOUNDS, Answer, main, play_round
 from benchmarks.averaging_peer import Setup
 from protocols.base import Member
 from protocols.butterfly.consensus_driver import BALLOT_FLOOR_SECONDS
 from protocols.consensus.record import coordinators
+from tests.support.warm import WarmSwarm
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(60)]
 
 VECTOR_BYTES = 4_000_000
 
 
-def run(setup: Setup, body: Callable[[Swarm], Awaitable[None]]) -> None:
+def run(setup: Setup, body: Callable[[WarmSwarm], Awaitable[None]]) -> None:
     """Run `body` with a swarm; no process or file of it may remain afterwards."""
 
     async def play() -> None:
         async with asyncio.timeout(55):
-            async with Swarm(setup) as swarm:
+            async with WarmSwarm(setup) as swarm:
                 await body(swarm)
             while swarm.left_over():  # noqa: ASYNC110  # a signal takes its time
                 await asyncio.sleep(0.05)
@@ -42,7 +43,7 @@ def run(setup: Setup, body: Callable[[Swarm], Awaitable[None]]) -> None:
     asyncio.run(play())
 
 
-async def judged_round(swarm: Swarm, number: int) -> Answer:
+async def judged_round(swarm: WarmSwarm, number: int) -> Answer:
     report = await play_round(swarm, number, floor=number == 0)
     assert report["outcomes"] == ["committed"] * swarm.setup.peers
     assert report["identical"]
@@ -51,9 +52,9 @@ async def judged_round(swarm: Swarm, number: int) -> Answer:
     return report
 
 
-@pytest.mark.parametrize("codec, rounds", [("int8", 1), ("fp32", 2)])
+@pytest.mark.parametrize("codec, rounds", [pytest.param("int8", 1, marks=pytest.mark.long), ("fp32", 2)])
 def test_rounds_with_real_processes(codec: str, rounds: int) -> None:
-    async def body(swarm: Swarm) -> None:
+    async def body(swarm: WarmSwarm) -> None:
         for number in range(rounds):
             await judged_round(swarm, number)
 
@@ -80,7 +81,7 @@ class Fault:
     level: list[Answer]
 
 
-async def strike(swarm: Swarm, place: int, process: str, number: int) -> Fault:
+async def strike(swarm: WarmSwarm, place: int, process: str, number: int) -> Fault:
     """Play round 0, and half of round 1; then signal the peer at this place of the ballot order."""
     report = await judged_round(swarm, 0)
     level = await swarm.all("digest")
@@ -94,7 +95,7 @@ async def strike(swarm: Swarm, place: int, process: str, number: int) -> Fault:
     return Fault(victim, tuple(rank for rank in range(4) if rank != victim), time.monotonic(), level)
 
 
-async def others_commit(swarm: Swarm, fault: Fault, seconds: float) -> list[tuple[str, str]]:
+async def others_commit(swarm: WarmSwarm, fault: Fault, seconds: float) -> list[tuple[str, str]]:
     """The others end round 1 within `seconds` of the fault, and round 2; returns (lineage, digest) of both."""
     ends = await asyncio.gather(*(swarm.hear(rank, "average", PATIENT_SECONDS) for rank in fault.others))
     assert max(end["ended"] for end in ends) - fault.began < seconds
@@ -103,7 +104,7 @@ async def others_commit(swarm: Swarm, fault: Fault, seconds: float) -> list[tupl
     return [first, await agreed(swarm, fault.others, await together(swarm, fault.others, "average", round=2))]
 
 
-async def victim_follows(swarm: Swarm, fault: Fault, records: list[tuple[str, str]]) -> None:
+async def victim_follows(swarm: WarmSwarm, fault: Fault, records: list[tuple[str, str]]) -> None:
     """The victim ends rounds 1 and 2 as the others did, which play on: peers answer while they are in a round."""
     caught_up = asyncio.Event()
 
@@ -125,7 +126,7 @@ async def victim_follows(swarm: Swarm, fault: Fault, records: list[tuple[str, st
         caught_up.set()
 
 
-async def agreed(swarm: Swarm, ranks: Sequence[int], ends: Sequence[Answer]) -> tuple[str, str]:
+async def agreed(swarm: WarmSwarm, ranks: Sequence[int], ends: Sequence[Answer]) -> tuple[str, str]:
     """Assert that these peers committed one record and hold the same bits; returns its lineage and their digest."""
     assert [end["outcome"] for end in ends] == ["committed"] * len(ranks)
     found = await together(swarm, ranks, "digest")
@@ -134,14 +135,14 @@ async def agreed(swarm: Swarm, ranks: Sequence[int], ends: Sequence[Answer]) -> 
     return results.pop()
 
 
-async def together(swarm: Swarm, ranks: Sequence[int], command: str, **arguments: Any) -> list[Answer]:
+async def together(swarm: WarmSwarm, ranks: Sequence[int], command: str, **arguments: Any) -> list[Answer]:
     """Give a command to some peers; returns their answers."""
     for rank in ranks:
         swarm.tell(rank, command, **arguments)
     return list(await asyncio.gather(*(swarm.hear(rank, command, PATIENT_SECONDS) for rank in ranks)))
 
 
-async def nothing_stays_open(swarm: Swarm, ranks: Sequence[int], level: Sequence[Answer]) -> None:
+async def nothing_stays_open(swarm: WarmSwarm, ranks: Sequence[int], level: Sequence[Answer]) -> None:
     """Wait until each peer has no more tasks and file descriptors, thus streams, than before the fault."""
     until = time.monotonic() + FREE_SECONDS
     while True:
@@ -157,9 +158,11 @@ async def nothing_stays_open(swarm: Swarm, ranks: Sequence[int], level: Sequence
         await asyncio.sleep(0.2)
 
 
-@pytest.mark.parametrize("place", [0, 3], ids=["coordinator", "another"])
+@pytest.mark.parametrize(
+    "place", [pytest.param(0, id="coordinator"), pytest.param(3, id="another", marks=pytest.mark.long)]
+)
 def test_killed_peer_barely_delays_the_others(place: int) -> None:
-    async def body(swarm: Swarm) -> None:
+    async def body(swarm: WarmSwarm) -> None:
         fault = await strike(swarm, place, "pid", signal.SIGKILL)
         await others_commit(swarm, fault, FAST_SECONDS)
         await nothing_stays_open(swarm, fault.others, fault.level)
@@ -170,12 +173,12 @@ def test_killed_peer_barely_delays_the_others(place: int) -> None:
 @pytest.mark.parametrize(
     "process, number, seconds",
     [
-        pytest.param("daemon", signal.SIGKILL, FREE_SECONDS, id="p2pd killed"),
+        pytest.param("daemon", signal.SIGKILL, FREE_SECONDS, id="p2pd killed", marks=pytest.mark.long),
         pytest.param("pid", signal.SIGSTOP, PATIENT_SECONDS, id="stopped for long"),
     ],
 )
 def test_absent_peer_receives_the_decision(process: str, number: int, seconds: float) -> None:
-    async def body(swarm: Swarm) -> None:
+    async def body(swarm: WarmSwarm) -> None:
         fault = await strike(swarm, 0, process, number)
         records = await others_commit(swarm, fault, seconds)
         if number == signal.SIGSTOP:

@@ -142,6 +142,7 @@ def test_adapters_are_trained_and_exported(home: Path, monkeypatch: pytest.Monke
     assert float((logits(transformers.AutoModelForCausalLM.from_pretrained(home / "base")) - here).abs().max()) > 1e-3
 
 
+@pytest.mark.long
 def test_whole_model_is_trained_and_exported(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(home / "cache"))
     light = Path(shutil.copytree(home / "base", home / "light"))

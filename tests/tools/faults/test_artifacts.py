@@ -12,7 +12,7 @@ pytestmark = pytest.mark.real
 
 COMMAND = """
 import signal, sys, time
-from tests.faults.artifacts import from_shell
+from tests.faults.shell import from_shell
 
 def command():
     try:
