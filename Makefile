@@ -4,8 +4,8 @@ SHELL := /bin/sh
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
-# As many processes as the machine has threads; the tests on real processes stay one behind the other, in one of them.
-PYTEST := $(BIN)/python -m pytest --numprocesses=logical --dist=loadgroup
+# More processes than cores: tests on real processes mostly wait. Rewritten modules are kept, whatever the environment says.
+PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --numprocesses=auto --dist=loadgroup
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 # The first interpreter that runs and is new enough; `make PYTHON=/path/to/python` overrides.
@@ -33,12 +33,19 @@ lint: install
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# All tests are collected once before they are divided: what pytest makes of their modules is there for all processes then.
+.PHONY: collected ready
+collected: install
+	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --collect-only --quiet > /dev/null
+ready: install
+	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target lint collected
+
 # Everything that needs no real processes or sockets: minutes.
-check: lint
+check: ready
 	$(PYTEST) -m "not real"
 
 # The same and the tests on real processes and sockets, in one run.
-test: lint
+test: ready
 	$(PYTEST)
 
 # Many seeds of every fault, every crash point, the vote by itself, and a large swarm: a quarter of an hour on two cores.
@@ -58,7 +65,7 @@ sim-all: $(SIM_PARTS)
 $(SIM_CRASHES): sim-at-every-message-%:
 	$(BIN)/python -m tests.sim.crashes --peers 4 --kind $*
 sim-tests:  # the long tests: all of the matrices of which `make test` plays a sample
-	$(BIN)/python -m pytest --long -m long
+	$(PYTEST) --long -m long
 sim-pairs-of-crashes:
 	$(BIN)/python -m tests.sim.crashes --peers 5 --kind crash --pairs --sample 500
 sim-calm:

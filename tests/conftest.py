@@ -1,9 +1,9 @@
-"""Every test: the same examples each time, one thread of torch unless it asks for more, logging left as it was; real
-processes of one test at a time."""
+"""Every test: the same examples each time, one thread of torch unless it asks for more, logging left as it was."""
 
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -18,15 +18,14 @@ settings.register_profile(
 )
 settings.load_profile("repeatable")
 
-_PATIENT = {
-    *("test_cli", "test_libp2p", "test_dht", "test_page"),
-    *("test_export_real", "test_hf_real", "test_limits_real", "test_pausing_real"),
-    *("test_restart_real", "test_user_task_real"),
-}
-
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--long", action="store_true", help="also the tests marked long, which `make sim` runs")
+
+
+def pytest_xdist_auto_num_workers() -> int:
+    """Tests on real processes mostly wait: four keep two cores busy."""
+    return max(4, os.cpu_count() or 1)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -35,16 +34,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # xdist reads the marks in the same hook
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests on real processes run one at a time, also where others run beside them: they would starve each other.
-
-    Those that mostly wait, or that a busy machine cannot fail, are a line of their own: it runs beside the other.
-    """
+    """The tests on real processes of one file run one at a time: many share fixtures, and peers."""
     if not config.option.long:
         items[:] = [item for item in items if not item.get_closest_marker("long")]
     for item in items:
         if item.get_closest_marker("real"):
-            waits = item.path.stem in _PATIENT or "conformance" in item.path.parts
-            item.add_marker(pytest.mark.xdist_group("real, waiting" if waits else "real"))
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))
 
 
 @pytest.fixture(autouse=True)

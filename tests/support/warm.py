@@ -144,7 +144,7 @@ class PipedProcess(WarmProcess):
         os.kill(self.pid, signal.SIGKILL)
 
     async def wait(self) -> int:
-        while (code := self.poll()) is None:
+        while (code := self.poll()) is None:  # noqa: ASYNC110
             await asyncio.sleep(0.02)
         return code
 
