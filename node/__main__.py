@@ -11,13 +11,13 @@ from typing import NoReturn
 from node.cli import app as cli
 
 
-def main() -> NoReturn:
-    """Run a command and end the process with its exit code.
+def main(arguments: list[str] | None = None) -> NoReturn:
+    """Run a command, by default that of the command line, and end the process with its exit code.
 
     At once: all that was begun has ended by then. To take an interpreter apart that has PyTorch in it takes from half a
     second to many, on a busy machine, in which signals that still come find no handler.
     """
-    code = cli.main()
+    code = cli.main(arguments)
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):

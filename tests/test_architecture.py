@@ -29,7 +29,7 @@ ONLY_IN: dict[str, set[str]] = {
     "time": {"node/runtime/clock.py", "node/training/worker.py", "node/training/stage_worker.py"} | AHEAD,
     "socket": {"node/training/process.py", "node/session/failpoints.py", "node/training/worker.py"}
     | {f"node/direct/{name}.py" for name in ("connection", "handshake", "listener")}
-    | {"node/page/server.py"}
+    | {"node/page/server.py", "node/runtime/child_process.py"}
     | FORKS,
     "threading": AHEAD | FORKS,
     "concurrent": {"node/runtime/compute.py"} | AHEAD,

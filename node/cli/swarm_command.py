@@ -21,7 +21,7 @@ from node.runtime.child_process import ChildProcess
 from node.session.fatal import NO_RESULT, REPLACED
 from node.session.shutdown import GracefulShutdown
 from node.storage.rotation import rotate, rotated_path
-from node.training.cores import usable_cores
+from node.training.cores import bounded_spin, usable_cores
 from node.training.liveness import BUSY_FACTOR, TIMEOUT_SECONDS
 from node.ui import logs
 from node.ui.control import ControlUnavailable, ask
@@ -44,6 +44,9 @@ _LISTEN = "/ip4/127.0.0.1/tcp/0"
 _ENVIRONMENT = dict.fromkeys(
     ("NODE_BOOTSTRAP", "NODE_RUN_ID", "NODE_STAGE", "NODE_ANNOUNCE", "NODE_ROUNDS", "NODE_ADDRESSES_FILE"), ""
 )
+
+
+_IMPORTS = {"PYTHONPATH": os.pathsep.join(filter(None, (str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH"))))}
 
 
 async def run_swarm(options: SwarmOptions) -> int:
@@ -89,7 +92,7 @@ class Participant:
         replaced: the peer's line about workers that died or hung; empty if there was none.
     """
 
-    def __init__(self, name: str, home: Path, environment: Mapping[str, str] = _ENVIRONMENT) -> None:
+    def __init__(self, name: str, home: Path, environment: Mapping[str, str] = _ENVIRONMENT | _IMPORTS) -> None:
         self.name, self.directory, self._environment = name, home / name, environment
         self.status: Status | None = None
         self._log = home / f"{name}.log"
@@ -103,12 +106,9 @@ class Participant:
         Raises:
             OSError: it cannot be started.
         """
-        path = os.pathsep.join(filter(None, (str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH"))))
         place = ("--state-dir", str(self.directory), "--listen", _LISTEN, "--no-nat", "--nickname", self.name)
         command = (sys.executable, "-P", "-m", "node", "join", *place, *arguments)
-        self._child = await ChildProcess.start(
-            self.name, command, self._take_line, {**self._environment, "PYTHONPATH": path}
-        )
+        self._child = await ChildProcess.start(self.name, command, self._take_line, self._environment)
 
     def _take_line(self, line: str | None) -> None:
         if line:
@@ -203,7 +203,7 @@ class Swarm:
         self._options, self._directory, self._screen = options, directory, screen
         names = [f"peer-{number}" for number in range(1, options.peers + 1)]
         given = variables(options.run, os.environ) if options.run else {}  # only the founder reads the file itself
-        self._peers = [Participant(name, directory, _ENVIRONMENT | given) for name in names]
+        self._peers = [Participant(name, directory, _ENVIRONMENT | _IMPORTS | given) for name in names]
         self._tally = SwarmSummary(names, options.stages)
         self._ended: set[str] = set()
         self._fruitless: list[str] = []  # lines of peers whose rounds or evaluations came to nothing
@@ -226,6 +226,7 @@ class Swarm:
         try:
             async with self._screen.showing(self._picture):
                 founder = self._peers[0]
+                await ChildProcess.start_fork_server(_IMPORTS | bounded_spin(os.environ))
                 if not await self._found(founder):
                     self._screen.say(f"starling: {self._why_not(founder)}")
                     return founder.code or 1

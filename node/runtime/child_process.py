@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import signal
+import socket
 import sys
 from asyncio.subprocess import DEVNULL, PIPE, STDOUT, Process
 from collections import deque
@@ -91,20 +92,20 @@ class ChildProcess:
 
         Args:
             name: of the program, for the log.
-            command: the program's full path, and its arguments.
+            command: the program's full path, and its arguments. `python -P -m MODULE …` is forked if there is a
+                `ForkServer` here.
             on_line: called with each line of its output, cut at 300 characters, and with None at the end of the output.
             environment: variables that differ from this process's environment.
             pass_fds: file descriptors that it inherits, under the same numbers.
             oom_score: Linux's `oom_score_adj`, up to 1000: a higher score is killed first when memory runs out.
-            reaped: whatever the program starts is killed when it ends, or when this process does. The command must be
-                `python -P -m MODULE …`: where there is a `ForkServer`, it is forked, not executed.
+            reaped: whatever the program starts is killed when it ends, or when this process does.
 
         Raises:
             OSError: the process cannot be created.
         """
         environment = environment or {}
-        if reaped and (server := ForkServer.here):
-            process: Process | ForkedProcess = await server.start(command, environment, pass_fds, oom_score)
+        if (server := ForkServer.here) and [*command[1:3]] == ["-P", "-m"]:
+            process: Process | ForkedProcess = await server.start(command, environment, pass_fds, oom_score, reaped)
         else:
             first = (reaper.__file__,) if reaped else ("-c", _SHIM)
             process = await asyncio.create_subprocess_exec(
@@ -126,6 +127,21 @@ class ChildProcess:
             child.send_kill()
             raise
         return child
+
+    @classmethod
+    async def start_fork_server(cls, environment: Mapping[str, str]) -> None:
+        """Start a server that forks the peers which this process starts later, on Linux.
+
+        Raises:
+            OSError: the process cannot be created.
+        """
+        if sys.platform != "linux":
+            return
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            command = (sys.executable, "-P", "-m", "node.runtime.fork_server", str(theirs.fileno()))
+            await cls.start("fork server", command, lambda line: None, environment, (theirs.fileno(),))
+        ForkServer.here = ForkServer(ours)
 
     @property
     def output_tail(self) -> str:

@@ -1,17 +1,21 @@
 """A process that has loaded PyTorch and forks programs on request: they start in milliseconds, and share its memory.
 
 A peer forks it (`ForkServer.begin`) before it has a thread or an event loop; then nothing can hold a lock across the
-fork. It keeps no more than one socket to the peer, and ends with it. Linux only: elsewhere, libraries of the system do
-not survive a fork, so that programs are executed there, as they are wherever no server runs.
+fork. `swarm`, which needs no PyTorch itself, starts one for its peers (`ChildProcess.start_fork_server`):
+
+    python -P -m node.runtime.fork_server SOCKET      # an inherited descriptor
+
+It keeps no more than one socket to its parent, and ends with it. Linux only: elsewhere, libraries of the system do not
+survive a fork, so that programs are executed there, as they are wherever no server runs.
 
 One message each way is one packet of JSON. A request brings the file descriptors of the program's output, and of those
 that it inherits, under the numbers that it expects:
 
-    command: [python, -P, -m, MODULE, ARGUMENT …], environment, numbers, oom_score, parent     -> pid: of its reaper
-                                                                   later, when that has ended: ended: pid, code
+    command: [python, -P, -m, MODULE, ARGUMENT …], environment, numbers, oom_score, reaped     -> pid
+                                                             later, when that process has ended: ended: pid, code
 
-A program is the function `main(arguments)` of a module, which returns an exit code. It runs under a reaper
-(`node.runtime.reaper`), as an executed one does.
+A program is the function `main(arguments)` of a module, which returns an exit code. Under a reaper
+(`node.runtime.reaper`) the process is that.
 """
 
 from __future__ import annotations
@@ -20,7 +24,7 @@ import asyncio
 import ctypes
 import fcntl
 import gc
-import importlib
+import importlib.util
 import json
 import logging
 import os
@@ -74,8 +78,9 @@ class ForkServer:
 
     here: ClassVar[ForkServer | None] = None
 
-    def __init__(self, link: socket.socket, pid: int) -> None:
-        self._link, self.pid = link, pid
+    def __init__(self, link: socket.socket) -> None:
+        link.setblocking(False)
+        self._link = link
         self._loop: asyncio.AbstractEventLoop | None = None
         self._running: dict[int, ForkedProcess] = {}
         self._starting: asyncio.Future[ForkedProcess] | None = None
@@ -89,18 +94,22 @@ class ForkServer:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         gc.freeze()  # a collection would write to the memory of each object, and so unshare it
         parent = os.getpid()
-        if not (pid := os.fork()):
+        if not os.fork():
             with _boundary():
                 _begin_server(theirs, parent)
-                serve(theirs, _run_reaped)
+                serve(theirs, run_program)
         theirs.close()
-        ours.setblocking(False)
-        cls.here = cls(ours, pid)
+        cls.here = cls(ours)
 
     async def start(
-        self, command: Sequence[str], environment: Mapping[str, str], pass_fds: Sequence[int], oom_score: int
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        pass_fds: Sequence[int],
+        oom_score: int,
+        reaped: bool,
     ) -> ForkedProcess:
-        """Fork a program.
+        """Fork a program; the arguments are those of `ChildProcess.start`.
 
         Raises:
             OSError: the server has died.
@@ -108,7 +117,7 @@ class ForkServer:
         if self._loop is None:
             self._loop = asyncio.get_running_loop()
             self._loop.add_reader(self._link.fileno(), self._take)
-        values = {"command": [*command], "environment": {**environment}, "oom_score": oom_score}
+        values = {"command": command, "environment": environment, "oom_score": oom_score, "reaped": reaped}
         async with self._lock:
             reading, writing = os.pipe()
             with os.fdopen(reading, "rb", buffering=0) as output:
@@ -144,8 +153,6 @@ class ForkServer:
         assert self._loop
         self._loop.remove_reader(self._link.fileno())
         ForkServer.here = None
-        with suppress(ChildProcessError):
-            os.waitpid(self.pid, os.WNOHANG)
         for process in self._running.values():
             process.end(-signal.SIGKILL)
         if self._starting and not self._starting.done():
@@ -223,12 +230,19 @@ def _tell_ended(link: socket.socket) -> None:
             _tell(link, {"ended": found[0], "code": os.waitstatus_to_exitcode(found[1])})
 
 
-def _run_reaped(request: dict[str, Any], descriptors: list[int]) -> NoReturn:
+def run_program(request: dict[str, Any], descriptors: list[int]) -> NoReturn:
+    """Run the program of a request in this forked process."""
     place_descriptors(descriptors, request["numbers"])
     os.environ.update(request["environment"])
-    become_program("node.runtime.reaper", ())
+    parent, oom_score = os.getppid(), str(request["oom_score"])
     module, arguments = request["command"][3], request["command"][4:]
-    reaper.supervise(os.getppid(), str(request["oom_score"]), lambda: run_module(module, arguments))
+    if request["reaped"]:
+        become_program("node.runtime.reaper", ())
+        reaper.supervise(parent, oom_score, lambda: run_module(module, arguments))
+    reaper.begin_program(oom_score)
+    if os.getppid() == parent:
+        run_module(module, arguments)
+    os._exit(1)
 
 
 def place_descriptors(descriptors: Sequence[int], numbers: Sequence[int]) -> None:
@@ -278,7 +292,8 @@ def run_module(module: str, arguments: Sequence[str]) -> NoReturn:
         if not sys.flags.safe_path:  # as with -P: never import from the current directory
             del sys.path[0]
         sys.path[:] = [_REPOSITORY, *(each for each in sys.path if each != _REPOSITORY)]
-        program = importlib.import_module(module)
+        is_package = importlib.util.find_spec(module).submodule_search_locations is not None  # type: ignore[union-attr]
+        program = importlib.import_module(f"{module}.__main__" if is_package else module)
         sys.modules["__main__"], sys.argv = program, [str(program.__file__), *arguments]
         try:
             code = program.main([*arguments])
@@ -301,3 +316,15 @@ def set_command_line(*words: str) -> None:
             text, end = text.replace(b"\0", b" "), limit
         ctypes.memset(begin, 0, end - begin)
         ctypes.memmove(begin, text, min(len(text), end - begin - 1))
+
+
+def _main(descriptor: int) -> NoReturn:
+    import uvloop  # noqa: F401
+
+    gc.freeze()
+    with socket.socket(fileno=descriptor) as link:
+        serve(link, run_program)
+
+
+if __name__ == "__main__":
+    _main(int(sys.argv[1]))

@@ -46,7 +46,7 @@ def die_with_parent() -> None:
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def _begin_program(oom_score: str) -> None:
+def begin_program(oom_score: str) -> None:
     """Begin a session of its own, so that a signal to the program's group does not reach this process."""
     os.setsid()
     die_with_parent()
@@ -113,7 +113,7 @@ def supervise(parent: int, oom_score: str, run: Callable[[], NoReturn]) -> NoRet
     if os.getppid() != parent:
         os._exit(1)
     if not (child := os.fork()):
-        _begin_program(oom_score)
+        begin_program(oom_score)
         run()
     program = child
     signal.setitimer(signal.ITIMER_REAL, _LOOK_SECONDS, _LOOK_SECONDS)
