@@ -475,7 +475,7 @@ class TestProcesses:
         finally:
             with suppress(ProcessLookupError):
                 other.kill()
-            await other.wait()
+            await other.communicate()  # until its pipes are closed, which an event loop cannot do once it is closed
 
     @on_uvloop
     async def test_aborted_openers_leave_no_streams_in_daemons(
