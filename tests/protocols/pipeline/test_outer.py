@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
+from typing import cast
 
 import pytest
 
@@ -19,9 +20,20 @@ from node.training.pipeline_text import generate
 from node.training.stage_trainer import DrivingTrainer, ServingTrainer
 from protocols.base import Header, Host, PeerId, PeerSilent, Settings, Stream, Trainer
 from protocols.endpoint import ProtocolEndpoint
-from protocols.pipeline.messages import HEADER_LIMIT, OUTER_METHOD, Granted, MicrobatchInput, OuterRequest, StageBusy
+from protocols.pipeline.messages import (
+    HEADER_LIMIT,
+    METHOD,
+    OUTER_METHOD,
+    Granted,
+    MicrobatchInput,
+    MicrobatchRequest,
+    OuterRequest,
+    StageBusy,
+)
 from protocols.pipeline.outer import OuterClient, OuterServer
+from protocols.pipeline.serving import StageServer
 from protocols.pipeline.settings import CALL_LIMIT_SECONDS, PipelineSettings
+from protocols.pipeline.work import StageWork
 from protocols.scopes import stage_scope
 from tests.sim.pipeline_runner import PipelineRunner
 from tests.support.outer_stages import PRESET, RUN, OuterSwarm
@@ -152,6 +164,28 @@ def test_wrong_requests_are_refused() -> None:
             peer, why = swarm.network.transports[request.to.peer].refused[-1]
             assert peer == "p0" and what in why
         assert await swarm.evaluate() == pytest.approx(swarm.expected(), abs=1e-5), "all places are free again"
+
+    swarm.play(story)
+
+
+def test_microbatch_for_another_stage_or_run_is_refused() -> None:
+    """On an open stream, too, on which one was served before."""
+    swarm = OuterSwarm((0, 1, 2))
+
+    async def story() -> None:
+        StageServer(swarm.endpoints["p1"], swarm.settings, 1, cast(StageWork, None), lambda: 1)
+        good = MicrobatchRequest(RUN, stage_scope(1), swarm.member("p0"), swarm.member("p1"), 1)
+        for what, wrong in (
+            ("another run or stage", replace(good, scope=stage_scope(2))),
+            ("another run or stage", replace(good, run=bytes(32))),
+            ("in the name of p2", replace(good, sender=swarm.member("p2"))),
+        ):
+            for before in ((), ((good, b""),)):
+                with pytest.raises(PeerSilent):
+                    async with swarm.endpoints["p0"].open("p1", METHOD, swarm.deadline(60.0)) as stream:
+                        await answer_to(stream, *before, (wrong, b""))
+                peer, why = swarm.network.transports["p1"].refused[-1]
+                assert peer == "p0" and (what in why or (before and "another name" in why))
 
     swarm.play(story)
 
