@@ -18,11 +18,11 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
 from node.runtime import reaper
-from node.runtime.fork_server import ForkedProcess, ForkServer
+from node.runtime.fork_server import START_SECONDS, ForkedProcess, ForkServer
 
 log = logging.getLogger(__name__)
 
-_START_SECONDS, _STOP_SECONDS = 120.0, 3.0
+_STOP_SECONDS = 3.0
 _LAST_WORDS_SECONDS = 1.0
 _KEPT_LINES = 5
 _LINE_CHARACTERS = 300
@@ -104,9 +104,8 @@ class ChildProcess:
             OSError: the process cannot be created.
         """
         environment = environment or {}
-        if (server := ForkServer.here) and [*command[1:3]] == ["-P", "-m"]:
-            process: Process | ForkedProcess = await server.start(command, environment, pass_fds, oom_score, reaped)
-        else:
+        process = await _forked(command, environment, pass_fds, oom_score, reaped)
+        if process is None:
             first = (reaper.__file__,) if reaped else ("-c", _SHIM)
             process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-I", "-S", *first, str(os.getpid()), str(oom_score)),
@@ -121,7 +120,7 @@ class ChildProcess:
         child = cls(name, process, on_line, reaped)
         try:
             if reaped:
-                async with asyncio.timeout(_START_SECONDS):
+                async with asyncio.timeout(START_SECONDS):
                     await child._started.wait()  # it has started the program, or has ended
         except BaseException:
             child.send_kill()
@@ -213,3 +212,18 @@ class ChildProcess:
             self._last_lines.append(text)
             self._on_line(text)
         self._on_line(None)
+
+
+async def _forked(
+    command: Sequence[str], environment: Mapping[str, str], pass_fds: Sequence[int], oom_score: int, reaped: bool
+) -> Process | ForkedProcess | None:
+    """The program, forked; None if it has to be executed."""
+    server = ForkServer.here
+    if server is None or [*command[1:3]] != ["-P", "-m"]:
+        return None
+    try:
+        return await server.start(command, environment, pass_fds, oom_score, reaped)
+    except OSError as error:
+        log.warning("the fork server fails (%s): programs start without it", error)
+        ForkServer.here = None
+        return None

@@ -41,6 +41,8 @@ from typing import Any, ClassVar, NoReturn, TypeAlias
 
 from node.runtime import reaper
 
+START_SECONDS = 120.0
+"""A server that is a program of its own loads PyTorch first, which takes long on a busy machine."""
 _MAX_BYTES = 1 << 16
 _MAX_DESCRIPTORS = 16
 _REPOSITORY = str(Path(__file__).parents[2])
@@ -112,7 +114,7 @@ class ForkServer:
         """Fork a program; the arguments are those of `ChildProcess.start`.
 
         Raises:
-            OSError: the server has died.
+            OSError: the server has died, or does not answer.
         """
         if self._loop is None:
             self._loop = asyncio.get_running_loop()
@@ -125,7 +127,8 @@ class ForkServer:
                     request = json.dumps(values | {"numbers": [1, 2, *pass_fds]}).encode()
                     self._starting = self._loop.create_future()
                     socket.send_fds(self._link, [request], [writing, writing, *pass_fds])
-                    process = await self._starting
+                    async with asyncio.timeout(START_SECONDS):
+                        process = await self._starting
                 protocol = asyncio.StreamReaderProtocol(process.stdout)
                 await self._loop.connect_read_pipe(lambda: protocol, os.fdopen(os.dup(output.fileno()), "rb", 0))
         return process
