@@ -92,7 +92,7 @@ class ForkServer:
         if not (pid := os.fork()):
             with _boundary():
                 _begin_server(theirs, parent)
-                serve(theirs, _run_reaped)
+                serve(theirs, run_reaped)
         theirs.close()
         ours.setblocking(False)
         cls.here = cls(ours, pid)
@@ -223,7 +223,8 @@ def _tell_ended(link: socket.socket) -> None:
             _tell(link, {"ended": found[0], "code": os.waitstatus_to_exitcode(found[1])})
 
 
-def _run_reaped(request: dict[str, Any], descriptors: list[int]) -> NoReturn:
+def run_reaped(request: dict[str, Any], descriptors: list[int]) -> NoReturn:
+    """Run the program that a `ForkServer` asks for."""
     place_descriptors(descriptors, request["numbers"])
     os.environ.update(request["environment"])
     become_program("node.runtime.reaper", ())

@@ -5,10 +5,13 @@
 A forked peer is what `python -P -m MODULE …` with that environment would be, but for the modules that it has from the
 start. Its command line and the mark in its environment can be seen from outside, as those of any process: both are
 written over those of the server, which has room for them.
+
+Workers that a test starts itself, without a peer, are forked in the same way (`forked_workers`).
 """
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import ctypes
 import json
@@ -19,13 +22,14 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn
 
 from node.runtime import fork_server
+from node.runtime.fork_server import ForkServer
 from tests.support.paths import REPOSITORY
 
 MARK = "STARLING_TEST_PEER"
@@ -85,19 +89,18 @@ class WarmServer:
     def start(
         self, module: str, arguments: Sequence[str], environment: Mapping[str, str], out: Any, log: Any
     ) -> WarmProcess:
-        request = {
-            "module": module,
-            "arguments": [*arguments],
-            "environment": {**environment},
-            "directory": os.getcwd(),
-            "numbers": [1, 2],
-        }
-        socket.send_fds(self._link, [json.dumps(request).encode()], [out.fileno(), log.fileno()])
+        request = {"module": module, "arguments": [*arguments], "numbers": [1, 2]}
+        return WarmProcess(self, self.fork(request, environment, [out.fileno(), log.fileno()]))
+
+    def fork(self, request: dict[str, Any], environment: Mapping[str, str], descriptors: Sequence[int]) -> int:
+        """Fork a process and return its id."""
+        request = request | {"environment": {**environment}, "directory": os.getcwd()}
+        socket.send_fds(self._link, [json.dumps(request).encode()], descriptors)
         until = time.monotonic() + _START_SECONDS
         while not self._started:
             assert time.monotonic() < until, "the process that forks peers does not answer"
             self.listen(until - time.monotonic())
-        return WarmProcess(self, self._started.pop())
+        return self._started.pop()
 
     def children_seconds(self) -> float:
         with suppress(OSError):
@@ -124,6 +127,22 @@ def server() -> WarmServer:
     return WarmServer()
 
 
+@asynccontextmanager
+async def forked_workers() -> AsyncIterator[ForkServer]:
+    """Have the workers of this process forked, as a peer has: PyTorch takes seconds to load."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours.setblocking(False)
+    before = ForkServer.here
+    with ours:
+        with theirs:
+            here = ForkServer.here = ForkServer(ours, server().fork({}, os.environ, [theirs.fileno()]))
+        try:
+            yield here
+        finally:
+            ForkServer.here = before
+            asyncio.get_running_loop().remove_reader(ours.fileno())
+
+
 def children_seconds() -> float:
     """Processor seconds of all processes that the server has forked and that have ended, and of theirs."""
     if not server.cache_info().currsize:
@@ -134,13 +153,21 @@ def children_seconds() -> float:
 # -- in the server ----------------------------------------------------------------------------------------------------
 
 
-def _become_peer(request: dict[str, Any], descriptors: list[int]) -> NoReturn:
-    fork_server.place_descriptors(descriptors, request["numbers"])
-    fork_server.open_streams()
+def _run(request: dict[str, Any], descriptors: list[int]) -> NoReturn:
     os.environ.clear()
     os.environ.update(request["environment"])
     os.chdir(request["directory"])
-    sys.path[:0] = request["environment"]["PYTHONPATH"].split(os.pathsep)
+    sys.path[:0] = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    if "module" in request:
+        _become_peer(request, descriptors)
+    fork_server.become_program("node.runtime.fork_server", ())
+    with socket.socket(fileno=descriptors[0]) as link:
+        fork_server.serve(link, fork_server.run_reaped)
+
+
+def _become_peer(request: dict[str, Any], descriptors: list[int]) -> NoReturn:
+    fork_server.place_descriptors(descriptors, request["numbers"])
+    fork_server.open_streams()
     module, arguments = request["module"], request["arguments"]
     fork_server.become_program(module, arguments)
     _write_mark(request["environment"].get(MARK, _NO_MARK))
@@ -168,7 +195,7 @@ def _main(descriptor: int) -> NoReturn:
 
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # to wait for the processes of peers that have ended
     with socket.socket(fileno=descriptor) as link:
-        fork_server.serve(link, _become_peer)
+        fork_server.serve(link, _run)
 
 
 if __name__ == "__main__":
