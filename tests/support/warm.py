@@ -186,6 +186,7 @@ def _write_mark(mark: str) -> None:
 
 
 def _main(descriptor: int) -> NoReturn:
+    import torch._dynamo  # noqa: F401 - the first optimiser of each worker would load it, for a second
     import uvloop  # noqa: F401
 
     import node.cli.app

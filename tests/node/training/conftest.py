@@ -1,4 +1,4 @@
-"""Fixtures of the tests of training: a text, what makes a worker of a small GPT that trains on it, and forked workers."""
+"""Fixtures of the tests of training: a text, what makes a worker of a small GPT that trains on it, forked workers."""
 
 from __future__ import annotations
 
