@@ -30,9 +30,9 @@ from tests.docker import image, metrics, verdict
 from tests.docker.cases import Cases
 from tests.docker.engine import Engine, NotHere, engine, firewall
 from tests.docker.swarm import Swarm
-from tests.faults.artifacts import from_shell
 from tests.faults.judge import judge
 from tests.faults.picture import draw
+from tests.faults.stopping import from_shell
 from tests.faults.timeline import timeline
 from tests.support.history import one_mean
 from tests.support.real_swarm import wait

@@ -17,10 +17,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tests.faults.artifacts import DIRECTORY, PROGRAM, from_shell, home_of, one
+from tests.faults.artifacts import DIRECTORY, PROGRAM, home_of, one
 from tests.faults.points import POINTS
 from tests.faults.runner import TASKS, Options, Unplayable
 from tests.faults.scenarios import SCENARIOS
+from tests.faults.stopping import from_shell
 from tests.sim.arguments import Parser, at_least
 
 MATRIX = "matrix"
@@ -96,4 +97,4 @@ def _peers(text: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(from_shell(main))
+    sys.exit(from_shell(main, PROGRAM))

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import signal
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -54,22 +52,3 @@ def kept(
     draw(played, verdict, home / "picture.png")
     say(f"kept in {home}: what each peer wrote, timeline.txt, picture.png")
     return played, result
-
-
-def from_shell(command: Callable[[], int], program: str = PROGRAM) -> int:
-    """Run a command so that a signal ends it only after its clean-up; returns its exit code."""
-
-    def stop(number: int, _: object) -> None:
-        signal.signal(number, signal.SIG_IGN)  # cleaning up takes seconds; a second signal must not interrupt it
-        sys.exit(128 + number)
-
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) != signal.SIG_IGN:  # nohup
-            signal.signal(number, stop)
-    try:
-        return command()
-    except KeyboardInterrupt:
-        return 130
-    except OSError as error:
-        print(f"{program}: {error}: give another directory by --dir", file=sys.stderr)
-        return 2

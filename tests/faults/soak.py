@@ -20,11 +20,12 @@ from pathlib import Path
 from statistics import NormalDist
 from typing import NamedTuple
 
-from tests.faults.artifacts import DIRECTORY, from_shell, kept
+from tests.faults.artifacts import DIRECTORY, kept
 from tests.faults.recording import Limits, Recording
 from tests.faults.runner import Options, Unplayable
 from tests.faults.scenarios import Scenario
 from tests.faults.steps import Step
+from tests.faults.stopping import from_shell
 from tests.sim.arguments import Parser, at_least
 from tests.support.checkers import DECIDED
 
@@ -222,4 +223,4 @@ def _finite(grown: Mapping[str, Mapping[str, Growth]]) -> dict[str, dict[str, li
 
 
 if __name__ == "__main__":
-    sys.exit(from_shell(main))
+    sys.exit(from_shell(main, PROGRAM))

@@ -18,10 +18,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from tests.faults.artifacts import DIRECTORY, from_shell, home_of, one
+from tests.faults.artifacts import DIRECTORY, home_of, one
 from tests.faults.points import POINTS
 from tests.faults.runner import Options, Unplayable
 from tests.faults.scenarios import SCENARIOS, scenario_of
+from tests.faults.stopping import from_shell
 from tests.sim.arguments import Parser, seeds
 
 Result = dict[str, Any]
@@ -139,4 +140,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(from_shell(main))
+    sys.exit(from_shell(main, "python -m tests.faults.table"))

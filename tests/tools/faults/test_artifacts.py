@@ -12,7 +12,7 @@ pytestmark = pytest.mark.real
 
 COMMAND = """
 import signal, sys, time
-from tests.faults.artifacts import from_shell
+from tests.faults.stopping import from_shell
 
 def command():
     try:
@@ -26,7 +26,7 @@ def command():
 
 signal.signal(signal.SIGHUP, signal.SIG_IGN if "nohup" in sys.argv else signal.SIG_DFL)
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
-sys.exit(from_shell(command))
+sys.exit(from_shell(command, "a program"))
 """
 
 
