@@ -60,7 +60,7 @@ def on_uvloop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., N
             return make.pool.run(make, test(*given, **fixtures))
         before = running_daemons()
         with _new_loop() as runner:
-            runner.run(_alone(make, test(*given, **fixtures)))
+            runner.run(_run(make, test(*given, **fixtures)))
         assert running_daemons() == before
         assert list(make.directory.glob("starling-*")) == []
 
@@ -71,11 +71,10 @@ def _new_loop() -> asyncio.Runner:
     return asyncio.Runner(loop_factory=uvloop.new_event_loop)
 
 
-async def _alone(stack: AsyncExitStack, test: Coroutine[Any, Any, None]) -> None:
-    before = asyncio.all_tasks()
-    async with stack:
+async def _run(make: TransportMaker, test: Coroutine[Any, Any, None]) -> None:
+    async with make:
         await test
-    assert asyncio.all_tasks() == before
+    assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
 class Pool:
@@ -89,7 +88,18 @@ class Pool:
         return [await self._make() for _ in range(count)]
 
     def run(self, make: TransportMaker, test: Coroutine[Any, Any, None]) -> None:
-        self._runner.run(_alone(make, test))
+        self._runner.run(self._run(make, test))
+
+    async def _run(self, make: TransportMaker, test: Coroutine[Any, Any, None]) -> None:
+        before = asyncio.all_tasks()
+        async with make:
+            await test
+        async with asyncio.timeout(20):
+            while asyncio.all_tasks() != before:  # noqa: ASYNC110 - streams that are served end after their callers
+                await asyncio.sleep(0.01)
+        for each in self.transports:
+            each._serving._handlers.clear()
+            each.refused.clear()
 
     def close(self) -> None:
         self._runner.run(self._make.aclose())
