@@ -6,8 +6,6 @@ import hashlib
 import json
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pyarrow
@@ -29,6 +27,7 @@ from node.tasks.hf.settings import HfSettings, ModelError
 from node.tasks.hf.streamed import StepSize
 from node.tasks.hf.task import DataSource, parse_sample
 from tests.support.paths import REPOSITORY
+from tests.support.program import run
 from tests.support.small_models import CHAT, CHAT_WITH_MARKS, conversations, story
 
 CHAT_SETTINGS = HfSettings(context=64, rows=4, format="chat")
@@ -126,10 +125,7 @@ def test_batches_depend_on_seed_and_position_alone(made: Path, tmp_path: Path, m
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "another"))
     program = f"from pathlib import Path; from {__name__} import hashes; print(hashes(Path({str(made)!r})))"
     environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", program], env=environment, check=True, capture_output=True, text=True, timeout=60
-    )
-    assert done.stdout == f"{first}\n"
+    assert run(program, environment=environment, home=tmp_path)[0] == f"{first}\n"
 
 
 @pytest.mark.parametrize("count", (1, 3, 5, 30))

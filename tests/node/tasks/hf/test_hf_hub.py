@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -14,6 +12,7 @@ from threading import Thread
 import pytest
 
 from tests.support.paths import REPOSITORY
+from tests.support.program import run
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 EVIL = [{"rfilename": name, "size": 9} for name in ("a.jsonl", "../x.jsonl")]
@@ -144,9 +143,7 @@ def told(hub: Hub | None, program: str, *arguments: str, home: Path) -> tuple[st
         "PYTHONPATH": str(REPOSITORY),
         "OMP_NUM_THREADS": "1",
     }
-    command = [sys.executable, "-c", program, *arguments]
-    done = subprocess.run(command, env=environment, capture_output=True, timeout=55, check=True)
-    return done.stdout.decode(), done.stderr.decode()
+    return run(program, *arguments, environment=environment, home=home)
 
 
 def test_model_of_the_hub_is_fetched_at_its_commit(hub: Hub, tmp_path: Path) -> None:
