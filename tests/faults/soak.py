@@ -223,4 +223,4 @@ def _finite(grown: Mapping[str, Mapping[str, Growth]]) -> dict[str, dict[str, li
 
 
 if __name__ == "__main__":
-    sys.exit(from_shell(main))
+    sys.exit(from_shell(main, PROGRAM))

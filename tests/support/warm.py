@@ -5,6 +5,8 @@
 A forked peer is what `python -P -m MODULE …` with that environment would be, but for the modules that it has from the
 start. Its command line and the mark in its environment can be seen from outside, as those of any process: both are
 written over those of the server, which has room for them.
+
+Workers that a test starts itself, without a peer, are forked in the same way (`forked_workers`).
 """
 
 from __future__ import annotations
@@ -21,8 +23,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
@@ -30,6 +32,7 @@ from typing import Any, NoReturn
 
 from benchmarks.averaging import Swarm
 from node.runtime import fork_server
+from node.runtime.fork_server import ForkServer
 from tests.support.paths import REPOSITORY
 
 MARK = "STARLING_TEST_PEER"
@@ -94,19 +97,18 @@ class WarmServer:
         Args:
             streams: its standard streams, by number: descriptors of this process. Without 0, its input is empty.
         """
-        request = {
-            "module": module,
-            "arguments": [*arguments],
-            "environment": {**environment},
-            "directory": os.getcwd(),
-            "numbers": [*streams],
-        }
-        socket.send_fds(self._link, [json.dumps(request).encode()], [*streams.values()])
+        request = {"module": module, "arguments": [*arguments], "numbers": [*streams]}
+        return WarmProcess(self, self.fork(request, environment, [*streams.values()]))
+
+    def fork(self, request: dict[str, Any], environment: Mapping[str, str], descriptors: Sequence[int]) -> int:
+        """Fork a process and return its id."""
+        request = request | {"environment": {**environment}, "directory": os.getcwd()}
+        socket.send_fds(self._link, [json.dumps(request).encode()], descriptors)
         until = time.monotonic() + _START_SECONDS
         while not self._started:
             assert time.monotonic() < until, "the process that forks peers does not answer"
             self.listen(until - time.monotonic())
-        return WarmProcess(self, self._started.pop())
+        return self._started.pop()
 
     def children_seconds(self) -> float:
         with suppress(OSError):
@@ -172,6 +174,23 @@ def server() -> WarmServer:
     return WarmServer()
 
 
+@asynccontextmanager
+async def forked_workers() -> AsyncIterator[ForkServer]:
+    """Have the workers of this process forked, as a peer has: PyTorch takes seconds to load."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours.setblocking(False)
+    before = ForkServer.here
+    with ours:
+        with theirs:
+            server().fork({}, os.environ, [theirs.fileno()])
+        here = ForkServer.here = ForkServer(ours)
+        try:
+            yield here
+        finally:
+            ForkServer.here = before
+            asyncio.get_running_loop().remove_reader(ours.fileno())
+
+
 def children_seconds() -> float:
     """Processor seconds of all processes that the server has forked and that have ended, and of theirs."""
     if not server.cache_info().currsize:
@@ -182,14 +201,22 @@ def children_seconds() -> float:
 # -- in the server ----------------------------------------------------------------------------------------------------
 
 
-def _become_peer(request: dict[str, Any], descriptors: list[int]) -> NoReturn:
-    fork_server.place_descriptors(descriptors, request["numbers"])
-    fork_server.open_streams()
+def _run(request: dict[str, Any], descriptors: list[int]) -> NoReturn:
     os.environ.clear()
     os.environ.update(request["environment"])
     os.chdir(request["directory"])
     os.setsid()
-    sys.path[:0] = request["environment"]["PYTHONPATH"].split(os.pathsep)
+    sys.path[:0] = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    if "module" in request:
+        _become_peer(request, descriptors)
+    fork_server.become_program("node.runtime.fork_server", ())
+    with socket.socket(fileno=descriptors[0]) as link:
+        fork_server.serve(link, fork_server.run_program)
+
+
+def _become_peer(request: dict[str, Any], descriptors: list[int]) -> NoReturn:
+    fork_server.place_descriptors(descriptors, request["numbers"])
+    fork_server.open_streams()
     module, arguments = request["module"], request["arguments"]
     fork_server.become_program(module, arguments)
     _write_mark(request["environment"].get(MARK, _NO_MARK))
@@ -208,6 +235,7 @@ def _write_mark(mark: str) -> None:
 
 
 def _main(descriptor: int) -> NoReturn:
+    import torch._dynamo  # noqa: F401 - the first optimiser of each worker would load it, for a second
     import uvloop  # noqa: F401
 
     import node.cli.app
@@ -217,7 +245,7 @@ def _main(descriptor: int) -> NoReturn:
 
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # to wait for the processes of peers that have ended
     with socket.socket(fileno=descriptor) as link:
-        fork_server.serve(link, _become_peer)
+        fork_server.serve(link, _run)
 
 
 if __name__ == "__main__":

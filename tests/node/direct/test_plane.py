@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+import tempfile
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, closing, suppress
+from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 from node.direct import connection
 from node.direct.connection import DirectConnection
+from node.direct.link import Libp2pLink
 from node.direct.listener import EXPECTED, STRANGERS, WaitingLimits
 from node.direct.messages import HEADER_LIMIT, METHOD, ConnectionToken, DialBack, DialBackResult
 from node.direct.plane import DirectConfig, DirectPlane
@@ -20,12 +24,35 @@ from node.network.libp2p import LibP2PTransport
 from protocols import wire
 from protocols.base import PeerGone, PeerId, PeerSilent, Stream, Transport
 from tests.support.direct_connections import descriptors, silent_strangers, swallow_packets
-from tests.support.real_transports import TransportMaker, on_uvloop, soon
+from tests.support.real_transports import Pool, TransportMaker, on_uvloop, soon
 
 pytestmark = pytest.mark.real
 
 MIB = 1 << 20
 CONFIG = DirectConfig({"echo", "sink", "not served"})
+
+
+class PlaneMaker(TransportMaker):
+    """Gives the pool's transports a data plane for one test."""
+
+    async def __call__(self, **changes: Any) -> LibP2PTransport:
+        transport = await super().__call__()
+        link = Libp2pLink(transport._open_over_libp2p, transport._hosts.get, transport._serving)
+        made = transport._direct = DirectPlane(transport.me, changes["direct"], link)
+        made.start(["127.0.0.1"])
+        self.push_async_callback(made.close)
+        return transport
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pool]:
+    with tempfile.TemporaryDirectory(prefix="st") as made, closing(Pool(Path(made), 2)) as opened:
+        yield opened
+
+
+@pytest.fixture
+def make(directory: Path, pool: Pool) -> TransportMaker:
+    return PlaneMaker(directory, pool)
 
 
 async def echo(_: PeerId, stream: Stream) -> None:
@@ -132,17 +159,6 @@ class TestWays:
         assert await way(a, b) == (Way.DIALLED_BACK, "") and a.routes[b.me].dialled_back.failures == 0
 
     @on_uvloop
-    async def test_restarted_peer_is_reached_directly_in_the_same_open(self, make: TransportMaker) -> None:
-        a, b = await pair(make)
-        assert await way(a, b) == (Way.DIRECT, "")
-        await b.__aexit__()
-        reborn = await make(direct=CONFIG, identity=b._config.identity)
-        reborn.serve("echo", echo)
-        await a.connect(reborn.addresses[0], soon())
-        assert a.routes[b.me].tokens_left(0.0) > 0
-        assert await way(a, reborn) == (Way.DIRECT, "")
-
-    @on_uvloop
     async def test_refused_method_costs_one_connection_and_is_definite(self, make: TransportMaker) -> None:
         a, b = await pair(make)
         await asyncio.gather(*(ping(a, b.me, size=MIB) for _ in range(3)))
@@ -225,20 +241,6 @@ class TestFailures:
         assert len(plane(a)._inbound.issuer) == 0
         await until(lambda: not dialled(b) and not plane(b)._inbound._served)
 
-    @on_uvloop
-    async def test_closed_transport_opens_and_keeps_nothing(self, make: TransportMaker) -> None:
-        a, b = await pair(make)
-        await way(a, b)
-        opening = [asyncio.create_task(ping(a, b.me, size=MIB)) for _ in range(4)]
-        await asyncio.sleep(0.002)
-        outbound = plane(a)._outbound
-        await a.__aexit__()
-        async with asyncio.timeout(20):
-            results = await asyncio.gather(*opening, return_exceptions=True)
-        assert all(isinstance(each, PeerGone | PeerSilent | None) for each in results)
-        assert not outbound._connections and not outbound._idle
-        assert outbound.routes[b.me].tokens_left(0.0) and await outbound.open(b.me, "echo", soon()) is None
-
     @pytest.mark.parametrize("back", [False, True], ids=["dialling", "being dialled back"])
     @on_uvloop
     async def test_open_cancelled_at_any_time_leaves_nothing(self, make: TransportMaker, back: bool) -> None:
@@ -259,6 +261,38 @@ class TestFailures:
         await until(lambda: len(plane(a)._outbound._idle) == len(dialled(a)) == len(plane(b)._inbound._served) <= 4)
         assert not plane(a)._inbound.awaited
         await until(lambda: descriptors() <= before + 6)
+
+
+class TestEnds:
+    @pytest.fixture
+    def make(self, directory: Path) -> TransportMaker:
+        """Of transports that are each test's own."""
+        return TransportMaker(directory)
+
+    @on_uvloop
+    async def test_restarted_peer_is_reached_directly_in_the_same_open(self, make: TransportMaker) -> None:
+        a, b = await pair(make)
+        assert await way(a, b) == (Way.DIRECT, "")
+        await b.__aexit__()
+        reborn = await make(direct=CONFIG, identity=b._config.identity)
+        reborn.serve("echo", echo)
+        await a.connect(reborn.addresses[0], soon())
+        assert a.routes[b.me].tokens_left(0.0) > 0
+        assert await way(a, reborn) == (Way.DIRECT, "")
+
+    @on_uvloop
+    async def test_closed_transport_opens_and_keeps_nothing(self, make: TransportMaker) -> None:
+        a, b = await pair(make)
+        await way(a, b)
+        opening = [asyncio.create_task(ping(a, b.me, size=MIB)) for _ in range(4)]
+        await asyncio.sleep(0.002)
+        outbound = plane(a)._outbound
+        await a.__aexit__()
+        async with asyncio.timeout(20):
+            results = await asyncio.gather(*opening, return_exceptions=True)
+        assert all(isinstance(each, PeerGone | PeerSilent | None) for each in results)
+        assert not outbound._connections and not outbound._idle
+        assert outbound.routes[b.me].tokens_left(0.0) and await outbound.open(b.me, "echo", soon()) is None
 
 
 @asynccontextmanager

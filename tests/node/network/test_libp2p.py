@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 from asyncio.subprocess import PIPE
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
@@ -33,7 +33,7 @@ from protocols import wire
 from protocols.base import PeerGone, PeerId, PeerSilent, Stream, Transport
 from tests.conformance.other_process import echo
 from tests.conformance.worlds import freeze, running_daemons
-from tests.support.real_transports import TransportMaker, on_uvloop, soon
+from tests.support.real_transports import Pool, TransportMaker, on_uvloop, soon
 
 pytestmark = pytest.mark.real
 
@@ -160,7 +160,7 @@ class TestSupervision:
         a, b = await make.pair()
         addresses = b.addresses
         await ping(a, b.me)
-        for count in (1, 2, 3):
+        for count in (1, 2):
             killed = pid_of(b)
             os.kill(killed, signal.SIGKILL)
             await until(lambda killed=killed: b.daemon_pid != killed, 2)
@@ -226,30 +226,6 @@ class TestLimits:
         await until(lambda: not c._serving._active, 5)
         await ping(a, c.me)
 
-    @on_uvloop
-    async def test_peers_breaking_rules_are_named(self, make: TransportMaker) -> None:
-        a, b = await make.pair()
-
-        async def strict(peer: PeerId, stream: Stream) -> None:
-            wire.expect(await stream.receive(LIMIT), wire.PartDone)
-
-        b.serve("strict", strict)
-        async with a.open(b.me, "strict", soon()) as stream:
-            await stream.send(wire.Chunk(1, 0))
-            with pytest.raises(PeerSilent):
-                await stream.receive(LIMIT)
-        with pytest.raises(PeerGone):
-            async with a.open(b.me, "nothing", soon()):
-                pass
-        assert a._link is not None
-        pipe, _ = await a._link.stream(b.me, 5)
-        await a._serving.ask(b.me, pipe, "strict")
-        await pipe.write(b"\xff\xff\xff\xff")
-        with pytest.raises((EOFError, OSError)):
-            await pipe.read_into(memoryview(bytearray(1)))
-        pipe.abort()
-        assert b.refused == {(a.me, "bad payload"): 2, (a.me, "method not served"): 1}
-
 
 class TestAddresses:
     @on_uvloop
@@ -272,34 +248,6 @@ class TestAddresses:
         os.kill(pid_of(b), signal.SIGCONT)
 
     @on_uvloop
-    async def test_failed_connection_reports_the_reason(self, make: TransportMaker) -> None:
-        a, b = await make(), await make()
-        silent = socket.create_server(("127.0.0.1", 0))  # takes connections, and says nothing
-        stranger = identity.create(make.directory / "stranger").peer_id
-        where = b.addresses[0].rpartition("/p2p/")[0]
-        cases = [
-            ("/ip4/127.0.0.1/tcp/1", PeerGone, "nothing listens there"),
-            (where, PeerGone, f"another peer is there, {b.me}"),
-            (where, PeerGone, f"another peer is there, {b.me}"),  # not dialled again so soon, and the error is the same
-            ("/dns4/no-peer.invalid/tcp/1", PeerGone, "name has no address"),
-            ("/ip4/127.0.0.1/udp/1", PeerGone, "is not spoken here"),
-            ("/ip4/127.0.0.1/tcp/1/p2p-circuit", PeerGone, "relay is not named"),
-            (f"{b.addresses[0]}/p2p-circuit", PeerGone, "relay"),
-            (f"/ip4/127.0.0.1/tcp/{silent.getsockname()[1]}", PeerSilent, "no answer"),
-        ]
-        for address, kind, why in cases:
-            with pytest.raises(kind, match=why):
-                await a.connect(f"{address}/p2p/{stranger}", soon(1.5))
-        with pytest.raises(PeerGone, match="this peer itself"):
-            await a.connect(a.addresses[0], soon())
-        for malformed in ("/ip4/127.0.0.1/tcp/99999/p2p/x", "127.0.0.1:4001"):
-            with pytest.raises(ValueError, match="not a multiaddr like"):
-                await a.connect(malformed, soon())
-        with pytest.raises(ValueError, match="must end in /p2p/"):
-            await a.connect(f"{b.addresses[0]}/p2p-circuit", soon())
-        silent.close()
-
-    @on_uvloop
     async def test_crossed_and_automatic_dials_are_retried(self, make: TransportMaker) -> None:
         a, key = await make(), identity.create(make.directory / "b")
         stranger, nowhere = identity.create(make.directory / "stranger").peer_id, "/ip4/127.0.0.1/tcp/1"
@@ -316,16 +264,6 @@ class TestAddresses:
         assert met == b.me
         assert isinstance(refused, PeerGone) and "nothing listens there" in refused.why
         await ping(a, b.me)
-
-    @on_uvloop
-    async def test_forgetting_a_peer_disconnects_it(self, make: TransportMaker) -> None:
-        a, b = await make.pair()
-        async with a.open(b.me, "echo", soon()) as stream:
-            await a.forget(b.me, soon())
-            with pytest.raises(PeerSilent):
-                await stream.receive(LIMIT)
-        assert b.me not in a._known
-        await a.forget(b.me, soon())
 
     @on_uvloop
     async def test_port_in_use_is_named_in_error(self, make: TransportMaker, caplog: pytest.LogCaptureFixture) -> None:
@@ -448,6 +386,82 @@ class TestProcesses:
             assert time.monotonic() < deadline, "p2pd outlives its parent"
             time.sleep(0.01)
 
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pool]:
+    with tempfile.TemporaryDirectory(prefix="st") as made, contextlib.closing(Pool(Path(made), 2)) as opened:
+        yield opened
+
+
+class TestUndisturbed:
+    """Nothing happens to the peers themselves: all tests have the same two."""
+
+    @pytest.fixture
+    def make(self, directory: Path, pool: Pool) -> TransportMaker:
+        return TransportMaker(directory, pool)
+
+    @on_uvloop
+    async def test_peers_breaking_rules_are_named(self, make: TransportMaker) -> None:
+        a, b = await make.pair()
+
+        async def strict(peer: PeerId, stream: Stream) -> None:
+            wire.expect(await stream.receive(LIMIT), wire.PartDone)
+
+        b.serve("strict", strict)
+        async with a.open(b.me, "strict", soon()) as stream:
+            await stream.send(wire.Chunk(1, 0))
+            with pytest.raises(PeerSilent):
+                await stream.receive(LIMIT)
+        with pytest.raises(PeerGone):
+            async with a.open(b.me, "nothing", soon()):
+                pass
+        assert a._link is not None
+        pipe, _ = await a._link.stream(b.me, 5)
+        await a._serving.ask(b.me, pipe, "strict")
+        await pipe.write(b"\xff\xff\xff\xff")
+        with pytest.raises((EOFError, OSError)):
+            await pipe.read_into(memoryview(bytearray(1)))
+        pipe.abort()
+        assert b.refused == {(a.me, "bad payload"): 2, (a.me, "method not served"): 1}
+
+    @on_uvloop
+    async def test_failed_connection_reports_the_reason(self, make: TransportMaker) -> None:
+        a, b = await make(), await make()
+        silent = socket.create_server(("127.0.0.1", 0))  # takes connections, and says nothing
+        stranger = identity.create(make.directory / "stranger").peer_id
+        where = b.addresses[0].rpartition("/p2p/")[0]
+        cases = [
+            ("/ip4/127.0.0.1/tcp/1", PeerGone, "nothing listens there"),
+            (where, PeerGone, f"another peer is there, {b.me}"),
+            (where, PeerGone, f"another peer is there, {b.me}"),  # not dialled again so soon, and the error is the same
+            ("/dns4/no-peer.invalid/tcp/1", PeerGone, "name has no address"),
+            ("/ip4/127.0.0.1/udp/1", PeerGone, "is not spoken here"),
+            ("/ip4/127.0.0.1/tcp/1/p2p-circuit", PeerGone, "relay is not named"),
+            (f"{b.addresses[0]}/p2p-circuit", PeerGone, "relay"),
+            (f"/ip4/127.0.0.1/tcp/{silent.getsockname()[1]}", PeerSilent, "no answer"),
+        ]
+        for address, kind, why in cases:
+            with pytest.raises(kind, match=why):
+                await a.connect(f"{address}/p2p/{stranger}", soon(1.5))
+        with pytest.raises(PeerGone, match="this peer itself"):
+            await a.connect(a.addresses[0], soon())
+        for malformed in ("/ip4/127.0.0.1/tcp/99999/p2p/x", "127.0.0.1:4001"):
+            with pytest.raises(ValueError, match="not a multiaddr like"):
+                await a.connect(malformed, soon())
+        with pytest.raises(ValueError, match="must end in /p2p/"):
+            await a.connect(f"{b.addresses[0]}/p2p-circuit", soon())
+        silent.close()
+
+    @on_uvloop
+    async def test_forgetting_a_peer_disconnects_it(self, make: TransportMaker) -> None:
+        a, b = await make.pair()
+        async with a.open(b.me, "echo", soon()) as stream:
+            await a.forget(b.me, soon())
+            with pytest.raises(PeerSilent):
+                await stream.receive(LIMIT)
+        assert b.me not in a._known
+        await a.forget(b.me, soon())
+
     @on_uvloop
     async def test_killed_process_takes_its_daemon_along(self, make: TransportMaker) -> None:
         a = await make()
@@ -489,7 +503,7 @@ class TestProcesses:
                 await stream.send(wire.Chunk(1, MIB), bytes(MIB))
 
         b.serve("pour", pour)
-        for _ in range(20):
+        for _ in range(10):
             async with a.open(b.me, "pour", soon()):
                 await asyncio.sleep(0.03)
         await until(lambda: not a._serving._lingering and not b._serving._active, 20)

@@ -108,7 +108,7 @@ def test_every_bit_flip_and_truncation_is_detected(tmp_path: Path) -> None:
     draw, warnings = random.Random(1), list[str]()
     files = sorted(newest(tmp_path).path.iterdir())
     assert [file.name for file in files] == [INNER, MANIFEST, OUTER]
-    damages = [("flip", draw.choice(files)) for _ in range(1000)] + [("cut", draw.choice(files)) for _ in range(100)]
+    damages = [("flip", draw.choice(files)) for _ in range(300)] + [("cut", draw.choice(files)) for _ in range(30)]
     for kind, file in damages:
         data = file.read_bytes()
         if kind == "cut":

@@ -30,6 +30,8 @@ from protocols.base import BadPayload, Member, RoundKey
 from protocols.pipeline.admission import StepAdmission
 from protocols.pipeline.work import LeaseLost
 
+pytestmark = pytest.mark.usefixtures("forked")
+
 RECIPE = Recipe(10, 5, learning_rate=1e-2, outer_learning_rate=0.9, outer_momentum=0.5, warmup_steps=4, batches=2)
 SHAPE, ROWS, BOUNDS, SEED, STREAM = GptConfig(layers=2, width=16, heads=2, context=16), 2, (0, 2, 3, 4), 9, 3
 DRIVER = Member("driver")

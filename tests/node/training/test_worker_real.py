@@ -12,7 +12,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +24,7 @@ import pytest_asyncio
 import torch
 
 from node.runtime.compute import ThreadCompute
+from node.runtime.fork_server import ForkServer
 from node.tasks.recipe import Recipe
 from node.tasks.spec import OwnValues, PacedValues, WorkerSpec, build
 from node.training import liveness, process
@@ -32,6 +33,7 @@ from node.training.remote import RemoteTrainer, WorkerError
 from node.training.trainer import LocalTraining
 from protocols.base import LocalProgress, RoundKey, Trainer
 from tests.conformance.worlds import freeze
+from tests.support import warm
 from tests.support.paths import REPOSITORY
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(120)]
@@ -50,15 +52,10 @@ def paced(step_seconds: float = 0.02) -> WorkerSpec:
 
 
 @pytest_asyncio.fixture
-async def compute() -> AsyncIterator[ThreadCompute]:
+async def compute(forked: None) -> AsyncIterator[ThreadCompute]:
     async with ThreadCompute() as made:
         yield made
-
-
-@pytest.fixture(autouse=True)
-def orphans() -> Iterator[None]:
-    yield
-    assert workers() == []
+        assert workers() == []
 
 
 def workers() -> list[int]:
@@ -71,9 +68,9 @@ def workers() -> list[int]:
 
 
 def _is_ours(parent: int) -> bool:
-    """Whether the parent is a reaper of this process, or there is none."""
+    """Whether the parent is a reaper of this process or of its fork server, or there is none."""
     with suppress(psutil.NoSuchProcess):
-        return parent == 1 or psutil.Process(parent).ppid() == os.getpid()
+        return parent == 1 or psutil.Process(parent).ppid() in (os.getpid(), ForkServer.here and ForkServer.here.pid)
     return True
 
 
@@ -105,7 +102,12 @@ async def vector(trainer: RemoteTrainer) -> torch.Tensor:
     return into
 
 
-async def test_training_matches_in_process_bits(spec: WorkerSpec, compute: ThreadCompute) -> None:
+@pytest.mark.parametrize("how", ["forked", "executed"])
+async def test_training_matches_in_process_bits(
+    how: str, spec: WorkerSpec, compute: ThreadCompute, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if how == "executed":
+        monkeypatch.setattr(ForkServer, "here", None)
     learner = build(spec, torch.empty, False).learner
     local_training = LocalTraining(learner, RECIPE.inner_steps)
     async with RemoteTrainer(spec, compute) as trainer:
@@ -299,7 +301,7 @@ async def test_exception_and_hang_name_their_place(
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr(succession, "BACKOFF_SECONDS", (0.0,) * 5)
     spec = WorkerSpec(OwnValues("failing:Failing"), RECIPE, 3, threads=1, timeout_seconds=2.0)
-    async with RemoteTrainer(spec, compute) as trainer:
+    async with warm.forked_workers(), RemoteTrainer(spec, compute) as trainer:  # with that path
         with pytest.raises(WorkerError) as error:
             await trainer.evaluate()
         assert "KeyError: 'no such loss', in Failing.evaluate (failing.py:25)" in str(error.value)
@@ -356,6 +358,7 @@ async def test_last_output_is_reported(
         return await launch(name, command, on_line, {"PYTHONPATH": str(tmp_path)}, *rest)
 
     monkeypatch.setattr(process.ChildProcess, "start", start)
+    monkeypatch.setattr(ForkServer, "here", None)
     with pytest.raises(WorkerError) as error:
         await RemoteTrainer(paced(), compute).__aenter__()
     assert str(error.value).startswith("the worker did not start: exit code 3; last output: xxx")
@@ -440,33 +443,43 @@ async def test_ten_worker_deaths_leave_nothing_behind(compute: ThreadCompute) ->
 _PARENT = """
 import asyncio
 import sys
+from contextlib import AsyncExitStack
 from node.runtime.compute import ThreadCompute
+from node.runtime.fork_server import ForkServer
+from node.training import worker
 from node.training.remote import RemoteTrainer, WorkerSpec
 from protocols.base import RoundKey
 
 async def main():
-    async with ThreadCompute() as compute, RemoteTrainer(WorkerSpec.from_json(sys.argv[1]), compute) as trainer:
-        print(trainer.pid, flush=True)
-        await trainer.train(RoundKey(bytes(32), "run", bytes(32), 0), asyncio.Event(), lambda work: None)
+    training = []
+    async with ThreadCompute() as compute, AsyncExitStack() as stack:
+        for ForkServer.here in (server, server, None):
+            trainer = await stack.enter_async_context(RemoteTrainer(WorkerSpec.from_json(sys.argv[1]), compute))
+            training.append(trainer.train(RoundKey(bytes(32), "run", bytes(32), 0), asyncio.Event(), lambda work: None))
+            print(trainer.pid, flush=True)
+        await asyncio.gather(*training)
 
+ForkServer.begin()
+assert (server := ForkServer.here)
 asyncio.run(main())
 """
 
 
-@pytest.mark.parametrize("state", ["training", "stopped"])
-def test_worker_dies_with_its_parent(state: str) -> None:
+def test_worker_dies_with_its_parent() -> None:
+    """One that trains, and two that are stopped, of which one is executed, not forked."""
     root = str(REPOSITORY)
     command = [sys.executable, "-c", _PARENT, paced().to_json()]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": root}) as parent:
-        child = psutil.Process(int(parent.stdout.readline()))
-        assert os.getsid(child.pid) == child.pid, "Ctrl-C cannot reach it"
-        if state == "stopped":
+        children = [psutil.Process(int(parent.stdout.readline())) for _ in range(3)]
+        for child in children:
+            assert os.getsid(child.pid) == child.pid, "Ctrl-C cannot reach it"
+        for child in children[1:]:
             child.send_signal(signal.SIGSTOP)
         parent.kill()
         began = time.monotonic()
-        while child.is_running() and child.status() != psutil.STATUS_ZOMBIE and time.monotonic() - began < 5:
+        while any(each.is_running() and each.status() != psutil.STATUS_ZOMBIE for each in children):
+            assert time.monotonic() - began < 1
             time.sleep(0.01)
-        assert time.monotonic() - began < 1
 
 
 async def test_resting_worker_stands_still_and_lives(compute: ThreadCompute) -> None:

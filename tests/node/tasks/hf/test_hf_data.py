@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pyarrow
@@ -28,6 +27,7 @@ from node.tasks.hf.settings import HfSettings, ModelError
 from node.tasks.hf.streamed import StepSize
 from node.tasks.hf.task import DataSource, parse_sample
 from tests.support.paths import REPOSITORY
+from tests.support.program import run
 from tests.support.small_models import CHAT, CHAT_WITH_MARKS, conversations, story
 
 CHAT_SETTINGS = HfSettings(context=64, rows=4, format="chat")
@@ -110,32 +110,22 @@ def test_rows_keep_every_token_and_target(documents: list[list[bool]], pack: boo
         assert pack or (starts.sum(1) <= 1).all()
 
 
-PROGRAM = """
-import hashlib, sys
-from pathlib import Path
-from transformers import AutoTokenizer
-from node.tasks.hf.chat import Encoder
-from node.tasks.hf.corpus import data_files
-from node.tasks.hf.rows import prepare
-from node.tasks.hf.settings import HfSettings
-home = Path(sys.argv[1])
-encoder = Encoder(AutoTokenizer.from_pretrained(home / "qwen3"), False)
-rows = prepare(data_files(home / "story.txt"), encoder, HfSettings(context=32, rows=4), "t").rows
-batches = [rows.batch(seed, position, 4) for seed, position in ((7, 0), (7, 90), (8, 0), (7, 0))]
-print([hashlib.sha256(b"".join(part.numpy().tobytes() for part in batch)).hexdigest() for batch in batches])
-"""
+def hashes(home: Path) -> list[str]:
+    rows = prepare(
+        data_files(home / "story.txt"), encoder(home, is_chat=False), HfSettings(context=32, rows=4), "t"
+    ).rows
+    batches = [rows.batch(seed, position, 4) for seed, position in ((7, 0), (7, 90), (8, 0), (7, 0))]
+    return [hashlib.sha256(b"".join(part.numpy().tobytes() for part in batch)).hexdigest() for batch in batches]
 
 
-def test_batches_depend_on_seed_and_position_alone(made: Path, tmp_path: Path) -> None:
-    said = []
-    for cache in ("one", "one", "two"):  # tokenised, mapped, tokenised again: each in a process of its own
-        environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "XDG_CACHE_HOME": str(tmp_path / cache)}
-        command = [sys.executable, "-c", PROGRAM, str(made)]
-        said.append(subprocess.run(command, env=environment, check=True, capture_output=True, timeout=60).stdout)
-    first, *others = said
-    assert others == [first, first]
-    hashes = json.loads(first.replace(b"'", b'"'))
-    assert hashes[0] == hashes[3] and len(set(hashes)) == 3
+def test_batches_depend_on_seed_and_position_alone(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokenised, mapped, tokenised again in another process."""
+    first = hashes(made)
+    assert hashes(made) == first and first[0] == first[3] and len(set(first)) == 3
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "another"))
+    program = f"from pathlib import Path; from {__name__} import hashes; print(hashes(Path({str(made)!r})))"
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
+    assert run(program, environment=environment, home=tmp_path)[0] == f"{first}\n"
 
 
 @pytest.mark.parametrize("count", (1, 3, 5, 30))
