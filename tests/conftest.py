@@ -3,6 +3,7 @@ processes of one test at a time."""
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Iterator
 
@@ -45,6 +46,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if item.get_closest_marker("real"):
             waits = item.path.stem in _PATIENT or "conformance" in item.path.parts
             item.add_marker(pytest.mark.xdist_group("real, waiting" if waits else "real"))
+
+
+def pytest_collection_finish() -> None:
+    """The garbage collector need not go through all tests again and again."""
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

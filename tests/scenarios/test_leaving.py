@@ -11,6 +11,7 @@ from protocols.base import PeerId
 from protocols.butterfly.round_call import LEAVER_SECONDS
 from protocols.consensus.record import Kind
 from tests.sim.leaving_scenario import LeavingScenario, LongRounds
+from tests.support.diagonal import diagonal
 from tests.support.scenario_steps import MIDDLE_SECONDS, STEP_SECONDS, begin, leaving_swarm, revive
 from tests.support.simulated import simulated
 
@@ -43,9 +44,7 @@ def parted(swarm: LeavingScenario, round_number: int, gone: set[PeerId]) -> None
         assert swarm.histories[peer][-1]["round"] == round_number
 
 
-@pytest.mark.parametrize("jitter", (False, True))
-@pytest.mark.parametrize("role", ROLES)
-@pytest.mark.parametrize("peers", (2, 3, 4, 5))
+@diagonal("peers, role, jitter", (2, 3, 4, 5), ROLES, (False, True))
 @simulated(lambda peers, jitter: leaving_swarm(peers, jitter=jitter))
 async def test_leaver_ends_the_round_and_is_not_awaited(swarm: LeavingScenario, role: str) -> None:
     await swarm.rounds(2)
@@ -75,8 +74,7 @@ async def test_leaver_without_a_step_is_waited_for(swarm: LeavingScenario) -> No
     assert seconds <= 4 * STEP_SECONDS + LEAVER_SECONDS + PROMPT_SECONDS
 
 
-@pytest.mark.parametrize("role", ROLES)
-@pytest.mark.parametrize("peers", (2, 3, 4))
+@diagonal("peers, role", (2, 3, 4), ROLES)
 @simulated(leaving_swarm)
 async def test_leaver_in_first_step_hands_that_step_in(swarm: LeavingScenario, role: str) -> None:
     await swarm.rounds(2)

@@ -1,0 +1,16 @@
+"""A sample of a matrix of parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import product
+from typing import Any
+
+import pytest
+
+
+def diagonal(names: str, *axes: Sequence[Any]) -> pytest.MarkDecorator:
+    """Parametrise a test by all combinations. Those on the diagonal, with each value of each axis, are not long."""
+    short = [tuple(axis[at % len(axis)] for axis in axes) for at in range(max(map(len, axes)))]
+    cases = (pytest.param(*each, marks=() if each in short else pytest.mark.long) for each in product(*axes))
+    return pytest.mark.parametrize(names, tuple(cases))
