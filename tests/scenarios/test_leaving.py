@@ -11,7 +11,7 @@ from protocols.base import PeerId
 from protocols.butterfly.round_call import LEAVER_SECONDS
 from protocols.consensus.record import Kind
 from tests.sim.leaving_scenario import LeavingScenario, LongRounds
-from tests.support.diagonal import diagonal
+from tests.support.long import diagonal
 from tests.support.scenario_steps import MIDDLE_SECONDS, STEP_SECONDS, begin, leaving_swarm, revive
 from tests.support.simulated import simulated
 

@@ -17,8 +17,8 @@ from protocols.history.chain import genesis
 from tests.sim.butterfly_harness import RUN, Averaged, ButterflyHarness
 from tests.sim.leaving_scenario import LeavingScenario
 from tests.sim.network import SimNetwork
-from tests.support.diagonal import diagonal
 from tests.support.example_vectors import equal_norm_vectors
+from tests.support.long import diagonal, long
 from tests.support.scenario_steps import MIDDLE_SECONDS, leaving_swarm
 from tests.support.simulated import simulated
 
@@ -67,7 +67,7 @@ def leave_and_die(peers: int, role: int, at: int | None) -> tuple[int, float, li
     return count, seconds, outcomes
 
 
-@pytest.mark.parametrize("every", (6, pytest.param(1, marks=pytest.mark.long)))
+@pytest.mark.parametrize("every", (6, *long(1)))
 @pytest.mark.parametrize("role", (0, 1))
 @pytest.mark.parametrize("peers", (2, 3))
 def test_leaver_death_at_any_message_spares_the_others(peers: int, role: int, every: int) -> None:

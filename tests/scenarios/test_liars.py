@@ -18,6 +18,7 @@ from tests.sim.byzantine.voters import forged, made_up
 from tests.sim.host import sim_host
 from tests.sim.network import SimNetwork
 from tests.support.example_vectors import equal_norm_vectors
+from tests.support.long import diagonal
 
 COUNT = 4
 PEERS = tuple(f"p{index:02}" for index in range(COUNT))
@@ -62,8 +63,7 @@ def blamed(averaged: Averaged, honest: list[int]) -> set[PeerId]:
     return {blame.peer for index in honest for blame in averaged.means[index].blamed}
 
 
-@pytest.mark.parametrize("codec", ("fp32", "int8"))
-@pytest.mark.parametrize("liar", range(COUNT))
+@diagonal("liar, codec", range(COUNT), ("fp32", "int8"))
 def test_reducer_signing_two_results_is_blamed(liar: int, codec: str) -> None:
     """By everybody who was given one and fetched the other; and the vote is on one of them."""
     averaged = average({liar: "two-parts"}, codec=codec)

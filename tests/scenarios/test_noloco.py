@@ -83,7 +83,7 @@ def test_mean_of_all_follows_their_work(pace: str, pull: float | None, codec: st
 
 @pytest.mark.parametrize("fault", ("crash", "partition", "lies"))
 def test_simulation_survives_faults(fault: str, capsys: pytest.CaptureFixture[str]) -> None:
-    options = ["--protocol", "gossip", "--pull", "0.3", "--peers", "4", "--rounds", "4", "--seeds", "0"]
+    options = ["--protocol", "gossip", "--pull", "0.3", "--peers", "4", "--rounds", "4", "--seeds", "11"]
     assert simulate([*options, "--faults", fault, "--json"]) == 0, capsys.readouterr()
 
 

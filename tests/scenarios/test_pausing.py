@@ -12,6 +12,7 @@ from node.outer.catch_up import CatchUp
 from protocols.base import PeerId
 from protocols.consensus.record import Kind
 from tests.sim.leaving_scenario import INNER_STEPS, LeavingScenario
+from tests.support.long import long
 from tests.support.scenario_steps import MIDDLE_SECONDS, STEP_SECONDS, begin, leaving_swarm, restart
 from tests.support.simulated import simulated
 
@@ -43,7 +44,7 @@ def roster(swarm: LeavingScenario, peer: PeerId = "p0") -> set[PeerId]:
 
 
 @pytest.mark.parametrize("wanted", (Activity.REST, Activity.AWAY))
-@pytest.mark.parametrize(("peers", "pausing"), ((2, 1), (4, 1), (4, 3), (8, 3)))
+@pytest.mark.parametrize(("peers", "pausing"), ((2, 1), (4, 1), (4, 3), *long((8, 3))))
 @simulated(leaving_swarm)
 async def test_pausing_members_cost_the_others_nothing(
     swarm: LeavingScenario, peers: int, pausing: int, wanted: Activity
