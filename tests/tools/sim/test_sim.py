@@ -221,7 +221,7 @@ def test_unnamed_lie_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
             ClaimedRounds, "round", lambda self, mine, others: mine, "spread",
         ),
         (
-            Scenario(protocol="moshpit", peers=4, rounds=5, seed=71, fault="partition", elements=64),
+            Scenario(protocol="moshpit", peers=4, rounds=5, seed=71, fault="partition", chunk_elements=4096),
             PeerTracker, "leads", lambda self, round: False, "progress",
         ),
     ],
@@ -230,7 +230,7 @@ def test_unnamed_lie_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_planted_bug_in_mixing_is_found(
     scenario: Scenario, owner: type, method: str, wrong: Any, invariant: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tests.sim.world.HEALED_SECONDS", 30.0)  # without progress, all of it is played
+    monkeypatch.setattr("tests.sim.world.HEALED_SECONDS", 40.0)  # without progress, all of it is played
     assert play(scenario, IndependentWorld).violations == []
     monkeypatch.setattr(owner, method, wrong)
     assert invariant in found(play(scenario, IndependentWorld))
