@@ -20,6 +20,7 @@ from tests.sim.butterfly_harness import RUN, Averaged, ButterflyHarness
 from tests.sim.byzantine.contributors import LIES
 from tests.sim.network import SimNetwork
 from tests.support.example_vectors import equal_norm_vectors
+from tests.support.long import diagonal
 
 SIZE = 10 << 20
 
@@ -40,8 +41,7 @@ def same_bits(averaged: Averaged) -> bool:
     return all(result.numpy().tobytes() == first for result in averaged.results)
 
 
-@pytest.mark.parametrize("count", range(1, 17))
-@pytest.mark.parametrize("elements", (1, 7, 1001, 65_537))
+@diagonal("count, elements", range(1, 17), (1, 7, 1001, 65_537))
 def test_exact_mean_for_every_group_size(count: int, elements: int) -> None:
     """Unequal weights, unequal shares, odd sizes, vectors smaller than the group. The vectors stay as they are."""
     rng = random.Random(count * 31 + elements)

@@ -243,7 +243,7 @@ def test_silence_costs_little_time(way: str) -> None:
 
 def test_disconnected_peer_blames_no_one_and_rejoins() -> None:
     """It received nothing, because of its own link, so it is in the others' group again in the next round."""
-    for hundredths in range(197, 218, 2):
+    for hundredths in range(197, 218, 5):
         swarm = moshpit_swarm(3, elements=60_000, train_seconds=(2.0,) * 3)
 
         def fault(network: SimNetwork, seconds: float = hundredths / 100) -> None:
