@@ -15,7 +15,7 @@ from protocols.consensus.messages import Decided, Instruction
 from protocols.consensus.record import Kind, decode
 from tests.sim import contact
 from tests.sim.scenario_runner import ScenarioRunner, ScenarioSetup
-from tests.support.long import long
+from tests.support.long import diagonal, long
 
 LATENCY_SECONDS = 0.05
 ROUND_TRIP_SECONDS = 2 * LATENCY_SECONDS
@@ -179,8 +179,7 @@ def unseen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("unseen")
-@pytest.mark.parametrize("peers", (3, 5))
-@pytest.mark.parametrize("coordinating", (False, True))
+@diagonal("peers, coordinating", (3, 5), (False, True))
 def test_silent_member_costs_one_ballot_timeout(peers: int, coordinating: bool, decisions: Decisions) -> None:
     """From just after its complete offer: T_b until it is given up, as a contributor and as a reducer at once, or until
     the next one coordinates; then a few round trips."""

@@ -12,7 +12,7 @@ from protocols.consensus.record import Kind
 from protocols.consensus.vote_tally import majority
 from tests.sim.scenario_runner import ScenarioRunner, ScenarioSetup
 from tests.support.checkers import Report
-from tests.support.long import diagonal
+from tests.support.long import diagonal, long
 from tests.support.simulated import simulated
 
 HEAL_SECONDS = 30.0
@@ -136,7 +136,7 @@ def test_allowed_forks_continue_and_merge_after_healing(sizes: tuple[int, int], 
         assert rounds >= 3 and tokens > 0
 
 
-@pytest.mark.parametrize(("left", "right"), SPLITS)
+@pytest.mark.parametrize(("left", "right"), (*SPLITS[:3], *long(*SPLITS[3:])))
 def test_minority_waits_without_loss_where_forks_are_forbidden(left: int, right: int) -> None:
     """Only a majority continues; without one, no peer does. There is never more than one branch."""
     done = split(left, right, fork_peers=0, apart_seconds=APART_SECONDS[0])

@@ -17,5 +17,8 @@ def long(*values: Any) -> list[Any]:
 def diagonal(names: str, *axes: Sequence[Any]) -> pytest.MarkDecorator:
     """Parametrise a test by all combinations. Those on the diagonal, with each value of each axis, are not long."""
     short = [tuple(axis[at % len(axis)] for axis in axes) for at in range(max(map(len, axes)))]
-    cases = (pytest.param(*each, marks=() if each in short else pytest.mark.long) for each in product(*map(dict.fromkeys, axes)))
+    cases = (
+        pytest.param(*each, marks=() if each in short else pytest.mark.long)
+        for each in product(*map(dict.fromkeys, axes))
+    )
     return pytest.mark.parametrize(names, tuple(cases))
