@@ -117,13 +117,13 @@ def test_member_without_work_receives_with_zero_weight() -> None:
 REFUSED = tuple(lie for lie in LIES if lie != "weight-huge")
 
 
-@pytest.mark.parametrize("lie", REFUSED)
-@pytest.mark.parametrize(("name", "chunk_elements"), [("fp32", 2048), ("int8", 2048), ("fp32", 1 << 18)])
-def test_lying_contributor_is_blamed_and_left_out(lie: str, name: str, chunk_elements: int) -> None:
+@diagonal("lie, encoding", REFUSED, (("fp32", 2048), ("int8", 2048), ("fp32", 1 << 18)))
+def test_lying_contributor_is_blamed_and_left_out(lie: str, encoding: tuple[str, int]) -> None:
     """Whatever it sends, the others commit the same bits, without it where it lied, and blame it.
 
     In a part of one chunk, the second copy of a chunk that was sent twice is never read.
     """
+    name, chunk_elements = encoding
     count, liar, elements = 4, 2, 40_000
     given = equal_norm_vectors(count, elements, seed=5)
     group = ButterflyHarness(
