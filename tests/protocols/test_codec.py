@@ -15,7 +15,7 @@ from random import Random
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protocols.base import BadPayload, Vector
@@ -51,6 +51,7 @@ def threads(count: int) -> Iterator[None]:
 
 
 @every_codec
+@settings(max_examples=50)
 @given(vector=vectors())
 def test_encoding_once_and_again_stays_within_bounds(each: Codec, vector: Vector) -> None:
     before = bits(vector)
@@ -66,6 +67,7 @@ def test_encoding_once_and_again_stays_within_bounds(each: Codec, vector: Vector
 
 
 @every_codec
+@settings(max_examples=50)
 @given(data=st.binary(max_size=700), size=st.integers(0, 300))
 def test_any_bytes_decode_to_finite_or_are_rejected(each: Codec, data: bytes, size: int) -> None:
     try:
@@ -76,6 +78,7 @@ def test_any_bytes_decode_to_finite_or_are_rejected(each: Codec, data: bytes, si
 
 
 @every_codec
+@settings(max_examples=50)
 @given(size=st.integers(1, 300), random=st.randoms(use_true_random=False), tame=st.booleans())
 def test_random_bytes_of_correct_size_are_decoded_safely(each: Codec, size: int, random: Random, tame: bool) -> None:
     data = bytearray(random.randbytes(each.encoded_bytes(size)))

@@ -52,7 +52,7 @@ def at(packed: Any, path: tuple[int, ...]) -> Any:
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 @given(data=st.data())
-@settings(max_examples=40)
+@settings(max_examples=15)
 def test_every_message_kind_round_trips(kind: type[Header], data: st.DataObject) -> None:
     header = data.draw(headers(kind))
     packed = wire.encode(header)
@@ -63,7 +63,7 @@ def test_every_message_kind_round_trips(kind: type[Header], data: st.DataObject)
 
 
 @given(header=any_header.filter(lambda header: bool(dataclasses.fields(header))), data=st.data())  # type: ignore[arg-type]
-@settings(max_examples=600)
+@settings(max_examples=300)
 def test_value_of_wrong_type_or_size_is_rejected(header: Header, data: st.DataObject) -> None:
     packed = msgpack.unpackb(wire.encode(header))
     path = data.draw(st.sampled_from([path for path in places(packed) if path[0] >= 2]))
@@ -125,7 +125,7 @@ ANY_BYTES = {
 
 @pytest.mark.parametrize("source", ANY_BYTES)
 @given(data=st.data())
-@settings(max_examples=500)
+@settings(max_examples=200)
 def test_any_bytes_decode_or_raise_bad_payload(source: str, data: st.DataObject) -> None:
     check(data.draw(ANY_BYTES[source]))
 

@@ -12,6 +12,7 @@ from protocols.consensus.record import Kind
 from protocols.consensus.vote_tally import majority
 from tests.sim.scenario_runner import ScenarioRunner, ScenarioSetup
 from tests.support.checkers import Report
+from tests.support.long import diagonal, long
 from tests.support.simulated import simulated
 
 HEAL_SECONDS = 30.0
@@ -112,10 +113,10 @@ def expected_winner(done: Split) -> int:
     return ranks.index(min(ranks))
 
 
-@pytest.mark.parametrize("apart_seconds", APART_SECONDS)
-@pytest.mark.parametrize(("left", "right"), SPLITS)
-def test_allowed_forks_continue_and_merge_after_healing(left: int, right: int, apart_seconds: float) -> None:
+@diagonal("sizes, apart_seconds", SPLITS, APART_SECONDS)
+def test_allowed_forks_continue_and_merge_after_healing(sizes: tuple[int, int], apart_seconds: float) -> None:
     """The majority commits, a minority forks. After healing, fork choice picks a branch, and the loss is reported."""
+    left, right = sizes
     done = split(left, right, fork_peers=1, apart_seconds=apart_seconds)
     quorum = majority(left + right)
     for side in done.sides:
@@ -135,7 +136,7 @@ def test_allowed_forks_continue_and_merge_after_healing(left: int, right: int, a
         assert rounds >= 3 and tokens > 0
 
 
-@pytest.mark.parametrize(("left", "right"), SPLITS)
+@pytest.mark.parametrize(("left", "right"), (*SPLITS[:3], *long(*SPLITS[3:])))
 def test_minority_waits_without_loss_where_forks_are_forbidden(left: int, right: int) -> None:
     """Only a majority continues; without one, no peer does. There is never more than one branch."""
     done = split(left, right, fork_peers=0, apart_seconds=APART_SECONDS[0])

@@ -10,6 +10,7 @@ from node.training.trainer import InlineTrainer
 from protocols.allreduce.plan import BUDGET_FLOOR_SECONDS
 from tests.sim.leaving import PACE_SECONDS, Leaving, Play
 from tests.sim.leaving_scenario import LongRounds
+from tests.support.long import long
 from tests.support.scenario_steps import begin, revive
 from tests.support.simulated import simulated
 
@@ -17,7 +18,7 @@ AGAIN_SECONDS = 45.0
 """From the start of those who go on to a roster of all of them: patience, a vote, the rounds that admit the rest."""
 
 
-@pytest.mark.parametrize(("peers", "pause_seconds"), ((3, 0.0), (4, 12.0), (5, 0.0), (6, 3.0)))
+@pytest.mark.parametrize(("peers", "pause_seconds"), ((3, 0.0), (4, 12.0), *long((5, 0.0), (6, 3.0))))
 @simulated(lambda peers: Leaving(LongRounds(peers, pace_seconds=PACE_SECONDS)))
 async def test_former_majority_forks_without_the_last_leaver(swarm: Leaving, peers: int, pause_seconds: float) -> None:
     """By one FORK of a majority of a roster that several were in; the last one follows it when it is back."""
@@ -35,7 +36,7 @@ async def test_former_majority_forks_without_the_last_leaver(swarm: Leaving, pee
 
 
 @pytest.mark.parametrize(
-    ("fork_peers", "back"), ((1, ("p0", "p3")), (1, ("p0",)), (4, ("p0", "p1", "p2")), (0, ("p0", "p1", "p2")))
+    ("fork_peers", "back"), ((1, ("p0", "p3")), (4, ("p0", "p1", "p2")), (0, ("p0", "p1", "p2")), *long((1, ("p0",))))
 )
 @simulated(lambda fork_peers: Leaving(LongRounds(5, pace_seconds=PACE_SECONDS, fork_peers=fork_peers)))
 async def test_too_few_former_members_wait_for_last_member(
@@ -96,8 +97,8 @@ async def test_fork_of_small_roster_yields_to_grown_swarm(swarm: Leaving) -> Non
 
 
 def test_crash_during_former_member_recovery_costs_no_branch() -> None:
-    """Every hundredth message; `python -m tests.sim.leaving` plays them all."""
+    """Every two hundredth message; `python -m tests.sim.leaving` plays them all."""
     calm = Play(3)
     calm.run()
-    for at in range(50, calm.messages, 100):
+    for at in range(50, calm.messages, 200):
         Play(3, "crash", at).run()

@@ -11,6 +11,7 @@ from protocols.base import PeerId
 from protocols.butterfly.round_call import LEAVER_SECONDS
 from protocols.consensus.record import Kind
 from tests.sim.leaving_scenario import LeavingScenario, LongRounds
+from tests.support.long import diagonal, long
 from tests.support.scenario_steps import MIDDLE_SECONDS, STEP_SECONDS, begin, leaving_swarm, revive
 from tests.support.simulated import simulated
 
@@ -43,9 +44,7 @@ def parted(swarm: LeavingScenario, round_number: int, gone: set[PeerId]) -> None
         assert swarm.histories[peer][-1]["round"] == round_number
 
 
-@pytest.mark.parametrize("jitter", (False, True))
-@pytest.mark.parametrize("role", ROLES)
-@pytest.mark.parametrize("peers", (2, 3, 4, 5))
+@diagonal("peers, role, jitter", (2, 3, 4, 5), ROLES, (False, True))
 @simulated(lambda peers, jitter: leaving_swarm(peers, jitter=jitter))
 async def test_leaver_ends_the_round_and_is_not_awaited(swarm: LeavingScenario, role: str) -> None:
     await swarm.rounds(2)
@@ -75,8 +74,7 @@ async def test_leaver_without_a_step_is_waited_for(swarm: LeavingScenario) -> No
     assert seconds <= 4 * STEP_SECONDS + LEAVER_SECONDS + PROMPT_SECONDS
 
 
-@pytest.mark.parametrize("role", ROLES)
-@pytest.mark.parametrize("peers", (2, 3, 4))
+@diagonal("peers, role", (2, 3, 4), ROLES)
 @simulated(leaving_swarm)
 async def test_leaver_in_first_step_hands_that_step_in(swarm: LeavingScenario, role: str) -> None:
     await swarm.rounds(2)
@@ -102,7 +100,7 @@ async def test_leaver_with_slow_step_leaves_without_work(swarm: LeavingScenario)
     assert swarm.now - began <= FIRST_STEP_SECONDS + PROMPT_SECONDS
 
 
-@pytest.mark.parametrize(("peers", "leavers"), ((3, 2), (4, 2), (4, 3), (5, 2), (5, 3), (5, 4)))
+@pytest.mark.parametrize(("peers", "leavers"), ((3, 2), (4, 3), (5, 3), *long((4, 2), (5, 2), (5, 4))))
 @simulated(leaving_swarm)
 async def test_several_peers_leave_in_one_round(swarm: LeavingScenario, peers: int, leavers: int) -> None:
     """At different moments, one among them who coordinates; those who stay go on at once."""
@@ -119,7 +117,7 @@ async def test_several_peers_leave_in_one_round(swarm: LeavingScenario, peers: i
     assert seconds <= PROMPT_SECONDS
 
 
-@pytest.mark.parametrize("peers", (1, 2, 3, 4, 5))
+@pytest.mark.parametrize("peers", (1, 2, 5, *long(3, 4)))
 @simulated(leaving_swarm)
 async def test_all_peers_leave_together_with_same_state(swarm: LeavingScenario, peers: int) -> None:
     await swarm.rounds(2)
@@ -156,7 +154,7 @@ async def test_sequential_leavers_are_replaced_by_newcomers(swarm: LeavingScenar
     assert swarm.histories[last][-1]["outcome"] == "alone"
 
 
-@pytest.mark.parametrize("peers", (2, 3, 4))
+@pytest.mark.parametrize("peers", (2, 3, *long(4)))
 @simulated(lambda peers: leaving_swarm(peers, elements=200_000, chunk_elements=10_000, uplinks=(2e5,) * peers))
 async def test_leave_during_data_phase_ends_with_that_round(swarm: LeavingScenario) -> None:
     """The next roster is not yet proposed, and does not name the leaver."""

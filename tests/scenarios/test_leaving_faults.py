@@ -18,6 +18,7 @@ from tests.sim.butterfly_harness import RUN, Averaged, ButterflyHarness
 from tests.sim.leaving_scenario import LeavingScenario
 from tests.sim.network import SimNetwork
 from tests.support.example_vectors import equal_norm_vectors
+from tests.support.long import diagonal, long
 from tests.support.scenario_steps import MIDDLE_SECONDS, leaving_swarm
 from tests.support.simulated import simulated
 
@@ -36,7 +37,7 @@ def leave_and_die(peers: int, role: int, at: int | None) -> tuple[int, float, li
     """A peer leaves, and is killed at its n-th message of that round.
 
     Returns:
-        How many messages it came to, how long the others took for that round and two more, what those came to.
+        How many messages it came to, how long the others took for that round and one more, what those came to.
     """
     fork_peers = 1 if peers == 2 else 0
     swarm = leaving_swarm(peers, elements=24 * peers, chunk_elements=12, fork_peers=fork_peers)
@@ -50,14 +51,14 @@ def leave_and_die(peers: int, role: int, at: int | None) -> tuple[int, float, li
 
     async def story() -> tuple[float, list[str]]:
         nonlocal goes
-        await swarm.rounds(2)
+        await swarm.rounds(1)
         goes = swarm.coordinator("p0", role)
         began, rest = swarm.now, others(swarm, goes)
         swarm.network.watch = watch
         await asyncio.sleep(MIDDLE_SECONDS)
         if goes in swarm.alive():
             swarm.leave(goes)
-        seconds = await swarm.rounds(3, rest, 60.0) + MIDDLE_SECONDS
+        seconds = await swarm.rounds(2, rest, 60.0) + MIDDLE_SECONDS
         assert goes not in swarm.alive()
         assert all({member.peer for member in swarm.head(peer).roster} == set(rest) for peer in rest)
         return seconds, [outcome for peer in rest for outcome in swarm.outcomes(peer, began)]
@@ -66,14 +67,15 @@ def leave_and_die(peers: int, role: int, at: int | None) -> tuple[int, float, li
     return count, seconds, outcomes
 
 
+@pytest.mark.parametrize("every", (6, *long(1)))
 @pytest.mark.parametrize("role", (0, 1))
 @pytest.mark.parametrize("peers", (2, 3))
-def test_leaver_death_at_any_message_spares_the_others(peers: int, role: int) -> None:
+def test_leaver_death_at_any_message_spares_the_others(peers: int, role: int, every: int) -> None:
     """With a majority they decide, every time. Of two, the one who is left forks, unless it was let go before."""
     messages, undisturbed, _ = leave_and_die(peers, role, None)
     assert messages > 20
     ways, slowest = set[str](), 0.0
-    for at in range(1, messages + 1):
+    for at in range(1 + role % every, messages + 1, every):
         _, seconds, outcomes = leave_and_die(peers, role, at)
         ways.update(outcomes)
         slowest = max(slowest, seconds)
@@ -84,9 +86,7 @@ def test_leaver_death_at_any_message_spares_the_others(peers: int, role: int) ->
 # -- falling silent ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("role", (0, 1, -1))
-@pytest.mark.parametrize("after_seconds", (0.0, 0.03, 0.6))
-@pytest.mark.parametrize("peers", (3, 4, 5))
+@diagonal("peers, after_seconds, role", (3, 4, 5), (0.0, 0.03, 0.6), (0, 1, -1))
 @simulated(leaving_swarm, fork_peers=0)
 async def test_silenced_leaver_delays_like_any_other_peer(
     swarm: LeavingScenario, after_seconds: float, role: int

@@ -18,6 +18,7 @@ from tests.sim.byzantine.voters import forged, made_up
 from tests.sim.host import sim_host
 from tests.sim.network import SimNetwork
 from tests.support.example_vectors import equal_norm_vectors
+from tests.support.long import diagonal
 
 COUNT = 4
 PEERS = tuple(f"p{index:02}" for index in range(COUNT))
@@ -62,8 +63,7 @@ def blamed(averaged: Averaged, honest: list[int]) -> set[PeerId]:
     return {blame.peer for index in honest for blame in averaged.means[index].blamed}
 
 
-@pytest.mark.parametrize("codec", ("fp32", "int8"))
-@pytest.mark.parametrize("liar", range(COUNT))
+@diagonal("liar, codec", range(COUNT), ("fp32", "int8"))
 def test_reducer_signing_two_results_is_blamed(liar: int, codec: str) -> None:
     """By everybody who was given one and fetched the other; and the vote is on one of them."""
     averaged = average({liar: "two-parts"}, codec=codec)
@@ -76,24 +76,25 @@ def test_reducer_signing_two_results_is_blamed(liar: int, codec: str) -> None:
     assert blamed(averaged, honest) == {PEERS[liar]}
 
 
-@pytest.mark.parametrize(
-    ("lie", "why"),
+@diagonal(
+    "lie, liar",
     (
         ("another-life", "a vote of a peer outside the roster, or of another incarnation"),
         ("forged-vote", "a forged vote"),
         ("forged-certificate", "a certificate with invalid votes"),
         ("usurped-plan", "which does not coordinate ballot 0"),
     ),
+    OTHERS,
 )
-@pytest.mark.parametrize("liar", OTHERS)
-def test_lying_voter_is_rejected_and_blamed(lie: str, why: str, liar: int) -> None:
+def test_lying_voter_is_rejected_and_blamed(lie: tuple[str, str], liar: int) -> None:
     """And the round is committed with its work, which was no lie. What it says comes before all is decided."""
+    name, why = lie
 
     def hasty(network: SimNetwork) -> None:
         for peer in PEERS:
             network.link(PEERS[liar], peer).latency_seconds = 0.001
 
-    averaged = average({liar: lie}, hasty)
+    averaged = average({liar: name}, hasty)
     honest = [index for index in range(COUNT) if index != liar]
     assert agreed(averaged, honest)
     assert len(averaged.means[honest[0]].peers) == COUNT

@@ -20,6 +20,7 @@ from protocols.history.chain import DecidedRound
 from protocols.static_members import StaticMembers
 from tests.sim.host import sim_host
 from tests.sim.scenario_runner import ScenarioRunner, ScenarioSetup
+from tests.support.long import diagonal, long
 from tests.support.scenario_steps import begin, revive
 from tests.support.simulated import simulated
 
@@ -31,8 +32,7 @@ def contributed(links: tuple[DecidedRound, ...], peer: PeerId) -> list[int]:
     return [link.record.round for link in links if peer in link.record.peers]
 
 
-@pytest.mark.parametrize("dead_seconds", (0.2, 3.0))
-@pytest.mark.parametrize("peers", (3, 5))
+@diagonal("peers, dead_seconds", (3, 5), (0.2, 3.0))
 @simulated(lambda peers: ScenarioRunner(ScenarioSetup(peers, fork_peers=0)))
 async def test_restarted_peer_rejoins_as_new_member(swarm: ScenarioRunner, peers: int, dead_seconds: float) -> None:
     """The peer catches up, is admitted by a record and contributes again, while the others do not wait for it."""
@@ -83,7 +83,7 @@ async def test_former_incarnation_has_no_vote(swarm: ScenarioRunner) -> None:
     assert named and "of another incarnation" in named[0], f"p0 named p2: {named}"
 
 
-@pytest.mark.parametrize(("founders", "newcomers"), ((1, 4), (2, 4), (4, 4)))
+@pytest.mark.parametrize(("founders", "newcomers"), ((1, 4), (4, 4), *long((2, 4))))
 @simulated(
     lambda founders, newcomers: ScenarioRunner(ScenarioSetup(founders + newcomers, founders=founders, fork_peers=0))
 )
@@ -133,7 +133,7 @@ async def test_isolated_proposer_does_not_evict_the_majority(
     assert (fork.kind, fork.parts) == (Kind.FORK, drafted[0].parts)
 
 
-@pytest.mark.parametrize("peers", (3, 5))
+@pytest.mark.parametrize("peers", (3, *long(5)))
 @simulated(lambda peers: ScenarioRunner(ScenarioSetup(peers, fork_peers=0)))
 async def test_silent_member_is_evicted_and_readmitted(swarm: ScenarioRunner, peers: int) -> None:
     *rest, mute = swarm.peers

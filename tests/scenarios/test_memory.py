@@ -25,7 +25,7 @@ KINDS = (ReducedPart, Reducer, AllReduce, ButterflySession, ConsensusDriver, Sna
 PEERS = 4
 SETTLING_ROUNDS = 10
 """More than parts, and decisions, are kept for."""
-UNDECIDED = 20
+UNDECIDED = 10
 ELEMENTS = 4000
 
 Trouble = Callable[[ScenarioRunner], Awaitable[None]]
@@ -107,7 +107,7 @@ async def repaired(swarm: ScenarioRunner) -> None:
 async def superseded(swarm: ScenarioRunner) -> None:
     """One goes on alone, and gives it up."""
     swarm.cut(["p0"], swarm.peers[1:])
-    await swarm.until(lambda: swarm.outcomes("p0").count("alone") >= 5, 600.0, "rounds alone")
+    await swarm.until(lambda: swarm.outcomes("p0").count("alone") >= 3, 600.0, "rounds alone")
     swarm.heal(["p0"], swarm.peers[1:])
     await swarm.until(lambda: bool(swarm.caught_up("p0")), 60.0, "going over")
 

@@ -12,6 +12,7 @@ from node.outer.catch_up import CatchUp
 from protocols.base import PeerId
 from protocols.consensus.record import Kind
 from tests.sim.leaving_scenario import INNER_STEPS, LeavingScenario
+from tests.support.long import long
 from tests.support.scenario_steps import MIDDLE_SECONDS, STEP_SECONDS, begin, leaving_swarm, restart
 from tests.support.simulated import simulated
 
@@ -43,7 +44,7 @@ def roster(swarm: LeavingScenario, peer: PeerId = "p0") -> set[PeerId]:
 
 
 @pytest.mark.parametrize("wanted", (Activity.REST, Activity.AWAY))
-@pytest.mark.parametrize(("peers", "pausing"), ((2, 1), (4, 1), (4, 3), (8, 3)))
+@pytest.mark.parametrize(("peers", "pausing"), ((2, 1), (4, 3), *long((4, 1), (8, 3))))
 @simulated(leaving_swarm)
 async def test_pausing_members_cost_the_others_nothing(
     swarm: LeavingScenario, peers: int, pausing: int, wanted: Activity
@@ -75,7 +76,7 @@ async def test_pausing_members_cost_the_others_nothing(
         assert counted and counted[0] <= back + 2, f"{peer} counts again in {counted}, back since {back}"
 
 
-@pytest.mark.parametrize("peers", (2, 4))
+@pytest.mark.parametrize("peers", (2, *long(4)))
 @simulated(leaving_swarm)
 async def test_resume_in_mid_round_goes_on_where_it_stopped(swarm: LeavingScenario, peers: int) -> None:
     await swarm.rounds(2)
@@ -184,7 +185,7 @@ async def test_joiner_told_to_be_away_ends_its_catch_up(swarm: LeavingScenario) 
     await swarm.until(swarm.whole, 60.0, "the return")
 
 
-@pytest.mark.parametrize("wanted", (Activity.REST, Activity.AWAY))
+@pytest.mark.parametrize("wanted", (Activity.AWAY, *long(Activity.REST)))
 @simulated(leaving_swarm, 3)
 async def test_restarted_peer_pauses_still(swarm: LeavingScenario, wanted: Activity) -> None:
     await swarm.rounds(2)

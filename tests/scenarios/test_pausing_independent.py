@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from statistics import median
 
-import pytest
-
 from protocols.registry import INDEPENDENT_PROTOCOLS
 from tests.sim.faults import Faults
 from tests.sim.host import EPOCH
@@ -13,9 +11,10 @@ from tests.sim.scenario import Scenario
 from tests.sim.world import play
 from tests.sim.worlds import world_of
 from tests.support.checkers import Report, began
+from tests.support.long import diagonal
 
 PEERS, INNER_STEPS, STEP_TOKENS = 4, 10, 256
-FROM, SECONDS = 52.0, 60.0
+FROM, SECONDS = 22.0, 42.0
 SLOWER = 1.02
 
 
@@ -23,9 +22,7 @@ def seconds(reports: list[Report]) -> float:
     return median(each["time"] - began(each) for each in reports)
 
 
-@pytest.mark.parametrize("away", [False, True], ids=["rest", "away"])
-@pytest.mark.parametrize("pausing", (1, 3))
-@pytest.mark.parametrize("protocol", sorted(INDEPENDENT_PROTOCOLS))
+@diagonal("protocol, pausing, away", sorted(INDEPENDENT_PROTOCOLS), (1, 3), (False, True, True, False))
 def test_pausing_peers_cost_the_others_nothing(protocol: str, pausing: int, away: bool) -> None:
     faults = Faults()
     for index in range(pausing):

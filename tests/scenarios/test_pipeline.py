@@ -6,8 +6,6 @@ Each story is judged by the checkers of rounds and of microbatches (`PipelineRun
 from __future__ import annotations
 
 import asyncio
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -214,11 +212,11 @@ def test_driver_that_keeps_leases_leaves_the_others_their_rate(monkeypatch: pyte
         return await backward(self, *arguments)
 
     async def story() -> None:
-        await asyncio.sleep(30.0)
-        honest = await counted_in(60.0)
+        await asyncio.sleep(10.0)
+        honest = await counted_in(30.0)
         hoarders.add("p0")
-        await asyncio.sleep(60.0)
-        assert await counted_in(60.0) >= 0.7 * honest
+        await asyncio.sleep(40.0)
+        assert await counted_in(30.0) >= 0.7 * honest
 
     async def counted_in(seconds: float) -> int:
         """Microbatches of p1 and p2."""
@@ -258,10 +256,3 @@ def test_replica_whose_numbers_are_not_finite_is_named_and_costs_no_other_peer(
         assert run.count("abandoned", began).total() <= (40 if job == "backward" else 4)
 
     run.play(story)
-
-
-def test_runs_without_stages_load_no_pipeline() -> None:
-    code = "import sys, tests.sim.__main__, tests.sim.crashes, node.session.peer, node.training.worker\n"
-    code += "print([name for name in sys.modules if 'pipeline' in name])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
-    assert done.stdout == "[]\n"

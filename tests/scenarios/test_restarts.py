@@ -12,6 +12,7 @@ from protocols.consensus.record import Kind
 from protocols.history.chain import DecidedRound
 from tests.sim.durable_world import DurableWorld
 from tests.sim.scenario_runner import ScenarioSetup
+from tests.support.long import long
 from tests.support.scenario_steps import restart, revive
 from tests.support.simulated import simulated
 
@@ -27,7 +28,13 @@ def forks(swarm: DurableWorld, peer: PeerId) -> list[DecidedRound]:
 
 @pytest.mark.parametrize(
     ("peers", "every_rounds", "moment"),
-    ((1, 1, 0.0), (1, 3, 0.45), (2, 1, 0.45), (2, 3, 1.05), (3, 2, 0.0), (4, 1, 1.05), (4, 3, 0.45), (5, 3, 0.0)),
+    (
+        (1, 3, 0.45),
+        (2, 1, 0.45),
+        (3, 2, 0.0),
+        (4, 1, 1.05),
+        *long((1, 1, 0.0), (2, 3, 1.05), (4, 3, 0.45), (5, 3, 0.0)),
+    ),
 )
 @simulated(lambda peers, every_rounds: DurableWorld(ScenarioSetup(peers), every_rounds))
 async def test_all_peers_killed_resume_with_one_fork(

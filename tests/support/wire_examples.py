@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import typing
 from collections.abc import Callable
 from typing import Any
@@ -39,6 +40,7 @@ def valid(hint: Any, fits: Callable[[Any], bool]) -> st.SearchStrategy[Any]:
     return st.sampled_from([value for value in LEAVES[hint] if fits(value)])
 
 
+@functools.cache
 def headers(kind: type) -> st.SearchStrategy[Any]:
     """Valid headers of a kind."""
     hints = typing.get_type_hints(kind)

@@ -20,6 +20,7 @@ from tests.sim.butterfly_harness import RUN, Averaged, ButterflyHarness
 from tests.sim.byzantine.contributors import LIES
 from tests.sim.network import SimNetwork
 from tests.support.example_vectors import equal_norm_vectors
+from tests.support.long import diagonal
 
 SIZE = 10 << 20
 
@@ -40,8 +41,7 @@ def same_bits(averaged: Averaged) -> bool:
     return all(result.numpy().tobytes() == first for result in averaged.results)
 
 
-@pytest.mark.parametrize("count", range(1, 17))
-@pytest.mark.parametrize("elements", (1, 7, 1001, 65_537))
+@diagonal("count, elements", range(1, 17), (1, 7, 1001, 65_537))
 def test_exact_mean_for_every_group_size(count: int, elements: int) -> None:
     """Unequal weights, unequal shares, odd sizes, vectors smaller than the group. The vectors stay as they are."""
     rng = random.Random(count * 31 + elements)
@@ -117,13 +117,13 @@ def test_member_without_work_receives_with_zero_weight() -> None:
 REFUSED = tuple(lie for lie in LIES if lie != "weight-huge")
 
 
-@pytest.mark.parametrize("lie", REFUSED)
-@pytest.mark.parametrize(("name", "chunk_elements"), [("fp32", 2048), ("int8", 2048), ("fp32", 1 << 18)])
-def test_lying_contributor_is_blamed_and_left_out(lie: str, name: str, chunk_elements: int) -> None:
+@diagonal("lie, encoding", REFUSED, (("fp32", 2048), ("int8", 2048), ("fp32", 1 << 18)))
+def test_lying_contributor_is_blamed_and_left_out(lie: str, encoding: tuple[str, int]) -> None:
     """Whatever it sends, the others commit the same bits, without it where it lied, and blame it.
 
     In a part of one chunk, the second copy of a chunk that was sent twice is never read.
     """
+    name, chunk_elements = encoding
     count, liar, elements = 4, 2, 40_000
     given = equal_norm_vectors(count, elements, seed=5)
     group = ButterflyHarness(

@@ -20,7 +20,8 @@ SEEDS = range(2000)
 
 
 def test_random_schedules_break_no_invariant() -> None:
-    assert [f"seed {seed}: {error}" for seed, error in play(SEEDS)] == []
+    """The first seeds: `make sim` plays 20,000."""
+    assert [f"seed {seed}: {error}" for seed, error in play(SEEDS[:500])] == []
 
 
 class HalfAQuorum(Remembering):

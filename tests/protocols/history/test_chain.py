@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protocols import wire
@@ -133,6 +133,7 @@ def test_since_and_child_return_following_records_or_none() -> None:
 
 
 @given(rounds=st.integers(0, 300), shared=st.integers(0, 300))
+@settings(max_examples=30)
 def test_locator_finds_the_common_ancestor_approximately(rounds: int, shared: int) -> None:
     base, mine, theirs = line(fresh().head, min(shared, rounds)), fresh(), fresh()
     start = mine.head.key.lineage

@@ -154,7 +154,7 @@ def test_death_in_one_group_spares_the_others() -> None:
 
 def test_link_slower_than_claimed_still_averages() -> None:
     """Budgets follow claims, which fall until a group has enough time; after that it rarely misses its budget."""
-    swarm = moshpit_swarm(2, elements=60_000, train_seconds=(60.0,) * 2)
+    swarm = moshpit_swarm(2, elements=60_000, chunk_elements=4096, train_seconds=(60.0,) * 2)
 
     def slow(network: SimNetwork) -> None:
         for node in network.nodes.values():
@@ -243,8 +243,8 @@ def test_silence_costs_little_time(way: str) -> None:
 
 def test_disconnected_peer_blames_no_one_and_rejoins() -> None:
     """It received nothing, because of its own link, so it is in the others' group again in the next round."""
-    for hundredths in range(197, 218, 2):
-        swarm = moshpit_swarm(3, elements=60_000, train_seconds=(2.0,) * 3)
+    for hundredths in range(197, 218, 5):
+        swarm = moshpit_swarm(3, elements=60_000, chunk_elements=4096, train_seconds=(2.0,) * 3)
 
         def fault(network: SimNetwork, seconds: float = hundredths / 100) -> None:
             loop = asyncio.get_running_loop()

@@ -323,7 +323,7 @@ def play_beside(
     kind: type[Header], count: int, seconds: float, rounds: int, **options: Any
 ) -> dict[PeerId, list[RoundResult]]:
     """Rounds of peers that train for this long. The last but one never sends messages of this kind."""
-    swarm = moshpit_swarm(count, elements=60_000, train_seconds=(seconds,) * count, **options)
+    swarm = moshpit_swarm(count, elements=60_000, chunk_elements=4096, train_seconds=(seconds,) * count, **options)
     return disguised(swarm, {swarm.peers[-2]: never_sending(kind)}).play(rounds=rounds)
 
 

@@ -8,13 +8,13 @@ from tests.support.replicated_swarm import ELEMENTS, ROUND_SECONDS, ReplicatedSw
 from tests.support.simulated import simulated
 
 
-@simulated(ReplicatedSwarm, "anna bert cleo dora", fork_peers=0)
+@simulated(ReplicatedSwarm, "anna bert cleo dora", chunk_elements=1000, fork_peers=0)
 async def test_peer_missing_few_rounds_replays_them(world: ReplicatedSwarm) -> None:
-    await asyncio.sleep(5 * ROUND_SECONDS)
+    await asyncio.sleep(3 * ROUND_SECONDS)
     world.cut("dora", "anna bert cleo")
     await asyncio.sleep(5 * ROUND_SECONDS)
     world.cut("dora", "anna bert cleo", heal=True)
-    await asyncio.sleep(15 * ROUND_SECONDS)
+    await asyncio.sleep(9 * ROUND_SECONDS)
     assert world.together()
     reports = world.peers["dora"].caught_up()
     assert sum(each.bytes_downloaded for each in reports) == 0
@@ -22,34 +22,34 @@ async def test_peer_missing_few_rounds_replays_them(world: ReplicatedSwarm) -> N
     assert not any(world.peers[name].caught_up() for name in ("anna", "bert", "cleo"))
 
 
-@simulated(ReplicatedSwarm, "anna bert cleo dora")
+@simulated(ReplicatedSwarm, "anna bert cleo dora", chunk_elements=1000)
 async def test_peer_that_forked_alone_returns(world: ReplicatedSwarm) -> None:
-    await asyncio.sleep(5 * ROUND_SECONDS)
+    await asyncio.sleep(3 * ROUND_SECONDS)
     world.cut("dora", "anna bert cleo")
-    await asyncio.sleep(30 * ROUND_SECONDS)
+    await asyncio.sleep(24 * ROUND_SECONDS)
     dora = world.peers["dora"]
     assert [each.outcome for each in dora.history[-2:]] == ["alone", "alone"]
     alone = sum(each.outcome in ("alone", "fork") for each in dora.history)
     world.cut("dora", "anna bert cleo", heal=True)
-    await asyncio.sleep(15 * ROUND_SECONDS)
+    await asyncio.sleep(9 * ROUND_SECONDS)
     assert world.together()
     (report,) = dora.caught_up()
     assert alone <= report.lost_rounds <= alone + 10 and report.lost_tokens > 0 and report.blamed == {}
 
 
-@simulated(ReplicatedSwarm, "anna bert cleo dora emil")
+@simulated(ReplicatedSwarm, "anna bert cleo dora emil", chunk_elements=1000)
 async def test_two_halves_of_a_swarm_merge(world: ReplicatedSwarm) -> None:
-    await asyncio.sleep(5 * ROUND_SECONDS)
+    await asyncio.sleep(3 * ROUND_SECONDS)
     world.cut("dora emil", "anna bert cleo")
-    await asyncio.sleep(30 * ROUND_SECONDS)
+    await asyncio.sleep(24 * ROUND_SECONDS)
     assert [len(peer.chain.head.roster) for peer in world.peers.values()] == [3, 3, 3, 2, 2]
     world.cut("dora emil", "anna bert cleo", heal=True)
-    await asyncio.sleep(20 * ROUND_SECONDS)
+    await asyncio.sleep(12 * ROUND_SECONDS)
     assert world.together()
     assert [len(peer.caught_up()) > 0 for peer in world.peers.values()] == [False] * 3 + [True] * 2
 
 
-@simulated(ReplicatedSwarm, "anna")
+@simulated(ReplicatedSwarm, "anna", chunk_elements=1000)
 async def test_newcomers_join_a_running_swarm(world: ReplicatedSwarm) -> None:
     await asyncio.sleep(10 * ROUND_SECONDS)
     world.begin("bert")

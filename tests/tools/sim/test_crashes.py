@@ -166,8 +166,8 @@ BUGS: list[tuple[type[World], str, str]] = [
 def test_planted_bug_is_found(
     world: type[World], kind: str, invariant: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["--kind", kind, "--sample", "12"], OracleProtocol) == 0
-    assert main(["--kind", kind, "--sample", "12"], world) == 1
+    """Nothing is found in what is right: `test_every_message_is_played`."""
+    assert main(["--kind", kind, "--sample", "8"], world) == 1
     out, err = capsys.readouterr()
     summary = json.loads(out.splitlines()[-1])
     assert invariant in {violation["invariant"] for violation in summary["violations"]}
@@ -265,6 +265,6 @@ def test_real_protocol_survives_fault_points(kind: str, capsys: pytest.CaptureFi
 
     `make sim` plays every message.
     """
-    assert main(["--peers", "3", "--kind", kind, "--sample", "60"]) == 0
+    assert main(["--peers", "3", "--kind", kind, "--sample", "20"]) == 0
     summary = result(capsys)
-    assert summary["points"] == summary["decided"] == 60 and summary["messages"] > 200
+    assert summary["points"] == summary["decided"] == 20 and summary["messages"] > 200

@@ -62,7 +62,7 @@ def test_tokens_that_were_not_trained_are_found(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_stage_that_runs_ahead_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(StageClock, "rounds", lambda self, drivers, now: 1000)
+    monkeypatch.setattr(StageClock, "rounds", lambda self, drivers, now: 2)
     monkeypatch.setattr(PipelineWorld, "goes_on", lambda self, peer: len(self.histories[peer]) < 3)
     assert "clock" in violations(play(SCENARIO, PipelineWorld))
 

@@ -39,8 +39,8 @@ def violated(outcome: Outcome) -> set[str]:
 
 @pytest.mark.parametrize("fault", BREAKING)
 def test_faultless_swarm_recovers_from_every_fault_family(fault: str) -> None:
-    for seed in range(10):
-        outcome = play(broken(fault, seed, 3 + seed % 4), OracleProtocol)
+    for seed in range(4):
+        outcome = play(broken(fault, seed, 3 + seed), OracleProtocol)
         assert outcome.violations == [], f"seed {seed}"
         assert 0 < outcome.rounds_did <= outcome.rounds_could
 
@@ -53,19 +53,18 @@ def test_mixing_peers_survive_every_fault_family(fault: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "world, scenario, repeats",
+    "world, scenario",
     [
-        (World, Scenario(peers=4, rounds=2, seed=7, fault="slow"), 50),
-        (OracleProtocol, broken("crash", 3), 20),
-        (OracleProtocol, broken("mixed", 3), 20),
-        (PairWorld, Scenario(peers=4, rounds=4, seed=3), 2),
+        (World, Scenario(peers=4, rounds=2, seed=7, fault="slow")),
+        (OracleProtocol, broken("crash", 3)),
+        (OracleProtocol, broken("mixed", 3)),
+        (PairWorld, Scenario(peers=4, rounds=4, seed=3)),
     ],
     ids=["butterfly", "oracle-crash", "oracle-mixed", "pairs"],
 )
-def test_trace_is_determined_by_the_seed(world: type[World], scenario: Scenario, repeats: int) -> None:
-    assert len({play(scenario, world).trace.digest() for _ in range(repeats)}) == 1
-    seeds = range(min(repeats, 20))
-    assert len({play(replace(scenario, seed=seed), world).trace.digest() for seed in seeds}) == len(seeds)
+def test_trace_is_determined_by_the_seed(world: type[World], scenario: Scenario) -> None:
+    assert len({play(scenario, world).trace.digest() for _ in range(4)}) == 1
+    assert len({play(replace(scenario, seed=seed), world).trace.digest() for seed in range(4)}) == 4
 
 
 def test_explicit_faults_replay_like_drawn_ones() -> None:
