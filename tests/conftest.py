@@ -48,11 +48,6 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-def pytest_collection_finish() -> None:
-    """The garbage collector need not go through all tests again and again."""
-    gc.freeze()
-
-
 @pytest.fixture(autouse=True)
 def logging_as_it_was() -> Iterator[None]:
     """What a command sets up for its process is no other test's."""

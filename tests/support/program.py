@@ -14,7 +14,11 @@ def run(program: str, *arguments: str, environment: Mapping[str, str], home: Pat
     home.mkdir(exist_ok=True)
     said, warnings = home / "said", home / "warnings"
     with said.open("w") as out, warnings.open("w") as err:
-        code = warm.server().start(__name__, (program, *arguments), environment, out, err).wait(55)
+        code = (
+            warm.server()
+            .start(__name__, (program, *arguments), environment, {1: out.fileno(), 2: err.fileno()})
+            .wait(55)
+        )
     assert code == 0, warnings.read_text()
     return said.read_text(), warnings.read_text()
 
