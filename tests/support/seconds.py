@@ -79,6 +79,7 @@ class Seconds:
         if (
             not budget
             or session.config.option.markexpr
+            or session.config.option.long
             or hasattr(session.config, "workerinput")
             or {*budget} - {*seconds}
         ):
