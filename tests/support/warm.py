@@ -177,6 +177,14 @@ def server() -> WarmServer:
     return WarmServer()
 
 
+class WarmForkServer(ForkServer):
+    """One whose process is known."""
+
+    def __init__(self, link: socket.socket, pid: int) -> None:
+        super().__init__(link)
+        self.pid = pid
+
+
 @asynccontextmanager
 async def forked_workers() -> AsyncIterator[ForkServer]:
     """Have the workers of this process forked, as a peer has: PyTorch takes seconds to load."""
@@ -185,8 +193,8 @@ async def forked_workers() -> AsyncIterator[ForkServer]:
     before = ForkServer.here
     with ours:
         with theirs:
-            server().fork({}, os.environ, [theirs.fileno()])
-        here = ForkServer.here = ForkServer(ours)
+            pid = server().fork({}, os.environ, [theirs.fileno()])
+        here = ForkServer.here = WarmForkServer(ours, pid)
         try:
             yield here
         finally:

@@ -35,6 +35,7 @@ from protocols.base import LocalProgress, RoundKey, Trainer
 from tests.conformance.worlds import freeze
 from tests.support import warm
 from tests.support.paths import REPOSITORY
+from tests.support.warm import WarmForkServer
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(120)]
 
@@ -70,7 +71,8 @@ def workers() -> list[int]:
 def _is_ours(parent: int) -> bool:
     """Whether the parent is a reaper of this process or of its fork server, or there is none."""
     with suppress(psutil.NoSuchProcess):
-        return parent == 1 or psutil.Process(parent).ppid() in (os.getpid(), ForkServer.here and ForkServer.here.pid)
+        server = ForkServer.here.pid if isinstance(ForkServer.here, WarmForkServer) else None
+        return parent == 1 or psutil.Process(parent).ppid() in (os.getpid(), server)
     return True
 
 
