@@ -46,9 +46,6 @@ _ENVIRONMENT = dict.fromkeys(
 )
 
 
-_IMPORTS = {"PYTHONPATH": os.pathsep.join(filter(None, (str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH"))))}
-
-
 async def run_swarm(options: SwarmOptions) -> int:
     """Run a swarm to its end and return the exit code.
 
@@ -92,7 +89,7 @@ class Participant:
         replaced: the peer's line about workers that died or hung; empty if there was none.
     """
 
-    def __init__(self, name: str, home: Path, environment: Mapping[str, str] = _ENVIRONMENT | _IMPORTS) -> None:
+    def __init__(self, name: str, home: Path, environment: Mapping[str, str] = _ENVIRONMENT) -> None:
         self.name, self.directory, self._environment = name, home / name, environment
         self.status: Status | None = None
         self._log = home / f"{name}.log"
@@ -203,7 +200,7 @@ class Swarm:
         self._options, self._directory, self._screen = options, directory, screen
         names = [f"peer-{number}" for number in range(1, options.peers + 1)]
         given = variables(options.run, os.environ) if options.run else {}  # only the founder reads the file itself
-        self._peers = [Participant(name, directory, _ENVIRONMENT | _IMPORTS | given) for name in names]
+        self._peers = [Participant(name, directory, _ENVIRONMENT | given) for name in names]
         self._tally = SwarmSummary(names, options.stages)
         self._ended: set[str] = set()
         self._fruitless: list[str] = []  # lines of peers whose rounds or evaluations came to nothing
@@ -226,7 +223,7 @@ class Swarm:
         try:
             async with self._screen.showing(self._picture):
                 founder = self._peers[0]
-                await ChildProcess.start_fork_server(_IMPORTS | bounded_spin(os.environ))
+                await ChildProcess.start_fork_server(bounded_spin(os.environ))
                 if not await self._found(founder):
                     self._screen.say(f"starling: {self._why_not(founder)}")
                     return founder.code or 1

@@ -16,6 +16,7 @@ from asyncio.subprocess import DEVNULL, PIPE, STDOUT, Process
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 
 from node.runtime import reaper
 from node.runtime.fork_server import START_SECONDS, ForkedProcess, ForkServer
@@ -26,6 +27,8 @@ _STOP_SECONDS = 3.0
 _LAST_WORDS_SECONDS = 1.0
 _KEPT_LINES = 5
 _LINE_CHARACTERS = 300
+_ROOM = "." * 4000
+"""For the command lines of forked processes, which take the place of the server's (`fork_server.set_command_line`)."""
 
 # Asks the kernel to kill this process with its parent, then becomes the program. It is a program of its own, because
 # code between fork and exec (preexec_fn) is unsafe once threads exist. It checks the parent's id because the parent may
@@ -92,8 +95,8 @@ class ChildProcess:
 
         Args:
             name: of the program, for the log.
-            command: the program's full path, and its arguments. `python -P -m MODULE …` is forked if there is a
-                `ForkServer` here.
+            command: the program's full path, and its arguments. `python -P -m MODULE …` finds this project's modules,
+                and is forked if there is a `ForkServer` here.
             on_line: called with each line of its output, cut at 300 characters, and with None at the end of the output.
             environment: variables that differ from this process's environment.
             pass_fds: file descriptors that it inherits, under the same numbers.
@@ -103,8 +106,11 @@ class ChildProcess:
         Raises:
             OSError: the process cannot be created.
         """
-        environment = environment or {}
-        process = await _forked(command, environment, pass_fds, oom_score, reaped)
+        is_python = [*command[1:3]] == ["-P", "-m"]
+        environment = {**(_imports() if is_python else {}), **(environment or {})}
+        process: Process | ForkedProcess | None = None
+        if is_python:
+            process = await _forked(command, environment, pass_fds, oom_score, reaped)
         if process is None:
             first = (reaper.__file__,) if reaped else ("-c", _SHIM)
             process = await asyncio.create_subprocess_exec(
@@ -138,7 +144,7 @@ class ChildProcess:
             return
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            command = (sys.executable, "-P", "-m", "node.runtime.fork_server", str(theirs.fileno()))
+            command = (sys.executable, "-P", "-m", "node.runtime.fork_server", str(theirs.fileno()), _ROOM)
             await cls.start("fork server", command, lambda line: None, environment, (theirs.fileno(),))
         ForkServer.here = ForkServer(ours)
 
@@ -214,12 +220,17 @@ class ChildProcess:
         self._on_line(None)
 
 
+def _imports() -> dict[str, str]:
+    """The variable by which a Python that imports nothing from the current directory finds this project."""
+    return {"PYTHONPATH": os.pathsep.join(filter(None, (str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH"))))}
+
+
 async def _forked(
     command: Sequence[str], environment: Mapping[str, str], pass_fds: Sequence[int], oom_score: int, reaped: bool
-) -> Process | ForkedProcess | None:
+) -> ForkedProcess | None:
     """The program, forked; None if it has to be executed."""
     server = ForkServer.here
-    if server is None or [*command[1:3]] != ["-P", "-m"]:
+    if server is None:
         return None
     try:
         return await server.start(command, environment, pass_fds, oom_score, reaped)

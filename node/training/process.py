@@ -10,7 +10,6 @@ import socket
 import sys
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from node.runtime.child_process import ChildProcess
@@ -90,7 +89,7 @@ class WorkerProcess:
             OSError: the process cannot be created.
         """
         ours, theirs = socket.socketpair()
-        # `-P` and the path: never import from the current directory.
+        # `-P`: never import from the current directory.
         command = [
             sys.executable,
             "-P",
@@ -98,13 +97,12 @@ class WorkerProcess:
             "node.training.stage_worker" if spec.stage else "node.training.worker",
             *map(str, (memory, theirs.fileno())),
         ]
-        path = os.pathsep.join(filter(None, (str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH"))))
         with theirs:
             reader, writer = await asyncio.open_unix_connection(sock=ours, limit=MAX_LINE_BYTES)
             try:
                 slots = (spec.stage.slots,) if spec.stage else ()
                 descriptors = (memory, theirs.fileno(), *slots)
-                environment = {"PYTHONPATH": path, **bounded_spin(os.environ)}
+                environment = bounded_spin(os.environ)
                 dump = FaultDump()
                 arguments = (command, partial(_log_line, dump), environment, descriptors, OOM_SCORE, True)
                 child = await ChildProcess.start("worker", *arguments)

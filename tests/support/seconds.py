@@ -32,7 +32,7 @@ def used() -> float:
 
 
 def over_budget(seconds: Mapping[str, float], budget: Mapping[str, float]) -> list[str]:
-    """A line for each folder that has no budget, or takes more than twice its share."""
+    """A line for each folder that takes more than twice its share, or without one more than twice the least share."""
     whole, planned, lines = sum(seconds.values()), sum(budget.values()), []
     for folder, taken in sorted(seconds.items()):
         share = max(LEAST_SHARE, budget.get(folder, 0.0) / planned)
@@ -47,6 +47,10 @@ class Seconds:
     def __init__(self) -> None:
         self._before = used()
         self.by_file: Counter[str] = Counter()
+
+    def pytest_collection_finish(self) -> None:
+        """What it took to collect is no test's."""
+        self._before = used()
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_makereport(self, item: pytest.Item, call: Any) -> Iterator[Any]:

@@ -124,6 +124,8 @@ def test_three_peers_agree_and_leave_nothing_behind(start: Callable[[int], Runni
 def test_others_continue_without_a_killed_peer(start: Callable[[int], Running]) -> None:
     swarm = start(14)
     swarm.until(lambda: any(len(report["peers"]) == 3 for report in swarm.reports(1)))
+    for program, count in (("join", 3), ("p2pd", 3), ("worker", 3), ("fork_server", 4), ("swarm", 1)):
+        assert sum(program in line for line in swarm.left()) >= count, "the mark finds each of its processes"
     os.kill(swarm.control(2), signal.SIGKILL)
     code, out, err = swarm.end(120)
     end = json.loads(out.splitlines()[-1])
