@@ -43,6 +43,8 @@ from node.runtime import reaper
 
 START_SECONDS = 120.0
 """A server that is a program of its own loads PyTorch first, which takes long on a busy machine."""
+log = logging.getLogger(__name__)
+
 _MAX_BYTES = 1 << 16
 _MAX_DESCRIPTORS = 16
 _REPOSITORY = str(Path(__file__).parents[2])
@@ -156,6 +158,7 @@ class ForkServer:
         assert self._loop
         self._loop.remove_reader(self._link.fileno())
         ForkServer.here = None
+        log.warning("the fork server has died, and with it all that it has forked")
         for process in self._running.values():
             process.end(-signal.SIGKILL)
         if self._starting and not self._starting.done():
