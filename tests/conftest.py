@@ -24,6 +24,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--long", action="store_true", help="also the tests marked long, which `make sim` runs")
 
 
+@pytest.hookimpl(optionalhook=True)  # the mutants are played without xdist
 def pytest_xdist_auto_num_workers() -> int:
     """Tests on real processes mostly wait: four keep two cores busy."""
     return max(4, os.cpu_count() or 1)
