@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Iterator
+from contextlib import closing
 
 import pytest
 
 from tests.conformance.worlds import WORLDS, World
+from tests.support.transport_pool import Pool
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pool]:
+    with closing(Pool(connected=True)) as opened:
+        yield opened
 
 
 @pytest.fixture
-def world(request: pytest.FixtureRequest) -> World:
-    made: World = WORLDS[request.param]()
-    return made
+def world(request: pytest.FixtureRequest, pool: Pool) -> World:
+    return WORLDS[request.param](pool)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -12,19 +12,18 @@ import inspect
 import os
 import signal
 import tempfile
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import AsyncExitStack, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
-import uvloop
-
 from node.direct.connection import DirectConnection
 from node.direct.plane import DirectConfig, DirectPlane
-from node.network.libp2p import LibP2PConfig, LibP2PTransport
+from node.network.libp2p import LibP2PTransport
 from node.runtime import identity
 from protocols.base import Deadline, PeerId, Transport
 from tests.conformance.simulated import SimWorld
+from tests.support.transport_pool import Pool, direct_plane
 
 GENEROUS_SECONDS = 20.0
 
@@ -66,7 +65,7 @@ Body = Callable[[Peers], Awaitable[None]]
 
 class World(Protocol):
     def run(self, body: Body, count: int = 2) -> None:
-        """Run `body` in a new event loop, with `count` peers."""
+        """Run `body` with `count` peers."""
 
 
 class LibP2PPeers:
@@ -74,13 +73,15 @@ class LibP2PPeers:
 
     streams_survive_daemon = False
 
-    def __init__(self, transports: Sequence[LibP2PTransport], stranger: PeerId) -> None:
+    def __init__(self, transports: Sequence[LibP2PTransport], stranger: PeerId, pool: Pool) -> None:
         self.transports = transports
         self.stranger = stranger
+        self._harmed = pool.harmed
 
     def _signal(self, index: int, number: int) -> None:
         pid = self.transports[index].daemon_pid
         assert pid is not None
+        self._harmed.add(self.transports[index])
         with suppress(ProcessLookupError):
             os.kill(pid, number)
 
@@ -99,11 +100,12 @@ class LibP2PPeers:
         await self.kill_daemon(index)
 
     async def freeze_peer(self, index: int) -> None:
+        self._harmed.add(self.transports[index])
         await freeze(self.transports[index].daemon_pid)
 
     def thaw(self) -> None:
         for index, transport in enumerate(self.transports):
-            if transport.daemon_pid is not None:
+            if transport in self._harmed and transport.daemon_pid is not None:
                 self._signal(index, signal.SIGCONT)
 
     def resources(self) -> int:
@@ -111,30 +113,28 @@ class LibP2PPeers:
 
 
 class LibP2PWorld:
+    """Peers of a pool, which tests use one after the other."""
+
     peers: type[LibP2PPeers] = LibP2PPeers
-    direct: DirectConfig | None = None
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
 
     def run(self, body: Body, count: int = 2) -> None:
-        with tempfile.TemporaryDirectory() as directory, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(self._run(body, count, Path(directory)))
-        assert not running_daemons(), "a p2pd was left behind"
-
-    async def _run(self, body: Body, count: int, directory: Path) -> None:
-        loop = asyncio.get_running_loop()
-        keys = [identity.create(directory / f"peer{index}") for index in range(count)]
-        async with AsyncExitStack() as stack:
-            transports = [LibP2PTransport(LibP2PConfig(key, direct=self.direct)) for key in keys]
-            await asyncio.gather(*(stack.enter_async_context(transport) for transport in transports))
-            for transport in transports:
-                for other in transports:
-                    if other is not transport:
-                        await transport.connect(other.addresses[0], loop.time() + 20)
-            peers = self.peers(transports, identity.create(directory / "stranger").peer_id)
+        async def whole(transports: list[LibP2PTransport]) -> None:
+            with tempfile.TemporaryDirectory() as directory:
+                stranger = identity.create(Path(directory) / "stranger").peer_id
+            peers = self.peers(transports, stranger, self._pool)
             try:
-                await body(peers)
+                async with self.planes(transports):
+                    await body(peers)
             finally:
                 peers.thaw()
-        assert asyncio.all_tasks() == {asyncio.current_task()}, "a task was left behind"
+
+        self._pool.run(whole, count)
+
+    def planes(self, transports: list[LibP2PTransport]) -> AbstractAsyncContextManager[object]:
+        return nullcontext()
 
 
 class EveryMethod:
@@ -155,8 +155,8 @@ class DirectPeers(LibP2PPeers):
         return plane
 
     def _connections(self, index: int) -> list[DirectConnection]:
-        plane = self._plane(index)
-        return [*plane._inbound._served, *plane._outbound._connections]
+        mine = self._plane(index)
+        return [*mine._inbound._served, *mine._outbound._connections]
 
     async def kill_peer(self, index: int) -> None:
         await super().kill_peer(index)
@@ -168,8 +168,8 @@ class DirectPeers(LibP2PPeers):
 
     async def freeze_peer(self, index: int) -> None:
         await super().freeze_peer(index)
-        plane, loop = self._plane(index), asyncio.get_running_loop()
-        for listening in plane._inbound.listener._sockets:
+        loop = asyncio.get_running_loop()
+        for listening in self._plane(index)._inbound.listener._sockets:
             loop.remove_reader(listening)  # the kernel still accepts
         for connection in self._connections(index):
             connection._receive = connection._write_record = _for_ever  # type: ignore[method-assign]
@@ -180,10 +180,16 @@ async def _for_ever(_: object) -> None:
 
 
 class DirectWorld(LibP2PWorld):
-    """Peers with a direct data plane, which carries every method."""
+    """The same peers with direct data planes, which carry every method."""
 
     peers = DirectPeers
-    direct = DirectConfig(EveryMethod())
+
+    @asynccontextmanager
+    async def planes(self, transports: list[LibP2PTransport]) -> AsyncIterator[None]:
+        async with AsyncExitStack() as stack:
+            for transport in transports:
+                await stack.enter_async_context(direct_plane(transport, DirectConfig(EveryMethod())))
+            yield
 
 
 async def freeze(pid: int | None) -> None:
@@ -200,13 +206,7 @@ def _is_stopped(pid: int) -> bool:
     return all(stat.rpartition(") ")[2].startswith("T") for stat in stats)
 
 
-def running_daemons() -> list[int]:
-    """The ids of p2pd processes that are children of this process."""
-    children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
-    return [int(pid) for pid in children if Path(f"/proc/{pid}/comm").read_text().strip() == "p2pd"]
-
-
-WORLDS: dict[str, Callable[[], World]] = {"sim": SimWorld, "libp2p": LibP2PWorld, "direct": DirectWorld}
+WORLDS: dict[str, Callable[[Pool], World]] = {"sim": lambda _: SimWorld(), "libp2p": LibP2PWorld, "direct": DirectWorld}
 
 
 def in_each_world(count: int = 2) -> Callable[[Callable[..., Awaitable[None]]], Callable[..., None]]:

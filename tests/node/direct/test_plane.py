@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, closing, suppress
 from pathlib import Path
@@ -14,7 +13,6 @@ import pytest
 
 from node.direct import connection
 from node.direct.connection import DirectConnection
-from node.direct.link import Libp2pLink
 from node.direct.listener import EXPECTED, STRANGERS, WaitingLimits
 from node.direct.messages import HEADER_LIMIT, METHOD, ConnectionToken, DialBack, DialBackResult
 from node.direct.plane import DirectConfig, DirectPlane
@@ -24,7 +22,8 @@ from node.network.libp2p import LibP2PTransport
 from protocols import wire
 from protocols.base import PeerGone, PeerId, PeerSilent, Stream, Transport
 from tests.support.direct_connections import descriptors, silent_strangers, swallow_packets
-from tests.support.real_transports import Pool, TransportMaker, on_uvloop, soon
+from tests.support.real_transports import TransportMaker, on_uvloop, soon
+from tests.support.transport_pool import Pool, direct_plane
 
 pytestmark = pytest.mark.real
 
@@ -37,16 +36,13 @@ class PlaneMaker(TransportMaker):
 
     async def __call__(self, **changes: Any) -> LibP2PTransport:
         transport = await super().__call__()
-        link = Libp2pLink(transport._open_over_libp2p, transport._hosts.get, transport._serving)
-        made = transport._direct = DirectPlane(transport.me, changes["direct"], link)
-        made.start(["127.0.0.1"])
-        self.push_async_callback(made.close)
+        await self.enter_async_context(direct_plane(transport, changes["direct"]))
         return transport
 
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[Pool]:
-    with tempfile.TemporaryDirectory(prefix="st") as made, closing(Pool(Path(made), 2)) as opened:
+    with closing(Pool()) as opened:
         yield opened
 
 

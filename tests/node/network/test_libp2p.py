@@ -32,8 +32,9 @@ from node.runtime.identity import IdentityError
 from protocols import wire
 from protocols.base import PeerGone, PeerId, PeerSilent, Stream, Transport
 from tests.conformance.other_process import echo
-from tests.conformance.worlds import freeze, running_daemons
-from tests.support.real_transports import Pool, TransportMaker, on_uvloop, soon
+from tests.conformance.worlds import freeze
+from tests.support.real_transports import TransportMaker, on_uvloop, soon
+from tests.support.transport_pool import Pool, running_daemons
 
 pytestmark = pytest.mark.real
 
@@ -389,7 +390,7 @@ class TestProcesses:
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[Pool]:
-    with tempfile.TemporaryDirectory(prefix="st") as made, contextlib.closing(Pool(Path(made), 2)) as opened:
+    with contextlib.closing(Pool()) as opened:
         yield opened
 
 
