@@ -81,6 +81,7 @@ def test_later_experiments_wait_for_every_baseline(tmp_path: Path) -> None:
     assert seeds.waits_for == "the outer step"
 
 
+@pytest.mark.long
 def test_only_the_better_half_of_outer_steps_gets_a_second_seed(tmp_path: Path) -> None:
     journal = RunJournal(tmp_path / "runs.jsonl")
     steps = list(outer_candidates(1.0, journal))

@@ -107,6 +107,7 @@ def test_pattern_without_system_is_refused(capsys: pytest.CaptureFixture[str]) -
 SMALL = ["--peers", "2", "--megabytes", "0.4", "--rounds", "2"]
 
 
+@pytest.mark.long
 @pytest.mark.real
 def test_real_systems_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Bytes on the wire are bounded below only: other tests may use the loopback meanwhile."""

@@ -55,6 +55,7 @@ async def test_too_few_former_members_wait_for_last_member(
         await swarm.until(swarm.whole, AGAIN_SECONDS, "a roster with the last one")
 
 
+@pytest.mark.long
 @simulated(Leaving, LongRounds(4, pace_seconds=PACE_SECONDS))
 async def test_former_members_wait_for_a_long_round(swarm: Leaving) -> None:
     """The last member still trains. It admits the former members when its round is over, and no peer forks."""
@@ -78,6 +79,7 @@ async def test_former_members_find_head_despite_silent_donors(swarm: Leaving) ->
     await swarm.until(swarm.whole, AGAIN_SECONDS, "a roster of four")
 
 
+@pytest.mark.long
 @simulated(Leaving, LongRounds(5, founders=3, pace_seconds=PACE_SECONDS))
 async def test_fork_of_small_roster_yields_to_grown_swarm(swarm: Leaving) -> None:
     """Two of three leave; the third is joined by others. The two fork where they cannot reach them, and follow then."""
@@ -96,6 +98,7 @@ async def test_fork_of_small_roster_yields_to_grown_swarm(swarm: Leaving) -> Non
     assert all(kept in swarm.chain(peer) and not swarm.forks(peer) for peer in swarm.peers)
 
 
+@pytest.mark.long
 def test_crash_during_former_member_recovery_costs_no_branch() -> None:
     """Every two hundredth message; `python -m tests.sim.leaving` plays them all."""
     calm = Play(3)

@@ -129,6 +129,7 @@ async def test_all_peers_leave_together_with_same_state(swarm: LeavingScenario, 
     assert len({(each["round"], each["lineage"], each["params_hash"]) for each in last}) == 1
 
 
+@pytest.mark.long
 @simulated(leaving_swarm, 6, founders=4)
 async def test_sequential_leavers_are_replaced_by_newcomers(swarm: LeavingScenario) -> None:
     async def leave() -> None:

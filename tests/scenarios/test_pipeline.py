@@ -200,6 +200,7 @@ def test_two_plays_of_a_pipeline_are_equal() -> None:
     assert traces[0] == traces[1]
 
 
+@pytest.mark.long
 def test_driver_that_keeps_leases_leaves_the_others_their_rate(monkeypatch: pytest.MonkeyPatch) -> None:
     """It takes a place for each of its microbatches and never returns one."""
     run = PipelineRunner((0, 0, 0, 1, 1, 2), ScenarioSetup(6, batches=8))

@@ -133,6 +133,7 @@ async def test_peer_restarted_alone_does_not_fork(swarm: DurableWorld) -> None:
     assert not forks(swarm, "p1")
 
 
+@pytest.mark.long
 @simulated(DurableWorld, ScenarioSetup(4))
 async def test_members_branch_beats_that_of_restarted_peers(swarm: DurableWorld) -> None:
     """Two live, two were started again, and the two halves do not hear each other: neither can know of the other."""
@@ -149,6 +150,7 @@ async def test_members_branch_beats_that_of_restarted_peers(swarm: DurableWorld)
     assert all(apart[restarted[0]] not in swarm.chain(peer) for peer in swarm.peers)
 
 
+@pytest.mark.long
 @simulated(DurableWorld, ScenarioSetup(3))
 async def test_lagging_survivor_does_not_block_restarted_peers(swarm: DurableWorld) -> None:
     """The survivor cannot catch up: the means that it lacks were lost with the processes that held them."""

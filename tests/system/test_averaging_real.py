@@ -52,7 +52,8 @@ async def judged_round(swarm: WarmSwarm, number: int) -> Answer:
     return report
 
 
-@pytest.mark.parametrize("codec, rounds", [pytest.param("int8", 1, marks=pytest.mark.long), ("fp32", 2)])
+@pytest.mark.long
+@pytest.mark.parametrize("codec, rounds", [("int8", 1), ("fp32", 2)])
 def test_rounds_with_real_processes(codec: str, rounds: int) -> None:
     async def body(swarm: WarmSwarm) -> None:
         for number in range(rounds):
@@ -170,10 +171,11 @@ def test_killed_peer_barely_delays_the_others(place: int) -> None:
     run(FAULTY, body)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "process, number, seconds",
     [
-        pytest.param("daemon", signal.SIGKILL, FREE_SECONDS, id="p2pd killed", marks=pytest.mark.long),
+        pytest.param("daemon", signal.SIGKILL, FREE_SECONDS, id="p2pd killed"),
         pytest.param("pid", signal.SIGSTOP, PATIENT_SECONDS, id="stopped for long"),
     ],
 )

@@ -38,6 +38,7 @@ def cli(*arguments: str) -> str:
     return subprocess.run([sys.executable, "-m", "node", *arguments], stderr=subprocess.PIPE, text=True).stderr
 
 
+@pytest.mark.long
 def test_quota_holds_across_a_kill(tmp_path: Path) -> None:
     with RealSwarm(tmp_path, RUN) as swarm:
         a = swarm.found("a")

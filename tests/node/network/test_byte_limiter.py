@@ -76,7 +76,7 @@ class Passed:
         )
 
 
-@settings(max_examples=40)
+@settings(max_examples=15)
 @given(rates, demands, st.floats(0, 0.5))
 def test_the_rate_holds_and_control_never_waits(
     rate: float, streams: Sequence[tuple[TrafficClass, int, int]], control_share: float

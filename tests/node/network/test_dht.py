@@ -337,6 +337,7 @@ with tempfile.TemporaryDirectory(prefix="st") as made:
 """
 
 
+@pytest.mark.long
 @pytest.mark.real
 def test_nested_extension_bomb_is_survived() -> None:
     child = subprocess.run((sys.executable, "-W", "ignore", "-c", BOMB), capture_output=True, text=True, timeout=50)

@@ -172,6 +172,7 @@ class TestSupervision:
         await ping(a, b.me)
         assert a.restarts == 1
 
+    @pytest.mark.long
     @on_uvloop
     async def test_port_taken_during_restart_is_replaced(self, make: TransportMaker) -> None:
         a, b = await make(), await make()
@@ -210,6 +211,7 @@ class TestSupervision:
 
 
 class TestLimits:
+    @pytest.mark.long
     @on_uvloop
     async def test_streams_are_limited_per_peer_and_in_total(self, make: TransportMaker) -> None:
         a, b = await make(), await make()
@@ -492,6 +494,7 @@ class TestUndisturbed:
                 other.kill()
             await other.communicate()  # until its pipes are closed, which an event loop cannot do once it is closed
 
+    @pytest.mark.long
     @on_uvloop
     async def test_aborted_openers_leave_no_streams_in_daemons(
         self, make: TransportMaker, caplog: pytest.LogCaptureFixture

@@ -30,6 +30,7 @@ from protocols.allreduce.parts import ReducedPart
 from protocols.base import Member
 from tests.sim import loop as simloop
 from tests.sim.host import DirectoryFaults, SimClock
+from tests.support.long import long
 from tests.support.session_cluster import Directory, SessionCluster, SessionPeer, View, now, until
 from tests.support.virtual_time import on_virtual_time
 
@@ -54,6 +55,7 @@ async def test_session_ends_with_the_run(cluster: SessionCluster) -> None:
     assert max(peer.ended or math.inf for peer in peers) < 60.0
 
 
+@pytest.mark.long
 @on_virtual_time
 async def test_rounds_leave_no_reference_cycles(cluster: SessionCluster) -> None:
     """Reduced parts above all: until the collector runs, a hundred rounds would hold a hundred times the state."""
@@ -119,7 +121,7 @@ async def test_decision_is_announced_before_its_evaluation(cluster: SessionClust
 # -- being asked to leave ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("after_seconds", [1.0, 1.7, 2.05, 2.2, 2.3, 3.0, 4.0])
+@pytest.mark.parametrize("after_seconds", [1.0, 2.05, 2.3, *long(1.7, 2.2, 3.0, 4.0)])
 @on_virtual_time
 async def test_leave_at_any_moment_ends_with_a_decision(cluster: SessionCluster, after_seconds: float) -> None:
     """If it is too late to leave in this round, that is the decision of the next one, which may hold no work yet."""

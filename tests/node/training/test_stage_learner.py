@@ -22,6 +22,7 @@ from node.training.stage_learner import ActivationCodec, StageLearner
 from node.training.task_learner import TaskLearner
 from node.training.trainer import Step
 from protocols.base import BadPayload
+from tests.support.long import long
 
 RECIPE = Recipe(
     inner_steps=50,
@@ -119,7 +120,7 @@ def test_one_step_equals_the_unpartitioned_one(
         assert (after[name] - parameter).norm() < tolerance * moved, f"{name}: parameters differ"
 
 
-@pytest.mark.parametrize("stages", (2, 4))
+@pytest.mark.parametrize("stages", (4, *long(2)))
 def test_fifty_steps_keep_the_unpartitioned_loss(stages: int) -> None:
     pipeline = Pipeline(stages)
     _, learner = unpartitioned(pipeline)
@@ -129,6 +130,7 @@ def test_fifty_steps_keep_the_unpartitioned_loss(stages: int) -> None:
     assert mine.loss == pytest.approx(whole.loss, abs=1e-4) and whole.loss < 4.0
 
 
+@pytest.mark.long
 def test_bf16_activations_cost_little_loss() -> None:
     """Mean of the last twenty of 200 steps: within .02 nats of the unpartitioned learner's."""
     shape = GptConfig(layers=2, width=32, heads=2, context=32)

@@ -41,7 +41,7 @@ def same_bits(averaged: Averaged) -> bool:
     return all(result.numpy().tobytes() == first for result in averaged.results)
 
 
-@diagonal("count, elements", range(1, 17), (1, 7, 1001, 65_537))
+@diagonal("count, elements", (1, 2, 3, 5, 16), (65_537, 1, 7, 1001, 7))
 def test_exact_mean_for_every_group_size(count: int, elements: int) -> None:
     """Unequal weights, unequal shares, odd sizes, vectors smaller than the group. The vectors stay as they are."""
     rng = random.Random(count * 31 + elements)

@@ -149,6 +149,7 @@ async def test_slow_donor_among_fast_ones_delays_nothing(world: RoundsDecided) -
     assert end - min(sent["anna"]) < alone, "no later than from the two fast ones"
 
 
+@pytest.mark.long
 @simulated(RoundsDecided, "anna bert dora", elements=4_000_000)
 async def test_donor_that_stops_delays_the_end_by_seconds(world: RoundsDecided) -> None:
     names, sent, rate = ("anna", "bert", "dora"), {}, 3.75e6
@@ -183,6 +184,7 @@ async def test_slow_chunks_do_not_extend_download_forever(world: RoundsDecided) 
     assert now() - began < 20.0 + STATE / SLOWEST_BYTES_PER_SECOND
 
 
+@pytest.mark.long
 @simulated(RoundsDecided)
 async def test_link_slower_than_rounds_is_reported_once(world: RoundsDecided) -> None:
     cleo, messages = await joiner(world, 2e5), list[str]()

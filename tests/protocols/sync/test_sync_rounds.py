@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
 from tests.support.replicated_swarm import ELEMENTS, ROUND_SECONDS, ReplicatedSwarm
 from tests.support.simulated import simulated
 
@@ -37,6 +39,7 @@ async def test_peer_that_forked_alone_returns(world: ReplicatedSwarm) -> None:
     assert alone <= report.lost_rounds <= alone + 10 and report.lost_tokens > 0 and report.blamed == {}
 
 
+@pytest.mark.long
 @simulated(ReplicatedSwarm, "anna bert cleo dora emil", chunk_elements=1000)
 async def test_two_halves_of_a_swarm_merge(world: ReplicatedSwarm) -> None:
     await asyncio.sleep(3 * ROUND_SECONDS)

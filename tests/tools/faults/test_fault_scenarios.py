@@ -18,6 +18,7 @@ from tests.faults.runner import Options
 from tests.faults.scenarios import SCENARIOS, scenario_of
 from tests.faults.steps import STRUCK, Step, left
 from tests.faults.table import add, load, order, table
+from tests.support.long import long
 
 NAMES = Options(4).names
 ON_THE_NETWORK = {"part", "deafen", "mute", "lose", "slow", "delay", "corrupt"}
@@ -148,7 +149,7 @@ def test_table_includes_failed_plays() -> None:
 
 @pytest.mark.real
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("name, seed", [("kill", POINTS["butterfly"].index("send Reduced")), ("partition", 1)])
+@pytest.mark.parametrize("name, seed", [("partition", 1), *long(("kill", POINTS["butterfly"].index("send Reduced")))])
 def test_real_peers_pass_scenarios(name: str, seed: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     if SCENARIOS[name].network and (why := why_not()):
         pytest.skip(why)
