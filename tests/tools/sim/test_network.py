@@ -98,35 +98,19 @@ def test_blocked_messages_arrive_in_order_after_healing() -> None:
     assert silent == [] and sum(time < 3.05 for time in times) > 10 and scene.ends == ["end"]
 
 
-def test_silence_affects_one_direction() -> None:
+@pytest.mark.parametrize("link, arrived", [(("a", "b"), False), (("b", "a"), True)])
+def test_open_through_silence_is_not_refused(link: tuple[str, str], arrived: bool) -> None:
+    """Nothing that is held up may look like an explicit refusal, and only the blocked direction is held up."""
     scene = Scene("a", "b")
 
     async def body() -> None:
-        await scene.send("a", "b", b"\x01")
-        scene.network.block("b", "a")
+        scene.network.block(*link)
         with pytest.raises(PeerSilent):
             async with scene.network.transports["a"].open("b", METHOD, now() + 50):
                 pass
 
     scene.run(body)
-    assert scene.heard and "reset" not in scene.ends
-
-
-def test_open_through_silence_is_not_refused() -> None:
-    """Nothing that is held up may look like an explicit refusal."""
-    scene = Scene("a", "b")
-    errors: list[PeerError] = []
-
-    async def body() -> None:
-        scene.network.block("a", "b")
-        try:
-            async with scene.network.transports["a"].open("b", METHOD, now() + 50):
-                pass
-        except PeerError as error:
-            errors.append(error)
-
-    scene.run(body)
-    assert [type(error) for error in errors] == [PeerSilent]
+    assert bool(scene.network.nodes["b"].messages) == arrived
 
 
 # -- order ------------------------------------------------------------------------------------------------------------
@@ -144,25 +128,13 @@ def arrivals(seed: int) -> list[tuple[float, str, int, int]]:
 
 def test_jitter_reorders_streams_but_not_their_bytes() -> None:
     orders = set()
-    for seed in range(20):
+    for seed in range(5):
         heard = arrivals(seed)
         orders.add(tuple(first for _, _, first, _ in heard))
         for number in range(8):
             assert [byte for _, _, first, byte in heard if first == number] == [number] * 5 + [99]
         assert heard == arrivals(seed)
-    assert len(orders) == 20
-
-
-def test_streams_keep_their_order_without_jitter() -> None:
-    scene = Scene("a", "b")
-
-    async def body() -> None:
-        for number in range(8):
-            scene.start("a", scene.send("a", "b", bytes([number])))
-            await asyncio.sleep(0.001)
-
-    scene.run(body)
-    assert [first for _, _, first, _ in scene.heard] == list(range(8))
+    assert len(orders) == 5
 
 
 # -- death and what comes after it ------------------------------------------------------------------------------------
@@ -213,11 +185,6 @@ def test_killed_peer_sends_nothing_and_streams_are_reset() -> None:
 
     scene.run(body)
     assert scene.ends == ["reset"] and 10 < len(scene.heard) < 50
-
-
-def test_only_dead_peers_can_restart() -> None:
-    with pytest.raises(ValueError, match="b is alive"):
-        Scene("a", "b").network.restart("b")
 
 
 def test_daemon_reset_keeps_process_and_handlers() -> None:
