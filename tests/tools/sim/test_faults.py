@@ -1,4 +1,4 @@
-"""Faults are drawn from seeds, and happen: each kind when it is due, for as long as it lasts, and no more once healed."""
+"""Faults are drawn from seeds, and happen: each when it is due, for as long as it lasts, and no more once healed."""
 
 from __future__ import annotations
 
