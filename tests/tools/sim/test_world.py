@@ -19,33 +19,29 @@ from tests.sim import world as worlds
 from tests.sim.families import BREAKING
 from tests.sim.faults import Faults
 from tests.sim.independent_world import IndependentWorld
-from tests.sim.oracle_protocol import Child, Head, OracleProtocol
+from tests.sim.oracle_protocol import Head, OracleProtocol
 from tests.sim.pairs import PairSession, PairWorld, pair_world
 from tests.sim.scenario import Scenario, resolve
 from tests.sim.world import HEALED_SECONDS, Outcome, World, play
-from tests.sim.worlds import world_of
+from tests.support.long import long
 
 
 def broken(fault: str, seed: int = 0, peers: int = 5) -> Scenario:
     return Scenario(peers=peers, rounds=3, seed=seed, fault=fault)
 
 
-def violated(outcome: Outcome) -> set[str]:
-    return {violation.invariant for violation in outcome.violations}
-
-
 # -- without bugs -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("fault", BREAKING)
-def test_faultless_swarm_recovers_from_every_fault_family(fault: str) -> None:
-    for seed in range(4):
+def test_simple_protocol_recovers_from_every_fault_family(fault: str) -> None:
+    for seed in range(2):
         outcome = play(broken(fault, seed, 3 + seed), OracleProtocol)
         assert outcome.violations == [], f"seed {seed}"
         assert 0 < outcome.rounds_did <= outcome.rounds_could
 
 
-@pytest.mark.parametrize("fault", ["none", "slow", "crash", "partition", "mixed"])
+@pytest.mark.parametrize("fault", ["none", *long("slow", "crash", "partition"), "mixed"])
 def test_mixing_peers_survive_every_fault_family(fault: str) -> None:
     outcome = play(Scenario(peers=4, rounds=4, fault=fault), PairWorld)
     assert outcome.violations == []
@@ -56,24 +52,19 @@ def test_mixing_peers_survive_every_fault_family(fault: str) -> None:
     "world, scenario",
     [
         (World, Scenario(peers=4, rounds=2, seed=7, fault="slow")),
-        (OracleProtocol, broken("crash", 3)),
         (OracleProtocol, broken("mixed", 3)),
         (PairWorld, Scenario(peers=4, rounds=4, seed=3)),
     ],
-    ids=["butterfly", "oracle-crash", "oracle-mixed", "pairs"],
+    ids=["butterfly", "oracle", "pairs"],
 )
 def test_trace_is_determined_by_the_seed(world: type[World], scenario: Scenario) -> None:
-    assert len({play(scenario, world).trace.digest() for _ in range(4)}) == 1
-    assert len({play(replace(scenario, seed=seed), world).trace.digest() for seed in range(4)}) == 4
+    first = play(scenario, world).trace.digest()
+    assert first == play(scenario, world).trace.digest() != play(replace(scenario, seed=8), world).trace.digest()
+    again = replace(resolve(scenario), fault=scenario.fault)
+    assert first == play(again, world).trace.digest(), "what a seed has drawn is played like what is drawn"
 
 
-def test_explicit_faults_replay_like_drawn_ones() -> None:
-    drawn = resolve(broken("mixed", 5))
-    again = replace(drawn, fault="mixed", faults=drawn.faults)
-    assert play(drawn, OracleProtocol).trace.digest() == play(again, OracleProtocol).trace.digest()
-
-
-@pytest.mark.parametrize("fault", BREAKING)
+@pytest.mark.parametrize("fault", ["mixed", *long(*(each for each in BREAKING if each != "mixed"))])
 def test_real_protocol_runs_under_every_fault_family(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only that the world does not fail: its violations are not looked at here."""
     monkeypatch.setattr(worlds, "HEALED_SECONDS", 30.0)
@@ -81,19 +72,13 @@ def test_real_protocol_runs_under_every_fault_family(fault: str, monkeypatch: py
     assert 30.0 < outcome.virtual_seconds < 200.0 and all(outcome.histories.values())
 
 
-def test_restart_appears_as_new_incarnation_in_history() -> None:
-    faults = Faults().crash("p1", at=20.0, lasts=30.0)
+def test_dead_peer_reports_nothing_until_it_restarts() -> None:
+    faults = Faults().crash("p1", at=20.0, lasts=130.0)
     outcome = play(Scenario(peers=3, rounds=5, faults=faults), OracleProtocol)
     incarnations = [report["incarnation"] for report in outcome.histories["p1"]]
     assert outcome.violations == [] and sorted(incarnations) == incarnations and set(incarnations) == {0, 1}
+    assert 0 < incarnations.count(0) < 20 < len(outcome.histories["p0"])
     assert {report["incarnation"] for report in outcome.histories["p0"]} == {0}
-
-
-def test_dead_peer_reports_nothing() -> None:
-    faults = Faults().crash("p1", at=20.0)
-    outcome = play(Scenario(peers=3, rounds=5, faults=faults, breaking_seconds=200.0), OracleProtocol)
-    incarnations = [report["incarnation"] for report in outcome.histories["p1"]]
-    assert outcome.violations == [] and 0 < incarnations.count(0) < 20 < len(outcome.histories["p0"])
 
 
 def test_single_peer_continues_with_zero_spread() -> None:
@@ -114,10 +99,6 @@ def test_reported_spread_approximates_the_true_one() -> None:
 
     play(Scenario(peers=5, rounds=6, elements=2000), Measured)
     assert sum(reported) == pytest.approx(sum(true), rel=0.2)
-
-
-def test_each_protocol_has_its_world() -> None:
-    assert world_of("butterfly") is World and world_of("gossip") is IndependentWorld
 
 
 # -- rounds that could commit -----------------------------------------------------------------------------------------
@@ -161,42 +142,18 @@ class Minority(OracleProtocol):
         return True
 
 
-class Hasty(OracleProtocol):
-    """Applies a mean without a decision."""
+class Undecided(OracleProtocol):
+    """Reports rounds in which nothing is decided."""
 
     def report(self, me: Member, before: Head, after: Head, outcome: str) -> dict[str, Any]:
-        changes = {"params_hash": "mine alone"} if outcome == "undecided" else {}
-        return {**super().report(me, before, after, outcome), **changes}
+        return super().report(me, before, before, "undecided")
 
 
-class Greedy(OracleProtocol):
-    """Counts the first contribution of each peer again in every round."""
+class Excluding(OracleProtocol):
+    """A peer stops after one round, and is not missed."""
 
-    def committed(self, me: Member, child: Child) -> dict[str, Any]:
-        again = {peer: (bytes(32).hex(), 2, 2) for peer in child.contributions}
-        return {**super().committed(me, child), "contributions": again}
-
-
-class Torn(OracleProtocol):
-    """Reports more chunks than there are."""
-
-    def committed(self, me: Member, child: Child) -> dict[str, Any]:
-        return {**super().committed(me, child), "contributions": {me.peer: (child.parent.key.lineage.hex(), 3, 2)}}
-
-
-class Divergent(OracleProtocol):
-    """One peer's parameters differ in a bit."""
-
-    def report(self, me: Member, before: Head, after: Head, outcome: str) -> dict[str, Any]:
-        changes = {"params_hash": "other bits"} if me.peer == "p1" else {}
-        return {**super().report(me, before, after, outcome), **changes}
-
-
-class Silent(OracleProtocol):
-    """Moves to the others' branch and reports it as an undecided round."""
-
-    def report(self, me: Member, before: Head, after: Head, outcome: str) -> dict[str, Any]:
-        return super().report(me, before, after, "undecided" if outcome == "superseded" else outcome)
+    def goes_on(self, peer: PeerId) -> bool:
+        return super().goes_on(peer) and (peer != "p1" or not self.histories[peer])
 
 
 class Deaf(PairSession):
@@ -206,18 +163,11 @@ class Deaf(PairSession):
         return AveragingResult(RoundOutcome.SKIPPED)
 
 
-class Seldom(PairSession):
-    """Meets others in its first round, and in no other."""
-
-    async def average(self, mine: Sequence[Vector], work: LocalProgress, into: Sequence[Vector]) -> AveragingResult:
-        return await super().average(mine, work, into) if self.round == 0 else AveragingResult(RoundOutcome.SKIPPED)
-
-
 class Jumping(PairSession):
-    """Goes from its first round to the last one."""
+    """Goes from its first round to one after the last."""
 
     async def reclaim(self) -> Mapping[PeerId, Contribution]:
-        self.round = max(self.round, 5)
+        self.round = max(self.round, 9)
         return await super().reclaim()
 
 
@@ -226,22 +176,6 @@ class Unmixed(PairSession):
 
     def mix(self, state: Sequence[Vector], data: bytearray) -> None:
         pass
-
-
-class Twice(PairSession):
-    """Counts each message twice."""
-
-    def count(self, peer: PeerId, name: str) -> None:
-        super().count(peer, name)
-        super().count(peer, name)
-
-
-class Grouped(PairSession):
-    """Reports all pairs of a round as one group."""
-
-    async def average(self, mine: Sequence[Vector], work: LocalProgress, into: Sequence[Vector]) -> AveragingResult:
-        self.group = f"round {self.round}"
-        return await super().average(mine, work, into)
 
 
 class Back(PairSession):
@@ -262,61 +196,46 @@ class Lingering(PairSession):
 
 CRASH = Faults().crash("p2", at=15.0, lasts=20.0)
 CUT_OFF = Faults().silence({"p0"}, {"p1", "p2"}, at=15, heal=60)
-VOTED_BUGS: list[tuple[type[World], Faults, str]] = [
-    (Stuck, CRASH, "progress"),
-    (Minority, CUT_OFF, "one-child"),
-    (Hasty, CUT_OFF, "unmoved"),
-    (Greedy, CRASH, "counted-once"),
-    (Torn, CRASH, "counted-once"),
-    (Divergent, CRASH, "same-bits"),
-    (Silent, CUT_OFF, "unmoved"),
+VOTED_BUGS: list[tuple[type[World], Faults, str, str]] = [
+    (Stuck, CRASH, "progress", f"0 rounds of all peers in {HEALED_SECONDS:g} s after"),
+    (Minority, CUT_OFF, "one-child", "beside"),
+    (Undecided, Faults(), "progress", "outcome undecided"),
+    (Excluding, Faults(), "progress", "left out of the roster"),
 ]
-PAIR_BUGS: list[tuple[type[PairSession], str, str]] = [
-    (Deaf, "none", "progress"),
-    (Deaf, "partition", "progress"),
-    (Seldom, "none", "progress"),
-    (Jumping, "none", "progress"),
-    (Unmixed, "partition", "spread"),
-    (Twice, "none", "counted-once"),
-    (Grouped, "none", "one-group"),
-    (Back, "none", "never-back"),
-    (Lingering, "none", "no-leak"),
-    (Lingering, "crash", "no-leak"),
+PAIR_BUGS: list[tuple[type[PairSession], str, str, str]] = [
+    (Deaf, "none", "progress", "it could mix in"),
+    (Deaf, "partition", "progress", "after all was healed"),
+    (Jumping, "none", "progress", "it leaves most rounds out"),
+    (Jumping, "none", "clock", "a round that no peer has reached"),
+    (Unmixed, "partition", "spread", "at the end"),
+    (Back, "none", "progress", "it does not come to the end"),
+    (Back, "none", "never-back", "where"),
+    (Lingering, "none", "no-leak", "are left over"),
+    (Lingering, "crash", "no-leak", "of its first"),
 ]
 
 
-@pytest.mark.parametrize("world, faults, invariant", VOTED_BUGS, ids=[world.__name__ for world, _, _ in VOTED_BUGS])
-def test_planted_bug_in_voting_is_found(world: type[World], faults: Faults, invariant: str) -> None:
-    scenario = Scenario(peers=3, rounds=4, faults=faults)
-    assert play(scenario, OracleProtocol).violations == []
-    assert invariant in violated(play(scenario, world))
+def details(outcome: Outcome, invariant: str) -> str:
+    return "; ".join(violation.detail for violation in outcome.violations if violation.invariant == invariant)
 
 
-@pytest.mark.parametrize("session, fault, invariant", PAIR_BUGS)
+@pytest.mark.parametrize("world, faults, invariant, words", VOTED_BUGS)
+def test_planted_bug_in_voting_is_found(world: type[World], faults: Faults, invariant: str, words: str) -> None:
+    outcome = play(Scenario(peers=3, rounds=4, faults=faults), world)
+    assert words in details(outcome, invariant)
+    assert outcome.virtual_seconds < HEALED_SECONDS + 250, "a swarm that does not recover ends, too"
+
+
+@pytest.mark.parametrize("session, fault, invariant, words", PAIR_BUGS)
 def test_planted_bug_in_mixing_is_found(
-    session: type[PairSession], fault: str, invariant: str, monkeypatch: pytest.MonkeyPatch
+    session: type[PairSession], fault: str, invariant: str, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(worlds, "HEALED_SECONDS", 200.0)
-    assert invariant in violated(play(Scenario(peers=4, rounds=6, fault=fault), pair_world(session)))
-
-
-def test_unrecovered_swarm_ends_after_the_limit() -> None:
-    outcome = play(Scenario(peers=3, rounds=4, faults=CRASH), Stuck)
-    (violation,) = [each for each in outcome.violations if each.invariant == "progress"]
-    assert f"in {HEALED_SECONDS:g} s" in violation.detail
-    assert outcome.virtual_seconds < HEALED_SECONDS + 200
+    monkeypatch.setattr(worlds, "HEALED_SECONDS", 100.0)
+    outcome = play(Scenario(peers=4, rounds=6, fault=fault, elements=64), pair_world(session))
+    assert words in details(outcome, invariant)
 
 
 # -- scenarios --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "wrong, words",
-    [({"fault": "locusts"}, "unknown fault"), ({"faults": Faults().crash("p7", at=1.0)}, "p7, who is none of p0, p1")],
-)
-def test_impossible_scenario_is_rejected(wrong: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        Scenario(peers=2, **wrong)
 
 
 def test_faults_end_before_healing() -> None:
@@ -333,4 +252,4 @@ def test_mean_that_is_not_written_is_found(monkeypatch: pytest.MonkeyPatch) -> N
     except ValueError as error:
         assert "holds NaN or infinity" in str(error)
     else:
-        assert "spread" in violated(outcome)
+        assert details(outcome, "spread")
