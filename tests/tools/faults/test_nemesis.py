@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -165,13 +164,6 @@ def test_straggler_without_a_worker_is_noted(nemesis: Nemesis) -> None:
     assert nemesis.stuck == ["there was no worker to hold up"]
 
 
-def _says(peer: RealPeer, *reports: dict[str, Any]) -> None:
-    """Let these follow in its history."""
-    peer.directory.mkdir(exist_ok=True)
-    with (peer.directory / "rounds.jsonl").open("a") as file:
-        file.writelines(json.dumps(each) + "\n" for each in reports)
-
-
 @pytest.mark.parametrize("late, lost", [(-1.0, 1.0), (60.0, 0.0)])
 def test_work_abandoned_on_leaving_counts_as_lost(
     late: float, lost: float, nemesis: Nemesis, swarm: RealSwarm, monkeypatch: pytest.MonkeyPatch
@@ -180,21 +172,8 @@ def test_work_abandoned_on_leaving_counts_as_lost(
     run(swarm.peer("d"), "pass")
     nemesis.began("d")
     monkeypatch.setattr(swarm["d"], "ask", lambda what: {"ok": True})
-    _says(swarm["d"], {"time": time.time() + late, "outcome": "committed", "weight": 8.0, "round": 3})
+    last = {"time": time.time() + late, "outcome": "committed", "weight": 8.0, "round": 3}
+    swarm["d"].directory.mkdir(exist_ok=True)
+    (swarm["d"].directory / "rounds.jsonl").write_text(json.dumps(last) + "\n")
     nemesis.play([Step("finish", ("d",))])
     assert nemesis.stuck == [] and nemesis.measures["contributions_lost"] == [lost]
-
-
-def test_joint_loss_is_the_largest_single_loss(
-    nemesis: Nemesis, swarm: RealSwarm, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One stands where they were; the others go on from an older state, and win."""
-    for name, first in (("a", 50), ("b", 30), ("c", 30)):
-        peer, again = swarm[name], {"round": first, "time": time.time() + 60, "outcome": "fork"}
-        _says(peer, {"round": 49, "time": 1.0, "outcome": "committed"})
-        peer.strike()
-        nemesis.over(name, -signal.SIGKILL, 3)
-        monkeypatch.setattr(peer, "start", partial(_says, peer, again))
-        monkeypatch.setattr(peer, "meet", lambda: True)
-    nemesis.play([Step("back", ("a", "b", "c"))])
-    assert nemesis.stuck == [] and nemesis.measures == {"rounds_lost": [20]}

@@ -24,11 +24,6 @@ def test_bits_flip_at_the_requested_rate() -> None:
     assert wire.take_counts()["flipped_bits"] == 0
 
 
-def test_faults_round_trip_as_json() -> None:
-    faults = Faults(ENDS, 0.1, 0.2, 3.0)
-    assert Faults.from_json(faults.to_json()) == faults
-
-
 @pytest.mark.real
 async def test_delayed_bytes_arrive_whole_and_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both ways, with the end of each; the jitter is ten times the latency, so that pieces would overtake others."""
