@@ -12,40 +12,18 @@ from tests.sim.__main__ import main as sim
 
 WRONG: list[tuple[Callable[[list[str]], int], str, str]] = [
     (sim, "--protocol ring-of-fire", "ring-of-fire"),
-    (sim, "--codec fp7", "fp7"),
-    (sim, "--peers 0", "at least 1"),
     (sim, "--peers 33", "at most 32"),
-    (sim, "--peers -3", "at least 1"),
-    (sim, "--rounds many", "at least 1"),
-    (sim, "--inner-steps -5", "at least 1"),
     (sim, "--seeds 9:3", "holds no seeds"),
-    (sim, "--seeds x", "neither a seed nor a range"),
-    (sim, "--faults locusts", "locusts"),
-    (sim, "--sedes 1", "--sedes"),
     (sim, "--protocol ring --faults lies", "ring is not made to bear lies"),
-    (scheduling.main, "--seeds x", "neither a seed nor a range"),
-    (scheduling.main, "--seeds 5:5", "holds no seeds"),
     (scheduling.main, "--seeds 5:", "neither a seed"),
-    (crashes.main, "--kind flood", "flood"),
-    (crashes.main, "--protocol ring-of-fire", "ring-of-fire"),
-    (crashes.main, "--peers 1", "at least 2"),
     (crashes.main, "--sample 0", "at least 1"),
     (crashes.main, "--peers 2 --only p9:1", "no message 'p9:1'"),
-    (faults, "", "--scenario"),
-    (faults, "--scenario kil", "invalid choice: 'kil'"),
-    (faults, "--scenario kill --peers 2", "at least 3"),
-    (faults, "--scenario kill --peers 99", "16 at most"),
-    (faults, "--scenario kill --patience 0", "at least 1"),
     (faults, "--scenario kill --protocol ring", "invalid choice: 'ring'"),
-    (faults, "--scenario kill --seed x", "'x' is not a whole number"),
+    (faults, "--scenario kill --peers 2", "at least 3"),
 ]
 
 
-@pytest.mark.parametrize(
-    "main, arguments, words",
-    WRONG,
-    ids=[f"{main.__module__.removesuffix('.__main__')} {arguments}" for main, arguments, _ in WRONG],
-)
+@pytest.mark.parametrize("main, arguments, words", WRONG)
 def test_wrong_argument_gives_one_line_error(
     main: Callable[[list[str]], int], arguments: str, words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

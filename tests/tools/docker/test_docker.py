@@ -6,8 +6,7 @@ import re
 import time
 
 from tests.docker.cases import Struck
-from tests.docker.containers import bytes_of
-from tests.docker.verdict import forks, table
+from tests.docker.verdict import forks
 from tests.faults.recording import Limits, Recording
 from tests.support.paths import REPOSITORY
 
@@ -36,15 +35,6 @@ def test_fork_of_unharmed_peer_is_a_violation() -> None:
     assert [each.invariant for each in forks(play, [struck])] == ["fork"]
     struck.targets, struck.over = ("founder",), now + 1
     assert [each.round for each in forks(play, [struck])] == [7]
-
-
-def test_docker_sizes_are_parsed() -> None:
-    assert [bytes_of(each) for each in ("0B", "12.5kB", "604.5MiB", "1.5GiB")] == [0, 12500, 604.5 * 2**20, 1.5 * 2**30]
-
-
-def test_table_marks_unmeasured_values() -> None:
-    lines = table({"cases": [{"name": "pause", "peers": 4, "failed": ["late"], "next_round_seconds": 1.25}]})
-    assert lines[-1] == "| pause | 1.2 | – | 4 | failed: late |"
 
 
 def _play(histories: dict[str, list[dict[str, object]]], ids: dict[str, str], now: float) -> Recording:

@@ -128,17 +128,6 @@ def test_peers_see_deaths_silences_and_restarts(
             assert time == pytest.approx(due) or (due < 0 and timeout - HEARTBEAT_SECONDS <= time <= timeout)
 
 
-def test_wait_for_change_ends_at_deadline() -> None:
-    swarm = Swarm()
-
-    async def main() -> float:
-        members = sim_host(swarm.network, swarm.network.transports["p0"], 1, {}).members
-        assert await members.changed(members.version, 7.0) == members.version
-        return asyncio.get_running_loop().time()
-
-    assert simloop.run(main()) == 7.0
-
-
 def test_mutually_connected_majority_is_counted() -> None:
     outages = Outages({Member("c"): 15.0}, {("a", "b"): [[10.0, 20.0]]})
     members = [Member(peer) for peer in "abcd"]

@@ -123,94 +123,41 @@ def test_group_cancels_tasks_in_deterministic_order() -> None:
     assert len(orders) == 1
 
 
-def test_futures_hash_by_a_counter() -> None:
-    async def main() -> list[int]:
-        return [hash(asyncio.get_running_loop().create_future()) for _ in range(5)]
-
-    first = run(main())
-    assert first == run(main()) == list(range(first[0], first[0] + 5))
-
-
 # -- processes --------------------------------------------------------------------------------------------------------
 
 
-class Office:
-    """Two processes with a few tasks each, and how each task ended."""
+def test_kill_cancels_only_its_process_and_starts_none() -> None:
+    ends: list[str] = []
+    late: list[asyncio.Task[None]] = []
+    processes = [SimProcess("one"), SimProcess("two")]
 
-    def __init__(self) -> None:
-        self.ends: list[str] = []
-        self.processes = [SimProcess("one"), SimProcess("two")]
-
-    async def work(self, name: str, then: Callable[[], None] = lambda: None) -> None:
+    async def work(name: str) -> None:
         try:
             await asyncio.sleep(100)
-            self.ends.append(f"{name} ended")
+            ends.append(f"{name} ended")
         except asyncio.CancelledError:
-            self.ends.append(f"{name} cancelled at {now():g}")
-            then()
+            ends.append(f"{name} cancelled at {now():g}")
+            late.append(asyncio.create_task(work("late")))
             raise
 
-    async def parent(self, name: str, then: Callable[[], None] = lambda: None) -> None:
-        child = asyncio.create_task(self.work(f"{name}/child", then))
-        await self.work(name)
+    async def parent(name: str) -> None:
+        child = asyncio.create_task(work(f"{name}/child"))
+        await work(name)
         await child
 
-    def start(self, index: int, name: str, then: Callable[[], None] = lambda: None) -> asyncio.Task[None]:
-        token = PROCESS.set(self.processes[index])
-        task = asyncio.create_task(self.parent(name, then))
-        PROCESS.reset(token)
-        return task
-
-
-def test_kill_cancels_only_its_process_and_starts_none() -> None:
-    office, late = Office(), list[asyncio.Task[None]]()
-
     async def main() -> None:
-        killed = office.start(0, "a", then=lambda: late.append(asyncio.create_task(office.work("late"))))
-        spared = office.start(1, "b")
-        mine = asyncio.create_task(office.work("main's"))
+        tasks = [asyncio.create_task(work("main's"))]
+        for process in processes:
+            token = PROCESS.set(process)
+            tasks.append(asyncio.create_task(parent(process.name)))
+            PROCESS.reset(token)
         await asyncio.sleep(10)
-        assert [len(process.tasks) for process in office.processes] == [2, 2]
-        office.processes[0].kill()
-        await asyncio.gather(killed, spared, mine, return_exceptions=True)
+        assert [len(process.tasks) for process in processes] == [2, 2]
+        processes[0].kill()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     run(main())
-    assert office.ends[:2] == ["a cancelled at 10", "a/child cancelled at 10"]
-    assert sorted(office.ends[2:]) == ["b ended", "b/child ended", "main's ended"]
-    assert [task.cancelled() for task in late] == [True], "a dead process starts no task"
-    assert [(process.alive, process.tasks) for process in office.processes] == [(False, {}), (True, {})]
-
-
-# -- the end ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("error", [None, LookupError("main")])
-def test_leftover_tasks_are_cancelled_in_creation_order(error: Exception | None) -> None:
-    ends: list[int] = []
-    tasks: list[asyncio.Task[None]] = []
-
-    async def left(number: int) -> None:
-        try:
-            await asyncio.sleep(1e5)
-        finally:
-            ends.append(number)
-            await asyncio.sleep(5)
-
-    async def main() -> str:
-        tasks.extend(asyncio.create_task(left(number)) for number in range(20))
-        await asyncio.sleep(1)
-        if error:
-            raise error
-        return "result"
-
-    with pytest.raises(LookupError, match="main") if error else contextlib.nullcontext():
-        assert run(main()) == "result"
-    assert ends == list(range(20)) and all(task.cancelled() for task in tasks)
-
-
-def test_threads_are_refused() -> None:
-    async def main() -> None:
-        with pytest.raises(RuntimeError, match="no threads in the simulated world"):
-            await asyncio.to_thread(print)
-
-    run(main())
+    assert ends[:2] == ["one cancelled at 10", "one/child cancelled at 10"]
+    assert sorted(ends[2:]) == ["main's ended", "two ended", "two/child ended"]
+    assert [task.cancelled() for task in late] == [True, True], "a dead process starts no task"
+    assert [(process.alive, process.tasks) for process in processes] == [(False, {}), (True, {})]

@@ -81,26 +81,6 @@ def test_dead_peer_reports_nothing_until_it_restarts() -> None:
     assert {report["incarnation"] for report in outcome.histories["p0"]} == {0}
 
 
-def test_single_peer_continues_with_zero_spread() -> None:
-    outcome = play(Scenario(peers=1, rounds=4, fault="partition"), PairWorld)
-    assert outcome.violations == [] and outcome.rounds_could == 0
-    assert {report["spread"] for report in outcome.histories["p0"]} == {0.0}
-
-
-def test_reported_spread_approximates_the_true_one() -> None:
-    reported, true = [], []
-
-    class Measured(PairWorld):
-        def reported(self, report: dict[str, object]) -> None:
-            super().reported(report)
-            if len(self.replicas) == 5 and report["round"]:
-                reported.append(report["spread"])
-                true.append(self.spread())
-
-    play(Scenario(peers=5, rounds=6, elements=2000), Measured)
-    assert sum(reported) == pytest.approx(sum(true), rel=0.2)
-
-
 # -- rounds that could commit -----------------------------------------------------------------------------------------
 
 
@@ -233,15 +213,6 @@ def test_planted_bug_in_mixing_is_found(
     monkeypatch.setattr(worlds, "HEALED_SECONDS", 100.0)
     outcome = play(Scenario(peers=4, rounds=6, fault=fault, elements=64), pair_world(session))
     assert words in details(outcome, invariant)
-
-
-# -- scenarios --------------------------------------------------------------------------------------------------------
-
-
-def test_faults_end_before_healing() -> None:
-    assert (resolve(Scenario(faults=Faults().crash("p0", at=500.0, lasts=50.0))).breaking_seconds or 0) > 550
-    assert resolve(Scenario(faults=Faults().crash("p0", at_message=5))).breaks
-    assert not resolve(Scenario(faults=Faults().skew("p0", 5.0))).breaks
 
 
 def test_mean_that_is_not_written_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
