@@ -1,4 +1,4 @@
-"""Scenarios of `tests.faults`: their schedules, what differs by protocol, the table of results, and two real plays."""
+"""Scenarios of `tests.faults`: their schedules, what differs by protocol, and two real plays."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.faults.points import POINTS
 from tests.faults.runner import Options
 from tests.faults.scenarios import SCENARIOS, scenario_of
 from tests.faults.steps import STRUCK, Step, left
-from tests.faults.table import add, load, order, table
+from tests.faults.table import order
 from tests.support.long import long
 
 NAMES = Options(4).names
@@ -75,28 +75,6 @@ def test_scenario_that_leaves_one_peer_is_refused(capsys: pytest.CaptureFixture[
     printed = capsys.readouterr()
     words = "all-but-one leaves one of 4 peers: by gossip it has no peer to mix with; take more peers"
     assert printed.out == "" and words in printed.err.splitlines()[-1]
-
-
-def test_interrupted_results_give_a_table(tmp_path: Path) -> None:
-    figures = {
-        "measures": {"suspected_seconds": {"median": 2.0, "worst": 7.5}},
-        "missed": {"suspected_seconds": [7.5, 6]},
-        "goodput": None,
-        "participation": 0.75,
-    }
-    passed = {"verdict": "pass", "recovery_seconds": 3.0, "rounds_committed": 9, "rounds_skipped": 1}
-    failed = {"verdict": "fail", "recovery_seconds": None, "rounds_committed": 8, "rounds_skipped": 2}
-    path = tmp_path / "build" / "results.jsonl"
-    add(path, {"scenario": "stop", "seed": 0, **figures, **passed})
-    with path.open("ab") as file:
-        file.write(b'{"scenario": "st')  # killed while it wrote
-    add(path, {"scenario": "stop", "seed": 1, **figures, **failed})
-    found = load(path)
-    assert [each["seed"] for each in found] == [0, 1]
-    (row,) = table(found)[2:]
-    assert row.startswith("| `stop` | 1 of 2 | 3.0, 3.0, 3.0; never in 1 | unknown | 75% | 3 of 20 |")
-    assert "suspected 2.0, 7.5 (aim 6, missed 2 of 2)" in row
-    assert table(found[1:])[-1].startswith("| `stop` | 0 of 1 | none |")
 
 
 @pytest.mark.real

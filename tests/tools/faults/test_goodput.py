@@ -12,7 +12,6 @@ from tests.faults.judge import judge
 from tests.faults.recording import Limits, Recording
 from tests.support.recordings import (
     BEGAN,
-    IDS,
     NO_CONTRIBUTIONS,
     PEERS,
     after_death,
@@ -74,15 +73,6 @@ def test_goodput_matches_hand_calculation() -> None:
     """
     assert judge(after_death()).goodput == pytest.approx((5 * 300 + 15 * 200) / (100 * 45))
     assert judge(after_death(5.0)).goodput == pytest.approx((5 * 300 + 10 * 200) / (100 * 45))
-
-
-def test_goodput_counts_the_share_in_the_mean() -> None:
-    """One mean holds a quarter of bert's 100 tokens; in another cleo, trained on 110, does not know its weight."""
-    play = voted()
-    for name in PEERS:
-        history(play, name)[25]["contributions"][IDS["bert"]] = ("L25", 1, 4)
-    history(play, "cleo")[26]["weight"] = None
-    assert judge(play).goodput == pytest.approx((6_000 - 75 + 10) / 6_000)
 
 
 def test_abandoned_rounds_do_not_count_as_goodput() -> None:

@@ -1,6 +1,5 @@
 """What a nemesis does to machines is known to it afterwards."""
 
-import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -8,7 +7,7 @@ from typing import Any, cast
 import pytest
 
 from tests.faults.event_log import EventLog
-from tests.faults.machines import MachineFaults, clock_file, small_disk
+from tests.faults.machines import MachineFaults, clock_file
 from tests.faults.steps import Step
 from tests.support.real_swarm import RealSwarm
 
@@ -50,16 +49,3 @@ def test_clock_without_skew_effect_is_noted(since: tuple[float, ...], tmp_path: 
     skewed.reports += map(_report, since)
     skewed.machines.heal()
     assert skewed.notes.stuck == ["the clock of c was never +5 s off"]
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="a disk of its own takes root")
-def test_files_on_small_disk_are_kept(tmp_path: Path) -> None:
-    disk = tmp_path / "c"
-    away = small_disk(disk)
-    try:
-        (disk / "one").write_text("kept")
-        (disk / "ballast").write_bytes(bytes(1000))
-        assert disk.is_mount()
-    finally:
-        away()
-    assert not disk.is_mount() and [each.name for each in disk.iterdir()] == ["one"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -162,18 +161,3 @@ def test_straggler_runs_its_share_then_at_full_speed(swarm: RealSwarm) -> None:
 def test_straggler_without_a_worker_is_noted(nemesis: Nemesis) -> None:
     nemesis.play([Step("straggle", ("a",), 0.5), Step("wait", amount=0.1)])  # a sleeper has no worker
     assert nemesis.stuck == ["there was no worker to hold up"]
-
-
-@pytest.mark.parametrize("late, lost", [(-1.0, 1.0), (60.0, 0.0)])
-def test_work_abandoned_on_leaving_counts_as_lost(
-    late: float, lost: float, nemesis: Nemesis, swarm: RealSwarm, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It reports nothing more: the last that it said was of the round before."""
-    run(swarm.peer("d"), "pass")
-    nemesis.began("d")
-    monkeypatch.setattr(swarm["d"], "ask", lambda what: {"ok": True})
-    last = {"time": time.time() + late, "outcome": "committed", "weight": 8.0, "round": 3}
-    swarm["d"].directory.mkdir(exist_ok=True)
-    (swarm["d"].directory / "rounds.jsonl").write_text(json.dumps(last) + "\n")
-    nemesis.play([Step("finish", ("d",))])
-    assert nemesis.stuck == [] and nemesis.measures["contributions_lost"] == [lost]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,8 +13,7 @@ from tests.faults import stage_figures
 from tests.faults.judge import judge
 from tests.faults.recording import Event, Incarnation, Recording
 from tests.support.recordings import BEGAN, NO_CONTRIBUTIONS, detail, found, history
-from tests.support.staged_recordings import IDS, NAMES, STAGES, samples, staged, staged_report
-from tests.support.staged_swarm import StagedSwarm
+from tests.support.staged_recordings import IDS, NAMES, samples, staged, staged_report
 
 
 def test_healthy_stages_pass() -> None:
@@ -146,15 +144,3 @@ def test_figures_of_a_whole_stage() -> None:
     assert row["whole"] and row["fault"] == "SIGKILL to peer of all of stage 1"
     assert verdict.measures["whole_stage_seconds"]["worst"] == pytest.approx(row["next_round_seconds"])
     assert row["next_round_seconds"] < 3, "from the start on, not from the kill"
-
-
-# -- the swarm --------------------------------------------------------------------------------------------------------
-
-
-def test_a_peer_names_its_stage_at_its_first_start_only(tmp_path: Path) -> None:
-    swarm = StagedSwarm(tmp_path, "", names=NAMES, stages=STAGES)
-    peers = [swarm.peer(name) for name in NAMES]
-    assert swarm.arguments("e") == ("--stage", "1")
-    peers[4].directory.mkdir()
-    assert swarm.arguments("e") == (), "its directory tells"
-    assert swarm.can_go_on(peers[2:5]) and not swarm.can_go_on(peers[::3])

@@ -81,20 +81,11 @@ BOTH = ("p0>p1", "p1>p0")
 CASES: dict[str, tuple[list[tuple[float, Event]], dict[str, list[Change]]]] = {
     "nothing happens": ([], {"p0": [], "p1": [], "p2": []}),
     "death": ([(10, kill)], {"p0": [(10 + LATENCY, "p0 p1")], "p1": [(10 + LATENCY, "p0 p1")]}),
-    "death behind a silent link": (
-        [(9, silence("p2>p1")), (10, kill), (40, heal("p2>p1"))],
-        {"p0": [(10 + LATENCY, "p0 p1")], "p1": [(-9, "p0 p1")]},
-    ),
     "silence of one direction": (
         [(20, silence("p0>p1")), (60, heal("p0>p1"))],
         {"p0": [(-20, "p0 p2"), (60 + ROUND_TRIP, "p0 p1 p2")], "p1": [(-20, "p1 p2"), (60 + ROUND_TRIP, "p0 p1 p2")],
          "p2": []},
     ),
-    "directions healed one by one": (
-        [(20, silence(*BOTH)), (40, heal("p0>p1")), (50, heal("p1>p0"))],
-        {"p0": [(-20, "p0 p2"), (50 + ROUND_TRIP, "p0 p1 p2")]},
-    ),
-    "short silence": ([(20, silence("p0>p1")), (23.7, heal("p0>p1"))], {"p0": [], "p1": [], "p2": []}),
     "silences without a handshake between": (
         [each for n in range(5) for each in ((20 + 2 * n, silence("p0>p1")), (21.9 + 2 * n, heal("p0>p1")))],
         {"p0": [(-20, "p0 p2"), (29.9 + ROUND_TRIP, "p0 p1 p2")]},
@@ -106,10 +97,6 @@ CASES: dict[str, tuple[list[tuple[float, Event]], dict[str, list[Change]]]] = {
     "restart behind a silence": (
         [(10, silence("p0>p2", "p2>p0")), (11, kill), (12, restart), (13, heal("p0>p2", "p2>p0"))],
         {"p0": [(13 + LATENCY, "p0 p1"), (13 + ROUND_TRIP, "p0 p1 p2*")]},
-    ),
-    "restart during a silence": (
-        [(10, silence("p0>p2")), (11, kill), (30, restart)],
-        {"p0": [(11 + LATENCY, "p0 p1")], "p2": [(30 + ROUND_TRIP, "p1 p2*")]},
     ),
 }  # fmt: skip
 

@@ -62,9 +62,8 @@ class Scene:
                 await asyncio.sleep(pause_seconds)
 
     def _note(self, task: asyncio.Task[None]) -> None:
-        self.sent.append(
-            "cancelled" if task.cancelled() else type(error).__name__ if (error := task.exception()) else "no error"
-        )
+        error = None if task.cancelled() else task.exception()
+        self.sent.append("cancelled" if task.cancelled() else type(error).__name__ if error else "no error")
 
     def send(self, data: bytes, pause_seconds: float = 0.0) -> None:
         token = simloop.PROCESS.set(self.network.nodes["a"].process)

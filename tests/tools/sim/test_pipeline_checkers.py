@@ -40,7 +40,7 @@ def double(self: PacedStage, round_number: int, number: int) -> Step:
     [
         (PacedStage, "step", step, 2, set()),
         (PacedStage, "step", double, 1, {"tokens"}),
-        (Lease, "end", lambda self: None, 1, {"accounted", "no-leak"}),
+        (Lease, "end", lambda self: None, 1, {"accounted"}),
         (StageClock, "rounds", lambda self, drivers, now: 2, 3, {"clock"}),
     ],
     ids=["clean", "tokens", "lease-kept", "stage-ahead"],

@@ -53,23 +53,13 @@ print(json.dumps([loaded, digests()]))
 """
 
 
-@pytest.fixture(scope="module")
-def elsewhere() -> tuple[list[str], list[str]]:
-    """Of a process with another hash seed: the modules of pipelines that it has loaded, and its digests."""
+def test_trace_is_the_same_in_another_process() -> None:
+    """With another hash seed. Runs without stages load nothing of pipelines there."""
     seed = "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1"
     environment = {**os.environ, "PYTHONHASHSEED": seed}
     command = [sys.executable, "-c", ELSEWHERE]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=50)
-    loaded, found = json.loads(done.stdout)
-    return loaded, found
-
-
-def test_runs_without_stages_load_no_pipeline(elsewhere: tuple[list[str], list[str]]) -> None:
-    assert elsewhere[0] == []
-
-
-def test_trace_does_not_depend_on_the_hash_seed(elsewhere: tuple[list[str], list[str]]) -> None:
-    assert elsewhere[1] == digests()
+    assert json.loads(done.stdout) == [[], digests()]
 
 
 def test_seeds_play_without_violation() -> None:
@@ -206,19 +196,6 @@ def test_unnamed_lie_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # -- the command line ------------------------------------------------------------------------------------------------
-
-
-def test_last_output_is_one_json_object(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--peers", "3", "--rounds", "1", "--seeds", "0:1", "--faults", "calm", "--json"]) == 0
-    out, err = capsys.readouterr()
-    result = json.loads(out)
-    assert err == ""
-    assert result["protocol"] == "butterfly" and result["peers"] == 3
-    assert result["rounds_committed"] == len(CALM) and result["rounds_skipped"] == 0
-    assert result["violations"] == []
-    assert result["rounds_could_commit"] == result["rounds_did_commit"] == result["rounds_committed"]
-    assert result["commit_share"] == 1.0 and result["seeds_per_minute"] > 0
-    assert result["virtual_seconds"] > 0 and result["real_seconds"] > 0
 
 
 def test_violation_output_names_seed_and_replay_command(
