@@ -177,13 +177,11 @@ def test_failed_point_is_reported_with_its_replay(capsys: pytest.CaptureFixture[
     assert main(["--kind", "crash", "--only", at], Partial) == 1
 
 
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("kind", ["crash", "silence"])
-def test_real_protocol_survives_fault_points(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_real_protocol_survives_crashes_at_messages(capsys: pytest.CaptureFixture[str]) -> None:
     """Butterfly: whichever peer is lost at whichever message, the others decide the same for the round, and go on.
 
-    `make sim` plays every message.
+    `make sim` plays every message, and every kind of fault.
     """
-    assert main(["--peers", "3", "--kind", kind, "--sample", "10"]) == 0
+    assert main(["--peers", "3", "--kind", "crash", "--sample", "10"]) == 0
     summary = result(capsys)
     assert summary["points"] == summary["decided"] == 10 and summary["messages"] > 200

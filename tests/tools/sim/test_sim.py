@@ -21,7 +21,6 @@ from protocols.registry import INDEPENDENT_PROTOCOLS, REPLICATED_PROTOCOLS
 from tests.sim import scheduling
 from tests.sim.__main__ import main
 from tests.sim.byzantine.contributors import LIES
-from tests.sim.families import CALM
 from tests.sim.independent_world import IndependentWorld
 from tests.sim.invariants import InvariantBroken
 from tests.sim.oracle_protocol import OracleProtocol
@@ -60,13 +59,6 @@ def test_trace_is_the_same_in_another_process() -> None:
     command = [sys.executable, "-c", ELSEWHERE]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=50)
     assert json.loads(done.stdout) == [[], digests()]
-
-
-def test_seeds_play_without_violation() -> None:
-    """Every honest peer commits every round with the same bits; liars are named; no task is left over."""
-    for seed, fault in enumerate(CALM):
-        outcome = play(Scenario(peers=5, rounds=3, seed=seed, fault=fault))
-        assert outcome.violations == [], f"seed {seed}"
 
 
 @settings(max_examples=10)
