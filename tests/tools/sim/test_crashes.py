@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
-from protocols.base import AveragingResult, LocalProgress, Member, Outcome, Vector
+from protocols.base import Host, IndependentAverager, Member, Settings
+from protocols.pairwise.gossip import Gossip
+from protocols.pairwise.shared_state import SharedStateSession
+from protocols.vectors import VectorView
 from tests.sim.crashes import main
 from tests.sim.faults import Crash, Cut, Message
+from tests.sim.independent_world import IndependentWorld
 from tests.sim.message_fault import ROUND, Point, combinations, enumerate_points, small, strike
 from tests.sim.oracle_protocol import Head, OracleProtocol
-from tests.sim.pairs import PairSession, PairWorld, pair_world
+from tests.sim.scenario import Scenario
 from tests.sim.world import World
+
+
+def of_three(world: type[World]) -> Scenario:
+    return small(3, "gossip" if issubclass(world, IndependentWorld) else "butterfly")
 
 
 @pytest.fixture(scope="module")
@@ -31,10 +38,10 @@ def result(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
 # -- the points -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("world, least", [(OracleProtocol, 40), (World, 100), (PairWorld, 20)])
+@pytest.mark.parametrize("world, least", [(OracleProtocol, 40), (World, 100), (IndependentWorld, 20)])
 def test_messages_of_a_round_are_deterministic_and_gapless(world: type[World], least: int) -> None:
-    points = enumerate_points(small(3), world)
-    assert points == enumerate_points(small(3), world) and len(set(points)) == len(points) > least
+    points = enumerate_points(of_three(world), world)
+    assert points == enumerate_points(of_three(world), world) and len(set(points)) == len(points) > least
     for peer in ("p0", "p1", "p2"):
         numbers = [point.number for point in points if point.peer == peer]
         assert numbers == list(range(numbers[0], numbers[0] + len(numbers))) and numbers[0] > 1, "not the first round"
@@ -128,17 +135,26 @@ class Broken(OracleProtocol):
         return super().report(me, before, after, outcome)
 
 
-class Shy(PairSession):
-    """Meets no other once the round is over at whose messages faults happen."""
+class Shy(IndependentWorld):
+    """Gossip whose peers meet no other once the round is over at whose messages faults happen."""
 
-    async def average(self, mine: Sequence[Vector], work: LocalProgress, into: Sequence[Vector]) -> AveragingResult:
-        return await super().average(mine, work, into) if self.round <= ROUND else AveragingResult(Outcome.SKIPPED)
+    def _averager(self, host: Host, settings: Settings) -> IndependentAverager:
+        averager = super()._averager(host, settings)
+        assert isinstance(averager, Gossip)
+        mix = averager.mix
+
+        async def shy(session: SharedStateSession, state: VectorView) -> None:
+            if session.round <= ROUND:
+                await mix(session, state)
+
+        averager.mix = shy  # type: ignore[method-assign]
+        return averager
 
 
 BUGS: list[tuple[type[World], str, str, str]] = [
     (Backwards, "crash", "goes-on", "though most are there"),
     (Partial, "crash", "goes-on", "in touch with a majority, and at round"),
-    (pair_world(Shy), "stall", "goes-on", "in touch with a majority, and at round"),
+    (Shy, "stall", "goes-on", "in touch with a majority, and at round"),
     (Faithful, "silence", "left-out", "still in the roster"),
     (Selfish, "silence", "one-child", "beside"),
     (Broken, "crash", "crash", "ZeroDivisionError: planted"),
@@ -148,8 +164,8 @@ BUGS: list[tuple[type[World], str, str, str]] = [
 @pytest.mark.parametrize("world, kind, invariant, words", BUGS, ids=[each[0].__name__ for each in BUGS])
 def test_planted_bug_is_found(world: type[World], kind: str, invariant: str, words: str) -> None:
     """Nothing is found in what is right: `test_every_message_is_played`."""
-    points = enumerate_points(small(3), OracleProtocol if world is Broken else world)
-    violations = strike(small(3), kind, (points[0],), world).violations
+    points = enumerate_points(of_three(world), OracleProtocol if world is Broken else world)
+    violations = strike(of_three(world), kind, (points[0],), world).violations
     assert any(each.invariant == invariant and words in each.detail for each in violations)
 
 

@@ -1,12 +1,12 @@
 """A simulated world that breaks and heals: a simple correct protocol passes, and every bug planted in it is found.
 
-`OracleProtocol` stands for protocols that vote on rounds, `PairWorld` for those whose peers share no anchor.
+`OracleProtocol` stands for protocols that vote on rounds, gossip for those whose peers share no anchor.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,15 +14,18 @@ import pytest
 
 from protocols.base import AveragingResult, Contribution, LocalProgress, Member, PeerId, Vector
 from protocols.base import Outcome as RoundOutcome
+from protocols.pairwise.shared_state import SharedStateSession
+from protocols.pairwise.state_swap import StateSwap
 from protocols.vectors import VectorView
 from tests.sim import world as worlds
 from tests.sim.families import BREAKING
 from tests.sim.faults import Faults
 from tests.sim.independent_world import IndependentWorld
 from tests.sim.oracle_protocol import Head, OracleProtocol
-from tests.sim.pairs import PairSession, PairWorld, pair_world
 from tests.sim.scenario import Scenario, resolve
 from tests.sim.world import HEALED_SECONDS, Outcome, World, play
+
+PROTOCOLS = {World: "butterfly", OracleProtocol: "butterfly", IndependentWorld: "gossip"}
 
 
 def broken(fault: str, seed: int = 0, peers: int = 5) -> Scenario:
@@ -34,10 +37,15 @@ def broken(fault: str, seed: int = 0, peers: int = 5) -> Scenario:
 
 @pytest.mark.parametrize(
     "world, fault",
-    [*((OracleProtocol, fault) for fault in BREAKING), (PairWorld, "none"), (PairWorld, "mixed"), (World, "mixed")],
+    [
+        *((OracleProtocol, fault) for fault in BREAKING),
+        (IndependentWorld, "none"),
+        (IndependentWorld, "mixed"),
+        (World, "mixed"),
+    ],
 )
 def test_correct_protocol_recovers_from_fault_family(world: type[World], fault: str) -> None:
-    outcome = play(broken(fault, 1, 4), world)
+    outcome = play(replace(broken(fault, 1, 4), protocol=PROTOCOLS[world]), world)
     assert outcome.violations == []
     assert 0 < outcome.rounds_did <= outcome.rounds_could
 
@@ -47,9 +55,9 @@ def test_correct_protocol_recovers_from_fault_family(world: type[World], fault: 
     [
         (World, Scenario(peers=4, rounds=2, seed=7, fault="slow")),
         (OracleProtocol, broken("mixed", 3)),
-        (PairWorld, Scenario(peers=4, rounds=4, seed=3)),
+        (IndependentWorld, Scenario(protocol="gossip", peers=4, rounds=4, seed=3)),
     ],
-    ids=["butterfly", "oracle", "pairs"],
+    ids=["butterfly", "oracle", "gossip"],
 )
 def test_trace_is_determined_by_the_seed(world: type[World], scenario: Scenario) -> None:
     first = play(scenario, world).trace.digest()
@@ -115,42 +123,28 @@ class Excluding(OracleProtocol):
         return super().goes_on(peer) and (peer != "p1" or not self.histories[peer])
 
 
-class Deaf(PairSession):
-    """Meets no other peer."""
-
-    async def average(self, mine: Sequence[Vector], work: LocalProgress, into: Sequence[Vector]) -> AveragingResult:
-        return AveragingResult(RoundOutcome.SKIPPED)
-
-
-class Jumping(PairSession):
-    """Goes from its first round to one after the last."""
-
-    async def reclaim(self) -> Mapping[PeerId, Contribution]:
-        self.round = max(self.round, 9)
-        return await super().reclaim()
+async def meet_no_other(
+    self: SharedStateSession, mine: Sequence[Vector], work: LocalProgress, into: Sequence[Vector]
+) -> AveragingResult:
+    return AveragingResult(RoundOutcome.SKIPPED)
 
 
-class Unmixed(PairSession):
-    """Exchanges states, and does not average them."""
-
-    def mix(self, state: Sequence[Vector], data: bytearray) -> None:
-        pass
+reclaim = SharedStateSession.reclaim
 
 
-class Back(PairSession):
-    """Ends in a round that is long over."""
-
-    async def reclaim(self) -> Mapping[PeerId, Contribution]:
-        self.round //= 2
-        return await super().reclaim()
+async def jump_over_the_last_round(self: SharedStateSession) -> Mapping[PeerId, Contribution]:
+    self.round = max(self.round, 9)
+    return await reclaim(self)
 
 
-class Lingering(PairSession):
-    """Leaves a task behind in each round."""
+async def end_in_a_former_round(self: SharedStateSession) -> Mapping[PeerId, Contribution]:
+    self.round //= 2
+    return await reclaim(self)
 
-    async def reclaim(self) -> Mapping[PeerId, Contribution]:
-        self.task = asyncio.get_running_loop().create_task(asyncio.sleep(1e4))
-        return await super().reclaim()
+
+async def leave_a_task_behind(self: SharedStateSession) -> Mapping[PeerId, Contribution]:
+    self.task = asyncio.get_running_loop().create_task(asyncio.sleep(1e4))  # type: ignore[attr-defined]
+    return await reclaim(self)
 
 
 CRASH = Faults().crash("p2", at=15.0, lasts=20.0)
@@ -161,17 +155,21 @@ VOTED_BUGS: list[tuple[type[World], Faults, str, str]] = [
     (Undecided, Faults(), "progress", "outcome undecided"),
     (Excluding, Faults(), "progress", "left out of the roster"),
 ]
-PAIR_BUGS: list[tuple[type[PairSession], str, str, str]] = [
-    (Deaf, "none", "progress", "it could mix in"),
-    (Deaf, "partition", "progress", "after all was healed"),
-    (Jumping, "none", "progress", "it leaves most rounds out"),
-    (Jumping, "none", "clock", "a round that no peer has reached"),
-    (Unmixed, "partition", "spread", "at the end"),
-    (Back, "none", "progress", "it does not come to the end"),
-    (Back, "none", "never-back", "where"),
-    (Lingering, "none", "no-leak", "are left over"),
-    (Lingering, "crash", "no-leak", "of its first"),
-]
+Bug = tuple[type, str, Callable[..., Any]]
+DEAF: Bug = (SharedStateSession, "average", meet_no_other)
+UNMIXED: Bug = (StateSwap, "_mix", lambda self, write: 0.0)
+LINGERING: Bug = (SharedStateSession, "reclaim", leave_a_task_behind)
+MIXING_BUGS: list[tuple[Bug, str, dict[str, str]]] = [
+    (DEAF, "none", {"progress": "it could mix in"}),
+    (DEAF, "partition", {"progress": "after all was healed"}),
+    ((SharedStateSession, "reclaim", jump_over_the_last_round), "none",
+     {"progress": "it leaves most rounds out", "clock": "a round that no peer has reached"}),
+    (UNMIXED, "partition", {"spread": "at the end"}),
+    ((SharedStateSession, "reclaim", end_in_a_former_round), "none",
+     {"progress": "it does not come to the end", "never-back": "where"}),
+    (LINGERING, "none", {"no-leak": "are left over"}),
+    (LINGERING, "crash", {"no-leak": "of its first"}),
+]  # fmt: skip
 
 
 def details(outcome: Outcome, invariant: str) -> str:
@@ -185,13 +183,15 @@ def test_planted_bug_in_voting_is_found(world: type[World], faults: Faults, inva
     assert outcome.virtual_seconds < HEALED_SECONDS + 250, "a swarm that does not recover ends, too"
 
 
-@pytest.mark.parametrize("session, fault, invariant, words", PAIR_BUGS)
+@pytest.mark.parametrize("bug, fault, violations", MIXING_BUGS)
 def test_planted_bug_in_mixing_is_found(
-    session: type[PairSession], fault: str, invariant: str, words: str, monkeypatch: pytest.MonkeyPatch
+    bug: Bug, fault: str, violations: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(worlds, "HEALED_SECONDS", 100.0)
-    outcome = play(Scenario(peers=4, rounds=6, fault=fault, elements=64), pair_world(session))
-    assert words in details(outcome, invariant)
+    monkeypatch.setattr(*bug)
+    outcome = play(Scenario(protocol="gossip", peers=4, rounds=6, fault=fault, elements=64), IndependentWorld)
+    for invariant, words in violations.items():
+        assert words in details(outcome, invariant)
 
 
 def test_mean_that_is_not_written_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
