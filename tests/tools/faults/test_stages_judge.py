@@ -125,14 +125,6 @@ def test_rate_that_does_not_come_back_is_missed() -> None:
     assert verdict.missed["rate_lost"] == [1.0, 0.6]
 
 
-def test_a_stopped_peer_is_judged_after_twenty_seconds() -> None:
-    (killed,) = stage_figures.rows(staged())
-    event = replace(staged().events[0], what="SIGSTOP to all", time=BEGAN + 5)
-    (stopped,) = stage_figures.rows(replace(staged(), events=(event, *staged().events[1:])))
-    assert (killed["after_seconds"], stopped["after_seconds"]) == (10.0, 20.0)
-    assert stopped["rate_after"] > 1, "it has been back for long"
-
-
 def test_figures_of_a_whole_stage() -> None:
     events = (
         Event(BEGAN + 10, "SIGKILL to peer", ("b", "e"), "fault"),

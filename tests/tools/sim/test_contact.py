@@ -10,7 +10,7 @@ import pytest
 
 from protocols.base import Host, Member
 from tests.sim import loop as simloop
-from tests.sim.contact import HEARTBEAT_SECONDS, LIVENESS_SECONDS, Outages
+from tests.sim.contact import HEARTBEAT_SECONDS, LIVENESS_SECONDS
 from tests.sim.host import EPOCH, DirectoryFaults, Entries, sim_host
 from tests.sim.network import SimNetwork
 from tests.sim.trace import Trace
@@ -113,18 +113,6 @@ def test_peers_see_deaths_silences_and_restarts(
         for (time, _), (due, _) in zip(seen, expected, strict=True):
             timeout = -due + LIVENESS_SECONDS
             assert time == pytest.approx(due) or (due < 0 and timeout - HEARTBEAT_SECONDS <= time <= timeout)
-
-
-def test_mutually_connected_majority_is_counted() -> None:
-    outages = Outages({Member("c"): 15.0}, {("a", "b"): [[10.0, 20.0]]})
-    members = [Member(peer) for peer in "abcd"]
-
-    def most(since: float, until: float) -> int:
-        return max(count for count in range(5) if outages.connected(members, count, since, until))
-
-    assert [most(*span) for span in ((0.0, 9.0), (5.0, 12.0), (12.0, 16.0), (20.0, 99.0))] == [4, 3, 2, 3]
-    members[2] = Member("c", 1)
-    assert most(20.0, 99.0) == 4
 
 
 # -- the directory ----------------------------------------------------------------------------------------------------

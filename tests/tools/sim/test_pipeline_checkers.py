@@ -81,7 +81,7 @@ PLANTED: dict[str, tuple[str, tuple[PipelineEvent, ...]]] = {
     "counted at two replicas": ("counted-once", (*DONE, event("granted", 1, 1, OTHER), event("counted", 1, 1, OTHER))),
     "counted first in the first stage": ("counted-below", (*STARTED, event("counted", 0))),
     "counted by another replica": ("same-weights", (*STARTED, event("counted", 1, replica=OTHER))),
-    "counted after a step": ("same-weights", (*STARTED, event("stepped", 1), event("counted", 1, epoch=0))),
+    "granted in weights that are over": ("same-weights", (event("voided", 1), event("granted", 1))),
     "one microbatch too many": ("full-steps", tuple(event("granted", 1, number) for number in (1, 2, 3))),
     "step that is not full": ("full-steps", (*DONE, event("stepped", 1))),
     "two in a window of one": ("window", (*STARTED, event("granted", 0, 2), event("granted", 0, 3))),
