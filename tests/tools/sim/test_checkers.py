@@ -9,43 +9,23 @@ import pytest
 
 from tests.support import checkers
 from tests.support.checkers import Report
+from tests.support.recordings import IDS, NO_CONTRIBUTIONS, PEERS, voted_report
 
 Histories = dict[str, list[Report]]
 Edit = tuple[tuple[str, ...], int, dict[str, Any]]
 """Of which peers, which of their reports, and what it says instead."""
-PEERS = ("anna", "bert", "cleo")
-NOTHING: dict[str, Any] = {"contributions": {}}
-
-
-def report(peer: str, number: int, **changes: Any) -> Report:
-    """What `peer` says of committed round `number` on a chain whose lineages are L0, L1, …"""
-    parent = changes.get("parent", f"L{number}")
-    ordinary: Report = {
-        "peer": peer,
-        "incarnation": 0,
-        "round": number,
-        "parent": parent,
-        "lineage": f"L{number + 1}",
-        "outcome": "committed",
-        "contributions": counted(parent),
-        "blamed": {},
-        "finite": True,
-        "weight": 1.0,
-        "params_hash": f"params {number + 1}",
-        "lost_rounds": 0,
-        "lost_tokens": 0,
-    }
-    return {**ordinary, **changes}
 
 
 def counted(anchor: str, **others: tuple[str, int, int]) -> dict[str, tuple[str, int, int]]:
     """All four chunks of all peers, but for `others`."""
-    return {**{each: (anchor, 4, 4) for each in PEERS}, **others}
+    return {IDS[each]: others.get(each, (anchor, 4, 4)) for each in PEERS}
 
 
 def undecided(peer: str, number: int) -> Report:
     """A round that left this peer where it was."""
-    return report(peer, number, outcome="undecided", lineage=f"L{number}", params_hash=f"params {number}", **NOTHING)
+    return voted_report(
+        peer, number, outcome="undecided", lineage=f"L{number}", params_hash=f"params {number}", **NO_CONTRIBUTIONS
+    )
 
 
 def clean() -> Histories:
@@ -53,11 +33,11 @@ def clean() -> Histories:
 
     Bert misses the second and catches up; cleo's third needs two attempts, and a chunk of bert's in the last is lost.
     """
-    histories = {peer: [report(peer, number) for number in range(4)] for peer in PEERS}
+    histories = {peer: [voted_report(peer, number) for number in range(4)] for peer in PEERS}
     for history in histories.values():
-        history[2].update(outcome="skipped", params_hash="params 2", **NOTHING)
+        history[2].update(outcome="skipped", params_hash="params 2", **NO_CONTRIBUTIONS)
         history[3].update(contributions=counted("L2", bert=("L2", 3, 4)))
-    histories["bert"][1].update(outcome="superseded", **NOTHING)
+    histories["bert"][1].update(outcome="superseded", **NO_CONTRIBUTIONS)
     histories["cleo"].insert(2, undecided("cleo", 2))
     return histories
 
@@ -67,19 +47,29 @@ def forked() -> Histories:
 
     Each side counts her contribution to the third round, which reached bert and cleo.
     """
-    histories = {peer: [report(peer, number) for number in range(2)] for peer in PEERS}
-    mine = {"anna": ("L2", 4, 4)}
+    histories = {peer: [voted_report(peer, number) for number in range(2)] for peer in PEERS}
+    mine = {IDS["anna"]: ("L2", 4, 4)}
+    back = {"outcome": "superseded", "lost_rounds": 2, "lost_tokens": 200, **NO_CONTRIBUTIONS}
     histories["anna"] += [
         undecided("anna", 2),
-        report("anna", 2, lineage="A3", outcome="fork", contributions=mine, params_hash="a3"),
-        report("anna", 3, parent="A3", lineage="A4", outcome="alone", contributions={"anna": ("A3", 4, 4)}),
-        report("anna", 4, parent="A4", lineage="L4", outcome="superseded", lost_rounds=2, lost_tokens=200, **NOTHING),
-        report("anna", 4),
+        voted_report("anna", 2, lineage="A3", outcome="fork", contributions=mine, params_hash="a3"),
+        voted_report("anna", 3, parent="A3", lineage="A4", outcome="alone", contributions={IDS["anna"]: ("A3", 4, 4)}),
+        voted_report(
+            "anna",
+            4,
+            parent="A4",
+            lineage="L4",
+            outcome="superseded",
+            lost_rounds=2,
+            lost_tokens=200,
+            **NO_CONTRIBUTIONS,
+        ),
+        voted_report("anna", 4),
     ]
     histories["anna"][-3]["params_hash"], histories["anna"][-2]["params_hash"] = "a4", "params 4"
     for peer in ("bert", "cleo"):
-        histories[peer] += [report(peer, number) for number in (2, 3, 4)]
-        del histories[peer][3]["contributions"]["anna"]
+        histories[peer] += [voted_report(peer, number) for number in (2, 3, 4)]
+        del histories[peer][3]["contributions"][IDS["anna"]]
     return histories
 
 
@@ -97,13 +87,13 @@ def of_all(index: int, **changes: Any) -> Edit:
 
 
 def each(invariant: str, number: int, *peers: str) -> list[tuple[str, str, int]]:
-    return [(invariant, peer, number) for peer in peers or PEERS]
+    return [(invariant, IDS[peer], number) for peer in peers or PEERS]
 
 
 PLANTED: dict[str, tuple[Callable[[], Histories], list[Edit], list[tuple[str, str, int]]]] = {
-    "two children": (clean, [of("cleo", -1, lineage="other child", **NOTHING)], each("one-child", 3, "cleo")),
+    "two children": (clean, [of("cleo", -1, lineage="other child", **NO_CONTRIBUTIONS)], each("one-child", 3, "cleo")),
     "other parameters": (clean, [of("bert", -1, params_hash="params 5")], each("same-bits", 3, "bert")),
-    "other momentum": (clean, [of("bert", 1, blamed={"bert": "another state"})], each("same-bits", 1, "bert")),
+    "other momentum": (clean, [of("bert", 1, blamed={IDS["bert"]: "another state"})], each("same-bits", 1, "bert")),
     "other counts": (clean, [of("cleo", -1, contributions=counted("L2"))], each("same-bits", 3, "cleo")),
     "not finite": (clean, [of("cleo", 3, finite=False)], each("finite", 2, "cleo")),
     "one chunk of what counted before": (
@@ -130,7 +120,7 @@ PLANTED: dict[str, tuple[Callable[[], Histories], list[Edit], list[tuple[str, st
     "costs of a commit": (clean, [of("anna", 3, lost_tokens=5)], each("stated", 3, "anna")),
     "fork called alone": (forked, [of("anna", 3, outcome="alone")], each("one-child", 2, "bert", "cleo")),
     "counted twice on a branch": (
-        forked, [of("anna", 4, contributions={"anna": ("L2", 4, 4)})], each("counted-once", 3, "anna"),
+        forked, [of("anna", 4, contributions={IDS["anna"]: ("L2", 4, 4)})], each("counted-once", 3, "anna"),
     ),
     "counted again after the fork": (
         forked, [of_all(-1, contributions=counted("L4", anna=("L2", 4, 4)))], each("counted-once", 4),
@@ -159,4 +149,4 @@ def test_peer_left_on_other_branch_is_found() -> None:
     histories = forked()
     del histories["anna"][-2:]
     assert checkers.check(histories) == []
-    assert [(each.invariant, each.peer) for each in checkers.one_branch(histories)] == [("one-branch", "anna")]
+    assert [(each.invariant, each.peer) for each in checkers.one_branch(histories)] == [("one-branch", IDS["anna"])]
