@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import re
 import time
+from types import SimpleNamespace
+from typing import cast
 
 from tests.docker.cases import Struck
-from tests.docker.verdict import forks
+from tests.docker.swarm import Swarm
+from tests.docker.verdict import forks, unnamed
 from tests.faults.recording import Limits, Recording
 from tests.support.paths import REPOSITORY
 
@@ -35,6 +38,12 @@ def test_fork_of_unharmed_peer_is_a_violation() -> None:
     assert [each.invariant for each in forks(play, [struck])] == ["fork"]
     struck.targets, struck.over = ("founder",), now + 1
     assert [each.round for each in forks(play, [struck])] == [7]
+
+
+def test_container_that_ends_without_a_directory_is_a_violation() -> None:
+    spells = [SimpleNamespace(name=name, code=1, container=64 * "c") for name in ("", "founder")]
+    found = unnamed(cast(Swarm, SimpleNamespace(spells=spells)))
+    assert [(each.invariant, each.peer) for each in found] == [("exit-code", 12 * "c")]
 
 
 def _play(histories: dict[str, list[dict[str, object]]], ids: dict[str, str], now: float) -> Recording:

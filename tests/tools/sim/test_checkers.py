@@ -54,16 +54,7 @@ def forked() -> Histories:
         undecided("anna", 2),
         voted_report("anna", 2, lineage="A3", outcome="fork", contributions=mine, params_hash="a3"),
         voted_report("anna", 3, parent="A3", lineage="A4", outcome="alone", contributions={IDS["anna"]: ("A3", 4, 4)}),
-        voted_report(
-            "anna",
-            4,
-            parent="A4",
-            lineage="L4",
-            outcome="superseded",
-            lost_rounds=2,
-            lost_tokens=200,
-            **NO_CONTRIBUTIONS,
-        ),
+        voted_report("anna", 4, parent="A4", lineage="L4", **back),
         voted_report("anna", 4),
     ]
     histories["anna"][-3]["params_hash"], histories["anna"][-2]["params_hash"] = "a4", "params 4"

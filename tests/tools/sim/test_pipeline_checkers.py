@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +14,8 @@ from protocols.base import Member
 from protocols.pipeline.admission import Lease
 from protocols.pipeline.settings import PipelineEvent, PipelineSettings
 from protocols.pipeline.stages import StageClock
+from tests.sim import world as worlds
+from tests.sim.faults import Faults
 from tests.sim.pipeline_world import PipelineWorld
 from tests.sim.scenario import Scenario
 from tests.sim.world import play
@@ -52,6 +55,13 @@ def test_bug_planted_in_a_play_is_found(
     monkeypatch.setattr(PipelineWorld, "goes_on", rounds(count))
     found = {violation.invariant for violation in play(SCENARIO, PipelineWorld).violations}
     assert found >= invariants and bool(found) == bool(invariants)
+
+
+def test_stages_that_do_not_recover_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worlds, "HEALED_SECONDS", 5.0)
+    monkeypatch.setattr(PipelineWorld, "whole_rounds", lambda self: 0)
+    stalled = replace(SCENARIO, faults=Faults().stall("p0", "p1", at=1, lasts=1), breaking_seconds=3.0)
+    assert {violation.invariant for violation in play(stalled, PipelineWorld).violations} == {"progress"}
 
 
 def test_backward_at_another_replica_is_found() -> None:
