@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -16,7 +15,6 @@ import pytest
 
 from tests.faults.nemesis import Nemesis, Tools
 from tests.faults.steps import STRUCK, Step
-from tests.faults.straggler import Straggler
 from tests.faults.tracing import Watch
 from tests.support.real_swarm import RealPeer, RealSwarm, wait
 from tests.support.warm import MARK
@@ -144,18 +142,6 @@ def test_unrequested_exit_is_recorded(nemesis: Nemesis, swarm: RealSwarm) -> Non
         for name, incarnations in nemesis.incarnations.items()
     } == {"c": [(-signal.SIGSEGV, 0)]}
     assert nemesis.stuck == ["c ended without being asked to"], "nor does exit code 0 make that right"
-
-
-def test_straggler_runs_its_share_then_at_full_speed(swarm: RealSwarm) -> None:
-    peer = swarm["a"]
-    straggler = Straggler(lambda: peer.pid, 0.2)
-    seen = []
-    for _ in range(60):
-        seen.append(state(peer) == psutil.STATUS_STOPPED)
-        time.sleep(0.02)
-    straggler.end()
-    assert 0.5 < sum(seen) / len(seen) < 0.95
-    assert straggler.signals >= 4 and state(peer) != psutil.STATUS_STOPPED
 
 
 def test_straggler_without_a_worker_is_noted(nemesis: Nemesis) -> None:

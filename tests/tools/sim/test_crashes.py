@@ -135,20 +135,17 @@ class Broken(OracleProtocol):
         return super().report(me, before, after, outcome)
 
 
+class ShyGossip(Gossip):
+    """Peers meet no other once the round is over at whose messages faults happen."""
+
+    async def mix(self, session: SharedStateSession, state: VectorView) -> None:
+        if session.round <= ROUND:
+            await super().mix(session, state)
+
+
 class Shy(IndependentWorld):
-    """Gossip whose peers meet no other once the round is over at whose messages faults happen."""
-
     def _averager(self, host: Host, settings: Settings) -> IndependentAverager:
-        averager = super()._averager(host, settings)
-        assert isinstance(averager, Gossip)
-        mix = averager.mix
-
-        async def shy(session: SharedStateSession, state: VectorView) -> None:
-            if session.round <= ROUND:
-                await mix(session, state)
-
-        averager.mix = shy  # type: ignore[method-assign]
-        return averager
+        return ShyGossip(host, settings)
 
 
 BUGS: list[tuple[type[World], str, str, str]] = [

@@ -37,12 +37,7 @@ def broken(fault: str, seed: int = 0, peers: int = 5) -> Scenario:
 
 @pytest.mark.parametrize(
     "world, fault",
-    [
-        *((OracleProtocol, fault) for fault in BREAKING),
-        (IndependentWorld, "none"),
-        (IndependentWorld, "mixed"),
-        (World, "mixed"),
-    ],
+    [*((OracleProtocol, fault) for fault in BREAKING), (IndependentWorld, "none"), (World, "mixed")],
 )
 def test_correct_protocol_recovers_from_fault_family(world: type[World], fault: str) -> None:
     outcome = play(replace(broken(fault, 1, 4), protocol=PROTOCOLS[world]), world)
