@@ -123,6 +123,14 @@ def test_group_cancels_tasks_in_deterministic_order() -> None:
     assert len(orders) == 1
 
 
+def test_futures_hash_by_a_counter() -> None:
+    async def main() -> list[int]:
+        return [hash(asyncio.get_running_loop().create_future()) for _ in range(5)]
+
+    first = run(main())
+    assert first == run(main()) == list(range(first[0], first[0] + 5))
+
+
 # -- processes --------------------------------------------------------------------------------------------------------
 
 

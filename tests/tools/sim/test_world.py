@@ -83,7 +83,7 @@ def test_rounds_without_connected_majority_do_not_count() -> None:
 
 def test_missed_possible_rounds_count_against_the_protocol() -> None:
     outcome = play(Scenario(peers=5, rounds=4, faults=Faults().crash("p4", at=1, lasts=100)), Stuck)
-    assert outcome.rounds_could > outcome.rounds_did
+    assert outcome.rounds_could > outcome.rounds_did + 10, "each missed attempt counts"
 
 
 # -- planted bugs -----------------------------------------------------------------------------------------------------
