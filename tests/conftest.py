@@ -40,7 +40,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not config.option.long:
         items[:] = [item for item in items if not item.get_closest_marker("long")]
     for item in items:
-        if item.get_closest_marker("real"):
+        if item.get_closest_marker("real") and config.pluginmanager.hasplugin("xdist"):
             item.add_marker(pytest.mark.xdist_group(item.path.stem))
 
 

@@ -22,7 +22,7 @@ import json
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -34,7 +34,6 @@ from tests.sim.message_fault import (
     KINDS,
     PAIRS,
     MessageFault,
-    Point,
     Recording,
     Verdict,
     combinations,
@@ -43,7 +42,7 @@ from tests.sim.message_fault import (
     small,
     strike,
 )
-from tests.sim.process import prepare, workers
+from tests.sim.process import prepare
 from tests.sim.world import World
 from tests.sim.worlds import world_of
 
@@ -85,7 +84,6 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--sample", type=at_least_one, help=f"play a drawn sample of this many; of pairs, {PAIRS} unless given"
     )
-    parser.add_argument("--jobs", type=at_least_one, default=1, help="processes that play")
     parser.add_argument("--only", help="one point, or a pair: p1:17 or p1:17,p2:30; prints its trace")
     options = parser.parse_args(arguments)
     if options.directory and options.protocol != "moshpit":
@@ -122,17 +120,6 @@ def _reported(options: argparse.Namespace, verdicts: Iterable[Verdict]) -> Itera
         yield verdict
 
 
-def _verdicts(
-    judge: Callable[[tuple[Point, ...]], Verdict], chosen: list[tuple[Point, ...]], jobs: int
-) -> Iterator[Verdict]:
-    """The verdicts in the order of the points, from this process or from `jobs` processes."""
-    if jobs == 1:
-        yield from map(judge, chosen)
-        return
-    with workers(jobs) as pool:
-        yield from pool.map(judge, chosen, chunksize=16)
-
-
 def main(arguments: list[str] | None = None, world_type: type[World] | None = None) -> int:
     options = _parse(arguments)
     world_type = world_type or world_of(options.protocol, options.stages)
@@ -153,7 +140,7 @@ def main(arguments: list[str] | None = None, world_type: type[World] | None = No
         print(f"python -m tests.sim.crashes: {error}", file=sys.stderr)
         return 2
     judge = partial(strike, scenario, options.kind, world_type=world_type, struck_type=struck)
-    result = survey(_reported(options, _verdicts(judge, chosen, options.jobs)))
+    result = survey(_reported(options, map(judge, chosen)))
     seconds = time.monotonic() - began
     about = {"protocol": options.protocol, "peers": options.peers, "kind": options.kind, "pairs": options.pairs}
     rates = {"real_seconds": round(seconds, 3), "points_per_minute": round(60.0 * result["points"] / seconds, 1)}

@@ -29,7 +29,7 @@ from protocols.history.chain import DecidedRound
 from tests.sim.arguments import Parser, at_least, at_least_one
 from tests.sim.durable_world import DurableWorld
 from tests.sim.leaving_scenario import LeavingScenario, LongRounds
-from tests.sim.process import prepare, workers
+from tests.sim.process import prepare
 
 KINDS = ("crash", "silence")
 PACE_SECONDS = 0.3
@@ -132,7 +132,6 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--peers", type=partial(at_least, 3), default=3)
     parser.add_argument("--kind", choices=KINDS, default="crash")
     parser.add_argument("--every", type=at_least_one, default=1, help="play only every n-th message")
-    parser.add_argument("--jobs", type=at_least_one, default=1, help="processes that play")
     parser.add_argument("--only", type=at_least_one, help="one message, by its number")
     return parser.parse_args(arguments)
 
@@ -145,12 +144,7 @@ def main(arguments: list[str] | None = None) -> int:
     calm = Play(options.peers)
     calm.run()
     points = [options.only] if options.only else list(range(1, calm.messages + 1, options.every))
-    judge = partial(judged, options.peers, options.kind)
-    if options.jobs == 1:
-        found = list(map(judge, points))
-    else:
-        with workers(options.jobs) as pool:
-            found = list(pool.map(judge, points, chunksize=8))
+    found = [judged(options.peers, options.kind, point) for point in points]
     broken = [(at, why) for at, why in zip(points, found, strict=True) if why]
     for at, why in broken[:MAX_VIOLATIONS]:
         print(f"message {at}: {why}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from typing import Any
@@ -21,16 +21,18 @@ from node.outer.sketch import Sketch, furthest, sketch
 from node.reporting.report import RoundReport
 from node.tasks.paced import Paced
 from node.training.trainer import InlineTrainer
-from protocols.base import AveragingResult, LocalProgress, Member, Outcome, PeerId, RoundKey, Settings, Vector
+from protocols.base import Member, PeerId, RoundKey, Settings
+from protocols.pairwise.gossip import Gossip
+from protocols.pairwise.shared_state import SharedStateSession
 from protocols.stream_limiter import MAX_STREAMS
 from protocols.sync.independent_sync import IndependentStateSync, eligible
 from protocols.sync.requests import SYNC, SignedStateRef, StateAdvert
 from protocols.sync.snapshot import Snapshot, SnapshotIndex, Snapshots
 from protocols.sync.snapshot_download import StateUnavailable
+from protocols.vectors import VectorView
 from tests.sim import loop as simloop
 from tests.sim.host import SimClock, sim_host
 from tests.sim.network import SimNetwork
-from tests.sim.pairs import Pairs, PairSession
 from tests.sim.trace import Trace
 from tests.support.simulated import simulated
 
@@ -228,6 +230,13 @@ def test_furthest_peer_is_the_same_for_all() -> None:
     assert math.isnan(furthest({"a": sketch(torch.zeros(5), b"s")})[1])
 
 
+class Alone(Gossip):
+    """Peers exchange nothing: only fetching brings two together."""
+
+    async def mix(self, session: SharedStateSession, state: VectorView) -> None:
+        pass
+
+
 def play(spread_limit: float, start: float, rounds: int) -> dict[PeerId, list[RoundReport]]:
     """Two peers that stand at 1, and one that starts at `start`; 0: it is a newcomer, with nothing."""
     reports: dict[PeerId, list[RoundReport]] = {"anna": [], "bert": [], "zoe": []}
@@ -239,7 +248,7 @@ def play(spread_limit: float, start: float, rounds: int) -> dict[PeerId, list[Ro
         anchor = torch.full((1000,), 1.0 if name != "zoe" else start)
         trainer = InlineTrainer(Paced(1000, seed=1), 2, 1.0)
         await trainer.write(anchor)
-        averager = Pairs(host, settings, Alone)
+        averager = Alone(host, settings)
         course, outer = LocalHistory(averager.me, replace(KEY, round=0)), OuterSGD(1e-3, 0.0)
 
         def compare(mine: Sketch) -> dict[PeerId, Sketch]:
@@ -265,13 +274,6 @@ def play(spread_limit: float, start: float, rounds: int) -> dict[PeerId, list[Ro
 
     simloop.run(main())
     return reports
-
-
-class Alone(PairSession):
-    """Peers exchange nothing: only fetching brings two together."""
-
-    async def average(self, mine: Sequence[Vector], work: LocalProgress, into: Sequence[Vector]) -> AveragingResult:
-        return AveragingResult(Outcome.SKIPPED)
 
 
 def test_newcomer_trains_only_after_fetching_a_state() -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 import time
+from types import SimpleNamespace
+from typing import cast
 
 from tests.docker.cases import Struck
-from tests.docker.containers import bytes_of
-from tests.docker.verdict import forks, table
+from tests.docker.swarm import Swarm
+from tests.docker.verdict import forks, unnamed
 from tests.faults.recording import Limits, Recording
 from tests.support.paths import REPOSITORY
 
@@ -38,13 +40,10 @@ def test_fork_of_unharmed_peer_is_a_violation() -> None:
     assert [each.round for each in forks(play, [struck])] == [7]
 
 
-def test_docker_sizes_are_parsed() -> None:
-    assert [bytes_of(each) for each in ("0B", "12.5kB", "604.5MiB", "1.5GiB")] == [0, 12500, 604.5 * 2**20, 1.5 * 2**30]
-
-
-def test_table_marks_unmeasured_values() -> None:
-    lines = table({"cases": [{"name": "pause", "peers": 4, "failed": ["late"], "next_round_seconds": 1.25}]})
-    assert lines[-1] == "| pause | 1.2 | – | 4 | failed: late |"
+def test_container_that_ends_without_a_directory_is_a_violation() -> None:
+    spells = [SimpleNamespace(name=name, code=1, container=64 * "c") for name in ("", "founder")]
+    found = unnamed(cast(Swarm, SimpleNamespace(spells=spells)))
+    assert [(each.invariant, each.peer) for each in found] == [("exit-code", 12 * "c")]
 
 
 def _play(histories: dict[str, list[dict[str, object]]], ids: dict[str, str], now: float) -> Recording:

@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 
 from tests.faults.judge import judge
-from tests.faults.recording import Incarnation, Limits, Recording
+from tests.faults.recording import Limits
 from tests.support.recordings import (
     BEGAN,
-    IDS,
     NO_CONTRIBUTIONS,
     PEERS,
     after_death,
-    found,
     history,
     mixed,
     skip_mixing,
     voted,
     voted_report,
-    with_incarnations,
 )
 
 
@@ -47,23 +43,14 @@ def test_standstill_is_measured() -> None:
     assert judge(play).missed == {"standstill_seconds": [10.0, 3]}, "up to the end"
 
 
-def test_skipped_rounds_can_have_a_target() -> None:
-    aims = {"rounds_skipped": 0, "skipped_share": 0.01}
-    play = replace(voted(), limits=Limits(aims=aims))
+def test_skipped_rounds_are_counted_and_can_have_a_target() -> None:
+    play = replace(voted(), limits=Limits(aims={"rounds_skipped": 0, "skipped_share": 0.01}))
     assert judge(play).missed == {}
-    for name in PEERS:
-        history(play, name)[25].update(outcome="skipped", params_hash="params 25")
-        for each in history(play, name)[26:]:
-            each["params_hash"] = f"other {each['round']}"
-    assert judge(play).missed == {"rounds_skipped": [1, 0], "skipped_share": [1 / 20, 0.01]}
-
-
-def test_skipped_rounds_are_distinguished() -> None:
-    play = voted()
     for name in PEERS:
         history(play, name)[29].update(outcome="skipped", params_hash="params 29", **NO_CONTRIBUTIONS)
     verdict = judge(play)
     assert (verdict.verdict, verdict.rounds_committed, verdict.rounds_skipped) == ("pass", 29, 1)
+    assert verdict.missed == {"rounds_skipped": [1, 0], "skipped_share": [1 / 20, 0.01]}
 
 
 def test_participation_matches_hand_calculation() -> None:
@@ -87,15 +74,6 @@ def test_goodput_matches_hand_calculation() -> None:
     assert judge(after_death(5.0)).goodput == pytest.approx((5 * 300 + 10 * 200) / (100 * 45))
 
 
-def test_goodput_counts_the_share_in_the_mean() -> None:
-    """One mean holds a quarter of bert's 100 tokens; in another cleo, trained on 110, does not know its weight."""
-    play = voted()
-    for name in PEERS:
-        history(play, name)[25]["contributions"][IDS["bert"]] = ("L25", 1, 4)
-    history(play, "cleo")[26]["weight"] = None
-    assert judge(play).goodput == pytest.approx((6_000 - 75 + 10) / 6_000)
-
-
 def test_abandoned_rounds_do_not_count_as_goodput() -> None:
     """Cleo goes on alone for three rounds, and returns to what the others decided."""
     play = voted()
@@ -117,28 +95,9 @@ def test_abandoned_rounds_do_not_count_as_goodput() -> None:
     assert verdict.goodput == pytest.approx(5_700 / 6_000)
 
 
-def test_goodput_of_abandoned_calm_phase_is_known() -> None:
-    """All are killed at 11.5 s and go on from round 3, alone: 8 rounds are lost; 9 of 3 peers follow."""
-    play = voted()
-    for name in PEERS:
-        del history(play, name)[11:]
-        for number in range(3, 12):
-            again = voted_report(name, number, params_hash=f"f{number + 1}", anchor_lineage=f"F{number}")
-            again.update(parent=f"F{number}", lineage=f"F{number + 1}", time=BEGAN + number + 18, incarnation=1)
-            again["contributions"] = {IDS[each]: (f"F{number}", 4, 4) for each in PEERS}
-            if number == 3:
-                again.update(parent="L3", outcome="fork", weight=0.0, **NO_CONTRIBUTIONS)
-            history(play, name).append(again)
-    incarnations = (Incarnation(BEGAN - 9, BEGAN + 11.5, -9, -9), Incarnation(BEGAN + 14, BEGAN + 31, 0, 0))
-    verdict = judge(replace(play, incarnations=dict.fromkeys(PEERS, incarnations), limits=Limits(60, forks=True)))
-    assert verdict.violations == []
-    assert verdict.goodput == pytest.approx(8 / 17.5, rel=0.1)  # eight rounds of three, in 17.5 s of three
-
-
-@pytest.mark.parametrize("healthy", [voted, mixed], ids=["butterfly", "gossip"])
-def test_calm_phase_without_two_rounds_has_no_rate(healthy: Callable[[], Recording]) -> None:
-    assert math.isnan(judge(replace(healthy(), calm=(BEGAN, BEGAN + 1))).goodput)
-    assert judge(replace(healthy(), calm=(BEGAN, BEGAN))).as_dict()["goodput"] is None
+def test_calm_phase_without_two_rounds_has_no_rate() -> None:
+    for healthy in (voted(), mixed()):
+        assert math.isnan(judge(replace(healthy, calm=(BEGAN, BEGAN + 1))).goodput)
 
 
 # -- goodput by mixing ------------------------------------------------------------------------------------------------
@@ -150,20 +109,7 @@ def test_work_done_alone_counts_once_mixed() -> None:
     assert judge(play).goodput == pytest.approx(1.0)
     skip_mixing(history(play, "anna")[20:])
     assert judge(play).goodput == pytest.approx((6_000 - 1_800) / 6_000)
-
-
-def test_work_in_an_abandoned_state_does_not_count() -> None:
     play = mixed()
     skip_mixing(history(play, "anna")[12:16])
     history(play, "anna")[15].update(outcome="superseded", round=15, lineage="anna 16")
-    assert judge(play).goodput == pytest.approx((6_000 - 400) / 6_000)
-
-
-def test_dead_peer_is_not_expected_to_contribute() -> None:
-    play = mixed()
-    del history(play, "cleo")[15:]
-    play = with_incarnations(replace(play, should=("anna", "bert")), "cleo", Incarnation(BEGAN - 9, BEGAN + 15, -9, -9))
-    for name, partner in (("anna", "bert"), ("bert", "anna")):
-        for each in history(play, name)[15:]:
-            each["peers"] = (IDS[partner],)
-    assert judge(play).goodput == pytest.approx(4_500 / 4_500) and found(play) == []
+    assert judge(play).goodput == pytest.approx((6_000 - 400) / 6_000), "another's state took the place of its work"

@@ -5,36 +5,19 @@ import random
 
 import pytest
 
-from tests.faults.soak import Growth, slope, student
+from tests.faults.soak import Growth, slope
 
 HOURS = [place / 100 for place in range(50)]
 
 
-def test_leak_is_seen_despite_changing_peer_counts() -> None:
+def test_growth_is_told_from_changing_peer_counts() -> None:
     peers = [4 + place % 3 for place in range(50)]
     points = [(each, hour, 10.0 * each + 5 * hour) for each, hour in zip(peers, HOURS, strict=True)]
     level = sum(value for _, _, value in points) / 50
     assert slope(points) == pytest.approx(Growth(5 / level, 0.0))
-
-
-def test_more_peers_near_the_end_are_no_leak() -> None:
     points = [(4 + (hour > 0.2), hour, 100.0 if hour > 0.2 else 80.0) for hour in HOURS]
-    assert slope(points) == pytest.approx(Growth(0.0, 0.0))
-
-
-@pytest.mark.parametrize(
-    "points",
-    [
-        [],
-        [(4, 0.1, 1.0)] * 9,
-        [(place, place / 10, 1.0) for place in range(20)],
-        [(4, hour, 0.0) for hour in HOURS],
-        [(4, place / 3600, 1.0 + place % 2) for place in range(500)],
-    ],
-)
-def test_too_few_points_are_undecided(points: list[tuple[int, float, float]]) -> None:
-    found = slope(points)
-    assert math.isnan(found.share) and math.isnan(found.within) and found.verdict == "undecided"
+    assert slope(points) == pytest.approx(Growth(0.0, 0.0)), "more peers near the end"
+    assert slope([(4, place / 3600, 1.0 + place % 2) for place in range(500)]).verdict == "undecided", "too short"
 
 
 def test_confidence_interval_holds_with_correlated_noise() -> None:
@@ -50,11 +33,5 @@ def test_confidence_interval_holds_with_correlated_noise() -> None:
 
 
 def test_only_significant_growth_is_over_the_limit() -> None:
-    found = [Growth(0.03, 0.015), Growth(0.022, 0.036), Growth(-0.01, 0.005), Growth(-0.5, 2.0)]
+    found = [Growth(0.03, 0.015), Growth(0.022, 0.036), Growth(-0.01, 0.005), Growth(math.nan, math.nan)]
     assert [each.verdict for each in found] == ["over", "undecided", "under", "undecided"]
-    assert str(found[1]) == "+2.20% ± 3.60%" and str(slope([])) == "an unknown share"
-
-
-def test_student_quantiles_match_the_table() -> None:
-    table = {4: 2.776, 5: 2.571, 8: 2.306, 12: 2.179, 30: 2.042}
-    assert {freedom: student(freedom) for freedom in table} == pytest.approx(table, rel=0.01)

@@ -1,4 +1,4 @@
-"""The invariants of peers that share no anchor: each violation, planted in a history that holds none, is found."""
+"""The checkers of peers that share no anchor: a clean history passes, and each planted violation is found."""
 
 from __future__ import annotations
 
@@ -33,21 +33,9 @@ def histories() -> dict[str, list[dict[str, Any]]]:
     return {"a": a, "b": b}
 
 
-def found(peer: str, index: int, **change: Any) -> set[str]:
-    """What is found when one report is another."""
-    planted = histories()
-    planted[peer][index].update(change)
-    return {violation.invariant for violation in check(planted)}
-
-
 def test_clean_histories_pass() -> None:
-    assert check(histories()) == []
-
-
-def test_groupless_round_violates_only_group_protocols() -> None:
-    assert {violation.peer for violation in check(histories(), "moshpit")} == {"a", "b"}
-    assert check(histories(), "gossip") == []
-    assert check({peer: history[-1:] for peer, history in histories().items()}, "moshpit") == []
+    assert check(histories()) == check(histories(), "gossip") == []
+    assert {violation.peer for violation in check(histories(), "moshpit")} == {"a", "b"}, "their pair names no group"
 
 
 @pytest.mark.parametrize(
@@ -56,24 +44,15 @@ def test_groupless_round_violates_only_group_protocols() -> None:
         ("a", 0, {"finite": False}, "finite"),
         ("a", 3, {"params_hash": "of y"}, "one-group"),
         ("a", 3, {"lineage": "y"}, "one-group"),
-        ("a", 3, {"messages": ("b 1", "c 1")}, "counted-once"),
-        ("a", 3, {"messages": ("c 1", "c 1")}, "counted-once"),
+        ("b", 3, {"outcome": "committed", "messages": ("a 1",)}, "counted-once"),
         ("a", 1, {"messages": ()}, "outcome"),
-        ("a", 0, {"messages": ("b 9",)}, "outcome"),
         ("a", 2, {"outcome": "undecided"}, "outcome"),
-        ("a", 1, {"round": 0}, "never-back"),
         ("a", 3, {"round": 1}, "never-back"),
         ("a", 1, {"parent": "a9"}, "never-back"),
         ("b", 2, {"lineage": "x"}, "never-back"),
     ],
 )
 def test_planted_violation_is_found(peer: str, index: int, change: dict[str, Any], invariant: str) -> None:
-    assert found(peer, index, **change) == {invariant}
-
-
-def test_message_of_former_incarnation_violates_counted_once() -> None:
-    assert found("b", 3, outcome="committed", messages=("a 1",)) == {"counted-once"}
-
-
-def test_left_group_is_judged_by_those_completing() -> None:
-    assert found("a", 3, outcome="skipped", messages=(), lineage="alone") == set()
+    planted = histories()
+    planted[peer][index].update(change)
+    assert {violation.invariant for violation in check(planted)} == {invariant}

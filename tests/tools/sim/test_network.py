@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from collections.abc import Callable
 
 import pytest
 
-from protocols.base import PeerError, PeerGone, PeerSilent
+from protocols.base import PeerSilent
 from tests.sim import loop as simloop
 from tests.sim.network import SimNetwork
 from tests.sim.pipe import SimPipe
@@ -17,6 +16,7 @@ from tests.sim.trace import Trace
 
 METHOD = "test/1"
 LATENCY = 0.1
+Event = Callable[["Scene"], object]
 
 
 def now() -> float:
@@ -24,262 +24,165 @@ def now() -> float:
 
 
 class Scene:
-    """Peers whose handlers note every byte: (time, receiver, first byte of the stream, byte)."""
+    """Peer a sends bytes to peer b.
 
-    def __init__(self, *peers: str, jitter: random.Random | None = None) -> None:
+    Attributes:
+        heard: (time, first byte of the stream, byte) of each byte that b has read.
+        ends: how b's streams ended; sent: how a's sends did.
+    """
+
+    def __init__(self, jitter: random.Random | None = None) -> None:
         self.network = SimNetwork(Trace(), LATENCY, jitter=jitter)
-        self.heard: list[tuple[float, str, int, int]] = []
+        self.heard: list[tuple[float, int, int]] = []
         self.ends: list[str] = []
-        for peer in peers:
-            self.network.join(peer)
-            self.serve(peer)
+        self.sent: list[str] = []
+        self.network.join("a")
+        self.network.join("b")
+        self.serve()
 
-    def serve(self, peer: str) -> None:
+    def serve(self) -> None:
         async def handler(source: str, stream: object) -> None:
             pipe: SimPipe = stream._pipe  # type: ignore[attr-defined]
-            first = None
+            read = bytearray()
             byte = bytearray(1)
             try:
                 while True:
                     await pipe.read_into(memoryview(byte))
-                    first = byte[0] if first is None else first
-                    self.heard.append((now(), peer, first, byte[0]))
-            except EOFError:
-                self.ends.append("end")
-            except ConnectionResetError:
-                self.ends.append("reset")
+                    read += byte
+                    self.heard.append((now(), read[0], byte[0]))
+            except (EOFError, ConnectionResetError) as error:
+                self.ends.append(type(error).__name__)
 
-        self.network.transports[peer].serve(METHOD, handler)
+        self.network.transports["b"].serve(METHOD, handler)
 
-    async def send(self, source: str, target: str, data: bytes, pause_seconds: float = 0.0) -> None:
-        transport = self.network.transports[source]
-        async with transport.open(target, METHOD, now() + 1000) as stream:
+    async def _send(self, data: bytes, pause_seconds: float) -> None:
+        async with self.network.transports["a"].open("b", METHOD, now() + 50) as stream:
             for byte in data:
-                try:
-                    await stream._pipe.write(bytes([byte]))  # type: ignore[attr-defined]
-                except OSError as error:
-                    raise PeerSilent(target, str(error)) from None
-                if pause_seconds:
-                    await asyncio.sleep(pause_seconds)
+                await stream._pipe.write(bytes([byte]))  # type: ignore[attr-defined]
+                await asyncio.sleep(pause_seconds)
 
-    def start(self, peer: str, body: Awaitable[None]) -> asyncio.Task[None]:
-        token = simloop.PROCESS.set(self.network.nodes[peer].process)
-        task = asyncio.get_running_loop().create_task(body)  # type: ignore[arg-type]
+    def _note(self, task: asyncio.Task[None]) -> None:
+        error = None if task.cancelled() else task.exception()
+        self.sent.append("cancelled" if task.cancelled() else type(error).__name__ if error else "no error")
+
+    def send(self, data: bytes, pause_seconds: float = 0.0) -> None:
+        token = simloop.PROCESS.set(self.network.nodes["a"].process)
+        asyncio.get_running_loop().create_task(self._send(data, pause_seconds)).add_done_callback(self._note)
         simloop.PROCESS.reset(token)
-        return task
 
-    def run(self, body: Callable[[], Awaitable[None]]) -> None:
+    def run(self, *events: tuple[float, Event]) -> None:
         async def main() -> None:
-            await body()
+            for at, event in events:
+                asyncio.get_running_loop().call_at(at, event, self)
             await asyncio.sleep(1000)
 
         simloop.run(main())
         assert not self.network.bugs
 
 
-# -- silence ----------------------------------------------------------------------------------------------------------
+def block(scene: Scene) -> None:
+    scene.network.block("a", "b")
 
 
-def test_blocked_messages_arrive_in_order_after_healing() -> None:
-    """Whether it was on its way before, was sent during the silence, or right after its end."""
-    scene = Scene("a", "b")
-
-    async def body() -> None:
-        task = asyncio.get_running_loop().create_task(scene.send("a", "b", bytes(range(100)), 0.1))
-        asyncio.get_running_loop().call_at(3.05, scene.network.block, "a", "b")
-        asyncio.get_running_loop().call_at(7.05, scene.network.heal, "a", "b")
-        await task
-
-    scene.run(body)
-    assert [byte for _, _, _, byte in scene.heard] == list(range(100))
-    times = [time for time, *_ in scene.heard]
-    assert times == sorted(times)
-    silent = [time for time in times if 3.05 <= time < 7.05 + LATENCY]
-    assert silent == [] and sum(time < 3.05 for time in times) > 10 and scene.ends == ["end"]
+def heal(scene: Scene) -> None:
+    scene.network.heal("a", "b")
 
 
-def test_silence_affects_one_direction() -> None:
-    scene = Scene("a", "b")
-
-    async def body() -> None:
-        await scene.send("a", "b", b"\x01")
-        scene.network.block("b", "a")
-        with pytest.raises(PeerSilent):
-            async with scene.network.transports["a"].open("b", METHOD, now() + 50):
-                pass
-
-    scene.run(body)
-    assert scene.heard and "reset" not in scene.ends
+def restart(scene: Scene) -> None:
+    scene.network.restart("b")
+    scene.serve()
 
 
-def test_open_through_silence_is_not_refused() -> None:
-    """Nothing that is held up may look like an explicit refusal."""
-    scene = Scene("a", "b")
-    errors: list[PeerError] = []
-
-    async def body() -> None:
-        scene.network.block("a", "b")
-        try:
-            async with scene.network.transports["a"].open("b", METHOD, now() + 50):
-                pass
-        except PeerError as error:
-            errors.append(error)
-
-    scene.run(body)
-    assert [type(error) for error in errors] == [PeerSilent]
+def kill(peer: str) -> Event:
+    return lambda scene: scene.network.kill(peer)
 
 
-# -- order ------------------------------------------------------------------------------------------------------------
+def reset(scene: Scene) -> None:
+    scene.network.reset_streams("b")
 
 
-def arrivals(seed: int) -> list[tuple[float, str, int, int]]:
-    scene = Scene("a", "b", jitter=random.Random(seed))
+CASES: dict[str, tuple[list[tuple[float, Event]], list[int], list[str], list[str]]] = {
+    "silence": ([(2.05, block), (4.05, heal)], [*range(50), 99], ["EOFError"] * 2, ["no error"] * 2),
+    "death of the sender": (
+        [(2.05, kill("a"))], [*range(19)], ["ConnectionResetError"], ["cancelled"] * 2,
+    ),
+    "death of the receiver": ([(2.05, kill("b"))], [*range(18)], [], ["ConnectionResetError", "PeerGone"]),
+    "restart of the receiver": (
+        [(2.05, kill("b")), (2.06, restart)], [*range(18), 99], ["EOFError"], ["ConnectionResetError", "no error"],
+    ),
+    "restart behind a silence": (
+        [(2.05, block), (2.06, kill("b")), (2.07, restart), (3.05, heal)],
+        [*range(18), 99], ["EOFError"], ["ConnectionResetError", "no error"],
+    ),
+    "death of the receiver's daemon": (
+        [(2.05, reset)], [*range(18), 99], ["ConnectionResetError", "EOFError"], ["ConnectionResetError", "no error"],
+    ),
+}  # fmt: skip
 
-    async def body() -> None:
-        await asyncio.gather(*(scene.send("a", "b", bytes([number] * 5 + [99]), 0.01) for number in range(8)))
 
-    scene.run(body)
-    return scene.heard
+@pytest.mark.parametrize("events, heard, ends, sent", CASES.values(), ids=CASES)
+def test_only_death_and_reset_lose_what_was_sent(
+    events: list[tuple[float, Event]], heard: list[int], ends: list[str], sent: list[str]
+) -> None:
+    """Of fifty bytes in five seconds, and of one byte long after. What was sent before a death still arrives."""
+    scene = Scene()
+    scene.run((0, lambda scene: scene.send(bytes(range(50)), 0.1)), *events, (20, lambda scene: scene.send(b"\x63")))
+    assert ([byte for _, _, byte in scene.heard], scene.ends, scene.sent) == (heard, ends, sent)
+    silent = [at for at, event in events if event in (block, heal)]
+    assert not silent or not [time for time, *_ in scene.heard if silent[0] <= time < silent[1] + LATENCY]
+    assert not any(node.process.tasks or node.ends for node in (*scene.network.past, *scene.network.nodes.values()))
+
+
+@pytest.mark.parametrize("link, arrived", [(("a", "b"), False), (("b", "a"), True)])
+def test_open_through_silence_is_not_refused(link: tuple[str, str], arrived: bool) -> None:
+    """Nothing that is held up may look like an explicit refusal, and only the blocked direction is held up."""
+    scene = Scene()
+    scene.run((0, lambda scene: scene.network.block(*link)), (1, lambda scene: scene.send(b"")))
+    assert scene.sent == [PeerSilent.__name__] and bool(scene.network.nodes["b"].messages) == arrived
 
 
 def test_jitter_reorders_streams_but_not_their_bytes() -> None:
+    def heard(seed: int) -> list[tuple[float, int, int]]:
+        scene = Scene(random.Random(seed))
+        scene.run(*((0, lambda scene, data=bytes([n] * (n + 5)): scene.send(data, 0.01)) for n in range(8)))
+        return scene.heard
+
     orders = set()
-    for seed in range(20):
-        heard = arrivals(seed)
-        orders.add(tuple(first for _, _, first, _ in heard))
+    for seed in range(5):
+        bytes_heard = heard(seed)
+        orders.add(tuple(first for _, first, _ in bytes_heard))
         for number in range(8):
-            assert [byte for _, _, first, byte in heard if first == number] == [number] * 5 + [99]
-        assert heard == arrivals(seed)
-    assert len(orders) == 20
+            assert [byte for _, first, byte in bytes_heard if first == number] == [number] * (number + 5)
+        assert bytes_heard == heard(seed)
+    assert len(orders) == 5
 
 
-def test_streams_keep_their_order_without_jitter() -> None:
-    scene = Scene("a", "b")
-
-    async def body() -> None:
-        for number in range(8):
-            scene.start("a", scene.send("a", "b", bytes([number])))
-            await asyncio.sleep(0.001)
-
-    scene.run(body)
-    assert [first for _, _, first, _ in scene.heard] == list(range(8))
+# -- faults at messages -----------------------------------------------------------------------------------------------
 
 
-# -- death and what comes after it ------------------------------------------------------------------------------------
+def watched(strike: Callable[[Scene], object], peer: str, number: int) -> tuple[Scene, int]:
+    """A scene of two bytes in which something strikes just before a message, and how many messages the peer had."""
+    scene, counts = Scene(), [0]
 
+    def watch(who: str, count: int, way: str, other: str) -> None:
+        if who == peer:
+            counts.append(count)
+            if count == number:
+                strike(scene)
 
-@pytest.mark.parametrize("blocked", [False, True])
-def test_next_incarnation_receives_nothing_from_the_last(blocked: bool) -> None:
-    """Bytes that were under way to a peer, or held up, when it was killed reach no stream of its next incarnation."""
-    scene = Scene("a", "b")
-
-    async def body() -> None:
-        task = scene.start("a", scene.send("a", "b", bytes(50), 0.1))
-        await asyncio.sleep(2)
-        if blocked:
-            scene.network.block("a", "b")
-        scene.network.kill("b")
-        heard = len(scene.heard)
-        scene.network.restart("b")
-        scene.serve("b")
-        await asyncio.sleep(1)
-        scene.network.heal("a", "b")
-        await asyncio.sleep(5)
-        assert len(scene.heard) == heard
-        with pytest.raises(PeerSilent):
-            await task
-        await scene.send("a", "b", b"\x07")
-        assert not task.cancelled()
-
-    scene.run(body)
-    assert scene.heard[-1][-1] == 7 and scene.network.nodes["b"].incarnation == 1
-    assert not scene.network.past[0].ends and not scene.network.past[0].process.tasks
-
-
-def test_killed_peer_sends_nothing_and_streams_are_reset() -> None:
-    scene = Scene("a", "b")
-
-    async def body() -> None:
-        task = scene.start("a", scene.send("a", "b", bytes(50), 0.1))
-        await asyncio.sleep(2)
-        scene.network.kill("a")
-        sent = scene.network.nodes["a"].messages
-        await asyncio.wait([task])
-        assert task.cancelled() and scene.network.nodes["a"].messages == sent
-        with pytest.raises(PeerGone):
-            await scene.send("a", "b", b"\x01")
-        with pytest.raises(PeerGone):
-            await scene.send("b", "a", b"\x01")
-
-    scene.run(body)
-    assert scene.ends == ["reset"] and 10 < len(scene.heard) < 50
-
-
-def test_only_dead_peers_can_restart() -> None:
-    with pytest.raises(ValueError, match="b is alive"):
-        Scene("a", "b").network.restart("b")
-
-
-def test_daemon_reset_keeps_process_and_handlers() -> None:
-    scene = Scene("a", "b")
-
-    async def body() -> None:
-        task = scene.start("a", scene.send("a", "b", bytes(50), 0.1))
-        await asyncio.sleep(2)
-        scene.network.reset_streams("b")
-        with pytest.raises(PeerSilent):
-            await task
-        await scene.send("a", "b", b"\x05")
-
-    scene.run(body)
-    assert scene.ends == ["reset", "end"] and scene.heard[-1][-1] == 5
-
-
-# -- messages ---------------------------------------------------------------------------------------------------------
-
-Seen = list[tuple[str, int, str, str]]
-
-
-def watched(strike: Callable[[SimNetwork, str, int], None] = lambda *_: None) -> tuple[Scene, Seen]:
-    scene, seen = Scene("a", "b"), Seen()
-
-    def watch(peer: str, number: int, way: str, other: str) -> None:
-        seen.append((peer, number, way, other))
-        strike(scene.network, peer, number)
-
-    async def body() -> None:
-        scene.network.watch = watch
-        task = scene.start("a", scene.send("a", "b", b"\x01\x02"))
-        await asyncio.wait([task])
-        if not task.cancelled():
-            with suppress(PeerError):
-                task.result()
-
-    scene.run(body)
-    return scene, seen
-
-
-def test_messages_are_counted_at_sender_and_receiver() -> None:
-    """An opening, its answer, the stream's deadline, two bytes, an end; and the end of the other side."""
-    _, seen = watched()
-    assert [(number, way) for peer, number, way, _ in seen if peer == "a"] == [
-        (1, "sent"),  # the opening
-        (2, "received"),  # its answer
-        *((number, "sent") for number in (3, 4, 5, 6)),
-    ]
-    mine = [(number, way) for peer, number, way, _ in seen if peer == "b"]
-    assert mine == [*((number, "received") for number in (1, 2, 3, 4, 5)), (6, "sent")]
+    scene.network.watch = watch
+    scene.run((0, lambda scene: scene.send(b"\x01\x02")))
+    return scene, max(counts)
 
 
 @pytest.mark.parametrize("peer, number", [(peer, number) for peer in "ab" for number in range(1, 7)])
 def test_peer_dies_just_before_its_message_takes_effect(peer: str, number: int) -> None:
-    scene, seen = watched(lambda network, who, count: network.kill(peer) if (who, count) == (peer, number) else None)
-    assert max(count for who, count, _, _ in seen if who == peer) == number
-    # a sends: 1 opening, 3 its deadline, 4 and 5 the bytes, 6 the end; b receives the bytes as 3 and 4.
+    """a sends the opening, by 3 its deadline, by 4 and 5 the bytes, by 6 the end; b receives the bytes by 3 and 4."""
+    scene, messages = watched(kill(peer), peer, number)
+    assert messages == number
     assert len(scene.heard) <= {"a": number - 4, "b": number - 3}[peer] if number > 3 else not scene.heard
     assert not scene.network.nodes[peer].ends and not scene.network.nodes[peer].process.tasks
-    if (peer, number) != ("b", 6):
-        assert "end" not in scene.ends
+    assert (peer, number) == ("b", 6) or "EOFError" not in scene.ends
 
 
 @pytest.mark.parametrize("number", range(1, 7))
@@ -287,14 +190,13 @@ def test_silence_at_a_message_delays_that_message(number: int) -> None:
     """At a message sent and at one received: it comes through only after the link has healed, in order."""
     struck: list[float] = []
 
-    def strike(network: SimNetwork, who: str, count: int) -> None:
-        if (who, count) == ("b", number) and not struck:
-            struck.append(now())
-            for pair in (("a", "b"), ("b", "a")):
-                network.block(*pair)
-                asyncio.get_running_loop().call_later(5.0, network.heal, *pair)
+    def strike(scene: Scene) -> None:
+        struck.append(now())
+        for pair in (("a", "b"), ("b", "a")):
+            scene.network.block(*pair)
+            asyncio.get_running_loop().call_later(5.0, scene.network.heal, *pair)
 
-    scene, _ = watched(strike)
+    scene, _ = watched(strike, "b", number)
     late = [time for time, *_ in scene.heard if time > struck[0]]
     assert len(scene.heard) == 2 and all(time >= struck[0] + 5 for time in late)
     assert len(late) == max(0, min(2, 5 - number))
