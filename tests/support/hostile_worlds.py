@@ -22,8 +22,8 @@ from tests.sim.gossip_harness import GossipHarness
 from tests.sim.network import SimNetwork
 from tests.support.example_vectors import equal_norm_vectors
 from tests.support.fake_rounds import RUN as SYNC_RUN
-from tests.support.membership_swarm import MembershipSwarm
 from tests.support.membership_swarm import RUN as MEMBERSHIP_RUN
+from tests.support.membership_swarm import MembershipSwarm
 from tests.support.moshpit import moshpit_swarm
 from tests.support.sync_cluster import SyncCluster
 
@@ -93,7 +93,7 @@ def _moshpit() -> World:
     liar, victim, _ = seeded_order(key.lineage, ["p00", "p01", "p02"])
 
     def play(before: Before) -> Verdict:
-        swarm = moshpit_swarm(3, elements=64)
+        swarm = moshpit_swarm(3, elements=64, chunk_elements=8)
         swarm.before = before
         results = [history[0] for peer, history in swarm.play().items() if peer != liar]
         return Verdict(
