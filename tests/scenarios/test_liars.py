@@ -79,8 +79,6 @@ def test_reducer_signing_two_results_is_blamed(liar: int, codec: str) -> None:
 @diagonal(
     "lie, liar",
     (
-        ("another-life", "a vote of a peer outside the roster, or of another incarnation"),
-        ("forged-vote", "a forged vote"),
         ("forged-certificate", "a certificate with invalid votes"),
         ("usurped-plan", "which does not coordinate ballot 0"),
     ),
@@ -101,25 +99,6 @@ def test_lying_voter_is_rejected_and_blamed(lie: tuple[str, str], liar: int) -> 
     naming = named(averaged, PEERS[liar], why)
     assert set(naming) == {PEERS[index] for index in honest}, f"{PEERS[liar]} was named by {naming}"
     assert blamed(averaged, honest) == {PEERS[liar]}
-
-
-@pytest.mark.parametrize(
-    ("lie", "why"),
-    (
-        ("another-life", "a vote of a peer outside the roster, or of another incarnation"),
-        ("another-state", "of another state"),
-        ("another-vector", "not of the whole vector"),
-        ("another-place", "at another place"),
-        ("eviction", "may not be put to the vote"),
-    ),
-)
-def test_lying_coordinator_is_blamed_and_replaced(lie: str, why: str) -> None:
-    """Its proposal counts for nothing; in the next ballot the same parts are proposed as they are."""
-    undisturbed, averaged = average(), average({FIRST: lie})
-    assert agreed(averaged, list(OTHERS))
-    assert len(named(averaged, PEERS[FIRST], why)) == len(OTHERS)
-    delay = averaged.seconds - undisturbed.seconds
-    assert delay <= 6.0, f"decided {delay:.2f} s later"
 
 
 # -- votes of who has none --------------------------------------------------------------------------------------------

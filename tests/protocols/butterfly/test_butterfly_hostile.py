@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import struct
 from collections.abc import Callable, Coroutine
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,12 +13,10 @@ import pytest
 import torch
 
 from protocols import wire
-from protocols.allreduce.part_hash import SHA256
 from protocols.allreduce.parts import ReducedPart
 from protocols.allreduce.reducer import Reducer
 from protocols.base import (
     AveragingResult,
-    BadPayload,
     Deadline,
     Head,
     Host,
@@ -209,56 +207,6 @@ def _part(low: int, high: int) -> ReducedPart:
     held.masks = [1] * held.chunks
     held.seal([held.digest_of(index, 1) for index in range(held.chunks)])
     return held
-
-
-@simulated(ButterflyGroup, 4, Settings("int8", (4096,), 256))
-async def test_equal_parts_at_different_offsets_stay_distinct(group: ButterflyGroup) -> None:
-    """The mean is zero throughout; a member that came late fetches its parts, and every element is written."""
-
-    async def member(peer: PeerId, late: bool) -> None:
-        await asyncio.sleep(0.6 if late else 0.0)
-        await group.attempt(peer, torch.zeros(4096), tokens=1, complete=not late)
-
-    await asyncio.gather(*(member(peer, peer == group.peers[-1]) for peer in group.peers))
-    for attempt in group.attempts:
-        stale = int((attempt.into == STALE).sum())
-        assert not stale, f"{attempt.peer} kept {stale} elements of what was there before"
-    assert group.committed(*group.peers)
-    assert SHA256.part(0, 10, [1], [bytes(32)]) != SHA256.part(10, 20, [1], [bytes(32)])
-
-
-@pytest.mark.parametrize(
-    ("wrong", "why"),
-    (
-        ({"parts": (), "bounds": (), "peers": ()}, "not of the whole vector"),
-        ({"peers": ()}, "not of the whole vector"),
-        ({"bounds": (0, 60, 99)}, "not of the whole vector"),
-        ({"bounds": (0, 60, 60, 100)}, "not of the whole vector"),
-        ({"kind": Kind.SKIP, "bounds": ()}, "not of the whole vector"),
-        ({"bounds": (0, 50, 100)}, "part 0 at another place"),
-        ({"state_root": b"?" * 32}, "of another state"),
-        ({}, ""),
-    ),
-)
-@simulated(ButterflyGroup, 3, Settings("fp32", (100,), 100))
-async def test_proposal_must_cover_vector_with_placed_parts(
-    group: ButterflyGroup, wrong: dict[str, Any], why: str
-) -> None:
-    """A member that holds all its parts refuses it; without anything wrong, it accepts it."""
-    head, (proposer, ours) = group.head, group.order[:2]
-    part_cache, held = group.averagers[ours].part_cache, [_part(0, 60), _part(60, 100)]
-    results = tuple(part.result for part in held if part.result)
-    record = Record(
-        head.key.lineage, head.state_root, 0, Kind.MEAN, b"p" * 32, results, head.roster, (proposer,), (0, 60, 100)
-    )
-    proposal = Propose(head.key, Member(proposer), 0, records.encode(replace(record, **wrong)))
-    for part in held:
-        part_cache.put(head.key.lineage, part)
-    async with group.averagers[ours].enter(head, 10.0) as session:
-        session.decision.holds(bytes(32), [], part_cache.of(head.key.lineage))
-        with pytest.raises(BadPayload, match=why) if why else nullcontext():
-            session.take(proposer, proposal)
-        assert bool(session.decision.vote.accepted) is not bool(why)
 
 
 # -- attempts that are given up, rounds entered again -----------------------------------------------------------------

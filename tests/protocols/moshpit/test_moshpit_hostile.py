@@ -61,15 +61,6 @@ def test_group_uses_the_runs_averaging_rule() -> None:
     assert far["median"] < 0.9 * far["mean"]
 
 
-def test_token_weight_is_capped_at_sixteen_medians() -> None:
-    swarm = moshpit_swarm(5)
-    swarm.tokens = [1000] * 4 + [10**6]
-    histories = swarm.play()
-    for peer in swarm.peers[:4]:
-        assert histories[peer][0].mean.weights["p04"] == 16_000
-    assert blames_of(histories, "p04")
-
-
 # -- frames that are refused ------------------------------------------------------------------------------------------
 
 
@@ -200,17 +191,6 @@ def test_mean_without_contributors_is_rejected(monkeypatch: pytest.MonkeyPatch) 
     assert outcomes(histories["p00"]) == ["skipped"] and any(
         "without any contribution" in why for why in blames_of(histories, "p01")
     )
-
-
-def test_repeated_leaving_claim_shortens_one_round() -> None:
-    """A round that is called at once has only one training step."""
-    swarm = moshpit_swarm(4, train_seconds=(10.0,) * 4)
-    leaving = changing_kind(PositionAnnouncement, lambda announcement: replace(announcement, leaving=True))
-    histories = disguised(swarm, {"p01": leaving}).play(rounds=4)
-    for peer in ("p00", "p02", "p03"):
-        assert all(result.seconds > 9.0 for result in histories[peer][1:]), [
-            result.seconds for result in histories[peer]
-        ]
 
 
 def test_peer_always_about_to_come_is_awaited_less() -> None:
