@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 import tracemalloc
 from typing import Any
 
@@ -18,6 +19,7 @@ from hypothesis import strategies as st
 from protocols import wire
 from protocols.base import BadPayload, Header, RoundKey
 from protocols.pipeline.messages import LossResult
+from tests.support.paths import REPOSITORY
 from tests.support.wire_examples import KINDS, any_header, headers, spoiled
 
 NUMBERS = st.integers(0, 99)
@@ -137,12 +139,10 @@ def test_expect_names_the_unexpected_kind() -> None:
 
 
 def test_every_header_of_the_repository_is_registered() -> None:
-    kinds, found = [Header], set[type[Header]]()
-    while kinds:
-        inner = [each for each in kinds.pop().__subclasses__() if not each.__module__.startswith("tests.")]
-        kinds += inner
-        found.update(each for each in inner if not each.__subclasses__())
-    assert found == set(KINDS)
+    """Names: a dataclass with slots replaces the class that it was made of."""
+    texts = (path.read_text() for top in ("node", "protocols") for path in (REPOSITORY / top).rglob("*.py"))
+    defined = {name for text in texts for name in re.findall(r"^class (\w+)\((?:Header|VoteMessage)\):", text, re.M)}
+    assert defined - {"VoteMessage"} == {kind.__name__ for kind in KINDS}
 
 
 @given(key=headers(RoundKey), junk=st.binary(max_size=60) | TREE.map(msgpack.packb))

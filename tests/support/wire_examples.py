@@ -19,7 +19,7 @@ from protocols.pipeline.messages import LossResult, OuterLoss
 from tests.support.paths import REPOSITORY
 
 for _path in sorted(each for top in ("node", "protocols") for each in (REPOSITORY / top).rglob("*.py")):
-    if "(Header):" in _path.read_text():
+    if "\nregister(" in _path.read_text():
         importlib.import_module(".".join(_path.relative_to(REPOSITORY).with_suffix("").parts))
 KINDS = tuple(wire._KINDS.values())
 LEAVES: dict[type, list[Any]] = {
