@@ -53,23 +53,11 @@ async def answers_to(swarm: GossipHarness, *messages: ExchangeMessage) -> list[s
     "messages, expected, blame",
     [
         ([REQUEST, REQUEST], ["True", "refused"], "p1 refused: question 100 is asked again"),
-        (
-            [REQUEST, replace(REQUEST, sequence=99), replace(REQUEST, sequence=20)],
-            ["True", "True", "refused"],
-            "question 20 is stale",
-        ),
-        (
-            [REQUEST, replace(REQUEST, sequence=101, key=replace(KEY, round=4))],
-            ["True", "refused"],
-            "after one of round 5",
-        ),
         ([replace(REQUEST, sender=Member("p1", 3))], ["refused"], None),  # it may be late, and honest
         ([OutcomeQuery(KEY, Member("p1"), 100), REQUEST], ["False", "True"], ""),
     ],
     ids=(
         "a request counts once",
-        "an overtaken request counts, a stale one does not",
-        "a request of an earlier round",
         "a request of another incarnation",
         "an outcome query before its request settles nothing",
     ),
