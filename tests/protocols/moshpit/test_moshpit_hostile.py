@@ -131,21 +131,25 @@ def test_state_exceeding_its_declared_norm_is_excluded(monkeypatch: pytest.Monke
         assert share.chunks_counted <= share.chunks / 4, "of the part that it reduces"
 
 
+def signing_as(swarm: MoshpitHarness, liar: PeerId, reducer: PeerId, of_part: int | None = None) -> Disguise:
+    """The disguise of a peer that states parts, or those of one reducer only, as made and signed by this reducer."""
+
+    def under_another_name(peer: PeerId, header: Header) -> Header:
+        if not isinstance(header, PartDone) or of_part not in (None, header.reducer):
+            return header
+        (data_phase,) = swarm.averagers[liar]._moshpit.data_phases.values()
+        false = replace(header, reducer=data_phase.resolved.peers.index(reducer))
+        message = part_message(data_phase.key, data_phase.resolved.digest, false)
+        return replace(false, signature=SimSigner(reducer, 1).sign(message))
+
+    return changing(under_another_name)
+
+
 def test_part_signed_as_another_reducer_is_rejected() -> None:
     """Otherwise a reducer could make two versions of a part without a trace, and members that forward one would be
     blamed."""
     swarm = moshpit_swarm(3)
-
-    def under_another_name(peer: PeerId, header: Header) -> Header:
-        if not isinstance(header, PartDone):
-            return header
-        (data_phase,) = swarm.averagers["p02"]._moshpit.data_phases.values()
-        false = replace(header, reducer=0)
-        return replace(
-            false, signature=SimSigner("p00", 1).sign(part_message(data_phase.key, data_phase.resolved.digest, false))
-        )
-
-    histories = disguised(swarm, {"p02": changing(under_another_name)}).play()
+    histories = disguised(swarm, {"p02": signing_as(swarm, "p02", "p00")}).play()
     assert any("did not make" in why for why in blames_of(histories, "p02"))
     assert not blames_of(histories, "p00") and not blames_of(histories, "p01")
     assert outcomes(histories["p00"]) == outcomes(histories["p01"]) == ["skipped"]
@@ -156,18 +160,9 @@ def test_forwarded_part_needs_its_reducers_signature() -> None:
     number, giver, taker = part_from_another_member()
     swarm = moshpit_swarm(3, elements=60)
 
-    def its_own(peer: PeerId, header: Header) -> Header:
-        if not isinstance(header, PartDone) or header.reducer != 1:
-            return header
-        (data_phase,) = swarm.averagers[giver]._moshpit.data_phases.values()
-        false = replace(header, reducer=data_phase.resolved.peers.index(giver))
-        return replace(
-            false, signature=SimSigner(giver, 1).sign(part_message(data_phase.key, data_phase.resolved.digest, false))
-        )
-
     def dress(network: SimNetwork) -> None:
         killing("p01", number)(network)
-        network.transports[giver].disguise = changing(its_own)
+        network.transports[giver].disguise = signing_as(swarm, giver, giver, of_part=1)
 
     swarm.before = dress
     histories = swarm.play()
