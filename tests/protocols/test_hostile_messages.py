@@ -252,7 +252,7 @@ def test_forged_message_is_refused_for_its_reason(name: str, kind: type[Header],
     blames = verdict.blames.get(WORLDS[name].liar, [])
     assert sum(why in each for each in blames) >= (2 if name == "butterfly" else 1), blames
     if name in ("butterfly", "moshpit"):
-        assert verdict.outcomes == {"committed"}
+        assert verdict.outcomes == {"committed"} and verdict.seconds <= UNDISTURBED(name).seconds + 6.0
     if kind in (ExchangeRequest, PushShare):
         asked = verdict.states[: 1 if kind is ExchangeRequest else 2]
         assert all(torch.equal(state, flat(GossipHarness(2).state[0])) for state in asked)
