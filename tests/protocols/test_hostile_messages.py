@@ -98,7 +98,7 @@ def bound(header: Header, world: World, sender: PeerId) -> Header:
     is_outside=st.booleans(),
     is_bound=st.booleans(),
 )
-@settings(max_examples=10, phases=[Phase.generate])
+@settings(max_examples=6, phases=[Phase.generate])
 def test_any_header_on_any_stream_harms_no_round(
     name: str, said: list[Header], method: int, at: float, is_outside: bool, is_bound: bool
 ) -> None:
