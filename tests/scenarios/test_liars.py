@@ -79,8 +79,6 @@ def test_reducer_signing_two_results_is_blamed(liar: int, codec: str) -> None:
 @diagonal(
     "lie, liar",
     (
-        ("another-life", "a vote of a peer outside the roster, or of another incarnation"),
-        ("forged-vote", "a forged vote"),
         ("forged-certificate", "a certificate with invalid votes"),
         ("usurped-plan", "which does not coordinate ballot 0"),
     ),
@@ -101,25 +99,6 @@ def test_lying_voter_is_rejected_and_blamed(lie: tuple[str, str], liar: int) -> 
     naming = named(averaged, PEERS[liar], why)
     assert set(naming) == {PEERS[index] for index in honest}, f"{PEERS[liar]} was named by {naming}"
     assert blamed(averaged, honest) == {PEERS[liar]}
-
-
-@pytest.mark.parametrize(
-    ("lie", "why"),
-    (
-        ("another-life", "a vote of a peer outside the roster, or of another incarnation"),
-        ("another-state", "of another state"),
-        ("another-vector", "not of the whole vector"),
-        ("another-place", "at another place"),
-        ("eviction", "may not be put to the vote"),
-    ),
-)
-def test_lying_coordinator_is_blamed_and_replaced(lie: str, why: str) -> None:
-    """Its proposal counts for nothing; in the next ballot the same parts are proposed as they are."""
-    undisturbed, averaged = average(), average({FIRST: lie})
-    assert agreed(averaged, list(OTHERS))
-    assert len(named(averaged, PEERS[FIRST], why)) == len(OTHERS)
-    delay = averaged.seconds - undisturbed.seconds
-    assert delay <= 6.0, f"decided {delay:.2f} s later"
 
 
 # -- votes of who has none --------------------------------------------------------------------------------------------
@@ -154,20 +133,12 @@ def speaking(peer: PeerId, message: VoteMessage) -> Callable[[SimNetwork], None]
 
 
 @pytest.mark.parametrize("kind", ("accept", "promise", "prepare", "propose"))
-@pytest.mark.parametrize(
-    ("peer", "sender", "why"),
-    (
-        ("zoe", Member("zoe"), "a vote of a peer outside the roster"),
-        (PEERS[OTHERS[0]], Member(PEERS[OTHERS[0]], 7), "or of another incarnation"),
-        (PEERS[OTHERS[0]], Member(PEERS[OTHERS[1]]), "a vote in the name of"),
-    ),
-)
-def test_vote_of_non_member_is_rejected_and_blamed(kind: str, peer: PeerId, sender: Member, why: str) -> None:
-    averaged = average(before=speaking(peer, votes(HEAD.key, sender)[kind]))
+def test_vote_of_non_member_is_rejected_and_blamed(kind: str) -> None:
+    averaged = average(before=speaking("zoe", votes(HEAD.key, Member("zoe"))[kind]))
     assert agreed(averaged, list(range(COUNT)))
     assert len(averaged.means[0].peers) == COUNT
-    assert set(named(averaged, peer, why)) == set(PEERS) - {peer}
-    assert blamed(averaged, list(range(COUNT))) == {peer}
+    assert set(named(averaged, "zoe", "a vote of a peer outside the roster")) == set(PEERS)
+    assert blamed(averaged, list(range(COUNT))) == {"zoe"}
 
 
 def test_idle_skip_while_others_work_is_rejected() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeAlias
 
@@ -44,7 +45,39 @@ def changing(change: Callable[[PeerId, Header], Header]) -> Disguise:
 
 def changing_kind(kind: type[Any], change: Callable[[Any], Header]) -> Disguise:
     """The disguise of a peer that changes its headers of one kind."""
-    return changing(lambda peer, header: change(header) if isinstance(header, kind) else header)
+    return sending(instead(kind, change))
+
+
+def instead(kind: type[Header], change: Callable[[Any], Header]) -> Send:
+    """Another header in the place of each of this kind."""
+
+    async def send(stream: FramedStream, header: Header, payload: Buffer) -> None:
+        await stream.send(change(header) if isinstance(header, kind) else header, payload)
+
+    return send
+
+
+def flipped(kind: type[Header]) -> Send:
+    """A flipped bit in each payload of this kind."""
+
+    async def send(stream: FramedStream, header: Header, payload: Buffer) -> None:
+        data = bytearray(payload)
+        if isinstance(header, kind) and data:
+            data[len(data) // 2] ^= 1
+        await stream.send(header, data)
+
+    return send
+
+
+def late(kind: type[Header], seconds: float = 1e5) -> Send:
+    """Each header of this kind comes so much later; by default never."""
+
+    async def send(stream: FramedStream, header: Header, payload: Buffer) -> None:
+        if isinstance(header, kind):
+            await asyncio.sleep(seconds)
+        await stream.send(header, payload)
+
+    return send
 
 
 def lying(lie: str) -> Disguise:

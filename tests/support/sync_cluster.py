@@ -42,7 +42,7 @@ from protocols.vectors import VectorView
 from tests.sim import loop as simloop
 from tests.sim.host import sim_host
 from tests.sim.network import SimNetwork, Trace
-from tests.support.disguises import SpoofedStream
+from tests.support.disguises import Send, sending
 from tests.support.fake_rounds import RUN, SEED, certified
 
 T = TypeVar("T")
@@ -50,7 +50,6 @@ T = TypeVar("T")
 CODEC = "int8"
 TOKENS = 100
 OUTER = OuterSGD(0.7, 0.9, rounds=8, decay=1.0)
-SpoofedPeer = SpoofedStream
 
 
 class Observer:
@@ -95,6 +94,10 @@ class SyncPeer:
     @property
     def round(self) -> int:
         return self.chain.head.key.round
+
+    def disguise(self, send: Send) -> None:
+        """From now on, all that the peer sends goes through `send`."""
+        self.transport.disguise = sending(send)
 
     async def keep(self, parts: Sequence[ReducedPart], record: Record) -> None:
         """Put the parts of a round into the part cache, and drop those of old rounds or move them to the store."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import msgpack
 import pytest
@@ -19,6 +18,7 @@ from node.runtime import identity
 from node.runtime.clock import WallClock
 from protocols.base import BadPayload
 from tests.support.directory_examples import RUN, sealed
+from tests.support.variants import variants
 
 
 def dictionary_of(items: object) -> bytes:
@@ -67,17 +67,9 @@ class TestRecords:
         key, other = identity.create(tmp_path / "key"), identity.create(tmp_path / "other")
         hint, now = sealed(key), WallClock().wall()
         check(unpack(hint.pack()), RUN, now, key)
-        changes: list[dict[str, Any]] = [
-            {"peer": other.peer_id},
-            {"scope": "other"},
-            {"value": b"w"},
-            {"expires": hint.expires + 1},
-            {"expires": float("nan")},
-            {"signature": bytes(64)},
-        ]
-        for change in changes:
+        for changed in (*variants(hint), dataclasses.replace(hint, peer=other.peer_id)):
             with pytest.raises(BadPayload):
-                check(dataclasses.replace(hint, **change), RUN, now, key)
+                check(changed, RUN, now, key)
         with pytest.raises(BadPayload):
             check(hint, bytes(32), now, key)
 

@@ -114,7 +114,7 @@ def test_member_without_work_receives_with_zero_weight() -> None:
     assert averaged.means[1].weights["p01"] == 0
 
 
-REFUSED = tuple(lie for lie in LIES if lie != "weight-huge")
+REFUSED = LIES[:-1]
 
 
 @diagonal("lie, encoding", REFUSED, (("fp32", 2048), ("int8", 2048), ("fp32", 1 << 18)))

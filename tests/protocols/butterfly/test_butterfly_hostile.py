@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import struct
 from collections.abc import Callable, Coroutine
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,13 +13,10 @@ import pytest
 import torch
 
 from protocols import wire
-from protocols.allreduce.all_reduce import DATA
-from protocols.allreduce.part_hash import SHA256
 from protocols.allreduce.parts import ReducedPart
 from protocols.allreduce.reducer import Reducer
 from protocols.base import (
     AveragingResult,
-    BadPayload,
     Deadline,
     Head,
     Host,
@@ -29,7 +26,6 @@ from protocols.base import (
     PeerError,
     PeerId,
     Settings,
-    Stream,
     Vector,
 )
 from protocols.butterfly.averager import CONTROL, Butterfly
@@ -44,7 +40,6 @@ from protocols.limits import REQUESTER_IDLE_SECONDS
 from protocols.static_members import StaticMembers
 from protocols.stream_limiter import MAX_STREAMS, MAX_STREAMS_OF_ONE
 from protocols.vectors import norm
-from protocols.wire import Offer, Ready
 from tests.sim import loop as simloop
 from tests.sim.butterfly_harness import RUN, ButterflyHarness
 from tests.sim.host import sim_host
@@ -52,7 +47,7 @@ from tests.sim.network import Node, SimNetwork
 from tests.sim.pipe import SimPipe
 from tests.sim.trace import Trace
 from tests.support.example_vectors import equal_norm_vectors
-from tests.support.simulated import on_virtual_clock, simulated
+from tests.support.simulated import simulated
 
 STALE = 7.0
 """In the place of the mean before it comes."""
@@ -139,23 +134,6 @@ class ButterflyGroup:
 # -- strangers and liars on streams -----------------------------------------------------------------------------------
 
 
-@simulated(ButterflyGroup, 3, Settings("fp32", (64,), 16))
-async def test_unexpected_control_frame_is_blamed_without_crash(group: ButterflyGroup) -> None:
-    """All others blame the sender, and commit the round without it."""
-    liar, honest = group.peers[-1], group.peers[:-1]
-
-    async def answers(peer: PeerId, stream: Stream) -> None:
-        await stream.send(wire.Availability(True))
-        await asyncio.sleep(1.0)
-
-    group.network.nodes[liar].handlers[CONTROL] = answers
-    await asyncio.gather(*(group.attempt(peer, torch.ones(64)) for peer in honest))
-    assert group.committed(*honest)
-    for attempt in group.attempts:
-        assert liar in {blame.peer for blame in attempt.mean.blamed}, f"{attempt.peer} named {attempt.mean.blamed}"
-    assert set(group.blamed()) == {liar}
-
-
 @simulated(ButterflyGroup, 1, Settings("fp32", (1 << 22,)))
 async def test_non_members_cannot_hold_part_streams(group: ButterflyGroup) -> None:
     """Streams on which nothing is asked for or taken are closed; the limits hold, and others are served afterwards."""
@@ -229,56 +207,6 @@ def _part(low: int, high: int) -> ReducedPart:
     held.masks = [1] * held.chunks
     held.seal([held.digest_of(index, 1) for index in range(held.chunks)])
     return held
-
-
-@simulated(ButterflyGroup, 4, Settings("int8", (4096,), 256))
-async def test_equal_parts_at_different_offsets_stay_distinct(group: ButterflyGroup) -> None:
-    """The mean is zero throughout; a member that came late fetches its parts, and every element is written."""
-
-    async def member(peer: PeerId, late: bool) -> None:
-        await asyncio.sleep(0.6 if late else 0.0)
-        await group.attempt(peer, torch.zeros(4096), tokens=1, complete=not late)
-
-    await asyncio.gather(*(member(peer, peer == group.peers[-1]) for peer in group.peers))
-    for attempt in group.attempts:
-        stale = int((attempt.into == STALE).sum())
-        assert not stale, f"{attempt.peer} kept {stale} elements of what was there before"
-    assert group.committed(*group.peers)
-    assert SHA256.part(0, 10, [1], [bytes(32)]) != SHA256.part(10, 20, [1], [bytes(32)])
-
-
-@pytest.mark.parametrize(
-    ("wrong", "why"),
-    (
-        ({"parts": (), "bounds": (), "peers": ()}, "not of the whole vector"),
-        ({"peers": ()}, "not of the whole vector"),
-        ({"bounds": (0, 60, 99)}, "not of the whole vector"),
-        ({"bounds": (0, 60, 60, 100)}, "not of the whole vector"),
-        ({"kind": Kind.SKIP, "bounds": ()}, "not of the whole vector"),
-        ({"bounds": (0, 50, 100)}, "part 0 at another place"),
-        ({"state_root": b"?" * 32}, "of another state"),
-        ({}, ""),
-    ),
-)
-@simulated(ButterflyGroup, 3, Settings("fp32", (100,), 100))
-async def test_proposal_must_cover_vector_with_placed_parts(
-    group: ButterflyGroup, wrong: dict[str, Any], why: str
-) -> None:
-    """A member that holds all its parts refuses it; without anything wrong, it accepts it."""
-    head, (proposer, ours) = group.head, group.order[:2]
-    part_cache, held = group.averagers[ours].part_cache, [_part(0, 60), _part(60, 100)]
-    results = tuple(part.result for part in held if part.result)
-    record = Record(
-        head.key.lineage, head.state_root, 0, Kind.MEAN, b"p" * 32, results, head.roster, (proposer,), (0, 60, 100)
-    )
-    proposal = Propose(head.key, Member(proposer), 0, records.encode(replace(record, **wrong)))
-    for part in held:
-        part_cache.put(head.key.lineage, part)
-    async with group.averagers[ours].enter(head, 10.0) as session:
-        session.decision.holds(bytes(32), [], part_cache.of(head.key.lineage))
-        with pytest.raises(BadPayload, match=why) if why else nullcontext():
-            session.take(proposer, proposal)
-        assert bool(session.decision.vote.accepted) is not bool(why)
 
 
 # -- attempts that are given up, rounds entered again -----------------------------------------------------------------
@@ -363,32 +291,3 @@ def test_reducer_with_undecodable_part_is_blamed(monkeypatch: pytest.MonkeyPatch
     assert {mean.outcome for mean in averaged.means} == {Outcome.COMMITTED}
     assert {blame.peer for mean in averaged.means for blame in mean.blamed} == {"p02"}
     assert len({result.numpy().tobytes() for result in averaged.results}) == 1
-
-
-async def send_and_wait(host: Host, method: str, *messages: Ready) -> None:
-    """Send these to p0, and wait until it closes the stream."""
-    with suppress(PeerError):
-        async with host.transport.open("p0", method, asyncio.get_running_loop().time() + 1e5) as stream:
-            for message in messages:
-                await stream.send(message)
-            await stream.receive(64)
-
-
-@pytest.mark.parametrize("round_number", (0, 1, 10**6))
-@on_virtual_clock
-async def test_non_member_stream_is_closed_within_seconds(round_number: int) -> None:
-    """Of whatever round it speaks, and also when it says nothing, though it asks for a day."""
-    network, roster = SimNetwork(Trace()), (Member("p0"), Member("p1"))
-    head, loop = genesis(RUN, "run", roster, bytes(32)), asyncio.get_running_loop()
-    host = replace(sim_host(network, network.join("p0"), 1, {}), members=StaticMembers(roster))
-    stranger = sim_host(network, network.join("zoe"), 1, {})
-    offer = Offer(Member(stranger.me), 1, 1.0, 1.0, True, False, 1e6, bytes(32), b"")
-    ready = Ready(replace(head.key, round=round_number), offer)
-    async with Butterfly(host, Settings("fp32", (10,))).enter(head, loop.time() + 3600):
-        tasks = [loop.create_task(send_and_wait(stranger, DATA)) for _ in range(20)]
-        tasks += [loop.create_task(send_and_wait(stranger, CONTROL, ready)) for _ in range(20)]
-        await asyncio.sleep(0.5)
-        assert len(network.nodes["p0"].ends) >= 20
-        await asyncio.wait(tasks, timeout=30)
-        assert not network.nodes["p0"].ends
-    assert not network.bugs

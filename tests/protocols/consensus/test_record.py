@@ -12,14 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocols import wire
 from protocols.base import BadPayload, Contribution, Member
-from protocols.consensus import messages as votes
 from protocols.consensus import record as records
 from protocols.consensus.record import Kind, Record
 from protocols.wire import ChunkSpan, PartDigest
 from tests.support.variants import variants
-from tests.support.vote_table import KEY, PART, PLAN
 from tests.support.wire_examples import headers, places
 
 RECORD = Record(
@@ -167,24 +164,3 @@ def test_contributions_match_the_masks(every: list[list[int]]) -> None:
     for bit, peer in enumerate("abc"):
         missing = sum(not mask & (1 << bit) for mask in chunks)
         assert records.contributions("abc", parts)[peer] == Contribution(len(chunks) - missing, len(chunks))
-
-
-# -- vote messages -----------------------------------------------------------------------------------------------------
-
-
-def test_vote_messages_round_trip_on_the_wire() -> None:
-    me, record = Member("anna", 3), records.encode(RECORD)
-    signed = (votes.Signed(me, b"s" * 64),)
-    messages: list[votes.VoteMessage] = [
-        votes.StartBallot(KEY, me, 1, (me,)),
-        votes.Prepare(KEY, me, 1, ()),
-        votes.Promise(KEY, me, 2, 1, record, PLAN, (PART,)),
-        votes.BallotNack(KEY, me, 4),
-        votes.Propose(KEY, me, 5, record),
-        votes.Accept(KEY, me, 6, records.lineage(record), b"s" * 64),
-        votes.RecordRequest(KEY, me, 7, records.lineage(record)),
-        votes.Certificate(KEY, me, 8, record, signed),
-    ]
-    assert {type(message) for message in messages} == set(votes.MESSAGES)
-    for message in messages:
-        assert wire.unpack_body(type(message), wire.body(message)) == message

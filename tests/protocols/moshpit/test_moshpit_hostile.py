@@ -10,14 +10,13 @@ import pytest
 import torch
 
 from protocols.allreduce.parts import part_message
-from protocols.allreduce.plan import PlanInputs, make_plan, offer_message
 from protocols.allreduce.reducer import Reducer
-from protocols.base import Buffer, Header, Member, PeerId
+from protocols.base import Buffer, Header, PeerId
 from protocols.framing import FramedStream
 from protocols.moshpit.grid import seeded_order
 from protocols.moshpit.matchmaker import GroupMatchmaker
 from protocols.moshpit.peer_tracker import DONE, TRAINING, PositionAnnouncement, group_key
-from protocols.wire import Chunk, Contribute, Offer, PartDone, Plan, Reduced, WantPart
+from protocols.wire import Chunk, Offer, PartDone, Plan, Reduced
 from tests.sim.host import SimSigner
 from tests.sim.moshpit_harness import RUN, MoshpitHarness, RoundResult
 from tests.sim.network import SimNetwork
@@ -30,20 +29,6 @@ from tests.support.moshpit import (
     outcomes,
     part_from_another_member,
 )
-
-LIES = ("nan", "infinity", "norm", "size", "huge-length", "endless-header", "garbage", "twice", "codec", "stale")
-
-
-@pytest.mark.parametrize("lie", LIES)
-def test_liar_is_blamed_and_others_commit(lie: str) -> None:
-    swarm = moshpit_swarm(4, elements=3000, lies={1: lie})
-    before = {peer: torch.cat(state) for peer, state in zip(swarm.peers, swarm.states, strict=True)}
-    histories = swarm.play(rounds=2)
-    assert blames_of(histories, "p01"), lie
-    for peer in ("p00", "p02", "p03"):
-        assert outcomes(histories[peer]) == ["committed"] * 2
-        state = torch.cat(histories[peer][-1].states)
-        assert bool(torch.isfinite(state).all()) and float(state.norm()) < 2 * float(before[peer].norm())
 
 
 def test_state_with_other_norm_is_excluded_and_blamed() -> None:
@@ -76,15 +61,6 @@ def test_group_uses_the_runs_averaging_rule() -> None:
     assert far["median"] < 0.9 * far["mean"]
 
 
-def test_token_weight_is_capped_at_sixteen_medians() -> None:
-    swarm = moshpit_swarm(5)
-    swarm.tokens = [1000] * 4 + [10**6]
-    histories = swarm.play()
-    for peer in swarm.peers[:4]:
-        assert histories[peer][0].mean.weights["p04"] == 16_000
-    assert blames_of(histories, "p04")
-
-
 # -- frames that are refused ------------------------------------------------------------------------------------------
 
 
@@ -104,73 +80,6 @@ def play_with_lying_caller(disguise: Disguise) -> dict[PeerId, list[RoundResult]
     swarm = moshpit_swarm(3)
     assert seeded_order(group_key(RUN, "run", 0, (8,), 0, (0,)).lineage, swarm.peers)[0] == "p02"
     return disguised(swarm, {"p02": disguise}).play()
-
-
-def forged(message: Any, field: str) -> Any:
-    """A message whose offers have wrong signatures."""
-    offers = tuple(replace(offer, signature=b"forged") for offer in getattr(message, field))
-    return replace(message, **{field: offers})
-
-
-def forged_first(plan: Plan) -> Plan:
-    return replace(plan, offers=(replace(plan.offers[0], signature=b"forged"), *plan.offers[1:]))
-
-
-def many_times(plan: Plan) -> Plan:
-    """The plan, in which the caller is in it under many incarnations and so sets the median, all signed by it."""
-    (mine,) = [offer for offer in plan.offers if offer.member.peer == "p02"]
-    again = [replace(mine, member=Member("p02", incarnation), tokens=1) for incarnation in range(1, 6)]
-    signer = SimSigner("p02", 1)
-    offers = [replace(offer, signature=signer.sign(offer_message(plan.key, offer))) for offer in again]
-    return make_plan(PlanInputs(plan.key, plan.bounds[-1], 4.0), [*plan.offers, *offers], 0.0)
-
-
-def without_receiver(plan: Plan) -> Plan:
-    return replace(plan, offers=plan.offers[-1:], bounds=plan.bounds[:1] + plan.bounds[-1:], reducers=(0,))
-
-
-@pytest.mark.parametrize(
-    "disguise, why",
-    (
-        (changing_kind(PositionAnnouncement, lambda announcement: replace(announcement, run=bytes(32))), "another run"),
-        (
-            changing_kind(PositionAnnouncement, lambda announcement: replace(announcement, scope="other")),
-            "another run or scope",
-        ),
-        (
-            changing_kind(PositionAnnouncement, lambda announcement: replace(announcement, sender=Member("p01"))),
-            "says where p01 is",
-        ),
-        (changing_kind(PositionAnnouncement, lambda announcement: replace(announcement, index=(31,))), "stands at"),
-        (changing_kind(PositionAnnouncement, lambda announcement: forged(announcement, "offer")), "forged signature"),
-        (changing_kind(Plan, lambda plan: forged(plan, "offers")), "our own offer"),
-        (changing_kind(Plan, forged_first), "a forged offer of p00"),
-        (changing_kind(Plan, without_receiver), "our own offer"),
-        (changing_kind(Plan, many_times), "p02 is in it twice"),
-        (changing_kind(Plan, lambda plan: replace(plan, budget_seconds=1e5)), "times are not those"),
-        (changing_kind(Plan, lambda plan: replace(plan, reducers=(2, 2, 2))), "parts are not those"),
-        (changing_kind(Plan, lambda plan: replace(plan, ballot=1, reducers=(2, 2, 2))), "a second plan"),
-        (changing_kind(Plan, lambda plan: replace(plan, version=1, reducers=(2, 2, 2))), "a second plan"),
-        (changing_kind(PositionAnnouncement, lambda announcement: WantPart(bytes(32))), "on a control stream"),
-        (
-            changing_kind(Contribute, lambda opening: replace(opening, key=replace(opening.key, run=bytes(32)))),
-            "another run",
-        ),
-        (changing_kind(Contribute, lambda opening: replace(opening, codec="bf16")), "codec"),
-    ),
-)
-def test_lying_frame_is_rejected_and_sender_blamed(disguise: Disguise, why: str) -> None:
-    histories = play_with_lying_caller(disguise)
-    assert any(why in blame for blame in blames_of(histories, "p02")), blames_of(histories, "p02")
-    assert {"p00", "p01"} <= set(histories["p00"][0].mean.peers) or outcomes(histories["p00"]) == ["skipped"]
-    assert all(result.seconds < 30.0 for peer in ("p00", "p01") for result in histories[peer])
-
-
-def test_caller_sending_forged_plan_is_excluded() -> None:
-    """The others give up waiting for it, and the next one calls."""
-    histories = play_with_lying_caller(changing_kind(Plan, lambda plan: forged(plan, "offers")))
-    assert histories["p00"][0].mean.peers == histories["p01"][0].mean.peers == ("p00", "p01")
-    assert outcomes(histories["p02"]) == ["skipped"]
 
 
 @pytest.mark.parametrize("silent, outcome", ((2, "committed"), (3, "skipped")))
@@ -222,21 +131,25 @@ def test_state_exceeding_its_declared_norm_is_excluded(monkeypatch: pytest.Monke
         assert share.chunks_counted <= share.chunks / 4, "of the part that it reduces"
 
 
+def signing_as(swarm: MoshpitHarness, liar: PeerId, reducer: PeerId, of_part: int | None = None) -> Disguise:
+    """The disguise of a peer that states parts, or those of one reducer only, as made and signed by this reducer."""
+
+    def under_another_name(peer: PeerId, header: Header) -> Header:
+        if not isinstance(header, PartDone) or of_part not in (None, header.reducer):
+            return header
+        (data_phase,) = swarm.averagers[liar]._moshpit.data_phases.values()
+        false = replace(header, reducer=data_phase.resolved.peers.index(reducer))
+        message = part_message(data_phase.key, data_phase.resolved.digest, false)
+        return replace(false, signature=SimSigner(reducer, 1).sign(message))
+
+    return changing(under_another_name)
+
+
 def test_part_signed_as_another_reducer_is_rejected() -> None:
     """Otherwise a reducer could make two versions of a part without a trace, and members that forward one would be
     blamed."""
     swarm = moshpit_swarm(3)
-
-    def under_another_name(peer: PeerId, header: Header) -> Header:
-        if not isinstance(header, PartDone):
-            return header
-        (data_phase,) = swarm.averagers["p02"]._moshpit.data_phases.values()
-        false = replace(header, reducer=0)
-        return replace(
-            false, signature=SimSigner("p00", 1).sign(part_message(data_phase.key, data_phase.resolved.digest, false))
-        )
-
-    histories = disguised(swarm, {"p02": changing(under_another_name)}).play()
+    histories = disguised(swarm, {"p02": signing_as(swarm, "p02", "p00")}).play()
     assert any("did not make" in why for why in blames_of(histories, "p02"))
     assert not blames_of(histories, "p00") and not blames_of(histories, "p01")
     assert outcomes(histories["p00"]) == outcomes(histories["p01"]) == ["skipped"]
@@ -247,18 +160,9 @@ def test_forwarded_part_needs_its_reducers_signature() -> None:
     number, giver, taker = part_from_another_member()
     swarm = moshpit_swarm(3, elements=60)
 
-    def its_own(peer: PeerId, header: Header) -> Header:
-        if not isinstance(header, PartDone) or header.reducer != 1:
-            return header
-        (data_phase,) = swarm.averagers[giver]._moshpit.data_phases.values()
-        false = replace(header, reducer=data_phase.resolved.peers.index(giver))
-        return replace(
-            false, signature=SimSigner(giver, 1).sign(part_message(data_phase.key, data_phase.resolved.digest, false))
-        )
-
     def dress(network: SimNetwork) -> None:
         killing("p01", number)(network)
-        network.transports[giver].disguise = changing(its_own)
+        network.transports[giver].disguise = signing_as(swarm, giver, giver, of_part=1)
 
     swarm.before = dress
     histories = swarm.play()
@@ -282,17 +186,6 @@ def test_mean_without_contributors_is_rejected(monkeypatch: pytest.MonkeyPatch) 
     assert outcomes(histories["p00"]) == ["skipped"] and any(
         "without any contribution" in why for why in blames_of(histories, "p01")
     )
-
-
-def test_repeated_leaving_claim_shortens_one_round() -> None:
-    """A round that is called at once has only one training step."""
-    swarm = moshpit_swarm(4, train_seconds=(10.0,) * 4)
-    leaving = changing_kind(PositionAnnouncement, lambda announcement: replace(announcement, leaving=True))
-    histories = disguised(swarm, {"p01": leaving}).play(rounds=4)
-    for peer in ("p00", "p02", "p03"):
-        assert all(result.seconds > 9.0 for result in histories[peer][1:]), [
-            result.seconds for result in histories[peer]
-        ]
 
 
 def test_peer_always_about_to_come_is_awaited_less() -> None:
@@ -327,23 +220,16 @@ def play_beside(
     return disguised(swarm, {swarm.peers[-2]: never_sending(kind)}).play(rounds=rounds)
 
 
-def test_withholding_reducer_does_not_spoil_every_group() -> None:
-    """Otherwise it would stop all averaging in a swarm of one group, and each failure would raise the budgets."""
-    histories = play_beside(Reduced, 4, 5.0, 8)
+@pytest.mark.parametrize("kind, seconds, committed, late", ((Reduced, 5.0, 5, 8), (Chunk, 3.0, 8, 4)))
+def test_peer_withholding_data_does_not_spoil_every_group(
+    kind: type[Header], seconds: float, committed: int, late: int
+) -> None:
+    """A reducer would stop all averaging in a swarm of one group, and each failure would raise the budgets. For late
+    contributions a group waits for half of its budget, which is seconds at least."""
+    histories = play_beside(kind, 4, seconds, 8)
     for peer in ("p00", "p01", "p03"):
-        assert outcomes(histories[peer]).count("committed") >= 5
-    assert blames_of(histories, "p02")
-    assert_groups_hold_same_bits(histories)
-
-
-def test_stalling_contributor_does_not_delay_every_group() -> None:
-    """A group waits for late contributions for half of its budget, which is seconds at least."""
-    histories = play_beside(Chunk, 4, 3.0, 8)
-    for peer in ("p00", "p01", "p03"):
-        assert sum(result.seconds > 6.0 for result in histories[peer]) <= 4, [
-            result.seconds for result in histories[peer]
-        ]
-        assert outcomes(histories[peer]).count("committed") == 8
+        assert outcomes(histories[peer]).count("committed") >= committed
+        assert sum(result.seconds > 2 * seconds for result in histories[peer]) <= late
     assert blames_of(histories, "p02")
     assert_groups_hold_same_bits(histories)
 

@@ -19,10 +19,10 @@ from protocols.history.round_log import RoundLog
 from protocols.sync import head_verifier as proofs
 from protocols.sync.head_verifier import ROUND_SECONDS, TRAIL_SECONDS
 from protocols.sync.requests import Certificates, HeadAnnouncement
+from tests.support.disguises import instead, late
 from tests.support.fake_rounds import RUN, line
 from tests.support.simulated import simulated
 from tests.support.sync_cluster import SyncCluster, SyncPeer
-from tests.support.sync_lies import disguise, instead, late
 
 ANNA = Member("anna")
 ROUNDS = 900
@@ -79,7 +79,7 @@ def counted_certificates(peer: SyncPeer) -> list[Certificate]:
             sent.append(header)
         await stream.send(header, payload)
 
-    disguise(peer, count)
+    peer.disguise(count)
     return sent
 
 
@@ -147,7 +147,7 @@ async def test_broken_off_proof_continues_with_another_peer(world: LongChains, m
             await asyncio.sleep(1e5)
         await stream.send(header, payload)
 
-    disguise(world.peers["anna"], falls_silent)
+    world.peers["anna"].disguise(falls_silent)
     began = now()
     assert leads_to(await world.better(), ROUNDS)
     assert sum(counts) == ROUNDS and now() - began < 3 * TRAIL_SECONDS
@@ -157,7 +157,7 @@ async def test_broken_off_proof_continues_with_another_peer(world: LongChains, m
 @pytest.mark.parametrize("pause, is_in_time", [(ROUND_SECONDS / 2, True), (3 * ROUND_SECONDS, False)])
 @simulated(LongChains, {"anna": ROUNDS})
 async def test_slow_proof_is_followed_up_to_a_limit(world: LongChains, pause: float, is_in_time: bool) -> None:
-    disguise(world.peers["anna"], late(Certificate, pause))
+    world.peers["anna"].disguise(late(Certificate, pause))
     began, branch = now(), await world.better()
     assert leads_to(branch, ROUNDS) is is_in_time
     if is_in_time:
@@ -171,7 +171,7 @@ async def test_slow_proof_is_followed_up_to_a_limit(world: LongChains, pause: fl
 async def test_endless_proof_is_cut_off_and_blamed(world: LongChains, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(proofs, "MAX_GROWTH", 64)
     key = trail()[9].head.key
-    disguise(world.peers["anna"], instead(HeadAnnouncement, lambda each: replace(each, key=key)))
+    world.peers["anna"].disguise(instead(HeadAnnouncement, lambda each: replace(each, key=key)))
     assert await world.better() is None
     [blame] = world.blamed()
     assert blame.peer == "anna" and "leads on and on" in blame.why
@@ -196,7 +196,7 @@ async def test_proof_without_progress_ends(world: LongChains, lie: str) -> None:
             header = trail()[0].certificate
         await stream.send(header, payload)
 
-    disguise(world.peers["anna"], lead_nowhere)
+    world.peers["anna"].disguise(lead_nowhere)
     began = now()
     assert await world.better() is None and now() - began < 2 * TRAIL_SECONDS
     assert [blame.peer for blame in world.blamed()] == ["anna"]
@@ -214,7 +214,7 @@ async def test_peer_on_another_branch_is_not_blamed(world: LongChains) -> None:
 
 @simulated(LongChains, {"anna": 5, "bert": 5, "cleo": 1})
 async def test_slow_branch_does_not_delay_shorter_ones(world: LongChains) -> None:
-    disguise(world.peers["cleo"], late(Certificate, ROUND_SECONDS * 0.9))
+    world.peers["cleo"].disguise(late(Certificate, ROUND_SECONDS * 0.9))
     chain = world.peers["cleo"].chain
     chain.switch(trail()[0].lineage, line(trail()[0].head, 2000, plan=b"e" * 32))
     began = now()

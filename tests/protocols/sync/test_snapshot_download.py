@@ -22,9 +22,9 @@ from protocols.sync.snapshot import MemoryBuffer, Snapshot
 from protocols.sync.snapshot_download import STALL_SECONDS
 from protocols.sync.snapshot_server import LEND_SECONDS, MAX_PAUSES, PUT_OFF_SECONDS
 from tests.support import checkpoints as saved
+from tests.support.disguises import late
 from tests.support.simulated import simulated
 from tests.support.sync_cluster import SyncCluster, SyncPeer
-from tests.support.sync_lies import disguise, late
 
 ELEMENTS = 800_000
 STATE = 8 * ELEMENTS
@@ -92,7 +92,7 @@ def chunks_from(peer: SyncPeer) -> list[float]:
             sent.append(now())
         await stream.send(header, payload)
 
-    disguise(peer, count)
+    peer.disguise(count)
     return sent
 
 
@@ -177,7 +177,7 @@ async def test_progressing_download_outlasts_deadline_and_stalled_ends(world: Ro
 
 @simulated(RoundsDecided)
 async def test_slow_chunks_do_not_extend_download_forever(world: RoundsDecided) -> None:
-    disguise(world.peers["anna"], late(wire.Chunk, 29.0))
+    world.peers["anna"].disguise(late(wire.Chunk, 29.0))
     world.network.kill("bert")
     cleo, began = await joiner(world, 12.5e6), now()
     assert (await cleo.catch_up(10.0)).outcome == "undecided"
@@ -331,7 +331,7 @@ async def test_donor_postponing_one_chunk_forever_is_blamed(world: RoundsDecided
                 await stream.send(Busy(0.0))
         await stream.send(header, payload)
 
-    disguise(world.peers["anna"], later)
+    world.peers["anna"].disguise(later)
     world.network.nodes["bert"].bytes_per_second = 1e6
     report = await (await joiner(world, 12.5e6)).catch_up()
     assert report.outcome == "superseded" and "puts off one chunk" in report.blamed["anna"]

@@ -12,7 +12,7 @@ from protocols.allreduce.parts import part_message
 from protocols.allreduce.plan import plan_digest
 from protocols.base import Buffer, Header, Member, PeerId, RoundKey, Signer
 from protocols.consensus import record as records
-from protocols.consensus.messages import Accept, Certificate, Propose, Signed, VoteMessage
+from protocols.consensus.messages import Accept, Certificate, Signed
 from protocols.framing import FramedStream
 
 
@@ -59,32 +59,11 @@ class ByzantineVoterStream:
         match self._lie:
             case "two-parts" if self._opening and self._stream.peer in self._dupes:
                 header, payload = self._other_part(self._opening, header, payload)
-            case "another-life" if isinstance(header, VoteMessage):
-                header = replace(header, sender=replace(header.sender, incarnation=header.sender.incarnation + 1))
-            case "forged-vote" if isinstance(header, Accept):
-                header = replace(header, signature=bytes(32))
-            case "another-state" | "another-vector" | "another-place" | "eviction" if isinstance(header, Propose):
-                header = replace(header, record=self._altered(header))
             case "forged-certificate" if isinstance(header, Accept):
                 await self._stream.send(forged(header.key, header.sender, self._members()))
             case "usurped-plan" if isinstance(header, wire.Ready) and header.offer.complete:
                 await self._stream.send(usurped(header))
         await self._stream.send(header, payload)
-
-    def _altered(self, proposal: Propose) -> bytes:
-        """The proposed record with one field changed."""
-        record = records.decode(proposal.record)
-        first, *inner, last = record.bounds
-        match self._lie:
-            case "another-vector":
-                record = replace(record, bounds=(first, *inner, last + 1))
-            case "another-place":
-                record = replace(record, bounds=(first, *(bound + 1 for bound in inner), last))
-            case "eviction":
-                record = replace(record, roster=(proposal.sender,))
-            case _:
-                record = replace(record, state_root=b"?" * 32)
-        return records.encode(record)
 
     def _members(self) -> set[Member]:
         """The members of the plans that this liar knows: the roster, if every member contributes."""

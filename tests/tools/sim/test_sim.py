@@ -168,8 +168,8 @@ class CountingWorld(IndependentWorld):
     "protocol, lie, seed",
     [
         ("gossip", "scaled", 0), ("gossip", "replayed", 1), ("gossip", "hanging", 3),
-        ("gossip", "ahead", 4), ("moshpit", "scaled", 0), ("moshpit", "other-sender", 1),
-        ("moshpit", "ahead", 14), ("push_sum", "weight", 0),
+        ("gossip", "ahead", 4), ("moshpit", "scaled", 0), ("moshpit", "nan", 1),
+        ("moshpit", "ahead", 14), ("push_sum", "norm", 0),
     ],
 )  # fmt: skip
 def test_honest_peers_survive_beside_a_liar(protocol: str, lie: str, seed: int) -> None:

@@ -1,0 +1,186 @@
+"""Small swarms with one liar, for messages that no honest code sends: what the honest peers end with, and blame."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from protocols.base import AveragingResult, Member, PeerId, RoundKey
+from protocols.consensus.record import coordinators
+from protocols.history.chain import genesis
+from protocols.moshpit.grid import seeded_order
+from protocols.moshpit.peer_tracker import group_key
+from protocols.pairwise.gossip import Gossip
+from protocols.pairwise.push_sum import PushSum
+from tests.sim import butterfly_harness, gossip_harness, moshpit_harness
+from tests.sim import loop as simloop
+from tests.sim.gossip_harness import GossipHarness
+from tests.sim.network import SimNetwork
+from tests.support.example_vectors import equal_norm_vectors
+from tests.support.fake_rounds import RUN as SYNC_RUN
+from tests.support.membership_swarm import RUN as MEMBERSHIP_RUN
+from tests.support.membership_swarm import MembershipSwarm
+from tests.support.moshpit import moshpit_swarm
+from tests.support.sync_cluster import SyncCluster
+
+Before = Callable[[SimNetwork], None]
+"""Called in the running world, before the liar says anything."""
+
+
+@dataclass
+class Verdict:
+    """What a play came to for the honest peers.
+
+    Attributes:
+        states: what each honest peer ended with.
+        outcomes: of the honest peers' rounds.
+        seconds: virtual time that the slowest honest round took.
+        blames: peer -> for what honest peers blame it.
+    """
+
+    states: list[torch.Tensor]
+    outcomes: set[str]
+    seconds: float
+    blames: dict[PeerId, list[str]]
+
+
+@dataclass(frozen=True)
+class World:
+    """A protocol in a small swarm.
+
+    Attributes:
+        play: one play, which raises the first bug of a handler.
+        liar: coordinates and calls the rounds, and is the first peer that others ask.
+        key: of the round that is played.
+    """
+
+    play: Callable[[Before], Verdict]
+    liar: PeerId
+    victim: PeerId
+    key: RoundKey
+
+
+def _blames(means: Iterable[AveragingResult]) -> dict[PeerId, list[str]]:
+    found: dict[PeerId, list[str]] = {}
+    for blame in (blame for mean in means for blame in mean.blamed):
+        found.setdefault(blame.peer, []).append(blame.why)
+    return found
+
+
+def _butterfly() -> World:
+    names = ("p00", "p01", "p02")
+    key = genesis(butterfly_harness.RUN, "run", tuple(map(Member, names)), bytes(32)).key
+    liar = coordinators(key.lineage, list(map(Member, names)))[0]
+
+    def play(before: Before) -> Verdict:
+        averaged = butterfly_harness.ButterflyHarness(
+            equal_norm_vectors(3, 64, seed=5), [1000] * 3, [1e7] * 3, chunk_elements=16, before=before
+        ).average()
+        honest = [index for index, peer in enumerate(names) if peer != liar]
+        means = [averaged.means[index] for index in honest]
+        states = [averaged.results[index] for index in honest]
+        return Verdict(states, {str(mean.outcome) for mean in means}, averaged.seconds, _blames(means))
+
+    return World(play, liar, next(name for name in names if name != liar), key)
+
+
+def _moshpit() -> World:
+    key = group_key(moshpit_harness.RUN, "run", 0, (8,), 0, (0,))
+    liar, victim, _ = seeded_order(key.lineage, ["p00", "p01", "p02"])
+
+    def play(before: Before) -> Verdict:
+        swarm = moshpit_swarm(3, elements=64, chunk_elements=8)
+        swarm.before = before
+        results = [history[0] for peer, history in swarm.play().items() if peer != liar]
+        return Verdict(
+            [torch.cat(each.states) for each in results],
+            {str(each.mean.outcome) for each in results},
+            max(each.seconds for each in results),
+            _blames(each.mean for each in results),
+        )
+
+    return World(play, liar, victim, key)
+
+
+def _pairwise(protocol: Any) -> World:
+    def play(before: Before) -> Verdict:
+        verdict = Verdict([], set(), 0.0, {})
+        for late in (0, 1):  # it trains for longer, so that the other one asks
+            swarm = GossipHarness(2, protocol=protocol)
+
+            async def main(swarm: GossipHarness = swarm, late: int = late) -> None:
+                before(swarm.network)
+                await asyncio.wait(
+                    [swarm.start(index, swarm.round(index, 0, 1.0 + 20 * (index == late))) for index in range(2)]
+                )
+
+            swarm.run(main)
+            (result,) = swarm.results[0]
+            verdict.states.append(gossip_harness.flat(swarm.state[0]) if swarm.moved(0) else swarm.first[0])
+            verdict.outcomes.add(str(result.mean.outcome))
+            verdict.seconds = max(verdict.seconds, result.ended - result.asked)
+            for peer, whys in _blames([result.mean]).items():
+                verdict.blames.setdefault(peer, []).extend(whys)
+        return verdict
+
+    return World(play, "p1", "p0", gossip_harness.head(0).key)
+
+
+def _sync() -> World:
+    """Cleo is eleven rounds behind, and asks anna and then bert."""
+    key = genesis(SYNC_RUN, "run", (Member("anna"),), bytes(32)).key
+
+    def play(before: Before) -> Verdict:
+        world = SyncCluster(("anna", "bert", "cleo"), keep_rounds=4)
+
+        async def main() -> Verdict:
+            await world.rounds("anna bert", 11)
+            before(world.network)
+            began, cleo = asyncio.get_running_loop().time(), world.peers["cleo"]
+            report = await cleo.catch_up()
+            assert world.same("bert cleo"), report.blamed
+            blames = {peer: [why] for peer, why in report.blamed.items()}
+            seconds = asyncio.get_running_loop().time() - began
+            return Verdict([cleo.outer_loop.anchor], {report.outcome}, seconds, blames)
+
+        return world.play(main)
+
+    return World(play, "anna", "cleo", key)
+
+
+def _membership() -> World:
+    """Three honest peers, and a fourth that greets them and is greeted."""
+
+    def play(before: Before) -> Verdict:
+        swarm, blames = MembershipSwarm(), dict[PeerId, list[str]]()
+
+        async def main() -> Verdict:
+            await swarm.meet("abc")
+            for name in "abc":
+                swarm.members[name]._refuse = lambda peer, why: blames.setdefault(peer, []).append(why)  # type: ignore[method-assign]
+            swarm.start("x")
+            before(swarm.network)
+            await asyncio.sleep(12.0)
+            assert swarm.settled(), swarm.network.bugs
+            for name in "abc":
+                for peer, why in swarm.network.transports[name].refused:
+                    blames.setdefault(peer, []).append(why)
+            return Verdict([], {"met"} if "x" in swarm.sees("a") else {"removed"}, 12.0, blames)
+
+        return simloop.run(main())
+
+    return World(play, "x", "a", RoundKey(MEMBERSHIP_RUN, "run", bytes(32), 0))
+
+
+WORLDS = {
+    "butterfly": _butterfly(),
+    "moshpit": _moshpit(),
+    "gossip": _pairwise(Gossip),
+    "push_sum": _pairwise(PushSum),
+    "sync": _sync(),
+    "membership": _membership(),
+}
