@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeAlias
 
-from protocols.base import Buffer, Header, PeerId
+from protocols.base import Buffer, Header, PeerId, Signer
 from protocols.framing import FramedStream
 from tests.sim.byzantine.contributors import ByzantineContributorStream
 from tests.sim.pipe import SimPipe
@@ -47,6 +47,6 @@ def changing_kind(kind: type[Any], change: Callable[[Any], Header]) -> Disguise:
     return changing(lambda peer, header: change(header) if isinstance(header, kind) else header)
 
 
-def lying(lie: str) -> Disguise:
+def lying(lie: str, signer: Signer | None = None) -> Disguise:
     """The disguise of a peer that tells one of `tests.sim.byzantine.contributors.LIES` in its chunks."""
-    return lambda method, stream, pipe: ByzantineContributorStream(stream, pipe, lie, None)  # type: ignore[arg-type]
+    return lambda method, stream, pipe: ByzantineContributorStream(stream, pipe, lie, signer)  # type: ignore[arg-type]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 
@@ -39,13 +39,10 @@ from protocols.scopes import RUN_SCOPE
 from protocols.sync.chain_sync import ChainSync, ChainSyncOptions
 from protocols.sync.snapshot import MemoryBuffer, Snapshots
 from protocols.vectors import VectorView
-from tests.sim import loop as simloop
 from tests.sim.host import sim_host
-from tests.sim.network import SimNetwork, Trace
+from tests.sim.swarm import SimSwarm
 from tests.support.disguises import SpoofedStream
 from tests.support.fake_rounds import RUN, SEED, certified
-
-T = TypeVar("T")
 
 CODEC = "int8"
 TOKENS = 100
@@ -111,7 +108,7 @@ class SyncPeer:
         )
 
 
-class SyncCluster:
+class SyncCluster(SimSwarm):
     """A network, and the rounds that its peers decide. All start from the state of the founders."""
 
     def __init__(
@@ -130,7 +127,7 @@ class SyncCluster:
             store_rounds: rounds that the part store keeps besides those in memory.
             digest: name of the hash of parts.
         """
-        self.network = SimNetwork(Trace(), **options)
+        super().__init__(**options)
         self.scope, self.digest = scope, digest
         self.elements, self.every_rounds, self.keep_rounds = elements, every_rounds, keep_rounds
         self.store_rounds = store_rounds
@@ -142,19 +139,8 @@ class SyncCluster:
         self._made = 0
         self._anchor = torch.linspace(-1, 1, elements)
 
-    def play(self, main: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """Add the founders, then run `main`. Raises the first bug of a handler."""
-
-        async def whole() -> T:
-            await self.add_founders()
-            result = await main()
-            if self.network.bugs:
-                raise self.network.bugs[0]
-            return result
-
-        return simloop.run(whole())
-
-    async def add_founders(self) -> None:
+    async def set_up(self) -> None:
+        """Add the founders."""
         for member in self.founders:
             await self.add(member.peer, founder=True, incarnation=member.incarnation)
 

@@ -52,7 +52,7 @@ class StagedSwarm:
     def play(self, main: Callable[[], Coroutine[Any, Any, None]]) -> None:
         async def whole() -> None:
             for stage, swarm in enumerate(self.stages):
-                await swarm.add_founders()
+                await swarm.set_up()
                 self.open_entry(stage)
             await main()
             assert not self.network.bugs

@@ -9,7 +9,8 @@ import pytest
 
 from node.membership.suspend_detector import SuspendDetector, TimeJump, skew
 from protocols.base import Deadline, PeerId
-from tests.support.membership_swarm import MembershipSwarm, until
+from tests.sim.swarm import until
+from tests.support.membership_swarm import MembershipSwarm
 from tests.support.virtual_time import on_virtual_time
 
 

@@ -25,7 +25,8 @@ from node.outer.activity import Activity
 from node.outer.sketch import sketch
 from protocols import wire
 from protocols.base import Member
-from tests.support.membership_swarm import MembershipSwarm, greeting, until
+from tests.sim.swarm import until
+from tests.support.membership_swarm import MembershipSwarm, greeting
 from tests.support.virtual_time import on_virtual_time
 
 SKETCH = sketch(torch.ones(8), bytes(32))
