@@ -16,6 +16,7 @@ from protocols.static_members import StaticMembers
 from tests.sim import loop as simloop
 from tests.sim.host import sim_host
 from tests.sim.network import SimNetwork, Trace
+from tests.support.simulated import on_virtual_time
 
 DATA, CONTROL = "endpoint/data", "endpoint/control"
 KEY = RoundKey(bytes(range(32)), "run", bytes(32), 5)
@@ -130,14 +131,11 @@ def test_false_control_message_leaves_stream_open(false: Header) -> None:
     assert pair.send(CONTROL, false, message).startswith("p1 refused") and pair.heard == [message]
 
 
-def test_opened_stream_is_counted() -> None:
+@on_virtual_time
+async def test_opened_stream_is_counted() -> None:
     pair = Pair()
-
-    async def main() -> None:
-        async with pair.endpoint.open("p0", DATA, asyncio.get_running_loop().time() + 10.0) as stream:
-            await stream.send(RECALL)
-
-    simloop.run(main())
+    async with pair.endpoint.open("p0", DATA, asyncio.get_running_loop().time() + 10.0) as stream:
+        await stream.send(RECALL)
     assert pair.endpoint.accounting.take()[1] > 0
 
 
@@ -162,29 +160,25 @@ async def _give_up(table: SessionTable[str, int]) -> None:
 
 
 @pytest.mark.parametrize("events, found, seconds", ((_open, 2, 3.0), (_give_up, None, 3.0)))
-def test_stream_waits_until_session_begins_or_cannot(
+@on_virtual_time
+async def test_stream_waits_until_session_begins_or_cannot(
     events: Callable[[SessionTable[str, int]], Awaitable[None]], found: int | None, seconds: float
 ) -> None:
-    async def main() -> None:
-        table, loop = SessionTable[str, int](), asyncio.get_running_loop()
-        job = asyncio.ensure_future(events(table))
-        over = lambda: table.get("over") is not None  # noqa: E731
-        assert await table.wait_for("mine", Waiting(), over) == found  # type: ignore[arg-type]
-        assert loop.time() == seconds
-        await job
-
-    simloop.run(main())
+    table, loop = SessionTable[str, int](), asyncio.get_running_loop()
+    job = asyncio.ensure_future(events(table))
+    over = lambda: table.get("over") is not None  # noqa: E731
+    assert await table.wait_for("mine", Waiting(), over) == found  # type: ignore[arg-type]
+    assert loop.time() == seconds
+    await job
 
 
 @pytest.mark.parametrize("until, seconds", ((None, 10.0), (4.0, 4.0), (20.0, 10.0)))
-def test_session_not_begun_in_time_is_silence(until: float | None, seconds: float) -> None:
-    async def main() -> None:
-        table, loop = SessionTable[str, int](), asyncio.get_running_loop()
-        with pytest.raises(PeerSilent, match="did not begin here"):
-            await table.wait_for("mine", Waiting(), lambda: False, until)  # type: ignore[arg-type]
-        assert loop.time() == seconds
-
-    simloop.run(main())
+@on_virtual_time
+async def test_session_not_begun_in_time_is_silence(until: float | None, seconds: float) -> None:
+    table, loop = SessionTable[str, int](), asyncio.get_running_loop()
+    with pytest.raises(PeerSilent, match="did not begin here"):
+        await table.wait_for("mine", Waiting(), lambda: False, until)  # type: ignore[arg-type]
+    assert loop.time() == seconds
 
 
 def test_closed_session_serves_no_stream() -> None:

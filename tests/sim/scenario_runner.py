@@ -45,6 +45,7 @@ class ScenarioSetup:
     keep_rounds: int = 8
     latency_seconds: float = LATENCY_SECONDS
     pace_seconds: float = 0.5
+    codec: str = "int8"
     elements: int = 400
     chunk_elements: int = 50
     uplinks: tuple[float, ...] | None = None
@@ -55,7 +56,7 @@ class ScenarioSetup:
     def scenario(self) -> Scenario:
         return Scenario(
             peers=self.peers,
-            codec="int8",
+            codec=self.codec,
             elements=self.elements,
             chunk_elements=self.chunk_elements,
             inner_steps=2,

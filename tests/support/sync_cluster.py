@@ -67,7 +67,7 @@ class SyncPeer:
         self.settings = Settings(
             CODEC, (swarm.elements,), swarm.chunk_elements, incarnation=incarnation, digest=swarm.digest
         )
-        self.chain = Chain(RUN, swarm.scope, swarm.founders, swarm.root)
+        self.chain = Chain(swarm.run, swarm.scope, swarm.founders, swarm.root)
         gate, rounds, store = Gate(), swarm.store_rounds, None
         if rounds:
             store = PartStore(MemoryBuffer, self.host.compute, gate, most_rounds=rounds, least_rounds=1)
@@ -120,6 +120,7 @@ class SyncCluster(SimSwarm):
         store_rounds: int = 0,
         scope: str = RUN_SCOPE,
         digest: str = "sha256",
+        run: bytes = RUN,
         **options: Any,
     ) -> None:
         """
@@ -128,7 +129,7 @@ class SyncCluster(SimSwarm):
             digest: name of the hash of parts.
         """
         super().__init__(**options)
-        self.scope, self.digest = scope, digest
+        self.run, self.scope, self.digest = run, scope, digest
         self.elements, self.every_rounds, self.keep_rounds = elements, every_rounds, keep_rounds
         self.store_rounds = store_rounds
         self.founders = tuple(Member(name) for name in founders)

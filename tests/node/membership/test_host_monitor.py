@@ -11,7 +11,7 @@ from node.membership.suspend_detector import SuspendDetector, TimeJump, skew
 from protocols.base import Deadline, PeerId
 from tests.sim.swarm import until
 from tests.support.membership_swarm import MembershipSwarm
-from tests.support.virtual_time import on_virtual_time
+from tests.support.simulated import on_virtual_time
 
 
 def gap(now: float, wall: float) -> TimeJump | None:

@@ -18,7 +18,7 @@ from protocols import wire
 from protocols.base import Deadline, Member, PeerError, PeerGone, PeerId
 from tests.sim.swarm import until
 from tests.support.membership_swarm import HostilePeer, MembershipSwarm, greeting
-from tests.support.virtual_time import on_virtual_time
+from tests.support.simulated import on_virtual_time
 
 
 def wrong(heartbeat: Heartbeat) -> list[Heartbeat]:

@@ -27,7 +27,7 @@ from protocols import wire
 from protocols.base import Member
 from tests.sim.swarm import until
 from tests.support.membership_swarm import MembershipSwarm, greeting
-from tests.support.virtual_time import on_virtual_time
+from tests.support.simulated import on_virtual_time
 
 SKETCH = sketch(torch.ones(8), bytes(32))
 

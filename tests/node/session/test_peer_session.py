@@ -32,7 +32,7 @@ from tests.sim import loop as simloop
 from tests.sim.host import DirectoryFaults, SimClock
 from tests.sim.swarm import now, until
 from tests.support.session_cluster import Directory, SessionCluster, SessionPeer, View
-from tests.support.virtual_time import on_virtual_time
+from tests.support.simulated import on_virtual_time
 
 alone = pytest.mark.parametrize("founders", ["a"])
 

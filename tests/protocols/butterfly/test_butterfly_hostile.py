@@ -52,7 +52,7 @@ from tests.sim.network import Node, SimNetwork
 from tests.sim.pipe import SimPipe
 from tests.sim.trace import Trace
 from tests.support.example_vectors import equal_norm_vectors
-from tests.support.simulated import on_virtual_clock, simulated
+from tests.support.simulated import on_virtual_time, simulated
 
 STALE = 7.0
 """In the place of the mean before it comes."""
@@ -375,7 +375,7 @@ async def send_and_wait(host: Host, method: str, *messages: Ready) -> None:
 
 
 @pytest.mark.parametrize("round_number", (0, 1, 10**6))
-@on_virtual_clock
+@on_virtual_time
 async def test_non_member_stream_is_closed_within_seconds(round_number: int) -> None:
     """Of whatever round it speaks, and also when it says nothing, though it asks for a day."""
     network, roster = SimNetwork(Trace()), (Member("p0"), Member("p1"))
