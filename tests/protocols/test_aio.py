@@ -11,8 +11,8 @@ import pytest
 from protocols.aio import Notifier, progress_timeout, run_with_helper, task_group
 from protocols.base import PeerSilent, Stream
 from tests.sim import loop as simloop
-from tests.sim.swarm import now
 from tests.support.simulated import on_virtual_time
+from tests.support.waiting import now
 
 T = TypeVar("T")
 

@@ -11,26 +11,9 @@ from tests.sim import loop as simloop
 from tests.sim.host import Entries, sim_host
 from tests.sim.network import SimNetwork
 from tests.sim.trace import Trace
+from tests.support.waiting import now
 
 T = TypeVar("T")
-
-
-def now() -> float:
-    """The virtual time."""
-    return asyncio.get_running_loop().time()
-
-
-async def until(condition: Callable[[], bool], seconds: float = 60.0, look_seconds: float = 0.01) -> float:
-    """Wait until a condition holds; returns the virtual seconds that it took.
-
-    Raises:
-        TimeoutError: it does not hold within `seconds`.
-    """
-    began = now()
-    async with asyncio.timeout(seconds):
-        while not condition():  # noqa: ASYNC110 - there is no event to wait for
-            await asyncio.sleep(look_seconds)
-    return now() - began
 
 
 class SimSwarm:

@@ -14,7 +14,8 @@ from node.membership.peer_record import PeerRecord
 from protocols import wire
 from protocols.base import Deadline, Header, Member, PeerError, PeerId, Stream, Transport
 from tests.sim.host import SimClock, SimSigner
-from tests.sim.swarm import SimSwarm, until
+from tests.sim.swarm import SimSwarm
+from tests.support.waiting import until
 
 RUN = bytes(range(32))
 

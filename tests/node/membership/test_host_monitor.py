@@ -9,9 +9,9 @@ import pytest
 
 from node.membership.suspend_detector import SuspendDetector, TimeJump, skew
 from protocols.base import Deadline, PeerId
-from tests.sim.swarm import until
 from tests.support.membership_swarm import MembershipSwarm
 from tests.support.simulated import on_virtual_time
+from tests.support.waiting import until
 
 
 def gap(now: float, wall: float) -> TimeJump | None:

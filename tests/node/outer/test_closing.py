@@ -20,7 +20,7 @@ from tests.sim.byzantine.contributors import ByzantineContributorStream
 from tests.sim.gossip_harness import GossipHarness
 from tests.sim.independent_world import IndependentWorld
 from tests.sim.scenario import Scenario
-from tests.support.push_sum_mass import is_conserved
+from tests.support.push_sum import is_conserved
 
 PROTOCOLS = (Gossip, PushSum)
 FASTEST = 2 * STEP_SECONDS

@@ -30,9 +30,9 @@ from protocols.allreduce.parts import ReducedPart
 from protocols.base import Member
 from tests.sim import loop as simloop
 from tests.sim.host import DirectoryFaults, SimClock
-from tests.sim.swarm import now, until
 from tests.support.session_cluster import Directory, SessionCluster, SessionPeer, View
 from tests.support.simulated import on_virtual_time
+from tests.support.waiting import now, until
 
 alone = pytest.mark.parametrize("founders", ["a"])
 

@@ -23,6 +23,7 @@ from tests.support.fake_rounds import RUN, line
 from tests.support.simulated import simulated
 from tests.support.sync_cluster import SyncCluster, SyncPeer
 from tests.support.sync_lies import disguise, instead, late
+from tests.support.waiting import now
 
 ANNA = Member("anna")
 ROUNDS = 900
@@ -81,10 +82,6 @@ def counted_certificates(peer: SyncPeer) -> list[Certificate]:
 
     disguise(peer, count)
     return sent
-
-
-def now() -> float:
-    return asyncio.get_running_loop().time()
 
 
 def verified_counts(monkeypatch: pytest.MonkeyPatch) -> list[int]:

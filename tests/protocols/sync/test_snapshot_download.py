@@ -25,6 +25,7 @@ from tests.support import checkpoints as saved
 from tests.support.simulated import simulated
 from tests.support.sync_cluster import SyncCluster, SyncPeer
 from tests.support.sync_lies import disguise, late
+from tests.support.waiting import now
 
 ELEMENTS = 800_000
 STATE = 8 * ELEMENTS
@@ -33,10 +34,6 @@ MEAN = ELEMENTS + ELEMENTS // 32
 SLOW = 1.25e6  # 10 Mbit/s
 ROUND_SECONDS = 4.0
 T = TypeVar("T")
-
-
-def now() -> float:
-    return asyncio.get_running_loop().time()
 
 
 class RoundsDecided(SyncCluster):
