@@ -1,23 +1,14 @@
-"""What may go wrong with those who leave: they die on the way, fall silent, lie, or are said to leave and do not."""
+"""What may go wrong with those who leave: they die on the way or fall silent."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from dataclasses import replace
-from typing import Any
 
 import pytest
 
-from protocols import wire
-from protocols.base import Buffer, Header, Member, Outcome, PeerId
-from protocols.consensus.record import Kind, coordinators
-from protocols.framing import FramedStream
-from protocols.history.chain import genesis
-from tests.sim.butterfly_harness import RUN, Averaged, ButterflyHarness
+from protocols.base import PeerId
+from protocols.consensus.record import Kind
 from tests.sim.leaving_scenario import LeavingScenario
-from tests.sim.network import SimNetwork
-from tests.support.example_vectors import equal_norm_vectors
 from tests.support.long import diagonal, long
 from tests.support.scenario_steps import MIDDLE_SECONDS, leaving_swarm
 from tests.support.simulated import simulated
@@ -122,69 +113,3 @@ async def test_silent_member_of_two_is_not_evicted(swarm: LeavingScenario, leavi
     await asyncio.sleep(30.0)
     kinds = [link.record.kind for link in swarm.chain("p0").since(parent)[:1]]
     assert kinds == ([Kind.FORK] if fork_peers else [])
-
-
-# -- lying ------------------------------------------------------------------------------------------------------------
-
-
-def average(count: int, lies: dict[int, str], before: Callable[[SimNetwork], None] = lambda network: None) -> Averaged:
-    given = equal_norm_vectors(count, 1000, seed=5)
-    group = ButterflyHarness(given, [1000] * count, [1e7] * count, chunk_elements=256, lies=lies, before=before)
-    return group.average()
-
-
-def first(count: int) -> int:
-    """Who coordinates ballot 0."""
-    roster = tuple(Member(f"p{index:02}") for index in range(count))
-    head = genesis(RUN, "run", roster, bytes(32))
-    return [member.peer for member in roster].index(coordinators(head.key.lineage, roster)[0])
-
-
-def blames(averaged: Averaged, honest: list[int]) -> list[tuple[PeerId, str]]:
-    return [(blame.peer, blame.why) for index in honest for blame in averaged.means[index].blamed]
-
-
-class SaysThatOthersLeave:
-    """A stream on which every other peer's offer says that it leaves."""
-
-    def __init__(self, stream: FramedStream, me: PeerId) -> None:
-        self._stream, self._me = stream, me
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-    async def send(self, header: Header, payload: Buffer = b"") -> None:
-        if isinstance(header, wire.Plan):
-            offers = [replace(each, leaving=each.member.peer != self._me) for each in header.offers]
-            header = replace(header, offers=tuple(offers))
-        await self._stream.send(header, payload)
-
-
-@pytest.mark.parametrize("count", (2, 3, 5))
-def test_coordinator_evicting_non_leaver_is_rejected_and_blamed(count: int) -> None:
-    """All but itself; the next ballot's coordinator proposes what is true."""
-    liar = first(count)
-    honest = [index for index in range(count) if index != liar]
-    averaged = average(count, {liar: "eviction"})
-    assert {averaged.means[index].outcome for index in honest} == {Outcome.COMMITTED}
-    assert len({averaged.means[index].record for index in honest}) == 1
-    found = blames(averaged, honest)
-    assert len(found) == len(honest) and all("that do not leave" in why for _, why in found), found
-    assert {peer for peer, _ in found} == {averaged.peers[liar]}
-
-
-@pytest.mark.parametrize("count", (2, 3, 5))
-def test_coordinator_cannot_forge_a_leaving_offer(count: int) -> None:
-    """Offers are signed: its plan is refused, and it is named."""
-    liar = first(count)
-    honest = [index for index in range(count) if index != liar]
-
-    def before(network: SimNetwork) -> None:
-        me = f"p{liar:02}"
-        network.transports[me].disguise = lambda method, stream, pipe: SaysThatOthersLeave(stream, me)
-
-    averaged = average(count, {}, before)
-    found = blames(averaged, honest)
-    assert {peer for peer, _ in found} == {averaged.peers[liar]}
-    assert all("forged offer" in why for _, why in found) and len(found) == len(honest), found
-    assert {averaged.means[index].outcome for index in honest} == {Outcome.COMMITTED}

@@ -110,14 +110,14 @@ def test_lying_voter_is_rejected_and_blamed(lie: tuple[str, str], liar: int) -> 
         ("another-state", "of another state"),
         ("another-vector", "not of the whole vector"),
         ("another-place", "at another place"),
-        ("eviction", "may not be put to the vote"),
+        ("eviction", "evicts too many members that do not leave"),
     ),
 )
 def test_lying_coordinator_is_blamed_and_replaced(lie: str, why: str) -> None:
     """Its proposal counts for nothing; in the next ballot the same parts are proposed as they are."""
     undisturbed, averaged = average(), average({FIRST: lie})
     assert agreed(averaged, list(OTHERS))
-    assert len(named(averaged, PEERS[FIRST], why)) == len(OTHERS)
+    assert len(named(averaged, PEERS[FIRST], why)) == len(OTHERS) and blamed(averaged, list(OTHERS)) == {PEERS[FIRST]}
     delay = averaged.seconds - undisturbed.seconds
     assert delay <= 6.0, f"decided {delay:.2f} s later"
 

@@ -28,6 +28,7 @@ SETTINGS = Settings("fp32", (64,), 16)
 WORK = LocalProgress(10, 0.0, 0.0, norm([VECTOR]), complete=False)
 COMPLETE = replace(WORK, tokens=20, complete=True)
 COMPLETE_AT = 1.0
+CHANGES = ({"tokens": 21}, {"norm": 2.0}, {"leaving": True}, {"signature": b"?" * 32})
 
 
 class Roster(SimSwarm):
@@ -131,7 +132,7 @@ async def test_coordinator_cut_off_from_quorum_waits(roster: Roster) -> None:
         task.cancel()
 
 
-@pytest.mark.parametrize("change", [{"tokens": 21}, {"norm": 2.0}, {"signature": b"?" * 32}], ids=str)
+@pytest.mark.parametrize("change", CHANGES, ids=str)
 @simulated(Roster)
 async def test_verified_offer_changed_in_plan_is_refused(roster: Roster, change: dict[str, object]) -> None:
     first, _, ours, *_ = roster.order
