@@ -130,15 +130,19 @@ class GossipHarness(SimSwarm):
         """Run a job in a peer's process; the job ends when the peer is killed."""
         return self.spawn(self.names[index], job)
 
+    async def settle(self, seconds: float = GRACE_SECONDS) -> None:
+        """Heal all links, and let open exchanges end."""
+        for source, target in list(self.network.links):
+            self.network.heal(source, target)
+        await asyncio.sleep(seconds)
+
     def run(self, play: Callable[[], Awaitable[None]], grace_seconds: float = GRACE_SECONDS) -> float:
-        """Run `play`, let open exchanges end, and check that nothing is left; returns when `play` ended."""
+        """Run `play`, settle, and check that nothing is left; returns when `play` ended."""
 
         async def main() -> float:
             await play()
             over = self.now
-            for source, target in list(self.network.links):
-                self.network.heal(source, target)
-            await asyncio.sleep(grace_seconds)
+            await self.settle(grace_seconds)
             return over
 
         return self.play(main)
