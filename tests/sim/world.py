@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -16,6 +17,7 @@ from node.outer.outer_loop import OuterLoop, OuterLoopDeps
 from node.outer.replicated_loop import ReplicatedOuterLoop
 from node.outer.round_loops import run_replicated_rounds
 from node.outer.sgd import OuterSGD
+from node.reporting.report import RoundReport
 from node.storage.error_feedback import feedback
 from node.tasks.paced import Paced
 from node.training.trainer import InlineTrainer, Learner
@@ -47,6 +49,9 @@ HEALED_SECONDS = 600.0
 HEALED_ROUNDS = 2
 LEVEL_ROUNDS, LEVEL_TASKS = 5, 4
 """In its last `LEVEL_ROUNDS` rounds a peer may have `World.level_tasks` tasks more than in its first ones."""
+
+RunRounds = Callable[[Callable[[], float], Callable[[], bool]], AsyncIterator[RoundReport]]
+"""The rounds of a peer by its wall clock, as long as it goes on."""
 
 
 @dataclass(slots=True)
@@ -222,36 +227,37 @@ class World(SimSwarm):
 
     async def _peer(self, index: int, transport: SimTransport) -> None:
         """One incarnation of a peer: build its parts, and run its rounds."""
-        scenario, me = self.scenario, transport.me
-        whole_host = self._host(transport)
+        me, whole_host = transport.me, self._host(transport)
         trainer = self.trainer_on(index, whole_host)
         host = self.averaging_host(index, whole_host)
-        settings, snapshots = self._settings(index, trainer, transport), Snapshots()
-        part_cache = self.part_cache(host)
         anchor = torch.empty(trainer.layout.sizes()[0])
         await trainer.read(anchor)
-        chain = Chain(RUN, self.scope(index), self.founders_of(index), bytes(32))
-        options = ChainSyncOptions(part_cache, on_better=lambda branch: averager.supersede())
-        sync = ChainSync(host, chain, settings, snapshots, lambda: self.sharing(index), options)
-        averager = REPLICATED_PROTOCOLS[scenario.protocol](host, settings, part_cache, sync.hear)
-        outer_loop = self.replicas[me] = ReplicatedOuterLoop(
-            chain,
-            averager,
-            self.outer(),
-            OuterLoopDeps(trainer, host.compute, anchor, snapshots, on_activity=partial(self.tell_activity, me)),
-            feedback(codec(settings.codec), len(anchor), host.compute),
-        )
+        on_activity = partial(self.tell_activity, me)
+        deps = OuterLoopDeps(trainer, host.compute, anchor, Snapshots(), on_activity=on_activity)
+        outer_loop, sync, run_rounds = self.stack(index, host, self._settings(index, trainer, transport), deps)
+        self.replicas[me] = outer_loop
         await self.restored(outer_loop)
         self.restart_paused(outer_loop)
         await outer_loop.settle()
         async with task_group() as group:
             background = group.create_task(sync.run())
-            self.entering(me, chain.head)
-            async for report in run_replicated_rounds(outer_loop, sync, host.clock.wall, lambda: self.goes_on(me)):
+            self.entering(me, outer_loop.chain.head)
+            async for report in run_rounds(host.clock.wall, lambda: self.goes_on(me)):
                 await self.after_round(index, trainer)
                 self.reported(asdict(report))
-                self.entering(me, chain.head)
+                self.entering(me, outer_loop.chain.head)
             background.cancel()
+
+    def stack(self, index: int, host: Host, settings: Settings, deps: OuterLoopDeps) -> tuple[Any, Any, RunRounds]:
+        """The outer loop of a peer, its state sync, and its rounds."""
+        part_cache = self.part_cache(host)
+        chain = Chain(RUN, self.scope(index), self.founders_of(index), bytes(32))
+        options = ChainSyncOptions(part_cache, on_better=lambda branch: averager.supersede())
+        sync = ChainSync(host, chain, settings, deps.snapshots, lambda: self.sharing(index), options)
+        averager = REPLICATED_PROTOCOLS[self.scenario.protocol](host, settings, part_cache, sync.hear)
+        error_feedback = feedback(codec(settings.codec), len(deps.anchor), host.compute)
+        outer_loop = ReplicatedOuterLoop(chain, averager, self.outer(), deps, error_feedback)
+        return outer_loop, sync, partial(run_replicated_rounds, outer_loop, sync)
 
     def _host(self, transport: SimTransport) -> Host:
         me, scenario = transport.me, self.scenario
