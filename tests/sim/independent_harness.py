@@ -96,7 +96,7 @@ class IndependentHarness(SimSwarm):
         for index, at in sorted(self.joins.items(), key=lambda item: item[1]):
             await asyncio.sleep(at - self.now)
             self._start(index)
-        await asyncio.wait(self.started)
+        await asyncio.wait(self.running)
         self.ended = self.now
         await asyncio.sleep(self.deadline_seconds + 15.0)
 

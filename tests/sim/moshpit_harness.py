@@ -83,7 +83,7 @@ class MoshpitHarness:
         for index, host in enumerate(hosts):
             swarm.spawn(host.me, self._peer(index, host, rounds))
         self.before(self.network)
-        await asyncio.wait(swarm.started)
+        await asyncio.wait(swarm.running)
         await asyncio.sleep(120.0)  # handlers that still serve others end
 
     async def _peer(self, index: int, host: Host, rounds: int) -> None:

@@ -21,7 +21,7 @@ class SimSwarm:
 
     Attributes:
         entries: the directory that the peers share.
-        started: the tasks of peers, in the order of their start.
+        running: the tasks of peers that have not ended; those that have are not kept, nor what they hold.
         grace_seconds: after the play, until what is under way has ended.
     """
 
@@ -32,7 +32,8 @@ class SimSwarm:
         """Takes the options of `SimNetwork`."""
         self.network = SimNetwork(Trace(), **network)
         self.entries: Entries = {}
-        self.started: list[asyncio.Task[Any]] = []
+        self.running: list[asyncio.Task[Any]] = []
+        self._errors: list[BaseException] = []
 
     @property
     def now(self) -> float:
@@ -48,8 +49,14 @@ class SimSwarm:
         """Run a job in a peer's process: it ends when the peer is killed."""
         with self.network.nodes[peer].process.entered():
             task = asyncio.get_running_loop().create_task(job)
-        self.started.append(task)
+        self.running.append(task)
+        task.add_done_callback(self._over)
         return task
+
+    def _over(self, task: asyncio.Task[Any]) -> None:
+        self.running.remove(task)
+        if not task.cancelled() and (error := task.exception()):
+            self._errors.append(error)
 
     def cut(self, some: Iterable[PeerId], others: Iterable[PeerId]) -> None:
         """Block the links between two groups in both directions."""
@@ -81,11 +88,8 @@ class SimSwarm:
             await self.set_up()
             result = await main()
             await asyncio.sleep(self.grace_seconds)
-            for task in self.started:
-                if task.done() and not task.cancelled():
-                    task.result()
-            if self.network.bugs:
-                raise self.network.bugs[0]
+            for error in (*self._errors, *self.network.bugs):
+                raise error
             await self.finish()
             return result
 
