@@ -65,14 +65,15 @@ class MeasuredWorld(PipelineWorld):
         self.network.latency_seconds = LATENCY_SECONDS
         self._seconds = seconds
 
-    async def run(self) -> None:
-        """Run until the time is over."""
+    async def run(self) -> float:
+        """Run until the time is over; returns it."""
         for peer, rate in zip(self.peers, self.scenario.uplinks or (), strict=True):
             self.network.join(peer, rate)
         for peer in self.peers:
             self._start(peer)
         self.injector.start()
         await self._wait(self._seconds)
+        return self.now
 
     def goes_on(self, peer: str) -> bool:
         return True

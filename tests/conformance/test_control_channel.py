@@ -13,6 +13,7 @@ from protocols.base import PeerId, PeerSilent, Stream
 from protocols.control_channel import ControlChannel, RoundAccounting
 from tests.conformance.hosts import host
 from tests.conformance.worlds import GENEROUS_SECONDS, Peers, World, soon
+from tests.support.waiting import until
 
 NOTICED_SECONDS = 3.0
 METHOD = "post"
@@ -46,15 +47,6 @@ class Listener:
 def send(channel: ControlChannel, peer: PeerId, numbers: Sequence[int]) -> None:
     for number in numbers:
         channel.send(peer, wire.Chunk(number, 0))
-
-
-async def until(condition: Callable[[], bool], seconds: float = GENEROUS_SECONDS) -> float:
-    """Wait for the condition; returns the seconds that it took."""
-    began = asyncio.get_running_loop().time()
-    async with asyncio.timeout(seconds):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
-    return asyncio.get_running_loop().time() - began
 
 
 @asynccontextmanager

@@ -11,6 +11,8 @@ import pytest
 from protocols.aio import Notifier, progress_timeout, run_with_helper, task_group
 from protocols.base import PeerSilent, Stream
 from tests.sim import loop as simloop
+from tests.support.simulated import on_virtual_time
+from tests.support.waiting import now
 
 T = TypeVar("T")
 
@@ -19,84 +21,69 @@ def play(main: Coroutine[Any, Any, T]) -> T:
     return simloop.run(main, limit_seconds=1000.0)
 
 
-def now() -> float:
-    return asyncio.get_running_loop().time()
-
-
 # -- Notifier ---------------------------------------------------------------------------------------------------------
 
 
-def test_waiter_wakes_when_its_condition_holds() -> None:
-    async def main() -> list[tuple[int, float]]:
-        notifier, count, woken = Notifier(), 0, list[tuple[int, float]]()
+@on_virtual_time
+async def test_waiter_wakes_when_its_condition_holds() -> None:
+    notifier, count, woken = Notifier(), 0, list[tuple[int, float]]()
 
-        async def wait(least: int) -> None:
-            await notifier.until(lambda: count >= least, 100.0)
-            woken.append((least, now()))
+    async def wait(least: int) -> None:
+        await notifier.until(lambda: count >= least, 100.0)
+        woken.append((least, now()))
 
-        async with asyncio.TaskGroup() as group:
-            for least in (3, 1, 2, 2):
-                group.create_task(wait(least))
-            for _ in range(3):
-                await asyncio.sleep(10)
-                count += 1
-                notifier.notify()
-        return woken
-
-    assert play(main()) == [(1, 10.0), (2, 20.0), (2, 20.0), (3, 30.0)]
+    async with asyncio.TaskGroup() as group:
+        for least in (3, 1, 2, 2):
+            group.create_task(wait(least))
+        for _ in range(3):
+            await asyncio.sleep(10)
+            count += 1
+            notifier.notify()
+    assert woken == [(1, 10.0), (2, 20.0), (2, 20.0), (3, 30.0)]
 
 
-def test_notification_without_condition_does_not_wake() -> None:
-    async def main() -> float:
-        notifier = Notifier()
-        for second in range(1, 20):
-            asyncio.get_running_loop().call_at(second, notifier.notify)
-        with pytest.raises(TimeoutError):
-            await notifier.until(lambda: False, 12.5)
-        return now()
-
-    assert play(main()) == 12.5
+@on_virtual_time
+async def test_notification_without_condition_does_not_wake() -> None:
+    notifier = Notifier()
+    for second in range(1, 20):
+        asyncio.get_running_loop().call_at(second, notifier.notify)
+    with pytest.raises(TimeoutError):
+        await notifier.until(lambda: False, 12.5)
+    assert now() == 12.5
 
 
-def test_condition_is_checked_only_on_notification() -> None:
+@on_virtual_time
+async def test_condition_is_checked_only_on_notification() -> None:
     """The owner of a state notifies when it has changed."""
+    notifier, asked = Notifier(), list[float]()
+    loop = asyncio.get_running_loop()
+    for second in (3, 8):
+        loop.call_at(second, notifier.notify)
 
-    async def main() -> list[float]:
-        notifier, asked = Notifier(), list[float]()
-        loop = asyncio.get_running_loop()
-        for second in (3, 8):
-            loop.call_at(second, notifier.notify)
+    def condition() -> bool:
+        asked.append(now())
+        return now() >= 5
 
-        def condition() -> bool:
-            asked.append(now())
-            return now() >= 5
-
-        await notifier.until(condition, 100.0)
-        return asked
-
-    assert play(main()) == [0.0, 3.0, 8.0]
+    await notifier.until(condition, 100.0)
+    assert asked == [0.0, 3.0, 8.0]
 
 
-def test_condition_already_true_returns_past_deadline() -> None:
-    async def main() -> float:
-        await asyncio.sleep(10)
-        await Notifier().until(lambda: True, 5.0)
-        with pytest.raises(TimeoutError):
-            await Notifier().until(lambda: False, 5.0)
-        return now()
-
-    assert play(main()) == 10.0
+@on_virtual_time
+async def test_condition_already_true_returns_past_deadline() -> None:
+    await asyncio.sleep(10)
+    await Notifier().until(lambda: True, 5.0)
+    with pytest.raises(TimeoutError):
+        await Notifier().until(lambda: False, 5.0)
+    assert now() == 10.0
 
 
-def test_notification_before_waiting_is_not_kept() -> None:
-    async def main() -> float:
-        notifier, turns = Notifier(), iter([False, True])
-        notifier.notify()
-        with pytest.raises(TimeoutError):
-            await notifier.until(lambda: next(turns), 5.0)
-        return now()
-
-    assert play(main()) == 5.0
+@on_virtual_time
+async def test_notification_before_waiting_is_not_kept() -> None:
+    notifier, turns = Notifier(), iter([False, True])
+    notifier.notify()
+    with pytest.raises(TimeoutError):
+        await notifier.until(lambda: next(turns), 5.0)
+    assert now() == 5.0
 
 
 def test_exception_in_condition_propagates() -> None:
@@ -129,14 +116,11 @@ class RunLog:
         return end
 
 
-def test_main_result_is_returned_and_helper_ends() -> None:
+@on_virtual_time
+async def test_main_result_is_returned_and_helper_ends() -> None:
     log = RunLog()
-
-    async def main() -> tuple[str, float]:
-        result = await run_with_helper(log.run("main", 5, "result"), log.run("helper", 100, None, cleanup_seconds=2))
-        return result, now()
-
-    assert play(main()) == ("result", 7.0)
+    result = await run_with_helper(log.run("main", 5, "result"), log.run("helper", 100, None, cleanup_seconds=2))
+    assert (result, now()) == ("result", 7.0)
     assert log.ends == ["main ended at 5", "helper cancelled at 7"], "and it was waited for"
 
 
@@ -172,52 +156,43 @@ def test_first_of_two_errors_propagates() -> None:
             play(run_with_helper(main, helper))
 
 
-def test_cancellation_cancels_both_and_waits() -> None:
+@on_virtual_time
+async def test_cancellation_cancels_both_and_waits() -> None:
     log = RunLog()
-
-    async def main() -> None:
-        running = asyncio.create_task(
-            run_with_helper(log.run("main", 100, "result", cleanup_seconds=1), log.run("helper", 100, None, 3))
-        )
-        await asyncio.sleep(2)
-        running.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await running
-        assert running.cancelled()
-        assert [end.split(" at ")[0] for end in log.ends] == ["main cancelled", "helper cancelled"]
-
-    play(main())
+    running = asyncio.create_task(
+        run_with_helper(log.run("main", 100, "result", cleanup_seconds=1), log.run("helper", 100, None, 3))
+    )
+    await asyncio.sleep(2)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert running.cancelled()
+    assert [end.split(" at ")[0] for end in log.ends] == ["main cancelled", "helper cancelled"]
 
 
-def test_surrounding_timeout_raises_timeout_error() -> None:
+@on_virtual_time
+async def test_surrounding_timeout_raises_timeout_error() -> None:
     log = RunLog()
-
-    async def main() -> float:
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout_at(4.0):
-                await run_with_helper(log.run("main", 100, "result"), log.run("helper", 100, None))
-        await asyncio.sleep(1)  # nothing of the cancellation is left in this task
-        return now()
-
-    assert play(main()) == 5.0
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout_at(4.0):
+            await run_with_helper(log.run("main", 100, "result"), log.run("helper", 100, None))
+    await asyncio.sleep(1)  # nothing of the cancellation is left in this task
+    assert now() == 5.0
     assert sorted(log.ends) == ["helper cancelled at 4", "main cancelled at 4"]
 
 
-def test_caller_continues_after_a_caught_error() -> None:
+@on_virtual_time
+async def test_caller_continues_after_a_caught_error() -> None:
     log = RunLog()
-
-    async def main() -> float:
-        for end in ("helper", "main"):
-            with pytest.raises(LookupError):
-                seconds = {"helper": 5.0, "main": 5.0, end: 1.0}
-                await run_with_helper(
-                    log.run("main", seconds["main"], LookupError()),
-                    log.run("helper", seconds["helper"], LookupError()),
-                )
-            await asyncio.sleep(1)
-        return now()
-
-    assert play(main()) == 4.0
+    for end in ("helper", "main"):
+        with pytest.raises(LookupError):
+            seconds = {"helper": 5.0, "main": 5.0, end: 1.0}
+            await run_with_helper(
+                log.run("main", seconds["main"], LookupError()),
+                log.run("helper", seconds["helper"], LookupError()),
+            )
+        await asyncio.sleep(1)
+    assert now() == 4.0
 
 
 def test_exception_group_of_main_stays_a_group() -> None:
@@ -234,56 +209,50 @@ def test_exception_group_of_main_stays_a_group() -> None:
 # -- task_group -------------------------------------------------------------------------------------------------------
 
 
-def test_first_error_propagates_unwrapped() -> None:
+@on_virtual_time
+async def test_first_error_propagates_unwrapped() -> None:
     async def fail() -> None:
         raise ValueError("no")
 
-    async def main() -> None:
-        with pytest.raises(ValueError, match="no"):
-            async with task_group() as group:
-                group.create_task(fail())
-                await asyncio.sleep(100)
-
-    play(main())
+    with pytest.raises(ValueError, match="no"):
+        async with task_group() as group:
+            group.create_task(fail())
+            await asyncio.sleep(100)
 
 
-def test_error_after_the_body_is_no_cancellation() -> None:
+@on_virtual_time
+async def test_error_after_the_body_is_no_cancellation() -> None:
     async def fail() -> None:
         await asyncio.sleep(1)
         raise ValueError("no")
 
-    async def main() -> None:
-        task = asyncio.current_task()
-        with pytest.raises(ValueError, match="no"):
-            async with task_group() as group:
-                group.create_task(fail())
-        assert task and task.cancelling() == 0
-        await asyncio.sleep(1)
-
-    play(main())
+    task = asyncio.current_task()
+    with pytest.raises(ValueError, match="no"):
+        async with task_group() as group:
+            group.create_task(fail())
+    assert task and task.cancelling() == 0
+    await asyncio.sleep(1)
 
 
-def test_cancellation_during_error_cleanup_still_cancels() -> None:
+@on_virtual_time
+async def test_cancellation_during_error_cleanup_still_cancels() -> None:
     async def slow_cleanup() -> None:
         try:
             await asyncio.sleep(100)
         finally:
             await asyncio.sleep(1)
 
-    async def main() -> None:
-        async def body() -> None:
-            async with task_group() as group:
-                group.create_task(slow_cleanup())
-                await asyncio.sleep(1)
-                raise ValueError("no")
+    async def body() -> None:
+        async with task_group() as group:
+            group.create_task(slow_cleanup())
+            await asyncio.sleep(1)
+            raise ValueError("no")
 
-        task = asyncio.create_task(body())
-        await asyncio.sleep(1.5)
-        task.cancel()
-        await asyncio.wait([task])
-        assert task.cancelled()
-
-    play(main())
+    task = asyncio.create_task(body())
+    await asyncio.sleep(1.5)
+    task.cancel()
+    await asyncio.wait([task])
+    assert task.cancelled()
 
 
 # -- progress_timeout -------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
@@ -13,9 +14,8 @@ from protocols.base import BadPayload, Header, Member, PeerError, PeerId, PeerSi
 from protocols.endpoint import FIRST_FRAME_SECONDS, ProtocolEndpoint, SessionTable
 from protocols.pairwise.shares import RecallShare
 from protocols.static_members import StaticMembers
-from tests.sim import loop as simloop
-from tests.sim.host import sim_host
-from tests.sim.network import SimNetwork, Trace
+from tests.sim.swarm import SimSwarm
+from tests.support.simulated import on_virtual_time, simulated
 
 DATA, CONTROL = "endpoint/data", "endpoint/control"
 KEY = RoundKey(bytes(range(32)), "run", bytes(32), 5)
@@ -23,7 +23,7 @@ RECALL = RecallShare(KEY, Member("p1"), 1, Member("p0"))
 LIVE = (Member("p0"), Member("p1"))
 
 
-class Pair:
+class Pair(SimSwarm):
     """Two peers: p0 has an endpoint, and p1 writes streams by hand.
 
     Attributes:
@@ -31,9 +31,9 @@ class Pair:
     """
 
     def __init__(self, sender: PeerId = "p1", bound: bool = True) -> None:
-        network = SimNetwork(Trace(), latency_seconds=0.001)
-        host = replace(sim_host(network, network.join("p0"), 1, {}), members=StaticMembers(LIVE))
-        self.transport = network.join(sender)
+        super().__init__(latency_seconds=0.001)
+        host = replace(self.join("p0"), members=StaticMembers(LIVE))
+        self.transport = self.network.join(sender)
         self.endpoint = ProtocolEndpoint(host, Settings("fp32", (8,)), acquaintances=lambda: {"friend"})
         self.heard: list[Header] = []
         self.endpoint.serve(DATA, RecallShare, self._serve)
@@ -53,19 +53,16 @@ class Pair:
         """Send these on one stream; returns for what the endpoint blamed the sender, if it did."""
 
         async def main() -> None:
-            deadline = asyncio.get_running_loop().time() + seconds
-            try:
-                async with self.transport.open("p0", method, deadline) as stream:
+            with suppress(PeerError):
+                async with self.transport.open("p0", method, self.now + seconds) as stream:
                     for message in messages:
                         await stream.send(message)
                     await asyncio.sleep(0.1)
                     if not messages:
                         await stream.receive(64)
-            except PeerError:
-                pass
             await asyncio.sleep(0.1)
 
-        simloop.run(main())
+        self.play(main)
         faults, _, received = self.endpoint.accounting.take()
         assert received or not messages
         return " ".join(f"{fault.peer} {fault.why}" for fault in faults)
@@ -103,18 +100,12 @@ def test_any_run_is_admitted_before_first_round() -> None:
     assert pair.send(DATA, frame) == "" and pair.heard == [frame]
 
 
-def test_silent_stream_is_reset() -> None:
-    pair = Pair()
-
-    async def held_seconds() -> float:
-        loop = asyncio.get_running_loop()
-        began = loop.time()
-        with pytest.raises(PeerSilent):
-            async with pair.transport.open("p0", DATA, began + 1000.0) as stream:
-                await stream.receive(64)
-        return loop.time() - began
-
-    assert FIRST_FRAME_SECONDS <= simloop.run(held_seconds()) < FIRST_FRAME_SECONDS + 1
+@simulated(Pair)
+async def test_silent_stream_is_reset(pair: Pair) -> None:
+    with pytest.raises(PeerSilent):
+        async with pair.transport.open("p0", DATA, 1000.0) as stream:
+            await stream.receive(64)
+    assert FIRST_FRAME_SECONDS <= pair.now < FIRST_FRAME_SECONDS + 1
 
 
 @pytest.mark.parametrize(
@@ -130,14 +121,10 @@ def test_false_control_message_leaves_stream_open(false: Header) -> None:
     assert pair.send(CONTROL, false, message).startswith("p1 refused") and pair.heard == [message]
 
 
-def test_opened_stream_is_counted() -> None:
-    pair = Pair()
-
-    async def main() -> None:
-        async with pair.endpoint.open("p0", DATA, asyncio.get_running_loop().time() + 10.0) as stream:
-            await stream.send(RECALL)
-
-    simloop.run(main())
+@simulated(Pair)
+async def test_opened_stream_is_counted(pair: Pair) -> None:
+    async with pair.endpoint.open("p0", DATA, 10.0) as stream:
+        await stream.send(RECALL)
     assert pair.endpoint.accounting.take()[1] > 0
 
 
@@ -162,29 +149,25 @@ async def _give_up(table: SessionTable[str, int]) -> None:
 
 
 @pytest.mark.parametrize("events, found, seconds", ((_open, 2, 3.0), (_give_up, None, 3.0)))
-def test_stream_waits_until_session_begins_or_cannot(
+@on_virtual_time
+async def test_stream_waits_until_session_begins_or_cannot(
     events: Callable[[SessionTable[str, int]], Awaitable[None]], found: int | None, seconds: float
 ) -> None:
-    async def main() -> None:
-        table, loop = SessionTable[str, int](), asyncio.get_running_loop()
-        job = asyncio.ensure_future(events(table))
-        over = lambda: table.get("over") is not None  # noqa: E731
-        assert await table.wait_for("mine", Waiting(), over) == found  # type: ignore[arg-type]
-        assert loop.time() == seconds
-        await job
-
-    simloop.run(main())
+    table, loop = SessionTable[str, int](), asyncio.get_running_loop()
+    job = asyncio.ensure_future(events(table))
+    over = lambda: table.get("over") is not None  # noqa: E731
+    assert await table.wait_for("mine", Waiting(), over) == found  # type: ignore[arg-type]
+    assert loop.time() == seconds
+    await job
 
 
 @pytest.mark.parametrize("until, seconds", ((None, 10.0), (4.0, 4.0), (20.0, 10.0)))
-def test_session_not_begun_in_time_is_silence(until: float | None, seconds: float) -> None:
-    async def main() -> None:
-        table, loop = SessionTable[str, int](), asyncio.get_running_loop()
-        with pytest.raises(PeerSilent, match="did not begin here"):
-            await table.wait_for("mine", Waiting(), lambda: False, until)  # type: ignore[arg-type]
-        assert loop.time() == seconds
-
-    simloop.run(main())
+@on_virtual_time
+async def test_session_not_begun_in_time_is_silence(until: float | None, seconds: float) -> None:
+    table, loop = SessionTable[str, int](), asyncio.get_running_loop()
+    with pytest.raises(PeerSilent, match="did not begin here"):
+        await table.wait_for("mine", Waiting(), lambda: False, until)  # type: ignore[arg-type]
+    assert loop.time() == seconds
 
 
 def test_closed_session_serves_no_stream() -> None:

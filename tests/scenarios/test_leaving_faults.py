@@ -1,4 +1,4 @@
-"""What may go wrong with those who leave: they die on the way, fall silent, lie, or are said to leave and do not."""
+"""What may go wrong with those who leave: they die on the way or fall silent."""
 
 from __future__ import annotations
 

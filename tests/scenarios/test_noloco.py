@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from node.outer.independent_loop import IndependentOuterLoop
-from protocols.base import PeerId, Vector
+from protocols.base import Head, PeerId, Vector
 from tests.sim.__main__ import main as simulate
 from tests.sim.independent_world import IndependentWorld, Wander
 from tests.sim.scenario import OUTER_MOMENTUM, OUTER_RATE, Scenario
@@ -41,9 +40,9 @@ class WalkedWorld(IndependentWorld):
         self.walkers.append(Walked(self.scenario.elements, 1000 + index))
         return self.walkers[-1]
 
-    def enters(self, outer_loop: IndependentOuterLoop) -> None:
-        self.starts.setdefault(outer_loop.averager.me.peer, outer_loop.anchor.clone())
-        super().enters(outer_loop)
+    def entering(self, peer: PeerId, head: Head) -> None:
+        self.starts.setdefault(peer, self.replicas[peer].anchor.clone())
+        super().entering(peer, head)
 
 
 def balance(world: WalkedWorld) -> float:

@@ -19,30 +19,27 @@ from protocols.pipeline.driving import _Lane
 from protocols.pipeline.settings import PipelineEvent
 from tests.sim.pipeline_runner import PipelineRunner
 from tests.sim.scenario_runner import ScenarioSetup
+from tests.support.simulated import simulated
 
 SUSPECTED_SECONDS = 6.0
 """A mute peer is believed dead by then."""
 
 
-def test_driver_killed_before_its_own_backward_loses_only_its_microbatch() -> None:
+@simulated(PipelineRunner, (0, 0, 1, 1, 2))
+async def test_driver_killed_before_its_own_backward_loses_only_its_microbatch(run: PipelineRunner) -> None:
     """The last stage has counted it, the driver has not."""
-    run = PipelineRunner((0, 0, 1, 1, 2))
+    await run.rounds(1)
 
-    async def story() -> None:
-        await run.rounds(1)
+    def strike(event: PipelineEvent) -> None:
+        if event.kind == "counted" and event.stage == 2 and event.origin.peer == "p0":
+            run.soon(run.kill, "p0")
 
-        def strike(event: PipelineEvent) -> None:
-            if event.kind == "counted" and event.stage == 2 and event.origin.peer == "p0":
-                run.soon(run.kill, "p0")
-
-        run.react(strike)
-        await run.until(lambda: "p0" not in run.alive(), 10.0)
-        killed_at = run.now
-        await run.rounds(2)
-        assert run.count("counted", killed_at, 2).total() > 4
-        assert all(event.origin.peer != "p0" for time, event in run.events if time > killed_at + 1.0)
-
-    run.play(story)
+    run.react(strike)
+    await run.until(lambda: "p0" not in run.alive(), 10.0)
+    killed_at = run.now
+    await run.rounds(2)
+    assert run.count("counted", killed_at, 2).total() > 4
+    assert all(event.origin.peer != "p0" for time, event in run.events if time > killed_at + 1.0)
 
 
 def in_forward(event: PipelineEvent, held: int) -> bool:
@@ -58,116 +55,97 @@ def before_backward(event: PipelineEvent, held: int) -> bool:
 
 
 @pytest.mark.parametrize("moment", (in_forward, with_three_leases, before_backward))
-def test_microbatches_survive_a_killed_replica(moment: Callable[[PipelineEvent, int], bool]) -> None:
+@simulated(PipelineRunner, (0, 0, 1, 1, 2))
+async def test_microbatches_survive_a_killed_replica(
+    run: PipelineRunner, moment: Callable[[PipelineEvent, int], bool]
+) -> None:
     """Another replica takes over; only microbatches that it held are abandoned."""
-    run = PipelineRunner((0, 0, 1, 1, 2))
+    await run.rounds(1)
 
-    async def story() -> None:
-        await run.rounds(1)
+    def strike(event: PipelineEvent) -> None:
+        if moment(event, run.admissions[run.network.nodes["p2"].member].leased) and event.replica.peer in (
+            "p2",
+            "p4",
+        ):
+            run.soon(run.kill, "p2")
 
-        def strike(event: PipelineEvent) -> None:
-            if moment(event, run.admissions[run.network.nodes["p2"].member].leased) and event.replica.peer in (
-                "p2",
-                "p4",
-            ):
-                run.soon(run.kill, "p2")
-
-        run.react(strike)
-        await run.until(lambda: "p2" not in run.alive(), 10.0)
-        killed_at = run.now
-        await run.rounds(2)
-        counts = run.count("counted", killed_at, 1)
-        assert counts["p3"] > 8 and not counts["p2"]
-        assert run.count("abandoned", killed_at).total() <= 8, "those that it held, of two drivers"
-
-    run.play(story)
+    run.react(strike)
+    await run.until(lambda: "p2" not in run.alive(), 10.0)
+    killed_at = run.now
+    await run.rounds(2)
+    counts = run.count("counted", killed_at, 1)
+    assert counts["p3"] > 8 and not counts["p2"]
+    assert run.count("abandoned", killed_at).total() <= 8, "those that it held, of two drivers"
 
 
-def test_stage_without_replicas_stops_the_run_until_they_return() -> None:
+@simulated(PipelineRunner, (0, 0, 1, 1))
+async def test_stage_without_replicas_stops_the_run_until_they_return(run: PipelineRunner) -> None:
     """The run uses up no rounds, and no peer is asked again and again. Both replicas continue from their disks."""
-    run = PipelineRunner((0, 0, 1, 1))
-
-    async def story() -> None:
-        await run.rounds(2)
-        for peer in ("p2", "p3"):
-            run.kill(peer)
-        await asyncio.sleep(1.0)
-        gone_at, before = run.now, run.trained("p0")
-        await asyncio.sleep(60.0)
-        assert run.trained("p0") <= before + 1, "the round under way may end, no other begins"
-        assert run.count("asked", gone_at).total() <= 600
-        for peer in ("p2", "p3"):
-            run.revive(peer)
-        await asyncio.sleep(0.0)
-        goal = run.trained("p0") + 2
-        await run.until(lambda: all(run.trained(peer) >= goal for peer in run.peers), 120.0, "two more rounds")
-
-    run.play(story)
+    await run.rounds(2)
+    for peer in ("p2", "p3"):
+        run.kill(peer)
+    await asyncio.sleep(1.0)
+    gone_at, before = run.now, run.trained("p0")
+    await asyncio.sleep(60.0)
+    assert run.trained("p0") <= before + 1, "the round under way may end, no other begins"
+    assert run.count("asked", gone_at).total() <= 600
+    for peer in ("p2", "p3"):
+        run.revive(peer)
+    await asyncio.sleep(0.0)
+    goal = run.trained("p0") + 2
+    await run.until(lambda: all(run.trained(peer) >= goal for peer in run.peers), 120.0, "two more rounds")
 
 
-def test_mute_replica_gets_no_requests() -> None:
-    run = PipelineRunner((0, 0, 1, 1))
-
-    async def story() -> None:
-        await run.rounds(1)
-        run.silence("p2")
-        await asyncio.sleep(SUSPECTED_SECONDS)
-        since = run.now
-        await run.rounds(1, ("p0", "p1", "p3"))
-        asked = run.count("asked", since)
-        assert asked["p3"] > 4 and not asked["p2"]
-        run.heal(["p2"], [peer for peer in run.peers if peer != "p2"])
-        await run.until(run.whole, 120.0, "a whole swarm")
-
-    run.play(story)
+@simulated(PipelineRunner, (0, 0, 1, 1))
+async def test_mute_replica_gets_no_requests(run: PipelineRunner) -> None:
+    await run.rounds(1)
+    run.silence("p2")
+    await asyncio.sleep(SUSPECTED_SECONDS)
+    since = run.now
+    await run.rounds(1, ("p0", "p1", "p3"))
+    asked = run.count("asked", since)
+    assert asked["p3"] > 4 and not asked["p2"]
+    run.heal(["p2"], [peer for peer in run.peers if peer != "p2"])
+    await run.until(run.whole, 120.0, "a whole swarm")
 
 
-def test_lone_replica_has_no_rounds_of_its_own() -> None:
+@simulated(PipelineRunner, (0, 0, 0, 0, 1), ScenarioSetup(5, batches=2))
+async def test_lone_replica_has_no_rounds_of_its_own(run: PipelineRunner) -> None:
     """A stage of one peer could decide rounds alone: stage 0 is its clock."""
-    run = PipelineRunner((0, 0, 0, 0, 1), ScenarioSetup(5, batches=2))
-
-    async def story() -> None:
-        for _ in range(4):
-            await run.rounds(1)
-            assert abs(run.trained("p4") - run.trained("p0")) <= 1
-        outcomes = set(run.outcomes("p4"))
-        assert outcomes == {"alone"}, outcomes
-
-    run.play(story)
-
-
-def test_peers_join_and_leave_in_mid_round() -> None:
-    run = PipelineRunner((0, 0, 1, 1, 1), ScenarioSetup(5, founders=4))
-
-    async def story() -> None:
+    for _ in range(4):
         await run.rounds(1)
-        run.begin("p4")
-        await asyncio.sleep(0.0)
-        await run.until(lambda: run.whole(), 60.0, "the newcomer in its roster")
-        since = run.now
-        await run.rounds(1)
-        assert run.count("counted", since, 1)["p4"], "it serves"
-        run.leave("p2")
-        await run.until(lambda: all(m.peer != "p2" for m in run.head("p3").roster), 30.0, "a roster without p2")
-        left_at = run.now
-        await run.rounds(2, ("p0", "p1", "p3", "p4"))
-        assert not run.count("counted", left_at + 1.0, 1)["p2"]
-
-    run.play(story)
+        assert abs(run.trained("p4") - run.trained("p0")) <= 1
+    outcomes = set(run.outcomes("p4"))
+    assert outcomes == {"alone"}, outcomes
 
 
-def test_stages_average_side_by_side() -> None:
+@simulated(PipelineRunner, (0, 0, 1, 1, 1), ScenarioSetup(5, founders=4))
+async def test_peers_join_and_leave_in_mid_round(run: PipelineRunner) -> None:
+    await run.rounds(1)
+    run.begin("p4")
+    await asyncio.sleep(0.0)
+    await run.until(lambda: run.whole(), 60.0, "the newcomer in its roster")
+    since = run.now
+    await run.rounds(1)
+    assert run.count("counted", since, 1)["p4"], "it serves"
+    run.leave("p2")
+    await run.until(lambda: all(m.peer != "p2" for m in run.head("p3").roster), 30.0, "a roster without p2")
+    left_at = run.now
+    await run.rounds(2, ("p0", "p1", "p3", "p4"))
+    assert not run.count("counted", left_at + 1.0, 1)["p2"]
+
+
+@simulated(
+    PipelineRunner,
+    (0, 0, 1, 1),
+    ScenarioSetup(4, elements=4000, chunk_elements=500, uplinks=(1.25e6, 1.25e6, 1000.0, 1000.0)),
+)
+async def test_stages_average_side_by_side(run: PipelineRunner) -> None:
     """Stage 1 takes long to average: stage 0 waits for it within its round, and neither runs ahead."""
-    uplinks = (1.25e6, 1.25e6, 1000.0, 1000.0)
-    run = PipelineRunner((0, 0, 1, 1), ScenarioSetup(4, elements=4000, chunk_elements=500, uplinks=uplinks))
-
-    async def story() -> None:
-        await run.rounds(3, seconds=1200.0)
-        slow = [report["seconds_average"] for report in run.histories["p2"] if report["outcome"] == "committed"]
-        assert max(slow) > 4.0
-        assert all(report["outcome"] == "committed" for history in run.histories.values() for report in history)
-
-    run.play(story)
+    await run.rounds(3, seconds=1200.0)
+    slow = [report["seconds_average"] for report in run.histories["p2"] if report["outcome"] == "committed"]
+    assert max(slow) > 4.0
+    assert all(report["outcome"] == "committed" for history in run.histories.values() for report in history)
 
 
 def test_step_longer_than_the_rounds_limit_completes() -> None:
@@ -201,9 +179,11 @@ def test_two_plays_of_a_pipeline_are_equal() -> None:
 
 
 @pytest.mark.long
-def test_driver_that_keeps_leases_leaves_the_others_their_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+@simulated(PipelineRunner, (0, 0, 0, 1, 1, 2), ScenarioSetup(6, batches=8))
+async def test_driver_that_keeps_leases_leaves_the_others_their_rate(
+    run: PipelineRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It takes a place for each of its microbatches and never returns one."""
-    run = PipelineRunner((0, 0, 0, 1, 1, 2), ScenarioSetup(6, batches=8))
     backward = _Lane._backward
     hoarders: set[str] = set()
 
@@ -211,13 +191,6 @@ def test_driver_that_keeps_leases_leaves_the_others_their_rate(monkeypatch: pyte
         if self._driver.endpoint.me.peer in hoarders:
             await asyncio.sleep(1e6)
         return await backward(self, *arguments)
-
-    async def story() -> None:
-        await asyncio.sleep(10.0)
-        honest = await counted_in(30.0)
-        hoarders.add("p0")
-        await asyncio.sleep(40.0)
-        assert await counted_in(30.0) >= 0.7 * honest
 
     async def counted_in(seconds: float) -> int:
         """Microbatches of p1 and p2."""
@@ -227,15 +200,20 @@ def test_driver_that_keeps_leases_leaves_the_others_their_rate(monkeypatch: pyte
         return counts["p1"] + counts["p2"]
 
     monkeypatch.setattr(_Lane, "_backward", hoard)
-    run.play(story)
+    await asyncio.sleep(10.0)
+    honest = await counted_in(30.0)
+    hoarders.add("p0")
+    await asyncio.sleep(40.0)
+    assert await counted_in(30.0) >= 0.7 * honest
 
 
 @pytest.mark.parametrize("job", ("forward", "backward"))
-def test_replica_whose_numbers_are_not_finite_is_named_and_costs_no_other_peer(
-    job: str, monkeypatch: pytest.MonkeyPatch
+@simulated(PipelineRunner, (0, 0, 1, 1, 2))
+async def test_replica_whose_numbers_are_not_finite_is_named_and_costs_no_other_peer(
+    run: PipelineRunner, job: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its drivers go on with the other replica; no driver is blamed for having passed the numbers on."""
-    run, bad = PipelineRunner((0, 0, 1, 1, 2)), b"\xff" * ACTIVATION_BYTES
+    bad = b"\xff" * ACTIVATION_BYTES
     named: dict[str, str] = {}
     monkeypatch.setattr(RoundAccounting, "name", lambda accounting, peer, why: named.setdefault(peer, why))
 
@@ -244,16 +222,12 @@ def test_replica_whose_numbers_are_not_finite_is_named_and_costs_no_other_peer(
             raise BadPayload("an activation or gradient that is not finite")
 
     monkeypatch.setattr(PacedStage, "check", check)
-
-    async def story() -> None:
-        await run.rounds(1)
-        compute = run.work["p2"].compute
-        right = getattr(compute, job)
-        monkeypatch.setattr(compute, job, lambda *given: (right(*given), bad)[1])
-        began = run.now
-        await run.rounds(2)
-        counts = run.count("counted", began, 1)
-        assert counts["p3"] > 8 and set(named) == {"p2"} and "not finite" in named["p2"]
-        assert run.count("abandoned", began).total() <= (40 if job == "backward" else 4)
-
-    run.play(story)
+    await run.rounds(1)
+    compute = run.work["p2"].compute
+    right = getattr(compute, job)
+    monkeypatch.setattr(compute, job, lambda *given: (right(*given), bad)[1])
+    began = run.now
+    await run.rounds(2)
+    counts = run.count("counted", began, 1)
+    assert counts["p3"] > 8 and set(named) == {"p2"} and "not finite" in named["p2"]
+    assert run.count("abandoned", began).total() <= (40 if job == "backward" else 4)

@@ -15,12 +15,11 @@ from protocols.history.chain import genesis
 from protocols.registry import REPLICATED_PROTOCOLS
 from protocols.vectors import norm
 from protocols.wire import Plan
-from tests.sim import loop as simloop
 from tests.sim.byzantine.contributors import VOTERS_LIES, ByzantineContributorStream
 from tests.sim.byzantine.voters import ByzantineVoterStream
-from tests.sim.host import sim_host
-from tests.sim.network import SimNetwork, Trace
+from tests.sim.network import SimNetwork
 from tests.sim.pipe import SimPipe
+from tests.sim.swarm import SimSwarm
 
 RUN = bytes(32)
 
@@ -62,32 +61,22 @@ class ButterflyHarness:
 
     def average(self) -> Averaged:
         """Run one round to its end."""
-        return simloop.run(self._run())
+        swarm = SimSwarm()
+        return swarm.play(lambda: self._run(swarm))
 
-    async def _run(self) -> Averaged:
-        loop = asyncio.get_running_loop()
-        network = SimNetwork(Trace())
-        peers = tuple(f"p{index:02}" for index in range(len(self.vectors)))
-        hosts = []
-        for index, peer in enumerate(peers):
-            transport = network.join(peer, self.bandwidths[index])
-            host = sim_host(network, transport, 1, {})
-            if index in self.lies:
-                transport.disguise = self._disguise(index, peers, host)
-            hosts.append(host)
+    async def _run(self, swarm: SimSwarm) -> Averaged:
+        network, peers = swarm.network, tuple(f"p{index:02}" for index in range(len(self.vectors)))
+        hosts = [swarm.join(peer, self.bandwidths[index]) for index, peer in enumerate(peers)]
+        for index in self.lies:
+            network.transports[peers[index]].disguise = self._disguise(index, peers, hosts[index])
         self.before(network)
         head = genesis(RUN, "run", tuple(Member(peer) for peer in peers), bytes(32))
         results = [torch.full_like(vector, torch.nan) for vector in self.vectors]
-        jobs = [
-            self._member(index, host, head, results[index], loop.time() + 600.0) for index, host in enumerate(hosts)
-        ]
+        jobs = [self._member(index, host, head, results[index], swarm.now + 600.0) for index, host in enumerate(hosts)]
         means = await asyncio.gather(*jobs)
-        seconds = loop.time()
+        seconds = swarm.now
         await asyncio.sleep(60.0)  # handlers that still serve others end
-        if network.bugs:
-            raise network.bugs[0]
-        sent = [network.nodes[peer].sent_bytes for peer in peers]
-        return Averaged(list(means), results, sent, seconds, peers)
+        return Averaged(list(means), results, [network.nodes[peer].sent_bytes for peer in peers], seconds, peers)
 
     def _disguise(self, index: int, peers: Sequence[PeerId], host: Host) -> Callable[..., Any]:
         lie, dupes = self.lies[index], [peer for peer in peers if peer != host.me][-1:]

@@ -16,7 +16,6 @@ import argparse
 import sys
 from dataclasses import dataclass, replace
 
-from tests.sim import loop as simloop
 from tests.sim.arguments import Parser, at_least_one, seeds
 from tests.sim.independent_world import IndependentWorld
 from tests.sim.process import prepare
@@ -58,9 +57,7 @@ def end_of(scenario: Scenario, world_type: type[IndependentWorld] = IndependentW
         Exception: a bug in protocol or round code, as itself.
     """
     world = world_type(scenario)
-    simloop.run(world.run())
-    if world.network.bugs:
-        raise world.network.bugs[0]
+    world.play(world.run)
     last = [history[-1] for history in world.histories.values()]
     found = world.check(world.histories) + world.leaks() + world.progress(world.histories)
     return End(

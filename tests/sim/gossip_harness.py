@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,9 +12,7 @@ import torch
 
 from protocols.base import AveragingResult, Contribution, Head, LocalProgress, PeerId, RoundKey, Settings, Vector
 from protocols.pairwise.gossip import Gossip
-from tests.sim import loop as simloop
-from tests.sim.host import sim_host
-from tests.sim.network import SimNetwork, Trace
+from tests.sim.swarm import SimSwarm, T
 
 RUN = bytes(range(32))
 ROUND_SECONDS = 100.0
@@ -50,7 +48,7 @@ class RoundResult:
 
 
 @dataclass
-class GossipHarness:
+class GossipHarness(SimSwarm):
     """Peers p0, p1, … on a network of their own. `run` checks that no task or stream is left over.
 
     Attributes:
@@ -71,17 +69,16 @@ class GossipHarness:
 
     def __post_init__(self) -> None:
         jitter = random.Random(f"jitter/{self.jitter}") if self.jitter is not None else None
-        self.network = SimNetwork(Trace(), jitter=jitter)
+        super().__init__(jitter=jitter)
         self.names = [f"p{index}" for index in range(self.count)]
         self.state = states(self.count, self.elements, self.seed)
         self.first = [flat(each) for each in self.state]
         self.results: list[list[RoundResult]] = [[] for _ in self.names]
         self.gossips: list[Any] = []
         for index, name in enumerate(self.names):
-            transport = self.network.join(name, self.uplink)
+            host = self.join(name, self.uplink)
             if index in self.disguises:
-                transport.disguise = self.disguises[index]
-            host = sim_host(self.network, transport, self.seed, {})
+                self.network.transports[name].disguise = self.disguises[index]
             settings = Settings(self.codec, (self.elements,), self.chunk_elements, self.uplink, schedule=self.schedule)
             self.gossips.append(self.protocol(host, settings))
 
@@ -129,31 +126,29 @@ class GossipHarness:
         mean = AveragingResult("skipped")  # type: ignore[arg-type]
         self.results[index].append(RoundResult(mean, early, session.half_exchanges, session.mass_drift, 0.0, now, now))
 
-    def start(self, index: int, job: Awaitable[Any]) -> asyncio.Task[Any]:
+    def start(self, index: int, job: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """Run a job in a peer's process; the job ends when the peer is killed."""
-        token = simloop.PROCESS.set(self.network.nodes[self.names[index]].process)
-        try:
-            return asyncio.get_running_loop().create_task(job)  # type: ignore[arg-type]
-        finally:
-            simloop.PROCESS.reset(token)
+        return self.spawn(self.names[index], job)
+
+    async def settle(self, seconds: float = GRACE_SECONDS) -> None:
+        """Heal all links, and let open exchanges end."""
+        for source, target in list(self.network.links):
+            self.network.heal(source, target)
+        await asyncio.sleep(seconds)
 
     def run(self, play: Callable[[], Awaitable[None]], grace_seconds: float = GRACE_SECONDS) -> float:
-        """Run `play`, let open exchanges end, and check that nothing is left; returns when `play` ended."""
+        """Run `play`, settle, and check that nothing is left; returns when `play` ended."""
 
         async def main() -> float:
             await play()
-            over = asyncio.get_running_loop().time()
-            for source, target in list(self.network.links):
-                self.network.heal(source, target)
-            await asyncio.sleep(grace_seconds)
+            over = self.now
+            await self.settle(grace_seconds)
             return over
 
-        over = simloop.run(main())
-        if self.network.bugs:
-            raise self.network.bugs[0]
-        for node in self.network.nodes.values():
-            assert not node.process.tasks and not node.ends, f"{node.peer}: {node.process.tasks} {node.ends}"
-        return over
+        return self.play(main)
+
+    async def finish(self) -> None:
+        self.assert_nothing_left()
 
     def rounds(self, count: int = 1, stagger_seconds: float = 0.0, train_seconds: float = 1.0) -> float:
         """Let all peers run `count` rounds; returns the time at which the last one ended."""

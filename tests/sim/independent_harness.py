@@ -20,10 +20,8 @@ from protocols.base import (
     Settings,
     Vector,
 )
-from tests.sim import loop as simloop
-from tests.sim.host import Entries, sim_host
-from tests.sim.loop import PROCESS
-from tests.sim.network import SimNetwork, Trace
+from tests.sim.network import SimNetwork
+from tests.sim.swarm import SimSwarm
 
 RUN = bytes(32)
 Step = Callable[[int, int, list[Vector]], None]
@@ -50,14 +48,13 @@ class Came:
 
 
 @dataclass
-class IndependentHarness:
+class IndependentHarness(SimSwarm):
     """Peers, each with a state of its own, and the results of their rounds.
 
     Attributes:
         starts: peer -> its first round, 0 by default.
         work_seconds: peer -> how long it trains in each round.
         joins: peer -> the time at which it joins, 0 by default.
-        entries: the directory that the peers share.
         came: peer -> the results of its rounds.
         ended: the time at which all rounds were over.
     """
@@ -73,45 +70,40 @@ class IndependentHarness:
     starts: dict[int, int] = field(default_factory=dict)
     work_seconds: Callable[[int], float] = lambda index: 0.0
     joins: dict[int, float] = field(default_factory=dict)
-    network: SimNetwork = field(default_factory=lambda: SimNetwork(Trace()))
     came: dict[int, list[Came]] = field(default_factory=lambda: defaultdict(list))
-    entries: Entries = field(default_factory=dict)
     averagers: dict[int, IndependentAverager] = field(default_factory=dict)
     ended: float = 0.0
 
     def __post_init__(self) -> None:
+        super().__init__()
         draw = torch.Generator().manual_seed(self.count)
         self.states = [[torch.randn(self.elements, generator=draw) for _ in range(2)] for _ in range(self.count)]
         self.tokens = [1000 + 100 * index for index in range(self.count)]
 
-    def play(self, strike: Callable[[SimNetwork], None] = lambda network: None) -> IndependentHarness:
+    def play(self, strike: Callable[[SimNetwork], None] = lambda network: None) -> IndependentHarness:  # type: ignore[override]
         """Run all rounds of all peers; fails on an error in their code, or if tasks or streams are left over."""
-        simloop.run(self._run(strike))
+        super().play(lambda: self._run(strike))
         return self
 
+    async def finish(self) -> None:
+        self.assert_nothing_left()
+
     async def _run(self, strike: Callable[[SimNetwork], None]) -> None:
-        tasks = [self._start(index) for index in range(self.count) if index not in self.joins]
+        for index in range(self.count):
+            if index not in self.joins:
+                self._start(index)
         strike(self.network)
         for index, at in sorted(self.joins.items(), key=lambda item: item[1]):
-            await asyncio.sleep(at - asyncio.get_running_loop().time())
-            tasks.append(self._start(index))
-        await asyncio.wait(tasks)
-        self.ended = asyncio.get_running_loop().time()
+            await asyncio.sleep(at - self.now)
+            self._start(index)
+        await asyncio.wait(self.running)
+        self.ended = self.now
         await asyncio.sleep(self.deadline_seconds + 15.0)
-        for task in tasks:
-            if not task.cancelled():
-                task.result()
-        assert not self.network.bugs, self.network.bugs[0]
-        assert not any(node.process.tasks or node.ends for node in self.network.nodes.values())
 
-    def _start(self, index: int) -> asyncio.Task[None]:
-        transport = self.network.join(f"p{index:02}")
-        host = sim_host(self.network, transport, 1, self.entries)
+    def _start(self, index: int) -> None:
+        host = self.join(f"p{index:02}")
         averager = self.averagers[index] = self.make(host, Settings(self.codec, (self.elements,), self.chunk_elements))
-        token = PROCESS.set(transport.node.process)
-        task = asyncio.get_running_loop().create_task(self._peer(index, averager))
-        PROCESS.reset(token)
-        return task
+        self.spawn(host.me, self._peer(index, averager))
 
     async def _peer(self, index: int, averager: IndependentAverager) -> None:
         loop, state = asyncio.get_running_loop(), self.states[index]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -20,19 +19,17 @@ from node.outer.sgd import OuterSGD
 from node.outer.sketch import Sketch
 from node.tasks.paced import Paced
 from node.training.trainer import Step
-from protocols.aio import task_group
 from protocols.base import ClosingAverager, Host, IndependentAverager, Member, PeerId, RoundKey, Settings
 from protocols.moshpit.averager import Moshpit
 from protocols.registry import INDEPENDENT_PROTOCOLS
 from protocols.sync.independent_sync import IndependentStateSync
-from protocols.sync.snapshot import Snapshots
 from tests.sim.blank_results import blank_results
 from tests.sim.byzantine.independent import ByzantinePeer
 from tests.sim.network import SimNetwork
 from tests.sim.round_account import Head
 from tests.sim.scenario import OUTER_MOMENTUM, OUTER_RATE, Scenario
 from tests.sim.transport import SimTransport
-from tests.sim.world import HEALED_SECONDS, RUN, World
+from tests.sim.world import HEALED_SECONDS, RUN, RunRounds, World
 from tests.support import checkers
 from tests.support import independent_checkers as checkers_loose
 
@@ -145,14 +142,9 @@ class IndependentWorld(World):
             return Moshpit(host, settings, most=2, announce_limit=0)
         return INDEPENDENT_PROTOCOLS[self.scenario.protocol](host, settings)
 
-    async def _peer(self, index: int, transport: SimTransport) -> None:
-        me, host, trainer = transport.me, self._host(transport), self.trainer(index)
-        settings, snapshots = self._settings(index, trainer, transport), Snapshots()
-        averager = self.averager(host, settings)
-        anchor = torch.empty(trainer.layout.sizes()[0])
-        await trainer.read(anchor)
+    def stack(self, index: int, host: Host, settings: Settings, deps: OuterLoopDeps) -> tuple[Any, Any, RunRounds]:
+        me, averager = host.me, self.averager(host, settings)
         course = LocalHistory(averager.me, RoundKey(RUN, "run", bytes(32), 0))
-        outer = self._own_outer()
         closing = None
         if self.CLOSES and isinstance(averager, ClosingAverager) and not self.endless:
             closing = ClosingPhase(averager, self.scenario.rounds, lambda: self.rounds(me))
@@ -160,29 +152,13 @@ class IndependentWorld(World):
             lambda mine: self._compare(me, mine, host.members.live()),
             SPREAD_LIMIT,
             closing,
-            newcomer=transport.node.incarnation > 0,
+            newcomer=averager.me.incarnation > 0,
             rounds=lambda: self.rounds(me),
         )
-        on_activity = partial(self.tell_activity, me)
-        deps = OuterLoopDeps(trainer, host.compute, anchor, snapshots, on_activity=on_activity)
-        outer_loop = self.replicas[me] = IndependentOuterLoop(course, averager, outer, deps, options)
-        if await self.restored(outer_loop):
-            outer_loop.lacks_state = False
-        self.restart_paused(outer_loop)
-        state_sync = IndependentStateSync(
-            host, settings, snapshots, lambda: outer_loop.key, lambda: self.peers, lambda: not outer_loop.seeks_state
-        )
-        await outer_loop.settle()
-        async with task_group() as group:
-            background = group.create_task(state_sync.run())
-            self.enters(outer_loop)
-            async for report in run_independent_rounds(
-                outer_loop, state_sync, host.clock.wall, lambda: self.goes_on(me)
-            ):
-                await self.after_round(index, trainer)
-                self.reported(asdict(report))
-                self.enters(outer_loop)
-            background.cancel()
+        outer_loop = IndependentOuterLoop(course, averager, self._own_outer(), deps, options)
+        whole = lambda: not outer_loop.seeks_state  # noqa: E731
+        sync = IndependentStateSync(host, settings, deps.snapshots, lambda: outer_loop.key, lambda: self.peers, whole)
+        return outer_loop, sync, partial(run_independent_rounds, outer_loop, sync)
 
     def _host(self, transport: SimTransport) -> Host:
         host, (me, scenario) = super()._host(transport), (transport.me, self.scenario)
@@ -196,13 +172,6 @@ class IndependentWorld(World):
         """Whether a peer begins another round; one whose rounds go back is stopped after `ENDLESS` times as many."""
         rounds, had = self.scenario.rounds, len(self.histories[peer])
         return self.endless or (self.replicas[peer].key.round < rounds and had < ENDLESS * rounds)
-
-    def enters(self, outer_loop: IndependentOuterLoop) -> None:
-        self.entering(outer_loop.averager.me.peer, outer_loop.chain.head)
-
-    async def restored(self, outer_loop: IndependentOuterLoop) -> bool:  # type: ignore[override]
-        """Hook for worlds with disks: whether this incarnation has a state to start from."""
-        return False
 
     def _compare(self, me: PeerId, mine: Sketch, live: tuple[Member, ...]) -> Mapping[PeerId, Sketch]:
         """The latest sketches of the live peers, exchanged without messages."""

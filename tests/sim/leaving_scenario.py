@@ -7,7 +7,6 @@ from dataclasses import replace
 
 from protocols.base import Member, PeerId
 from protocols.history.chain import DecidedRound
-from tests.sim import loop as simloop
 from tests.sim.host import EPOCH
 from tests.sim.scenario import Scenario
 from tests.sim.scenario_runner import ScenarioRunner, ScenarioSetup
@@ -38,9 +37,8 @@ class LeavingPeers(ScenarioRunner):
     def leave(self, *peers: PeerId) -> None:
         """Let these peers leave when their present round is over."""
         for peer in peers:
-            token = simloop.PROCESS.set(self.network.nodes[peer].process)  # what it sends dies with it
-            self.replicas[peer].leave()
-            simloop.PROCESS.reset(token)
+            with self.network.nodes[peer].process.entered():  # what it sends dies with it
+                self.replicas[peer].leave()
 
     def goes_on(self, peer: PeerId) -> bool:
         return not self.replicas[peer].leaving

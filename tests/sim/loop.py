@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Coroutine, Iterable
+from collections.abc import Coroutine, Iterable, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
@@ -37,6 +38,15 @@ class SimProcess:
         self.alive = False
         for task in list(self.tasks.values()):
             task.cancel()
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """What runs inside belongs to this process, and so do the tasks that it creates."""
+        token = PROCESS.set(self)
+        try:
+            yield
+        finally:
+            PROCESS.reset(token)
 
 
 PROCESS: ContextVar[SimProcess | None] = ContextVar("process", default=None)

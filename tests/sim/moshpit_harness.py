@@ -11,10 +11,9 @@ import torch
 from protocols.base import AveragingResult, Head, Host, LocalProgress, Member, PeerId, RoundKey, Settings, Vector
 from protocols.moshpit.averager import Moshpit
 from protocols.moshpit.session import MoshpitSession
-from tests.sim import loop as simloop
-from tests.sim.byzantine.contributors import ByzantineContributorStream
-from tests.sim.host import Entries, sim_host
-from tests.sim.network import SimNetwork, Trace
+from tests.sim.network import SimNetwork
+from tests.sim.swarm import SimSwarm
+from tests.support.disguises import lying
 
 RUN = bytes(range(32))
 
@@ -72,32 +71,20 @@ class MoshpitHarness:
 
     def play(self, rounds: int = 1) -> dict[PeerId, list[RoundResult]]:
         """Let all peers run `rounds` rounds; returns their results."""
-        simloop.run(self._play(rounds))
+        swarm = SimSwarm()
+        self.network = swarm.network
+        swarm.play(lambda: self._play(swarm, rounds))
         return self.histories
 
-    async def _play(self, rounds: int) -> None:
-        self.network = SimNetwork(Trace())
-        entries: Entries = {}
-        transports = [self.network.join(peer) for peer in self.peers]
-        jobs = []
-        for index, transport in enumerate(transports):
-            host = self.dress(sim_host(self.network, transport, 1, entries))
-            if index in self.lies:
-                lie, signer = self.lies[index], host.signer
-                transport.disguise = lambda method, stream, pipe, lie=lie, signer=signer: ByzantineContributorStream(
-                    stream, pipe, lie, signer
-                )
-            token = simloop.PROCESS.set(transport.node.process)
-            jobs.append(asyncio.get_running_loop().create_task(self._peer(index, host, rounds)))
-            simloop.PROCESS.reset(token)
+    async def _play(self, swarm: SimSwarm, rounds: int) -> None:
+        hosts = [self.dress(swarm.join(peer)) for peer in self.peers]
+        for index, lie in self.lies.items():
+            swarm.network.transports[self.peers[index]].disguise = lying(lie, hosts[index].signer)
+        for index, host in enumerate(hosts):
+            swarm.spawn(host.me, self._peer(index, host, rounds))
         self.before(self.network)
-        await asyncio.gather(*jobs, return_exceptions=True)
-        for job in jobs:
-            if not job.cancelled() and (error := job.exception()):
-                raise error
+        await asyncio.wait(swarm.running)
         await asyncio.sleep(120.0)  # handlers that still serve others end
-        if self.network.bugs:
-            raise self.network.bugs[0]
 
     async def _peer(self, index: int, host: Host, rounds: int) -> None:
         loop, peer = asyncio.get_running_loop(), self.peers[index]

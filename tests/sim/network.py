@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from protocols.base import Deadline, Handler, Member, PeerGone, PeerId, PeerSilent
 from tests.sim.contact import Contacts
-from tests.sim.loop import PROCESS, SimProcess
+from tests.sim.loop import SimProcess
 from tests.sim.pipe import EOF, RESET, SimPipe
 from tests.sim.trace import Trace
 from tests.sim.transport import SimTransport
@@ -203,11 +203,8 @@ class SimNetwork:
 
     def _accept(self, node: Node, source: PeerId, method: str, end: SimPipe) -> None:
         node.ends[end.number] = end
-        token = PROCESS.set(node.process)
-        try:
+        with node.process.entered():
             asyncio.get_running_loop().create_task(self.transports[node.peer].answer(source, method, end))
-        finally:
-            PROCESS.reset(token)
 
     # -- messages -----------------------------------------------------------------------------------------------------
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any
 
 from node.training.trainer import InlineTrainer
 from protocols.base import Head, Member, PeerId, Settings
@@ -14,14 +14,12 @@ from protocols.butterfly.consensus_driver import ConsensusDriver
 from protocols.butterfly.session import ButterflySession
 from protocols.consensus.record import coordinators
 from protocols.history.chain import Chain
-from tests.sim import loop as simloop
 from tests.sim.host import EPOCH
 from tests.sim.scenario import Scenario
+from tests.sim.swarm import T
 from tests.sim.transport import SimTransport
 from tests.sim.world import World
 from tests.support import checkers
-
-T = TypeVar("T")
 
 LATENCY_SECONDS = 0.02
 LOOK_SECONDS = 0.1
@@ -47,6 +45,7 @@ class ScenarioSetup:
     keep_rounds: int = 8
     latency_seconds: float = LATENCY_SECONDS
     pace_seconds: float = 0.5
+    codec: str = "int8"
     elements: int = 400
     chunk_elements: int = 50
     uplinks: tuple[float, ...] | None = None
@@ -57,7 +56,7 @@ class ScenarioSetup:
     def scenario(self) -> Scenario:
         return Scenario(
             peers=self.peers,
-            codec="int8",
+            codec=self.codec,
             elements=self.elements,
             chunk_elements=self.chunk_elements,
             inner_steps=2,
@@ -80,34 +79,28 @@ class ScenarioRunner(World):
         self.roster = tuple(Member(peer) for peer in self.founders)
         self._began: dict[PeerId, asyncio.Task[None]] = {}
 
-    def play(self, story: Callable[[], Awaitable[T]]) -> T:
+    def play(self, story: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """Start the founders, run the script, kill all peers, and check the invariants.
 
         Raises:
             Exception: a bug in protocol or round code, as itself.
         """
 
-        async def main() -> T:
-            for peer in self.peers:
-                if peer in self.founders:
-                    self.begin(peer)
-            result = await story()
-            self._raise()
-            for peer, node in self.network.nodes.items():
-                if node.process.alive:
-                    self.network.kill(peer)
-            await asyncio.sleep(0.0)
-            return result
-
-        result = simloop.run(main())
-        self._raise()
+        result = super().play(story)
+        if self.network.bugs:
+            raise self.network.bugs[0]
         found = [*checkers.check(self.histories), *self.unclean()]
         assert not found, "\n".join(str(each) for each in found[:10])
         return result
 
-    def _raise(self) -> None:
-        if self.network.bugs:
-            raise self.network.bugs[0]
+    async def set_up(self) -> None:
+        for peer in self.founders:
+            self.begin(peer)
+
+    async def finish(self) -> None:
+        for peer in self.alive():
+            self.network.kill(peer)
+        await asyncio.sleep(0.0)
 
     def unclean(self) -> list[checkers.Violation]:
         """A violation for each process that left tasks."""
@@ -141,26 +134,11 @@ class ScenarioRunner(World):
 
     # -- links --------------------------------------------------------------------------------------------------------
 
-    def cut(self, some: Iterable[PeerId], others: Iterable[PeerId]) -> None:
-        """Block the links between two groups in both directions."""
-        for one, other in _pairs(some, others):
-            self.network.block(one, other)
-            self.network.block(other, one)
-
-    def heal(self, some: Iterable[PeerId], others: Iterable[PeerId]) -> None:
-        for one, other in _pairs(some, others):
-            self.network.heal(one, other)
-            self.network.heal(other, one)
-
     def silence(self, peer: PeerId) -> None:
         """Block all links of one peer in both directions."""
-        self.cut([peer], [other for other in self.peers if other != peer])
+        self.cut([peer], self.peers)
 
     # -- observing ----------------------------------------------------------------------------------------------------
-
-    @property
-    def now(self) -> float:
-        return asyncio.get_running_loop().time()
 
     def alive(self) -> list[PeerId]:
         return [peer for peer, node in self.network.nodes.items() if node.process.alive]
@@ -248,8 +226,3 @@ class ScenarioRunner(World):
 def moved_over(report: checkers.Report) -> bool:
     """Whether a report says that the peer went over to what others decided."""
     return report["outcome"] == "superseded" and report["lineage"] != report["parent"]
-
-
-def _pairs(some: Iterable[PeerId], others: Iterable[PeerId]) -> list[tuple[PeerId, PeerId]]:
-    others = list(others)
-    return [(one, other) for one in some for other in others if one != other]

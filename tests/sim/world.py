@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -16,6 +17,7 @@ from node.outer.outer_loop import OuterLoop, OuterLoopDeps
 from node.outer.replicated_loop import ReplicatedOuterLoop
 from node.outer.round_loops import run_replicated_rounds
 from node.outer.sgd import OuterSGD
+from node.reporting.report import RoundReport
 from node.storage.error_feedback import feedback
 from node.tasks.paced import Paced
 from node.training.trainer import InlineTrainer, Learner
@@ -29,15 +31,15 @@ from protocols.sync.chain_sync import ChainSync, ChainSyncOptions
 from protocols.sync.snapshot import Snapshots
 from tests.sim import loop as simloop
 from tests.sim import pauses
-from tests.sim.byzantine.contributors import ByzantineContributorStream
-from tests.sim.host import DirectoryFaults, Entries, sim_host
+from tests.sim.host import DirectoryFaults, sim_host
 from tests.sim.injection import Injector
-from tests.sim.network import SimNetwork
 from tests.sim.round_account import Account, Head
 from tests.sim.scenario import OUTER_MOMENTUM, OUTER_RATE, Scenario, resolve
+from tests.sim.swarm import SimSwarm
 from tests.sim.trace import Trace
 from tests.sim.transport import SimTransport
 from tests.support import checkers
+from tests.support.disguises import lying
 
 RUN = bytes(range(32))
 GRACE_SECONDS = 120.0
@@ -47,6 +49,9 @@ HEALED_SECONDS = 600.0
 HEALED_ROUNDS = 2
 LEVEL_ROUNDS, LEVEL_TASKS = 5, 4
 """In its last `LEVEL_ROUNDS` rounds a peer may have `World.level_tasks` tasks more than in its first ones."""
+
+RunRounds = Callable[[Callable[[], float], Callable[[], bool]], AsyncIterator[RoundReport]]
+"""The rounds of a peer by its wall clock, as long as it goes on."""
 
 
 @dataclass(slots=True)
@@ -72,7 +77,7 @@ class Outcome:
         ]  # fmt: skip
 
 
-class World:
+class World(SimSwarm):
     """One run in progress."""
 
     FORKS = True
@@ -82,9 +87,9 @@ class World:
         self.scenario = scenario = resolve(scenario)
         assert scenario.uplinks and scenario.step_seconds and scenario.faults
         self.rng = random.Random(f"faults/{scenario.seed}")
-        self.trace = Trace()
         jitter = random.Random(f"jitter/{scenario.seed}") if scenario.jitter else None
-        self.network = SimNetwork(self.trace, latency_seconds=self.rng.uniform(0.005, 0.08), jitter=jitter)
+        super().__init__(latency_seconds=self.rng.uniform(0.005, 0.08), jitter=jitter)
+        self.trace = self.network.trace
         self.directory_faults = DirectoryFaults(random.Random(f"hearsay/{scenario.seed}"))
         self.injector = Injector(scenario.faults, self.network, self.directory_faults, self._revive, self.pause)
         self.paused: dict[PeerId, Activity] = {}
@@ -99,7 +104,6 @@ class World:
         self._done = asyncio.Event()
         self._left: list[checkers.Violation] = []
         self._early: list[checkers.Violation] = []
-        self._entries: Entries = {}
         self._tasks: dict[Member, list[int]] = {}  # of each incarnation, at the start of each of its rounds
 
     def learner(self, index: int) -> Learner:
@@ -119,6 +123,10 @@ class World:
     def averaging_host(self, index: int, host: Host) -> Host:
         """The host as the peer's averager and sync see it."""
         return host
+
+    def part_cache(self, host: Host) -> PartCache:
+        """The parts of past rounds that a peer serves."""
+        return PartCache(host)
 
     def scope(self, index: int) -> str:
         """Which parameters peer `index` averages."""
@@ -144,8 +152,12 @@ class World:
         """It decays, so that members agree only if they agree on the number of the round as well."""
         return OuterSGD(OUTER_RATE, OUTER_MOMENTUM, self.scenario.rounds, decay=0.5)
 
-    async def run(self) -> None:
-        """Start all peers, and run until the last round, or until the faults are healed and the swarm is whole."""
+    async def run(self) -> float:
+        """Start all peers, and run until the last round, or until the faults are healed and the swarm is whole.
+
+        Returns:
+            The time at the end.
+        """
         for peer, rate in zip(self.peers, self.scenario.uplinks or (), strict=True):
             self.network.join(peer, rate)
         mains = [self._start(peer) for peer in self.peers]
@@ -157,11 +169,11 @@ class World:
                 *(main for peer, main in zip(self.peers, mains, strict=True) if peer not in self.liars)
             )
         await self._end()
+        return self.now
 
     async def _break_and_heal(self) -> None:
-        loop = asyncio.get_running_loop()
         await self._wait(self.scenario.breaking_seconds or 0.0)
-        self.healed_at = loop.time()
+        self.healed_at = self.now
         self.injector.heal()
         await self._wait(HEALED_SECONDS)
 
@@ -180,10 +192,7 @@ class World:
 
     def _start(self, peer: PeerId) -> asyncio.Task[None]:
         """Start the main task of a peer's present incarnation."""
-        transport = self.network.transports[peer]
-        token = simloop.PROCESS.set(transport.node.process)
-        main = asyncio.get_running_loop().create_task(self._peer(self.peers.index(peer), transport))
-        simloop.PROCESS.reset(token)
+        main = self.spawn(peer, self._peer(self.peers.index(peer), self.network.transports[peer]))
         main.add_done_callback(self._ended)
         return main
 
@@ -198,9 +207,8 @@ class World:
         if wanted is not self.paused.get(peer, Activity.WORK):
             self.paused[peer] = wanted
             if self.network.nodes[peer].process.alive and peer in self.replicas:
-                token = simloop.PROCESS.set(self.network.nodes[peer].process)  # what it sends dies with it
-                self.replicas[peer].pause(wanted)
-                simloop.PROCESS.reset(token)
+                with self.network.nodes[peer].process.entered():  # what it sends dies with it
+                    self.replicas[peer].pause(wanted)
 
     def restart_paused(self, outer_loop: OuterLoop) -> None:
         """Ask a new incarnation for what its peer was asked for."""
@@ -219,45 +227,46 @@ class World:
 
     async def _peer(self, index: int, transport: SimTransport) -> None:
         """One incarnation of a peer: build its parts, and run its rounds."""
-        scenario, me = self.scenario, transport.me
-        whole_host = self._host(transport)
+        me, whole_host = transport.me, self._host(transport)
         trainer = self.trainer_on(index, whole_host)
         host = self.averaging_host(index, whole_host)
-        settings, snapshots = self._settings(index, trainer, transport), Snapshots()
-        part_cache = PartCache(host)
         anchor = torch.empty(trainer.layout.sizes()[0])
         await trainer.read(anchor)
-        chain = Chain(RUN, self.scope(index), self.founders_of(index), bytes(32))
-        options = ChainSyncOptions(part_cache, on_better=lambda branch: averager.supersede())
-        sync = ChainSync(host, chain, settings, snapshots, lambda: self.sharing(index), options)
-        averager = REPLICATED_PROTOCOLS[scenario.protocol](host, settings, part_cache, sync.hear)
-        outer_loop = self.replicas[me] = ReplicatedOuterLoop(
-            chain,
-            averager,
-            self.outer(),
-            OuterLoopDeps(trainer, host.compute, anchor, snapshots, on_activity=partial(self.tell_activity, me)),
-            feedback(codec(settings.codec), len(anchor), host.compute),
-        )
+        on_activity = partial(self.tell_activity, me)
+        deps = OuterLoopDeps(trainer, host.compute, anchor, Snapshots(), on_activity=on_activity)
+        outer_loop, sync, run_rounds = self.stack(index, host, self._settings(index, trainer, transport), deps)
+        self.replicas[me] = outer_loop
         await self.restored(outer_loop)
         self.restart_paused(outer_loop)
         await outer_loop.settle()
         async with task_group() as group:
             background = group.create_task(sync.run())
-            self.entering(me, chain.head)
-            async for report in run_replicated_rounds(outer_loop, sync, host.clock.wall, lambda: self.goes_on(me)):
+            self.entering(me, outer_loop.chain.head)
+            async for report in run_rounds(host.clock.wall, lambda: self.goes_on(me)):
                 await self.after_round(index, trainer)
                 self.reported(asdict(report))
-                self.entering(me, chain.head)
+                self.entering(me, outer_loop.chain.head)
             background.cancel()
+
+    def stack(self, index: int, host: Host, settings: Settings, deps: OuterLoopDeps) -> tuple[Any, Any, RunRounds]:
+        """The outer loop of a peer, its state sync, and its rounds."""
+        part_cache = self.part_cache(host)
+        chain = Chain(RUN, self.scope(index), self.founders_of(index), bytes(32))
+        options = ChainSyncOptions(part_cache, on_better=lambda branch: averager.supersede())
+        sync = ChainSync(host, chain, settings, deps.snapshots, lambda: self.sharing(index), options)
+        averager = REPLICATED_PROTOCOLS[self.scenario.protocol](host, settings, part_cache, sync.hear)
+        error_feedback = feedback(codec(settings.codec), len(deps.anchor), host.compute)
+        outer_loop = ReplicatedOuterLoop(chain, averager, self.outer(), deps, error_feedback)
+        return outer_loop, sync, partial(run_replicated_rounds, outer_loop, sync)
 
     def _host(self, transport: SimTransport) -> Host:
         me, scenario = transport.me, self.scenario
         assert scenario.faults
         skew_seconds = scenario.faults.skew_seconds(me)
-        host = sim_host(self.network, transport, scenario.seed, self._entries, skew_seconds, self.directory_faults)
+        host = sim_host(self.network, transport, scenario.seed, self.entries, skew_seconds, self.directory_faults)
         if me in self.liars:
             lie, signer = scenario.faults.lies()[me], host.signer
-            transport.disguise = lambda method, stream, pipe: ByzantineContributorStream(stream, pipe, lie, signer)
+            transport.disguise = lying(lie, signer)
         return host
 
     def _settings(self, index: int, trainer: Trainer, transport: SimTransport) -> Settings:
@@ -280,7 +289,7 @@ class World:
 
     def entering(self, peer: PeerId, head: Head) -> None:
         """A peer begins a round at this head."""
-        self.account.entered(peer, head, asyncio.get_running_loop().time())
+        self.account.entered(peer, head, self.now)
         if peer in self.network.nodes:
             node = self.network.nodes[peer]
             self._tasks.setdefault(node.member, []).append(len(node.process.tasks))
@@ -293,7 +302,7 @@ class World:
         self.histories[report["peer"]].append(report)
         if report["peer"] in self.liars:
             return
-        self.account.reported(report, asyncio.get_running_loop().time())
+        self.account.reported(report, self.now)
         self._early += pauses.called_early(self.replicas.get(report["peer"]), report)
         if self.satisfied():
             self._done.set()
@@ -373,13 +382,7 @@ def play(scenario: Scenario, world_type: Callable[[Scenario], World] = World) ->
     """
     world = world_type(scenario)
 
-    async def main() -> float:
-        await world.run()
-        return asyncio.get_running_loop().time()
-
-    seconds = simloop.run(main())
-    if world.network.bugs:
-        raise world.network.bugs[0]
+    seconds = world.play(world.run)
     honest = {peer: history for peer, history in world.histories.items() if peer not in world.liars}
     violations = world.check(honest) + world.leaks() + world.progress(honest)
     sent = {peer: world.network.totals(peer)[0] for peer in world.peers}

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeAlias
 
-from protocols.base import Buffer, Header, PeerId
+from protocols.base import Buffer, Header, PeerId, Signer
 from protocols.framing import FramedStream
 from tests.sim.byzantine.contributors import ByzantineContributorStream
 from tests.sim.pipe import SimPipe
@@ -80,6 +80,6 @@ def late(kind: type[Header], seconds: float = 1e5) -> Send:
     return send
 
 
-def lying(lie: str) -> Disguise:
+def lying(lie: str, signer: Signer | None = None) -> Disguise:
     """The disguise of a peer that tells one of `tests.sim.byzantine.contributors.LIES` in its chunks."""
-    return lambda method, stream, pipe: ByzantineContributorStream(stream, pipe, lie, None)  # type: ignore[arg-type]
+    return lambda method, stream, pipe: ByzantineContributorStream(stream, pipe, lie, signer)  # type: ignore[arg-type]

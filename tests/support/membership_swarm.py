@@ -13,9 +13,9 @@ from node.membership.membership import DialPolicy, Membership, MembershipCallbac
 from node.membership.peer_record import PeerRecord
 from protocols import wire
 from protocols.base import Deadline, Header, Member, PeerError, PeerId, Stream, Transport
-from tests.sim import loop as simloop
 from tests.sim.host import SimClock, SimSigner
-from tests.sim.network import SimNetwork, Trace
+from tests.sim.swarm import SimSwarm
+from tests.support.waiting import until
 
 RUN = bytes(range(32))
 
@@ -33,21 +33,11 @@ def greeting(
     return replace(hello, signature=SimSigner(name, 0).sign(signed_part(hello)))
 
 
-async def until(condition: Callable[[], bool], seconds: float) -> float:
-    """Wait for it; the virtual seconds that it took."""
-    loop = asyncio.get_running_loop()
-    began = loop.time()
-    async with asyncio.timeout(seconds):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
-    return loop.time() - began
-
-
-class MembershipSwarm:
+class MembershipSwarm(SimSwarm):
     """Peers with nothing but a membership each; at first each knows only the peer that was started first."""
 
     def __init__(self) -> None:
-        self.network = SimNetwork(Trace(), latency_seconds=0.02)
+        super().__init__()
         self.members: dict[PeerId, Membership] = {}
         self.duplicates: list[tuple[PeerId, str]] = []
         self.addresses: dict[PeerId, tuple[str, ...]] = {}
@@ -72,13 +62,12 @@ class MembershipSwarm:
         self._starts += 1
         nonce = self._starts
         me = Member(peer, transport.node.incarnation if incarnation is None else incarnation)
-        token = simloop.PROCESS.set(transport.node.process)
-        members = self._membership(transport, me, run, nonce, skew_seconds)
+        with transport.node.process.entered():
+            members = self._membership(transport, me, run, nonce, skew_seconds)
         if self.members and peer != (first := next(iter(self.members))):
             members.hint(first)
         self.members[peer] = members
-        asyncio.get_running_loop().create_task(members.run())
-        simloop.PROCESS.reset(token)
+        self.spawn(peer, members.run())
         return members
 
     def _membership(self, transport: Transport, me: Member, run: bytes, nonce: int, skew_seconds: float) -> Membership:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import astuple
 from statistics import fmean
@@ -25,10 +25,7 @@ from protocols.base import Deadline, Member, PeerId, Settings
 from protocols.endpoint import ProtocolEndpoint
 from protocols.pipeline.outer import OuterClient, OuterServer
 from protocols.pipeline.settings import PipelineSettings
-from tests.sim import loop as simloop
-from tests.sim.host import sim_host
-from tests.sim.network import SimNetwork
-from tests.sim.trace import Trace
+from tests.sim.swarm import SimSwarm
 
 RUN, SEED = bytes(range(32)), 3
 RECIPE = Recipe(inner_steps=4, rounds=2, learning_rate=3e-3, outer_learning_rate=0.9, outer_momentum=0.5, batches=4)
@@ -65,7 +62,7 @@ class _Replica:
         return [*(tensor.numpy().tobytes() for tensor in tensors), *counts]
 
 
-class OuterSwarm:
+class OuterSwarm(SimSwarm):
     """Peers p0, p1, …, each in the stage that `layout` says. p0 evaluates.
 
     Attributes:
@@ -75,7 +72,10 @@ class OuterSwarm:
         job_seconds: how long a job takes.
     """
 
+    seed, grace_seconds = SEED, 1.0
+
     def __init__(self, layout: Sequence[int], stages: int | None = None) -> None:
+        super().__init__()
         self.stages = stages or max(layout) + 1
         self.layout = {f"p{index}": stage for index, stage in enumerate(layout)}
         self.trained = dict.fromkeys(self.layout, 1)
@@ -92,25 +92,18 @@ class OuterSwarm:
         """None does."""
         return False
 
-    def play(self, story: Callable[[], Awaitable[None]]) -> None:
-        """Build the peers, run the story, and check that nothing is left of it."""
+    async def set_up(self) -> None:
+        self.endpoints = {peer: self._join(peer) for peer in self.layout}
 
-        async def main() -> None:
-            self.network = SimNetwork(Trace())
-            self.endpoints = {peer: self._join(peer) for peer in self.layout}
-            await story()
-            await asyncio.sleep(1.0)
-            assert not self.network.bugs, self.network.bugs
-            assert self.left() == (1, 0), "tasks and streams are left over"
-
-        simloop.run(main())
+    async def finish(self) -> None:
+        assert self.left() == (1, 0), "tasks and streams are left over"
 
     def left(self) -> tuple[int, int]:
         """Tasks, the running one included, and open streams of all peers."""
         return len(asyncio.all_tasks()), sum(len(node.ends) for node in self.network.nodes.values())
 
     def _join(self, peer: PeerId) -> ProtocolEndpoint:
-        host = sim_host(self.network, self.network.join(peer), SEED, {})
+        host = self.join(peer)
         replica, stage = self.replicas[peer], self.layout[peer]
         endpoint = ProtocolEndpoint(host, Settings("fp32", replica.learner.layout.sizes()))
         lock = asyncio.Lock()
@@ -143,9 +136,8 @@ class OuterSwarm:
         """As the client does."""
         return await self.client.evaluate(trained, self.deadline(seconds))
 
-    @staticmethod
-    def deadline(seconds: float) -> Deadline:
-        return asyncio.get_running_loop().time() + seconds
+    def deadline(self, seconds: float) -> Deadline:
+        return self.now + seconds
 
     # -- the whole model ----------------------------------------------------------------------------------------------
 

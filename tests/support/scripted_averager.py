@@ -140,12 +140,12 @@ class IndependentPeer:
             history, self.averager, rule or OUTER, deps, options or IndependentOptions()
         )
 
-    def play(self, rounds: int = 1) -> list[RoundReport]:
-        async def main() -> list[RoundReport]:
-            await self.outer_loop.settle()
-            return [await self.outer_loop.run_round(SimClock().wall) for _ in range(rounds)]
+    async def rounds(self, count: int = 1) -> list[RoundReport]:
+        await self.outer_loop.settle()
+        return [await self.outer_loop.run_round(SimClock().wall) for _ in range(count)]
 
-        return simloop.run(main())
+    def play(self, rounds: int = 1) -> list[RoundReport]:
+        return simloop.run(self.rounds(rounds))
 
 
 def stepped(rounds: int, start: float = 1.0) -> tuple[float, float]:

@@ -35,19 +35,14 @@ from protocols.registry import INDEPENDENT_PROTOCOLS, REPLICATED_PROTOCOLS
 from protocols.sync.chain_sync import ChainSync, ChainSyncOptions
 from protocols.sync.independent_sync import IndependentStateSync
 from protocols.sync.snapshot import Snapshots
-from tests.sim import loop as simloop
-from tests.sim.host import DirectoryFaults, Entries, SimClock, SimCompute, SimDirectory, SimSigner
-from tests.sim.network import SimNetwork, Trace
+from tests.sim.host import DirectoryFaults, SimClock, SimCompute, SimDirectory, SimSigner
+from tests.sim.swarm import SimSwarm
 from tests.support.fake_rounds import RUN
 
 ELEMENTS = 2000
 STEPS = 10
 EVALUATE_SECONDS = 0.1
 SPREAD_LIMIT = 1.0
-
-
-def now() -> float:
-    return asyncio.get_running_loop().time()
 
 
 class Trainer(InlineTrainer):
@@ -143,7 +138,7 @@ class SessionPeer:
     async def live(self) -> None:
         await self.trainer.read(self.outer_loop.anchor)
         await self.session.run()
-        self.ended = now()
+        self.ended = self.cluster.now
         asyncio.get_running_loop().call_soon(self.cluster.network.kill, self.name)  # its process ends
 
     @property
@@ -174,13 +169,13 @@ class IndependentSessionPeer(SessionPeer):
         return OuterLoopStack(outer_loop, state_sync, partial(run_independent_rounds, outer_loop, state_sync))
 
 
-class SessionCluster:
+class SessionCluster(SimSwarm):
     """A network, and the peers on it. The founders are in the first roster."""
 
     def __init__(self, path: Path, founders: str = "abc", kind: type[SessionPeer] = SessionPeer) -> None:
+        super().__init__()
         self.kind = kind
         self.path, self.founders = path, tuple(Member(name) for name in founders)
-        self.network, self.entries = SimNetwork(Trace()), Entries()
         self.peers: dict[PeerId, SessionPeer] = {}
         self.tasks: dict[PeerId, asyncio.Task[None]] = {}
 
@@ -188,9 +183,7 @@ class SessionCluster:
         self, name: PeerId, run_rounds: int = 4, rounds: int | None = None, wait: int = 1, step_seconds: float = 0.2
     ) -> SessionPeer:
         peer = self.peers[name] = self.kind(self, name, SessionLimits(run_rounds, rounds, wait), step_seconds)
-        token = simloop.PROCESS.set(self.network.nodes[name].process)
-        self.tasks[name] = asyncio.get_running_loop().create_task(peer.live())
-        simloop.PROCESS.reset(token)
+        self.tasks[name] = self.spawn(name, peer.live())
         return peer
 
     def all(self, names: Iterable[str] = "abc", **limits: Any) -> list[SessionPeer]:
@@ -200,21 +193,3 @@ class SessionCluster:
         """Wait until these sessions have ended without an error."""
         async with asyncio.timeout(seconds):
             await asyncio.gather(*(self.tasks[name] for name in (names or list(self.tasks))))
-
-    def cut(self, name: PeerId) -> None:
-        for other in self.peers:
-            if other != name:
-                self.network.block(name, other)
-                self.network.block(other, name)
-
-    def heal(self, name: PeerId) -> None:
-        for other in self.peers:
-            if other != name:
-                self.network.heal(name, other)
-                self.network.heal(other, name)
-
-
-async def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
-    async with asyncio.timeout(seconds):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.01)

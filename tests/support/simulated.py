@@ -9,6 +9,8 @@ from typing import Any, Protocol
 
 from tests.sim import loop as simloop
 
+LIMIT_SECONDS = 86_400.0
+
 
 class Playable(Protocol):
     """A simulated world: it runs a coroutine on a loop of its own, and then checks its invariants."""
@@ -50,11 +52,11 @@ def simulated(make: Callable[..., Playable], *arguments: Any, **options: Any) ->
     return decorate
 
 
-def on_virtual_clock(test: Test) -> Callable[..., None]:
-    """A decorator: the test coroutine runs on a simulated loop, without a world."""
+def on_virtual_time(test: Test) -> Callable[..., None]:
+    """A decorator: the test coroutine runs on a simulated loop, without a world, for at most a day."""
 
     @functools.wraps(test)
     def run(**values: Any) -> None:
-        simloop.run(test(**values))
+        simloop.run(test(**values), limit_seconds=LIMIT_SECONDS)
 
     return run

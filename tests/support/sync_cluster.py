@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 
@@ -39,13 +39,10 @@ from protocols.scopes import RUN_SCOPE
 from protocols.sync.chain_sync import ChainSync, ChainSyncOptions
 from protocols.sync.snapshot import MemoryBuffer, Snapshots
 from protocols.vectors import VectorView
-from tests.sim import loop as simloop
 from tests.sim.host import sim_host
-from tests.sim.network import SimNetwork, Trace
+from tests.sim.swarm import SimSwarm
 from tests.support.disguises import Send, sending
 from tests.support.fake_rounds import RUN, SEED, certified
-
-T = TypeVar("T")
 
 CODEC = "int8"
 TOKENS = 100
@@ -69,7 +66,7 @@ class SyncPeer:
         self.settings = Settings(
             CODEC, (swarm.elements,), swarm.chunk_elements, incarnation=incarnation, digest=swarm.digest
         )
-        self.chain = Chain(RUN, swarm.scope, swarm.founders, swarm.root)
+        self.chain = Chain(swarm.run, swarm.scope, swarm.founders, swarm.root)
         gate, rounds, store = Gate(), swarm.store_rounds, None
         if rounds:
             store = PartStore(MemoryBuffer, self.host.compute, gate, most_rounds=rounds, least_rounds=1)
@@ -114,7 +111,7 @@ class SyncPeer:
         )
 
 
-class SyncCluster:
+class SyncCluster(SimSwarm):
     """A network, and the rounds that its peers decide. All start from the state of the founders."""
 
     def __init__(
@@ -126,6 +123,7 @@ class SyncCluster:
         store_rounds: int = 0,
         scope: str = RUN_SCOPE,
         digest: str = "sha256",
+        run: bytes = RUN,
         **options: Any,
     ) -> None:
         """
@@ -133,8 +131,8 @@ class SyncCluster:
             store_rounds: rounds that the part store keeps besides those in memory.
             digest: name of the hash of parts.
         """
-        self.network = SimNetwork(Trace(), **options)
-        self.scope, self.digest = scope, digest
+        super().__init__(**options)
+        self.run, self.scope, self.digest = run, scope, digest
         self.elements, self.every_rounds, self.keep_rounds = elements, every_rounds, keep_rounds
         self.store_rounds = store_rounds
         self.founders = tuple(Member(name) for name in founders)
@@ -145,19 +143,8 @@ class SyncCluster:
         self._made = 0
         self._anchor = torch.linspace(-1, 1, elements)
 
-    def play(self, main: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """Add the founders, then run `main`. Raises the first bug of a handler."""
-
-        async def whole() -> T:
-            await self.add_founders()
-            result = await main()
-            if self.network.bugs:
-                raise self.network.bugs[0]
-            return result
-
-        return simloop.run(whole())
-
-    async def add_founders(self) -> None:
+    async def set_up(self) -> None:
+        """Add the founders."""
         for member in self.founders:
             await self.add(member.peer, founder=True, incarnation=member.incarnation)
 

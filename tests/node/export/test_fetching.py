@@ -21,11 +21,7 @@ from protocols.base import Layout, Member
 from protocols.consensus.record import Kind
 from protocols.history.chain import UNSETTLED
 from protocols.registry import INDEPENDENT_PROTOCOLS
-from tests.sim import loop as simloop
-from tests.sim.host import sim_host
-from tests.sim.network import SimNetwork, Trace
-from tests.support import sync_cluster
-from tests.support.fake_rounds import SEED
+from tests.support.simulated import simulated
 from tests.support.statedir_fixtures import found_in_stages, small_gpt, staged_run
 from tests.support.sync_cluster import SyncCluster
 
@@ -39,6 +35,21 @@ def made_by_anna() -> FetchableRun:
     anna = Member("anna")
     manifest = Manifest(config=config, founder=anna, elements=(ELEMENTS,), state_root=UNSETTLED, created=1.0)
     return FetchableRun(b"sealed", manifest, (LAYOUT,))
+
+
+class Anna(SyncCluster):
+    """A peer that founded a run, and a stranger who fetches it.
+
+    Attributes:
+        made: the run, as the stranger knows it.
+    """
+
+    def __init__(self) -> None:
+        self.made = made_by_anna()
+        super().__init__(["anna"], ELEMENTS, every_rounds=4, run=bytes.fromhex(self.made.manifest.run_id))
+
+    async def fetch(self, directory: Path, *bootstrap: str) -> None:
+        await fetch_state(self.join("zoe"), self.made, bootstrap or ["anna"], directory)
 
 
 def founded(config: RunConfig, layout: Layout, directory: Path) -> bytes:
@@ -64,61 +75,41 @@ def refused(sealed: bytes) -> str:
     return line
 
 
-def test_newest_state_on_the_chain_is_fetched_without_a_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = made_by_anna()
-    monkeypatch.setattr(sync_cluster, "RUN", bytes.fromhex(run.manifest.run_id))
-    swarm = SyncCluster(["anna"], elements=ELEMENTS, every_rounds=4)
-
-    async def main() -> None:
-        anna = swarm.peers["anna"]
-        await swarm.rounds("anna", 10)
-        before = anna.chain.head
-        stranger = sim_host(swarm.network, swarm.network.join("zoe"), SEED, {})
-        await fetch_state(stranger, run, ["anna"], tmp_path)
-        made = newest(tmp_path)
-        kept = anna.snapshots.get(made.lineage)
-        assert kept and made.round == 8 and made.state_root == kept.index.state_root(8) and made.layout == LAYOUT
-        fetched = made.snapshot()
-        chunks = range(len(kept.index.digests))
-        assert len(chunks) > 2 and all(fetched.chunk(index) == kept.chunk(index) for index in chunks)
-        assert trained_rounds(tmp_path, made) == 8
-        assert (tmp_path / "manifest.bin").read_bytes() == b"sealed"
-        assert anna.chain.head == before and not anna.sync._context.peers._callers
-
-    swarm.play(main)
+@simulated(Anna)
+async def test_newest_state_on_the_chain_is_fetched_without_a_trace(swarm: Anna, tmp_path: Path) -> None:
+    anna = swarm.peers["anna"]
+    await swarm.rounds("anna", 10)
+    before = anna.chain.head
+    await swarm.fetch(tmp_path)
+    made = newest(tmp_path)
+    kept = anna.snapshots.get(made.lineage)
+    assert kept and made.round == 8 and made.state_root == kept.index.state_root(8) and made.layout == LAYOUT
+    fetched = made.snapshot()
+    chunks = range(len(kept.index.digests))
+    assert len(chunks) > 2 and all(fetched.chunk(index) == kept.chunk(index) for index in chunks)
+    assert trained_rounds(tmp_path, made) == 8
+    assert (tmp_path / "manifest.bin").read_bytes() == b"sealed"
+    assert anna.chain.head == before and not anna.sync._context.peers._callers
 
 
-def test_chain_that_its_votes_do_not_prove_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = made_by_anna()
-    monkeypatch.setattr(sync_cluster, "RUN", bytes.fromhex(run.manifest.run_id))
-    swarm = SyncCluster(["anna"], elements=ELEMENTS, every_rounds=4)
-
-    async def main() -> None:
-        await swarm.rounds("anna", 3)
-        await swarm.decide("anna", Kind.FORK)  # a whole roster cannot fork itself
-        await swarm.rounds("anna", 4)
-        stranger = sim_host(swarm.network, swarm.network.join("zoe"), SEED, {})
-        with pytest.raises(TrainedError, match="no peer sent a snapshot of this chain"):
-            await fetch_state(stranger, run, ["anna"], tmp_path)
-        assert not (tmp_path / "checkpoints").exists()
-
-    swarm.play(main)
+@simulated(Anna)
+async def test_chain_that_its_votes_do_not_prove_is_not_used(swarm: Anna, tmp_path: Path) -> None:
+    await swarm.rounds("anna", 3)
+    await swarm.decide("anna", Kind.FORK)  # a whole roster cannot fork itself
+    await swarm.rounds("anna", 4)
+    with pytest.raises(TrainedError, match="no peer sent a snapshot of this chain"):
+        await swarm.fetch(tmp_path)
+    assert not (tmp_path / "checkpoints").exists()
 
 
-def test_peers_without_a_state_give_one_line(tmp_path: Path) -> None:
-    run = made_by_anna()
-
-    async def main() -> None:
-        network = SimNetwork(Trace())
-        stranger = sim_host(network, network.join("zoe"), SEED, {})
-        with pytest.raises(TrainedError) as caught:
-            await fetch_state(stranger, run, ["nobody"], tmp_path)
-        assert str(caught.value) == (
-            f"run {run.manifest.run_id[:12]}: no peer sent a snapshot of this chain: "
-            "try again in a minute, or give the address of another of its peers"
-        )
-
-    simloop.run(main())
+@simulated(Anna)
+async def test_peers_without_a_state_give_one_line(swarm: Anna, tmp_path: Path) -> None:
+    with pytest.raises(TrainedError) as caught:
+        await swarm.fetch(tmp_path, "nobody")
+    assert str(caught.value) == (
+        f"run {swarm.made.manifest.run_id[:12]}: no peer sent a snapshot of this chain: "
+        "try again in a minute, or give the address of another of its peers"
+    )
 
 
 def test_fetchable_run_has_the_layout_of_its_task(tmp_path: Path) -> None:

@@ -25,8 +25,8 @@ from node.joining.addresses_file import (
 from node.joining.known_peers import hinted
 from node.membership.membership import Membership
 from protocols.base import Member
-from tests.sim import loop as simloop
 from tests.sim.host import SimCompute
+from tests.support.simulated import on_virtual_time
 
 ME = "12D3KooWGC6TvWhfapngX6wvJHMYvKpDMXPb3ZnCZ6dMoaMtimQ5"
 OTHER = "12D3KooWGRUfuFwTaVcXCnUbTbVLYYEkYgjDM3Bd7q4RuRyTQhaP"
@@ -93,34 +93,31 @@ def test_unwritable_path_is_rejected(tmp_path: Path, path: str, words: str) -> N
     require_usable(load_peer({"addresses_file": tmp_path / "file"}, {}, None))
 
 
-def test_file_follows_addresses_and_survives_disk_failures(tmp_path: Path) -> None:
+@on_virtual_time
+async def test_file_follows_addresses_and_survives_disk_failures(tmp_path: Path) -> None:
     path, said = tmp_path / "there" / "addresses", list[str]()
     here = list[str]()
-
-    async def body() -> None:
-        task = asyncio.create_task(AddressesFile(path, lambda: here, SimCompute(), said.append).run())
-        await asyncio.sleep(10.0)
-        assert not said, "there is nothing to say yet"
-        here.append(FIRST)
-        await asyncio.sleep(2 * LOOK_SECONDS)
-        path.parent.mkdir()
-        await asyncio.sleep(AGAIN_SECONDS)
-        assert path.read_text() == f"{FIRST}\n"
-        path.unlink()
-        path.parent.rmdir()
-        here[:] = [SECOND]
-        await asyncio.sleep(2 * LOOK_SECONDS)
-        path.parent.mkdir()
-        here[:] = [SECOND, FIRST]
-        await asyncio.sleep(2 * LOOK_SECONDS)
-        assert read_addresses(ME, path) == AddressLine((SECOND, FIRST))
-        here.clear()  # p2pd is down
-        await asyncio.sleep(2 * LOOK_SECONDS)
-        task.cancel()
-        await asyncio.wait([task])
-        assert read_addresses(ME, path) == AddressLine((SECOND, FIRST)) and [*path.parent.iterdir()] == [path]
-
-    simloop.run(body(), limit_seconds=3600.0)
+    task = asyncio.create_task(AddressesFile(path, lambda: here, SimCompute(), said.append).run())
+    await asyncio.sleep(10.0)
+    assert not said, "there is nothing to say yet"
+    here.append(FIRST)
+    await asyncio.sleep(2 * LOOK_SECONDS)
+    path.parent.mkdir()
+    await asyncio.sleep(AGAIN_SECONDS)
+    assert path.read_text() == f"{FIRST}\n"
+    path.unlink()
+    path.parent.rmdir()
+    here[:] = [SECOND]
+    await asyncio.sleep(2 * LOOK_SECONDS)
+    path.parent.mkdir()
+    here[:] = [SECOND, FIRST]
+    await asyncio.sleep(2 * LOOK_SECONDS)
+    assert read_addresses(ME, path) == AddressLine((SECOND, FIRST))
+    here.clear()  # p2pd is down
+    await asyncio.sleep(2 * LOOK_SECONDS)
+    task.cancel()
+    await asyncio.wait([task])
+    assert read_addresses(ME, path) == AddressLine((SECOND, FIRST)) and [*path.parent.iterdir()] == [path]
     assert said == 2 * [
         f"{path}: cannot write this peer's addresses (No such file or directory): retrying",
         f"{path}: this peer's addresses are written now",

@@ -31,15 +31,12 @@ from node.membership.hello import ENTRY, MAX_RUN_BYTES, MAX_STATUS_BYTES, RunRep
 from protocols import wire
 from protocols.base import BadPayload, Deadline, Header, PeerError, PeerGone, PeerId, PeerSilent, Stream
 from tests.sim.network import SimNetwork, Trace
-from tests.support.virtual_time import on_virtual_time
+from tests.support.simulated import on_virtual_time
+from tests.support.waiting import now
 
 RUN = RunInfo(b"sealed", b"sample")
 OTHER = RunInfo(b"another", b"")
 STATUS = {"round": 3, "loss": math.nan, "peers": []}
-
-
-def now() -> float:
-    return asyncio.get_running_loop().time()
 
 
 # -- many addresses ----------------------------------------------------------------------------------------------------

@@ -9,8 +9,9 @@ import pytest
 
 from node.membership.suspend_detector import SuspendDetector, TimeJump, skew
 from protocols.base import Deadline, PeerId
-from tests.support.membership_swarm import MembershipSwarm, until
-from tests.support.virtual_time import on_virtual_time
+from tests.support.membership_swarm import MembershipSwarm
+from tests.support.simulated import on_virtual_time
+from tests.support.waiting import until
 
 
 def gap(now: float, wall: float) -> TimeJump | None:

@@ -16,8 +16,9 @@ from node.membership.peer_record import MAX_FAILURES
 from node.membership.peer_table import MAX_CONTACTS, MAX_TOLD_OF
 from protocols import wire
 from protocols.base import Deadline, Member, PeerError, PeerGone, PeerId
-from tests.support.membership_swarm import HostilePeer, MembershipSwarm, greeting, until
-from tests.support.virtual_time import on_virtual_time
+from tests.support.membership_swarm import HostilePeer, MembershipSwarm, greeting
+from tests.support.simulated import on_virtual_time
+from tests.support.waiting import until
 
 
 def wrong(heartbeat: Heartbeat) -> list[Heartbeat]:

@@ -25,8 +25,9 @@ from node.outer.activity import Activity
 from node.outer.sketch import sketch
 from protocols import wire
 from protocols.base import Member
-from tests.support.membership_swarm import MembershipSwarm, greeting, until
-from tests.support.virtual_time import on_virtual_time
+from tests.support.membership_swarm import MembershipSwarm, greeting
+from tests.support.simulated import on_virtual_time
+from tests.support.waiting import until
 
 SKETCH = sketch(torch.ones(8), bytes(32))
 

@@ -24,9 +24,8 @@ from node.network.traffic import StreamTraffic
 from protocols import wire
 from protocols.aio import loop_time
 from protocols.base import PeerId, Stream
-from tests.sim import loop
 from tests.support.real_transports import TransportMaker, on_uvloop, soon
-from tests.support.virtual_time import on_virtual_time
+from tests.support.simulated import on_virtual_time
 
 CONTROL, ROUND, CATCH_UP = TrafficClass.CONTROL, TrafficClass.ROUND, TrafficClass.CATCH_UP
 SYNC, DATA = "starling/sync/1", "starling/butterfly/data/1"
@@ -78,64 +77,58 @@ class Passed:
 
 @settings(max_examples=15)
 @given(rates, demands, st.floats(0, 0.5))
-def test_the_rate_holds_and_control_never_waits(
+@on_virtual_time
+async def test_the_rate_holds_and_control_never_waits(
     rate: float, streams: Sequence[tuple[TrafficClass, int, int]], control_share: float
 ) -> None:
-    async def play() -> None:
-        passed, tick = Passed(ByteLimiter(rate)), PIECE_BYTES / rate
-        size = int(control_share * SMALL_BYTES)
-        tasks = [
-            asyncio.create_task(passed.stream(number, kind, piece, after * tick))
-            for number, (kind, piece, after) in enumerate(streams)
-        ]
-        tasks.append(asyncio.create_task(passed.control(tick * SMALL_BYTES / PIECE_BYTES, size)))
-        first = tick * min(after for _, _, after in streams)
-        await passed.during(first + 100 * tick, *tasks)
-        burst = max(PIECE_BYTES, rate * BURST_SECONDS) + PIECE_BYTES + size
-        small = rate * MAX_SMALL_DEBT_SECONDS if any(piece <= SMALL_BYTES for _, piece, _ in streams) else 0
-        counted = passed.bytes(since=first - 1e-6)  # asyncio runs a timer up to its clock's resolution early
-        assert 100 * PIECE_BYTES - burst <= counted <= 100 * PIECE_BYTES + burst + small
-
-    loop.run(play(), limit_seconds=3600)
+    passed, tick = Passed(ByteLimiter(rate)), PIECE_BYTES / rate
+    size = int(control_share * SMALL_BYTES)
+    tasks = [
+        asyncio.create_task(passed.stream(number, kind, piece, after * tick))
+        for number, (kind, piece, after) in enumerate(streams)
+    ]
+    tasks.append(asyncio.create_task(passed.control(tick * SMALL_BYTES / PIECE_BYTES, size)))
+    first = tick * min(after for _, _, after in streams)
+    await passed.during(first + 100 * tick, *tasks)
+    burst = max(PIECE_BYTES, rate * BURST_SECONDS) + PIECE_BYTES + size
+    small = rate * MAX_SMALL_DEBT_SECONDS if any(piece <= SMALL_BYTES for _, piece, _ in streams) else 0
+    counted = passed.bytes(since=first - 1e-6)  # asyncio runs a timer up to its clock's resolution early
+    assert 100 * PIECE_BYTES - burst <= counted <= 100 * PIECE_BYTES + burst + small
 
 
 @settings(max_examples=40)
 @given(rates, st.integers(1, 4), st.integers(1, 4))
-def test_rounds_go_first_and_no_stream_starves(rate: float, rounds: int, joiners: int) -> None:
-    async def play() -> None:
-        passed, piece = Passed(ByteLimiter(rate)), PIECE_BYTES
-        seconds = 16 * CATCH_UP_EVERY * piece / rate
-        kinds = [ROUND] * rounds + [CATCH_UP] * joiners
-        tasks = [asyncio.create_task(passed.stream(n, kind, piece)) for n, kind in enumerate(kinds)]
-        await passed.during(seconds, *tasks)
-        pieces = [passed.bytes(number=n) // piece for n in range(len(kinds))]
-        for group in (pieces[:rounds], pieces[rounds:]):
-            assert max(group) - min(group) <= 1  # equal streams get equal shares
-        # A stream that has just had its turn waits again at once, so it may miss one turn of its class.
-        assert sum(pieces[rounds:]) * CATCH_UP_EVERY >= 0.9 * sum(pieces)
-        assert sum(pieces[rounds:]) <= 0.1 * sum(pieces) or rounds == 1
-
-    loop.run(play(), limit_seconds=3600)
+@on_virtual_time
+async def test_rounds_go_first_and_no_stream_starves(rate: float, rounds: int, joiners: int) -> None:
+    passed, piece = Passed(ByteLimiter(rate)), PIECE_BYTES
+    seconds = 16 * CATCH_UP_EVERY * piece / rate
+    kinds = [ROUND] * rounds + [CATCH_UP] * joiners
+    tasks = [asyncio.create_task(passed.stream(n, kind, piece)) for n, kind in enumerate(kinds)]
+    await passed.during(seconds, *tasks)
+    pieces = [passed.bytes(number=n) // piece for n in range(len(kinds))]
+    for group in (pieces[:rounds], pieces[rounds:]):
+        assert max(group) - min(group) <= 1  # equal streams get equal shares
+    # A stream that has just had its turn waits again at once, so it may miss one turn of its class.
+    assert sum(pieces[rounds:]) * CATCH_UP_EVERY >= 0.9 * sum(pieces)
+    assert sum(pieces[rounds:]) <= 0.1 * sum(pieces) or rounds == 1
 
 
 @settings(max_examples=20)
 @given(rates, st.booleans())
-def test_floods_of_strangers_leave_rounds_the_line(rate: float, small: bool) -> None:
-    async def play() -> None:
-        passed, tick = Passed(ByteLimiter(rate)), PIECE_BYTES / rate
+@on_virtual_time
+async def test_floods_of_strangers_leave_rounds_the_line(rate: float, small: bool) -> None:
+    passed, tick = Passed(ByteLimiter(rate)), PIECE_BYTES / rate
 
-        async def strangers(size: int) -> None:
-            while True:
-                await passed.limiter.take(CONTROL, size, by_stranger=True)
-                await asyncio.sleep(0)
+    async def strangers(size: int) -> None:
+        while True:
+            await passed.limiter.take(CONTROL, size, by_stranger=True)
+            await asyncio.sleep(0)
 
-        sizes = [300, 3000] if small else [PIECE_BYTES] * 20
-        tasks = [asyncio.create_task(strangers(size)) for size in sizes]
-        tasks.append(asyncio.create_task(passed.stream(0, ROUND, PIECE_BYTES)))
-        await passed.during(200 * tick, *tasks)
-        assert passed.bytes(ROUND) >= 0.8 * 200 * PIECE_BYTES
-
-    loop.run(play(), limit_seconds=3600)
+    sizes = [300, 3000] if small else [PIECE_BYTES] * 20
+    tasks = [asyncio.create_task(strangers(size)) for size in sizes]
+    tasks.append(asyncio.create_task(passed.stream(0, ROUND, PIECE_BYTES)))
+    await passed.during(200 * tick, *tasks)
+    assert passed.bytes(ROUND) >= 0.8 * 200 * PIECE_BYTES
 
 
 @on_virtual_time

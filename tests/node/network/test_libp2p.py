@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 from asyncio.subprocess import PIPE
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
@@ -35,6 +35,7 @@ from tests.conformance.other_process import echo
 from tests.conformance.worlds import freeze
 from tests.support.real_transports import TransportMaker, on_uvloop, soon
 from tests.support.transport_pool import Pool, running_daemons
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.real
 
@@ -51,12 +52,6 @@ async def ping(transport: Transport, peer: PeerId) -> None:
     async with transport.open(peer, "echo", soon()) as stream:
         await stream.send(wire.Chunk(1, 4), b"ping")
         assert await stream.receive(LIMIT) == wire.Chunk(1, 4)
-
-
-async def until(condition: Callable[[], bool], seconds: float) -> None:
-    async with asyncio.timeout(seconds):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.02)
 
 
 def steal(thief: socket.socket, port: int) -> None:

@@ -20,7 +20,8 @@ from tests.sim.byzantine.contributors import ByzantineContributorStream
 from tests.sim.gossip_harness import GossipHarness
 from tests.sim.independent_world import IndependentWorld
 from tests.sim.scenario import Scenario
-from tests.support.push_sum_mass import is_conserved
+from tests.support.push_sum import is_conserved
+from tests.support.simulated import simulated
 
 PROTOCOLS = (Gossip, PushSum)
 FASTEST = 2 * STEP_SECONDS
@@ -86,15 +87,12 @@ def test_peer_without_closing_exchanges_delays_briefly(
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
-def test_peer_with_partial_view_still_narrows_the_spread(protocol: type[Gossip | PushSum]) -> None:
-    swarm = GossipHarness(4, protocol=protocol)
+@simulated(lambda protocol: GossipHarness(4, protocol=protocol))
+async def test_peer_with_partial_view_still_narrows_the_spread(swarm: GossipHarness) -> None:
     before = swarm.spread()
-
-    async def play() -> None:
-        views = [(0, 1, 2, 3), (0, 1, 2, 3), (0, 1, 2), (0, 1, 2, 3)]
-        await asyncio.wait([swarm.start(index, swarm.close(index, view)) for index, view in enumerate(views)])
-
-    swarm.run(play)
+    views = [(0, 1, 2, 3), (0, 1, 2, 3), (0, 1, 2), (0, 1, 2, 3)]
+    await asyncio.wait([swarm.start(index, swarm.close(index, view)) for index, view in enumerate(views)])
+    await swarm.settle()
     assert swarm.spread() < 0.7 * before and seconds(swarm) < 4 * FASTEST
 
 

@@ -34,6 +34,7 @@ from tests.support.scripted_averager import (
     holds,
     stepped,
 )
+from tests.support.simulated import on_virtual_time
 
 
 def test_single_peer_steps_by_itself() -> None:
@@ -104,18 +105,15 @@ def test_diverged_work_is_left_out(step_size: float) -> None:
     assert peer.averager.works[0].tokens == 0
 
 
-def test_report_flags_non_finite_parameters() -> None:
+@on_virtual_time
+async def test_report_flags_non_finite_parameters() -> None:
     """No input should lead to such parameters; if one does, the report shows it."""
     peer = IndependentPeer(Script(average=half), Script())
-    (report,) = peer.play()
+    (report,) = await peer.rounds()
     assert report.finite
-
-    async def spoilt() -> RoundReport:
-        peer.outer_loop.anchor[3] = math.nan
-        peer.outer_loop._mixing._origin[3] = math.nan
-        return await peer.outer_loop.run_round(SimClock().wall)
-
-    assert not simloop.run(spoilt()).finite
+    peer.outer_loop.anchor[3] = math.nan
+    peer.outer_loop._mixing._origin[3] = math.nan
+    assert not (await peer.outer_loop.run_round(SimClock().wall)).finite
 
 
 @pytest.mark.parametrize(
@@ -160,15 +158,11 @@ def test_spread_is_computed_from_live_peers_sketches() -> None:
     assert report.spread == pytest.approx(0.5)
 
 
-def test_leaver_hands_in_partial_work() -> None:
+@on_virtual_time
+async def test_leaver_hands_in_partial_work() -> None:
     peer = IndependentPeer(Script(average=half))
-
-    async def main() -> RoundReport:
-        await peer.outer_loop.settle()
-        asyncio.get_running_loop().call_later(0.7, peer.outer_loop.leave)
-        return await peer.outer_loop.run_round(SimClock().wall)
-
-    report = simloop.run(main())
+    asyncio.get_running_loop().call_later(0.7, peer.outer_loop.leave)
+    (report,) = await peer.rounds()
     assert peer.averager.works[0].leaving and report.tokens == 200
 
 
@@ -190,18 +184,13 @@ def test_skipped_snapshot_round_is_made_up() -> None:
     assert [each.round for each in snapshots.held()] == [7, 0]
 
 
-def test_peer_starts_from_a_kept_state() -> None:
+@on_virtual_time
+async def test_peer_starts_from_a_kept_state() -> None:
     snapshots = Snapshots(every_rounds=1)
-    former = IndependentPeer(Script(average=half), snapshots=snapshots)
-    (report,) = former.play()
+    (report,) = await IndependentPeer(Script(average=half), snapshots=snapshots).rounds()
     peer = IndependentPeer(Script())
-
-    async def main() -> RoundReport:
-        await peer.outer_loop.start_from(snapshots.held()[0])
-        await peer.outer_loop.settle()
-        return await peer.outer_loop.run_round(SimClock().wall)
-
-    again = simloop.run(main())
+    await peer.outer_loop.start_from(snapshots.held()[0])
+    (again,) = await peer.rounds()
     assert (again.parent, again.round) == (report.lineage, 1)
     theta, _ = stepped(1)
     assert not holds(peer.outer_loop.anchor, theta)
@@ -267,9 +256,7 @@ def fetched(peer: IndependentPeer, rounds: int, snapshot: Snapshot) -> RoundRepo
     """The report of fetching this snapshot after `rounds` rounds of the peer's own."""
 
     async def main() -> RoundReport:
-        await peer.outer_loop.settle()
-        for _ in range(rounds):
-            await peer.outer_loop.run_round(SimClock().wall)
+        await peer.rounds(rounds)
         until = asyncio.get_running_loop().time() + 10.0
         return await peer.outer_loop.catch_up(cast(IndependentStateSync, OneDonor(snapshot)), SimClock().wall, until)
 

@@ -8,13 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 import pytest
 
 from node.outer.noloco import NoLoCo
-from node.reporting.report import RoundReport
 from protocols.base import Contribution, PeerId, Vector
 from protocols.sync.snapshot import Snapshots
-from tests.sim import loop as simloop
-from tests.sim.host import SimClock
 from tests.support.linear_learner import STEP
 from tests.support.scripted_averager import FROM_BERT, STEPS, IndependentPeer, Script, half, holds
+from tests.support.simulated import on_virtual_time
 
 RATE, MOMENTUM, PULL = 0.5, 0.5, 0.5  # sums of eighths stay exact
 DELTA = STEPS * STEP
@@ -130,20 +128,14 @@ def test_non_finite_step_is_not_taken_or_lent() -> None:
     assert bool(peer.outer_loop.anchor.isfinite().all()) and bool(peer.outer_loop.velocity.isfinite().all())
 
 
-def test_adopted_state_starts_without_contribution() -> None:
+@on_virtual_time
+async def test_adopted_state_starts_without_contribution() -> None:
     snapshots = Snapshots(every_rounds=1)
-    former = puller(Script(average=half), snapshots=snapshots)
-    (report,) = former.play()
+    (report,) = await puller(Script(average=half), snapshots=snapshots).rounds()
     peer = puller(Script(), Script(nothing_lent))
-
-    async def main() -> RoundReport:
-        await peer.outer_loop.settle()
-        await peer.outer_loop.run_round(SimClock().wall)
-        await peer.outer_loop.start_from(snapshots.held()[0])
-        await peer.outer_loop.settle()
-        return await peer.outer_loop.run_round(SimClock().wall)
-
-    again = simloop.run(main())
+    await peer.rounds()
+    await peer.outer_loop.start_from(snapshots.held()[0])
+    (again,) = await peer.rounds()
     assert (again.parent, again.round) == (report.lineage, 1)
     state = stepped(1.0, 0.0, own(1.0) / 2)
     assert stands(peer, stepped(*state, own(state[0])))

@@ -29,11 +29,13 @@ from tests.support.replicated_peer import (
     skipped,
     weighed,
 )
+from tests.support.simulated import on_virtual_time
 
 GENESIS = records.genesis(RUN).hex()
 
 
-def test_committed_round_is_reported_in_full() -> None:
+@on_virtual_time
+async def test_committed_round_is_reported_in_full() -> None:
     end = AveragingResult(
         Outcome.COMMITTED,
         contributions={"anna": Contribution(3, 4), "bert": Contribution(4, 4), "cleo": Contribution(0, 4)},
@@ -43,13 +45,8 @@ def test_committed_round_is_reported_in_full() -> None:
         bytes_received=22,
     )
     peer = Peer(Script(end=end, cut_seconds=2.2, mean_seconds=3.0))
-
-    async def main() -> RoundReport:
-        await asyncio.sleep(100)
-        (report,) = await peer.rounds()
-        return report
-
-    report = play(main())
+    await asyncio.sleep(100)
+    (report,) = await peer.rounds()
     assert replace(report, seconds_average=0.0, time=0.0) == RoundReport(
         run=RUN.hex(),
         peer="anna",

@@ -8,8 +8,9 @@ from collections.abc import Iterator
 import pytest
 
 from tests.support.independent_checkers import check
-from tests.support.session_cluster import SPREAD_LIMIT, IndependentSessionPeer, SessionCluster, SessionPeer, now, until
-from tests.support.virtual_time import on_virtual_time
+from tests.support.session_cluster import SPREAD_LIMIT, IndependentSessionPeer, SessionCluster, SessionPeer
+from tests.support.simulated import on_virtual_time
+from tests.support.waiting import now, until
 
 alone = pytest.mark.parametrize("founders", ["a"])
 

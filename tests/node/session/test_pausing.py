@@ -11,7 +11,7 @@ import pytest
 from node.outer.activity import Activity
 from node.session.pausing import FILE, REST_ROUNDS, REST_SECONDS, PauseController
 from tests.sim.host import SimClock
-from tests.support.simulated import on_virtual_clock
+from tests.support.simulated import on_virtual_time
 
 
 class Paused:
@@ -29,7 +29,7 @@ class Paused:
         return self.clock.wall() + seconds
 
 
-@on_virtual_clock
+@on_virtual_time
 async def test_short_pause_rests_and_ends_by_itself(tmp_path: Path) -> None:
     peer = Paused(tmp_path)
     peer.controller.pause("on battery", peer.after(300.0))
@@ -42,7 +42,7 @@ async def test_short_pause_rests_and_ends_by_itself(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("long", ["no end", "an hour", "asked for"])
-@on_virtual_clock
+@on_virtual_time
 async def test_long_pause_is_an_absence(tmp_path: Path, long: str) -> None:
     peer = Paused(tmp_path)
     until = {"no end": None, "an hour": peer.after(3600.0), "asked for": peer.after(60.0)}[long]
@@ -50,7 +50,7 @@ async def test_long_pause_is_an_absence(tmp_path: Path, long: str) -> None:
     assert peer.asked == [Activity.WORK, Activity.AWAY]
 
 
-@on_virtual_clock
+@on_virtual_time
 async def test_rest_becomes_an_absence(tmp_path: Path) -> None:
     """After some rounds, or after some time, as with a cause of which nobody knows how long it lasts."""
     peer = Paused(tmp_path)
@@ -66,7 +66,7 @@ async def test_rest_becomes_an_absence(tmp_path: Path) -> None:
     assert peer.asked[-1] is Activity.AWAY
 
 
-@on_virtual_clock
+@on_virtual_time
 async def test_pause_after_round_waits_for_its_end(tmp_path: Path) -> None:
     peer = Paused(tmp_path)
     peer.controller.pause(after_round=True)
@@ -77,7 +77,7 @@ async def test_pause_after_round_waits_for_its_end(tmp_path: Path) -> None:
     assert peer.asked[-1] is Activity.WORK
 
 
-@on_virtual_clock
+@on_virtual_time
 async def test_restarted_peer_pauses_until_the_same_time(tmp_path: Path) -> None:
     first = Paused(tmp_path)
     first.controller.pause("on battery", first.after(7200.0))
@@ -103,13 +103,13 @@ async def test_restarted_peer_pauses_until_the_same_time(tmp_path: Path) -> None
     ],
     ids=["empty", "cut", "list", "null", "deep", "number"],
 )
-@on_virtual_clock
+@on_virtual_time
 async def test_damaged_pause_file_is_ignored(tmp_path: Path, content: bytes) -> None:
     (tmp_path / FILE).write_bytes(content)
     assert Paused(tmp_path).asked == [Activity.WORK]
 
 
-@on_virtual_clock
+@on_virtual_time
 async def test_pause_into_the_past_is_refused(tmp_path: Path) -> None:
     peer = Paused(tmp_path)
     for until in (peer.after(-1.0), float("nan"), 1e300):

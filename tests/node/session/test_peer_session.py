@@ -31,8 +31,9 @@ from protocols.base import Member
 from tests.sim import loop as simloop
 from tests.sim.host import DirectoryFaults, SimClock
 from tests.support.long import long
-from tests.support.session_cluster import Directory, SessionCluster, SessionPeer, View, now, until
-from tests.support.virtual_time import on_virtual_time
+from tests.support.session_cluster import Directory, SessionCluster, SessionPeer, View
+from tests.support.simulated import on_virtual_time
+from tests.support.waiting import now, until
 
 alone = pytest.mark.parametrize("founders", ["a"])
 
@@ -186,7 +187,7 @@ async def test_leave_during_catch_up_is_immediate(cluster: SessionCluster) -> No
     await until(lambda: len(first.view.reports) == 3)
     newcomer = cluster.add("d", run_rounds=50)
     await until(lambda: newcomer.status_tracker.state == "syncing")
-    cluster.cut("d")
+    cluster.cut("d", cluster.peers)
     await asyncio.sleep(5.0)
     began = now()
     newcomer.session.leave()
@@ -200,7 +201,7 @@ async def test_leave_during_catch_up_is_immediate(cluster: SessionCluster) -> No
 async def test_disconnected_leaver_abandons_its_round(cluster: SessionCluster) -> None:
     a, b, c = cluster.all(run_rounds=50)
     await asyncio.sleep(3.0)
-    cluster.cut("c")
+    cluster.cut("c", cluster.peers)
     await asyncio.sleep(0.1)
     began = now()
     c.session.leave()
@@ -244,9 +245,9 @@ async def test_others_wait_for_peer_missing_last_round(cluster: SessionCluster) 
     """It is live and can still fetch what was decided. The others do not wait for a peer that stays silent."""
     a, b, c = cluster.all(run_rounds=3)
     await until(lambda: len(c.view.reports) == 2)
-    cluster.cut("c")
+    cluster.cut("c", cluster.peers)
     await until(lambda: len(a.view.reports) == 3)
-    cluster.heal("c")
+    cluster.heal("c", cluster.peers)
     await cluster.end()
     assert {peer.chain.head.key.lineage for peer in (b, c)} == {a.chain.head.key.lineage}
     assert c.outcomes[-1] == "superseded" and not math.isnan(c.view.reports[-1].held_out_loss)

@@ -25,12 +25,13 @@ from protocols.history.chain import Chain
 from protocols.vectors import norm
 from tests.sim.host import SimClock, SimCompute
 from tests.sim.scenario import Scenario
+from tests.sim.scenario_runner import ScenarioRunner, ScenarioSetup
 from tests.sim.world import Outcome as Played
 from tests.sim.world import play as play_world
 from tests.support.checkpoints import Disk, Worker, like
 from tests.support.linear_learner import ELEMENTS
 from tests.support.replicated_peer import ME, OTHER, RUN, Peer, Script, ScriptedAverager, lost, play, skipped, weighed
-from tests.support.replicated_swarm import ROUND_SECONDS, ReplicatedSwarm
+from tests.support.simulated import on_virtual_time, simulated
 
 TOPK = codec("topk")
 WIDE = 5000
@@ -116,21 +117,19 @@ def test_only_topk_has_error_feedback() -> None:
 # -- in a checkpoint --------------------------------------------------------------------------------------------------
 
 
-def test_residual_round_trips_and_unreadable_is_reset(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    async def main() -> None:
-        made, again = (ErrorFeedback(TOPK, 100, SimCompute()) for _ in range(2))
-        made.residual.copy_(torch.arange(100.0) - 50)
-        await made.save(tmp_path / "file")
-        await again.load(tmp_path / "file")
-        assert torch.equal(again.residual, made.residual) and not caplog.records
-        assert again.offered(LocalProgress(1, 1.0, 1.0, 0.0)).norm == pytest.approx(0.95 * norm([made.residual]))
-        (tmp_path / "file").write_bytes(b"nothing like it")
-        await again.load(tmp_path / "file")
-        assert not again.residual.any() and "the error feedback is lost" in caplog.messages[0]
-        await again.load(None)
-        assert not again.residual.any() and len(caplog.records) == 1
-
-    play(main())
+@on_virtual_time
+async def test_residual_round_trips_and_unreadable_is_reset(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    made, again = (ErrorFeedback(TOPK, 100, SimCompute()) for _ in range(2))
+    made.residual.copy_(torch.arange(100.0) - 50)
+    await made.save(tmp_path / "file")
+    await again.load(tmp_path / "file")
+    assert torch.equal(again.residual, made.residual) and not caplog.records
+    assert again.offered(LocalProgress(1, 1.0, 1.0, 0.0)).norm == pytest.approx(0.95 * norm([made.residual]))
+    (tmp_path / "file").write_bytes(b"nothing like it")
+    await again.load(tmp_path / "file")
+    assert not again.residual.any() and "the error feedback is lost" in caplog.messages[0]
+    await again.load(None)
+    assert not again.residual.any() and len(caplog.records) == 1
 
 
 class Waves:
@@ -177,7 +176,8 @@ class CheckpointedPeer:
         return kept
 
 
-def test_restarted_peer_continues_to_identical_bits(tmp_path: Path) -> None:
+@on_virtual_time
+async def test_restarted_peer_continues_to_identical_bits(tmp_path: Path) -> None:
     async def restarted(chain: Chain, with_feedback: bool) -> CheckpointedPeer:
         checkpoint = newest(tmp_path)
         peer = CheckpointedPeer(tmp_path / str(with_feedback), chain.copy(), 2)
@@ -187,51 +187,44 @@ def test_restarted_peer_continues_to_identical_bits(tmp_path: Path) -> None:
         await peer.play()
         return peer
 
-    async def main() -> None:
-        first = CheckpointedPeer(tmp_path, Chain(RUN, "run", (ME, OTHER), bytes(32)), EVERY_ROUNDS + 2)
-        chain = await first.play()
-        assert chain and newest(tmp_path).round == EVERY_ROUNDS
-        assert newest(tmp_path).feedback == newest(tmp_path).path / FEEDBACK
-        second, forgetful = await restarted(chain, True), await restarted(chain, False)
-        assert torch.equal(second.outer_loop.anchor, first.outer_loop.anchor)
-        assert (
-            torch.equal(second.error_feedback.residual, first.error_feedback.residual)
-            and first.error_feedback.residual.any()
-        )
-        assert second.chain.head.key.lineage == first.chain.head.key.lineage
-        assert not torch.equal(forgetful.outer_loop.anchor, first.outer_loop.anchor)
-
-    play(main())
+    first = CheckpointedPeer(tmp_path, Chain(RUN, "run", (ME, OTHER), bytes(32)), EVERY_ROUNDS + 2)
+    chain = await first.play()
+    assert chain and newest(tmp_path).round == EVERY_ROUNDS
+    assert newest(tmp_path).feedback == newest(tmp_path).path / FEEDBACK
+    second, forgetful = await restarted(chain, True), await restarted(chain, False)
+    assert torch.equal(second.outer_loop.anchor, first.outer_loop.anchor)
+    assert (
+        torch.equal(second.error_feedback.residual, first.error_feedback.residual)
+        and first.error_feedback.residual.any()
+    )
+    assert second.chain.head.key.lineage == first.chain.head.key.lineage
+    assert not torch.equal(forgetful.outer_loop.anchor, first.outer_loop.anchor)
 
 
 # -- a whole swarm ----------------------------------------------------------------------------------------------------
 
 
-def test_replay_after_absence_clears_the_residual(monkeypatch: pytest.MonkeyPatch) -> None:
+@simulated(ScenarioRunner, ScenarioSetup(4, fork_peers=0, codec="topk", elements=3000, chunk_elements=4096))
+async def test_replay_after_absence_clears_the_residual(swarm: ScenarioRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     """The peer finds the parts of rounds of three and of four members, which have different sizes."""
-    swarm = ReplicatedSwarm("anna bert cleo dora", fork_peers=0, codec="topk", chunk_elements=4096)
     forgotten: list[tuple[str, bool]] = []
-
-    async def main() -> None:
-        for name, peer in swarm.peers.items():
-            peer.outer_loop.feedback = error_feedback = ErrorFeedback(TOPK, len(peer.outer_loop.anchor), SimCompute())
-            monkeypatch.setattr(error_feedback, "forget", partial(forget, name, error_feedback, error_feedback.forget))
-        await asyncio.sleep(2 * ROUND_SECONDS)
-        swarm.cut("dora", "anna bert cleo")
-        await asyncio.sleep(15 * ROUND_SECONDS)
-        swarm.cut("dora", "anna bert cleo", heal=True)
-        await asyncio.sleep(10 * ROUND_SECONDS)
-        assert swarm.together()
-        (report,) = swarm.peers["dora"].caught_up()
-        assert report.replayed_rounds > 0
-        assert forgotten == [("dora", True)]
 
     def forget(name: str, error_feedback: ErrorFeedback, real: Callable[[], None]) -> None:
         forgotten.append((name, bool(error_feedback.residual.any())))
         real()
         assert not error_feedback.residual.any()
 
-    swarm.play(main)
+    await swarm.rounds(2)
+    for name, outer_loop in swarm.replicas.items():
+        error_feedback = outer_loop.feedback
+        assert isinstance(error_feedback, ErrorFeedback)
+        monkeypatch.setattr(error_feedback, "forget", partial(forget, name, error_feedback, error_feedback.forget))
+    swarm.cut(["p3"], swarm.peers)
+    await asyncio.sleep(30.0)
+    swarm.heal(["p3"], swarm.peers)
+    await swarm.until(swarm.whole, 30.0, "a whole roster")
+    assert sum(each["replayed_rounds"] for each in swarm.caught_up("p3")) > 0
+    assert forgotten == [("p3", True)]
 
 
 @cache

@@ -18,7 +18,7 @@ from node.tasks.text import Text
 from node.training.task_learner import TaskLearner
 from node.training.trainer import InlineTrainer, LocalTraining, Step
 from protocols.base import Layout, LocalProgress, RoundKey, Trainer, Vector
-from tests.sim.loop import run
+from tests.support.simulated import on_virtual_time
 
 RECIPE = Recipe(10, 5, learning_rate=1e-2, outer_learning_rate=0.9, outer_momentum=0.5, warmup_steps=4)
 
@@ -249,78 +249,68 @@ async def _train(
     return work, progress
 
 
-def test_progress_is_reported_in_virtual_time() -> None:
-    async def main() -> None:
-        trainer: Trainer = InlineTrainer(Count(), inner_steps=30, step_seconds=2.0)
-        assert isinstance(trainer, InlineTrainer)
-        work, progress = await _train(trainer, 0, cut_after=79.0)
-        assert (work.tokens, work.seconds, work.complete) == (400, 80.0, True)  # beyond the 30 steps, until the cut
-        assert [seconds / 2 for seconds, _ in progress] == [*range(12), 13, 15, 17, 19, 21, 24, 27, 30, 33, 37]
-        assert [offer.tokens for _, offer in progress] == [seconds * 5 for seconds, _ in progress]
-        assert [offer.complete for _, offer in progress] == [False] * 19 + [True] * 3
-
-    run(main())
+@on_virtual_time
+async def test_progress_is_reported_in_virtual_time() -> None:
+    trainer: Trainer = InlineTrainer(Count(), inner_steps=30, step_seconds=2.0)
+    assert isinstance(trainer, InlineTrainer)
+    work, progress = await _train(trainer, 0, cut_after=79.0)
+    assert (work.tokens, work.seconds, work.complete) == (400, 80.0, True)  # beyond the 30 steps, until the cut
+    assert [seconds / 2 for seconds, _ in progress] == [*range(12), 13, 15, 17, 19, 21, 24, 27, 30, 33, 37]
+    assert [offer.tokens for _, offer in progress] == [seconds * 5 for seconds, _ in progress]
+    assert [offer.complete for _, offer in progress] == [False] * 19 + [True] * 3
 
 
-def test_completion_is_reported_at_once() -> None:
-    async def main() -> None:
-        trainer = InlineTrainer(Count(), inner_steps=29, step_seconds=1.0)
-        _, progress = await _train(trainer, 0, cut_after=29.5)
-        assert [work.complete for _, work in progress][-2:] == [False, True] and progress[-1][0] == 29.0
-        _, progress = await _train(trainer, 1, cut_after=1.5)  # nothing was written: the work goes on growing
-        assert [work.tokens for _, work in progress] == [300, 310]  # at once, then after the first step
-        assert not progress[0][1].complete and progress[0][1].norm == math.sqrt(2 * 30**2)
-
-    run(main())
+@on_virtual_time
+async def test_completion_is_reported_at_once() -> None:
+    trainer = InlineTrainer(Count(), inner_steps=29, step_seconds=1.0)
+    _, progress = await _train(trainer, 0, cut_after=29.5)
+    assert [work.complete for _, work in progress][-2:] == [False, True] and progress[-1][0] == 29.0
+    _, progress = await _train(trainer, 1, cut_after=1.5)  # nothing was written: the work goes on growing
+    assert [work.tokens for _, work in progress] == [300, 310]  # at once, then after the first step
+    assert not progress[0][1].complete and progress[0][1].norm == math.sqrt(2 * 30**2)
 
 
-def test_without_surplus_completed_steps_wait_for_the_cut() -> None:
-    async def main() -> None:
-        learner, loop, cut = Count(), asyncio.get_running_loop(), asyncio.Event()
-        trainer = InlineTrainer(learner, inner_steps=3, step_seconds=1.0)
-        for _ in range(2):  # the work of an undecided round goes on
-            cut.clear()
-            loop.call_later(10.0, cut.set)
-            work = await trainer.train(key(0), cut, lambda work: None, surplus=False)
-            assert work.complete and len(learner.steps) == 3 and cut.is_set()
-        assert loop.time() == 20.0
-
-    run(main())
+@on_virtual_time
+async def test_without_surplus_completed_steps_wait_for_the_cut() -> None:
+    learner, loop, cut = Count(), asyncio.get_running_loop(), asyncio.Event()
+    trainer = InlineTrainer(learner, inner_steps=3, step_seconds=1.0)
+    for _ in range(2):  # the work of an undecided round goes on
+        cut.clear()
+        loop.call_later(10.0, cut.set)
+        work = await trainer.train(key(0), cut, lambda work: None, surplus=False)
+        assert work.complete and len(learner.steps) == 3 and cut.is_set()
+    assert loop.time() == 20.0
 
 
-def test_early_cut_and_writes_between_rounds_are_allowed() -> None:
-    async def main() -> None:
-        learner = Count()
-        trainer = InlineTrainer(learner, inner_steps=2, step_seconds=1.0)
-        cut = asyncio.Event()
-        cut.set()
-        progress: list[LocalProgress] = []
-        work = await trainer.train(key(0), cut, progress.append)
-        assert work.tokens == progress[0].tokens == work.norm == 0 and len(progress) == 1 and learner.steps == []
-        trainer.step_seconds = 5.0
-        work, _ = await _train(trainer, 0, cut_after=7.0)
-        assert (work.tokens, work.seconds) == (20, 10.0)
-        into = torch.zeros(2)
-        await trainer.read(into)
-        assert into.tolist() == [2.0, 2.0]
-        await trainer.write(torch.tensor([7.0, 8.0]))
-        assert learner.vectors[0].tolist() == [7.0, 8.0] and await trainer.evaluate() == 15.0
-        work, _ = await _train(trainer, 1, cut_after=1.0)
-        assert (work.tokens, work.seconds) == (10, 5.0)
-
-    run(main())
+@on_virtual_time
+async def test_early_cut_and_writes_between_rounds_are_allowed() -> None:
+    learner = Count()
+    trainer = InlineTrainer(learner, inner_steps=2, step_seconds=1.0)
+    cut = asyncio.Event()
+    cut.set()
+    progress: list[LocalProgress] = []
+    work = await trainer.train(key(0), cut, progress.append)
+    assert work.tokens == progress[0].tokens == work.norm == 0 and len(progress) == 1 and learner.steps == []
+    trainer.step_seconds = 5.0
+    work, _ = await _train(trainer, 0, cut_after=7.0)
+    assert (work.tokens, work.seconds) == (20, 10.0)
+    into = torch.zeros(2)
+    await trainer.read(into)
+    assert into.tolist() == [2.0, 2.0]
+    await trainer.write(torch.tensor([7.0, 8.0]))
+    assert learner.vectors[0].tolist() == [7.0, 8.0] and await trainer.evaluate() == 15.0
+    work, _ = await _train(trainer, 1, cut_after=1.0)
+    assert (work.tokens, work.seconds) == (10, 5.0)
 
 
-def test_peers_share_the_event_loop_while_training() -> None:
-    async def main() -> float:
-        loop = asyncio.get_running_loop()
-        trainers = [InlineTrainer(Paced(100, seed), 10, step_seconds=1.0 + seed) for seed in range(3)]
-        results = await asyncio.gather(*(_train(trainer, 0, cut_after=11.5) for trainer in trainers))
-        assert [work.tokens // 1024 for work, _ in results] == [12, 6, 4]
-        assert [work.complete for work, _ in results] == [True, False, False]
-        return loop.time()
-
-    assert run(main()) == 12.0
+@on_virtual_time
+async def test_peers_share_the_event_loop_while_training() -> None:
+    loop = asyncio.get_running_loop()
+    trainers = [InlineTrainer(Paced(100, seed), 10, step_seconds=1.0 + seed) for seed in range(3)]
+    results = await asyncio.gather(*(_train(trainer, 0, cut_after=11.5) for trainer in trainers))
+    assert [work.tokens // 1024 for work, _ in results] == [12, 6, 4]
+    assert [work.complete for work, _ in results] == [True, False, False]
+    assert loop.time() == 12.0
 
 
 def test_lab_trains_through_the_protocol(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,7 @@ from protocols.consensus.record import Kind
 from protocols.history.chain import Chain
 from protocols.sync.progress import SyncProgressLine
 from tests.support.fake_rounds import RUN, line
-from tests.support.virtual_time import on_virtual_time
+from tests.support.simulated import on_virtual_time
 
 ME = Member("me")
 ROSTER = (Member("anna"), Member("bert"), ME)

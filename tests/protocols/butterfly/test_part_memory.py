@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import mmap
 from collections.abc import Iterator
@@ -12,10 +11,9 @@ import pytest
 from protocols import wire
 from protocols.allreduce.parts import ReducedPart
 from protocols.base import Stream
-from protocols.butterfly.part_cache import PARTS
+from protocols.butterfly.part_cache import PARTS, PartCache
 from tests.sim import pipe
-from tests.sim.host import sim_host
-from tests.support.replicated_swarm import ROUND_SECONDS, ReplicatedSwarm, SwarmPeer
+from tests.sim.scenario_runner import ScenarioRunner, ScenarioSetup
 from tests.support.simulated import simulated
 
 HEADER_LIMIT = 1 << 12
@@ -27,19 +25,12 @@ def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pipe, "WINDOW_BYTES", 300)
 
 
-def two_rounds_in_memory() -> ReplicatedSwarm:
-    return ReplicatedSwarm("anna bert", keep_rounds=1)
+two_rounds_in_memory = ScenarioSetup(2, keep_rounds=1, elements=3000, chunk_elements=256)
 
 
-def parts_of(peer: SwarmPeer) -> Iterator[ReducedPart]:
+def parts_of(part_cache: PartCache) -> Iterator[ReducedPart]:
     """Parts in memory, the oldest first."""
-    return (part for parts in peer.averager.part_cache._parts.values() for part in parts.values() if part.chunks)
-
-
-async def rounds(world: ReplicatedSwarm, number: int) -> None:
-    """Wait until both peers are in this round."""
-    while min(peer.chain.head.key.round for peer in world.peers.values()) < number:  # noqa: ASYNC110
-        await asyncio.sleep(ROUND_SECONDS / 8)
+    return (part for parts in part_cache._parts.values() for part in parts.values() if part.chunks)
 
 
 async def next_chunk(stream: Stream) -> tuple[int, bytes]:
@@ -50,29 +41,27 @@ async def next_chunk(stream: Stream) -> tuple[int, bytes]:
     return header.mask, bytes(data)
 
 
-@simulated(two_rounds_in_memory)
-async def test_served_part_keeps_its_bytes_for_rounds(world: ReplicatedSwarm, narrow: None) -> None:
-    await asyncio.sleep(2 * ROUND_SECONDS)
-    anna = world.peers["anna"]
-    part_cache, began = anna.averager.part_cache, anna.chain.head.key.round
-    part = next(parts_of(anna))
+@simulated(ScenarioRunner, two_rounds_in_memory)
+async def test_served_part_keeps_its_bytes_for_rounds(world: ScenarioRunner, narrow: None) -> None:
+    await world.rounds(2)
+    part_cache = world.averager("p0").part_cache
+    part = next(parts_of(part_cache))
     assert part.result
     wanted, hash, span, chunks = part.result.digest, part.hash, (part.low, part.high), part.chunks
     del part
-    zoe = sim_host(world.network, world.network.join("zoe"), 1, {})
-    async with zoe.transport.open("anna", PARTS, asyncio.get_running_loop().time() + 60.0) as stream:
+    async with world.join("zoe").transport.open("p0", PARTS, world.now + 60.0) as stream:
         await stream.send(wire.WantPart(wanted))
         assert wire.expect(await stream.receive(HEADER_LIMIT), wire.Availability).here
         received = [await next_chunk(stream)]
-        await rounds(world, began + 4)
+        await world.rounds(4, world.peers)
         assert wanted not in part_cache, "the peer itself needs it no more"
         received += [await next_chunk(stream) for _ in range(chunks - 1)]
     digests = [hash.chunk(mask, data) for mask, data in received]
     assert hash.part(*span, [mask for mask, _ in received], digests).digest == wanted
 
 
-@simulated(two_rounds_in_memory)
-async def test_later_rounds_need_no_fresh_memory(world: ReplicatedSwarm, monkeypatch: pytest.MonkeyPatch) -> None:
+@simulated(ScenarioRunner, two_rounds_in_memory)
+async def test_later_rounds_need_no_fresh_memory(world: ScenarioRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two rounds are in memory at a time. Garbage collection is off, so nothing waits for it."""
     fresh, make = list[int](), mmap.mmap
 
@@ -83,11 +72,11 @@ async def test_later_rounds_need_no_fresh_memory(world: ReplicatedSwarm, monkeyp
     monkeypatch.setattr("protocols.allreduce.chunk_pool.mmap.mmap", counted)
     gc.disable()
     try:
-        await rounds(world, 4)
+        await world.rounds(4)
         first = len(fresh)
-        await rounds(world, 12)
+        await world.rounds(8)
     finally:
         gc.enable()
-    chunks = sum(part.chunks for part in parts_of(world.peers["anna"]))
+    chunks = sum(part.chunks for part in parts_of(world.averager("p0").part_cache))
     assert chunks >= 12 and first >= 2 * chunks, "nothing was counted"
     assert len(fresh) - first < chunks, f"{len(fresh) - first} new pieces in eight rounds of {chunks} chunks"

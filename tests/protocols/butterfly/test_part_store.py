@@ -14,14 +14,15 @@ import torch
 
 from node.storage.scratch import ScratchFile
 from protocols.allreduce.parts import ReducedPart
-from protocols.base import Buffer
+from protocols.base import Buffer, Host
+from protocols.butterfly.part_cache import PartCache
 from protocols.butterfly.part_store import GIVE_WAY_SECONDS, PartStore
 from protocols.codec import codec
 from protocols.gate import Gate
 from protocols.sync.snapshot import MemoryBuffer
 from tests.sim.host import SimCompute
-from tests.support.replicated_swarm import ROUND_SECONDS, ReplicatedSwarm
-from tests.support.simulated import on_virtual_clock, simulated
+from tests.sim.scenario_runner import ScenarioRunner, ScenarioSetup
+from tests.support.simulated import on_virtual_time, simulated
 from tests.support.sync_cluster import SyncCluster
 
 SPAN = (100, 1100)
@@ -98,7 +99,7 @@ def chunks(kept: Any) -> list[bytes]:
     return [bytes(kept.chunk(index)) for index in range(kept.chunks)]
 
 
-@on_virtual_clock
+@on_virtual_time
 async def test_part_round_trips(tmp_path: Path) -> None:
     kept = store(lambda size: ScratchFile(tmp_path, size))
     parts = [part(1), part(2, (1100, 1100)), part(3, (0, 100))]
@@ -121,7 +122,7 @@ async def test_part_round_trips(tmp_path: Path) -> None:
         ({"limit_bytes": 1, "least_rounds": 1}, [7]),
     ],
 )
-@on_virtual_clock
+@on_virtual_time
 async def test_oldest_rounds_are_evicted_first(bounds: dict[str, int], left: list[int]) -> None:
     kept = store(**{"least_rounds": 1, **bounds})
     first = part(0)
@@ -133,7 +134,7 @@ async def test_oldest_rounds_are_evicted_first(bounds: dict[str, int], left: lis
     assert held and bytes(held.chunk(1)) == bytes(first.chunk(1)), "a peer that is being served it reads on"
 
 
-@on_virtual_clock
+@on_virtual_time
 async def test_full_disk_costs_rounds_parts_and_warns_once(caplog: pytest.LogCaptureFixture) -> None:
     buffers = FailingBuffers()
     kept = store(buffers)
@@ -151,7 +152,7 @@ async def test_full_disk_costs_rounds_parts_and_warns_once(caplog: pytest.LogCap
     ]
 
 
-@on_virtual_clock
+@on_virtual_time
 async def test_interrupted_write_resumes_at_its_position() -> None:
     buffers, made = FailingBuffers(), part(1)
     kept = store(buffers)
@@ -167,7 +168,7 @@ async def test_interrupted_write_resumes_at_its_position() -> None:
     assert max(buffers.written) <= 4 * CHUNK and sum(buffers.written) <= SIZE + 3 * 4 * CHUNK
 
 
-@on_virtual_clock
+@on_virtual_time
 async def test_writing_yields_to_data_phase_for_limited_time() -> None:
     gate, made = Gate(), part(1)
     kept, loop = PartStore(FailingBuffers(), SimCompute(), gate), asyncio.get_running_loop()
@@ -204,13 +205,19 @@ async def test_long_absent_peer_replays_stored_rounds(world: SyncCluster) -> Non
     assert world.same("anna bert cleo") and (report.replayed_rounds, report.blamed) == (40, {})
 
 
-@simulated(lambda: ReplicatedSwarm("anna bert", keep_rounds=4, make_buffer=FailingBuffers()))
-async def test_swarm_keeps_two_rounds_in_memory_others_stored(world: ReplicatedSwarm) -> None:
+class StoringRunner(ScenarioRunner):
+    """Peers that store the parts of five past rounds."""
+
+    def part_cache(self, host: Host) -> PartCache:
+        gate = Gate()
+        return PartCache(host, PartStore(FailingBuffers(), host.compute, gate, most_rounds=5, least_rounds=1), gate)
+
+
+@simulated(StoringRunner, ScenarioSetup(2, keep_rounds=4))
+async def test_swarm_keeps_two_rounds_in_memory_others_stored(world: StoringRunner) -> None:
     most = 0
     for _ in range(100):
-        await asyncio.sleep(10 * ROUND_SECONDS / 100)
-        most = max(most, *(len(peer.averager.part_cache._parts) for peer in world.peers.values()))
-    anna = world.peers["anna"]
-    rounds = anna.chain.head.key.round
-    assert most == 2 and rounds > 7 and anna.averager.part_cache.past
-    assert anna.averager.part_cache.past.rounds == 5
+        await asyncio.sleep(0.2)
+        most = max(most, *(len(world.averager(peer).part_cache._parts) for peer in world.peers))
+    past = world.averager("p0").part_cache.past
+    assert most == 2 and world.head("p0").key.round > 7 and past and past.rounds == 5

@@ -18,21 +18,20 @@ from protocols.consensus.record import coordinators
 from protocols.history.chain import genesis
 from protocols.vectors import norm
 from protocols.wire import Offer, Ready
-from tests.sim import loop as simloop
 from tests.sim.butterfly_harness import RUN
-from tests.sim.host import SimSigner, sim_host
-from tests.sim.network import SimNetwork
-from tests.sim.trace import Trace
-from tests.support.simulated import on_virtual_clock
+from tests.sim.host import SimSigner
+from tests.sim.swarm import SimSwarm
+from tests.support.simulated import simulated
 
 VECTOR = torch.ones(64)
 SETTINGS = Settings("fp32", (64,), 16)
 WORK = LocalProgress(10, 0.0, 0.0, norm([VECTOR]), complete=False)
 COMPLETE = replace(WORK, tokens=20, complete=True)
 COMPLETE_AT = 1.0
+CHANGES = ({"tokens": 21}, {"norm": 2.0}, {"leaving": True}, {"signature": b"?" * 32})
 
 
-class Roster:
+class Roster(SimSwarm):
     """Five peers before their first round.
 
     Attributes:
@@ -42,12 +41,11 @@ class Roster:
     """
 
     def __init__(self) -> None:
-        self.network = SimNetwork(Trace(), latency_seconds=0.005)
+        super().__init__(latency_seconds=0.005)
         peers = tuple(f"p{index}" for index in range(5))
         self.head: Head = genesis(RUN, "run", tuple(Member(peer) for peer in peers), bytes(32))
         self.order = coordinators(self.head.key.lineage, self.head.roster)
-        hosts = [sim_host(self.network, self.network.join(peer), 1, {}) for peer in self.order]
-        self._averagers = {host.me: Butterfly(host, SETTINGS) for host in hosts}
+        self._averagers = {peer: Butterfly(self.join(peer), SETTINGS) for peer in self.order}
         self.sessions: dict[PeerId, ButterflySession] = {}
         self.outcomes: dict[PeerId, Outcome] = {}
 
@@ -70,38 +68,33 @@ class Roster:
 
 
 @pytest.mark.parametrize("mid_call", [False, True], ids=["right after the offers", "in mid call"])
-def test_third_coordinator_calls_when_two_fail(mid_call: bool) -> None:
+@simulated(Roster)
+async def test_third_coordinator_calls_when_two_fail(roster: Roster, mid_call: bool) -> None:
     """The first two fall silent before they can call the round; or crash when all but the third have their plan."""
-
-    async def main() -> None:
-        roster = Roster()
-        first, second, third, *others = roster.order
-        tasks = {peer: asyncio.create_task(roster.member(peer)) for peer in roster.order}
-        await asyncio.sleep(COMPLETE_AT + 0.001)  # all offers are under way
+    first, second, third, *others = roster.order
+    tasks = {peer: asyncio.create_task(roster.member(peer)) for peer in roster.order}
+    await asyncio.sleep(COMPLETE_AT + 0.001)  # all offers are under way
+    if mid_call:
+        roster.network.block(first, third)
+    while mid_call and not all(map(roster.called, others)):  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
+    assert not roster.called(third)
+    for victim in (first, second):
+        tasks.pop(victim).cancel()
         if mid_call:
-            roster.network.block(first, third)
-        while mid_call and not all(map(roster.called, others)):  # noqa: ASYNC110
-            await asyncio.sleep(0.001)
-        assert not roster.called(third)
-        for victim in (first, second):
-            tasks.pop(victim).cancel()
-            if mid_call:
-                roster.network.kill(victim)
-                roster.sessions[third].gone(victim)
-            for peer in roster.order:
-                roster.network.block(victim, peer)
-        await asyncio.gather(*tasks.values())
-        assert roster.outcomes == dict.fromkeys(tasks, Outcome.COMMITTED)
-        calls = [roster.sessions[peer].call.resolved for peer in tasks]
-        assert {call.plan.ballot for call in calls if call} == {2}, "not the third coordinator's plan"
-
-    simloop.run(main())
+            roster.network.kill(victim)
+            roster.sessions[third].gone(victim)
+        for peer in roster.order:
+            roster.network.block(victim, peer)
+    await asyncio.gather(*tasks.values())
+    assert roster.outcomes == dict.fromkeys(tasks, Outcome.COMMITTED)
+    calls = [roster.sessions[peer].call.resolved for peer in tasks]
+    assert {call.plan.ballot for call in calls if call} == {2}, "not the third coordinator's plan"
 
 
-@on_virtual_clock
-async def test_coordinators_lost_early_cost_only_their_work() -> None:
+@simulated(Roster)
+async def test_coordinators_lost_early_cost_only_their_work(roster: Roster) -> None:
     """Ballots pass while the others train. All their work is in the plan, and that of the slow one is up to date."""
-    roster = Roster()
     first, second, slow, *others = roster.order
     tasks = {peer: asyncio.create_task(roster.member(peer, every=40.0)) for peer in (first, second, *others)}
     growing = [replace(WORK, tokens=tokens) for tokens in range(20, 450, 10)]  # until the call
@@ -124,17 +117,14 @@ async def test_coordinators_lost_early_cost_only_their_work() -> None:
     assert roster.outcomes == dict.fromkeys(tasks, Outcome.COMMITTED)
 
 
-@on_virtual_clock
-async def test_coordinator_cut_off_from_quorum_waits() -> None:
+@simulated(Roster)
+async def test_coordinator_cut_off_from_quorum_waits(roster: Roster) -> None:
     """To it the others are gone. Since it may be the one cut off, it does not call the round for its own work."""
-    roster = Roster()
     first, *others = roster.order
     tasks = [asyncio.create_task(roster.member(peer, every=COMPLETE_AT if peer == first else 50.0)) for peer in others]
     tasks.append(asyncio.create_task(roster.member(first)))
     await asyncio.sleep(0.5)
-    for peer in others:
-        roster.network.block(first, peer)
-        roster.network.block(peer, first)
+    roster.cut([first], others)
     await asyncio.sleep(30.0)
     assert not {first, *others} & set(roster.network.contacts.views[first].live())
     assert not roster.called(first)
@@ -142,10 +132,9 @@ async def test_coordinator_cut_off_from_quorum_waits() -> None:
         task.cancel()
 
 
-@pytest.mark.parametrize("change", [{"tokens": 21}, {"norm": 2.0}, {"signature": b"?" * 32}], ids=str)
-@on_virtual_clock
-async def test_verified_offer_changed_in_plan_is_refused(change: dict[str, object]) -> None:
-    roster = Roster()
+@pytest.mark.parametrize("change", CHANGES, ids=str)
+@simulated(Roster)
+async def test_verified_offer_changed_in_plan_is_refused(roster: Roster, change: dict[str, object]) -> None:
     first, _, ours, *_ = roster.order
     unsigned = Offer(Member(first), 20, WORK.norm, 0.0, True, False, 1e6, bytes(32), b"")
     signature = SimSigner(first, 1).sign(planning.offer_message(roster.head.key, unsigned))

@@ -21,10 +21,9 @@ from protocols.base import (
 from protocols.history.chain import genesis as genesis_head
 from protocols.registry import REPLICATED_PROTOCOLS
 from protocols.vectors import norm
-from tests.sim import loop as simloop
 from tests.sim.butterfly_harness import RUN
-from tests.sim.host import sim_host
-from tests.sim.network import SimNetwork, Trace
+from tests.sim.network import SimNetwork
+from tests.sim.swarm import SimSwarm
 from tests.support.example_vectors import equal_norm_vectors
 
 
@@ -74,13 +73,13 @@ def average(
             return mean
 
     async def main() -> list[AveragingResult]:
-        network = SimNetwork(Trace())
-        hosts = [sim_host(network, network.join(peer, 1e6), 1, {}) for peer in logs]
-        before(network)
+        hosts = [swarm.join(peer, 1e6) for peer in logs]
+        before(swarm.network)
         head = genesis_head(RUN, "run", tuple(Member(peer) for peer in logs), bytes(32))
         return list(await asyncio.gather(*(member(host, head, index) for index, host in enumerate(hosts))))
 
-    return logs, simloop.run(main())
+    swarm = SimSwarm()
+    return logs, swarm.play(main)
 
 
 def test_awaited_peers_follow_the_phases_of_a_round() -> None:

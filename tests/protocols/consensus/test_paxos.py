@@ -13,7 +13,7 @@ from protocols.consensus.paxos import PaxosInstance
 from protocols.consensus.record import Kind
 from protocols.consensus.vote_tally import VoteTally, majority
 from tests.sim.invariants import Seal
-from tests.support.vote_table import KEY, PART, PLAN, Table
+from tests.support.vote_table import KEY, PART, Table
 
 # -- the normal case --------------------------------------------------------------------------------------------------
 
@@ -119,44 +119,6 @@ def test_disconnected_coordinator_is_not_waited_for() -> None:
     assert table.flying == []
     table.do(1, "gone", table.name(0))
     assert len(table.sent(votes.Prepare)) == 1
-
-
-def test_next_coordinator_carries_over_accepted_record() -> None:
-    table = Table(5)
-    mean = table.record(Kind.MEAN, PART)
-    table.hold(0, 3)
-    table.do(0, "chosen", 0, mean)
-    table.deliver(votes.Propose, to=3)
-    table.die(0)
-    table.lose()
-    table.do(1, "timeout", 0)
-    table.deliver(votes.Prepare, to=3)
-    table.deliver(votes.Prepare, to=4)
-    table.deliver()
-    assert not table.heard(1, votes.ProposalNeeded)
-    assert table.heard(1, votes.Fetch)[0].record == mean
-    table.hold(1, 2, 4)
-    table.deliver()
-    assert table.decided() == [(1, mean)] * 4
-
-
-def test_record_of_highest_ballot_is_proposed_again() -> None:
-    table = Table(5)
-    first, second = table.record(without=4), table.record(without=3)
-    table.do(0, "chosen", 0, first)
-    table.lose()  # only 0 has accepted it
-    table.do(1, "timeout", 0)
-    table.lose(0)
-    table.deliver(votes.Prepare)
-    table.deliver(votes.Promise)
-    table.do(1, "chosen", 1, second)
-    table.lose()  # only 1 has accepted it
-    table.do(2, "timeout", 0)
-    table.do(2, "timeout", 1)
-    table.deliver(votes.Prepare, to=0)
-    table.deliver(votes.Prepare, to=1)
-    table.deliver()
-    assert table.decided() == [(2, second)] * 5
 
 
 def test_late_coordinator_yields_to_promises() -> None:
@@ -309,37 +271,6 @@ def test_timers_double_to_limit_and_stale_are_ignored() -> None:
 
 
 # -- forks ------------------------------------------------------------------------------------------------------------
-
-
-def test_survivors_must_fork_unanimously() -> None:
-    table = Table(5)
-    table.die(0, 2, 4)
-    fork = table.fork(1, 3)
-    table.do(3, "fork", fork)
-    table.deliver()
-    assert table.decided() == [None, None]  # 1 does not agree yet
-    table.do(1, "fork", fork)
-    table.deliver()
-    assert [each and each[1] for each in table.decided()] == [fork] * 2
-    assert len(table.vote(1).decided.votes) == 2  # type: ignore[union-attr]
-
-
-def test_fork_adopts_record_accepted_by_survivor() -> None:
-    table = Table(5)
-    table.hold(0, 3)
-    table.do(0, "chosen", 0, table.record(Kind.MEAN, PART))
-    table.deliver(votes.Propose, to=3)
-    table.lose()
-    table.die(0, 2, 4)
-    for index in (1, 3):
-        table.do(index, "fork", table.fork(1, 3))
-    table.deliver()
-    assert table.decided() == [None, None]
-    table.hold(1)
-    table.deliver()
-    (_, data), _ = [each for each in table.decided() if each]
-    forked = records.decode(data)
-    assert (forked.kind, forked.plan, forked.parts) == (Kind.FORK, PLAN, (PART.result,))
 
 
 def test_single_survivor_forks_only_where_allowed() -> None:

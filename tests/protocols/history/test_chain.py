@@ -96,19 +96,6 @@ def test_settle_changes_only_the_state_root() -> None:
 # -- looking ----------------------------------------------------------------------------------------------------------
 
 
-def test_heads_along_the_chain_match_the_past() -> None:
-    chain = fresh()
-    heads = [chain.head]
-    for number in range(5):
-        kind, roster = (Kind.SKIP, ROSTER[:1]) if number == 2 else (Kind.MEAN, ROSTER)
-        chain.extend(encoded(decided(chain.head, kind, roster)))
-        chain.settle(bytes([number]) * 32)
-        heads.append(chain.head)
-    assert [chain.at(head.key.lineage) for head in heads[:-1]] == heads[:-1]
-    assert chain.at(heads[-1].key.lineage) == replace(heads[-1], state_root=UNSETTLED), "no record states it yet"
-    assert chain.at(b"x" * 32) is None
-
-
 def test_past_heads_have_the_recorded_state_roots() -> None:
     """Whatever state this peer itself settled."""
     chain = fresh()
@@ -120,16 +107,6 @@ def test_past_heads_have_the_recorded_state_roots() -> None:
     chain.extend(encoded(decided(chain.head, root=b"2" * 32)))
     diverged = chain.at(lineages(chain)[1])
     assert diverged is not None and diverged.state_root == b"2" * 32
-
-
-def test_since_and_child_return_following_records_or_none() -> None:
-    chain = grown(6)
-    every = lineages(chain)
-    assert [link.lineage for link in chain.since(every[2])] == every[3:]
-    assert [link.lineage for link in chain.since(every[0], 2)] == every[1:3]
-    assert chain.since(every[6]) == chain.since(b"x" * 32) == ()
-    assert chain.child(every[6]) is None and chain.child(b"x" * 32) is None
-    assert every[3] in chain and b"x" * 32 not in chain
 
 
 @given(rounds=st.integers(0, 300), shared=st.integers(0, 300))
@@ -149,37 +126,7 @@ def test_locator_finds_the_common_ancestor_approximately(rounds: int, shared: in
     assert theirs.common([b"x" * 32]) is None
 
 
-def test_members_of_all_rosters_are_latest_first() -> None:
-    chain = fresh()
-    for roster in ((Member("anna"), Member("cleo", 1)), (Member("cleo", 2), Member("dora"))):
-        chain.extend(encoded(decided(chain.head, roster=roster)))
-    assert chain.members(9) == (Member("cleo", 2), Member("dora"), Member("anna"), Member("bert"))
-    assert chain.members(2) == (Member("cleo", 2), Member("dora"))
-
-
 # -- switching --------------------------------------------------------------------------------------------------------
-
-
-def test_switch_replaces_our_branch_from_the_divergence() -> None:
-    chain = grown(5)
-    every = lineages(chain)
-    head = chain.at(every[2])
-    assert head is not None
-    other = line(head, 2, plan=b"e" * 32, roster=ROSTER[:1])
-    lost = chain.switch(every[2], other)
-    assert [link.lineage for link in lost] == every[3:]
-    assert lineages(chain) == [*every[:3], *(link.lineage for link in other)]
-    assert chain.head == other[-1].head and every[4] not in chain
-    chain.extend(encoded(decided(chain.head)))
-    assert chain.head.key.round == 5
-
-
-def test_switch_may_only_rewind_or_only_extend() -> None:
-    chain = grown(3)
-    every = lineages(chain)
-    more = line(chain.head, 2)
-    assert chain.switch(every[3], more) == () and chain.head.key.round == 5
-    assert len(chain.switch(every[0], [])) == 5 and chain.head == replace(fresh().head, state_root=ROOT)
 
 
 def test_invalid_switch_changes_nothing() -> None:

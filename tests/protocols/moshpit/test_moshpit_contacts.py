@@ -11,8 +11,9 @@ import pytest
 from protocols.base import Deadline, Host, Member, PeerId, Settings
 from protocols.moshpit.averager import Moshpit
 from protocols.moshpit.state import ACQUAINTANCES, MoshpitState
-from tests.sim.host import SimDirectory, sim_host
-from tests.sim.network import SimNetwork, Trace
+from tests.sim.host import SimDirectory
+from tests.sim.network import SimNetwork
+from tests.sim.swarm import SimSwarm
 from tests.support.moshpit import assert_groups_hold_same_bits, moshpit_swarm, outcomes, spread
 
 
@@ -103,8 +104,8 @@ def test_announcements_go_to_group_and_few_contacts() -> None:
 @pytest.fixture
 def moshpit() -> MoshpitState:
     """The state of p00 before its first round; it announces itself to at most one other peer."""
-    network = SimNetwork(Trace())
-    hosts = [sim_host(network, network.join(f"p{index:02}"), 1, {}) for index in range(6)]
+    swarm = SimSwarm()
+    hosts = [swarm.join(f"p{index:02}") for index in range(6)]
     return Moshpit(hosts[0], Settings("fp32", (8,), 8), most=2, announce_limit=1)._moshpit
 
 

@@ -17,6 +17,7 @@ from tests.sim.faults import Message as At
 from tests.sim.gossip_harness import DONE, ROUND_SECONDS, RUN, GossipHarness, flat, head
 from tests.support.mixing_matrices import pairwise
 from tests.support.pairwise import play_rounds, run_round, run_with_faults
+from tests.support.simulated import simulated
 
 # -- what an exchange does --------------------------------------------------------------------------------------------
 
@@ -72,18 +73,15 @@ def test_exchanges_match_the_mixing_matrices(schedule: str, count: int, monkeypa
     assert len(counted) == len(set(counted)) == 2 * len(pairs), "each state that was sent counts once"
 
 
-def test_state_is_lent_during_training() -> None:
+@simulated(GossipHarness, 2)
+async def test_state_is_lent_during_training(swarm: GossipHarness) -> None:
     """The exchange moves it in place. The round that lent it is committed by this exchange alone."""
-    swarm = GossipHarness(2)
     lent = swarm.state[0]
-
-    async def main() -> None:
-        slow = swarm.start(0, swarm.round(0, train_seconds=30.0))
-        await asyncio.wait([swarm.start(1, swarm.round(1))])
-        assert torch.equal(flat(lent), flat(swarm.state[1])), "while it still trains"
-        await asyncio.wait([slow])
-
-    swarm.run(main)
+    slow = swarm.start(0, swarm.round(0, train_seconds=30.0))
+    await asyncio.wait([swarm.start(1, swarm.round(1))])
+    assert torch.equal(flat(lent), flat(swarm.state[1])), "while it still trains"
+    await asyncio.wait([slow])
+    await swarm.settle()
     result = swarm.results[0][0]
     assert list(result.early) == ["p1"] and result.mean.contributions == {}
     assert result.mean.outcome is Outcome.COMMITTED and torch.equal(flat(swarm.state[0]), flat(lent))
@@ -133,21 +131,18 @@ def test_crossing_requests_are_ranked_fairly() -> None:
     assert 8 < sum(one < other for one, other in zip(*ranks, strict=True)) < 32
 
 
-def test_cut_comes_with_the_work_or_at_deadline() -> None:
-    swarm = GossipHarness(1)
-
-    async def main() -> None:
-        loop = asyncio.get_running_loop()
-        async with swarm.gossips[0].enter(head(0), loop.time() + 7.0) as session:
-            session.offer(replace(DONE, complete=False))
-            assert not session.cut.is_set()
-            await session.cut.wait()
-            assert loop.time() == 7.0
-        async with swarm.gossips[0].enter(head(1), loop.time() + 7.0) as session:
-            session.offer(replace(DONE, complete=False, leaving=True))
-            assert session.cut.is_set() and session.round == 1 and session.group == ""
-
-    swarm.run(main)
+@simulated(GossipHarness, 1)
+async def test_cut_comes_with_the_work_or_at_deadline(swarm: GossipHarness) -> None:
+    loop = asyncio.get_running_loop()
+    async with swarm.gossips[0].enter(head(0), loop.time() + 7.0) as session:
+        session.offer(replace(DONE, complete=False))
+        assert not session.cut.is_set()
+        await session.cut.wait()
+        assert loop.time() == 7.0
+    async with swarm.gossips[0].enter(head(1), loop.time() + 7.0) as session:
+        session.offer(replace(DONE, complete=False, leaving=True))
+        assert session.cut.is_set() and session.round == 1 and session.group == ""
+    await swarm.settle()
 
 
 # -- faults -----------------------------------------------------------------------------------------------------------
@@ -223,16 +218,14 @@ def test_state_beyond_sixteen_times_our_norm_is_rejected(times: float, counts: b
     assert counts or any("16 times ours" in blame.why for result in swarm.results[0] for blame in result.mean.blamed)
 
 
-def test_dead_partner_delays_no_other_peers() -> None:
+@simulated(GossipHarness, 4)
+async def test_dead_partner_delays_no_other_peers(swarm: GossipHarness) -> None:
     """p1 has stopped without notice. A peer that asks it loses one timeout; the others exchange as usual."""
-    swarm = GossipHarness(4)
     for other in ("p0", "p2", "p3"):
         swarm.network.link("p1", other).blocked = True
 
-    async def main() -> None:
-        await asyncio.wait([swarm.start(index, swarm.round(index)) for index in (0, 2, 3)])
-
-    swarm.run(main)
+    await asyncio.wait([swarm.start(index, swarm.round(index)) for index in (0, 2, 3)])
+    await swarm.settle()
     for index in (0, 2, 3):
         (result,) = swarm.results[index]
         assert result.ended - result.asked < 3.0
@@ -248,19 +241,17 @@ def test_peer_that_timed_out_is_avoided_briefly() -> None:
     assert 1.9 < first.ended - first.asked < 3.0 and second.ended - second.asked < 0.01
 
 
-def test_link_slower_than_claimed_gets_more_time() -> None:
+@simulated(GossipHarness, 2, 25_000, chunk_elements=5_000)
+async def test_link_slower_than_claimed_gets_more_time(swarm: GossipHarness) -> None:
     """200 KB at 5 KB/s, where the peers claim 1 MB/s: forty seconds and more."""
-    swarm = GossipHarness(2, 25_000, chunk_elements=5_000)
     for node in swarm.network.nodes.values():
         node.slowness = 200.0
 
-    async def main() -> None:
-        for number in range(60):
-            await asyncio.wait([swarm.start(index, swarm.round(index, number, 10.0)) for index in range(2)])
-            if swarm.messages(0):
-                return
-
-    swarm.run(main)
+    for number in range(60):
+        await asyncio.wait([swarm.start(index, swarm.round(index, number, 10.0)) for index in range(2)])
+        if swarm.messages(0):
+            break
+    await swarm.settle()
     assert swarm.messages(0) and swarm.drift() < 1e-6
     assert all(result.ended - result.asked < ROUND_SECONDS for results in swarm.results for result in results)
 

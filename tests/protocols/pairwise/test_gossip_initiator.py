@@ -17,6 +17,7 @@ from protocols.pairwise.state_swap import StateReceived
 from tests.sim.gossip_harness import GossipHarness, head
 from tests.support.disguises import sending
 from tests.support.pairwise import lending, run_round
+from tests.support.simulated import simulated
 
 
 def with_slow_link(swarm: GossipHarness, peer: str) -> None:
@@ -70,27 +71,23 @@ def test_busy_peer_is_asked_again_only_after_pause(monkeypatch: pytest.MonkeyPat
     assert all(later - sooner >= BUSY_PAUSE_SECONDS for sooner, later in pairwise(times))
 
 
-def test_cancelled_outcome_query_counts_a_half_exchange() -> None:
+@simulated(GossipHarness, 2)
+async def test_cancelled_outcome_query_counts_a_half_exchange(swarm: GossipHarness) -> None:
     """p1 has moved, and all that it sends is lost. p0 asks for the outcome, and is cancelled."""
-    swarm = GossipHarness(2)
-
-    async def main() -> None:
-        async with lending(swarm, 1, seconds=30.0):
-            asking = swarm.start(0, swarm.round(0))
-            while not swarm.moved(1):  # noqa: ASYNC110 - there is no event to wait for
-                await asyncio.sleep(0.001)
-            swarm.network.link("p1", "p0").blocked = True
-            exchange = swarm.gossips[0].exchanges.exchange
-            await asyncio.sleep(3.0)
-            assert exchange is swarm.gossips[0].exchanges.exchange and exchange.in_doubt, "it asks"
-            asking.cancel()
-            await asyncio.wait([asking])
-
-    swarm.run(main)
+    async with lending(swarm, 1, seconds=30.0):
+        asking = swarm.start(0, swarm.round(0))
+        while not swarm.moved(1):  # noqa: ASYNC110 - there is no event to wait for
+            await asyncio.sleep(0.001)
+        swarm.network.link("p1", "p0").blocked = True
+        exchange = swarm.gossips[0].exchanges.exchange
+        await asyncio.sleep(3.0)
+        assert exchange is swarm.gossips[0].exchanges.exchange and exchange.in_doubt, "it asks"
+        asking.cancel()
+        await asyncio.wait([asking])
+    await swarm.settle()
     assert swarm.moved(1) and not swarm.moved(0) and swarm.gossips[0].half_exchanges == 1
 
 
-@pytest.fixture
 def unconfirmed() -> GossipHarness:
     """Two peers. p0 sends everything but the last message of an exchange."""
 
@@ -102,27 +99,26 @@ def unconfirmed() -> GossipHarness:
     return swarm
 
 
-def test_half_exchange_is_reported_in_the_next_round(unconfirmed: GossipHarness) -> None:
+@simulated(unconfirmed)
+async def test_half_exchange_is_reported_in_the_next_round(swarm: GossipHarness) -> None:
     """p1 has moved. It gives up waiting for p0's last message when its round is over."""
-    swarm = unconfirmed
 
-    async def main() -> None:
-        async with lending(swarm, 1, seconds=1.5):
-            await swarm.start(0, swarm.round(0))
-        assert swarm.moved(1) and not swarm.gossips[1].exchanges.half_exchanges
-        await asyncio.sleep(10.0)
-        for _ in range(2):
-            await swarm.start(1, swarm.lending(1, 1.0))
-
-    swarm.run(main)
+    async with lending(swarm, 1, seconds=1.5):
+        await swarm.start(0, swarm.round(0))
+    assert swarm.moved(1) and not swarm.gossips[1].exchanges.half_exchanges
+    await asyncio.sleep(10.0)
+    for _ in range(2):
+        await swarm.start(1, swarm.lending(1, 1.0))
+    await swarm.settle()
     assert [result.half_exchanges for result in swarm.results[1]] == [0, 1, 0] and swarm.results[1][1].mass_drift > 0
 
 
-def test_partner_state_is_freed_before_the_confirmation(
-    unconfirmed: GossipHarness, monkeypatch: pytest.MonkeyPatch
+@simulated(unconfirmed)
+async def test_partner_state_is_freed_before_the_confirmation(
+    swarm: GossipHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """p1 has moved and waits some seconds for p0's last message. Other peers may ask it meanwhile."""
-    swarm, received = unconfirmed, list[Callable[[], Any]]()
+    received = list[Callable[[], Any]]()
     exchanges = swarm.gossips[1].exchanges
     begin = exchanges.begin
 
@@ -133,27 +129,23 @@ def test_partner_state_is_freed_before_the_confirmation(
 
     monkeypatch.setattr(exchanges, "begin", remembered)
 
-    async def main() -> None:
-        async with lending(swarm, 1, seconds=30.0):
-            await swarm.start(0, swarm.round(0))
-            assert swarm.moved(0) and swarm.moved(1) and not exchanges.half_exchanges, "it still waits"
-            assert received[0]() is None
-
-    swarm.run(main)
+    async with lending(swarm, 1, seconds=30.0):
+        await swarm.start(0, swarm.round(0))
+        assert swarm.moved(0) and swarm.moved(1) and not exchanges.half_exchanges, "it still waits"
+        assert received[0]() is None
+    await swarm.settle()
 
 
-def test_peer_without_time_for_an_exchange_is_busy() -> None:
+@simulated(GossipHarness, 2)
+async def test_peer_without_time_for_an_exchange_is_busy(swarm: GossipHarness) -> None:
     """p0 asks p1 after the end of p1's round, while p1 still trains: p1 declines, and no peer is blamed."""
-    swarm = GossipHarness(2)
 
     async def late() -> None:
         async with swarm.gossips[1].enter(head(0), asyncio.get_running_loop().time() + 0.5) as session:
             session.share(swarm.state[1])
             await asyncio.sleep(20.0)
 
-    async def main() -> None:
-        lender = swarm.start(1, late())
-        await asyncio.gather(swarm.start(0, swarm.round(0)), lender)
-
-    swarm.run(main)
+    lender = swarm.start(1, late())
+    await asyncio.gather(swarm.start(0, swarm.round(0)), lender)
+    await swarm.settle()
     assert not swarm.results[0][0].mean.blamed and not any(gossip.accounting.take()[0] for gossip in swarm.gossips)

@@ -13,8 +13,7 @@ from protocols.pairwise.gossip import Gossip
 from protocols.pairwise.peer_timeouts import PeerTimeouts
 from protocols.pairwise.push_sum import PushSum
 from tests.sim.gossip_harness import ROUND_SECONDS, GossipHarness
-from tests.sim.host import sim_host
-from tests.sim.network import SimNetwork, Trace
+from tests.sim.swarm import SimSwarm
 from tests.support.pairwise import play_rounds
 from tests.support.push_sum import is_conserved
 
@@ -64,9 +63,8 @@ def test_non_finite_state_is_not_sent(protocol: Any) -> None:
     ids=("schedule", "codec"),
 )
 def test_invalid_settings_are_rejected(protocol: Any, settings: Settings, error: str) -> None:
-    network = SimNetwork(Trace())
     with pytest.raises(ValueError, match=error):
-        protocol(sim_host(network, network.join("p0"), 0, {}), settings)
+        protocol(SimSwarm().join("p0"), settings)
 
 
 @both_protocols

@@ -23,6 +23,7 @@ from tests.sim.injection import Injector
 from tests.support.disguises import sending
 from tests.support.pairwise import lending, play_rounds, run_round, run_with_faults
 from tests.support.push_sum import is_conserved, push_sum_swarm, weights
+from tests.support.simulated import simulated
 
 REST_SECONDS = 60.0
 """After this time, a peer that cost a timeout is contacted again."""
@@ -109,38 +110,34 @@ async def counted_share(swarm: GossipHarness) -> AsyncIterator[None]:
     await asyncio.wait([giving])
 
 
-def test_share_for_former_incarnation_returns_to_sender() -> None:
-    swarm = push_sum_swarm(2)
-
-    async def main() -> None:
-        lender = swarm.start(1, swarm.lending(1, 50.0))
-        async with counted_share(swarm):
-            swarm.network.block("p1", "p0")
-        assert swarm.gossips[0].weighted.masses.weight == 0.5
-        swarm.network.kill("p1")
-        await asyncio.wait([lender])
-        swarm.network.heal("p1", "p0")
-        swarm.network.restart("p1")
-        await asyncio.sleep(5.0)
-        await swarm.start(0, swarm.round(0, 1))
-
-    swarm.run(main)
+@simulated(push_sum_swarm, 2)
+async def test_share_for_former_incarnation_returns_to_sender(swarm: GossipHarness) -> None:
+    lender = swarm.start(1, swarm.lending(1, 50.0))
+    async with counted_share(swarm):
+        swarm.network.block("p1", "p0")
+    assert swarm.gossips[0].weighted.masses.weight == 0.5
+    swarm.network.kill("p1")
+    await asyncio.wait([lender])
+    swarm.network.heal("p1", "p0")
+    swarm.network.restart("p1")
+    await asyncio.sleep(5.0)
+    await swarm.start(0, swarm.round(0, 1))
+    await swarm.settle()
     assert swarm.gossips[0].weighted.masses.weight == 1.0 and not swarm.gossips[0].share_sender.kept
     second = swarm.results[0][1]
     assert second.mean.outcome is Outcome.COMMITTED and list(second.mean.contributions) == ["p0"], "its own earlier one"
     assert float((flat(swarm.state[0]) - swarm.first[0]).abs().max()) < 1e-6
 
 
-def test_share_for_departed_peer_returns_and_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+@simulated(push_sum_swarm, 2)
+async def test_share_for_departed_peer_returns_and_is_reported(
+    swarm: GossipHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(share_sender, "RETURN_SECONDS", 20.0)
-    swarm = push_sum_swarm(2)
-
-    async def main() -> None:
-        async with lending(swarm, 1, seconds=50.0), counted_share(swarm):
-            swarm.network.block("p1", "p0")
-        await swarm.start(0, play_rounds(swarm, 0, 5, train_seconds=10.0, first=1))
-
-    swarm.run(main)
+    async with lending(swarm, 1, seconds=50.0), counted_share(swarm):
+        swarm.network.block("p1", "p0")
+    await swarm.start(0, play_rounds(swarm, 0, 5, train_seconds=10.0, first=1))
+    await swarm.settle()
     assert swarm.gossips[0].weighted.masses.weight == 1.0 and swarm.gossips[0].half_exchanges == 1
     assert sum(result.half_exchanges for result in swarm.results[0]) == 1
     assert sum(result.mass_drift for result in swarm.results[0]) == 0.5
@@ -157,8 +154,8 @@ def test_unsent_share_returns_and_unreachable_peer_rests() -> None:
     assert second.ended - second.asked < 0.01
 
 
-def test_finished_round_asks_nothing_about_shares() -> None:
-    swarm = push_sum_swarm(2)
+@simulated(push_sum_swarm, 2)
+async def test_finished_round_asks_nothing_about_shares(swarm: GossipHarness) -> None:
 
     async def late() -> None:
         loop = asyncio.get_running_loop()
@@ -169,24 +166,19 @@ def test_finished_round_asks_nothing_about_shares() -> None:
             await session.average(swarm.state[0], DONE, [torch.empty_like(each) for each in swarm.state[0]])
             assert loop.time() - session.deadline < 0.01 and swarm.network.nodes["p0"].messages == sent
 
-    async def main() -> None:
-        async with lending(swarm, 1):
-            async with counted_share(swarm):
-                swarm.network.link("p1", "p0").blocked = True
-            await swarm.start(0, late())
-
-    swarm.run(main)
+    async with lending(swarm, 1):
+        async with counted_share(swarm):
+            swarm.network.link("p1", "p0").blocked = True
+        await swarm.start(0, late())
+    await swarm.settle()
 
 
-def test_broken_stream_does_not_change_the_link_estimate() -> None:
-    swarm = push_sum_swarm(2)
+@simulated(push_sum_swarm, 2)
+async def test_broken_stream_does_not_change_the_link_estimate(swarm: GossipHarness) -> None:
     before = swarm.gossips[0].weighted.timeouts.timeout_seconds("p1", 10**6)
-
-    async def main() -> None:
-        async with lending(swarm, 1), counted_share(swarm):
-            swarm.network.reset_streams("p0")
-
-    swarm.run(main)
+    async with lending(swarm, 1), counted_share(swarm):
+        swarm.network.reset_streams("p0")
+    await swarm.settle()
     (result,) = swarm.results[0]
     assert result.mean.blamed[0].why == "no share: it did not say whether it has counted the share"
     assert swarm.gossips[0].weighted.timeouts.timeout_seconds("p1", 10**6) < before + 1.0
@@ -215,7 +207,7 @@ def test_stalled_peer_costs_only_its_own_timeout() -> None:
     """The link to p1 counts as very slow, and p1 is avoided. p2 takes a share and never answers."""
 
     async def stall(stream: FramedStream, header: Header, payload: Buffer) -> None:
-        await asyncio.Event().wait()
+        await asyncio.sleep(60.0)
 
     swarm = push_sum_swarm(3, disguises={2: sending(stall)})
     timeouts = swarm.gossips[0].weighted.timeouts

@@ -37,6 +37,7 @@ from protocols.pipeline.work import StageWork
 from protocols.scopes import stage_scope
 from tests.sim.pipeline_runner import PipelineRunner
 from tests.support.outer_stages import PRESET, RUN, OuterSwarm
+from tests.support.simulated import simulated
 
 PROMPT = b"the gossip of "
 
@@ -55,43 +56,36 @@ def test_evaluation_equals_the_whole_models_and_changes_nothing(layout: tuple[in
 
 
 @pytest.mark.parametrize("stages", (2, 3))
-def test_text_equals_the_whole_models(stages: int) -> None:
+@simulated(lambda stages: OuterSwarm(range(stages)))
+async def test_text_equals_the_whole_models(swarm: OuterSwarm) -> None:
     """From a prompt shorter than the context to beyond its end."""
-    swarm = OuterSwarm(range(stages))
 
     async def logits(tokens: bytes, position: int) -> bytes:
         return await swarm.client.logits(tokens, position, 1, swarm.deadline(600.0))
 
-    async def story() -> None:
-        shape = swarm.replicas["p0"].task.shape
-        for prompt in (PROMPT[:4], PROMPT):
-            written = await generate(prompt, 12, 0.0, 0, logits, shape)
-            assert written == swarm.whole().generate(prompt, 12) and len(prompt) + len(written) > PRESET.shape.context
-
-    swarm.play(story)
+    shape = swarm.replicas["p0"].task.shape
+    for prompt in (PROMPT[:4], PROMPT):
+        written = await generate(prompt, 12, 0.0, 0, logits, shape)
+        assert written == swarm.whole().generate(prompt, 12) and len(prompt) + len(written) > PRESET.shape.context
 
 
-def test_replica_that_is_behind_is_busy() -> None:
+@simulated(OuterSwarm, (0, 1, 1))
+async def test_replica_that_is_behind_is_busy(swarm: OuterSwarm) -> None:
     """It computes nothing; another one does, or the evaluation waits for it."""
-    swarm = OuterSwarm((0, 1, 1))
-
-    async def story() -> None:
-        swarm.trained["p2"] = 2
-        loss = await swarm.evaluate(trained=2)
-        assert loss == pytest.approx(swarm.expected(), abs=1e-5) and swarm.jobs["p2"] and not swarm.jobs["p1"]
-        waiting = asyncio.create_task(swarm.evaluate(trained=3))
-        await asyncio.sleep(60.0)
-        assert not waiting.done() and not swarm.jobs["p1"]
-        swarm.trained["p1"] = 3
-        assert await waiting == loss and swarm.jobs["p1"]
-
-    swarm.play(story)
+    swarm.trained["p2"] = 2
+    loss = await swarm.evaluate(trained=2)
+    assert loss == pytest.approx(swarm.expected(), abs=1e-5) and swarm.jobs["p2"] and not swarm.jobs["p1"]
+    waiting = asyncio.create_task(swarm.evaluate(trained=3))
+    await asyncio.sleep(60.0)
+    assert not waiting.done() and not swarm.jobs["p1"]
+    swarm.trained["p1"] = 3
+    assert await waiting == loss and swarm.jobs["p1"]
 
 
 @pytest.mark.parametrize("victim", ("p1", "p3"))
 @pytest.mark.parametrize("way", ("killed", "mute"))
-def test_replica_that_dies_in_the_middle_costs_a_retry(victim: PeerId, way: str) -> None:
-    swarm = OuterSwarm((0, 1, 1, 2, 2))
+@simulated(OuterSwarm, (0, 1, 1, 2, 2))
+async def test_replica_that_dies_in_the_middle_costs_a_retry(swarm: OuterSwarm, victim: PeerId, way: str) -> None:
 
     def strike(peer: PeerId) -> None:
         if peer == victim and swarm.jobs[peer] == 2:
@@ -101,33 +95,26 @@ def test_replica_that_dies_in_the_middle_costs_a_retry(victim: PeerId, way: str)
                 for other in swarm.layout:
                     swarm.network.block(peer, other)
 
-    async def story() -> None:
-        swarm.on_job = strike
-        assert await swarm.evaluate(seconds=60.0) == pytest.approx(swarm.expected(), abs=1e-5)
-        assert swarm.jobs[victim] in (2, 3), "it was called no more"
-        swarm.network.kill(victim)
-
-    swarm.play(story)
+    swarm.on_job = strike
+    assert await swarm.evaluate(seconds=60.0) == pytest.approx(swarm.expected(), abs=1e-5)
+    assert swarm.jobs[victim] in (2, 3), "it was called no more"
+    swarm.network.kill(victim)
 
 
 @pytest.mark.parametrize("why", ("a stage is empty", "a replica is slow"))
-def test_deadline_ends_an_evaluation(why: str) -> None:
+@simulated(lambda why: OuterSwarm((0, 1), stages=3 if why == "a stage is empty" else 2))
+async def test_deadline_ends_an_evaluation(swarm: OuterSwarm) -> None:
     """No task and no stream is left (`play` checks that once more), and the replicas' places are free again."""
-    swarm = OuterSwarm((0, 1), stages=3 if why == "a stage is empty" else 2)
-
-    async def story() -> None:
-        swarm.job_seconds = 0.1 if swarm.stages == 3 else 20.0
-        for _ in range(3):
-            began = asyncio.get_running_loop().time()
-            with pytest.raises(TimeoutError):
-                await swarm.evaluate(seconds=30.0)
-            assert asyncio.get_running_loop().time() == began + 30.0
-            await asyncio.sleep(21.0)  # the job that is under way ends
-            assert swarm.left() == (1, 0)
+    swarm.job_seconds = 0.1 if swarm.stages == 3 else 20.0
+    for _ in range(3):
+        began = asyncio.get_running_loop().time()
         with pytest.raises(TimeoutError):
-            await swarm.client.logits(bytes(36), 1, 1, swarm.deadline(0.05))
-
-    swarm.play(story)
+            await swarm.evaluate(seconds=30.0)
+        assert asyncio.get_running_loop().time() == began + 30.0
+        await asyncio.sleep(21.0)  # the job that is under way ends
+        assert swarm.left() == (1, 0)
+    with pytest.raises(TimeoutError):
+        await swarm.client.logits(bytes(36), 1, 1, swarm.deadline(0.05))
 
 
 async def answer_to(stream: Stream, *frames: tuple[Header, bytes]) -> Header:
@@ -138,91 +125,75 @@ async def answer_to(stream: Stream, *frames: tuple[Header, bytes]) -> Header:
     return answer
 
 
-def test_wrong_requests_are_refused() -> None:
-    swarm = OuterSwarm((0, 1, 2))
-
-    async def story() -> None:
-        me, to, size = swarm.member("p0"), swarm.member("p1"), swarm.settings.activation_bytes
-        good = OuterRequest(RUN, stage_scope(1), me, to, 1, 0)
-        last = replace(good, scope=stage_scope(2), to=swarm.member("p2"))
-        nans = struct.pack("<f", math.nan) * (size // 4)
-        wrong: list[tuple[str, list[tuple[Header, bytes]]]] = [
-            ("another run or stage", [(replace(good, scope=stage_scope(2)), b"")]),
-            ("another run or stage", [(replace(good, run=bytes(32)), b"")]),
-            ("in the name of p2", [(replace(good, sender=swarm.member("p2")), b"")]),
-            ("logits that this replica does not give", [(replace(good, position=1), b"")]),
-            ("not finite", [(good, b""), (MicrobatchInput(), nans)]),
-            ("expected MicrobatchInput", [(good, b""), (Granted(), b"")]),
-            ("position 13 of 12", [(replace(last, position=13), b""), (MicrobatchInput(), bytes(size))]),
-        ]
-        for what, frames in wrong:
-            request = frames[0][0]
-            assert isinstance(request, OuterRequest)
-            with pytest.raises(PeerSilent):
-                async with swarm.endpoints["p0"].open(request.to.peer, OUTER_METHOD, swarm.deadline(60.0)) as stream:
-                    await answer_to(stream, *frames)
-            peer, why = swarm.network.transports[request.to.peer].refused[-1]
-            assert peer == "p0" and what in why
-        assert await swarm.evaluate() == pytest.approx(swarm.expected(), abs=1e-5), "all places are free again"
-
-    swarm.play(story)
+@simulated(OuterSwarm, (0, 1, 2))
+async def test_wrong_requests_are_refused(swarm: OuterSwarm) -> None:
+    me, to, size = swarm.member("p0"), swarm.member("p1"), swarm.settings.activation_bytes
+    good = OuterRequest(RUN, stage_scope(1), me, to, 1, 0)
+    last = replace(good, scope=stage_scope(2), to=swarm.member("p2"))
+    nans = struct.pack("<f", math.nan) * (size // 4)
+    wrong: list[tuple[str, list[tuple[Header, bytes]]]] = [
+        ("another run or stage", [(replace(good, scope=stage_scope(2)), b"")]),
+        ("another run or stage", [(replace(good, run=bytes(32)), b"")]),
+        ("in the name of p2", [(replace(good, sender=swarm.member("p2")), b"")]),
+        ("logits that this replica does not give", [(replace(good, position=1), b"")]),
+        ("not finite", [(good, b""), (MicrobatchInput(), nans)]),
+        ("expected MicrobatchInput", [(good, b""), (Granted(), b"")]),
+        ("position 13 of 12", [(replace(last, position=13), b""), (MicrobatchInput(), bytes(size))]),
+    ]
+    for what, frames in wrong:
+        request = frames[0][0]
+        assert isinstance(request, OuterRequest)
+        with pytest.raises(PeerSilent):
+            async with swarm.endpoints["p0"].open(request.to.peer, OUTER_METHOD, swarm.deadline(60.0)) as stream:
+                await answer_to(stream, *frames)
+        peer, why = swarm.network.transports[request.to.peer].refused[-1]
+        assert peer == "p0" and what in why
+    assert await swarm.evaluate() == pytest.approx(swarm.expected(), abs=1e-5), "all places are free again"
 
 
-def test_microbatch_for_another_stage_or_run_is_refused() -> None:
+@simulated(OuterSwarm, (0, 1, 2))
+async def test_microbatch_for_another_stage_or_run_is_refused(swarm: OuterSwarm) -> None:
     """On an open stream, too, on which one was served before."""
-    swarm = OuterSwarm((0, 1, 2))
-
-    async def story() -> None:
-        StageServer(swarm.endpoints["p1"], swarm.settings, 1, cast(StageWork, None), lambda: 1)
-        good = MicrobatchRequest(RUN, stage_scope(1), swarm.member("p0"), swarm.member("p1"), 1)
-        for what, wrong in (
-            ("another run or stage", replace(good, scope=stage_scope(2))),
-            ("another run or stage", replace(good, run=bytes(32))),
-            ("in the name of p2", replace(good, sender=swarm.member("p2"))),
-        ):
-            for before in ((), ((good, b""),)):
-                with pytest.raises(PeerSilent):
-                    async with swarm.endpoints["p0"].open("p1", METHOD, swarm.deadline(60.0)) as stream:
-                        await answer_to(stream, *before, (wrong, b""))
-                peer, why = swarm.network.transports["p1"].refused[-1]
-                assert peer == "p0" and (what in why or (before and "another name" in why))
-
-    swarm.play(story)
+    StageServer(swarm.endpoints["p1"], swarm.settings, 1, cast(StageWork, None), lambda: 1)
+    good = MicrobatchRequest(RUN, stage_scope(1), swarm.member("p0"), swarm.member("p1"), 1)
+    for what, wrong in (
+        ("another run or stage", replace(good, scope=stage_scope(2))),
+        ("another run or stage", replace(good, run=bytes(32))),
+        ("in the name of p2", replace(good, sender=swarm.member("p2"))),
+    ):
+        for before in ((), ((good, b""),)):
+            with pytest.raises(PeerSilent):
+                async with swarm.endpoints["p0"].open("p1", METHOD, swarm.deadline(60.0)) as stream:
+                    await answer_to(stream, *before, (wrong, b""))
+            peer, why = swarm.network.transports["p1"].refused[-1]
+            assert peer == "p0" and (what in why or (before and "another name" in why))
 
 
 @pytest.mark.parametrize("holder, seconds", (("alive", CALL_LIMIT_SECONDS), ("mute", 6.0)))
-def test_third_request_at_once_is_busy_before_its_payload(holder: str, seconds: float) -> None:
+@simulated(OuterSwarm, (0, 0, 1))
+async def test_third_request_at_once_is_busy_before_its_payload(swarm: OuterSwarm, holder: str, seconds: float) -> None:
     """And who holds places without sending anything loses them, the sooner if it is believed dead."""
-    swarm = OuterSwarm((0, 0, 1))
-
-    async def story() -> None:
-        request = OuterRequest(RUN, stage_scope(1), swarm.member("p1"), swarm.member("p2"), 1, 0)
-        open_ = partial(swarm.endpoints["p1"].open, "p2", OUTER_METHOD, swarm.deadline(1000.0))
-        async with open_() as one, open_() as other:
-            assert await answer_to(one, (request, b"")) == await answer_to(other, (request, b"")) == Granted()
-            began = asyncio.get_running_loop().time()
-            async with open_() as third:
-                assert isinstance(await answer_to(third, (request, b"")), StageBusy)
-            assert asyncio.get_running_loop().time() - began < 0.3
-            if holder == "mute":
-                swarm.network.block("p1", "p2")
-            assert await swarm.evaluate() == pytest.approx(swarm.expected(), abs=1e-5)
-            assert asyncio.get_running_loop().time() - began < seconds + 10.0
-
-    swarm.play(story)
+    request = OuterRequest(RUN, stage_scope(1), swarm.member("p1"), swarm.member("p2"), 1, 0)
+    open_ = partial(swarm.endpoints["p1"].open, "p2", OUTER_METHOD, swarm.deadline(1000.0))
+    async with open_() as one, open_() as other:
+        assert await answer_to(one, (request, b"")) == await answer_to(other, (request, b"")) == Granted()
+        began = asyncio.get_running_loop().time()
+        async with open_() as third:
+            assert isinstance(await answer_to(third, (request, b"")), StageBusy)
+        assert asyncio.get_running_loop().time() - began < 0.3
+        if holder == "mute":
+            swarm.network.block("p1", "p2")
+        assert await swarm.evaluate() == pytest.approx(swarm.expected(), abs=1e-5)
+        assert asyncio.get_running_loop().time() - began < seconds + 10.0
 
 
-def test_bad_output_is_not_sent_on_for_ever() -> None:
+@simulated(OuterSwarm, (0, 1, 1, 2))
+async def test_bad_output_is_not_sent_on_for_ever(swarm: OuterSwarm) -> None:
     """The last stage refuses what a replica of stage 1 gives: the path starts anew, until it goes by the other one."""
-    swarm = OuterSwarm((0, 1, 1, 2))
     nans = struct.pack("<f", math.nan) * (swarm.settings.activation_bytes // 4)
     swarm.replicas["p1"].learner.outer_forward = lambda x: nans  # type: ignore[method-assign]
-
-    async def story() -> None:
-        assert await swarm.evaluate() == pytest.approx(swarm.expected(), abs=1e-5)
-        assert swarm.jobs["p1"]
-
-    swarm.play(story)
+    assert await swarm.evaluate() == pytest.approx(swarm.expected(), abs=1e-5)
+    assert swarm.jobs["p1"]
 
 
 class EvaluatingRunner(PipelineRunner):
@@ -259,21 +230,17 @@ class EvaluatingRunner(PipelineRunner):
         return self.network.nodes[host.me].incarnation
 
 
-def test_training_goes_on_beside_evaluations() -> None:
+@simulated(EvaluatingRunner, (0, 0, 1, 1, 2))
+async def test_training_goes_on_beside_evaluations(run: EvaluatingRunner) -> None:
     """Also while a replica is killed. The paced task notices weights that change under a lease; `play` checks more."""
-    run = EvaluatingRunner((0, 0, 1, 1, 2))
-
-    async def story() -> None:
+    await run.rounds(1)
+    for kill in (False, True):
+        trained = run.trained("p0")
+        evaluations = [run.clients[peer].evaluate(trained, run.now + 120.0) for peer in ("p0", "p1")]
+        both = asyncio.gather(*evaluations)
+        if kill:
+            run.kill("p2")
+        assert await both == [1.0, 1.0]
+        logits = await run.clients["p0"].logits(b"", 1, trained, run.now + 120.0)
+        assert logits == bytes(LOGIT_BYTES)
         await run.rounds(1)
-        for kill in (False, True):
-            trained = run.trained("p0")
-            evaluations = [run.clients[peer].evaluate(trained, run.now + 120.0) for peer in ("p0", "p1")]
-            both = asyncio.gather(*evaluations)
-            if kill:
-                run.kill("p2")
-            assert await both == [1.0, 1.0]
-            logits = await run.clients["p0"].logits(b"", 1, trained, run.now + 120.0)
-            assert logits == bytes(LOGIT_BYTES)
-            await run.rounds(1)
-
-    run.play(story)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
 
@@ -23,10 +22,10 @@ from tests.support.disguises import instead, late
 from tests.support.fake_rounds import RUN, line
 from tests.support.simulated import simulated
 from tests.support.sync_cluster import SyncCluster, SyncPeer
+from tests.support.waiting import now
 
 ANNA = Member("anna")
 ROUNDS = 900
-T = TypeVar("T")
 
 
 @cache
@@ -49,18 +48,15 @@ class LongChains(SyncCluster):
     def zoe(self) -> SyncPeer:
         return self.peers["zoe"]
 
-    def play(self, main: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        async def whole() -> T:
-            for name in self._rounds.keys() - {"anna"}:
-                await self.add(name)
-            self.hints[:] = self._rounds
-            for name, count in self._rounds.items():
-                chain = self.peers[name].chain
-                chain.switch(chain.head.key.lineage, trail()[:count])
-            await self.add("zoe")
-            return await main()
-
-        return super().play(whole)
+    async def set_up(self) -> None:
+        await super().set_up()
+        for name in self._rounds.keys() - {"anna"}:
+            await self.add(name)
+        self.hints[:] = self._rounds
+        for name, count in self._rounds.items():
+            chain = self.peers[name].chain
+            chain.switch(chain.head.key.lineage, trail()[:count])
+        await self.add("zoe")
 
     async def better(self) -> Branch | None:
         """The better branch that zoe finds in half a minute."""
@@ -81,10 +77,6 @@ def counted_certificates(peer: SyncPeer) -> list[Certificate]:
 
     peer.disguise(count)
     return sent
-
-
-def now() -> float:
-    return asyncio.get_running_loop().time()
 
 
 def verified_counts(monkeypatch: pytest.MonkeyPatch) -> list[int]:

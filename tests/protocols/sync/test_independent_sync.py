@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -21,7 +20,7 @@ from node.outer.sketch import Sketch, furthest, sketch
 from node.reporting.report import RoundReport
 from node.tasks.paced import Paced
 from node.training.trainer import InlineTrainer
-from protocols.base import Member, PeerId, RoundKey, Settings
+from protocols.base import Host, Member, PeerId, RoundKey, Settings
 from protocols.pairwise.gossip import Gossip
 from protocols.pairwise.shared_state import SharedStateSession
 from protocols.stream_limiter import MAX_STREAMS
@@ -30,10 +29,8 @@ from protocols.sync.requests import SYNC, SignedStateRef, StateAdvert
 from protocols.sync.snapshot import Snapshot, SnapshotIndex, Snapshots
 from protocols.sync.snapshot_download import StateUnavailable
 from protocols.vectors import VectorView
-from tests.sim import loop as simloop
-from tests.sim.host import SimClock, sim_host
-from tests.sim.network import SimNetwork
-from tests.sim.trace import Trace
+from tests.sim.host import SimClock
+from tests.sim.swarm import SimSwarm
 from tests.support.simulated import simulated
 
 KEY = RoundKey(b"r" * 32, "run", bytes(32), 5)
@@ -55,7 +52,7 @@ def value_of(snapshot: Snapshot) -> float:
     return float(theta[0])
 
 
-class Donors:
+class Donors(SimSwarm):
     """Donors and a newcomer.
 
     Args:
@@ -63,7 +60,7 @@ class Donors:
     """
 
     def __init__(self, **states: tuple[float, int] | None) -> None:
-        self.network = SimNetwork(Trace())
+        super().__init__()
         self.state_sync: dict[PeerId, IndependentStateSync] = {}
         self._states = {**states, "newcomer": None}
 
@@ -71,19 +68,12 @@ class Donors:
     def newcomer(self) -> IndependentStateSync:
         return self.state_sync["newcomer"]
 
-    def play(self, main: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        async def whole() -> None:
-            for name in self._states:
-                self.network.join(name, 1.25e6)
-            for name, described in self._states.items():
-                self.state_sync[name] = self._sync(name, state(*described) if described else None)
-            await main()
-            assert self.network.bugs == []
+    async def set_up(self) -> None:
+        for name, described in self._states.items():
+            self.state_sync[name] = self._sync(self.join(name, 1.25e6), state(*described) if described else None)
 
-        simloop.run(whole())
-
-    def _sync(self, name: PeerId, snapshot: Snapshot | None) -> IndependentStateSync:
-        snapshots, host = Snapshots(), sim_host(self.network, self.network.transports[name], 1, {})
+    def _sync(self, host: Host, snapshot: Snapshot | None) -> IndependentStateSync:
+        snapshots = Snapshots()
         if snapshot:
             snapshots.put(snapshot)
         settings = Settings("fp32", (ELEMENTS,))
@@ -242,8 +232,8 @@ def play(spread_limit: float, start: float, rounds: int) -> dict[PeerId, list[Ro
     reports: dict[PeerId, list[RoundReport]] = {"anna": [], "bert": [], "zoe": []}
     sketches: dict[PeerId, Sketch] = {}
 
-    async def live(network: SimNetwork, name: PeerId) -> None:
-        host = sim_host(network, network.transports[name], 1, {})
+    async def live(host: Host) -> None:
+        name = host.me
         settings, snapshots = Settings("fp32", (1000,)), Snapshots(every_rounds=1)
         anchor = torch.full((1000,), 1.0 if name != "zoe" else start)
         trainer = InlineTrainer(Paced(1000, seed=1), 2, 1.0)
@@ -267,12 +257,10 @@ def play(spread_limit: float, start: float, rounds: int) -> dict[PeerId, list[Ro
             reports[name].append(report)
 
     async def main() -> None:
-        network = SimNetwork(Trace())
-        for name in reports:
-            network.join(name)
-        await asyncio.gather(*(live(network, name) for name in reports))
+        await asyncio.gather(*(live(host) for host in [swarm.join(name) for name in reports]))
 
-    simloop.run(main())
+    swarm = SimSwarm()
+    swarm.play(main)
     return reports
 
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
 
@@ -25,6 +24,7 @@ from tests.support import checkpoints as saved
 from tests.support.disguises import late
 from tests.support.simulated import simulated
 from tests.support.sync_cluster import SyncCluster, SyncPeer
+from tests.support.waiting import now
 
 ELEMENTS = 800_000
 STATE = 8 * ELEMENTS
@@ -32,11 +32,6 @@ MIB = 1 << 20
 MEAN = ELEMENTS + ELEMENTS // 32
 SLOW = 1.25e6  # 10 Mbit/s
 ROUND_SECONDS = 4.0
-T = TypeVar("T")
-
-
-def now() -> float:
-    return asyncio.get_running_loop().time()
 
 
 class RoundsDecided(SyncCluster):
@@ -45,21 +40,14 @@ class RoundsDecided(SyncCluster):
     def __init__(self, names: str = "anna bert", elements: int = ELEMENTS, **options: Any) -> None:
         super().__init__(names.split(), elements, **{"keep_rounds": 2, "store_rounds": 64, **options})
 
-    def play(self, main: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        async def whole() -> T:
-            await self.rounds(" ".join(self.peers), 5)
-            return await main()
-
-        return super().play(whole)
+    async def set_up(self) -> None:
+        await super().set_up()
+        await self.rounds(" ".join(self.peers), 5)
 
     def block_later(self, seconds: float, joiner: PeerId) -> None:
         """After so long, nothing that anna or bert sends reaches the joiner."""
         for name in ("anna", "bert"):
             asyncio.get_running_loop().call_later(seconds, self.network.block, name, joiner)
-
-    def heal(self, joiner: PeerId) -> None:
-        for name in ("anna", "bert"):
-            self.network.heal(name, joiner)
 
 
 async def joiner(world: SyncCluster, bytes_per_second: float, name: str = "cleo") -> SyncPeer:
@@ -206,7 +194,7 @@ async def test_second_attempt_fetches_only_missing_chunks(world: RoundsDecided) 
     world.block_later(4.0, "cleo")
     first = await cleo.catch_up(10.0)
     assert first.outcome == "undecided" and 2 * MIB < first.bytes_downloaded < STATE
-    world.heal("cleo")
+    world.heal(["anna", "bert"], ["cleo"])
     await world.rounds("anna bert", 4)  # its snapshot has made room for others
     second = await cleo.catch_up(10.0)
     assert world.same("anna bert cleo") and (second.outcome, second.replayed_rounds) == ("superseded", 5)
@@ -289,7 +277,7 @@ async def test_newer_snapshot_is_taken_when_replay_costs_more(world: RoundsDecid
     cleo = await joiner(world, SLOW)
     world.block_later(2.5, "cleo")
     assert (await cleo.catch_up(10.0)).bytes_downloaded < 3 * MIB
-    world.heal("cleo")
+    world.heal(["anna", "bert"], ["cleo"])
     await world.rounds("anna bert", 8)
     report = await cleo.catch_up()
     assert (report.bytes_downloaded, report.replayed_rounds) == (STATE, 1)
