@@ -44,8 +44,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.xdist_group(item.path.stem))
 
 
-def pytest_collection_finish() -> None:
-    """Test modules stay loaded: no search for garbage, of which peers ask for one each round, needs to visit them."""
+@pytest.fixture(scope="module", autouse=True)
+def frozen() -> None:
+    """What is loaded so far stays: no search for garbage, of which peers ask for one each round, needs to visit it."""
+    gc.collect()
     gc.freeze()
 
 
