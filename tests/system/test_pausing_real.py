@@ -81,6 +81,7 @@ def test_rest_of_one_costs_the_others_nothing(swarm: RealSwarm) -> None:
     swarm.check()
 
 
+@pytest.mark.long
 def test_one_trains_on_while_three_pause(swarm: RealSwarm) -> None:
     """A round that counted all four would not be called for an hour."""
     four = swarm.four(ROUND_SECONDS)

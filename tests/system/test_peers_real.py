@@ -54,6 +54,7 @@ def others_decide(peers: list[RealPeer], since: float, seconds: float) -> list[R
     return wait("the others decide", lambda: deciding(peers, since), seconds)
 
 
+@pytest.mark.long
 def test_four_peers_agree_every_round(swarm: RealSwarm) -> None:
     four = swarm.four(ROUND_SECONDS)
     first = four[0].last()["round"]

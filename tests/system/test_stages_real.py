@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.real, pytest.mark.timeout(300)]
 
 RUN = (
     "stages = 2\n[gpt]\nlayers = 2\nwidth = 16\nheads = 2\ncontext = 32\nrows = 1\n"
-    "[recipe]\nrounds = 10000\ninner_steps = 5\nbatches = 8\n"
+    "[recipe]\nrounds = 10000\ninner_steps = 3\nbatches = 4\n"
 )
 LEAVE_SECONDS = 12.0
 
