@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from node.runtime.compute import ThreadCompute
+from node.runtime.fork_server import ForkServer
 from node.tasks.gpt_presets import GptConfig, Preset
 from node.tasks.gpt_stage import GptStageTask
 from node.tasks.partition import Partition
@@ -29,6 +30,7 @@ from protocols.aio import Notifier
 from protocols.base import BadPayload, Member, RoundKey
 from protocols.pipeline.admission import StepAdmission
 from protocols.pipeline.work import LeaseLost
+from tests.support.long import long
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.usefixtures("forked")
@@ -146,7 +148,10 @@ async def test_door_is_closed_while_there_is_no_worker(text: Path) -> None:
         assert (await training_on).tokens == 0 and not admission.is_open
 
 
-async def test_only_microbatches_count_as_steps(text: Path) -> None:
+@pytest.mark.parametrize("how", ("forked", *long("executed")))
+async def test_only_microbatches_count_as_steps(how: str, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if how == "executed":
+        monkeypatch.setattr(ForkServer, "here", None)
     async with workers(text, 0) as (remote,):
         await remote.begin(0, asyncio.Event())
         await remote.work()
