@@ -253,11 +253,6 @@ def test_swarm_needs_a_peer_for_each_stage_of_its_run_file(tmp_path: Path, capsy
     assert "3 stages need as many peers, not 2" in one_line(here(capsys, "swarm", "--peers", "2", "--run", str(file)))
 
 
-def test_mistake_gives_one_line_error_in_subprocess() -> None:
-    assert "Did you mean 'join'" in one_line(starling("jion"))
-    assert "/ip4/192.0.2.1/tcp/4000" in one_line(starling("join", "--bootstrap", "192.0.2.1:4000"))
-
-
 # -- joining -----------------------------------------------------------------------------------------------------------
 
 
@@ -533,17 +528,6 @@ def test_failed_status_query_gives_one_line_error(
 ) -> None:
     asked(monkeypatch, answer)
     assert words in one_line(here(capsys, "status", "--bootstrap", ADDRESS, *more), 1)
-
-
-def test_killed_peer_counts_as_absent(running: FakeJoin) -> None:
-    running.process.kill()
-    running.process.wait()
-    assert "no peer runs" in one_line(starling("status"), 1)
-
-
-def test_stopped_peer_is_reported_in_time(running: FakeJoin) -> None:
-    running.signal(signal.SIGSTOP)
-    assert "no peer runs" not in one_line(starling("status", "--state-dir", str(state_of(running))), 1)
 
 
 def state_of(peer: FakeJoin) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import FrozenInstanceError, fields, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -277,11 +277,6 @@ def test_bad_flag_is_not_blamed_on_the_file(file: Path) -> None:
     assert refusal(None, {"a.b.c": 3}).startswith('command line: unknown key "a.b"')
 
 
-def test_config_is_immutable() -> None:
-    with pytest.raises(FrozenInstanceError):
-        run().seed = 3  # type: ignore[misc]
-
-
 def test_canonical_bytes_round_trip() -> None:
     for config in (run(), run({"task": "paced"}), run({"name": "Zürich 🐦", "seed": 2**63 - 1})):
         assert config.to_canonical().isascii()
@@ -355,11 +350,6 @@ def test_run_of_unknown_protocol_is_rejected() -> None:
     config.require_protocol(PROTOCOLS)
     with pytest.raises(ConfigError, match='unknown protocol "moshpit": there are butterfly'):
         config.require_protocol(["butterfly"])
-
-
-def test_every_recipe_value_can_be_set() -> None:
-    values = {field.name: getattr(PRESETS["w64"].recipe, field.name) for field in fields(Recipe)}
-    assert run({f"recipe.{name}": value for name, value in values.items()}).recipe == PRESETS["w64"].recipe
 
 
 def test_stages_split_a_presets_step_into_microbatches() -> None:

@@ -143,12 +143,3 @@ def test_failed_export_gives_one_line_and_leaves_nothing(tmp_path: Path, monkeyp
     monkeypatch.setattr(os, "pwrite", full)
     assert "No space left on device" in refusal(tmp_path / "peer", tmp_path / "out")
     assert {each.name for each in tmp_path.iterdir()} == {"peer"}
-
-
-def test_exported_config_matches_the_run(tmp_path: Path) -> None:
-    kept_gpt(tmp_path / "peer")
-    export(load_trained([tmp_path / "peer"]), tmp_path / "out")
-    config = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert (config["hidden_size"], config["intermediate_size"], config["num_hidden_layers"]) == (32, 96, 2)
-    assert (config["num_attention_heads"], config["num_key_value_heads"], config["head_dim"]) == (2, 2, 16)
-    assert (config["max_position_embeddings"], config["vocab_size"], config["tie_word_embeddings"]) == (24, 256, False)

@@ -170,14 +170,6 @@ async def test_other_run_is_neither_joined_nor_retried() -> None:
 
 
 @on_virtual_time
-async def test_one_liar_does_not_block_the_join() -> None:
-    addresses = Addresses(a=OTHER, b=[gone("refused"), gone("refused"), RUN])
-    async with addresses.client() as client:
-        assert await client.find("ab") == RUN
-    assert list(client.met) == ["peer-b"]
-
-
-@on_virtual_time
 async def test_cancelled_search_leaves_no_tasks() -> None:
     addresses = Addresses(a=gone("refused"), b=RUN)
     addresses.seconds["b"] = 100.0

@@ -66,16 +66,6 @@ async def test_work_runs_on_another_thread_and_returns() -> None:
         assert await compute.run(lambda: "still there", 0) == "still there"
 
 
-async def test_event_loop_continues_during_work(held: Held) -> None:
-    async with ThreadCompute() as compute:
-        running = asyncio.create_task(compute.run(held, 0))
-        await held.begun()
-        await turns()  # on the loop's own thread the work could not wait for what comes below
-        assert not running.done()
-        held.free.set()
-        assert await running == "done"
-
-
 async def test_work_items_run_one_at_a_time(held: Held) -> None:
     """One thread: two pieces never run at once, in the order in which they came."""
     order: list[int] = []
@@ -119,15 +109,6 @@ async def test_failure_after_cancellation_is_not_logged(held: Held, caplog: pyte
         with pytest.raises(asyncio.CancelledError):
             await running
     assert caplog.records == []
-
-
-async def test_deadline_is_raised_after_the_work(held: Held) -> None:
-    async with ThreadCompute() as compute:
-        asyncio.get_running_loop().call_later(0.05, held.free.set)
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(0):
-                await compute.run(held, 0)
-        assert held.done
 
 
 async def test_exit_waits_for_work_and_ends_the_thread(held: Held) -> None:

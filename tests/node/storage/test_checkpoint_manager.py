@@ -120,11 +120,6 @@ def test_published_waits_for_the_latest_checkpoint(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
-def test_last_three_checkpoints_are_kept(tmp_path: Path) -> None:
-    made = keep(tmp_path, 5, 10, 15, 20)
-    assert rounds(tmp_path) == [20, 15, 10] == [each.round for each in made.snapshots.held()]
-
-
 def test_former_incarnations_checkpoints_are_served_then_evicted(tmp_path: Path) -> None:
     keep(tmp_path, 5, 10, 15)
 

@@ -13,9 +13,8 @@ import pytest
 
 from node.reporting.report import RoundReport, tokens_counted
 from node.reporting.status import to_json
-from node.storage import rotation
 from node.storage.journal import AT_ONCE, Journal
-from node.storage.rotation import KEEP_FILES, rotate, rotated_path
+from node.storage.rotation import KEEP_FILES
 from tests.support.report_examples import REPORT
 
 
@@ -157,18 +156,3 @@ def test_tokens_are_credited_to_the_counting_round() -> None:
 
 
 # -- rotation ---------------------------------------------------------------------------------------------------------
-
-
-def test_full_file_is_rotated_and_oldest_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rotation, "FILE_BYTES", 4)
-    path = tmp_path / "a.log"
-    assert not rotate(path), "there is none yet"
-    for number in range(KEEP_FILES + 3):
-        assert rotate(path, coming_bytes=4) is (number > 0)
-        path.write_text(f"{number:04}")
-        assert not rotate(path) and not rotate(path, coming_bytes=0)
-    last = KEEP_FILES + 2
-    assert [each.read_text() for each in (path, *(rotated_path(path, n) for n in range(1, KEEP_FILES + 1)))] == [
-        f"{last - n:04}" for n in range(KEEP_FILES + 1)
-    ]
-    assert len(list(tmp_path.iterdir())) == KEEP_FILES + 1 and rotated_path(path).name == "a.1.log"

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from node.tasks.flat import flatten
-from node.tasks.gpt import RMS_EPS, Gpt, GptTask, rotary, rotate
+from node.tasks.gpt import RMS_EPS, Gpt, GptTask
 from node.tasks.gpt_presets import PRESETS, GptConfig, Preset, preset
 from node.tasks.recipe import Recipe
 from node.tasks.text import load
@@ -66,28 +66,6 @@ def test_gpt_equals_a_naive_llama() -> None:
     assert logits.abs().max() > 1
     for row, got in zip(rows.tolist(), logits, strict=True):
         torch.testing.assert_close(got.double(), naive(model, row), rtol=1e-4, atol=1e-5)
-
-
-def test_rotary_product_depends_only_on_distance() -> None:
-    cos, sin = rotary(40, 8)
-    q, k = torch.randn(2, 8, generator=torch.Generator().manual_seed(3))
-
-    def product(m: int, n: int) -> float:
-        return float(rotate(q, cos[m], sin[m]) @ rotate(k, cos[n], sin[n]))
-
-    assert product(5, 2) == pytest.approx(product(38, 35), abs=1e-5)
-    assert product(0, 0) == pytest.approx(float(q @ k), abs=1e-6)
-    assert abs(product(5, 2) - product(5, 3)) > 1e-3
-
-
-def test_byte_does_not_see_later_ones() -> None:
-    model = Gpt(SMALL)
-    before, after = tokens(1, 12), tokens(1, 12)
-    after[0, 7] = (after[0, 7] + 1) % 256
-    with torch.no_grad():
-        old, new = model(before)[0], model(after)[0]
-    torch.testing.assert_close(old[:7], new[:7])
-    assert not torch.allclose(old[7:], new[7:])
 
 
 def test_keys_and_shapes_match_llama() -> None:
@@ -148,15 +126,6 @@ def test_flatten_rejects_unsupported_modules() -> None:
         flatten(nn.Linear(2, 2).double())
     with pytest.raises(ValueError, match=r"1\.weight is torch\.float32 on meta: float32 or bfloat16 on cpu is needed"):
         flatten(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta")))
-
-
-def test_module_resumes_from_a_vector() -> None:
-    model, other = Gpt(SMALL, seed=5), Gpt(SMALL, seed=6)
-    held = flatten(model).vectors[0]
-    flat = flatten(other, lambda elements: held, resume=True)
-    assert torch.equal(flat.vectors[0], flatten(Gpt(SMALL, seed=5)).vectors[0])
-    with torch.no_grad():
-        assert torch.equal(model(tokens(1, 8)), other(tokens(1, 8)))
 
 
 def test_tied_parameters_stay_tied() -> None:

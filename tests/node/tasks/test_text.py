@@ -39,16 +39,6 @@ def test_folder_is_split_by_file(folder: Path) -> None:
     assert training == sorted(training, key=lambda n: f"part{n % 7}/{n:03}.txt")
 
 
-def test_file_is_held_out_by_its_name_only(folder: Path) -> None:
-    before = set(numbers(load(folder).held_out))
-    kept = sorted(before)[0]
-    for number in range(200):
-        if number != kept and number % 3:
-            (folder / f"part{number % 7}" / f"{number:03}.txt").unlink()
-    after = set(numbers(load(folder).held_out))
-    assert kept in after <= before
-
-
 def test_held_out_split_is_stable() -> None:
     names = ("abc.py", "asyncio/events.py", "json/decoder.py", *(f"f{n}" for n in range(100)))
     assert [name for name in names if held_out(name)] == ["f4", "f18", "f41", "f46", "f61", "f90"]
@@ -120,13 +110,6 @@ def test_held_out_windows_are_spread_without_overlap() -> None:
     for rows in (7, 10, 64):
         flat = text.held_out_windows(rows, 10).flatten().tolist()
         assert len(flat) == len(set(flat)) == min(rows, 10) * 10
-
-
-def test_text_shorter_than_a_window_is_rejected() -> None:
-    text = Text(torch.zeros(50, dtype=torch.uint8), torch.zeros(20, dtype=torch.uint8))
-    text.require(20)
-    with pytest.raises(ValueError, match="the held-out text has 20 bytes: a window takes 21"):
-        text.require(21)
 
 
 def test_bad_paths_give_one_line_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

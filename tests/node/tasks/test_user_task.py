@@ -172,12 +172,6 @@ def test_faulty_task_gives_one_line_error(
     assert ("Traceback" in capfd.readouterr().err) == raised, "in the log there is the traceback of what was raised"
 
 
-def test_misspelt_option_is_rejected(module: Callable[[str], str]) -> None:
-    assert refusal(module(GOOD), widht=3) == (
-        "the factory does not accept the run's options: got an unexpected keyword argument 'widht'"
-    )
-
-
 def test_too_large_layout_is_rejected(module: Callable[[str], str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(own, "MAX_ELEMENTS", 3)
     assert "the module has 4 parameters, more than 3" in refusal(module(GOOD))

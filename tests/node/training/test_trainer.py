@@ -122,32 +122,6 @@ def test_steps_equal_torchs_adamw(clip_norm: float) -> None:
     torch.testing.assert_close(learner.vectors[0], expected, rtol=1e-4, atol=1e-6)
 
 
-def test_learner_converges_and_resumes_its_data() -> None:
-    task = Line()
-    learner = TaskLearner(task, RECIPE, seed=1)
-    before = task.evaluate()
-    losses = [learner.step(0, step % 10).loss for step in range(200)]
-    assert learner.position == 200 and task.evaluate() < 0.2 * before and losses[-1] < 0.2 * losses[0]
-    late = TaskLearner(Line(), RECIPE, seed=1)
-    late.position = 199
-    late.vectors[0].copy_(torch.cat([p.detach().flatten() for p in Line().module.parameters()]))
-    first, again = late.step(0, 0).loss, Line().loss(*Line().batch(1, 199))
-    assert first == pytest.approx(float(again.detach()))
-
-
-def test_step_with_non_finite_gradient_changes_nothing() -> None:
-    task = Line()
-    learner = TaskLearner(task, RECIPE, seed=1)
-    learner.step(0, 0)
-    before = learner.vectors[0].clone()
-    task.scale = math.inf
-    step = learner.step(0, 1)
-    assert step.tokens == 0 and torch.equal(learner.vectors[0], before)
-    task.scale = 1.0
-    assert learner.step(0, 2).tokens == 8 and not torch.equal(learner.vectors[0], before)
-    assert learner.vectors[0].isfinite().all()
-
-
 def test_progress_counts_since_the_last_write() -> None:
     training = counting(inner_steps=4)
     work = training.work()
@@ -191,15 +165,6 @@ def test_excluded_tokens_do_not_count() -> None:
     do_steps(training, 3)
     work = training.work()
     assert (work.tokens, work.loss, work.complete) == (10, 2.0, True)
-
-
-def test_outer_parameters_are_evaluated() -> None:
-    training, into = counting(inner_steps=4), torch.zeros(2)
-    training.write(torch.tensor([5.0, 6.0]))
-    training.step()
-    assert training.evaluate() == 11.0
-    training.read(into)
-    assert into.tolist() == [6.0, 7.0]
 
 
 def test_anchor_may_live_in_given_vectors() -> None:
@@ -309,18 +274,6 @@ def test_early_cut_and_writes_between_rounds_are_allowed() -> None:
         assert (work.tokens, work.seconds) == (10, 5.0)
 
     run(main())
-
-
-def test_peers_share_the_event_loop_while_training() -> None:
-    async def main() -> float:
-        loop = asyncio.get_running_loop()
-        trainers = [InlineTrainer(Paced(100, seed), 10, step_seconds=1.0 + seed) for seed in range(3)]
-        results = await asyncio.gather(*(_train(trainer, 0, cut_after=11.5) for trainer in trainers))
-        assert [work.tokens // 1024 for work, _ in results] == [12, 6, 4]
-        assert [work.complete for work, _ in results] == [True, False, False]
-        return loop.time()
-
-    assert run(main()) == 12.0
 
 
 def test_lab_trains_through_the_protocol(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -116,13 +116,6 @@ async def test_created_files_are_private_to_the_user(tmp_path: Path, monkeypatch
     assert modes == [0o700, 0o700, 0o600]
 
 
-async def test_deep_state_directory_works(tmp_path: Path) -> None:
-    deep = tmp_path / ("d" * 100) / ("e" * 100)
-    deep.mkdir(parents=True)
-    async with control_server(deep):
-        assert (await ask(deep, "status", soon()))["round"] == 3
-
-
 async def test_malformed_requests_get_errors_and_long_none(tmp_path: Path) -> None:
     async with control_server(tmp_path):
         for request_line in (b"\n", b"[]\n", b'{"do": "dance"}\n', b"\xff\xfe\n", b"[" * 900 + b"\n"):

@@ -26,7 +26,6 @@ from node.reporting.status import (
     parse,
     printable,
     public,
-    short,
     to_json,
     who_joins,
 )
@@ -101,11 +100,6 @@ def test_foreign_text_is_sanitised_and_truncated() -> None:
 def test_printable_returns_one_printable_line(text: str) -> None:
     assert not set(printable(text)) & {"\n", "\r", "\x1b", "\x9b", "\x00", "\u2028", "\u202e"}
     assert printable(printable(text)) == printable(text)
-
-
-def test_short_peer_ids_keep_distinct_ends() -> None:
-    assert short(PEER) == "…" + PEER[-6:]
-    assert short("ada") == "ada"
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import pytest
 from rich.console import Console
 
 from node.cli.swarm_command import Participant, Swarm
-from node.reporting.report import RoundReport, Totals
+from node.reporting.report import RoundReport
 from node.reporting.status import SwarmOptions, to_json
 from node.runtime.child_process import ChildProcess
 from node.storage.journal import Journal
@@ -104,21 +104,6 @@ def test_independent_peers_agree_within_spread_limit() -> None:
     for name in NAMES[:3]:  # equal parameters count, not the older estimates
         tally.add(name, report(name, 6, spread=0.03, spread_limit=0.02, params_hash="h", lineage="l"))
     assert tally.spread == (0.0, 0.02)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda tally: tally.add("peer-2", report("peer-2", 4, lineage="l4", params_hash="other")),
-        lambda tally: tally.add("peer-2", report("peer-2", 4)),
-        lambda tally: setattr(tally.tracks["peer-3"], "well", False),
-    ],
-    ids=["other parameters", "later final round", "failed exit"],
-)
-def test_one_deviating_peer_does_not_agree(change: Callable[[SwarmSummary], None]) -> None:
-    tally = story(4)
-    change(tally)
-    assert not tally.agree
 
 
 def test_peers_without_reports_do_not_agree() -> None:
@@ -320,20 +305,6 @@ def test_single_or_rising_loss_is_no_fall() -> None:
 
 
 # -- sums -------------------------------------------------------------------------------------------------------------
-
-
-def test_totals_are_plain_sums() -> None:
-    totals = Totals()
-    for each in (
-        report("a", 0, outcome="undecided", tokens=100, seconds_train=1.0),
-        report("a", 0, outcome="undecided", tokens=150, seconds_train=1.5),
-        report("a", 0, outcome="superseded", tokens=0, seconds_train=0.0),
-        report("a", 0, tokens=50, seconds_train=0.5),
-        report("a", 1, tokens=200, seconds_train=2.0),
-    ):
-        totals.add(each)
-    assert (totals.tokens, totals.seconds_train, totals.seconds_average) == (500, 5.0, 2.5)
-    assert (totals.bytes_sent, totals.bytes_received) == (50, 100)
 
 
 def test_catching_up_is_not_an_own_round() -> None:
