@@ -315,16 +315,6 @@ def test_directory_run_resumes_unless_over_or_task_given(join: Join, tmp_path: P
     assert "'recipe.rounds': 7" in join("short", *here).end(ENDS_SECONDS)[2]
 
 
-def test_running_peers_get_separate_directories(join: Join, own_home: Path) -> None:
-    first, _ = [join(ready=True) for _ in range(2)]
-    assert {each.name for each in own_home.iterdir()} == {"peer-1", "peer-2"}
-    code, _, err = join("short", "--state-dir", state_of(first)).end(ENDS_SECONDS)
-    assert code == 2 and err.startswith("starling: another running peer holds") and "give another" in err
-    first.process.kill()
-    first.process.wait()
-    assert join("short", "--state-dir", state_of(first)).end(ENDS_SECONDS)[0] == 0
-
-
 def test_closed_stdout_does_not_end_the_peer(join: Join) -> None:
     peer = join("", "--json")
     assert peer.process.stdout
@@ -492,8 +482,11 @@ def test_single_local_peer_is_found_and_queried(running: FakeJoin) -> None:
 
 
 def test_several_local_peers_require_a_choice(join: Join, own_home: Path) -> None:
+    """And another one gets none of theirs."""
     for _ in range(2):
         join(ready=True)
+    code, _, err = join("short", "--state-dir", str(own_home / "peer-1")).end(ENDS_SECONDS)
+    assert code == 2 and err.startswith("starling: another running peer holds") and "give another" in err
     line = one_line(starling("status"))
     assert "2 peers run here" in line and str(own_home / "peer-1") in line and str(own_home / "peer-2") in line
     assert json.loads(starling("status", "--json", "--state-dir", str(own_home / "peer-2")).stdout)["round"] == 1

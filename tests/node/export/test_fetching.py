@@ -8,15 +8,14 @@ import pytest
 import torch
 from torch import nn
 
-from node.config.manifest import Manifest, layout_digest, seal, unseal
+from node.config.manifest import Manifest, layout_digest, seal
 from node.config.run_config import RunConfig, load_run
 from node.export.fetching import FetchableRun, fetch_state, fetchable
 from node.export.trained_model import TrainedError
 from node.export.trained_rounds import trained_rounds
-from node.runtime.identity import create, verify
+from node.runtime.identity import create
 from node.storage.checkpoint import newest
 from node.tasks.flat import flatten
-from node.tasks.gpt import Gpt
 from protocols.base import Layout, Member
 from protocols.consensus.record import Kind
 from protocols.history.chain import UNSETTLED
@@ -26,7 +25,7 @@ from tests.sim.host import sim_host
 from tests.sim.network import SimNetwork, Trace
 from tests.support import sync_cluster
 from tests.support.fake_rounds import SEED
-from tests.support.statedir_fixtures import found_in_stages, small_gpt, staged_run
+from tests.support.statedir_fixtures import found_in_stages, staged_run
 from tests.support.sync_cluster import SyncCluster
 
 ELEMENTS = 300_000
@@ -119,14 +118,6 @@ def test_peers_without_a_state_give_one_line(tmp_path: Path) -> None:
         )
 
     simloop.run(main())
-
-
-def test_fetchable_run_has_the_layout_of_its_task(tmp_path: Path) -> None:
-    config = small_gpt()
-    assert config.gpt
-    layout = flatten(Gpt(config.gpt.shape)).layout
-    sealed = founded(config, layout, tmp_path)
-    assert fetchable(sealed) == FetchableRun(sealed, unseal(sealed, verify), (layout,))
 
 
 def test_run_that_cannot_be_fetched_gives_one_line(tmp_path: Path) -> None:

@@ -143,18 +143,6 @@ async def test_dead_address_is_retried_with_growing_pauses() -> None:
 
 
 @on_virtual_time
-async def test_attempt_has_a_time_limit() -> None:
-    addresses = Addresses(a=RUN, b=RUN)
-    addresses.seconds = {"a": 1e6, "b": ATTEMPT_SECONDS + 1}
-    async with addresses.client() as client:
-        search = asyncio.create_task(client.find("ab"))
-        await asyncio.sleep(ATTEMPT_SECONDS + 0.5)
-        assert len(addresses.said) == 2
-        search.cancel()
-        await asyncio.wait([search])
-
-
-@on_virtual_time
 async def test_other_run_is_neither_joined_nor_retried() -> None:
     addresses = Addresses(a=OTHER, b=[gone("refused")] * 3 + [OTHER], c=ValueError("is not a multiaddr"))
     async with addresses.client() as client:

@@ -126,14 +126,6 @@ async def test_exit_waits_for_work_and_ends_the_thread(held: Held) -> None:
         await compute.run(lambda: None, 0)
 
 
-async def test_error_inside_context_closes_the_thread() -> None:
-    with pytest.raises(KeyError):
-        async with ThreadCompute() as compute:
-            await compute.run(lambda: None, 0)
-            raise KeyError("unrelated")
-    assert compute_threads() == []
-
-
 async def test_worker_thread_uses_the_canonical_float_mode(restored: None) -> None:
     """One thread of torch and subnormal numbers kept, whatever the thread it was started from does."""
     torch.set_num_threads(2)

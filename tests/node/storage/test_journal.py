@@ -13,6 +13,7 @@ import pytest
 
 from node.reporting.report import RoundReport, tokens_counted
 from node.reporting.status import to_json
+from node.storage import rotation
 from node.storage.journal import AT_ONCE, Journal
 from node.storage.rotation import KEEP_FILES
 from tests.support.report_examples import REPORT
@@ -119,9 +120,10 @@ def test_history_file_size_is_bounded(tmp_path: Path, monkeypatch: pytest.Monkey
     path = tmp_path / "rounds.jsonl"
     journal = Journal(path)
     journal.write(replace(REPORT, round=0))
-    monkeypatch.setattr("node.storage.rotation.FILE_BYTES", 3 * path.stat().st_size + 10)
+    monkeypatch.setattr(rotation, "FILE_BYTES", 3 * path.stat().st_size + 10)
     for number in range(1, 30):
         journal.write(replace(REPORT, round=number))
+        assert path.stat().st_size <= rotation.FILE_BYTES
     names = [*(f"rounds.{number}.jsonl" for number in range(KEEP_FILES, 0, -1)), "rounds.jsonl"]
     assert sorted(each.name for each in tmp_path.glob("rounds*")) == sorted(names)
     kept = [line["round"] for name in names for line in lines(tmp_path / name)]
@@ -135,9 +137,9 @@ def test_damaged_lines_are_left_out_of_recent_reports(tmp_path: Path) -> None:
     for _ in range(3):
         Journal(path).write(good)
     whole = path.read_bytes().splitlines()
-    damaged = [whole[0].replace(b'"b0"', b'"z0"'), whole[1].replace(b'"tokens":100', b'"tokens":null'), b"{", whole[2]]
+    damaged = [whole[0].replace(b'"b0"', b'"z0"'), whole[1].replace(b'"tokens":100', b'"tokens":null')]
     assert damaged[0] != whole[0] and damaged[1] != whole[1]
-    path.write_bytes(b"\n".join(damaged) + b"\n")
+    path.write_bytes(b"\n".join([*damaged, b"{", b"{}", b"[]", b"null", b"", whole[2], b""]))
     assert len(Journal(path).recent()) == 1
 
 
@@ -153,6 +155,3 @@ def test_tokens_are_credited_to_the_counting_round() -> None:
         for number, (outcome, peers, tokens, incarnation) in enumerate(rounds)
     ]
     assert tokens_counted(reports) == {b"\x00": 50, b"\x02": 100, b"\x04": 50, b"\x07": 100}
-
-
-# -- rotation ---------------------------------------------------------------------------------------------------------

@@ -1,7 +1,6 @@
 """The model against an independent one, its names, its flat vectors, its presets."""
 
 import math
-import mmap
 from dataclasses import replace
 from pathlib import Path
 
@@ -96,27 +95,6 @@ def test_initial_weights_depend_only_on_the_seed() -> None:
     assert torch.equal(first, flatten(Gpt(SMALL, seed=5)).vectors[0])
     assert torch.equal(before, torch.get_rng_state())
     assert not torch.equal(first, flatten(Gpt(SMALL, seed=6)).vectors[0])
-
-
-def test_flat_vectors_alias_the_module() -> None:
-    model = Gpt(SMALL)
-    with torch.no_grad():
-        before = model(tokens(1, 4))
-    shared = mmap.mmap(-1, 4 * sum(parameter.numel() for parameter in model.parameters()))
-    flat = flatten(model, lambda elements: torch.frombuffer(shared, dtype=torch.float32, count=elements))
-    with torch.no_grad():
-        assert torch.equal(model(tokens(1, 4)), before)
-    assert flat.layout.sizes() == (len(flat.vectors[0]),) == (len(flat.gradients[0]),)
-    flat.vectors[0].zero_()
-    assert all(not parameter.any() for parameter in model.parameters())
-    with torch.no_grad():
-        model.model.embed_tokens.weight[0, 0] = 7
-    assert flat.vectors[0][0] == 7 and torch.frombuffer(shared, dtype=torch.float32)[0] == 7
-    flat.vectors[0].copy_(flatten(Gpt(SMALL, seed=2)).vectors[0])
-    model(tokens(1, 4)).logsumexp(-1).mean().backward()
-    model(tokens(1, 4)).logsumexp(-1).mean().backward()
-    gradients = [parameter.grad.flatten() for parameter in model.parameters() if parameter.grad is not None]
-    assert torch.equal(torch.cat(gradients), flat.gradients[0]) and flat.gradients[0].any()
 
 
 def test_flatten_rejects_unsupported_modules() -> None:

@@ -253,29 +253,6 @@ def test_without_surplus_completed_steps_wait_for_the_cut() -> None:
     run(main())
 
 
-def test_early_cut_and_writes_between_rounds_are_allowed() -> None:
-    async def main() -> None:
-        learner = Count()
-        trainer = InlineTrainer(learner, inner_steps=2, step_seconds=1.0)
-        cut = asyncio.Event()
-        cut.set()
-        progress: list[LocalProgress] = []
-        work = await trainer.train(key(0), cut, progress.append)
-        assert work.tokens == progress[0].tokens == work.norm == 0 and len(progress) == 1 and learner.steps == []
-        trainer.step_seconds = 5.0
-        work, _ = await _train(trainer, 0, cut_after=7.0)
-        assert (work.tokens, work.seconds) == (20, 10.0)
-        into = torch.zeros(2)
-        await trainer.read(into)
-        assert into.tolist() == [2.0, 2.0]
-        await trainer.write(torch.tensor([7.0, 8.0]))
-        assert learner.vectors[0].tolist() == [7.0, 8.0] and await trainer.evaluate() == 15.0
-        work, _ = await _train(trainer, 1, cut_after=1.0)
-        assert (work.tokens, work.seconds) == (10, 5.0)
-
-    run(main())
-
-
 def test_lab_trains_through_the_protocol(monkeypatch: pytest.MonkeyPatch) -> None:
     tiny = Preset(GptConfig(layers=1, width=16, heads=2, context=16), rows=2, recipe=RECIPE)
     data = torch.arange(5000).mul(7).remainder(97).to(torch.uint8)

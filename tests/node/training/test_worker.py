@@ -138,6 +138,17 @@ def test_worker_that_waits_for_data_shows_that_it_lives(memory: int, spec: Worke
     assert (done["complete"], mine.steps, job.learner.position) == (True, 4, 4)
 
 
+def test_next_worker_resumes_the_former_ones_state(memory: int, spec: WorkerSpec) -> None:
+    serve(memory, spec)
+    mine = shared_with(memory, spec)
+    mine.local[0].fill_(0.5)
+    mine.claim(40)
+    mine.attention = True
+    work = serve(memory, spec, TRAIN | {"round": 2, "surplus": True, "carried": 64})[-1]["done"]
+    assert work["tokens"] == 64 and mine.local[0].eq(0.5).all() and not mine.anchor[0].eq(0.5).any()
+    assert mine.position == 40
+
+
 def test_saved_inner_state_resumes_to_identical_bits(memory: int, spec: WorkerSpec, tmp_path: Path) -> None:
     path, second_round = str(tmp_path / "inner.safetensors"), TRAIN | {"round": 1}
     whole = shared.create()

@@ -368,23 +368,6 @@ async def test_last_output_is_reported(
     assert "worker: farewell" in caplog.text
 
 
-@pytest.mark.parametrize(
-    "change, message",
-    [
-        ({"data": Path("/absent")}, "there is no file or folder /absent"),
-        ({"values": PacedValues(10**14)}, "not enough memory for this task: "),
-        ({"held_out": Path("/")}, "cannot read /: Is a directory"),
-    ],
-)
-async def test_user_error_gives_one_line_error(
-    change: dict[str, Any], message: str, spec: WorkerSpec, compute: ThreadCompute, caplog: pytest.LogCaptureFixture
-) -> None:
-    with pytest.raises(WorkerError) as error:
-        async with RemoteTrainer(replace(spec, **change), compute):
-            pass
-    assert str(error.value).startswith(message) and "\n" not in str(error.value) and "Traceback" not in caplog.text
-
-
 async def test_joiner_evaluates_on_the_founders_sample(
     spec: WorkerSpec, compute: ThreadCompute, tmp_path: Path
 ) -> None:

@@ -17,13 +17,12 @@ from node.membership.hello import VERSION, Hello
 from node.membership.peer_record import PeerRecord
 from node.outer.round_history import LocalHistory
 from node.reporting.report import RoundReport
-from node.reporting.status import Status, SyncStatus, parse, to_json
+from node.reporting.status import Status, parse, to_json
 from node.storage.journal import Journal
 from node.ui.status_tracker import OuterLoopSources, RunLabels, StatusTracker
 from protocols.base import LocalProgress, Member
 from protocols.consensus.record import Kind
 from protocols.history.chain import Chain
-from protocols.sync.progress import SyncProgressLine
 from tests.support.fake_rounds import RUN, line
 from tests.support.virtual_time import on_virtual_time
 
@@ -212,13 +211,3 @@ async def test_eta_is_estimated_from_the_last_rounds(tmp_path: Path) -> None:
     assert shown(status_tracker).eta_seconds == 0.0
     status_tracker.enter_run(replace(LABELS, rounds=0))
     assert shown(status_tracker).eta_seconds is None
-
-
-@on_virtual_time
-async def test_sync_progress_is_shown_during_catch_up(tmp_path: Path) -> None:
-    status_tracker = StatusTracker("nick")
-    assert shown(status_tracker).syncing is None
-    progress = SyncProgressLine(1, 10, 3, 2.5, 0, 4, None)
-    journal = Journal(tmp_path / "rounds.jsonl")
-    status_tracker.start_outer_loop(OuterLoopSources(journal, sync_progress=lambda: progress))
-    assert shown(status_tracker).syncing == SyncStatus(1, 10, 3, 2.5, 0, 4, None)

@@ -106,16 +106,6 @@ def test_independent_peers_agree_within_spread_limit() -> None:
     assert tally.spread == (0.0, 0.02)
 
 
-def test_peers_without_reports_do_not_agree() -> None:
-    tally = story(4, NAMES[:2])
-    tally.tracks["peer-3"].well = True
-    assert not tally.agree
-    assert tally.as_json()["peers"][2]["params_hash"] == ""
-    tally = SwarmSummary(NAMES)
-    assert not tally.agree and not tally.fell
-    assert json.loads(to_json(tally.as_json()))["loss_last"] is None
-
-
 # -- stages -----------------------------------------------------------------------------------------------------------
 
 SIX = tuple(f"peer-{number}" for number in range(1, 7))
@@ -177,7 +167,8 @@ def test_stage_without_peers_does_not_agree() -> None:
     assert [each.agree for each in tally.stages] == [True, True, False] and not tally.agree
     silent = SwarmSummary(SIX[:3], 3)
     assert silent.as_json()["stages"] == [{"stage": k, "agree": False, "params_hash": ""} for k in range(3)]
-    assert ": stages 0, 1 and 2 do not agree" in verdict(silent)
+    assert ": stages 0, 1 and 2 do not agree" in verdict(silent) and not silent.fell
+    assert json.loads(to_json(silent.as_json()))["loss_last"] is None
 
 
 def test_tokens_and_mean_of_a_round_are_those_of_stage_0() -> None:
@@ -360,23 +351,11 @@ def test_round_of_independent_peers_shows_largest_spread() -> None:
 # -- what is read and shown -------------------------------------------------------------------------------------------
 
 
-def test_report_round_trips_as_json() -> None:
-    made = report("a", 1, held_out_loss=math.nan)
-    read = RoundReport.from_json(to_json(made))
-    assert math.isnan(read.held_out_loss) and to_json(read) == to_json(made)
-
-
 def test_manual_documents_every_report_field() -> None:
     manual = (REPOSITORY / "docs" / "running.md").read_text()
     table = manual.partition("### `rounds.jsonl`")[2]
     documented = {name for row in table.splitlines() if row.startswith("| `") for name in row.split("`")[1].split(", ")}
     assert documented == {each.name for each in fields(RoundReport)}
-
-
-@pytest.mark.parametrize("line", ["", "[]", "{}", "null", "nonsense"])
-def test_invalid_report_is_rejected(line: str) -> None:
-    with pytest.raises(ValueError):
-        RoundReport.from_json(line)
 
 
 def test_reports_are_read_across_file_rotation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
