@@ -184,7 +184,6 @@ def test_wrong_run_error_names_both_ids() -> None:
         (put("zz" * 32, "state_root"), "must be valid hex"),
         (put(float("nan"), "created"), "finite"),
         (put(-1.0, "created"), "at least 0"),
-        (put("", "founder", "peer"), "peer id"),
         (put("x" * 129, "founder", "peer"), "peer id"),
         (put("\x1b[2J", "founder", "peer"), "peer id"),
         (put(-1, "founder", "incarnation"), "incarnation"),

@@ -112,6 +112,13 @@ def test_held_out_windows_are_spread_without_overlap() -> None:
         assert len(flat) == len(set(flat)) == min(rows, 10) * 10
 
 
+def test_text_shorter_than_a_window_is_rejected() -> None:
+    text = Text(torch.zeros(50, dtype=torch.uint8), torch.zeros(20, dtype=torch.uint8))
+    text.require(20)
+    with pytest.raises(ValueError, match="the held-out text has 20 bytes: a window takes 21"):
+        text.require(21)
+
+
 def test_bad_paths_give_one_line_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "empty").touch()
     (tmp_path / "short").write_bytes(b"ten bytes.")

@@ -166,6 +166,8 @@ def test_stage_without_peers_does_not_agree() -> None:
         tally.tracks[name].well = True
     assert [each.agree for each in tally.stages] == [True, True, False] and not tally.agree
     silent = SwarmSummary(SIX[:3], 3)
+    for each in silent.tracks.values():
+        each.well = True
     assert silent.as_json()["stages"] == [{"stage": k, "agree": False, "params_hash": ""} for k in range(3)]
     assert ": stages 0, 1 and 2 do not agree" in verdict(silent) and not silent.fell
     assert json.loads(to_json(silent.as_json()))["loss_last"] is None
