@@ -34,10 +34,18 @@ def test_transformers_load_the_same_model_and_tokens(tmp_path: Path, monkeypatch
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
     ours = kept_gpt(tmp_path / "peer")
-    export(load_trained([tmp_path / "peer"]), tmp_path / "out")
+    found = load_trained([tmp_path / "peer"])
+    export(found, tmp_path / "new" / "out")
+    (tmp_path / "new" / "out").rename(tmp_path / "out")
+    assert not [*(tmp_path / "new").iterdir()], "no unfinished file is left"
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
     assert isinstance(theirs, LlamaForCausalLM) and theirs.dtype == torch.float32
+    assert theirs.config.max_position_embeddings == ours.shape.context and not theirs.config.tie_word_embeddings
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert card.startswith("---\nlibrary_name: transformers\n") and "\n# small of course\n" in card
+    assert found.manifest.run_id in card and found.checkpoints[0].lineage.hex() in card
+    assert "| rounds | 5 of 20 |" in card and "| held-out loss | 2.5000 nats per byte |" in card
     tokens = torch.randint(256, (3, ours.shape.context), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         assert (theirs(tokens).logits - ours(tokens)).abs().max() < 1e-5
@@ -90,17 +98,6 @@ def test_export_that_loads_otherwise_leaves_nothing(tmp_path: Path, monkeypatch:
         (tmp_path / "program.py").write_text(program)
         assert words in refusal(tmp_path / "peer", tmp_path / "out")
         assert {each.name for each in tmp_path.iterdir()} == {"peer", "program.py"}
-
-
-def test_model_card_names_its_origin(tmp_path: Path) -> None:
-    kept_gpt(tmp_path / "peer")
-    found = load_trained([tmp_path / "peer"])
-    export(found, tmp_path / "new" / "out")
-    card = (tmp_path / "new" / "out" / "README.md").read_text()
-    assert card.startswith("---\nlibrary_name: transformers\n") and "\n# small of course\n" in card
-    assert found.manifest.run_id in card and found.checkpoints[0].lineage.hex() in card
-    assert "| rounds | 5 of 20 |" in card and "| held-out loss | 2.5000 nats per byte |" in card
-    assert {each.name for each in (tmp_path / "new").iterdir()} == {"out"}, "no unfinished file is left"
 
 
 def test_own_module_is_exported_under_its_names(tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 """The paced task: the same bits everywhere, at no cost."""
 
 import hashlib
-import itertools
 
 import pytest
 import torch

@@ -17,12 +17,13 @@ from node.membership.hello import VERSION, Hello
 from node.membership.peer_record import PeerRecord
 from node.outer.round_history import LocalHistory
 from node.reporting.report import RoundReport
-from node.reporting.status import Status, parse, to_json
+from node.reporting.status import Status, SyncStatus, parse, to_json
 from node.storage.journal import Journal
 from node.ui.status_tracker import OuterLoopSources, RunLabels, StatusTracker
 from protocols.base import LocalProgress, Member
 from protocols.consensus.record import Kind
 from protocols.history.chain import Chain
+from protocols.sync.progress import SyncProgressLine
 from tests.support.fake_rounds import RUN, line
 from tests.support.virtual_time import on_virtual_time
 
@@ -91,7 +92,10 @@ def test_status_fills_in_as_parts_arrive(tmp_path: Path) -> None:
     status = shown(whole)
     assert (status.run, status.run_id, status.rounds, status.incarnation) == ("tiny", "ab" * 32, 10, 4)
     assert status.lineage == Chain(RUN, "run", ROSTER, b"0" * 32).head.key.lineage.hex()
-    assert status.loop_lag_p99_seconds == 0.004 and status.clock == "an hour off"
+    assert status.loop_lag_p99_seconds == 0.004 and status.clock == "an hour off" and status.syncing is None
+    progress, journal = SyncProgressLine(1, 10, 3, 2.5, 0, 4, None), Journal(tmp_path / "rounds.jsonl")
+    whole.start_outer_loop(OuterLoopSources(journal, sync_progress=lambda: progress))
+    assert shown(whole).syncing == SyncStatus(1, 10, 3, 2.5, 0, 4, None)
 
 
 def test_status_lists_members_and_met_peers(tmp_path: Path) -> None:
