@@ -24,6 +24,7 @@ from node.runtime import identity
 from node.tasks.recipe import Recipe
 from protocols.base import Layout, Member
 from tests.sim.host import SimSigner
+from tests.support.refusals import one_line
 
 FOUNDER = SimSigner("founder", seed=0)
 JOINER = SimSigner("joiner", seed=0)
@@ -73,10 +74,8 @@ def opened(envelope: bytes, expected: str | None = None) -> Manifest:
 
 
 def refusal(envelope: bytes, expected: str | None = None) -> str:
-    with pytest.raises(ManifestError) as caught:
-        opened(envelope, expected)
-    line = str(caught.value)
-    assert len(line.splitlines()) == 1 and line.isprintable() and len(line) < 700
+    line = one_line(ManifestError, opened, envelope, expected)
+    assert len(line) < 700
     return line
 
 
@@ -291,10 +290,8 @@ def test_own_task_size_is_bounded() -> None:
 def test_own_task_import_requires_local_consent(config: RunConfig, named: str | None, words: str) -> None:
     manifest = replace(MANIFEST, config=config, elements=(5144,))
     for held in ("", "ab" * 32, manifest.run_id if named else ""):
-        with pytest.raises(ManifestError) as caught:
-            require_consent(manifest, named, held)
-        assert words in str(caught.value) and len(str(caught.value).splitlines()) == 1
-        assert (named == "mine.tasks:make") or str(caught.value).endswith("join with --task mine.tasks:make")
+        line = one_line(ManifestError, require_consent, manifest, named, held)
+        assert words in line and (named == "mine.tasks:make" or line.endswith("join with --task mine.tasks:make"))
 
 
 def test_named_task_or_former_run_counts_as_consent() -> None:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from node.config.peer_config import KEYS, PeerConfig, load_peer, variables
 from node.config.run_config import load_run
 from node.config.toml import ConfigError
+from tests.support.refusals import one_line
 
 PEER = "12D3KooWGC6TvWhfapngX6wvJHMYvKpDMXPb3ZnCZ6dMoaMtimQ5"
 ADDRESS = f"/ip4/192.0.2.7/tcp/31337/p2p/{PEER}"
@@ -21,11 +22,7 @@ ADDRESS = f"/ip4/192.0.2.7/tcp/31337/p2p/{PEER}"
 def peer_refusal(
     flags: Mapping[str, object] | None = None, environment: Mapping[str, str] | None = None, file: Path | None = None
 ) -> str:
-    with pytest.raises(ConfigError) as caught:
-        load_peer(flags or {}, environment or {}, file)
-    line = str(caught.value)
-    assert len(line.splitlines()) == 1
-    return line
+    return one_line(ConfigError, load_peer, flags or {}, environment or {}, file)
 
 
 def test_flags_override_environment_then_file_then_defaults(file: Path) -> None:

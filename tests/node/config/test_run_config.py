@@ -19,6 +19,7 @@ from node.tasks.gpt import Gpt
 from node.tasks.gpt_presets import PRESETS
 from node.tasks.paced import Paced
 from node.tasks.recipe import Recipe
+from tests.support.refusals import one_line
 
 PROTOCOLS = ("butterfly", "moshpit", "gossip")
 
@@ -28,11 +29,7 @@ def run(overrides: Mapping[str, object] | None = None) -> RunConfig:
 
 
 def refusal(file: Path | None, overrides: Mapping[str, object] | None = None) -> str:
-    with pytest.raises(ConfigError) as caught:
-        load_run(file, overrides or {}, PROTOCOLS)
-    line = str(caught.value)
-    assert len(line.splitlines()) == 1 and line.isprintable()
-    return line
+    return one_line(ConfigError, load_run, file, overrides or {}, PROTOCOLS)
 
 
 @pytest.mark.parametrize(
@@ -315,9 +312,7 @@ def spelt(change: Mapping[str, object], **options: object) -> bytes:
     ],
 )
 def test_foreign_bytes_give_one_line_error(data: bytes, words: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        RunConfig.from_canonical(data)
-    assert words in str(caught.value) and len(str(caught.value).splitlines()) == 1
+    assert words in one_line(ConfigError, RunConfig.from_canonical, data)
 
 
 @given(st.binary(max_size=200))

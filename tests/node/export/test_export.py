@@ -17,15 +17,12 @@ from node.export import hugging_face, load_again
 from node.export.checking import Expected, ExportError, problems, require_loading, write_job
 from node.export.hugging_face import export
 from node.export.trained_model import load_trained
+from tests.support.refusals import one_line
 from tests.support.statedir_fixtures import keep, kept_gpt
 
 
 def refusal(directory: Path, out: Path) -> str:
-    with pytest.raises(ExportError) as caught:
-        export(load_trained([directory]), out)
-    line = str(caught.value)
-    assert len(line.splitlines()) == 1
-    return line
+    return one_line(ExportError, export, load_trained([directory]), out)
 
 
 @pytest.mark.filterwarnings("ignore")  # transformers' own

@@ -25,6 +25,7 @@ from tests.sim.host import sim_host
 from tests.sim.network import SimNetwork, Trace
 from tests.support import sync_cluster
 from tests.support.fake_rounds import SEED
+from tests.support.refusals import one_line
 from tests.support.statedir_fixtures import found_in_stages, staged_run
 from tests.support.sync_cluster import SyncCluster
 
@@ -56,11 +57,7 @@ def founded(config: RunConfig, layout: Layout, directory: Path) -> bytes:
 
 
 def refused(sealed: bytes) -> str:
-    with pytest.raises(TrainedError) as caught:
-        fetchable(sealed)
-    line = str(caught.value)
-    assert len(line.splitlines()) == 1
-    return line
+    return one_line(TrainedError, fetchable, sealed)
 
 
 def test_newest_state_on_the_chain_is_fetched_without_a_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

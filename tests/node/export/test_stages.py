@@ -23,6 +23,7 @@ from protocols.base import Member
 from protocols.consensus.record import Kind
 from protocols.history.chain import Chain
 from tests.support.fake_rounds import RUN, decided, encoded
+from tests.support.refusals import one_line
 from tests.support.statedir_fixtures import StagedRun, found_in_stages, keep_checkpoint, kept_gpt, staged_run
 
 
@@ -38,11 +39,7 @@ def kept(run: StagedRun, tmp_path: Path) -> list[Path]:
 
 
 def refusal(*directories: Path) -> str:
-    with pytest.raises(TrainedError) as caught:
-        load_trained(directories)
-    line = str(caught.value)
-    assert len(line.splitlines()) == 1
-    return line
+    return one_line(TrainedError, load_trained, directories)
 
 
 def same(found: TrainedModel, module: Gpt) -> bool:

@@ -14,15 +14,12 @@ from node.config.run_config import load_run
 from node.export import trained_model
 from node.export.trained_model import TrainedError, load_trained
 from node.storage.checkpoint import Checkpoint, CheckpointError, newest
+from tests.support.refusals import one_line
 from tests.support.statedir_fixtures import keep, kept_gpt, small_gpt
 
 
 def refusal(directory: Path) -> str:
-    with pytest.raises(TrainedError) as caught:
-        load_trained([directory])
-    line = str(caught.value)
-    assert len(line.splitlines()) == 1
-    return line
+    return one_line(TrainedError, load_trained, [directory])
 
 
 def test_newest_parameters_are_loaded_by_name(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from node.tasks.gpt import RMS_EPS, Gpt, GptTask
 from node.tasks.gpt_presets import PRESETS, GptConfig, Preset, preset
 from node.tasks.recipe import Recipe
 from node.tasks.text import load
+from tests.support.refusals import one_line
 
 SMALL = GptConfig(layers=2, width=16, heads=2, context=12)
 
@@ -157,9 +158,7 @@ RECIPE = {"inner_steps": 5, "rounds": 2, "learning_rate": 1e-3, "outer_learning_
 def test_bad_value_gives_one_line_error(
     make: type, good: dict[str, object], bad: dict[str, object], message: str
 ) -> None:
-    with pytest.raises(ValueError) as error:
-        make(**good | bad)
-    assert str(error.value) == message
+    assert one_line(ValueError, make, **good | bad) == message
 
 
 def test_generate_takes_the_most_likely_byte() -> None:

@@ -19,6 +19,7 @@ from node.tasks.recipe import Recipe
 from node.tasks.spec import GptValues, PacedValues, WorkerSpec, build
 from node.training import shared, worker
 from node.training.shared import Shared
+from tests.support.refusals import one_line
 
 RECIPE = Recipe(4, 5, learning_rate=1e-2, outer_learning_rate=0.9, outer_momentum=0.5, warmup_steps=4)
 TRAIN = {"do": "train", "round": 0, "begin": True, "surplus": False}
@@ -85,9 +86,7 @@ def test_threads_are_divided_among_local_peers(monkeypatch: pytest.MonkeyPatch) 
     ],
 )
 def test_bad_values_give_one_line_error(change: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError) as error:
-        replace(WorkerSpec(GPT, RECIPE, 1), **change)
-    assert str(error.value) == message
+    assert one_line(ValueError, replace, WorkerSpec(GPT, RECIPE, 1), **change) == message
     with pytest.raises(ValueError, match="step_seconds must be seconds, below an hour, not -1"):
         PacedValues(10, step_seconds=-1)
 

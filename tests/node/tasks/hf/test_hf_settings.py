@@ -23,6 +23,7 @@ from node.tasks.hf.model import load_module, loss_of
 from node.tasks.hf.settings import HfSettings, HfValues, ModelPins
 from node.tasks.hf.source import find_model
 from protocols.base import Member
+from tests.support.refusals import one_line
 from tests.support.small_models import shape
 
 PINS = ModelPins("org/tiny@0", "a" * 64, 5, "b" * 64, "c" * 64, "", ("q_proj", "v_proj"), 2.5)
@@ -66,9 +67,7 @@ def test_run_has_settings_of_its_own() -> None:
     ],
 )
 def test_bad_settings_give_one_line(changes: dict[str, Any], words: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        run(**changes)
-    assert words in str(caught.value) and "\n" not in str(caught.value)
+    assert words in one_line(ConfigError, run, **changes)
 
 
 def test_manifest_names_the_model() -> None:
