@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, closing, suppress
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from protocols.base import PeerGone, PeerId, PeerSilent, Stream, Transport
 from tests.support.direct_connections import descriptors, silent_strangers, swallow_packets
 from tests.support.real_transports import TransportMaker, on_uvloop, soon
 from tests.support.transport_pool import Pool, direct_plane
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.real
 
@@ -92,12 +93,6 @@ async def way(opener: LibP2PTransport, other: LibP2PTransport) -> tuple[Way, str
     await ping(opener, other.me)
     route = opener.routes[other.me]
     return route.way, route.why
-
-
-async def until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
-    async with asyncio.timeout(seconds):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
 
 
 class TestWays:

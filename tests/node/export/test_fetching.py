@@ -20,9 +20,7 @@ from protocols.base import Layout, Member
 from protocols.consensus.record import Kind
 from protocols.history.chain import UNSETTLED
 from protocols.registry import INDEPENDENT_PROTOCOLS
-from tests.sim import loop as simloop
 from tests.sim.host import sim_host
-from tests.sim.network import SimNetwork, Trace
 from tests.support import sync_cluster
 from tests.support.fake_rounds import SEED
 from tests.support.refusals import one_line
@@ -99,22 +97,6 @@ def test_chain_that_its_votes_do_not_prove_is_not_used(tmp_path: Path, monkeypat
         assert not (tmp_path / "checkpoints").exists()
 
     swarm.play(main)
-
-
-def test_peers_without_a_state_give_one_line(tmp_path: Path) -> None:
-    run = made_by_anna()
-
-    async def main() -> None:
-        network = SimNetwork(Trace())
-        stranger = sim_host(network, network.join("zoe"), SEED, {})
-        with pytest.raises(TrainedError) as caught:
-            await fetch_state(stranger, run, ["nobody"], tmp_path)
-        assert str(caught.value) == (
-            f"run {run.manifest.run_id[:12]}: no peer sent a snapshot of this chain: "
-            "try again in a minute, or give the address of another of its peers"
-        )
-
-    simloop.run(main())
 
 
 def test_run_that_cannot_be_fetched_gives_one_line(tmp_path: Path) -> None:

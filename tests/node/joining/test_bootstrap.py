@@ -123,15 +123,6 @@ async def test_first_answer_wins_and_later_peers_are_kept() -> None:
 
 
 @on_virtual_time
-async def test_failure_is_reported_only_when_it_changes() -> None:
-    refused, unroutable = gone("refused"), gone("no route")
-    addresses = Addresses(a=[refused, refused, unroutable, unroutable, refused, RUN])
-    async with addresses.client() as client:
-        await client.find("a")
-    assert addresses.said == [f"a: {why} (retrying)" for why in ("refused", "no route", "refused")]
-
-
-@on_virtual_time
 async def test_dead_address_is_retried_with_growing_pauses() -> None:
     addresses = Addresses(a=[*[gone("refused")] * 50, RUN])
     async with addresses.client() as client:

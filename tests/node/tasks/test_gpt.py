@@ -116,12 +116,8 @@ def test_tied_parameters_stay_tied() -> None:
     assert torch.equal(model[1].weight.detach(), torch.full((3, 3), 2.0))
 
 
-def test_presets_have_the_expected_values() -> None:
+def test_preset_follows_rounds_and_optimiser() -> None:
     default, small = preset("w128"), preset("w64")
-    assert default == Preset(GptConfig(4, 128, 4, 128), 8, Recipe(50, 16, 8e-3, 0.9, 0.5, inner_optimizer="muon"))
-    assert (default.recipe.betas, default.recipe.weight_decay, default.recipe.clip_norm) == ((0.9, 0.95), 0.1, 1.0)
-    assert (default.recipe.warmup_steps, default.recipe.final_fraction) == (20, 0.1)
-    assert small == Preset(GptConfig(4, 64, 4, 128), 8, Recipe(100, 12, 12e-3, 0.9, 0.5, inner_optimizer="muon"))
     for rounds, inner_steps in ((39, 25), (40, 51)):
         expected = Recipe(inner_steps, rounds, 12e-3, 0.9, 0.5, inner_optimizer="muon")
         assert small.for_run(rounds, inner_steps).recipe == expected
@@ -129,7 +125,6 @@ def test_presets_have_the_expected_values() -> None:
         assert small.for_run(rounds, inner_steps, None).recipe == adamw
     assert small.for_run(40, 50).recipe == Recipe(50, 40, 12e-3, 0.7, 0.8, inner_optimizer="muon", outer_decay=1 / 16)
     assert default.for_run(40, 50, None).recipe == Recipe(50, 40, 6e-3, 0.7, 0.8, outer_decay=1 / 16)
-    assert list(PRESETS) == ["w64", "w96", "w128", "w192", "w256"]
     with pytest.raises(ValueError, match="no preset 'big': one of w64, w96"):
         preset("big")
 

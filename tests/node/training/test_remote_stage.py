@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,6 +28,7 @@ from protocols.aio import Notifier
 from protocols.base import BadPayload, Member, RoundKey
 from protocols.pipeline.admission import StepAdmission
 from protocols.pipeline.work import LeaseLost
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.usefixtures("forked")
 
@@ -45,12 +46,6 @@ def learner(stage: int, text: Path) -> StageLearner:
     data = load(text) if stage == 0 else None
     task = GptStageTask(Preset(SHAPE, ROWS, RECIPE), Partition((), BOUNDS), stage, SEED, data)
     return StageLearner(task, RECIPE, ActivationCodec(task.shape, "fp32"), STREAM)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(60.0):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
 
 
 @asynccontextmanager

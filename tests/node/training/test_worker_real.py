@@ -12,7 +12,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -35,6 +35,7 @@ from protocols.base import LocalProgress, RoundKey, Trainer
 from tests.conformance.worlds import freeze
 from tests.support import warm
 from tests.support.paths import REPOSITORY
+from tests.support.waiting import until
 from tests.support.warm import WarmForkServer
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(120)]
@@ -74,12 +75,6 @@ def _is_ours(parent: int) -> bool:
         server = ForkServer.here.pid if isinstance(ForkServer.here, WarmForkServer) else None
         return parent == 1 or psutil.Process(parent).ppid() in (os.getpid(), server)
     return True
-
-
-async def until(condition: Callable[[], Any], seconds: float = 30.0) -> None:
-    async with asyncio.timeout(seconds):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.002)
 
 
 class Training:

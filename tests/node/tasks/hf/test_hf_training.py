@@ -187,16 +187,14 @@ def test_another_model_is_refused(made: Path, tmp_path: Path, spoil: Callable[[P
     assert words in line and line.endswith("that the founder calls qwen3 by --model") and "\n" not in line
 
 
-def test_where_a_model_was_saved_does_not_matter(made: Path, tmp_path: Path) -> None:
+def test_model_names_neither_its_place_nor_its_kernels(made: Path, tmp_path: Path) -> None:
     pins = pinned(made / "qwen3")
     other = Path(shutil.copytree(made / "qwen3", tmp_path / "other"))
-    change_json(other / "config.json", _name_or_path="elsewhere", transformers_version="9", use_cache=False)
+    place = {"_name_or_path": "elsewhere", "transformers_version": "9", "use_cache": False}
+    kernels = {"attn_implementation": "org/kernel", "_experts_implementation": "org/kernel"}
+    change_json(other / "config.json", **place, **kernels)
     loaded = load_model(str(other), HfSettings(context=64, format="chat"), pins, "cpu", torch.float32)
-    assert loaded.pins == ModelPins(**{**vars_of(pins), "base": "other"})
-
-
-def vars_of(pins: ModelPins) -> dict[str, Any]:
-    return {name: getattr(pins, name) for name in ModelPins.__dataclass_fields__}
+    assert loaded.pins == replace(pins, base="other") and loaded.module.config._attn_implementation == "sdpa"
 
 
 def test_joiner_takes_the_runs_commit(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -333,14 +331,6 @@ def test_adapters_that_peft_would_put_elsewhere_are_refused(made: Path) -> None:
     targets = adapted_layers(module, ("all-linear",))
     with pytest.raises(ModelError, match=r'set hf.lora_targets = \["k_proj", "o_proj", "q_proj", "v_proj"\]$'):
         with_adapters(module, HfSettings(), targets)
-
-
-def test_model_does_not_choose_its_kernels(made: Path, tmp_path: Path) -> None:
-    pins = pinned(made / "qwen3")
-    other = Path(shutil.copytree(made / "qwen3", tmp_path / "other"))
-    change_json(other / "config.json", attn_implementation="org/kernel", _experts_implementation="org/kernel")
-    loaded = load_model(str(other), HfSettings(context=64, format="chat"), pins, "cpu", torch.float32)
-    assert loaded.module.config._attn_implementation == "sdpa"
 
 
 def test_tokenizer_that_begins_texts_is_another(made: Path) -> None:
