@@ -78,18 +78,6 @@ def test_any_peer_of_stage_zero_knows_the_loss(run: StagedRun, kept: list[Path],
     assert load_trained([*kept, tmp_path / "copy"]).held_out_loss == 2.5
 
 
-def test_assembled_model_is_exported_as_a_whole_one_is(run: StagedRun, kept: list[Path], tmp_path: Path) -> None:
-    kept_gpt(tmp_path / "whole")
-    export(load_trained(kept), tmp_path / "a")
-    export(load_trained([tmp_path / "whole"]), tmp_path / "b")
-    files = {each.name for each in (tmp_path / "b").iterdir()}
-    assert {each.name for each in (tmp_path / "a").iterdir()} == files
-    for name in files - {"README.md", "model.safetensors"}:
-        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
-    a, b = (load_file(tmp_path / each / "model.safetensors") for each in "ab")
-    assert {name: tensor.shape for name, tensor in a.items()} == {name: tensor.shape for name, tensor in b.items()}
-
-
 def test_model_card_names_each_stage(run: StagedRun, kept: list[Path], tmp_path: Path) -> None:
     found = load_trained(kept)
     export(found, tmp_path / "out")

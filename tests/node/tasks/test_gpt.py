@@ -68,26 +68,6 @@ def test_gpt_equals_a_naive_llama() -> None:
         torch.testing.assert_close(got.double(), naive(model, row), rtol=1e-4, atol=1e-5)
 
 
-def test_keys_and_shapes_match_llama() -> None:
-    model = Gpt(GptConfig(layers=2, width=64, heads=4, context=8))
-    layer = [
-        *((f"self_attn.{name}_proj.weight", (64, 64)) for name in "qkvo"),
-        ("mlp.gate_proj.weight", (192, 64)),
-        ("mlp.up_proj.weight", (192, 64)),
-        ("mlp.down_proj.weight", (64, 192)),
-        ("input_layernorm.weight", (64,)),
-        ("post_attention_layernorm.weight", (64,)),
-    ]
-    expected = [
-        ("model.embed_tokens.weight", (256, 64)),
-        *((f"model.layers.{number}.{name}", shape) for number in range(2) for name, shape in layer),
-        ("model.norm.weight", (64,)),
-        ("lm_head.weight", (256, 64)),
-    ]
-    assert [(name, tuple(tensor.shape)) for name, tensor in model.state_dict().items()] == expected
-    assert list(flatten(model).layout.fragments[0]) == expected
-
-
 def test_initial_weights_depend_only_on_the_seed() -> None:
     torch.manual_seed(1)
     first = flatten(Gpt(SMALL, seed=5)).vectors[0]

@@ -180,16 +180,6 @@ def test_anchor_may_live_in_given_vectors() -> None:
     assert anchors[0].tolist() == [1.0, 1.0]
 
 
-def test_write_makes_progress_due() -> None:
-    training = counting(inner_steps=100)
-    for _ in range(20):
-        training.step()
-        training.due()
-    training.write(torch.zeros(2))
-    training.step()
-    assert training.due() and training.work().tokens == 10
-
-
 def test_norm_covers_many_pieces() -> None:
     task = Paced(600_001, seed=0)
     local_training = LocalTraining(task, inner_steps=1)

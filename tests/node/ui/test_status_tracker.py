@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -70,14 +69,6 @@ def stages(
         lambda tracker: tracker.join_swarm(chain, membership),  # type: ignore[arg-type]
         lambda tracker: tracker.start_outer_loop(OuterLoopSources(journal)),
     )
-
-
-def test_status_is_available_before_joining() -> None:
-    status = shown(StatusTracker("nick"))
-    assert (status.state, status.nickname, status.pid) == ("starting", "nick", os.getpid())
-    assert (status.peers, status.addresses, status.waiting_for, status.round, status.tokens) == ((), (), (), 0, 0)
-    assert math.isnan(status.loss) and math.isnan(status.held_out_loss) and status.eta_seconds is None
-    assert status.rss_bytes > 0
 
 
 def test_status_fills_in_as_parts_arrive(tmp_path: Path) -> None:

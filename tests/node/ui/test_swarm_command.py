@@ -387,19 +387,6 @@ def test_reports_are_read_incrementally(tmp_path: Path) -> None:
     assert [each.round for each in peer.reports()] == [2]
 
 
-def test_picture_and_summary_fit_the_width() -> None:
-    tally = story(16)
-    for shown in (
-        picture(tally, dict.fromkeys(NAMES, "starts"), {}, 80),
-        summary(tally, dict.fromkeys(NAMES, "left"), 200.0),
-        picture(SwarmSummary(NAMES), dict.fromkeys(NAMES, "starts"), {}, 80),
-        summary(SwarmSummary(NAMES), dict.fromkeys(NAMES, "did not start"), 1.0),
-    ):
-        assert max(map(len, text(shown).splitlines())) <= 100
-    assert "all peers agree" in text(summary(tally, dict.fromkeys(NAMES, "left"), 200.0))
-    assert "3.000 -> 0.188" in text(summary(tally, dict.fromkeys(NAMES, "left"), 200.0))
-
-
 def test_names_in_picture_and_summary_are_not_markup() -> None:
     name = "[/b]"
     tally = SwarmSummary([name])
