@@ -106,6 +106,14 @@ def test_identity_readable_by_others_uses_no_incarnation(tmp_path: Path) -> None
 # -- the run ----------------------------------------------------------------------------------------------------------
 
 
+def test_resuming_same_run_keeps_its_files(state: StateDir) -> None:
+    state.begin("aa" * 32, "", b"sealed", b"sample")
+    state.rounds.write_bytes(b"lines")
+    state.begin("aa" * 32, "aa" * 32, b"sealed", b"")
+    assert (state.manifest(), state.sample.read_bytes(), state.rounds.read_bytes()) == (b"sealed", b"sample", b"lines")
+    assert not (state.path / "past").exists()
+
+
 def test_files_of_other_runs_are_set_aside_repeatedly(state: StateDir) -> None:
     runs = ["aa" * 32, "bb" * 32, "aa" * 32, "bb" * 32, "aa" * 32]
     before, written = "", set()

@@ -3,6 +3,7 @@
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,6 @@ from node.tasks.gpt import RMS_EPS, Gpt, GptTask
 from node.tasks.gpt_presets import PRESETS, GptConfig, Preset, preset
 from node.tasks.recipe import Recipe
 from node.tasks.text import load
-from tests.support.refusals import one_line
 
 SMALL = GptConfig(layers=2, width=16, heads=2, context=12)
 
@@ -109,31 +109,10 @@ def test_preset_follows_rounds_and_optimiser() -> None:
         preset("big")
 
 
-SHAPE = {"layers": 1, "width": 16, "heads": 2, "context": 8}
-RECIPE = {"inner_steps": 5, "rounds": 2, "learning_rate": 1e-3, "outer_learning_rate": 0.7, "outer_momentum": 0.9}
-
-
-@pytest.mark.parametrize(
-    "make, good, bad, message",
-    [
-        (GptConfig, SHAPE, {"layers": 0}, "layers must be a whole number, at least 1, not 0"),
-        (GptConfig, SHAPE, {"heads": 3}, "3 heads do not divide width 16 into even parts"),
-        (GptConfig, SHAPE, {"heads": 16}, "16 heads do not divide width 16 into even parts"),
-        (Recipe, RECIPE, {"rounds": 0}, "rounds must be a whole number, at least 1, not 0"),
-        (Recipe, RECIPE, {"rounds": True}, "rounds must be a whole number, at least 1, not True"),
-        (Recipe, RECIPE, {"learning_rate": math.nan}, "learning_rate must be positive, not nan"),
-        (Recipe, RECIPE, {"learning_rate": "fast"}, "learning_rate must be positive, not 'fast'"),
-        (Recipe, RECIPE, {"outer_learning_rate": 0}, "outer_learning_rate must be positive, not 0"),
-        (Recipe, RECIPE, {"outer_momentum": 1.0}, "outer_momentum must be in [0, 1), not 1.0"),
-        (Recipe, RECIPE, {"weight_decay": -0.1}, "weight_decay must be 0 or more, not -0.1"),
-        (Recipe, RECIPE, {"final_fraction": 1.1}, "final_fraction must be in [0, 1], not 1.1"),
-        (Recipe, RECIPE, {"betas": (0.9, 1.0)}, "betas must be two numbers in [0, 1), not (0.9, 1.0)"),
-    ],
-)
-def test_bad_value_gives_one_line_error(
-    make: type, good: dict[str, object], bad: dict[str, object], message: str
-) -> None:
-    assert one_line(ValueError, make, **good | bad) == message
+@pytest.mark.parametrize("bad", [{"layers": 0}, {"layers": 1.5}, {"context": True}])
+def test_shape_needs_positive_whole_numbers(bad: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="must be a whole number, at least 1, not"):
+        replace(SMALL, **bad)
 
 
 def test_generate_takes_the_most_likely_byte() -> None:
