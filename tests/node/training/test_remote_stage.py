@@ -145,6 +145,15 @@ async def test_door_is_closed_while_there_is_no_worker(text: Path) -> None:
         assert (await training_on).tokens == 0 and not admission.is_open
 
 
+async def test_only_microbatches_count_as_steps(text: Path) -> None:
+    async with workers(text, 0) as (remote,):
+        await remote.begin(0, asyncio.Event())
+        await remote.work()
+        assert remote._shared.steps == 0
+        await LeasedStage(remote).draw(admission_of(remote).grant(DRIVER, 1, 0.0))
+        assert remote._shared.steps == 1
+
+
 async def test_cancelled_job_ends_and_the_worker_stays(text: Path) -> None:
     """A driver that is cut cancels its lanes; its worker goes on."""
     async with workers(text, 0) as (remote,):
