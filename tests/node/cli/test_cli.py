@@ -464,9 +464,9 @@ def test_closed_terminal_lets_the_peer_leave_except_under_nohup(own_home: Path) 
 
 
 @pytest.mark.parametrize("command", ["status", "finish"])
-def test_missing_peer_gives_one_line_error(command: str, tmp_path: Path) -> None:
-    assert "no peer runs in" in one_line(starling(command), 1)
-    assert "no peer runs in" in one_line(starling(command, "--state-dir", str(tmp_path)), 1)
+def test_missing_peer_gives_one_line_error(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "no peer runs in" in one_line(here(capsys, command), 1)
+    assert "no peer runs in" in one_line(here(capsys, command, "--state-dir", str(tmp_path)), 1)
 
 
 def test_single_local_peer_is_found_and_queried(running: FakeJoin) -> None:

@@ -284,13 +284,6 @@ def test_own_task_import_requires_local_consent(config: RunConfig, named: str | 
         assert words in line and (named == "mine.tasks:make" or line.endswith("join with --task mine.tasks:make"))
 
 
-def test_named_task_or_former_run_counts_as_consent() -> None:
-    manifest = replace(MANIFEST, config=OWN, elements=(10,))
-    require_consent(manifest, "mine.tasks:make", "")
-    require_consent(manifest, None, manifest.run_id)
-    require_consent(MANIFEST, None, "")
-
-
 # -- stages ------------------------------------------------------------------------------------------------------------
 
 

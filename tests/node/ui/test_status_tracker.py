@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -75,6 +76,8 @@ def test_status_fills_in_as_parts_arrive(tmp_path: Path) -> None:
     """In any order."""
     contacts = (contact("anna", "Anna"),)
     whole, parts = StatusTracker("nick"), stages(tmp_path, contacts=contacts)
+    first = shown(whole)
+    assert (first.state, first.nickname, first.pid) == ("starting", "nick", os.getpid()) and first.rss_bytes > 0
     for number, stage in enumerate(parts):
         alone = StatusTracker("nick")
         stage(alone), stage(whole)

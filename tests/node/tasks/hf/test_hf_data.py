@@ -176,12 +176,6 @@ def test_rows_are_made_again_after_change_or_damage(made: Path, tmp_path: Path, 
     assert len(list(cache.iterdir())) == 1, "rows unused for long are removed"
 
 
-def test_long_line_is_read_in_pieces(tmp_path: Path) -> None:
-    (tmp_path / "line.txt").write_text("a" * 1_000_000)
-    parts = [str(each.content) for each in read_documents([tmp_path / "line.txt"], False)]
-    assert max(map(len, parts)) <= 64 << 10 and "".join(parts) == "a" * 1_000_000
-
-
 def test_parquet_holds_texts_and_conversations(tmp_path: Path) -> None:
     file = tmp_path / "data.parquet"
     talks = [TALK.content["messages"], TALK.content["messages"][:2]]

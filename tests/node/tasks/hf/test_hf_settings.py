@@ -101,6 +101,8 @@ def test_joiner_must_name_task_and_model() -> None:
             require_consent(run_of, named, "")
     require_consent(run_of, "hf", "")
     require_consent(run_of, None, run_of.run_id)
+    plain = load_run(None, {}, ["butterfly"])
+    require_consent(manifest(config=plain, elements=(plain.elements,), model=None), None, "")
     with pytest.raises(ConfigError, match=r"--model \(the founder's is org/tiny@0, 0.00 GB\)"):
         worker_spec(run_of.config, load_peer({}, {}, None), 1, pins=PINS)
     mine = load_peer({"model": "m", "held_out": "none", "checkpointing": True}, {}, None)
