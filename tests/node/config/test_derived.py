@@ -44,6 +44,7 @@ def test_task_and_sample_come_from_the_run(tmp_path: Path) -> None:
     assert isinstance(gpt.values, GptValues) and gpt.held_out == tmp_path / "held-out.bin"
     paced = worker_spec(run(task="paced"), peer(), 1)
     assert isinstance(paced.values, PacedValues) and paced.held_out is None
-    assert gpt.recipe == run().recipe
+    assert gpt.recipe == run().recipe and (gpt.peers_here, gpt.threads) == (3, 0), "the worker chooses its threads"
+    assert worker_spec(run(), peer(threads=3), 1).threads == 3
     for spec in (gpt, paced):
         assert WorkerSpec.from_json(spec.to_json()) == spec

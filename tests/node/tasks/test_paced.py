@@ -27,7 +27,8 @@ def test_walk_depends_only_on_its_inputs() -> None:
     moves = set()
     for seed, number, step in [(0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1)]:
         task = Paced(100, seed)
-        task.step(number, step)
+        done = task.step(number, step)
+        assert done.loss == pytest.approx(float(task.vectors[0].square().mean())) and done.tokens == 1024
         moves.add(digest(task))
     assert len(moves) == 4
 
