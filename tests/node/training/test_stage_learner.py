@@ -178,6 +178,15 @@ def test_codec_refuses_what_is_not_finite(name: str) -> None:
         codec.decode_targets(codec.encode_targets(torch.full((2, 32), 256)), 256)
 
 
+def test_step_that_is_not_finite_changes_nothing() -> None:
+    stage = Pipeline(2).stages[0]
+    before = stage.vectors[0].clone()
+    stage.draw()
+    stage._optimizer._gradients[0].fill_(math.nan)
+    assert stage.step(0, 0).tokens == 0 and torch.equal(stage.vectors[0], before)
+    assert not stage._optimizer._gradients[0].any(), "the gradient is cleared"
+
+
 def test_measured_costs_name_every_block() -> None:
     ticks = iter(range(1000))
     costs = measure(replace(PRESET, shape=GptConfig(2, 32, 2, 16)), lambda: float(next(ticks)))

@@ -285,6 +285,7 @@ def test_strangers_sample_cannot_break_a_joiner(made: Path) -> None:
 def test_malformed_data_are_named(tmp_path: Path, content: str, is_chat: bool, words: str) -> None:
     (tmp_path / "data.jsonl").write_text(content)
     assert words in one_line(ModelError, lambda: [*read_documents([tmp_path / "data.jsonl"], is_chat)])
+    assert "give a file or a folder by --data" in one_line(ModelError, data_files, None)
 
 
 def test_check_counts_and_shows_what_is_masked(made: Path, tmp_path: Path) -> None:
