@@ -9,6 +9,7 @@ import pytest
 
 from node.cli.remote import CommandError
 from node.cli.times import end_of_pause
+from tests.support.refusals import one_line
 
 NOW = datetime(2026, 3, 5, 17, 30, 20)
 
@@ -38,9 +39,7 @@ def test_no_time_means_no_end() -> None:
      (None, "25:00"), (None, "18"), (None, "")],
 )  # fmt: skip
 def test_wrong_times_get_one_line(duration: str | None, until: str | None) -> None:
-    with pytest.raises(CommandError) as told:
-        end_of_pause(duration, until, NOW)
-    assert "\n" not in str(told.value) and "give" in str(told.value)
+    assert "give" in one_line(CommandError, end_of_pause, duration, until, NOW)
 
 
 def test_length_holds_over_the_end_of_summer_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,18 +39,12 @@ def test_incarnations_draw_separate_streams_and_equal_weights() -> None:
     assert worker_spec(run(), peer(), stream_seed(members[0])) == specs[0]
 
 
-def test_worker_spec_counts_peers_and_threads() -> None:
-    """By default the worker chooses its number of threads."""
-    assert worker_spec(run(), peer(), 1).peers_here == 3
-    assert worker_spec(run(), peer(), 1).threads == 0
-    assert worker_spec(run(), peer(threads=3), 1).threads == 3
-
-
 def test_task_and_sample_come_from_the_run(tmp_path: Path) -> None:
     gpt = worker_spec(run(), peer(), 1, tmp_path / "held-out.bin")
     assert isinstance(gpt.values, GptValues) and gpt.held_out == tmp_path / "held-out.bin"
     paced = worker_spec(run(task="paced"), peer(), 1)
     assert isinstance(paced.values, PacedValues) and paced.held_out is None
-    assert gpt.recipe == run().recipe
+    assert gpt.recipe == run().recipe and (gpt.peers_here, gpt.threads) == (3, 0), "the worker chooses its threads"
+    assert worker_spec(run(), peer(threads=3), 1).threads == 3
     for spec in (gpt, paced):
         assert WorkerSpec.from_json(spec.to_json()) == spec

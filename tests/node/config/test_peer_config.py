@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from node.config.peer_config import KEYS, PeerConfig, load_peer, variables
 from node.config.run_config import load_run
 from node.config.toml import ConfigError
+from tests.support.refusals import one_line
 
 PEER = "12D3KooWGC6TvWhfapngX6wvJHMYvKpDMXPb3ZnCZ6dMoaMtimQ5"
 ADDRESS = f"/ip4/192.0.2.7/tcp/31337/p2p/{PEER}"
@@ -21,11 +22,7 @@ ADDRESS = f"/ip4/192.0.2.7/tcp/31337/p2p/{PEER}"
 def peer_refusal(
     flags: Mapping[str, object] | None = None, environment: Mapping[str, str] | None = None, file: Path | None = None
 ) -> str:
-    with pytest.raises(ConfigError) as caught:
-        load_peer(flags or {}, environment or {}, file)
-    line = str(caught.value)
-    assert len(line.splitlines()) == 1
-    return line
+    return one_line(ConfigError, load_peer, flags or {}, environment or {}, file)
 
 
 def test_flags_override_environment_then_file_then_defaults(file: Path) -> None:
@@ -63,6 +60,8 @@ def test_environment_values_are_parsed_from_strings() -> None:
         "NODE_ROUNDS": "7",
         "NODE_BANDWIDTH_BYTES_PER_SECOND": "1e6",
         "NODE_RUN_ID": "ABCDEF012345",
+        "NODE_LISTEN": "/ip4/0.0.0.0/tcp/4001",
+        "NODE_ANNOUNCE": "/dns/founder/tcp/4001",
         "NODE_DATA": "~/text",
         "NODE_NICKNAME": "",
     }
@@ -70,6 +69,7 @@ def test_environment_values_are_parsed_from_strings() -> None:
     assert config.bootstrap == (ADDRESS, f"/dns4/example.org/tcp/1/p2p/{PEER}", f"@{Path.home()}/addresses")
     assert (config.nat, config.json, config.rounds, config.bandwidth_bytes_per_second) == (False, True, 7, 1e6)
     assert (config.run_id, config.data) == ("abcdef012345", Path.home() / "text")
+    assert (config.listen, config.announce) == (("/ip4/0.0.0.0/tcp/4001",), ("/dns/founder/tcp/4001",))
     assert config.origins["nickname"] == "default"
 
 
@@ -150,29 +150,15 @@ def test_suggested_listen_address_is_itself_valid(key: str) -> None:
         assert getattr(load_peer(fixed | {key: (suggested,)}, {}, None), key) == (suggested,)
 
 
-@pytest.mark.parametrize("kind", ["dns", "dns4", "dns6"])
-def test_dns_names_can_be_announced_and_dialled(kind: str) -> None:
-    where = f"/{kind}/founder/tcp/4001"
-    config = load_peer(
-        {"announce": (where,), "bootstrap": (f"{where}/p2p/{PEER}",)}, {"NODE_LISTEN": "/ip4/0.0.0.0/tcp/4001"}, None
-    )
-    assert (config.announce, config.bootstrap) == ((where,), (f"{where}/p2p/{PEER}",))
-
-
 def test_machine_settings_in_file_become_environment_variables(file: Path) -> None:
-    file.write_text("[peer]\ndata = '~/text'\nbandwidth_bytes_per_second = 2.5e6\ndevice = 'cpu'\nnickname = 'ada'\n")
+    lists = 'bandwidth_bytes_per_second = 2.5e6\nhours = ["mon-fri 18:00-08:00", "sat,sun"]\nquota = "50GB/month"\n'
+    file.write_text(f"[peer]\ndata = '~/text'\ndevice = 'cpu'\nnickname = 'ada'\n{lists}")
     environment = variables(file, {"NODE_DEVICE": "auto", "NODE_DATA": ""})
-    assert environment == {"NODE_DATA": "~/text", "NODE_BANDWIDTH_BYTES_PER_SECOND": "2500000.0"}, (
-        "the nickname is one peer's own"
-    )
-    config = load_peer({}, environment, None)
-    assert config.data == Path("~/text").expanduser() and config.bandwidth_bytes_per_second == 2.5e6
-
-
-def test_lists_in_file_survive_as_variables(file: Path) -> None:
-    file.write_text('[peer]\nhours = ["mon-fri 18:00-08:00", "sat,sun"]\nquota = "50GB/month"\n')
-    alone, through = load_peer({}, {}, file), load_peer({}, variables(file, {}), None)
+    names = {"NODE_DATA", "NODE_BANDWIDTH_BYTES_PER_SECOND", "NODE_HOURS", "NODE_QUOTA"}
+    assert environment.keys() == names, "the nickname is one peer's own"
+    through, alone = load_peer({}, environment, None), load_peer({}, {}, file)
     assert (through.hours, through.quota) == (alone.hours, alone.quota) and len(alone.hours) == 2 and alone.quota
+    assert through.data == alone.data == Path.home() / "text" and through.bandwidth_bytes_per_second == 2.5e6
 
 
 @pytest.mark.parametrize("quoted", [f'"{ADDRESS}"', f"'{ADDRESS}'\r", f'"{ADDRESS}","{ADDRESS}"'])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import FrozenInstanceError, fields, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,6 +19,7 @@ from node.tasks.gpt import Gpt
 from node.tasks.gpt_presets import PRESETS
 from node.tasks.paced import Paced
 from node.tasks.recipe import Recipe
+from tests.support.refusals import one_line
 
 PROTOCOLS = ("butterfly", "moshpit", "gossip")
 
@@ -28,40 +29,25 @@ def run(overrides: Mapping[str, object] | None = None) -> RunConfig:
 
 
 def refusal(file: Path | None, overrides: Mapping[str, object] | None = None) -> str:
-    with pytest.raises(ConfigError) as caught:
-        load_run(file, overrides or {}, PROTOCOLS)
-    line = str(caught.value)
-    assert len(line.splitlines()) == 1 and line.isprintable()
-    return line
-
-
-def test_default_config_is_the_default_preset() -> None:
-    config = run()
-    assert (config.task, config.protocol, config.codec) == ("gpt", "butterfly", "int8")
-    assert config.preset() == PRESETS["w128"]
-    assert config.fork_peers == 1
-    assert run({"robust": "mean"}).robust is None
+    return one_line(ConfigError, load_run, file, overrides or {}, PROTOCOLS)
 
 
 @pytest.mark.parametrize(
-    "protocol, key, default, other",
-    [("butterfly", "robust", "mean", "krum"), ("gossip", "schedule", "random", "ring")],
+    "given, key, found",
+    [
+        ({"robust": "mean"}, "robust", None),
+        ({"robust": "krum"}, "robust", "krum"),
+        ({"protocol": "gossip", "schedule": "random"}, "schedule", None),
+        ({"protocol": "gossip", "schedule": "ring"}, "schedule", "ring"),
+        ({}, "digest", "blake3"),
+        ({"protocol": "moshpit"}, "digest", "blake3"),
+        ({"protocol": "gossip"}, "digest", None),
+        ({"digest": "sha256"}, "digest", None),
+    ],
 )
-def test_default_option_equals_leaving_it_out(protocol: str, key: str, default: str, other: str) -> None:
-    assert run({"protocol": protocol, key: default}).to_canonical() == run({"protocol": protocol}).to_canonical()
-    config = run({"protocol": protocol, key: other})
-    assert getattr(config, key) == other and RunConfig.from_canonical(config.to_canonical()) == config
-
-
-@pytest.mark.parametrize("protocol, used", [("butterfly", "blake3"), ("moshpit", "blake3"), ("gossip", None)])
-def test_new_runs_name_their_digest(protocol: str, used: str | None) -> None:
-    config = run({"protocol": protocol})
-    assert config.digest == used and RunConfig.from_canonical(config.to_canonical()) == config
-
-
-def test_config_without_digest_uses_sha256() -> None:
-    config = run({"digest": "sha256"})
-    assert config.digest is None and b"digest" not in config.to_canonical()
+def test_option_as_in_older_runs_is_left_out(given: dict[str, object], key: str, found: str | None) -> None:
+    config = run(given)
+    assert getattr(config, key) == found and (key.encode() in config.to_canonical()) == (found is not None)
     assert RunConfig.from_canonical(config.to_canonical()) == config
 
 
@@ -180,7 +166,6 @@ def test_fork_setting_gives_the_fork_peers() -> None:
         ("protocol = 'buterfly'", 'unknown protocol "buterfly": did you mean "butterfly"?'),
         ("task = 'gtp'", "\"task\": 'gtp' is no task: gpt, paced, hf, or your own as package.module:factory"),
         ("task = 3", '"task" must be a text, not 3'),
-        ("task = 'a.b:c:d'", "'a.b:c:d' is no task"),
         ("task = 'a:b'\noptions = 3", '"options" must be a table, [options]'),
         ("task = 'a:b'\n[options]\nx = [1]", "[options]: x must be a text, a number, true or false"),
         ("task = 'a:b'\n[options]\n'x y' = 1", "[options]: 'x y' is not a valid option name"),
@@ -189,21 +174,17 @@ def test_fork_setting_gives_the_fork_peers() -> None:
         (f"task = 'a:b'\n[options]\nx = '{'y' * 1025}'", "[options]: x has 1025 characters, more than 1024"),
         ("task = 'a:b'\n[options]\n" + "".join(f"x{n} = 1\n" for n in range(65)), "65 options, more than 64"),
         ("codec = 'int9'", "did you mean 'int8'?"),
-        ("robust = 'centred-clip'", "unknown robust rule 'centred-clip': there are mean, centered_clip, trimmed_mean,"),
         ("robust = 'centred-clip'", "did you mean 'centered_clip'?"),
         ("robust = 'krum'\ncodec = 'topk'", "topk sends mostly zeros, from which krum makes zeros: use another codec"),
         ("robust = 'krum'\nprotocol = 'gossip'", "robust krum is for butterfly and moshpit: gossip takes no rule"),
         ("digest = 'blake2'", "unknown digest 'blake2': there are sha256, blake3; did you mean 'blake3'?"),
         ("protocol = 'gossip'\ndigest = 'blake3'", "digest blake3 is for butterfly and moshpit: gossip sends no parts"),
-        ("protocol = 'gossip'\nschedule = 'torus'", "unknown schedule 'torus': there are random, ring, exponential,"),
         ("protocol = 'gossip'\nschedule = 'one_peer'", "did you mean 'one-peer-exponential'?"),
         ("schedule = 'ring'", "schedule ring is for gossip and push_sum: butterfly has none"),
         ("codec = 'topk'\nprotocol = 'gossip'", "codec topk is for protocol butterfly: gossip needs vectors whole"),
         ("codec = 'topk'\nchunk_elements = 5000", "with codec topk, chunk_elements must be a multiple of 4096"),
         ("protocol = 'gossip'\nfork = 'never'", "fork and min_peers are for butterfly: gossip has no votes"),
-        ("protocol = 'moshpit'\nmin_peers = 2", "fork and min_peers are for butterfly: moshpit has no votes"),
         ("data = 'x'", 'unknown key "data": write it as "peer.data", or into the table [peer]'),
-        ("nickname = 'x'", 'unknown key "nickname": write it as "peer.nickname", or into the table [peer]'),
         ("fork = 'no'", "\"fork\" must be 'allowed' or 'never', not 'no'"),
         ("name = 'a\tb'", "cannot be printed"),
         ("name = ''", '"name" must have at least 1 character'),
@@ -211,13 +192,20 @@ def test_fork_setting_gives_the_fork_peers() -> None:
         ("[gpt]\npreset = 'w1'", "no preset 'w1': one of w64"),
         ("recipe = 3", '"recipe" must be a table, [recipe]'),
         ("[recipe]\nrounds = 0", "[recipe]: rounds must be a whole number, at least 1, not 0"),
+        ("[recipe]\ninner_steps = -5", "[recipe]: inner_steps must be a whole number, at least 1, not -5"),
+        ("[recipe]\nouter_learning_rate = 0", "[recipe]: outer_learning_rate must be positive, not 0"),
+        ("[recipe]\nlearning_rate = 'fast'", '"learning_rate" in [recipe] must be a number'),
+        ("[recipe]\nweight_decay = -0.1", "[recipe]: weight_decay must be 0 or more, not -0.1"),
+        ("[recipe]\nfinal_fraction = 1.1", "[recipe]: final_fraction must be in [0, 1], not 1.1"),
+        ("[recipe]\nbetas = [0.9, 1.0]", "[recipe]: betas must be two numbers in [0, 1), not (0.9, 1.0)"),
+        ("[gpt]\nlayers = 0", '"layers" in [gpt] must be at least 1'),
+        ("[gpt]\ncontext = -1", '"context" in [gpt] must be at least 1'),
+        ("[gpt]\nwidth = 16\nheads = 16", "16 heads do not divide width 16 into even parts"),
         ("[recipe]\nrounds = 10_000_001", "[recipe]: rounds must be at most 10000000, not 10000001"),
         ("[recipe]\nrounds = '5'", "\"rounds\" in [recipe] must be a whole number, not '5'"),
         ("[recipe]\nlearning_rate = nan", '"learning_rate" in [recipe] must be a finite number'),
         ("[recipe]\nbetas = [0.9, 0.95, 1]", '"betas" in [recipe] must have at most 2 items'),
         ("[recipe]\nbetas = [0.9]", '"betas" in [recipe] has too few items'),
-        ("[recipe]\nbetas = 1", '"betas" in [recipe] must be a list, not 1'),
-        ("codec = 1979-05-27", "unknown codec '1979-05-27'"),
         ("[recipe]\nouter_momentum = 1", "outer_momentum must be in [0, 1), not 1.0"),
         ("[recipe]\nouter_pull = 0.3", "outer_pull is for gossip, whose pairs pull each other: not for butterfly"),
         (
@@ -231,7 +219,6 @@ def test_fork_setting_gives_the_fork_peers() -> None:
         ("spread_limit = 0", '"spread_limit" must be more than 0'),
         ("seed = -1", '"seed" must be at least 0'),
         (f"seed = {'9' * 400}", '"seed" must be less than 9223372036854775808, not a number of many digits'),
-        ("seed = 1979-05-27", '"seed" must be a whole number'),
         ("chunk_elements = 1", '"chunk_elements" must be at least 1024'),
         ("[gpt]\nheads = 3", "[gpt]: 3 heads do not divide width 128"),
         ("[gpt]\nwidth = 16384\nlayers = 12", "[gpt]: the model has 38676086784 parameters, more"),
@@ -277,17 +264,6 @@ def test_bad_flag_is_not_blamed_on_the_file(file: Path) -> None:
     assert refusal(None, {"a.b.c": 3}).startswith('command line: unknown key "a.b"')
 
 
-def test_config_is_immutable() -> None:
-    with pytest.raises(FrozenInstanceError):
-        run().seed = 3  # type: ignore[misc]
-
-
-def test_canonical_bytes_round_trip() -> None:
-    for config in (run(), run({"task": "paced"}), run({"name": "Zürich 🐦", "seed": 2**63 - 1})):
-        assert config.to_canonical().isascii()
-        assert RunConfig.from_canonical(config.to_canonical()) == config
-
-
 def test_canonical_bytes_ignore_number_spelling() -> None:
     whole = run({"recipe.learning_rate": 1})
     assert whole.to_canonical() == run({"recipe.learning_rate": 1.0}).to_canonical()
@@ -305,11 +281,14 @@ def test_canonical_bytes_ignore_number_spelling() -> None:
         }
     ),
     st.integers(0, 2**63 - 1),
+    st.sampled_from(["default", "Zürich 🐦"]),
+    st.sampled_from(["gpt", "paced"]),
 )
-def test_every_config_has_one_canonical_form(values: dict[str, object], seed: int) -> None:
-    config = run({"seed": seed} | {f"recipe.{name}": value for name, value in values.items()})
+def test_every_config_has_one_canonical_form(values: dict[str, object], seed: int, name: str, task: str) -> None:
+    recipe = {f"recipe.{key}": value for key, value in values.items()}
+    config = run({"seed": seed, "name": name, "task": task} | recipe)
     again = RunConfig.from_canonical(config.to_canonical())
-    assert again == config and again.to_canonical() == config.to_canonical()
+    assert again == config and again.to_canonical() == config.to_canonical() and again.to_canonical().isascii()
 
 
 def spelt(change: Mapping[str, object], **options: object) -> bytes:
@@ -339,9 +318,7 @@ def spelt(change: Mapping[str, object], **options: object) -> bytes:
     ],
 )
 def test_foreign_bytes_give_one_line_error(data: bytes, words: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        RunConfig.from_canonical(data)
-    assert words in str(caught.value) and len(str(caught.value).splitlines()) == 1
+    assert words in one_line(ConfigError, RunConfig.from_canonical, data)
 
 
 @given(st.binary(max_size=200))
@@ -355,11 +332,6 @@ def test_run_of_unknown_protocol_is_rejected() -> None:
     config.require_protocol(PROTOCOLS)
     with pytest.raises(ConfigError, match='unknown protocol "moshpit": there are butterfly'):
         config.require_protocol(["butterfly"])
-
-
-def test_every_recipe_value_can_be_set() -> None:
-    values = {field.name: getattr(PRESETS["w64"].recipe, field.name) for field in fields(Recipe)}
-    assert run({f"recipe.{name}": value for name, value in values.items()}).recipe == PRESETS["w64"].recipe
 
 
 def test_stages_split_a_presets_step_into_microbatches() -> None:

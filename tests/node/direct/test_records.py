@@ -189,18 +189,6 @@ def test_each_flipped_bit_is_noticed(cipher: str) -> None:
     asyncio.run(main())
 
 
-def test_truncation_anywhere_is_not_an_end() -> None:
-    wire = b"".join(sealed(handshake().codecs(is_client=True)[0], *PLAIN, b""))
-
-    async def main() -> None:
-        for kept in range(len(wire)):
-            got, error = await received(wire[:kept], 1)
-            assert b"".join(PLAIN).startswith(got) and str(error) == "broken off"
-        assert str((await received(wire, 1))[1]) == "the peer is done"
-
-    asyncio.run(main())
-
-
 async def test_tiny_records_do_not_hold_the_loop() -> None:
     a, b = connected(buffer_bytes=200_000)
     turns = 0

@@ -101,21 +101,12 @@ class TestRoutes:
             route.granted(self.grant(cipher="rot13"), "192.0.2.1", 0.0)
         assert not route.is_granted and not route.asking.may_try(1.0) and route.tokens_left(0.0) == 0
 
-    @pytest.mark.parametrize(
-        "address, host",
-        [
-            ("/ip4/192.0.2.1/tcp/4001", "192.0.2.1"),
-            ("/ip6/2001:db8::1/udp/4001/quic", "2001:db8::1"),
-            ("/ip4/192.0.2.1/tcp/4001/p2p/12D3KooWRelay/p2p-circuit", None),
-            ("/p2p/12D3KooWRelay/p2p-circuit", None),
-            ("/dns4/localhost/tcp/4001", None),
-            ("/unix/tmp/socket", None),
-            ("/ip4", None),
-            ("", None),
-        ],
-    )
-    def test_host_is_an_address_and_never_a_relays(self, address: str, host: str | None) -> None:
-        assert host_of(address) == host
+    def test_host_is_an_address_and_never_a_relays(self) -> None:
+        assert host_of("/ip4/192.0.2.1/tcp/4001") == "192.0.2.1"
+        assert host_of("/ip6/2001:db8::1/udp/4001/quic") == "2001:db8::1"
+        relayed = ("/ip4/192.0.2.1/tcp/4001/p2p/12D3KooWRelay/p2p-circuit", "/p2p/12D3KooWRelay/p2p-circuit")
+        for address in (*relayed, "/dns4/localhost/tcp/4001", "/unix/tmp/socket", "/ip4", ""):
+            assert host_of(address) is None, address
 
     def test_hosts_to_listen_on_are_named_once(self) -> None:
         listen = ("/ip4/0.0.0.0/tcp/1", "/ip4/0.0.0.0/udp/1/quic", "/ip6/::/tcp/1", "/dns4/example.org/tcp/1")

@@ -17,15 +17,12 @@ from node.export import hugging_face, load_again
 from node.export.checking import Expected, ExportError, problems, require_loading, write_job
 from node.export.hugging_face import export
 from node.export.trained_model import load_trained
+from tests.support.refusals import one_line
 from tests.support.statedir_fixtures import keep, kept_gpt
 
 
 def refusal(directory: Path, out: Path) -> str:
-    with pytest.raises(ExportError) as caught:
-        export(load_trained([directory]), out)
-    line = str(caught.value)
-    assert len(line.splitlines()) == 1
-    return line
+    return one_line(ExportError, export, load_trained([directory]), out)
 
 
 @pytest.mark.filterwarnings("ignore")  # transformers' own
@@ -34,10 +31,18 @@ def test_transformers_load_the_same_model_and_tokens(tmp_path: Path, monkeypatch
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
     ours = kept_gpt(tmp_path / "peer")
-    export(load_trained([tmp_path / "peer"]), tmp_path / "out")
+    found = load_trained([tmp_path / "peer"])
+    export(found, tmp_path / "new" / "out")
+    (tmp_path / "new" / "out").rename(tmp_path / "out")
+    assert not [*(tmp_path / "new").iterdir()], "no unfinished file is left"
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
     assert isinstance(theirs, LlamaForCausalLM) and theirs.dtype == torch.float32
+    assert theirs.config.max_position_embeddings == ours.shape.context and not theirs.config.tie_word_embeddings
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert card.startswith("---\nlibrary_name: transformers\n") and "\n# small of course\n" in card
+    assert found.manifest.run_id in card and found.checkpoints[0].lineage.hex() in card
+    assert "| rounds | 5 of 20 |" in card and "| held-out loss | 2.5000 nats per byte |" in card
     tokens = torch.randint(256, (3, ours.shape.context), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         assert (theirs(tokens).logits - ours(tokens)).abs().max() < 1e-5
@@ -92,17 +97,6 @@ def test_export_that_loads_otherwise_leaves_nothing(tmp_path: Path, monkeypatch:
         assert {each.name for each in tmp_path.iterdir()} == {"peer", "program.py"}
 
 
-def test_model_card_names_its_origin(tmp_path: Path) -> None:
-    kept_gpt(tmp_path / "peer")
-    found = load_trained([tmp_path / "peer"])
-    export(found, tmp_path / "new" / "out")
-    card = (tmp_path / "new" / "out" / "README.md").read_text()
-    assert card.startswith("---\nlibrary_name: transformers\n") and "\n# small of course\n" in card
-    assert found.manifest.run_id in card and found.checkpoints[0].lineage.hex() in card
-    assert "| rounds | 5 of 20 |" in card and "| held-out loss | 2.5000 nats per byte |" in card
-    assert {each.name for each in (tmp_path / "new").iterdir()} == {"out"}, "no unfinished file is left"
-
-
 def test_own_module_is_exported_under_its_names(tmp_path: Path) -> None:
     config = load_run(None, {"task": "mine.tasks:make"}, ["butterfly"])
     module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
@@ -143,12 +137,3 @@ def test_failed_export_gives_one_line_and_leaves_nothing(tmp_path: Path, monkeyp
     monkeypatch.setattr(os, "pwrite", full)
     assert "No space left on device" in refusal(tmp_path / "peer", tmp_path / "out")
     assert {each.name for each in tmp_path.iterdir()} == {"peer"}
-
-
-def test_exported_config_matches_the_run(tmp_path: Path) -> None:
-    kept_gpt(tmp_path / "peer")
-    export(load_trained([tmp_path / "peer"]), tmp_path / "out")
-    config = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert (config["hidden_size"], config["intermediate_size"], config["num_hidden_layers"]) == (32, 96, 2)
-    assert (config["num_attention_heads"], config["num_key_value_heads"], config["head_dim"]) == (2, 2, 16)
-    assert (config["max_position_embeddings"], config["vocab_size"], config["tie_word_embeddings"]) == (24, 256, False)

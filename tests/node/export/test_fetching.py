@@ -8,21 +8,21 @@ import pytest
 import torch
 from torch import nn
 
-from node.config.manifest import Manifest, layout_digest, seal, unseal
+from node.config.manifest import Manifest, layout_digest, seal
 from node.config.run_config import RunConfig, load_run
 from node.export.fetching import FetchableRun, fetch_state, fetchable
 from node.export.trained_model import TrainedError
 from node.export.trained_rounds import trained_rounds
-from node.runtime.identity import create, verify
+from node.runtime.identity import create
 from node.storage.checkpoint import newest
 from node.tasks.flat import flatten
-from node.tasks.gpt import Gpt
 from protocols.base import Layout, Member
 from protocols.consensus.record import Kind
 from protocols.history.chain import UNSETTLED
 from protocols.registry import INDEPENDENT_PROTOCOLS
+from tests.support.refusals import one_line
 from tests.support.simulated import simulated
-from tests.support.statedir_fixtures import found_in_stages, small_gpt, staged_run
+from tests.support.statedir_fixtures import found_in_stages, staged_run
 from tests.support.sync_cluster import SyncCluster
 
 ELEMENTS = 300_000
@@ -68,11 +68,7 @@ def founded(config: RunConfig, layout: Layout, directory: Path) -> bytes:
 
 
 def refused(sealed: bytes) -> str:
-    with pytest.raises(TrainedError) as caught:
-        fetchable(sealed)
-    line = str(caught.value)
-    assert len(line.splitlines()) == 1
-    return line
+    return one_line(TrainedError, fetchable, sealed)
 
 
 @simulated(Anna)
@@ -100,24 +96,6 @@ async def test_chain_that_its_votes_do_not_prove_is_not_used(swarm: Anna, tmp_pa
     with pytest.raises(TrainedError, match="no peer sent a snapshot of this chain"):
         await swarm.fetch(tmp_path)
     assert not (tmp_path / "checkpoints").exists()
-
-
-@simulated(Anna)
-async def test_peers_without_a_state_give_one_line(swarm: Anna, tmp_path: Path) -> None:
-    with pytest.raises(TrainedError) as caught:
-        await swarm.fetch(tmp_path, "nobody")
-    assert str(caught.value) == (
-        f"run {swarm.made.manifest.run_id[:12]}: no peer sent a snapshot of this chain: "
-        "try again in a minute, or give the address of another of its peers"
-    )
-
-
-def test_fetchable_run_has_the_layout_of_its_task(tmp_path: Path) -> None:
-    config = small_gpt()
-    assert config.gpt
-    layout = flatten(Gpt(config.gpt.shape)).layout
-    sealed = founded(config, layout, tmp_path)
-    assert fetchable(sealed) == FetchableRun(sealed, unseal(sealed, verify), (layout,))
 
 
 def test_run_that_cannot_be_fetched_gives_one_line(tmp_path: Path) -> None:

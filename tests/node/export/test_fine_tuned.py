@@ -21,6 +21,7 @@ from node.export.fine_tuned import fine_tuned_layout, load_fine_tuned
 from node.export.trained_model import TrainedError, load_trained
 from node.tasks.flat import layout_of, unfrozen
 from node.tasks.hf.model import load_model
+from tests.support.long import diagonal
 from tests.support.small_models import story, write_model
 from tests.support.statedir_fixtures import keep, kept_gpt
 
@@ -114,8 +115,7 @@ def dtypes(folder: Path) -> dict[str, tuple[torch.dtype, torch.Size]]:
     return {name: (each.dtype, each.shape) for name, each in load_file(folder / "model.safetensors").items()}
 
 
-@pytest.mark.parametrize("train", ["lora", "full"])
-@pytest.mark.parametrize("kind", ["qwen3", "llama", "gpt2"])
+@diagonal("kind, train", ["qwen3", "llama", "gpt2"], ["lora", "full"])
 def test_layout_of_a_run_is_known_without_weights(kind: str, train: str, tmp_path: Path) -> None:
     module = trained(tmp_path, kind, train)
     manifest = load_trained([tmp_path / "peer"]).manifest

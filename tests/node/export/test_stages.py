@@ -13,7 +13,6 @@ from safetensors.torch import load_file
 from torch import nn
 
 from node.config.run_config import load_run
-from node.export.generation import harmless, write
 from node.export.hugging_face import export
 from node.export.trained_model import TrainedError, TrainedModel, load_trained
 from node.export.trained_rounds import trained_rounds
@@ -24,6 +23,7 @@ from protocols.base import Member
 from protocols.consensus.record import Kind
 from protocols.history.chain import Chain
 from tests.support.fake_rounds import RUN, decided, encoded
+from tests.support.refusals import one_line
 from tests.support.statedir_fixtures import StagedRun, found_in_stages, keep_checkpoint, kept_gpt, staged_run
 
 
@@ -39,11 +39,7 @@ def kept(run: StagedRun, tmp_path: Path) -> list[Path]:
 
 
 def refusal(*directories: Path) -> str:
-    with pytest.raises(TrainedError) as caught:
-        load_trained(directories)
-    line = str(caught.value)
-    assert len(line.splitlines()) == 1
-    return line
+    return one_line(TrainedError, load_trained, directories)
 
 
 def same(found: TrainedModel, module: Gpt) -> bool:
@@ -82,35 +78,6 @@ def test_any_peer_of_stage_zero_knows_the_loss(run: StagedRun, kept: list[Path],
     assert load_trained([*kept, tmp_path / "copy"]).held_out_loss == 2.5
 
 
-@pytest.mark.filterwarnings("ignore")  # transformers' own
-def test_transformers_load_the_assembled_model(
-    run: StagedRun, kept: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    from transformers import LlamaForCausalLM
-
-    export(load_trained(kept), tmp_path / "out")
-    ours, stored = run.whole, load_file(tmp_path / "out" / "model.safetensors")
-    assert stored.keys() == ours.state_dict().keys()
-    assert all(torch.equal(stored[name], tensor) for name, tensor in ours.state_dict().items())
-    theirs = LlamaForCausalLM.from_pretrained(tmp_path / "out")
-    tokens = torch.randint(256, (3, ours.shape.context), generator=torch.Generator().manual_seed(1))
-    with torch.no_grad():
-        assert (theirs(tokens).logits - ours(tokens)).abs().max() < 1e-5
-
-
-def test_assembled_model_is_exported_as_a_whole_one_is(run: StagedRun, kept: list[Path], tmp_path: Path) -> None:
-    kept_gpt(tmp_path / "whole")
-    export(load_trained(kept), tmp_path / "a")
-    export(load_trained([tmp_path / "whole"]), tmp_path / "b")
-    files = {each.name for each in (tmp_path / "b").iterdir()}
-    assert {each.name for each in (tmp_path / "a").iterdir()} == files
-    for name in files - {"README.md", "model.safetensors"}:
-        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
-    a, b = (load_file(tmp_path / each / "model.safetensors") for each in "ab")
-    assert {name: tensor.shape for name, tensor in a.items()} == {name: tensor.shape for name, tensor in b.items()}
-
-
 def test_model_card_names_each_stage(run: StagedRun, kept: list[Path], tmp_path: Path) -> None:
     found = load_trained(kept)
     export(found, tmp_path / "out")
@@ -123,11 +90,6 @@ def test_model_card_names_each_stage(run: StagedRun, kept: list[Path], tmp_path:
     export(load_trained(kept), tmp_path / "mixed")
     card = (tmp_path / "mixed" / "README.md").read_text()
     assert "| held-out loss | not measured |" in card and "`, after 10 rounds |\n" in card
-
-
-def test_output_matches_the_whole_models_generation(run: StagedRun, kept: list[Path]) -> None:
-    text = "".join(write(load_trained(kept), b"def ", 40, 0.0, 0))
-    assert text == harmless(run.whole.generate(b"def ", 40).decode(errors="replace"))
 
 
 def test_missing_stage_is_named(kept: list[Path]) -> None:

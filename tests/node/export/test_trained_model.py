@@ -7,34 +7,18 @@ import shutil
 from pathlib import Path
 
 import pytest
-import torch
 from torch import nn
 
 from node.config.run_config import load_run
 from node.export import trained_model
 from node.export.trained_model import TrainedError, load_trained
 from node.storage.checkpoint import Checkpoint, CheckpointError, newest
-from tests.support.statedir_fixtures import keep, kept_gpt, small_gpt
+from tests.support.refusals import one_line
+from tests.support.statedir_fixtures import keep, kept_gpt
 
 
 def refusal(directory: Path) -> str:
-    with pytest.raises(TrainedError) as caught:
-        load_trained([directory])
-    line = str(caught.value)
-    assert len(line.splitlines()) == 1
-    return line
-
-
-def test_newest_parameters_are_loaded_by_name(tmp_path: Path) -> None:
-    kept_gpt(tmp_path / "a", 5, seed=1)
-    shutil.copytree(tmp_path / "a", tmp_path / "b")
-    module = kept_gpt(tmp_path / "a", 10, seed=2)
-    found = load_trained([tmp_path / "a"])
-    assert found.rounds == (10,) and found.held_out_loss == 2.5
-    assert found.manifest.config == small_gpt()
-    assert found.tensors.keys() == module.state_dict().keys()
-    assert all(torch.equal(found.tensors[name], tensor) for name, tensor in module.state_dict().items())
-    assert load_trained([tmp_path / "b"]).rounds == (5,)
+    return one_line(TrainedError, load_trained, [directory])
 
 
 def test_unmeasured_loss_is_nan(tmp_path: Path) -> None:

@@ -19,7 +19,6 @@ from node.storage.checkpoint import Checkpoint, DataCursor, whole
 from node.storage.statedir import StateDir, StateError
 from node.training.remote import RemoteTrainer, WorkerError
 from protocols.base import Member
-from protocols.consensus.record import Kind
 from protocols.history.chain import Chain
 from protocols.sync.snapshot import Snapshot
 from tests.support.checkpoints import LAYOUT, state
@@ -189,15 +188,3 @@ def test_restart_position_and_obstacle_are_reported(tmp_path: Path, chain: Chain
     left = begun.waiting_reason(first, 1)
     assert "left the run before its last members" in left and left.endswith("or for most of the peers that left")
     assert begun.waiting_reason(first, 0).endswith("the run forbids forks")
-
-
-def test_fork_without_mean_does_not_count_as_trained(chain: Chain) -> None:
-    assert chain.trained == 5
-    chain.switch(chain.head.key.lineage, [decided(chain.head, Kind.FORK)])
-    assert (chain.head.key.round, chain.trained) == (6, 5)
-    copy = chain.copy()
-    copy.switch(chain.head.key.lineage, [decided(chain.head, Kind.FORK)])
-    copy.switch(copy.head.key.lineage, [decided(copy.head)])
-    assert (copy.trained, chain.trained) == (6, 5)
-    chain.switch(chain.locator()[-1], ())
-    assert chain.trained == 0

@@ -24,13 +24,6 @@ from tests.support.session_cluster import View
 ADDRESS = "/ip4/192.0.2.1/tcp/1/p2p/12D3KooWAWN22BfV8SENcdL3qSe3xVZZXSdGCeBHqscxPgyn4CFR"
 
 
-def test_founder_resumes_with_or_without_checkpoint(here: StateDir) -> None:
-    assert resume.find_resumable(here) is None
-    manifest = begin(here)
-    held = resume.find_resumable(here)
-    assert held and held.manifest == manifest and held.has_state and held.run == RunInfo(here.manifest(), SAMPLE)
-
-
 def test_joiner_resumes_alone_only_from_a_checkpoint(here: StateDir, tmp_path: Path) -> None:
     begin(here, StateDir.open(tmp_path / "founder"))
     held = resume.find_resumable(here)

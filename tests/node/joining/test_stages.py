@@ -181,15 +181,6 @@ async def test_seats_are_told_to_strangers_without_effect() -> None:
         await other.ask("stranger", NO_STAGE, by="another")
 
 
-@on_virtual_time
-async def test_forged_seat_in_a_greeting_does_not_keep_joiners_out() -> None:
-    founder = Peers()
-    forged = replace(founder.seats.known[0], stage=2, member=Member("mallory"))
-    founder.meet("mallory", 2, 1.0, (forged,))
-    assert await founder.stage("a") == 1 and await founder.stage("b") == 2
-    assert founder.seats.known[2].member.peer == "b"
-
-
 @pytest.mark.parametrize("data", (b"", b"{", b"[]", b'{"stage": 1}', b"\xff"))
 def test_damaged_stage_is_none(data: bytes) -> None:
     assert place_of(data) is None

@@ -66,16 +66,6 @@ async def test_work_runs_on_another_thread_and_returns() -> None:
         assert await compute.run(lambda: "still there", 0) == "still there"
 
 
-async def test_event_loop_continues_during_work(held: Held) -> None:
-    async with ThreadCompute() as compute:
-        running = asyncio.create_task(compute.run(held, 0))
-        await held.begun()
-        await turns()  # on the loop's own thread the work could not wait for what comes below
-        assert not running.done()
-        held.free.set()
-        assert await running == "done"
-
-
 async def test_work_items_run_one_at_a_time(held: Held) -> None:
     """One thread: two pieces never run at once, in the order in which they came."""
     order: list[int] = []
@@ -121,15 +111,6 @@ async def test_failure_after_cancellation_is_not_logged(held: Held, caplog: pyte
     assert caplog.records == []
 
 
-async def test_deadline_is_raised_after_the_work(held: Held) -> None:
-    async with ThreadCompute() as compute:
-        asyncio.get_running_loop().call_later(0.05, held.free.set)
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(0):
-                await compute.run(held, 0)
-        assert held.done
-
-
 async def test_exit_waits_for_work_and_ends_the_thread(held: Held) -> None:
     threading.Timer(0.05, held.free.set).start()
     async with ThreadCompute() as compute:
@@ -143,14 +124,6 @@ async def test_exit_waits_for_work_and_ends_the_thread(held: Held) -> None:
         await waiting
     with pytest.raises(RuntimeError, match="shutdown"):
         await compute.run(lambda: None, 0)
-
-
-async def test_error_inside_context_closes_the_thread() -> None:
-    with pytest.raises(KeyError):
-        async with ThreadCompute() as compute:
-            await compute.run(lambda: None, 0)
-            raise KeyError("unrelated")
-    assert compute_threads() == []
 
 
 async def test_worker_thread_uses_the_canonical_float_mode(restored: None) -> None:

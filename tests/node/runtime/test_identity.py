@@ -102,13 +102,6 @@ def test_load_rejects_links_and_directories(path: Path) -> None:
         identity.load(path.parent)
 
 
-def test_load_or_create_creates_only_once(path: Path) -> None:
-    assert identity.load_or_create(path).peer_id == identity.load_or_create(path).peer_id
-    path.chmod(0o644)
-    with pytest.raises(IdentityError, match="chmod 600"):
-        identity.load_or_create(path)
-
-
 def test_only_one_process_holds_an_identity(path: Path) -> None:
     mine = identity.create(path)
     again = identity.load(path).held()

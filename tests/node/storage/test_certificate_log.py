@@ -12,9 +12,6 @@ import pytest
 
 from node.storage import certificate_log as archives
 from node.storage.certificate_log import CertificateLog, spool, stored
-from protocols.base import Member
-from protocols.history.chain import Chain
-from tests.support.fake_rounds import ROOT, RUN, encoded, line
 
 ENTRIES = [bytes([number]) * (number + 1) for number in range(20)]
 
@@ -33,18 +30,6 @@ def filled(path: Path, count: int = 20) -> CertificateLog:
 
 def content(file: CertificateLog) -> list[bytes]:
     return list(file.read(0, len(file)))
-
-
-def test_appended_entries_are_read_back(path: Path) -> None:
-    for count in (0, 3, 8):
-        file = CertificateLog(path)
-        assert content(file) == ENTRIES[: len(file)]
-        for each in ENTRIES[len(file) : count]:
-            file.extend([each])
-        file.sync()
-    file = CertificateLog(path)
-    assert len(file) == 8 and list(file.read(3, 2)) == ENTRIES[3:5] and list(file.read(6, 9)) == ENTRIES[6:8]
-    assert path.stat().st_mode & 0o777 == 0o600
 
 
 def test_reader_sees_whole_entries_and_changes_nothing(path: Path) -> None:
@@ -66,6 +51,8 @@ def test_reader_sees_whole_entries_and_changes_nothing(path: Path) -> None:
 
 def test_truncated_entries_are_gone(path: Path) -> None:
     file = filled(path)
+    assert list(file.read(3, 2)) == ENTRIES[3:5] and list(file.read(18, 9)) == ENTRIES[18:]
+    assert path.stat().st_mode & 0o777 == 0o600
     file.truncate(20)
     file.truncate(5)
     file.extend([b"new"])
@@ -179,20 +166,6 @@ def test_disk_full_from_the_start_recovers(path: Path, disk: Callable[[int | Non
     disk(None)
     file.extend([ENTRIES[3]])
     assert content(CertificateLog(path)) == ENTRIES[:4]
-
-
-def test_chain_resumes_from_its_file(path: Path) -> None:
-    roster = (Member("anna"), Member("bert"))
-    chain = Chain(RUN, "run", roster, ROOT, CertificateLog(path))
-    links = line(chain.head, 300)
-    for link in links:
-        chain.extend(encoded(link))
-    again = Chain(RUN, "run", roster, ROOT, CertificateLog(path))
-    assert again.head == chain.head and again.since(links[0].lineage, 9) == tuple(links[1:10])
-    assert len(again.switch(links[99].lineage, ())) == 200
-    assert Chain(RUN, "run", roster, ROOT, CertificateLog(path)).head == links[99].head
-    os.truncate(path, path.stat().st_size - 1)
-    assert Chain(RUN, "run", roster, ROOT, CertificateLog(path)).head == links[98].head
 
 
 def test_spool_leaves_no_file_and_needs_no_disk(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -109,22 +109,6 @@ def test_unfinished_checkpoint_of_killed_peer_is_ignored(tmp_path: Path) -> None
 # -- space ------------------------------------------------------------------------------------------------------------
 
 
-def test_published_waits_for_the_latest_checkpoint(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with checkpoints(tmp_path) as made:
-            await made.keep(state(), key(5))
-            assert rounds(tmp_path) == []
-            await made.published()
-            assert rounds(tmp_path) == [5]
-
-    asyncio.run(main())
-
-
-def test_last_three_checkpoints_are_kept(tmp_path: Path) -> None:
-    made = keep(tmp_path, 5, 10, 15, 20)
-    assert rounds(tmp_path) == [20, 15, 10] == [each.round for each in made.snapshots.held()]
-
-
 def test_former_incarnations_checkpoints_are_served_then_evicted(tmp_path: Path) -> None:
     keep(tmp_path, 5, 10, 15)
 

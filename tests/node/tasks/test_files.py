@@ -285,7 +285,8 @@ def test_blocks_depend_on_the_text_around_them_alone(lines: list[int], size: int
     changed = list(blocks([b"".join([*data[:at], added.encode(), *data[at:], *data[:50]])]))
     assert len(set(found) - set(changed)) <= 4
     long = "é".encode() * 3 * MOST
-    assert b"".join(blocks([b"a", long])) == b"a" + long and all(each.decode() for each in blocks([b"a", long]))
+    assert b"".join(blocks([b"a", long])) == b"a" + long
+    assert all(each.decode() and len(each) <= MOST + LEAST for each in blocks([b"a", long]))
 
 
 def test_more_data_change_nothing_that_was_held_out(tmp_path: Path) -> None:

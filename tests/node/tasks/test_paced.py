@@ -1,7 +1,6 @@
 """The paced task: the same bits everywhere, at no cost."""
 
 import hashlib
-import itertools
 
 import pytest
 import torch
@@ -28,30 +27,10 @@ def test_walk_depends_only_on_its_inputs() -> None:
     moves = set()
     for seed, number, step in [(0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1)]:
         task = Paced(100, seed)
-        task.step(number, step)
+        done = task.step(number, step)
+        assert done.loss == pytest.approx(float(task.vectors[0].square().mean())) and done.tokens == 1024
         moves.add(digest(task))
     assert len(moves) == 4
-
-
-def test_steps_rotate_over_slices() -> None:
-    task = Paced(3 * SLICE + 5, seed=3)
-    touched = []
-    for step in range(8):
-        before = task.vectors[0].clone()
-        result = task.step(0, step)
-        moved = (task.vectors[0] != before).nonzero().flatten()
-        assert len(moved) > 0 and int(moved[0]) // SLICE == int(moved[-1]) // SLICE
-        touched.append(int(moved[0]) // SLICE)
-        place = task.vectors[0][touched[-1] * SLICE : (touched[-1] + 1) * SLICE]
-        assert result.loss == pytest.approx(float((place * place).mean())) and result.tokens == 1024
-    assert [(after - before) % 4 for before, after in itertools.pairwise(touched)] == [1] * 7
-
-
-def test_walk_stays_bounded_and_spread() -> None:
-    vector = walk(5, elements=SLICE, steps=300).vectors[0]
-    assert vector.abs().max() <= 1 and 0.2 < vector.std() < 0.5 and abs(vector.mean()) < 0.05
-    start = Paced((1 << 20) + 7, 0).vectors[0]
-    assert start.unique().numel() > 1_000_000 and abs(start.mean()) < 0.01 and start.min() >= -1
 
 
 def test_bad_values_give_one_line_error() -> None:

@@ -62,10 +62,6 @@ def test_path_cannot_leave_the_mount(tmp_path: Path) -> None:
     assert cores(tmp_path, "0::/../../x\n", V2_MOUNT.format(root="/", point=tmp_path / "cg"), files) == 8
 
 
-def test_without_cgroup_files_affinity_counts(tmp_path: Path) -> None:
-    assert usable_cores(tmp_path / "nothing") == 8
-
-
 @pytest.mark.parametrize("text", ["", "max 100000", "-1\n100000\n", "0 100000", "1 0", "1", "1 2 3", "9" * 30 + " 1"])
 def test_invalid_quota_limits_nothing(text: str) -> None:
     assert cores_of(text) is None

@@ -32,10 +32,6 @@ def hangs_after(look: Callable[[float], tuple[int, Usage | None]], seconds: floa
 @pytest.mark.parametrize(
     "look, seconds, why",
     [
-        pytest.param(lambda now: (0, Usage(0.9 * now, 0)), 5400, "", id="a validation of 90 minutes"),
-        pytest.param(lambda now: (0, Usage(0.0, int(1e4 * now))), 5400, "", id="a start that reads a slow disk"),
-        pytest.param(lambda now: (int(now // 500), Usage(0.0, 0)), 9e4, "", id="steps that sleep for 500 s"),
-        pytest.param(lambda now: (0, Usage(0.0, 0)), 595, "", id="a step that sleeps for almost ten minutes"),
         pytest.param(lambda now: (0, None), 5400, "", id="a kernel that says nothing"),
         pytest.param(lambda now: (0, Usage(5e-4 * now, 0)), 602.5, "for 600 s it finished nothing", id="a deadlock"),
         pytest.param(lambda now: (0, Usage(now, 0)), 6002.5, "it computed for 6000 s", id="an endless loop"),

@@ -7,7 +7,6 @@ import os
 import signal
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -204,8 +203,3 @@ async def test_outer_jobs_use_the_anchor_change_nothing_and_are_few(text: Path) 
             await remote.outer_sample(0)
         await until(lambda: not remote._outer_jobs)
         assert await remote.outer_sample(10**6) is None and remote.restarts == 0
-
-
-def test_spec_of_a_stage_round_trips(text: Path) -> None:
-    given = replace(spec(1, text), nice=3)
-    assert WorkerSpec.from_json(given.to_json()) == given

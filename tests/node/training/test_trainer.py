@@ -122,32 +122,6 @@ def test_steps_equal_torchs_adamw(clip_norm: float) -> None:
     torch.testing.assert_close(learner.vectors[0], expected, rtol=1e-4, atol=1e-6)
 
 
-def test_learner_converges_and_resumes_its_data() -> None:
-    task = Line()
-    learner = TaskLearner(task, RECIPE, seed=1)
-    before = task.evaluate()
-    losses = [learner.step(0, step % 10).loss for step in range(200)]
-    assert learner.position == 200 and task.evaluate() < 0.2 * before and losses[-1] < 0.2 * losses[0]
-    late = TaskLearner(Line(), RECIPE, seed=1)
-    late.position = 199
-    late.vectors[0].copy_(torch.cat([p.detach().flatten() for p in Line().module.parameters()]))
-    first, again = late.step(0, 0).loss, Line().loss(*Line().batch(1, 199))
-    assert first == pytest.approx(float(again.detach()))
-
-
-def test_step_with_non_finite_gradient_changes_nothing() -> None:
-    task = Line()
-    learner = TaskLearner(task, RECIPE, seed=1)
-    learner.step(0, 0)
-    before = learner.vectors[0].clone()
-    task.scale = math.inf
-    step = learner.step(0, 1)
-    assert step.tokens == 0 and torch.equal(learner.vectors[0], before)
-    task.scale = 1.0
-    assert learner.step(0, 2).tokens == 8 and not torch.equal(learner.vectors[0], before)
-    assert learner.vectors[0].isfinite().all()
-
-
 def test_progress_counts_since_the_last_write() -> None:
     training = counting(inner_steps=4)
     work = training.work()
@@ -193,15 +167,6 @@ def test_excluded_tokens_do_not_count() -> None:
     assert (work.tokens, work.loss, work.complete) == (10, 2.0, True)
 
 
-def test_outer_parameters_are_evaluated() -> None:
-    training, into = counting(inner_steps=4), torch.zeros(2)
-    training.write(torch.tensor([5.0, 6.0]))
-    training.step()
-    assert training.evaluate() == 11.0
-    training.read(into)
-    assert into.tolist() == [6.0, 7.0]
-
-
 def test_anchor_may_live_in_given_vectors() -> None:
     learner = Count()
     anchors: tuple[Vector, ...] = (torch.tensor([3.0, 4.0]),)
@@ -213,16 +178,6 @@ def test_anchor_may_live_in_given_vectors() -> None:
     assert learner.vectors[0].tolist() == [0.0, 0.0]
     local_training.write(torch.ones(2))
     assert anchors[0].tolist() == [1.0, 1.0]
-
-
-def test_write_makes_progress_due() -> None:
-    training = counting(inner_steps=100)
-    for _ in range(20):
-        training.step()
-        training.due()
-    training.write(torch.zeros(2))
-    training.step()
-    assert training.due() and training.work().tokens == 10
 
 
 def test_norm_covers_many_pieces() -> None:
@@ -280,37 +235,6 @@ async def test_without_surplus_completed_steps_wait_for_the_cut() -> None:
         work = await trainer.train(key(0), cut, lambda work: None, surplus=False)
         assert work.complete and len(learner.steps) == 3 and cut.is_set()
     assert loop.time() == 20.0
-
-
-@on_virtual_time
-async def test_early_cut_and_writes_between_rounds_are_allowed() -> None:
-    learner = Count()
-    trainer = InlineTrainer(learner, inner_steps=2, step_seconds=1.0)
-    cut = asyncio.Event()
-    cut.set()
-    progress: list[LocalProgress] = []
-    work = await trainer.train(key(0), cut, progress.append)
-    assert work.tokens == progress[0].tokens == work.norm == 0 and len(progress) == 1 and learner.steps == []
-    trainer.step_seconds = 5.0
-    work, _ = await _train(trainer, 0, cut_after=7.0)
-    assert (work.tokens, work.seconds) == (20, 10.0)
-    into = torch.zeros(2)
-    await trainer.read(into)
-    assert into.tolist() == [2.0, 2.0]
-    await trainer.write(torch.tensor([7.0, 8.0]))
-    assert learner.vectors[0].tolist() == [7.0, 8.0] and await trainer.evaluate() == 15.0
-    work, _ = await _train(trainer, 1, cut_after=1.0)
-    assert (work.tokens, work.seconds) == (10, 5.0)
-
-
-@on_virtual_time
-async def test_peers_share_the_event_loop_while_training() -> None:
-    loop = asyncio.get_running_loop()
-    trainers = [InlineTrainer(Paced(100, seed), 10, step_seconds=1.0 + seed) for seed in range(3)]
-    results = await asyncio.gather(*(_train(trainer, 0, cut_after=11.5) for trainer in trainers))
-    assert [work.tokens // 1024 for work, _ in results] == [12, 6, 4]
-    assert [work.complete for work, _ in results] == [True, False, False]
-    assert loop.time() == 12.0
 
 
 def test_lab_trains_through_the_protocol(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from node.tasks.recipe import Recipe
 from node.tasks.spec import GptValues, PacedValues, WorkerSpec, build
 from node.training import shared, worker
 from node.training.shared import Shared
-from node.training.trainer import LocalTraining
+from tests.support.refusals import one_line
 
 RECIPE = Recipe(4, 5, learning_rate=1e-2, outer_learning_rate=0.9, outer_momentum=0.5, warmup_steps=4)
 TRAIN = {"do": "train", "round": 0, "begin": True, "surplus": False}
@@ -60,22 +60,6 @@ def shared_with(memory: int, spec: WorkerSpec) -> Shared:
     return Shared(memory, build(spec, torch.empty, False).learner.layout.sizes())
 
 
-def test_both_sides_see_the_same_vectors(memory: int) -> None:
-    ours, theirs = Shared(memory, (5, 3)), Shared(memory, (5, 3))
-    assert ours.fresh and not theirs.fresh
-    ours.local[1].fill_(2)
-    theirs.anchor[0].copy_(torch.arange(5))
-    assert theirs.local[1].tolist() == [2, 2, 2] and ours.anchor[0].tolist() == [0, 1, 2, 3, 4]
-    assert not ours.local[0].any() and not ours.anchor[1].any()
-    ours.attention = True
-    theirs.claim(7)
-    theirs.stepped()
-    theirs.stepped()
-    assert (theirs.attention, ours.position, ours.steps) == (True, 7, 2)
-    ours.attention = False
-    assert not theirs.attention
-
-
 def test_file_replaces_missing_anonymous_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.platform", "darwin")
     descriptor = shared.create()
@@ -83,12 +67,6 @@ def test_file_replaces_missing_anonymous_memory(monkeypatch: pytest.MonkeyPatch)
     Shared(descriptor, (4,)).local[0].fill_(1)
     assert Shared(descriptor, (4,)).local[0].tolist() == [1, 1, 1, 1]
     os.close(descriptor)
-
-
-def test_spec_round_trips_through_the_pipe() -> None:
-    for values in (GPT, PacedValues(10, 20, 0.5)):
-        spec = WorkerSpec(values, RECIPE, 1, 2, Path("a"), None, "cpu", 3, 4, "float32")
-        assert WorkerSpec.from_json(spec.to_json()) == spec
 
 
 def test_threads_are_divided_among_local_peers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,9 +86,7 @@ def test_threads_are_divided_among_local_peers(monkeypatch: pytest.MonkeyPatch) 
     ],
 )
 def test_bad_values_give_one_line_error(change: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError) as error:
-        replace(WorkerSpec(GPT, RECIPE, 1), **change)
-    assert str(error.value) == message
+    assert one_line(ValueError, replace, WorkerSpec(GPT, RECIPE, 1), **change) == message
     with pytest.raises(ValueError, match="step_seconds must be seconds, below an hour, not -1"):
         PacedValues(10, step_seconds=-1)
 
@@ -159,30 +135,6 @@ def test_worker_that_waits_for_data_shows_that_it_lives(memory: int, spec: Worke
     mine.attention = False
     done = waiting.carry_out(TRAIN | {"begin": False})
     assert (done["complete"], mine.steps, job.learner.position) == (True, 4, 4)
-
-
-def test_training_equals_training_in_process(memory: int, spec: WorkerSpec) -> None:
-    learner = build(spec, torch.empty, False).learner
-    mine, local_training = Shared(memory, learner.layout.sizes()), LocalTraining(learner, RECIPE.inner_steps)
-    os.ftruncate(memory, 0)  # so that the worker finds it new
-
-    def hear(kind: str, value: Any) -> None:
-        mine.attention = kind == "progress" and value["tokens"] >= 4 * 32
-
-    sent = serve(memory, spec, TRAIN | {"surplus": True}, {"do": "evaluate"}, hear=hear)
-    before = local_training.evaluate()
-    local_training.begin(0)
-    offers = [local_training.work()]
-    while not offers[-1].complete:
-        local_training.step()
-        offers.append(local_training.work())
-    assert torch.equal(mine.local[0], learner.vectors[0]) and mine.position == mine.steps == 4
-    same = ("tokens", "norm", "complete")
-    assert [[each["progress"][name] for name in same] for each in sent[:-2]] == [
-        [getattr(offer, name) for name in same] for offer in offers
-    ]
-    assert sent[-2]["done"] == sent[-3]["progress"] and sent[-2]["done"]["loss"] == offers[-1].loss
-    assert sent[-1] == {"done": before}
 
 
 def test_next_worker_resumes_the_former_ones_state(memory: int, spec: WorkerSpec) -> None:
@@ -261,19 +213,6 @@ def test_paced_task_has_no_text(memory: int) -> None:
     spec = WorkerSpec(PacedValues(100, step_seconds=0.0), RECIPE, 3, threads=1)
     sent = serve(memory, spec, {"do": "held_out"}, {"do": "generate", "prompt": ""})
     assert sent == [{"done": ""}, {"refused": "this task generates no text"}]
-
-
-def test_runs_sample_replaces_own_held_out_text(memory: int, spec: WorkerSpec, tmp_path: Path) -> None:
-    held, loss = serve(memory, spec, {"do": "held_out"}, {"do": "evaluate"})
-    (tmp_path / "sample").write_bytes(base64.b64decode(held["done"]))
-    other = tmp_path / "other.txt"
-    other.write_bytes(b"something else, for long enough. " * 40)
-    joiner = replace(spec, data=other, held_out=tmp_path / "sample", stream_seed=4)
-    descriptor = shared.create()
-    assert serve(descriptor, joiner, {"do": "held_out"}, {"do": "evaluate"}) == [held, loss]
-    os.close(descriptor)
-    (tmp_path / "sample").write_bytes(b"short")
-    assert serve(memory, joiner) == [{"refused": "the held-out text has 5 bytes: a window takes 17"}]
 
 
 @pytest.mark.parametrize(

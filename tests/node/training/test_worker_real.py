@@ -12,7 +12,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -35,6 +35,7 @@ from protocols.base import LocalProgress, RoundKey, Trainer
 from tests.conformance.worlds import freeze
 from tests.support import warm
 from tests.support.paths import REPOSITORY
+from tests.support.waiting import until
 from tests.support.warm import WarmForkServer
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(120)]
@@ -74,12 +75,6 @@ def _is_ours(parent: int) -> bool:
         server = ForkServer.here.pid if isinstance(ForkServer.here, WarmForkServer) else None
         return parent == 1 or psutil.Process(parent).ppid() in (os.getpid(), server)
     return True
-
-
-async def until(condition: Callable[[], Any], seconds: float = 30.0) -> None:
-    async with asyncio.timeout(seconds):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.002)
 
 
 class Training:
@@ -366,23 +361,6 @@ async def test_last_output_is_reported(
     assert str(error.value).startswith("the worker did not start: exit code 3; last output: xxx")
     assert str(error.value).endswith("x | farewell") and len(str(error.value)) < 400
     assert "worker: farewell" in caplog.text
-
-
-@pytest.mark.parametrize(
-    "change, message",
-    [
-        ({"data": Path("/absent")}, "there is no file or folder /absent"),
-        ({"values": PacedValues(10**14)}, "not enough memory for this task: "),
-        ({"held_out": Path("/")}, "cannot read /: Is a directory"),
-    ],
-)
-async def test_user_error_gives_one_line_error(
-    change: dict[str, Any], message: str, spec: WorkerSpec, compute: ThreadCompute, caplog: pytest.LogCaptureFixture
-) -> None:
-    with pytest.raises(WorkerError) as error:
-        async with RemoteTrainer(replace(spec, **change), compute):
-            pass
-    assert str(error.value).startswith(message) and "\n" not in str(error.value) and "Traceback" not in caplog.text
 
 
 async def test_joiner_evaluates_on_the_founders_sample(

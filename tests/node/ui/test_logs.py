@@ -88,13 +88,6 @@ def test_foreign_text_in_logs_is_escaped_and_bounded(human: bool) -> None:
     assert all(len(line) < 10_000 for line in lines)
 
 
-def test_writer_passes_everything_on(pipe: tuple[int, int]) -> None:
-    outlet = NonBlockingWriter(pipe[1])
-    print("hello", "wörld", file=outlet)
-    assert os.read(pipe[0], 100).decode() == "hello wörld\n"
-    assert outlet.ready
-
-
 def test_stopped_reader_costs_no_time_and_bounded_memory(pipe: tuple[int, int]) -> None:
     outlet, line = NonBlockingWriter(pipe[1]), "x" * 999 + "\n"
     began = time.monotonic()

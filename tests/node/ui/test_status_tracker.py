@@ -72,18 +72,12 @@ def stages(
     )
 
 
-def test_status_is_available_before_joining() -> None:
-    status = shown(StatusTracker("nick"))
-    assert (status.state, status.nickname, status.pid) == ("starting", "nick", os.getpid())
-    assert (status.peers, status.addresses, status.waiting_for, status.round, status.tokens) == ((), (), (), 0, 0)
-    assert math.isnan(status.loss) and math.isnan(status.held_out_loss) and status.eta_seconds is None
-    assert status.rss_bytes > 0
-
-
 def test_status_fills_in_as_parts_arrive(tmp_path: Path) -> None:
     """In any order."""
     contacts = (contact("anna", "Anna"),)
     whole, parts = StatusTracker("nick"), stages(tmp_path, contacts=contacts)
+    first = shown(whole)
+    assert (first.state, first.nickname, first.pid) == ("starting", "nick", os.getpid()) and first.rss_bytes > 0
     for number, stage in enumerate(parts):
         alone = StatusTracker("nick")
         stage(alone), stage(whole)
@@ -92,7 +86,10 @@ def test_status_fills_in_as_parts_arrive(tmp_path: Path) -> None:
     status = shown(whole)
     assert (status.run, status.run_id, status.rounds, status.incarnation) == ("tiny", "ab" * 32, 10, 4)
     assert status.lineage == Chain(RUN, "run", ROSTER, b"0" * 32).head.key.lineage.hex()
-    assert status.loop_lag_p99_seconds == 0.004 and status.clock == "an hour off"
+    assert status.loop_lag_p99_seconds == 0.004 and status.clock == "an hour off" and status.syncing is None
+    progress, journal = SyncProgressLine(1, 10, 3, 2.5, 0, 4, None), Journal(tmp_path / "rounds.jsonl")
+    whole.start_outer_loop(OuterLoopSources(journal, sync_progress=lambda: progress))
+    assert shown(whole).syncing == SyncStatus(1, 10, 3, 2.5, 0, 4, None)
 
 
 def test_status_lists_members_and_met_peers(tmp_path: Path) -> None:
@@ -212,13 +209,3 @@ async def test_eta_is_estimated_from_the_last_rounds(tmp_path: Path) -> None:
     assert shown(status_tracker).eta_seconds == 0.0
     status_tracker.enter_run(replace(LABELS, rounds=0))
     assert shown(status_tracker).eta_seconds is None
-
-
-@on_virtual_time
-async def test_sync_progress_is_shown_during_catch_up(tmp_path: Path) -> None:
-    status_tracker = StatusTracker("nick")
-    assert shown(status_tracker).syncing is None
-    progress = SyncProgressLine(1, 10, 3, 2.5, 0, 4, None)
-    journal = Journal(tmp_path / "rounds.jsonl")
-    status_tracker.start_outer_loop(OuterLoopSources(journal, sync_progress=lambda: progress))
-    assert shown(status_tracker).syncing == SyncStatus(1, 10, 3, 2.5, 0, 4, None)

@@ -15,7 +15,7 @@ import pytest
 from rich.console import Console
 
 from node.cli.swarm_command import Participant, Swarm
-from node.reporting.report import RoundReport, Totals
+from node.reporting.report import RoundReport
 from node.reporting.status import SwarmOptions, to_json
 from node.runtime.child_process import ChildProcess
 from node.storage.journal import Journal
@@ -106,31 +106,6 @@ def test_independent_peers_agree_within_spread_limit() -> None:
     assert tally.spread == (0.0, 0.02)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda tally: tally.add("peer-2", report("peer-2", 4, lineage="l4", params_hash="other")),
-        lambda tally: tally.add("peer-2", report("peer-2", 4)),
-        lambda tally: setattr(tally.tracks["peer-3"], "well", False),
-    ],
-    ids=["other parameters", "later final round", "failed exit"],
-)
-def test_one_deviating_peer_does_not_agree(change: Callable[[SwarmSummary], None]) -> None:
-    tally = story(4)
-    change(tally)
-    assert not tally.agree
-
-
-def test_peers_without_reports_do_not_agree() -> None:
-    tally = story(4, NAMES[:2])
-    tally.tracks["peer-3"].well = True
-    assert not tally.agree
-    assert tally.as_json()["peers"][2]["params_hash"] == ""
-    tally = SwarmSummary(NAMES)
-    assert not tally.agree and not tally.fell
-    assert json.loads(to_json(tally.as_json()))["loss_last"] is None
-
-
 # -- stages -----------------------------------------------------------------------------------------------------------
 
 SIX = tuple(f"peer-{number}" for number in range(1, 7))
@@ -191,8 +166,11 @@ def test_stage_without_peers_does_not_agree() -> None:
         tally.tracks[name].well = True
     assert [each.agree for each in tally.stages] == [True, True, False] and not tally.agree
     silent = SwarmSummary(SIX[:3], 3)
+    for each in silent.tracks.values():
+        each.well = True
     assert silent.as_json()["stages"] == [{"stage": k, "agree": False, "params_hash": ""} for k in range(3)]
-    assert ": stages 0, 1 and 2 do not agree" in verdict(silent)
+    assert ": stages 0, 1 and 2 do not agree" in verdict(silent) and not silent.fell
+    assert json.loads(to_json(silent.as_json()))["loss_last"] is None
 
 
 def test_tokens_and_mean_of_a_round_are_those_of_stage_0() -> None:
@@ -322,20 +300,6 @@ def test_single_or_rising_loss_is_no_fall() -> None:
 # -- sums -------------------------------------------------------------------------------------------------------------
 
 
-def test_totals_are_plain_sums() -> None:
-    totals = Totals()
-    for each in (
-        report("a", 0, outcome="undecided", tokens=100, seconds_train=1.0),
-        report("a", 0, outcome="undecided", tokens=150, seconds_train=1.5),
-        report("a", 0, outcome="superseded", tokens=0, seconds_train=0.0),
-        report("a", 0, tokens=50, seconds_train=0.5),
-        report("a", 1, tokens=200, seconds_train=2.0),
-    ):
-        totals.add(each)
-    assert (totals.tokens, totals.seconds_train, totals.seconds_average) == (500, 5.0, 2.5)
-    assert (totals.bytes_sent, totals.bytes_received) == (50, 100)
-
-
 def test_catching_up_is_not_an_own_round() -> None:
     tally = story(2)
     tally.add("peer-1", report("peer-1", 2, outcome="superseded", lineage="l9"))
@@ -389,23 +353,11 @@ def test_round_of_independent_peers_shows_largest_spread() -> None:
 # -- what is read and shown -------------------------------------------------------------------------------------------
 
 
-def test_report_round_trips_as_json() -> None:
-    made = report("a", 1, held_out_loss=math.nan)
-    read = RoundReport.from_json(to_json(made))
-    assert math.isnan(read.held_out_loss) and to_json(read) == to_json(made)
-
-
 def test_manual_documents_every_report_field() -> None:
     manual = (REPOSITORY / "docs" / "running.md").read_text()
     table = manual.partition("### `rounds.jsonl`")[2]
     documented = {name for row in table.splitlines() if row.startswith("| `") for name in row.split("`")[1].split(", ")}
     assert documented == {each.name for each in fields(RoundReport)}
-
-
-@pytest.mark.parametrize("line", ["", "[]", "{}", "null", "nonsense"])
-def test_invalid_report_is_rejected(line: str) -> None:
-    with pytest.raises(ValueError):
-        RoundReport.from_json(line)
 
 
 def test_reports_are_read_across_file_rotation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -433,19 +385,6 @@ def test_reports_are_read_incrementally(tmp_path: Path) -> None:
     assert peer.reports() == []
     file.write_text(lines)
     assert [each.round for each in peer.reports()] == [2]
-
-
-def test_picture_and_summary_fit_the_width() -> None:
-    tally = story(16)
-    for shown in (
-        picture(tally, dict.fromkeys(NAMES, "starts"), {}, 80),
-        summary(tally, dict.fromkeys(NAMES, "left"), 200.0),
-        picture(SwarmSummary(NAMES), dict.fromkeys(NAMES, "starts"), {}, 80),
-        summary(SwarmSummary(NAMES), dict.fromkeys(NAMES, "did not start"), 1.0),
-    ):
-        assert max(map(len, text(shown).splitlines())) <= 100
-    assert "all peers agree" in text(summary(tally, dict.fromkeys(NAMES, "left"), 200.0))
-    assert "3.000 -> 0.188" in text(summary(tally, dict.fromkeys(NAMES, "left"), 200.0))
 
 
 def test_names_in_picture_and_summary_are_not_markup() -> None:

@@ -136,13 +136,6 @@ def test_frame_is_drawn_quickly() -> None:
     assert min(seconds) < 0.05
 
 
-def test_fork_message_of_single_peer_omits_majority() -> None:
-    fork = report(5, outcome="fork", peers=())
-    assert plain_line(fork, 16).endswith("went on without a majority")
-    assert plain_line(fork, 16, alone=True).endswith("goes on alone")
-    assert plain_line(report(5), 16, alone=True).endswith("mean of 3")
-
-
 @pytest.mark.parametrize("members", [True, False])
 def test_fork_message_depends_on_the_roster(members: bool, capfd: pytest.CaptureFixture[str]) -> None:
     elsewhere = PeerStatus("12D3KooWx", "eve", True, True, 5, "", stage=0)

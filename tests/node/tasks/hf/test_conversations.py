@@ -23,6 +23,7 @@ from node.tasks.hf.corpus import Document, document_of
 from node.tasks.hf.model import load_model, read_template
 from node.tasks.hf.rows import RowCounts, RowWriter
 from node.tasks.hf.settings import HfSettings, ModelError
+from tests.support.refusals import one_line
 from tests.support.small_models import CHAT_WITH_MARKS
 from tests.support.tokenizers import (
     CHATML,
@@ -112,9 +113,8 @@ def test_all_forms_of_a_conversation_are_one(fields: dict[str, Any]) -> None:
     ],
 )
 def test_what_cannot_be_trained_is_named(messages: list[Any], fields: dict[str, Any], words: str) -> None:
-    with pytest.raises(ModelError) as caught:
-        talk(*messages, **fields)
-    assert str(caught.value).startswith("a.jsonl:7: ") and words in str(caught.value)
+    line = one_line(ModelError, talk, *messages, **fields)
+    assert line.startswith("a.jsonl:7: ") and words in line
 
 
 # -- targets ----------------------------------------------------------------------------------------------------------

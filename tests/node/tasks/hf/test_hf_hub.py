@@ -164,12 +164,6 @@ def test_joiner_of_a_full_run_fetches_no_weights(hub: Hub, tmp_path: Path) -> No
     assert "config.json" in answer["names"] and "model.safetensors" not in answer["names"]
 
 
-def test_unknown_model_is_refused_in_one_line(hub: Hub, tmp_path: Path) -> None:
-    answer, _ = found(hub, "org/absent@main", "weights", tmp_path)
-    assert answer["error"].startswith("org/absent@main cannot be fetched from the hub: ")
-    assert answer["error"].endswith("; download it, and give its folder") and "\n" not in answer["error"]
-
-
 UNUSABLE = {
     "hub:org/absent": "the data set org/absent cannot be found on the hub: RepositoryNotFoundError: ",
     "hub:org/texts@main:*.zst": "the data set org/texts has no files whose names match *.zst that end in ",

@@ -23,6 +23,7 @@ from node.tasks.hf.model import load_module, loss_of
 from node.tasks.hf.settings import HfSettings, HfValues, ModelPins
 from node.tasks.hf.source import find_model
 from protocols.base import Member
+from tests.support.refusals import one_line
 from tests.support.small_models import shape
 
 PINS = ModelPins("org/tiny@0", "a" * 64, 5, "b" * 64, "c" * 64, "", ("q_proj", "v_proj"), 2.5)
@@ -66,9 +67,7 @@ def test_run_has_settings_of_its_own() -> None:
     ],
 )
 def test_bad_settings_give_one_line(changes: dict[str, Any], words: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        run(**changes)
-    assert words in str(caught.value) and "\n" not in str(caught.value)
+    assert words in one_line(ConfigError, run, **changes)
 
 
 def test_manifest_names_the_model() -> None:
@@ -102,6 +101,8 @@ def test_joiner_must_name_task_and_model() -> None:
             require_consent(run_of, named, "")
     require_consent(run_of, "hf", "")
     require_consent(run_of, None, run_of.run_id)
+    plain = load_run(None, {}, ["butterfly"])
+    require_consent(manifest(config=plain, elements=(plain.elements,), model=None), None, "")
     with pytest.raises(ConfigError, match=r"--model \(the founder's is org/tiny@0, 0.00 GB\)"):
         worker_spec(run_of.config, load_peer({}, {}, None), 1, pins=PINS)
     mine = load_peer({"model": "m", "held_out": "none", "checkpointing": True}, {}, None)
