@@ -47,6 +47,15 @@ async def eventually(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.02)
 
 
+def is_read(pipe: Path) -> bool:
+    """Whether a process has it open for reading. That one comes to its end now."""
+    try:
+        os.close(os.open(pipe, os.O_WRONLY | os.O_NONBLOCK))
+    except OSError:
+        return False
+    return True
+
+
 def is_alive(pid: int) -> bool:
     return (Path("/proc") / str(pid)).exists()
 
@@ -97,9 +106,8 @@ async def test_sleep_is_not_delayed_once_guard_ends(
 
     guard = asyncio.create_task(SleepGuard(save).run())
     if second_start == "works":
-        writer = os.open(pipe, os.O_RDWR)
         holding = await holder(held, 1)
-        os.close(writer)
+        await eventually(lambda: is_read(pipe))
     await asyncio.wait_for(guard, 10)
     assert second_start == "fails" or not is_alive(holding)
 
