@@ -180,7 +180,7 @@ def test_dead_harness_costs_one_timeout_and_warning(
             for point in POINTS:
                 trace.point(point)
         assert (time.monotonic() - began >= 0.2) is (harness == "is silent")
-        assert time.monotonic() - began < 0.4
+        assert time.monotonic() - began < 0.1 * len(POINTS), "more than one timeout"
     Path(path).unlink(missing_ok=True)
     assert len(caplog.records) == 1 and "no answer from the harness" in caplog.text
 
