@@ -308,5 +308,5 @@ def import_transformers() -> Any:
         import transformers
     except ImportError:
         raise ModelError(f"models of Hugging Face need transformers: {NEEDS}") from None
-    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    transformers.utils.logging.disable_progress_bar()
     return transformers

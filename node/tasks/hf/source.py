@@ -81,7 +81,7 @@ def _download(model: str, weights: bool) -> tuple[Path, str]:
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     cache_directory()  # before the hub's library looks for its own
     import huggingface_hub
-    from huggingface_hub.utils import disable_progress_bars  # type: ignore[attr-defined]
+    from huggingface_hub.utils import disable_progress_bars
 
     name, _, revision = model.partition("@")
     patterns = [each for each in PATTERNS if weights or "safetensors" not in each]
@@ -101,7 +101,7 @@ def _download(model: str, weights: bool) -> tuple[Path, str]:
 
 def _from_hub(name: str, revision: str | None, patterns: list[str]) -> Path:
     import huggingface_hub
-    from huggingface_hub.utils import filter_repo_objects  # type: ignore[attr-defined]
+    from huggingface_hub.utils import filter_repo_objects
 
     about = huggingface_hub.HfApi(token=False).model_info(name, revision=revision, files_metadata=True)
     commit = about.sha or ""
