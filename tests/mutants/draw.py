@@ -70,13 +70,14 @@ def candidates(file: str, text: str) -> list[Mutant]:
     return sorted(found, key=lambda each: (each.start, each.kind))
 
 
-def draw(root: Path, folders: Sequence[str], count: int, seed: int) -> list[Mutant]:
-    """About `count` mutants, as many of each folder; the same seed draws the same ones from the same texts."""
+def draw(root: Path, targets: Sequence[str], count: int, seed: int) -> list[Mutant]:
+    """About `count` mutants, as many of each target, a folder or a file; the same seed draws the same ones from the same texts."""
     rng, found = random.Random(seed), list[Mutant]()
-    for folder in folders:
-        files = sorted(path.relative_to(root).as_posix() for path in (root / folder).rglob("*.py"))
+    for target in targets:
+        paths = (root / target).rglob("*.py") if (root / target).is_dir() else [root / target]
+        files = sorted(path.relative_to(root).as_posix() for path in paths)
         every = [each for file in files for each in candidates(file, (root / file).read_text())]
-        found += rng.sample(every, min(-(-count // len(folders)), len(every)))
+        found += rng.sample(every, min(-(-count // len(targets)), len(every)))
     return sorted(found, key=lambda each: each.name)
 
 
