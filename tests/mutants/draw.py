@@ -71,7 +71,7 @@ def candidates(file: str, text: str) -> list[Mutant]:
 
 
 def draw(root: Path, targets: Sequence[str], count: int, seed: int) -> list[Mutant]:
-    """About `count` mutants, as many of each target, a folder or a file; the same seed draws the same ones from the same texts."""
+    """About `count` mutants, as many of each folder or file; the same seed draws the same ones from the same texts."""
     rng, found = random.Random(seed), list[Mutant]()
     for target in targets:
         paths = (root / target).rglob("*.py") if (root / target).is_dir() else [root / target]
