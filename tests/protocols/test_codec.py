@@ -113,12 +113,6 @@ def test_decoder_rejects_non_finite_values(name: str, word: str | None, bad: flo
             decoded(each, bent, 201)
 
 
-@every_codec
-def test_only_topk_uses_another_codec_when_reduced(each: Codec) -> None:
-    assert (each.reduced(3) is each) == (each.name != "topk")
-    assert (each.grain, each.decay) == ((4096, 0.95) if each.name.startswith("topk") else (1, 0.0))
-
-
 def test_narrow_floats_saturate_and_never_overflow() -> None:
     for name, largest in (("fp16", 65504.0), ("bf16", 3.3895313892515355e38)):
         each = codec(name)

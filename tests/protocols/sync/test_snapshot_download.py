@@ -113,16 +113,6 @@ async def test_three_slow_donors_are_fully_used(world: RoundsDecided) -> None:
     assert all(0.28 < len(times) / 16 < 0.4 for times in sent.values()), sent
 
 
-@simulated(RoundsDecided)
-async def test_fast_donor_sends_more_and_finishes_the_download(world: RoundsDecided) -> None:
-    world.network.nodes["anna"].bytes_per_second = 1e5
-    sent, began = {name: chunks_from(world.peers[name]) for name in ("anna", "bert")}, now()
-    cleo = await joiner(world, 12.5e6)
-    report = await cleo.catch_up()
-    assert max(map(max, sent.values())) - began < STATE / 12.5e6 + 4.0, "anna alone takes ten seconds for one"
-    assert len(sent["anna"]) <= 2 < len(sent["bert"]) and report.bytes_downloaded <= STATE + MIB
-
-
 @simulated(RoundsDecided, "anna bert dora", elements=4_000_000)
 async def test_slow_donor_among_fast_ones_delays_nothing(world: RoundsDecided) -> None:
     rates, sent = {"anna": 12.5e6, "bert": 12.5e6, "dora": 1.25e6}, {}
@@ -170,19 +160,6 @@ async def test_slow_chunks_do_not_extend_download_forever(world: RoundsDecided) 
     cleo, began = await joiner(world, 12.5e6), now()
     assert (await cleo.catch_up(10.0)).outcome == "undecided"
     assert now() - began < 20.0 + STATE / SLOWEST_BYTES_PER_SECOND
-
-
-@pytest.mark.long
-@simulated(RoundsDecided)
-async def test_link_slower_than_rounds_is_reported_once(world: RoundsDecided) -> None:
-    cleo, messages = await joiner(world, 2e5), list[str]()
-    cleo.sync.complain_to(messages.append)
-    rounds = asyncio.create_task(deciding(world, "anna bert", 3.5))
-    for _ in range(3):
-        await cleo.catch_up(60.0)
-    rounds.cancel()
-    (line,) = messages
-    assert "this peer's line is too slow for the run" in line and "has 1.5" in line and "rounds of 0.825 MB" in line
 
 
 # -- a download that goes on ------------------------------------------------------------------------------------------
