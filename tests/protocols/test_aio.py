@@ -43,22 +43,6 @@ async def test_waiter_wakes_when_its_condition_holds() -> None:
 
 
 @on_virtual_time
-async def test_condition_is_checked_only_on_notification() -> None:
-    """The owner of a state notifies when it has changed."""
-    notifier, asked = Notifier(), list[float]()
-    loop = asyncio.get_running_loop()
-    for second in (3, 8):
-        loop.call_at(second, notifier.notify)
-
-    def condition() -> bool:
-        asked.append(now())
-        return now() >= 5
-
-    await notifier.until(condition, 100.0)
-    assert asked == [0.0, 3.0, 8.0]
-
-
-@on_virtual_time
 async def test_condition_already_true_returns_past_deadline() -> None:
     await asyncio.sleep(10)
     await Notifier().until(lambda: True, 5.0)

@@ -144,14 +144,6 @@ def test_invalid_switch_changes_nothing() -> None:
     assert state(chain) == before
 
 
-def test_copy_is_independent() -> None:
-    chain = grown(3)
-    before, other = state(chain), chain.copy()
-    other.switch(lineages(chain)[1], line(fresh().head, 0))
-    other.extend(encoded(decided(other.head, plan=b"e" * 32)))
-    assert state(chain) == before and other.head.key.round == 2
-
-
 def test_forks_without_a_mean_train_nothing() -> None:
     """Also on a copy, which shares the first rounds and has the others to itself."""
     chain = grown(2)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -51,15 +50,6 @@ def test_step_holds_exactly_its_batches(batches: int, moves: list[tuple[int, int
         assert all(each.epoch == step.epoch for each in step.counted)
     numbers = [number for kind, number in events if kind != "granted"]
     assert len(numbers) == len(set(numbers)), "each lease ends once"
-
-
-def test_voided_lease_never_counts() -> None:
-    step, _ = admission()
-    lease = step.grant(A, 1, 0.0)
-    step.next_epoch()
-    assert lease.is_void and not lease.begin_backward()
-    with pytest.raises(ValueError, match="ENDED"):
-        lease.count()
 
 
 def test_backward_that_began_counts_without_its_driver() -> None:
