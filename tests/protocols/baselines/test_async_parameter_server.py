@@ -144,11 +144,6 @@ def test_delayed_nesterov_matches_nesterov_from_common_point() -> None:
     torch.testing.assert_close(found, theta)
 
 
-def test_momentum_out_of_range_is_rejected() -> None:
-    with pytest.raises(ValueError, match=r"momentum must be in \[0, 1\)"):
-        DelayedNesterov(torch.zeros(1), 1.0)
-
-
 def test_server_momentum_applies_over_the_network() -> None:
     swarm = IndependentHarness(2, partial(AsyncParameterServer, momentum=0.5), ELEMENTS, rounds=4, step=lower)
     swarm.states = [[each.clone() for each in swarm.states[0]] for _ in range(2)]

@@ -56,15 +56,6 @@ async def test_peer_few_rounds_behind_replays_means(world: SyncCluster) -> None:
     assert world.same("anna bert cleo")
 
 
-@simulated(swarm)
-async def test_up_to_date_peer_has_nothing_to_do(world: SyncCluster) -> None:
-    await world.rounds("anna bert cleo", 2)
-    before = world.peers["anna"].outer_loop.anchor.clone()
-    report = await world.peers["anna"].catch_up()
-    assert (report.outcome, report.lineage, report.parent) == ("undecided", report.parent, report.lineage)
-    assert torch.equal(world.peers["anna"].outer_loop.anchor, before) and report.blamed == {}
-
-
 @simulated(swarm, keep_rounds=4)
 async def test_peer_far_behind_takes_snapshot_and_later_means(world: SyncCluster) -> None:
     await world.decide("anna bert cleo")
