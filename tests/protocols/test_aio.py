@@ -141,20 +141,6 @@ async def test_surrounding_timeout_raises_timeout_error() -> None:
     assert sorted(log.ends) == ["helper cancelled at 4", "main cancelled at 4"]
 
 
-@on_virtual_time
-async def test_caller_continues_after_a_caught_error() -> None:
-    log = RunLog()
-    for end in ("helper", "main"):
-        with pytest.raises(LookupError):
-            seconds = {"helper": 5.0, "main": 5.0, end: 1.0}
-            await run_with_helper(
-                log.run("main", seconds["main"], LookupError()),
-                log.run("helper", seconds["helper"], LookupError()),
-            )
-        await asyncio.sleep(1)
-    assert now() == 4.0
-
-
 def test_exception_group_of_main_stays_a_group() -> None:
     async def main() -> None:
         raise ExceptionGroup("several", [LookupError(), OSError()])
@@ -167,17 +153,6 @@ def test_exception_group_of_main_stays_a_group() -> None:
 
 
 # -- task_group -------------------------------------------------------------------------------------------------------
-
-
-@on_virtual_time
-async def test_first_error_propagates_unwrapped() -> None:
-    async def fail() -> None:
-        raise ValueError("no")
-
-    with pytest.raises(ValueError, match="no"):
-        async with task_group() as group:
-            group.create_task(fail())
-            await asyncio.sleep(100)
 
 
 @on_virtual_time

@@ -105,6 +105,12 @@ async def test_oversized_header_is_rejected_unread(declared: int, limit: int) ->
     assert arrived(stream) == b"untouched" and stream.bytes_received == 4
 
 
+async def test_header_at_the_limit_is_accepted() -> None:
+    here, there = streams()
+    await here.send(CHUNK)
+    assert await there.receive(len(wire.encode(CHUNK))) == CHUNK
+
+
 @pytest.mark.parametrize("length", range(len(frame(wire.encode(CHUNK)))))
 async def test_end_within_frame_raises_peer_silent(length: int) -> None:
     stream = receiver(frame(wire.encode(CHUNK))[:length], ended=True)

@@ -65,14 +65,6 @@ def test_rules_match_hand_calculation(
     assert column(name, values, weights) == pytest.approx(expected)
 
 
-def test_centered_clip_step_matches_hand_calculation() -> None:
-    """From (0, 0): distances 5, 1, 1, 0, 1; the median 1, τ half of it."""
-    rows = torch.tensor([[3.0, 4.0], [1.0, 0.0], [-1.0, 0.0], [0.0, 0.0], [0.0, -1.0]])
-    into = torch.empty(2)
-    robust.centered_clip(rows, [1.0] * 5, into, reach=0.5, steps=1)
-    assert into.tolist() == pytest.approx([0.1 * 3 / 5, (0.5 * 4 / 5 - 0.5) / 5])
-
-
 # -- properties of all rules ------------------------------------------------------------------------------------------
 
 

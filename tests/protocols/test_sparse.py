@@ -62,14 +62,6 @@ def test_reencoding_is_lossless(count: int) -> None:
         assert bits(carried(once)) == bits(once)
 
 
-def test_two_magnitudes_are_means_of_smaller_and_larger() -> None:
-    given = torch.zeros(4096)
-    given[:64] = torch.tensor([1.0, 2.0, 3.0, -10.0] * 16)
-    assert carried(given)[:4].tolist() == [2.0, 2.0, 2.0, -10.0]
-    given[4:64] = 0  # fewer than 64: zeros are kept exact
-    assert carried(given)[:5].tolist() == [4.0, 4.0, 4.0, -4.0, 0.0]
-
-
 @pytest.mark.parametrize("members", (1, 2, 3, 5, 16, 32))
 @pytest.mark.parametrize("count", (700, 2 * 4096 + 700))
 def test_mean_keeps_all_its_elements(members: int, count: int) -> None:

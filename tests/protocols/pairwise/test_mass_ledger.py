@@ -129,15 +129,6 @@ def test_ledgers_hold_all_mass_once_settled() -> None:
     assert all(not sender.outstanding(to) for sender in swarm.ledgers.values() for to in swarm.ledgers)
 
 
-def test_recalled_share_is_never_counted() -> None:
-    sender, receiver = ledger(1), ledger(2)
-    share = sender.give(receiver.me)
-    assert share is not None and not receiver.recalled(sender.me, share.sequence)
-    sender.answered(receiver.me, share.sequence, counted=False)
-    assert not receiver.take(share)  # it arrives late
-    assert (sender.value, sender.weight, receiver.value) == (1, 1, 2)
-
-
 def test_share_is_for_one_incarnation_of_its_receiver() -> None:
     sender, former, later = ledger(1), ledger(2), ledger(2, incarnation=1)
     share = sender.give(former.me)
