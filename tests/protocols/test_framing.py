@@ -140,6 +140,13 @@ async def test_opening_deadline_is_capped_by_the_wire() -> None:
     assert wire.decode(bytes(there.arrived[4:])) == wire.Opening(wire.MAX_SECONDS)
 
 
+async def test_stream_is_not_opened_after_its_deadline() -> None:
+    here, there = pipes()
+    with pytest.raises(PeerSilent):
+        await opened("there", here, asyncio.get_running_loop().time() - 5.0)
+    assert not there.arrived
+
+
 @pytest.mark.parametrize("first", [wire.encode(CHUNK), b"", b"\xc1" * 10, b"x" * 65], ids=["chunk", "", "junk", "long"])
 async def test_bad_opening_is_rejected_and_sender_blamed(first: bytes) -> None:
     _, there = pipes()
@@ -147,6 +154,12 @@ async def test_bad_opening_is_rejected_and_sender_blamed(first: bytes) -> None:
     refused: list[str] = []
     assert await accepted("here", there, SECONDS, lambda peer, error: refused.append(peer)) is None
     assert refused == ["here"]
+
+
+async def test_missing_opening_raises_peer_silent() -> None:
+    _, there = pipes()
+    with pytest.raises(PeerSilent):
+        await accepted("here", there, 0.01, lambda peer, error: None)
 
 
 @pytest.mark.parametrize("error, blames", [(LimitReached("the quota is used up"), False), (OSError("reset"), True)])
