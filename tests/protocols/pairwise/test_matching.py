@@ -94,6 +94,11 @@ def test_one_peer_exponential_exact_iff_power_of_two(count: int) -> None:
     assert (off < 1e-10) == (count & (count - 1) == 0)
 
 
+def test_unknown_schedule_gives_one_line_error() -> None:
+    with pytest.raises(ValueError, match="unknown schedule 'torus': there are random, ring"):
+        select_partners("torus", names(3), "p000", 0, "")
+
+
 @pytest.mark.parametrize("count", (*range(1, 18), 31, 33, 64, 65, 100))
 def test_closing_steps_reach_the_mean(count: int) -> None:
     """Exactly for a power of two; otherwise within what the manual says."""

@@ -72,6 +72,17 @@ def test_slow_peer_is_met_rarely() -> None:
     assert timeouts.resting("p", 100.0 + REST_MULTIPLE * quick) and not timeouts.resting("q", 100.0)
 
 
+def test_aborted_exchange_rests_without_slower_estimate() -> None:
+    timeouts = PeerTimeouts(1e6)
+    before = timeouts.expected_seconds("p", SIZE)
+    timeouts.failed("p", 100.0, 100.0 + CHEAP_SECONDS / 2, 110.0, slow=True)
+    assert not timeouts.resting("p", 101.0)
+    timeouts.failed("p", 100.0, 109.0, 110.0, slow=True)
+    assert timeouts.resting("p", 109.0 + REST_MULTIPLE * 9 - 0.1) and timeouts.expected_seconds("p", SIZE) == before
+    timeouts.failed("p", 200.0, 210.0, 210.0, slow=True)
+    assert timeouts.expected_seconds("p", SIZE) > before
+
+
 def test_remembered_peers_are_bounded() -> None:
     timeouts, questions = PeerTimeouts(1e6), RequestDeduplicator()
     timeouts.late("first", 0.0, 1000.0)

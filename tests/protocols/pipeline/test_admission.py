@@ -52,6 +52,15 @@ def test_step_holds_exactly_its_batches(batches: int, moves: list[tuple[int, int
     assert len(numbers) == len(set(numbers)), "each lease ends once"
 
 
+def test_voided_lease_never_counts() -> None:
+    step, _ = admission()
+    lease = step.grant(A, 1, 0.0)
+    step.next_epoch()
+    assert lease.is_void and not lease.begin_backward()
+    with pytest.raises(ValueError, match="ENDED"):
+        lease.count()
+
+
 def test_backward_that_began_counts_without_its_driver() -> None:
     step, events = admission()
     lease = step.grant(A, 1, 0.0)
