@@ -1,14 +1,11 @@
-"""NoLoCo's outer step against the same rule in float64, and what its pull does to pairs."""
+"""NoLoCo's outer step against the same rule in float64."""
 
 from __future__ import annotations
-
-import math
 
 import pytest
 import torch
 
 from node.outer.noloco import NoLoCo
-from node.tasks.recipe import most_pull
 
 
 def draw(count: int, elements: int, seed: int) -> list[torch.Tensor]:
@@ -49,37 +46,6 @@ def test_late_partner_is_compensated() -> None:
     rule.amend(*late, both - alone)
     for one, two in zip(met, late, strict=True):
         torch.testing.assert_close(one, two, rtol=0, atol=1e-5)
-
-
-def apart(rule: NoLoCo, rounds: int, met: float) -> float:
-    """The spread of peers of one parameter each at the end, from 1 at the start, with the pull alone.
-
-    A share of them meets in random pairs each round.
-    """
-    generator, (phi,) = torch.Generator().manual_seed(5), draw(1, 512, 4)
-    velocity, count, middle = torch.zeros_like(phi), len(phi), float(phi.mean())
-    for _ in range(rounds):
-        brought = torch.zeros(count)
-        rule.offer(phi, brought, brought)
-        order = torch.randperm(count, generator=generator)[: 2 * int(met * count / 2)]
-        both = (brought[order[::2]] + brought[order[1::2]]) / 2
-        brought[order[::2]], brought[order[1::2]] = both, both
-        rule.step(phi, velocity, brought)
-    assert abs(float(phi.mean()) - middle) < 1e-3 * max(1.0, float(phi.abs().max()))
-    return math.sqrt(float((phi - phi.mean()).square().mean()))
-
-
-def edge(momentum: float, met: float) -> float:
-    return 2 * (1 - momentum**2) / (1 + momentum * (1 - met))
-
-
-@pytest.mark.parametrize("met", (1.0, 0.5, 0.1))
-@pytest.mark.parametrize("momentum", (0.0, 0.5, 0.9))
-def test_pairs_converge_only_within_the_pull_range(momentum: float, met: float) -> None:
-    assert apart(NoLoCo(momentum, 0.7, 0.6 * most_pull(momentum)), 1500, met) < 0.01
-    beyond = NoLoCo(momentum, 0.7, 0.5 * most_pull(momentum))
-    beyond.pull = 1.3 * edge(momentum, met)
-    assert apart(beyond, 200, met) > 3
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import pytest
 from protocols.base import BadPayload, Member
 from protocols.limits import DISTRUST_SECONDS
 from protocols.pairwise.peer_timeouts import (
+    CHEAP_SECONDS,
     MAX_PEERS,
     REQUEST_WINDOW,
     REST_MULTIPLE,
@@ -34,6 +35,18 @@ def test_slow_answers_do_not_extend_timeout_forever() -> None:
     for _ in range(20):
         timeouts.answered("p", 0.99 * timeouts.answer_seconds("p"))
     assert timeouts.answer_seconds("p") < 60.0
+
+
+def test_timeout_doubles_over_a_slow_link() -> None:
+    timeouts, needed, tries = PeerTimeouts(1e6), 300.0, 0
+    while timeouts.timeout_seconds("slow", SIZE) < needed:
+        timeouts.late("slow", 0.0, 1.0)
+        tries += 1
+    assert tries == 7, "twice the time at each try"
+    assert timeouts.timeout_seconds("other", SIZE) < 30.0, "one slow peer says little about others"
+    for number in range(20):
+        timeouts.late(f"p{number}", 0.0, 1.0)
+    assert timeouts.timeout_seconds("other", SIZE) > 100.0, "but if all are slow, the slow line is ours"
 
 
 def test_link_estimate_stays_within_bounds() -> None:
