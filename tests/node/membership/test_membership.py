@@ -195,6 +195,16 @@ async def test_duplicate_identity_is_reported_but_restart_is_not(swarm: Membersh
 
 
 @on_virtual_time
+async def test_resumed_peer_does_not_suspect_others(swarm: MembershipSwarm) -> None:
+    await swarm.meet("ab")
+    contact = swarm.members["a"].contacts()[0]
+    contact.suspicion = FailureDetector(asyncio.get_running_loop().time() - 30.0)  # as after a sleep
+    contact.suspicion.slept(asyncio.get_running_loop().time())
+    await asyncio.sleep(1.0)
+    assert swarm.sees("a") == ["a", "b"]
+
+
+@on_virtual_time
 async def test_peer_that_left_is_told_from_one_that_was_lost(
     swarm: MembershipSwarm, caplog: pytest.LogCaptureFixture
 ) -> None:
