@@ -133,11 +133,6 @@ def test_header_size_is_bounded_both_ways() -> None:
         wire.encode(twice)
 
 
-def test_expect_names_the_unexpected_kind() -> None:
-    with pytest.raises(BadPayload, match="expected Chunk, got Opening"):
-        wire.expect(wire.Opening(1.0), wire.Chunk)
-
-
 def test_every_header_of_the_repository_is_registered() -> None:
     texts = (path.read_text() for top in ("node", "protocols") for path in (REPOSITORY / top).rglob("*.py"))
     bases = "Header", "VoteMessage", "ExchangeMessage"

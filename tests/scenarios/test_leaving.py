@@ -12,7 +12,7 @@ from protocols.butterfly.round_call import LEAVER_SECONDS
 from protocols.consensus.record import Kind
 from tests.sim.leaving_scenario import LeavingScenario, LongRounds
 from tests.support.long import diagonal, long
-from tests.support.scenario_steps import MIDDLE_SECONDS, STEP_SECONDS, begin, leaving_swarm, revive
+from tests.support.scenario_steps import MIDDLE_SECONDS, STEP_SECONDS, leaving_swarm, revive
 from tests.support.simulated import simulated
 
 PROMPT_SECONDS = 1.5
@@ -127,32 +127,6 @@ async def test_all_peers_leave_together_with_same_state(swarm: LeavingScenario, 
     last = [swarm.histories[peer][-1] for peer in swarm.peers]
     assert {each["outcome"] for each in last} == {"committed" if peers > 1 else "alone"}
     assert len({(each["round"], each["lineage"], each["params_hash"]) for each in last}) == 1
-
-
-@pytest.mark.long
-@simulated(leaving_swarm, 6, founders=4)
-async def test_sequential_leavers_are_replaced_by_newcomers(swarm: LeavingScenario) -> None:
-    async def leave() -> None:
-        await asyncio.sleep(MIDDLE_SECONDS)
-        goes = leaver(swarm, "coordinator")
-        number = swarm.head(goes).key.round
-        swarm.leave(goes)
-        assert await swarm.gone(goes) <= PROMPT_SECONDS
-        await swarm.rounds(1)
-        parted(swarm, number, {goes})
-
-    await swarm.rounds(2)
-    for newcomer in ("p4", "p5", None):
-        while len(swarm.alive()) > 1:
-            await leave()
-            if newcomer:
-                break
-        if newcomer:
-            await begin(swarm, newcomer)
-            await swarm.until(swarm.whole, 20.0, f"{newcomer} in the roster")
-            await swarm.rounds(2)
-    (last,) = swarm.alive() or [next(peer for peer in swarm.peers if swarm.histories[peer][-1]["outcome"] == "alone")]
-    assert swarm.histories[last][-1]["outcome"] == "alone"
 
 
 @pytest.mark.parametrize("peers", (2, 3, *long(4)))

@@ -85,13 +85,3 @@ def test_mean_of_all_follows_their_work(rule: tuple[float | None, str], pace: st
 def test_simulation_survives_faults(fault: str, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--protocol", "gossip", "--pull", "0.3", "--peers", "4", "--rounds", "4", "--seeds", "11"]
     assert simulate([*options, "--faults", fault, "--json"]) == 0, capsys.readouterr()
-
-
-@pytest.mark.parametrize(
-    "options",
-    (["--pull", "0.3"], ["--protocol", "gossip", "--pull", "1"], ["--protocol", "push_sum", "--pull", "0.3"]),
-)
-def test_invalid_pull_is_rejected(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        simulate(options)
-    assert "argument --pull: of gossip, above 0 and below 1" in capsys.readouterr().err

@@ -134,23 +134,6 @@ async def test_peer_restarted_alone_does_not_fork(swarm: DurableWorld) -> None:
 
 
 @pytest.mark.long
-@simulated(DurableWorld, ScenarioSetup(4))
-async def test_members_branch_beats_that_of_restarted_peers(swarm: DurableWorld) -> None:
-    """Two live, two were started again, and the two halves do not hear each other: neither can know of the other."""
-    members, restarted = swarm.peers[:2], swarm.peers[2:]
-    await swarm.rounds(3)
-    swarm.cut(members, restarted)
-    await restart(swarm, *restarted)
-    await asyncio.sleep(2 * PATIENCE_SECONDS)
-    apart = {peer: swarm.head(peer).key.lineage for peer in swarm.peers}
-    assert forks(swarm, members[0]) and forks(swarm, restarted[0])
-    swarm.heal(members, restarted)
-    await swarm.until(swarm.whole, 2 * WHOLE_SECONDS, "a whole roster")
-    assert all(apart[members[0]] in swarm.chain(peer) for peer in swarm.peers)
-    assert all(apart[restarted[0]] not in swarm.chain(peer) for peer in swarm.peers)
-
-
-@pytest.mark.long
 @simulated(DurableWorld, ScenarioSetup(3))
 async def test_lagging_survivor_does_not_block_restarted_peers(swarm: DurableWorld) -> None:
     """The survivor cannot catch up: the means that it lacks were lost with the processes that held them."""

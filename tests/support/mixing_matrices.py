@@ -36,14 +36,6 @@ def pairwise(count: int, pairs: Sequence[tuple[int, int]]) -> torch.Tensor:
     return product
 
 
-def matching_factor(count: int) -> float:
-    """The expected factor by which a random matching scales the variance: (n/2 − 1) / (n − 1) for an even n.
-
-    Each of the ⌊n/2⌋ pairs removes 1 / (n − 1) of it.
-    """
-    return 1 - count // 2 / (count - 1) if count > 1 else 0.0
-
-
 def _circulant(count: int, offsets: Sequence[int]) -> torch.Tensor:
     """The mixing matrix in which every peer takes the mean of the peers at these distances."""
     mixing = torch.zeros(count, count, dtype=torch.float64)

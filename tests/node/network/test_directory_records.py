@@ -39,7 +39,7 @@ class TestUnpacking:
             *map(MSGPackSerializer.dumps, (None, 1, 1.0, [], [b""], {}, (1, 2), bytes(5000))),
             *map(MSGPackSerializer.dumps, (msgpack.ExtType(0x50, b""), msgpack.ExtType(0x41, b"x"))),
             *map(dictionary_of, ([["p", b"v"]], [["p", "v", 1.0]], [[b"p", b"v", 1.0]], [["p", b"v", float("inf")]])),
-            *map(dictionary_of, ([3], 3)),
+            *map(dictionary_of, ([3], 3, [[msgpack.ExtType(0x50, b""), b"v", 1.0]])),
         ],
     )
     def test_other_values_are_rejected(self, packed: bytes) -> None:

@@ -13,9 +13,7 @@ import socket
 import stat
 import subprocess
 import sys
-import tempfile
 import time
-from asyncio.subprocess import PIPE
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -34,7 +32,7 @@ from protocols.base import PeerGone, PeerId, PeerSilent, Stream, Transport
 from tests.conformance.other_process import echo
 from tests.conformance.worlds import freeze
 from tests.support.real_transports import TransportMaker, on_uvloop, soon
-from tests.support.transport_pool import Pool, running_daemons
+from tests.support.transport_pool import Pool
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.real
@@ -82,17 +80,7 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def children_of(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
 class TestLife:
-    def test_constructor_has_no_side_effects(self, directory: Path) -> None:
-        key = identity.create(directory / "key")
-        transport = LibP2PTransport(LibP2PConfig(key))
-        assert transport.me == key.peer_id and transport.addresses == () and transport.daemon_pid is None
-        assert os.listdir(directory) == ["key"] and running_daemons() == []
-
     @on_uvloop
     async def test_sockets_are_private_and_daemon_has_own_session(self, make: TransportMaker) -> None:
         transport = await make()
@@ -191,10 +179,6 @@ class TestSupervision:
         await a.__aexit__()
         with pytest.raises(PeerGone, match="closed"):
             await opening
-
-    @on_uvloop
-    async def test_frozen_daemon_is_closed(self, make: TransportMaker) -> None:
-        await freeze((await make()).daemon_pid)
 
     @on_uvloop
     async def test_hung_daemon_is_detected_and_replaced(self, make: TransportMaker) -> None:
@@ -321,11 +305,6 @@ async def test_previous_port_is_reused_if_free(make: TransportMaker) -> None:
 
 
 class TestNat:
-    @on_uvloop
-    async def test_peers_without_nat_connect_with_nat_enabled(self, make: TransportMaker) -> None:
-        a, b = await make.pair(nat=True)
-        await ping(a, b.me)
-
     @on_uvloop
     async def test_peer_without_listen_address_is_reached_through_relay(
         self, make: TransportMaker, monkeypatch: pytest.MonkeyPatch
@@ -459,35 +438,6 @@ class TestUndisturbed:
                 await stream.receive(LIMIT)
         assert b.me not in a._known
         await a.forget(b.me, soon())
-
-    @on_uvloop
-    async def test_killed_process_takes_its_daemon_along(self, make: TransportMaker) -> None:
-        a = await make()
-        other = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-W", "ignore", "-m", "tests.conformance.other_process", str(make.directory / "other")),
-            stdin=PIPE,
-            stdout=PIPE,
-            env=os.environ
-            | {"TMPDIR": tempfile.mkdtemp(dir=make.directory)},  # where a killed process leaves its sockets
-        )
-        try:
-            assert other.stdout is not None
-            async with asyncio.timeout(30):
-                address = (await other.stdout.readline()).decode().strip()
-            peer = await a.connect(address, soon())
-            children = children_of(other.pid)
-            async with a.open(peer, "echo", soon()) as stream:
-                await stream.send(wire.Chunk(1, 4), b"ping")
-                assert await stream.receive(LIMIT) == wire.Chunk(1, 4)
-                other.kill()
-                with pytest.raises(PeerSilent):
-                    await stream.receive_into(memoryview(bytearray(5)))
-            assert children
-            await until(lambda: not any(is_running(pid) for pid in children), 5)
-        finally:
-            with suppress(ProcessLookupError):
-                other.kill()
-            await other.communicate()  # until its pipes are closed, which an event loop cannot do once it is closed
 
     @pytest.mark.long
     @on_uvloop

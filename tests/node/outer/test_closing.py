@@ -11,15 +11,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from protocols.base import Buffer, Header
 from protocols.pairwise.closing import BEYOND, CLOSING, STEP_SECONDS, ClosingStep
 from protocols.pairwise.gossip import Gossip
 from protocols.pairwise.push_sum import PushSum
 from tests.sim import closing, crashes
-from tests.sim.byzantine.contributors import ByzantineContributorStream
 from tests.sim.gossip_harness import GossipHarness
 from tests.sim.independent_world import IndependentWorld
 from tests.sim.scenario import Scenario
+from tests.support.disguises import changing_kind
 from tests.support.push_sum import is_conserved
 from tests.support.simulated import simulated
 
@@ -96,24 +95,11 @@ async def test_peer_with_partial_view_still_narrows_the_spread(swarm: GossipHarn
     assert swarm.spread() < 0.7 * before and seconds(swarm) < 4 * FASTEST
 
 
-class Misplaced(ByzantineContributorStream):
-    """Claims another step than its own."""
-
-    def __init__(self, stream: Any, pipe: Any, step: int) -> None:
-        super().__init__(stream, pipe, "none", None)  # type: ignore[arg-type]
-        self._step = step
-
-    async def send(self, header: Header, payload: Buffer = b"") -> None:
-        header = replace(header, step=self._step) if isinstance(header, ClosingStep) else header
-        await self._stream.send(header, payload)
-
-
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 @pytest.mark.parametrize("step", (0, 1, BEYOND))
 def test_peer_lying_about_its_step_delays_briefly(protocol: type[Gossip | PushSum], step: int) -> None:
-    swarm = GossipHarness(
-        4, protocol=protocol, disguises={3: lambda method, stream, pipe: Misplaced(stream, pipe, step)}
-    )
+    misplaced = changing_kind(ClosingStep, lambda each: replace(each, step=step))
+    swarm = GossipHarness(4, protocol=protocol, disguises={3: misplaced})
     before = swarm.spread()
     ended(swarm, 4)
     assert seconds(swarm) < FAULTY_SECONDS and swarm.spread() < 0.8 * before

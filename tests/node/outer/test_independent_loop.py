@@ -279,12 +279,3 @@ def test_adopting_anothers_state_drops_own_snapshots() -> None:
     report = fetched(peer, 2, donors)
     assert report.outcome == "superseded" and holds(peer.outer_loop.anchor, 9.0) and peer.outer_loop.key.round == 2
     assert [each.lineage for each in snapshots.held()] == [peer.outer_loop.key.lineage, donors.lineage]
-
-
-def test_peer_seeking_state_serves_none() -> None:
-    outer_loop = IndependentPeer().outer_loop
-    assert not outer_loop.seeks_state
-    outer_loop.has_drifted = True
-    assert outer_loop.seeks_state
-    outer_loop.has_drifted, outer_loop.lacks_state = False, True
-    assert outer_loop.seeks_state

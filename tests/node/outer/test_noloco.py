@@ -1,15 +1,11 @@
-"""NoLoCo's outer step against the same rule in float64, and what its pull does to pairs."""
+"""NoLoCo's outer step against the same rule in float64."""
 
 from __future__ import annotations
-
-import math
-from collections.abc import Iterator
 
 import pytest
 import torch
 
 from node.outer.noloco import NoLoCo
-from node.tasks.recipe import most_pull
 
 
 def draw(count: int, elements: int, seed: int) -> list[torch.Tensor]:
@@ -41,14 +37,6 @@ def test_steps_follow_the_papers_rule() -> None:
     assert float((velocity.double() - momentum).abs().max()) < 1e-5
 
 
-def test_single_peer_step_is_heavy_ball_momentum() -> None:
-    rule, (phi, delta) = NoLoCo(0.5, 0.75, 0.5), draw(2, 100, 2)
-    before, velocity = phi.clone(), torch.full((100,), 0.25)
-    assert rule.step(phi, velocity, mean(rule, [phi], [delta]))
-    torch.testing.assert_close(velocity, 0.125 + 0.75 * delta, rtol=0, atol=1e-6)
-    torch.testing.assert_close(phi, before - velocity, rtol=0, atol=1e-6)
-
-
 def test_late_partner_is_compensated() -> None:
     """Step alone, then learn the pair's mean: as if both had met before."""
     rule, (phi, other, mine, theirs, start) = NoLoCo(0.5, 0.7, 0.9), draw(5, 1000, 3)
@@ -58,55 +46,6 @@ def test_late_partner_is_compensated() -> None:
     rule.amend(*late, both - alone)
     for one, two in zip(met, late, strict=True):
         torch.testing.assert_close(one, two, rtol=0, atol=1e-5)
-
-
-def squares(rule: NoLoCo, phi: torch.Tensor, work: float, rounds: int, met: float = 1.0) -> Iterator[float]:
-    """Peers of one parameter each, a share of which meet in random pairs each round: the mean of (φ - mean)²."""
-    generator = torch.Generator().manual_seed(5)
-    velocity, count = torch.zeros_like(phi), len(phi)
-    for _ in range(rounds):
-        brought = work * torch.randn(count, generator=generator)
-        rule.offer(phi, brought, brought)
-        order = torch.randperm(count, generator=generator)[: 2 * int(met * count / 2)]
-        both = (brought[order[::2]] + brought[order[1::2]]) / 2
-        brought[order[::2]], brought[order[1::2]] = both, both
-        rule.step(phi, velocity, brought)
-        yield float((phi - phi.mean()).square().mean())
-
-
-def apart(rule: NoLoCo, rounds: int, met: float) -> float:
-    """The spread at the end, from 1 at the start, with the pull alone."""
-    (phi,) = draw(1, 512, 4)
-    middle = float(phi.mean())
-    *_, last = squares(rule, phi, 0.0, rounds, met)
-    assert abs(float(phi.mean()) - middle) < 1e-3 * max(1.0, float(phi.abs().max()))
-    return math.sqrt(last)
-
-
-def edge(momentum: float, met: float) -> float:
-    return 2 * (1 - momentum**2) / (1 + momentum * (1 - met))
-
-
-@pytest.mark.parametrize("met", (1.0, 0.5, 0.1))
-@pytest.mark.parametrize("momentum", (0.0, 0.5, 0.9))
-def test_pairs_converge_only_within_the_pull_range(momentum: float, met: float) -> None:
-    assert apart(NoLoCo(momentum, 0.7, 0.6 * most_pull(momentum)), 1500, met) < 0.01
-    beyond = NoLoCo(momentum, 0.7, 0.5 * most_pull(momentum))
-    beyond.pull = 1.3 * edge(momentum, met)
-    assert apart(beyond, 200, met) > 3
-
-
-@pytest.mark.parametrize("momentum", (0.0, 0.5, 0.8))
-def test_best_pull_minimises_the_spread(momentum: float) -> None:
-    """Squares of 1 / ((1 - α)²(1 + α)) times the work's; near either end 2.78 times as much: see the module."""
-    best, least = 1 - momentum**2, 1 / ((1 - momentum) ** 2 * (1 + momentum))
-    found = {}
-    for times in (0.2, 1.0, 1.8):
-        rule = NoLoCo(momentum, 1.0, 0.5 * most_pull(momentum))
-        rule.pull = times * best
-        late = list(squares(rule, torch.zeros(1000), 1.0, 300))[150:]
-        found[times] = sum(late) / len(late)
-    assert found == pytest.approx({0.2: 2.78 * least, 1.0: least, 1.8: 2.78 * least}, rel=0.15)
 
 
 @pytest.mark.parametrize(

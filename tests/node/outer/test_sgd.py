@@ -29,23 +29,6 @@ def restored() -> Iterator[None]:
     torch.set_flush_denormal(False)
 
 
-@pytest.mark.parametrize("learning_rate, momentum", golden.SETTINGS)
-def test_outer_sgd_matches_pytorch_sgd(learning_rate: float, momentum: float) -> None:
-    generator = torch.Generator().manual_seed(7)
-    anchor = torch.randn(1001, generator=generator)
-    theirs = torch.nn.Parameter(anchor.clone())
-    sgd = torch.optim.SGD([theirs], learning_rate, momentum, nesterov=momentum > 0)
-    outer, velocity = OuterSGD(learning_rate, momentum), torch.zeros(1001)
-    for _ in range(12):
-        delta = torch.randn(1001, generator=generator)
-        before = delta.clone()
-        outer.step(anchor, velocity, delta)
-        theirs.grad = delta
-        sgd.step()
-        assert torch.equal(delta, before)
-        assert torch.allclose(anchor, theirs.detach(), rtol=1e-5, atol=1e-6)
-
-
 def test_step_decays_to_a_plain_mean() -> None:
     """In equal parts over the last rounds, after which it stays one."""
     outer = OuterSGD(0.7, 0.8, rounds=8, decay=0.5)
@@ -113,10 +96,6 @@ def test_non_finite_step_is_detected(bad: float, place: int, monkeypatch: pytest
     assert OuterSGD(0.9, 0.9).step(torch.ones(12), torch.zeros(12), delta) is True
     delta[place] = bad
     assert OuterSGD(0.9, 0.9).step(torch.ones(12), torch.zeros(12), delta) is False
-
-
-def test_step_over_empty_vectors_succeeds() -> None:
-    assert OuterSGD(0.9, 0.9).step(torch.empty(0), torch.empty(0), torch.empty(0))
 
 
 BAD_RATES, BAD_MOMENTA = (0.0, -0.1, math.nan, math.inf, -math.inf), (-0.1, 1.0, 1.5, math.nan, math.inf)

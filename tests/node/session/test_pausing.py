@@ -1,4 +1,4 @@
-"""The pause of a peer: when it begins and ends, what it becomes, and that it survives a restart."""
+"""The pause of a peer, by its user or by the machine's wish: when it begins and ends, and what it becomes."""
 
 from __future__ import annotations
 
@@ -8,10 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from node.machine.rules import WORK, Mode, Wish
 from node.outer.activity import Activity
-from node.session.pausing import FILE, REST_ROUNDS, REST_SECONDS, PauseController
+from node.session.pausing import FILE, OVERRIDE_SECONDS, REST_ROUNDS, REST_SECONDS, PauseController
 from tests.sim.host import SimClock
 from tests.support.simulated import on_virtual_time
+
+BATTERY, MEMORY = Wish(Mode.AWAY, "on battery"), Wish(Mode.AWAY, "short of memory", is_firm=True)
+INPUT = Wish(Mode.REST, "you are using the computer")
 
 
 class Paused:
@@ -116,3 +120,52 @@ async def test_pause_into_the_past_is_refused(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="in the future"):
             peer.controller.pause(until=until)
     assert peer.asked == [Activity.WORK]
+
+
+# -- the machine's wishes ---------------------------------------------------------------------------------------------
+
+
+@on_virtual_time
+async def test_wish_pauses_until_it_ends(tmp_path: Path) -> None:
+    peer = Paused(tmp_path)
+    peer.controller.wish(BATTERY)
+    assert peer.asked[-1] is Activity.AWAY and peer.controller.reason.startswith("on battery since")
+    peer.controller.wish(WORK)
+    assert peer.asked[-1] is Activity.WORK and peer.controller.reason == ""
+    peer.controller.wish(INPUT)
+    assert peer.asked[-1] is Activity.REST
+    for _ in range(REST_ROUNDS):
+        peer.controller.round_ended()
+    assert peer.asked[-1] is Activity.AWAY
+
+
+@on_virtual_time
+async def test_resume_overrides_for_an_hour_but_not_firm_wishes(tmp_path: Path) -> None:
+    peer = Paused(tmp_path)
+    peer.controller.wish(BATTERY)
+    assert "although: on battery" in peer.controller.resume() and peer.asked[-1] is Activity.WORK
+    peer.controller.wish(MEMORY)
+    assert peer.asked[-1] is Activity.AWAY
+    assert "stays paused" in peer.controller.resume() and peer.asked[-1] is Activity.AWAY
+    peer.controller.wish(BATTERY)
+    assert peer.asked[-1] is Activity.WORK, "the hour is not over"
+    await asyncio.sleep(OVERRIDE_SECONDS + 1)
+    peer.controller.wish(WORK)
+    peer.controller.wish(BATTERY)
+    assert peer.asked[-1] is Activity.AWAY
+
+
+@on_virtual_time
+async def test_users_pause_outlasts_wishes_and_restarts(tmp_path: Path) -> None:
+    peer = Paused(tmp_path)
+    peer.controller.wish(INPUT)
+    peer.controller.pause(until=peer.after(7200.0))
+    peer.controller.wish(WORK)
+    assert peer.asked[-1] is Activity.AWAY and "until" in peer.controller.reason
+    restarted = Paused(tmp_path)
+    assert restarted.asked[-1] is Activity.AWAY
+    restarted.controller.wish(BATTERY)
+    assert "until" in restarted.controller.reason, "the user's pause is the one that is shown"
+    restarted.controller.wish(WORK)
+    restarted.controller.resume()
+    assert Paused(tmp_path).asked[-1] is Activity.WORK

@@ -89,17 +89,6 @@ def test_threads_that_take_and_drop_never_share_memory() -> None:
         sys.setswitchinterval(switch_seconds)
 
 
-def test_each_round_uses_the_memory_of_earlier_ones() -> None:
-    pool, addresses = ChunkPool(), set[int]()
-    before: list[memoryview] = []
-    for _ in range(10):
-        pool.next_round()
-        now = [pool.take(GRANULE) for _ in range(5)]
-        addresses |= {torch.frombuffer(memory, dtype=torch.uint8).data_ptr() for memory in now}
-        before = now
-    assert len(before) == 5 and len(addresses) == 10, "that of the present round and that of the last"
-
-
 @pytest.mark.parametrize("size", (100, 5 * GRANULE))
 def test_unused_memory_is_released(size: int) -> None:
     """After two rounds without use, or of other sizes; and never more stays than a round has taken."""

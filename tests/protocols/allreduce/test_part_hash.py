@@ -69,10 +69,3 @@ async def test_parts_of_another_digest_are_refused(world: SyncCluster) -> None:
         await replayer.parts(link.record, ["anna"], asyncio.get_running_loop().time() + 60)
     faults, _, _ = replayer._context.accounting.take()
     assert [(each.peer, "another digest" in each.why) for each in faults] == [("anna", True)]
-
-
-def test_unknown_digest_is_refused_in_one_line() -> None:
-    with pytest.raises(
-        ValueError, match=r"^unknown digest 'blake2': there are sha256, blake3; did you mean 'blake3'\?$"
-    ):
-        averaged("blake2")

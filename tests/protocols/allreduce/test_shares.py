@@ -78,30 +78,6 @@ def test_parts_start_at_multiples_of_the_grain(
     assert all(bound % grain == 0 for bound in bounds if bound < elements)
 
 
-@given(scale=st.sampled_from([1e3, 1e7, 1e12]), ratios=st.lists(st.floats(1, 2), min_size=3, max_size=32))
-def test_similar_links_share_by_the_formula(scale: float, ratios: list[float]) -> None:
-    """2(N-1)·S/Σb, for every member."""
-    bandwidths, count = [scale * ratio for ratio in ratios], len(ratios)
-    assume(min(bandwidths) >= sum(bandwidths) / (2 * (count - 1)))
-    fractions = planning.shares(bandwidths, [True] * count)
-    expected = 2 * (count - 1) * 4_000_000 / sum(bandwidths)
-    assert planning.expected_seconds(fractions, bandwidths, 4_000_000) == pytest.approx(expected, rel=1e-9)
-    times = [4_000_000 * (1 + (count - 2) * f) / b for f, b in zip(fractions, bandwidths, strict=True)]
-    assert times == pytest.approx([expected] * count, rel=1e-9)
-
-
-@pytest.mark.parametrize("bandwidths", [(1.0, 1.0, 1.0), (4.0, 3.0, 2.0), (10.0, 1.0, 1.0), (9.0, 8.0, 1.0)])
-@pytest.mark.parametrize("able", [(True, True, True), (True, True, False), (False, True, True)])
-def test_no_other_share_division_is_faster(bandwidths: tuple[float, ...], able: tuple[bool, ...]) -> None:
-    fractions = planning.shares(bandwidths, able)
-    best = seconds_of(fractions, bandwidths, able)
-    steps = 48
-    for first, second in itertools.product(range(steps + 1), repeat=2):
-        other = (first / steps, second / steps, 1 - (first + second) / steps)
-        if other[2] >= 0 and all(one or not f for f, one in zip(other, able, strict=True)):
-            assert seconds_of(other, bandwidths, able) >= best * (1 - 1e-12)
-
-
 @pytest.mark.parametrize(
     "bandwidths, able, expected",
     [
@@ -143,9 +119,3 @@ def test_part_bounds_match_hand_calculation(
     fractions: tuple[float, ...], elements: int, expected: tuple[int, ...]
 ) -> None:
     assert planning.part_bounds(fractions, elements) == expected
-
-
-def test_slowest_uplink_determines_the_expected_time() -> None:
-    assert planning.expected_seconds((1.0,), (5.0,), 1000) == 0.0
-    assert planning.expected_seconds((0.5, 0.5), (10.0, 20.0), 1000) == 100.0
-    assert planning.expected_seconds((0.5, 0.5, 0.0), (10.0, 30.0, 40.0), 1000) == 150.0

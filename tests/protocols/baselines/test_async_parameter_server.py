@@ -129,10 +129,6 @@ def courses(momentum: float, order: Callable[[int], Vector], rounds: int) -> Vec
     return arrivals.parameters
 
 
-def test_update_without_momentum_counts_one_nth() -> None:
-    assert torch.equal(courses(0.0, lambda number: torch.full((4,), 2.0), 6), torch.full((4,), -3.0))
-
-
 def test_delayed_nesterov_matches_nesterov_from_common_point() -> None:
     """By hand, for one gradient each: after N arrivals θ moves by Δ + βm, m = βm + Δ, as PyTorch's SGD(nesterov)."""
     momentum, theta, velocity = 0.9, torch.zeros(4), torch.zeros(4)
@@ -142,11 +138,6 @@ def test_delayed_nesterov_matches_nesterov_from_common_point() -> None:
         theta = theta - (delta + momentum * velocity)
     found = courses(momentum, lambda number: torch.full((4,), float(number // 4 + 1)), 12)
     torch.testing.assert_close(found, theta)
-
-
-def test_momentum_out_of_range_is_rejected() -> None:
-    with pytest.raises(ValueError, match=r"momentum must be in \[0, 1\)"):
-        DelayedNesterov(torch.zeros(1), 1.0)
 
 
 def test_server_momentum_applies_over_the_network() -> None:

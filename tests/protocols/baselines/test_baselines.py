@@ -90,12 +90,6 @@ def test_uneven_peers_complete_every_round(name: str) -> None:
 
 
 @everyone
-def test_single_peer_keeps_its_state(name: str) -> None:
-    (came,) = results(swarm(name, 1).play())
-    assert (came.mean.outcome, came.mean.blamed) == (Outcome.SKIPPED, ())
-
-
-@everyone
 def test_peer_death_ends_round_with_blame(name: str) -> None:
     """Peers that have all parts already may commit; they all hold the same bits."""
     at, lived = 0, False

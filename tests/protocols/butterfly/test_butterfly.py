@@ -97,14 +97,6 @@ def test_reducer_memory_is_bounded_by_window() -> None:
     assert 3 <= most <= 3 * reduce.WINDOW_CHUNKS
 
 
-def test_single_peer_averages_with_itself_at_once() -> None:
-    (given,) = equal_norm_vectors(1, 5000, seed=3)
-    averaged = ButterflyHarness([given], [10], [1e6]).average()
-    assert torch.equal(averaged.results[0], given)
-    assert averaged.sent_bytes == [0]
-    assert averaged.seconds < 0.1
-
-
 def test_member_without_work_receives_with_zero_weight() -> None:
     given = equal_norm_vectors(4, 20_000, seed=4)
     averaged = ButterflyHarness(given, [1000, 0, 1000, 1000], [1e7] * 4, chunk_elements=1024).average()

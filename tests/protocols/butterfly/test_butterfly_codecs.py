@@ -56,15 +56,6 @@ def test_mean_is_of_the_encoded_contributions(count: int) -> None:
     assert (result != 0).sum() > 0.9 * (expected != 0).sum()
 
 
-@pytest.mark.parametrize("name, most", [("int4", 0.25), ("e3m0", 0.35)])
-@pytest.mark.parametrize("count", (2, 5))
-def test_four_bit_codecs_approximate_the_mean(name: str, most: float, count: int) -> None:
-    given = vectors(count, 30_011)
-    expected = torch.stack(given).double().mean(0)
-    error = (average(name, given).results[0].double() - expected).norm() / expected.norm()
-    assert 0.01 < float(error) < most
-
-
 @pytest.mark.parametrize("name, factor", [("fp32", 1), ("int8", 3.8), ("int4", 7.4), ("e3m0", 7.4), ("topk", 58)])
 def test_bytes_sent_match_the_codec_estimate(name: str, factor: float) -> None:
     """Within 1 % or a few KiB of headers and votes; `factor` times less than float32, and more for four peers."""

@@ -14,14 +14,12 @@ import torch
 
 from node.storage.scratch import ScratchFile
 from protocols.allreduce.parts import ReducedPart
-from protocols.base import Buffer, Host
-from protocols.butterfly.part_cache import PartCache
+from protocols.base import Buffer
 from protocols.butterfly.part_store import GIVE_WAY_SECONDS, PartStore
 from protocols.codec import codec
 from protocols.gate import Gate
 from protocols.sync.snapshot import MemoryBuffer
 from tests.sim.host import SimCompute
-from tests.sim.scenario_runner import ScenarioRunner, ScenarioSetup
 from tests.support.simulated import on_virtual_time, simulated
 from tests.support.sync_cluster import SyncCluster
 
@@ -203,21 +201,3 @@ async def test_long_absent_peer_replays_stored_rounds(world: SyncCluster) -> Non
     assert len(part_cache._parts) == 2 and part_cache.past and part_cache.past.rounds == 40
     report = await world.peers["cleo"].catch_up()
     assert world.same("anna bert cleo") and (report.replayed_rounds, report.blamed) == (40, {})
-
-
-class StoringRunner(ScenarioRunner):
-    """Peers that store the parts of five past rounds."""
-
-    def part_cache(self, host: Host) -> PartCache:
-        gate = Gate()
-        return PartCache(host, PartStore(FailingBuffers(), host.compute, gate, most_rounds=5, least_rounds=1), gate)
-
-
-@simulated(StoringRunner, ScenarioSetup(2, keep_rounds=4))
-async def test_swarm_keeps_two_rounds_in_memory_others_stored(world: StoringRunner) -> None:
-    most = 0
-    for _ in range(100):
-        await asyncio.sleep(0.2)
-        most = max(most, *(len(world.averager(peer).part_cache._parts) for peer in world.peers))
-    past = world.averager("p0").part_cache.past
-    assert most == 2 and world.head("p0").key.round > 7 and past and past.rounds == 5

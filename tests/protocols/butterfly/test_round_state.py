@@ -2,21 +2,8 @@
 
 from __future__ import annotations
 
-import pytest
-
-from protocols.base import Member, RoundKey
+from protocols.base import Member
 from protocols.butterfly.round_state import RoundState
-from protocols.consensus.messages import Promise
-
-PROMISE = Promise(RoundKey(bytes(32), "run", bytes(32), 7), Member("a"), 3, 0, b"", bytes(32), ())
-
-
-def test_ballot_won_is_led_until_its_record_is_chosen() -> None:
-    state = RoundState(None)
-    state.ballot_won(3, (PROMISE,))
-    assert (state.leading, state.promises) == (3, (PROMISE,))
-    state.record_chosen()
-    assert state.leading is None and state.promises == (PROMISE,)
 
 
 def test_later_promise_ends_the_lead() -> None:
@@ -27,28 +14,6 @@ def test_later_promise_ends_the_lead() -> None:
     assert state.leading is None
     state.ballot_promised(1, 0.0)
     assert state.leading is None
-
-
-@pytest.mark.parametrize("now, silent", [(12.0, ["a"]), (13.1, ["a", "b"]), (100.0, ["a", "b", "c"])])
-def test_silence_since_promise_was_asked_counts(now: float, silent: list[str]) -> None:
-    """A member that answered then may be quiet for as long as it trains; T_b is five seconds."""
-    state = RoundState(None)
-    state.peer_heard("b", 8.0)
-    state.peer_heard("c", 9.9)
-    state.ballot_promised(2, 10.0)
-    state.ballot_promised(2, 11.0)  # noted after every event
-    state.peer_heard("d", 10.1)
-    assert state.silent("abcd", now, 5.0) == silent
-
-
-def test_new_attempt_gives_up_a_published_ballot_only() -> None:
-    state = RoundState(0)
-    assert not state.attempt_restarted() and state.leading == 0
-    state.plan_published(0)
-    assert state.attempt_restarted() and state.leading is None
-    assert not state.attempt_restarted(), "it is given up once"
-    state.ballot_won(2, ())
-    assert not state.attempt_restarted() and state.leading == 2, "no plan was published in this ballot"
 
 
 def test_missing_parts_are_handed_out_once_and_wanted_again_after_a_failure() -> None:

@@ -105,8 +105,3 @@ def test_peer_holding_up_data_is_reported() -> None:
     for peer in others:
         assert any(time > 1.5 and awaited == ("p02",) for time, awaited in logs[peer].changes)
         assert logs[peer].awaited[-1] == ()
-
-
-def test_single_peer_waits_only_for_itself() -> None:
-    log = average(1, {})[0]["p00"]
-    assert set(log.awaited) <= {(), ("p00",)} and log.awaited[-1] == ()

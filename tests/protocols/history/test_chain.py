@@ -12,7 +12,7 @@ from protocols import wire
 from protocols.base import BadPayload, Head, Member, RoundKey
 from protocols.consensus import record as records
 from protocols.consensus.record import Kind, Record
-from protocols.history.chain import UNSETTLED, Chain, genesis, state_root
+from protocols.history.chain import UNSETTLED, Chain, state_root
 from protocols.history.round_log import DecidedRound
 from tests.support.chains import ROSTER, fresh, grown, lineages, state
 from tests.support.fake_rounds import ROOT, RUN, certified, decided, encoded, line
@@ -144,14 +144,6 @@ def test_invalid_switch_changes_nothing() -> None:
     assert state(chain) == before
 
 
-def test_copy_is_independent() -> None:
-    chain = grown(3)
-    before, other = state(chain), chain.copy()
-    other.switch(lineages(chain)[1], line(fresh().head, 0))
-    other.extend(encoded(decided(other.head, plan=b"e" * 32)))
-    assert state(chain) == before and other.head.key.round == 2
-
-
 def test_forks_without_a_mean_train_nothing() -> None:
     """Also on a copy, which shares the first rounds and has the others to itself."""
     chain = grown(2)
@@ -181,14 +173,3 @@ def test_state_root_value_is_stable() -> None:
     assert (
         state_root(b"1" * 32, b"2" * 32, 7).hex() == "f543cee602b7233b9b45f14c2d72e8c4f19617500880af3faaa4fed495069822"
     )
-
-
-def test_certificates_of_one_record_give_one_head() -> None:
-    head = genesis(RUN, "run", ROSTER, ROOT)
-    record = decided(head).record
-    ends = set()
-    for voters in (ROSTER, ROSTER[:1]):
-        chain = fresh()
-        chain.switch(head.key.lineage, [DecidedRound(certified(head, record, voters), decided(head).head)])
-        ends.add(chain.head.key.lineage)
-    assert len(ends) == 1

@@ -132,19 +132,6 @@ def plan(number: int) -> bytes:
     return number.to_bytes(32, "big")
 
 
-def test_extending_a_copy_leaves_judged_branch_unchanged() -> None:
-    chain, start = fresh(), fresh().head
-    copy, links = chain.copy(), line(start, 4)
-    branch = judged(start, links)
-    copy.switch(start.key.lineage, branch)
-    copy.extend(encoded(decided(copy.head, plan=b"e" * 32)))
-    assert list(branch) == links and len(copy) == 5 and len(chain) == 0
-    other = chain.copy()
-    other.switch(start.key.lineage, branch)
-    other.switch(links[1].lineage, [])
-    assert list(branch) == links and len(other) == 2
-
-
 def archived(links: list[DecidedRound]) -> ListArchive:
     archive = ListArchive()
     for link in links:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-import random
 
 import pytest
-import torch
 
 from protocols.moshpit.grid import (
     Grid,
@@ -19,61 +17,7 @@ from protocols.moshpit.grid import (
     seeded_order,
     shape_for,
 )
-from tests.sim.grids import Positions, average, diagonal, holes, left, lines, lots, seated
-
-
-def values(count: int) -> torch.Tensor:
-    return torch.randn(count, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(count))
-
-
-def off(found: torch.Tensor, mean: torch.Tensor) -> float:
-    return float((found - mean).abs().max())
-
-
-@pytest.mark.parametrize("shape", ((8,), (2, 2), (4, 4), (4, 3), (3, 2, 2), (5, 4, 4), (2, 2, 2, 2)))
-def test_full_grid_averages_exactly_after_all_axes(shape: tuple[int, ...]) -> None:
-    """By tokens, also if a tenth of the peers has none. Before the last axis it is not exact."""
-    count = math.prod(shape)
-    given, rng = values(count), random.Random(count)
-    tokens = torch.tensor([0 if rng.random() < 0.1 else rng.randrange(1, 1000) for _ in range(count)]).double()
-    tokens[0] = 10.0
-    mean = (tokens[:, None] * given).sum(0) / tokens.sum()
-    found, weights = given, tokens
-    for axis, groups in enumerate(seated(count, shape)(rng)):
-        assert off(found, mean) > 0.01, axis
-        found, weights = average(found, weights, groups)
-    assert off(found, mean) < 1e-10
-    assert float((weights - tokens.mean()).abs().max()) < 1e-9
-
-
-def test_averaging_by_own_weights_only_is_wrong() -> None:
-    """In the second group members need the weight that their states stand for, not their own tokens."""
-    given, tokens = values(16), torch.tensor([float(1 + 9 * (peer % 5 == 0)) for peer in range(16)]).double()
-    mean = (tokens[:, None] * given).sum(0) / tokens.sum()
-    found = given
-    for groups in seated(16, (4, 4))(random.Random(3)):
-        found, _ = average(found, tokens, groups)
-    assert off(found, mean) > 0.3
-
-
-@pytest.mark.parametrize("count", (10, 13, 45))
-def test_grid_with_holes_conserves_weighted_sums(count: int) -> None:
-    """Σwx and Σw over all peers are unchanged; more rounds reduce the remaining spread."""
-    given, rng = values(count), random.Random(count)
-    tokens = torch.tensor([rng.randrange(1, 1000) for _ in range(count)]).double()
-    found, weights = given, tokens
-    for groups in seated(count, shape_for(count))(rng):
-        found, weights = average(found, weights, groups)
-    assert float(weights.sum()) == pytest.approx(float(tokens.sum()), rel=1e-12)
-    moved_by = (weights[:, None] * found).sum(0) - (tokens[:, None] * given).sum(0)
-    assert float(moved_by.abs().max()) < 1e-8 * float(tokens.sum())
-
-
-@pytest.mark.parametrize("count, size", ((16, 4), (24, 8), (36, 6)))
-def test_random_groups_reduce_variance_as_predicted(count: int, size: int) -> None:
-    """By (r - 1) / (N - 1) for r groups; 20,000 draws: python -m tests.sim.grids."""
-    found = left(count, lots(count, size, 1), 500)
-    assert found == pytest.approx((count // size - 1) / (count - 1), rel=0.08)
+from tests.sim.grids import diagonal, holes, left, lines, lots, seated
 
 
 def test_seats_beat_random_groups_and_holes_lose() -> None:
@@ -82,12 +26,6 @@ def test_seats_beat_random_groups_and_holes_lose() -> None:
     assert left(29, seated(29, (8, 8)), 80) < 0.6 * by_lot
     assert left(29, holes(29, (8, 8)), 80) > 2 * by_lot
     assert left(29, diagonal(29, (8, 8)), 80) > 2 * by_lot
-
-
-def test_positions_fill_an_unassigned_grid() -> None:
-    """Random coordinates, then two rounds of the paper's rule: nearly as good as seats, better than random groups."""
-    rng = random.Random(5)
-    assert left(48, Positions(48, (8, 8), 2, rng), 80) < 0.7 * left(48, lots(48, 8, 2), 80)
 
 
 # -- choosing a grid --------------------------------------------------------------------------------------------------

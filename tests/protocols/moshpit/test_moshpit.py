@@ -41,12 +41,6 @@ def test_full_grid_gives_the_exact_token_mean(count: int, most: int) -> None:
     assert_groups_hold_same_bits(histories)
 
 
-def test_single_peer_continues_at_once() -> None:
-    swarm = moshpit_swarm(1)
-    (result,) = swarm.play()["p00"]
-    assert result.mean.outcome == Outcome.SKIPPED and result.seconds < 1.5
-
-
 def test_peer_without_tokens_takes_the_mean_unweighted() -> None:
     swarm = moshpit_swarm(3)
     swarm.tokens = [2000, 0, 3000]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -15,7 +14,6 @@ from protocols.pairwise.state_swap import ExchangeRequest
 from tests.sim.faults import Faults
 from tests.sim.faults import Message as At
 from tests.sim.gossip_harness import DONE, ROUND_SECONDS, RUN, GossipHarness, flat, head
-from tests.support.mixing_matrices import pairwise
 from tests.support.pairwise import play_rounds, run_round, run_with_faults
 from tests.support.simulated import simulated
 
@@ -50,27 +48,6 @@ def test_sum_of_states_is_conserved_by_every_codec(name: str) -> None:
     if name != "int8":  # its bound is per block, and chunks split blocks
         assert bool(((flat(swarm.state[0]) - flat(swarm.state[1])).abs() <= bound + 1e-6).all())
     assert swarm.spread() < 0.05 * float(swarm.first[0].norm())
-
-
-@pytest.mark.parametrize("schedule", ("random", "ring", "exponential", "one-peer-exponential"))
-@pytest.mark.parametrize("count", (3, 4, 7))
-def test_exchanges_match_the_mixing_matrices(schedule: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The states are those of W, the product of the pairs in the order in which they exchanged."""
-    swarm, pairs = GossipHarness(count, schedule=schedule, jitter=1), dict[str, tuple[int, int]]()
-    for index, gossip in enumerate(swarm.gossips):
-        before = gossip.exchanges.move
-
-        async def move(exchange: Any, index: int = index, before: Any = before) -> None:
-            await before(exchange)
-            pairs[exchange.ask.name] = (index, int(exchange.partner.peer[1:]))
-
-        monkeypatch.setattr(gossip.exchanges, "move", move)
-    swarm.rounds(3, stagger_seconds=0.1)
-    expected = pairwise(count, list(pairs.values())) @ torch.stack(swarm.first)
-    assert float((torch.stack([flat(each) for each in swarm.state]) - expected).abs().max()) < 2e-6
-    assert swarm.drift() < 1e-6 and len(pairs) >= count
-    counted = [name for index in range(count) for name in swarm.messages(index)]
-    assert len(counted) == len(set(counted)) == 2 * len(pairs), "each state that was sent counts once"
 
 
 @simulated(GossipHarness, 2)

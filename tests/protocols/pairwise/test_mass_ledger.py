@@ -7,12 +7,9 @@ from fractions import Fraction
 from typing import Any
 
 import pytest
-import torch
 
 from protocols.base import BadPayload, Member
 from protocols.pairwise.mass_ledger import MAX_RECEIVERS, SHARE_WINDOW, MassLedger, Share
-from protocols.pairwise.matching import select_partners
-from tests.support.mixing_matrices import mixing_matrix
 
 
 def ledger(index: int, incarnation: int = 0) -> MassLedger[Any]:
@@ -130,58 +127,6 @@ def test_ledgers_hold_all_mass_once_settled() -> None:
                 sender.answered(to, share.sequence, counted)
     assert sum(each.weight for each in swarm.ledgers.values()) == swarm.expected[1]
     assert all(not sender.outstanding(to) for sender in swarm.ledgers.values() for to in swarm.ledgers)
-
-
-@pytest.mark.parametrize("count", (8, 6))
-def test_lockstep_exponential_matches_its_matrix(count: int) -> None:
-    names = [f"p{index}" for index in range(count)]
-    values = torch.randn(count, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
-    ledgers = {name: MassLedger(Member(name), row.clone()) for name, row in zip(names, values, strict=True)}
-    expected = values
-    for round_number in range(3):
-        shares: list[Share[torch.Tensor]] = []
-        for name in names:
-            (to,) = select_partners("one-peer-exponential", names, name, round_number, "")
-            share = ledgers[name].give(Member(to))
-            assert share is not None
-            shares.append(share)
-        for share in shares:
-            assert ledgers[share.to.peer].take(share)
-            ledgers[share.sender.peer].answered(share.to, share.sequence, counted=True)
-        expected = mixing_matrix("one-peer-exponential", names, round_number, "").T @ expected
-    found = torch.stack([ledgers[name].value / ledgers[name].weight for name in names])
-    assert float((found - expected).abs().max()) < 1e-10
-    exact = float((found - values.mean(0)).abs().max()) < 1e-10
-    assert exact == (count == 8)
-
-
-def test_column_stochastic_graph_still_finds_the_mean() -> None:
-    """Weights make up for a peer that is given more often than others."""
-    rng, count = random.Random(5), 6
-    ledgers = [
-        MassLedger(Member(f"p{index}"), torch.tensor([float(index)], dtype=torch.float64)) for index in range(count)
-    ]
-    for _ in range(600):
-        sender = rng.randrange(count)
-        share = ledgers[sender].give(ledgers[rng.choice([i for i in (0, 0, 0, 1, 2, 3, 4, 5) if i != sender])].me)
-        if share and rng.random() < 0.7:  # otherwise it is lost, and sent again below
-            ledgers[int(share.to.peer[1:])].take(share)
-        for to in ledgers:
-            for again in ledgers[sender].outstanding(to.me):
-                if rng.random() < 0.5:
-                    to.take(again)
-                    ledgers[sender].answered(to.me, again.sequence, counted=True)
-    assert sum(each.weight for each in ledgers) < count  # the rest is in transit
-    assert all(abs(float(each.value / each.weight) - 2.5) < 1e-6 for each in ledgers)
-
-
-def test_recalled_share_is_never_counted() -> None:
-    sender, receiver = ledger(1), ledger(2)
-    share = sender.give(receiver.me)
-    assert share is not None and not receiver.recalled(sender.me, share.sequence)
-    sender.answered(receiver.me, share.sequence, counted=False)
-    assert not receiver.take(share)  # it arrives late
-    assert (sender.value, sender.weight, receiver.value) == (1, 1, 2)
 
 
 def test_share_is_for_one_incarnation_of_its_receiver() -> None:

@@ -56,15 +56,6 @@ async def test_peer_few_rounds_behind_replays_means(world: SyncCluster) -> None:
     assert world.same("anna bert cleo")
 
 
-@simulated(swarm)
-async def test_up_to_date_peer_has_nothing_to_do(world: SyncCluster) -> None:
-    await world.rounds("anna bert cleo", 2)
-    before = world.peers["anna"].outer_loop.anchor.clone()
-    report = await world.peers["anna"].catch_up()
-    assert (report.outcome, report.lineage, report.parent) == ("undecided", report.parent, report.lineage)
-    assert torch.equal(world.peers["anna"].outer_loop.anchor, before) and report.blamed == {}
-
-
 @simulated(swarm, keep_rounds=4)
 async def test_peer_far_behind_takes_snapshot_and_later_means(world: SyncCluster) -> None:
     await world.decide("anna bert cleo")
@@ -119,28 +110,6 @@ async def test_newcomer_before_first_round_adopts_founders_state_root(world: Syn
     assert (report.outcome, report.bytes_downloaded) == ("superseded", 8000)
 
 
-@simulated(swarm, "anna")
-async def test_newcomer_without_answers_is_undecided(world: SyncCluster) -> None:
-    await world.rounds("anna", 2)
-    bert = await world.add("bert")
-    world.network.kill("anna")
-    report = await bert.catch_up()
-    assert (report.outcome, bert.round, report.bytes_downloaded) == ("undecided", 0, 0)
-
-
-@simulated(swarm, "anna", every_rounds=2, keep_rounds=2)
-async def test_newcomer_serves_the_state_it_received(world: SyncCluster) -> None:
-    await world.rounds("anna", 4)
-    bert = await world.add("bert")
-    await bert.catch_up()
-    world.network.kill("anna")
-    world.hints.append("bert")
-    cleo = await world.add("cleo")
-    report = await cleo.catch_up()
-    assert report.outcome == "superseded" or bert.snapshots.get(bert.chain.head.key.lineage)
-    assert bert.snapshots.held()[-1].round == 2
-
-
 # -- branches ---------------------------------------------------------------------------------------------------------
 
 
@@ -173,21 +142,6 @@ async def test_recently_forked_peer_returns_to_own_snapshot(world: SyncCluster) 
     report = await world.peers["dora"].catch_up()
     assert world.same("anna bert cleo dora") and report.lost_rounds == 1
     assert (report.replayed_rounds, report.bytes_downloaded) == (2, 0), "its snapshot before round 4"
-
-
-@simulated(swarm, "anna bert", every_rounds=2)
-async def test_two_single_member_forks_merge_into_one_branch(world: SyncCluster) -> None:
-    await world.rounds("anna bert", 2)
-    lines = {}
-    for name in ("anna", "bert"):
-        lines[name] = await world.decide(name, Kind.FORK)
-        await world.rounds(name, 3)
-    winner, loser = sorted(lines, key=lambda name: lines[name].lineage)
-    won = await world.peers[winner].catch_up()
-    lost = await world.peers[loser].catch_up()
-    assert (won.outcome, lost.outcome) == ("undecided", "superseded")
-    assert (lost.lost_rounds, lost.lost_tokens, lost.replayed_rounds) == (4, 3 * TOKENS, 2)
-    assert world.same("anna bert") and lost.bytes_downloaded == 8000
 
 
 @simulated(swarm, every_rounds=2, keep_rounds=4)

@@ -107,13 +107,6 @@ async def test_next_donor_replaces_a_dead_one(donors: Donors) -> None:
     assert donors.blamed().keys() == {"anna"}
 
 
-@simulated(Donors, anna=None, bert=None)
-async def test_no_donor_with_state_is_state_unavailable(donors: Donors) -> None:
-    with pytest.raises(StateUnavailable):
-        await donors.fetch()
-    assert asyncio.get_running_loop().time() < 10.0
-
-
 def spoilt_state(**changes: object) -> Callable[[StateAdvert], StateAdvert]:
     """A change of the one state that an advert offers."""
     return lambda advert: replace(advert, states=(replace(advert.states[0], **changes),))  # type: ignore[arg-type]

@@ -84,6 +84,13 @@ def chunks_from(peer: SyncPeer) -> list[float]:
     return sent
 
 
+def serving(world: SyncCluster, **rates: float) -> dict[PeerId, list[float]]:
+    """The times at which each of these donors, which send that many bytes a second, sends a chunk, from now on."""
+    for name, rate in rates.items():
+        world.network.nodes[name].bytes_per_second = rate
+    return {name: chunks_from(world.peers[name]) for name in rates}
+
+
 # -- time -------------------------------------------------------------------------------------------------------------
 
 
@@ -102,10 +109,7 @@ async def test_slow_joiner_catches_up_while_rounds_continue(world: RoundsDecided
 
 @simulated(RoundsDecided, "anna bert dora", elements=2_000_000)
 async def test_three_slow_donors_are_fully_used(world: RoundsDecided) -> None:
-    names, sent = "anna bert dora", {}
-    for name in names.split():
-        world.network.nodes[name].bytes_per_second = 3.75e6
-        sent[name] = chunks_from(world.peers[name])
+    sent = serving(world, anna=3.75e6, bert=3.75e6, dora=3.75e6)
     cleo, began = await joiner(world, 12.5e6), now()
     report = await cleo.catch_up()
     seconds = max(max(times) for times in sent.values()) - began
@@ -113,22 +117,9 @@ async def test_three_slow_donors_are_fully_used(world: RoundsDecided) -> None:
     assert all(0.28 < len(times) / 16 < 0.4 for times in sent.values()), sent
 
 
-@simulated(RoundsDecided)
-async def test_fast_donor_sends_more_and_finishes_the_download(world: RoundsDecided) -> None:
-    world.network.nodes["anna"].bytes_per_second = 1e5
-    sent, began = {name: chunks_from(world.peers[name]) for name in ("anna", "bert")}, now()
-    cleo = await joiner(world, 12.5e6)
-    report = await cleo.catch_up()
-    assert max(map(max, sent.values())) - began < STATE / 12.5e6 + 4.0, "anna alone takes ten seconds for one"
-    assert len(sent["anna"]) <= 2 < len(sent["bert"]) and report.bytes_downloaded <= STATE + MIB
-
-
 @simulated(RoundsDecided, "anna bert dora", elements=4_000_000)
 async def test_slow_donor_among_fast_ones_delays_nothing(world: RoundsDecided) -> None:
-    rates, sent = {"anna": 12.5e6, "bert": 12.5e6, "dora": 1.25e6}, {}
-    for name, rate in rates.items():
-        world.network.nodes[name].bytes_per_second = rate
-        sent[name] = chunks_from(world.peers[name])
+    sent = serving(world, anna=12.5e6, bert=12.5e6, dora=1.25e6)
     cleo = await joiner(world, 125e6)
     report = await cleo.catch_up()
     end, pace = max(map(max, sent.values())), median(b - a for a, b in pairwise(sent["anna"]))
@@ -140,10 +131,8 @@ async def test_slow_donor_among_fast_ones_delays_nothing(world: RoundsDecided) -
 @pytest.mark.long
 @simulated(RoundsDecided, "anna bert dora", elements=4_000_000)
 async def test_donor_that_stops_delays_the_end_by_seconds(world: RoundsDecided) -> None:
-    names, sent, rate = ("anna", "bert", "dora"), {}, 3.75e6
-    for name in names:
-        world.network.nodes[name].bytes_per_second = rate
-        sent[name] = chunks_from(world.peers[name])
+    rate = 3.75e6
+    sent = serving(world, anna=rate, bert=rate, dora=rate)
     cleo = await joiner(world, 12.5e6)
     began, stopped = now(), 1.5
     asyncio.get_running_loop().call_later(stopped, world.network.block, "anna", "cleo")
@@ -170,19 +159,6 @@ async def test_slow_chunks_do_not_extend_download_forever(world: RoundsDecided) 
     cleo, began = await joiner(world, 12.5e6), now()
     assert (await cleo.catch_up(10.0)).outcome == "undecided"
     assert now() - began < 20.0 + STATE / SLOWEST_BYTES_PER_SECOND
-
-
-@pytest.mark.long
-@simulated(RoundsDecided)
-async def test_link_slower_than_rounds_is_reported_once(world: RoundsDecided) -> None:
-    cleo, messages = await joiner(world, 2e5), list[str]()
-    cleo.sync.complain_to(messages.append)
-    rounds = asyncio.create_task(deciding(world, "anna bert", 3.5))
-    for _ in range(3):
-        await cleo.catch_up(60.0)
-    rounds.cancel()
-    (line,) = messages
-    assert "this peer's line is too slow for the run" in line and "has 1.5" in line and "rounds of 0.825 MB" in line
 
 
 # -- a download that goes on ------------------------------------------------------------------------------------------
