@@ -6,6 +6,8 @@ import asyncio
 import dataclasses
 import os
 import signal
+import subprocess
+import sys
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -271,3 +273,65 @@ class TestLiars:
         results = await asyncio.gather(*calls, return_exceptions=True)
         turned_away = sum(isinstance(result, P2PHandlerError) for result in results)
         assert b.directory.refused[a.transport.me, "too many requests"] == turned_away > 0
+
+
+BOMB = """
+import asyncio, tempfile
+from pathlib import Path
+import msgpack
+from hivemind.p2p import P2PContext, P2PHandlerError
+from hivemind.proto import dht_pb2
+from hivemind.dht.routing import DHTID
+from node.runtime import identity
+from node.runtime.clock import WallClock
+from node.network.dht import DhtDirectory
+from node.network.libp2p import LibP2PConfig, LibP2PTransport
+
+def bomb(code, levels):
+    packed = msgpack.packb([])
+    for _ in range(levels):
+        nested = msgpack.ExtType(code, packed)
+        packed = msgpack.packb([float("inf"), 0.0, [[nested, b"", 1e10]]] if code == 0x50 else [nested])
+    return msgpack.packb(msgpack.ExtType(code, packed))
+
+async def main(directory):
+    peers = []
+    for name in "ab":
+        key = identity.create(directory / name)
+        transport = LibP2PTransport(LibP2PConfig(key, runtime_directory=directory))
+        await transport.__aenter__()
+        peers.append(await DhtDirectory(transport, key, WallClock(), bytes(32)).__aenter__())
+    a, b = peers
+    loop = asyncio.get_running_loop()
+    await a._transport.connect(b._transport.addresses[0], loop.time() + 10)
+    assert await a.meet(b._transport.me, loop.time() + 10)
+    client = (await a._transport.link()).client
+    target = (await b._transport.link()).client.peer_id
+    for code in (0x40, 0x50):
+        for where in ("subkeys", "values"):
+            evil, good = bomb(code, 200), msgpack.packb("a")
+            tags, values = ([evil], [good]) if where == "subkeys" else ([b""], [evil])
+            request = dht_pb2.StoreRequest(keys=[bytes(20)], subkeys=tags, values=values,
+                expiration_time=[1e10], in_cache=[False], peer=dht_pb2.NodeInfo())
+            try:
+                async with asyncio.timeout(10):
+                    await client.call_protobuf_handler(target, "StarlingDHT.rpc_store", request, dht_pb2.StoreResponse)
+            except Exception as error:
+                print("refused", error)
+    assert await a.meet(b._transport.me, loop.time() + 10)
+    for peer in peers:
+        await peer.__aexit__()
+        await peer._transport.__aexit__()
+    print("survived", sum(b.refused.values()))
+
+with tempfile.TemporaryDirectory(prefix="st") as made:
+    asyncio.run(main(Path(made)))
+"""
+
+
+@pytest.mark.long
+@pytest.mark.real
+def test_nested_extension_bomb_is_survived() -> None:
+    child = subprocess.run((sys.executable, "-W", "ignore", "-c", BOMB), capture_output=True, text=True, timeout=50)
+    assert child.returncode == 0, child.stderr[-2000:]
+    assert child.stdout.splitlines()[-1] == "survived 4", child.stdout
