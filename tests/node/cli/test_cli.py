@@ -428,6 +428,10 @@ def test_closed_terminal_lets_the_peer_leave_except_under_nohup(own_home: Path) 
     command = [sys.executable, "-m", "tests.support.fake_peer", "join"]
     environment = os.environ | {"FAKE": "quiet", "TERM": "xterm"}
 
+    def to_terminal() -> None:
+        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests themselves may run under nohup
+
     def start(*before: str) -> subprocess.Popen[bytes]:
         out = subprocess.DEVNULL if before else theirs  # nohup would write into a file of its own
         return subprocess.Popen(
@@ -438,7 +442,7 @@ def test_closed_terminal_lets_the_peer_leave_except_under_nohup(own_home: Path) 
             stdout=out,
             stderr=out,
             start_new_session=True,
-            preexec_fn=None if before else lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+            preexec_fn=None if before else to_terminal,
         )
 
     peers = [start(), start("nohup")]
