@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from protocols.base import Head, Member
@@ -83,8 +83,14 @@ STEPS = st.lists(
 )
 
 
+def step(what: str, which: int, rounds: int) -> tuple[Any, ...]:
+    return what, which, 0, rounds, Kind.MEAN, ROSTER
+
+
 @settings(deadline=None, max_examples=40)
 @given(steps=STEPS, recent=st.integers(1, 4), piece=st.integers(1, 3))
+@example([step("extend", 0, 2), step("copy", 0, 0), step("switch", 1, 3), step("switch", 1, 1)], 2, 2)
+@example([step("extend", 0, 2), step("copy", 0, 0), step("switch", 1, 4), step("switch", 1, 3)], 2, 2)
 def test_archived_chain_behaves_like_a_list(steps: list[Any], recent: int, piece: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("protocols.history.round_log.RECENT", recent)
