@@ -68,6 +68,15 @@ def test_invalid_settings_are_rejected(protocol: Any, settings: Settings, error:
 
 
 @both_protocols
+def test_partners_are_those_of_the_runs_schedule(protocol: Any) -> None:
+    swarm = GossipHarness(8, protocol=protocol, schedule="ring")
+    swarm.rounds()
+    for index, (result,) in enumerate(swarm.results):
+        beside = {swarm.names[index], swarm.names[index - 1], swarm.names[(index + 1) % 8]}
+        assert result.mean.peers and set(result.mean.peers) <= beside
+
+
+@both_protocols
 def test_peers_meet_again_after_a_long_silence(protocol: Any) -> None:
     """Waiting in vain says nothing about how long a share or a state takes."""
     swarm = GossipHarness(2, 25_000, chunk_elements=5_000, protocol=protocol)
