@@ -100,6 +100,9 @@ def main() -> int:
     for name in {"draw": (), "play": ("list",), "compare": ("before", "after")}[arguments.command]:
         if not (path := getattr(arguments, name)).is_file():
             parser.error(f"argument {name}: there is no file {path}")
+    for target in getattr(arguments, "targets", ()):
+        if not ((ROOT / target).is_dir() or (target.endswith(".py") and (ROOT / target).is_file())):
+            parser.error(f"argument --targets: {target} is not a folder or a Python file of this repository")
     return {"draw": _draw, "play": _play, "compare": _compare}[arguments.command](arguments)
 
 

@@ -22,7 +22,7 @@ from tests.support.paths import REPOSITORY
 BUDGET = REPOSITORY / "tests" / "budget.toml"
 LEAST_SHARE = 0.01
 """A folder with a smaller share may take up to twice this one."""
-_KEY, _SHOWN = "processor_seconds", 10
+_KEY, _SHOWN, _LEAST_SECONDS = "processor_seconds", 10, 30.0
 
 
 def used() -> float:
@@ -72,6 +72,8 @@ class Seconds:
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         whole = sum(self.by_file.values())
+        if whole < _LEAST_SECONDS:
+            return  # of a few tests this says nothing
         terminalreporter.section(f"{whole:.0f} processor seconds")
         for name, groups in (("folder", self.by_folder()), ("file", self.by_file)):
             for group, taken in groups.most_common(_SHOWN):
