@@ -24,6 +24,7 @@ from node.runtime import identity
 from protocols.base import Deadline, PeerId, Transport
 from tests.conformance.simulated import SimWorld
 from tests.support.transport_pool import Pool, direct_plane
+from tests.support.waiting import until
 
 GENEROUS_SECONDS = 20.0
 
@@ -92,9 +93,7 @@ class LibP2PPeers:
     async def kill_daemon(self, index: int) -> None:
         before = self.transports[index].restarts
         self._signal(index, signal.SIGKILL)
-        async with asyncio.timeout(20):
-            while self.transports[index].restarts == before:  # noqa: ASYNC110
-                await asyncio.sleep(0.02)
+        await until(lambda: self.transports[index].restarts > before)
 
     async def break_streams(self, index: int) -> None:
         await self.kill_daemon(index)
@@ -196,9 +195,7 @@ async def freeze(pid: int | None) -> None:
     """Stop a process and wait until it has stopped: on a busy machine its threads go on for a while."""
     assert pid is not None
     os.kill(pid, signal.SIGSTOP)
-    async with asyncio.timeout(20):
-        while not _is_stopped(pid):  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+    await until(lambda: _is_stopped(pid))
 
 
 def _is_stopped(pid: int) -> bool:

@@ -35,7 +35,7 @@ from tests.sim.host import SimSigner
 from tests.sim.network import SimNetwork
 from tests.support.disguises import Disguise, lying
 from tests.support.forgeries import FOREIGN, Change, forging, more
-from tests.support.hostile_worlds import WORLDS, Verdict, World
+from tests.support.swarms_with_liar import SWARMS, PlayResult, SwarmWithLiar
 from tests.support.wire_examples import any_header, spoiled
 
 DATA = (Contribute, Chunk, Reduced, PartDone)
@@ -51,22 +51,22 @@ SENT: dict[str, tuple[type[Header], ...]] = {
 LIMIT_SECONDS = 30.0
 
 
-def play_forging(world: World, kind: type[Header], change: Change) -> Verdict:
+def play_forging(world: SwarmWithLiar, kind: type[Header], change: Change) -> PlayResult:
     """Play with a liar that changes each of its messages of a kind; what no liar may bring about has not happened."""
 
     return judged(world.play(lambda network: wear(network, world, forging(kind, change))), world.liar)
 
 
-def wear(network: SimNetwork, world: World, disguise: Disguise) -> None:
+def wear(network: SimNetwork, world: SwarmWithLiar, disguise: Disguise) -> None:
     network.transports[world.liar].disguise = disguise
 
 
-def judged(verdict: Verdict, liar: PeerId) -> Verdict:
-    assert set(verdict.blames) <= {liar}, "an honest peer was blamed"
-    assert verdict.seconds < LIMIT_SECONDS
-    assert all(bool(torch.isfinite(state).all()) for state in verdict.states)
-    assert verdict.outcomes <= {"committed", "skipped", "superseded", "met", "removed"}
-    return verdict
+def judged(result: PlayResult, liar: PeerId) -> PlayResult:
+    assert set(result.blames) <= {liar}, "an honest peer was blamed"
+    assert result.seconds < LIMIT_SECONDS
+    assert all(bool(torch.isfinite(state).all()) for state in result.states)
+    assert result.outcomes <= {"committed", "skipped", "superseded", "met", "removed"}
+    return result
 
 
 @pytest.mark.parametrize("name, kind", [(name, kind) for name, kinds in SENT.items() for kind in kinds])
@@ -74,23 +74,23 @@ def judged(verdict: Verdict, liar: PeerId) -> Verdict:
 @settings(max_examples=2)
 def test_malformed_message_is_refused_and_blamed(name: str, kind: type[Header], place: int, wrong: int) -> None:
     """One value of it has another type, or is out of bounds; where rounds are decided together, they still are."""
-    verdict = play_forging(WORLDS[name], kind, lambda header: spoiled(header, place, wrong))
-    assert verdict.blames[WORLDS[name].liar]
+    result = play_forging(SWARMS[name], kind, lambda header: spoiled(header, place, wrong))
+    assert result.blames[SWARMS[name].liar]
     if name == "butterfly":
-        assert verdict.outcomes == {"committed"} and torch.equal(*verdict.states)
+        assert result.outcomes == {"committed"} and torch.equal(*result.states)
 
 
-UNDISTURBED = functools.cache(lambda name: WORLDS[name].play(lambda network: None))
+UNDISTURBED = functools.cache(lambda name: SWARMS[name].play(lambda network: None))
 
 
-def bound(header: Header, world: World, sender: PeerId) -> Header:
+def bound(header: Header, world: SwarmWithLiar, sender: PeerId) -> Header:
     """The header, as one of this run and round from its sender to the victim."""
     values = {"key": world.key, "run": world.key.run, "scope": world.key.scope, "to": Member(world.victim)}
     values |= dict.fromkeys(("sender", "member"), Member(sender))
     return replace(header, **{name: values[name] for name in wire.field_names(type(header)) & set(values)})
 
 
-@pytest.mark.parametrize("name", WORLDS)
+@pytest.mark.parametrize("name", SWARMS)
 @given(
     said=st.lists(any_header, min_size=1, max_size=3),
     method=st.integers(0, 9),
@@ -103,7 +103,7 @@ def test_any_header_on_any_stream_harms_no_round(
     name: str, said: list[Header], method: int, at: float, is_outside: bool, is_bound: bool
 ) -> None:
     """A member, or a peer outside the round, opens a stream in its middle, and sends headers of any kinds."""
-    world = WORLDS[name]
+    world = SWARMS[name]
     sender = "zoe" if is_outside else world.liar
 
     async def say(network: SimNetwork) -> None:
@@ -121,10 +121,10 @@ def test_any_header_on_any_stream_harms_no_round(
     def before(network: SimNetwork) -> None:
         network.said = asyncio.get_running_loop().create_task(say(network))  # type: ignore[attr-defined]
 
-    verdict = judged(world.play(before), sender)
+    result = judged(world.play(before), sender)
     if is_outside or name not in ("gossip", "push_sum"):  # pairs avoid a partner that lies
-        assert all(map(torch.equal, verdict.states, UNDISTURBED(name).states))
-        assert verdict.outcomes == UNDISTURBED(name).outcomes
+        assert all(map(torch.equal, result.states, UNDISTURBED(name).states))
+        assert result.outcomes == UNDISTURBED(name).outcomes
 
 
 # -- what a protocol refuses by a rule of its own ---------------------------------------------------------------------
@@ -248,13 +248,13 @@ REFUSED: tuple[tuple[str, type[Header], Change, str], ...] = (
 @pytest.mark.parametrize("name, kind, change, why", REFUSED)
 def test_forged_message_is_refused_for_its_reason(name: str, kind: type[Header], change: Change, why: str) -> None:
     """Where others average, they do so without the liar; where two do, what was asked for wrongly is not given."""
-    verdict = play_forging(WORLDS[name], kind, change)
-    blames = verdict.blames.get(WORLDS[name].liar, [])
+    result = play_forging(SWARMS[name], kind, change)
+    blames = result.blames.get(SWARMS[name].liar, [])
     assert sum(why in each for each in blames) >= (2 if name == "butterfly" else 1), blames
     if name in ("butterfly", "moshpit"):
-        assert verdict.outcomes == {"committed"} and verdict.seconds <= UNDISTURBED(name).seconds + 6.0
+        assert result.outcomes == {"committed"} and result.seconds <= UNDISTURBED(name).seconds + 6.0
     if kind in (ExchangeRequest, PushShare):
-        asked = verdict.states[: 1 if kind is ExchangeRequest else 2]
+        asked = result.states[: 1 if kind is ExchangeRequest else 2]
         assert all(torch.equal(state, flat(GossipHarness(2).state[0])) for state in asked)
 
 
@@ -262,7 +262,7 @@ def test_forged_message_is_refused_for_its_reason(name: str, kind: type[Header],
 @pytest.mark.parametrize("name", ("moshpit", "gossip", "push_sum"))
 def test_sender_of_false_chunks_is_blamed(name: str, lie: str) -> None:
     """Neither of two averages, and in a group the others do without it."""
-    world = WORLDS[name]
-    verdict = judged(world.play(lambda network: wear(network, world, lying(lie))), world.liar)
-    assert verdict.blames[world.liar][0].startswith("refused")
-    assert verdict.outcomes == ({"committed"} if name == "moshpit" else {"skipped"})
+    world = SWARMS[name]
+    result = judged(world.play(lambda network: wear(network, world, lying(lie))), world.liar)
+    assert result.blames[world.liar][0].startswith("refused")
+    assert result.outcomes == ({"committed"} if name == "moshpit" else {"skipped"})

@@ -32,7 +32,7 @@ Before = Callable[[SimNetwork], None]
 
 
 @dataclass
-class Verdict:
+class PlayResult:
     """What a play came to for the honest peers.
 
     Attributes:
@@ -49,7 +49,7 @@ class Verdict:
 
 
 @dataclass(frozen=True)
-class World:
+class SwarmWithLiar:
     """A protocol in a small swarm.
 
     Attributes:
@@ -58,7 +58,7 @@ class World:
         key: of the round that is played.
     """
 
-    play: Callable[[Before], Verdict]
+    play: Callable[[Before], PlayResult]
     liar: PeerId
     victim: PeerId
     key: RoundKey
@@ -71,44 +71,44 @@ def _blames(means: Iterable[AveragingResult]) -> dict[PeerId, list[str]]:
     return found
 
 
-def _butterfly() -> World:
+def _butterfly() -> SwarmWithLiar:
     names = ("p00", "p01", "p02")
     key = genesis(butterfly_harness.RUN, "run", tuple(map(Member, names)), bytes(32)).key
     liar = coordinators(key.lineage, list(map(Member, names)))[0]
 
-    def play(before: Before) -> Verdict:
+    def play(before: Before) -> PlayResult:
         averaged = butterfly_harness.ButterflyHarness(
             equal_norm_vectors(3, 64, seed=5), [1000] * 3, [1e7] * 3, chunk_elements=16, before=before
         ).average()
         honest = [index for index, peer in enumerate(names) if peer != liar]
         means = [averaged.means[index] for index in honest]
         states = [averaged.results[index] for index in honest]
-        return Verdict(states, {str(mean.outcome) for mean in means}, averaged.seconds, _blames(means))
+        return PlayResult(states, {str(mean.outcome) for mean in means}, averaged.seconds, _blames(means))
 
-    return World(play, liar, next(name for name in names if name != liar), key)
+    return SwarmWithLiar(play, liar, next(name for name in names if name != liar), key)
 
 
-def _moshpit() -> World:
+def _moshpit() -> SwarmWithLiar:
     key = group_key(moshpit_harness.RUN, "run", 0, (8,), 0, (0,))
     liar, victim, _ = seeded_order(key.lineage, ["p00", "p01", "p02"])
 
-    def play(before: Before) -> Verdict:
+    def play(before: Before) -> PlayResult:
         swarm = moshpit_swarm(3, elements=64, chunk_elements=8)
         swarm.before = before
         results = [history[0] for peer, history in swarm.play().items() if peer != liar]
-        return Verdict(
+        return PlayResult(
             [torch.cat(each.states) for each in results],
             {str(each.mean.outcome) for each in results},
             max(each.seconds for each in results),
             _blames(each.mean for each in results),
         )
 
-    return World(play, liar, victim, key)
+    return SwarmWithLiar(play, liar, victim, key)
 
 
-def _pairwise(protocol: Any) -> World:
-    def play(before: Before) -> Verdict:
-        verdict = Verdict([], set(), 0.0, {})
+def _pairwise(protocol: Any) -> SwarmWithLiar:
+    def play(before: Before) -> PlayResult:
+        whole = PlayResult([], set(), 0.0, {})
         for late in (0, 1):  # it trains for longer, so that the other one asks
             swarm = GossipHarness(2, protocol=protocol)
 
@@ -120,24 +120,24 @@ def _pairwise(protocol: Any) -> World:
 
             swarm.run(main)
             (result,) = swarm.results[0]
-            verdict.states.append(gossip_harness.flat(swarm.state[0]) if swarm.moved(0) else swarm.first[0])
-            verdict.outcomes.add(str(result.mean.outcome))
-            verdict.seconds = max(verdict.seconds, result.ended - result.asked)
+            whole.states.append(gossip_harness.flat(swarm.state[0]) if swarm.moved(0) else swarm.first[0])
+            whole.outcomes.add(str(result.mean.outcome))
+            whole.seconds = max(whole.seconds, result.ended - result.asked)
             for peer, whys in _blames([result.mean]).items():
-                verdict.blames.setdefault(peer, []).extend(whys)
-        return verdict
+                whole.blames.setdefault(peer, []).extend(whys)
+        return whole
 
-    return World(play, "p1", "p0", gossip_harness.head(0).key)
+    return SwarmWithLiar(play, "p1", "p0", gossip_harness.head(0).key)
 
 
-def _sync() -> World:
+def _sync() -> SwarmWithLiar:
     """Cleo is eleven rounds behind, and asks anna and then bert."""
     key = genesis(SYNC_RUN, "run", (Member("anna"),), bytes(32)).key
 
-    def play(before: Before) -> Verdict:
+    def play(before: Before) -> PlayResult:
         world = SyncCluster(("anna", "bert", "cleo"), keep_rounds=4)
 
-        async def main() -> Verdict:
+        async def main() -> PlayResult:
             await world.rounds("anna bert", 11)
             before(world.network)
             began, cleo = asyncio.get_running_loop().time(), world.peers["cleo"]
@@ -145,20 +145,20 @@ def _sync() -> World:
             assert world.same("bert cleo"), report.blamed
             blames = {peer: [why] for peer, why in report.blamed.items()}
             seconds = asyncio.get_running_loop().time() - began
-            return Verdict([cleo.outer_loop.anchor], {report.outcome}, seconds, blames)
+            return PlayResult([cleo.outer_loop.anchor], {report.outcome}, seconds, blames)
 
         return world.play(main)
 
-    return World(play, "anna", "cleo", key)
+    return SwarmWithLiar(play, "anna", "cleo", key)
 
 
-def _membership() -> World:
+def _membership() -> SwarmWithLiar:
     """Three honest peers, and a fourth that greets them and is greeted."""
 
-    def play(before: Before) -> Verdict:
+    def play(before: Before) -> PlayResult:
         swarm, blames = MembershipSwarm(), dict[PeerId, list[str]]()
 
-        async def main() -> Verdict:
+        async def main() -> PlayResult:
             await swarm.meet("abc")
             for name in "abc":
                 swarm.members[name]._refuse = lambda peer, why: blames.setdefault(peer, []).append(why)  # type: ignore[method-assign]
@@ -169,14 +169,14 @@ def _membership() -> World:
             for name in "abc":
                 for peer, why in swarm.network.transports[name].refused:
                     blames.setdefault(peer, []).append(why)
-            return Verdict([], {"met"} if "x" in swarm.sees("a") else {"removed"}, 12.0, blames)
+            return PlayResult([], {"met"} if "x" in swarm.sees("a") else {"removed"}, 12.0, blames)
 
         return simloop.run(main())
 
-    return World(play, "x", "a", RoundKey(MEMBERSHIP_RUN, "run", bytes(32), 0))
+    return SwarmWithLiar(play, "x", "a", RoundKey(MEMBERSHIP_RUN, "run", bytes(32), 0))
 
 
-WORLDS = {
+SWARMS = {
     "butterfly": _butterfly(),
     "moshpit": _moshpit(),
     "gossip": _pairwise(Gossip),

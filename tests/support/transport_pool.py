@@ -6,7 +6,7 @@ import asyncio
 import os
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import uvloop
@@ -76,11 +76,11 @@ class Pool:
             for transport in self.harmed:
                 await transport.__aexit__()
             self._transports = [each for each in self._transports if each not in self.harmed]
-            untouched, self.harmed = not self.harmed, set()
+            self.harmed = set()
         for each in self._transports:
             each._serving._handlers.clear()
             each.refused.clear()
-        await self._settle(before, untouched)
+        await self._settle(before)
 
     async def _open(self) -> None:
         key = identity.create(Path(self._directory.name) / f"peer{len(os.listdir(self._directory.name))}")
@@ -91,13 +91,12 @@ class Pool:
                 await one.connect(another.addresses[0], asyncio.get_running_loop().time() + 20)
         self._transports.append(transport)
 
-    async def _settle(self, before: set[asyncio.Task[object]], untouched: bool) -> None:
-        """Streams that are served end after their callers; of transports that went, the tasks go, too."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(_SETTLED_SECONDS):
-                while asyncio.all_tasks() - before or (untouched and asyncio.all_tasks() != before):  # noqa: ASYNC110
-                    await asyncio.sleep(0.01)
-        assert asyncio.all_tasks() <= before, f"a task was left behind: {asyncio.all_tasks() - before}"
+    async def _settle(self, before: set[asyncio.Task[object]]) -> None:
+        """Streams that are served end after their callers."""
+        until = asyncio.get_running_loop().time() + _SETTLED_SECONDS
+        while left := asyncio.all_tasks() - before:
+            assert asyncio.get_running_loop().time() < until, f"tasks were left behind: {left}"
+            await asyncio.sleep(0.01)
 
     def close(self) -> None:
         with self._directory:

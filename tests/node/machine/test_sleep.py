@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import pytest
 
 from node.machine.sleep import SleepGuard
 from node.runtime.child_process import ChildProcess
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.real
 HEADER = "signal time=1 sender=:1.2 path=/org/freedesktop/login1; interface=x; member=PrepareForSleep"
@@ -37,14 +37,8 @@ def pids(file: Path) -> list[int]:
 
 async def holder(file: Path, number: int) -> int:
     """Wait for the process that holds the inhibitor for the `number`-th time."""
-    await eventually(lambda: len(pids(file)) >= number)
+    await until(lambda: len(pids(file)) >= number)
     return pids(file)[number - 1]
-
-
-async def eventually(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
-        while not condition():  # noqa: ASYNC110 (another process sets no event)
-            await asyncio.sleep(0.02)
 
 
 def is_read(pipe: Path) -> bool:
@@ -75,7 +69,7 @@ async def test_work_is_saved_before_sleep(tmp_path: Path, monkeypatch: pytest.Mo
         first = await holder(held, 1)
         os.write(writer, f"{HEADER}\n   boolean true\n".encode())
         await asyncio.wait_for(saved.wait(), 10)
-        await eventually(lambda: not is_alive(first))
+        await until(lambda: not is_alive(first))
         os.write(writer, f"{HEADER}\n   boolean false\n".encode())
         assert alive_while_saving == [True] and is_alive(await holder(held, 2))
     finally:
@@ -107,7 +101,7 @@ async def test_sleep_is_not_delayed_once_guard_ends(
     guard = asyncio.create_task(SleepGuard(save).run())
     if second_start == "works":
         holding = await holder(held, 1)
-        await eventually(lambda: is_read(pipe))
+        await until(lambda: is_read(pipe))
     await asyncio.wait_for(guard, 10)
     assert second_start == "fails" or not is_alive(holding)
 
