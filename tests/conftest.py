@@ -6,12 +6,15 @@ import gc
 import logging
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.sim.process import prepare
 from tests.support.seconds import Seconds
+
+_HUGGING_FACE = {Path(__file__).parent / "node" / each for each in ("tasks/hf", "export")}
 
 prepare()
 settings.register_profile(
@@ -36,12 +39,19 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # xdist reads the marks in the same hook
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """The tests on real processes of one file run one at a time: many share fixtures, and peers."""
+    """The tests on real processes of one file run one at a time: many share fixtures, and peers.
+
+    Those of models of Hugging Face run in one process: its libraries take seconds to load.
+    """
     if not config.option.long:
         items[:] = [item for item in items if not item.get_closest_marker("long")]
+    if not config.pluginmanager.hasplugin("xdist"):
+        return
     for item in items:
-        if item.get_closest_marker("real") and config.pluginmanager.hasplugin("xdist"):
+        if item.get_closest_marker("real"):
             item.add_marker(pytest.mark.xdist_group(item.path.stem))
+        elif item.path.parent in _HUGGING_FACE:
+            item.add_marker(pytest.mark.xdist_group("hugging-face"))
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import fmean, stdev
-
-from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
+from typing import TYPE_CHECKING
 
 from benchmarks.journal import FinishedRuns, paired, shares, spread
 from benchmarks.laboratory.choices import MOST_RATE, Choices, choices, losses
 from benchmarks.laboratory.rows import Experiment, Row
 from benchmarks.laboratory.runs import ARMS, ArmName, LabRun
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 SHOWN_PERCENT = 8.0
 COMPARED = ("muon", "muon-codecs", "codecs", "trouble", "family")
@@ -94,6 +94,9 @@ def draw(runs: FinishedRuns, every: Sequence[Experiment], file: Path) -> None:
     Raises:
         OSError: the file cannot be written.
     """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(11.0, 10.0), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)
     upper, lower = figure.subfigures(2, 1, height_ratios=(4.6, 5.4))  # type: ignore[misc]

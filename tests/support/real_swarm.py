@@ -68,10 +68,12 @@ class RealPeer:
         listen: the multiaddr that it listens on.
         environment: additional environment variables, for every start.
         program: the module that is run.
+        modules: what the peer's process has loaded when it begins, to save the time.
     """
 
     def __init__(self, name: str, home: Path) -> None:
         self.program = "node"
+        self.modules: tuple[str, ...] = ()
         self.inside: tuple[str, ...] = ()
         self.listen = LISTEN
         self.environment: dict[str, str] = {}
@@ -98,7 +100,9 @@ class RealPeer:
                     command, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=log
                 )
             else:
-                self._process = server().start(self.program, words, environment, {1: out.fileno(), 2: log.fileno()})
+                self._process = server(*self.modules).start(
+                    self.program, words, environment, {1: out.fileno(), 2: log.fileno()}
+                )
         return self
 
     @property

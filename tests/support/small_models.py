@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 WORDS = 384
 CHAT = (
@@ -29,6 +27,8 @@ CHAT_THAT_FORGETS = (
 
 def shape(kind: str) -> Any:
     """Configuration of a small model of a kind."""
+    import transformers  # takes a second, and only a few tests need it
+
     common = {"vocab_size": WORDS, "bos_token_id": None, "eos_token_id": 0, "pad_token_id": None}
     wide = {
         "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -43,8 +43,30 @@ def shape(kind: str) -> Any:
     return transformers.GPT2Config(**common, n_embd=32, n_layer=2, n_head=4, n_positions=128)
 
 
+def empty_model(config: Any) -> Any:
+    """A model of this configuration that takes no memory."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config)
+
+
+def saved_model(folder: Path, **changes: Any) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, **changes)
+
+
+def saved_tokenizer(folder: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(folder)
+
+
 def write_model(folder: Path, kind: str = "qwen3", seed: int = 0, template: str | None = CHAT) -> Path:
     """Write a model with random weights and its tokenizer."""
+    import transformers
+
     torch.manual_seed(seed)
     model = transformers.AutoModelForCausalLM.from_config(shape(kind))
     model.save_pretrained(folder)
@@ -54,6 +76,9 @@ def write_model(folder: Path, kind: str = "qwen3", seed: int = 0, template: str 
 
 def write_tokenizer(folder: Path, template: str | None = CHAT, vocabulary: int = WORDS) -> None:
     """Write a byte-level tokenizer with a few merges."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -62,7 +87,7 @@ def write_tokenizer(folder: Path, template: str | None = CHAT, vocabulary: int =
         vocab_size=vocabulary, special_tokens=specials, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
     )
     tokenizer.train_from_iterator(story(200).splitlines(), trainer)
-    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|endoftext|>")
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|endoftext|>")
     if template:
         fast.chat_template = template
     fast.save_pretrained(folder)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cache
-from typing import Any
-
-import transformers
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from typing import TYPE_CHECKING, Any
 
 from tests.support.small_models import story
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 SPECIAL = ["<unk>", "</s>", "<|start|>", "<|end|>"]
 TAGS = ["<think>", "</think>", "<tool_call>", "</tool_call>"]
@@ -78,10 +78,13 @@ TEMPLATES = {"chatml": CHATML, "reasoning": REASONING, "strict": STRICT, "marked
 @cache
 def tokenizer(kind: str) -> Any:
     """A tokenizer of a kind; ask for another template by `with_template`."""
+    from tokenizers import AddedToken
+    from transformers import PreTrainedTokenizerFast
+
     made, trainer = _untrained(kind)
     made.train_from_iterator(TEXT.splitlines(keepends=kind != "llama"), trainer)
     unknown = None if kind == "byte-level" else "<unk>"
-    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=made, eos_token="</s>", unk_token=unknown)
+    fast = PreTrainedTokenizerFast(tokenizer_object=made, eos_token="</s>", unk_token=unknown)
     fast.add_tokens([AddedToken(each, normalized=False) for each in TAGS])
     return fast
 
@@ -93,6 +96,8 @@ def with_template(kind: str, template: Any) -> Any:
 
 
 def _untrained(kind: str) -> tuple[Tokenizer, Any]:
+    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+
     if kind == "byte-level":
         made = Tokenizer(models.BPE())
         made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()

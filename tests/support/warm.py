@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import ctypes
+import importlib
 import json
 import os
 import runpy
@@ -73,21 +74,32 @@ class WarmServer:
         codes: exit codes of the processes that have ended, by process id.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, modules: Sequence[str]) -> None:
+        """
+        Args:
+            modules: what its processes have loaded, too. Such a server is itself forked.
+        """
         self.codes: dict[int, int] = {}
         self._started: list[int] = []
         self._link, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            command = [sys.executable, "-P", "-m", "tests.support.warm", str(theirs.fileno()), _PADDING]
-            environment = {**os.environ, MARK: _NO_MARK, "PYTHONPATH": str(REPOSITORY)}
-            self._process = subprocess.Popen(
-                command, env=environment, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True
-            )
+            if modules:
+                self._pid = server().fork({"modules": [*modules]}, os.environ, [theirs.fileno()])
+            else:
+                self._pid = self._execute(theirs)
         atexit.register(self.close)
+
+    def _execute(self, link: socket.socket) -> int:
+        command = [sys.executable, "-P", "-m", "tests.support.warm", str(link.fileno()), _PADDING]
+        environment = {**os.environ, MARK: _NO_MARK, "PYTHONPATH": str(REPOSITORY)}
+        process = subprocess.Popen(
+            command, env=environment, pass_fds=[link.fileno()], stdin=subprocess.DEVNULL, start_new_session=True
+        )
+        atexit.register(process.wait, 10)  # after the link is closed
+        return process.pid
 
     def close(self) -> None:
         self._link.close()
-        self._process.wait(10)
 
     def start(
         self, module: str, arguments: Sequence[str], environment: Mapping[str, str], streams: Mapping[int, int]
@@ -112,7 +124,7 @@ class WarmServer:
 
     def children_seconds(self) -> float:
         try:
-            descriptor = os.open(f"/proc/{self._process.pid}/stat", os.O_RDONLY)  # not by what a test may have replaced
+            descriptor = os.open(f"/proc/{self._pid}/stat", os.O_RDONLY)  # not by what a test may have replaced
         except OSError:
             return 0.0
         fields = os.read(descriptor, 4096).rpartition(b")")[2].split()
@@ -172,9 +184,13 @@ class WarmSwarm(Swarm):
 
 
 @cache
-def server() -> WarmServer:
-    """The server of this process, started when it is first needed."""
-    return WarmServer()
+def server(*modules: str) -> WarmServer:
+    """The server of this process whose processes have loaded these modules, too. It starts when it is first needed."""
+    _servers.append(made := WarmServer(modules))
+    return made
+
+
+_servers: list[WarmServer] = []
 
 
 class WarmForkServer(ForkServer):
@@ -203,10 +219,8 @@ async def forked_workers() -> AsyncIterator[ForkServer]:
 
 
 def children_seconds() -> float:
-    """Processor seconds of all processes that the server has forked and that have ended, and of theirs."""
-    if not server.cache_info().currsize:
-        return 0.0
-    return server().children_seconds()
+    """Processor seconds of all processes that the servers have forked and that have ended, and of theirs."""
+    return sum(each.children_seconds() for each in _servers)
 
 
 # -- in the server ----------------------------------------------------------------------------------------------------
@@ -220,6 +234,10 @@ def _run(request: dict[str, Any], descriptors: list[int]) -> NoReturn:
     sys.path[:0] = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
     if "module" in request:
         _become_peer(request, descriptors)
+    if "modules" in request:
+        for each in request["modules"]:
+            importlib.import_module(each)
+        _serve(descriptors[0])
     fork_server.become_program("node.runtime.fork_server", ())
     with socket.socket(fileno=descriptors[0]) as link:
         fork_server.serve(link, fork_server.run_program)
@@ -254,6 +272,10 @@ def _main(descriptor: int) -> NoReturn:
     import node.training.stage_worker
     import node.ui.terminal  # noqa: F401
 
+    _serve(descriptor)
+
+
+def _serve(descriptor: int) -> NoReturn:
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # to wait for the processes of peers that have ended
     with socket.socket(fileno=descriptor) as link:
         fork_server.serve(link, _run)

@@ -9,14 +9,13 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
-import transformers
 
 from node.cli.app import main
 from node.export.fine_tuned import load_fine_tuned
 from node.export.trained_model import TrainedError, load_trained
 from protocols.sync.snapshot import SnapshotIndex
 from tests.support.real_swarm import START_SECONDS, RealPeer, RealSwarm, wait
-from tests.support.small_models import conversations, story, write_model
+from tests.support.small_models import conversations, saved_model, saved_tokenizer, story, write_model
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(300)]
 RUN = """
@@ -53,6 +52,7 @@ def trained_by_two(home: Path, train: str, kind: str, joiners: Path) -> tuple[Re
     data = str(home / ("chat.jsonl" if kind == "chat" else "text"))
 
     def prepare(peer: RealPeer) -> None:
+        peer.modules = ("transformers.models.auto", "peft")
         peer.environment |= {"XDG_CACHE_HOME": str(home / "cache"), "NODE_CHECKPOINT_EVERY": "1", "NODE_NICE": "0"}
 
     with RealSwarm(home, RUN.format(train=train, format=kind), prepare) as swarm:
@@ -125,7 +125,7 @@ def test_adapters_are_trained_and_exported(home: Path, monkeypatch: pytest.Monke
     import peft
 
     adapter = exported(peer, home / "adapter", home / "base")
-    base = transformers.AutoModelForCausalLM.from_pretrained(home / "base")
+    base = saved_model(home / "base")
     loaded = peft.PeftModel.from_pretrained(base, adapter)
     found = {name: each for name, each in loaded.named_parameters() if "lora_" in name}
     assert root(found) in agreed, "bit for bit what the peers have agreed on"
@@ -136,10 +136,10 @@ def test_adapters_are_trained_and_exported(home: Path, monkeypatch: pytest.Monke
     named = {name.replace(".default.", "."): name for name in found}
     assert root({named[name]: fetched[name] for name in named}) in agreed, "and so is what a stranger fetches"
     assert torch.equal(logits(loaded), here)
-    merged = transformers.AutoModelForCausalLM.from_pretrained(exported(peer, home / "m", home / "base", "--merge"))
+    merged = saved_model(exported(peer, home / "m", home / "base", "--merge"))
     assert float((logits(merged) - here).abs().max()) < 1e-5
     assert (home / "base" / "model.safetensors").read_bytes() == before
-    assert float((logits(transformers.AutoModelForCausalLM.from_pretrained(home / "base")) - here).abs().max()) > 1e-3
+    assert float((logits(saved_model(home / "base")) - here).abs().max()) > 1e-3
 
 
 @pytest.mark.long
@@ -150,13 +150,13 @@ def test_whole_model_is_trained_and_exported(home: Path, monkeypatch: pytest.Mon
     peer, agreed = trained_by_two(home, "full", "chat", light)
     assert not (peer.directory / "held-out.bin").exists(), "private chats do not travel"
     out = exported(peer, home / "out", light)
-    model, info = transformers.AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
+    model, info = saved_model(out, output_loading_info=True)
     assert not any(info[each] for each in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     assert root(dict(model.named_parameters())) in agreed
-    stranger = transformers.AutoModelForCausalLM.from_pretrained(home / "fetched")
+    stranger = saved_model(home / "fetched")
     assert root(dict(stranger.named_parameters())) in agreed
     assert model.lm_head.weight is model.model.embed_tokens.weight, "still tied"
     tuned = load_fine_tuned(load_trained([peer.directory]), str(light))
     assert torch.equal(logits(model), logits(tuned.module))
-    tokenizer = transformers.AutoTokenizer.from_pretrained(out)
+    tokenizer = saved_tokenizer(out)
     assert tokenizer.decode(tokenizer("Ann has")["input_ids"]) == "Ann has" and tokenizer.chat_template

@@ -61,6 +61,7 @@ def rounds(peers: list[RealPeer], count: int) -> list[list[Report]]:
     return [since(peer, now)[:count] for peer in peers]
 
 
+@pytest.mark.long
 def test_rest_of_one_costs_the_others_nothing(swarm: RealSwarm) -> None:
     four = swarm.four(ROUND_SECONDS)
     one, *others = four

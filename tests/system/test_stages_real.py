@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import stage_checkers
-from tests.support.real_swarm import RealPeer, RealSwarm, wait
+from tests.support.real_swarm import RealPeer, RealSwarm, paced, wait
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(300)]
 
@@ -16,6 +16,7 @@ RUN = (
     "stages = 2\n[gpt]\nlayers = 2\nwidth = 16\nheads = 2\ncontext = 32\nrows = 1\n"
     "[recipe]\nrounds = 10000\ninner_steps = 3\nbatches = 4\n"
 )
+PACED = "stages = 2\n" + paced(elements=20_000, inner_steps=3)
 LEAVE_SECONDS = 12.0
 
 
@@ -55,7 +56,7 @@ def test_driver_leaves_in_good_order_while_a_stage_has_nobody(tmp_path: Path) ->
 
 
 def test_peers_keep_their_stage_through_deaths_and_restarts(tmp_path: Path) -> None:
-    with ChoosingSwarm(tmp_path, RUN) as swarm:
+    with ChoosingSwarm(tmp_path, PACED) as swarm:
         founder = swarm.found("a")
         (other,) = swarm.join("b", via=founder)
         kill(other)  # before its first round: nobody else may be the first of stage 1 now

@@ -13,7 +13,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import processors
-from transformers import AutoTokenizer
 
 from node.export.fine_tuned import FineTuned
 from node.tasks.hf import tokens
@@ -24,7 +23,7 @@ from node.tasks.hf.model import load_model, read_template
 from node.tasks.hf.rows import RowCounts, RowWriter
 from node.tasks.hf.settings import HfSettings, ModelError
 from tests.support.refusals import one_line
-from tests.support.small_models import CHAT_WITH_MARKS
+from tests.support.small_models import CHAT_WITH_MARKS, saved_tokenizer
 from tests.support.tokenizers import (
     CHATML,
     KINDS,
@@ -327,7 +326,7 @@ def test_template_of_a_file_replaces_the_models(made: Path, tmp_path: Path) -> N
     with pytest.raises(ModelError, match=r"another chat template .* give the founder's by hf.template or --template"):
         load_model(*arguments, other.pins, "cpu", torch.float32)
     FineTuned(other, settings, has_template=True).write(tmp_path, False)
-    assert AutoTokenizer.from_pretrained(tmp_path).chat_template == CHAT_WITH_MARKS
+    assert saved_tokenizer(tmp_path).chat_template == CHAT_WITH_MARKS
     for content, words in ((None, "cannot be read"), (b"", "is empty"), (b"\xff\xfe{", "is not text in UTF-8")):
         if content is None:
             file.unlink()

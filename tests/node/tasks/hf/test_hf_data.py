@@ -15,7 +15,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pyarrow import feather, ipc, parquet
 from tokenizers.processors import TemplateProcessing
-from transformers import AutoTokenizer
 
 from node.tasks.files import select
 from node.tasks.given_data import GivenData
@@ -29,14 +28,14 @@ from node.tasks.hf.task import DataSource, parse_sample
 from tests.support.paths import REPOSITORY
 from tests.support.program import run
 from tests.support.refusals import one_line
-from tests.support.small_models import CHAT, conversations, story
+from tests.support.small_models import CHAT, conversations, saved_tokenizer, story
 
 CHAT_SETTINGS = HfSettings(context=64, rows=4, format="chat")
 TALK = Document(json.loads(conversations(1)), where="a.jsonl:1")
 
 
 def encoder(made: Path, template: str | None = None, is_chat: bool = True) -> Encoder:
-    tokenizer = AutoTokenizer.from_pretrained(made / "qwen3")
+    tokenizer = saved_tokenizer(made / "qwen3")
     tokenizer.chat_template = template
     return Encoder(tokenizer, is_chat)
 
@@ -46,7 +45,7 @@ def test_texts_begin_and_end_as_the_tokenizer_says(made: Path, tmp_path: Path) -
     parts = list(read_documents([tmp_path / "a.txt"], False))
     assert [each.begins for each in parts] == [True] + [False] * (len(parts) - 1) and len(parts) > 2
     assert [each.ends for each in parts] == [False] * (len(parts) - 1) + [True]
-    tokenizer = AutoTokenizer.from_pretrained(made / "qwen3")
+    tokenizer = saved_tokenizer(made / "qwen3")
     tokenizer.chat_template = None
     plain = [Encoder(tokenizer, False).encode(each)[0][0] for each in parts]
     assert [0 in tokens for tokens in plain] == [each.ends for each in parts]

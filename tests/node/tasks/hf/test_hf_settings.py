@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 
 from node.cli.app import main
 from node.config.derived import worker_spec
@@ -24,7 +23,7 @@ from node.tasks.hf.settings import HfSettings, HfValues, ModelPins
 from node.tasks.hf.source import find_model
 from protocols.base import Member
 from tests.support.refusals import one_line
-from tests.support.small_models import shape
+from tests.support.small_models import empty_model, shape
 
 PINS = ModelPins("org/tiny@0", "a" * 64, 5, "b" * 64, "c" * 64, "", ("q_proj", "v_proj"), 2.5)
 
@@ -172,8 +171,7 @@ def test_memory_advice_names_what_lowers_the_need(rows: int, available: int, wor
 
 
 def test_estimated_changes_are_those_of_training() -> None:
-    with torch.device("meta"):
-        module = transformers.AutoModelForCausalLM.from_config(shape("olmoe")).train()
+    module = empty_model(shape("olmoe")).train()
     plan = TrainingPlan(module, HfSettings(train="full", context=256, rows=64), False, True)
     needs = {words: each.need() for words, each in plan.changes()}
     now = plan.need()

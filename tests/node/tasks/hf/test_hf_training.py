@@ -17,7 +17,6 @@ import safetensors.torch
 import torch
 from tokenizers.processors import TemplateProcessing
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from node.tasks.hf import digests
 from node.tasks.hf import model as model_module
@@ -31,7 +30,14 @@ from node.tasks.recipe import Recipe
 from node.tasks.spec import Job, WorkerSpec, build
 from node.training.task_learner import TaskLearner
 from tests.support.refusals import one_line
-from tests.support.small_models import CHAT_WITH_MARKS, write_model, write_tokenizer
+from tests.support.small_models import (
+    CHAT_WITH_MARKS,
+    empty_model,
+    saved_model,
+    saved_tokenizer,
+    write_model,
+    write_tokenizer,
+)
 
 RECIPE = {"learning_rate": 3e-3, "outer_learning_rate": 0.9, "outer_momentum": 0.5, "warmup_steps": 0}
 
@@ -288,7 +294,7 @@ def drop(path: Path, name: str) -> None:
 
 def poison(folder: Path, value: float, dtype: torch.dtype = torch.float32, shard: str = "1GB") -> None:
     """Write the model with one value of its last layer changed."""
-    module = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    module = saved_model(folder, dtype=dtype)
     with torch.no_grad():
         module.model.layers[1].mlp.up_proj.weight[3, 5] = value
     (folder / "model.safetensors").unlink()
@@ -326,15 +332,14 @@ def test_adapters_that_peft_would_put_elsewhere_are_refused(made: Path) -> None:
 
     sizes = {"hidden_size": 32, "intermediate_size": 64, "moe_intermediate_size": 16, "num_hidden_layers": 2}
     config = Qwen3MoeConfig(**sizes, num_attention_heads=4, num_experts=4, vocab_size=64, mlp_only_layers=[0])  # type: ignore[arg-type]
-    with torch.device("meta"):
-        module = AutoModelForCausalLM.from_config(config)
+    module = empty_model(config)
     targets = adapted_layers(module, ("all-linear",))
     with pytest.raises(ModelError, match=r'set hf.lora_targets = \["k_proj", "o_proj", "q_proj", "v_proj"\]$'):
         with_adapters(module, HfSettings(), targets)
 
 
 def test_tokenizer_that_begins_texts_is_another(made: Path) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(made / "qwen3")
+    tokenizer = saved_tokenizer(made / "qwen3")
     plain = tokenizer_digest(made / "qwen3", tokenizer)
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
         single="<|system|> $A", special_tokens=[("<|system|>", 4)]
@@ -362,10 +367,8 @@ def test_unfitting_settings_are_refused(made: Path, settings: dict[str, Any], wo
 
 
 def test_weights_digest_ignores_sharding(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import transformers
-
     whole = weights_digest(made / "llama")
-    transformers.AutoModelForCausalLM.from_pretrained(made / "llama").save_pretrained(tmp_path, max_shard_size="50KB")
+    saved_model(made / "llama").save_pretrained(tmp_path, max_shard_size="50KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 1 and weights_digest(tmp_path) == whole
     (tmp_path / "model.safetensors").symlink_to(made / "qwen3" / "model.safetensors")
     assert weights_digest(tmp_path) == weights_digest(made / "qwen3"), "where both are, transformers reads this one"
