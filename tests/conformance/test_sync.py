@@ -15,6 +15,7 @@ from protocols.codec import codec
 from protocols.vectors import VectorView
 from tests.conformance.hosts import Network, host
 from tests.conformance.worlds import Peers, World, in_each_world, soon
+from tests.support.long import long
 from tests.support.sync_cluster import SyncCluster
 
 ELEMENTS = 4 * CHUNK_ELEMENTS + 12_345
@@ -122,7 +123,7 @@ class TestChains:
 
 
 class TestSnapshots:
-    @pytest.mark.parametrize("liar", [0, 1])
+    @pytest.mark.parametrize("liar", [0, *long(1)])
     def test_newcomer_catches_up_despite_lying_donor(self, world: World, liar: int) -> None:
         async def body(swarm: SyncCluster, peers: Peers, names: list[str]) -> None:
             await swarm.rounds(" ".join(names[:2]), 6)

@@ -135,8 +135,7 @@ def level(trouble: Trouble, fork_peers: int) -> tuple[Counter[str], set[str]]:
     ("trouble", "outcome", "fork_peers"),
     (
         (undecided, "undecided", 0),
-        (repaired, "superseded", 0),
-        *long((skipped, "skipped", 0), (superseded, "superseded", 1)),
+        *long((repaired, "superseded", 0), (skipped, "skipped", 0), (superseded, "superseded", 1)),
     ),
 )
 def test_failed_rounds_leave_no_memory_behind(trouble: Trouble, outcome: str, fork_peers: int) -> None:

@@ -10,7 +10,7 @@ from tests.sim.__main__ import main as simulate
 from tests.sim.independent_world import IndependentWorld, Wander
 from tests.sim.scenario import OUTER_MOMENTUM, OUTER_RATE, Scenario
 from tests.sim.world import play
-from tests.support.long import diagonal
+from tests.support.long import diagonal, long
 
 STEPS = {"even": (0.2, 0.2, 0.2, 0.2, 0.2), "uneven": (0.2, 0.21, 0.25, 0.3, 0.2)}
 
@@ -81,7 +81,7 @@ def test_mean_of_all_follows_their_work(rule: tuple[float | None, str], pace: st
     assert balance(worlds[0]) < 1e-4
 
 
-@pytest.mark.parametrize("fault", ("crash", "partition", "lies"))
+@pytest.mark.parametrize("fault", ("lies", *long("crash", "partition")))
 def test_simulation_survives_faults(fault: str, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--protocol", "gossip", "--pull", "0.3", "--peers", "4", "--rounds", "4", "--seeds", "11"]
     assert simulate([*options, "--faults", fault, "--json"]) == 0, capsys.readouterr()

@@ -159,9 +159,8 @@ async def nothing_stays_open(swarm: WarmSwarm, ranks: Sequence[int], level: Sequ
         await asyncio.sleep(0.2)
 
 
-@pytest.mark.parametrize(
-    "place", [pytest.param(0, id="coordinator"), pytest.param(3, id="another", marks=pytest.mark.long)]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("place", [pytest.param(0, id="coordinator"), pytest.param(3, id="another")])
 def test_killed_peer_barely_delays_the_others(place: int) -> None:
     async def body(swarm: WarmSwarm) -> None:
         fault = await strike(swarm, place, "pid", signal.SIGKILL)

@@ -25,9 +25,9 @@ context = 64
 train = "{train}"
 format = "{format}"
 [recipe]
-inner_steps = 20
+inner_steps = 8
 rounds = 10000
-learning_rate = 1e-3
+learning_rate = 2e-3
 """
 IDS = torch.tensor([[9, 11, 40, 7, 300, 12, 77, 5]])
 

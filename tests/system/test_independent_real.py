@@ -29,6 +29,7 @@ def checkpoints(peer: RealPeer) -> list[int]:
     return [int(each.name.partition("-")[0]) for each in (peer.directory / "checkpoints").glob("[0-9]*")]
 
 
+@pytest.mark.long
 def test_three_peers_mix_although_one_is_killed(tmp_path: Path) -> None:
     with IndependentSwarm(tmp_path, RUN, often) as swarm:
         founder = swarm.found("a")

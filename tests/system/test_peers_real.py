@@ -31,7 +31,7 @@ LEFT_SECONDS = 10.0
 
 @pytest.fixture(scope="module")
 def swarm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealSwarm]:
-    with RealSwarm(tmp_path_factory.mktemp("swarm"), paced(elements=1_000_000, inner_steps=8)) as swarm:
+    with RealSwarm(tmp_path_factory.mktemp("swarm"), paced(elements=250_000, inner_steps=8)) as swarm:
         yield swarm
 
 

@@ -37,6 +37,7 @@ def checkpoints(peer: RealPeer) -> list[int]:
     return sorted(int(path.name.partition("-")[0]) for path in (peer.directory / "checkpoints").glob("[0-9]*"))
 
 
+@pytest.mark.long
 def test_killed_single_peer_resumes_the_same_training(tmp_path: Path) -> None:
     with RealSwarm(tmp_path, ALONE, often) as swarm:
         whole = swarm.found("whole")

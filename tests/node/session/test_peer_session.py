@@ -390,17 +390,20 @@ async def test_loss_is_reported_only_when_state_changed(cluster: SessionCluster)
         assert peer.trainer.evaluated == evaluated + more
 
 
-@pytest.mark.parametrize(
-    "value",
-    [b"", b"\xff", b"nonsense", b"7", b"{}", b'{"a": 1}', b"null", b"[" * 4000, b'["' + b"x" * 4000 + b'"]',
-     b'[1, null, ["x"], "\\ud800", "/ip4/\\u001b[2J"]'],
+INVALID = (
+    b"", b"\xff", b"nonsense", b"7", b"{}", b'{"a": 1}', b"null", b"[" * 4000, b'["' + b"x" * 4000 + b'"]',
+    b'[1, null, ["x"], "\\ud800", "/ip4/\\u001b[2J"]',
 )  # fmt: skip
+
+
 @on_virtual_time
-async def test_invalid_directory_records_are_ignored(cluster: SessionCluster, value: bytes) -> None:
-    for name in ("ghost", "b", "x" * 1000, ""):
+async def test_invalid_directory_records_are_ignored(cluster: SessionCluster) -> None:
+    ghosts = {f"ghost{number}": value for number, value in enumerate(INVALID)}
+    others = {"b": b"nonsense", "": b"{}", **{"x" * (1000 + number): value for number, value in enumerate(INVALID)}}
+    for name, value in (ghosts | others).items():
         await Directory(cluster.entries, name, SimClock(), DirectoryFaults()).announce(SCOPE, value, 1e6, 1e6)
     peers = cluster.all(run_rounds=3)
-    await until(lambda: any(each.peer == "ghost" for each in peers[0].members.contacts()))
+    await until(lambda: ghosts.keys() <= {each.peer for each in peers[0].members.contacts()})
     await cluster.end()
     assert all(peer.outcomes == ["committed"] * 3 for peer in peers)
     for each in peers[0].members.contacts():

@@ -11,6 +11,7 @@ from protocols.base import Outcome, PeerId
 from tests.sim.contact import LIVENESS_SECONDS
 from tests.sim.network import SimNetwork
 from tests.support.at_message import killing
+from tests.support.long import long
 from tests.support.moshpit import (
     assert_groups_hold_same_bits,
     blames_of,
@@ -182,7 +183,7 @@ def test_peer_silent_mid_round_costs_only_detection_time(sent_bytes: int) -> Non
     assert all(outcomes(histories[peer])[-1] == "committed" for peer in others)
 
 
-@pytest.mark.parametrize("first", range(4))
+@pytest.mark.parametrize("first", (0, *long(1, 2, 3)))
 def test_death_at_every_message_is_survived(first: int) -> None:
     """The others end their round soon, and those that complete a group hold the same bits.
 
