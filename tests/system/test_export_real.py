@@ -29,6 +29,7 @@ def hashes(peer: RealPeer) -> dict[str, str]:
     return {each["lineage"]: each["params_hash"] for each in peer.reports()}
 
 
+@pytest.mark.long
 def test_stages_are_fetched_from_the_peers_that_one_peer_knows(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

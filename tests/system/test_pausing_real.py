@@ -18,7 +18,7 @@ from tests.support.real_swarm import RealPeer, RealSwarm, paced, wait
 pytestmark = [pytest.mark.real, pytest.mark.timeout(180)]
 
 ROUND_SECONDS = 20.0
-STEPS, STEP_SECONDS, STEP_TOKENS = 20, 0.1, 1024
+STEPS, STEP_SECONDS, STEP_TOKENS = 10, 0.1, 1024
 FREE_SECONDS = 5.0
 
 

@@ -34,6 +34,7 @@ from node.training.trainer import LocalTraining
 from protocols.base import LocalProgress, RoundKey, Trainer
 from tests.conformance.worlds import freeze
 from tests.support import warm
+from tests.support.long import long
 from tests.support.paths import REPOSITORY
 from tests.support.waiting import until
 from tests.support.warm import WarmForkServer
@@ -99,7 +100,7 @@ async def vector(trainer: RemoteTrainer) -> torch.Tensor:
     return into
 
 
-@pytest.mark.parametrize("how", ["forked", "executed"])
+@pytest.mark.parametrize("how", ["forked", *long("executed")])
 async def test_training_matches_in_process_bits(
     how: str, spec: WorkerSpec, compute: ThreadCompute, monkeypatch: pytest.MonkeyPatch
 ) -> None:

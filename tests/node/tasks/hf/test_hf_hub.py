@@ -172,6 +172,7 @@ UNUSABLE = {
 }
 
 
+@pytest.mark.long
 def test_data_set_of_the_hub_is_trained_on_in_windows_or_refused(hub: Hub, made: Path, tmp_path: Path) -> None:
     said, warnings = told(hub, TRAINING, str(made / "llama"), "hub:org/texts@main:data/*", *UNUSABLE, home=tmp_path)
     trained, *refused = said.splitlines()
