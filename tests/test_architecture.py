@@ -18,7 +18,6 @@ SOURCES = {
     for package in ("protocols", "node")
     for path in (REPOSITORY / package).rglob("*.py")
 }
-ROOMS = {"node", "protocols", "tests", "benchmarks"}
 PEER = {f"node/session/{name}.py" for name in ("peer", "resources", "session_setup", "visit")}
 """The composition root, what it holds, and its smaller sibling, which only asks."""
 FORKS = {"node/runtime/fork_server.py"}

@@ -18,11 +18,6 @@ CHAT_WITH_MARKS = (
     "{% generation %}{{ message.content }}<|end|>{% endgeneration %}{% else %}{{ message.content }}<|end|>{% endif %}\n"
     "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
-CHAT_THAT_FORGETS = (
-    "{% for message in messages %}<|{{ message.role }}|>{% if message.role != 'assistant' or loop.last %}"
-    "{{ message.content }}{% endif %}<|end|>\n{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
-)
-"""Leaves out what the assistant said before its last turn, as templates of reasoning models do."""
 
 
 def shape(kind: str) -> Any:

@@ -75,10 +75,7 @@ class WarmServer:
     """
 
     def __init__(self, modules: Sequence[str]) -> None:
-        """
-        Args:
-            modules: what its processes have loaded, too. Such a server is itself forked.
-        """
+        """Start it. Its processes have loaded these modules, too; if there are any, it is itself forked."""
         self.codes: dict[int, int] = {}
         self._started: list[int] = []
         self._link, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

@@ -77,7 +77,6 @@ def restart(swarm: Swarm) -> None:
     swarm.start("p2")
 
 
-BOTH = ("p0>p1", "p1>p0")
 CASES: dict[str, tuple[list[tuple[float, Event]], dict[str, list[Change]]]] = {
     "nothing happens": ([], {"p0": [], "p1": [], "p2": []}),
     "death": ([(10, kill)], {"p0": [(10 + LATENCY, "p0 p1")], "p1": [(10 + LATENCY, "p0 p1")]}),
