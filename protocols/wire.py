@@ -33,10 +33,15 @@ HeaderType = TypeVar("HeaderType", bound=Header)
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """How one field is encoded, and how it is checked and decoded."""
+    """How one field is encoded, and how it is checked and decoded.
+
+    Attributes:
+        what: a description of the valid values.
+    """
 
     pack: Callable[[Any], Any]
     unpack: Callable[[Any], Any]
+    what: str
 
 
 def _refuse(what: str, value: object) -> BadPayload:
@@ -71,7 +76,7 @@ def _checked(what: str, kind: type, is_valid: Callable[[Any], bool], pack: Calla
             raise _refuse(what, value)
         return value
 
-    return _field(Spec(pack, unpack))
+    return _field(Spec(pack, unpack, what))
 
 
 def uint(maximum: int) -> Any:
@@ -104,7 +109,7 @@ def digest() -> Any:
 
 def one(kind: type) -> Any:
     """A nested dataclass of specs."""
-    return _field(Spec(_pack_fields, lambda value: _unpack_fields(kind, value)))
+    return _field(Spec(_pack_fields, lambda value: _unpack_fields(kind, value), kind.__name__))
 
 
 def many(of: Any, maximum: int) -> Any:
@@ -116,7 +121,7 @@ def many(of: Any, maximum: int) -> Any:
             raise _refuse(f"at most {maximum} items", value)
         return tuple(spec.unpack(item) for item in value)
 
-    return _field(Spec(lambda items: [spec.pack(item) for item in items], unpack))
+    return _field(Spec(lambda items: [spec.pack(item) for item in items], unpack, f"at most {maximum} of: {spec.what}"))
 
 
 def some(of: Any, maximum: int) -> Any:
@@ -151,6 +156,11 @@ def _specs(kind: type) -> tuple[tuple[str, Spec], ...]:
             raise ValueError(f"{kind.__name__}.{unbounded[0]} has no bounds: use the field types of protocols.wire")
         _SPECS[kind] = tuple((name, f.metadata["spec"]) for name, f in fields.items())
     return _SPECS[kind]
+
+
+def described(kind: type) -> dict[str, str]:
+    """Each field of a dataclass of specs -> its valid values."""
+    return {name: spec.what for name, spec in _specs(kind)}
 
 
 def field_names(kind: type) -> frozenset[str]:
