@@ -158,10 +158,6 @@ def without_receivers(plan: Plan) -> Plan:
     return replace(plan, offers=plan.offers[-1:], bounds=plan.bounds[:1] + plan.bounds[-1:], reducers=(0,))
 
 
-def extended(record: bytes) -> bytes:
-    return record + b"\0"
-
-
 def garbage(header: Header) -> bytes:
     return b"\xc1" * 16
 
@@ -228,7 +224,7 @@ REFUSED: tuple[tuple[str, type[Header], Change, str], ...] = (
     ("sync", Certificate, {"votes.0.signature": b"x" * 32}, "a forged vote"),
     ("sync", Certificate, {"votes": lambda votes: votes[:1]}, "too few"),
     ("sync", Certificate, {"votes": lambda votes: [*votes, [["zeno", 0], b""]]}, "has no vote"),
-    ("sync", Certificate, {"record": extended}, "may not extend"),
+    ("sync", Certificate, {"record": lambda record: record + b"\0"}, "may not extend"),
     ("sync", Certificate, garbage, "not"),
     ("sync", Certificates, {"ancestor": FOREIGN}, "follow none of the lineages"),
     ("sync", Certificates, lambda each: Busy(1.0), "expected Certificates"),

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from node.page.app import PageSources
-from node.page.keys import metrics_token
 from node.page.link import page_link
 from node.page.prometheus import MachineSample, MetricSources, PeerCollector, metrics_text
 from node.page.server import PageConfig, PageServer
@@ -106,10 +105,6 @@ class ScriptedPage:
             writer.transport.abort()
         head, _, rest = answer.partition(b"\r\n\r\n")
         return int(head.split()[1]) if head else 0, rest
-
-    @property
-    def metrics_authorization(self) -> str:
-        return f"Authorization: Bearer {metrics_token(self.token)}"
 
     async def authorization(self) -> str:
         """Open a session as the page's script does, and return the header for further requests."""

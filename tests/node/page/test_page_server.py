@@ -15,6 +15,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from node.page import server
+from node.page.keys import metrics_token
 from tests.support.report_examples import REPORT
 from tests.support.scripted_page import ScriptedPage
 
@@ -177,7 +178,7 @@ async def test_commands_and_metrics_need_the_token(tmp_path: Path) -> None:
         assert page.asked == []
         assert (await page.ask("/api/do", key, json_type, method="POST", body=wish))[0] == 200
         assert page.asked == [{"do": "finish"}]
-        status, body = await page.ask("/metrics", page.metrics_authorization)
+        status, body = await page.ask("/metrics", f"Authorization: Bearer {metrics_token(page.token)}")
     families = {each.name: each for each in text_string_to_metric_families(body.decode())}
     assert status == 200 and families["starling_tokens"].samples[0].value == 100
     assert families["starling_loss_nats"].samples == []  # it is not known

@@ -22,10 +22,6 @@ def names(count: int) -> list[str]:
     return [f"p{index:03}" for index in range(count)]
 
 
-def mean_matrix(count: int) -> torch.Tensor:
-    return torch.full((count, count), 1 / count, dtype=torch.float64)
-
-
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_partners_exclude_self_and_ignore_list_order(schedule: str) -> None:
     for count in (1, 2, 3, 8, 9):
@@ -90,7 +86,7 @@ def test_one_peer_exponential_exact_iff_power_of_two(count: int) -> None:
     product = torch.eye(count, dtype=torch.float64)
     for round_number in range(math.ceil(math.log2(count))):
         product = mixing_matrix("one-peer-exponential", names(count), round_number, "") @ product
-    off = float((product - mean_matrix(count)).abs().max())
+    off = float((product - 1 / count).abs().max())
     assert (off < 1e-10) == (count & (count - 1) == 0)
 
 
