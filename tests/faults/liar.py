@@ -79,16 +79,16 @@ class LyingTransport:
 def main() -> int:
     """Run the command line of a peer with a lying transport."""
     from node.cli import app as cli
-    from node.session import peer
+    from node.session import session_setup
 
-    honest = peer.with_failpoints
+    honest = session_setup.with_failpoints
 
     def lying(transport: Any, trainer: Any, rounds: Path) -> Any:
         frames, *others = honest(transport, trainer, rounds)
         signer = transport._config.identity
         return LyingTransport(frames, signer, Path(os.environ[VARIABLE])), *others
 
-    peer.with_failpoints = lying
+    session_setup.with_failpoints = lying
     return cli.main()
 
 
