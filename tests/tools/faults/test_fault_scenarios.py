@@ -79,7 +79,9 @@ def test_scenario_that_leaves_one_peer_is_refused(capsys: pytest.CaptureFixture[
 
 @pytest.mark.real
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("name, seed", long(("kill", POINTS["butterfly"].index("send Reduced")), ("partition", 1)))
+@pytest.mark.parametrize(
+    "name, seed", long(("kill", POINTS["butterfly"].index("send Reduced")), ("partition", 1), ("liar", 1))
+)
 def test_real_peers_pass_scenarios(name: str, seed: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     if SCENARIOS[name].network and (why := why_not()):
         pytest.skip(why)
