@@ -26,7 +26,7 @@ AHEAD = {"node/tasks/hf/streamed.py"}
 """It fetches ahead in the worker, which has no event loop."""
 ONLY_IN: dict[str, set[str]] = {
     "time": {"node/runtime/clock.py", "node/training/worker.py", "node/training/stage_worker.py"} | AHEAD,
-    "socket": {"node/training/process.py", "node/session/failpoints.py", "node/training/worker.py"}
+    "socket": {"node/training/process.py", "node/training/worker.py"}
     | {f"node/direct/{name}.py" for name in ("connection", "handshake", "listener")}
     | {"node/page/server.py", "node/runtime/child_process.py"}
     | FORKS,
@@ -36,7 +36,7 @@ ONLY_IN: dict[str, set[str]] = {
     "asyncio.subprocess": {"node/runtime/child_process.py", "node/network/libp2p.py"},
     "multiprocessing": set(),
     "pickle": set(),
-    "blake3": {"protocols/allreduce/part_hash.py"},
+    "blake3": {"protocols/allreduce/parts.py"},
     "hivemind": {"node/network/daemon_connection.py", "node/network/kademlia.py"},
     "protocols.registry": PEER | {"node/session/outer_loop_factory.py"},  # the root's workshop
     "psutil": {"node/runtime/metrics.py", "node/machine/probes.py"},

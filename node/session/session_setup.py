@@ -24,7 +24,6 @@ from node.reporting.event_feed import EventFeed
 from node.reporting.report import tokens_counted
 from node.reporting.status import public
 from node.runtime.clock import WallClock
-from node.session.failpoints import with_failpoints
 from node.session.machine_watch import watch_machine
 from node.session.outer_loop_factory import OuterLoopFactory
 from node.session.peer_session import SAMPLE_PROMPT, OuterLoopStack, PeerSession, PeerSessionDeps, SessionLimits
@@ -117,9 +116,9 @@ class SessionSetup:
             ScratchSpace(state.path, resources.disk) as scratch,
             self._checkpoints() as checkpoints,
         ):
-            frames, trainer, journal = with_failpoints(transport, self._entered.trainer, state.rounds)
+            trainer, journal = self._entered.trainer, Journal(state.rounds)
             seed, compute = self._entered.manifest.config.seed, resources.compute
-            host = Host(frames, directory, membership, compute, services.clock, state.identity, seed)
+            host = Host(transport, directory, membership, compute, services.clock, state.identity, seed)
             pipeline = None
             stack: OuterLoopStack  # the pipeline's part asks for it only once the session runs
             if self._entered.place:

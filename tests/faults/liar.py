@@ -1,6 +1,6 @@
 """A lying real peer: while a file names a lie, what its honest code sends is changed, as in the simulator.
 
-    STARLING_TEST_LIE=FILE python -m tests.faults.liar join …      # else as `python -m node join …`
+    STARLING_TEST_LIE=FILE python -m tests.faults.peer join …      # else as `python -m node join …`
 
     nan             each chunk begins with NaN
     wrong-mean      one of the other members gets another reduced part, correctly sealed and signed
@@ -11,21 +11,17 @@ Without the file the peer is honest.
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import AsyncIterator, Container
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any, cast
 
 from protocols import wire
-from protocols.allreduce.part_hash import BLAKE3
 from protocols.base import Deadline, Handler, PeerId, Signer, Stream
 from protocols.framing import FramedStream
 from tests.sim.byzantine.contributors import ByzantineContributorStream
 from tests.sim.byzantine.voters import ByzantineVoterStream
 
-VARIABLE = "STARLING_TEST_LIE"
 VOTERS_LIES = {"wrong-mean": "two-parts", "forged-record": "forged-certificate"}
 
 
@@ -63,7 +59,7 @@ class LyingTransport:
         lie, stream = self._lie(), cast(FramedStream, honest)
         # Wrap every stream: some lies need the plan, which came on another stream.
         dupes = cast(Any, self._dupes)
-        perjured = ByzantineVoterStream(stream, VOTERS_LIES.get(lie, ""), self._signer, dupes, self._plans, BLAKE3)
+        perjured = ByzantineVoterStream(stream, VOTERS_LIES.get(lie, ""), self._signer, dupes, self._plans)
         if lie in VOTERS_LIES:
             return cast(Stream, perjured)
         return cast(
@@ -74,23 +70,3 @@ class LyingTransport:
         with suppress(OSError):
             return self._lie_file.read_text().strip()
         return ""
-
-
-def main() -> int:
-    """Run the command line of a peer with a lying transport."""
-    from node.cli import app as cli
-    from node.session import session_setup
-
-    honest = session_setup.with_failpoints
-
-    def lying(transport: Any, trainer: Any, rounds: Path) -> Any:
-        frames, *others = honest(transport, trainer, rounds)
-        signer = transport._config.identity
-        return LyingTransport(frames, signer, Path(os.environ[VARIABLE])), *others
-
-    session_setup.with_failpoints = lying
-    return cli.main()
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 from tests.faults.event_log import EventLog
-from tests.faults.liar import VARIABLE
+from tests.faults.peer import LIE
 from tests.faults.steps import Step
 from tests.support.real_swarm import RealPeer, RealSwarm, wait
 
@@ -14,9 +14,8 @@ ACCUSED_SECONDS = 30.0
 
 
 def can_lie(peer: RealPeer) -> None:
-    """Let a peer, which is not started yet, run the program that can lie."""
-    peer.program = "tests.faults.liar"
-    peer.environment |= {VARIABLE: str(lie_file(peer))}
+    """Let a peer, which is not started yet, lie."""
+    peer.environment |= {LIE: str(lie_file(peer))}
 
 
 def lie_file(peer: RealPeer) -> Path:

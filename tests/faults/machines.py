@@ -21,8 +21,6 @@ from tests.support.real_swarm import RealPeer, RealSwarm, wait
 
 Act = Callable[[tuple[str, ...], Step], None]
 
-CLOCK = "STARLING_CLOCK_FILE"
-"""Names the file that holds what a peer's wall clock is off by."""
 SMALL_BYTES = 256 << 20
 """The size of a disk that fills up without harm to other programs."""
 CHOKES = 5

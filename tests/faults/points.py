@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from node.session.failpoints import POINTS as VOTED
+from tests.faults.failpoints import POINTS as VOTED
 
 POINTS: Mapping[str, tuple[str, ...]] = {
     "butterfly": VOTED,

@@ -15,9 +15,10 @@ from protocols.registry import INDEPENDENT_PROTOCOLS
 from tests.faults import memory
 from tests.faults.goodput import MEANS
 from tests.faults.liar_control import can_lie
-from tests.faults.machines import CLOCK, clock_file, set_clock, small_disk
+from tests.faults.machines import clock_file, set_clock, small_disk
 from tests.faults.nemesis import DIRECT_PORT, TROUBLE, Nemesis, Tools
 from tests.faults.network import Namespaces, why_not
+from tests.faults.peer import CLOCK, PROGRAM
 from tests.faults.recording import Recording
 from tests.faults.sampling import Sampler
 from tests.faults.scenarios import Scenario
@@ -122,6 +123,7 @@ def play(
         groups: dict[str, memory.Group] = {}
 
         def prepare(peer: RealPeer) -> None:
+            peer.program = PROGRAM
             peer.environment = {"TMPDIR": sockets} | (watch.environment(peer.name) if "trap" in acts else {})
             if "skew" in acts:
                 set_clock(peer, 0.0)

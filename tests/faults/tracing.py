@@ -1,4 +1,4 @@
-"""The harness's side of `node.session.failpoints`: it learns of every point that traced peers pass, and acts there.
+"""The harness's side of `tests.faults.failpoints`: it learns of every point that traced peers pass, and acts there.
 
 A peer that has reported a point waits for an answer. The action of a trap happens before the answer: a killed peer dies
 exactly at the point; a peer whose worker or p2pd is killed notices it right afterwards.
@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Self
 
-from node.session.failpoints import VARIABLE
+from tests.faults.peer import TRACE
 
 MAX_RECORDS = 200_000
 END_SECONDS = 5.0
@@ -103,7 +103,7 @@ class Watch:
             self._sockets[name] = listening
             self._threads.append(threading.Thread(target=self._listen, args=(name, listening), daemon=True))
             self._threads[-1].start()
-        return {VARIABLE: self._sockets[name].getsockname()}
+        return {TRACE: self._sockets[name].getsockname()}
 
     def arm(
         self, point: str, minimum_round: int, strike: Callable[[str], None], peers: Collection[str] | None = None

@@ -1,8 +1,8 @@
-"""Failpoints: named points of a round at which a test harness can kill this peer. Off by default.
+"""Failpoints: named points of a round at which the harness can kill a real peer, rather than at some time.
 
-To measure the cost of a crash, a test must crash a real process at a named point rather than at some time. The harness
-(`tests/faults/tracing.py`) listens on a Unix socket, whose path is in `STARLING_TRACE`. At every failpoint the peer
-writes a line, `ROUND POINT`, and blocks the whole process until the harness answers with one byte. The points are:
+The harness (`tests/faults/tracing.py`) listens on a Unix socket, whose path is in `STARLING_TRACE`. At every failpoint
+the peer (`tests/faults/peer.py`) writes a line, `ROUND POINT`, and blocks the whole process until the harness answers
+with one byte. The points are:
 
     send NAME, receive NAME   before a frame of averaging is sent; after the header of one was received
     sync: …, parts: …         the same for frames of state sync and of the part cache, some of which share names
@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -27,13 +26,12 @@ from typing import Any, cast
 from node.reporting.report import RoundReport
 from node.storage.journal import Journal
 from node.training.remote import RemoteTrainer
-from protocols.base import Buffer, Deadline, Handler, Header, LocalProgress, PeerId, RoundKey, Stream, Transport, Vector
+from protocols.base import Buffer, Deadline, Handler, Header, LocalProgress, PeerId, RoundKey, Stream, Vector
 from protocols.butterfly.part_cache import PARTS
 from protocols.sync.requests import SYNC
 
 log = logging.getLogger(__name__)
 
-VARIABLE = "STARLING_TRACE"
 ANSWER_SECONDS = 10.0
 POINTS = (
     "train", "send Ready", "send Plan", "receive Plan", "trained",
@@ -47,17 +45,6 @@ Every peer passes all of them, except that only the coordinator sends Plan and P
 them. A round has five more, each close to one of these: read, receive Ready, receive Contribute, receive PartDone,
 receive Certificate. A Certificate may be sent as late as in the sender's next round.
 """
-
-
-def with_failpoints(
-    transport: Transport, trainer: RemoteTrainer, rounds: Path
-) -> tuple[Transport, RemoteTrainer, Journal]:
-    """Wrap transport, trainer and journal so that they report failpoints, if `STARLING_TRACE` is set."""
-    if not (path := os.environ.get(VARIABLE)):
-        return transport, trainer, Journal(rounds)
-    trace = FailpointClient(path)
-    wrapped = FailpointTransport(trace, transport), FailpointTrainer(trace, trainer), FailpointJournal(trace, rounds)
-    return cast(tuple[Transport, RemoteTrainer, Journal], wrapped)
 
 
 class FailpointClient:
@@ -144,27 +131,31 @@ class FailpointTransport(_Around):
         return cast(Stream, FailpointStream(self._trace, stream, where))
 
 
-class FailpointTrainer(_Around):
+class FailpointTrainer(RemoteTrainer):
+    def __init__(self, trace: FailpointClient, *given: Any) -> None:
+        super().__init__(*given)
+        self._trace = trace
+
     async def train(
         self, key: RoundKey, cut: asyncio.Event, progress: Callable[[LocalProgress], None], surplus: bool = True
     ) -> LocalProgress:
         self._trace.round = key.round
         self._trace.point("train")
-        work: LocalProgress = await self._inner.train(key, cut, progress, surplus)
+        work = await super().train(key, cut, progress, surplus)
         self._trace.point("trained")
         return work
 
     async def read(self, into: Vector, fragment: int = 0) -> None:
         self._trace.point("read")
-        await self._inner.read(into, fragment)
+        await super().read(into, fragment)
 
     async def write(self, source: Vector, fragment: int = 0, anchor: Vector | None = None, tokens: int = 0) -> None:
         self._trace.point("write")
-        await self._inner.write(source, fragment, anchor, tokens)
+        await super().write(source, fragment, anchor, tokens)
 
     async def evaluate(self) -> float:
         self._trace.point("evaluate")
-        return float(await self._inner.evaluate())
+        return await super().evaluate()
 
 
 class FailpointJournal(Journal):

@@ -17,12 +17,13 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from node.session.failpoints import POINTS, VARIABLE, FailpointClient, FailpointTransport, with_failpoints
-from node.storage.journal import Journal
+from node.training.remote import RemoteTrainer
 from protocols.base import LocalProgress, Member, PeerSilent, RoundKey
 from protocols.consensus.messages import RecordRequest
 from protocols.sync.requests import SYNC
 from protocols.wire import Chunk
+from tests.faults.failpoints import POINTS, FailpointClient, FailpointJournal, FailpointTrainer, FailpointTransport
+from tests.faults.peer import PROGRAM, TRACE
 from tests.faults.tracing import Watch
 from tests.support.real_swarm import START_SECONDS, RealPeer, RealSwarm, deciding, paced, wait
 from tests.support.report_examples import REPORT
@@ -39,7 +40,7 @@ def watch() -> Iterator[Watch]:
 
 @pytest.fixture
 def trace(watch: Watch) -> Iterator[FailpointClient]:
-    trace = FailpointClient(watch.environment("a")[VARIABLE])
+    trace = FailpointClient(watch.environment("a")[TRACE])
     yield trace
     trace.close()
 
@@ -80,21 +81,16 @@ class Stand:
 # -- the peer's side ---------------------------------------------------------------------------------------------------
 
 
-def test_without_variable_nothing_is_wrapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert len(POINTS) == len(set(POINTS)) == 20
-    monkeypatch.delenv(VARIABLE, raising=False)
-    stand: Any = Stand()
-    transport, trainer, journal = with_failpoints(stand, stand, tmp_path / "rounds.jsonl")
-    assert transport is stand and trainer is stand and type(journal) is Journal
-
-
 async def test_trainer_and_journal_points_are_reported_in_order(
-    watch: Watch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    watch: Watch, trace: FailpointClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(VARIABLE, watch.environment("a")[VARIABLE])
+    assert len(POINTS) == len(set(POINTS)) == 20
     stand: Any = Stand()
+    for name in ("read", "train", "write", "evaluate"):
+        call = getattr(stand, name)
+        monkeypatch.setattr(RemoteTrainer, name, lambda self, *given, call=call: call(*given))
     path = tmp_path / "rounds.jsonl"
-    _, trainer, journal = with_failpoints(stand, stand, path)
+    trainer, journal = FailpointTrainer(trace, None, None), FailpointJournal(trace, path)
     vector, cut, progress = torch.zeros(2), asyncio.Event(), print
     written: list[bool] = []
     traps = [watch.arm(point, -1, lambda _: written.append(path.exists())) for point in ("report", "reported")]
@@ -103,7 +99,7 @@ async def test_trainer_and_journal_points_are_reported_in_order(
     await trainer.write(vector, anchor=vector, tokens=3)
     assert await trainer.evaluate() == 1.25
     journal.write(REPORT)
-    trainer._trace.close()  # type: ignore[attr-defined]
+    trace.close()
     assert written == [False, True] and all(trap.fired.is_set() for trap in traps)
     assert reached(watch) == [(-1, "read"), *((7, point) for point in POINTS if point in AT_HOME)]
     assert stand.calls[:-1] == [
@@ -173,7 +169,7 @@ def test_peer_is_held_until_its_trap_returns(watch: Watch, trace: FailpointClien
     peer = threading.Thread(target=trace.point, args=("train",))
     peer.start()
     assert struck.wait(5) and not trap.fired.is_set()
-    other = FailpointClient(watch.environment("b")[VARIABLE])
+    other = FailpointClient(watch.environment("b")[TRACE])
     other.point("train")  # others go on
     other.close()
     assert peer.is_alive()
@@ -185,7 +181,7 @@ def test_peer_is_held_until_its_trap_returns(watch: Watch, trace: FailpointClien
 
 def test_trap_fires_once_for_its_point_and_peer(watch: Watch, trace: FailpointClient) -> None:
     caught: list[str] = []
-    other = FailpointClient(watch.environment("b")[VARIABLE])
+    other = FailpointClient(watch.environment("b")[TRACE])
     trap = watch.arm("write", 3, caught.append, peers=["b"])
     never = watch.arm("write", 3, lambda _: caught.append("disarmed"))
     watch.disarm(never)
@@ -202,12 +198,12 @@ def test_trap_fires_once_for_its_point_and_peer(watch: Watch, trace: FailpointCl
 def test_reconnecting_peer_is_recorded_and_record_is_bounded() -> None:
     with Watch(max_records=3) as watch:
         for incarnation in range(4):
-            trace = FailpointClient(watch.environment("a")[VARIABLE])
+            trace = FailpointClient(watch.environment("a")[TRACE])
             trace.round = incarnation
             trace.point("train")
             trace.close()
         assert [each.round for each in watch.records("a")] == [1, 2, 3]
-        assert len(watch.environment("a")[VARIABLE]) <= 100
+        assert len(watch.environment("a")[TRACE]) <= 100
 
 
 # -- real peers --------------------------------------------------------------------------------------------------------
@@ -224,7 +220,7 @@ def passed(watch: Watch, number: int) -> set[str]:
 @pytest.mark.real
 def test_real_peers_pass_every_point_and_trap_kills(tmp_path: Path, watch: Watch) -> None:
     def prepare(peer: RealPeer) -> None:
-        peer.environment = watch.environment(peer.name)
+        peer.program, peer.environment = PROGRAM, watch.environment(peer.name)
 
     with RealSwarm(tmp_path, paced(elements=600_000, inner_steps=6), prepare) as swarm:
         founder = swarm.found("a")
