@@ -150,7 +150,6 @@ class Peer:
             (setup.elements,),
             bandwidth=setup.bandwidth,
             keep_rounds=setup.keep_rounds,
-            digest="blake3",
         )
         self._averager = REPLICATED_PROTOCOLS["butterfly"](host, settings)
 

@@ -38,7 +38,7 @@ def _torchs_muon(parameters: Sequence[torch.nn.Parameter], rate: float, weight_d
 def learner(name: str, optimizer: str, text: Text) -> TaskLearner:
     """A learner of a preset with one of `OPTIMIZERS`."""
     given = preset(name)
-    recipe = replace(given.recipe, inner_optimizer=None if optimizer == "AdamW" else "muon")
+    recipe = replace(given.recipe, inner_optimizer="adamw" if optimizer == "AdamW" else "muon")
     theirs = mock.patch.object(inner_optimizer, "Muon", _torchs_muon) if optimizer == OPTIMIZERS[-1] else nullcontext()
     with theirs:
         return TaskLearner(GptTask(replace(given, recipe=recipe), text), recipe, seed=1)

@@ -173,7 +173,7 @@ async def play(setting: Setting, preset_name: str, seconds: float, settle: float
     """One worker's turn."""
     values = preset(preset_name)
     tokens = values.rows * values.shape.context
-    recipe = replace(values.recipe, inner_optimizer=None)
+    recipe = replace(values.recipe, inner_optimizer="adamw")
     spec = WorkerSpec(
         GptValues(values.shape, values.rows), recipe, 1, device="cpu", threads=setting.threads,
         precision="float32", nice=setting.nice,

@@ -130,7 +130,7 @@ async def speed(trainer: RemoteTrainer, number: int, local: Vector) -> Speed:
 async def measure(setup: Setup, pairs: int) -> bool:
     """Print all pairs and their summary; returns whether the median ratio is high enough."""
     values = preset(setup.preset)
-    recipe = replace(values.recipe, inner_steps=setup.steps, inner_optimizer=None)
+    recipe = replace(values.recipe, inner_steps=setup.steps, inner_optimizer="adamw")
     spec = WorkerSpec(
         GptValues(values.shape, values.rows), recipe, 1, device="cpu", threads=setup.threads, precision="float32"
     )

@@ -17,7 +17,6 @@ INDEPENDENT_PROTOCOLS: Final = (
 CODECS: Final = ("fp32", "fp16", "bf16", "int8", "int4", "e3m0", "topk")
 ROBUST_RULES: Final = ("mean", "centered_clip", "trimmed_mean", "median", "krum", "multi_krum")
 SCHEDULES: Final = ("random", "ring", "exponential", "one-peer-exponential")
-PART_HASHES: Final = ("sha256", "blake3")
 ACTIVATION_CODECS: Final[Mapping[str, int]] = MappingProxyType({"bf16": 2, "fp32": 4})
 """How activations and their gradients may travel between the stages of a model, and the bytes of an element."""
 

@@ -43,7 +43,7 @@ class Run:
         codec: the encoding of vectors on the wire.
         outer: learning rate and momentum of the outer steps; None for (.9, .5).
         rate: learning rate of the inner steps, as a multiple of `UNIT_RATES`.
-        optimizer: of the inner steps; None for AdamW.
+        optimizer: of the inner steps.
         speeds: of each peer, relative to the fastest: its share of the inner steps; empty if all are equal.
         decay: share of the run, at its end, in which the outer step goes in equal parts to a plain mean of the
             parameters: learning rate 1, momentum 0.
@@ -61,7 +61,7 @@ class Run:
     codec: str = "fp32"
     outer: OuterStep | None = None
     rate: float = 1.0
-    optimizer: InnerOptimizerName = None
+    optimizer: InnerOptimizerName = "adamw"
     speeds: tuple[float, ...] = ()
     decay: float = 0.0
     averaged: int = 1
@@ -74,7 +74,7 @@ class Run:
             self.codec if self.codec != "fp32" else "",
             "outer={:g},{:g}".format(*self.outer) if self.outer else "",
             f"rate={self.rate:g}" if self.rate != 1.0 else "",
-            self.optimizer or "",
+            self.optimizer if self.optimizer != "adamw" else "",
             "speeds=" + ":".join(f"{each:g}" for each in self.speeds) if self.speeds else "",
             f"decay={self.decay:g}" if self.decay else "",
             f"averaged={self.averaged}" if self.averaged > 1 else "",
@@ -161,7 +161,7 @@ def trial(
     outer: OuterStep | None = None,
     peers: int = PEERS,
     inner_steps: int = INNER_STEPS,
-    optimizer: InnerOptimizerName = None,
+    optimizer: InnerOptimizerName = "adamw",
     decay: float = 0.0,
 ) -> LabRun:
     """A run in the regime. Arms without an outer step take none of its values, so that equal runs have equal names."""
@@ -173,7 +173,7 @@ def trial(
 
 
 def swarm_run(
-    seed: int, rate: float, outer: OuterStep, decay: float = 0.0, optimizer: InnerOptimizerName = None
+    seed: int, rate: float, outer: OuterStep, decay: float = 0.0, optimizer: InnerOptimizerName = "adamw"
 ) -> LabRun:
     """A run of the size of `make swarm`."""
     given = Run(PEERS, 14, 50, "w128", seed, outer=outer, rate=rate, optimizer=optimizer, decay=decay)

@@ -377,7 +377,7 @@ def _check(of_run: Mapping[str, Any], rounds: int | None) -> int:
     mine, run = load_peer({}, os.environ, of_run["run"]), _load_run(of_run, rounds)
     if run.hf and mine.model is None:
         raise CommandError("task hf needs a model: name it by the variable NODE_MODEL, or by model in [peer]")
-    return run.stages or 1
+    return run.stages
 
 
 def _run_peer(config: PeerConfig, run: RunConfig | None) -> int:

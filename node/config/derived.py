@@ -84,9 +84,8 @@ def protocol_settings(
         incarnation=incarnation,
         keep_rounds=KEEP_ROUNDS,
         fork_peers=config.fork_peers,
-        robust=config.robust or "mean",
-        schedule=config.schedule or "random",
-        digest=config.digest or "sha256",
+        robust=config.robust,
+        schedule=config.schedule,
     )
 
 

@@ -71,7 +71,7 @@ class Manifest:
         state_root: state root of the outer state before round 0, 32 bytes; with stages, that of stage 0.
         held_out: SHA-256 of the evaluation sample that travels with the run; 32 zero bytes if the task has none.
         created: wall time, seconds since 1970.
-        layout: `layout_digest` of the parameters; None in manifests of older versions, and with stages.
+        layout: `layout_digest` of the parameters; None with stages, each of which has its own.
         stages: the stages, in order; None in a run without stages.
         model: what the model of a run of the task hf must be; None in all other runs.
     """
@@ -103,8 +103,9 @@ class Manifest:
 
     def _check_stages(self) -> None:
         stages = self.stages or ()
-        if len(stages) != (self.config.stages or 0) or (stages and len(self.elements) != len(stages)):
-            raise ValueError(f"the run has {self.config.stages or 'no'} stages, the manifest describes {len(stages)}")
+        if (len(stages) or 1) != self.config.stages or (stages and len(self.elements) != len(stages)):
+            count = self.config.stages if self.config.stages > 1 else "no"
+            raise ValueError(f"the run has {count} stages, the manifest describes {len(stages)}")
         bounds = self.bounds
         if any(low >= high for low, high in pairwise(bounds)):
             raise ValueError("the stages' blocks are not in order")

@@ -28,7 +28,7 @@ from pydantic.dataclasses import dataclass
 
 from node.config.peer_config import FILE_KEYS as OF_THIS_MACHINE
 from node.config.task_tables import STRICT, GptTable, PacedTable
-from node.config.toml import MAX_BYTES, ConfigError, canonical, check_keys, one_line, read_toml, shown, suggestion
+from node.config.toml import MAX_BYTES, ConfigError, canonical, check_keys, one_line, read_toml, suggestion
 from node.tasks import name as names
 from node.tasks.gpt_presets import DEFAULT_PRESET, PLAIN_OUTER_STEP, USUAL_OUTER_STEP, Preset, preset
 from node.tasks.hf.settings import HfSettings
@@ -37,7 +37,6 @@ from protocols.choices import (
     ACTIVATION_CODECS,
     CHUNK_ELEMENTS,
     CODECS,
-    PART_HASHES,
     ROBUST_RULES,
     SCHEDULES,
     TOPK_GRAIN,
@@ -53,8 +52,6 @@ STAGE_BATCHES = 8
 """Microbatches of an inner step in the presets, with stages. The tokens of a step stay the same."""
 _MIN_CHUNK_ELEMENTS = 1 << 10
 _PROTOCOL = "butterfly"
-_DIGEST = "blake3"
-"""Of new runs. A configuration that names none is of a run that is older than the choice, and means SHA-256."""
 
 _RECIPE_LIMITS: Mapping[str, float] = {
     "inner_steps": 10**6,
@@ -71,8 +68,6 @@ _RECIPE_LIMITS: Mapping[str, float] = {
 _RECIPE_OF_MODELS = {**asdict(Recipe(50, 16, 2e-3, 0.9, 0.5)), "mean": "token", "decay": "matrices"}
 """Defaults of hf and of users' own tasks."""
 _RECIPE_OF_HF = {"learning_rate": 2e-4, "weight_decay": 0.01, "batches": 1}
-_NAMED_CHOICES = {"mean": ("batch", "token"), "decay": ("all", "matrices"), "inner_optimizer": ("adamw", "muon")}
-"""Choices of the recipe. The first is that of older versions, which did not name it, and is stored as None."""
 _PACED_RECIPE = Recipe(
     inner_steps=20, rounds=10_000, learning_rate=1e-3, outer_learning_rate=0.9, outer_momentum=0.5, warmup_steps=0
 )
@@ -95,24 +90,12 @@ def _known_codec(name: str) -> str:
     return require_known("codec", name, CODECS)
 
 
-def _unless_mean(rule: str | None) -> str | None:
-    """The rule to store: None for the mean, so that manifests of versions without other rules keep their bytes."""
-    return None if rule is None or require_known("robust rule", rule, ROBUST_RULES) == "mean" else rule
+def _known_rule(name: str) -> str:
+    return require_known("robust rule", name, ROBUST_RULES)
 
 
-def _unless_random(schedule: str | None) -> str | None:
-    """The schedule to store: None for the default, for the same reason as `_unless_mean`."""
-    return None if schedule is None or require_known("schedule", schedule, SCHEDULES) == "random" else schedule
-
-
-def _unless_sha256(digest: str | None) -> str | None:
-    """The digest to store: None for SHA-256, which runs of older versions use without naming it."""
-    return None if digest is None or require_known("digest", digest, PART_HASHES) == "sha256" else digest
-
-
-def _unless_one(stages: int | None) -> int | None:
-    """The number of stages to store: None for one, for the same reason as `_unless_mean`."""
-    return None if stages == 1 else stages
+def _known_schedule(name: str) -> str:
+    return require_known("schedule", name, SCHEDULES)
 
 
 def _known_activations(name: str | None) -> str | None:
@@ -139,14 +122,12 @@ class RunConfig:
             recipe.outer_momentum 0, which gpt then takes by itself. With moshpit and the baselines, states travel in
             fp32 unless this is fp16.
         robust: how reducers average, to tolerate some wrong vectors at some cost: centered_clip, trimmed_mean, median,
-            krum or multi_krum. Without it they take the mean; with butterfly, of vectors clipped to the median norm.
+            krum or multi_krum. The default, mean, is with butterfly that of vectors clipped to the median norm.
         schedule: which peers a peer exchanges with, in gossip and push_sum. ring: the next one. exponential: those at
-            distances 1, 2, 4, …. one-peer-exponential: one of these in turn. Without it, pairs are drawn at random in
+            distances 1, 2, 4, …. one-peer-exponential: one of these in turn. random, the default: pairs are drawn in
             each round.
-        digest: hash of a round's reduced parts, in butterfly and moshpit: blake3 (the default of new runs) or sha256,
-            which takes about four times as long.
         stages: number of stages into which the model is cut, for machines that cannot hold it whole. Each peer holds
-            one stage, and peers of stage 0 send microbatches through all others. Without it, each peer holds the whole
+            one stage, and peers of stage 0 send microbatches through all others. With one, each peer holds the whole
             model. For the tasks gpt and paced, with butterfly. See docs/pipeline.md.
         activations: how activations travel between stages: bf16 (the default with stages) or fp32.
         fork: whether a minority may go on alone once the majority of the roster is gone for long; butterfly only.
@@ -162,10 +143,9 @@ class RunConfig:
     task: Annotated[str, AfterValidator(names.known)] = "gpt"
     protocol: str = Field(default=_PROTOCOL, min_length=1, max_length=32)
     codec: Annotated[str, AfterValidator(_known_codec)] = "int8"
-    robust: Annotated[str | None, AfterValidator(_unless_mean)] = None
-    schedule: Annotated[str | None, AfterValidator(_unless_random)] = None
-    digest: Annotated[str | None, AfterValidator(_unless_sha256)] = None
-    stages: Annotated[int | None, Field(ge=1, le=MAX_STAGES), AfterValidator(_unless_one)] = None
+    robust: Annotated[str, AfterValidator(_known_rule)] = "mean"
+    schedule: Annotated[str, AfterValidator(_known_schedule)] = "random"
+    stages: int = Field(default=1, ge=1, le=MAX_STAGES)
     activations: Annotated[str | None, AfterValidator(_known_activations)] = None
     fork: Literal["allowed", "never"] = "allowed"
     min_peers: int = Field(default=1, ge=1, le=MAX_ROSTER)
@@ -182,14 +162,12 @@ class RunConfig:
         table = "options" if names.is_own(self.task) else self.task
         if {name for name in _OF_TASKS if getattr(self, name) is not None} != {table}:
             raise ValueError(f"task {self.task} takes the table [{table}] and no other task's")
-        if self.robust and self.codec == "topk":
+        if self.robust != "mean" and self.codec == "topk":
             raise ValueError(f"codec topk sends mostly zeros, from which {self.robust} makes zeros: use another codec")
-        if self.robust and self.protocol not in _RULED:
+        if self.robust != "mean" and self.protocol not in _RULED:
             raise ValueError(f"robust {self.robust} is for {' and '.join(_RULED)}: {self.protocol} takes no rule")
-        if self.schedule and self.protocol not in _SCHEDULED:
+        if self.schedule != "random" and self.protocol not in _SCHEDULED:
             raise ValueError(f"schedule {self.schedule} is for {' and '.join(_SCHEDULED)}: {self.protocol} has none")
-        if self.digest and self.protocol not in _DIGESTED:
-            raise ValueError(f"digest {self.digest} is for {' and '.join(_DIGESTED)}: {self.protocol} sends no parts")
         if self.codec == "topk" and self.protocol != "butterfly":
             raise ValueError(f"codec topk is for protocol butterfly: {self.protocol} needs vectors whole")
         if self.codec == "topk" and self.chunk_elements % TOPK_GRAIN:
@@ -202,12 +180,12 @@ class RunConfig:
     def _check_recipe(self) -> None:
         if self.recipe.outer_pull and self.protocol != "gossip":
             raise ValueError(f"recipe.outer_pull is for gossip, whose pairs pull each other: not for {self.protocol}")
-        if self.recipe.inner_optimizer and self.hf and self.hf.train == "lora":
+        if self.recipe.inner_optimizer == "muon" and self.hf and self.hf.train == "lora":
             raise ValueError("recipe.inner_optimizer muon is for hidden matrices: adamw trains adapters")
 
     def _check_stages(self) -> None:
         stages = self.stages
-        if stages is None:
+        if stages == 1:
             if self.activations is not None:
                 raise ValueError("activations is for runs with stages: give stages, too, or leave it out")
             return
@@ -295,7 +273,6 @@ class RunConfig:
 _OF_TASKS = ("gpt", "paced", "hf", "options")
 _RULED = ("butterfly", "moshpit")
 _SCHEDULED = ("gossip", "push_sum")
-_DIGESTED = ("butterfly", "moshpit")
 _RUN = TypeAdapter(RunConfig)
 _TABLES: Mapping[str, tuple[str, ...]] = {
     "recipe": tuple(field.name for field in fields(Recipe)),
@@ -372,12 +349,8 @@ def _merged(file: Mapping[str, Any], flags: Mapping[str, Any]) -> dict[str, Any]
 
 
 def _expanded(values: dict[str, Any]) -> dict[str, Any]:
-    """Add the values of the preset and the digest of new runs, and drop the tables of other tasks."""
+    """Add the values of the preset, and drop the tables of other tasks."""
     task = values.setdefault("task", "gpt")
-    if values.get("protocol", _PROTOCOL) in _DIGESTED:
-        values.setdefault("digest", _DIGEST)
-    recipe = values["recipe"]
-    values["recipe"] = recipe | {key: _stored(key, recipe[key]) for key in _NAMED_CHOICES if key in recipe}
     gpt, paced, hf, options = (values.pop(table) for table in _OF_TASKS)
     if isinstance(task, str) and names.is_own(task):
         return {**values, "options": options, "recipe": {**_RECIPE_OF_MODELS, **values["recipe"]}}
@@ -393,7 +366,7 @@ def _expanded(values: dict[str, Any]) -> dict[str, Any]:
         raise ConfigError(str(error), "gpt.preset") from None
     base = _for_run(base, values)
     rows, recipe = base.rows, asdict(base.recipe)
-    if values.get("stages") not in (None, 1) and "rows" not in gpt and "batches" not in values["recipe"]:
+    if values.get("stages", 1) != 1 and "rows" not in gpt and "batches" not in values["recipe"]:
         rows, recipe["batches"] = _microbatches(base)
     gpt = {**asdict(base.shape), "rows": rows, **gpt}
     return {**values, "gpt": gpt, "recipe": {**recipe, **values["recipe"]}}
@@ -414,13 +387,6 @@ def _for_run(base: Preset, values: Mapping[str, Any]) -> Preset:
         outer_step = PLAIN_OUTER_STEP
     rounds, inner_steps = sizes
     return base.for_run(rounds, inner_steps, recipe.get("inner_optimizer", base.recipe.inner_optimizer), outer_step)
-
-
-def _stored(key: str, choice: object) -> object:
-    first, second = _NAMED_CHOICES[key]
-    if choice not in (first, second):
-        raise ConfigError(f'"{key}" in [recipe] must be "{first}" or "{second}", not {shown(choice)}', f"recipe.{key}")
-    return None if choice == first else choice
 
 
 def _microbatches(base: Preset) -> tuple[int, int]:

@@ -78,7 +78,7 @@ def plan_stages(config: RunConfig, timer: Callable[[], float]) -> StagePlan:
     Args:
         timer: the time in seconds.
     """
-    assert config.stages
+    assert config.stages > 1
     if config.gpt is None:
         assert config.paced is not None
         sizes = [config.paced.elements * (k + 1) // config.stages for k in range(config.stages)]

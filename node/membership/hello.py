@@ -16,8 +16,6 @@ ENTRY = "starling/entry/1"
 VERSION = 3
 """Version of the messages, beside the version of the frames. Peers of different versions do not train together. The
 method's name changes with it, so that a greeting of another version is never decoded."""
-FORMER_HELLOS = ("starling/hello/1", "starling/hello/2")
-"""Methods by which peers of versions 1 and 2 greet. The answer tells them to update."""
 ANY_STAGE = MAX_STAGES
 """In `WantStage`: the joiner leaves the choice to the others."""
 NO_STAGE = MAX_STAGES + 1

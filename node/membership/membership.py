@@ -20,10 +20,8 @@ from node.membership.addresses import sound
 from node.membership.failure_detector import FailureDetector
 from node.membership.handshake import DUPLICATE_IDENTITY, HandshakeProtocol, LocalPeer
 from node.membership.hello import (
-    FORMER_HELLOS,
     HELLO,
     MAX_INTRODUCED,
-    VERSION,
     Hello,
     HelloRejected,
     PeerAddress,
@@ -139,8 +137,6 @@ class Membership:
         self._dials = asyncio.Semaphore(DIALS_AT_ONCE)
         self._introduced_dials = asyncio.Semaphore(INTRODUCED_DIALS_AT_ONCE)
         transport.serve(HELLO, self._serve)
-        for method in FORMER_HELLOS:
-            transport.serve(method, self._refuse_former)
 
     # -- what others see ----------------------------------------------------------------------------------------------
 
@@ -426,11 +422,6 @@ class Membership:
         await stream.send(Welcome(self._handshake.hello(), self._known(peer)))
         contact.called()
         await self._handshake.echo(contact, hello, stream)
-
-    async def _refuse_former(self, peer: PeerId, stream: Stream) -> None:
-        """Answer a peer of an older version, whose greeting cannot be read here."""
-        self._refuse(peer, "speaks an older version of Starling")
-        await stream.send(HelloRejected(f"this peer speaks version {VERSION} of Starling: update the older"))
 
     # -- greetings ----------------------------------------------------------------------------------------------------
 

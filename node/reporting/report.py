@@ -12,9 +12,6 @@ from typing import TYPE_CHECKING, Self
 if TYPE_CHECKING:  # it loads PyTorch
     from protocols.base import LocalProgress
 
-_LATER = ("stage", "stages", "seconds_compute", "microbatches", "abandoned")
-"""Fields that lines of an older version lack."""
-
 
 @dataclass(frozen=True, slots=True)
 class RoundReport:
@@ -122,9 +119,7 @@ class RoundReport:
         """
         values = json.loads(line)
         try:
-            given = {
-                each.name: values[each.name] for each in fields(cls) if each.name in values or each.name not in _LATER
-            }
+            given = {each.name: values[each.name] for each in fields(cls)}
         except (TypeError, KeyError):
             raise ValueError("not a report of this version") from None
         unknown = [each.name for each in fields(cls) if each.type == "float" and given[each.name] is None]

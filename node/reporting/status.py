@@ -22,11 +22,6 @@ MAX_WORD = 512
 MAX_LISTED = 4096
 """Most peers or addresses in one status."""
 MAX_NUMBER = 1 << 63
-_LATER = (
-    "stage", "stages", "route", "route_reason", "round_seconds", "round_expected_seconds", "joiners",
-    "checkpoint_problem", "limits", "left",
-)  # fmt: skip
-"""Fields that a status from an older version lacks; it has no stages, no direct connections and no limits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,8 +229,8 @@ _KINDS: dict[str, tuple[type, ...]] = {"str": (str,), "int": (int,), "bool": (bo
 def _parsed(kind: Any, data: object, where: str) -> Any:
     if not isinstance(data, Mapping):
         raise ValueError(f"{where} is not an object")
-    fields = [each for each in dataclasses.fields(kind) if each.name in data or each.name not in _LATER]
-    return kind(**{each.name: _value(str(each.type), data.get(each.name), f"{where}.{each.name}") for each in fields})
+    names = {each.name: str(each.type) for each in dataclasses.fields(kind)}
+    return kind(**{name: _value(of, data.get(name), f"{where}.{name}") for name, of in names.items()})
 
 
 def _value(kind: str, value: object, where: str) -> object:

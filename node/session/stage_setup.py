@@ -40,7 +40,7 @@ class StageSetup:
 
     async def plan(self, config: RunConfig) -> StagePlan | None:
         """Where the model is cut; None in a run without stages. Measures the model, which takes seconds."""
-        if not config.stages:
+        if config.stages == 1:
             return None
         from node.joining.stage_plan import plan_stages
 

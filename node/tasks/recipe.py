@@ -13,8 +13,7 @@ MAX_ELEMENTS = 1 << 31
 OptionValue: TypeAlias = bool | int | float | str
 """The value of an option of a user's own task."""
 
-InnerOptimizerName = Literal["muon"] | None
-"""None: adamw."""
+InnerOptimizerName = Literal["adamw", "muon"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +38,12 @@ class Recipe:
         outer_pull: only for gossip. If set, the outer step is NoLoCo's (Kolehmainen et al. 2025) with this gamma: it
             pulls the states of two peers together by this much instead of averaging them; best is
             1 - outer_momentum². None: gossip averages states.
-        mean: what a step's gradient is: with token, the mean over the targets of all its batches; with batch (stored as
-            None), the mean of the batches' means. The default is token for hf and users' own tasks.
+        mean: what a step's gradient is: with token, the mean over the targets of all its batches; with batch, the mean
+            of the batches' means. The default is token for hf and users' own tasks.
         decay: what the weight decay applies to: with matrices, tensors of two or more dimensions except adapters, so
-            not norms and biases; with all (stored as None), every parameter. The default is matrices for hf and users'
+            not norms and biases; with all, every parameter. The default is matrices for hf and users'
             own tasks.
-        inner_optimizer: adamw (stored as None), or muon for hidden matrices (Jordan et al. 2024) with AdamW for all
+        inner_optimizer: adamw, or muon for hidden matrices (Jordan et al. 2024) with AdamW for all
             other parameters. Hidden are tensors of two dimensions, except adapters, embeddings and output layers.
             The default is muon for the presets of gpt, and adamw for hf and users' own tasks.
     """
@@ -61,9 +60,9 @@ class Recipe:
     warmup_steps: int = 20
     final_fraction: float = 0.1
     outer_pull: float | None = None
-    mean: Literal["token"] | None = None
-    decay: Literal["matrices"] | None = None
-    inner_optimizer: InnerOptimizerName = None
+    mean: Literal["batch", "token"] = "batch"
+    decay: Literal["all", "matrices"] = "all"
+    inner_optimizer: InnerOptimizerName = "adamw"
     outer_decay: float | None = None
 
     def __post_init__(self) -> None:

@@ -230,7 +230,7 @@ def build(spec: WorkerSpec, allocate: Allocate, resume: bool) -> Job:
         return _build_hf(spec, data, device, place, resume)
     if isinstance(values, OwnValues):
         own_task = own.make(values.name, TaskContext(spec.weights_seed, device, spec.data, values.options))
-        lines = own_task.try_out(spec.stream_seed, training=spec.recipe.mean is not None)
+        lines = own_task.try_out(spec.stream_seed, training=spec.recipe.mean == "token")
         for line in lines if not resume else ():
             note(line)
         torch.manual_seed(spec.stream_seed)  # of dropout, in which peers should differ

@@ -70,7 +70,7 @@ class InnerOptimizer:
 
     def __init__(self, flat: FlatParameters, recipe: Recipe) -> None:
         self._gradients, self._recipe = flat.gradients, recipe
-        self._decayed = tensor_runs(flat.layout, flat.vectors, is_decayed) if recipe.decay else []
+        self._decayed = tensor_runs(flat.layout, flat.vectors, is_decayed) if recipe.decay == "matrices" else []
         muon = recipe.inner_optimizer == "muon"
         self._optimizers = [
             *(_muon(flat, recipe) if muon else ()),
@@ -145,7 +145,7 @@ def _muon(flat: FlatParameters, recipe: Recipe) -> list[torch.optim.Optimizer]:
 
 def _own_decay(recipe: Recipe) -> float:
     """Weight decay that is left to the optimisers."""
-    return 0.0 if recipe.decay else recipe.weight_decay
+    return 0.0 if recipe.decay == "matrices" else recipe.weight_decay
 
 
 def _parameters(values: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> list[torch.nn.Parameter]:

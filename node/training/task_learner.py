@@ -23,7 +23,7 @@ from protocols.base import Layout, Vector
 class TaskLearner:
     """Train a task's module by the recipe's optimiser, with warm-up, cosine decay and gradient clipping.
 
-    In a run whose recipe has `mean`, the module is in eval mode while it is evaluated, and else in train mode.
+    If the recipe takes the mean over tokens, the module is in eval mode while it is evaluated, and else in train mode.
 
     Attributes:
         position: number of batches drawn so far. Together with the seed it is enough to resume the data.
@@ -60,7 +60,8 @@ class TaskLearner:
         self.vectors: tuple[Vector, ...] = (self._extra.vector,)
         self.position = 0
         self._task, self._recipe, self._seed = task, recipe, seed
-        if recipe.mean:
+        self._by_token = recipe.mean == "token"
+        if self._by_token:
             task.module.train()  # all of it: parts may be in eval mode while the module itself is not
         if recipe.inner_optimizer == "muon" and not matrices(flat.layout, flat.vectors):
             raise ValueError("the inner optimiser muon trains hidden matrices, and this model has none")
@@ -71,16 +72,16 @@ class TaskLearner:
         """Take one optimiser step over `recipe.batches` batches; skip it if the gradient is not finite."""
         self._optimizer.clear()
         self._refresh()
-        if self._recipe.mean and not self._task.module.training:
+        if self._by_token and not self._task.module.training:
             self._task.module.train()
         losses, counts = self._accumulate()
         count = sum(counts)
         if step == 0:
             self._tell_news()
-        if not losses or not self._optimizer.step(round_number, step, count if self._recipe.mean else 1):
+        if not losses or not self._optimizer.step(round_number, step, count if self._by_token else 1):
             return Step(math.nan, 0)
         self._extra.store()
-        total, weights = 0.0, counts if self._recipe.mean else [1] * len(losses)
+        total, weights = 0.0, counts if self._by_token else [1] * len(losses)
         for loss, weight in zip(torch.stack(losses).tolist(), weights, strict=True):
             total += loss * weight
         return Step(total / sum(weights), count)
@@ -92,8 +93,8 @@ class TaskLearner:
         for _ in range(self._recipe.batches):
             batch = self._task.batch(self._seed, self.position)
             self.position += 1
-            count = count_targets(self._task, batch) if self._recipe.mean else batch[-1].numel()
-            if self._recipe.mean and not count:
+            count = count_targets(self._task, batch) if self._by_token else batch[-1].numel()
+            if self._by_token and not count:
                 continue  # the mean over no targets is not a number
             losses.append(self._differentiate(batch, count, is_first=not losses))
             counts.append(count)
@@ -107,7 +108,7 @@ class TaskLearner:
         with self._precision:
             loss = self._task.loss(*batch)
         views.after_loss(is_first)
-        share = loss * count if self._recipe.mean else loss / self._recipe.batches
+        share = loss * count if self._by_token else loss / self._recipe.batches
         share.backward()  # type: ignore[no-untyped-call]
         views.after_backward()
         self._flat.collect()
@@ -136,7 +137,7 @@ class TaskLearner:
     def evaluating(self) -> Iterator[None]:
         """The module computes with the vectors' present values and, in a run whose recipe has `mean`, in eval mode."""
         self._refresh()
-        if self._recipe.mean:
+        if self._by_token:
             self._task.module.eval()
         yield
         self._flat.views.restore()

@@ -1,20 +1,43 @@
-"""What the data phase works on: parts of the encoded mean, and their chunks."""
+"""What the data phase works on: parts of the encoded mean, their chunks, and their digests.
+
+Only the digests of a round's parts are BLAKE3, which is four to five times as fast as SHA-256 (O'Connor et al. 2020,
+"BLAKE3: one function, fast everywhere") and releases the GIL, too. State roots, snapshots and run ids are SHA-256.
+"""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
+from blake3 import blake3
 
 from protocols import wire
 from protocols.allreduce.chunk_pool import ChunkPool
-from protocols.allreduce.part_hash import SHA256, PartHash, part_hash
 from protocols.allreduce.plan import ResolvedPlan
-from protocols.base import Compute, Deadline, PeerId, RoundKey, Settings, Signer, Vector
+from protocols.base import Buffer, Compute, Deadline, PeerId, RoundKey, Settings, Signer, Vector
 from protocols.choices import CHUNK_ELEMENTS
 from protocols.codec import Codec
 from protocols.vectors import VectorView, chunk_count, chunk_range
+
+
+def chunk_digest(mask: int, data: Buffer) -> bytes:
+    """Digest of one reduced chunk, from which its part's digest is made.
+
+    Args:
+        mask: bit mask of the chunk's contributors.
+    """
+    hasher = blake3(mask.to_bytes(4, "little"))
+    hasher.update(data)
+    return hasher.digest()
+
+
+def part_digest(low: int, high: int, masks: Sequence[int], digests: Sequence[bytes]) -> wire.PartDigest:
+    """The digest of the part [low, high) with these chunks. It covers the range: equal bytes elsewhere differ."""
+    runs = tuple(wire.ChunkSpan(len(list(group)), mask) for mask, group in itertools.groupby(masks))
+    place = low.to_bytes(8, "little") + high.to_bytes(8, "little")
+    return wire.PartDigest(blake3(place + b"".join(digests)).digest(), runs)
 
 
 class PartLayout:
@@ -88,7 +111,6 @@ class ReducedPart(PartLayout):
     """One reduced part, encoded: filled chunk by chunk, then sealed.
 
     Attributes:
-        hash: makes the digests of its chunks, and its own.
         pool: lends the memory of its chunks.
         masks: for each chunk that is in, a bit mask of its contributors.
         result: digest of the part; None until all chunks are in.
@@ -101,11 +123,10 @@ class ReducedPart(PartLayout):
         low: int,
         high: int,
         chunk_elements: int = CHUNK_ELEMENTS,
-        hash: PartHash = SHA256,
         pool: ChunkPool | None = None,
     ) -> None:
         super().__init__(codec, low, high, chunk_elements)
-        self.hash, self.pool = hash, pool or ChunkPool()
+        self.pool = pool or ChunkPool()
         self.masks: list[int] = []
         self.result: wire.PartDigest | None = None
         self.done: wire.PartDone | None = None
@@ -120,11 +141,11 @@ class ReducedPart(PartLayout):
 
     def digest_of(self, index: int, mask: int) -> bytes:
         """Digest of a chunk with these contributors, for `seal`."""
-        return self.hash.chunk(mask, self.chunk(index))
+        return chunk_digest(mask, self.chunk(index))
 
     def seal(self, digests: Sequence[bytes]) -> wire.PartDigest:
         """Set `result`, from the digests of all chunks and their `masks`, and return it."""
-        self.result = self.hash.part(self.low, self.high, self.masks, digests)
+        self.result = part_digest(self.low, self.high, self.masks, digests)
         return self.result
 
     def decode(self, into: VectorView | None) -> None:
@@ -164,7 +185,7 @@ class ReducedPart(PartLayout):
 
 @dataclass(frozen=True, slots=True)
 class PartFormat:
-    """How the vectors of a run are encoded, cut into chunks and hashed, and where this peer has the memory from.
+    """How the vectors of a run are encoded and cut into chunks, and where this peer has the memory from.
 
     Attributes:
         codec: of contributions; that of a mean follows from it.
@@ -173,7 +194,6 @@ class PartFormat:
 
     codec: Codec
     chunk_elements: int
-    hash: PartHash
     pool: ChunkPool
 
     @classmethod
@@ -181,12 +201,12 @@ class PartFormat:
         """The format that these settings name, with this codec.
 
         Raises:
-            ValueError: unknown digest, or the chunk length is not a multiple of the codec's grain.
+            ValueError: the chunk length is not a multiple of the codec's grain.
         """
         if settings.chunk_elements % codec.grain:
             chunk = f"chunks of {settings.chunk_elements} elements"
             raise ValueError(f"{chunk} with codec {codec.name}: take a multiple of {codec.grain}")
-        return cls(codec, settings.chunk_elements, part_hash(settings.digest), pool)
+        return cls(codec, settings.chunk_elements, pool)
 
     def contribution(self, low: int, high: int) -> PartLayout:
         """Layout of a contribution to the part [low, high). Its codec may differ from that of the reduced part."""
@@ -194,7 +214,7 @@ class PartFormat:
 
     def part(self, low: int, high: int, members: int) -> ReducedPart:
         """An empty reduced part for a mean of at most this many contributions."""
-        return ReducedPart(self.codec.reduced(members), low, high, self.chunk_elements, self.hash, self.pool)
+        return ReducedPart(self.codec.reduced(members), low, high, self.chunk_elements, self.pool)
 
 
 @dataclass(frozen=True, slots=True)

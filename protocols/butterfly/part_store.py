@@ -43,7 +43,7 @@ class Stored(PartLayout):
     def __init__(self, part: ReducedPart, buffer: SnapshotBuffer, offset: int) -> None:
         super().__init__(part.codec, part.low, part.high, part.chunk_elements)
         self.masks, self.result, self.done = part.masks, part.result, part.done
-        self._hash, self._pool, self._buffer, self._offset = part.hash, part.pool, buffer, offset
+        self._pool, self._buffer, self._offset = part.pool, buffer, offset
 
     def chunk(self, index: int) -> bytearray:
         """Read the encoded bytes of a chunk. Blocks until the disk answers.
@@ -60,7 +60,7 @@ class Stored(PartLayout):
 
     def load(self) -> ReducedPart:
         """Read the whole part into memory. Blocks and raises as `chunk` does."""
-        held = ReducedPart(self.codec, self.low, self.high, self.chunk_elements, self._hash, self._pool)
+        held = ReducedPart(self.codec, self.low, self.high, self.chunk_elements, self._pool)
         for index in range(self.chunks):
             self._read(index, held.chunk(index))
         held.masks, held.result, held.done = self.masks, self.result, self.done

@@ -203,8 +203,6 @@ class Settings:
         robust: name of the rule by which reducers average (`protocols.robust`); equal at all peers of a run.
         schedule: name of the partner schedule of gossip and push-sum (`protocols.pairwise.matching`); equal at all
             peers of a run.
-        digest: name of the hash of a round's reduced parts (`protocols.allreduce.part_hash`); equal at all peers of a
-            run.
     """
 
     codec: str
@@ -218,7 +216,6 @@ class Settings:
     fork_peers: int = 1
     robust: str = "mean"
     schedule: str = "random"
-    digest: str = "sha256"
 
     def upload_bandwidth(self) -> float:
         """What this peer may declare as its upload now, bytes/s."""

@@ -12,8 +12,6 @@ _SMALL = {
     "starling/butterfly/control/1",
     "starling/direct/1",
     "starling/entry/1",
-    "starling/hello/1",
-    "starling/hello/2",
     "starling/hello/3",
     "starling/moshpit/control/1",
     "starling/pairs/closing/1",

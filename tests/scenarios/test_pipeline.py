@@ -138,7 +138,7 @@ async def test_peers_join_and_leave_in_mid_round(run: PipelineRunner) -> None:
 @simulated(
     PipelineRunner,
     (0, 0, 1, 1),
-    ScenarioSetup(4, elements=4000, chunk_elements=500, uplinks=(1.25e6, 1.25e6, 1000.0, 1000.0)),
+    ScenarioSetup(4, elements=8000, chunk_elements=500, uplinks=(1.25e6, 1.25e6, 2000.0, 2000.0)),
 )
 async def test_stages_average_side_by_side(run: PipelineRunner) -> None:
     """Stage 1 takes long to average: stage 0 waits for it within its round, and neither runs ahead."""

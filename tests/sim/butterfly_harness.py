@@ -54,7 +54,6 @@ class ButterflyHarness:
     chunk_elements: int = 1 << 18
     protocol: str = "butterfly"
     robust: str = "mean"
-    digest: str = "sha256"
     declared: dict[int, float] = field(default_factory=dict)
     lies: dict[int, str] = field(default_factory=dict)
     before: Callable[[SimNetwork], None] = lambda network: None
@@ -100,7 +99,6 @@ class ButterflyHarness:
             self.chunk_elements,
             self.bandwidths[index],
             robust=self.robust,
-            digest=self.digest,
         )
         averager = REPLICATED_PROTOCOLS[self.protocol](host, settings)
         tokens = self.tokens[index]

@@ -278,7 +278,6 @@ class World(SimSwarm):
             chunk_elements=scenario.chunk_elements,
             bandwidth=scenario.uplinks[index],
             incarnation=transport.node.incarnation,
-            digest=("sha256", "blake3")[scenario.seed % 2],
         )
 
     # -- rounds and their reports -------------------------------------------------------------------------------------

@@ -15,7 +15,6 @@ from node.reporting.report import RoundReport
 from node.tasks.paced import Paced
 from node.training.trainer import InlineTrainer
 from protocols import wire
-from protocols.allreduce.part_hash import part_hash
 from protocols.allreduce.parts import ReducedPart
 from protocols.base import (
     AveragingResult,
@@ -63,9 +62,7 @@ class SyncPeer:
         self.swarm, self.me = swarm, Member(name, incarnation)
         self.transport = swarm.network.join(name)
         self.host = sim_host(swarm.network, self.transport, SEED, {})
-        self.settings = Settings(
-            CODEC, (swarm.elements,), swarm.chunk_elements, incarnation=incarnation, digest=swarm.digest
-        )
+        self.settings = Settings(CODEC, (swarm.elements,), swarm.chunk_elements, incarnation=incarnation)
         self.chain = Chain(swarm.run, swarm.scope, swarm.founders, swarm.root)
         gate, rounds, store = Gate(), swarm.store_rounds, None
         if rounds:
@@ -122,17 +119,15 @@ class SyncCluster(SimSwarm):
         keep_rounds: int = 8,
         store_rounds: int = 0,
         scope: str = RUN_SCOPE,
-        digest: str = "sha256",
         run: bytes = RUN,
         **options: Any,
     ) -> None:
         """
         Args:
             store_rounds: rounds that the part store keeps besides those in memory.
-            digest: name of the hash of parts.
         """
         super().__init__(**options)
-        self.run, self.scope, self.digest = run, scope, digest
+        self.run, self.scope = run, scope
         self.elements, self.every_rounds, self.keep_rounds = elements, every_rounds, keep_rounds
         self.store_rounds = store_rounds
         self.founders = tuple(Member(name) for name in founders)
@@ -202,7 +197,7 @@ class SyncCluster(SimSwarm):
         delta = torch.randn(self.elements, generator=torch.Generator().manual_seed(self._made)) / 100
         third, held = self.elements // 3, []
         for low, high in ((0, third), (third, self.elements)):
-            part = ReducedPart(codec(CODEC), low, high, self.chunk_elements, part_hash(self.digest))
+            part = ReducedPart(codec(CODEC), low, high, self.chunk_elements)
             for index in range(part.chunks):
                 first, last = part.elements(index)
                 part.codec.encode(delta[first:last], part.chunk(index))

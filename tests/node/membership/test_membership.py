@@ -11,7 +11,6 @@ import torch
 from node.membership.failure_detector import CEILING_SECONDS, FLOOR_SECONDS, FailureDetector
 from node.membership.handshake import LocalStage
 from node.membership.hello import (
-    FORMER_HELLOS,
     HELLO,
     VERSION,
     Heartbeat,
@@ -112,18 +111,6 @@ async def test_invalid_greetings_are_rejected_and_counted(swarm: MembershipSwarm
     assert "without a signature" in await say(replace(greeting("x"), nickname="not what it signed"))
     assert sum(members.refused.values()) == 4
     assert swarm.sees("a") == ["a"]
-
-
-@pytest.mark.parametrize("former", FORMER_HELLOS)
-@on_virtual_time
-async def test_peer_of_an_older_version_is_told_to_update(swarm: MembershipSwarm, former: str) -> None:
-    """Its greeting, whose fields are others, is never decoded."""
-    members = swarm.start("a")
-    old = swarm.network.join("old")
-    async with old.open("a", former, asyncio.get_running_loop().time() + 60.0) as stream:
-        answer = wire.expect(await stream.receive(wire.MAX_HEADER_BYTES), HelloRejected)
-    assert answer.why == "this peer speaks version 3 of Starling: update the older"
-    assert dict(members.refused) == {"speaks an older version of Starling": 1} and swarm.sees("a") == ["a"]
 
 
 @on_virtual_time

@@ -101,10 +101,10 @@ def test_preset_follows_rounds_and_optimiser() -> None:
     for rounds, inner_steps in ((39, 25), (40, 51)):
         expected = Recipe(inner_steps, rounds, 12e-3, 0.9, 0.5, inner_optimizer="muon")
         assert small.for_run(rounds, inner_steps).recipe == expected
-        adamw = replace(expected, learning_rate=6e-3, inner_optimizer=None)
-        assert small.for_run(rounds, inner_steps, None).recipe == adamw
+        adamw = replace(expected, learning_rate=6e-3, inner_optimizer="adamw")
+        assert small.for_run(rounds, inner_steps, "adamw").recipe == adamw
     assert small.for_run(40, 50).recipe == Recipe(50, 40, 12e-3, 0.7, 0.8, inner_optimizer="muon", outer_decay=1 / 16)
-    assert default.for_run(40, 50, None).recipe == Recipe(50, 40, 6e-3, 0.7, 0.8, outer_decay=1 / 16)
+    assert default.for_run(40, 50, "adamw").recipe == Recipe(50, 40, 6e-3, 0.7, 0.8, outer_decay=1 / 16)
     with pytest.raises(ValueError, match="no preset 'big': one of w64, w96"):
         preset("big")
 

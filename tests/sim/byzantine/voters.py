@@ -7,8 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from protocols import wire
-from protocols.allreduce.part_hash import SHA256, PartHash
-from protocols.allreduce.parts import part_message
+from protocols.allreduce.parts import chunk_digest, part_digest, part_message
 from protocols.allreduce.plan import plan_digest
 from protocols.base import Buffer, Header, Member, PeerId, RoundKey, Signer
 from protocols.consensus import record as records
@@ -22,7 +21,6 @@ class ByzantineVoterStream:
     Args:
         dupes: the peers that get the second version, where the liar sends two.
         plans: the plans that this liar has sent or received, by digest; shared by all its streams.
-        hash: of the run's parts.
     """
 
     def __init__(
@@ -32,9 +30,8 @@ class ByzantineVoterStream:
         signer: Signer,
         dupes: Collection[PeerId],
         plans: dict[bytes, wire.Plan],
-        hash: PartHash = SHA256,
     ) -> None:
-        self._plans, self._hash = plans, hash
+        self._plans = plans
         self._stream, self._lie, self._signer, self._dupes = stream, lie, signer, dupes
         self._opening: wire.Contribute | None = None
         self._masks: list[int] = []
@@ -76,10 +73,10 @@ class ByzantineVoterStream:
             data[0] ^= 1  # the last bit of a number, or of a scale
             payload = bytes(data)
             self._masks.append(header.mask)
-            self._digests.append(self._hash.chunk(header.mask, data))
+            self._digests.append(chunk_digest(header.mask, data))
         elif isinstance(header, wire.PartDone):
             low, high = self._plans[opening.plan].bounds[opening.part : opening.part + 2]
-            done = replace(header, result=self._hash.part(low, high, self._masks, self._digests), signature=b"")
+            done = replace(header, result=part_digest(low, high, self._masks, self._digests), signature=b"")
             signature = self._signer.sign(part_message(opening.key, opening.plan, done))
             header = replace(done, signature=signature)
         return header, payload

@@ -1,0 +1,12 @@
+"""The digests of reduced parts: bytes that must not change."""
+
+from __future__ import annotations
+
+from protocols.allreduce.parts import chunk_digest, part_digest
+
+
+def test_part_digests_are_stable() -> None:
+    chunks, masks = [bytes(range(256)) * 4, bytes(range(255, -1, -1)) * 4, b"the last"], [7, 7, 3]
+    digests = [chunk_digest(mask, memoryview(chunk)) for mask, chunk in zip(masks, chunks, strict=True)]
+    golden = "1a02c665cc0c72689466f739543a394d77bacf4194d57ec5724b14fe891fd818"
+    assert part_digest(100, 614, masks, digests).digest.hex() == golden
