@@ -210,7 +210,7 @@ REFUSED: tuple[tuple[str, type[Header], Change, str], ...] = (
     ("moshpit", Contribute, {"codec": "bf16"}, "codec"),
     ("gossip", ExchangeRequest, {"sender.peer": "p7"}, "in the name of p7"),
     ("gossip", ExchangeRequest, {"key.run": FOREIGN}, "another run"),
-    ("gossip", ExchangeRequest, {"elements": more}, "elements"),
+    ("gossip", ExchangeRequest, {"elements": more}, "elements; the run's have"),
     ("gossip", ExchangeRequest, {"codec": "fp16"}, "codec"),
     ("gossip", ExchangeReply, {"sequence": more}, "refused"),
     ("gossip", ExchangeReply, {"sender.peer": "p7"}, "refused"),
