@@ -41,7 +41,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """The tests on real processes of one file run one at a time: many share fixtures, and peers.
 
-    Those of models of Hugging Face run in one process: its libraries take seconds to load.
+    The tests of models of Hugging Face run in one process: its libraries take seconds to load.
     """
     if not config.option.long:
         items[:] = [item for item in items if not item.get_closest_marker("long")]

@@ -28,7 +28,7 @@ from node.tasks.recipe import MAX_ELEMENTS
 from protocols.base import Layout, Member, PeerId, Signer
 from protocols.scopes import RUN_SCOPE, stage_scope
 
-FORMAT = 1
+FORMAT = 2
 MAX_FRAGMENTS = 64
 _RUN_TAG = b"starling run 1\n"
 _SIGNED_TAG = b"starling manifest 1\n"
@@ -221,7 +221,8 @@ def _open(envelope: bytes) -> tuple[bytes, bytes]:
         raise ManifestError("the envelope holds no manifest: ask another peer of the run")
     version, encoded, signature = opened
     if version != FORMAT:
-        raise ManifestError(f"the manifest has format {version}, this version reads {FORMAT}: update Starling")
+        remedy = "update Starling" if version > FORMAT else "use the version that founded this run"
+        raise ManifestError(f"the manifest has format {version}, this version reads {FORMAT}: {remedy}")
     if type(encoded) is not bytes or type(signature) is not bytes or msgpack.packb(opened) != envelope:
         raise ManifestError("the envelope is not in its canonical spelling: ask another peer of the run")
     return encoded, signature

@@ -41,11 +41,10 @@ class Recipe:
         mean: what a step's gradient is: with token, the mean over the targets of all its batches; with batch, the mean
             of the batches' means. The default is token for hf and users' own tasks.
         decay: what the weight decay applies to: with matrices, tensors of two or more dimensions except adapters, so
-            not norms and biases; with all, every parameter. The default is matrices for hf and users'
-            own tasks.
-        inner_optimizer: adamw, or muon for hidden matrices (Jordan et al. 2024) with AdamW for all
-            other parameters. Hidden are tensors of two dimensions, except adapters, embeddings and output layers.
-            The default is muon for the presets of gpt, and adamw for hf and users' own tasks.
+            not norms and biases; with all, every parameter. The default is matrices for hf and users' own tasks.
+        inner_optimizer: adamw, or muon for hidden matrices (Jordan et al. 2024) with AdamW for all other parameters.
+            Hidden are tensors of two dimensions, except adapters, embeddings and output layers. The default is muon for
+            the presets of gpt, and adamw for hf and users' own tasks.
     """
 
     inner_steps: int

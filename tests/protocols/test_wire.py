@@ -9,7 +9,7 @@ import dataclasses
 import math
 import re
 import tracemalloc
-from typing import Any, get_args, get_type_hints
+from typing import Any
 
 import msgpack
 import pytest
@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 
 from protocols import wire
 from protocols.base import BadPayload, Header, RoundKey
-from protocols.consensus.record import Record
 from protocols.pipeline.messages import LossResult
+from tests.golden import wire as golden
 from tests.support.paths import REPOSITORY
 from tests.support.wire_examples import KINDS, any_header, headers, spoiled
 
@@ -141,27 +141,8 @@ def test_every_header_of_the_repository_is_registered() -> None:
     assert defined - {*bases, "Record"} <= {kind.__name__ for kind in KINDS}, "a record travels encoded in others"
 
 
-def contained(kind: type) -> set[type]:
-    """The dataclasses of specs in the fields of this one, and in theirs."""
-    hints = [get_type_hints(kind)[name] for name in wire.described(kind)]
-    direct = {each for hint in hints for each in (hint, *get_args(hint)) if dataclasses.is_dataclass(each)}
-    return direct.union(*map(contained, direct))
-
-
-def table() -> str:
-    """Every message of the product with its number, then what they contain: the bounds of each field."""
-    numbers = {kind: n for n, kind in sorted(wire._KINDS.items()) if kind.__module__.startswith(("node", "protocols"))}
-    inner = {Record}.union(*map(contained, (*numbers, Record)))  # it travels encoded in others
-    lines = []
-    for kind in (*numbers, *sorted(inner, key=lambda kind: kind.__name__)):
-        lines.append(f"{numbers.get(kind, '')} {kind.__name__}".lstrip())
-        lines += [f"    {name}: {what}" for name, what in wire.described(kind).items()]
-    return "\n".join(lines) + "\n"
-
-
 def test_numbers_and_bounds_never_change() -> None:
-    """A peer of another version would refuse what this one sends. A new kind adds lines to tests/golden/wire.txt."""
-    assert table() == (REPOSITORY / "tests" / "golden" / "wire.txt").read_text()
+    assert golden.table() == golden.FILE.read_text()
 
 
 @given(key=headers(RoundKey), junk=st.binary(max_size=60) | TREE.map(msgpack.packb))

@@ -90,7 +90,7 @@ def test_stopped_peer_resumes_when_woken(role: str, processes: int, nemesis: Nem
     wait("d is stopped", lambda: stopped() == processes, FREE_SECONDS)
     assert state(swarm["a"]) != psutil.STATUS_STOPPED
     nemesis.play([Step("wake", ("d",), role=role)])
-    wait("d goes on", lambda: stopped() == 0, FREE_SECONDS)
+    wait("d runs again", lambda: stopped() == 0, FREE_SECONDS)
     events = [(each.what, each.peers, each.kind) for each in nemesis.events]
     assert events == [(f"SIGSTOP to {role}", ("d",), "fault"), (f"SIGCONT to {role}", ("d",), "heal")]
     assert nemesis.stuck == []
