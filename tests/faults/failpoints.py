@@ -18,17 +18,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
 from node.reporting.report import RoundReport
 from node.storage.journal import Journal
 from node.training.remote import RemoteTrainer
-from protocols.base import Buffer, Deadline, Handler, Header, LocalProgress, PeerId, RoundKey, Stream, Vector
+from protocols.base import Buffer, Header, LocalProgress, RoundKey, Stream, Transport, Vector
 from protocols.butterfly.part_cache import PARTS
 from protocols.sync.requests import SYNC
+from tests.faults.wrapped import WrappedTransport
 
 log = logging.getLogger(__name__)
 
@@ -96,17 +96,13 @@ class FailpointClient:
         self._socket = None
 
 
-class _Around:
-    """Wraps an object. All that a subclass does not define is delegated to the object."""
-
-    def __init__(self, trace: FailpointClient, inner: Any, where: str = "") -> None:
+class FailpointStream:
+    def __init__(self, trace: FailpointClient, inner: Stream, where: str) -> None:
         self._trace, self._inner, self._where = trace, inner, where
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
-
-class FailpointStream(_Around):
     async def send(self, header: Header, payload: Buffer = b"") -> None:
         self._trace.point(f"{self._where}send", header)
         await self._inner.send(header, payload)
@@ -117,16 +113,12 @@ class FailpointStream(_Around):
         return header
 
 
-class FailpointTransport(_Around):
-    def serve(self, method: str, handler: Handler) -> None:
-        self._inner.serve(method, lambda peer, stream: handler(peer, self._stream(method, stream)))
+class FailpointTransport(WrappedTransport):
+    def __init__(self, trace: FailpointClient, inner: Transport) -> None:
+        super().__init__(inner)
+        self._trace = trace
 
-    @asynccontextmanager
-    async def open(self, peer: PeerId, method: str, deadline: Deadline) -> AsyncIterator[Stream]:
-        async with self._inner.open(peer, method, deadline) as stream:
-            yield self._stream(method, stream)
-
-    def _stream(self, method: str, stream: Stream) -> Stream:
+    def wrapped(self, method: str, stream: Stream) -> Stream:
         where = {SYNC: "sync: ", PARTS: "parts: "}.get(method, "")
         return cast(Stream, FailpointStream(self._trace, stream, where))
 

@@ -11,14 +11,15 @@ Without the file the peer is honest.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Container
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Container
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
 from protocols import wire
-from protocols.base import Deadline, Handler, PeerId, Signer, Stream
+from protocols.base import PeerId, Signer, Stream, Transport
 from protocols.framing import FramedStream
+from tests.faults.wrapped import WrappedTransport
 from tests.sim.byzantine.contributors import ByzantineContributorStream
 from tests.sim.byzantine.voters import ByzantineVoterStream
 
@@ -36,30 +37,20 @@ class FirstAsked(Container[PeerId]):
         return peer == self._first
 
 
-class LyingTransport:
+class LyingTransport(WrappedTransport):
     """A transport whose streams tell the lie that the file named when they were opened."""
 
-    def __init__(self, inner: Any, signer: Signer, lie_file: Path) -> None:
-        self._inner, self._signer, self._lie_file = inner, signer, lie_file
+    def __init__(self, inner: Transport, signer: Signer, lie_file: Path) -> None:
+        super().__init__(inner)
+        self._signer, self._lie_file = signer, lie_file
         self._dupes = FirstAsked()
         self._plans: dict[bytes, wire.Plan] = {}
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
-
-    def serve(self, method: str, handler: Handler) -> None:
-        self._inner.serve(method, lambda peer, stream: handler(peer, self._disguised(stream)))
-
-    @asynccontextmanager
-    async def open(self, peer: PeerId, method: str, deadline: Deadline) -> AsyncIterator[Stream]:
-        async with self._inner.open(peer, method, deadline) as stream:
-            yield self._disguised(stream)
-
-    def _disguised(self, honest: FramedStream | Stream) -> Stream:
-        lie, stream = self._lie(), cast(FramedStream, honest)
+    def wrapped(self, method: str, stream: Stream) -> Stream:
+        lie, honest = self._lie(), cast(FramedStream, stream)
         # Wrap every stream: some lies need the plan, which came on another stream.
         dupes = cast(Any, self._dupes)
-        perjured = ByzantineVoterStream(stream, VOTERS_LIES.get(lie, ""), self._signer, dupes, self._plans)
+        perjured = ByzantineVoterStream(honest, VOTERS_LIES.get(lie, ""), self._signer, dupes, self._plans)
         if lie in VOTERS_LIES:
             return cast(Stream, perjured)
         return cast(

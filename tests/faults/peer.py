@@ -38,11 +38,11 @@ def lie(file: str) -> None:
 
 
 def wrap_transport(wrap: Any) -> None:
-    """What is sent and received in a session goes through `wrap` of its transport."""
+    """What is sent and received in a session goes through `wrap` of its transport, and through those before it."""
     from node.session import session_setup
-    from protocols.base import Host
 
-    session_setup.Host = lambda transport, *rest: Host(wrap(transport), *rest)
+    host = session_setup.Host
+    session_setup.Host = lambda transport, *rest: host(wrap(transport), *rest)
 
 
 def shift_clock(file: str) -> None:
