@@ -35,7 +35,7 @@ import psutil
 import torch
 
 from benchmarks.averaging_setup import Setup
-from protocols.codec import CODECS
+from protocols.vectors.codec import CODECS
 from protocols.wire import MAX_ROSTER
 from tests.sim.arguments import Parser
 

@@ -49,11 +49,11 @@ from protocols.base import (
     Stream,
     Transport,
 )
-from protocols.bulk import BULK_METHODS
 from protocols.history.chain import Chain
 from protocols.registry import REPLICATED_PROTOCOLS
 from protocols.static_members import StaticMembers
-from protocols.vectors import norm
+from protocols.streams.framing import BULK_METHODS
+from protocols.vectors.views import norm
 
 RUN = hashlib.sha256(b"benchmarks.averaging").digest()
 ROOT = bytes(32)  # no peer keeps an outer state

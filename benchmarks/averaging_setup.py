@@ -61,7 +61,7 @@ class Setup:
         """
         import torch
 
-        from protocols.vectors import norm
+        from protocols.vectors.views import norm
 
         for index, low in enumerate(range(0, self.elements, PIECE_ELEMENTS)):
             name = hashlib.sha256(f"{self.seed}/{rank}/{number}/{index}".encode()).digest()
@@ -77,7 +77,7 @@ class Setup:
     @property
     def moved_bytes(self) -> int:
         """What each peer sends in one round, and receives: (N - 1) / N of an encoded vector and of an encoded mean."""
-        from protocols.codec import codec
+        from protocols.vectors.codec import codec
 
         used = codec(self.codec)
         both = used.encoded_bytes(self.elements) + used.reduced(self.peers).encoded_bytes(self.elements)

@@ -44,7 +44,7 @@ from protocols.sync.context import SyncContext
 from protocols.sync.requests import WantChunk
 from protocols.sync.snapshot import Snapshot, SnapshotBuffer, SnapshotIndex, Snapshots, buffer_bytes
 from protocols.sync.snapshot_download import SnapshotDownload
-from protocols.vectors import chunk_count, chunk_range
+from protocols.vectors.views import chunk_count, chunk_range
 
 PLAIN_SECONDS = 600.0
 

@@ -39,7 +39,7 @@ from node.network.libp2p import LibP2PConfig, LibP2PTransport
 from node.runtime import identity
 from protocols import wire
 from protocols.base import PeerId, Stream
-from protocols.bulk import BULK_METHODS
+from protocols.streams.framing import BULK_METHODS
 from tests.sim.arguments import Parser, at_least_one
 from tests.support.real_swarm import RealPeer, RealSwarm, paced, wait
 

@@ -33,7 +33,7 @@ import transformers
 from node.config.run_config import load_run
 from node.tasks.hf.memory import memory_need
 from node.tasks.hf.model import load_model
-from protocols.codec import codec
+from protocols.vectors.codec import codec
 from tests.support.small_models import write_tokenizer
 
 RUN = """

@@ -32,11 +32,11 @@ from benchmarks.laboratory.replicated import LabMember
 from benchmarks.laboratory.runs import Run
 from benchmarks.laboratory.through_protocol import LearningWorld, through_the_protocol
 from node.training.trainer import InlineTrainer, LocalTraining
-from protocols import robust
 from protocols.allreduce import clipping
 from protocols.allreduce import plan as planning
 from protocols.base import Settings, Trainer, Vector
-from protocols.robust import RULES, Rule
+from protocols.vectors import robust
+from protocols.vectors.robust import RULES, Rule
 from tests.sim.arguments import Parser, at_least_one
 from tests.sim.byzantine.gradients import FACTOR, PoisonedTrainer, alie, ipm
 from tests.sim.scenario import Scenario

@@ -32,7 +32,7 @@ import torch
 
 from benchmarks.averaging import Answer, Swarm, SwarmError, ends_in_one_line
 from benchmarks.averaging_setup import Setup
-from protocols.codec import codec
+from protocols.vectors.codec import codec
 from protocols.wire import MAX_ROSTER
 from tests.faults.network import Namespaces, Place, why_not
 from tests.sim.arguments import Parser, at_least_one

@@ -4,12 +4,9 @@ A protocol reaches the outside world only through the `Host` that it is built wi
 libp2p and in the simulator. The event loop is the clock: a `Deadline` is a value of the running loop's `time()`, for
 `asyncio.timeout_at`.
 
-The names are defined in four modules of `protocols.contract`. Import them from here:
-
-    values      plain values: keys, members, heads, progress, results, settings
-    errors      the errors below
-    host        transport, directory, members, compute, clock, signer
-    averager    averagers, their sessions, and trainers
+In this file's order: plain values (keys, members, heads, progress, results, settings), the errors, the host (transport,
+directory, members, compute, clock, signer), and the two plug-in interfaces of a run: an averager decides how peers
+agree, a trainer computes the inner steps.
 
 Errors:
 
@@ -23,75 +20,553 @@ Errors:
 
 from __future__ import annotations
 
-from protocols.contract.averager import (
-    Averager,
-    AveragingSession,
-    ClosingAverager,
-    ClosingSession,
-    IndependentAverager,
-    IndependentSession,
-    Trainer,
-)
-from protocols.contract.errors import BadPayload, PeerError, PeerGone, PeerSilent, ProtocolError, StoppedHere
-from protocols.contract.host import Clock, Compute, Directory, Handler, Host, Members, Signer, Stream, Transport
-from protocols.contract.values import (
-    CHUNK_BYTES,
-    AveragingResult,
-    Buffer,
-    Contribution,
-    Deadline,
-    Head,
-    Header,
-    Layout,
-    LinkFault,
-    LocalProgress,
-    Member,
-    Outcome,
-    PeerFault,
-    PeerId,
-    RoundKey,
-    Settings,
-    Vector,
-)
+import asyncio
+import math
+import random
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TYPE_CHECKING, Protocol, TypeAlias, TypeVar, runtime_checkable
 
-__all__ = [
-    "CHUNK_BYTES",
-    "Averager",
-    "AveragingResult",
-    "AveragingSession",
-    "BadPayload",
-    "Buffer",
-    "Clock",
-    "ClosingAverager",
-    "ClosingSession",
-    "Compute",
-    "Contribution",
-    "Deadline",
-    "Directory",
-    "Handler",
-    "Head",
-    "Header",
-    "Host",
-    "IndependentAverager",
-    "IndependentSession",
-    "Layout",
-    "LinkFault",
-    "LocalProgress",
-    "Member",
-    "Members",
-    "Outcome",
-    "PeerError",
-    "PeerFault",
-    "PeerGone",
-    "PeerId",
-    "PeerSilent",
-    "ProtocolError",
-    "RoundKey",
-    "Settings",
-    "Signer",
-    "StoppedHere",
-    "Stream",
-    "Trainer",
-    "Transport",
-    "Vector",
-]
+if TYPE_CHECKING:  # commands such as `status` read these values, and loading PyTorch takes seconds
+    import torch
+
+DISTRUST_SECONDS = 60.0
+"""A peer that broke a rule, or could not prove its claim, is not asked again for this time."""
+REQUESTER_IDLE_SECONDS = 30.0
+"""A stream is closed if its requester asks for nothing, or takes nothing of what it asked for, for this time."""
+SLOWEST_BYTES_PER_SECOND = 65_536.0
+"""A peer waits for bulk data at most as long as the data takes at this rate."""
+
+PeerId: TypeAlias = str
+"""A libp2p peer id in its text form (base58btc)."""
+
+Vector: TypeAlias = "torch.Tensor"
+"""1-D, float32, CPU, contiguous."""
+
+Deadline: TypeAlias = float
+"""An instant of the running loop's `time()`. Never sent to a peer: peers exchange remaining seconds."""
+
+Buffer: TypeAlias = bytes | bytearray | memoryview
+
+CHUNK_BYTES = 1 << 20
+"""Bulk data is encoded, sent, received and reduced in pieces of at most this many bytes of float32."""
+
+
+@dataclass(frozen=True, slots=True)
+class RoundKey:
+    """Identifies a round. Every frame of the round is bound to it.
+
+    Attributes:
+        run: hash of the manifest, 32 bytes.
+        scope: which parameters are averaged: peers of equal scope hold the same ones.
+        lineage: hash of the record that this round extends, 32 bytes.
+        round: number of the round, from 0.
+        fragment: index of the model fragment that this round commits.
+    """
+
+    run: bytes
+    scope: str
+    lineage: bytes
+    round: int
+    fragment: int = 0
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Member:
+    """One incarnation of a peer: each start of its process is a new one."""
+
+    peer: PeerId
+    incarnation: int = 0
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class LinkFault:
+    """A broken link: no contribution travelled between two members that both took part.
+
+    Neither of them reduces a part before round `until`.
+    """
+
+    first: PeerId
+    second: PeerId
+    until: int
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """The tip of a peer's chain of records, which the next round extends.
+
+    Attributes:
+        key: key of the next round.
+        roster: members whose votes count in it.
+        state_root: root of the outer state after the last decided round, 32 bytes.
+        anchor: lineage of the last record that changed the outer state. Pseudo-gradients are measured from there.
+        complaints: links that are known to be broken.
+        former: larger rosters that the present one has shrunk from, the latest first. Derived from the chain, so two
+            heads of one lineage never differ in it.
+    """
+
+    key: RoundKey
+    roster: tuple[Member, ...]
+    state_root: bytes
+    anchor: bytes
+    complaints: tuple[LinkFault, ...] = ()
+    former: tuple[tuple[Member, ...], ...] = field(default=(), compare=False)
+
+
+class Header:
+    """The header of a message: one of the frozen dataclasses of `protocols.wire`."""
+
+    __slots__ = ()
+
+
+@dataclass(frozen=True, slots=True)
+class LocalProgress:
+    """What a peer has trained since its anchor.
+
+    Attributes:
+        tokens: tokens (or samples) that the inner steps consumed.
+        loss: mean training loss over them; nan before the first step.
+        seconds: time spent on training.
+        step_seconds: duration of one inner step, so how long the peer may need to notice the cut.
+        norm: L2 norm of the pseudo-gradient, anchor - local.
+        complete: the round's inner steps are done; more may follow until the round is cut.
+        state_root: root of the outer state after the last committed round, 32 bytes.
+        leaving: the peer leaves the roster after this round. If the work is complete, the round is called at once.
+        carried: tokens of earlier work that the parameters already held when they were written. Included in `tokens`,
+            not in `seconds` and `loss`.
+        resting: the peer takes no steps for now, so the round is called without it, and not because it leaves.
+    """
+
+    tokens: int
+    loss: float
+    seconds: float
+    norm: float
+    step_seconds: float = 0.0
+    complete: bool = False
+    state_root: bytes = bytes(32)
+    leaving: bool = False
+    carried: int = 0
+    resting: bool = False
+
+
+class Outcome(StrEnum):
+    """How a round ended: `SUPERSEDED` means that the peer switched to a better branch instead."""
+
+    COMMITTED = "committed"
+    SKIPPED = "skipped"
+    UNDECIDED = "undecided"
+    SUPERSEDED = "superseded"
+
+
+@dataclass(frozen=True, slots=True)
+class PeerFault:
+    """A peer that was excluded or clamped, and the reason in one line."""
+
+    peer: PeerId
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Contribution:
+    """How much of one peer's pseudo-gradient or state the mean holds.
+
+    Attributes:
+        chunks_counted, chunks: chunks of this peer in the mean, and chunks of a whole vector; 1 and 1 for a protocol
+            that counts whole vectors.
+        messages: for protocols that send states: names of the messages that were counted, at most 128 characters
+            each. A name is never used twice, which lets the checkers find a message that was counted twice.
+    """
+
+    chunks_counted: int
+    chunks: int
+    messages: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class AveragingResult:
+    """Result of one round of averaging.
+
+    Attributes:
+        outcome: `into` holds the mean only if this is COMMITTED.
+        record: encoded record of the round (`protocols.consensus.record`); empty if none was decided.
+        certificate: the record with the votes that decided it, encoded as a header; empty if none was decided.
+        contributions: peer -> chunks of its contribution in the mean, in the order of the plan. With independent state
+            this peer itself may be named or not.
+        weights: peer -> its weight in the mean, after clamping; empty if this peer does not know the plan.
+        blamed: peers that were refused, lost or clamped, with reasons.
+        bytes_sent, bytes_received: traffic of this round, headers and control messages included.
+    """
+
+    outcome: Outcome
+    record: bytes = b""
+    certificate: bytes = b""
+    contributions: Mapping[PeerId, Contribution] = field(default_factory=dict)
+    weights: Mapping[PeerId, float] = field(default_factory=dict)
+    blamed: tuple[PeerFault, ...] = ()
+    bytes_sent: int = 0
+    bytes_received: int = 0
+
+    @property
+    def peers(self) -> tuple[PeerId, ...]:
+        """Peers with at least one chunk in the mean."""
+        return tuple(peer for peer, part in self.contributions.items() if part.chunks_counted)
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Configuration of an averager.
+
+    Attributes:
+        codec: name of the codec of vectors on the wire. This and the next two are equal at all peers of a run.
+        elements: length of each fragment's flat vector.
+        chunk_elements: elements of a chunk, the unit in which vectors travel and are reduced.
+        bandwidth: upload of this peer, bytes/s. Determines the size of the part that it reduces.
+        bandwidth_limit: returns what this peer may send now, bytes/s, whatever its bandwidth; it may change.
+        incarnation: incarnation of this peer.
+        keep_rounds: number of rounds whose reduced parts are kept in memory for members that missed them.
+        quorum: number of votes that decide, as a function of the roster's size; None means a majority.
+        fork_peers: least number of members that may fork when the majority is gone; 0 forbids forks.
+        robust: name of the rule by which reducers average (`protocols.vectors.robust`); equal at all peers of a run.
+        schedule: name of the partner schedule of gossip and push-sum (`protocols.pairwise.matching`); equal at all
+            peers of a run.
+    """
+
+    codec: str
+    elements: tuple[int, ...]
+    chunk_elements: int = CHUNK_BYTES // 4
+    bandwidth: float = 12.5e6
+    bandwidth_limit: Callable[[], float] = lambda: math.inf
+    incarnation: int = 0
+    keep_rounds: int = 8
+    quorum: Callable[[int], int] | None = None
+    fork_peers: int = 1
+    robust: str = "mean"
+    schedule: str = "random"
+
+    def upload_bandwidth(self) -> float:
+        """What this peer may declare as its upload now, bytes/s."""
+        return min(self.bandwidth, self.bandwidth_limit())
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The parameters as flat vectors: names and shapes of the tensors of each fragment, in order."""
+
+    fragments: tuple[tuple[tuple[str, tuple[int, ...]], ...], ...]
+
+    def sizes(self) -> tuple[int, ...]:
+        """Elements of each fragment's flat vector."""
+        return tuple(sum(math.prod(shape) for _, shape in fragment) for fragment in self.fragments)
+
+
+class ProtocolError(Exception):
+    """Base class of all errors that protocols raise."""
+
+
+class PeerError(ProtocolError):
+    """An error about one peer.
+
+    Attributes:
+        peer: id of the peer.
+        why: user-facing message of one line.
+    """
+
+    def __init__(self, peer: PeerId, why: str) -> None:
+        super().__init__(f"{peer}: {why}")
+        self.peer = peer
+        self.why = why
+
+
+class PeerGone(PeerError):
+    """Definite: no byte reached the peer, or it refused explicitly."""
+
+
+class PeerSilent(PeerError):
+    """Indefinite: the peer may have received and counted what was sent before the stream ended."""
+
+
+class StoppedHere(PeerSilent):
+    """The stream ended because of a limit of this peer's own: the other peer is not to blame."""
+
+
+class BadPayload(ProtocolError):
+    """Received bytes break the rules (schema, size, codec, finiteness, signature, binding to the round)."""
+
+
+T = TypeVar("T")
+
+
+class Stream(Protocol):
+    """An ordered, authenticated, flow-controlled stream to one peer, its deadline fixed when it was opened.
+
+    After the deadline every call raises `PeerSilent`. Cancelling a call leaves the stream unusable: reset it.
+    `bytes_sent` and `bytes_received` count everything that crossed it, headers included. `moved_bytes` grows while a
+    long message is under way, too: it tells a slow peer from a silent one.
+    """
+
+    peer: PeerId
+    deadline: Deadline
+    bytes_sent: int
+    bytes_received: int
+
+    @property
+    def moved_bytes(self) -> int: ...
+
+    async def send(self, header: Header, payload: Buffer = b"") -> None:
+        """Send a header and its raw payload. Returns when flow control has taken both and `payload` may be reused.
+
+        Raises:
+            PeerSilent: the stream was reset, has ended or its deadline has passed.
+        """
+
+    async def receive(self, limit: int) -> Header:
+        """Receive one header of at most `limit` bytes. The size is checked before the header is read.
+
+        Raises:
+            BadPayload: too long, not decodable, or not a known message.
+            PeerSilent: the stream was reset, has ended or its deadline has passed.
+        """
+
+    async def receive_into(self, buffer: memoryview) -> None:
+        """Receive exactly `len(buffer)` payload bytes.
+
+        Raises:
+            PeerSilent: as for `receive`; the buffer's content is then undefined.
+        """
+
+
+Handler: TypeAlias = Callable[[PeerId, Stream], Awaitable[None]]
+"""Serves one incoming stream. Returning closes the stream; raising resets it."""
+
+
+class Transport(Protocol):
+    """Streams to peers. Handlers survive a restart of the daemon underneath."""
+
+    me: PeerId
+
+    def serve(self, method: str, handler: Handler) -> None:
+        """Register the handler of the streams that peers open for `method`. Each method has one handler."""
+
+    def open(self, peer: PeerId, method: str, deadline: Deadline) -> AbstractAsyncContextManager[Stream]:
+        """Open a stream. A normal exit of the context closes it after everything was sent; an exception resets it.
+
+        Raises:
+            PeerGone: the peer could not be reached, or does not serve `method`.
+            PeerSilent: no answer before the deadline.
+        """
+
+
+class Directory(Protocol):
+    """The DHT as a protocol sees it. Its content is unverified: a hint, never the basis of a decision."""
+
+    async def announce(self, scope: str, value: bytes, ttl_seconds: float, deadline: Deadline) -> None: ...
+
+    async def find(self, scope: str, limit: int, deadline: Deadline) -> Sequence[tuple[PeerId, bytes]]: ...
+
+
+class Members(Protocol):
+    """Peers that completed a handshake and are believed alive. A death notifies the waiters of `changed`."""
+
+    @property
+    def version(self) -> int:
+        """Grows with every change in the set of live members."""
+
+    def live(self) -> tuple[Member, ...]:
+        """The live members, this peer included, ordered by id."""
+
+    async def changed(self, since: int, deadline: Deadline) -> int:
+        """Wait until `version` exceeds `since` or the deadline has come, and return the version."""
+
+
+class Signer(Protocol):
+    """Signatures bound to peer ids: Ed25519 in a node, a seeded stand-in in the simulator."""
+
+    def sign(self, message: bytes) -> bytes: ...
+
+    def verify(self, peer: PeerId, message: bytes, signature: bytes) -> bool: ...
+
+
+class Clock(Protocol):
+    """Wall time in seconds since the epoch, for record expiry and log stamps only."""
+
+    def wall(self) -> float: ...
+
+
+class Compute(Protocol):
+    """Runs work that would block the event loop: on threads in a node, on virtual time in the simulator."""
+
+    async def run(self, work: Callable[[], T], cost_bytes: int) -> T: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """Everything that a protocol may use of the outside world."""
+
+    transport: Transport
+    directory: Directory
+    members: Members
+    compute: Compute
+    clock: Clock
+    signer: Signer
+    seed: int
+
+    @property
+    def me(self) -> PeerId:
+        return self.transport.me
+
+    def rng(self, purpose: str) -> random.Random:
+        """A separate generator for each purpose, so that draws for one purpose never shift those of another."""
+        return random.Random(f"{self.seed}/{self.me}/{purpose}")
+
+
+class AveragingSession(Protocol):
+    """One peer's side of one round of averaging."""
+
+    cut: asyncio.Event
+    """Set when the coordinator calls the round or its deadline has come. Then finish the step and call `average`."""
+
+    def offer(self, work: LocalProgress) -> None:
+        """Announce this peer's progress to the others. Call it again as the work grows."""
+
+    def waiting_for(self) -> tuple[PeerId, ...]:
+        """Peers that the round is waiting for, as far as this peer knows. Shown in the status."""
+
+    async def average(self, mine: Sequence[Vector], work: LocalProgress, into: Sequence[Vector]) -> AveragingResult:
+        """Average `mine` with the others' vectors into `into`, which has the same shapes.
+
+        With replicated state these are the fragments of the pseudo-gradient. With independent state they are parameters
+        and momentum, or, in a run with `outer_pull`, the pseudo-gradient alone. All are flat and float32.
+
+        Neither this nor the caller changes `mine` before this returns. A failure of another peer never raises: the
+        result's outcome says how the round ended.
+        """
+
+
+class Averager(Protocol):
+    """How peers with replicated state agree on the next outer parameters."""
+
+    me: Member
+
+    def enter(self, head: Head, deadline: Deadline) -> AbstractAsyncContextManager[AveragingSession]:
+        """Take part in the round that extends `head`. Other peers may call the round as soon as this is entered.
+
+        A peer outside the roster asks for admission and learns what the roster decides, but does not vote.
+        """
+
+
+class IndependentSession(AveragingSession, Protocol):
+    """One round of a protocol in which each peer owns its state.
+
+    The peer calls `average` at the end of its round with its state, or with its contribution to its own outer step. If
+    the outcome is COMMITTED, `into` holds the mean, and the result names at least one contribution. If it is SKIPPED,
+    no peer averaged with this one and `into` is undefined. Other outcomes do not occur. Other peers may average with a
+    shared state while its owner still trains.
+
+    Attributes:
+        round: number of the round in which the session ended; higher than at entry if other peers were ahead. A
+            protocol in which peers do not follow each other's rounds leaves it as it is.
+        group: name of the last group that this peer completed. All peers that report the same name hold the same bits.
+            Empty if there was none, or if the protocol has no groups.
+        half_exchanges: exchanges of this peer that may have been committed at one end only.
+        mass_drift: upper bound of how far the half exchanges moved the mean of all peers: the sum over them of
+            ‖the change, made or not, of this peer's state‖ / ‖this peer's state‖.
+    """
+
+    round: int
+    group: str
+    half_exchanges: int
+    mass_drift: float
+
+    def share(self, state: Sequence[Vector]) -> None:
+        """Let other peers average with this state, in place, until `reclaim`. An exchange changes all of it or nothing.
+
+        A peer that shares no state answers "busy" to exchange requests.
+        """
+
+    async def reclaim(self) -> Mapping[PeerId, Contribution]:
+        """Stop sharing the state. Waits for an exchange that is under way, which has a deadline of its own.
+
+        Returns:
+            Contribution of each peer that the state has been averaged with; empty if the state did not change.
+        """
+
+
+class ClosingSession(IndependentSession, Protocol):
+    """A session of a protocol that ends a run with closing exchanges: a few exchanges in sequence, without training.
+
+    Attributes:
+        closing_exchanges: number of closing exchanges that succeeded.
+    """
+
+    closing_exchanges: int
+
+    async def close(self, mine: Sequence[Vector], into: Sequence[Vector], here: Collection[PeerId]) -> AveragingResult:
+        """Average `mine` into `into`, as `average` does, with the peers that have reached the end of the run.
+
+        Takes at most ⌈log₂ n⌉ + 1 exchanges among n peers, this one included. Ends early when `cut` is set.
+
+        Args:
+            here: the other peers that take part. The result is the mean of all only if all of them pass the same set.
+        """
+
+
+class IndependentAverager(Protocol):
+    """How peers with independent state bring their states near each other.
+
+    The head passed to `enter` has this peer's own round number, and as lineage the root of its own last state.
+    """
+
+    me: Member
+
+    def enter(self, head: Head, deadline: Deadline) -> AbstractAsyncContextManager[IndependentSession]:
+        """Take part in a round. From then on other peers may open the round, or an exchange with a shared state."""
+
+
+@runtime_checkable
+class ClosingAverager(IndependentAverager, Protocol):
+    """An averager that ends a run with closing exchanges. Classes set `closes = True`."""
+
+    closes: bool
+
+    def enter(self, head: Head, deadline: Deadline) -> AbstractAsyncContextManager[ClosingSession]: ...
+
+
+class Trainer(Protocol):
+    """Computes the inner steps between two rounds. In a node it is a worker process."""
+
+    layout: Layout
+
+    async def train(
+        self, key: RoundKey, cut: asyncio.Event, progress: Callable[[LocalProgress], None], surplus: bool = True
+    ) -> LocalProgress:
+        """Train from the present parameters until `cut` is set, which is checked after every inner step.
+
+        `progress` is called at once (with work left over from earlier rounds), after the first inner step, when the
+        round's inner steps are complete, and whenever the work has grown by a tenth since the last call.
+
+        Args:
+            surplus: keep training after the round's inner steps are complete; otherwise wait for the cut.
+        """
+
+    def rest(self, resting: bool) -> None:
+        """Take no step after the present one until called again with False; `train` still ends at its cut.
+
+        When it has stopped, it calls `progress` with the work so far, marked `resting`.
+        """
+
+    async def release(self) -> None:
+        """Free what computing needs, between two rounds. The next command gets it back."""
+
+    async def read(self, into: Vector, fragment: int = 0) -> None:
+        """Copy the local parameters into `into`, between two inner steps."""
+
+    async def write(self, source: Vector, fragment: int = 0, anchor: Vector | None = None, tokens: int = 0) -> None:
+        """Replace the local parameters and reset the progress. The inner optimiser keeps its state.
+
+        Args:
+            anchor: what the pseudo-gradient is measured from, if not `source`. A peer that keeps work which no round
+                has counted passes the new anchor minus that work as `source`.
+            tokens: number of tokens in that work.
+        """

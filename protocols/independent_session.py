@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 
 from protocols.base import AveragingResult, Contribution, Deadline, Head, LocalProgress, Outcome, PeerId, Vector
-from protocols.control_channel import RoundAccounting
+from protocols.streams.control_channel import RoundAccounting
 
 
 class SessionBase:

@@ -194,7 +194,7 @@ def test_no_text_installs_by_a_strangers_name() -> None:
         ("protocols/pairwise/gossip.py", "import node.training.trainer"),
         ("protocols/pairwise/gossip.py", "def late():\n    from numpy import array"),
         ("protocols/pairwise/gossip.py", "import time"),
-        ("protocols/vectors.py", "from blake3 import blake3"),
+        ("protocols/vectors/views.py", "from blake3 import blake3"),
         ("protocols/pairwise/gossip.py", "from tests.sim import loop"),
         ("node/outer/replicated_loop.py", "from node.network import libp2p"),
         ("node/outer/replicated_loop.py", "from protocols.registry import REPLICATED_PROTOCOLS"),
@@ -247,9 +247,9 @@ SEVEN = "a, b, c, d, e, f, g"
     [
         ("node/outer/sgd.py", f"class A:\n    def __init__(self, {SEVEN}): ..."),
         ("node/outer/sgd.py", f"class A:\n    def step(self, {SEVEN}, h): ..."),
-        ("protocols/gate.py", f"async def late({SEVEN}, *, h): ..."),
-        ("protocols/gate.py", f"def outer():\n    def inner({SEVEN}, **more): ..."),
-        ("protocols/gate.py", f"@app.command()\ndef join({SEVEN}, h): ..."),
+        ("protocols/aio.py", f"async def late({SEVEN}, *, h): ..."),
+        ("protocols/aio.py", f"def outer():\n    def inner({SEVEN}, **more): ..."),
+        ("protocols/aio.py", f"@app.command()\ndef join({SEVEN}, h): ..."),
         ("node/cli/app.py", f"def helper({SEVEN}, h): ..."),
     ],
 )

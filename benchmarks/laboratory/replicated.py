@@ -19,10 +19,10 @@ from node.training.task_learner import TaskLearner
 from node.training.trainer import LocalTraining, Step
 from protocols.allreduce.clipping import allowances, clip_factors
 from protocols.allreduce.plan import part_bounds
-from protocols.codec import codec
-from protocols.codecs.coding import carry
-from protocols.codecs.sparse import sent, settle
-from protocols.vectors import norm
+from protocols.vectors.codec import codec
+from protocols.vectors.coding import carry
+from protocols.vectors.sparse import sent, settle
+from protocols.vectors.views import norm
 
 
 @cache

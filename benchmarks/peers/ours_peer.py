@@ -20,7 +20,7 @@ from benchmarks.averaging_peer import Peer, main
 from benchmarks.averaging_setup import Setup
 from benchmarks.peers import vectors
 from protocols.base import Outcome
-from protocols.vectors import norm
+from protocols.vectors.views import norm
 
 
 class NotCommittedError(Exception):

@@ -19,7 +19,7 @@ from node.tasks.hf.settings import HfMachine, HfSettings, HfValues, ModelPins
 from node.tasks.spec import GptValues, OwnValues, PacedValues, StageValues, Values, WorkerSpec
 from protocols.allreduce.claims import cost_seconds, least_claim
 from protocols.base import Member, Settings
-from protocols.codec import codec
+from protocols.vectors.codec import codec
 from protocols.wire import MAX_ROSTER
 
 KEEP_ROUNDS = 4

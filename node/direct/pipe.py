@@ -1,4 +1,4 @@
-"""`protocols.framing.Pipe` over a direct connection: one stream, with an explicit end on both sides."""
+"""`protocols.streams.framing.Pipe` over a direct connection: one stream, with an explicit end on both sides."""
 
 from __future__ import annotations
 

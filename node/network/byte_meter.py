@@ -15,7 +15,7 @@ from enum import StrEnum
 from node.runtime.bounded import renew
 from protocols.aio import loop_time
 from protocols.base import PeerId
-from protocols.bulk import BULK_METHODS, CATCH_UP_METHODS
+from protocols.streams.framing import BULK_METHODS, CATCH_UP_METHODS
 
 RATE_SECONDS = 5.0
 _SAMPLE_SECONDS = 1.0

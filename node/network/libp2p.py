@@ -40,7 +40,7 @@ from node.network.traffic import Traffic
 from node.runtime.bounded import renew
 from node.runtime.identity import Identity
 from protocols.base import Deadline, Handler, PeerGone, PeerId, PeerSilent, Stream
-from protocols.framing import opened
+from protocols.streams.framing import opened
 
 log = logging.getLogger(__name__)
 

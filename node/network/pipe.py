@@ -1,4 +1,4 @@
-"""`protocols.framing.Pipe` over an asyncio reader and writer, with an explicit end marker.
+"""`protocols.streams.framing.Pipe` over an asyncio reader and writer, with an explicit end marker.
 
 On the wire: pieces, each a 4-byte big-endian length and that many bytes. A length of 0 marks the end. The marker is
 needed because p2pd has no half close, and turns a close with unread data into a reset that destroys the data sent

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from node.network.traffic import StreamTraffic, Traffic
 from node.runtime.bounded import count
 from protocols.base import BadPayload, Handler, PeerError, PeerId, Stream
-from protocols.framing import Pipe, accepted
+from protocols.streams.framing import Pipe, accepted
 
 log = logging.getLogger(__name__)
 

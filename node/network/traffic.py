@@ -9,7 +9,7 @@ from node.network.byte_limiter import PIECE_BYTES, ByteLimiter
 from node.network.byte_meter import UNCOUNTED, ByteMeter, StreamCounter, TrafficClass, class_of
 from node.network.byte_quota import ByteQuota
 from protocols.base import PeerId
-from protocols.framing import LimitReached
+from protocols.streams.framing import LimitReached
 
 _WHOLE = 1 << 40
 _LEAST_BYTES = 16 << 10

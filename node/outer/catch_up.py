@@ -14,9 +14,8 @@ from dataclasses import dataclass
 from node.storage.state import OuterState
 from protocols.aio import task_group
 from protocols.allreduce.parts import ReducedPart
-from protocols.base import Deadline, Vector
+from protocols.base import SLOWEST_BYTES_PER_SECOND, Deadline, Vector
 from protocols.history.chain import UNSETTLED, Chain, DecidedRound
-from protocols.limits import SLOWEST_BYTES_PER_SECOND
 from protocols.sync.snapshot import Snapshot
 from protocols.sync.snapshot_download import STALL_SECONDS, StateUnavailable
 from protocols.sync.state_fetcher import StateFetcher

@@ -41,7 +41,7 @@ from protocols.base import (
 from protocols.sync.independent_sync import IndependentStateSync
 from protocols.sync.snapshot import Snapshot
 from protocols.sync.snapshot_download import StateUnavailable
-from protocols.vectors import norm
+from protocols.vectors.views import norm
 
 log = logging.getLogger(__name__)
 

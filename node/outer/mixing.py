@@ -34,7 +34,7 @@ from protocols.base import (
     Trainer,
 )
 from protocols.sync.snapshot import Snapshot
-from protocols.vectors import norm
+from protocols.vectors.views import norm
 
 OfferCallback = Callable[[LocalProgress], LocalProgress]
 """Returns the work as it is offered to other peers."""

@@ -15,8 +15,8 @@ import math
 import torch
 
 from protocols.base import Vector
-from protocols.codec import CODECS
-from protocols.vectors import norm, root
+from protocols.vectors.codec import CODECS
+from protocols.vectors.views import norm, root
 
 _PIECE_ELEMENTS = 1 << 18
 

@@ -22,10 +22,10 @@ from node.storage.certificate_log import spool
 from node.storage.checkpoint_manager import CheckpointManager
 from node.tasks.extra import extra_elements
 from node.training.remote import RemoteTrainer
+from protocols.aio import Gate
 from protocols.base import ClosingAverager, Host, LocalProgress, Settings, Vector
 from protocols.butterfly.part_cache import PartCache
 from protocols.butterfly.part_store import PartStore
-from protocols.gate import Gate
 from protocols.history.chain import Chain
 from protocols.registry import INDEPENDENT_PROTOCOLS, REPLICATED_PROTOCOLS
 from protocols.sync.chain_sync import ChainSync, ChainSyncOptions

@@ -48,8 +48,8 @@ from node.training.remote import RemoteTrainer, WorkerError, WorkerSpec
 from node.ui.commands import PeerCommands
 from node.ui.control import ControlServer
 from node.ui.status_tracker import RunLabels, StatusTracker
-from protocols.bulk import BULK_METHODS
 from protocols.registry import INDEPENDENT_PROTOCOLS, REPLICATED_PROTOCOLS
+from protocols.streams.framing import BULK_METHODS
 
 T = TypeVar("T")
 

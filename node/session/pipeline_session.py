@@ -20,7 +20,6 @@ from node.training.remote_stage import RemoteStage
 from node.training.stage_trainer import DrivingTrainer, ServingTrainer, StageTraining
 from protocols.aio import loop_time, run_with_helper
 from protocols.base import BadPayload, Host, LocalProgress, Member, RoundKey, Settings, Vector
-from protocols.endpoint import ProtocolEndpoint
 from protocols.history.chain import UNSETTLED, Chain
 from protocols.pipeline.driving import PipelineDriver
 from protocols.pipeline.outer import MAX_REQUESTS, OuterClient, OuterServer
@@ -28,6 +27,7 @@ from protocols.pipeline.serving import StageServer
 from protocols.pipeline.settings import PipelineEvent, PipelineSettings
 from protocols.pipeline.stages import StageClock, StageMembers, by_stage
 from protocols.pipeline.work import LeaseLost
+from protocols.streams.endpoint import ProtocolEndpoint
 
 LAST_DRIVER_SECONDS = 60.0
 """A stage whose own rounds are over leaves if stage 0 has no live peer for this time."""

@@ -37,11 +37,10 @@ from node.storage.scratch import ScratchSpace
 from node.tasks.extra import extra_elements
 from node.training.remote import RemoteTrainer
 from node.ui.status_tracker import OuterLoopSources, StatusTracker
-from protocols.aio import run_with_helper, task_group
+from protocols.aio import Gate, run_with_helper, task_group
 from protocols.base import Host
 from protocols.butterfly.part_store import LEAST_ROUNDS, PartStore
-from protocols.codec import codec
-from protocols.gate import Gate
+from protocols.vectors.codec import codec
 
 if TYPE_CHECKING:
     from node.session.pipeline_session import PipelineTrainer

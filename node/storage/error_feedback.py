@@ -1,4 +1,4 @@
-"""Error feedback: the part of a peer's pseudo-gradients that its codec has not sent yet (`protocols.codecs.sparse`).
+"""Error feedback: the part of a peer's pseudo-gradients that its codec has not sent yet (`protocols.vectors.sparse`).
 
 The residual changes only if a round has counted what the peer sent. Work that a round did not count is dropped with
 the round (docs/decisions/0006), and the residual from before it stays. A peer that adopts other peers' state starts
@@ -18,9 +18,9 @@ import torch
 
 from node.storage import tensors
 from protocols.base import AveragingResult, Compute, LocalProgress, PeerId, Vector
-from protocols.codec import Codec
-from protocols.codecs.sparse import sent, settle
-from protocols.vectors import norm
+from protocols.vectors.codec import Codec
+from protocols.vectors.sparse import sent, settle
+from protocols.vectors.views import norm
 from protocols.wire import MAX_NORM
 
 log = logging.getLogger(__name__)

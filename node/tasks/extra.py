@@ -24,8 +24,8 @@ from torch import nn
 
 from node.tasks.name import TaskError
 from protocols.base import Layout, Vector
-from protocols.codecs import lowbit, sparse
-from protocols.limits import LARGEST_FLOAT32
+from protocols.vectors import lowbit, sparse
+from protocols.vectors.views import LARGEST_FLOAT32
 
 EXTRA: Final = "extra:"
 PADDING: Final = "padding:"

@@ -18,8 +18,8 @@ from protocols.allreduce.chunk_pool import ChunkPool
 from protocols.allreduce.plan import ResolvedPlan
 from protocols.base import Buffer, Compute, Deadline, PeerId, RoundKey, Settings, Signer, Vector
 from protocols.choices import CHUNK_ELEMENTS
-from protocols.codec import Codec
-from protocols.vectors import VectorView, chunk_count, chunk_range
+from protocols.vectors.codec import Codec
+from protocols.vectors.views import VectorView, chunk_count, chunk_range
 
 
 def chunk_digest(mask: int, data: Buffer) -> bytes:

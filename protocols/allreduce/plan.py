@@ -128,7 +128,7 @@ class PlanInputs:
         elements: length of the vector to average.
         bytes_per_element: encoded size of a contribution, per element.
         complaints: links that carry no contributions. The members at both ends reduce nothing.
-        robust: name of the rule by which reducers average (`protocols.robust`).
+        robust: name of the rule by which reducers average (`protocols.vectors.robust`).
         grain: parts begin at multiples of this number of elements.
         growth: bytes of a mean for each byte of a contribution, as a function of the number of members.
     """
@@ -221,7 +221,7 @@ class ResolvedPlan:
 
         Work grows by a step or more after an offer. The limit is never below `CLAIM_SPREAD` median norms, so that
         honest growth is not refused. A member that declares little and sends more is clipped by the norm that reducers
-        measure (`protocols.robust.RobustAggregator`).
+        measure (`protocols.vectors.robust.RobustAggregator`).
         """
         return max(self.plan.offers[member].norm, CLAIM_SPREAD * self.median_norm) * NORM_SLACK
 

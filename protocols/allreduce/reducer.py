@@ -23,10 +23,10 @@ from protocols.aio import Notifier, loop_time, run_with_helper
 from protocols.allreduce.parts import ReducedPart, ReduceJob
 from protocols.allreduce.plan import SCATTER_SHARE
 from protocols.base import BadPayload, Deadline, PeerError, PeerId, PeerSilent, Stream, Vector
-from protocols.chunks import HEADER_LIMIT, due, receive_reduced, send_vector
-from protocols.codecs.coding import carry
-from protocols.robust import RobustAggregator
-from protocols.vectors import estimated_norm, norm
+from protocols.streams.chunks import HEADER_LIMIT, due, receive_reduced, send_vector
+from protocols.vectors.coding import carry
+from protocols.vectors.robust import RobustAggregator
+from protocols.vectors.views import estimated_norm, norm
 
 WINDOW_CHUNKS = 2
 

@@ -42,11 +42,11 @@ from protocols.base import (
     Vector,
 )
 from protocols.baselines.delayed_nesterov import DelayedNesterov
-from protocols.chunks import receive_vector, send_vector
-from protocols.codec import codec
-from protocols.endpoint import ProtocolEndpoint, SessionTable
 from protocols.independent_session import SessionBase
-from protocols.vectors import VectorView, norm
+from protocols.streams.chunks import receive_vector, send_vector
+from protocols.streams.endpoint import ProtocolEndpoint, SessionTable
+from protocols.vectors.codec import codec
+from protocols.vectors.views import VectorView, norm
 from protocols.wire import digest, flag, peer_id, register, text, uint
 
 METHOD = "starling/parameter-server-async/1"

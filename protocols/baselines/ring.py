@@ -16,8 +16,8 @@ from protocols.aio import run_with_helper, task_group
 from protocols.allreduce.parts import PartLayout, ReducedPart
 from protocols.base import BadPayload, PeerId, PeerSilent, Stream
 from protocols.baselines.synchronous_round import REFUSED_LIMIT, Hop, JoinRound, SynchronousRound
-from protocols.chunks import receive_chunk, send_encoded, send_vector
-from protocols.codec import CODECS
+from protocols.streams.chunks import receive_chunk, send_encoded, send_vector
+from protocols.vectors.codec import CODECS
 
 _HOP_LIMIT = 64
 

@@ -15,7 +15,7 @@ from protocols.aio import run_with_helper, task_group
 from protocols.allreduce.parts import PartLayout, ReducedPart
 from protocols.base import BadPayload, PeerId, PeerSilent, Stream
 from protocols.baselines.synchronous_round import JoinRound, SynchronousRound
-from protocols.chunks import receive_vector, send_encoded, send_vector
+from protocols.streams.chunks import receive_vector, send_encoded, send_vector
 
 
 class ScatterReduce:

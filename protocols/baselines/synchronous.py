@@ -40,8 +40,8 @@ from protocols.baselines.synchronous_round import (
     RoundTask,
     SynchronousRound,
 )
-from protocols.endpoint import ProtocolEndpoint, SessionTable
 from protocols.independent_session import SessionBase
+from protocols.streams.endpoint import ProtocolEndpoint, SessionTable
 
 AlgorithmFactory = Callable[[SynchronousRound], AllReduceAlgorithm]
 

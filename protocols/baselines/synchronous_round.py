@@ -19,11 +19,10 @@ from protocols import wire
 from protocols.aio import Notifier
 from protocols.allreduce.parts import PartLayout, ReducedPart
 from protocols.base import Deadline, Head, Header, LocalProgress, PeerId, ProtocolError, Stream, Vector
-from protocols.chunks import receive_chunk
-from protocols.codec import state_codec
-from protocols.endpoint import ProtocolEndpoint
-from protocols.limits import LARGEST_FLOAT32
-from protocols.vectors import VectorView
+from protocols.streams.chunks import receive_chunk
+from protocols.streams.endpoint import ProtocolEndpoint
+from protocols.vectors.codec import state_codec
+from protocols.vectors.views import LARGEST_FLOAT32, VectorView
 from protocols.wire import digest, real, register, text, uint
 
 REFUSED_LIMIT = 256

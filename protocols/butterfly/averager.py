@@ -22,11 +22,11 @@ from protocols.butterfly.part_cache import PartCache
 from protocols.butterfly.resting import Resting
 from protocols.butterfly.session import ButterflySession
 from protocols.choices import ROBUST_RULES, require_known
-from protocols.codec import codec
 from protocols.consensus import record as records
 from protocols.consensus.messages import MESSAGES, StartBallot, VoteMessage
-from protocols.control_channel import ControlChannel
-from protocols.endpoint import ProtocolEndpoint, SessionTable
+from protocols.streams.control_channel import ControlChannel
+from protocols.streams.endpoint import ProtocolEndpoint, SessionTable
+from protocols.vectors.codec import codec
 
 CONTROL = "starling/butterfly/control/1"
 RoundMessage = wire.Ready | Resting | wire.Plan | wire.AdmissionRequest | VoteMessage

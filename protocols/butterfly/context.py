@@ -8,7 +8,7 @@ from protocols.allreduce.parts import PartFormat
 from protocols.allreduce.plan import PlanInputs
 from protocols.base import Head, Host, Member, PeerId, Settings
 from protocols.butterfly.part_cache import PartCache
-from protocols.control_channel import ControlChannel, RoundAccounting
+from protocols.streams.control_channel import ControlChannel, RoundAccounting
 
 
 @dataclass(frozen=True, slots=True)

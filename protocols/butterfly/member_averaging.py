@@ -16,7 +16,7 @@ from protocols.butterfly.attempt import RoundAttempt
 from protocols.butterfly.part_fetcher import PartFetcher
 from protocols.consensus import record as records
 from protocols.consensus.messages import Certificate
-from protocols.vectors import VectorView
+from protocols.vectors.views import VectorView
 
 
 class MemberAveraging:

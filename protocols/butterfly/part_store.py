@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
+from protocols.aio import Gate
 from protocols.allreduce.parts import PartLayout, ReducedPart
 from protocols.base import Buffer, Compute
-from protocols.gate import Gate
 from protocols.sync.snapshot import SnapshotBuffer
 
 log = logging.getLogger(__name__)

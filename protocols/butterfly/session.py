@@ -34,7 +34,7 @@ from protocols.butterfly.member_averaging import MemberAveraging
 from protocols.butterfly.part_fetcher import PartFetcher
 from protocols.butterfly.resting import Resting
 from protocols.consensus.messages import VoteMessage
-from protocols.vectors import VectorView
+from protocols.vectors.views import VectorView
 
 
 class ButterflySession:

@@ -28,15 +28,15 @@ from protocols.allreduce.chunk_pool import ChunkPool
 from protocols.allreduce.parts import PartFormat
 from protocols.allreduce.plan import offer_message
 from protocols.base import BadPayload, Deadline, Head, Host, PeerId, PeerSilent, Settings, Stream
-from protocols.codec import state_codec
-from protocols.control_channel import ControlChannel
-from protocols.endpoint import ProtocolEndpoint
 from protocols.moshpit.grid import GROUP_MOST
 from protocols.moshpit.group_allreduce import DATA, PART, GroupAllReduce
 from protocols.moshpit.matchmaker import MoshpitContext
 from protocols.moshpit.peer_tracker import PeerTracker, PositionAnnouncement, check
 from protocols.moshpit.session import MoshpitSession
 from protocols.moshpit.state import MoshpitState
+from protocols.streams.control_channel import ControlChannel
+from protocols.streams.endpoint import ProtocolEndpoint
+from protocols.vectors.codec import state_codec
 
 CONTROL = "starling/moshpit/control/1"
 ANNOUNCE_TO_ALL_LIMIT = 64

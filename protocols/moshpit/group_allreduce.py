@@ -20,7 +20,7 @@ from protocols.allreduce.reducer import Reducer, contribute
 from protocols.base import BadPayload, Contribution, Deadline, PeerError, PeerId, PeerSilent, RoundKey, Stream
 from protocols.moshpit.grid import seeded_order
 from protocols.moshpit.matchmaker import WEIGHT_SCALE, MoshpitContext
-from protocols.vectors import VectorView, norm
+from protocols.vectors.views import VectorView, norm
 
 DATA = "starling/moshpit/data/1"
 PART = "starling/moshpit/part/1"

@@ -18,9 +18,9 @@ from protocols.aio import Notifier, loop_time
 from protocols.allreduce import plan as planning
 from protocols.allreduce.parts import PartFormat
 from protocols.base import BadPayload, Deadline, Host, Member, PeerId, Settings
-from protocols.control_channel import ControlChannel, RoundAccounting
 from protocols.moshpit.grid import seeded_order
 from protocols.moshpit.peer_tracker import WAITING, PeerTracker, PositionAnnouncement
+from protocols.streams.control_channel import ControlChannel, RoundAccounting
 
 FLOOR_SECONDS = 1.0
 """The least time that a peer has to answer; round trips come on top."""

@@ -16,7 +16,7 @@ from protocols.moshpit.group_allreduce import GroupAllReduce, GroupResult, count
 from protocols.moshpit.matchmaker import GroupContribution, GroupMatchmaker
 from protocols.moshpit.peer_tracker import DONE, TRAINING, UNHEARD_SECONDS, WAITING, PositionAnnouncement
 from protocols.moshpit.state import MoshpitState
-from protocols.vectors import VectorView, norm
+from protocols.vectors.views import VectorView, norm
 
 SETTLE_SECONDS = 0.25
 """The pause between two announcements of a new cell, so that a hundred joiners do not cause a hundred of them."""

@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from protocols.base import PeerId
-from protocols.estimates import RecentDict
-from protocols.round_estimator import PAIRWISE_ROUND
+from protocols.estimates import PAIRWISE_ROUND, RecentDict
 
 WITNESSES = 15
 """At most this many peers' last claims are kept; the peer that has been silent longest is dropped first."""

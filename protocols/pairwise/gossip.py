@@ -23,7 +23,7 @@ from protocols.pairwise.exchange_state import ExchangeState
 from protocols.pairwise.initiator import ExchangeInitiator, ExchangeOutcome
 from protocols.pairwise.responder import ExchangeResponder
 from protocols.pairwise.shared_state import PairwiseAverager, SharedStateSession
-from protocols.vectors import VectorView
+from protocols.vectors.views import VectorView
 
 OTHERS = 2
 """How many other peers a peer asks before it pauses, if its partners are busy."""

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from protocols.base import BadPayload, Member, PeerId
+from protocols.base import DISTRUST_SECONDS, BadPayload, Member, PeerId
 from protocols.estimates import RecentDict, ewma
-from protocols.limits import DISTRUST_SECONDS
 
 ANSWER_FLOOR_SECONDS = 2.0
 ROUND_TRIPS = 8.0

@@ -31,7 +31,7 @@ from protocols.pairwise.share_receiver import ShareReceiver
 from protocols.pairwise.share_sender import MAX_KEPT, ShareSender
 from protocols.pairwise.shared_state import PairwiseAverager, SharedStateSession
 from protocols.pairwise.weighted_state import WeightedState
-from protocols.vectors import VectorView
+from protocols.vectors.views import VectorView
 
 
 class PushSum(PairwiseAverager):

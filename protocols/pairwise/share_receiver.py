@@ -12,7 +12,7 @@ from protocols.pairwise.shares import PUSH, PushShare, RecallShare, ShareStatus
 from protocols.pairwise.state_receiver import StateReceiver
 from protocols.pairwise.state_swap import watch
 from protocols.pairwise.weighted_state import WeightedState
-from protocols.vectors import VectorView
+from protocols.vectors.views import VectorView
 
 MAX_TAKING = 4
 """Peers whose shares are received at once, one share each; others are declined."""

@@ -29,14 +29,14 @@ from protocols.base import (
     Vector,
 )
 from protocols.choices import SCHEDULES, require_known
-from protocols.codec import codec
-from protocols.endpoint import ProtocolEndpoint
 from protocols.independent_session import SessionBase
 from protocols.pairwise import matching
 from protocols.pairwise.claimed_rounds import ClaimedRounds
 from protocols.pairwise.peer_timeouts import PeerTimeouts
 from protocols.pairwise.state_swap import HEADER_LIMIT
-from protocols.vectors import VectorView
+from protocols.streams.endpoint import ProtocolEndpoint
+from protocols.vectors.codec import codec
+from protocols.vectors.views import VectorView
 
 SLOWEST_SHARE = 0.25
 """Largest share of a round's time that an exchange is estimated to take. Above it, the peer would never retry and

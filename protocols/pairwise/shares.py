@@ -11,7 +11,7 @@ import torch
 from protocols.allreduce.parts import ReducedPart
 from protocols.base import Member
 from protocols.pairwise.state_swap import ExchangeMessage
-from protocols.vectors import VectorView
+from protocols.vectors.views import VectorView
 from protocols.wire import flag, one, real, register, text, uint
 
 PUSH = "starling/push-sum/share/1"

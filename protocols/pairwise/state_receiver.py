@@ -8,8 +8,8 @@ from functools import partial
 from protocols import wire
 from protocols.allreduce.parts import ReducedPart
 from protocols.base import BadPayload, Compute, Header, PeerSilent, Stream, Vector
-from protocols.chunks import receive_chunk
-from protocols.vectors import VectorView, norm
+from protocols.streams.chunks import receive_chunk
+from protocols.vectors.views import VectorView, norm
 
 PAIR_NORM_SPREAD = 16.0
 """A state is refused if its norm is more than this many times ours. If ours is 0, only `wire.MAX_NORM` limits it."""

@@ -32,10 +32,9 @@ from protocols import wire
 from protocols.aio import task_group, until_gone
 from protocols.allreduce.parts import ReducedPart
 from protocols.base import BadPayload, Compute, Deadline, Header, Member, Members, PeerId, PeerSilent, RoundKey, Stream
-from protocols.chunks import send_vector
-from protocols.limits import LARGEST_FLOAT32
 from protocols.pairwise.state_receiver import StateReceiver
-from protocols.vectors import VectorView, norm
+from protocols.streams.chunks import send_vector
+from protocols.vectors.views import LARGEST_FLOAT32, VectorView, norm
 from protocols.wire import flag, one, register, text, uint
 
 EXCHANGE = "starling/gossip/exchange/1"

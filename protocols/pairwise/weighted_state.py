@@ -12,7 +12,7 @@ from protocols.pairwise.mass_ledger import MassLedger
 from protocols.pairwise.shared_state import PairState
 from protocols.pairwise.shares import merge_share
 from protocols.pairwise.state_receiver import state_norm
-from protocols.vectors import VectorView
+from protocols.vectors.views import VectorView
 
 
 class WeightedState(PairState):

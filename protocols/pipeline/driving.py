@@ -15,7 +15,6 @@ from typing import TypeVar
 
 from protocols.aio import Notifier, loop_time, peer_timeout, task_group
 from protocols.base import BadPayload, Buffer, Deadline, Member, PeerError, PeerSilent, Stream
-from protocols.endpoint import ProtocolEndpoint
 from protocols.pipeline.admission import Lease, StepAdmission
 from protocols.pipeline.messages import (
     HEADER_LIMIT,
@@ -48,6 +47,7 @@ from protocols.pipeline.settings import (
 from protocols.pipeline.stages import StageDirectory, by_stage
 from protocols.pipeline.work import FirstStageWork, LeaseLost
 from protocols.scopes import stage_scope
+from protocols.streams.endpoint import ProtocolEndpoint
 from protocols.wire import HeaderType, expect
 
 T = TypeVar("T")

@@ -17,7 +17,6 @@ from typing import TypeVar
 
 from protocols.aio import loop_time, peer_timeout, run_with_helper, task_group, until_gone
 from protocols.base import BadPayload, Buffer, Deadline, Header, Member, Members, PeerError, PeerSilent, Stream
-from protocols.endpoint import ProtocolEndpoint
 from protocols.pipeline.messages import (
     HEADER_LIMIT,
     OUTER_METHOD,
@@ -33,6 +32,7 @@ from protocols.pipeline.settings import CALL_LIMIT_SECONDS, MAX_FAILURES, Pipeli
 from protocols.pipeline.stages import StageDirectory, by_stage
 from protocols.pipeline.work import FirstOuterWork, LeaseLost, OuterWork
 from protocols.scopes import stage_scope
+from protocols.streams.endpoint import ProtocolEndpoint
 from protocols.wire import expect
 
 T = TypeVar("T")

@@ -12,7 +12,6 @@ from functools import partial
 
 from protocols.aio import Notifier, loop_time, peer_timeout, run_with_helper, until_gone
 from protocols.base import BadPayload, Header, Member, PeerSilent, Stream
-from protocols.endpoint import ProtocolEndpoint
 from protocols.estimates import ewma
 from protocols.pipeline.admission import Lease, StepAdmission
 from protocols.pipeline.messages import (
@@ -42,6 +41,7 @@ from protocols.pipeline.settings import (
 )
 from protocols.pipeline.work import LeaseLost, StageWork
 from protocols.scopes import stage_scope
+from protocols.streams.endpoint import ProtocolEndpoint
 from protocols.wire import expect
 
 GAIN = 0.2

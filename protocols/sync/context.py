@@ -7,8 +7,8 @@ from contextlib import asynccontextmanager
 
 from protocols.aio import loop_time
 from protocols.base import Deadline, Host, Member, PeerId, Settings, Stream
-from protocols.control_channel import RoundAccounting
 from protocols.history.chain import Chain
+from protocols.streams.control_channel import RoundAccounting
 from protocols.sync.progress import SyncProgress
 from protocols.sync.requests import SYNC
 from protocols.sync.snapshot import Snapshots

@@ -16,17 +16,16 @@ from typing import TypeAlias
 import torch
 
 from protocols import wire
-from protocols.aio import loop_time
+from protocols.aio import Gate, loop_time
 from protocols.base import BadPayload, Deadline, Head, Header, Host, PeerId, RoundKey, Settings, Stream
-from protocols.codecs.coding import require_finite
-from protocols.gate import Gate
-from protocols.round_estimator import DONOR_ROUND
+from protocols.estimates import DONOR_ROUND
 from protocols.sync.context import SyncContext
 from protocols.sync.requests import SignedStateRef, StateAdvert
 from protocols.sync.service import SyncServiceBase
 from protocols.sync.snapshot import Snapshot, Snapshots
 from protocols.sync.snapshot_download import SnapshotDownload, StateUnavailable
 from protocols.sync.snapshot_server import SnapshotServer
+from protocols.vectors.coding import require_finite
 
 TIDY_SECONDS = 10.0
 COMPLAIN_AFTER = 5

@@ -9,14 +9,22 @@ from functools import partial
 from protocols import wire
 from protocols.aio import loop_time, task_group
 from protocols.allreduce.parts import PartFormat, ReducedPart
-from protocols.base import BadPayload, Deadline, PeerError, PeerGone, PeerId, StoppedHere, Vector
+from protocols.base import (
+    SLOWEST_BYTES_PER_SECOND,
+    BadPayload,
+    Deadline,
+    PeerError,
+    PeerGone,
+    PeerId,
+    StoppedHere,
+    Vector,
+)
 from protocols.butterfly.part_cache import PartCache, fetch_part
-from protocols.codec import codec
 from protocols.consensus.record import Record
-from protocols.limits import SLOWEST_BYTES_PER_SECOND
 from protocols.sync.context import SyncContext
 from protocols.sync.snapshot_download import StateUnavailable
-from protocols.vectors import VectorView
+from protocols.vectors.codec import codec
+from protocols.vectors.views import VectorView
 
 AT_ONCE = 4
 """Parts of a round that are fetched concurrently."""

@@ -1,6 +1,6 @@
 """Snapshots: immutable copies of the outer state, in chunks that can be verified one by one.
 
-The state root is a hash over the hashes of 1 MiB chunks (`protocols.vectors.root`). The list of these hashes is the
+The state root is a hash over the hashes of 1 MiB chunks (`vectors.views.root`). The list of these hashes is the
 index. A joiner first verifies the index against the root in a certificate, then each chunk against the index.
 """
 
@@ -17,7 +17,7 @@ from protocols.base import BadPayload, Buffer, Vector
 from protocols.choices import CHUNK_ELEMENTS
 from protocols.history.chain import Chain, state_root
 from protocols.sync.requests import SnapshotRef
-from protocols.vectors import chunk_count, chunk_digests, chunk_range, root_of
+from protocols.vectors.views import chunk_count, chunk_digests, chunk_range, root_of
 
 SNAPSHOT_ROUNDS = 4
 """Rounds between snapshots.

@@ -19,6 +19,7 @@ from protocols import wire
 from protocols.aio import Notifier, loop_time, peer_timeout, task_group
 from protocols.base import (
     CHUNK_BYTES,
+    SLOWEST_BYTES_PER_SECOND,
     BadPayload,
     Deadline,
     Head,
@@ -28,8 +29,7 @@ from protocols.base import (
     ProtocolError,
     Stream,
 )
-from protocols.chunks import due
-from protocols.limits import SLOWEST_BYTES_PER_SECOND
+from protocols.streams.chunks import due
 from protocols.sync.chunk_scheduler import ChunkScheduler, DonorRate
 from protocols.sync.context import SyncContext
 from protocols.sync.requests import Busy, WantChunk, WantSnapshot

@@ -12,10 +12,8 @@ from dataclasses import dataclass
 from functools import partial
 
 from protocols import wire
-from protocols.aio import loop_time, peer_timeout, progress_timeout
-from protocols.base import CHUNK_BYTES, BadPayload, Compute, Deadline, PeerId, Stream
-from protocols.gate import Gate
-from protocols.limits import REQUESTER_IDLE_SECONDS
+from protocols.aio import Gate, loop_time, peer_timeout, progress_timeout
+from protocols.base import CHUNK_BYTES, REQUESTER_IDLE_SECONDS, BadPayload, Compute, Deadline, PeerId, Stream
 from protocols.sync.requests import MAX_SNAPSHOTS, Busy, SnapshotIndexHeader, SnapshotRef, WantChunk, WantSnapshot
 from protocols.sync.snapshot import Snapshot, Snapshots
 

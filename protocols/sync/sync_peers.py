@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable
 
-from protocols.base import Members, PeerId
+from protocols.base import DISTRUST_SECONDS, Members, PeerId
 from protocols.estimates import RecentDict
 from protocols.history.chain import Chain
-from protocols.limits import DISTRUST_SECONDS
 from protocols.sync.requests import SnapshotRef
 
 MAX_CONTACTS = 64

@@ -11,7 +11,7 @@ import pytest
 
 from protocols import wire
 from protocols.base import PeerId, PeerSilent, Stream, Transport
-from protocols.framing import FramedStream, Pipe
+from protocols.streams.framing import FramedStream, Pipe
 from tests.conformance.worlds import GENEROUS_SECONDS, soon
 
 MIB = 1 << 20

@@ -10,7 +10,7 @@ import pytest
 
 from protocols import wire
 from protocols.base import PeerId, PeerSilent, Stream
-from protocols.control_channel import ControlChannel, RoundAccounting
+from protocols.streams.control_channel import ControlChannel, RoundAccounting
 from tests.conformance.hosts import host
 from tests.conformance.worlds import GENEROUS_SECONDS, Peers, World, soon
 from tests.support.waiting import until

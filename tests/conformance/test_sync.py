@@ -11,8 +11,8 @@ from protocols.allreduce.parts import ReducedPart
 from protocols.base import BadPayload, Deadline, PeerGone, PeerSilent
 from protocols.butterfly.part_cache import PartCache, fetch_part
 from protocols.choices import CHUNK_ELEMENTS
-from protocols.codec import codec
-from protocols.vectors import VectorView
+from protocols.vectors.codec import codec
+from protocols.vectors.views import VectorView
 from tests.conformance.hosts import Network, host
 from tests.conformance.worlds import Peers, World, in_each_world, soon
 from tests.support.long import long

@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 
 from protocols.base import Vector
-from protocols.codec import CODECS
-from protocols.vectors import root, weighted_mean
+from protocols.vectors.codec import CODECS
+from protocols.vectors.views import root, weighted_mean
 
 FILE = Path(__file__).with_name("codecs.json")
 _ELEMENTS = 100_003  # a prime: every block and piece has a ragged end

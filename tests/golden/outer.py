@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from node.outer.sgd import OuterSGD
-from protocols.vectors import root
+from protocols.vectors.views import root
 from tests.golden.codecs import every_exponent, ordinary
 
 FILE = Path(__file__).with_name("outer.json")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from node.training.stage_learner import _DTYPES
 from protocols import choices, registry
-from protocols.codec import CODECS
-from protocols.robust import RULES
+from protocols.vectors.codec import CODECS
+from protocols.vectors.robust import RULES
 
 
 def test_each_name_has_its_code_and_no_code_lacks_a_name() -> None:

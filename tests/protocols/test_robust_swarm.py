@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from node.training.trainer import InlineTrainer, LocalTraining
-from protocols import robust
 from protocols.allreduce import reducer
 from protocols.base import Outcome, Settings, Vector
-from protocols.robust import RULES
-from protocols.vectors import norm
+from protocols.vectors import robust
+from protocols.vectors.robust import RULES
+from protocols.vectors.views import norm
 from tests.sim.butterfly_harness import Averaged, ButterflyHarness
 from tests.sim.byzantine.gradients import ATTACKS, PoisonedTrainer
 from tests.sim.scenario import Scenario

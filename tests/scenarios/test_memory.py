@@ -15,7 +15,7 @@ from protocols.allreduce.parts import ReducedPart
 from protocols.allreduce.reducer import Reducer
 from protocols.butterfly.consensus_driver import ConsensusDriver
 from protocols.butterfly.session import ButterflySession
-from protocols.control_channel import KEEP_MESSAGES
+from protocols.streams.control_channel import KEEP_MESSAGES
 from protocols.sync.snapshot import Snapshot
 from tests.sim.host import SimCompute
 from tests.sim.scenario_runner import ScenarioRunner, ScenarioSetup

@@ -14,9 +14,9 @@ import pytest
 from node.tasks.paced_stage import ACTIVATION_BYTES, PacedStage
 from node.training.inline_stage import StageSeconds
 from protocols.base import BadPayload
-from protocols.control_channel import RoundAccounting
 from protocols.pipeline.driving import _Lane
 from protocols.pipeline.settings import PipelineEvent
+from protocols.streams.control_channel import RoundAccounting
 from tests.sim.pipeline_runner import PipelineRunner
 from tests.sim.scenario_runner import ScenarioSetup
 from tests.support.simulated import simulated

@@ -15,8 +15,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from protocols.codec import CODECS
 from protocols.registry import INDEPENDENT_PROTOCOLS, REPLICATED_PROTOCOLS
+from protocols.vectors.codec import CODECS
 from protocols.wire import MAX_ROSTER
 from tests.sim.arguments import Parser, at_least_one, seeds
 from tests.sim.byzantine.independent import INDEPENDENT_LIES

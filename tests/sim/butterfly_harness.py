@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from protocols.base import AveragingResult, Deadline, Head, Host, LocalProgress, Member, PeerId, Settings, Vector
-from protocols.framing import FramedStream
 from protocols.history.chain import genesis
 from protocols.registry import REPLICATED_PROTOCOLS
-from protocols.vectors import norm
+from protocols.streams.framing import FramedStream
+from protocols.vectors.views import norm
 from protocols.wire import Plan
 from tests.sim.byzantine.contributors import VOTERS_LIES, ByzantineContributorStream
 from tests.sim.byzantine.voters import ByzantineVoterStream

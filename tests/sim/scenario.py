@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 from node.tasks.recipe import most_pull
 from protocols.base import PeerId
-from protocols.codec import codec
 from protocols.registry import INDEPENDENT_PROTOCOLS, REPLICATED_PROTOCOLS
+from protocols.vectors.codec import codec
 from tests.sim import families
 from tests.sim.byzantine.contributors import LIES
 from tests.sim.byzantine.independent import INDEPENDENT_LIES

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 from protocols.base import BadPayload, Deadline, Handler, PeerError, PeerId, Stream
-from protocols.framing import FramedStream, accepted, opened
+from protocols.streams.framing import FramedStream, accepted, opened
 from tests.sim.pipe import SimPipe
 
 if TYPE_CHECKING:

@@ -24,11 +24,11 @@ from node.training.trainer import InlineTrainer, Learner
 from protocols.aio import task_group
 from protocols.base import Host, Member, PeerId, Settings, Trainer
 from protocols.butterfly.part_cache import PartCache
-from protocols.codec import codec
 from protocols.history.chain import Chain
 from protocols.registry import REPLICATED_PROTOCOLS
 from protocols.sync.chain_sync import ChainSync, ChainSyncOptions
 from protocols.sync.snapshot import Snapshots
+from protocols.vectors.codec import codec
 from tests.sim import loop as simloop
 from tests.sim import pauses
 from tests.sim.host import DirectoryFaults, sim_host

@@ -7,7 +7,7 @@ import math
 import torch
 
 from protocols.base import Vector
-from protocols.codec import Codec
+from protocols.vectors.codec import Codec
 
 LARGEST = torch.finfo(torch.float32).max
 

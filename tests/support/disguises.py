@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any, TypeAlias
 
 from protocols.base import Buffer, Header, PeerId, Signer
-from protocols.framing import FramedStream
+from protocols.streams.framing import FramedStream
 from tests.sim.byzantine.contributors import ByzantineContributorStream
 from tests.sim.pipe import SimPipe
 

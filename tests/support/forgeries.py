@@ -12,7 +12,7 @@ import msgpack
 
 from protocols import wire
 from protocols.base import Buffer, Header
-from protocols.framing import FramedStream
+from protocols.streams.framing import FramedStream
 from tests.sim.pipe import SimPipe
 from tests.support.disguises import Disguise, SpoofedStream
 from tests.support.wire_examples import replaced, value_at

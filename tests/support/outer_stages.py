@@ -22,9 +22,9 @@ from node.training.outer_stage import OuterStage
 from node.training.stage_learner import ActivationCodec, StageLearner
 from node.training.trainer import LocalTraining
 from protocols.base import Deadline, Member, PeerId, Settings
-from protocols.endpoint import ProtocolEndpoint
 from protocols.pipeline.outer import OuterClient, OuterServer
 from protocols.pipeline.settings import PipelineSettings
+from protocols.streams.endpoint import ProtocolEndpoint
 from tests.sim.swarm import SimSwarm
 
 RUN, SEED = bytes(range(32)), 3

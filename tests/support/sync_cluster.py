@@ -15,6 +15,7 @@ from node.reporting.report import RoundReport
 from node.tasks.paced import Paced
 from node.training.trainer import InlineTrainer
 from protocols import wire
+from protocols.aio import Gate
 from protocols.allreduce.parts import ReducedPart
 from protocols.base import (
     AveragingResult,
@@ -28,16 +29,15 @@ from protocols.base import (
 )
 from protocols.butterfly.part_cache import PartCache
 from protocols.butterfly.part_store import PartStore
-from protocols.codec import codec
 from protocols.consensus import record as records
 from protocols.consensus.record import Kind, Record
-from protocols.gate import Gate
 from protocols.history.chain import UNSETTLED, Chain, DecidedRound, follow
 from protocols.history.fork_choice import Branch
 from protocols.scopes import RUN_SCOPE
 from protocols.sync.chain_sync import ChainSync, ChainSyncOptions
 from protocols.sync.snapshot import MemoryBuffer, Snapshots
-from protocols.vectors import VectorView
+from protocols.vectors.codec import codec
+from protocols.vectors.views import VectorView
 from tests.sim.host import sim_host
 from tests.sim.swarm import SimSwarm
 from tests.support.disguises import Send, sending

@@ -15,7 +15,7 @@ from protocols.base import AveragingResult, Contribution, LocalProgress, Outcome
 from protocols.consensus import record as records
 from protocols.consensus.record import Kind
 from protocols.history.chain import state_root
-from protocols.vectors import root
+from protocols.vectors.views import root
 from protocols.wire import Offer, Ready, decode, encode
 from tests.support.linear_learner import ELEMENTS, STEP
 from tests.support.replicated_peer import (

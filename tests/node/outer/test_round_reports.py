@@ -14,7 +14,7 @@ from node.reporting.report import RoundReport, Totals, TrainingDelta
 from node.reporting.status import to_json
 from protocols.base import AveragingResult, Contribution, LocalProgress, Member, Outcome, PeerFault, Vector
 from protocols.consensus import record as records
-from protocols.vectors import root
+from protocols.vectors.views import root
 from tests.sim.host import EPOCH
 from tests.support.replicated_peer import (
     ME,

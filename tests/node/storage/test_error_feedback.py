@@ -20,9 +20,9 @@ from node.storage.checkpoint_manager import CheckpointManager, CheckpointStorage
 from node.storage.error_feedback import ErrorFeedback, feedback
 from node.training.trainer import InlineTrainer, Step
 from protocols.base import AveragingResult, Contribution, Layout, LocalProgress, Outcome, Vector
-from protocols.codec import codec
 from protocols.history.chain import Chain
-from protocols.vectors import norm
+from protocols.vectors.codec import codec
+from protocols.vectors.views import norm
 from tests.sim.host import SimClock, SimCompute
 from tests.sim.scenario import Scenario
 from tests.sim.scenario_runner import ScenarioRunner, ScenarioSetup

@@ -19,7 +19,7 @@ from node.tasks.user_task import OwnTask
 from node.training.task_learner import TaskLearner
 from node.training.trainer import LocalTraining
 from protocols.base import AveragingResult, Contribution, Outcome
-from protocols.codec import CODECS
+from protocols.vectors.codec import CODECS
 from tests.sim.host import SimCompute
 
 RECIPE = Recipe(10, 4, 1e-2, 0.7, 0.9, batches=2, warmup_steps=0, mean="token")

@@ -9,8 +9,8 @@ import torch
 
 from protocols.allreduce.parts import PartLayout, ReducedPart
 from protocols.base import BadPayload, Vector
-from protocols.codec import CODECS
-from protocols.vectors import VectorView
+from protocols.vectors.codec import CODECS
+from protocols.vectors.views import VectorView
 
 LOW, HIGH = 4096, 3 * 4096 + 100
 CHUNK = 4096

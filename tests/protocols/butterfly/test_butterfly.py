@@ -14,8 +14,8 @@ from protocols.base import (
     Outcome,
     Vector,
 )
-from protocols.codec import codec
 from protocols.consensus.record import coordinators, genesis
+from protocols.vectors.codec import codec
 from tests.sim.butterfly_harness import RUN, Averaged, ButterflyHarness
 from tests.sim.byzantine.contributors import LIES
 from tests.sim.network import SimNetwork

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from protocols.base import Outcome, Vector
-from protocols.codec import codec
-from protocols.codecs.coding import carry
-from protocols.vectors import weighted_mean
+from protocols.vectors.codec import codec
+from protocols.vectors.coding import carry
+from protocols.vectors.views import weighted_mean
 from tests.sim.butterfly_harness import Averaged, ButterflyHarness
 from tests.support.example_vectors import equal_norm_vectors
 

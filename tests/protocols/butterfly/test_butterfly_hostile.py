@@ -16,6 +16,7 @@ from protocols import wire
 from protocols.allreduce.parts import ReducedPart
 from protocols.allreduce.reducer import Reducer
 from protocols.base import (
+    REQUESTER_IDLE_SECONDS,
     AveragingResult,
     Deadline,
     Head,
@@ -31,15 +32,14 @@ from protocols.base import (
 from protocols.butterfly.averager import CONTROL, Butterfly
 from protocols.butterfly.part_cache import PARTS, fetch_part
 from protocols.butterfly.session import ButterflySession
-from protocols.codec import codec
 from protocols.consensus import record as records
 from protocols.consensus.messages import Propose
 from protocols.consensus.record import Kind, Record, coordinators
 from protocols.history.chain import genesis
-from protocols.limits import REQUESTER_IDLE_SECONDS
 from protocols.static_members import StaticMembers
 from protocols.stream_limiter import MAX_STREAMS, MAX_STREAMS_OF_ONE
-from protocols.vectors import norm
+from protocols.vectors.codec import codec
+from protocols.vectors.views import norm
 from tests.sim import loop as simloop
 from tests.sim.butterfly_harness import RUN, ButterflyHarness
 from tests.sim.host import sim_host

@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from node.storage.scratch import ScratchFile
+from protocols.aio import Gate
 from protocols.allreduce.parts import ReducedPart
 from protocols.base import Buffer
 from protocols.butterfly.part_store import GIVE_WAY_SECONDS, PartStore
-from protocols.codec import codec
-from protocols.gate import Gate
 from protocols.sync.snapshot import MemoryBuffer
+from protocols.vectors.codec import codec
 from tests.sim.host import SimCompute
 from tests.support.simulated import on_virtual_time, simulated
 from tests.support.sync_cluster import SyncCluster

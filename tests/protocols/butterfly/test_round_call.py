@@ -16,7 +16,7 @@ from protocols.butterfly.round_call import GROWTH
 from protocols.butterfly.session import ButterflySession
 from protocols.consensus.record import coordinators
 from protocols.history.chain import genesis
-from protocols.vectors import norm
+from protocols.vectors.views import norm
 from protocols.wire import Offer, Ready
 from tests.sim.butterfly_harness import RUN
 from tests.sim.host import SimSigner

@@ -20,7 +20,7 @@ from protocols.base import (
 )
 from protocols.history.chain import genesis as genesis_head
 from protocols.registry import REPLICATED_PROTOCOLS
-from protocols.vectors import norm
+from protocols.vectors.views import norm
 from tests.sim.butterfly_harness import RUN
 from tests.sim.network import SimNetwork
 from tests.sim.swarm import SimSwarm

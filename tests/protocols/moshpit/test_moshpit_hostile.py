@@ -12,10 +12,10 @@ import torch
 from protocols.allreduce.parts import part_message
 from protocols.allreduce.reducer import Reducer
 from protocols.base import Buffer, Header, PeerId
-from protocols.framing import FramedStream
 from protocols.moshpit.grid import seeded_order
 from protocols.moshpit.matchmaker import GroupMatchmaker
 from protocols.moshpit.peer_tracker import DONE, TRAINING, PositionAnnouncement, group_key
+from protocols.streams.framing import FramedStream
 from protocols.wire import Chunk, Offer, PartDone, Plan, Reduced
 from tests.sim.host import SimSigner
 from tests.sim.moshpit_harness import RUN, MoshpitHarness, RoundResult

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from protocols.base import Member, Outcome, RoundKey
-from protocols.codec import codec
 from protocols.pairwise.state_swap import ExchangeRequest
+from protocols.vectors.codec import codec
 from tests.sim.faults import Faults
 from tests.sim.faults import Message as At
 from tests.sim.gossip_harness import DONE, ROUND_SECONDS, RUN, GossipHarness, flat, head

@@ -9,9 +9,7 @@ import pytest
 import torch
 
 from protocols import wire
-from protocols.base import Buffer, Header, Member, PeerError, RoundKey, Stream
-from protocols.framing import FramedStream
-from protocols.limits import DISTRUST_SECONDS
+from protocols.base import DISTRUST_SECONDS, Buffer, Header, Member, PeerError, RoundKey, Stream
 from protocols.pairwise.responder import MAX_EXCHANGES_PER_PEER
 from protocols.pairwise.state_swap import (
     EXCHANGE,
@@ -23,7 +21,8 @@ from protocols.pairwise.state_swap import (
     StateReceived,
     StateSwap,
 )
-from protocols.vectors import VectorView
+from protocols.streams.framing import FramedStream
+from protocols.vectors.views import VectorView
 from tests.sim.gossip_harness import RUN, GossipHarness
 from tests.support.disguises import lying, sending
 from tests.support.pairwise import lending, opened, play_rounds

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from protocols.base import Buffer, Header, Outcome
-from protocols.framing import FramedStream
 from protocols.pairwise.gossip import BUSY_PAUSE_SECONDS
 from protocols.pairwise.state_swap import StateReceived
+from protocols.streams.framing import FramedStream
 from tests.sim.gossip_harness import GossipHarness, head
 from tests.support.disguises import sending
 from tests.support.pairwise import lending, run_round

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from protocols.base import BadPayload, Member
-from protocols.limits import DISTRUST_SECONDS
+from protocols.base import DISTRUST_SECONDS, BadPayload, Member
 from protocols.pairwise.peer_timeouts import (
     CHEAP_SECONDS,
     MAX_PEERS,

@@ -11,11 +11,11 @@ import torch
 
 from protocols.allreduce.parts import ReducedPart
 from protocols.base import Buffer, Header, Outcome
-from protocols.codec import CODECS
-from protocols.framing import FramedStream
 from protocols.pairwise import share_sender
 from protocols.pairwise.shares import split_share
-from protocols.vectors import VectorView
+from protocols.streams.framing import FramedStream
+from protocols.vectors.codec import CODECS
+from protocols.vectors.views import VectorView
 from tests.sim.faults import Faults
 from tests.sim.faults import Message as At
 from tests.sim.gossip_harness import DONE, GossipHarness, flat, head

@@ -10,11 +10,11 @@ import torch
 
 from protocols import wire
 from protocols.base import Buffer, Header, Member, PeerSilent, RoundKey
-from protocols.framing import FramedStream
 from protocols.pairwise.share_receiver import MAX_TAKING, MOST_SHARE
 from protocols.pairwise.share_sender import MAX_KEPT
 from protocols.pairwise.shares import PUSH, PushShare
 from protocols.pairwise.state_swap import HEADER_LIMIT
+from protocols.streams.framing import FramedStream
 from tests.sim.gossip_harness import ROUND_SECONDS, RUN, GossipHarness
 from tests.support.disguises import lying, sending
 from tests.support.pairwise import lending, opened, play_rounds

@@ -11,10 +11,10 @@ import pytest
 
 from protocols.base import Buffer, Header, Member, PeerFault
 from protocols.consensus.messages import Certificate
-from protocols.framing import FramedStream
 from protocols.history.chain import Chain, DecidedRound
 from protocols.history.fork_choice import Branch, ForkChoice
 from protocols.history.round_log import RoundLog
+from protocols.streams.framing import FramedStream
 from protocols.sync import head_verifier as proofs
 from protocols.sync.head_verifier import ROUND_SECONDS, TRAIL_SECONDS
 from protocols.sync.requests import Certificates, HeadAnnouncement

@@ -28,7 +28,7 @@ from protocols.sync.independent_sync import IndependentStateSync, eligible
 from protocols.sync.requests import SYNC, SignedStateRef, StateAdvert
 from protocols.sync.snapshot import Snapshot, SnapshotIndex, Snapshots
 from protocols.sync.snapshot_download import StateUnavailable
-from protocols.vectors import VectorView
+from protocols.vectors.views import VectorView
 from tests.sim.host import SimClock
 from tests.sim.swarm import SimSwarm
 from tests.support.simulated import simulated

@@ -17,7 +17,7 @@ from protocols.choices import CHUNK_ELEMENTS
 from protocols.history.chain import Chain, state_root
 from protocols.sync.requests import SnapshotRef
 from protocols.sync.snapshot import Snapshot, SnapshotIndex, Snapshots
-from protocols.vectors import chunk_digests, root, root_of
+from protocols.vectors.views import chunk_digests, root, root_of
 from tests.support.fake_rounds import RUN, line
 
 SIZES = (1, 7, CHUNK_ELEMENTS - 1, CHUNK_ELEMENTS, CHUNK_ELEMENTS + 1, 3 * CHUNK_ELEMENTS)

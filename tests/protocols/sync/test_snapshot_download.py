@@ -12,9 +12,8 @@ import pytest
 
 from node.reporting.report import RoundReport
 from protocols import wire
-from protocols.base import Buffer, Header, PeerId
-from protocols.framing import FramedStream
-from protocols.limits import SLOWEST_BYTES_PER_SECOND
+from protocols.base import SLOWEST_BYTES_PER_SECOND, Buffer, Header, PeerId
+from protocols.streams.framing import FramedStream
 from protocols.sync.chunk_scheduler import MAX_REQUESTED_CHUNKS, ChunkScheduler, DonorRate
 from protocols.sync.requests import Busy
 from protocols.sync.snapshot import MemoryBuffer, Snapshot

@@ -18,7 +18,7 @@ from protocols.allreduce.parts import ReducedPart
 from protocols.base import Buffer, Header, Member
 from protocols.consensus.messages import Certificate
 from protocols.consensus.record import Kind
-from protocols.framing import FramedStream
+from protocols.streams.framing import FramedStream
 from protocols.sync.requests import Busy, Certificates, HeadAnnouncement, SnapshotIndexHeader, SnapshotRef
 from protocols.sync.snapshot import Snapshot
 from tests.support.disguises import Send, flipped, instead, late

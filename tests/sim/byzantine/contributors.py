@@ -10,7 +10,7 @@ from typing import Any
 from protocols import wire
 from protocols.allreduce.plan import offer_message
 from protocols.base import Buffer, Header, Signer
-from protocols.framing import FramedStream
+from protocols.streams.framing import FramedStream
 from tests.sim.pipe import SimPipe
 
 LIES = ("nan", "infinity", "norm", "size", "endless-header", "garbage", "twice", "weight-huge")

@@ -12,7 +12,7 @@ from protocols.allreduce.plan import plan_digest
 from protocols.base import Buffer, Header, Member, PeerId, RoundKey, Signer
 from protocols.consensus import record as records
 from protocols.consensus.messages import Accept, Certificate, Signed
-from protocols.framing import FramedStream
+from protocols.streams.framing import FramedStream
 
 
 class ByzantineVoterStream:

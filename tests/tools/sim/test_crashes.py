@@ -11,7 +11,7 @@ import pytest
 from protocols.base import Host, IndependentAverager, Member, Settings
 from protocols.pairwise.gossip import Gossip
 from protocols.pairwise.shared_state import SharedStateSession
-from protocols.vectors import VectorView
+from protocols.vectors.views import VectorView
 from tests.sim.crashes import main
 from tests.sim.faults import Crash, Cut, Message
 from tests.sim.independent_world import IndependentWorld

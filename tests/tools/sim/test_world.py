@@ -16,7 +16,7 @@ from protocols.base import AveragingResult, Contribution, LocalProgress, Member,
 from protocols.base import Outcome as RoundOutcome
 from protocols.pairwise.shared_state import SharedStateSession
 from protocols.pairwise.state_swap import StateSwap
-from protocols.vectors import VectorView
+from protocols.vectors.views import VectorView
 from tests.sim import world as worlds
 from tests.sim.families import BREAKING
 from tests.sim.faults import Faults

@@ -14,7 +14,7 @@ from typing import TypeVar
 from protocols import wire
 from protocols.allreduce.parts import PartLayout, ReducedPart
 from protocols.base import BadPayload, Compute, Header, Stream
-from protocols.vectors import VectorView
+from protocols.vectors.views import VectorView
 
 HEADER_LIMIT = 512
 """Limit of the bytes of a chunk's header, or of a message that comes instead of it."""

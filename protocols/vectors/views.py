@@ -16,7 +16,9 @@ import torch
 
 from protocols.base import CHUNK_BYTES, Vector
 from protocols.choices import CHUNK_ELEMENTS
-from protocols.limits import LARGEST_FLOAT32
+
+LARGEST_FLOAT32 = torch.finfo(torch.float32).max
+SMALLEST_NORMAL_FLOAT32 = torch.finfo(torch.float32).tiny
 
 _ROOT_TAG = b"starling root 1\n"
 _NORM_PIECE = 1 << 16  # elements; their float64 copies stay in the processor's second-level cache

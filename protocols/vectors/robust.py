@@ -37,8 +37,7 @@ import torch
 
 from protocols.base import Vector
 from protocols.choices import require_known
-from protocols.limits import LARGEST_FLOAT32
-from protocols.vectors import norm, weighted_mean
+from protocols.vectors.views import LARGEST_FLOAT32, norm, weighted_mean
 
 TRIM_SHARE = 0.25
 REACH = 0.5

@@ -1,4 +1,4 @@
-"""The interface of codecs, and checks that all of them share. `protocols.codec` has the codecs by name. Pure."""
+"""The interface of codecs, and checks that all of them share. `vectors.codec` has the codecs by name. Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from protocols.base import BadPayload, Buffer, Vector
 from protocols.choices import CHUNK_ELEMENTS
-from protocols.vectors import check_vector
+from protocols.vectors.views import check_vector
 
 if sys.byteorder != "little":
     raise ImportError("Starling sends vectors as they are in memory, so it needs a little-endian machine")

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protocols.base import Vector
-from protocols.robust import ESTIMATE_ERROR
-from protocols.vectors import (
+from protocols.vectors.robust import ESTIMATE_ERROR
+from protocols.vectors.views import (
     CHUNK_ELEMENTS,
     VectorView,
     chunk_count,

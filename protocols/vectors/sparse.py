@@ -24,9 +24,9 @@ import torch
 
 from protocols.base import BadPayload, Buffer, Vector
 from protocols.choices import TOPK_GRAIN
-from protocols.codecs.coding import PIECE, Codec, carry, received, require_finite, target, typed
-from protocols.codecs.lowbit import Int8
-from protocols.limits import LARGEST_FLOAT32, SMALLEST_NORMAL_FLOAT32
+from protocols.vectors.coding import PIECE, Codec, carry, received, require_finite, target, typed
+from protocols.vectors.lowbit import Int8
+from protocols.vectors.views import LARGEST_FLOAT32, SMALLEST_NORMAL_FLOAT32
 
 GROUP = TOPK_GRAIN
 KEEP = 64

@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protocols.base import BadPayload, Vector
-from protocols.codec import CODECS, Codec, codec
+from protocols.vectors.codec import CODECS, Codec, codec
 from tests.golden import codecs as golden
 from tests.support.codecs import LARGEST, bits, decoded, encoded
 from tests.support.paths import REPOSITORY

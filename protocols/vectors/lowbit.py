@@ -19,8 +19,8 @@ from __future__ import annotations
 import torch
 
 from protocols.base import BadPayload, Buffer, Vector
-from protocols.codecs.coding import PIECE, Codec, finite_range, received, require_finite, target, typed
-from protocols.limits import LARGEST_FLOAT32, SMALLEST_NORMAL_FLOAT32
+from protocols.vectors.coding import PIECE, Codec, finite_range, received, require_finite, target, typed
+from protocols.vectors.views import LARGEST_FLOAT32, SMALLEST_NORMAL_FLOAT32
 
 BLOCK = 128
 _ENCODED = 1 << 17  # elements encoded at a time: with their scratch vector they stay in the second-level cache

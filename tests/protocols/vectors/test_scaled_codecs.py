@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from protocols.base import BadPayload, Vector
-from protocols.codec import codec
+from protocols.vectors.codec import codec
 from tests.support.codecs import LARGEST, decoded, encoded
 
 LEVELS = {

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from protocols.base import BadPayload, Vector
-from protocols.codec import codec
-from protocols.codecs import sparse
-from protocols.codecs.coding import carry
-from protocols.vectors import weighted_mean
+from protocols.vectors import sparse
+from protocols.vectors.codec import codec
+from protocols.vectors.coding import carry
+from protocols.vectors.views import weighted_mean
 from tests.support.codecs import bits, decoded, encoded
 
 TOPK = codec("topk")

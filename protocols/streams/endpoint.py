@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeVar
 from protocols import wire
 from protocols.aio import Notifier
 from protocols.base import BadPayload, Deadline, Header, Host, Member, PeerId, PeerSilent, RoundKey, Settings, Stream
-from protocols.control_channel import RoundAccounting
+from protocols.streams.control_channel import RoundAccounting
 from protocols.wire import HeaderType
 
 FIRST_FRAME_SECONDS = 10.0

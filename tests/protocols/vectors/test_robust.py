@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.robustness import table
-from protocols import robust
 from protocols.base import Vector
 from protocols.moshpit.matchmaker import UNCLIPPED
-from protocols.robust import RULES, RobustAggregator
+from protocols.vectors import robust
+from protocols.vectors.robust import RULES, RobustAggregator
 from tests.support.gradients import noisy_contributions
 
 LARGEST = torch.finfo(torch.float32).max

@@ -7,11 +7,11 @@ bits on every machine: it widens or looks up each code, then multiplies at most 
     fp32   4 bytes an element, exact
     fp16   2 bytes, rounded to nearest even; saturates at the largest float16 (65,504)
     bf16   2 bytes, rounded to nearest even; saturates at the largest bfloat16 (about 3.39e38)
-    int8   1.03125 bytes, .258 of fp32: blocks of 128 elements with a float32 scale each (`protocols.codecs.lowbit`)
+    int8   1.03125 bytes, .258 of fp32: blocks of 128 elements with a float32 scale each (`protocols.vectors.lowbit`)
     int4   .53125 bytes, .133 of fp32: the same in steps of a seventh of the block's largest magnitude
-    e3m0   .53125 bytes: a sign and a power of two (`protocols.codecs.lowbit`)
+    e3m0   .53125 bytes: a sign and a power of two (`protocols.vectors.lowbit`)
     topk   .0205 bytes, 1/195 of fp32: the 64 largest of each 4096 elements, two bits each, with error feedback. A mean
-           of N contributions takes .032 bytes for N = 1, .111 for 4, .383 for 16 (`protocols.codecs.sparse`)
+           of N contributions takes .032 bytes for N = 1, .111 for 4, .383 for 16 (`protocols.vectors.sparse`)
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 
 from protocols.base import Buffer, Vector
 from protocols.choices import require_known
-from protocols.codecs.coding import (
+from protocols.vectors.coding import (
     PIECE,
     Codec,
     finite_range,
@@ -32,8 +32,8 @@ from protocols.codecs.coding import (
     target,
     typed,
 )
-from protocols.codecs.lowbit import E3M0, Int4, Int8
-from protocols.codecs.sparse import TopK
+from protocols.vectors.lowbit import E3M0, Int4, Int8
+from protocols.vectors.sparse import TopK
 
 __all__ = ["CODECS", "Codec", "codec", "state_codec"]
 

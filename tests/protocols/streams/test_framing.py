@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from protocols import wire
 from protocols.base import BadPayload, Buffer, PeerSilent
-from protocols.control_channel import RoundAccounting
-from protocols.framing import FramedStream, LimitReached, accepted, opened
+from protocols.streams.control_channel import RoundAccounting
+from protocols.streams.framing import FramedStream, LimitReached, accepted, opened
 
 SECONDS = 30.0  # no test waits this long
 CHUNK = wire.Chunk(index=3, size=5)

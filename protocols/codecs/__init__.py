@@ -1,1 +1,0 @@
-"""Codecs that are smaller than 16 bits an element, and what all codecs share. `protocols.codec` has them by name."""
