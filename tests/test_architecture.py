@@ -61,6 +61,8 @@ INSTALLS_A_STRANGER = re.compile(
     r"\b(install|add|uvx|download|wheel)\b[^\n]*['\"\s]starling(\[|==|['\"`]?\s*$)", re.MULTILINE
 )
 """Installs by the project's name, which belongs to another project on the package index."""
+MAX_KEYWORDS = 12
+"""Parameters of a constructor, or of a function that composes, if all but two of them are keyword-only."""
 MAX_CONSTRUCTOR_ARGUMENTS, MAX_PARAMETERS = 6, 7
 COMMANDS = "node/cli/app.py"
 """Its typer commands take as many parameters as they have options."""
@@ -122,7 +124,10 @@ def too_many_parameters(file: str, source: str) -> Iterator[str]:
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not (file == COMMANDS and is_command(node)):
             most = MAX_CONSTRUCTOR_ARGUMENTS if node.name == "__init__" else MAX_PARAMETERS
-            if (count := parameters(node)) > most:
+            count = parameters(node)
+            if count - len(node.args.kwonlyargs) <= 2:
+                most = MAX_KEYWORDS
+            if count > most:
                 yield f"{file}:{node.lineno}: {node.name} takes {count} parameters, at most {most} are allowed"
 
 
@@ -248,6 +253,7 @@ SEVEN = "a, b, c, d, e, f, g"
         ("node/outer/sgd.py", f"class A:\n    def __init__(self, {SEVEN}): ..."),
         ("node/outer/sgd.py", f"class A:\n    def step(self, {SEVEN}, h): ..."),
         ("protocols/aio.py", f"async def late({SEVEN}, *, h): ..."),
+        ("protocols/aio.py", f"class A:\n    def __init__(self, *, {SEVEN}, h, i, j, k, l, m): ..."),
         ("protocols/aio.py", f"def outer():\n    def inner({SEVEN}, **more): ..."),
         ("protocols/aio.py", f"@app.command()\ndef join({SEVEN}, h): ..."),
         ("node/cli/app.py", f"def helper({SEVEN}, h): ..."),
