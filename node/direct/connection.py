@@ -29,7 +29,7 @@ class ConnectionSilent(ConnectionError):
 
 
 def set_options(sock: socket.socket) -> None:
-    """Set up a connected socket: no delay for small records, and probes while nothing is sent."""
+    """No delay for small records, and probes while nothing is sent."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     idle, interval = max(1, round(SILENCE_SECONDS / 2)), max(1, round(SILENCE_SECONDS / 4))
@@ -56,20 +56,12 @@ def is_silent(sock: socket.socket) -> bool:
 
 
 class DirectConnection:
-    """Reads and writes records. One task may read while another one writes.
-
-    Attributes:
-        peer_ended: the other side has ended the present stream.
-        closed: the connection is gone.
-        failure: the error that ended it; None if it is open, or was aborted.
-        on_closed: called once, when the connection is closed.
-        traffic: counts the bytes of the present stream, and caps them.
-        moved_bytes: bytes written and read so far.
-    """
+    """Reads and writes records. One task may read while another one writes."""
 
     def __init__(self, sock: socket.socket, codecs: tuple[RecordSealer, RecordOpener]) -> None:
-        self.peer_ended = self.closed = False
-        self.failure: OSError | None = None
+        self.peer_ended = False  # of the present stream
+        self.closed = False
+        self.failure: OSError | None = None  # the error that ended it; None if it is open, or was aborted
         self.on_closed: Callable[[], None] = lambda: None
         self.traffic = UNLIMITED
         self.moved_bytes = 0
@@ -85,11 +77,7 @@ class DirectConnection:
         self._watch = self._loop.call_later(SILENCE_SECONDS / 4, self._look)
 
     async def write(self, data: Buffer) -> None:
-        """Pass all of `data` to the kernel.
-
-        Raises:
-            OSError: the connection is gone.
-        """
+        """Pass all of `data` to the kernel."""
         view, start = memoryview(data).cast("B"), 0
         while start < len(view):
             piece = view[start : start + min(RECORD_BYTES, self.traffic.upload_piece)]
@@ -98,15 +86,12 @@ class DirectConnection:
             await self._write_record(piece)
 
     async def end(self) -> None:
-        """End the present stream: the other side reads the end after all data."""
+        """End the present stream, after all data."""
         await self._write_record(memoryview(b""))
 
     async def read_into(self, buffer: memoryview) -> None:
-        """Fill the whole buffer.
-
-        Raises:
-            OSError: the connection is gone, or a record is not genuine (`RecordError`).
-            EOFError: the other side has ended the stream.
+        """Fill the whole buffer. EOFError if the other side has ended the stream, `RecordError` if a record is not
+        genuine.
         """
         view, filled = buffer.cast("B"), 0
         while filled < len(view):
@@ -122,7 +107,7 @@ class DirectConnection:
                 await self._next_record(memoryview(b""))
 
     async def until_readable(self, deadline: float) -> bool:
-        """Whether anything has arrived by the deadline, be it the end of the connection."""
+        """Whether anything has arrived by the deadline, also the end of the connection."""
         if self._have > self._used:
             return True
         try:
@@ -137,7 +122,7 @@ class DirectConnection:
         return not self.closed and self._have == self._used and self._peek() is None
 
     def is_over(self) -> bool:
-        """Whether the connection was closed here or there, with nothing left to read."""
+        """Whether either side has closed the connection, with nothing left to read."""
         return self.closed or (self._have == self._used and self._peek() == b"")
 
     def _peek(self) -> bytes | None:
@@ -165,7 +150,7 @@ class DirectConnection:
             self._have = self._used = 0
 
     def abort(self) -> None:
-        """Close the connection at once; the other side gets an error. Harmless if it is closed."""
+        """Close the connection at once; the other side gets an error."""
         if self.closed:
             return
         self.closed = True
@@ -181,10 +166,7 @@ class DirectConnection:
         self.on_closed()
 
     def _failed(self, error: OSError) -> OSError:
-        """Close the connection because of an error. Returns the error to raise.
-
-        So nothing can be read after a record that was not genuine.
-        """
+        """Close the connection: nothing can be read after a record that was not genuine. Returns the error to raise."""
         if isinstance(error, TimeoutError):  # the kernel's; a deadline's would look the same to the caller
             error = ConnectionSilent("the other side's machine does not answer any more")
         if not self.closed:
@@ -226,10 +208,8 @@ class DirectConnection:
         return size
 
     async def _next_record(self, into: memoryview) -> int:
-        """Receive a record and open it: straight into `into` if it has room, else in place.
-
-        Returns:
-            The number of bytes filled.
+        """Receive a record and open it: straight into `into` if it has room, else in place. Returns the number of
+        bytes filled.
         """
         if self.peer_ended:
             raise EOFError("the peer is done")
@@ -285,7 +265,6 @@ class DirectConnection:
             await asyncio.sleep(0)
 
     async def _ready(self, *, writing: bool) -> None:
-        """Wait until the socket can be read, or written."""
         self._require_open()
         wait = self._waits[writing] = self._loop.create_future()
         add, remove = (

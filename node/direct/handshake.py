@@ -27,14 +27,7 @@ OPENING_BYTES = TOKEN_ID_BYTES + NONCE_BYTES
 async def dial(
     where: tuple[str, int], token: ConnectionToken, cipher: str, me: PeerId, peer: PeerId, seconds: float
 ) -> DirectConnection:
-    """Connect to a peer with a token that it issued.
-
-    Args:
-        where: IP address and port.
-
-    Raises:
-        OSError, EOFError: it cannot be reached there within this time, or does not take the token.
-    """
+    """Connect to a peer at (IP address, port) with a token that it issued. Raises OSError or EOFError."""
     family = socket.AF_INET6 if ":" in where[0] else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -58,14 +51,7 @@ async def dial(
 def accept(
     sock: socket.socket, opening: bytes, issuer: TokenIssuer, me: PeerId
 ) -> tuple[IssuedToken, DirectConnection] | None:
-    """Take a connection that has shown a valid token; None if it has shown another, which is not answered.
-
-    Args:
-        opening: the first `OPENING_BYTES` bytes that it sent.
-
-    Raises:
-        OSError: the connection is gone.
-    """
+    """Take a connection whose `opening` shows a valid token; None if it shows another, which is not answered."""
     issued = issuer.redeem(opening[:TOKEN_ID_BYTES])
     if issued is None:
         return None

@@ -25,7 +25,7 @@ class IdleConnections:
         return len(self._idle)
 
     def put(self, peer: PeerId, connection: DirectConnection) -> None:
-        """Keep a connection that no stream uses, in place of the one that is idle for longest if there are many."""
+        """Keep a connection that no stream uses; of too many, the one that is idle for longest is closed."""
         if connection.is_worn or sum(owner == peer for owner, _ in self._idle.values()) >= MAX_IDLE_PER_PEER:
             return connection.abort()
         if len(self._idle) >= MAX_IDLE:
@@ -34,7 +34,7 @@ class IdleConnections:
         self._idle[connection] = (peer, self._spawn(self._watch(connection)))
 
     def take(self, peer: PeerId) -> DirectConnection | None:
-        """Take the connection that was used last; None if there is none."""
+        """The connection that was used last; None if there is none."""
         for connection in [each for each, (owner, _) in reversed(self._idle.items()) if owner == peer]:
             self._remove(connection)
             if connection.is_quiet():

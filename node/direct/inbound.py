@@ -36,16 +36,11 @@ _MAX_DIALLING, _MAX_DIALLING_PER_PEER, _MAX_REMEMBERED = 16, 8, 256
 
 
 class Inbound:
-    """Serves other peers.
-
-    Attributes:
-        issuer: the tokens that others hold.
-        awaited: token id -> the connection that a peer was asked to dial.
-    """
+    """Serves other peers."""
 
     def __init__(self, me: PeerId, link: Libp2pLink) -> None:
         self.issuer = TokenIssuer(asyncio.get_running_loop().time)
-        self.awaited: dict[bytes, asyncio.Future[DirectConnection]] = {}
+        self.awaited: dict[bytes, asyncio.Future[DirectConnection]] = {}  # by token id: those that a peer shall dial
         self.listener = DirectListener(me, self.issuer, self._on_connection, link.refuse)
         self._me, self._link = me, link
         self._served: dict[DirectConnection, PeerId] = {}
@@ -54,12 +49,7 @@ class Inbound:
         self._dials: dict[PeerId, Attempts] = {}  # those that failed
 
     async def answer(self, peer: PeerId, stream: Stream) -> None:
-        """Answer a request that came over libp2p.
-
-        Raises:
-            BadPayload: it breaks the rules.
-            PeerSilent: the stream ended.
-        """
+        """Answer a request that came over libp2p."""
         header = await stream.receive(HEADER_LIMIT)
         if isinstance(header, TokenRequest):
             await stream.send(self._grant(peer, header))
@@ -75,7 +65,6 @@ class Inbound:
             connection.abort()
 
     def close(self) -> None:
-        """Stop listening, and abort all connections."""
         self.listener.close()
         for connection in list(self._served):
             connection.abort()

@@ -14,13 +14,7 @@ from protocols.base import Deadline, PeerId, Stream
 
 @dataclass(frozen=True, slots=True)
 class Libp2pLink:
-    """What the direct data plane needs of libp2p.
-
-    Attributes:
-        open: opens a stream over libp2p.
-        host_of: the IP address at the other end of the latest libp2p connection to a peer; None if that is a relay's.
-        serving: serves incoming streams of both kinds.
-    """
+    """What the direct data plane needs of libp2p."""
 
     open: Callable[[PeerId, str, Deadline], AbstractAsyncContextManager[Stream]]
     host_of: Callable[[PeerId], str | None]

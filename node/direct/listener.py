@@ -32,7 +32,7 @@ _PORT_ATTEMPTS = 8
 
 @dataclass(frozen=True, slots=True)
 class WaitingLimits:
-    """How many connections that have shown no token there may be, in all and from one host."""
+    """How many connections without a token there may be."""
 
     total: int
     per_host: int
@@ -57,11 +57,7 @@ class _Waiting:
 
 
 class DirectListener:
-    """Listens, and hands over connections that have shown a token.
-
-    Attributes:
-        port: 0 until `start` has succeeded.
-    """
+    """Listens, and passes on connections that have shown a token."""
 
     def __init__(self, me: PeerId, issuer: TokenIssuer, on_connection: OnConnection, on_refused: OnRefused) -> None:
         self.port = 0
@@ -73,11 +69,7 @@ class DirectListener:
         self._window_began, self._accepted = 0.0, 0
 
     def start(self, hosts: Sequence[str], port: int = 0) -> None:
-        """Listen on these IP addresses, all with one port; port 0 takes a free one.
-
-        Raises:
-            OSError: the port is taken, or an address is not this machine's.
-        """
+        """Listen on these IP addresses, all with one port; port 0 takes a free one."""
         for attempt in range(_PORT_ATTEMPTS):
             try:
                 self._sockets = _listening(hosts, port)
@@ -90,7 +82,6 @@ class DirectListener:
             self._loop.add_reader(sock, self._accept, sock)
 
     def close(self) -> None:
-        """Stop listening, and drop all connections that have shown no token."""
         for sock in self._sockets:
             self._loop.remove_reader(sock)
             sock.close()
@@ -166,7 +157,6 @@ class DirectListener:
         self._on_refused(waiting.host, why)
 
     def _release(self, waiting: _Waiting) -> socket.socket:
-        """Let go of a connection's socket."""
         del self._waiting[waiting]
         if waiting.timer:
             waiting.timer.cancel()

@@ -39,24 +39,14 @@ class ConnectionToken:
 
 @dataclass(frozen=True, slots=True)
 class TokenRequest(Header):
-    """Asks for tokens.
-
-    Attributes:
-        fast_aes: AES is faster than ChaCha20 on the sender's machine.
-    """
+    """Asks for tokens. `fast_aes`: AES is faster than ChaCha20 on the sender's machine."""
 
     fast_aes: bool = flag()
 
 
 @dataclass(frozen=True, slots=True)
 class TokenGrant(Header):
-    """Answers with tokens; none if the sender listens on no port.
-
-    Attributes:
-        port: TCP port of the sender; 0 if it listens on none. Its host is that of the libp2p connection.
-        cipher: for all connections with these tokens.
-        seconds: how long the tokens are valid.
-    """
+    """Answers with tokens for `port` (0: none) of the host of the libp2p connection, valid for `seconds`."""
 
     port: int = uint(MAX_PORT)
     cipher: str = text(32)
@@ -66,7 +56,7 @@ class TokenGrant(Header):
 
 @dataclass(frozen=True, slots=True)
 class DialBack(Header):
-    """Asks the other peer to dial this one, because this one cannot dial it. Over the connection, this one opens."""
+    """Asks the other peer to dial the sender, which cannot dial it. The sender opens streams over that connection."""
 
     port: int = uint(MAX_PORT)
     cipher: str = text(32)

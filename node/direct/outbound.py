@@ -32,12 +32,6 @@ _MAX_REQUESTS = 4
 
 
 class Outbound:
-    """Opens streams over direct connections.
-
-    Attributes:
-        routes: peer -> how bulk data goes there.
-    """
-
     def __init__(self, me: PeerId, link: Libp2pLink, inbound: Inbound) -> None:
         self.routes: dict[PeerId, Route] = {}
         self._me, self._link, self._inbound = me, link, inbound
@@ -47,7 +41,7 @@ class Outbound:
         self._closed = False
 
     async def open(self, peer: PeerId, method: str, deadline: Deadline) -> DirectPipe | None:
-        """Open a stream. The peer has accepted the method. None if that is not possible now."""
+        """Open a stream that the peer has accepted; None if that is not possible now."""
         if self._closed:
             return None
         route = self._route(peer)
@@ -59,13 +53,11 @@ class Outbound:
         return None
 
     def forget(self, peer: PeerId) -> None:
-        """Abort the connections to a peer, and forget its tokens."""
         self.routes.pop(peer, None)
         for connection in [each for each, (owner, _) in self._connections.items() if owner == peer]:
             connection.abort()
 
     def close(self) -> None:
-        """Abort all connections, and open no more."""
         self._closed = True
         for connection in list(self._connections):
             connection.abort()
@@ -104,11 +96,7 @@ class Outbound:
     async def _ask(
         self, peer: PeerId, route: Route, connection: DirectConnection, method: str, until: Deadline
     ) -> DirectPipe:
-        """Ask the peer to serve a method over this connection.
-
-        Raises:
-            NotDirect: it did not accept. The connection is closed.
-        """
+        """Ask the peer to serve a method over this connection. If it does not accept, the connection is closed."""
         _, way = self._connections[connection]
         attempts = route.dialled_back if way is Way.DIALLED_BACK else route.dialling
         pipe, started = DirectPipe(connection, partial(self._free, peer)), loop_time()
@@ -150,11 +138,7 @@ class Outbound:
         raise AssertionError("unreachable")
 
     async def _have_tokens(self, peer: PeerId, route: Route, until: Deadline) -> None:
-        """See that there are tokens, and ask for more before the last ones are used.
-
-        Raises:
-            NotDirect: the peer granted none in time.
-        """
+        """See that there are tokens, and ask for more before the last ones are used."""
         if route.tokens_left(loop_time()) <= SPARE_TOKENS:
             self._renewal(peer, route)
         for _ in range(_MAX_REQUESTS):  # streams that are opened at the same time may take all tokens of one grant
@@ -197,7 +181,6 @@ class Outbound:
             return wire.expect(await stream.receive(HEADER_LIMIT), TokenGrant)
 
     async def _dialled_back(self, peer: PeerId, route: Route, until: Deadline) -> DirectConnection:
-        """Ask a peer, over libp2p, to dial this one."""
         route.dialled_back.require(loop_time())
         inbound, port, host = self._inbound, self._inbound.listener.port, self._link.host_of(peer)
         if not (port and host and route.is_granted):

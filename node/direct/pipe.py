@@ -16,28 +16,19 @@ class DirectPipe:
     """One stream. When both sides have ended it in order, the connection is free for the next one."""
 
     def __init__(self, connection: DirectConnection, on_free: Callable[[DirectConnection], None]) -> None:
-        """
-        Args:
-            on_free: called with the connection when it can carry another stream.
-        """
         self._connection, self._on_free = connection, on_free
         self._over = False
 
     @property
     def moved_bytes(self) -> int:
-        """Bytes written and read so far, on this stream and those before it."""
+        """On this stream and those before it."""
         return self._connection.moved_bytes
 
     def belong_to(self, traffic: StreamTraffic) -> None:
-        """Count what is written and read from now on as `traffic`, and wait for its caps."""
         self._connection.traffic = traffic
 
     async def write(self, data: Buffer) -> None:
-        """Pass `data` to the kernel. On failure or cancellation, abort, so that none is sent later.
-
-        Raises:
-            OSError: the stream is closed.
-        """
+        """Pass `data` to the kernel. On failure or cancellation, abort, so that none is sent later."""
         try:
             await self._present().write(data)
         except BaseException:
@@ -45,12 +36,7 @@ class DirectPipe:
             raise
 
     async def read_into(self, buffer: memoryview) -> None:
-        """Fill the whole buffer.
-
-        Raises:
-            OSError: the stream is closed.
-            EOFError: the peer ended the stream, or it broke off.
-        """
+        """Fill the whole buffer. EOFError if the peer ended the stream, or it broke off."""
         await self._present().read_into(buffer)
 
     async def close(self, seconds: float) -> None:
@@ -75,11 +61,10 @@ class DirectPipe:
         self.abort()
 
     async def reset(self) -> None:
-        """Reset the stream. Harmless after `close`."""
         self.abort()
 
     def abort(self) -> None:
-        """Reset the stream at once. Harmless after `close` and `reset`."""
+        """Reset the stream. Harmless after `close`."""
         if not self._over:
             self._over = True
             self._connection.abort()

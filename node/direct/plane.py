@@ -25,12 +25,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class DirectConfig:
-    """Settings of the direct data plane.
-
-    Attributes:
-        methods: methods whose streams go directly if they can. All others go over libp2p.
-        port: TCP port to listen on, at the hosts where libp2p listens; 0 takes a free one.
-    """
+    """For which methods streams go directly if they can, and the TCP port to listen on; 0 takes a free one."""
 
     methods: Container[str]
     port: int = 0
@@ -53,18 +48,16 @@ class DirectPlane:
             log.warning("no direct port: others send their data over libp2p (%s)", error.strerror or error)
 
     async def close(self) -> None:
-        """Stop listening, and abort all connections."""
         self._inbound.close()
         self._outbound.close()
 
     @property
     def port(self) -> int:
-        """The port that this peer listens on; 0 if there is none."""
+        """0 if this peer listens on none."""
         return self._inbound.listener.port
 
     @property
     def routes(self) -> Mapping[PeerId, Route]:
-        """How bulk data goes to each peer, and why not directly."""
         return self._outbound.routes
 
     async def open(self, peer: PeerId, method: str, deadline: Deadline) -> DirectPipe | None:

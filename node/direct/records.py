@@ -59,13 +59,7 @@ def token_id(secret: bytes) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Handshake:
-    """What both sides know when a connection has been opened, from which its keys follow.
-
-    Attributes:
-        secret: of the connection token.
-        client, server: who dialled, and who accepted.
-        client_nonce, server_nonce: 16 random bytes of each.
-    """
+    """What both sides know when a connection has been opened, from which its keys follow."""
 
     cipher: str
     secret: bytes
@@ -86,7 +80,6 @@ class Handshake:
         return HKDF(SHA256(), length, self.client_nonce + self.server_nonce, info).derive(self.secret)
 
     def codecs(self, *, is_client: bool) -> tuple[RecordSealer, RecordOpener]:
-        """The sealer and the opener of one side."""
         kind, _ = _CIPHERS[self.cipher]
         mine, theirs = self.key(of_client=is_client), self.key(of_client=not is_client)
         return RecordSealer(kind(mine)), RecordOpener(kind(theirs))
@@ -99,10 +92,7 @@ class Nonces:
         self._next = 0
 
     def take(self) -> bytes:
-        """
-        Raises:
-            KeySpent: as many have been taken as may be used with one key.
-        """
+        """Raises `KeySpent` when as many have been taken as may be used with one key."""
         if self._next >= _MAX_RECORDS:
             raise KeySpent("the connection has carried as many records as its key allows")
         self._next += 1
@@ -115,18 +105,12 @@ class Nonces:
 
 
 class RecordSealer:
-    """Encrypts the records of one direction."""
-
     def __init__(self, cipher: AESGCM | ChaCha20Poly1305) -> None:
         self.nonces = Nonces()
         self._cipher = cipher
 
     def seal(self, data: Buffer, into: memoryview) -> int:
-        """Write the record of `data`, at most `RECORD_BYTES` bytes, into `into`. Returns the record's size.
-
-        Raises:
-            KeySpent: the key has been used for too many records.
-        """
+        """Write the record of `data`, at most `RECORD_BYTES` bytes, into `into`. Returns the record's size."""
         size = len(data)
         head = size.to_bytes(LENGTH_BYTES, "big")
         into[:LENGTH_BYTES] = head
@@ -144,11 +128,7 @@ class RecordOpener:
 
     @staticmethod
     def length(head: Buffer) -> int:
-        """The plaintext's length, from a record's first 4 bytes. It is authentic only when `open` has succeeded.
-
-        Raises:
-            RecordError: longer than a record may be.
-        """
+        """The plaintext's length, from a record's first 4 bytes. It is authentic only when `open` has succeeded."""
         size = int.from_bytes(head, "big")
         if size > RECORD_BYTES:
             raise RecordError(f"a record of {size} bytes, where at most {RECORD_BYTES} are allowed")
@@ -157,9 +137,7 @@ class RecordOpener:
     def open(self, record: memoryview, into: memoryview) -> None:
         """Decrypt a whole record into `into`, which has the plaintext's length and may be the ciphertext's memory.
 
-        Raises:
-            RecordError: it is not the next record that the other side sealed. `into` then holds no usable data.
-            KeySpent: the key has been used for too many records.
+        `RecordError` if it is not the next record that the other side sealed. `into` then holds no usable data.
         """
         try:
             self._cipher.decrypt_into(self.nonces.take(), record[LENGTH_BYTES:], bytes(record[:LENGTH_BYTES]), into)
@@ -169,7 +147,7 @@ class RecordOpener:
 
 @cache
 def has_fast_aes() -> bool:
-    """Whether AES-GCM is faster than ChaCha20-Poly1305 here, as it is with AES in hardware. Takes about 2 ms, once."""
+    """Whether AES-GCM is faster than ChaCha20-Poly1305 on this machine. Takes about 2 ms, once."""
     data, into = bytes(RECORD_BYTES), memoryview(bytearray(RECORD_BYTES + TAG_BYTES))
 
     def seconds(name: str) -> float:
@@ -186,5 +164,4 @@ def choose_cipher(fast_aes_here: bool, fast_aes_there: bool) -> str:
 
 
 def is_known(cipher: str) -> bool:
-    """Whether this version has the cipher."""
     return cipher in _CIPHERS

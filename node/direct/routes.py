@@ -39,10 +39,7 @@ class Attempts:
         return now >= self.not_before
 
     def require(self, now: float) -> None:
-        """
-        Raises:
-            NotDirect: it failed, and is not to be tried again yet; the message is that of the failure.
-        """
+        """Raise the last failure if it is too early for the next attempt."""
         if not self.may_try(now):
             raise NotDirect(self.why)
 
@@ -63,17 +60,10 @@ class Attempts:
 
 @dataclass(slots=True)
 class Route:
-    """What this peer knows of the direct way to another one.
+    """What this peer knows of the direct way to another one."""
 
-    Attributes:
-        way: how the latest bulk stream went.
-        why: why it did not go directly; empty if it did.
-        asking, dialling, dialled_back: attempts to get tokens, to dial the peer, and to be dialled by it.
-        cipher: for connections between the two; empty until the peer has granted tokens.
-    """
-
-    way: Way = Way.UNTRIED
-    why: str = ""
+    way: Way = Way.UNTRIED  # of the latest bulk stream
+    why: str = ""  # why it did not go directly
     asking: Attempts = field(default_factory=Attempts)
     dialling: Attempts = field(default_factory=Attempts)
     dialled_back: Attempts = field(default_factory=Attempts)
@@ -83,11 +73,7 @@ class Route:
     _expires: float = 0.0
 
     def granted(self, grant: TokenGrant, host: str, now: float) -> None:
-        """Take a peer's tokens, for connections to this host.
-
-        Raises:
-            NotDirect: it asks for a cipher that is unknown here.
-        """
+        """Take a peer's tokens, for connections to this host."""
         if not is_known(grant.cipher):
             raise self.asking.failed(now, "it asks for a cipher that is unknown here")
         self.asking.succeeded()
@@ -100,15 +86,10 @@ class Route:
         return bool(self.cipher)
 
     def tokens_left(self, now: float) -> int:
-        """The number of tokens that are still valid."""
         return len(self._tokens) if now < self._expires else 0
 
     def take_token(self, now: float) -> tuple[tuple[str, int], ConnectionToken]:
-        """Use a token: where to dial, and what to show there.
-
-        Raises:
-            NotDirect: there is none, or the peer listens on no port that may be dialled.
-        """
+        """Use a token: where to dial, and what to show there. Raises `NotDirect` if there is none."""
         if not self.tokens_left(now):
             raise NotDirect("it has no direct port")
         if self._where[1] < MIN_PORT:
@@ -116,11 +97,9 @@ class Route:
         return self._where, self._tokens.pop(0)
 
     def drop_tokens(self) -> None:
-        """Forget the tokens: the peer no longer takes them."""
         self._tokens = []
 
     def went(self, way: Way, why: str = "") -> None:
-        """Note how a stream went."""
         self.way, self.why = way, why
 
 

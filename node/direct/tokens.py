@@ -17,18 +17,13 @@ MAX_TOKENS, MAX_HOSTS = 2048, 512
 
 @dataclass(frozen=True, slots=True)
 class IssuedToken:
-    """A token that permits one connection of one peer.
-
-    Attributes:
-        expires: time of the event loop.
-        dialled_back: this peer asked to be dialled, and opens the streams; else the dialling peer does.
-    """
+    """Permits one connection of one peer."""
 
     peer: PeerId
     cipher: str
     token: ConnectionToken
-    expires: float
-    dialled_back: bool = False
+    expires: float  # time of the event loop
+    dialled_back: bool = False  # this peer asked to be dialled, and opens the streams; else the dialling peer does
 
 
 class TokenIssuer:
@@ -43,11 +38,11 @@ class TokenIssuer:
         return len(self._issued)
 
     def issue(self, peer: PeerId, host: str, cipher: str, count: int) -> Sequence[ConnectionToken]:
-        """Issue tokens for connections that a peer at this host will open streams over."""
+        """Tokens for connections that a peer at this host will open streams over."""
         return [self._add(peer, host, cipher, dialled_back=False).token for _ in range(count)]
 
     def issue_for_dial_back(self, peer: PeerId, host: str, cipher: str) -> IssuedToken:
-        """Issue a token for one connection that this peer will open streams over."""
+        """A token for one connection that this peer will open streams over."""
         return self._add(peer, host, cipher, dialled_back=True)
 
     def redeem(self, token_id: bytes) -> IssuedToken | None:
@@ -56,7 +51,6 @@ class TokenIssuer:
         return issued if issued and self._now() < issued.expires else None
 
     def void(self, peer: PeerId) -> None:
-        """Void all tokens of a peer."""
         self._issued = {key: each for key, each in self._issued.items() if each.peer != peer}
 
     def expects(self, host: str) -> bool:

@@ -33,11 +33,8 @@ AGAIN_SECONDS = 60.0
 
 @dataclass(frozen=True, slots=True)
 class AddressLine:
-    """The content of a file.
-
-    Attributes:
-        addresses: addresses of other peers.
-        complaint: user-facing line about what is wrong with the file; empty if nothing is.
+    """The content of a file: addresses of other peers, and a user-facing line about what is wrong with it, if
+    anything.
     """
 
     addresses: tuple[str, ...]
@@ -45,11 +42,7 @@ class AddressLine:
 
 
 def read_addresses(me: PeerId, path: Path) -> AddressLine | str:
-    """Read a file; if that fails, return a user-facing reason. Blocks on the disk.
-
-    Args:
-        me: this peer, whose own addresses are left out.
-    """
+    """Read a file, without this peer's own addresses; on failure return a user-facing reason. Blocks on the disk."""
     try:
         if path.exists() and not path.is_file():
             return "is no regular file"
@@ -94,11 +87,7 @@ def _checked(text: str) -> str:
 
 
 def require_usable(config: PeerConfig) -> None:
-    """Check at the start that the file of `--addresses-file` can be written.
-
-    Raises:
-        ConfigError: it cannot.
-    """
+    """Check at the start that the file of `--addresses-file` can be written; else raise `ConfigError`."""
     path = config.addresses_file
     if path is None:
         return
@@ -127,12 +116,6 @@ class AddressesFile:
     def __init__(
         self, path: Path, addresses: Callable[[], Sequence[str]], disk: Compute, say: Callable[[str], None]
     ) -> None:
-        """
-        Args:
-            addresses: returns multiaddrs that end in this peer's id; empty while they are not known.
-            disk: runs blocking disk operations.
-            say: prints a user-facing line.
-        """
         self._path, self._addresses, self._disk, self._say = path, addresses, disk, say
 
     async def run(self) -> None:
@@ -152,7 +135,7 @@ class AddressesFile:
             await asyncio.sleep(LOOK_SECONDS)
 
     async def _write(self, addresses: Sequence[str]) -> str:
-        """Write the file. Returns why that failed; empty if it did not."""
+        """Returns why writing failed; empty if it did not."""
         data = "".join(f"{each}\n" for each in addresses).encode()
         try:
             await self._disk.run(partial(write_atomically, self._path, data), len(data))

@@ -53,12 +53,7 @@ _WAITS = "; this peer waits for addresses of others there, and does not start a 
 
 @dataclass(frozen=True, slots=True)
 class RunInfo:
-    """What a joiner gets of a run before it takes part.
-
-    Attributes:
-        sealed: the manifest, in its founder's envelope.
-        sample: held-out text that all peers evaluate on; empty if the task has none.
-    """
+    """What a joiner gets of a run: the manifest in its founder's envelope, and held-out text to evaluate on, if any."""
 
     sealed: bytes
     sample: bytes
@@ -78,10 +73,6 @@ class BootstrapServer:
         status: Callable[[], dict[str, Any]],
         assign: AssignStage | None = None,
     ) -> None:
-        """
-        Args:
-            assign: answers a joiner that asks for a stage; None in a run without stages.
-        """
         self._run, self._status, self._assign = run, status, assign
         transport.serve(ENTRY, self._serve)
 
@@ -110,11 +101,7 @@ def _bounded(status: dict[str, Any]) -> bytes:
 
 
 async def ask_run(transport: Transport, peer: PeerId, deadline: Deadline) -> RunInfo:
-    """Ask a peer which run it is in. The answer is not verified here.
-
-    Raises:
-        PeerError, BadPayload: no answer, or a malformed one.
-    """
+    """Ask a peer which run it is in. The answer is not verified here."""
     async with transport.open(peer, ENTRY, deadline) as stream:
         await stream.send(WantRun())
         answer = wire.expect(await stream.receive(wire.MAX_HEADER_BYTES), RunReply)
@@ -124,11 +111,6 @@ async def ask_run(transport: Transport, peer: PeerId, deadline: Deadline) -> Run
 
 
 async def ask_status(transport: Transport, peer: PeerId, deadline: Deadline) -> dict[str, Any]:
-    """Ask a peer for its status.
-
-    Raises:
-        PeerError, BadPayload: no answer, or a malformed one.
-    """
     async with transport.open(peer, ENTRY, deadline) as stream:
         await stream.send(WantStatus())
         answer = wire.expect(await stream.receive(wire.MAX_HEADER_BYTES), StatusReply)
@@ -175,13 +157,7 @@ class _Refusals:
 
 
 class BootstrapClient:
-    """Tries addresses until one has led to the run, and each address at least once. An async context manager.
-
-    Attributes:
-        met: peer that answered -> address that led to it.
-        named: file of addresses -> the addresses that it held when it was read last.
-        on_named: called with these after each read, until the context ends.
-    """
+    """Tries addresses until one has led to the run, and each address at least once. An async context manager."""
 
     def __init__(
         self,
@@ -192,15 +168,13 @@ class BootstrapClient:
         read: Callable[[Path], Awaitable[AddressLine | str]],
         hint: str = "",
     ) -> None:
+        """`judge` raises a ValueError with a one-line message for a run that is not the one to join.
+
+        `read` returns the content of a file of addresses, or why it cannot be read. `hint` is printed after the first
+        failure.
         """
-        Args:
-            judge: raises a ValueError with a one-line message for a run that is not the one to join.
-            say: prints a user-facing line.
-            read: returns the content of a file of addresses, or why it cannot be read.
-            hint: a line to print once, after the first failure; empty for none.
-        """
-        self.met: dict[PeerId, str] = {}
-        self.named: dict[str, tuple[str, ...]] = {}
+        self.met: dict[PeerId, str] = {}  # peer that answered -> address that led to it
+        self.named: dict[str, tuple[str, ...]] = {}  # file of addresses -> those that it held when it was read last
         self._on_named: Callable[[Sequence[str]], None] = lambda addresses: None
         self._read = read
         self._connect, self._ask, self._judge, self._say = connect, ask, judge, say
@@ -222,14 +196,10 @@ class BootstrapClient:
         return await self._exit.__aexit__(*error)
 
     async def find(self, addresses: Sequence[str], remembered: Collection[str] = ()) -> RunInfo:
-        """Return the run as soon as one address has led to it.
+        """Return the run as soon as one address, or one in a file (@ and its path), has led to it.
 
-        Args:
-            addresses: multiaddrs, or @ and the path of a file that holds some, now or later.
-            remembered: those of them that the user did not give: there, peers were met before.
-
-        Raises:
-            ManifestError: all addresses are of other runs, and there is no file that could add more.
+        `remembered` are those of the addresses that the user did not give. Raises `ManifestError` if all addresses are
+        of other runs, and there is no file that could add more.
         """
         for each in dict.fromkeys(addresses):
             if each.startswith(FILE_SIGN):
@@ -243,7 +213,7 @@ class BootstrapClient:
         self._on_named = on_named
 
     def stop(self) -> None:
-        """Stop trying; the caller goes on without an answer."""
+        """Stop trying; the caller continues without an answer."""
         self._stopped = True
         for each in self._tries.values():
             each.cancel()
@@ -267,10 +237,8 @@ class BootstrapClient:
             await asyncio.sleep(READ_SECONDS if seeks else LATER_SECONDS)
 
     def _begin(self, addresses: Iterable[str], together: str = "") -> list[str]:
-        """Start to try those that are not being tried yet, and return them.
-
-        Args:
-            together: subject of the one line that reports all of them; empty to report each by itself.
+        """Start to try those that are not being tried yet, and return them. `together` is the subject of one line for
+        all.
         """
         new = [each for each in dict.fromkeys(addresses) if each not in self._tries]
         group = _Refusals(together, new) if together and len(new) > 1 else None
@@ -322,10 +290,8 @@ class BootstrapClient:
             self._report(address, why, "", group)
 
     async def _attempt(self, address: str) -> str:
-        """Try an address once. Returns why it failed; empty if it led to the run.
-
-        Raises:
-            ValueError: it leads into a run that is not the one to join.
+        """Try an address once. Returns why it failed; empty if it led to the run. ValueError: it leads into another
+        run.
         """
         deadline = asyncio.get_running_loop().time() + ATTEMPT_SECONDS
         try:

@@ -11,15 +11,7 @@ from node.config.manifest import Manifest, ManifestError
 
 
 def require_consent(manifest: Manifest, named: str | None, held: str) -> None:
-    """Check that the user of this machine agrees to the run's task.
-
-    Args:
-        named: the task that the user named with --task.
-        held: id of the run in the state directory, which the user has agreed to before.
-
-    Raises:
-        ManifestError: the run's task is a user's own and was not named, or another task was named.
-    """
+    """Check that the user of this machine agrees to the run's task: by --task, or before, to the run that is `held`."""
     task = manifest.config.consent_task
     if named is None and (not task or manifest.run_id == held):
         return

@@ -22,13 +22,6 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Founder:
-    """Who starts a run, and when.
-
-    Attributes:
-        identity: signs the manifest.
-        created: wall time, seconds since 1970.
-    """
-
     me: Member
     identity: Identity
     created: float
@@ -43,9 +36,7 @@ async def found_run(
 ) -> tuple[Manifest, RunInfo]:
     """Make the manifest of a new run, and what joiners get of it.
 
-    Args:
-        trainer: holds the initial parameters, with stages those of stage 0; it has taken no step yet.
-        plan: the stages of a run with stages.
+    `trainer` holds the initial parameters, with stages those of stage 0; it has taken no step yet.
     """
     sample = await trainer.held_out()
     root = await _initial_root(trainer, compute)
@@ -66,7 +57,6 @@ async def found_run(
 
 
 async def _initial_root(trainer: RemoteTrainer, compute: Compute) -> bytes:
-    """State root of the run's initial outer state: the initial parameters, and no momentum."""
     anchor = torch.empty(trainer.layout.sizes()[0])
     await trainer.read(anchor)
     index = await compute.run(lambda: SnapshotIndex.of(anchor, torch.zeros_like(anchor)), 8 * len(anchor))

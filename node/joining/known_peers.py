@@ -20,8 +20,6 @@ from protocols.wire import MAX_ROSTER
 
 
 class DialingTransport(Transport, Protocol):
-    """A transport that also connects to given addresses."""
-
     async def connect(self, address: str, deadline: Deadline) -> PeerId: ...
 
     async def forget(self, peer: PeerId, deadline: Deadline) -> None: ...
@@ -41,25 +39,14 @@ def hinted(membership: Membership) -> Callable[[Sequence[str]], None]:
 
 @dataclass(frozen=True, slots=True)
 class KnownPeers:
-    """Peers that are dialled first.
+    """Peers that are dialled first."""
 
-    Attributes:
-        bootstrap: each peer that let this one in, and the multiaddr that led there.
-        unanswered: multiaddrs that the user gave and where no peer answered; they are dialled on.
-        remembered: peers of this peer's last session in the run, and their addresses.
-    """
-
-    bootstrap: Mapping[PeerId, str]
-    unanswered: Sequence[str]
-    remembered: Mapping[PeerId, Sequence[str]]
+    bootstrap: Mapping[PeerId, str]  # each peer that let this one in, and the multiaddr that led there
+    unanswered: Sequence[str]  # multiaddrs that the user gave and where no peer answered; they are dialled on
+    remembered: Mapping[PeerId, Sequence[str]]  # peers of this peer's last session in the run, and their addresses
 
 
 def local_peer(me: Member, nickname: str, addresses: Callable[[], Sequence[str]], history: RoundHistory) -> LocalPeer:
-    """What this peer announces about itself in its greetings.
-
-    Args:
-        addresses: returns the multiaddrs at which others can dial it now.
-    """
     return LocalPeer(
         me=me,
         run=history.head.key.run,
@@ -79,11 +66,7 @@ def build_membership(
     known: KnownPeers,
     callbacks: MembershipCallbacks,
 ) -> Membership:
-    """The membership of a run, beginning with the peers that this peer knows.
-
-    Args:
-        history: has the members that are dialled again and again.
-    """
+    """The membership of a run, beginning with the peers that this peer knows."""
     silent = {peer: address for address, _, peer in (each.rpartition("/p2p/") for each in known.unanswered)}
 
     def wanted() -> list[PeerId]:

@@ -43,12 +43,7 @@ ANSWER_SECONDS = 10.0
 
 @dataclass(frozen=True, slots=True)
 class ResumableRun:
-    """A run that a state directory holds and that is not over.
-
-    Attributes:
-        run: what joiners get of it.
-        has_state: whether this peer has a state to start from, without asking others.
-    """
+    """A run that a state directory holds and that is not over."""
 
     manifest: Manifest
     run: RunInfo
@@ -58,11 +53,7 @@ class ResumableRun:
 def find_resumable(state: StateDir, asks: bool = True) -> ResumableRun | None:
     """The run that the directory holds; None if there is none to resume, or if it cannot be read.
 
-    Args:
-        asks: this peer will ask others if the run cannot be read, so that is only logged; else `require_none` says why.
-
-    Raises:
-        StateError: the directory of checkpoints cannot be read.
+    If this peer `asks` others then, that is only logged; else `require_none` says why.
     """
     sealed, sample = state.manifest(), state.held_out()
     if not holds_run(state.path):
@@ -86,11 +77,7 @@ def find_resumable(state: StateDir, asks: bool = True) -> ResumableRun | None:
 
 
 def require_none(state: StateDir) -> None:
-    """Check that a run can be started here without --new: the directory must hold nothing worth keeping.
-
-    Raises:
-        StateError: the directory holds a run that is over, or what is left of one.
-    """
+    """Check that a run can be started without --new: else `StateError`, as the directory holds what is worth keeping."""
     if state.is_over:
         raise StateError(f"the run in {state.path} is over: {ANOTHER}")
     why, kept = "", state.certificates.exists() and state.certificates.stat().st_size > 0
@@ -105,21 +92,13 @@ def require_none(state: StateDir) -> None:
 
 @dataclass(frozen=True, slots=True)
 class RestartPoint:
-    """The state from which a peer begins in a run.
-
-    Attributes:
-        chain: the chain as known from its earlier incarnations, up to the state that the peer starts from.
-        archive: file of the chain's certificates.
-        checkpoints: whole checkpoints on the chain, newest first; empty if the peer has no state.
-        data: position from which its data stream continues.
-        shares_anchor: whether the run has replicated state. If not, the chain is empty, and any checkpoint is usable.
-    """
+    """The state from which a peer begins in a run."""
 
     chain: Chain
     archive: CertificateLog
-    checkpoints: tuple[Checkpoint, ...]
+    checkpoints: tuple[Checkpoint, ...]  # those on the chain, newest first; empty if the peer has no state
     data: DataCursor
-    shares_anchor: bool = True
+    shares_anchor: bool = True  # the run has replicated state; if not, the chain is empty, any checkpoint is usable
 
     def description(self) -> str:
         """Where the peer starts from, for the user; empty if there is no checkpoint."""
@@ -128,10 +107,7 @@ class RestartPoint:
     def waiting_reason(self, me: Member, fork_peers: int) -> str:
         """Why this peer waits if no other peer comes: it is not in the state's roster. Empty if it is.
 
-        This happens where the peer left and others went on, and with a new identity in an old directory.
-
-        Args:
-            fork_peers: the smallest minority that may fork; 0 if none may.
+        This happens where the peer left and others continued, and with a new identity in an old directory.
         """
         head = self.chain.head
         roster = {member.peer for member in head.roster}
@@ -176,13 +152,7 @@ def load_restart_point(
 ) -> RestartPoint:
     """Find the state from which this incarnation begins. Reads the chain and all checkpoints, so it blocks.
 
-    Args:
-        place: this peer's stage; None in a run without stages.
-        alone: no other peer answered that could send the chain.
-        shares_anchor: whether the run has replicated state, and so one chain. If not, any checkpoint is usable.
-
-    Raises:
-        StateError: the directory cannot be written, or there are checkpoints but the chain leads to none of them.
+    `alone`: no other peer answered that could send the chain.
     """
     try:
         found = tuple(whole(state.path, log.warning, manifest.run_id))
@@ -231,7 +201,6 @@ def _cut(
 
 
 def _listed(checkpoints: Sequence[Checkpoint]) -> str:
-    """User-facing text for checkpoints, newest first: names the newest, and counts the others."""
     several = f" and {len(checkpoints) - 1} older ones" if len(checkpoints) > 1 else ""
     return f"the checkpoint before round {checkpoints[0].round + 1}{several}"
 
@@ -254,11 +223,7 @@ async def restore(
     trainer: RemoteTrainer,
     checkpoints: CheckpointManager,
 ) -> None:
-    """Restore the newest checkpoint, with the inner optimiser's state; make the older ones available to others again.
-
-    Raises:
-        StateError: the checkpoint cannot be read any more.
-    """
+    """Restore the newest checkpoint, with the inner optimiser's state; offer the older ones to others again."""
     try:
         for each in start.checkpoints:
             checkpoints.holds(each)

@@ -19,32 +19,18 @@ from protocols.base import PeerId
 
 
 class RunSelector:
-    """Selects a run from the user's options, the state directory and the answers of other peers.
-
-    Attributes:
-        alone: whether no peer answered.
-        own: whether the run is the one in the state directory, resumed without an answer from others.
-    """
+    """Selects a run from the user's options, the state directory and the answers of other peers."""
 
     def __init__(self, config: PeerConfig, protocols: Collection[str], say: Callable[[str], None]) -> None:
-        """
-        Args:
-            config: this machine's configuration.
-            protocols: names of the protocols that this peer knows.
-            say: prints a user-facing line.
-        """
-        self.alone = self.own = False
+        self.alone = False  # no peer answered
+        self.own = False  # the run is the one in the state directory, resumed without an answer from others
         self._config, self._protocols, self._say = config, protocols, say
         self._expected, self._held = config.run_id, ""
 
     def held(self, state: StateDir, wanted: RunConfig | None) -> resume.ResumableRun | None:
         """The run that the directory holds; None if there is none, or if a new one is to be started.
 
-        Args:
-            wanted: configuration of the run that the user asked for; None accepts any.
-
-        Raises:
-            StateError: the directory holds another run than that, or cannot be read.
+        `wanted`: the run that the user asked for; None accepts any. Raises `StateError` if the directory holds another.
         """
         held = None if self._config.new else resume.find_resumable(state, asks=bool(self._config.bootstrap))
         if held and wanted not in (None, held.manifest.config):
@@ -56,11 +42,7 @@ class RunSelector:
     def over(self, state: StateDir, wanted: RunConfig | None) -> str:
         """A user-facing line if the user means the run in the directory and that run is over; else nothing.
 
-        Args:
-            wanted: as for `held`.
-
-        Raises:
-            StateError: the user asked for another run than the one in the directory, which is over.
+        Raises `StateError` if the user asked for another run than the one in the directory, which is over.
         """
         held, config = run_id(state.manifest()), self._config
         if config.new or not held or not state.is_over:
@@ -90,11 +72,7 @@ class RunSelector:
         return (*config.bootstrap, *(state.addresses() if held else ()))
 
     def judge(self, run: RunInfo) -> None:
-        """Check that this peer may join a run.
-
-        Raises:
-            ManifestError: it may not: the manifest, the protocol, the task or the evaluation sample is not acceptable.
-        """
+        """Check that this peer may join a run; else raise `ManifestError`."""
         manifest = unseal(run.sealed, verify, self._expected)
         manifest.config.require_protocol(self._protocols)
         require_consent(manifest, self._config.consent, self._held)
@@ -105,13 +83,8 @@ class RunSelector:
     async def ask(
         self, entry: BootstrapClient, state: StateDir, addresses: Sequence[str], held: resume.ResumableRun | None
     ) -> RunInfo:
-        """Ask the peers at these addresses for the run. If none answers in time, resume the one in the directory.
-
-        Args:
-            held: the run in the directory; None if there is none to resume.
-
-        Raises:
-            ManifestError: all addresses are of other runs.
+        """Ask the peers at these addresses for the run. If none answers in time, resume the one in the directory, if
+        any.
         """
         if not self._config.bootstrap:
             run = f"run {self._expected[:12]}" if self._expected else "the earlier run"
@@ -161,7 +134,6 @@ class RunSelector:
         return not self._config.bootstrap or any(address.rpartition("/p2p/")[2] in met for address in given)
 
     def resume_held(self, held: resume.ResumableRun) -> RunInfo:
-        """Resume the run held here without an answer from others."""
         self.judge(held.run)
         self.own, why = True, "no peer answers: " if self.alone else ""
         self._say(f"{why}resuming run {held.manifest.run_id[:12]} from the state directory; --new starts another")

@@ -34,13 +34,7 @@ EXPECTED: Mapping[tuple[int, int], float] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class StagePlan:
-    """How a run's model is cut.
-
-    Attributes:
-        entries: the stages as the manifest describes them.
-        elements: number of parameters of each stage.
-        table: the cut as text for people, with measured times; empty if nothing was measured.
-    """
+    """How a run's model is cut: stages, numbers of parameters, and the cut as text with measured times, if any."""
 
     entries: tuple[StageEntry, ...]
     elements: tuple[int, ...]
@@ -74,9 +68,6 @@ def plan_stages(config: RunConfig, timer: Callable[[], float]) -> StagePlan:
     """Measure the model's blocks on this machine, cut it, and compute each stage's initial state root.
 
     One stage at a time is in memory. Blocks for seconds: call it outside the event loop.
-
-    Args:
-        timer: the time in seconds.
     """
     assert config.stages > 1
     if config.gpt is None:

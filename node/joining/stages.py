@@ -44,7 +44,6 @@ class StagePlace:
     seat: StageSeat
 
     def to_bytes(self) -> bytes:
-        """As the state directory keeps it: JSON."""
         return json.dumps(_plain(self.seat), indent=1).encode()
 
 
@@ -70,16 +69,11 @@ def place_of(data: bytes) -> StagePlace | None:
 
 
 def seats_to_bytes(seats: Iterable[StageSeat]) -> bytes:
-    """As the founder's state directory keeps them: JSON."""
     return json.dumps([_plain(seat) for seat in seats], indent=1).encode()
 
 
 def seats_of(data: bytes) -> tuple[StageSeat, ...]:
-    """Read what `seats_to_bytes` wrote.
-
-    Raises:
-        ValueError: it is damaged.
-    """
+    """Read what `seats_to_bytes` wrote; ValueError if it is damaged."""
     try:
         return tuple(
             StageSeat(
@@ -100,18 +94,13 @@ def _signed(run: bytes, seat: StageSeat) -> bytes:
 
 
 class Seats:
-    """The seats that this peer knows, each of them verified.
-
-    Attributes:
-        known: stage -> its first member.
-        came: seats whose peer has greeted as a member of the stage.
-    """
+    """The seats that this peer knows, each of them verified."""
 
     def __init__(self, manifest: Manifest, signer: Signer) -> None:
         assert manifest.stages
         self.stages = len(manifest.stages)
-        self.known: dict[int, StageSeat] = {}
-        self.came: set[StageSeat] = set()
+        self.known: dict[int, StageSeat] = {}  # stage -> its first member
+        self.came: set[StageSeat] = set()  # those whose peer has greeted as a member of the stage
         self._run, self._founder, self._signer = bytes.fromhex(manifest.run_id), manifest.founder, signer
 
     def make(self, stage: int, member: Member) -> StageSeat:
@@ -120,11 +109,7 @@ class Seats:
         return replace(seat, signature=self._signer.sign(_signed(self._run, seat)))
 
     def add(self, seats: Iterable[StageSeat]) -> None:
-        """Take in seats that others passed on; of two seats in a stage, the later one is valid.
-
-        Raises:
-            BadPayload: one is not signed by the founder, or of no stage of the run.
-        """
+        """Take in seats that others passed on; of two seats in a stage, the later one is valid. Raises `BadPayload`."""
         for seat in seats:
             known = self.known.get(seat.stage)
             if known == seat:
@@ -136,11 +121,7 @@ class Seats:
                 self.known[seat.stage] = seat
 
     def judge(self, hello: Hello) -> None:
-        """Check the seat in a greeting, and take it in.
-
-        Raises:
-            BadPayload: it is of another stage, not the founder's, or another peer has the seat by now.
-        """
+        """Check the seat in a greeting, and take it in. `BadPayload` also if another peer has the seat by now."""
         if len(hello.seats) != 1 or hello.seats[0].stage != hello.stage:
             raise BadPayload("greets without the first member of its stage")
         self.add(hello.seats)
@@ -168,10 +149,6 @@ class StageAssigner:
         transport: Transport,
         keep: Callable[[Iterable[StageSeat]], Awaitable[None]],
     ) -> None:
-        """
-        Args:
-            keep: writes the founder's seats to the disk.
-        """
         self._me, self._founder, self._seats = me, manifest.founder.peer, seats
         self._membership, self._transport, self._keep = membership, transport, keep
         self._reserved: dict[PeerId, tuple[int, float]] = {}  # peer: its stage, and until when it counts there
@@ -182,9 +159,6 @@ class StageAssigner:
         """The answer to a request from `peer`, which may pass on another's.
 
         A request for the seats only (`NO_STAGE`) reserves nothing, gives no seat, and is never passed on.
-
-        Raises:
-            BadPayload: a stranger asks in another's name.
         """
         live = {member.peer for member in self._membership.live()}
         if request.sender.peer != peer and peer not in live:
@@ -202,7 +176,9 @@ class StageAssigner:
         return self._reply(request.sender, self._choice(request))
 
     def _learn(self) -> None:
-        """Take in the seats in the greetings of this peer's contacts. A forged one is no fault of who asks now."""
+        """Take in the seats in the greetings of this peer's contacts. Forged ones are not the fault of the peer that
+        asks now.
+        """
         for contact in self._membership.contacts():
             try:
                 self._seats.add(contact.hello.seats if contact.hello else ())
@@ -274,9 +250,7 @@ def capacities(
 ) -> dict[int, float]:
     """Microbatches/s of each stage, by what its live peers say. Peers whose rate is not known have a usual one.
 
-    Args:
-        reserved: peer -> stage that it was assigned; it may not be live yet.
-        mine: this peer's own stage.
+    `reserved`: the stages of peers that may not be live yet.
     """
     rates = {contact.peer: (contact.stage or 0, contact.rate) for contact in live}
     rates = {**{peer: (stage, 0.0) for peer, stage in reserved.items()}, **rates}
@@ -293,12 +267,7 @@ def capacities(
 async def ask_stage(
     transport: Transport, peer: PeerId, request: WantStage, deadline: Deadline
 ) -> StageReply | StageRejected:
-    """Ask a peer for a stage. The seats in the answer are not verified here.
-
-    Raises:
-        PeerError: no answer.
-        BadPayload: a malformed one.
-    """
+    """Ask a peer for a stage. The seats in the answer are not verified here."""
     async with transport.open(peer, ENTRY, deadline) as stream:
         await stream.send(request)
         answer = await stream.receive(wire.MAX_HEADER_BYTES)
@@ -306,12 +275,7 @@ async def ask_stage(
 
 
 async def ask_seats(transport: Transport, peer: PeerId, me: Member, deadline: Deadline) -> StageReply:
-    """Ask a peer for its own stage and for the seats that it knows, which are not verified here. It changes nothing.
-
-    Raises:
-        PeerError: no answer.
-        BadPayload: a malformed one, or none.
-    """
+    """Ask a peer for its own stage and for the seats that it knows, which are not verified here. It changes nothing."""
     answer = await ask_stage(transport, peer, WantStage(me, NO_STAGE), deadline)
     if isinstance(answer, StageRejected):
         raise BadPayload("does not tell the first members of the stages")

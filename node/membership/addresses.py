@@ -51,8 +51,7 @@ _TAKEN = re.compile(r"listen (?P<kind>tcp|udp)[46]? (?P<address>\S+): bind: addr
 def sound(said: Iterable[object]) -> tuple[str, ...]:
     """Filter a list from another peer: at most `MAX_ADDRESSES` short, printable ASCII addresses.
 
-    Peers reject a greeting that contains anything else, and with it the sender, even if the sender only passed an
-    address on.
+    Peers reject a greeting that contains anything else, and with it the sender that only passed an address on.
     """
     texts = (each for each in said if isinstance(each, str) and len(each) <= MAX_ADDRESS_CHARACTERS)
     return tuple(dict.fromkeys(each for each in texts if each.isascii() and each.isprintable()))[:MAX_ADDRESSES]
@@ -71,10 +70,8 @@ def shareable(addresses: Sequence[str]) -> tuple[str, ...]:
 def meaning(words: str, where: str = "", stands_for: Sequence[str] | None = None) -> str:
     """User-facing message of one line: why dialling `where` failed, and what to do.
 
-    Args:
-        words: p2pd's error, which covers all addresses of the peer.
-        stands_for: the addresses that the DNS name in `where` resolves to; None if it has no name, or that is not
-        known.
+    p2pd's `words` cover all addresses of the peer. `stands_for`: the addresses that the DNS name in `where` resolves
+    to; None if it has no name, or that is not known.
     """
     said = {found["address"]: found["words"] for found in _DIALLED.finditer(words)}
     if stands_for is not None:
@@ -100,9 +97,7 @@ def is_silent(words: str) -> bool:
 def has_crossed(words: str, before: str | None) -> bool:
     """Whether a dial to a peer crossed the peer's own dial, or is held back because an earlier one did.
 
-    Args:
-        words: p2pd's error about all addresses of the peer; some may have failed for other reasons.
-        before: `meaning` of the last dial to the peer; None if there is none.
+    p2pd's `words` cover all addresses of the peer; `before` is the `meaning` of the dial before.
     """
     return _OPENING in words or (_WAITING in words and before == CROSSED)
 
@@ -116,8 +111,7 @@ def not_listening(words: str) -> str | None:
 
 
 def missing(listen: Sequence[str], found: Sequence[str]) -> tuple[str, ...]:
-    """The requested listen addresses that p2pd does not serve: the port is taken, or the interface or IPv6 is
-    absent."""
+    """The requested listen addresses that p2pd does not serve."""
 
     def heads(addresses: Sequence[str]) -> list[list[str]]:
         return [address.split("/") for address in addresses]

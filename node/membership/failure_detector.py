@@ -16,11 +16,7 @@ _DEVIATION_GAIN = 1 / 4
 
 
 class FailureDetector:
-    """Decides when a peer that sends a heartbeat about every second has been silent for too long.
-
-    Args:
-        now: event loop time in seconds, taken as the time of the first heartbeat.
-    """
+    """Decides when a peer that sends a heartbeat about every second has been silent for too long."""
 
     def __init__(self, now: float) -> None:
         self._heard = now
@@ -28,7 +24,6 @@ class FailureDetector:
         self._deviation_seconds = 0.25
 
     def hear(self, now: float) -> None:
-        """Record a heartbeat."""
         pause = max(0.0, now - self._heard)
         self._deviation_seconds += _DEVIATION_GAIN * (abs(pause - self._mean_seconds) - self._deviation_seconds)
         self._mean_seconds += _GAIN * (pause - self._mean_seconds)

@@ -28,38 +28,22 @@ DUPLICATE_IDENTITY = (
 
 @dataclass(slots=True)
 class LocalStage:
-    """What this peer announces of its stage, in a run with stages.
-
-    Attributes:
-        seat: the stage's first member, signed by the founder.
-        judge: raises `BadPayload` for a greeting whose seat is not valid.
-        rounds: of stage 0: training rounds that have ended at this peer.
-        rate: microbatches/s that this peer can compute; 0 if it is not known yet.
-    """
+    """What this peer announces of its stage, in a run with stages."""
 
     stage: int
     seat: StageSeat
-    judge: Callable[[Hello], None] = lambda hello: None
-    rounds: int = 0
-    rate: float = 0.0
+    judge: Callable[[Hello], None] = lambda hello: None  # raises `BadPayload` for a seat that is not valid
+    rounds: int = 0  # of stage 0: training rounds that have ended at this peer
+    rate: float = 0.0  # microbatches/s that this peer can compute; 0 if it is not known yet
 
 
 @dataclass(frozen=True, slots=True)
 class LocalPeer:
-    """What this peer announces about itself in greetings and heartbeats.
-
-    Attributes:
-        me: this peer in its present incarnation.
-        run: hash of the manifest, 32 bytes.
-        nonce: random number drawn when the process started.
-        addresses: returns the addresses at which this peer can be dialled now.
-        round: returns the number of this peer's current round.
-        stage: its stage; None in a run without stages.
-    """
+    """What this peer announces about itself in greetings and heartbeats."""
 
     me: Member
-    run: bytes
-    nonce: int
+    run: bytes  # hash of the manifest
+    nonce: int  # drawn when the process started
     nickname: str
     addresses: Callable[[], Sequence[str]]
     round: Callable[[], int]
@@ -67,24 +51,15 @@ class LocalPeer:
 
 
 class HandshakeProtocol:
-    """One peer's side of all handshake and heartbeat streams.
-
-    Attributes:
-        leaving: sent with each heartbeat: this peer is about to leave.
-        sketch: sent with each heartbeat: the packed sketch of its parameters (`node.outer.sketch`), or empty.
-        activity: sent with each heartbeat.
-        on_heard: called after each heartbeat of a contact.
-    """
+    """One peer's side of all handshake and heartbeat streams."""
 
     def __init__(self, local: LocalPeer, clock: Clock, signer: Signer) -> None:
-        self.leaving, self.sketch = False, b""
-        self.activity = Activity.WORK
+        self.leaving, self.sketch, self.activity = False, b"", Activity.WORK  # sent with each heartbeat
         self.on_heard: Callable[[PeerRecord], None] = lambda contact: None
         self._local, self._clock, self._signer = local, clock, signer
         self._number = 0
 
     def hello(self) -> Hello:
-        """The present greeting of this peer, signed."""
         local = self._local
         addresses = tuple(local.addresses())[:MAX_ADDRESSES]
         stage, seats = (local.stage.stage, (local.stage.seat,)) if local.stage else (0, ())
@@ -107,11 +82,7 @@ class HandshakeProtocol:
         return Heartbeat(number, wall, round_number, self.leaving, self.sketch, rounds, rate, self.activity.value)
 
     def check(self, peer: PeerId, hello: Hello) -> None:
-        """Verify a peer's greeting.
-
-        Raises:
-            BadPayload: the peer cannot take part in this run; the message is meant for the peer's user.
-        """
+        """Verify a peer's greeting. The message of `BadPayload` is meant for the peer's user."""
         if hello.version != VERSION:
             raise BadPayload(
                 f"speaks version {hello.version} of Starling, this peer speaks {VERSION}: update the older"
@@ -128,11 +99,7 @@ class HandshakeProtocol:
     async def exchange(
         self, contact: PeerRecord, stream: Stream, on_refusal: Callable[[PeerId, HelloRejected], None]
     ) -> None:
-        """Send heartbeats and receive their echoes until the stream ends.
-
-        Args:
-            on_refusal: called when the peer rejects this one; raises.
-        """
+        """Send heartbeats and receive their echoes until the stream ends. `on_refusal` raises."""
         sent: dict[int, float] = {}
 
         async def send() -> None:

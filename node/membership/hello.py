@@ -43,47 +43,30 @@ class PeerAddress:
 
 @dataclass(frozen=True, slots=True)
 class StageSeat:
-    """Makes a member the first one of a stage: the genesis of the stage's chain has it alone in the roster.
-
-    Attributes:
-        number: how many seats of the stage were given before, to peers that never came. Only the last one is valid.
-        signature: the founder's, see `node.joining.stages`.
-    """
+    """Makes a member the first one of a stage: the genesis of the stage's chain has it alone in the roster."""
 
     stage: int = uint(MAX_STAGES - 1)
     member: Member = one(Member)
-    number: int = uint(MAX_SEATS)
+    number: int = uint(MAX_SEATS)  # seats of the stage given before, to peers that never came; only the last is valid
     signature: bytes = blob(128)
 
 
 @dataclass(frozen=True, slots=True)
 class Hello(Header):
-    """Opens the stream on which one peer watches another; answered with `Welcome` or `HelloRejected`.
-
-    Attributes:
-        version: the sender's `VERSION`.
-        run: hash of the sender's manifest.
-        member: the sender in its present incarnation.
-        nonce: random number drawn when the process started. It distinguishes two processes with one identity.
-        addresses: multiaddrs at which the sender can be dialled.
-        stage: of the sender; 0 in a run without stages.
-        seats: the first member of the sender's stage; none in a run without stages.
-        signature: the sender's, over all other fields. It proves to a peer that another process has its identity.
-    """
+    """Opens the stream on which one peer watches another; answered with `Welcome` or `HelloRejected`."""
 
     version: int = uint(1 << 16)
     run: bytes = digest()
     member: Member = one(Member)
-    nonce: int = uint((1 << 63) - 1)
+    nonce: int = uint((1 << 63) - 1)  # drawn when the process started: two processes with one identity differ in it
     nickname: str = text(MAX_NICKNAME_CHARACTERS)
     addresses: tuple[str, ...] = many(text(MAX_ADDRESS_CHARACTERS), MAX_ADDRESSES)
     stage: int = uint(MAX_STAGES - 1)
-    seats: tuple[StageSeat, ...] = many(one(StageSeat), 1)
-    signature: bytes = blob(128)
+    seats: tuple[StageSeat, ...] = many(one(StageSeat), 1)  # of the sender's stage; none in a run without stages
+    signature: bytes = blob(128)  # over all other fields: proves to a peer that another process has its identity
 
 
 def signed_part(hello: Hello) -> bytes:
-    """The bytes that the sender of a `Hello` signs."""
     return b"starling hello" + body(replace(hello, signature=b""))
 
 
@@ -97,11 +80,7 @@ class Welcome(Header):
 
 @dataclass(frozen=True, slots=True)
 class HelloRejected(Header):
-    """The sender refuses the receiver.
-
-    Attributes:
-        other: if the reason is another process with the receiver's identity, the signed greeting of that process.
-    """
+    """The sender refuses the receiver. `other`: the signed greeting of another process with the receiver's identity."""
 
     why: str = text(200)
     other: tuple[Hello, ...] = some(one(Hello), 1)
@@ -109,26 +88,16 @@ class HelloRejected(Header):
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat(Header):
-    """Shows that the sender is alive. The receiver answers at once with a heartbeat of the same number.
-
-    Attributes:
-        wall: the sender's wall clock, seconds since the epoch.
-        round: number of the sender's current round.
-        leaving: the sender is about to leave of its own accord.
-        sketch: of the sender's parameters, with independent state (`node.outer.sketch`); empty if there is none yet.
-        rounds: of a peer of stage 0, training rounds that have ended at it; 0 otherwise.
-        rate: microbatches/s that the sender can compute for its stage; 0 if it is not known yet, or without stages.
-        idle: 0 if the sender works, 1 if it rests, 2 if it is away (`node.outer.activity.Activity`).
-    """
+    """Shows that the sender is alive. The receiver answers at once with a heartbeat of the same number."""
 
     number: int = uint(1 << 53)
-    wall: float = real(0, MAX_WALL_SECONDS)
+    wall: float = real(0, MAX_WALL_SECONDS)  # the sender's clock, seconds since the epoch
     round: int = uint(1 << 40)
     leaving: bool = flag()
-    sketch: bytes = blob(MAX_SKETCH_BYTES)
-    rounds: int = uint(1 << 40)
-    rate: float = real(0, MAX_RATE)
-    idle: int = uint(2)
+    sketch: bytes = blob(MAX_SKETCH_BYTES)  # of the parameters, with independent state: `node.outer.sketch`
+    rounds: int = uint(1 << 40)  # training rounds that have ended at a sender of stage 0
+    rate: float = real(0, MAX_RATE)  # microbatches/s that the sender can compute for its stage; 0: not known
+    idle: int = uint(2)  # `node.outer.activity.Activity`
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,11 +127,8 @@ class StatusReply(Header):
 
 @dataclass(frozen=True, slots=True)
 class WantStage(Header):
-    """Asks for a stage to work in; answered with `StageReply` or `StageRejected`. A peer may pass it on to the founder.
-
-    Attributes:
-        sender: the joiner, or a stranger that asks for the seats.
-        wanted: the stage that it wants, `ANY_STAGE` or `NO_STAGE`.
+    """Asks for a stage to work in; answered with `StageReply` or `StageRejected`. A peer may pass it on to the
+    founder.
     """
 
     sender: Member = one(Member)

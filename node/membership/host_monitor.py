@@ -17,23 +17,14 @@ MAX_OFFSET_SECONDS = 600.0
 
 
 class HostMonitor:
-    """Checks clock and addresses of this machine at each tick.
-
-    Attributes:
-        clock: user-facing line while this machine's clock differs from the other peers'; else empty.
-        announce_again: set when this peer has to announce its addresses again; the code that announces them clears it.
-    """
+    """Checks clock and addresses of this machine at each tick."""
 
     def __init__(
         self, clock: Clock, addresses: Callable[[], Sequence[str]], say: Callable[[str], None] = log.warning
     ) -> None:
-        """
-        Args:
-            addresses: returns the addresses at which others can dial this peer now.
-            say: called with a user-facing line for each event.
-        """
         self._say = say
-        self.clock, self.announce_again = "", asyncio.Event()
+        self.clock = ""  # user-facing line while this machine's clock differs from the other peers'
+        self.announce_again = asyncio.Event()  # cleared by the code that announces this peer's addresses
         self._wall, self._addresses = clock, addresses
         self._ticks = SuspendDetector()
         self._known: frozenset[str] = frozenset()
@@ -41,12 +32,9 @@ class HostMonitor:
         self._looked = self._compared = 0.0
 
     def tick(self, now: float, next_seconds: float, offsets: Callable[[], Iterable[float]]) -> TimeJump | None:
-        """Check the machine; returns what happened since the last tick, or None.
+        """Check the machine; returns what happened since the last tick. If that has a line, greet all peers again.
 
-        If the result has a line, this peer must greet all peers again.
-
-        Args:
-            offsets: returns how far the other peers' wall clocks are ahead of this one, in seconds.
+        `offsets` returns how far the other peers' wall clocks are ahead of this one, in seconds.
         """
         gap = self._ticks.tick(now, self._wall.wall(), next_seconds)
         if gap is None and now - self._looked >= ADDRESSES_SECONDS:

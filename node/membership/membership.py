@@ -80,13 +80,7 @@ async def _drop_nothing(peer: PeerId, deadline: Deadline) -> None:
 
 @dataclass(frozen=True, slots=True)
 class DialPolicy:
-    """Which peers a `Membership` dials, and how.
-
-    Attributes:
-        wanted: returns peers that are dialled again without limit, such as the roster's.
-        reach: connects the transport to a peer at one of its addresses, or raises a `PeerError`.
-        drop: closes the transport's connections to a peer, so that the next attempt dials it.
-    """
+    """Which peers a `Membership` dials, and how."""
 
     wanted: Callable[[], Iterable[PeerId]] = tuple
     reach: Reach = _reach_nothing
@@ -95,25 +89,12 @@ class DialPolicy:
 
 @dataclass(frozen=True, slots=True)
 class MembershipCallbacks:
-    """Callbacks of a `Membership` to its peer.
-
-    Attributes:
-        on_duplicate_identity: called with one line when another process turns out to have this peer's identity.
-        say: called with a user-facing line when this machine slept, or its clock or its addresses changed.
-    """
-
     on_duplicate_identity: Callable[[str], None] = lambda line: None
     say: Callable[[str], None] = log.warning
 
 
 class Membership:
-    """`protocols.base.Members`. Does nothing before `run`.
-
-    Attributes:
-        version: grows with every change in the set of live peers.
-        refused: reason -> number of peers turned away, and of messages that broke a rule.
-        host_monitor: observes this machine's clock and addresses.
-    """
+    """`protocols.base.Members`. Does nothing before `run`."""
 
     def __init__(
         self,
@@ -124,8 +105,8 @@ class Membership:
         dialing: DialPolicy = DialPolicy(),
         callbacks: MembershipCallbacks = MembershipCallbacks(),
     ) -> None:
-        self.version = 0
-        self.refused: Counter[str] = Counter()
+        self.version = 0  # grows with every change in the set of live peers
+        self.refused: Counter[str] = Counter()  # reasons for which peers were turned away, or broke a rule
         self.host_monitor = HostMonitor(clock, local.addresses, callbacks.say)
         self._transport, self._local, self._dialing, self._callbacks = transport, local, dialing, callbacks
         self._handshake = HandshakeProtocol(local, clock, signer)
@@ -233,11 +214,7 @@ class Membership:
         self._local.stage.rate = rate
 
     def hint(self, peer: PeerId, addresses: Sequence[str] = (), told_by: PeerId = "") -> PeerRecord | None:
-        """Note that a peer may be found at these addresses; returns its contact, if the table has a place for it.
-
-        Args:
-            told_by: the peer that passed the addresses on; empty for any other source.
-        """
+        """Note that a peer may be found at these addresses; returns its contact, if the table has a place for it."""
         contact = self._contacts.add(peer, addresses, told_by)
         if contact and self._group and contact.is_due(asyncio.get_running_loop().time()):
             contact.task = self._group.create_task(self._keep_contact(contact))
@@ -252,7 +229,6 @@ class Membership:
     # -- running ------------------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Watch the other peers until cancelled."""
         async with task_group() as group:
             self._group = group
             try:
@@ -391,12 +367,7 @@ class Membership:
                 self.hint(each.peer, each.addresses[:MAX_BELIEVED_ADDRESSES], told_by=contact.peer)
 
     def _on_refusal(self, peer: PeerId, refusal: HelloRejected) -> None:
-        """Handle a peer's refusal, which may prove that another process has this peer's identity.
-
-        Raises:
-            BadPayload: the proof is not valid.
-            PeerGone: always, otherwise.
-        """
+        """Raise for a peer's refusal, which may prove that another process has this peer's identity."""
         for other in refusal.other:
             if not self._handshake.is_duplicate(other):
                 raise BadPayload("refuses this peer for another incarnation of it that it cannot prove")

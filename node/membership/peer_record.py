@@ -25,39 +25,14 @@ MAX_FAILURES = 10
 
 @dataclass(slots=True, eq=False)
 class PeerRecord:
-    """State that this peer keeps about one other peer.
-
-    Attributes:
-        addresses: multiaddrs at which the peer is reachable, as it or another peer says.
-        told_by: the peer that introduced it; empty if none did.
-        hello: its last greeting; None before the first.
-        live: it answers this peer's heartbeats.
-        why: reason why it is not live.
-        leaving: it says that it is about to leave, or has.
-        offset_seconds: its wall clock minus this peer's.
-        round_trip_seconds: of its last echo.
-        round: number of its current round, as it says.
-        sketch: packed sketch of its parameters, as received.
-        rounds, rate, idle: as in its last `Heartbeat`.
-        failures: attempts in a row that did not make it live.
-        breaks: streams in a row that broke soon after a handshake.
-        broke_rules: its present process broke a rule, or broke streams too often: not dialled before the pause is over.
-        greeted: time of the handshake in the present attempt; None before it.
-        stale: this machine slept or moved since the last handshake: the connection may be dead.
-        cut: the connection has been closed: the peer has to be dialled, though it still counts as live.
-        nudge: set to dial it soon.
-        hurry: set to send it a heartbeat at once.
-        watching: timeout of the stream on which it is watched; rescheduled to now to end the stream.
-        task: watches the peer; None during a pause.
-        rested: two times: the end of the pause if the peer calls this one, and the end in any case.
-    """
+    """State that this peer keeps about one other peer."""
 
     peer: PeerId
     addresses: tuple[str, ...] = ()
     hello: Hello | None = None
     live: bool = False
     why: str = "not tried yet"
-    leaving: bool = False
+    leaving: bool = False  # it says that it is about to leave, or has
     offset_seconds: float = 0.0
     round_trip_seconds: float = 0.0
     round: int = 0
@@ -66,21 +41,20 @@ class PeerRecord:
     rate: float = 0.0
     idle: int = 0
     told_by: PeerId = ""
-    failures: int = 0
-    breaks: int = 0
-    broke_rules: bool = False
-    greeted: float | None = None
-    stale: bool = False
-    cut: bool = False
+    failures: int = 0  # attempts in a row that did not make it live
+    breaks: int = 0  # streams in a row that broke soon after a handshake
+    broke_rules: bool = False  # its process broke a rule, or too many streams: not dialled before the pause is over
+    greeted: float | None = None  # time of the handshake in the present attempt
+    stale: bool = False  # this machine slept or moved since the last handshake: the connection may be dead
+    cut: bool = False  # the connection has been closed: the peer has to be dialled, though it still counts as live
     suspicion: FailureDetector = field(default_factory=lambda: FailureDetector(0.0))
-    nudge: asyncio.Event = field(default_factory=asyncio.Event)
-    hurry: asyncio.Event = field(default_factory=asyncio.Event)
-    watching: asyncio.Timeout | None = None
-    task: asyncio.Task[None] | None = None
-    rested: tuple[float, float] = (0.0, 0.0)
+    nudge: asyncio.Event = field(default_factory=asyncio.Event)  # dial it soon
+    hurry: asyncio.Event = field(default_factory=asyncio.Event)  # send it a heartbeat at once
+    watching: asyncio.Timeout | None = None  # rescheduled to now to end the stream on which it is watched
+    task: asyncio.Task[None] | None = None  # watches the peer; None during a pause
+    rested: tuple[float, float] = (0.0, 0.0)  # end of the pause if the peer calls this one, and in any case
 
     def hear(self, heartbeat: Heartbeat) -> None:
-        """Note what the peer says of itself with a heartbeat."""
         self.round, self.leaving, self.sketch = heartbeat.round, heartbeat.leaving, heartbeat.sketch
         self.rounds, self.rate, self.idle = heartbeat.rounds, heartbeat.rate, heartbeat.idle
 
@@ -96,12 +70,10 @@ class PeerRecord:
 
     @property
     def stage(self) -> int | None:
-        """The peer's stage, by its last greeting; None before its first."""
         return self.hello.stage if self.hello else None
 
     @property
     def member(self) -> Member | None:
-        """The peer in its present incarnation; None before its first greeting."""
         return self.hello.member if self.hello else None
 
     @property
@@ -110,17 +82,15 @@ class PeerRecord:
         return AGAIN_SECONDS if self.live and not self.cut else DIAL_SECONDS
 
     def pause_seconds(self, wanted: bool) -> float:
-        """Pause until the next attempt. Doubles from one failure to the next, up to a limit."""
+        """Doubles from one failure to the next, up to a limit."""
         limit = WANTED_PAUSE_SECONDS if wanted else HINTED_PAUSE_SECONDS
         return float(min(limit, 0.5 * 2 ** min(self.failures, 10)))
 
     def rest(self, now: float, wanted: bool) -> None:
-        """Begin a pause: no attempt until it is over."""
         self.nudge.clear()
         self.rested, self.task = (now + NUDGED_SECONDS, now + self.pause_seconds(wanted)), None
 
     def is_due(self, now: float) -> bool:
-        """Whether to start an attempt: none runs, and the pause is over."""
         return self.task is None and now >= self.rested[0 if self.nudge.is_set() else 1]
 
     def called(self) -> None:
@@ -163,6 +133,5 @@ class PeerRecord:
         return doubtful
 
     def end_watch(self) -> None:
-        """End the stream on which the peer is watched."""
         if self.watching is not None and not self.watching.expired():
             self.watching.reschedule(asyncio.get_running_loop().time())

@@ -17,19 +17,12 @@ MAX_PEER_CHARACTERS = 64
 
 
 class PeerTable:
-    """Records of the known peers, by peer id."""
-
     def __init__(
         self,
         me: PeerId,
         wanted: Callable[[], Iterable[PeerId]],
         on_forget: Callable[[PeerRecord], None] = lambda contact: None,
     ) -> None:
-        """
-        Args:
-            wanted: returns the peers that are never dropped, such as the roster's.
-            on_forget: called with each record that is dropped.
-        """
         self._me, self._wanted, self._on_forget = me, wanted, on_forget
         self._contacts: dict[PeerId, PeerRecord] = {}
 
@@ -40,18 +33,13 @@ class PeerTable:
         return peer in self._contacts
 
     def get(self, peer: PeerId) -> PeerRecord | None:
-        """A peer's record; None if there is none."""
         return self._contacts.get(peer)
 
     def wants(self, peer: PeerId) -> bool:
         return peer in set(self._wanted())
 
     def add(self, peer: PeerId, addresses: Sequence[str] = (), told_by: PeerId = "") -> PeerRecord | None:
-        """Add addresses to a peer's record, and create the record if needed; None if there is no place for it.
-
-        Args:
-            told_by: the peer that introduced it; empty for any other source.
-        """
+        """Add addresses to a peer's record, and create the record if needed; None if there is no place for it."""
         if peer == self._me or len(peer) > MAX_PEER_CHARACTERS or not peer.isascii():
             return None
         contact = self._contacts.get(peer)
@@ -63,7 +51,6 @@ class PeerTable:
         return contact
 
     def forget(self, contact: PeerRecord) -> None:
-        """Drop a record."""
         if self._contacts.pop(contact.peer, None):
             self._on_forget(contact)
 

@@ -1,7 +1,7 @@
 """Detects from two clocks that this machine slept, that the process was stopped, or that the clock is wrong. No I/O.
 
-While a machine sleeps, its monotonic clock stands still and its wall clock goes on. While a process is stopped, both
-go on, and its next tick is late.
+While a machine sleeps, its monotonic clock stands still and its wall clock continues. While a process is stopped, both
+continue, and its next tick is late.
 """
 
 from __future__ import annotations
@@ -22,32 +22,19 @@ SKEW_SECONDS = 5.0
 
 @dataclass(frozen=True, slots=True)
 class TimeJump:
-    """An interruption between two ticks.
-
-    Attributes:
-        seconds: time during which the process did not run, or by which the wall clock jumped.
-        line: user-facing message; empty after a short interruption, which breaks no connections.
-    """
+    """An interruption between two ticks."""
 
     seconds: float
     line: str = ""
 
 
 class SuspendDetector:
-    """Compares the time between ticks on the monotonic and on the wall clock."""
-
     def __init__(self) -> None:
         self._due: float | None = None
         self._ahead = 0.0  # wall clock minus monotonic clock
 
     def tick(self, now: float, wall: float, next_seconds: float) -> TimeJump | None:
-        """Note a tick; returns the interruption before it, or None.
-
-        Args:
-            now: monotonic clock, seconds.
-            wall: wall clock, seconds.
-            next_seconds: time until the next tick is due.
-        """
+        """Note a tick at these times of both clocks; returns the interruption before it, or None."""
         first, late, jump = self._due is None, now - (self._due or now), wall - now - self._ahead
         self._due, self._ahead = now + next_seconds, wall - now
         if first:
@@ -67,9 +54,7 @@ _ANEW = "it greets all peers again, and suspects none of them for that time"
 def skew(offsets: Sequence[float], limit_seconds: float) -> str:
     """User-facing line if this machine's clock differs from the other peers'; else empty.
 
-    Args:
-        offsets: how far each other peer's wall clock is ahead of this machine's, in seconds.
-        limit_seconds: largest difference that the directory can correct.
+    `offsets`: how far each other peer's wall clock is ahead. `limit_seconds`: what the directory can correct.
     """
     if not offsets or abs(off := median(offsets)) < SKEW_SECONDS:
         return ""

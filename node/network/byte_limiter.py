@@ -37,20 +37,15 @@ CATCH_UP_EVERY = 16
 
 
 class TokenBucket:
-    """Says when bytes may pass at a rate. It may be in debt. Pure: the caller passes the time.
+    """Says when bytes may pass at a rate; None: at any. Pure: the caller passes the time.
 
-    Attributes:
-        rate: bytes per second; None for no limit.
+    An idle bucket fills up to `burst_bytes`, or to what `BURST_SECONDS` bring. Its debt is at most what `debt_seconds`
+    bring.
     """
 
     def __init__(
         self, rate: float | None, now: float, burst_bytes: int = PIECE_BYTES, debt_seconds: float = MAX_DEBT_SECONDS
     ) -> None:
-        """
-        Args:
-            burst_bytes: an idle bucket fills up to so many, or to what a short time brings if that is more.
-            debt_seconds: the debt is at most what this time brings.
-        """
         self.rate = rate
         self._burst_bytes, self._debt_seconds = burst_bytes, debt_seconds
         self._at, self._balance = now, self._burst
@@ -67,13 +62,13 @@ class TokenBucket:
         self.spend(0, now)
 
     def spend(self, count: int, now: float) -> None:
-        """Take bytes out of the bucket, whatever is in it; give them back if `count` is negative."""
+        """Take bytes out, whatever is in it; give them back if `count` is negative."""
         if self.rate is not None:
             self._refill(now)
             self._balance = max(self._balance - count, -self._debt_seconds * self.rate)
 
     def wait_seconds(self, now: float, debt_seconds: float = 0.0) -> float:
-        """How long to wait until the bucket's debt is below what `debt_seconds` bring; 0 for not at all."""
+        """How long to wait until the debt is below what `debt_seconds` bring."""
         if self.rate is None:
             return 0.0
         self._refill(now)
@@ -101,11 +96,10 @@ class ByteLimiter:
 
     @property
     def rate(self) -> float | None:
-        """Bytes per second; None for no limit."""
         return self._wanted
 
     def set_rate(self, rate: float | None) -> None:
-        """Change the cap. Streams that wait go on under the new one."""
+        """Change the cap, also for streams that wait."""
         self._wanted = rate
         if self._bucket:
             self._bucket.set_rate(rate, self._now())
@@ -113,11 +107,7 @@ class ByteLimiter:
             self._serve()
 
     async def take(self, traffic: TrafficClass, count: int, by_stranger: bool = False) -> None:
-        """Spend `count` bytes, after waiting for this class's turn. If cancelled, nothing is spent.
-
-        Args:
-            by_stranger: whether anybody may ask for these bytes, which are control traffic.
-        """
+        """Spend `count` bytes, after waiting for this class's turn. If cancelled, nothing is spent."""
         if self._wanted is None:
             return
         if self._passes(traffic, count, by_stranger):
@@ -177,7 +167,6 @@ class ByteLimiter:
             turn.set_result(None)
 
     def _next_queue(self) -> deque[tuple[asyncio.Future[None], int]] | None:
-        """The queue whose first stream is next; None if none waits."""
         for queue in self._queues.values():
             while queue and queue[0][0].done():  # it was cancelled
                 queue.popleft()

@@ -30,15 +30,13 @@ class Direction(StrEnum):
 
 
 class TrafficClass(StrEnum):
-    """What bytes are for."""
-
     CONTROL = "control"
     ROUND = "round"
     CATCH_UP = "catch-up"
 
 
 def class_of(method: str) -> TrafficClass:
-    """The class of a stream's bytes, by its method. Whatever is not bulk data is control traffic."""
+    """The class of a stream's bytes, by its method."""
     if method in CATCH_UP_METHODS:
         return TrafficClass.CATCH_UP
     return TrafficClass.ROUND if method in BULK_METHODS else TrafficClass.CONTROL
@@ -46,8 +44,6 @@ def class_of(method: str) -> TrafficClass:
 
 @dataclass(slots=True)
 class ByteCounts:
-    """Bytes in both directions since the peer started."""
-
     sent: int = 0
     received: int = 0
 
@@ -58,11 +54,6 @@ class StreamCounter:
     __slots__ = ("_mine", "_of_peer", "_sample")
 
     def __init__(self, mine: ByteCounts, of_peer: ByteCounts, sample: Callable[[], None]) -> None:
-        """
-        Args:
-            mine: the counts of the stream's class.
-            sample: called before each operation.
-        """
         self._mine, self._of_peer, self._sample = mine, of_peer, sample
 
     def sent(self, count: int) -> None:
@@ -94,22 +85,19 @@ class ByteMeter:
         self._next_sample = float("-inf")
 
     def stream(self, peer: PeerId, method: str) -> StreamCounter:
-        """A counter for a stream between this peer and another one."""
         of_peer = self._peers.get(peer) or ByteCounts()
         renew(self._peers, peer, of_peer, _MAX_PEERS)
         return StreamCounter(self._classes[class_of(method)], of_peer, self._sample)
 
     def totals(self) -> Mapping[tuple[Direction, TrafficClass], int]:
-        """Bytes by direction and class since the peer started."""
         sent = {(Direction.UPLOAD, each): counts.sent for each, counts in self._classes.items()}
         return sent | {(Direction.DOWNLOAD, each): counts.received for each, counts in self._classes.items()}
 
     def total(self, direction: Direction) -> int:
-        """Bytes in one direction since the peer started."""
         return sum(count for (each, _), count in self.totals().items() if each is direction)
 
     def rates(self) -> Mapping[tuple[Direction, TrafficClass], float]:
-        """Bytes per second by direction and class, over about the last five seconds."""
+        """Bytes per second, over about the last five seconds."""
         now, totals = self._now(), self.totals()
         recent = [each for each in self._samples if each[0] > now - RATE_SECONDS - _SAMPLE_SECONDS]
         if not recent or self._started is None:
@@ -119,7 +107,7 @@ class ByteMeter:
         return {key: (count - before[key]) / seconds for key, count in totals.items()}
 
     def peers(self) -> Mapping[PeerId, ByteCounts]:
-        """Bytes by peer since the peer started, for the 256 peers with the latest streams."""
+        """By peer, for the 256 peers with the latest streams."""
         return {peer: ByteCounts(each.sent, each.received) for peer, each in self._peers.items()}
 
     def _sample(self) -> None:

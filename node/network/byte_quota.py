@@ -29,7 +29,6 @@ def period_name(period: str, wall_seconds: float) -> str:
 
 
 def period_end(period: str, wall_seconds: float) -> datetime:
-    """When that period ends."""
     today = datetime.fromtimestamp(wall_seconds).replace(hour=0, minute=0, second=0, microsecond=0)
     if period == "day":
         return today + timedelta(days=1)
@@ -39,19 +38,14 @@ def period_end(period: str, wall_seconds: float) -> datetime:
 
 
 class ByteQuota:
-    """Counts the bytes of a period, in both directions together.
-
-    Attributes:
-        used_bytes: in the present period, or a little more after a crash.
-        changed: set when the counts should be stored.
-        used_up: set from when `exhausted` is seen to when the period turns.
-        margin_bytes: what a last round may take: the quota counts as exhausted that much earlier.
-    """
+    """Counts the bytes of a period, in both directions together."""
 
     def __init__(self, limit_bytes: int, period: str, wall: Callable[[], float]) -> None:
         self.limit_bytes, self.period = limit_bytes, period
-        self.used_bytes = self.margin_bytes = 0
-        self.changed, self.used_up = asyncio.Event(), asyncio.Event()
+        self.used_bytes = 0  # in the present period, or a little more after a crash
+        self.margin_bytes = 0  # what a last round may take: the quota counts as exhausted that much earlier
+        self.changed = asyncio.Event()  # the counts should be stored
+        self.used_up = asyncio.Event()  # from when `exhausted` is seen to when the period turns
         self._wall = wall
         self._name = period_name(period, wall())
         self._reserved = 0
@@ -76,7 +70,6 @@ class ByteQuota:
         return self.used_bytes >= self.limit_bytes
 
     def count(self, count: int) -> None:
-        """Count bytes that have passed."""
         self.used_bytes += count
         if self.used_bytes > self._reserved - self._reserve // 2:
             self.changed.set()
@@ -99,10 +92,8 @@ class ByteQuota:
         return True
 
     def load(self, stored: bytes) -> None:
-        """Take the counts that `store` or `final` returned in an earlier life; empty if there are none.
-
-        Raises:
-            QuotaDamaged: they cannot be read.
+        """Take the counts that `store` or `final` returned before a restart; empty if there are none. Raises
+        `QuotaDamaged`.
         """
         if not stored:
             return
@@ -121,16 +112,13 @@ class ByteQuota:
         return self._packed(self._reserved)
 
     def final(self) -> bytes:
-        """What to store when nothing passes any more."""
         return self._packed(self.used_bytes)
 
     def _packed(self, used_bytes: int) -> bytes:
         return json.dumps({"period": self.period, "name": self._name, "used_bytes": used_bytes}).encode() + b"\n"
 
     def describe(self) -> str:
-        """What is used, for the user."""
         return f"{megabytes(self.used_bytes)} of {megabytes(self.limit_bytes)} used this {self.period}"
 
     def until(self) -> str:
-        """When the next period begins, for the user."""
         return f"{period_end(self.period, self._wall()):%d %B}".lstrip("0")

@@ -33,11 +33,7 @@ class DaemonError(Exception):
 
 
 def binary() -> Path:
-    """Path of the p2pd in the hivemind wheel. Does not import hivemind.
-
-    Raises:
-        DaemonError: hivemind is not installed, or has no p2pd.
-    """
+    """Path of the p2pd in the hivemind wheel, without importing hivemind."""
     spec = find_spec("hivemind")
     path = Path(spec.origin).parent / "hivemind_cli" / "p2pd" if spec and spec.origin else None
     if path is None or not os.access(path, os.X_OK):
@@ -55,9 +51,7 @@ def arguments(
 ) -> list[str]:
     """p2pd's command line. It names no bootstrap peers, because p2pd exits if they are unreachable.
 
-    Args:
-        nat: map ports, detect whether this peer is reachable, use relays.
-        relay: with `nat`: relay for others, too.
+    `nat`: map ports, detect whether this peer is reachable, use relays; `relay`: also relay for others.
     """
     traversal = int(nat)
     flags = {
@@ -83,7 +77,7 @@ _IP_PORT = re.compile(r"/(?P<family>ip[46])/(?P<host>[^/]+)/(?P<kind>tcp|udp)/(?
 
 
 def with_ports(listen: Sequence[str], found: Sequence[str]) -> tuple[str, ...]:
-    """Return `listen` with each port 0 replaced by the port that p2pd chose, taken from the addresses found."""
+    """`listen` with each port 0 replaced by the port that p2pd chose, taken from the addresses found."""
     seen = [match for address in found if (match := _IP_PORT.fullmatch(address))]
 
     def fixed(address: str) -> str:
@@ -113,11 +107,7 @@ class Daemon:
 
     @classmethod
     async def start(cls, command_arguments: Sequence[str]) -> Daemon:
-        """Run p2pd until its control socket listens, within 20 seconds.
-
-        Raises:
-            DaemonError: it ended, or did not report that it listens.
-        """
+        """Run p2pd until its control socket listens, within 20 seconds; else raise `DaemonError`."""
         ready: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
 
         def on_line(line: str | None) -> None:
@@ -153,5 +143,4 @@ class Daemon:
         await self._child.stop()
 
     async def kill(self) -> None:
-        """End it at once."""
         await self._child.kill()

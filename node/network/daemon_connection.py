@@ -43,30 +43,19 @@ use_hivemind_log_handler("nowhere")  # hivemind would write to stderr itself: le
 
 
 class DaemonConnection:
-    """A p2pd process and the connections to its control socket. `DaemonConnection.start` creates it.
-
-    Attributes:
-        client: hivemind's `P2P`, for its DHT.
-        addresses: multiaddrs at which p2pd can be reached, without its id. At most a few seconds old.
-        peers: connected peers, each with its multiaddr. At most a few seconds old.
-        gone: set when p2pd has ended, before the client is closed.
-    """
+    """A p2pd process and the connections to its control socket. `DaemonConnection.start` creates it."""
 
     def __init__(self, daemon: Daemon, control: Path) -> None:
-        self.client: Any = None
-        self.addresses: tuple[str, ...] = ()
+        self.client: Any = None  # hivemind's `P2P`, for its DHT
+        self.addresses: tuple[str, ...] = ()  # without p2pd's id, and at most a few seconds old, as are `peers`
         self.peers: dict[PeerId, str] = {}
-        self.gone = asyncio.Event()
+        self.gone = asyncio.Event()  # p2pd has ended; the client is not closed yet
         self.daemon = daemon
         self._control = control
 
     @classmethod
     async def start(cls, command: Sequence[str], control: Path, me: PeerId, incoming: IncomingHandler) -> Self:
-        """Start p2pd with its control socket at `control`. Streams that peers open go to `incoming`.
-
-        Raises:
-            DaemonError, P2PDaemonError, OSError, EOFError: it does not start.
-        """
+        """Start p2pd. Streams that peers open go to `incoming`. Raises `DaemonError`, or one of `LINK_ERRORS`."""
         with suppress(FileNotFoundError):
             os.unlink(control)  # a killed daemon leaves its socket behind
         link = cls(await Daemon.start(command), control)
@@ -98,18 +87,16 @@ class DaemonConnection:
         return SocketPipe(reader, writer), _text(response.streamInfo.addr)
 
     async def connect(self, peer: PeerId, address: str, seconds: int) -> None:
-        """Connect to the peer at a multiaddr."""
         where = Multiaddr(address).to_bytes()  # not hivemind's Multiaddr, which cannot encode the id of a relay
         target = p2pd_pb2.ConnectRequest(peer=_peer_bytes(peer), addrs=[where], timeout=seconds)
         await self._request(type=p2pd_pb2.Request.CONNECT, connect=target)
 
     async def disconnect(self, peer: PeerId) -> None:
-        """Close the connections to the peer."""
         target = p2pd_pb2.DisconnectRequest(peer=_peer_bytes(peer))
         await self._request(type=p2pd_pb2.Request.DISCONNECT, disconnect=target)
 
     async def ended(self) -> str:
-        """Wait until p2pd has ended, and return how, in one line. A p2pd that hangs is killed."""
+        """Wait until p2pd has ended, and say how. A p2pd that hangs is killed."""
         probing = asyncio.create_task(self._probe())
         try:
             return await self.daemon.ended()
@@ -118,7 +105,7 @@ class DaemonConnection:
             await asyncio.gather(probing, return_exceptions=True)
 
     async def _probe(self) -> None:
-        """Query p2pd regularly. When it has not answered twice in a row, kill it."""
+        """Kill p2pd when it has not answered twice in a row."""
         missed = 0
         while missed < _PROBES:
             await asyncio.sleep(0 if missed else _PROBE_EVERY_SECONDS)

@@ -37,11 +37,8 @@ class Carrier(Protocol):
 class DhtDirectory:
     """The directory in which peers of one run find each other. Use as an async context manager, inside the transport.
 
-    Each peer that it has contacted (`meet`) makes other peers known to it. If p2pd is restarted, the directory contacts
-    these peers again and repeats its announcements. No method raises for network failures.
-
-    Attributes:
-        refused: (peer, why) -> number of invalid records and requests from that peer; the latest 1,024 pairs.
+    If p2pd is restarted, the directory contacts its peers (`meet`) again and repeats its announcements. No method
+    raises for network failures.
     """
 
     def __init__(
@@ -52,11 +49,6 @@ class DhtDirectory:
         run: bytes,
         offset_seconds: Callable[[], float] = lambda: 0.0,
     ) -> None:
-        """
-        Args:
-            run: hash of the manifest; records of other runs are rejected.
-            offset_seconds: returns the seconds to add to the clock to get the other peers' time.
-        """
         self.refused: Counter[tuple[PeerId, str]] = Counter()
         self._transport, self._signer, self._clock, self._run = transport, signer, clock, run
         self._offset_seconds = offset_seconds
@@ -77,10 +69,8 @@ class DhtDirectory:
             await asyncio.gather(self._keeping, return_exceptions=True)
 
     async def announce(self, scope: str, value: bytes, ttl_seconds: float, deadline: Deadline) -> None:
-        """Announce `value` for this peer, for at most ten minutes. It replaces the previous value in this scope.
-
-        Raises:
-            ValueError: the value (4 KiB), the scope (128 bytes) or the time is too long.
+        """Announce `value` (at most 4 KiB) in a scope (128 bytes) for at most ten minutes, instead of the previous
+        value.
         """
         if not 0 < ttl_seconds <= TTL_SECONDS:
             raise ValueError(f"ttl_seconds must be above 0 and at most {TTL_SECONDS:g}, not {ttl_seconds:g}")
@@ -126,7 +116,6 @@ class DhtDirectory:
         return None
 
     async def _keep(self) -> None:
-        """Keep a node running on the present p2pd process."""
         while True:
             try:
                 link = await self._transport.link()
@@ -177,11 +166,7 @@ class DhtDirectory:
 
 
 def _content(packed: bytes) -> bytes:
-    """Remove hivemind's own packing from a record.
-
-    Raises:
-        BadPayload: the packed value is not of type bytes.
-    """
+    """Remove hivemind's own packing from a record."""
     try:
         content = loads(packed)
     except ValueError:

@@ -31,18 +31,12 @@ _PACKED = {"max_str_len": 256, "max_bin_len": HINT_BYTES + 8, "max_array_len": M
 
 
 def name_of(run: bytes, scope: str) -> bytes:
-    """DHT name of the records of a scope, 32 bytes."""
     return hashlib.sha256(_DOMAIN + len(run).to_bytes(4, "big") + run + scope.encode()).digest()
 
 
 @dataclass(frozen=True, slots=True)
 class DirectoryRecord:
-    """A peer's announcement about itself.
-
-    Attributes:
-        expires: wall time, seconds since the epoch.
-        signature: the peer's signature over the run and the other fields.
-    """
+    """A peer's announcement about itself."""
 
     peer: PeerId
     scope: str
@@ -51,16 +45,11 @@ class DirectoryRecord:
     signature: bytes = field(default=b"", repr=False)
 
     def message(self, run: bytes) -> bytes:
-        """The bytes that the peer signs."""
         fields: bytes = msgpack.packb([run, self.scope, self.peer, self.expires, self.value])
         return _DOMAIN + fields
 
     def pack(self) -> bytes:
-        """Encode the record.
-
-        Raises:
-            ValueError: the result is over 4 KiB, or the scope over 128 bytes.
-        """
+        """Encode the record; ValueError if it is over 4 KiB, or its scope over 128 bytes."""
         packed: bytes = msgpack.packb([self.peer, self.scope, self.expires, self.value, self.signature])
         if len(packed) > HINT_BYTES or len(self.scope.encode()) > _SCOPE_BYTES:
             raise ValueError(f"the record ({len(packed)} bytes) or its scope is too long: at most 4 KiB and 128 bytes")
@@ -68,11 +57,7 @@ class DirectoryRecord:
 
 
 def unpack(packed: bytes) -> DirectoryRecord:
-    """Decode a record; its signature is not checked.
-
-    Raises:
-        BadPayload: not a record, or over 4 KiB.
-    """
+    """Decode a record. Its signature is not checked."""
     if len(packed) > HINT_BYTES:
         raise BadPayload("a record that is too large")
     try:
@@ -85,14 +70,7 @@ def unpack(packed: bytes) -> DirectoryRecord:
 
 
 def check(hint: DirectoryRecord, run: bytes, now: float, signer: Signer) -> None:
-    """Verify the expiry and the signature of a record.
-
-    Args:
-        now: wall time, seconds since the epoch.
-
-    Raises:
-        BadPayload: expired, valid for too long, or not signed by the peer that it names.
-    """
+    """Verify expiry and signature of a record at wall time `now`; raises BadPayload."""
     if not math.isfinite(hint.expires) or hint.expires > now + TTL_SECONDS + _SKEW_SECONDS:
         raise BadPayload("a record that is valid for too long")
     if hint.expires <= now:
@@ -102,12 +80,9 @@ def check(hint: DirectoryRecord, run: bytes, now: float, signer: Signer) -> None
 
 
 def loads(packed: bytes) -> str | bytes | list[tuple[str, bytes, float]]:
-    """Decode a value of hivemind's DHT: a string, bytes, or a dictionary as (peer, value, expiry).
+    """Decode a value of hivemind's DHT: a string, bytes, or a dictionary as (peer, value, expiry); else ValueError.
 
     Nested extensions are not decoded.
-
-    Raises:
-        ValueError: anything else.
     """
     found = msgpack.unpackb(packed, raw=False, **_PACKED)  # leaves extensions undecoded
     if isinstance(found, str | bytes):
@@ -126,8 +101,6 @@ def _is_entry(item: object) -> bool:
 
 
 class StoredValue(NamedTuple):
-    """A value and its expiry: wall time, seconds since the epoch."""
-
     value: bytes
     expires: float
 
@@ -145,8 +118,7 @@ class RecordStore:
     def put(self, key: Hashable, peer: PeerId, value: bytes, expires: float) -> bool:
         """Store a value if it expires later than the one that it replaces, and no limit is reached.
 
-        A full store never evicts a live value for a new peer's. If a later expiry could evict, attackers could take
-        all places.
+        A full store never evicts a live value for a new peer's: attackers could take all places with later expiries.
         """
         old = self._kept.get(key, {}).get(peer)
         if expires <= self._now() or (old is not None and old.expires >= expires):
@@ -159,7 +131,6 @@ class RecordStore:
         return True
 
     def live(self, key: Hashable) -> Mapping[PeerId, StoredValue]:
-        """The values of a key that have not expired."""
         now = self._now()
         return {peer: entry for peer, entry in self._kept.get(key, {}).items() if entry.expires > now}
 

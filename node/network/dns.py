@@ -12,7 +12,7 @@ _KINDS = {"dns": ("ip4", "ip6"), "dns4": ("ip4",), "dns6": ("ip6",)}
 async def stands_for(where: str, deadline: Deadline) -> tuple[str, ...] | None:
     """Resolve the name in a multiaddr to multiaddrs with IP addresses; empty if the name has none of the wanted kind.
 
-    Returns None if the multiaddr has no name, or if it was not resolved before the deadline.
+    None if the multiaddr has no name, or if it was not resolved before the deadline.
     """
     _, kind, name, *rest = [*where.split("/", 3), "", ""]
     if kind not in _KINDS:

@@ -14,8 +14,6 @@ from typing import Any
 
 
 class _Package(ModuleType):
-    """A package whose `__init__.py` runs when a name is requested that is not a loaded submodule."""
-
     def __getattr__(self, name: str) -> Any:
         if part := sys.modules.get(f"{self.__name__}.{name}"):  # requested while it is still being loaded
             return part
@@ -28,10 +26,7 @@ class _Package(ModuleType):
 
 
 def enter(package: str) -> None:
-    """Make a package's submodules importable without running its `__init__.py`.
-
-    Does nothing if the package is imported already, or is not installed.
-    """
+    """Make a package's submodules importable without running its `__init__.py`."""
     if package not in sys.modules and (spec := find_spec(package)):
         module = module_from_spec(spec)
         module.__class__ = _Package

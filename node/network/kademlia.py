@@ -51,13 +51,12 @@ Key: TypeAlias = Any
 """A key of the DHT: hivemind's `DHTID`."""
 
 RecordValidator: TypeAlias = Callable[[PeerId, Key, str, bytes, float], bool]
-"""Takes a record as (sender, key, subkey, value, expiry), and returns whether to keep it."""
+"""(sender, key, subkey, value, expiry) -> whether to keep the record."""
 
 Refuse: TypeAlias = Callable[[PeerId, str], None]
 
 
 def place(name: bytes) -> Key:
-    """DHT key of the records of this name."""
     return DHTID.generate(source=name)
 
 
@@ -121,7 +120,7 @@ class StarlingDHT(DHTProtocol):  # type: ignore[misc]
     serializer = _Serializer
 
     def prepare(self, records: RecordStore, judge: RecordValidator, refuse: Refuse) -> None:
-        """Set the node up. Call this before the node can be reached."""
+        """Set the limits, before the node can be reached."""
         self._records = records
         self.storage = self.cache = _Storage(records)
         self.tasks: set[asyncio.Task[Any]] = set()
@@ -209,7 +208,6 @@ class StarlingDHT(DHTProtocol):  # type: ignore[misc]
         return sound and self._records.put(where, subkey, value, expiration_time)
 
     def _store_valid(self, sender: PeerID, key: Key, found: Any) -> Any:
-        """Store the valid records that a node has found, and return all known records of this key."""
         if found is not None and isinstance(found.value, DictionaryDHTValue):
             known = self._records.live(key)
             for subkey, (value, expires) in islice(found.value.items(), MAX_HINTS_PER_KEY):
@@ -224,21 +222,17 @@ class StarlingDHT(DHTProtocol):  # type: ignore[misc]
 
 
 class Node:
-    """One DHT node on one p2pd process. `running_node` creates it."""
-
     def __init__(self, node: DHTNode) -> None:
         self._node = node
         self._protocol: StarlingDHT = node.protocol
 
     def spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """Run `work` until it is done or the node is closed, which cancels it."""
         context = copy_context()
         context.run(_owner.set, self._protocol.tasks)
         return context.run(_OwnedTasks.create_task, work)
 
     @property
     def peers(self) -> tuple[PeerId, ...]:
-        """Peers in this node's routing table."""
         return tuple(peer.to_base58() for peer in self._protocol.routing_table.peer_id_to_uid)
 
     async def meet(self, peer: PeerId) -> bool:
@@ -249,12 +243,11 @@ class Node:
         return node_id is not None
 
     async def store(self, name: bytes, subkey: PeerId, value: bytes, expires: float) -> None:
-        """Store a record here and at the nodes that are nearest to its key."""
         self._protocol.storage.store(place(name), _Serializer.dumps(value), expires, subkey)
         await self._node.store(name, value, expires, subkey=subkey)
 
     async def search(self, name: bytes) -> None:
-        """Ask the nodes that are nearest to a key; valid records go into the record store as they arrive."""
+        """Ask the nodes nearest to a key; valid records go into the record store as they arrive."""
         if len(self._node.blacklist.ban_counter) > _MAX_NODES:  # it counts all nodes that ever failed to answer
             self._node.blacklist.clear()
         await self._node.get(name, latest=True)
@@ -264,11 +257,7 @@ class Node:
 async def running_node(
     link: DaemonConnection, records: RecordStore, judge: RecordValidator, refuse: Refuse
 ) -> AsyncIterator[Node]:
-    """Run a node on this p2pd process. On exit, all its tasks are cancelled and awaited.
-
-    Raises:
-        P2PDaemonError, OSError, EOFError: p2pd does not accept it.
-    """
+    """Run a node on this p2pd process. On exit, all its tasks are cancelled and awaited."""
     me = place(link.client.peer_id.to_bytes())
     options = {"node_id": me, "wait_timeout": _CALL_SECONDS, "client_mode": True}
     caches = {"cache_locally": False, "cache_nearest": 0, "cache_on_store": False, "cache_refresh_before_expiry": 0}

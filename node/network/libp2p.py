@@ -62,28 +62,14 @@ class _NotNow(PeerGone):
 
 @dataclass(frozen=True, slots=True)
 class LibP2PConfig:
-    """Settings of one peer's transport.
-
-    Attributes:
-        identity: the key, and the file that p2pd reads it from.
-        listen: multiaddrs to listen on. Port 0 takes a free port, and keeps it when the daemon is restarted.
-        kept: `listening` of an earlier incarnation: ports that other peers may know, reused if they are free.
-        announce: multiaddrs to announce instead of those that p2pd finds; they need fixed ports.
-        nat: map ports on the router, detect whether this peer is reachable, use and serve relays; see above.
-        relay: with `nat`: serve as a relay, too. What p2pd relays is not counted, and under no cap.
-        max_streams: number of incoming streams served at once.
-        max_streams_per_peer: number of these from one peer.
-        direct: settings of the direct data plane; None: all streams go over libp2p.
-        runtime_directory: where to create the directory of the control sockets; None: in the system's directory for
-            temporary files.
-    """
+    """Settings of one peer's transport."""
 
     identity: Identity
-    listen: tuple[str, ...] = ("/ip4/127.0.0.1/tcp/0",)
-    kept: tuple[str, ...] = ()
-    announce: tuple[str, ...] = ()
-    nat: bool = False
-    relay: bool = True
+    listen: tuple[str, ...] = ("/ip4/127.0.0.1/tcp/0",)  # port 0 takes a free one, and keeps it over p2pd's restarts
+    kept: tuple[str, ...] = ()  # `listening` of an earlier incarnation: ports that others may know, reused if free
+    announce: tuple[str, ...] = ()  # instead of the addresses that p2pd finds; they need fixed ports
+    nat: bool = False  # map ports on the router, detect whether this peer is reachable, use and serve relays
+    relay: bool = True  # with `nat`: serve as a relay, too. What p2pd relays is not counted, and under no cap
     max_streams: int = 1024
     max_streams_per_peer: int = 128
     direct: DirectConfig | None = None
@@ -91,18 +77,11 @@ class LibP2PConfig:
 
 
 class LibP2PTransport:
-    """`protocols.base.Transport` over libp2p. Use it as an async context manager.
-
-    Attributes:
-        me: this peer's id.
-        restarts: how often p2pd died and was started again.
-        refused: (peer, why) -> number of incoming streams rejected, or reset because they broke the rules.
-        traffic: counts the bytes of all streams, and caps them.
-    """
+    """`protocols.base.Transport` over libp2p. Use it as an async context manager."""
 
     def __init__(self, config: LibP2PConfig, traffic: Traffic | None = None) -> None:
         self.me: PeerId = config.identity.peer_id
-        self.restarts = 0
+        self.restarts = 0  # how often p2pd died and was started again
         self._config = config
         self.traffic = traffic or Traffic()
         self._serving = Serving(config.max_streams, config.max_streams_per_peer, self.traffic)
@@ -122,11 +101,10 @@ class LibP2PTransport:
         self._exit = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
-        """Start p2pd. Call this from the main thread, because p2pd dies with the thread that started it.
+        """Start p2pd, which dies with the thread that starts it: call this from the main thread.
 
-        Raises:
-            IdentityError: another process holds the identity.
-            DaemonError: p2pd does not start; the message says why and what to do.
+        Raises `IdentityError` if another process holds the identity, and `DaemonError` with what to do if p2pd does not
+        start.
         """
         async with AsyncExitStack() as stack:
             stack.enter_context(self._config.identity.held())
@@ -152,10 +130,7 @@ class LibP2PTransport:
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """Multiaddrs at which p2pd believes it can be reached now, for others to `connect` to; none while it is down.
-
-        They change when an interface comes up, a router maps a port, or a relay accepts this peer.
-        """
+        """Multiaddrs at which p2pd believes it can be reached now; none while it is down."""
         return tuple(f"{address}/p2p/{self.me}" for address in self._link.addresses) if self._link else ()
 
     @property
@@ -165,15 +140,11 @@ class LibP2PTransport:
 
     @property
     def daemon_pid(self) -> int | None:
-        """The process id of p2pd; None while it is down."""
+        """None while p2pd is down."""
         return self._link.daemon.pid if self._link else None
 
     async def link(self) -> DaemonConnection:
-        """Wait until p2pd is up and return its connection. hivemind's DHT needs a new node for each p2pd process.
-
-        Raises:
-            DaemonError: this transport is closed.
-        """
+        """Wait until p2pd is up. Raises `DaemonError` once this transport is closed."""
         await self._up.wait()
         if self._link is None:
             raise DaemonError("this transport is closed")
@@ -181,7 +152,7 @@ class LibP2PTransport:
 
     @property
     def routes(self) -> Mapping[PeerId, Route]:
-        """How bulk data goes to each peer, and why not directly; empty without a direct data plane."""
+        """How bulk data goes to each peer, and why not directly."""
         return self._direct.routes if self._direct else {}
 
     def serve(self, method: str, handler: Handler) -> None:
@@ -206,13 +177,7 @@ class LibP2PTransport:
         self._serving.finish(pipe)
 
     async def connect(self, address: str | Multiaddr, deadline: Deadline) -> PeerId:
-        """Connect to the peer at a multiaddr that ends in /p2p/<its id>. If p2pd is restarted, it reconnects by itself.
-
-        Raises:
-            ValueError: not such a multiaddr.
-            PeerGone: nothing listens there, another peer or program does, or there is no route; `why` says which.
-            PeerSilent: no answer before the deadline.
-        """
+        """Connect to the peer at a multiaddr that ends in /p2p/<its id>; else ValueError. Survives p2pd's restarts."""
         try:
             where, _, peer = str(Multiaddr(str(address))).rpartition("/p2p/")
         except ValueError as error:
@@ -226,11 +191,7 @@ class LibP2PTransport:
         return peer
 
     async def forget(self, peer: PeerId, deadline: Deadline) -> None:
-        """Close the connections to a peer, which resets its streams, and do not reconnect to it after a restart.
-
-        Raises:
-            PeerGone, PeerSilent: p2pd failed, not the peer, which may still be connected.
-        """
+        """Close the connections to a peer, which resets its streams, and do not reconnect to it after a restart."""
         self._known.pop(peer, None)
         self._seen.pop(peer, None)
         self._hosts.pop(peer, None)
@@ -306,10 +267,9 @@ class LibP2PTransport:
             raise kind(peer, f"cannot be reached: {cause}") from None
 
     def _cause(self, peer: PeerId, where: str, why: str) -> str:
-        """Return the cause of a failed dial, remembered from an earlier one if p2pd reports only a backoff.
+        """The cause of a failed dial; if p2pd reports only a backoff, that of the dial before.
 
-        For some seconds after a failed dial, p2pd reports only that it failed. The last cause is also stored under an
-        empty address, for `open`, which names no address.
+        It is also stored under an empty address, for `open`, which names none.
         """
         causes = self._causes.get(peer, {})
         if why != BACKOFF:
@@ -391,10 +351,8 @@ class LibP2PTransport:
                 log.warning("p2pd does not start (attempt %d): %s", attempt, error or type(error).__name__)
 
     async def _redial(self, link: DaemonConnection) -> None:
-        """Connect again to the known peers, which the new daemon does not know.
-
-        A peer that could not reach this one does not dial again for five seconds or more (libp2p's backoff). A dial
-        from this side ends that pause.
+        """Connect again to the known peers. That ends libp2p's backoff at peers that could not reach this one
+        meanwhile.
         """
 
         async def dial(peer: PeerId, address: str) -> None:

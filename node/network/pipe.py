@@ -23,11 +23,7 @@ _RESET_SECONDS = 0.1
 
 
 class SocketPipe:
-    """Bytes to and from one peer. Buffers are bounded: unread bytes by the reader's limit, unsent ones by one piece.
-
-    Attributes:
-        moved_bytes: bytes written and read so far.
-    """
+    """Bytes to and from one peer. Buffers are bounded: unread bytes by the reader's limit, unsent ones by one piece."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
@@ -42,15 +38,11 @@ class SocketPipe:
         self._transport.set_write_buffer_limits(high=0)
 
     def belong_to(self, traffic: StreamTraffic) -> None:
-        """Count what is written and read from now on as `traffic`, and wait for its caps."""
+        """Count what moves from now on as `traffic`, and wait for its caps."""
         self._traffic = traffic
 
     async def write(self, data: Buffer) -> None:
-        """Pass `data` to the kernel, without a copy. On failure or cancellation, abort, so that none is sent later.
-
-        Raises:
-            OSError: the stream is closed.
-        """
+        """Pass `data` to the kernel, without a copy. On failure or cancellation, abort, so that none is sent later."""
         view, start = memoryview(data).cast("B"), 0
         try:
             while start < len(view):
@@ -63,12 +55,7 @@ class SocketPipe:
             raise
 
     async def read_into(self, buffer: memoryview) -> None:
-        """Fill the whole buffer.
-
-        Raises:
-            OSError: the stream is closed.
-            EOFError: the peer sent the end marker, or the stream ended without one.
-        """
+        """Fill the whole buffer. EOFError if the peer sent the end marker, or the stream ended without one."""
         view, filled = buffer.cast("B"), 0
         while filled < len(view):
             piece = await self._read_some(len(view) - filled)

@@ -26,30 +26,24 @@ _FAREWELL_SECONDS = 1.0
 
 
 class EndingPipe(Pipe, Protocol):
-    """A pipe with an end."""
-
     def belong_to(self, traffic: StreamTraffic) -> None:
-        """Count what is written and read from now on as `traffic`, and wait for its caps."""
+        """Count what moves from now on as `traffic`, and wait for its caps."""
 
     async def close(self, seconds: float) -> None:
         """End the stream in order: all data sent has arrived when the other side has ended it, too."""
 
     async def reset(self) -> None:
-        """Reset the stream. Harmless after `close`."""
+        """Harmless after `close`."""
 
     def abort(self) -> None:
-        """Reset the stream at once. Harmless after `close` and `reset`."""
+        """Reset at once. Harmless after `close` and `reset`."""
 
 
 class Serving:
-    """Opens and serves streams by their method, as their peer's traffic, and closes them in order.
-
-    Attributes:
-        refused: (peer, why) -> number of streams rejected, or reset for breaking the rules; the latest 1,024 pairs.
-    """
+    """Opens and serves streams by their method, as their peer's traffic, and closes them in order."""
 
     def __init__(self, max_streams: int, max_streams_per_peer: int, traffic: Traffic) -> None:
-        self.refused: Counter[tuple[PeerId, str]] = Counter()
+        self.refused: Counter[tuple[PeerId, str]] = Counter()  # (peer, why) -> streams; the latest 1,024 pairs
         self._traffic = traffic
         self._max_streams = max_streams
         self._max_streams_per_peer = max_streams_per_peer
@@ -66,10 +60,8 @@ class Serving:
         self._handlers[method] = handler
 
     async def ask(self, peer: PeerId, pipe: EndingPipe, method: str) -> None:
-        """Ask the other side to serve `method`. On failure, abort the stream.
-
-        Raises:
-            OSError, EOFError: it did not accept. Only the method's name has been sent.
+        """Ask the other side to serve `method`. On failure (OSError, EOFError), abort: only the method's name has been
+        sent.
         """
         name = method.encode()
         pipe.belong_to(self._traffic.stream(peer, ""))  # control traffic: a stream that has to wait would look dead
@@ -104,7 +96,6 @@ class Serving:
         return self._see_out(pipe, pipe.close(_LINGER_SECONDS))
 
     def reset(self, pipe: EndingPipe) -> asyncio.Task[None]:
-        """Reset a stream."""
         return self._see_out(pipe, pipe.reset())
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:

@@ -20,15 +20,10 @@ _TRIES = 8
 
 @contextmanager
 def socket_directory(parent: Path | None = None) -> Iterator[Path]:
-    """Create a directory that only this user can enter, and remove it on exit.
+    """Create a directory that only this user can enter, and remove it on exit. None: in the directory for temporary
+    files.
 
-    On a file system without locks, the directory stays behind if this process is killed.
-
-    Args:
-        parent: where to create it; None: in the system's directory for temporary files.
-
-    Raises:
-        DaemonError: it cannot be created, or its path is too long for a socket.
+    On a file system without locks, it stays behind if this process is killed. Raises `DaemonError`.
     """
     directory, held = _made(parent)
     try:
@@ -41,7 +36,7 @@ def socket_directory(parent: Path | None = None) -> Iterator[Path]:
 
 
 def _made(parent: Path | None) -> tuple[Path, int | None]:
-    """Create a directory. Return it with the descriptor of its lock, or None if locks do not work here."""
+    """A new directory with the descriptor of its lock, or None where locks do not work."""
     for _ in range(_TRIES):
         directory = _new(parent)
         if len(bytes(directory)) > _MAX_LENGTH:
@@ -86,7 +81,7 @@ def _sweep(parent: Path) -> None:
 
 
 def _remove(directory: Path) -> None:
-    """Remove its sockets and its lock, and the directory itself if it is empty then."""
+    """Remove the sockets, the lock, and the directory itself if it is empty then."""
     with suppress(OSError):
         for each in directory.iterdir():
             if each.is_socket():

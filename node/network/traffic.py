@@ -18,11 +18,7 @@ _OPENING_BYTES = 68
 
 
 class StreamTraffic:
-    """What a pipe tells of one stream's bytes, and what it waits for.
-
-    Attributes:
-        sent, received: count bytes that have passed. Call them after each operation.
-    """
+    """What a pipe tells of one stream's bytes, and what it waits for."""
 
     __slots__ = ("_by_stranger", "_class", "_counter", "_download", "_quota", "_unpaid", "_upload", "received", "sent")
 
@@ -35,10 +31,6 @@ class StreamTraffic:
         quota: ByteQuota | None = None,
         by_stranger: bool = False,
     ) -> None:
-        """
-        Args:
-            by_stranger: whether anybody may open such a stream, which is control traffic.
-        """
         self._by_stranger = by_stranger
         self._counter, self._quota = counter, quota
         self.sent, self.received = (self._sent, self._received) if quota else (counter.sent, counter.received)
@@ -47,34 +39,23 @@ class StreamTraffic:
 
     @property
     def upload_piece(self) -> int:
-        """Largest number of bytes that may be written at once."""
         return _WHOLE if self._upload.rate is None else PIECE_BYTES
 
     @property
     def download_piece(self) -> int:
-        """Largest number of bytes that may be read at once."""
         return _WHOLE if self._download.rate is None else PIECE_BYTES
 
     async def may_send(self, count: int) -> None:
-        """Wait until the cap lets `count` bytes be written.
-
-        Raises:
-            LimitReached: the quota is used up.
-        """
+        """Wait until the cap lets `count` bytes be written. Raises `LimitReached` if the quota is used up."""
         if self._quota:
             self._require_quota(self._quota, count)
         if self._upload.rate is not None:
             await self._upload.take(self._class, count, self._by_stranger)
 
     async def may_receive(self, count: int, left: int) -> None:
-        """Having read bytes, wait until the cap lets more be read: the sender has to wait meanwhile.
+        """Having read `count` bytes, wait until the cap lets more be read: the sender has to wait meanwhile.
 
-        Args:
-            count: bytes that were read.
-            left: bytes that are still wanted; while there are some, a few bytes are not worth a wait.
-
-        Raises:
-            LimitReached: the quota is used up.
+        While some of the wanted bytes are `left`, a few bytes are not worth a wait. Raises `LimitReached`.
         """
         if self._quota:
             self._require_quota(self._quota, count)
@@ -111,12 +92,6 @@ UNLIMITED = StreamTraffic(UNCOUNTED, TrafficClass.CONTROL, ByteLimiter(), ByteLi
 
 
 class Traffic:
-    """The meter and the caps that all streams of one peer share.
-
-    Attributes:
-        upload, download: the caps.
-    """
-
     def __init__(
         self,
         meter: ByteMeter | None = None,
@@ -129,6 +104,6 @@ class Traffic:
         self._quota = quota
 
     def stream(self, peer: PeerId, method: str) -> StreamTraffic:
-        """The traffic of a stream between this peer and another one. A stream without a method is control traffic."""
+        """The traffic of a stream with a peer. A stream without a method is control traffic."""
         counter, by_stranger = self.meter.stream(peer, method), method == ENTRY
         return StreamTraffic(counter, class_of(method), self.upload, self.download, self._quota, by_stranger)

@@ -50,13 +50,10 @@ os.execv(sys.argv[3], sys.argv[3:])
 
 
 class ChildProcess:
-    """One running program. `ChildProcess.start` creates it.
+    """One running program, with the program's `pid`. `ChildProcess.start` creates it.
 
     Start it from the main thread, because the kernel kills the program when the thread that started it ends. This
     exists only on Linux; elsewhere the program itself has to detect that its parent is gone.
-
-    Attributes:
-        pid: process id of the program.
     """
 
     def __init__(
@@ -72,7 +69,7 @@ class ChildProcess:
 
     @property
     def code(self) -> int | None:
-        """Exit code; minus the number of the signal that killed it; None while it runs."""
+        """Minus the number of the signal that killed it; None while it runs."""
         return self._process.returncode
 
     @property
@@ -93,18 +90,10 @@ class ChildProcess:
     ) -> ChildProcess:
         """Start a program.
 
-        Args:
-            name: of the program, for the log.
-            command: the program's full path, and its arguments. `python -P -m MODULE …` finds this project's modules,
-                and is forked if there is a `ForkServer` here.
-            on_line: called with each line of its output, cut at 300 characters, and with None at the end of the output.
-            environment: variables that differ from this process's environment.
-            pass_fds: file descriptors that it inherits, under the same numbers.
-            oom_score: Linux's `oom_score_adj`, up to 1000: a higher score is killed first when memory runs out.
-            reaped: whatever the program starts is killed when it ends, or when this process does.
-
-        Raises:
-            OSError: the process cannot be created.
+        `command` begins with the full path; `python -P -m MODULE …` finds this project's modules, and is forked if
+        there is a `ForkServer`. `on_line` gets each line of output, cut at 300 characters, and None at its end.
+        `oom_score` is Linux's `oom_score_adj`, up to 1000. `reaped`: whatever the program starts is killed when it
+        ends, or when this process does.
         """
         is_python = [*command[1:3]] == ["-P", "-m"]
         environment = {**(_imports() if is_python else {}), **(environment or {})}
@@ -135,11 +124,7 @@ class ChildProcess:
 
     @classmethod
     async def start_fork_server(cls, environment: Mapping[str, str]) -> None:
-        """Start a server that forks the peers which this process starts later, on Linux.
-
-        Raises:
-            OSError: the process cannot be created.
-        """
+        """Start a server that forks the peers which this process starts later, on Linux."""
         if sys.platform != "linux":
             return
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -194,7 +179,6 @@ class ChildProcess:
                 os.kill(self._process.pid, number)
 
     async def kill(self) -> None:
-        """Kill the process and wait for its end."""
         self.send_kill()
         await self.ended()
         self._reading.cancel()

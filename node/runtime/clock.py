@@ -6,13 +6,10 @@ import time
 
 
 class WallClock:
-    """`protocols.base.Clock` over this machine's wall clock."""
-
     def wall(self) -> float:
-        """Seconds since the epoch."""
         return time.time()
 
 
 def monotonic_seconds() -> float:
-    """A clock that never goes back, for measuring how long a computation takes outside the event loop."""
+    """For measuring how long a computation takes outside the event loop."""
     return time.perf_counter()

@@ -17,8 +17,7 @@ _VARIABLE = "XDG_CACHE_HOME"
 def user_directory(variable: str, below_home: str) -> Path:
     """The directory that a variable of the XDG base directories names, or its default below the home directory.
 
-    Raises:
-        FileNotFoundError: this user has no home directory, or the variable holds no whole path.
+    FileNotFoundError: this user has no home directory, or the variable does not hold a whole path.
     """
     if given := os.environ.get(variable):
         if not os.path.isabs(given):  # it would be another directory from each place; quotes look like this, too
@@ -34,17 +33,14 @@ def cache_directory() -> Path:
     """Directory of what can be computed again; it may be deleted.
 
     Where this user's own cannot be written, one in the directory for temporary files is used, also by libraries. A
-    line on stderr says so.
-
-    Raises:
-        OSError: that cannot be written either.
+    line on stderr says so. OSError if that cannot be written either.
     """
     return _cache_directory(os.environ.get(_VARIABLE), os.environ.get("HOME"))
 
 
 @cache
 def _cache_directory(given: str | None, home: str | None) -> Path:
-    """The same for these values of the variables: looked for, and reported, once."""
+    """Looked for, and reported, once for these values of the variables."""
     try:
         own = user_directory(_VARIABLE, ".cache") / "starling"
         own.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -60,11 +56,7 @@ def _cache_directory(given: str | None, home: str | None) -> Path:
 
 
 def _temporary() -> Path:
-    """This user's directory among the temporary files. It is named by the user's number, so another may have made it.
-
-    Raises:
-        OSError: it cannot be created, or is not this user's own.
-    """
+    """A directory among the temporary files. It is named by the user's number, so another user may have made it."""
     try:
         place = Path(tempfile.gettempdir()) / f"starling-cache-{os.getuid()}"
     except FileNotFoundError:

@@ -6,7 +6,6 @@ from __future__ import annotations
 def install(extra: str) -> str:
     """The commands that bring an extra of pyproject.toml: page, hf or data.
 
-    They name the checkout. Until there is a release, the project's name on the package index belongs to another
-    project, and installing by that name would run a stranger's code.
+    They name the checkout: the project's name on the package index belongs to another project, whose code would run.
     """
     return f"run `make install` in Starling's checkout, or there pip install -e '.[{extra}]'"

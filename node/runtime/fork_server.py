@@ -51,11 +51,7 @@ _REPOSITORY = str(Path(__file__).parents[2])
 
 
 class ForkedProcess:
-    """A process that the server has forked. It has what `ChildProcess` uses of asyncio's own.
-
-    Attributes:
-        returncode: None while it runs; minus the number of the signal that killed it.
-    """
+    """A process that the server has forked. It has what `ChildProcess` uses of asyncio's own."""
 
     def __init__(self, pid: int) -> None:
         self.pid, self.stdout = pid, asyncio.StreamReader()
@@ -67,18 +63,13 @@ class ForkedProcess:
         self._ended.set()
 
     async def wait(self) -> int:
-        """Wait for its end and return its exit code."""
         await self._ended.wait()
         assert self.returncode is not None
         return self.returncode
 
 
 class ForkServer:
-    """The peer's side of its fork server.
-
-    Attributes:
-        here: this process's server; None if it has none, or if the server has died.
-    """
+    """The peer's side of its fork server. `here` is this process's; None if it has none, or if it has died."""
 
     here: ClassVar[ForkServer | None] = None
 
@@ -113,11 +104,7 @@ class ForkServer:
         oom_score: int,
         reaped: bool,
     ) -> ForkedProcess:
-        """Fork a program; the arguments are those of `ChildProcess.start`.
-
-        Raises:
-            OSError: the server has died, or does not answer.
-        """
+        """Fork a program as `ChildProcess.start` says. OSError: the server has died, or does not answer."""
         if self._loop is None:
             self._loop = asyncio.get_running_loop()
             self._loop.add_reader(self._link.fileno(), self._take)

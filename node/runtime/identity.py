@@ -50,16 +50,11 @@ def _base58(data: bytes) -> str:
 
 
 def peer_id_of(public_key: bytes) -> PeerId:
-    """The peer id of a raw Ed25519 public key of 32 bytes."""
     return _base58(_PEER_ID_PREFIX + public_key)
 
 
 def public_key_of(peer: PeerId) -> bytes:
-    """The raw Ed25519 public key, 32 bytes, in a peer id.
-
-    Raises:
-        ValueError: not the id of an Ed25519 key in base58btc.
-    """
+    """The raw Ed25519 public key, 32 bytes, in a peer id; else ValueError."""
     if len(peer) != _PEER_ID_CHARACTERS:
         raise ValueError(f"{peer[:60]!r} is not the id of an Ed25519 key")
     number = 0
@@ -96,20 +91,14 @@ class Identity:
     _key: Ed25519PrivateKey = field(repr=False)
 
     def sign(self, message: bytes) -> bytes:
-        """An Ed25519 signature, 64 bytes."""
         return self._key.sign(message)
 
     def verify(self, peer: PeerId, message: bytes, signature: bytes) -> bool:
-        """Whether `peer` signed `message`; see the function `verify`."""
         return verify(peer, message, signature)
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Lock the identity file inside the context: two daemons with one id disturb each other's connections.
-
-        Raises:
-            IdentityError: another process on this machine holds it, or it cannot be locked.
-        """
+        """Lock the identity file inside the context: two daemons with one id disturb each other's connections."""
         try:
             held = hold(self.path)
         except OSError as error:
@@ -130,10 +119,8 @@ def _identity(path: Path, key: Ed25519PrivateKey) -> Identity:
 
 
 def create(path: Path) -> Identity:
-    """Create a new identity at `path`, readable only by its owner. Never replaces a file, nor leaves an incomplete one.
-
-    Raises:
-        IdentityError: the file exists, or cannot be written.
+    """Create a new identity at `path`, readable only by its owner. Never replaces a file, nor leaves an incomplete
+    one.
     """
     key = Ed25519PrivateKey.generate()
     content = _PRIVATE_PREFIX + key.private_bytes_raw() + key.public_key().public_bytes_raw()
@@ -160,11 +147,7 @@ def create(path: Path) -> Identity:
 
 
 def sync_directory(path: Path) -> None:
-    """Flush a directory to disk, so that renames and links in it survive a power failure.
-
-    Raises:
-        OSError: the flush failed.
-    """
+    """Flush a directory to disk, so that renames and links in it survive a power failure."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -173,11 +156,6 @@ def sync_directory(path: Path) -> None:
 
 
 def load(path: Path) -> Identity:
-    """Read the identity at `path`.
-
-    Raises:
-        IdentityError: there is no such file, other users may read it, or it does not hold an Ed25519 key.
-    """
     content = _read_private(path)
     if len(content) != _FILE_BYTES or not content.startswith(_PRIVATE_PREFIX):
         raise IdentityError(
@@ -215,11 +193,7 @@ def _read_private(path: Path) -> bytes:
 
 
 def load_or_create(path: Path) -> Identity:
-    """Read the identity at `path`; create it first if there is none. Two processes that start at once get the same one.
-
-    Raises:
-        IdentityError: as for `load` and `create`.
-    """
+    """The identity at `path`, created if there is none. Two processes that start at once get the same one."""
     if not os.path.lexists(path):
         try:
             return create(path)

@@ -19,9 +19,7 @@ class LocksUnsupported(OSError):
 def hold(path: Path) -> int | None:
     """Lock a file or a directory. Return a descriptor that holds the lock until it is closed; None if it is locked.
 
-    Raises:
-        LocksUnsupported: the file system has none.
-        OSError: the file cannot be opened or locked.
+    `LocksUnsupported` if the file system has none.
     """
     held = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:

@@ -30,11 +30,7 @@ class Vitals:
 
 
 def vitals(lag: LoopLag, pids: Iterable[int]) -> Vitals:
-    """Take the lag since the last call, and measure everything else.
-
-    Args:
-        pids: ids of the peer's processes: its own, the worker's, p2pd's.
-    """
+    """Take the lag since the last call, and measure everything else for the peer's processes: own, worker's, p2pd's."""
     p99_seconds, max_seconds = lag.take()
     return Vitals(p99_seconds, max_seconds, rss_bytes(pids), open_files(), tasks())
 
@@ -60,13 +56,13 @@ class LoopLag:
         self._timer.cancel()
 
     def take(self) -> tuple[float, float]:
-        """Return (99th percentile, maximum) in seconds since the last call, and reset them; zeros if none measured."""
+        """(99th percentile, maximum) in seconds since the last call; zeros if none was measured."""
         p99_seconds, max_seconds = self.peek(), self._max_seconds
         self._counts, self._max_seconds = [0] * _BINS, 0.0
         return p99_seconds, max_seconds
 
     def peek(self) -> float:
-        """The 99th percentile since the last `take`, seconds. Does not reset it."""
+        """The 99th percentile since the last `take`, seconds."""
         wanted, seen = math.ceil(0.99 * sum(self._counts)), 0
         for bin_number, count in enumerate(self._counts):
             seen += count
@@ -102,7 +98,7 @@ def rss_bytes(pids: Iterable[int]) -> int:
 
 
 def _memory_bytes(pid: int) -> tuple[int, int]:
-    """Return (resident memory, shared part of it), in bytes."""
+    """(resident memory, shared part of it)"""
     try:
         if not _PROC.is_dir():
             return int(psutil.Process(pid).memory_info().rss), 0
@@ -114,28 +110,20 @@ def _memory_bytes(pid: int) -> tuple[int, int]:
 
 
 def open_files() -> int:
-    """Number of open file descriptors of this process."""
     return int(psutil.Process().num_fds())
 
 
 def tasks() -> int:
-    """Number of tasks of the running event loop."""
     return len(asyncio.all_tasks())
 
 
 class CpuMeter:
-    """Processor time that a peer's processes take."""
-
     def __init__(self) -> None:
         self._before: dict[int, float] = {}
         self._at = 0.0
 
     def cores(self, pids: Iterable[int], now: float) -> float:
-        """Number of cores that these processes kept busy since the last call, such as 1.7; nan at the first.
-
-        Args:
-            now: in seconds, of any clock that does not jump.
-        """
+        """Number of cores that these processes kept busy since the last call, such as 1.7; nan at the first."""
         seconds = {pid: _cpu_seconds(pid) for pid in set(pids)}
         elapsed, self._at = now - self._at, now
         before, self._before = self._before, seconds

@@ -12,7 +12,6 @@ _NAMES = ("HTTPS_PROXY", "ALL_PROXY", "HTTP_PROXY")
 
 
 def _proxies() -> dict[str, str]:
-    """The variables that name a proxy, in capitals or not."""
     names = [each for name in _NAMES for each in (name, name.lower())]
     return {name: os.environ[name] for name in names if os.environ.get(name, "").strip()}
 

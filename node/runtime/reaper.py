@@ -56,7 +56,6 @@ def begin_program(oom_score: str) -> None:
 
 
 def _children() -> Iterator[int]:
-    """The processes whose parent is this process."""
     for name in filter(str.isdigit, os.listdir("/proc")):
         with suppress(OSError), open(f"/proc/{name}/stat", "rb") as file:
             if int(file.read().rpartition(b")")[2].split()[1]) == os.getpid():
@@ -88,12 +87,7 @@ def _kill_descendants() -> None:
 
 
 def supervise(parent: int, oom_score: str, run: Callable[[], NoReturn]) -> NoReturn:
-    """Fork, have the new process run a program, and end as it does.
-
-    Args:
-        parent: of this process.
-        oom_score: of the program, Linux's `oom_score_adj`.
-    """
+    """Fork, have the new process run a program, and end as it does."""
     program = 0
 
     def end(number: int = 0, frame: object = None) -> None:
