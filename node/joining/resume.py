@@ -77,7 +77,7 @@ def find_resumable(state: StateDir, asks: bool = True) -> ResumableRun | None:
 
 
 def require_none(state: StateDir) -> None:
-    """Check that a run can be started without --new: else `StateError`, as the directory holds what is worth keeping."""
+    """Check that the directory holds nothing worth keeping, so that a run can be started without --new."""
     if state.is_over:
         raise StateError(f"the run in {state.path} is over: {ANOTHER}")
     why, kept = "", state.certificates.exists() and state.certificates.stat().st_size > 0
