@@ -17,7 +17,7 @@ from node.machine.rules import MachineRules
 from node.runtime.metrics import workers_here
 from node.tasks.hf.settings import HfMachine, HfSettings, HfValues, ModelPins
 from node.tasks.spec import GptValues, OwnValues, PacedValues, StageValues, Values, WorkerSpec
-from protocols.allreduce.claims import cost_seconds, least_claim
+from protocols.allreduce.plan import cost_seconds, least_claim
 from protocols.base import Member, Settings
 from protocols.vectors.codec import codec
 from protocols.wire import MAX_ROSTER

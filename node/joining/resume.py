@@ -236,8 +236,8 @@ async def restore(
         raise StateError(f"{what}: repair {where}, or move the damaged checkpoint out of it, and start again") from None
     if start.checkpoints:
         await _load(start.checkpoints[0], trainer)
-        if checkpoints.feedback:
-            await checkpoints.feedback.load(start.checkpoints[0].feedback)
+        if isinstance(outer_loop, ReplicatedOuterLoop) and outer_loop.feedback:
+            await outer_loop.feedback.load(start.checkpoints[0].feedback)
 
 
 async def _load(checkpoint: Checkpoint, trainer: RemoteTrainer) -> None:

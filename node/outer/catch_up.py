@@ -11,7 +11,7 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
-from node.storage.state import OuterState
+from node.outer.state import OuterState
 from protocols.aio import task_group
 from protocols.allreduce.parts import ReducedPart
 from protocols.base import SLOWEST_BYTES_PER_SECOND, Deadline, Vector

@@ -20,7 +20,7 @@ import torch
 from node.outer.noloco import NoLoCo
 from node.outer.outer_loop import diverged
 from node.outer.sgd import pseudo_gradient
-from node.storage.state import OuterState
+from node.outer.state import OuterState
 from protocols.base import (
     AveragingResult,
     ClosingSession,

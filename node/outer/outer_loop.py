@@ -18,9 +18,9 @@ import torch
 from node.outer.activity import Activity, ActivitySwitch
 from node.outer.noloco import NoLoCo
 from node.outer.sgd import OuterSGD
+from node.outer.state import OuterState
 from node.reporting.report import LapTimer, RoundReport, TrainingDelta
 from node.storage.checkpoint_manager import CheckpointManager
-from node.storage.state import OuterState
 from protocols.base import (
     AveragingResult,
     AveragingSession,

@@ -13,10 +13,10 @@ import torch
 
 from node.outer.activity import Activity
 from node.outer.catch_up import CatchUp, CatchUpResult
+from node.outer.error_feedback import ErrorFeedback
 from node.outer.outer_loop import OuterLoop, OuterLoopDeps, RoundResult, diverged
 from node.outer.sgd import OuterSGD, pseudo_gradient
 from node.reporting.report import LapTimer, RoundReport
-from node.storage.error_feedback import ErrorFeedback
 from protocols.base import (
     Averager,
     AveragingResult,

@@ -10,6 +10,7 @@ from pathlib import Path
 from node.config.run_config import RunConfig
 from node.membership.membership import Membership
 from node.outer.closing import ClosingPhase
+from node.outer.error_feedback import ErrorFeedback
 from node.outer.independent_loop import IndependentOptions, IndependentOuterLoop
 from node.outer.noloco import NoLoCo
 from node.outer.outer_loop import OuterLoopDeps
@@ -48,7 +49,13 @@ class OuterLoopFactory:
     membership: Membership
     on_progress: Callable[[str, LocalProgress], None]
 
-    def replicated(self, chain: Chain, make_store: Callable[[Gate], PartStore], directory: Path) -> OuterLoopStack:
+    def replicated(
+        self,
+        chain: Chain,
+        make_store: Callable[[Gate], PartStore],
+        directory: Path,
+        feedback: ErrorFeedback | None,
+    ) -> OuterLoopStack:
         """The outer loop of a peer that shares its outer state with all members.
 
         Args:
@@ -61,7 +68,7 @@ class OuterLoopFactory:
         sync = ChainSync(host, chain, self.settings, snapshots, self.membership.peers, options)
         averager = REPLICATED_PROTOCOLS[self.config.protocol](host, self.settings, part_cache, sync.hear)
         deps = self._deps(self.trainer.anchor())
-        outer_loop = ReplicatedOuterLoop(chain, averager, self._sgd(), deps, self.checkpoints.feedback)
+        outer_loop = ReplicatedOuterLoop(chain, averager, self._sgd(), deps, feedback)
         return OuterLoopStack(outer_loop, sync, partial(run_replicated_rounds, outer_loop, sync))
 
     def independent(self, history: LocalHistory, newcomer: bool) -> OuterLoopStack:

@@ -18,6 +18,7 @@ from node.joining.run_selector import RunSelector
 from node.membership.handshake import LocalStage
 from node.membership.membership import Membership, MembershipCallbacks
 from node.network.dht import DhtDirectory
+from node.outer.error_feedback import feedback
 from node.outer.replicated_loop import ReplicatedOuterLoop
 from node.outer.round_history import LocalHistory, RoundHistory
 from node.reporting.event_feed import EventFeed
@@ -31,7 +32,6 @@ from node.session.resources import EnteredRun, PeerResources
 from node.session.stage_setup import StageSetup
 from node.session.traffic_limits import TrafficLimits
 from node.storage.checkpoint_manager import CheckpointManager, CheckpointStorage
-from node.storage.error_feedback import feedback
 from node.storage.journal import Journal
 from node.storage.scratch import ScratchSpace
 from node.tasks.extra import extra_elements
@@ -97,6 +97,9 @@ class SessionSetup:
         self._services, self._resources, self._entered = services, resources, entered
         self._on_fatal, self._is_leaving = on_fatal, is_leaving
         self._stages = StageSetup(resources, services.status_tracker, services.view.say)
+        layout = entered.trainer.layout
+        sent_by, elements = codec(entered.manifest.config.codec), sum(layout.sizes())
+        self._feedback = feedback(sent_by, elements, resources.compute, extra_elements(layout))
 
     async def run(self, on_built: Callable[[PeerSession], None]) -> None:
         """Build the session, and run it until the run is over or this peer leaves.
@@ -161,11 +164,9 @@ class SessionSetup:
         resources, entered, config = self._resources, self._entered, self._services.config
         path, sync, trainer = resources.state.path, entered.start.archive.sync, entered.trainer
         like = entered.start.like(entered.manifest.run_id, trainer.layout)
-        elements, extra = sum(trainer.layout.sizes()), extra_elements(trainer.layout)
-        not_sent = feedback(codec(entered.manifest.config.codec), elements, resources.compute, extra)
         limit_bytes = int(config.disk_limit_bytes)
         storage = CheckpointStorage(path, config.checkpoint_every, limit_bytes, resources.disk, sync)
-        return CheckpointManager(storage, like, trainer, not_sent)
+        return CheckpointManager(storage, like, trainer, self._feedback)
 
     def _outer_loop(self, parts: _Parts, history: RoundHistory, scratch: ScratchSpace) -> OuterLoopStack:
         resources, services, entered = self._resources, self._services, self._entered
@@ -180,7 +181,7 @@ class SessionSetup:
         if isinstance(history, LocalHistory):
             newcomer = not start.checkpoints and manifest.founder.peer != resources.me.peer
             return factory.independent(history, newcomer)
-        return factory.replicated(start.chain, partial(self._part_store, scratch), state.path)
+        return factory.replicated(start.chain, partial(self._part_store, scratch), state.path, self._feedback)
 
     def _part_store(self, scratch: ScratchSpace, gate: Gate) -> PartStore:
         least_rounds = max(LEAST_ROUNDS, KEEP_CHECKPOINTS * self._services.config.checkpoint_every)

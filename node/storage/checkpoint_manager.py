@@ -26,11 +26,9 @@ from types import TracebackType
 from typing import Protocol, Self
 
 from node.storage.checkpoint import DIRECTORY, FEEDBACK, INNER, MANIFEST, OUTER, Checkpoint, name_of, places
-from node.storage.error_feedback import ErrorFeedback
 from node.storage.file_buffer import FileBuffer, allocate, outer_buffer
 from node.storage.publish import publish_checkpoint
 from node.storage.quota import Quota
-from node.storage.state import OuterState
 from node.training.process import WorkerError
 from protocols.aio import task_group
 from protocols.base import Compute, RoundKey
@@ -73,6 +71,23 @@ class InnerStateSource(Protocol):
         """
 
 
+class OuterStateSource(Protocol):
+    """The owner of the outer state (`node.outer.state.OuterState`)."""
+
+    async def keep(self, snapshots: Snapshots, key: RoundKey) -> Snapshot | None:
+        """Add a copy to the snapshots, as the state before a round; None if its file cannot be written."""
+
+
+class FeedbackSource(Protocol):
+    """The owner of the error feedback (`node.outer.error_feedback.ErrorFeedback`); `bytes` is the size of its file."""
+
+    @property
+    def bytes(self) -> int: ...
+
+    async def save(self, path: Path) -> None:
+        """Raises OSError if the file cannot be written."""
+
+
 def _nothing_to_sync() -> None:
     """Do nothing: for checkpoints without a chain."""
 
@@ -111,7 +126,7 @@ class CheckpointManager:
         storage: CheckpointStorage,
         like: Checkpoint,
         inner: InnerStateSource,
-        feedback: ErrorFeedback | None = None,
+        feedback: FeedbackSource | None = None,
     ) -> None:
         """
         Args:
@@ -155,7 +170,7 @@ class CheckpointManager:
 
     # -- a checkpoint -------------------------------------------------------------------------------------------------
 
-    async def keep(self, state: OuterState, key: RoundKey) -> None:
+    async def keep(self, state: OuterStateSource, key: RoundKey) -> None:
         """Write a checkpoint of the outer and inner state before a round. Both may change once this returns."""
         began, draft = self._now(), self._draft(key.lineage, key.round)
         if not await self._sealed():

@@ -7,19 +7,21 @@ Only the digests of a round's parts are BLAKE3, which is four to five times as f
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
-import torch
 from blake3 import blake3
 
 from protocols import wire
 from protocols.allreduce.chunk_pool import ChunkPool
 from protocols.allreduce.plan import ResolvedPlan
-from protocols.base import Buffer, Compute, Deadline, PeerId, RoundKey, Settings, Signer, Vector
+from protocols.base import BadPayload, Buffer, Compute, Deadline, PeerId, RoundKey, Settings, Signer, Stream, Vector
 from protocols.choices import CHUNK_ELEMENTS
+from protocols.streams.chunks import HEADER_LIMIT, due
 from protocols.vectors.codec import Codec
-from protocols.vectors.views import VectorView, chunk_count, chunk_range
+from protocols.vectors.layout import PartLayout
+from protocols.vectors.views import VectorView
 
 
 def chunk_digest(mask: int, data: Buffer) -> bytes:
@@ -38,73 +40,6 @@ def part_digest(low: int, high: int, masks: Sequence[int], digests: Sequence[byt
     runs = tuple(wire.ChunkSpan(len(list(group)), mask) for mask, group in itertools.groupby(masks))
     place = low.to_bytes(8, "little") + high.to_bytes(8, "little")
     return wire.PartDigest(blake3(place + b"".join(digests)).digest(), runs)
-
-
-class PartLayout:
-    """How a part is cut into chunks, and where each chunk is in the part's encoded bytes.
-
-    Attributes:
-        low, high: element range [low, high) of the part.
-        size_bytes: size of all chunks, encoded.
-    """
-
-    def __init__(self, codec: Codec, low: int, high: int, chunk_elements: int = CHUNK_ELEMENTS) -> None:
-        self.codec, self.low, self.high, self.chunk_elements = codec, low, high, chunk_elements
-        self.chunks = chunk_count(high - low, chunk_elements)
-        self._whole = codec.encoded_bytes(chunk_elements)
-        self.size_bytes = self.place(self.chunks - 1) + self.size(self.chunks - 1) if self.chunks else 0
-
-    def elements(self, index: int) -> tuple[int, int]:
-        """Element range of a chunk."""
-        return chunk_range(self.low, self.high, index, self.chunk_elements)
-
-    def size(self, index: int) -> int:
-        """Encoded bytes of a chunk."""
-        low, high = self.elements(index)
-        return self.codec.encoded_bytes(high - low)
-
-    def place(self, index: int) -> int:
-        """Offset of a chunk's bytes."""
-        return index * self._whole
-
-    def vector_for(self, data: memoryview, scratch: Vector) -> Vector:
-        """A vector to decode a chunk into: in the memory of its bytes if the codec is `in_place`, else in `scratch`.
-
-        Args:
-            data: the encoded chunk, writable.
-            scratch: as many elements as the chunk.
-        """
-        return torch.frombuffer(data, dtype=torch.float32) if self.codec.in_place else scratch
-
-    def encoded(self, source: Vector, buffer: memoryview) -> memoryview:
-        """Encode a chunk. Returns its bytes: those of `source` itself if the codec is `in_place`, else `buffer`.
-
-        Raises:
-            ValueError: the chunk is not finite.
-        """
-        data = source.numpy().data.cast("B") if self.codec.in_place else buffer
-        self.codec.encode(source, data)
-        return data
-
-    def scratch_vector(self) -> Vector:
-        """A scratch vector for one chunk."""
-        return torch.empty(min(self.chunk_elements, self.high - self.low))
-
-    def chunk_buffer(self) -> Callable[[int], memoryview]:
-        """Memory for one encoded chunk. The result maps a chunk's index to its bytes; all chunks share the memory."""
-        memory = memoryview(bytearray(self.size(0) if self.chunks else 0))
-        return lambda index: memory[: self.size(index)]
-
-    def pieces(self, count: int) -> Iterator[tuple[int, int, int, list[Vector]]]:
-        """Walk the chunks with `count` scratch vectors, whose memory all chunks share.
-
-        Yields:
-            A chunk's index, its element range [low, high), and the vectors, each of high - low elements.
-        """
-        vectors = [self.scratch_vector() for _ in range(count)]
-        for index in range(self.chunks):
-            low, high = self.elements(index)
-            yield index, low, high, [vector[: high - low] for vector in vectors]
 
 
 class ReducedPart(PartLayout):
@@ -259,3 +194,61 @@ class ReduceJob:
 def part_message(key: RoundKey, plan: bytes, done: wire.PartDone) -> bytes:
     """The bytes that a reducer signs, for a part of the plan with this digest."""
     return b"starling part" + wire.body(key) + plan + wire.body(replace(done, signature=b""))
+
+
+async def send_encoded(stream: Stream, part: ReducedPart) -> None:
+    """Send a part that is already encoded.
+
+    Raises:
+        PeerSilent: the stream ended.
+    """
+    for index in range(part.chunks):
+        data = part.chunk(index)
+        await stream.send(wire.Chunk(index, len(data)), data)
+
+
+async def receive_reduced(
+    stream: Stream,
+    part: ReducedPart,
+    compute: Compute,
+    into: VectorView | None = None,
+    allowed: int | None = None,
+    progress: Callable[[], None] = lambda: None,
+) -> wire.PartDone:
+    """Receive reduced chunks into `part`, and set its `masks` and `result` accordingly.
+
+    Args:
+        into: takes the decoded elements; None: they are not decoded.
+        allowed: mask of the contributors that the first chunk may hold; a later chunk may hold only those of the
+            previous chunk. None: no restriction.
+        progress: called after every chunk.
+
+    Returns:
+        The sender's statement of what the part is. It is neither verified nor compared with `part.result`.
+
+    Raises:
+        BadPayload: another message or chunk came, a chunk holds a contributor that it may not, or does not decode.
+        PeerSilent: the stream ended.
+    """
+    digests: list[bytes] = []
+    scratch = part.scratch_vector() if into else None
+
+    def accept(index: int) -> bytes:
+        if scratch is not None:
+            part.decode_chunk(index, into, scratch)
+        return part.digest_of(index, part.masks[index])
+
+    for index in range(part.chunks):
+        data = part.chunk(index)
+        header = due(await stream.receive(HEADER_LIMIT), wire.Reduced, index, len(data))
+        if allowed is not None:
+            if header.mask & ~allowed:
+                raise BadPayload(f"reduced chunk {index} holds a contributor that is excluded or unknown")
+            allowed = header.mask
+        await stream.receive_into(data)
+        part.masks.append(header.mask)
+        digests.append(await compute.run(partial(accept, index), (2 if into else 1) * len(data)))
+        progress()
+    done = wire.expect(await stream.receive(wire.MAX_HEADER_BYTES), wire.PartDone)
+    part.seal(digests)
+    return done

@@ -321,3 +321,36 @@ def complaints(resolved: ResolvedPlan, parts: Sequence[PartDone], before: Sequen
             first, second = sorted((resolved.peers[part.reducer], resolved.peers[absent[0]]))
             standing.setdefault((first, second), LinkFault(first, second, now + 1 + COMPLAINT_ROUNDS))
     return tuple(sorted(standing.values()))[:MAX_ROSTER]
+
+
+# -- what a slow member costs its group: the others are taken to send at one rate, as their claims come too late -------
+
+_BUDGET_SHARE = 0.5
+
+
+def least_claim(vector_bytes: int, others: float) -> tuple[float, float]:
+    """The least bandwidth with which a member is sure to be in time.
+
+    The plan takes a slower member for one at the clamp, the `CLAIM_SPREAD`th part of the others' bandwidth. To be in
+    time, it has to send its vector within half of the budget that follows.
+
+    Args:
+        others: bandwidth of the other members, bytes/s.
+
+    Returns:
+        That bandwidth, bytes/s, and half of the budget in seconds.
+    """
+    budget_seconds = BUDGET_MULTIPLE * vector_bytes * CLAIM_SPREAD / others + BUDGET_FLOOR_SECONDS
+    return vector_bytes / (_BUDGET_SHARE * budget_seconds), _BUDGET_SHARE * budget_seconds
+
+
+def cost_seconds(claim: float, others: float, vector_bytes: int, members: int) -> float:
+    """By how much a member of this bandwidth lengthens the data phase, compared with one like the others."""
+    if members < 2:
+        return 0.0
+
+    def seconds(mine: float) -> float:
+        uplinks = [mine] + [others] * (members - 1)
+        return expected_seconds(shares(uplinks, [True] * members), uplinks, vector_bytes)
+
+    return max(0.0, seconds(min(claim, others)) - seconds(others))

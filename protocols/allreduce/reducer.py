@@ -20,10 +20,10 @@ import torch
 
 from protocols import wire
 from protocols.aio import Notifier, loop_time, run_with_helper
-from protocols.allreduce.parts import ReducedPart, ReduceJob
+from protocols.allreduce.parts import ReducedPart, ReduceJob, receive_reduced
 from protocols.allreduce.plan import SCATTER_SHARE
 from protocols.base import BadPayload, Deadline, PeerError, PeerId, PeerSilent, Stream, Vector
-from protocols.streams.chunks import HEADER_LIMIT, due, receive_reduced, send_vector
+from protocols.streams.chunks import HEADER_LIMIT, due, send_vector
 from protocols.vectors.coding import carry
 from protocols.vectors.robust import RobustAggregator
 from protocols.vectors.views import estimated_norm, norm

@@ -23,7 +23,6 @@ import torch
 
 from protocols import wire
 from protocols.aio import peer_timeout, run_with_helper, set_at, until_gone
-from protocols.allreduce.parts import PartLayout
 from protocols.base import (
     AveragingResult,
     BadPayload,
@@ -46,6 +45,7 @@ from protocols.independent_session import SessionBase
 from protocols.streams.chunks import receive_vector, send_vector
 from protocols.streams.endpoint import ProtocolEndpoint, SessionTable
 from protocols.vectors.codec import codec
+from protocols.vectors.layout import PartLayout
 from protocols.vectors.views import VectorView, norm
 from protocols.wire import digest, flag, peer_id, register, text, uint
 

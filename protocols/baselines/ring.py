@@ -13,11 +13,12 @@ from functools import partial
 
 from protocols import wire
 from protocols.aio import run_with_helper, task_group
-from protocols.allreduce.parts import PartLayout, ReducedPart
+from protocols.allreduce.parts import ReducedPart, send_encoded
 from protocols.base import BadPayload, PeerId, PeerSilent, Stream
 from protocols.baselines.synchronous_round import REFUSED_LIMIT, Hop, JoinRound, SynchronousRound
-from protocols.streams.chunks import receive_chunk, send_encoded, send_vector
+from protocols.streams.chunks import receive_chunk, send_vector
 from protocols.vectors.codec import CODECS
+from protocols.vectors.layout import PartLayout
 
 _HOP_LIMIT = 64
 

@@ -12,10 +12,11 @@ from contextlib import suppress
 from functools import partial
 
 from protocols.aio import run_with_helper, task_group
-from protocols.allreduce.parts import PartLayout, ReducedPart
+from protocols.allreduce.parts import ReducedPart, send_encoded
 from protocols.base import BadPayload, PeerId, PeerSilent, Stream
 from protocols.baselines.synchronous_round import JoinRound, SynchronousRound
-from protocols.streams.chunks import receive_vector, send_encoded, send_vector
+from protocols.streams.chunks import receive_vector, send_vector
+from protocols.vectors.layout import PartLayout
 
 
 class ScatterReduce:

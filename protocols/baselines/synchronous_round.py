@@ -17,11 +17,12 @@ import torch
 
 from protocols import wire
 from protocols.aio import Notifier
-from protocols.allreduce.parts import PartLayout, ReducedPart
+from protocols.allreduce.parts import ReducedPart
 from protocols.base import Deadline, Head, Header, LocalProgress, PeerId, ProtocolError, Stream, Vector
 from protocols.streams.chunks import receive_chunk
 from protocols.streams.endpoint import ProtocolEndpoint
 from protocols.vectors.codec import state_codec
+from protocols.vectors.layout import PartLayout
 from protocols.vectors.views import LARGEST_FLOAT32, VectorView
 from protocols.wire import digest, real, register, text, uint
 

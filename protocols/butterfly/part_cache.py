@@ -12,11 +12,10 @@ from dataclasses import replace
 from protocols import wire
 from protocols.aio import Gate, peer_timeout, progress_timeout
 from protocols.allreduce.chunk_pool import ChunkPool
-from protocols.allreduce.parts import ReducedPart
+from protocols.allreduce.parts import ReducedPart, receive_reduced
 from protocols.base import REQUESTER_IDLE_SECONDS, BadPayload, Buffer, Deadline, Host, PeerGone, PeerId, Stream
 from protocols.butterfly.part_store import PartStore, Stored
 from protocols.stream_limiter import StreamLimiter
-from protocols.streams.chunks import receive_reduced
 
 PARTS = "starling/parts/1"
 GIVE_WAY_SECONDS = 5.0

@@ -12,12 +12,12 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from protocols.aio import Gate
-from protocols.allreduce.parts import PartLayout, ReducedPart
+from protocols.allreduce.parts import ReducedPart
 from protocols.base import Buffer, Compute
-from protocols.sync.snapshot import SnapshotBuffer
+from protocols.vectors.layout import PartLayout
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +33,14 @@ GIVE_WAY_SECONDS = 10.0
 """Longest time that each piece waits for a data phase before it is written. Longer, and parts fill the memory."""
 
 
+class DiskBuffer(Protocol):
+    """Disk space of fixed size. Its calls block, and raise OSError if the file fails."""
+
+    def read(self, offset: int, into: memoryview) -> None: ...
+
+    def write(self, offset: int, data: Buffer) -> None: ...
+
+
 class Stored(PartLayout):
     """A part in the store. Its bytes can be read as long as this object exists, even after its round was dropped.
 
@@ -40,7 +48,7 @@ class Stored(PartLayout):
         masks, result, done: as in `ReducedPart`.
     """
 
-    def __init__(self, part: ReducedPart, buffer: SnapshotBuffer, offset: int) -> None:
+    def __init__(self, part: ReducedPart, buffer: DiskBuffer, offset: int) -> None:
         super().__init__(part.codec, part.low, part.high, part.chunk_elements)
         self.masks, self.result, self.done = part.masks, part.result, part.done
         self._pool, self._buffer, self._offset = part.pool, buffer, offset
@@ -75,7 +83,7 @@ class _Round:
         pieces: chunks that are not written yet: part, index of the chunk, offset in the buffer.
     """
 
-    buffer: SnapshotBuffer
+    buffer: DiskBuffer
     size_bytes: int
     parts: dict[bytes, Stored] = field(default_factory=dict)
     pieces: deque[tuple[ReducedPart, int, int]] = field(default_factory=deque)
@@ -86,7 +94,7 @@ class PartStore:
 
     def __init__(
         self,
-        make_buffer: Callable[[int], SnapshotBuffer],
+        make_buffer: Callable[[int], DiskBuffer],
         compute: Compute,
         gate: Gate,
         limit_bytes: int = LIMIT_BYTES,

@@ -12,8 +12,8 @@ from functools import partial
 from typing import TypeVar
 
 from protocols import wire
-from protocols.allreduce.parts import PartLayout, ReducedPart
 from protocols.base import BadPayload, Compute, Header, Stream
+from protocols.vectors.layout import PartLayout
 from protocols.vectors.views import VectorView
 
 HEADER_LIMIT = 512
@@ -40,9 +40,6 @@ def due(header: Header, kind: type[ChunkHeader], index: int, size: int) -> Chunk
     return chunk
 
 
-# -- contributions and states: `wire.Chunk` ---------------------------------------------------------------------------
-
-
 async def send_vector(stream: Stream, layout: PartLayout, source: VectorView, compute: Compute) -> None:
     """Encode and send the elements of `source` that the layout covers. They must not change meanwhile.
 
@@ -56,17 +53,6 @@ async def send_vector(stream: Stream, layout: PartLayout, source: VectorView, co
 
     for index in range(layout.chunks):
         data = await compute.run(partial(encode, index), layout.size(index))
-        await stream.send(wire.Chunk(index, len(data)), data)
-
-
-async def send_encoded(stream: Stream, part: ReducedPart) -> None:
-    """Send a part that is already encoded.
-
-    Raises:
-        PeerSilent: the stream ended.
-    """
-    for index in range(part.chunks):
-        data = part.chunk(index)
         await stream.send(wire.Chunk(index, len(data)), data)
 
 
@@ -104,53 +90,3 @@ async def receive_vector(
         data = buffer(index)
         await receive_chunk(stream, index, data, on_header)
         await compute.run(partial(decode, index, data), len(data))
-
-
-# -- reduced parts: `wire.Reduced`, then `wire.PartDone` --------------------------------------------------------------
-
-
-async def receive_reduced(
-    stream: Stream,
-    part: ReducedPart,
-    compute: Compute,
-    into: VectorView | None = None,
-    allowed: int | None = None,
-    progress: Callable[[], None] = lambda: None,
-) -> wire.PartDone:
-    """Receive reduced chunks into `part`, and set its `masks` and `result` accordingly.
-
-    Args:
-        into: takes the decoded elements; None: they are not decoded.
-        allowed: mask of the contributors that the first chunk may hold; a later chunk may hold only those of the
-            previous chunk. None: no restriction.
-        progress: called after every chunk.
-
-    Returns:
-        The sender's statement of what the part is. It is neither verified nor compared with `part.result`.
-
-    Raises:
-        BadPayload: another message or chunk came, a chunk holds a contributor that it may not, or does not decode.
-        PeerSilent: the stream ended.
-    """
-    digests: list[bytes] = []
-    scratch = part.scratch_vector() if into else None
-
-    def accept(index: int) -> bytes:
-        if scratch is not None:
-            part.decode_chunk(index, into, scratch)
-        return part.digest_of(index, part.masks[index])
-
-    for index in range(part.chunks):
-        data = part.chunk(index)
-        header = due(await stream.receive(HEADER_LIMIT), wire.Reduced, index, len(data))
-        if allowed is not None:
-            if header.mask & ~allowed:
-                raise BadPayload(f"reduced chunk {index} holds a contributor that is excluded or unknown")
-            allowed = header.mask
-        await stream.receive_into(data)
-        part.masks.append(header.mask)
-        digests.append(await compute.run(partial(accept, index), (2 if into else 1) * len(data)))
-        progress()
-    done = wire.expect(await stream.receive(wire.MAX_HEADER_BYTES), wire.PartDone)
-    part.seal(digests)
-    return done

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 
 from node.outer.activity import Activity
+from node.outer.error_feedback import feedback
 from node.outer.outer_loop import OuterLoop, OuterLoopDeps
 from node.outer.replicated_loop import ReplicatedOuterLoop
 from node.outer.round_loops import run_replicated_rounds
 from node.outer.sgd import OuterSGD
 from node.reporting.report import RoundReport
-from node.storage.error_feedback import feedback
 from node.tasks.paced import Paced
 from node.training.trainer import InlineTrainer, Learner
 from protocols.aio import task_group

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from node.outer.sgd import OuterSGD
+from node.outer.state import OuterState
 from node.storage import tensors
 from node.storage.checkpoint import Checkpoint, DataCursor, newest, whole
 from node.storage.checkpoint_manager import CheckpointManager, CheckpointStorage
-from node.storage.state import OuterState
 from node.training.process import WorkerError
 from protocols.base import Layout, RoundKey
 from protocols.sync.snapshot import SnapshotIndex

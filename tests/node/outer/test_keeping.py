@@ -11,7 +11,7 @@ import torch
 
 from node.outer.independent_loop import IndependentOuterLoop
 from node.outer.replicated_loop import ReplicatedOuterLoop
-from node.storage.state import OuterState
+from node.outer.state import OuterState
 from protocols.base import RoundKey
 from protocols.sync.snapshot import SnapshotIndex, Snapshots
 from tests.sim.host import SimCompute

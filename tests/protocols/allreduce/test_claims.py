@@ -6,8 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocols.allreduce.claims import cost_seconds, least_claim
-from protocols.allreduce.plan import BUDGET_FLOOR_SECONDS, BUDGET_MULTIPLE, bandwidths, expected_seconds, shares
+from protocols.allreduce.plan import (
+    BUDGET_FLOOR_SECONDS,
+    BUDGET_MULTIPLE,
+    bandwidths,
+    cost_seconds,
+    expected_seconds,
+    least_claim,
+    shares,
+)
 
 
 @given(st.integers(10_000, 10**10), st.floats(1e5, 1e9), st.integers(3, 32))

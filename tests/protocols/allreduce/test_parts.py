@@ -7,9 +7,10 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from protocols.allreduce.parts import PartLayout, ReducedPart
+from protocols.allreduce.parts import ReducedPart
 from protocols.base import BadPayload, Vector
 from protocols.vectors.codec import CODECS
+from protocols.vectors.layout import PartLayout
 from protocols.vectors.views import VectorView
 
 LOW, HIGH = 4096, 3 * 4096 + 100

@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 import pytest
 import torch
 
+from node.outer.state import OuterState
 from node.reporting.report import RoundReport
-from node.storage.state import OuterState
 from protocols import wire
 from protocols.allreduce.parts import ReducedPart
 from protocols.base import Buffer, Header, Member

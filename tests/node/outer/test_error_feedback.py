@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from node.outer.error_feedback import ErrorFeedback, feedback
 from node.outer.outer_loop import OuterLoopDeps
 from node.outer.replicated_loop import ReplicatedOuterLoop
 from node.outer.sgd import OuterSGD
 from node.storage.checkpoint import FEEDBACK, newest
 from node.storage.checkpoint_manager import CheckpointManager, CheckpointStorage
-from node.storage.error_feedback import ErrorFeedback, feedback
 from node.training.trainer import InlineTrainer, Step
 from protocols.base import AveragingResult, Contribution, Layout, LocalProgress, Outcome, Vector
 from protocols.history.chain import Chain
