@@ -14,7 +14,7 @@ import logging
 import re
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, TypeAlias
@@ -23,7 +23,7 @@ from node.config.manifest import ManifestError
 from node.config.multiaddrs import FILE_SIGN
 from node.joining.addresses_file import AddressLine
 from node.membership.hello import (
-    ENTRY,
+    BOOTSTRAP_METHOD,
     MAX_STATUS_BYTES,
     RunReply,
     StageRejected,
@@ -74,7 +74,7 @@ class BootstrapServer:
         assign: AssignStage | None = None,
     ) -> None:
         self._run, self._status, self._assign = run, status, assign
-        transport.serve(ENTRY, self._serve)
+        transport.serve(BOOTSTRAP_METHOD, self._serve)
 
     async def _serve(self, peer: PeerId, stream: Stream) -> None:
         async with peer_timeout(ASK_SECONDS, peer, "it asks"):
@@ -102,7 +102,7 @@ def _bounded(status: dict[str, Any]) -> bytes:
 
 async def ask_run(transport: Transport, peer: PeerId, deadline: Deadline) -> RunInfo:
     """Ask a peer which run it is in. The answer is not verified here."""
-    async with transport.open(peer, ENTRY, deadline) as stream:
+    async with transport.open(peer, BOOTSTRAP_METHOD, deadline) as stream:
         await stream.send(WantRun())
         answer = wire.expect(await stream.receive(wire.MAX_HEADER_BYTES), RunReply)
         data = bytearray(answer.manifest_bytes + answer.sample_bytes)
@@ -111,7 +111,7 @@ async def ask_run(transport: Transport, peer: PeerId, deadline: Deadline) -> Run
 
 
 async def ask_status(transport: Transport, peer: PeerId, deadline: Deadline) -> dict[str, Any]:
-    async with transport.open(peer, ENTRY, deadline) as stream:
+    async with transport.open(peer, BOOTSTRAP_METHOD, deadline) as stream:
         await stream.send(WantStatus())
         answer = wire.expect(await stream.receive(wire.MAX_HEADER_BYTES), StatusReply)
         data = bytearray(answer.size)
@@ -123,21 +123,6 @@ async def ask_status(transport: Transport, peer: PeerId, deadline: Deadline) -> 
     if not isinstance(status, dict):
         raise BadPayload("a status that is not an object")
     return status
-
-
-async def reach(
-    connect: Callable[[str, Deadline], Awaitable[PeerId]], peer: PeerId, addresses: Sequence[str], deadline: Deadline
-) -> None:
-    """Connect to a peer at the first of its addresses that works. If none does, libp2p may still find a route."""
-    tries = [asyncio.ensure_future(connect(f"{address}/p2p/{peer}", deadline)) for address in addresses]
-    try:
-        for each in asyncio.as_completed(tries):
-            with suppress(PeerError, ValueError):
-                await each
-                return
-    finally:
-        for left in tries:
-            left.cancel()
 
 
 class _Refusals:

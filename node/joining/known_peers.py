@@ -5,17 +5,17 @@ These are the roster, the peer that answered its bootstrap request, and the peer
 
 from __future__ import annotations
 
+import asyncio
 import secrets
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Protocol
 
-from node.joining.bootstrap import reach
 from node.membership.handshake import LocalPeer
-from node.membership.membership import DialPolicy, Membership, MembershipCallbacks
+from node.membership.membership import Membership
 from node.outer.round_history import RoundHistory
-from protocols.base import Clock, Deadline, Member, PeerId, Signer, Transport
+from protocols.base import Clock, Deadline, Member, PeerError, PeerId, Signer, Transport
 from protocols.wire import MAX_ROSTER
 
 
@@ -25,25 +25,31 @@ class DialingTransport(Transport, Protocol):
     async def forget(self, peer: PeerId, deadline: Deadline) -> None: ...
 
 
-def hinted(membership: Membership) -> Callable[[Sequence[str]], None]:
+async def reach(
+    connect: Callable[[str, Deadline], Awaitable[PeerId]], peer: PeerId, addresses: Sequence[str], deadline: Deadline
+) -> None:
+    """Connect to a peer at the first of its addresses that works. If none does, libp2p may still find a route."""
+    tries = [asyncio.ensure_future(connect(f"{address}/p2p/{peer}", deadline)) for address in addresses]
+    try:
+        for each in asyncio.as_completed(tries):
+            with suppress(PeerError, ValueError):
+                await each
+                return
+    finally:
+        for left in tries:
+            left.cancel()
+
+
+def add_candidates(membership: Membership) -> Callable[[Sequence[str]], None]:
     """A callback for the multiaddrs in a file of addresses: it has them tried while no other peer is live."""
 
-    def hint(addresses: Sequence[str]) -> None:
+    def add(addresses: Sequence[str]) -> None:
         if len(membership.live()) > 1:
             return
         for where, _, peer in (each.rpartition("/p2p/") for each in addresses):
-            membership.hint(peer, (where,))
+            membership.add_candidate(peer, (where,))
 
-    return hint
-
-
-@dataclass(frozen=True, slots=True)
-class KnownPeers:
-    """Peers that are dialled first."""
-
-    bootstrap: Mapping[PeerId, str]  # each peer that let this one in, and the multiaddr that led there
-    unanswered: Sequence[str]  # multiaddrs that the user gave and where no peer answered; they are dialled on
-    remembered: Mapping[PeerId, Sequence[str]]  # peers of this peer's last session in the run, and their addresses
+    return add
 
 
 def local_peer(me: Member, nickname: str, addresses: Callable[[], Sequence[str]], history: RoundHistory) -> LocalPeer:
@@ -59,25 +65,42 @@ def local_peer(me: Member, nickname: str, addresses: Callable[[], Sequence[str]]
 
 def build_membership(
     transport: DialingTransport,
+    local: LocalPeer,
+    *,
     clock: Clock,
     signer: Signer,
-    local: LocalPeer,
     history: RoundHistory,
-    known: KnownPeers,
-    callbacks: MembershipCallbacks,
+    met: Mapping[PeerId, str],
+    unanswered: Sequence[str],
+    remembered: Mapping[PeerId, Sequence[str]],
+    on_duplicate_identity: Callable[[str], None],
+    say: Callable[[str], None],
 ) -> Membership:
-    """The membership of a run, beginning with the peers that this peer knows."""
-    silent = {peer: address for address, _, peer in (each.rpartition("/p2p/") for each in known.unanswered)}
+    """The membership of a run, beginning with the peers that this peer knows.
+
+    `met`: each peer that let this one in, and the multiaddr that led there. `unanswered`: multiaddrs that the user
+    gave; they are dialled again and again. `remembered`: peers of the last session in the run, and their addresses.
+    """
+    silent = {peer: address for address, _, peer in (each.rpartition("/p2p/") for each in unanswered)}
 
     def wanted() -> list[PeerId]:
         return [*(member.peer for member in history.members(MAX_ROSTER) if member != local.me), *silent]
 
-    dialing = DialPolicy(wanted, partial(reach, transport.connect), transport.forget)
-    membership = Membership(transport, clock, signer, local, dialing, callbacks)
+    membership = Membership(
+        transport,
+        local,
+        clock=clock,
+        signer=signer,
+        wanted=wanted,
+        reach=partial(reach, transport.connect),
+        drop=transport.forget,
+        on_duplicate_identity=on_duplicate_identity,
+        say=say,
+    )
     for peer, address in silent.items():
-        membership.hint(peer, (address,))
-    for peer, address in known.bootstrap.items():
-        membership.hint(peer, (address.rpartition("/p2p/")[0],))
-    for peer, addresses in known.remembered.items():
-        membership.hint(peer, addresses)
+        membership.add_candidate(peer, (address,))
+    for peer, address in met.items():
+        membership.add_candidate(peer, (address.rpartition("/p2p/")[0],))
+    for peer, addresses in remembered.items():
+        membership.add_candidate(peer, addresses)
     return membership

@@ -18,7 +18,16 @@ from statistics import median
 import msgpack
 
 from node.config.manifest import Manifest
-from node.membership.hello import ANY_STAGE, ENTRY, NO_STAGE, Hello, StageRejected, StageReply, StageSeat, WantStage
+from node.membership.hello import (
+    ANY_STAGE,
+    BOOTSTRAP_METHOD,
+    NO_STAGE,
+    Hello,
+    StageRejected,
+    StageReply,
+    StageSeat,
+    WantStage,
+)
 from node.membership.membership import Membership
 from node.membership.peer_record import PeerRecord
 from protocols import wire
@@ -252,7 +261,7 @@ def capacities(
 
     `reserved`: the stages of peers that may not be live yet.
     """
-    rates = {contact.peer: (contact.stage or 0, contact.rate) for contact in live}
+    rates = {contact.peer: (contact.stage or 0, contact.said.rate) for contact in live}
     rates = {**{peer: (stage, 0.0) for peer, stage in reserved.items()}, **rates}
     usual = median([rate for _, rate in rates.values() if rate] or [1.0])
     found = dict.fromkeys(range(stages), 0.0)
@@ -268,7 +277,7 @@ async def ask_stage(
     transport: Transport, peer: PeerId, request: WantStage, deadline: Deadline
 ) -> StageReply | StageRejected:
     """Ask a peer for a stage. The seats in the answer are not verified here."""
-    async with transport.open(peer, ENTRY, deadline) as stream:
+    async with transport.open(peer, BOOTSTRAP_METHOD, deadline) as stream:
         await stream.send(request)
         answer = await stream.receive(wire.MAX_HEADER_BYTES)
     return answer if isinstance(answer, StageRejected) else wire.expect(answer, StageReply)

@@ -53,9 +53,9 @@ class LocalPeer:
 class HandshakeProtocol:
     """One peer's side of all handshake and heartbeat streams."""
 
-    def __init__(self, local: LocalPeer, clock: Clock, signer: Signer) -> None:
+    def __init__(self, local: LocalPeer, clock: Clock, signer: Signer, on_heard: Callable[[PeerRecord], None]) -> None:
         self.leaving, self.sketch, self.activity = False, b"", Activity.WORK  # sent with each heartbeat
-        self.on_heard: Callable[[PeerRecord], None] = lambda contact: None
+        self._on_heard = on_heard  # called after each heartbeat of a contact
         self._local, self._clock, self._signer = local, clock, signer
         self._number = 0
 
@@ -128,9 +128,9 @@ class HandshakeProtocol:
 
     def _hear(self, contact: PeerRecord, echo: Heartbeat, began: float) -> None:
         now = asyncio.get_running_loop().time()
-        contact.suspicion.hear(now)
-        contact.hear(echo)
-        self.on_heard(contact)
+        contact.detector.hear(now)
+        contact.said = echo
+        self._on_heard(contact)
         contact.round_trip_seconds = now - began
         if contact.round_trip_seconds <= QUICK_SECONDS:
             contact.offset_seconds = echo.wall - (self._clock.wall() - contact.round_trip_seconds / 2)
@@ -144,8 +144,8 @@ class HandshakeProtocol:
                 return  # the table has dropped this peer; it may greet again
             if contact.hello.nonce != hello.nonce:
                 return await stream.send(HelloRejected("another incarnation of it is known here", (contact.hello,)))
-            contact.hear(pulse)
-            self.on_heard(contact)
+            contact.said = pulse
+            self._on_heard(contact)
             contact.called()
             await stream.send(self._pulse(pulse.number))
             await asyncio.sleep(GAP_SECONDS)

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from protocols.base import Header, Member
@@ -11,7 +12,7 @@ from protocols.scopes import MAX_STAGES
 from protocols.wire import blob, body, digest, flag, many, one, peer_id, real, register, some, text, uint
 
 HELLO = "starling/hello/3"
-ENTRY = "starling/entry/1"
+BOOTSTRAP_METHOD = "starling/entry/1"
 
 VERSION = 3
 """Version of the messages, beside the version of the frames. Peers of different versions do not train together. The
@@ -68,6 +69,15 @@ class Hello(Header):
 
 def signed_part(hello: Hello) -> bytes:
     return b"starling hello" + body(replace(hello, signature=b""))
+
+
+def sound(said: Iterable[object]) -> tuple[str, ...]:
+    """Filter a list from another peer: at most `MAX_ADDRESSES` short, printable ASCII addresses.
+
+    Peers reject a greeting that contains anything else, and with it the sender that only passed an address on.
+    """
+    texts = (each for each in said if isinstance(each, str) and len(each) <= MAX_ADDRESS_CHARACTERS)
+    return tuple(dict.fromkeys(each for each in texts if each.isascii() and each.isprintable()))[:MAX_ADDRESSES]
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,41 +13,21 @@ import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import AsyncExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import replace
 from statistics import median
 
-from node.membership.addresses import sound
 from node.membership.failure_detector import FailureDetector
 from node.membership.handshake import DUPLICATE_IDENTITY, HandshakeProtocol, LocalPeer
-from node.membership.hello import (
-    HELLO,
-    MAX_INTRODUCED,
-    Hello,
-    HelloRejected,
-    PeerAddress,
-    Welcome,
-)
+from node.membership.hello import HELLO, MAX_INTRODUCED, Hello, HelloRejected, PeerAddress, Welcome, sound
 from node.membership.host_monitor import MAX_OFFSET_SECONDS, HostMonitor
-from node.membership.peer_record import MAX_FAILURES, PeerRecord
-from node.membership.peer_table import PeerTable
+from node.membership.peer_record import MAX_FAILURES, PeerRecord, PeerTable
 from node.outer import sketch as sketches
 from node.outer.activity import Activity
 from node.outer.sketch import Sketch
 from node.runtime.bounded import count
 from protocols import wire
 from protocols.aio import Notifier, peer_timeout, task_group
-from protocols.base import (
-    BadPayload,
-    Clock,
-    Deadline,
-    Member,
-    PeerError,
-    PeerGone,
-    PeerId,
-    Signer,
-    Stream,
-    Transport,
-)
+from protocols.base import BadPayload, Clock, Deadline, Member, PeerError, PeerGone, PeerId, Signer, Stream, Transport
 
 log = logging.getLogger(__name__)
 
@@ -62,35 +42,12 @@ MAX_REASONS = 256
 RETRY_SECONDS = 0.05
 CUT_FAILURES = 3
 """Tries in a row after which the connection to a peer that was live is closed: the next try dials."""
-MAX_TOLD_ADDRESSES = 6
+MAX_INTRODUCED_ADDRESSES = 6
 """Addresses of each introduced peer: those of all introduced peers together must fit into one greeting."""
 MAX_BELIEVED_ADDRESSES = 4
 
 Reach = Callable[[PeerId, Sequence[str], Deadline], Awaitable[None]]
 Drop = Callable[[PeerId, Deadline], Awaitable[None]]
-
-
-async def _reach_nothing(peer: PeerId, addresses: Sequence[str], deadline: Deadline) -> None:
-    """For a transport that finds peers by itself."""
-
-
-async def _drop_nothing(peer: PeerId, deadline: Deadline) -> None:
-    """For a transport that holds no connections."""
-
-
-@dataclass(frozen=True, slots=True)
-class DialPolicy:
-    """Which peers a `Membership` dials, and how."""
-
-    wanted: Callable[[], Iterable[PeerId]] = tuple
-    reach: Reach = _reach_nothing
-    drop: Drop = _drop_nothing
-
-
-@dataclass(frozen=True, slots=True)
-class MembershipCallbacks:
-    on_duplicate_identity: Callable[[str], None] = lambda line: None
-    say: Callable[[str], None] = log.warning
 
 
 class Membership:
@@ -99,20 +56,29 @@ class Membership:
     def __init__(
         self,
         transport: Transport,
+        local: LocalPeer,
+        *,
         clock: Clock,
         signer: Signer,
-        local: LocalPeer,
-        dialing: DialPolicy = DialPolicy(),
-        callbacks: MembershipCallbacks = MembershipCallbacks(),
+        wanted: Callable[[], Iterable[PeerId]] = tuple,
+        reach: Reach | None = None,
+        drop: Drop | None = None,
+        on_duplicate_identity: Callable[[str], None] = lambda line: None,
+        say: Callable[[str], None] = log.warning,
     ) -> None:
+        """`wanted` returns peers that are dialled again without limit, such as the roster's.
+
+        `reach` connects the transport to a peer at one of its addresses, or raises a `PeerError`; `drop` closes the
+        transport's connections to a peer, so that the next attempt dials it. None: the transport finds peers by itself.
+        """
         self.version = 0  # grows with every change in the set of live peers
         self.refused: Counter[str] = Counter()  # reasons for which peers were turned away, or broke a rule
-        self.host_monitor = HostMonitor(clock, local.addresses, callbacks.say)
-        self._transport, self._local, self._dialing, self._callbacks = transport, local, dialing, callbacks
-        self._handshake = HandshakeProtocol(local, clock, signer)
-        self._handshake.on_heard = self._on_heard
+        self.host_monitor = HostMonitor(clock, local.addresses, say)
+        self._transport, self._local, self._on_duplicate_identity = transport, local, on_duplicate_identity
+        self._wanted, self._reach, self._drop = wanted, reach, drop
+        self._handshake = HandshakeProtocol(local, clock, signer, self._on_heard)
         self._away: set[PeerId] = set()  # live, and away as they say
-        self._contacts = PeerTable(local.me.peer, dialing.wanted, self._on_forget)
+        self._contacts = PeerTable(local.me.peer, wanted, self._on_forget)
         self._changed = Notifier()
         self._group: asyncio.TaskGroup | None = None
         self._dials = asyncio.Semaphore(DIALS_AT_ONCE)
@@ -142,7 +108,7 @@ class Membership:
         The live ones come first. Peers that are away serve a state only if there is no other peer.
         """
         here = any(contact.here for contact in self._contacts)
-        known = [contact for contact in self._contacts if not (here and contact.idle == Activity.AWAY)]
+        known = [contact for contact in self._contacts if not (here and contact.said.idle == Activity.AWAY)]
         found = [contact.peer for contact in sorted(known, key=lambda each: not each.live)]
         if self._local.stage is None:
             return found
@@ -159,29 +125,32 @@ class Membership:
     def compare(self, mine: Sketch) -> dict[PeerId, Sketch]:
         """From now on, send this sketch of our parameters; returns the latest sketch of each live peer."""
         self._handshake.sketch = sketches.pack(mine)
-        received = {each.peer: sketches.unpack(each.sketch) for each in self._contacts if each.here}
+        received = {each.peer: sketches.unpack(each.said.sketch) for each in self._contacts if each.here}
         return {peer: numbers for peer, numbers in received.items() if numbers}
 
     def rounds(self) -> dict[PeerId, int]:
         """The round of each other peer that is live, and neither away nor leaves, as that peer says."""
-        return {each.peer: each.round for each in self._contacts if each.here and not each.leaving}
+        return {each.peer: each.said.round for each in self._contacts if each.here and not each.said.leaving}
 
     def announce_activity(self, activity: Activity) -> None:
         """Tell all peers at once that this one works, rests or is away."""
         self._handshake.activity = activity
         if activity is Activity.AWAY:
             self._handshake.sketch = b""  # an old one would raise everybody's spread
+        self._hurry()
+
+    def _hurry(self) -> None:
         for contact in self._contacts:
             contact.hurry.set()
 
     def rests(self, peer: PeerId) -> bool:
         """Whether a peer trains nothing for now, as it says; this peer, too."""
         contact = self._contacts.get(peer)
-        activity = self._handshake.activity if peer == self._local.me.peer else contact.idle if contact else 0
+        activity = self._handshake.activity if peer == self._local.me.peer else contact.said.idle if contact else 0
         return activity > Activity.WORK
 
     def _on_heard(self, contact: PeerRecord) -> None:
-        if (contact.idle == Activity.AWAY) != (contact.peer in self._away):
+        if (contact.said.idle == Activity.AWAY) != (contact.peer in self._away):
             self._away ^= {contact.peer}
             self._bump()
 
@@ -199,23 +168,24 @@ class Membership:
         if peer == self._local.me.peer:
             return self._local.stage.rounds if self._local.stage else 0
         contact = self._contacts.get(peer)
-        return contact.rounds if contact else 0
+        return contact.said.rounds if contact else 0
 
     def announce_rounds(self, rounds: int) -> None:
         """Tell all peers at once how many training rounds have ended at this peer, which is in stage 0."""
         assert self._local.stage is not None
         self._local.stage.rounds = max(rounds, self._local.stage.rounds)
-        for contact in self._contacts:
-            contact.hurry.set()
+        self._hurry()
 
     def announce_rate(self, rate: float) -> None:
         """Tell the others, with the next heartbeats, how many microbatches/s this peer can compute."""
         assert self._local.stage is not None
         self._local.stage.rate = rate
 
-    def hint(self, peer: PeerId, addresses: Sequence[str] = (), told_by: PeerId = "") -> PeerRecord | None:
+    def add_candidate(
+        self, peer: PeerId, addresses: Sequence[str] = (), introduced_by: PeerId = ""
+    ) -> PeerRecord | None:
         """Note that a peer may be found at these addresses; returns its contact, if the table has a place for it."""
-        contact = self._contacts.add(peer, addresses, told_by)
+        contact = self._contacts.add(peer, addresses, introduced_by)
         if contact and self._group and contact.is_due(asyncio.get_running_loop().time()):
             contact.task = self._group.create_task(self._keep_contact(contact))
         return contact
@@ -233,7 +203,7 @@ class Membership:
             self._group = group
             try:
                 for contact in self._contacts:
-                    self.hint(contact.peer)
+                    self.add_candidate(contact.peer)
                 await self._tick()
             finally:
                 self._group = None
@@ -245,18 +215,18 @@ class Membership:
             gap = self.host_monitor.tick(now, TICK_SECONDS, self._offsets)
             for contact in self._contacts:
                 if gap and gap.line:
-                    contact.doubt(now)
+                    contact.recheck(now)
                 elif contact.task is None:
                     self._wake(contact, now)
-                elif contact.watching is None or contact.greeted is None:  # a dial has a deadline of its own
+                elif contact.watching is None or contact.handshake_at is None:  # a dial has a deadline of its own
                     continue
                 elif gap:
-                    contact.suspicion.slept(now)
-                elif now >= contact.suspicion.due():
-                    self._set_live(contact, False, f"silent for {contact.suspicion.patience_seconds:.1f} s")
+                    contact.detector.slept(now)
+                elif now >= contact.detector.due():
+                    self._set_live(contact, False, f"silent for {contact.detector.patience_seconds:.1f} s")
                     contact.end_watch()
-            for peer in self._dialing.wanted():
-                self.hint(peer)
+            for peer in self._wanted():
+                self.add_candidate(peer)
             await asyncio.sleep(TICK_SECONDS)
 
     def _set_live(self, contact: PeerRecord, live: bool, why: str = "") -> None:
@@ -275,36 +245,41 @@ class Membership:
     async def _keep_contact(self, contact: PeerRecord) -> None:
         """Watch one peer until that fails, then pause without a task; pauses grow from failure to failure."""
         while True:
-            contact.greeted = None
+            contact.handshake_at = None
             if not contact.live and contact.is_doubtful():
-                await self._cut(contact)
+                await self._disconnect(contact)
             why = await self._watched(contact)
             if contact.is_doubtful():
-                await self._cut(contact)
+                await self._disconnect(contact)
                 continue
             contact.cut = False
-            if contact.broke(asyncio.get_running_loop().time()):
+            if contact.stream_ended(asyncio.get_running_loop().time()):
                 await asyncio.sleep(RETRY_SECONDS)
                 continue
             self._set_live(contact, False, why)
             contact.failures += 1
             log.debug("%s: try %d: %s", contact.peer, contact.failures, why)
             if contact.failures == CUT_FAILURES and contact.hello:
-                await self._cut(contact)
-            return contact.rest(asyncio.get_running_loop().time(), self._contacts.wants(contact.peer))
+                await self._disconnect(contact)
+            return contact.back_off(asyncio.get_running_loop().time(), self._contacts.wants(contact.peer))
 
     def _wake(self, contact: PeerRecord, now: float) -> None:
         """Try a pausing peer that is due or has called us; forget one that never answers and is not wanted."""
         if not contact.is_due(now):
             return
-        if contact.failures > MAX_FAILURES and not contact.nudge.is_set() and not self._contacts.wants(contact.peer):
+        if (
+            contact.failures > MAX_FAILURES
+            and not contact.retry_now.is_set()
+            and not self._contacts.wants(contact.peer)
+        ):
             self._contacts.forget(contact)
         else:
-            self.hint(contact.peer)
+            self.add_candidate(contact.peer)
 
-    async def _cut(self, contact: PeerRecord) -> None:
-        with suppress(PeerError):
-            await self._dialing.drop(contact.peer, asyncio.get_running_loop().time() + contact.patience_seconds)
+    async def _disconnect(self, contact: PeerRecord) -> None:
+        if self._drop:
+            with suppress(PeerError):
+                await self._drop(contact.peer, asyncio.get_running_loop().time() + contact.patience_seconds)
 
     async def _watched(self, contact: PeerRecord) -> str:
         """Watch a peer until its stream ends or fails; returns the reason."""
@@ -331,8 +306,8 @@ class Membership:
             if not contact.live:
                 await self._turn(contact, dialling)
             limit.reschedule(loop.time() + contact.patience_seconds)
-            if contact.addresses and (contact.cut or not contact.live):
-                await self._dialing.reach(peer, contact.addresses, loop.time() + contact.patience_seconds)
+            if self._reach and contact.addresses and (contact.cut or not contact.live):
+                await self._reach(peer, contact.addresses, loop.time() + contact.patience_seconds)
             async with self._transport.open(peer, HELLO, loop.time() + WATCH_SECONDS) as stream:
                 await self._greet(contact, stream)
                 await dialling.aclose()
@@ -341,7 +316,7 @@ class Membership:
 
     async def _turn(self, contact: PeerRecord, dialling: AsyncExitStack) -> None:
         """Wait for a turn to dial. Peers known only from unverified introductions share a slow queue of their own."""
-        if contact.told_by and contact.hello is None and not self._contacts.wants(contact.peer):
+        if contact.introduced_by and contact.hello is None and not self._contacts.wants(contact.peer):
             await dialling.enter_async_context(self._introduced_dials)
             await asyncio.sleep(INTRODUCED_DIAL_SECONDS)
         else:
@@ -358,20 +333,20 @@ class Membership:
             raise BadPayload("it greets from an older incarnation")
         self._meet(contact, welcome.hello)
         now = asyncio.get_running_loop().time()
-        contact.suspicion = FailureDetector(now)
-        contact.failures, contact.greeted = 0, now
+        contact.detector = FailureDetector(now)
+        contact.failures, contact.handshake_at = 0, now
         contact.stale = contact.cut = False
         self._set_live(contact, True)
         for each in welcome.known:  # only now: a live peer is not forgotten in favour of those that it introduces
             if each.peer not in self._contacts:
-                self.hint(each.peer, each.addresses[:MAX_BELIEVED_ADDRESSES], told_by=contact.peer)
+                self.add_candidate(each.peer, each.addresses[:MAX_BELIEVED_ADDRESSES], introduced_by=contact.peer)
 
     def _on_refusal(self, peer: PeerId, refusal: HelloRejected) -> None:
         """Raise for a peer's refusal, which may prove that another process has this peer's identity."""
         for other in refusal.other:
             if not self._handshake.is_duplicate(other):
                 raise BadPayload("refuses this peer for another incarnation of it that it cannot prove")
-            self._callbacks.on_duplicate_identity(DUPLICATE_IDENTITY)
+            self._on_duplicate_identity(DUPLICATE_IDENTITY)
         raise PeerGone(peer, f"it refuses us: {refusal.why}")
 
     # -- being watched ------------------------------------------------------------------------------------------------
@@ -384,7 +359,7 @@ class Membership:
         except BadPayload as error:
             self._refuse(peer, str(error))
             return await stream.send(HelloRejected(str(error)[:200]))
-        contact = self.hint(peer, hello.addresses)
+        contact = self.add_candidate(peer, hello.addresses)
         if contact is None:
             return await stream.send(HelloRejected("too many peers are known here"))
         if contact.hello and contact.is_older(hello):
@@ -402,16 +377,18 @@ class Membership:
         contact.addresses = sound((*hello.addresses, *(each for each in contact.addresses if each not in gone)))
         if before is not None and before.nonce == hello.nonce and set(before.addresses) != set(hello.addresses):
             # its addresses changed: the present connection may be dead
-            contact.doubt(asyncio.get_running_loop().time())
+            contact.recheck(asyncio.get_running_loop().time())
         if before is not None and before.nonce != hello.nonce:
             contact.broke_rules = False
             contact.end_watch()  # the watched stream belongs to its previous process
             self._set_live(contact, False, "it was started again")
-            contact.leaving = False
+            contact.said = replace(contact.said, leaving=False)
 
     def _known(self, to: PeerId) -> tuple[PeerAddress, ...]:
         others = [each for each in self._contacts if each.live and each.peer != to]
-        return tuple(PeerAddress(each.peer, each.addresses[:MAX_TOLD_ADDRESSES]) for each in others[:MAX_INTRODUCED])
+        return tuple(
+            PeerAddress(each.peer, each.addresses[:MAX_INTRODUCED_ADDRESSES]) for each in others[:MAX_INTRODUCED]
+        )
 
     def _refuse(self, peer: PeerId, why: str) -> None:
         new = count(self.refused, why, MAX_REASONS)
@@ -420,5 +397,4 @@ class Membership:
     def goodbye(self) -> None:
         """Tell all peers at once that this one is leaving."""
         self._handshake.leaving = True
-        for contact in self._contacts:
-            contact.hurry.set()
+        self._hurry()

@@ -1,12 +1,13 @@
-"""What one peer knows of another: identity, liveness, addresses, and when to dial it again."""
+"""What one peer knows of others: a record of each, in a table of bounded size, however many peers others introduce."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from node.membership.failure_detector import FailureDetector
-from node.membership.hello import Heartbeat, Hello
+from node.membership.hello import Heartbeat, Hello, sound
 from node.outer.activity import Activity
 from protocols.base import Member, PeerId
 
@@ -14,13 +15,20 @@ AGAIN_SECONDS = 2.0
 """A peer whose stream broke counts as gone unless it accepts another within this time."""
 DIAL_SECONDS = 7.0
 """More than the five seconds for which libp2p does not dial again after two crossed dials."""
-NUDGED_SECONDS = 0.25
+RETRY_NOW_SECONDS = 0.25
 """Least pause before dialling a peer that has called this one: the caller decides how often it calls."""
 WANTED_PAUSE_SECONDS = 10.0
-HINTED_PAUSE_SECONDS = 60.0
+UNWANTED_PAUSE_SECONDS = 60.0
 MAX_BREAKS = 2
 MAX_FAILURES = 10
 """Failures in a row after which the table drops a peer that is not wanted."""
+MAX_CONTACTS = 256
+MAX_OUTSIDERS = 192
+"""Live peers that are not wanted. The remaining places are for the roster and for peers not yet contacted."""
+MAX_INTRODUCED_BY_ONE = 32
+"""Peers introduced by one other peer that have never answered."""
+MAX_PEER_CHARACTERS = 64
+NOTHING_SAID = Heartbeat(0, 0.0, 0, False, b"", 0, 0.0, 0)
 
 
 @dataclass(slots=True, eq=False)
@@ -32,41 +40,32 @@ class PeerRecord:
     hello: Hello | None = None
     live: bool = False
     why: str = "not tried yet"
-    leaving: bool = False  # it says that it is about to leave, or has
-    offset_seconds: float = 0.0
+    said: Heartbeat = NOTHING_SAID
+    offset_seconds: float = 0.0  # its wall clock minus this peer's
     round_trip_seconds: float = 0.0
-    round: int = 0
-    sketch: bytes = b""
-    rounds: int = 0
-    rate: float = 0.0
-    idle: int = 0
-    told_by: PeerId = ""
+    introduced_by: PeerId = ""
     failures: int = 0  # attempts in a row that did not make it live
     breaks: int = 0  # streams in a row that broke soon after a handshake
     broke_rules: bool = False  # its process broke a rule, or too many streams: not dialled before the pause is over
-    greeted: float | None = None  # time of the handshake in the present attempt
+    handshake_at: float | None = None  # time of the handshake in the present attempt
     stale: bool = False  # this machine slept or moved since the last handshake: the connection may be dead
     cut: bool = False  # the connection has been closed: the peer has to be dialled, though it still counts as live
-    suspicion: FailureDetector = field(default_factory=lambda: FailureDetector(0.0))
-    nudge: asyncio.Event = field(default_factory=asyncio.Event)  # dial it soon
+    detector: FailureDetector = field(default_factory=lambda: FailureDetector(0.0))
+    retry_now: asyncio.Event = field(default_factory=asyncio.Event)  # dial it soon
     hurry: asyncio.Event = field(default_factory=asyncio.Event)  # send it a heartbeat at once
     watching: asyncio.Timeout | None = None  # rescheduled to now to end the stream on which it is watched
     task: asyncio.Task[None] | None = None  # watches the peer; None during a pause
     rested: tuple[float, float] = (0.0, 0.0)  # end of the pause if the peer calls this one, and in any case
 
-    def hear(self, heartbeat: Heartbeat) -> None:
-        self.round, self.leaving, self.sketch = heartbeat.round, heartbeat.leaving, heartbeat.sketch
-        self.rounds, self.rate, self.idle = heartbeat.rounds, heartbeat.rate, heartbeat.idle
-
     @property
     def here(self) -> bool:
         """Whether others may count on it: it is live, and not away."""
-        return self.live and self.idle < Activity.AWAY
+        return self.live and self.said.idle < Activity.AWAY
 
     @property
     def left(self) -> bool:
         """Whether it said goodbye before it was gone. Otherwise a peer that is not live is lost."""
-        return self.leaving and not self.live
+        return self.said.leaving and not self.live
 
     @property
     def stage(self) -> int | None:
@@ -83,30 +82,30 @@ class PeerRecord:
 
     def pause_seconds(self, wanted: bool) -> float:
         """Doubles from one failure to the next, up to a limit."""
-        limit = WANTED_PAUSE_SECONDS if wanted else HINTED_PAUSE_SECONDS
+        limit = WANTED_PAUSE_SECONDS if wanted else UNWANTED_PAUSE_SECONDS
         return float(min(limit, 0.5 * 2 ** min(self.failures, 10)))
 
-    def rest(self, now: float, wanted: bool) -> None:
-        self.nudge.clear()
-        self.rested, self.task = (now + NUDGED_SECONDS, now + self.pause_seconds(wanted)), None
+    def back_off(self, now: float, wanted: bool) -> None:
+        self.retry_now.clear()
+        self.rested, self.task = (now + RETRY_NOW_SECONDS, now + self.pause_seconds(wanted)), None
 
     def is_due(self, now: float) -> bool:
-        return self.task is None and now >= self.rested[0 if self.nudge.is_set() else 1]
+        return self.task is None and now >= self.rested[0 if self.retry_now.is_set() else 1]
 
     def called(self) -> None:
         """Note that the peer has called this one, so it is probably reachable."""
         if not self.live and not self.broke_rules:
-            self.nudge.set()
+            self.retry_now.set()
 
-    def broke(self, now: float) -> bool:
+    def stream_ended(self, now: float) -> bool:
         """Note the end of a stream; returns whether to open another before the peer counts as gone.
 
         A peer whose streams break repeatedly after the handshake gets none: it would be dialled, and count as live,
         for ever.
         """
-        if self.greeted is None or not self.live:
+        if self.handshake_at is None or not self.live:
             return False
-        if now - self.greeted >= AGAIN_SECONDS:
+        if now - self.handshake_at >= AGAIN_SECONDS:
             self.breaks, self.broke_rules = 0, False
         self.breaks += 1
         self.failures = self.breaks
@@ -118,16 +117,16 @@ class PeerRecord:
         known = self.hello
         return known is not None and hello.nonce != known.nonce and hello.member.incarnation <= known.member.incarnation
 
-    def doubt(self, now: float) -> None:
+    def recheck(self, now: float) -> None:
         """Ignore the silence so far and greet the peer again: this machine slept, or one of the two moved."""
-        self.suspicion.slept(now)
+        self.detector.slept(now)
         self.stale = self.hello is not None
         self.end_watch()
-        self.nudge.set()
+        self.retry_now.set()
 
     def is_doubtful(self) -> bool:
         """Whether an attempt failed, or must fail, only because the old connection is dead. True only once."""
-        doubtful = self.stale and self.greeted is None
+        doubtful = self.stale and self.handshake_at is None
         if doubtful:
             self.stale, self.cut = False, True
         return doubtful
@@ -135,3 +134,60 @@ class PeerRecord:
     def end_watch(self) -> None:
         if self.watching is not None and not self.watching.expired():
             self.watching.reschedule(asyncio.get_running_loop().time())
+
+
+class PeerTable:
+    def __init__(
+        self,
+        me: PeerId,
+        wanted: Callable[[], Iterable[PeerId]],
+        on_forget: Callable[[PeerRecord], None] = lambda contact: None,
+    ) -> None:
+        self._me, self._wanted, self._on_forget = me, wanted, on_forget
+        self._contacts: dict[PeerId, PeerRecord] = {}
+
+    def __iter__(self) -> Iterator[PeerRecord]:
+        return iter(tuple(self._contacts.values()))
+
+    def __contains__(self, peer: PeerId) -> bool:
+        return peer in self._contacts
+
+    def get(self, peer: PeerId) -> PeerRecord | None:
+        return self._contacts.get(peer)
+
+    def wants(self, peer: PeerId) -> bool:
+        return peer in set(self._wanted())
+
+    def add(self, peer: PeerId, addresses: Sequence[str] = (), introduced_by: PeerId = "") -> PeerRecord | None:
+        """Add addresses to a peer's record, and create the record if needed; None if there is no place for it."""
+        if peer == self._me or len(peer) > MAX_PEER_CHARACTERS or not peer.isascii():
+            return None
+        contact = self._contacts.get(peer)
+        if contact is None:
+            if not self._has_room(peer, introduced_by):
+                return None
+            contact = self._contacts[peer] = PeerRecord(peer, introduced_by=introduced_by)
+        contact.addresses = sound((*addresses, *contact.addresses))
+        return contact
+
+    def forget(self, contact: PeerRecord) -> None:
+        if self._contacts.pop(contact.peer, None):
+            self._on_forget(contact)
+
+    def _has_room(self, peer: PeerId, introduced_by: PeerId) -> bool:
+        wanted = set(self._wanted())
+        outsiders = [each for each in self if each.peer not in wanted]
+        if (
+            introduced_by
+            and sum(each.introduced_by == introduced_by and each.hello is None for each in outsiders)
+            >= MAX_INTRODUCED_BY_ONE
+        ):
+            return False
+        if peer not in wanted and sum(each.live for each in outsiders) >= MAX_OUTSIDERS:
+            return False
+        if len(self._contacts) < MAX_CONTACTS:
+            return True
+        hopeless = [each for each in outsiders if not each.live] or (outsiders if peer in wanted else [])
+        if hopeless:
+            self.forget(max(hopeless, key=lambda each: each.failures))
+        return bool(hopeless)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import IntEnum
 from ipaddress import ip_address, ip_network
 
@@ -36,3 +37,13 @@ def scope(address: str) -> Scope:
     if number.is_unspecified or number.is_link_local or number.is_multicast:
         return Scope.NOWHERE
     return Scope.NETWORK if any(number in each for each in _PRIVATE) else Scope.ANYWHERE
+
+
+def shareable(addresses: Sequence[str]) -> tuple[str, ...]:
+    """The addresses that may work from another machine, the most widely valid first: public, relayed, private.
+
+    Loopback, unspecified, link-local and multicast addresses are left out.
+    """
+    ranked = [(scope(address), "/p2p-circuit" in address, address) for address in addresses]
+    useful = sorted((each for each in ranked if each[0] <= Scope.NETWORK), key=lambda each: each[:2])
+    return tuple(dict.fromkeys(address for *_, address in useful))

@@ -29,10 +29,18 @@ from multiaddr import Multiaddr
 from node.direct.link import Libp2pLink
 from node.direct.plane import DirectConfig, DirectPlane
 from node.direct.routes import Route, host_of, hosts_of
-from node.membership.addresses import BACKOFF, CROSSED, has_crossed, is_silent, meaning, missing, not_listening
 from node.network.daemon import DaemonError, arguments, with_ports
 from node.network.daemon_connection import LINK_ERRORS, DaemonConnection
-from node.network.dns import stands_for
+from node.network.dial_errors import (
+    BACKOFF,
+    CROSSED,
+    has_crossed,
+    is_silent,
+    meaning,
+    missing,
+    not_listening,
+    stands_for,
+)
 from node.network.pipe import SocketPipe
 from node.network.serving import EndingPipe, Serving
 from node.network.sockets import socket_directory

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from node.membership.hello import ENTRY
+from node.membership.hello import BOOTSTRAP_METHOD
 from node.network.byte_limiter import PIECE_BYTES, ByteLimiter
 from node.network.byte_meter import UNCOUNTED, ByteMeter, StreamCounter, TrafficClass, class_of
 from node.network.byte_quota import ByteQuota
@@ -105,5 +105,5 @@ class Traffic:
 
     def stream(self, peer: PeerId, method: str) -> StreamTraffic:
         """The traffic of a stream with a peer. A stream without a method is control traffic."""
-        counter, by_stranger = self.meter.stream(peer, method), method == ENTRY
+        counter, by_stranger = self.meter.stream(peer, method), method == BOOTSTRAP_METHOD
         return StreamTraffic(counter, class_of(method), self.upload, self.download, self._quota, by_stranger)

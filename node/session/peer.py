@@ -25,7 +25,7 @@ from node.joining.bootstrap import BootstrapClient, RunInfo, ask_run
 from node.joining.founding import Founder, found_run
 from node.joining.run_selector import RunSelector, asks, run_id
 from node.joining.stages import StagePlace
-from node.membership.addresses import shareable
+from node.network.address_scope import shareable
 from node.network.daemon import DaemonError
 from node.network.libp2p import LibP2PConfig, LibP2PTransport
 from node.reporting.status import EventSink, Status, join_command, narrow

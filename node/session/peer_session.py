@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
-from node.membership.addresses import sound
+from node.membership.hello import sound
 from node.membership.membership import Membership
 from node.membership.peer_record import PeerRecord
 from node.outer.independent_loop import IndependentOuterLoop
@@ -342,7 +342,7 @@ class PeerSession:
         loop, members = asyncio.get_running_loop(), self._deps.membership
         until = loop.time() + (LAST_TEXT_SECONDS if self._stage else LINGER_SECONDS)
         while not self._leave.is_set():
-            live = [each for each in members.contacts() if each.here and not each.leaving]
+            live = [each for each in members.contacts() if each.here and not each.said.leaving]
             if not any(self._needs_this(each) for each in live) or loop.time() >= until:
                 return
             await asyncio.sleep(0.1)
@@ -357,7 +357,7 @@ class PeerSession:
     def _needs_this(self, peer: PeerRecord) -> bool:
         if peer.stage != self._stage:
             return peer.stage == 0 and self._over()
-        return peer.round < self._deps.outer_loop.chain.head.key.round
+        return peer.said.round < self._deps.outer_loop.chain.head.key.round
 
     @property
     def _stage(self) -> int:
@@ -381,7 +381,7 @@ class PeerSession:
             value = json.dumps(addresses[:8]).encode()
             await deps.directory.announce(SCOPE, value, ANNOUNCED_SECONDS, until)
             for peer, found in await deps.directory.find(SCOPE, MAX_FOUND, until):
-                deps.membership.hint(peer, _addresses(found))
+                deps.membership.add_candidate(peer, _addresses(found))
             await self._pause(until)
 
     async def _pause(self, until: Deadline) -> None:

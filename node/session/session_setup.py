@@ -13,10 +13,10 @@ from node.config.peer_config import PeerConfig
 from node.joining import resume
 from node.joining.addresses_file import AddressesFile
 from node.joining.bootstrap import BootstrapServer
-from node.joining.known_peers import KnownPeers, build_membership, hinted, local_peer
+from node.joining.known_peers import add_candidates, build_membership, local_peer
 from node.joining.run_selector import RunSelector
 from node.membership.handshake import LocalStage
-from node.membership.membership import Membership, MembershipCallbacks
+from node.membership.membership import Membership
 from node.network.dht import DhtDirectory
 from node.outer.error_feedback import feedback
 from node.outer.replicated_loop import ReplicatedOuterLoop
@@ -152,12 +152,19 @@ class SessionSetup:
             place, seats = entered.place, entered.entrance.seats
             local = replace(local, stage=LocalStage(place.stage, place.seat, seats.judge))
         unanswered = services.selector.given(bootstrap) if services.selector.alone else ()
-        known = KnownPeers(bootstrap.met, unanswered, state.peers())
-        callbacks = MembershipCallbacks(self._on_fatal, services.view.say)
         membership = build_membership(
-            resources.transport, services.clock, state.identity, local, history, known, callbacks
+            resources.transport,
+            local,
+            clock=services.clock,
+            signer=state.identity,
+            history=history,
+            met=bootstrap.met,
+            unanswered=unanswered,
+            remembered=state.peers(),
+            on_duplicate_identity=self._on_fatal,
+            say=services.view.say,
         )
-        bootstrap.set_listener(hinted(membership))
+        bootstrap.set_listener(add_candidates(membership))
         return membership
 
     def _checkpoints(self) -> CheckpointManager:

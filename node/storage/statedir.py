@@ -24,8 +24,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
-from node.membership.addresses import sound
-from node.membership.hello import MAX_RUN_BYTES, MAX_SAMPLE_BYTES
+from node.membership.hello import MAX_RUN_BYTES, MAX_SAMPLE_BYTES, sound
 from node.runtime.identity import Identity, load_or_create, sync_directory
 from node.storage.rotation import KEEP_FILES
 from protocols.base import PeerId

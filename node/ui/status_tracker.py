@@ -252,7 +252,7 @@ class StatusTracker:
                 nickname=printable(each.hello.nickname) if each.hello else "",
                 member=is_member(each),
                 live=each.live,
-                round=each.round,
+                round=each.said.round,
                 address=each.addresses[0] if each.addresses else "",
                 stage=each.stage or 0,
                 route=routes[each.peer].way if each.peer in routes else "",

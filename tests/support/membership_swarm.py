@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from node.membership.handshake import LocalPeer, LocalStage
 from node.membership.hello import HELLO, VERSION, Heartbeat, Hello, HelloRejected, PeerAddress, Welcome, signed_part
-from node.membership.membership import DialPolicy, Membership, MembershipCallbacks
+from node.membership.membership import Membership
 from node.membership.peer_record import PeerRecord
 from protocols import wire
 from protocols.base import Deadline, Header, Member, PeerError, PeerId, Stream, Transport
@@ -65,7 +65,7 @@ class MembershipSwarm(SimSwarm):
         with transport.node.process.entered():
             members = self._membership(transport, me, run, nonce, skew_seconds)
         if self.members and peer != (first := next(iter(self.members))):
-            members.hint(first)
+            members.add_candidate(first)
         self.members[peer] = members
         self.spawn(peer, members.run())
         return members
@@ -73,13 +73,18 @@ class MembershipSwarm(SimSwarm):
     def _membership(self, transport: Transport, me: Member, run: bytes, nonce: int, skew_seconds: float) -> Membership:
         self.addresses[me.peer] = (f"/ip4/10.0.0.1/tcp/{nonce}",)
         self.clocks[me.peer] = SimClock(skew_seconds)
-        dialing = DialPolicy(lambda: [peer for peer in self.members if peer != me.peer], self.reach, self.drop)
-        callbacks = MembershipCallbacks(
-            lambda line: self.duplicates.append((me.peer, line)), lambda line: self.said.append((me.peer, line))
-        )
         nickname, stage = f"nick-{me.peer}", self.stages.get(me.peer)
-        local = LocalPeer(me, run, nonce, nickname, lambda: self.addresses[me.peer], lambda: 7, stage)
-        return Membership(transport, self.clocks[me.peer], SimSigner(me.peer, 0), local, dialing, callbacks)
+        return Membership(
+            transport,
+            LocalPeer(me, run, nonce, nickname, lambda: self.addresses[me.peer], lambda: 7, stage),
+            clock=self.clocks[me.peer],
+            signer=SimSigner(me.peer, 0),
+            wanted=lambda: [peer for peer in self.members if peer != me.peer],
+            reach=self.reach,
+            drop=self.drop,
+            on_duplicate_identity=lambda line: self.duplicates.append((me.peer, line)),
+            say=lambda line: self.said.append((me.peer, line)),
+        )
 
     async def meet(self, names: Iterable[PeerId], seconds: float = 5.0) -> None:
         """Start these peers, and wait until all of them see each other."""

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from node.membership.handshake import LocalPeer
-from node.membership.membership import DialPolicy, Membership
+from node.membership.membership import Membership
 from node.outer.independent_loop import IndependentOptions, IndependentOuterLoop
 from node.outer.outer_loop import OuterLoopDeps
 from node.outer.replicated_loop import ReplicatedOuterLoop
@@ -99,10 +99,15 @@ class SessionPeer:
         self.status_tracker.set_network(lambda: (f"/ip4/10.0.0.1/tcp/1/p2p/{name}",), lag)
         history = self.history(me)
         local = LocalPeer(me, RUN, len(cluster.peers), f"nick-{name}", tuple, lambda: history.head.key.round)
-        dialing = DialPolicy(lambda: [member.peer for member in history.head.roster if member != me])
-        members = self.members = Membership(transport, clock, SimSigner(name, 1), local, dialing)
+        members = self.members = Membership(
+            transport,
+            local,
+            clock=clock,
+            signer=SimSigner(name, 1),
+            wanted=lambda: [member.peer for member in history.head.roster if member != me],
+        )
         self.status_tracker.join_swarm(history, members)
-        members.hint(cluster.founders[0].peer)
+        members.add_candidate(cluster.founders[0].peer)
         directory = Directory(cluster.entries, name, clock, DirectoryFaults())
         host = Host(transport, directory, members, SimCompute(), clock, SimSigner(name, 1), 1)
         settings = Settings("fp32", (ELEMENTS,), 512)

@@ -15,7 +15,7 @@ from node.export.fetching import fetch_state, fetchable
 from node.export.trained_model import TrainedError, TrainedModel, load_trained
 from node.joining.bootstrap import BootstrapServer, RunInfo
 from node.joining.stages import Seats, StageAssigner, place_of
-from node.membership.hello import ENTRY, StageReply, StageSeat, WantStage
+from node.membership.hello import BOOTSTRAP_METHOD, StageReply, StageSeat, WantStage
 from node.reporting.status import PeerStatus, public
 from protocols.base import Member, PeerId, Stream
 from protocols.consensus.record import Kind
@@ -91,7 +91,7 @@ class StagedSwarm(SimSwarm):
             if isinstance(await stream.receive(1 << 16), WantStage):
                 await stream.send(StageReply(stage, (seat,)))
 
-        self.peer(stage).transport.node.handlers[ENTRY] = answer
+        self.peer(stage).transport.node.handlers[BOOTSTRAP_METHOD] = answer
 
     async def rounds(self, stage: int, count: int) -> None:
         await self.stages[stage].rounds(self.names[stage], count)

@@ -22,7 +22,7 @@ from node.joining.addresses_file import (
     read_addresses,
     require_usable,
 )
-from node.joining.known_peers import hinted
+from node.joining.known_peers import add_candidates
 from node.membership.membership import Membership
 from protocols.base import Member
 from tests.sim.host import SimCompute
@@ -126,10 +126,10 @@ async def test_file_follows_addresses_and_survives_disk_failures(tmp_path: Path)
 
 def test_hints_only_while_no_peer_is_live() -> None:
     here, hints = [Member(ME, 1)], list[tuple[str, tuple[str, ...]]]()
-    membership = SimpleNamespace(live=lambda: here, hint=lambda peer, addresses: hints.append((peer, addresses)))
-    hint = hinted(cast(Membership, membership))
-    hint((FIRST, SECOND))
+    membership = SimpleNamespace(live=lambda: here, add_candidate=lambda *given: hints.append(given))
+    add = add_candidates(cast(Membership, membership))
+    add((FIRST, SECOND))
     assert hints == [(OTHER, (each.rpartition("/p2p/")[0],)) for each in (FIRST, SECOND)]
     here.append(Member(OTHER, 1))
-    hint((FIRST,))
+    add((FIRST,))
     assert len(hints) == 2

@@ -25,9 +25,17 @@ from node.joining.bootstrap import (
     RunInfo,
     ask_run,
     ask_status,
-    reach,
 )
-from node.membership.hello import ENTRY, MAX_RUN_BYTES, MAX_STATUS_BYTES, RunReply, StatusReply, WantRun, WantStatus
+from node.joining.known_peers import reach
+from node.membership.hello import (
+    BOOTSTRAP_METHOD,
+    MAX_RUN_BYTES,
+    MAX_STATUS_BYTES,
+    RunReply,
+    StatusReply,
+    WantRun,
+    WantStatus,
+)
 from protocols import wire
 from protocols.base import BadPayload, Deadline, Header, PeerError, PeerGone, PeerId, PeerSilent, Stream
 from tests.sim.network import SimNetwork, Trace
@@ -254,7 +262,7 @@ class ServedPeer:
 
     async def refusal(self, request: Header) -> type[BaseException]:
         try:
-            async with self.client.open("a", ENTRY, now() + 10.0) as stream:
+            async with self.client.open("a", BOOTSTRAP_METHOD, now() + 10.0) as stream:
                 await stream.send(request)
                 await stream.receive(wire.MAX_HEADER_BYTES)
         except PeerError as error:
@@ -293,7 +301,7 @@ async def test_server_rejects_invalid_requests(request_: Header) -> None:
 async def test_silent_client_is_not_waited_for() -> None:
     served = ServedPeer()
     with pytest.raises(PeerError):
-        async with served.client.open("a", ENTRY, now() + 100.0) as stream:
+        async with served.client.open("a", BOOTSTRAP_METHOD, now() + 100.0) as stream:
             await stream.receive(wire.MAX_HEADER_BYTES)
     assert ASK_SECONDS <= now() <= ASK_SECONDS + 1.0
     assert not served.network.nodes["a"].ends and not served.network.bugs
@@ -310,7 +318,7 @@ async def test_client_not_reading_the_answer_is_dropped() -> None:
 
     served = ServedPeer()
     with pytest.raises(PeerSilent):
-        await served.network.nodes["a"].handlers[ENTRY]("x", Stuck())  # type: ignore[arg-type]
+        await served.network.nodes["a"].handlers[BOOTSTRAP_METHOD]("x", Stuck())  # type: ignore[arg-type]
     assert now() == TRANSFER_SECONDS
 
 
@@ -360,7 +368,7 @@ async def test_false_reply_fails_the_attempt(
             await stream.send(header, data)
         await asyncio.sleep(seconds)
 
-    server.serve(ENTRY, serve)
+    server.serve(BOOTSTRAP_METHOD, serve)
     with pytest.raises((PeerError, BadPayload)) as caught:
         await ask(client, "a", now() + ATTEMPT_SECONDS)
     assert now() <= ATTEMPT_SECONDS + 0.1

@@ -51,9 +51,9 @@ class Peers:
         raise PeerGone(peer, "it sleeps")
 
     def meet(self, name: str, stage: int, rate: float = 0.0, seats: tuple[StageSeat, ...] = ()) -> None:
-        hello = SimpleNamespace(seats=seats)
+        hello, said = SimpleNamespace(seats=seats), SimpleNamespace(rate=rate)
         self.here.append(
-            SimpleNamespace(peer=name, member=Member(name), stage=stage, rate=rate, hello=hello, live=True)
+            SimpleNamespace(peer=name, member=Member(name), stage=stage, said=said, hello=hello, live=True)
         )
 
     async def keep(self, seats: Iterable[StageSeat]) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from node.membership.suspend_detector import SuspendDetector, TimeJump, skew
+from node.membership.host_monitor import SuspendDetector, TimeJump, skew
 from protocols.base import Deadline, PeerId
 from tests.support.membership_swarm import MembershipSwarm
 from tests.support.simulated import on_virtual_time
@@ -74,11 +74,11 @@ async def versions_when_quiet(swarm: MembershipSwarm, names: str) -> dict[str, i
 @on_virtual_time
 async def test_wakeup_regreets_all_without_suspicion(swarm: MembershipSwarm, jump_seconds: float) -> None:
     versions = await versions_when_quiet(swarm, "abc")
-    greeted = {each.peer: each.greeted for each in swarm.members["b"].contacts()}
+    greeted = {each.peer: each.handshake_at for each in swarm.members["b"].contacts()}
     swarm.clocks["b"].skew_seconds += jump_seconds
     await asyncio.sleep(2.0)
     assert {name: swarm.members[name].version for name in "abc"} == versions
-    assert all((each.greeted or 0) > (greeted[each.peer] or 0) for each in swarm.members["b"].contacts())
+    assert all((each.handshake_at or 0) > (greeted[each.peer] or 0) for each in swarm.members["b"].contacts())
     assert swarm.members["b"].offset_seconds() == pytest.approx(max(-600, min(600, -jump_seconds)), abs=0.1)
     [(peer, line)] = swarm.said
     assert peer == "b" and ("slept" if jump_seconds > 0 else "set back") in line
@@ -111,7 +111,7 @@ async def test_connection_dead_after_sleep_is_dropped_and_redialled(swarm: Membe
 @on_virtual_time
 async def test_new_address_spreads_and_replaces_the_old(swarm: MembershipSwarm) -> None:
     versions = await versions_when_quiet(swarm, "abc")
-    swarm.members["a"].hint("b", ("/ip4/10.0.0.1/tcp/2", "/dns/b.example/tcp/1"))
+    swarm.members["a"].add_candidate("b", ("/ip4/10.0.0.1/tcp/2", "/dns/b.example/tcp/1"))
     swarm.addresses["b"] = ()  # p2pd is down for a moment
     await asyncio.sleep(3.0)
     assert not swarm.said
@@ -144,5 +144,5 @@ async def test_skewed_clock_is_reported_once_where_it_is(swarm: MembershipSwarm)
     assert [swarm.members[name].host_monitor.clock == "" for name in "abcd"] == [True, True, False, True]
     swarm.clocks["c"].skew_seconds = 0.0
     await asyncio.sleep(60.0)
-    assert [line for peer, line in swarm.said if peer == "c"][-1].endswith("the others have again")
+    assert [line for peer, line in swarm.said if peer == "c"][-1].endswith("back in sync with the others'")
     assert swarm.members["c"].host_monitor.clock == ""

@@ -12,8 +12,7 @@ import pytest
 
 from node.membership.handshake import IDLE_SECONDS
 from node.membership.hello import HELLO, MAX_INTRODUCED, Heartbeat, Hello, HelloRejected, PeerAddress
-from node.membership.peer_record import MAX_FAILURES
-from node.membership.peer_table import MAX_CONTACTS, MAX_TOLD_OF
+from node.membership.peer_record import MAX_CONTACTS, MAX_FAILURES, MAX_INTRODUCED_BY_ONE
 from protocols import wire
 from protocols.base import Deadline, Member, PeerError, PeerGone, PeerId
 from tests.support.membership_swarm import HostilePeer, MembershipSwarm, greeting
@@ -33,7 +32,7 @@ async def test_peer_failing_after_greeting_is_dialled_less_often(swarm: Membersh
     await swarm.meet("abc")
     hostile = HostilePeer(swarm)
     hostile.echo = echo
-    swarm.members["a"].hint("x")
+    swarm.members["a"].add_candidate("x")
     calls = asyncio.create_task(hostile.greet("a", 55.0, heartbeats_per_second=1.0))
     await asyncio.sleep(60.0)
     assert swarm.sees("a") == ["a", "b", "c"]
@@ -47,7 +46,7 @@ async def test_peer_failing_after_greeting_is_dialled_less_often(swarm: Membersh
 async def test_violator_is_removed_until_its_next_incarnation(swarm: MembershipSwarm) -> None:
     await swarm.meet("abc")
     hostile = HostilePeer(swarm)
-    swarm.members["a"].hint("x")
+    swarm.members["a"].add_candidate("x")
     await until(lambda: "x" in swarm.sees("a"), 5.0)
     await asyncio.sleep(10.0)
     hostile.echo = wrong
@@ -108,7 +107,7 @@ async def test_duplicate_is_believed_only_with_own_signature(swarm: MembershipSw
     liar = HostilePeer(swarm)
     liar.refusal = HelloRejected("another incarnation of it is known here", (other,))
     swarm.start("a", incarnation=1)
-    swarm.members["a"].hint("x")
+    swarm.members["a"].add_candidate("x")
     await asyncio.sleep(60.0)
     if other is PROVEN:
         assert swarm.duplicates[0][0] == "a" and "identity" in swarm.duplicates[0][1]
@@ -129,7 +128,7 @@ async def test_one_contact_cannot_trigger_unbounded_dials(swarm: MembershipSwarm
         if peer.startswith("ghost"):
             raise PeerGone(peer, "unreachable")
 
-    members._dialing = replace(members._dialing, reach=reach)
+    members._reach = reach
     hostile, count = HostilePeer(swarm), itertools.count()
 
     def introduce() -> tuple[PeerAddress, ...]:
@@ -138,11 +137,11 @@ async def test_one_contact_cannot_trigger_unbounded_dials(swarm: MembershipSwarm
 
     for _ in range(300):
         hostile.known = introduce()
-        members.hint("x")
+        members.add_candidate("x")
         await asyncio.sleep(1.0)
         swarm.network.reset_streams("x")
     assert len(dialled) < 300 * 4 * 16 and swarm.settled()
-    assert len(members.contacts()) <= 3 + MAX_TOLD_OF
+    assert len(members.contacts()) <= 3 + MAX_INTRODUCED_BY_ONE
 
 
 @on_virtual_time
@@ -150,7 +149,7 @@ async def test_full_contact_table_reserves_room_for_roster(swarm: MembershipSwar
     swarm.start("a")
     members = swarm.members["a"]
     for number in range(MAX_CONTACTS):
-        contact = members.hint(f"stranger{number}")
+        contact = members.add_candidate(f"stranger{number}")
         if contact:
             contact.live, contact.hello = True, greeting(contact.peer)
     assert sum(each.live for each in members.contacts()) < MAX_CONTACTS
@@ -169,8 +168,8 @@ async def test_invalid_introductions_are_not_passed_on(swarm: MembershipSwarm) -
         PeerAddress("a", ("/ip4/6.6.6.6/tcp/6",)),
         PeerAddress("b", ("/ip4/6.6.6.6/tcp/6",)),
     )
-    swarm.members["a"].hint("x")
-    swarm.members["a"].hint("y" * 65, ("/ip4/6.6.6.6/tcp/6",))
+    swarm.members["a"].add_candidate("x")
+    swarm.members["a"].add_candidate("y" * 65, ("/ip4/6.6.6.6/tcp/6",))
     await until(lambda: "x" in swarm.sees("a"), 5.0)
     assert swarm.contacts("a")["ghost"].addresses == ("no address", "")
     known = set(swarm.contacts("a"))
@@ -188,7 +187,7 @@ async def test_hostile_addresses_do_not_spoil_greetings(swarm: MembershipSwarm) 
         hostile = HostilePeer(swarm, f"x{number}")
         hostile.addresses = tuple(f"{each:02}" + "\U0001f600" * 254 for each in range(8))
         hostile.addresses += tuple(f"{each:02}" + "y" * 254 for each in range(8))
-        swarm.members["a"].hint(hostile.name, ("z" * 4000, "\ud800"))
+        swarm.members["a"].add_candidate(hostile.name, ("z" * 4000, "\ud800"))
     await until(lambda: len(swarm.sees("a")) == 43, 30.0)
     swarm.start("d")  # it knows only "a"
     await until(lambda: {"a", "b", "c"} <= set(swarm.sees("d")), 20.0)
@@ -202,7 +201,7 @@ async def test_hint_flood_is_bounded_and_keeps_live_peers(swarm: MembershipSwarm
     await until(lambda: "c" not in swarm.sees("a"), 20.0)
     most = 0
     for number in range(5 * MAX_CONTACTS):
-        swarm.members["a"].hint(f"ghost{number}", ("/ip4/10.9.9.9/tcp/1",))
+        swarm.members["a"].add_candidate(f"ghost{number}", ("/ip4/10.9.9.9/tcp/1",))
         most = max(most, len(swarm.members["a"].contacts()))
         if number % 100 == 0:
             await asyncio.sleep(0.05)
@@ -220,10 +219,10 @@ async def test_hint_flood_is_bounded_and_keeps_live_peers(swarm: MembershipSwarm
 async def test_peer_introducing_many_to_full_table_is_met(swarm: MembershipSwarm) -> None:
     await swarm.meet("abc")
     for number in range(MAX_CONTACTS):
-        swarm.members["a"].hint(f"ghost{number}")
+        swarm.members["a"].add_candidate(f"ghost{number}")
     friend = HostilePeer(swarm)
     friend.known = tuple(PeerAddress(f"more{number}", ()) for number in range(MAX_INTRODUCED))
-    swarm.members["a"].hint("x")
+    swarm.members["a"].add_candidate("x")
     contact = swarm.contacts("a")["x"]
     contact.failures = MAX_FAILURES - 1
     await until(lambda: "x" in swarm.sees("a"), 60.0)

@@ -37,7 +37,7 @@ async def test_peers_knowing_one_contact_meet_all(swarm: MembershipSwarm) -> Non
     contact = swarm.contacts("c")["b"]
     assert contact.hello and contact.hello.nickname == "nick-b"
     assert contact.addresses == ("/ip4/10.0.0.1/tcp/2",)
-    assert contact.round == 0 or contact.round == 7
+    assert contact.said.round == 0 or contact.said.round == 7
 
 
 @on_virtual_time
@@ -150,7 +150,7 @@ async def test_stages_rounds_and_rates_reach_the_others(swarm: MembershipSwarm) 
     a.announce_rounds(5)
     b.announce_rate(12.5)
     await until(lambda: b.rounds_of("a") == c.rounds_of("a") == 7, 0.2)
-    await until(lambda: swarm.contacts("a")["b"].rate == 12.5, 2.0)
+    await until(lambda: swarm.contacts("a")["b"].said.rate == 12.5, 2.0)
     assert a.rounds_of("a") == 7 and b.rounds_of("nobody") == 0
 
 
@@ -185,8 +185,8 @@ async def test_duplicate_identity_is_reported_but_restart_is_not(swarm: Membersh
 async def test_resumed_peer_does_not_suspect_others(swarm: MembershipSwarm) -> None:
     await swarm.meet("ab")
     contact = swarm.members["a"].contacts()[0]
-    contact.suspicion = FailureDetector(asyncio.get_running_loop().time() - 30.0)  # as after a sleep
-    contact.suspicion.slept(asyncio.get_running_loop().time())
+    contact.detector = FailureDetector(asyncio.get_running_loop().time() - 30.0)  # as after a sleep
+    contact.detector.slept(asyncio.get_running_loop().time())
     await asyncio.sleep(1.0)
     assert swarm.sees("a") == ["a", "b"]
 
@@ -199,7 +199,7 @@ async def test_peer_that_left_is_told_from_one_that_was_lost(
     await swarm.meet("ab")
     swarm.members["b"].goodbye()
     (b,) = swarm.members["a"].contacts()
-    assert await until(lambda: b.leaving, 5.0) < 0.2 and not b.left
+    assert await until(lambda: b.said.leaving, 5.0) < 0.2 and not b.left
     swarm.network.kill("b")
     await until(lambda: b.left, 12.0)
     swarm.start("b")

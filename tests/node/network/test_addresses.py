@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 
-from node.membership.addresses import NAMELESS, is_silent, meaning, missing, shareable
+from node.network.address_scope import shareable
 from node.network.daemon import with_ports
-from node.network.dns import stands_for
+from node.network.dial_errors import NAMELESS, is_silent, meaning, missing, stands_for
 
 
 def test_shareable_addresses_exclude_local_and_sort_public_first() -> None:

@@ -101,7 +101,7 @@ async def test_stops_after_max_rounds(cluster: SessionCluster) -> None:
     assert c.outcomes == ["committed"] * 2 and all("c" in report.peers for report in c.view.reports)
     assert c.status_tracker.state == "finished" and set(c.state.peers()) == {"a", "b"}
     for peer in (a, b):
-        assert {each.peer: each.leaving for each in peer.members.contacts()}["c"], "it said goodbye"
+        assert {each.peer: each.said.leaving for each in peer.members.contacts()}["c"], "it said goodbye"
     await cluster.end()
     for peer in (a, b):
         assert peer.outcomes == ["committed"] * 6, "a peer that leaves in good order costs the others no round"
@@ -254,8 +254,9 @@ async def test_others_wait_for_peer_missing_last_round(cluster: SessionCluster) 
 
 
 def contact(name: str, round_number: int, **changes: Any) -> SimpleNamespace:
-    values = {"peer": name, "round": round_number, "live": True, "leaving": False, "stage": 0} | changes
-    return SimpleNamespace(here=values["live"], **values)
+    values = {"peer": name, "live": True, "leaving": False, "stage": 0} | changes
+    said = SimpleNamespace(round=round_number, leaving=values.pop("leaving"))
+    return SimpleNamespace(here=values["live"], said=said, **values)
 
 
 async def lingered(
@@ -295,7 +296,7 @@ def test_lingering_waits_for_lagging_peers_up_to_limit(contacts: Any, seconds: f
 
 def test_lingering_ends_on_catch_up_or_leave() -> None:
     slow = contact("a", 4)
-    assert simloop.run(lingered([slow], lambda session: setattr(slow, "round", 5))) == pytest.approx(3.0, abs=0.2)
+    assert simloop.run(lingered([slow], lambda session: setattr(slow.said, "round", 5))) == pytest.approx(3.0, abs=0.2)
     assert simloop.run(lingered([contact("a", 4)], PeerSession.leave)) == pytest.approx(3.0, abs=0.2)
 
 

@@ -1,12 +1,12 @@
-"""Selects the addresses to share with other peers, and translates p2pd's dial errors for the user. No I/O."""
+"""Translates p2pd's errors for the user: why a peer cannot be dialled, and why p2pd does not listen."""
 
 from __future__ import annotations
 
+import asyncio
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
-from node.membership.hello import MAX_ADDRESS_CHARACTERS, MAX_ADDRESSES
-from node.network.address_scope import Scope, scope
+from protocols.base import Deadline
 
 SILENT = ("context deadline exceeded", "i/o timeout", "connection timed out")
 """p2pd's error texts for a missing answer. The other peer may still have received the message."""
@@ -46,25 +46,6 @@ _MEANINGS = (
 _MISMATCH = re.compile(r"remote key matches (\w+)")
 _DIALLED = re.compile(r"^ *\* \[(?P<address>\S+)\] (?P<words>.*)$", re.MULTILINE)
 _TAKEN = re.compile(r"listen (?P<kind>tcp|udp)[46]? (?P<address>\S+): bind: address already in use")
-
-
-def sound(said: Iterable[object]) -> tuple[str, ...]:
-    """Filter a list from another peer: at most `MAX_ADDRESSES` short, printable ASCII addresses.
-
-    Peers reject a greeting that contains anything else, and with it the sender that only passed an address on.
-    """
-    texts = (each for each in said if isinstance(each, str) and len(each) <= MAX_ADDRESS_CHARACTERS)
-    return tuple(dict.fromkeys(each for each in texts if each.isascii() and each.isprintable()))[:MAX_ADDRESSES]
-
-
-def shareable(addresses: Sequence[str]) -> tuple[str, ...]:
-    """The addresses that may work from another machine, the most widely valid first: public, relayed, private.
-
-    Loopback, unspecified, link-local and multicast addresses are left out.
-    """
-    ranked = [(scope(address), "/p2p-circuit" in address, address) for address in addresses]
-    useful = sorted((each for each in ranked if each[0] <= Scope.NETWORK), key=lambda each: each[:2])
-    return tuple(dict.fromkeys(address for *_, address in useful))
 
 
 def meaning(words: str, where: str = "", stands_for: Sequence[str] | None = None) -> str:
@@ -127,3 +108,26 @@ def missing(listen: Sequence[str], found: Sequence[str]) -> tuple[str, ...]:
         for wanted in heads(listen)
         if len(wanted) > 4 and wanted[1] in {"ip4", "ip6"} and not any(serves(wanted, have) for have in seen)
     )
+
+
+_KINDS = {"dns": ("ip4", "ip6"), "dns4": ("ip4",), "dns6": ("ip6",)}
+
+
+async def stands_for(where: str, deadline: Deadline) -> tuple[str, ...] | None:
+    """Resolve the name in a multiaddr to multiaddrs with IP addresses; empty if the name has none of the wanted kind.
+
+    None if the multiaddr has no name, or if it was not resolved before the deadline.
+    """
+    _, kind, name, *rest = [*where.split("/", 3), "", ""]
+    if kind not in _KINDS:
+        return None
+    try:
+        async with asyncio.timeout_at(deadline):
+            found = await asyncio.get_running_loop().getaddrinfo(name, None)
+    except TimeoutError:
+        return None
+    except (OSError, UnicodeError):
+        return ()
+    numbers = dict.fromkeys(str(address[0]) for *_, address in found)
+    made = ((("ip6" if ":" in number else "ip4"), number) for number in numbers)
+    return tuple(f"/{each}/{number}/{rest[0]}" for each, number in made if each in _KINDS[kind])
