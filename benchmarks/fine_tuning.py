@@ -22,7 +22,8 @@ from node.config.run_config import load_run
 from node.outer.sgd import OuterSGD, pseudo_gradient
 from node.tasks.hf.settings import HfMachine, HfSettings, HfValues
 from node.tasks.recipe import Recipe
-from node.tasks.spec import WorkerSpec, build
+from node.tasks.spec import WorkerSpec
+from node.training.build import build
 from node.training.trainer import Learner
 
 Train = Literal["lora", "full"]

@@ -36,10 +36,10 @@ import psutil
 import uvloop
 
 from node.config.peer_config import DEFAULT_NICE
+from node.runtime.cgroup import SPIN, usable_cores
 from node.runtime.compute import ThreadCompute
 from node.tasks.gpt_presets import DEFAULT_PRESET, preset
 from node.tasks.spec import GptValues, WorkerSpec
-from node.training.cores import SPIN, usable_cores
 from node.training.remote import RemoteTrainer
 from protocols.base import RoundKey
 from tests.sim.arguments import Parser

@@ -13,10 +13,11 @@ import torch
 
 from benchmarks.journal import History
 from benchmarks.laboratory.runs import Run
+from node.tasks.base import Step
 from node.tasks.gpt import GptTask
 from node.tasks.text import Text, load
 from node.training.task_learner import TaskLearner
-from node.training.trainer import LocalTraining, Step
+from node.training.trainer import LocalTraining
 from protocols.allreduce.clipping import allowances, clip_factors
 from protocols.allreduce.plan import part_bounds
 from protocols.vectors.codec import codec

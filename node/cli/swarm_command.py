@@ -17,11 +17,11 @@ from node.page.link import read_link
 from node.page.server import INSTALL, has_page_packages
 from node.reporting.report import RoundReport
 from node.reporting.status import Status, SwarmOptions, parse, printable, to_json
+from node.runtime.cgroup import bounded_spin, usable_cores
 from node.runtime.child_process import ChildProcess
 from node.session.fatal import NO_RESULT, REPLACED
 from node.session.shutdown import GracefulShutdown
 from node.storage.rotation import rotate, rotated_path
-from node.training.cores import bounded_spin, usable_cores
 from node.training.liveness import BUSY_FACTOR, TIMEOUT_SECONDS
 from node.ui import logs
 from node.ui.control import ControlUnavailable, ask

@@ -22,7 +22,7 @@ from node.export.card import MODEL, card
 from node.export.checking import TEXT, Expected, ExportError, probe_ids, require_loading, why_unchecked
 from node.export.fine_tuned import load_fine_tuned
 from node.export.trained_model import TrainedModel
-from node.storage import tensors
+from node.runtime import tensors
 from node.tasks.gpt import RMS_EPS, ROPE_THETA, Gpt
 from node.tasks.gpt_presets import VOCABULARY
 from node.tasks.hf.settings import ModelError

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from node.storage import tensors
+from node.runtime import tensors
 from protocols.base import AveragingResult, Compute, LocalProgress, PeerId, Vector
 from protocols.vectors.codec import Codec
 from protocols.vectors.sparse import sent, settle

@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from node.training.cores import bounded_spin
+from node.runtime.cgroup import bounded_spin
 
 if TYPE_CHECKING:
     from node.config.peer_config import PeerConfig

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from node.storage import tensors
+from node.runtime import tensors
 from node.storage.file_buffer import PARAMETERS, VELOCITY, outer_buffer, outer_header
 from protocols.base import BadPayload, Layout, Vector
 from protocols.sync.snapshot import Snapshot, SnapshotIndex

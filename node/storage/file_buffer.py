@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Sequence
 from pathlib import Path
 
-from node.storage import tensors
+from node.runtime import tensors
 from protocols.base import Buffer
 from protocols.sync.snapshot import buffer_bytes
 

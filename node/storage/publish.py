@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from node.runtime import tensors
 from node.runtime.identity import sync_directory
-from node.storage import tensors
 from node.storage.checkpoint import (
     FEEDBACK,
     FORMAT,

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from node.storage import tensors
+from node.runtime import tensors
 from node.storage.file_buffer import allocate
 from node.storage.statedir import SCRATCH
 from protocols.base import Buffer, Compute

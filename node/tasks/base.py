@@ -23,6 +23,14 @@ Batch: TypeAlias = tuple[torch.Tensor, ...]
 
 
 @dataclass(frozen=True, slots=True)
+class Step:
+    """Result of one inner step: mean loss, and tokens. With 0 tokens the step was skipped and changed nothing."""
+
+    loss: float
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class TaskContext:
     """Argument of the factory of a user's own task: `factory(given, **given.options)` returns a `Task`.
 

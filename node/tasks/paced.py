@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import torch
 
-from node.training.trainer import Step
+from node.tasks.base import Step
 from protocols.base import Layout, Vector
 
 SLICE = 1 << 14

@@ -13,8 +13,8 @@ from contextlib import contextmanager
 
 import torch
 
+from node.tasks.base import Step
 from node.tasks.paced import Paced
-from node.training.trainer import Step
 from protocols.base import Buffer, Vector
 
 ACTIVATION_BYTES = 256

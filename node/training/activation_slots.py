@@ -12,7 +12,7 @@ from __future__ import annotations
 import mmap
 import os
 
-from node.tasks.stage_job import StageSizes
+from node.training.stage_job import StageSizes
 from protocols.base import Buffer
 
 

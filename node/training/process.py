@@ -12,11 +12,11 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from node.runtime.cgroup import bounded_spin
 from node.runtime.child_process import ChildProcess
 from node.runtime.notes import relay
 from node.tasks.spec import WorkerSpec
 from node.training import liveness
-from node.training.cores import bounded_spin
 from node.training.failure import FaultDump
 from node.training.liveness import Watchdog, usage
 from node.training.shared import Shared

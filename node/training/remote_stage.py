@@ -14,13 +14,13 @@ from dataclasses import replace
 from typing import Any, Self
 
 from node.tasks.spec import GptValues, WorkerSpec
-from node.tasks.stage_job import StageSizes, stage_sizes
 from node.training import shared
 from node.training.activation_slots import ActivationSlots
 from node.training.inline_stage import Priority, TurnQueue
 from node.training.leased_stage import UninterruptedJobs
 from node.training.process import WorkerError, WorkerGone, WorkerProcess
 from node.training.remote import NOTHING, RemoteTrainer
+from node.training.stage_job import StageSizes, stage_sizes
 from node.training.stage_learner import check_activation
 from protocols.aio import loop_time, run_with_helper
 from protocols.base import BadPayload, Buffer, Compute, LocalProgress, Vector

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 
 import torch
 
+from node.tasks.base import Step
 from node.tasks.flat import flatten
 from node.tasks.gpt_presets import VOCABULARY
 from node.tasks.gpt_stage import ActivationShape, GptStageTask
 from node.tasks.recipe import Recipe
 from node.training.inner_optimizer import InnerOptimizer
-from node.training.trainer import Step
 from protocols.base import BadPayload, Buffer, Vector
 from protocols.choices import ACTIVATION_CODECS
 

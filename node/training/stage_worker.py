@@ -31,11 +31,12 @@ from collections.abc import Callable
 from typing import Any
 
 from node.tasks.paced_stage import WrongWeights
-from node.tasks.spec import Job, WorkerSpec
-from node.tasks.stage_job import FORWARD_SHARE, StageJob, StageSizes, build_stage, stage_sizes
+from node.tasks.spec import WorkerSpec
 from node.training import worker
 from node.training.activation_slots import ActivationSlots
+from node.training.build import Job
 from node.training.shared import Shared
+from node.training.stage_job import FORWARD_SHARE, StageJob, StageSizes, build_stage, stage_sizes
 from node.training.worker import CommandRejected, Worker, WorkerKind, as_json, copy_vectors
 from protocols.base import BadPayload
 

@@ -10,13 +10,12 @@ from functools import partial
 
 import torch
 
-from node.tasks.base import Batch, Task, count_targets, extra, trained
+from node.tasks.base import Batch, Step, Task, count_targets, extra, trained
 from node.tasks.bystanders import Bystanders
 from node.tasks.extra import ExtraTensors
 from node.tasks.flat import flatten_parameters
 from node.tasks.recipe import Recipe
 from node.training.inner_optimizer import InnerOptimizer, matrices
-from node.training.trainer import Step
 from protocols.base import Layout, Vector
 
 

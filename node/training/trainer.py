@@ -13,23 +13,16 @@ import asyncio
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Protocol
 
 import torch
 
+from node.tasks.base import Step
 from node.training.rest import RestGate
 from protocols.base import Layout, LocalProgress, RoundKey, Vector
 
 _PIECE = 1 << 18
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """Result of one inner step: mean loss, and tokens. With 0 tokens the step was skipped and changed nothing."""
-
-    loss: float
-    tokens: int
 
 
 class Learner(Protocol):

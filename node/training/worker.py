@@ -37,10 +37,11 @@ from typing import Any, BinaryIO
 
 import torch
 
+from node.runtime import tensors
+from node.runtime.cgroup import usable_cores
 from node.runtime.metrics import workers_here
-from node.storage import tensors
-from node.tasks.spec import Allocate, Job, PacedValues, WorkerSpec, build
-from node.training.cores import usable_cores
+from node.tasks.spec import PacedValues, WorkerSpec
+from node.training.build import Allocate, Job, build
 from node.training.failure import first_line, report, write_where_it_stands
 from node.training.priority import stand_back
 from node.training.shared import Shared

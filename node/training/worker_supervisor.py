@@ -6,8 +6,8 @@ import asyncio
 import logging
 from collections import Counter, deque
 
+from node.runtime.cgroup import ControlGroup, memory_group, memory_kills, memory_limit_bytes
 from node.tasks.spec import WorkerSpec
-from node.training.cgroup import ControlGroup, memory_group, memory_kills, memory_limit_bytes
 from node.training.liveness import BUSY_FACTOR, TIMEOUT_SECONDS
 from node.training.process import WorkerError, WorkerProcess
 

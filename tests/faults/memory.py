@@ -16,8 +16,8 @@ from pathlib import Path
 
 import psutil
 
+from node.runtime.cgroup import ControlGroup, memory_group, memory_kills
 from node.session.peer import NO_WORKER
-from node.training.cgroup import ControlGroup, memory_group, memory_kills
 from tests.faults.event_log import EventLog
 from tests.faults.steps import Step
 from tests.support.real_swarm import RealSwarm, wait

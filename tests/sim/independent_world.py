@@ -17,8 +17,8 @@ from node.outer.round_history import LocalHistory
 from node.outer.round_loops import run_independent_rounds
 from node.outer.sgd import OuterSGD
 from node.outer.sketch import Sketch
+from node.tasks.base import Step
 from node.tasks.paced import Paced
-from node.training.trainer import Step
 from protocols.base import ClosingAverager, Host, IndependentAverager, Member, PeerId, RoundKey, Settings
 from protocols.moshpit.averager import Moshpit
 from protocols.registry import INDEPENDENT_PROTOCOLS

@@ -11,7 +11,7 @@ import torch
 
 from node.outer.sgd import OuterSGD
 from node.outer.state import OuterState
-from node.storage import tensors
+from node.runtime import tensors
 from node.storage.checkpoint import Checkpoint, DataCursor, newest, whole
 from node.storage.checkpoint_manager import CheckpointManager, CheckpointStorage
 from node.training.process import WorkerError

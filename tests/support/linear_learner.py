@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from node.training.trainer import Step
+from node.tasks.base import Step
 from protocols.base import Layout, Vector
 
 ELEMENTS, STEP, TOKENS = 10, 0.125, 100

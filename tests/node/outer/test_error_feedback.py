@@ -18,7 +18,8 @@ from node.outer.replicated_loop import ReplicatedOuterLoop
 from node.outer.sgd import OuterSGD
 from node.storage.checkpoint import FEEDBACK, newest
 from node.storage.checkpoint_manager import CheckpointManager, CheckpointStorage
-from node.training.trainer import InlineTrainer, Step
+from node.tasks.base import Step
+from node.training.trainer import InlineTrainer
 from protocols.base import AveragingResult, Contribution, Layout, LocalProgress, Outcome, Vector
 from protocols.history.chain import Chain
 from protocols.vectors.codec import codec

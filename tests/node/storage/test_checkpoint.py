@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from node.storage import tensors
+from node.runtime import tensors
 from node.storage.checkpoint import INNER, MANIFEST, OUTER, CheckpointError, DataCursor, encode, newest, whole
 from tests.support.checkpoints import (
     ELEMENTS,

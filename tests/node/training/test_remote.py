@@ -9,8 +9,8 @@ from typing import Any, cast
 
 import pytest
 
+from node.runtime.cgroup import SPIN, bounded_spin
 from node.tasks.spec import WorkerSpec
-from node.training.cores import SPIN, bounded_spin
 from node.training.process import WorkerError, WorkerGone
 from node.training.remote import RemoteTrainer
 from tests.sim.host import SimCompute

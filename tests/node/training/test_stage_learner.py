@@ -11,6 +11,7 @@ from typing import Literal
 import pytest
 import torch
 
+from node.tasks.base import Step
 from node.tasks.gpt import Gpt, GptTask
 from node.tasks.gpt_presets import GptConfig, Preset
 from node.tasks.gpt_stage import GptStage, GptStageTask, assemble, block_names, measure
@@ -20,7 +21,6 @@ from node.tasks.text import Text
 from node.training import muon
 from node.training.stage_learner import ActivationCodec, StageLearner
 from node.training.task_learner import TaskLearner
-from node.training.trainer import Step
 from protocols.base import BadPayload
 from tests.support.long import long
 

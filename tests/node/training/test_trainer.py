@@ -10,13 +10,13 @@ from torch import nn
 
 from benchmarks.laboratory import replicated, runs
 from benchmarks.laboratory.through_protocol import through_the_protocol
-from node.tasks.base import Batch
+from node.tasks.base import Batch, Step
 from node.tasks.gpt_presets import GptConfig, Preset
 from node.tasks.paced import Paced
 from node.tasks.recipe import Recipe
 from node.tasks.text import Text
 from node.training.task_learner import TaskLearner
-from node.training.trainer import InlineTrainer, LocalTraining, Step
+from node.training.trainer import InlineTrainer, LocalTraining
 from protocols.base import Layout, LocalProgress, RoundKey, Trainer, Vector
 from tests.support.simulated import on_virtual_time
 

@@ -13,11 +13,12 @@ from typing import Any, cast
 import pytest
 import torch
 
-from node.storage import tensors
+from node.runtime import tensors
 from node.tasks.gpt_presets import GptConfig
 from node.tasks.recipe import Recipe
-from node.tasks.spec import GptValues, PacedValues, WorkerSpec, build
+from node.tasks.spec import GptValues, PacedValues, WorkerSpec
 from node.training import shared, worker
+from node.training.build import build
 from node.training.shared import Shared
 from tests.support.refusals import one_line
 

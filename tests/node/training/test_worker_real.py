@@ -26,9 +26,10 @@ import torch
 from node.runtime.compute import ThreadCompute
 from node.runtime.fork_server import ForkServer
 from node.tasks.recipe import Recipe
-from node.tasks.spec import OwnValues, PacedValues, WorkerSpec, build
+from node.tasks.spec import OwnValues, PacedValues, WorkerSpec
 from node.training import liveness, process
 from node.training import worker_supervisor as succession
+from node.training.build import build
 from node.training.remote import RemoteTrainer, WorkerError
 from node.training.trainer import LocalTraining
 from protocols.base import LocalProgress, RoundKey, Trainer

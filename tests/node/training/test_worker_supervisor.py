@@ -11,8 +11,8 @@ from typing import Any, cast
 
 import pytest
 
+from node.runtime.cgroup import ControlGroup, memory_group
 from node.tasks.spec import WorkerSpec
-from node.training.cgroup import ControlGroup, memory_group
 from node.training.process import WorkerError, WorkerProcess
 from node.training.worker_supervisor import DEATHS, DEATHS_AN_HOUR, WorkerSupervisor
 from tests.sim import loop as simloop

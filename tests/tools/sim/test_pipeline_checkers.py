@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from node.tasks.base import Step
 from node.tasks.paced_stage import PacedStage
-from node.training.trainer import Step
 from protocols.base import Member
 from protocols.pipeline.admission import Lease
 from protocols.pipeline.settings import PipelineEvent, PipelineSettings

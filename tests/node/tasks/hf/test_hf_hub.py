@@ -36,7 +36,8 @@ from pathlib import Path
 from node.config.run_config import load_run
 from node.tasks.hf import streamed
 from node.tasks.hf.settings import HfMachine, HfSettings, HfValues, ModelError
-from node.tasks.spec import WorkerSpec, build
+from node.tasks.spec import WorkerSpec
+from node.training.build import build
 streamed.WINDOW_BYTES, streamed.RETRY_SECONDS = 6000, ()
 recipe = load_run(None, {"task": "hf"}, ["butterfly"]).recipe
 values = HfValues(HfSettings("full", context=32, rows=2), HfMachine(sys.argv[1]))

@@ -27,7 +27,8 @@ from node.tasks.hf.rows import MASKED
 from node.tasks.hf.settings import HfMachine, HfSettings, HfValues, ModelError, ModelPins
 from node.tasks.hf.source import ModelFolder, find_model
 from node.tasks.recipe import Recipe
-from node.tasks.spec import Job, WorkerSpec, build
+from node.tasks.spec import WorkerSpec
+from node.training.build import Job, build
 from node.training.task_learner import TaskLearner
 from tests.support.refusals import one_line
 from tests.support.small_models import (

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from node.training.cores import cores_of, usable_cores
+from node.runtime.cgroup import cores_of, usable_cores
 
 V1_MOUNT = "30 24 0:26 {root} {point} rw,relatime - cgroup cgroup rw,cpu,cpuacct\n"
 V2_MOUNT = "31 24 0:27 {root} {point} rw,relatime - cgroup2 cgroup2 rw\n"

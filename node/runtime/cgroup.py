@@ -1,14 +1,18 @@
-"""Read the limits of this process's control groups, and the number of out-of-memory kills.
+"""What this process may use, within its control groups: cores and memory.
 
 Supports both versions of Linux control groups, also from inside a container. A value that cannot be read is unknown.
+A container's CPU limit (`docker run --cpus 1.5`) is a quota of its group. The affinity still shows all cores of the
+machine. The kernel stops threads beyond the quota in the middle of a step, and the other threads wait for them.
 
 Source: https://docs.kernel.org/admin-guide/cgroup-v2.html and, for version 1, Documentation/admin-guide/cgroup-v1.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from math import ceil
 from pathlib import Path, PurePosixPath
 
 PROCESS = Path("/proc/self")
@@ -109,3 +113,48 @@ def memory_limit_bytes(group: ControlGroup) -> int | None:
     """Memory limit of all processes in the group together; None: no limit, or not known."""
     text = group.read("memory.max" if group.version == 2 else "memory.limit_in_bytes").strip()
     return int(text) if text.isdigit() and int(text) < _UNLIMITED_BYTES else None
+
+
+# -- cores -------------------------------------------------------------------------------------------------------------
+
+SPIN = {"GOMP_SPINCOUNT": "10000", "KMP_BLOCKTIME": "1"}
+"""How long a waiting thread keeps its core before it sleeps: in turns for libgomp, in milliseconds for LLVM's and
+Intel's libomp. Their defaults are 30 and 200 times as long. With those, as soon as another program takes a core, each
+operation waits for a thread that cannot run. Fewer turns slow down an idle machine: see RESULTS.md."""
+_WAITING = (*SPIN, "OMP_WAIT_POLICY", "KMP_LIBRARY")
+
+
+def usable_cores(process: Path = PROCESS) -> int:
+    """Return min(cores of the affinity, ceil(quota / period)), at least 1.
+
+    Args:
+        process: the process's directory in /proc. A quota that cannot be read there, or is malformed, is ignored.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quotas = [cores_of(_quota(group)) for group in groups("cpu", process)]
+    return max(1, min([cores, *(ceil(quota) for quota in quotas if quota is not None)]))
+
+
+def _quota(group: ControlGroup) -> str:
+    """A quota and its period, in the format of `cpu.max`."""
+    if group.version == 2:
+        return group.read("cpu.max")
+    return f"{group.read('cpu.cfs_quota_us')} {group.read('cpu.cfs_period_us')}"
+
+
+def cores_of(text: str) -> float | None:
+    """Number of cores that a quota allows; None: there is no limit.
+
+    Args:
+        text: quota and period in microseconds, in the format of `cpu.max`. For "no limit", version 1 has -1 where
+            version 2 has `max`.
+    """
+    words = text.split()
+    if len(words) != 2 or not all(word.isdecimal() and len(word) < 20 for word in words) or "0" in words:
+        return None
+    return int(words[0]) / int(words[1])
+
+
+def bounded_spin(environment: Mapping[str, str]) -> dict[str, str]:
+    """Variables that limit how long a worker's threads spin; empty if the user has set one of these variables."""
+    return {} if any(environment.get(name) for name in _WAITING) else SPIN

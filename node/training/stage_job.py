@@ -8,8 +8,9 @@ from node.tasks.gpt_presets import VOCABULARY, Preset
 from node.tasks.gpt_stage import GptStageTask
 from node.tasks.paced_stage import ACTIVATION_BYTES, TARGET_BYTES, PacedStage
 from node.tasks.partition import Partition
-from node.tasks.spec import Allocate, GptValues, PacedValues, WorkerSpec, device_of
+from node.tasks.spec import GptValues, PacedValues, WorkerSpec
 from node.tasks.text import load
+from node.training.build import Allocate, device_of
 from node.training.inline_stage import StageCompute
 from node.training.stage_learner import ActivationCodec, StageLearner
 from protocols.choices import ACTIVATION_CODECS
@@ -56,7 +57,7 @@ def stage_sizes(spec: WorkerSpec) -> StageSizes:
 
 
 def build_stage(spec: WorkerSpec, allocate: Allocate, resume: bool) -> StageJob:
-    """Load data and stage; see `node.tasks.spec.build`.
+    """Load data and stage; see `node.training.build.build`.
 
     Raises:
         ValueError: data or device are missing or unsuitable. The message is one line.

@@ -1,0 +1,141 @@
+"""Builds what a worker trains, from its specification: the task with its data, and the learner."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
+
+import torch
+
+from node.runtime.notes import note
+from node.tasks import user_task as own
+from node.tasks.base import TaskContext
+from node.tasks.given_data import GivenData
+from node.tasks.gpt import GptTask
+from node.tasks.gpt_presets import Preset
+from node.tasks.hf.settings import HfValues, ModelPins
+from node.tasks.paced import Paced
+from node.tasks.spec import OwnValues, PacedValues, WorkerSpec
+from node.tasks.text import load
+from node.training.task_learner import TaskLearner
+from node.training.trainer import Learner
+from protocols.base import Vector
+
+BFLOAT16_WIDTH = 192
+"""Least width at which bfloat16 is faster, on CPUs that support it: 8.8k tokens/s against 7.7k at 192, slower below."""
+
+
+class ResumableLearner(Learner, Protocol):
+    """A learner that can resume the data of an earlier one.
+
+    Attributes:
+        position: number of batches drawn so far.
+    """
+
+    position: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Job:
+    """A task that is ready for training.
+
+    Attributes:
+        rest_seconds: time to sleep before each step.
+        held_out: the evaluation sample; empty if the task has none.
+        generate: takes (prompt, tokens, temperature, seed) and generates text with the learner's parameters; None if
+            the task generates no text.
+        pins: what the run's manifest says of the model; None for a task that has no model of its own.
+        ready: whether the data of the next step are here; until then the worker waits, and takes no step.
+        timeout_seconds: the task's own `WorkerSpec.timeout_seconds`; None: it has none.
+    """
+
+    learner: ResumableLearner
+    rest_seconds: float = 0.0
+    held_out: bytes = b""
+    generate: Callable[[bytes, int, float, int], bytes] | None = None
+    pins: ModelPins | None = None
+    ready: Callable[[], bool] = lambda: True
+    timeout_seconds: float | None = None
+
+
+Allocate: TypeAlias = Callable[[int], Vector]
+
+
+def build(spec: WorkerSpec, allocate: Allocate, resume: bool) -> Job:
+    """Load data and model. On the CPU the parameters are in the vector that `allocate` returns.
+
+    On another device (untested) they are in that device's memory, and the caller has to copy them.
+
+    Args:
+        resume: that vector already holds the parameters.
+
+    Raises:
+        ValueError: data, device or a user's module are missing or unsuitable. The message is one line.
+    """
+    values = spec.values
+    if isinstance(values, PacedValues):
+        paced = Paced(values.elements, spec.stream_seed, values.tokens_per_step, allocate, resume)
+        return Job(paced, values.step_seconds)
+    device, data = device_of(spec.device), spec.given_data(resume)
+    place, resume = (allocate, resume) if device == "cpu" else (None, False)
+    if isinstance(values, HfValues):
+        return _build_hf(spec, data, device, place, resume)
+    if isinstance(values, OwnValues):
+        own_task = own.make(values.name, TaskContext(spec.weights_seed, device, spec.data, values.options))
+        lines = own_task.try_out(spec.stream_seed, training=spec.recipe.mean == "token")
+        for line in lines if not resume else ():
+            note(line)
+        torch.manual_seed(spec.stream_seed)  # of dropout, in which peers should differ
+        autocast = _autocast(spec.precision, device, width=0)
+        learner = TaskLearner(own_task, spec.recipe, spec.stream_seed, place, resume, autocast)
+        return Job(learner, timeout_seconds=own_task.timeout_seconds)
+    text = load(spec.data, spec.held_out, data)
+    preset = Preset(values.shape, values.rows, spec.recipe)
+    task = GptTask(preset, text, spec.weights_seed, device)
+    autocast = _autocast(spec.precision, device, values.shape.width)
+    learner = TaskLearner(task, spec.recipe, spec.stream_seed, place, resume, autocast)
+    return Job(learner, held_out=text.held_out.numpy().tobytes(), generate=task.module.generate)
+
+
+def _build_hf(spec: WorkerSpec, data: GivenData, device: str, place: Allocate | None, resume: bool) -> Job:
+    from node.tasks.hf.task import make_task  # only a worker of this task loads transformers
+
+    values = spec.values
+    assert isinstance(values, HfValues)
+    reduced = spec.precision == "bfloat16" or (spec.precision == "auto" and device == "cuda")
+    dtype = torch.bfloat16 if reduced else torch.float32
+    torch.manual_seed(spec.weights_seed)  # of the adapters
+    task = make_task(values, data, spec.held_out, device, dtype, spec.stream_seed, spec.recipe.batches)
+    torch.manual_seed(spec.stream_seed)  # of dropout, in which peers should differ
+    learner = TaskLearner(task, spec.recipe, spec.stream_seed, place, resume)
+    if not resume and spec.held_out is not None and values.settings.train == "lora":
+        task.compare_base(learner.evaluate(), values.pins)
+
+    def generate(prompt: bytes, tokens: int, temperature: float, seed: int) -> bytes:
+        with learner.evaluating():
+            return task.generate(prompt, tokens, temperature, seed)
+
+    def ready() -> bool:
+        return task.ready(spec.stream_seed, learner.position)
+
+    return Job(learner, held_out=task.held_out, generate=generate, pins=task.pins, ready=ready)
+
+
+def device_of(name: str) -> str:
+    """The device to train on.
+
+    Raises:
+        ValueError: this machine has no such device.
+    """
+    there = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    if name == "auto":
+        return next(each for each in ("cuda", "mps", "cpu") if there[each])
+    if not there[name]:
+        raise ValueError(f"no device {name} on this machine that this build of torch can use: try --device auto")
+    return name
+
+
+def _autocast(precision: str, device: str, width: int) -> torch.dtype | None:
+    pays = device == "cpu" and width >= BFLOAT16_WIDTH and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return torch.bfloat16 if precision == "bfloat16" or (precision == "auto" and pays) else None
