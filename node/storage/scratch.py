@@ -2,7 +2,7 @@
 
 There may be a hundred of them, so each is open only during an access. The next incarnation removes the files of a
 killed one. Files are read and written, not mapped: while one thread faults in pages of a mapping, all other threads,
-the event loop's among them, wait for the lock of the process's memory (docs/decisions/0012-snapshots-on-the-disk.md).
+the event loop's among them, wait for the lock of the process's memory (docs/decisions/0014-checkpoints.md).
 """
 
 from __future__ import annotations
