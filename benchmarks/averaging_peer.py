@@ -39,6 +39,7 @@ from protocols import wire
 from protocols.aio import run_with_helper
 from protocols.base import (
     CHUNK_BYTES,
+    Averager,
     Deadline,
     Host,
     LocalProgress,
@@ -46,12 +47,12 @@ from protocols.base import (
     Outcome,
     PeerId,
     Settings,
+    StaticMembers,
     Stream,
     Transport,
 )
 from protocols.history.chain import Chain
-from protocols.registry import REPLICATED_PROTOCOLS
-from protocols.static_members import StaticMembers
+from protocols.registry import load_averager
 from protocols.streams.framing import BULK_METHODS
 from protocols.vectors.views import norm
 
@@ -151,7 +152,7 @@ class Peer:
             bandwidth=setup.bandwidth,
             keep_rounds=setup.keep_rounds,
         )
-        self._averager = REPLICATED_PROTOCOLS["butterfly"](host, settings)
+        self._averager: Averager = load_averager("butterfly")(host, settings)
 
     async def make(self, round: int) -> dict[str, Any]:
         def draw() -> None:

@@ -29,6 +29,7 @@ from protocols.base import (
     Head,
     Header,
     Host,
+    IndependentAverager,
     LocalProgress,
     Member,
     PeerId,
@@ -38,7 +39,7 @@ from protocols.base import (
     Transport,
 )
 from protocols.moshpit.group_allreduce import DATA as MOSHPIT_DATA
-from protocols.registry import INDEPENDENT_PROTOCOLS
+from protocols.registry import load_averager
 
 DATA_METHODS = {DATA, MOSHPIT_DATA}
 
@@ -101,7 +102,7 @@ class FormingPeer(Peer):
         host = replace(host, transport=self._noted)
         super().prepare(host)
         settings = Settings(self.setup.codec, (self.setup.elements,), bandwidth=self.setup.bandwidth)
-        self._moshpit = INDEPENDENT_PROTOCOLS["moshpit"](host, settings)
+        self._moshpit: IndependentAverager = load_averager("moshpit")(host, settings)
 
     async def form(self, round: int, at: float, late: float, protocol: str) -> dict[str, Any]:
         deadline = asyncio.get_running_loop().time() + self.setup.deadline_seconds

@@ -23,7 +23,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from protocols.base import Outcome
-from protocols.registry import INDEPENDENT_PROTOCOLS
+from protocols.registry import INDEPENDENT_PROTOCOLS, load_averager
 from tests.sim.arguments import Parser, at_least_one
 from tests.sim.independent_harness import IndependentHarness
 
@@ -38,7 +38,7 @@ def measure(protocol: str, peers: int, rounds: int) -> dict[str, Any]:
     began = time.perf_counter()
     swarm = IndependentHarness(
         peers,
-        INDEPENDENT_PROTOCOLS[protocol],
+        load_averager(protocol),
         ELEMENTS,
         rounds=rounds,
         work_seconds=lambda index: WORK_SECONDS + SPREAD_SECONDS * index / peers,

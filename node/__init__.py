@@ -5,8 +5,8 @@
 3. Session: `session/peer_session.py`. `PeerSession` runs rounds, announces this peer, and leaves in good order.
 4. Outer loop: `outer/`. `ReplicatedOuterLoop` (`replicated_loop.py`), where all members share one outer state, or
    `IndependentOuterLoop` (`independent_loop.py`), where each peer has its own: train, average, step, report.
-5. Averager: `protocols/butterfly/averager.py`, or another of `protocols.REPLICATED_PROTOCOLS` and
-   `protocols.INDEPENDENT_PROTOCOLS`. `enter` opens a session of one round; `average` returns the mean.
+5. Averager: `protocols/butterfly/averager.py`, or another of `protocols.registry.REPLICATED_PROTOCOLS` and
+   `protocols.registry.INDEPENDENT_PROTOCOLS`. `enter` opens a session of one round; `average` returns the mean.
 
 Beside them: `joining/` finds the run, `membership/` the live peers, `training/` runs the worker, `storage/` the disk.
 """

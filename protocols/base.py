@@ -23,7 +23,7 @@ from __future__ import annotations
 import asyncio
 import math
 import random
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -52,6 +52,15 @@ Buffer: TypeAlias = bytes | bytearray | memoryview
 
 CHUNK_BYTES = 1 << 20
 """Bulk data is encoded, sent, received and reduced in pieces of at most this many bytes of float32."""
+
+MAX_STAGES = 32
+RUN_SCOPE = "run"
+"""The scope of a whole model: which parameters a chain of rounds is about. A run without stages has no other scope."""
+
+
+def stage_scope(stage: int) -> str:
+    """The scope in which the replicas of a stage average."""
+    return f"{RUN_SCOPE}/stage/{stage}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -378,6 +387,22 @@ class Members(Protocol):
 
     async def changed(self, since: int, deadline: Deadline) -> int:
         """Wait until `version` exceeds `since` or the deadline has come, and return the version."""
+
+
+class StaticMembers:
+    """Members that always count as live. Only a broken stream shows that one has died."""
+
+    version = 0
+
+    def __init__(self, members: Iterable[Member]) -> None:
+        self._members = tuple(sorted(members))
+
+    def live(self) -> tuple[Member, ...]:
+        return self._members
+
+    async def changed(self, since: int, deadline: Deadline) -> int:
+        await asyncio.sleep(max(0.0, deadline - asyncio.get_running_loop().time()))
+        return self.version
 
 
 class Signer(Protocol):

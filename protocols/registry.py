@@ -1,24 +1,48 @@
-"""The protocols by name, as `protocols.choices` lists them. Importing this module imports PyTorch."""
+"""The names that a run's configuration chooses from, without the code behind them: that needs PyTorch."""
 
-from collections.abc import Callable
+from __future__ import annotations
 
-from protocols.base import Host, IndependentAverager, Settings
-from protocols.baselines.registry import data_parallel, parameter_server, parameter_server_async, ring
-from protocols.butterfly.averager import Butterfly
-from protocols.moshpit.averager import Moshpit
-from protocols.pairwise.gossip import Gossip
-from protocols.pairwise.push_sum import PushSum
+import difflib
+from collections.abc import Callable, Collection, Mapping
+from importlib import import_module
+from types import MappingProxyType
+from typing import Any, Final, cast
 
-REPLICATED_PROTOCOLS: dict[str, type[Butterfly]] = {"butterfly": Butterfly}
-"""The protocols with replicated state, by name."""
+from protocols.base import CHUNK_BYTES
 
-INDEPENDENT_PROTOCOLS: dict[str, Callable[[Host, Settings], IndependentAverager]] = {
-    "gossip": Gossip,
-    "moshpit": Moshpit,
-    "push_sum": PushSum,
-    "data_parallel": data_parallel,
-    "ring": ring,
-    "parameter_server": parameter_server,
-    "parameter_server_async": parameter_server_async,
+REPLICATED_PROTOCOLS: Final = {"butterfly": "protocols.butterfly.averager:Butterfly"}
+"""The protocols with replicated state: name -> module and class (or function) that makes the averager."""
+INDEPENDENT_PROTOCOLS: Final = {
+    "gossip": "protocols.pairwise.gossip:Gossip",
+    "moshpit": "protocols.moshpit.averager:Moshpit",
+    "push_sum": "protocols.pairwise.push_sum:PushSum",
+    "data_parallel": "protocols.baselines.registry:data_parallel",
+    "ring": "protocols.baselines.registry:ring",
+    "parameter_server": "protocols.baselines.registry:parameter_server",
+    "parameter_server_async": "protocols.baselines.registry:parameter_server_async",
 }
-"""The protocols with independent state, by name."""
+"""The same for independent state."""
+CODECS: Final = ("fp32", "fp16", "bf16", "int8", "int4", "e3m0", "topk")
+ROBUST_RULES: Final = ("mean", "centered_clip", "trimmed_mean", "median", "krum", "multi_krum")
+SCHEDULES: Final = ("random", "ring", "exponential", "one-peer-exponential")
+ACTIVATION_CODECS: Final[Mapping[str, int]] = MappingProxyType({"bf16": 2, "fp32": 4})
+"""How activations and their gradients may travel between the stages of a model, and the bytes of an element."""
+
+CHUNK_ELEMENTS: Final = CHUNK_BYTES // 4
+TOPK_GRAIN: Final = 4096
+"""Elements of which codec topk sends the largest; vectors may only be cut at multiples of this number."""
+
+
+def load_averager(name: str) -> Callable[..., Any]:
+    """What creates the averager of this protocol from a `Host` and `Settings`."""
+    module, _, factory = {**REPLICATED_PROTOCOLS, **INDEPENDENT_PROTOCOLS}[name].partition(":")
+    return cast("Callable[..., Any]", getattr(import_module(module), factory))
+
+
+def require_known(kind: str, name: str, names: Collection[str]) -> str:
+    """Return the name if it is one of these; else raise a `ValueError` whose one line lists them."""
+    if name in names:
+        return name
+    near = difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.5)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    raise ValueError(f"unknown {kind} {name[:40]!r}: there are {', '.join(names)}{hint}")

@@ -38,13 +38,13 @@ ONLY_IN: dict[str, set[str]] = {
     "pickle": set(),
     "blake3": {"protocols/allreduce/parts.py"},
     "hivemind": {"node/network/daemon_connection.py", "node/network/kademlia.py"},
-    "protocols.registry": PEER | {"node/session/outer_loop_factory.py"},  # the root's workshop
+    "protocols.registry.load_averager": PEER | {"node/session/outer_loop_factory.py"},  # the root's workshop
     "psutil": {"node/runtime/metrics.py", "node/machine/probes.py"},
     # the way out; ending a child, and what it has started; a worker that is asked where it stands
     "signal": {"node/session/shutdown.py", "node/training/failure.py"}
     | {f"node/runtime/{name}.py" for name in ("child_process", "reaper")}
     | FORKS,
-    "protocols.butterfly.averager": PEER | {"protocols/registry.py"},
+    "protocols.butterfly.averager": PEER,
     "node.network.libp2p": PEER | {"node/session/page_setup.py"},  # reads its byte meter
     "node.network.dht": PEER,
     "node.runtime.compute": PEER,
@@ -202,7 +202,7 @@ def test_no_text_installs_by_a_strangers_name() -> None:
         ("protocols/vectors/views.py", "from blake3 import blake3"),
         ("protocols/pairwise/gossip.py", "from tests.sim import loop"),
         ("node/outer/replicated_loop.py", "from node.network import libp2p"),
-        ("node/outer/replicated_loop.py", "from protocols.registry import REPLICATED_PROTOCOLS"),
+        ("node/outer/replicated_loop.py", "from protocols.registry import load_averager"),
         ("node/outer/replicated_loop.py", "from protocols.butterfly.averager import Butterfly"),
         ("node/outer/replicated_loop.py", "from time import monotonic as now"),
         ("node/outer/replicated_loop.py", "import concurrent.futures"),
@@ -225,7 +225,7 @@ def test_planted_violation_is_caught(file: str, source: str) -> None:
         ("node/runtime/clock.py", "import time"),
         (
             "node/session/peer.py",
-            "from node.network.libp2p import LibP2P\nfrom protocols.registry import REPLICATED_PROTOCOLS",
+            "from node.network.libp2p import LibP2P\nfrom protocols.registry import load_averager",
         ),
         (
             "node/outer/replicated_loop.py",

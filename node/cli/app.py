@@ -350,7 +350,7 @@ def _resolve_run(config: PeerConfig, of_run: Mapping[str, Any], state_dir: Path)
 
 def _load_run(of_run: Mapping[str, Any], rounds: int | None) -> RunConfig:
     from node.config.run_config import load_run
-    from protocols.choices import INDEPENDENT_PROTOCOLS, REPLICATED_PROTOCOLS
+    from protocols.registry import INDEPENDENT_PROTOCOLS, REPLICATED_PROTOCOLS
 
     overrides = {name: of_run.get(name) for name in ("task", "protocol", "stages")} | {
         "recipe.rounds": rounds,

@@ -25,8 +25,7 @@ from node.config.task_tables import STRICT
 from node.config.toml import MAX_BYTES, canonical, one_line
 from node.tasks.hf.settings import ModelPins
 from node.tasks.recipe import MAX_ELEMENTS
-from protocols.base import Layout, Member, PeerId, Signer
-from protocols.scopes import RUN_SCOPE, stage_scope
+from protocols.base import RUN_SCOPE, Layout, Member, PeerId, Signer, stage_scope
 
 FORMAT = 2
 MAX_FRAGMENTS = 64

@@ -21,7 +21,7 @@ from node.config.text import BYTE_ORDER_MARKS, in_quotes
 from node.config.toml import ConfigError, check_keys, one_line, read_toml, shown, suggestion
 from node.direct.messages import MAX_PORT, MIN_PORT
 from node.machine.hours import WeeklyHours
-from protocols.scopes import MAX_STAGES
+from protocols.base import MAX_STAGES
 from protocols.wire import MAX_ROSTER
 
 PREFIX = "NODE_"

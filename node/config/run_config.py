@@ -33,7 +33,8 @@ from node.tasks import name as names
 from node.tasks.gpt_presets import DEFAULT_PRESET, PLAIN_OUTER_STEP, USUAL_OUTER_STEP, Preset, preset
 from node.tasks.hf.settings import HfSettings
 from node.tasks.recipe import Recipe
-from protocols.choices import (
+from protocols.base import MAX_STAGES
+from protocols.registry import (
     ACTIVATION_CODECS,
     CHUNK_ELEMENTS,
     CODECS,
@@ -42,7 +43,6 @@ from protocols.choices import (
     TOPK_GRAIN,
     require_known,
 )
-from protocols.scopes import MAX_STAGES
 from protocols.wire import MAX_ROSTER
 
 MAX_STAGE_BATCHES = 64

@@ -7,8 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from protocols.base import Header, Member
-from protocols.scopes import MAX_STAGES
+from protocols.base import MAX_STAGES, Header, Member
 from protocols.wire import blob, body, digest, flag, many, one, peer_id, real, register, some, text, uint
 
 HELLO = "starling/hello/3"

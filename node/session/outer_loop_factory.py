@@ -28,7 +28,7 @@ from protocols.base import ClosingAverager, Host, LocalProgress, Settings, Vecto
 from protocols.butterfly.part_cache import PartCache
 from protocols.butterfly.part_store import PartStore
 from protocols.history.chain import Chain
-from protocols.registry import INDEPENDENT_PROTOCOLS, REPLICATED_PROTOCOLS
+from protocols.registry import load_averager
 from protocols.sync.chain_sync import ChainSync, ChainSyncOptions
 from protocols.sync.independent_sync import IndependentStateSync
 
@@ -66,7 +66,7 @@ class OuterLoopFactory:
         part_cache = PartCache(host, make_store(gate), gate)
         options = ChainSyncOptions(part_cache, partial(spool, directory), lambda branch: averager.supersede())
         sync = ChainSync(host, chain, self.settings, snapshots, self.membership.peers, options)
-        averager = REPLICATED_PROTOCOLS[self.config.protocol](host, self.settings, part_cache, sync.hear)
+        averager = load_averager(self.config.protocol)(host, self.settings, part_cache, sync.hear)
         deps = self._deps(self.trainer.anchor())
         outer_loop = ReplicatedOuterLoop(chain, averager, self._sgd(), deps, feedback)
         return OuterLoopStack(outer_loop, sync, partial(run_replicated_rounds, outer_loop, sync))
@@ -74,7 +74,7 @@ class OuterLoopFactory:
     def independent(self, history: LocalHistory, newcomer: bool) -> OuterLoopStack:
         """The outer loop of a peer with independent state. A newcomer must fetch its first state."""
         host, snapshots, membership = self.host, self.checkpoints.snapshots, self.membership
-        averager = INDEPENDENT_PROTOCOLS[self.config.protocol](host, self.settings)
+        averager = load_averager(self.config.protocol)(host, self.settings)
         closing = None
         if isinstance(averager, ClosingAverager):
             closing = ClosingPhase(averager, self.config.recipe.rounds, membership.rounds)

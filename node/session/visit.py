@@ -19,8 +19,7 @@ from node.runtime.compute import ThreadCompute
 from node.runtime.identity import create
 from node.runtime.proxies import dialled_directly
 from node.session.fatal import FatalPeerError
-from protocols.base import BadPayload, Deadline, Host, Member, PeerError, PeerId
-from protocols.static_members import StaticMembers
+from protocols.base import BadPayload, Deadline, Host, Member, PeerError, PeerId, StaticMembers
 
 T = TypeVar("T")
 

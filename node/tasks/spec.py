@@ -53,7 +53,7 @@ class StageValues:
     Attributes:
         number: of the stage.
         bounds: S + 1 block numbers; stage k holds the blocks [bounds[k], bounds[k+1]).
-        activations: how activations travel: a key of `protocols.choices.ACTIVATION_CODECS`.
+        activations: how activations travel: a key of `protocols.registry.ACTIVATION_CODECS`.
         elements: length of the stage's flat vector; the paced task needs it.
         replica: name of this peer in its present incarnation.
         slots: file descriptor of the activations that peer and worker share (`node.training.activation_slots`).

@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeVar
 
 from protocols.aio import loop_time
 from protocols.base import Buffer
-from protocols.estimates import ewma
+from protocols.peers.estimates import ewma
 from protocols.pipeline.admission import Lease
 from protocols.pipeline.work import LeaseLost
 

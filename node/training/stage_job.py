@@ -13,7 +13,7 @@ from node.tasks.text import load
 from node.training.build import Allocate, device_of
 from node.training.inline_stage import StageCompute
 from node.training.stage_learner import ActivationCodec, StageLearner
-from protocols.choices import ACTIVATION_CODECS
+from protocols.registry import ACTIVATION_CODECS
 
 FORWARD_SHARE = 1 / 3
 """Of the time that a paced stage takes for a microbatch."""

@@ -16,7 +16,7 @@ from node.tasks.gpt_stage import ActivationShape, GptStageTask
 from node.tasks.recipe import Recipe
 from node.training.inner_optimizer import InnerOptimizer
 from protocols.base import BadPayload, Buffer, Vector
-from protocols.choices import ACTIVATION_CODECS
+from protocols.registry import ACTIVATION_CODECS
 
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -26,7 +26,7 @@ class ActivationCodec:
     """Turns activations (rows, positions, width), float32, into bytes and back.
 
     Attributes:
-        name: one of `protocols.choices.ACTIVATION_CODECS`.
+        name: one of `protocols.registry.ACTIVATION_CODECS`.
     """
 
     shape: ActivationShape
@@ -83,7 +83,7 @@ def check_activation(data: Buffer, name: str) -> None:
     """Check what another peer has sent, without decoding it.
 
     Args:
-        name: how activations travel: one of `protocols.choices.ACTIVATION_CODECS`.
+        name: how activations travel: one of `protocols.registry.ACTIVATION_CODECS`.
 
     Raises:
         BadPayload: it is not finite.

@@ -17,7 +17,7 @@ from protocols import wire
 from protocols.allreduce.chunk_pool import ChunkPool
 from protocols.allreduce.plan import ResolvedPlan
 from protocols.base import BadPayload, Buffer, Compute, Deadline, PeerId, RoundKey, Settings, Signer, Stream, Vector
-from protocols.choices import CHUNK_ELEMENTS
+from protocols.registry import CHUNK_ELEMENTS
 from protocols.streams.chunks import HEADER_LIMIT, due
 from protocols.vectors.codec import Codec
 from protocols.vectors.layout import PartLayout

@@ -41,9 +41,8 @@ from protocols.base import (
     Vector,
 )
 from protocols.baselines.delayed_nesterov import DelayedNesterov
-from protocols.independent_session import SessionBase
 from protocols.streams.chunks import receive_vector, send_vector
-from protocols.streams.endpoint import ProtocolEndpoint, SessionTable
+from protocols.streams.endpoint import ProtocolEndpoint, SessionBase, SessionTable
 from protocols.vectors.codec import codec
 from protocols.vectors.layout import PartLayout
 from protocols.vectors.views import VectorView, norm

@@ -40,8 +40,7 @@ from protocols.baselines.synchronous_round import (
     RoundTask,
     SynchronousRound,
 )
-from protocols.independent_session import SessionBase
-from protocols.streams.endpoint import ProtocolEndpoint, SessionTable
+from protocols.streams.endpoint import ProtocolEndpoint, SessionBase, SessionTable
 
 AlgorithmFactory = Callable[[SynchronousRound], AllReduceAlgorithm]
 

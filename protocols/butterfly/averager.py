@@ -21,9 +21,9 @@ from protocols.butterfly.context import ButterflyContext
 from protocols.butterfly.part_cache import PartCache
 from protocols.butterfly.resting import Resting
 from protocols.butterfly.session import ButterflySession
-from protocols.choices import ROBUST_RULES, require_known
 from protocols.consensus import record as records
 from protocols.consensus.messages import MESSAGES, StartBallot, VoteMessage
+from protocols.registry import ROBUST_RULES, require_known
 from protocols.streams.control_channel import ControlChannel
 from protocols.streams.endpoint import ProtocolEndpoint, SessionTable
 from protocols.vectors.codec import codec

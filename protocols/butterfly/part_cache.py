@@ -15,7 +15,7 @@ from protocols.allreduce.chunk_pool import ChunkPool
 from protocols.allreduce.parts import ReducedPart, receive_reduced
 from protocols.base import REQUESTER_IDLE_SECONDS, BadPayload, Buffer, Deadline, Host, PeerGone, PeerId, Stream
 from protocols.butterfly.part_store import PartStore, Stored
-from protocols.stream_limiter import StreamLimiter
+from protocols.streams.endpoint import StreamLimiter
 
 PARTS = "starling/parts/1"
 GIVE_WAY_SECONDS = 5.0

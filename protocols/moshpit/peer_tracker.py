@@ -17,8 +17,8 @@ from dataclasses import dataclass, replace
 from protocols.allreduce.plan import PATIENCE, call_after
 from protocols.base import BadPayload, Deadline, Header, Member, PeerId, RoundKey
 from protocols.butterfly.round_call import LEAVER_SECONDS
-from protocols.estimates import MOSHPIT_ROUND
 from protocols.moshpit.grid import MAX_AXES, MAX_PLACES, Cell, Grid, GridShape, line
+from protocols.peers.estimates import MOSHPIT_ROUND
 from protocols.wire import MAX_SECONDS, Offer, digest, flag, many, one, peer_id, real, register, text, uint
 
 TRAINING, WAITING, DONE = 0, 1, 2

@@ -10,12 +10,12 @@ from functools import partial
 from protocols import wire
 from protocols.aio import Notifier, loop_time
 from protocols.base import AveragingResult, Deadline, Head, LocalProgress, Member, PeerId, Vector
-from protocols.independent_session import SessionBase
 from protocols.moshpit.grid import next_cell, seeded_order
 from protocols.moshpit.group_allreduce import GroupAllReduce, GroupResult, counted
 from protocols.moshpit.matchmaker import GroupContribution, GroupMatchmaker
 from protocols.moshpit.peer_tracker import DONE, TRAINING, UNHEARD_SECONDS, WAITING, PositionAnnouncement
 from protocols.moshpit.state import MoshpitState
+from protocols.streams.endpoint import SessionBase
 from protocols.vectors.views import VectorView, norm
 
 SETTLE_SECONDS = 0.25

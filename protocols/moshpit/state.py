@@ -10,11 +10,11 @@ import torch
 from protocols.aio import Notifier, loop_time
 from protocols.allreduce.all_reduce import BandwidthClaim
 from protocols.base import Deadline, Member, PeerId, RoundKey, Vector
-from protocols.estimates import RecentDict
 from protocols.moshpit.grid import Cell, Grid, assign_cell, choose_grid, default_cell
 from protocols.moshpit.group_allreduce import GroupAllReduce
 from protocols.moshpit.matchmaker import MoshpitContext
 from protocols.moshpit.peer_tracker import PositionAnnouncement
+from protocols.peers.estimates import RecentDict
 from protocols.streams.endpoint import SessionTable
 
 MAX_FOUND = 256

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from protocols.base import PeerId
-from protocols.estimates import PAIRWISE_ROUND, RecentDict
+from protocols.peers.estimates import PAIRWISE_ROUND, RecentDict
 
 WITNESSES = 15
 """At most this many peers' last claims are kept; the peer that has been silent longest is dropped first."""

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 from protocols.aio import Notifier, loop_time
 from protocols.base import BadPayload, Deadline, Member, PeerError, PeerGone, PeerId, Stream
-from protocols.pairwise.peer_timeouts import PeerTimeouts
 from protocols.pairwise.shared_state import SharedStateSession
 from protocols.pairwise.state_swap import ExchangeMessage, hear
+from protocols.peers.timeouts import PeerTimeouts
 from protocols.streams.endpoint import ProtocolEndpoint
 from protocols.wire import register, uint
 

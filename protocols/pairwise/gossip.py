@@ -7,7 +7,7 @@ accepts, or says that it is busy: in another exchange, or between two rounds. Th
 finish its work.
 
 A peer whose partner is busy or gone asks others. All of this together costs the peer at most the time limit of one
-exchange (`protocols.pairwise.peer_timeouts`), however many partners are slow or dead. It costs other peers nothing: a
+exchange (`protocols.peers.timeouts`), however many partners are slow or dead. It costs other peers nothing: a
 peer that is asked meanwhile answers that it is busy.
 """
 

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
 from protocols.base import BadPayload, Member
-from protocols.estimates import RecentDict
+from protocols.peers.estimates import RecentDict
 
 SHARE_WINDOW = 64
 """Limit of unacknowledged shares per receiver. The sender keeps their values, and gives that receiver no more."""

@@ -24,7 +24,7 @@ from functools import lru_cache
 import torch
 
 from protocols.base import PeerId
-from protocols.choices import SCHEDULES, require_known
+from protocols.registry import SCHEDULES, require_known
 
 
 def select_partners(

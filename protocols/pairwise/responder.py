@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from protocols.aio import loop_time, peer_timeout, run_with_helper
 from protocols.base import BadPayload, PeerError, Stream
-from protocols.estimates import RecentDict
 from protocols.pairwise.exchange_state import ExchangeState, PairExchange
 from protocols.pairwise.initiator import ExchangeInitiator
-from protocols.pairwise.peer_timeouts import CHEAP_SECONDS, MAX_PEERS, RequestDeduplicator
 from protocols.pairwise.state_swap import (
     EXCHANGE,
     ExchangeReply,
@@ -18,6 +16,8 @@ from protocols.pairwise.state_swap import (
     hear,
     watch,
 )
+from protocols.peers.estimates import RecentDict
+from protocols.peers.timeouts import CHEAP_SECONDS, MAX_PEERS, RequestDeduplicator
 
 MAX_EXCHANGES_PER_PEER = 4
 """How often one peer may average with a lent state. Each time, half of the state becomes that peer's."""

@@ -6,12 +6,12 @@ from protocols.aio import loop_time, run_with_helper
 from protocols.allreduce.parts import ReducedPart
 from protocols.base import BadPayload, PeerId, PeerSilent, Stream
 from protocols.pairwise.mass_ledger import Share
-from protocols.pairwise.peer_timeouts import CHEAP_SECONDS, PeerTimeouts
 from protocols.pairwise.shared_state import SharedStateSession
 from protocols.pairwise.shares import PUSH, PushShare, RecallShare, ShareStatus
 from protocols.pairwise.state_receiver import StateReceiver
 from protocols.pairwise.state_swap import watch
 from protocols.pairwise.weighted_state import WeightedState
+from protocols.peers.timeouts import CHEAP_SECONDS, PeerTimeouts
 from protocols.vectors.views import VectorView
 
 MAX_TAKING = 4

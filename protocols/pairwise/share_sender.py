@@ -11,11 +11,11 @@ from protocols.aio import loop_time, run_with_helper, task_group
 from protocols.allreduce.parts import ReducedPart, send_encoded
 from protocols.base import BadPayload, Deadline, Member, PeerError, Stream
 from protocols.pairwise.mass_ledger import Share
-from protocols.pairwise.peer_timeouts import CHEAP_SECONDS
 from protocols.pairwise.shared_state import SharedStateSession
 from protocols.pairwise.shares import PUSH, PushShare, RecallShare, ShareStatus, split_share
 from protocols.pairwise.state_swap import hear, watch
 from protocols.pairwise.weighted_state import WeightedState
+from protocols.peers.timeouts import CHEAP_SECONDS
 
 RETURN_SECONDS = 120.0
 """After this many seconds without an answer, a share returns to the sender, whether its receiver is live or not."""

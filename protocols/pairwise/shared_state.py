@@ -28,13 +28,12 @@ from protocols.base import (
     Settings,
     Vector,
 )
-from protocols.choices import SCHEDULES, require_known
-from protocols.independent_session import SessionBase
 from protocols.pairwise import matching
 from protocols.pairwise.claimed_rounds import ClaimedRounds
-from protocols.pairwise.peer_timeouts import PeerTimeouts
 from protocols.pairwise.state_swap import HEADER_LIMIT
-from protocols.streams.endpoint import ProtocolEndpoint
+from protocols.peers.timeouts import PeerTimeouts
+from protocols.registry import SCHEDULES, require_known
+from protocols.streams.endpoint import ProtocolEndpoint, SessionBase
 from protocols.vectors.codec import codec
 from protocols.vectors.views import VectorView
 

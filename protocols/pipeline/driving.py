@@ -14,7 +14,7 @@ from functools import partial
 from typing import TypeVar
 
 from protocols.aio import Notifier, loop_time, peer_timeout, task_group
-from protocols.base import BadPayload, Buffer, Deadline, Member, PeerError, PeerSilent, Stream
+from protocols.base import BadPayload, Buffer, Deadline, Member, PeerError, PeerSilent, Stream, stage_scope
 from protocols.pipeline.admission import Lease, StepAdmission
 from protocols.pipeline.messages import (
     HEADER_LIMIT,
@@ -46,7 +46,6 @@ from protocols.pipeline.settings import (
 )
 from protocols.pipeline.stages import StageDirectory, by_stage
 from protocols.pipeline.work import FirstStageWork, LeaseLost
-from protocols.scopes import stage_scope
 from protocols.streams.endpoint import ProtocolEndpoint
 from protocols.wire import HeaderType, expect
 

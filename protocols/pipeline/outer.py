@@ -16,7 +16,18 @@ from statistics import fmean
 from typing import TypeVar
 
 from protocols.aio import loop_time, peer_timeout, run_with_helper, task_group, until_gone
-from protocols.base import BadPayload, Buffer, Deadline, Header, Member, Members, PeerError, PeerSilent, Stream
+from protocols.base import (
+    BadPayload,
+    Buffer,
+    Deadline,
+    Header,
+    Member,
+    Members,
+    PeerError,
+    PeerSilent,
+    Stream,
+    stage_scope,
+)
 from protocols.pipeline.messages import (
     HEADER_LIMIT,
     OUTER_METHOD,
@@ -31,7 +42,6 @@ from protocols.pipeline.messages import (
 from protocols.pipeline.settings import CALL_LIMIT_SECONDS, MAX_FAILURES, PipelineSettings
 from protocols.pipeline.stages import StageDirectory, by_stage
 from protocols.pipeline.work import FirstOuterWork, LeaseLost, OuterWork
-from protocols.scopes import stage_scope
 from protocols.streams.endpoint import ProtocolEndpoint
 from protocols.wire import expect
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from protocols.base import PeerId
-from protocols.estimates import ewma
+from protocols.peers.estimates import ewma
 
 GAIN = 0.2
 FIRST_SECONDS = 1.0

@@ -11,8 +11,8 @@ from contextlib import asynccontextmanager
 from functools import partial
 
 from protocols.aio import Notifier, loop_time, peer_timeout, run_with_helper, until_gone
-from protocols.base import BadPayload, Header, Member, PeerSilent, Stream
-from protocols.estimates import ewma
+from protocols.base import BadPayload, Header, Member, PeerSilent, Stream, stage_scope
+from protocols.peers.estimates import ewma
 from protocols.pipeline.admission import Lease, StepAdmission
 from protocols.pipeline.messages import (
     HEADER_LIMIT,
@@ -40,7 +40,6 @@ from protocols.pipeline.settings import (
     ignore_event,
 )
 from protocols.pipeline.work import LeaseLost, StageWork
-from protocols.scopes import stage_scope
 from protocols.streams.endpoint import ProtocolEndpoint
 from protocols.wire import expect
 

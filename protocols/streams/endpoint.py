@@ -1,24 +1,49 @@
-"""The streams of one protocol at one peer: opens its own, and checks the first frame of those that others open.
+"""What an averager is built from: its streams, its sessions, and limits.
 
+`ProtocolEndpoint` opens the streams of one protocol at one peer, and checks the first frame of those that others open.
 A stream may arrive before its session has begun at this peer. It then waits in the `SessionTable`.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable
-from contextlib import asynccontextmanager
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from typing import Any, Generic, TypeVar
 
 from protocols import wire
 from protocols.aio import Notifier
-from protocols.base import BadPayload, Deadline, Header, Host, Member, PeerId, PeerSilent, RoundKey, Settings, Stream
+from protocols.base import (
+    AveragingResult,
+    BadPayload,
+    Contribution,
+    Deadline,
+    Head,
+    Header,
+    Host,
+    LocalProgress,
+    Member,
+    Outcome,
+    PeerId,
+    PeerSilent,
+    RoundKey,
+    Settings,
+    Stream,
+    Vector,
+)
 from protocols.streams.control_channel import RoundAccounting
 from protocols.wire import HeaderType
 
 FIRST_FRAME_SECONDS = 10.0
+MAX_STREAMS = 64
+"""Streams that a `StreamLimiter` allows at a time. Further ones are closed."""
+MAX_STREAMS_OF_ONE = 32
+"""The same for one peer, so that no peer can keep out all others.
 
+The limit leaves room for a peer that was cut off for a while, which opens many streams at once.
+"""
 
 K = TypeVar("K")
 Session = TypeVar("Session")
@@ -224,3 +249,58 @@ class SessionTable(Generic[K, Session]):
         except TimeoutError:
             raise PeerSilent(stream.peer, "the session of its stream did not begin here") from None
         return self._sessions.get(key)
+
+
+class SessionBase:
+    """An `IndependentSession` without `average`. Its shared state is not averaged with.
+
+    `cut` is set when this peer's own work is complete, and when it rests: it then averages with what it has.
+    """
+
+    def __init__(self, head: Head, deadline: Deadline, accounting: RoundAccounting) -> None:
+        self.head, self.deadline = head, deadline
+        self.cut = asyncio.Event()
+        self.round, self.group = head.key.round, ""
+        self.half_exchanges, self.mass_drift = 0, 0.0
+        self._accounting = accounting
+
+    def offer(self, work: LocalProgress) -> None:
+        if work.complete or work.leaving or work.resting:
+            self.cut.set()
+
+    def share(self, state: Sequence[Vector]) -> None:
+        """Without effect: peers average only during `average`."""
+
+    async def reclaim(self) -> Mapping[PeerId, Contribution]:
+        return {}
+
+    def count_half(self, drift: float) -> None:
+        """Count an exchange that may have moved one end only, by this share of the state's norm."""
+        self.half_exchanges += 1
+        self.mass_drift += drift
+
+    def _result(
+        self, committed: bool, contributions: Mapping[PeerId, Contribution], weights: Mapping[PeerId, float]
+    ) -> AveragingResult:
+        """The result of `average`, with the bytes and the blamed peers since the last one."""
+        outcome, record, certificate = Outcome.COMMITTED if committed else Outcome.SKIPPED, b"", b""
+        return AveragingResult(outcome, record, certificate, contributions, weights, *self._accounting.take())
+
+
+class StreamLimiter:
+    """Counts the streams that are being served."""
+
+    def __init__(self) -> None:
+        self._taken = Counter[PeerId]()
+
+    @contextmanager
+    def one_for(self, peer: PeerId) -> Iterator[bool]:
+        """Yield whether another stream of this peer may be served. If so, it counts inside this context."""
+        if self._taken.total() >= MAX_STREAMS or self._taken[peer] >= MAX_STREAMS_OF_ONE:
+            yield False
+            return
+        self._taken[peer] += 1
+        try:
+            yield True
+        finally:
+            self._taken -= Counter((peer,))  # forgets the peer at zero

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from protocols.estimates import ewma
+from protocols.peers.estimates import ewma
 
 MAX_REQUESTED_CHUNKS = 32
 """Limit of chunks requested from one donor ahead of what it has sent. They fill 2.5 Gbit/s for a round trip of .1 s."""

@@ -18,7 +18,7 @@ import torch
 from protocols import wire
 from protocols.aio import Gate, loop_time
 from protocols.base import BadPayload, Deadline, Head, Header, Host, PeerId, RoundKey, Settings, Stream
-from protocols.estimates import DONOR_ROUND
+from protocols.peers.estimates import DONOR_ROUND
 from protocols.sync.context import SyncContext
 from protocols.sync.requests import SignedStateRef, StateAdvert
 from protocols.sync.service import SyncServiceBase

@@ -12,7 +12,7 @@ from typing import Generic, TypeVar
 from protocols import wire
 from protocols.aio import loop_time, peer_timeout, task_group
 from protocols.base import REQUESTER_IDLE_SECONDS, BadPayload, Deadline, Header, PeerError, PeerId, RoundKey, Stream
-from protocols.stream_limiter import StreamLimiter
+from protocols.streams.endpoint import StreamLimiter
 from protocols.sync.context import SyncContext
 from protocols.sync.requests import SYNC, HeadAnnouncement, StateAdvert, WantSnapshot
 from protocols.sync.snapshot_server import SnapshotServer

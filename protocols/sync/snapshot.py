@@ -14,8 +14,8 @@ from typing import Protocol, TypeAlias
 import torch
 
 from protocols.base import BadPayload, Buffer, Vector
-from protocols.choices import CHUNK_ELEMENTS
 from protocols.history.chain import Chain, state_root
+from protocols.registry import CHUNK_ELEMENTS
 from protocols.sync.requests import SnapshotRef
 from protocols.vectors.views import chunk_count, chunk_digests, chunk_range, root_of
 

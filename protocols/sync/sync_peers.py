@@ -6,8 +6,8 @@ from collections import deque
 from collections.abc import Callable, Iterable
 
 from protocols.base import DISTRUST_SECONDS, Members, PeerId
-from protocols.estimates import RecentDict
 from protocols.history.chain import Chain
+from protocols.peers.estimates import RecentDict
 from protocols.sync.requests import SnapshotRef
 
 MAX_CONTACTS = 64

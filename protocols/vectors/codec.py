@@ -21,7 +21,7 @@ from typing import Final
 import torch
 
 from protocols.base import Buffer, Vector
-from protocols.choices import require_known
+from protocols.registry import require_known
 from protocols.vectors.coding import (
     PIECE,
     Codec,

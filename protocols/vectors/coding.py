@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 
 from protocols.base import BadPayload, Buffer, Vector
-from protocols.choices import CHUNK_ELEMENTS
+from protocols.registry import CHUNK_ELEMENTS
 from protocols.vectors.views import check_vector
 
 if sys.byteorder != "little":

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from protocols.base import Vector
-from protocols.choices import CHUNK_ELEMENTS
+from protocols.registry import CHUNK_ELEMENTS
 from protocols.vectors.codec import Codec
 from protocols.vectors.views import chunk_count, chunk_range
 

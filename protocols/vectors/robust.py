@@ -36,7 +36,7 @@ from typing import Final, Protocol
 import torch
 
 from protocols.base import Vector
-from protocols.choices import require_known
+from protocols.registry import require_known
 from protocols.vectors.views import LARGEST_FLOAT32, norm, weighted_mean
 
 TRIM_SHARE = 0.25

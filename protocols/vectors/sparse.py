@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import torch
 
 from protocols.base import BadPayload, Buffer, Vector
-from protocols.choices import TOPK_GRAIN
+from protocols.registry import TOPK_GRAIN
 from protocols.vectors.coding import PIECE, Codec, carry, received, require_finite, target, typed
 from protocols.vectors.lowbit import Int8
 from protocols.vectors.views import LARGEST_FLOAT32, SMALLEST_NORMAL_FLOAT32

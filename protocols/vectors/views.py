@@ -15,7 +15,7 @@ from itertools import accumulate
 import torch
 
 from protocols.base import CHUNK_BYTES, Vector
-from protocols.choices import CHUNK_ELEMENTS
+from protocols.registry import CHUNK_ELEMENTS
 
 LARGEST_FLOAT32 = torch.finfo(torch.float32).max
 SMALLEST_NORMAL_FLOAT32 = torch.finfo(torch.float32).tiny

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from protocols.base import Host, Member, PeerId, Transport
-from protocols.static_members import StaticMembers
+from protocols.base import Host, Member, PeerId, StaticMembers, Transport
 from tests.conformance.worlds import Peers
 from tests.sim.host import DirectoryFaults, SimClock, SimCompute, SimDirectory, SimSigner
 from tests.support.fake_rounds import SEED

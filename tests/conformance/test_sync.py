@@ -10,7 +10,7 @@ import torch
 from protocols.allreduce.parts import ReducedPart
 from protocols.base import BadPayload, Deadline, PeerGone, PeerSilent
 from protocols.butterfly.part_cache import PartCache, fetch_part
-from protocols.choices import CHUNK_ELEMENTS
+from protocols.registry import CHUNK_ELEMENTS
 from protocols.vectors.codec import codec
 from protocols.vectors.views import VectorView
 from tests.conformance.hosts import Network, host

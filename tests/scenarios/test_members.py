@@ -11,13 +11,12 @@ import pytest
 
 from protocols.allreduce.all_reduce import AllReduce
 from protocols.allreduce.plan import ResolvedPlan
-from protocols.base import Member, PeerError, PeerId
+from protocols.base import Member, PeerError, PeerId, StaticMembers
 from protocols.butterfly.averager import CONTROL
 from protocols.butterfly.coordinator import RoundCoordinator
 from protocols.consensus.messages import Accept
 from protocols.consensus.record import Kind, Record
 from protocols.history.chain import DecidedRound
-from protocols.static_members import StaticMembers
 from tests.sim.host import sim_host
 from tests.sim.scenario_runner import ScenarioRunner, ScenarioSetup
 from tests.support.long import diagonal, long

@@ -11,7 +11,7 @@ import torch
 
 from protocols.base import AveragingResult, Deadline, Head, Host, LocalProgress, Member, PeerId, Settings, Vector
 from protocols.history.chain import genesis
-from protocols.registry import REPLICATED_PROTOCOLS
+from protocols.registry import load_averager
 from protocols.streams.framing import FramedStream
 from protocols.vectors.views import norm
 from protocols.wire import Plan
@@ -100,7 +100,7 @@ class ButterflyHarness:
             self.bandwidths[index],
             robust=self.robust,
         )
-        averager = REPLICATED_PROTOCOLS[self.protocol](host, settings)
+        averager = load_averager(self.protocol)(host, settings)
         tokens = self.tokens[index]
         size = self.declared.get(index, norm([vector]))
         work = LocalProgress(tokens, 0.0, 1.0, size if tokens else 0.0, complete=True)

@@ -21,7 +21,7 @@ from node.tasks.base import Step
 from node.tasks.paced import Paced
 from protocols.base import ClosingAverager, Host, IndependentAverager, Member, PeerId, RoundKey, Settings
 from protocols.moshpit.averager import Moshpit
-from protocols.registry import INDEPENDENT_PROTOCOLS
+from protocols.registry import load_averager
 from protocols.sync.independent_sync import IndependentStateSync
 from tests.sim.blank_results import blank_results
 from tests.sim.byzantine.independent import ByzantinePeer
@@ -140,7 +140,7 @@ class IndependentWorld(World):
     def _averager(self, host: Host, settings: Settings) -> IndependentAverager:
         if self.scenario.directory:
             return Moshpit(host, settings, most=2, announce_limit=0)
-        return INDEPENDENT_PROTOCOLS[self.scenario.protocol](host, settings)
+        return load_averager(self.scenario.protocol)(host, settings)
 
     def stack(self, index: int, host: Host, settings: Settings, deps: OuterLoopDeps) -> tuple[Any, Any, RunRounds]:
         me, averager = host.me, self.averager(host, settings)

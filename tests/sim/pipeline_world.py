@@ -18,13 +18,12 @@ from node.training.inline_stage import InlineStage, StageCompute, StageSeconds
 from node.training.leased_stage import LeasedStage
 from node.training.stage_trainer import DrivingTrainer, ServingTrainer, StageTraining
 from protocols.aio import loop_time
-from protocols.base import Host, LocalProgress, Member, PeerId, Settings, Trainer
+from protocols.base import Host, LocalProgress, Member, PeerId, Settings, Trainer, stage_scope
 from protocols.pipeline.admission import StepAdmission
 from protocols.pipeline.driving import PipelineDriver
 from protocols.pipeline.serving import StageServer
 from protocols.pipeline.settings import PipelineEvent, PipelineSettings
 from protocols.pipeline.stages import StageClock, StageMembers, by_stage
-from protocols.scopes import stage_scope
 from protocols.streams.endpoint import ProtocolEndpoint
 from tests.sim import loop as simloop
 from tests.sim.contact import HEARTBEAT_SECONDS

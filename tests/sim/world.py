@@ -25,7 +25,7 @@ from protocols.aio import task_group
 from protocols.base import Host, Member, PeerId, Settings, Trainer
 from protocols.butterfly.part_cache import PartCache
 from protocols.history.chain import Chain
-from protocols.registry import REPLICATED_PROTOCOLS
+from protocols.registry import load_averager
 from protocols.sync.chain_sync import ChainSync, ChainSyncOptions
 from protocols.sync.snapshot import Snapshots
 from protocols.vectors.codec import codec
@@ -254,7 +254,7 @@ class World(SimSwarm):
         chain = Chain(RUN, self.scope(index), self.founders_of(index), bytes(32))
         options = ChainSyncOptions(part_cache, on_better=lambda branch: averager.supersede())
         sync = ChainSync(host, chain, settings, deps.snapshots, lambda: self.sharing(index), options)
-        averager = REPLICATED_PROTOCOLS[self.scenario.protocol](host, settings, part_cache, sync.hear)
+        averager = load_averager(self.scenario.protocol)(host, settings, part_cache, sync.hear)
         error_feedback = feedback(codec(settings.codec), len(deps.anchor), host.compute)
         outer_loop = ReplicatedOuterLoop(chain, averager, self.outer(), deps, error_feedback)
         return outer_loop, sync, partial(run_replicated_rounds, outer_loop, sync)

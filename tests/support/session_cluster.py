@@ -31,7 +31,7 @@ from node.ui.status_tracker import OuterLoopSources, StatusTracker
 from protocols.base import Deadline, Host, Member, PeerId, RoundKey, Settings
 from protocols.butterfly.part_cache import PartCache
 from protocols.history.chain import Chain
-from protocols.registry import INDEPENDENT_PROTOCOLS, REPLICATED_PROTOCOLS
+from protocols.registry import load_averager
 from protocols.sync.chain_sync import ChainSync, ChainSyncOptions
 from protocols.sync.independent_sync import IndependentStateSync
 from protocols.sync.snapshot import Snapshots
@@ -135,7 +135,7 @@ class SessionPeer:
         snapshots, part_cache = Snapshots(), PartCache(host)
         options = ChainSyncOptions(part_cache, on_better=lambda branch: averager.supersede())
         sync = ChainSync(host, self.chain, settings, snapshots, self.members.peers, options)
-        averager = REPLICATED_PROTOCOLS["butterfly"](host, settings, part_cache, sync.hear)
+        averager = load_averager("butterfly")(host, settings, part_cache, sync.hear)
         deps = self.outer_loop_deps(host, snapshots)
         outer_loop = ReplicatedOuterLoop(self.chain, averager, OuterSGD(0.9, 0.5), deps)
         return OuterLoopStack(outer_loop, sync, partial(run_replicated_rounds, outer_loop, sync))
@@ -164,7 +164,7 @@ class IndependentSessionPeer(SessionPeer):
         return self.own
 
     def stack(self, host: Host, settings: Settings) -> OuterLoopStack:
-        averager, snapshots = INDEPENDENT_PROTOCOLS["gossip"](host, settings), Snapshots(every_rounds=1)
+        averager, snapshots = load_averager("gossip")(host, settings), Snapshots(every_rounds=1)
         newcomer = Member(self.name) not in self.cluster.founders
         options = IndependentOptions(self.members.compare, SPREAD_LIMIT, newcomer=newcomer)
         deps = self.outer_loop_deps(host, snapshots)

@@ -18,6 +18,7 @@ from protocols import wire
 from protocols.aio import Gate
 from protocols.allreduce.parts import ReducedPart
 from protocols.base import (
+    RUN_SCOPE,
     AveragingResult,
     Contribution,
     LocalProgress,
@@ -33,7 +34,6 @@ from protocols.consensus import record as records
 from protocols.consensus.record import Kind, Record
 from protocols.history.chain import UNSETTLED, Chain, DecidedRound, follow
 from protocols.history.fork_choice import Branch
-from protocols.scopes import RUN_SCOPE
 from protocols.sync.chain_sync import ChainSync, ChainSyncOptions
 from protocols.sync.snapshot import MemoryBuffer, Snapshots
 from protocols.vectors.codec import codec

@@ -17,9 +17,8 @@ from node.joining.bootstrap import BootstrapServer, RunInfo
 from node.joining.stages import Seats, StageAssigner, place_of
 from node.membership.hello import BOOTSTRAP_METHOD, StageReply, StageSeat, WantStage
 from node.reporting.status import PeerStatus, public
-from protocols.base import Member, PeerId, Stream
+from protocols.base import Member, PeerId, Stream, stage_scope
 from protocols.consensus.record import Kind
-from protocols.scopes import stage_scope
 from tests.sim.host import SimSigner
 from tests.sim.swarm import SimSwarm
 from tests.support.fake_rounds import SEED

@@ -27,6 +27,7 @@ from protocols.base import (
     PeerError,
     PeerId,
     Settings,
+    StaticMembers,
     Vector,
 )
 from protocols.butterfly.averager import CONTROL, Butterfly
@@ -36,8 +37,7 @@ from protocols.consensus import record as records
 from protocols.consensus.messages import Propose
 from protocols.consensus.record import Kind, Record, coordinators
 from protocols.history.chain import genesis
-from protocols.static_members import StaticMembers
-from protocols.stream_limiter import MAX_STREAMS, MAX_STREAMS_OF_ONE
+from protocols.streams.endpoint import MAX_STREAMS, MAX_STREAMS_OF_ONE
 from protocols.vectors.codec import codec
 from protocols.vectors.views import norm
 from tests.sim import loop as simloop

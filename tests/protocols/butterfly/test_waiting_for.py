@@ -19,7 +19,7 @@ from protocols.base import (
     Settings,
 )
 from protocols.history.chain import genesis as genesis_head
-from protocols.registry import REPLICATED_PROTOCOLS
+from protocols.registry import load_averager
 from protocols.vectors.views import norm
 from tests.sim.butterfly_harness import RUN
 from tests.sim.network import SimNetwork
@@ -60,7 +60,7 @@ def average(
     async def member(host: Host, head: Head, index: int) -> AveragingResult:
         given = equal_norm_vectors(count, 400_000, seed=1)[index]
         work = LocalProgress(1000, 0.0, 1.0, norm([given]), complete=True)
-        averager = REPLICATED_PROTOCOLS["butterfly"](host, Settings("fp32", (len(given),), 4096, 1e6))
+        averager = load_averager("butterfly")(host, Settings("fp32", (len(given),), 4096, 1e6))
         async with averager.enter(head, asyncio.get_running_loop().time() + 600.0) as session:
             watching = asyncio.create_task(logs[host.me].watch(session))
             session.offer(replace(work, complete=False))

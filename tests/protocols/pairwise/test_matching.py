@@ -7,7 +7,6 @@ import math
 import pytest
 import torch
 
-from protocols.choices import SCHEDULES
 from protocols.pairwise.matching import (
     closing_hops,
     closing_pairs,
@@ -15,6 +14,7 @@ from protocols.pairwise.matching import (
     select_partners,
     stepped,
 )
+from protocols.registry import SCHEDULES
 from tests.support.mixing_matrices import mixing_matrix
 
 

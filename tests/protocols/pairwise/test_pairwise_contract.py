@@ -10,8 +10,8 @@ import torch
 
 from protocols.base import Outcome, Settings
 from protocols.pairwise.gossip import Gossip
-from protocols.pairwise.peer_timeouts import PeerTimeouts
 from protocols.pairwise.push_sum import PushSum
+from protocols.peers.timeouts import PeerTimeouts
 from tests.sim.gossip_harness import ROUND_SECONDS, GossipHarness
 from tests.sim.swarm import SimSwarm
 from tests.support.pairwise import play_rounds

@@ -18,7 +18,7 @@ from node.training.inline_stage import Priority
 from node.training.outer_stage import OuterStage
 from node.training.pipeline_text import generate
 from node.training.stage_trainer import DrivingTrainer, ServingTrainer
-from protocols.base import Header, Host, PeerId, PeerSilent, Settings, Stream, Trainer
+from protocols.base import Header, Host, PeerId, PeerSilent, Settings, Stream, Trainer, stage_scope
 from protocols.pipeline.messages import (
     HEADER_LIMIT,
     METHOD,
@@ -33,7 +33,6 @@ from protocols.pipeline.outer import OuterClient, OuterServer
 from protocols.pipeline.serving import StageServer
 from protocols.pipeline.settings import CALL_LIMIT_SECONDS, PipelineSettings
 from protocols.pipeline.work import StageWork
-from protocols.scopes import stage_scope
 from protocols.streams.endpoint import ProtocolEndpoint
 from tests.sim.pipeline_runner import PipelineRunner
 from tests.support.outer_stages import PRESET, RUN, OuterSwarm

@@ -10,9 +10,19 @@ from dataclasses import replace
 import pytest
 
 from protocols import wire
-from protocols.base import BadPayload, Header, Member, PeerError, PeerId, PeerSilent, RoundKey, Settings, Stream
+from protocols.base import (
+    BadPayload,
+    Header,
+    Member,
+    PeerError,
+    PeerId,
+    PeerSilent,
+    RoundKey,
+    Settings,
+    StaticMembers,
+    Stream,
+)
 from protocols.pairwise.shares import RecallShare
-from protocols.static_members import StaticMembers
 from protocols.streams.endpoint import FIRST_FRAME_SECONDS, ProtocolEndpoint, SessionTable
 from tests.sim.swarm import SimSwarm
 from tests.support.simulated import on_virtual_time, simulated

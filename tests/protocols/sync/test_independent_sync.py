@@ -23,7 +23,7 @@ from node.training.trainer import InlineTrainer
 from protocols.base import Host, Member, PeerId, RoundKey, Settings
 from protocols.pairwise.gossip import Gossip
 from protocols.pairwise.shared_state import SharedStateSession
-from protocols.stream_limiter import MAX_STREAMS
+from protocols.streams.endpoint import MAX_STREAMS
 from protocols.sync.independent_sync import IndependentStateSync, eligible
 from protocols.sync.requests import SYNC, SignedStateRef, StateAdvert
 from protocols.sync.snapshot import Snapshot, SnapshotIndex, Snapshots

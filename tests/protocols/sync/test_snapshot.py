@@ -13,8 +13,8 @@ import torch
 
 from node.storage.file_buffer import FileBuffer, outer_buffer
 from protocols.base import CHUNK_BYTES, BadPayload, Member, Vector
-from protocols.choices import CHUNK_ELEMENTS
 from protocols.history.chain import Chain, state_root
+from protocols.registry import CHUNK_ELEMENTS
 from protocols.sync.requests import SnapshotRef
 from protocols.sync.snapshot import Snapshot, SnapshotIndex, Snapshots
 from protocols.vectors.views import chunk_digests, root, root_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from protocols.base import DISTRUST_SECONDS, BadPayload, Member, PeerId
-from protocols.estimates import RecentDict, ewma
+from protocols.peers.estimates import RecentDict, ewma
 
 ANSWER_FLOOR_SECONDS = 2.0
 ROUND_TRIPS = 8.0

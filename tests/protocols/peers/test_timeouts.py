@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from protocols.base import DISTRUST_SECONDS, BadPayload, Member
-from protocols.pairwise.peer_timeouts import (
+from protocols.peers.timeouts import (
     CHEAP_SECONDS,
     MAX_PEERS,
     REQUEST_WINDOW,
