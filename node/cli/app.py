@@ -316,13 +316,8 @@ def _claim_state_dir(state_dir: Path | None) -> Iterator[Path]:
 def _resolve_run(config: PeerConfig, of_run: Mapping[str, Any], state_dir: Path) -> tuple[PeerConfig, RunConfig | None]:
     """The run to start; None if the peer joins a swarm's run, or resumes the one in its directory.
 
-    A run that is given together with a directory that holds one has to be the same run.
-
-    Args:
-        of_run: options that describe a run to start: a joiner cannot set them.
-
-    Raises:
-        CommandError: the options contradict each other, or the directory.
+    `of_run` are options that describe a run to start: a joiner cannot set them. A run that is given together with a
+    directory that holds one has to be the same run.
     """
     from node.storage.statedir import holds_run, is_over
 
@@ -366,12 +361,7 @@ def _load_run(of_run: Mapping[str, Any], rounds: int | None) -> RunConfig:
 
 
 def _check(of_run: Mapping[str, Any], rounds: int | None) -> int:
-    """Check the configuration that a swarm's peers will get; return its number of stages.
-
-    Raises:
-        ConfigError: a value is missing or wrong.
-        CommandError: the task needs a model, and none is named.
-    """
+    """Check the configuration that a swarm's peers will get; return its number of stages."""
     from node.config.peer_config import load_peer
 
     mine, run = load_peer({}, os.environ, of_run["run"]), _load_run(of_run, rounds)

@@ -211,12 +211,7 @@ def _fetched(addresses: Sequence[str], base: str | None) -> TrainedModel:
 
 
 def _trained(state_dirs: Sequence[Path] | None) -> TrainedModel:
-    """Load the model of these state directories. A warning about it goes to stderr.
-
-    Raises:
-        CommandError: several directories here could be meant.
-        PeerUnreachable: there is no model in the directories.
-    """
+    """Load the model of these state directories. A warning about it goes to stderr."""
     from node.export.trained_model import TrainedError, load_trained
 
     try:

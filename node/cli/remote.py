@@ -36,16 +36,7 @@ class PeerUnreachable(CommandError):
 
 
 def status(state_dir: Path | None, bootstrap: str | None) -> Status:
-    """Ask a peer for its status.
-
-    Args:
-        state_dir: of the peer; None for the only peer that runs on this machine.
-        bootstrap: address of the peer to ask instead.
-
-    Raises:
-        CommandError: the address is none, or several peers run here.
-        PeerUnreachable: the peer does not answer, or its answer is malformed.
-    """
+    """Ask a peer for its status: at the address `bootstrap`, of `state_dir`, or the only one on this machine."""
     answer = _ask_remote(bootstrap) if bootstrap else asyncio.run(_ask(state_dir, "status"))
     try:
         return parse(answer)
@@ -54,21 +45,11 @@ def status(state_dir: Path | None, bootstrap: str | None) -> Status:
 
 
 def finish(state_dir: Path | None) -> None:
-    """Ask a peer on this machine to finish its round and leave.
-
-    Raises:
-        CommandError, PeerUnreachable: as for `status`.
-    """
     asyncio.run(_ask(state_dir, "finish"))
 
 
 def page(state_dir: Path | None) -> str:
-    """The link of the web page of a peer on this machine.
-
-    Raises:
-        CommandError: several peers run here.
-        PeerUnreachable: no peer runs there, or it serves no page.
-    """
+    """The link of the web page of a peer on this machine."""
     return asyncio.run(_page(state_dir))
 
 
@@ -91,13 +72,8 @@ async def _page(state_dir: Path | None) -> str:
 
 
 def pause(state_dir: Path | None, until: float | None, after_round: bool) -> str:
-    """Ask a peer on this machine to pause. Returns its answer, one line.
-
-    Args:
-        until: wall clock; None: until it is asked to resume.
-
-    Raises:
-        CommandError, PeerUnreachable: as for `status`.
+    """Ask a peer on this machine to pause `until` a wall-clock time, or until it is asked to resume. Returns its
+    answer.
     """
     answer = asyncio.run(_ask(state_dir, "pause", until=until, after_round=after_round))
     if not answer.get("ok"):
@@ -106,21 +82,10 @@ def pause(state_dir: Path | None, until: float | None, after_round: bool) -> str
 
 
 def resume(state_dir: Path | None) -> str:
-    """Ask a peer on this machine to work again. Returns its answer, one line.
-
-    Raises:
-        CommandError, PeerUnreachable: as for `status`.
-    """
     return printable(str(asyncio.run(_ask(state_dir, "resume")).get("line", "")))
 
 
 def change(state_dir: Path | None, name: str, value: str) -> str:
-    """Ask a peer on this machine to change a setting. Returns its answer, one line.
-
-    Raises:
-        CommandError: it refuses, or as for `status`.
-        PeerUnreachable: as for `status`.
-    """
     answer = asyncio.run(_ask(state_dir, "set", name=name, value=value))
     line = printable(str(answer.get("line", "")))
     if answer.get("ok") is not True:
@@ -129,7 +94,6 @@ def change(state_dir: Path | None, name: str, value: str) -> str:
 
 
 def show(shown: Status) -> None:
-    """Print a status in readable form."""
     from rich.console import Console
 
     from node.ui.terminal import render
@@ -178,15 +142,8 @@ def _ask_remote(address: str) -> dict[str, Any]:
 def fetch(addresses: Sequence[str], directory: Path, base: str | None = None) -> list[Path]:
     """Fetch the model of the run of the peers at these addresses into an empty directory.
 
-    Args:
-        base: this machine's copy of the model that a run of the task hf fine-tunes.
-
-    Returns:
-        State directories: one, or one of each stage.
-
-    Raises:
-        CommandError: an address is none, or there are too many.
-        PeerUnreachable: no peer answers, or there is no model to fetch from them.
+    `base` is this machine's copy of the model that a run of the task hf fine-tunes. Returns the state directories: one,
+    or one of each stage.
     """
     if len(addresses) > MAX_ADDRESSES:
         raise CommandError(f"{len(addresses)} addresses are too many: give at most {MAX_ADDRESSES} by --bootstrap")
@@ -206,11 +163,7 @@ def fetch(addresses: Sequence[str], directory: Path, base: str | None = None) ->
 
 
 def require_address(address: str) -> None:
-    """Check that a --bootstrap is the address of one peer.
-
-    Raises:
-        CommandError: it is not.
-    """
+    """Raise CommandError unless a --bootstrap is the address of one peer."""
     from node.config.multiaddrs import FILE_SIGN
     from node.config.peer_config import load_peer
     from node.config.toml import ConfigError

@@ -68,11 +68,7 @@ async def run_swarm(options: SwarmOptions) -> int:
 
 
 def _directory(wanted: Path | None) -> Path:
-    """A directory that holds no peers of another swarm.
-
-    Raises:
-        OSError: it cannot be made, or holds a swarm.
-    """
+    """A directory that holds no peers of another swarm. Raises OSError."""
     if wanted is None:
         return Path(tempfile.mkdtemp(prefix="starling-swarm-"))
     wanted.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -82,27 +78,18 @@ def _directory(wanted: Path | None) -> Path:
 
 
 class Participant:
-    """One peer's process, its status and its reports.
-
-    Attributes:
-        status: the latest that `look` received; None before the first.
-        replaced: the peer's line about workers that died or hung; empty if there was none.
-    """
+    """One peer's process, its status and its reports."""
 
     def __init__(self, name: str, home: Path, environment: Mapping[str, str] = _ENVIRONMENT) -> None:
         self.name, self.directory, self._environment = name, home / name, environment
         self.status: Status | None = None
         self._log = home / f"{name}.log"
-        self._last_line, self.replaced = "", ""
+        self._last_line = ""
+        self.replaced = ""  # the peer's line about workers that died or hung
         self._child: ChildProcess | None = None
         self._read_bytes = 0
 
     async def start(self, arguments: Sequence[str]) -> None:
-        """Start the process.
-
-        Raises:
-            OSError: it cannot be started.
-        """
         place = ("--state-dir", str(self.directory), "--listen", _LISTEN, "--no-nat", "--nickname", self.name)
         command = (sys.executable, "-P", "-m", "node", "join", *place, *arguments)
         self._child = await ChildProcess.start(self.name, command, self._take_line, self._environment)
@@ -119,7 +106,6 @@ class Participant:
 
     @property
     def code(self) -> int | None:
-        """Exit code of the process; None while it runs."""
         return self._child.code if self._child else None
 
     @property
@@ -128,12 +114,10 @@ class Participant:
 
     @property
     def well(self) -> bool:
-        """Whether the process ended in good order."""
         return self.code in (0, NO_RESULT)
 
     @property
     def end(self) -> str:
-        """How the process ended, as shown to the user."""
         code = self.code
         if code is None:
             return "did not start" if self._child is None else "runs"
@@ -141,21 +125,17 @@ class Participant:
 
     @property
     def output_tail(self) -> str:
-        """The last line that the process wrote, safe to print."""
         return printable(self._last_line.removeprefix("starling: "), 300) or "no output"
 
     def ask(self) -> None:
-        """Ask the peer to finish its round and leave."""
         if self._child:
             self._child.ask()
 
     async def kill(self) -> None:
-        """Kill the process; its worker and p2pd die with it."""
         if self._child:
             await self._child.kill()
 
     async def look(self, seconds: float) -> None:
-        """Update `status`, within `seconds`."""
         with suppress(ControlUnavailable, ValueError):
             self.status = parse(await ask(self.directory, "status", asyncio.get_running_loop().time() + seconds))
 
@@ -172,11 +152,7 @@ class Participant:
             return []
 
     def _lines(self, path: Path) -> list[RoundReport]:
-        """Whole lines of a file after those already read.
-
-        Raises:
-            OSError: there is no such file.
-        """
+        """Whole lines of a file after those already read."""
         with path.open("rb") as file:
             file.seek(self._read_bytes)
             data = file.read(READ_BYTES)
@@ -185,7 +161,6 @@ class Participant:
         return [RoundReport.from_json(line) for line in whole.splitlines()]
 
     def text(self) -> str:
-        """What the model wrote when the run was over; empty if it wrote nothing."""
         try:
             with (self.directory / "sample.txt").open("rb") as file:
                 return file.read(_SAMPLE_BYTES).decode(errors="replace")
@@ -207,7 +182,6 @@ class Swarm:
         self._leaving, self._until = False, float("inf")
 
     def leave(self) -> None:
-        """Ask all peers to finish their round and leave."""
         self._leaving = True
         self._end_within(LEAVE_SECONDS)
         for each in self._peers:
@@ -217,7 +191,6 @@ class Swarm:
         self._until = min(self._until, asyncio.get_running_loop().time() + seconds)
 
     async def run(self) -> int:
-        """Run the swarm to its end and return the exit code."""
         began = asyncio.get_running_loop().time()
         self._screen.say(f"starting {self._options.peers} peers; their directories and logs are in {self._directory}")
         try:
@@ -275,7 +248,6 @@ class Swarm:
             self._screen.say(f"page of {founder.name}: {link}")
 
     def _why_not(self, founder: Participant) -> str:
-        """Why there is no run, as shown to the user."""
         if self._leaving:
             return "stopped before the run had begun"
         if not founder.running:
@@ -320,7 +292,6 @@ class Swarm:
         self._read()
 
     def _read(self) -> None:
-        """Read new reports, and print what is new."""
         running = {each.name for each in self._peers if each.running}
         for each in self._peers:
             for report in each.reports():

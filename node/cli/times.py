@@ -35,7 +35,7 @@ def _duration(text: str) -> timedelta:
     days, hours, minutes, seconds = (int(each or 0) for each in found.groups()) if found else (0, 0, 0, 0)
     length = timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds)
     if not timedelta(0) < length <= timedelta(days=MAX_DAYS):
-        raise CommandError(f"--for {text!r} is no length of time: give one like 45m, 1h or 1h30m, at most {MAX_DAYS}d")
+        raise CommandError(f"--for {text!r} is not a duration; try 45m, 1h or 1h30m, at most {MAX_DAYS}d")
     return length
 
 
@@ -43,6 +43,6 @@ def _time_of_day(text: str, now: datetime) -> datetime:
     try:
         there = datetime.strptime(text.strip(), "%H:%M")
     except ValueError:
-        raise CommandError(f"--until {text!r} is no time of day: give one like 18:00") from None
+        raise CommandError(f"--until {text!r} is not a time; try 18:00") from None
     there = now.replace(hour=there.hour, minute=there.minute, second=0, microsecond=0)
     return there if there > now else there + timedelta(days=1)

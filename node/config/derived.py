@@ -34,16 +34,10 @@ def worker_spec(
     stage: StageValues | None = None,
     pins: ModelPins | None = None,
 ) -> WorkerSpec:
-    """Specification of this peer's worker in a run.
+    """Specification of this peer's worker in a run, with `seed` for its data stream.
 
-    Args:
-        seed: seed of this peer's data stream.
-        sample: file of the run's evaluation sample; None for the founder, which makes the sample.
-        stage: this peer's stage; None in a run without stages.
-        pins: what the run's manifest says of the model; None for the founder, and for all tasks but hf.
-
-    Raises:
-        ConfigError: the task needs a model, and this machine's configuration names none.
+    `sample` (file of the run's evaluation sample) and `pins` are None for the founder, which makes them. Raises
+    ConfigError if the task needs a model, and this machine's configuration names none.
     """
     return WorkerSpec(
         values=_hf_values(run.hf, mine, pins) if run.hf else _values(run),
@@ -69,10 +63,8 @@ def protocol_settings(
     stage: int = 0,
     bandwidth_limit: Callable[[], float] = lambda: math.inf,
 ) -> Settings:
-    """Settings of the run's averaging protocol, or of its stage's, for this incarnation of this peer.
-
-    Args:
-        bandwidth_limit: returns what this peer may send, bytes/s.
+    """Settings of the run's averaging protocol, or of its stage's. `bandwidth_limit` returns what this peer may send,
+    bytes/s.
     """
     config = manifest.config
     return Settings(
@@ -95,12 +87,9 @@ def vector_bytes(manifest: Manifest, stage: int = 0) -> int:
 
 
 def require_bearable(manifest: Manifest, mine: PeerConfig, stage: int = 0) -> None:
-    """Refuse a limit with which this peer would be late in each round, and make all others wait.
+    """Refuse a limit (ConfigError) with which this peer would be late in each round, and make all others wait.
 
     What the others declare is not known yet: they are taken to have the default bandwidth.
-
-    Raises:
-        ConfigError: a limit is too low for this run; the message has the figures.
     """
     claim, size = mine.claim_bytes_per_second, vector_bytes(manifest, stage)
     least, seconds = least_claim(size, DEFAULT_BANDWIDTH)
@@ -121,17 +110,10 @@ def cap_cost_seconds(manifest: Manifest, mine: PeerConfig, members: int, stage: 
 
 
 def stage_values(config: RunConfig, bounds: tuple[int, ...], elements: int, number: int, me: Member) -> StageValues:
-    """Specification of one stage.
-
-    Args:
-        bounds, elements: as in `StageValues`.
-        number: of the stage.
-    """
     return StageValues(number, bounds, config.activation_codec, elements, f"{me.peer}/{me.incarnation}")
 
 
 def machine_rules(mine: PeerConfig) -> MachineRules:
-    """When this machine pauses."""
     return MachineRules(
         hours=tuple(map(WeeklyHours.parse, mine.hours)),
         battery=mine.on_battery == "pause",

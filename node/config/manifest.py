@@ -44,46 +44,27 @@ class ManifestError(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
 class StageEntry:
-    """One stage of a run with stages.
+    """One stage of a run with stages."""
 
-    Attributes:
-        end: number of the first block that is not in the stage; the stage begins where the one before it ends.
-        state_root: state root of the stage's outer state before round 0, 32 bytes.
-        layout: `layout_digest` of the stage's parameters.
-    """
-
-    end: int = Field(ge=1, le=1 << 20)
-    state_root: Digest
-    layout: Digest
+    end: int = Field(ge=1, le=1 << 20)  # first block that is not in the stage, which begins where the one before ends
+    state_root: Digest  # of its outer state before round 0
+    layout: Digest  # `layout_digest` of its parameters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
 class Manifest:
-    """A run, as declared by its founder.
-
-    Raises:
-        ValueError: a value is out of its range.
-
-    Attributes:
-        founder: the founder, in the incarnation that founded the run.
-        elements: length of each fragment's flat vector; with stages, of each stage's.
-        state_root: state root of the outer state before round 0, 32 bytes; with stages, that of stage 0.
-        held_out: SHA-256 of the evaluation sample that travels with the run; 32 zero bytes if the task has none.
-        created: wall time, seconds since 1970.
-        layout: `layout_digest` of the parameters; None with stages, each of which has its own.
-        stages: the stages, in order; None in a run without stages.
-        model: what the model of a run of the task hf must be; None in all other runs.
-    """
+    """A run, as declared by its founder. Raises ValueError if a value is out of its range."""
 
     config: RunConfig
-    founder: Member
+    founder: Member  # in the incarnation that founded the run
+    # Length of each fragment's flat vector; with stages, of each stage's.
     elements: tuple[Annotated[int, Field(ge=1, le=MAX_ELEMENTS)], ...] = Field(min_length=1, max_length=MAX_FRAGMENTS)
-    state_root: Digest
-    held_out: Digest = bytes(32)
-    created: float = Field(ge=0, le=1e11)
-    layout: Digest | None = None
+    state_root: Digest  # of the outer state before round 0; with stages, that of stage 0
+    held_out: Digest = bytes(32)  # SHA-256 of the evaluation sample; zeros if the task has none
+    created: float = Field(ge=0, le=1e11)  # wall time, seconds since 1970
+    layout: Digest | None = None  # `layout_digest` of the parameters; None with stages, each of which has its own
     stages: tuple[StageEntry, ...] | None = Field(default=None, max_length=MAX_FRAGMENTS)
-    model: ModelPins | None = None
+    model: ModelPins | None = None  # what the model of a run of the task hf must be
 
     def __post_init__(self) -> None:
         peer, incarnation = self.founder.peer, self.founder.incarnation
@@ -136,11 +117,7 @@ class Manifest:
         return hashlib.sha256(_RUN_TAG + self.encode()).hexdigest()
 
     def require_layout(self, layout: Layout, stage: int = 0) -> None:
-        """Check that the parameters of this peer's worker are those of the run, or of its stage.
-
-        Raises:
-            ManifestError: sizes, names or shapes differ.
-        """
+        """Raise ManifestError unless this peer's worker has the parameters of the run, or of its stage."""
         elements, digest = self.elements_of(stage), self.stages[stage].layout if self.stages else self.layout
         if layout.sizes() == elements and digest in (None, layout_digest(layout)):
             return
@@ -154,7 +131,6 @@ class Manifest:
         raise ManifestError(f"here the model has {what}: use the {version} that the others use")
 
     def encode(self) -> bytes:
-        """Canonical bytes of this manifest; see `node.config.toml.canonical`."""
         return canonical(self)
 
 
@@ -176,15 +152,9 @@ def seal(manifest: Manifest, signer: Signer) -> bytes:
 def unseal(
     envelope: bytes, verify: Callable[[PeerId, bytes, bytes], bool], expected_run_id: str | None = None
 ) -> Manifest:
-    """Verify an envelope from an untrusted peer, and return its manifest.
+    """Verify an envelope from an untrusted peer, and return its manifest. Raises ManifestError.
 
-    Args:
-        verify: `protocols.base.Signer.verify`.
-        expected_run_id: id of the expected run, or at least its first 12 hex digits; None accepts any run.
-
-    Raises:
-        ManifestError: the envelope is too large, of another format or not canonical, a value is out of its range, the
-            founder's signature is wrong, or it is another run.
+    `expected_run_id` is the id of the expected run, or at least its first 12 hex digits; None accepts any run.
     """
     encoded, signature = _open(envelope)
     unsigned = ManifestError("the manifest is not signed by its founder: ask another peer of the run")

@@ -33,7 +33,7 @@ def _multiaddr(address: str, example: str) -> str:
     if not parsed:
         raise ValueError(f"{address!r} is empty: give one like {example}")
     if number := _NUMBER_AS_NAME.match(parsed):
-        raise ValueError(f"{parsed}: {number[1]} is an address and no name: write /ip4/ instead of /dns/")
+        raise ValueError(f"{parsed}: {number[1]} is an IP address; use /ip4/ instead of /dns/")
     return parsed
 
 
@@ -70,11 +70,7 @@ def _file(source: str) -> str:
 
 
 def peer_address(address: str) -> str:
-    """Check the multiaddr of a peer, and return it in normal form.
-
-    Raises:
-        ValueError: it is not one; the message is one line, with the form that is expected.
-    """
+    """Check the multiaddr of a peer, and return it in normal form. Raises ValueError with one line for the user."""
     address = _multiaddr(address, _EXAMPLE)
     if not re.search("/p2p/[^/]+$", address):
         why = "does not say which peer it is: it must end in /p2p/<its peer id>"
@@ -87,7 +83,6 @@ def peer_address(address: str) -> str:
 
 
 def listen_address(address: str) -> str:
-    """Check a multiaddr to listen on."""
     address = _multiaddr(address, _PLACE)
     if "/p2p/" in address:
         raise ValueError(f"{address} names a peer: listen on the part before /p2p/")
@@ -95,7 +90,6 @@ def listen_address(address: str) -> str:
 
 
 def announced_address(address: str) -> str:
-    """Check a multiaddr at which others can dial this peer."""
     address = _multiaddr(address, _PLACE)
     if "/p2p/" in address:
         raise ValueError(f"{address} names a peer: announce the part before /p2p/")
@@ -113,7 +107,7 @@ def announced_address(address: str) -> str:
 def home_path(path: Path) -> Path:
     """The path, in which ~ is replaced by the home directory."""
     if "\0" in str(path):
-        raise ValueError(f"{str(path)!r} is no path")
+        raise ValueError(f"{str(path)!r} is not a path")
     try:
         return path.expanduser()
     except RuntimeError:

@@ -232,35 +232,24 @@ class RunConfig:
         return next((table.elements for table in (self.gpt, self.paced) if table), None)
 
     def preset(self) -> Preset:
-        """Everything that `node.tasks.gpt.GptTask` is built from.
-
-        Raises:
-            ValueError: the task is not gpt.
-        """
+        """Everything that `node.tasks.gpt.GptTask` is built from. Raises ValueError if the task is not gpt."""
         if self.gpt is None:
             raise ValueError(f"a run of task {self.task} has no model")
         return Preset(self.gpt.shape, self.gpt.rows, self.recipe)
 
     def require_protocol(self, protocols: Collection[str]) -> None:
-        """Check that the run's protocol is a known one.
-
-        Raises:
-            ConfigError: it is not among `protocols`.
-        """
+        """Raise ConfigError if the run's protocol is not among `protocols`."""
         if self.protocol not in protocols:
             name = ascii(self.protocol)[1:-1]
             raise ConfigError(f'unknown protocol "{name}": {suggestion(self.protocol, protocols)}', "protocol")
 
     def to_canonical(self) -> bytes:
-        """Canonical bytes of this configuration, at most `MAX_BYTES`."""
         return canonical(self)
 
     @classmethod
     def from_canonical(cls, data: bytes) -> RunConfig:
-        """Read a configuration from its canonical bytes.
-
-        Raises:
-            ConfigError: too long, a value is missing, unknown or out of its range, or the bytes are not canonical.
+        """Read a configuration from its canonical bytes. Raises ConfigError if they are not canonical, or a value is
+        bad.
         """
         if len(data) > MAX_BYTES:
             raise ConfigError(f"a configuration of {len(data)} bytes, more than {MAX_BYTES}")
@@ -286,12 +275,8 @@ _KEYS = (*(field.name for field in fields(RunConfig)), "peer")
 def load_run(path: Path | None, overrides: Mapping[str, object], protocols: Collection[str]) -> RunConfig:
     """Load the configuration of a new run: overrides > the file > the task's preset > defaults.
 
-    Args:
-        overrides: dotted name ("task", "recipe.rounds") -> value of a flag; None for a flag that was not given.
-        protocols: names of all protocols.
-
-    Raises:
-        ConfigError: the file cannot be read, a key is unknown or a value is bad; names the source and the key.
+    `overrides` maps a dotted name ("task", "recipe.rounds") to the value of an option, or None. Raises ConfigError,
+    which names the source and the key.
     """
     file = read_toml(path) if path else {}
     if isinstance(hf := file.get("hf"), dict):

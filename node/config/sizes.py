@@ -24,35 +24,27 @@ def size_bytes(text: str) -> float | None:
 
 
 def rate(value: object) -> object:
-    """Read a cap: bytes per second, as a number or as a text like 1.5MB/s.
-
-    Raises:
-        ValueError: it is none, too low or too high.
-    """
+    """Read a cap: bytes per second, as a number or as a text like 1.5MB/s. Raises ValueError."""
     text = str(value).strip()
     found = None if isinstance(value, bool) else size_bytes(re.sub(r"\s*/\s*s$", "", text))
     if found is None:
-        raise ValueError(f"{shown(value)} is no number of bytes per second: write it like 1.5MB or 800kB")
+        raise ValueError(f"{shown(value)} is not a data rate; try 1.5MB or 800kB")
     if found < LEAST_RATE:
-        raise ValueError(f"{shown(value)} must be at least 66kB/s: peers do not wait for less. Write it like 1.5MB")
+        raise ValueError(f"{shown(value)} must be at least 66kB/s, because peers do not wait for less; try 1.5MB")
     if found > MOST_BYTES:
-        raise ValueError(f"{shown(value)} is over 1000TB/s, more than any line carries: write it like 1.5MB")
+        raise ValueError(f"{shown(value)} must be below 1000TB/s; try 1.5MB")
     return found
 
 
 def quota(value: object) -> object:
-    """Check a quota like 50GB/month, and return it in normal form.
-
-    Raises:
-        ValueError: it is none, too small or too large.
-    """
+    """Check a quota like 50GB/month, and return it in normal form. Raises ValueError."""
     size, _, period = str(value).partition("/")
     found, period = size_bytes(size), period.strip().lower()
     if found is None or period not in PERIODS or found < LEAST_QUOTA:
         what = "a size of at least 100MB and a period, /day, /week or /month"
         raise ValueError(f"{shown(value)} must be {what}: like 50GB/month")
     if found > MOST_BYTES:
-        raise ValueError(f"{shown(value)} is over 1000TB, more than any line carries: write it like 50GB/month")
+        raise ValueError(f"{shown(value)} must be below 1000TB; try 50GB/month")
     return f"{found:.0f}B/{period}"
 
 

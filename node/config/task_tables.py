@@ -53,11 +53,7 @@ class GptTable:
         return self.rows * self.context * self.width
 
     def require_stages(self, stages: int) -> None:
-        """Check that the model can be cut into this number of stages.
-
-        Raises:
-            ValueError: it cannot; the message says why, in one line.
-        """
+        """Raise ValueError if the model cannot be cut into this number of stages."""
         if stages > (blocks := self.layers + 2):
             raise ValueError(f"{stages} stages need as many blocks, and the model has {blocks}: take fewer stages")
         if (size := 4 * self.activation_elements) > MAX_ACTIVATION_BYTES:

@@ -18,11 +18,7 @@ BYTE_ORDER_MARKS = ("\ufeff", "\udcef\udcbb\udcbf")
 def decoded(data: bytes, errors: str = "strict") -> str:
     """The text of a file: in UTF-8, or as its byte-order mark says (PowerShell's > writes UTF-16).
 
-    Args:
-        errors: what to do with bytes that are not text, as in `bytes.decode`.
-
-    Raises:
-        ValueError: it is not text. The message is one line without the file's name.
+    `errors` is as in `bytes.decode`. Raises ValueError if it is not text; its message does not name the file.
     """
     mark, encoding = next((each for each in _MARKS if data.startswith(each[0])), (b"", "utf-8"))
     try:

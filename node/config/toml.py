@@ -48,8 +48,7 @@ _PLAIN = (
 class ConfigError(ValueError):
     """A configuration that cannot be used. The message is one line: what, why, what to do.
 
-    Attributes:
-        key: dotted name of the wrong value; empty if the error is not about a single one.
+    `key` is the dotted name of the wrong value; empty if the error is not about a single one.
     """
 
     def __init__(self, message: str, key: str = "") -> None:
@@ -58,11 +57,7 @@ class ConfigError(ValueError):
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """Read a run file.
-
-    Raises:
-        ConfigError: the file is not readable, not TOML, or longer than `MAX_BYTES`; names the file.
-    """
+    """Read a run file of at most `MAX_BYTES`. Raises ConfigError, which names the file."""
     try:
         with path.open("rb") as file:
             content = file.read(MAX_BYTES + 1)
@@ -79,10 +74,8 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def check_keys(table: Mapping[str, object], known: Collection[str], name: str = "") -> None:
-    """Refuse unknown keys in the table `name`, or in the root, and suggest the nearest known key.
-
-    Raises:
-        ConfigError: for the first unknown key.
+    """Raise ConfigError for the first unknown key in the table `name`, or in the root, and suggest the nearest known
+    one.
     """
     for key in table:
         if key not in known:
@@ -91,12 +84,10 @@ def check_keys(table: Mapping[str, object], known: Collection[str], name: str = 
 
 
 def suggestion(word: str, known: Collection[str], prefix: str = "") -> str:
-    """A hint for a misspelt word: the nearest known word, or all of them.
-
-    Args:
-        prefix: common prefix of the known words, left out when comparing them.
-    """
-    near = difflib.get_close_matches(word[:_SHOWN], known, n=1, cutoff=0.5)
+    """A hint for a misspelt word: the nearest known word, or all of them, each after the common `prefix`."""
+    word = word[:_SHOWN]
+    beginnings = [each for each in known if word and each.startswith(word)]
+    near = difflib.get_close_matches(word, known, n=1, cutoff=0.6) or beginnings
     return f'did you mean "{prefix}{near[0]}"?' if near else f"there are {', '.join(prefix + each for each in known)}"
 
 

@@ -55,7 +55,6 @@ class Desktop:
         return None if value is None else _METERED_VALUES.get(value)
 
     async def _ask(self, arguments: Sequence[str]) -> int | None:
-        """Ask for one number; None if there is no answer in time."""
         if self._busctl is None:
             return None
         lines: list[str] = []

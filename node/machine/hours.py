@@ -15,24 +15,15 @@ _FORM = re.compile(r"(?:(?P<days>[a-z,-]+)\s*)?(?:(?P<begin>\d{1,2}:\d{2})\s*-\s
 
 @dataclass(frozen=True, slots=True)
 class WeeklyHours:
-    """A range of hours on some days of the week. One that passes midnight belongs to the day on which it begins.
+    """A range of hours on some days of the week. One that passes midnight belongs to the day on which it begins."""
 
-    Attributes:
-        days: the days on which it begins, 0 for Monday.
-        begin, end: minutes since midnight. If `end` is not later than `begin`, it is on the next day.
-    """
-
-    days: frozenset[int]
-    begin: int
-    end: int
+    days: frozenset[int]  # on which it begins, 0 for Monday
+    begin: int  # minutes since midnight
+    end: int  # if not later than `begin`, on the next day
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Parse a range.
-
-        Raises:
-            ValueError: it is none; the message is one line for the user.
-        """
+        """Parse a range. Raises ValueError with one line for the user."""
         found = _FORM.fullmatch(" ".join(text.lower().split()))
         if not found or not (found["days"] or found["begin"]):
             raise ValueError(f"{text[:60]!r} is not a range of hours: write {EXAMPLES}")
@@ -42,7 +33,6 @@ class WeeklyHours:
         return cls(days, _minutes(found["begin"], text), _minutes(found["end"], text))
 
     def contains(self, local: datetime) -> bool:
-        """Whether the range contains this local time."""
         today, now = local.weekday(), 60 * local.hour + local.minute
         if self.begin < self.end:
             return today in self.days and self.begin <= now < self.end
@@ -55,7 +45,7 @@ def _days(text: str, whole: str) -> frozenset[int]:
     for part in text.split(","):
         first, dash, last = part.partition("-")
         if first not in DAYS or (dash and last not in DAYS):
-            raise ValueError(f"{whole[:60]!r}: {part!r} names no days: write {', '.join(DAYS)}, or {EXAMPLES}")
+            raise ValueError(f"{whole[:60]!r}: {part!r} does not name days: write {', '.join(DAYS)}, or {EXAMPLES}")
         begin, end = DAYS.index(first), DAYS.index(last if dash else first)
         days.update(each % 7 for each in range(begin, end + 1 if end >= begin else end + 8))
     return frozenset(days)
@@ -64,5 +54,5 @@ def _days(text: str, whole: str) -> frozenset[int]:
 def _minutes(text: str, whole: str) -> int:
     hours, minutes = map(int, text.split(":"))
     if hours > 24 or minutes > 59 or 60 * hours + minutes > _DAY_MINUTES:
-        raise ValueError(f"{whole[:60]!r}: {text} is no time of the day")
+        raise ValueError(f"{whole[:60]!r}: {text} is not a time of day")
     return 60 * hours + minutes

@@ -28,21 +28,11 @@ class TrafficQuota(Protocol):
 
 
 class MachineMonitor:
-    """Applies the rules of this machine for as long as `run` runs.
-
-    Attributes:
-        readings: the latest; None before the first.
-        wish: the present wish.
-    """
+    """Applies the rules of this machine for as long as `run` runs, and calls `on_wish` when its wish changes."""
 
     def __init__(
         self, rules: MachineRules, compute: Compute, on_wish: Callable[[Wish], None], quota: TrafficQuota | None = None
     ) -> None:
-        """
-        Args:
-            compute: runs what blocks.
-            on_wish: called when the wish changes.
-        """
         self._rules, self._policy = rules, MachinePolicy(rules)
         self._compute, self._on_wish, self._quota = compute, on_wish, quota
         self._probes, self._desktop = MachineProbes(), Desktop()
@@ -52,16 +42,14 @@ class MachineMonitor:
         self.wish: Wish = WORK
 
     async def run(self) -> None:
-        """Read and decide until cancelled."""
         loop = asyncio.get_running_loop()
         while True:
             await self.look(loop.time())
             await self._pause()
 
     async def _pause(self) -> None:
-        """Wait for the next look.
-
-        It comes at once when the quota ends. Until a later one, fast rounds could take more than what is left.
+        """Wait for the next look, which comes at once when the quota ends: fast rounds could take more than what is
+        left.
         """
         if self._quota is None or self._quota.used_up.is_set():
             await asyncio.sleep(READ_SECONDS)
@@ -71,11 +59,7 @@ class MachineMonitor:
                 await self._quota.used_up.wait()
 
     async def look(self, now: float) -> None:
-        """Read once, and decide.
-
-        Args:
-            now: in the loop's time.
-        """
+        """Read once, and decide."""
         readings = await self._compute.run(partial(self._probes.read, load=self._rules.busy), 0)
         if self._rules.metered and now - self._metered_at >= METERED_SECONDS:
             self._metered_at, self._is_metered = now, await self._desktop.is_metered()

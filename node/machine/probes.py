@@ -25,25 +25,17 @@ _AVG10 = re.compile(r"^some avg10=([\d.]+)", re.MULTILINE)
 class MachineProbes:
     """Reads the sensors of one machine, again and again.
 
-    The processor's load is that since the last reading. Processes of this program count as the peer's own, so that two
-    peers on one machine do not pause each other.
+    The processor's load is that since the last reading. Processes of `python -m <program>...` count as the peer's own,
+    so that two peers on one machine do not pause each other.
     """
 
     def __init__(self, program: str = "node") -> None:
-        """
-        Args:
-            program: the package whose processes are this program's: `python -m <program>...`.
-        """
         self._program = program
         self._busy: tuple[float, float] | None = None
         self._used: dict[int, float] = {}
 
     def read(self, *, load: bool) -> MachineReadings:
-        """Read all sensors but those of `node.machine.desktop`.
-
-        Args:
-            load: whether to look at other programs' processor time, which costs the most.
-        """
+        """Read all sensors but the desktop's. `load`: also other programs' processor time, which costs the most."""
         available, total = _memory_bytes()
         temperature, high = hottest_celsius()
         return MachineReadings(
@@ -90,7 +82,6 @@ class MachineProbes:
 
 
 def _memory_bytes() -> tuple[float, float]:
-    """Memory that is available, and all of it; nan if the system does not tell."""
     try:
         memory = psutil.virtual_memory()
     except (OSError, ValueError, RuntimeError):

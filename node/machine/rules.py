@@ -32,16 +32,11 @@ class Mode(StrEnum):
 
 
 class Wish(NamedTuple):
-    """What the machine wishes.
-
-    Attributes:
-        cause: why, as in "paused: on battery"; empty if the peer should work.
-        is_firm: whether the wish also holds after its user asked the peer to resume.
-    """
+    """What the machine wishes."""
 
     mode: Mode
-    cause: str = ""
-    is_firm: bool = False
+    cause: str = ""  # as in "paused: on battery"
+    is_firm: bool = False  # whether it also holds after the user asked the peer to resume
 
 
 WORK = Wish(Mode.WORK)
@@ -49,46 +44,26 @@ WORK = Wish(Mode.WORK)
 
 @dataclass(frozen=True, slots=True)
 class MachineReadings:
-    """Readings of one moment. None or nan: this machine cannot tell.
-
-    Attributes:
-        local: the local time.
-        on_battery: whether the machine runs on its battery.
-        memory_available_bytes, memory_bytes: memory that programs can still get, and all of it.
-        memory_pressure_percent: share of the last ten seconds in which some process waited for memory.
-        temperature_celsius, high_celsius: of the sensor that is closest to its limit, and that limit.
-        input_idle_seconds: time since the keyboard or the mouse was used.
-        others_share: share of all cores that other programs have kept busy lately.
-        is_metered: whether the network's traffic costs money.
-        quota_is_spent: whether this period's bytes are used up.
-    """
+    """Readings of one moment. None or nan: this machine cannot tell."""
 
     local: datetime
     on_battery: bool | None = None
     memory_available_bytes: float = math.nan
     memory_bytes: float = math.nan
-    memory_pressure_percent: float = math.nan
-    temperature_celsius: float = math.nan
+    memory_pressure_percent: float = math.nan  # share of the last 10 s in which some process waited for memory
+    temperature_celsius: float = math.nan  # of the sensor that is closest to its limit
     high_celsius: float = math.nan
     input_idle_seconds: float = math.nan
-    others_share: float = math.nan
+    others_share: float = math.nan  # share of all cores that other programs keep busy
     is_metered: bool | None = None
     quota_is_spent: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class MachineRules:
-    """Which rules hold on this machine.
+    """Which rules hold on this machine. Memory, battery and a metered network make it leave, the rest makes it rest."""
 
-    Attributes:
-        hours: the peer is away outside of these; empty: it may always work.
-        battery, metered, memory: whether it is away on battery, on a metered network, and when memory is short.
-        heat: whether it rests while a sensor is at its limit.
-        in_use: whether it rests while the keyboard or the mouse is used.
-        busy: whether it rests while other programs keep a quarter of the processor busy.
-    """
-
-    hours: tuple[WeeklyHours, ...] = ()
+    hours: tuple[WeeklyHours, ...] = ()  # empty: it may always work
     battery: bool = True
     metered: bool = True
     memory: bool = True
@@ -106,7 +81,6 @@ class Debounce:
         self.holds = False
 
     def see(self, seen: bool, now: float) -> bool:
-        """Note what is seen now; returns whether the condition holds."""
         if seen == self.holds:
             self._changed_at = None
         else:
@@ -126,11 +100,7 @@ class MachinePolicy:
         self._in_use, self._busy = Debounce(10, 300), Debounce(20, 300)
 
     def decide(self, readings: MachineReadings, now: float) -> Wish:
-        """The machine's wish.
-
-        Args:
-            now: in seconds, of a clock that does not jump.
-        """
+        """The machine's wish, `now` being in seconds of a clock that does not jump."""
         rules = self._rules
         memory = self._memory.see(rules.memory and _is_short_of_memory(readings), now)
         heat = self._heat.see(rules.heat and self._is_hot(readings), now)

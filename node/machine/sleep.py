@@ -18,14 +18,13 @@ _INHIBIT = ("--what=sleep", "--mode=delay", "--who=Starling", "--why=saves its w
 
 
 class SleepGuard:
-    """Delays the machine's sleep until the work is saved. `run` does nothing on a machine without logind."""
+    """Delays the machine's sleep until the work is saved. `run` does nothing on a machine without logind.
+
+    `save` writes what a power cut in the sleep would cost. The machine waits 4 seconds for it; the rest follows after
+    the sleep.
+    """
 
     def __init__(self, save: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """
-        Args:
-            save: writes what a power cut in the sleep would cost, and returns when it is on the disk. The machine waits
-                4 seconds for it; what is left goes on after the sleep.
-        """
         self._save = save
         self._saving: asyncio.Task[None] | None = None
         self._inhibit, self._monitor = shutil.which("systemd-inhibit"), shutil.which("dbus-monitor")

@@ -32,27 +32,16 @@ _TYPES = {
 
 @dataclass(frozen=True, slots=True)
 class PageSources:
-    """What the page shows and does.
-
-    Attributes:
-        stream: the status and the events.
-        metrics: returns the metrics in Prometheus's text format.
-        command: carries out a request such as {"do": "finish"}, as the control socket does, and returns the answer.
-    """
+    """What the page shows and does."""
 
     stream: StreamSources
-    metrics: Callable[[], bytes]
+    metrics: Callable[[], bytes]  # in Prometheus's text format
     command: Command
 
 
 def page_app(sources: PageSources, rules: AccessRules, stop: asyncio.Event) -> ASGIApp:
-    """Build the application. Reads the static files, so call it before the first request.
-
-    Args:
-        stop: ends all streams once it is set.
-
-    Raises:
-        OSError: a static file cannot be read.
+    """Build the application, which ends all streams once `stop` is set. Reads the static files, which may raise
+    OSError.
     """
 
     async def metrics(request: Request) -> Response:

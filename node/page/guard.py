@@ -35,12 +35,7 @@ _NEEDS_KEY = ("/api/", "/metrics")
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """An answer to a request that is not served.
-
-    Attributes:
-        status: HTTP status code.
-        why: one line for the user.
-    """
+    """An answer to a request that is not served: an HTTP status code, and one line for the user."""
 
     status: int
     why: str
@@ -48,24 +43,14 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True)
 class AccessRules:
-    """Whom the page answers.
-
-    Attributes:
-        port: that the page listens on.
-        hosts: further names under which a proxy of the user's own forwards to the page, as a browser sends them.
-        keys: what requests for data must carry.
-    """
+    """Which requests the page answers. `hosts`: further names under which a proxy of the user's own forwards to it."""
 
     port: int
     hosts: tuple[str, ...]
     keys: PageKeys
 
     def refusal(self, path: str, headers: Iterable[tuple[bytes, bytes]]) -> Refusal | None:
-        """Why a request is not served; None if it is.
-
-        Args:
-            headers: pairs of a name in lower case and a value.
-        """
+        """Why a request is not served; None if it is. `headers` are pairs of a name in lower case and a value."""
         given: dict[bytes, list[bytes]] = {}
         for name, value in headers:
             given.setdefault(name, []).append(value)

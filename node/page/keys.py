@@ -20,11 +20,7 @@ _NONCE = re.compile(r"[0-9a-f]{32}")
 
 
 class PageKeys:
-    """Keys of one life of the page.
-
-    Attributes:
-        metrics: the token for the metrics.
-    """
+    """Keys of one life of the page."""
 
     def __init__(self, token: str) -> None:
         self._token = token
@@ -32,11 +28,10 @@ class PageKeys:
         self.metrics = metrics_token(token)
 
     def open_session(self, host: str, nonce: str) -> Mapping[str, str] | None:
-        """Begin a session; None if the nonce is malformed. The oldest session ends if there are too many.
+        """Begin a session; None if the nonce, 32 hex digits from the browser, is malformed. The oldest ends if there
+        are too many.
 
-        Args:
-            host: the server's name and port, as the browser sent them.
-            nonce: 32 hex digits that the browser has drawn.
+        `host` is the server's name and port, as the browser sent them.
         """
         if not _NONCE.fullmatch(nonce):
             return None

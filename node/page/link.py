@@ -19,9 +19,6 @@ def load_token(state_dir: Path) -> str:
     """The token in the state directory. The first call draws it: 256 bits, readable by this user only.
 
     The token for the metrics, which follows from it, is written beside it.
-
-    Raises:
-        OSError: the file cannot be read or written.
     """
     file = state_dir / TOKEN_FILE
     token = _read_token(file) or secrets.token_urlsafe(32)
@@ -41,11 +38,6 @@ def last_port(state_dir: Path) -> int | None:
 
 
 def note_port(state_dir: Path, port: int) -> None:
-    """Write the page's port into the state directory.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
     _write(state_dir / PAGE_FILE, json.dumps({"port": port}) + "\n")
 
 

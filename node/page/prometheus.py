@@ -37,33 +37,22 @@ _SUMS = {
 
 @dataclass(frozen=True, slots=True)
 class MachineSample:
-    """Values that are not part of the status.
+    """Values that are not part of the status."""
 
-    Attributes:
-        network_bytes: (direction, class of traffic) -> bytes since the peer started.
-        refused: part of the peer -> number of things refused there.
-        restarts: process -> how often it was replaced.
-        gauges: name, with its unit -> value.
-    """
-
-    network_bytes: Mapping[tuple[str, str], int] = field(default_factory=dict)
-    refused: Mapping[str, int] = field(default_factory=dict)
-    restarts: Mapping[str, int] = field(default_factory=dict)
-    gauges: Mapping[str, float] = field(default_factory=dict)
+    network_bytes: Mapping[tuple[str, str], int] = field(default_factory=dict)  # by direction and class of traffic
+    refused: Mapping[str, int] = field(default_factory=dict)  # by part of the peer
+    restarts: Mapping[str, int] = field(default_factory=dict)  # by process
+    gauges: Mapping[str, float] = field(default_factory=dict)  # by name, with its unit
 
 
 @dataclass(frozen=True, slots=True)
 class MetricSources:
-    """What the metrics are read from.
-
-    Attributes:
-        info: labels of the constant metric `starling_info`: version, protocol and so on.
-    """
+    """What the metrics are read from."""
 
     status: Callable[[], Status]
     counters: RunCounters
     machine: Callable[[], MachineSample]
-    info: Callable[[], Mapping[str, str]]
+    info: Callable[[], Mapping[str, str]]  # labels of the constant metric `starling_info`
 
 
 class PeerCollector(Collector):
@@ -73,7 +62,6 @@ class PeerCollector(Collector):
         self._sources = sources
 
     def collect(self) -> Iterator[Metric]:
-        """All metrics, each with the label `run`."""
         status, counters = self._sources.status(), self._sources.counters
         families = _Families(status.run_id[:12])
         yield families.gauge("info", "Constant 1; its labels describe the peer.", [(self._sources.info(), 1.0)])

@@ -48,33 +48,21 @@ def has_page_packages() -> bool:
 
 @dataclass(frozen=True, slots=True)
 class PageConfig:
-    """Where the page is served.
-
-    Attributes:
-        state_dir: holds the token and the port.
-        port: the port to try first, unless the page had another one before.
-        hosts: further names to answer to; see `node.page.guard.AccessRules`.
-        show_token: whether the line for the user holds the whole link. Logs should not.
-    """
+    """Where the page is served."""
 
     state_dir: Path
-    port: int = DEFAULT_PORT
-    hosts: tuple[str, ...] = ()
-    show_token: bool = True
+    port: int = DEFAULT_PORT  # the port to try first, unless the page had another one before
+    hosts: tuple[str, ...] = ()  # as in `AccessRules`
+    show_token: bool = True  # whether the user's line holds the whole link; logs should not
 
 
 class PageServer:
     """The page of a running peer. An async context manager.
 
-    If the page cannot be served, a line tells the user why, and the peer goes on without it.
+    If the page cannot be served, a line tells the user why, and the peer continues without it.
     """
 
     def __init__(self, config: PageConfig, sources: Callable[[], PageSources], say: Callable[[str], None]) -> None:
-        """
-        Args:
-            sources: builds what the page shows. It may import packages that only the page needs.
-            say: shows a user-facing line.
-        """
         self._config, self._sources, self._say = config, sources, say
         self._stop = asyncio.Event()
         self._server: Server | None = None
@@ -86,7 +74,7 @@ class PageServer:
         except ImportError:
             self._say(INSTALL)
         except (OSError, ValueError) as error:
-            self._say(f"there is no page, but the peer goes on: {getattr(error, 'strerror', None) or error}")
+            self._say(f"web page unavailable; training continues: {getattr(error, 'strerror', None) or error}")
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
@@ -134,11 +122,7 @@ class PageServer:
 
 
 def _listen(port: int, default: int) -> list[socket.socket]:
-    """Listen on the loopback interface, at a port or else one of the next free ones.
-
-    Raises:
-        OSError: none is free.
-    """
+    """Listen on the loopback interface, at a port or else one of the next free ones."""
     tried = [port, *range(default, min(default + PORTS_TRIED, 65_536)), 0]
     for number in tried:
         try:

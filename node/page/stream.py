@@ -28,12 +28,7 @@ _ID = re.compile(r"(\d{1,9})-(\d{1,15})")
 
 @dataclass(frozen=True, slots=True)
 class StreamSources:
-    """What a stream sends.
-
-    Attributes:
-        incarnation: of the peer.
-        status: returns the present status, as values ready for JSON.
-    """
+    """What a stream sends."""
 
     incarnation: int
     status: Callable[[], Mapping[str, Any]]
@@ -49,7 +44,6 @@ class EventStream:
         self._status, self._status_at = b"", 0.0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send events until the reader leaves, is too slow, or the peer ends."""
         after = self._after(Request(scope).headers.get("last-event-id", ""))
         if self._streams >= MAX_STREAMS or self._stop.is_set():
             await PlainTextResponse("too many pages are open: close some\n", 503)(scope, receive, send)

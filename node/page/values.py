@@ -11,29 +11,20 @@ from node.reporting.status import Status, join_command, narrow, who_joins
 
 @dataclass(frozen=True, slots=True)
 class PageExtras:
-    """Values beside the status, of this machine and for its user only.
-
-    Attributes:
-        time: seconds since 1970, at this machine.
-        version: of this program.
-        bytes_per_second: direction -> bytes per second, over the last seconds.
-        network_bytes: class of traffic -> direction -> bytes since the peer started.
-        peer_bytes: peer -> (sent, received) since the peer started.
-        cpu_cores: cores that the peer's processes keep busy.
-        temperature_celsius: the highest of this machine's sensors; nan if it has none.
-        controls: what the page's user may ask for.
-        announced: whether the user chose the addresses that others see.
-    """
+    """Values beside the status, of this machine and for its user only."""
 
     time: float
     version: str
+    # By direction, over the last seconds.
     bytes_per_second: Mapping[str, float] = field(default_factory=dict)
+    # By class of traffic and direction, since the peer started; so are `peer_bytes`, (sent, received) by peer.
     network_bytes: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     peer_bytes: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     cpu_cores: float = float("nan")
     temperature_celsius: float = float("nan")
+    # What the page's user may ask for.
     controls: tuple[str, ...] = ("pause", "finish")
-    announced: bool = False
+    announced: bool = False  # whether the user chose the addresses that others see
 
 
 def page_values(status: Status, extras: PageExtras) -> Mapping[str, Any]:

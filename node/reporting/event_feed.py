@@ -25,35 +25,24 @@ MAX_TEXT_CHARACTERS = 4000
 
 @dataclass(frozen=True, slots=True)
 class FeedEvent:
-    """One event.
+    """A `round`, `line` or `text`, with values that are ready for JSON and safe to print."""
 
-    Attributes:
-        number: its number in this incarnation of the peer, from 1.
-        kind: `round`, `line` or `text`.
-        data: its values, ready for JSON, and safe to print.
-    """
-
-    number: int
+    number: int  # in this incarnation of the peer, from 1
     kind: str
     data: Mapping[str, Any]
 
 
 class Subscription:
-    """The events of one reader from now on. Call `close` when it has left.
-
-    Attributes:
-        missed: the events since the one that the reader named; None if some of them are not kept any more, or if it
-            named none. Then it has to start from `EventFeed.history`.
-        lost: whether the reader was so slow that an event was dropped. It has to subscribe again.
-    """
+    """The events of one reader from now on. Call `close` when it has left."""
 
     def __init__(self, missed: Sequence[FeedEvent] | None, on_close: Callable[[Subscription], None]) -> None:
-        self.missed, self.lost = missed, False
+        # The events since the one that the reader named; None if it has to start from `EventFeed.history`.
+        self.missed = missed
+        self.lost = False  # whether the reader was so slow that an event was dropped: it has to subscribe again
         self._queue: asyncio.Queue[FeedEvent] = asyncio.Queue(QUEUE_EVENTS)
         self._on_close = on_close
 
     def put(self, event: FeedEvent) -> None:
-        """Add an event; the reader is `lost` if its queue is full."""
         if self._queue.full():
             self.lost = True
         else:
@@ -68,7 +57,6 @@ class Subscription:
             return None
 
     def close(self) -> None:
-        """Take no more events."""
         self._on_close(self)
 
 
@@ -76,10 +64,6 @@ class EventFeed:
     """An `EventSink` that passes everything on to other sinks, keeps the latest events and serves subscribers."""
 
     def __init__(self, sinks: Iterable[EventSink], wall: Callable[[], float]) -> None:
-        """
-        Args:
-            wall: returns the time in seconds since 1970.
-        """
         self._sinks, self._wall = tuple(sinks), wall
         self._events: deque[FeedEvent] = deque(maxlen=MAX_EVENTS)
         self._lines: deque[Mapping[str, Any]] = deque(maxlen=MAX_LINES)
@@ -92,7 +76,6 @@ class EventFeed:
     # -- what the peer tells ------------------------------------------------------------------------------------------
 
     def say(self, line: str) -> None:
-        """Pass on a user-facing line."""
         for sink in self._sinks:
             sink.say(line)
         data = {"time": self._wall(), "text": printable(line, 4096)}
@@ -100,14 +83,12 @@ class EventFeed:
         self._publish("line", data)
 
     def report(self, report: RoundReport) -> None:
-        """Pass on the report of a round."""
         for sink in self._sinks:
             sink.report(report)
         self._add(point := round_point(report))
         self._publish("round", point)
 
     def show_text(self, text: bytes) -> None:
-        """Publish a text that the model generated."""
         kept = text.decode(errors="replace")[:MAX_TEXT_CHARACTERS]
         clean = "".join(each if each.isprintable() or each == "\n" else "·" for each in kept)
         self._text = {"time": self._wall(), "text": clean}
@@ -121,13 +102,9 @@ class EventFeed:
     # -- what readers get ---------------------------------------------------------------------------------------------
 
     def subscribe(self, after: int | None) -> Subscription:
-        """Start to deliver events.
+        """Start to deliver events, to a reader whose last one is `after`; None if it has none of this incarnation.
 
-        Args:
-            after: number of the last event that the reader has; None if it has none of this incarnation.
-
-        Raises:
-            ConnectionRefusedError: there are too many readers.
+        Raises ConnectionRefusedError if there are too many readers.
         """
         if len(self._subscriptions) >= MAX_SUBSCRIPTIONS:
             raise ConnectionRefusedError(f"{MAX_SUBSCRIPTIONS} readers are here already")

@@ -112,11 +112,7 @@ class RoundReport:
 
     @classmethod
     def from_json(cls, line: str | bytes) -> Self:
-        """Parse a line written by this version, or by one without stages.
-
-        Raises:
-            ValueError: it is not such a report.
-        """
+        """Parse a line written by this version. Raises ValueError."""
         values = json.loads(line)
         try:
             given = {each.name: values[each.name] for each in fields(cls)}
@@ -129,10 +125,8 @@ class RoundReport:
 def tokens_counted(reports: Iterable[RoundReport]) -> dict[bytes, int]:
     """Lineage -> tokens of a peer's work that counted in the round of that lineage.
 
-    If rounds were skipped or undecided, their work is added to that of the next round that counted it.
-
-    Args:
-        reports: reports of one peer, oldest first, of all its incarnations.
+    `reports` are of one peer, oldest first, of all its incarnations. If rounds were skipped or undecided, their work is
+    added to that of the next round that counted it.
     """
     counted: dict[bytes, int] = {}
     tokens, member = 0, ("", -1)
@@ -156,11 +150,7 @@ class Totals:
 
     @classmethod
     def of(cls, values: Mapping[str, float]) -> Self:
-        """Restore sums from the `vars` of an earlier instance.
-
-        Raises:
-            TypeError, ValueError: the values are malformed.
-        """
+        """Restore sums from the `vars` of an earlier instance. Raises TypeError or ValueError if they are malformed."""
         totals = cls()
         for name, start in vars(totals).items():
             kind: type = type(start)
@@ -176,11 +166,7 @@ class Totals:
 
 
 class TrainingDelta:
-    """Tokens and seconds trained since the last report, computed from a trainer's progress since its anchor.
-
-    Attributes:
-        tokens, seconds: trained since the last `take`.
-    """
+    """Tokens and seconds trained since the last `take`, computed from a trainer's progress since its anchor."""
 
     def __init__(self) -> None:
         self.tokens, self.seconds = 0, 0.0
@@ -199,7 +185,6 @@ class TrainingDelta:
         self._seen = tokens, seconds
 
     def take(self) -> tuple[int, float]:
-        """Tokens and seconds since the last call."""
         taken = self.tokens, self.seconds
         self.tokens, self.seconds = 0, 0.0
         return taken

@@ -11,12 +11,7 @@ BUCKETS_SECONDS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 10
 
 
 class Histogram:
-    """A histogram of durations.
-
-    Attributes:
-        counts: number of values in each bucket of `BUCKETS_SECONDS`, and of those above the last.
-        sum_seconds: sum of all values.
-    """
+    """A histogram of durations: how many are in each bucket of `BUCKETS_SECONDS`, and above the last."""
 
     def __init__(self) -> None:
         self.counts = [0] * (len(BUCKETS_SECONDS) + 1)
@@ -28,18 +23,11 @@ class Histogram:
 
 
 class RunCounters:
-    """An `EventSink` that counts.
-
-    Attributes:
-        sums: name -> sum since this incarnation began. The names end in their units.
-        rounds: outcome -> number of rounds.
-        round_seconds, average_seconds: durations of whole rounds and of their averaging.
-        last: the latest report; None before the first.
-    """
+    """An `EventSink` that counts."""
 
     def __init__(self) -> None:
-        self.sums: dict[str, float] = defaultdict(float)
-        self.rounds: Counter[str] = Counter()
+        self.sums: dict[str, float] = defaultdict(float)  # the names end in their units
+        self.rounds: Counter[str] = Counter()  # by outcome
         self.round_seconds, self.average_seconds = Histogram(), Histogram()
         self.last: RoundReport | None = None
 
@@ -47,7 +35,6 @@ class RunCounters:
         """Lines are not counted."""
 
     def report(self, report: RoundReport) -> None:
-        """Count a round."""
         self.last = report
         self.rounds[report.outcome] += 1
         values = {

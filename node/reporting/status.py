@@ -170,24 +170,16 @@ class EventSink(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SwarmOptions:
-    """Options of the command `swarm`; None leaves a value to the run file or to the defaults.
-
-    Attributes:
-        directory: parent of all peers' state directories; None for a new one.
-        as_json: whether to print one JSON object to stdout at the end.
-        stages: of the run; peer i is in stage i mod `stages`.
-        page: whether the first peer serves its web page.
-        inner: optimiser of the inner steps.
-    """
+    """Options of the command `swarm`; None leaves a value to the run file or to the defaults."""
 
     peers: int
     rounds: int | None
     protocol: str | None
     task: str | None
     run: Path | None
-    directory: Path | None
+    directory: Path | None  # parent of all peers' state directories; None for a new one
     as_json: bool
-    stages: int = 1
+    stages: int = 1  # peer i is in stage i mod `stages`
     page: bool = True
     inner: str | None = None
 
@@ -214,11 +206,7 @@ def _finite(value: object) -> object:
 
 
 def parse(data: object) -> Status:
-    """Read a status from untrusted JSON. The result is bounded and safe to print.
-
-    Raises:
-        ValueError: a field is missing or of the wrong type; names the first one.
-    """
+    """Read a status from untrusted JSON. The result is bounded and safe to print. Raises ValueError."""
     status: Status = _parsed(Status, data, "status")
     return status
 
@@ -294,8 +282,7 @@ def who_joins(where: Scope) -> str:
 def narrow(where: Scope, announced: bool) -> str:
     """A hint if others cannot dial this peer's best address from everywhere; empty if they can.
 
-    Args:
-        announced: whether the user chose the announced addresses, so that a private one is meant.
+    `announced`: whether the user chose the announced addresses, so that a private one is meant.
     """
     if where >= Scope.MACHINE:
         return "this address works on this machine only: give another with --listen, so that others can join"

@@ -21,7 +21,10 @@ class Pauses(Protocol):
 
 
 class PeerCommands:
-    """Carries out requests. A request is a JSON object that names the command by `do`, and so is the answer."""
+    """Carries out requests. A request is a JSON object that names the command by `do`, and so is the answer.
+
+    `change` changes a setting, given its name and value. It returns a line for the user, or raises ValueError with one.
+    """
 
     def __init__(
         self,
@@ -29,11 +32,6 @@ class PeerCommands:
         pauses: Pauses | None = None,
         change: Callable[[str, str], Awaitable[str]] | None = None,
     ) -> None:
-        """
-        Args:
-            change: changes a setting, given its name and value. Returns a line for the user, and raises ValueError with
-                one if that is not possible.
-        """
         self._finish, self._pauses, self._change = finish, pauses, change
 
     async def carry_out(self, request: Mapping[str, Any]) -> Mapping[str, object]:
@@ -52,6 +50,6 @@ class PeerCommands:
                     return {"ok": True, "line": await self._change(name, value)}
         except ValueError as error:
             return {"ok": False, "line": str(error)}
-        except OverflowError:  # an integer that is no float
+        except OverflowError:  # an integer that is too large for a float
             return {"ok": False, "line": "a number of the request is far too large: give a smaller one"}
         return {"error": _UNKNOWN}

@@ -41,7 +41,7 @@ class ControlUnavailable(Exception):
 class ControlServer:
     """The control socket of a running peer. An async context manager.
 
-    If the socket cannot be opened, that is logged, and the peer goes on without one.
+    If the socket cannot be opened, that is logged, and the peer continues without one.
     """
 
     def __init__(self, state_dir: Path, status: Callable[[], Status], commands: PeerCommands) -> None:
@@ -105,14 +105,9 @@ class ControlServer:
 
 
 async def ask(state_dir: Path, what: str, deadline: float, **values: object) -> dict[str, Any]:
-    """Send a request, "status" or one of `node.ui.commands`, to the peer of a state directory.
+    """Send a request, "status" or one of `node.ui.commands` with its `values`, to the peer of a state directory.
 
-    Args:
-        deadline: in the loop's time.
-        values: what else belongs to the request.
-
-    Raises:
-        ControlUnavailable: no peer runs there, or it does not answer in time.
+    `deadline` is in the loop's time. Raises ControlUnavailable if no peer answers.
     """
     place = _read(state_dir / FILE)
     try:
@@ -151,11 +146,7 @@ def _places(home: Path) -> list[tuple[Path, dict[str, Any]]]:
 
 
 def home() -> Path:
-    """Parent of the default state directories: `$XDG_STATE_HOME/starling`, or `~/.local/state/starling`.
-
-    Raises:
-        FileNotFoundError: this user has no home directory.
-    """
+    """Parent of the default state directories: `$XDG_STATE_HOME/starling`, or `~/.local/state/starling`."""
     variable = "XDG_STATE_HOME"
     try:
         return user_directory(variable, ".local/state") / "starling"
@@ -165,16 +156,11 @@ def home() -> Path:
 
 @contextmanager
 def claimed(state_dir: Path | None) -> Iterator[Path]:
-    """Create a state directory if needed, and lock it for this process.
+    """Create a state directory if needed, and lock it for this process. Without one, take the first free `peer-N` of
+    `home()`.
 
-    Peers that start at the same moment get different directories. That of a killed peer is free at once.
-
-    Args:
-        state_dir: the directory; None for the first `peer-N` in `home()` that is free.
-
-    Raises:
-        OSError: the directory cannot be created.
-        BlockingIOError: another process holds it.
+    Peers that start at the same moment get different directories. That of a killed peer is free at once. Raises
+    OSError, and BlockingIOError if another process holds it.
     """
     candidates = [state_dir] if state_dir else [home() / f"peer-{number}" for number in range(1, MAX_HOMES + 1)]
     if not state_dir:
@@ -191,7 +177,6 @@ def claimed(state_dir: Path | None) -> Iterator[Path]:
 
 
 def _read(file: Path) -> dict[str, Any]:
-    """The content of a control file; empty if it cannot be read."""
     try:
         with file.open("rb") as opened:
             place = json.loads(opened.read(_MAX_FILE_BYTES))

@@ -102,11 +102,9 @@ Event = MutableMapping[str, Any]
 
 
 def set_up(level: str, write: Callable[[str], object], human: bool) -> None:
-    """Send all logs to `write`, one line at a time. Replaces an earlier set-up.
+    """Send all logs to `write`, one line at a time: readable if `human`, else JSON. Replaces an earlier set-up.
 
-    Args:
-        level: debug, info, warning or error, for `node` and `protocols`; other modules log warnings and errors only.
-        human: write readable lines; else one JSON object per line.
+    `level` is for `node` and `protocols`; other modules log warnings and errors only.
     """
     shared: list[Any] = [
         structlog.stdlib.add_log_level,

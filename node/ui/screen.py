@@ -26,18 +26,9 @@ Picture = Callable[[int], RenderableType]
 
 
 class Screen:
-    """Writes to stdout and stderr. Never blocks, never raises.
-
-    Attributes:
-        is_terminal: whether stderr is a terminal.
-        is_live: whether the live view is shown.
-    """
+    """Writes to stdout and stderr. Never blocks, never raises."""
 
     def __init__(self, as_json: bool) -> None:
-        """
-        Args:
-            as_json: whether stdout is used for JSON.
-        """
         self._out, self._err = NonBlockingWriter(1), NonBlockingWriter(2)
         self.is_terminal = self._err.isatty()
         # On one terminal, JSON lines and a live view would mix. A live view needs to know how wide its text becomes.
@@ -66,15 +57,13 @@ class Screen:
         self._console.print(picture)
 
     def data(self, line: str) -> None:
-        """Print a line to stdout."""
         self._out.write(f"{line}\n")
 
     @asynccontextmanager
     async def showing(self, picture: Picture, line: Callable[[], str] = lambda: "") -> AsyncIterator[None]:
         """Show a live view until the context ends; its last state stays on the screen.
 
-        Args:
-            line: returns a progress line, printed now and then where there is no live view; empty for none.
+        `line` returns a progress line, printed now and then where there is no live view; empty for none.
         """
         watching = asyncio.create_task(self._watch(picture, line), name="screen")
         try:

@@ -24,13 +24,7 @@ _RECENT_ROUNDS = 5
 
 @dataclass(frozen=True, slots=True)
 class RunLabels:
-    """The run's description in a status.
-
-    Attributes:
-        name: of the run.
-        rounds: number of training rounds; 0 if not known.
-        stage, stages: this peer's stage, and the number of stages; 0 and 1 in a run without stages.
-    """
+    """The run's description in a status."""
 
     name: str = ""
     run_id: str = ""
@@ -43,27 +37,16 @@ class RunLabels:
 
 @dataclass(frozen=True, slots=True)
 class OuterLoopSources:
-    """Sources of a status once the outer loop runs.
-
-    Attributes:
-        waiting_for: returns the peers that the round waits for.
-        sync_progress: returns the progress of catching up; None while the peer does not catch up.
-        checkpoint_age_seconds: returns the age of the newest whole checkpoint; None if there is none.
-        pids: returns the ids of the peer's processes.
-        waiting_reason: returns why nothing is trained now, as shown to the user; empty if something is.
-        worker_restarts: returns how often the worker was replaced.
-        joiners: returns how many joiners download this peer's state.
-        checkpoint_problem: returns why the latest checkpoint failed; empty if it was written.
-    """
+    """Sources of a status once the outer loop runs."""
 
     journal: Journal
-    waiting_for: Callable[[], Sequence[PeerId]] = tuple
+    waiting_for: Callable[[], Sequence[PeerId]] = tuple  # peers that the round waits for
     sync_progress: Callable[[], SyncProgressLine | None] = lambda: None
     checkpoint_age_seconds: Callable[[], float | None] = lambda: None
     pids: Callable[[], Sequence[int]] = lambda: (os.getpid(),)
-    waiting_reason: Callable[[], str] = lambda: ""
+    waiting_reason: Callable[[], str] = lambda: ""  # why nothing is trained now, for the user
     worker_restarts: Callable[[], int] = lambda: 0
-    joiners: Callable[[], int] = lambda: 0
+    joiners: Callable[[], int] = lambda: 0  # that download this peer's state
     checkpoint_problem: Callable[[], str] = lambda: ""
 
 
@@ -72,10 +55,6 @@ class StatusTracker:
 
     The peer calls, in this order: `set_identity`, `set_network`, `enter_run`, `join_swarm`, `start_outer_loop`.
     `status()` works before the first of them and after each.
-
-    Attributes:
-        state, reason: as in `Status`.
-        nickname, peer: this peer's; `peer` is empty before `set_identity`.
     """
 
     def __init__(self, nickname: str) -> None:
@@ -97,7 +76,6 @@ class StatusTracker:
     # -- called by the peer -------------------------------------------------------------------------------------------
 
     def set_identity(self, peer: PeerId, incarnation: int) -> None:
-        """Note that the state directory is open."""
         self.peer, self._incarnation = peer, incarnation
 
     def set_network(
@@ -106,13 +84,6 @@ class StatusTracker:
         lag: LoopLag,
         routes: Callable[[], Mapping[PeerId, Route]] = dict,
     ) -> None:
-        """Note that the transport is up.
-
-        Args:
-            addresses: returns the multiaddrs at which others reach this peer.
-            lag: measures the event loop.
-            routes: returns how bulk data goes to each peer.
-        """
         self._addresses, self._lag, self._routes = addresses, lag, routes
 
     def set_limits(self, limits: Callable[[int], str]) -> None:
@@ -120,19 +91,15 @@ class StatusTracker:
         self._limits = limits
 
     def enter_run(self, run: RunLabels) -> None:
-        """Note which run the peer takes part in."""
         self._run = run
 
     def enter_stage(self, stage: int, stages: int) -> None:
-        """Note this peer's stage, in a run with stages."""
         self._run = replace(self._run, stage=stage, stages=stages)
 
     def join_swarm(self, chain: RoundHistory, membership: Membership) -> None:
-        """Note where to read the peer's round and the run's other peers."""
         self._chain, self._membership = chain, membership
 
     def start_outer_loop(self, sources: OuterLoopSources) -> None:
-        """Note that the outer loop is built."""
         self._sources = sources
 
     def set_pauses(self, reason: Callable[[], str]) -> None:
@@ -140,11 +107,7 @@ class StatusTracker:
         self._pause_reason = reason
 
     def _shown(self, waiting: str) -> tuple[str, str]:
-        """State and reason as shown: a pause above what the rounds of a peer in a run do meanwhile.
-
-        Args:
-            waiting: why nothing is trained, if something keeps this peer from it.
-        """
+        """State and reason as shown: a pause above what the rounds of a peer in a run do meanwhile."""
         reason = self._pause_reason() if self._sources and self.state not in ("leaving", "finished") else ""
         if reason:
             return "paused", reason
@@ -156,11 +119,9 @@ class StatusTracker:
             self.state, self.reason = state, reason
 
     def addresses(self) -> Sequence[str]:
-        """Multiaddrs at which others reach this peer; none before the transport is up."""
         return self._addresses()
 
     def pids(self) -> Sequence[int]:
-        """Ids of the peer's processes."""
         return self._sources.pids() if self._sources else (os.getpid(),)
 
     def refused(self) -> Mapping[str, int]:
@@ -178,7 +139,6 @@ class StatusTracker:
         return () if self.peer in peers else self._names(peers)
 
     def on_progress(self, phase: str, work: LocalProgress) -> None:
-        """Note the progress of the round."""
         self._work = work
         self.set_state(phase, self._why_no_vote())
 
@@ -191,12 +151,9 @@ class StatusTracker:
         if roster & live:
             return "not in the roster yet: it is admitted at the end of a round"
         names = ", ".join(self._names(sorted(roster))[:4])
-        return (
-            f"the members of the last roster are not here ({names}): waiting for one, or for most of those before them"
-        )
+        return f"waiting for a member of the last round ({names})"
 
     def reported(self, report: RoundReport) -> None:
-        """Note the report of a round that is over."""
         self._ends.append(asyncio.get_running_loop().time())
         self._loss = report.loss
         if report.held_out_loss == report.held_out_loss:
@@ -264,7 +221,6 @@ class StatusTracker:
         )
 
     def status(self) -> Status:
-        """The peer's present status."""
         key, sources = (self._chain.head.key if self._chain else None), self._sources
         totals = sources.journal.totals if sources else None
         round_number = key.round if key else 0

@@ -19,16 +19,7 @@ MAX_OPEN_ROUNDS = 64
 
 
 class PeerSummary:
-    """One peer's reports, summed up.
-
-    Attributes:
-        peer: peer id; empty until the first report.
-        stage: its stage; before the first report, the one that it was told to join.
-        rounds: number of rounds that the peer committed.
-        lineage, params_hash: of the latest report.
-        last: the latest report.
-        well: whether the peer's process has ended with exit code 0.
-    """
+    """One peer's reports, summed up. `well`: its process has ended with exit code 0."""
 
     def __init__(self, name: str, stage: int = 0) -> None:
         self.name, self.stage = name, stage
@@ -62,57 +53,33 @@ class PeerSummary:
 
 @dataclass(frozen=True, slots=True)
 class SwarmRound:
-    """One round of the whole swarm.
-
-    Attributes:
-        number: round number, from 0.
-        held_out_loss: loss after the round; nan if no peer measured it.
-        tokens_per_second: sum over all peers of stage 0 that reported the round: the same tokens pass every stage.
-        in_mean: number of peers of stage 0 in its mean, by their first report.
-        spread: the largest reported spread; nan with replicated state.
-        seconds: time since the previous round ended; for the first round, its duration.
-        stages: number of stages of the run.
-    """
+    """One round of the whole swarm."""
 
     number: int
     held_out_loss: float
-    tokens_per_second: float
-    in_mean: int
-    seconds: float
+    tokens_per_second: float  # of all peers of stage 0: the same tokens pass every stage
+    in_mean: int  # peers of stage 0 in its mean, by their first report
+    seconds: float  # since the previous round ended; for the first round, its duration
     spread: float = math.nan
     stages: int = 1
 
 
 @dataclass(frozen=True, slots=True)
 class StageSummary:
-    """One stage's peers at the end.
-
-    Attributes:
-        agree: whether they all left in good order and agree; false if the stage has no peer.
-        params_hash: of the parameters that they all hold; empty if they do not agree or hold different ones.
-    """
+    """One stage's peers at the end."""
 
     stage: int
-    agree: bool
-    params_hash: str
+    agree: bool  # whether they all left in good order and agree; false if the stage has no peer
+    params_hash: str  # empty if they do not agree or hold different parameters
 
 
 class SwarmSummary:
-    """Sums over all peers, and the swarm's rounds in order.
-
-    Attributes:
-        tracks: name -> that peer's summary.
-        rounds: complete rounds, the latest `KEEP_ROUNDS` of them.
-        first_loss: held-out loss of the first round that has one; nan before that.
-    """
+    """Sums over all peers, and the swarm's rounds in order. Peer i of `names` joins stage i mod `stages`."""
 
     def __init__(self, names: Sequence[str], stages: int = 1) -> None:
-        """
-        Args:
-            stages: number of stages of the run; peer i of `names` joins stage i mod `stages`.
-        """
         self.tracks = {name: PeerSummary(name, place % stages) for place, name in enumerate(names)}
         self._stages = stages
+        # Complete rounds.
         self.rounds: deque[SwarmRound] = deque(maxlen=KEEP_ROUNDS)
         self.first_loss = math.nan
         self._open: dict[int, dict[str, RoundReport]] = {}
@@ -120,7 +87,6 @@ class SwarmSummary:
         self._next = 0
 
     def add(self, name: str, report: RoundReport) -> None:
-        """Add a peer's report."""
         self.tracks[name].add(report)
         if report.outcome in DECIDED and report.round >= self._next:
             self._open.setdefault(report.round, {})[name] = report
@@ -192,7 +158,6 @@ class SwarmSummary:
 
     @property
     def stages(self) -> list[StageSummary]:
-        """What each stage came to, in order."""
         return [self._stage(stage) for stage in self.stage_numbers]
 
     def _stage(self, stage: int) -> StageSummary:

@@ -39,11 +39,7 @@ def _outcome(done: SwarmRound) -> str:
 def picture(
     tally: SwarmSummary, words: Mapping[str, str], statuses: Mapping[str, Status], width: int
 ) -> RenderableType:
-    """The live view.
-
-    Args:
-        words: name -> what the peer does, shown if its status is not known.
-    """
+    """The live view. `words`: name -> what the peer does, shown if its status is not known."""
     headings = ("peer", *_staged(tally, "stage"), "state", "round", "loss", "tokens/s", "sent", "received")
     table = _table(headings, left=("peer", "state"))
     for name, track in list(tally.tracks.items())[:_SHOWN_PEERS]:
@@ -58,7 +54,6 @@ def picture(
 
 
 def _table(headings: Sequence[str], left: Collection[str]) -> Table:
-    """A table without lines, with the columns `left` aligned to the left."""
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
     for heading in headings:
         justify: Literal["left", "right"] = "left" if heading in left else "right"
@@ -100,11 +95,7 @@ def _losses(tally: SwarmSummary, width: int) -> Text:
 
 
 def summary(tally: SwarmSummary, ends: Mapping[str, str], seconds: float) -> RenderableType:
-    """The table at the end.
-
-    Args:
-        ends: name -> how the peer's process ended.
-    """
+    """The table at the end. `ends`: name -> how the peer's process ended."""
     headings = ("rounds", "tokens", "training", "averaging", "sent", "received", "parameters", "end")
     table = _table(("peer", "", *_staged(tally, "stage"), *headings), left=("peer", "", "parameters", "end"))
     for track in tally.tracks.values():
@@ -138,7 +129,6 @@ def _verdict(tally: SwarmSummary, seconds: float) -> str:
 
 
 def _agreement(stages: Sequence[StageSummary]) -> str:
-    """Who agrees with replicated state, in words."""
     apart = [str(each.stage) for each in stages if not each.agree]
     if len(stages) == 1:
         return "the peers do not all agree" if apart else "all peers agree, bit for bit"

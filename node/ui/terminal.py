@@ -36,9 +36,9 @@ STYLES = {
 _OUTCOMES = {
     "alone": "alone",
     "skipped": "skipped: no contribution counted",
-    "undecided": "not decided, training goes on",
+    "undecided": "not decided, training continues",
     "superseded": "caught up with the others",
-    "fork": "went on without a majority",
+    "fork": "continued without a majority",
 }
 
 
@@ -46,10 +46,6 @@ class Terminal:
     """`node.reporting.status.EventSink` over the process's stdout and stderr. Never blocks, never raises."""
 
     def __init__(self, as_json: bool) -> None:
-        """
-        Args:
-            as_json: print each report to stdout as a line of JSON.
-        """
         self._as_json = as_json
         self._screen = Screen(as_json)
         self.is_terminal, self.is_live = self._screen.is_terminal, self._screen.is_live
@@ -58,7 +54,6 @@ class Terminal:
         self._status: Callable[[], Status] | None = None
 
     def report(self, report: RoundReport) -> None:
-        """Show the report of a round that has ended."""
         if not self.is_live:
             status = self._status() if self._status else None
             alone = status is not None and not any(each.member for each in status.peers if each.stage == status.stage)
@@ -79,12 +74,10 @@ class Terminal:
 
 
 def plain_line(report: RoundReport, rounds: int = 0, alone: bool = False) -> str:
-    """One aligned line for a round.
+    """One aligned line for a round of a run of `rounds`, 0 if not known.
 
-    Args:
-        rounds: number of rounds in the whole run; 0 if not known.
-        alone: whether the roster has no other peer now, as also after a restart, when a peer succeeds its earlier
-            incarnation. With stages it is the roster of this peer's stage.
+    `alone`: the roster has no other peer now, as also after a restart, when a peer succeeds its earlier incarnation.
+    With stages it is the roster of this peer's stage.
     """
     of = f"/{rounds}" if rounds else ""
     width = 2 * len(str(rounds)) + 1 if rounds else 4
@@ -93,7 +86,7 @@ def plain_line(report: RoundReport, rounds: int = 0, alone: bool = False) -> str
     outcome = _OUTCOMES.get(report.outcome, f"mean of {len(report.peers)}")
     if not math.isnan(report.spread):
         outcome = _mixed(report)
-    outcome = "goes on alone" if alone and report.outcome == "fork" else outcome
+    outcome = "continues alone" if alone and report.outcome == "fork" else outcome
     if report.stages > 1:
         outcome += f" in stage {report.stage}"
     now = f"{report.round + 1}{of}"  # people count from one
@@ -105,7 +98,6 @@ def plain_line(report: RoundReport, rounds: int = 0, alone: bool = False) -> str
 
 
 def _mixed(report: RoundReport) -> str:
-    """Outcome of a round with independent state."""
     others = len([peer for peer in report.peers if peer != report.peer])
     met = f"mixed with {others}" if others else "mixed with no peer"
     return f"{met}, at most {percent(report.spread)} from the mean"
@@ -131,7 +123,6 @@ def syncing_line(status: Status) -> str:
 
 
 def render(status: Status, reports: Sequence[RoundReport], width: int) -> RenderableType:
-    """The whole view. Figures that are not known yet are shown as a dash."""
     rows = Table.grid(padding=(0, 2, 0, 0), expand=False)
     rows.add_column(style="dim", no_wrap=True)
     rows.add_column(overflow="fold")

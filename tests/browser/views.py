@@ -85,7 +85,9 @@ def fault(page: ScriptedPage) -> None:
     training(page)
     rounds(page, ROUNDS - 1, ROUNDS + 2, {ROUNDS: "undecided", ROUNDS + 1: "skipped"})
     page.show(
-        state="waiting", reason="the members of the last roster are not here", waiting_for=("laptop-1", "laptop-2")
+        state="waiting",
+        reason="waiting for a member of the last round (laptop-1, laptop-2)",
+        waiting_for=("laptop-1", "laptop-2"),
     )
     gone = [peer(1, live=False, left=True), peer(2, live=False, route="libp2p", route_reason="connection refused")]
     page.show(peers=(peer(0, route="libp2p", route_reason="no answer within 2 s"), *gone), eta_seconds=None)

@@ -11,9 +11,9 @@ const DOTS = { training: "good", averaging: "busy", syncing: "busy", joining: "b
 const OUTCOMES = {
   alone: "alone",
   skipped: "skipped: no contribution counted",
-  undecided: "not decided, training goes on",
+  undecided: "not decided, training continues",
   superseded: "caught up with the others",
-  fork: "went on without a majority",
+  fork: "continued without a majority",
 };
 
 const $ = (id) => document.getElementById(id);
@@ -287,7 +287,7 @@ function listen() {
     const until = seconds ? latest.time + Number(seconds) : null;  // by the peer's clock
     ask({ do: "pause", until, after_round: Boolean(afterRound) }, "The peer pauses.");
   });
-  $("resume").addEventListener("click", () => ask({ do: "resume" }, "The peer goes on."));
+  $("resume").addEventListener("click", () => ask({ do: "resume" }, "The peer continues."));
   document.addEventListener("keydown", (event) => {
     if (event.key !== "Escape") return;
     toggle("pause", "pause-menu", false);

@@ -161,7 +161,7 @@ async def test_taken_port_gives_another(tmp_path: Path) -> None:
 async def test_page_that_cannot_start_ends_no_peer(tmp_path: Path) -> None:
     page = ScriptedPage(tmp_path / "missing")
     async with page.serving():
-        assert page.said == ["there is no page, but the peer goes on: No such file or directory"]
+        assert page.said == ["web page unavailable; training continues: No such file or directory"]
 
 
 async def test_commands_and_metrics_need_the_token(tmp_path: Path) -> None:

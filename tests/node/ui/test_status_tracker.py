@@ -175,7 +175,7 @@ def test_status_explains_absence_from_the_roster(tmp_path: Path) -> None:
     assert "admitted" in shown(status_tracker).reason
     alone = in_a_run(tmp_path, roster=ROSTER[:2], contacts=(contact("anna", "Anna", live=False),))
     alone.on_progress("training", WORK)
-    assert "(Anna, bert): waiting for one" in shown(alone).reason
+    assert shown(alone).reason == "waiting for a member of the last round (Anna, bert)"
     member = in_a_run(tmp_path)
     member.on_progress("training", WORK)
     assert shown(member).reason == ""

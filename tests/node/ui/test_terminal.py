@@ -139,7 +139,7 @@ def test_fork_message_depends_on_the_roster(members: bool, capfd: pytest.Capture
 
         runner.run(main())
     terminal.close()
-    words = "went on without a majority" if members else "goes on alone"
+    words = "continued without a majority" if members else "continues alone"
     assert words in capfd.readouterr().err
 
 
@@ -158,7 +158,7 @@ def test_plain_lines_are_aligned() -> None:
     lines = [plain_line(report(n, outcome=outcome), 16) for n, outcome in ((3, "committed"), (12, "alone"))]
     lines.append(plain_line(report(5, outcome="undecided", loss=math.nan, held_out_loss=math.nan), 16))
     assert lines[0].startswith("round  4/16  loss 2.662  held out 3.248   3,809 tokens/s")
-    for line, end in zip(lines, ("mean of 3", "alone", "not decided, training goes on"), strict=True):
+    for line, end in zip(lines, ("mean of 3", "alone", "not decided, training continues"), strict=True):
         assert line.endswith(end)
     for word in ("loss", "held out", "tokens/s", "sent", "received"):
         assert len({line.index(word) for line in lines}) == 1
