@@ -26,12 +26,7 @@ _UNLIMITED_BYTES = 1 << 60
 
 @dataclass(frozen=True, slots=True)
 class ControlGroup:
-    """A control group.
-
-    Attributes:
-        path: its directory; None if it is not known.
-        version: 1 or 2.
-    """
+    """A control group, of version 1 or 2. Its path is its directory; None if it is not known."""
 
     path: Path | None = None
     version: int = 2
@@ -44,9 +39,7 @@ class ControlGroup:
 def groups(controller: str, process: Path = PROCESS) -> Iterator[ControlGroup]:
     """Yield the groups whose limits apply to a process: in each hierarchy its own group first, then those above it.
 
-    Args:
-        controller: `cpu` or `memory`. Groups of version 1, which has a hierarchy for each controller, come first.
-        process: the directory in /proc to read from.
+    The controller is `cpu` or `memory`. Groups of version 1, which has a hierarchy for each controller, come first.
     """
     mounts = _text(process / "mountinfo")
     memberships = [line.split(":", 2) for line in _text(process / "cgroup").splitlines()]
@@ -96,7 +89,7 @@ def _text(path: Path) -> str:
 
 
 def memory_group(process: Path = PROCESS) -> ControlGroup:
-    """The memory group of this process; a group without a path if there is none, or outside Linux."""
+    """The memory group of this process; one without a path if there is none, or outside Linux."""
     return next(groups("memory", process), ControlGroup())
 
 
@@ -125,29 +118,22 @@ _WAITING = (*SPIN, "OMP_WAIT_POLICY", "KMP_LIBRARY")
 
 
 def usable_cores(process: Path = PROCESS) -> int:
-    """Return min(cores of the affinity, ceil(quota / period)), at least 1.
-
-    Args:
-        process: the process's directory in /proc. A quota that cannot be read there, or is malformed, is ignored.
-    """
+    """Return min(cores of the affinity, ceil(quota / period)), at least 1. A quota that cannot be read is ignored."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quotas = [cores_of(_quota(group)) for group in groups("cpu", process)]
     return max(1, min([cores, *(ceil(quota) for quota in quotas if quota is not None)]))
 
 
 def _quota(group: ControlGroup) -> str:
-    """A quota and its period, in the format of `cpu.max`."""
+    """In the format of `cpu.max`."""
     if group.version == 2:
         return group.read("cpu.max")
     return f"{group.read('cpu.cfs_quota_us')} {group.read('cpu.cfs_period_us')}"
 
 
 def cores_of(text: str) -> float | None:
-    """Number of cores that a quota allows; None: there is no limit.
-
-    Args:
-        text: quota and period in microseconds, in the format of `cpu.max`. For "no limit", version 1 has -1 where
-            version 2 has `max`.
+    """Number of cores that a quota and its period (microseconds) allow; None without a limit, `max` or, in version 1,
+    -1.
     """
     words = text.split()
     if len(words) != 2 or not all(word.isdecimal() and len(word) < 20 for word in words) or "0" in words:

@@ -46,21 +46,15 @@ class TensorEntry:
 
 
 def entry_of(tensor: torch.Tensor) -> tuple[str, tuple[int, ...]]:
-    """Return (dtype, shape) in the spelling of a header.
-
-    Raises:
-        KeyError: the dtype is not supported.
-    """
+    """(dtype, shape) in the spelling of a header. `KeyError` if the dtype is not supported."""
     dtype = {each: name for name, each in _DTYPES.items()}[tensor.dtype]
     return dtype, tuple(tensor.shape)
 
 
 def header(tensors: Mapping[str, tuple[str, tuple[int, ...]]], about: Mapping[str, str]) -> bytes:
-    """The header of a file, with its length. Deterministic: the same arguments give the same bytes.
+    """The header of a file, with its length: name -> (dtype, shape) in the order of their bytes. Deterministic.
 
-    Args:
-        tensors: name -> (dtype, shape), in the order of their bytes.
-        about: metadata for human readers of the file.
+    `about` is metadata for human readers of the file.
     """
     fields: dict[str, object] = {_METADATA: dict(about)} if about else {}
     at = 0
@@ -74,12 +68,7 @@ def header(tensors: Mapping[str, tuple[str, tuple[int, ...]]], about: Mapping[st
 
 
 def read_header(file: int) -> tuple[dict[str, TensorEntry], int]:
-    """Return the tensors of an open file, and the offset of its payload.
-
-    Raises:
-        Unreadable: not a file of tensors, or its size does not match its header.
-        OSError: it cannot be read.
-    """
+    """The tensors of an open file, and the offset of its payload. `Unreadable` if sizes do not match."""
     size = os.fstat(file).st_size
     length = int.from_bytes(os.pread(file, 8, 0), "little")
     if not 2 <= length <= min(MAX_HEADER_BYTES, size - 8):
@@ -109,11 +98,7 @@ def _entry(fields: dict[str, Any]) -> TensorEntry:
 
 
 def write(path: Path, tensors: Mapping[str, torch.Tensor], about: Mapping[str, str]) -> int:
-    """Write a file of these tensors, over an existing one, and return its size. The file is not flushed to disk.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Write a file of these tensors, over an existing one, and return its size. The file is not flushed to disk."""
     start = header({name: entry_of(tensor) for name, tensor in tensors.items()}, about)
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
@@ -132,12 +117,7 @@ def write(path: Path, tensors: Mapping[str, torch.Tensor], about: Mapping[str, s
 
 
 def names(path: Path) -> tuple[str, ...]:
-    """Names of a file's tensors.
-
-    Raises:
-        Unreadable: not a file of tensors.
-        OSError: it cannot be read.
-    """
+    """Raises `Unreadable`, OSError."""
     file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         return tuple(read_header(file)[0])
@@ -148,9 +128,7 @@ def names(path: Path) -> tuple[str, ...]:
 def read(path: Path, into: Mapping[str, torch.Tensor]) -> None:
     """Copy all tensors of a file into these tensors, which must have the same names, dtypes and shapes.
 
-    Raises:
-        Unreadable: the file holds other tensors, or is damaged.
-        OSError: it cannot be read; some tensors may have been copied.
+    Raises `Unreadable` if the file is damaged or holds others, OSError; some tensors may have been copied then.
     """
     file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
@@ -184,11 +162,7 @@ def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def put(file: int, data: Buffer, offset: int) -> None:
-    """Write all of `data` at an offset of a file.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Write all of `data` at an offset of a file."""
     view = memoryview(data)
     while view:
         written = os.pwrite(file, view, offset)
@@ -196,11 +170,7 @@ def put(file: int, data: Buffer, offset: int) -> None:
 
 
 def get(file: int, into: memoryview, offset: int) -> None:
-    """Fill `into` from an offset of a file.
-
-    Raises:
-        OSError: the file cannot be read, or is too short.
-    """
+    """Fill `into` from an offset of a file. `OSError` if that is too short."""
     if os.preadv(file, [into], offset) != len(into):
         raise OSError("the file has become shorter")
 

@@ -235,7 +235,8 @@ class PipelineTrainer:
         """Why this peer trains nothing now: the stages without a live peer; empty if there are none."""
         empty = self._driver.without_replicas if self._driver else () if self._drivers() else (0,)
         names = " and ".join(map(str, empty))
-        return f"stage {names} has nobody: nothing is trained until a peer of it is back" if empty else ""
+        verb = "has" if len(empty) == 1 else "have"
+        return f"stage {names} {verb} no live peer; training waits until one joins" if empty else ""
 
     def announce_decided(self) -> None:
         """In stage 0, announce how many rounds have been decided.

@@ -27,51 +27,33 @@ BFLOAT16_WIDTH = 192
 
 
 class ResumableLearner(Learner, Protocol):
-    """A learner that can resume the data of an earlier one.
-
-    Attributes:
-        position: number of batches drawn so far.
-    """
+    """A learner that can resume the data of an earlier one, at `position`: the number of batches drawn so far."""
 
     position: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Job:
-    """A task that is ready for training.
-
-    Attributes:
-        rest_seconds: time to sleep before each step.
-        held_out: the evaluation sample; empty if the task has none.
-        generate: takes (prompt, tokens, temperature, seed) and generates text with the learner's parameters; None if
-            the task generates no text.
-        pins: what the run's manifest says of the model; None for a task that has no model of its own.
-        ready: whether the data of the next step are here; until then the worker waits, and takes no step.
-        timeout_seconds: the task's own `WorkerSpec.timeout_seconds`; None: it has none.
-    """
+    """A task that is ready for training."""
 
     learner: ResumableLearner
-    rest_seconds: float = 0.0
-    held_out: bytes = b""
-    generate: Callable[[bytes, int, float, int], bytes] | None = None
-    pins: ModelPins | None = None
-    ready: Callable[[], bool] = lambda: True
-    timeout_seconds: float | None = None
+    rest_seconds: float = 0.0  # to sleep before each step
+    held_out: bytes = b""  # the evaluation sample, if the task has one
+    generate: Callable[[bytes, int, float, int], bytes] | None = None  # takes prompt, tokens, temperature, seed
+    pins: ModelPins | None = None  # what the run's manifest says of the task's own model
+    ready: Callable[[], bool] = lambda: True  # whether the data of the next step are here; else the worker waits
+    timeout_seconds: float | None = None  # the task's own `WorkerSpec.timeout_seconds`
 
 
 Allocate: TypeAlias = Callable[[int], Vector]
 
 
 def build(spec: WorkerSpec, allocate: Allocate, resume: bool) -> Job:
-    """Load data and model. On the CPU the parameters are in the vector that `allocate` returns.
+    """Load data and model. On the CPU the parameters are in the vector that `allocate` returns; with `resume` it holds
+    them already.
 
-    On another device (untested) they are in that device's memory, and the caller has to copy them.
-
-    Args:
-        resume: that vector already holds the parameters.
-
-    Raises:
-        ValueError: data, device or a user's module are missing or unsuitable. The message is one line.
+    On another device (untested) they are in that device's memory, and the caller has to copy them. Raises `ValueError`,
+    with one line, if data, device or a user's module are missing or unsuitable.
     """
     values = spec.values
     if isinstance(values, PacedValues):
@@ -123,11 +105,7 @@ def _build_hf(spec: WorkerSpec, data: GivenData, device: str, place: Allocate | 
 
 
 def device_of(name: str) -> str:
-    """The device to train on.
-
-    Raises:
-        ValueError: this machine has no such device.
-    """
+    """The device to train on; `ValueError` if this machine has no such device."""
     there = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
     if name == "auto":
         return next(each for each in ("cuda", "mps", "cpu") if there[each])

@@ -23,7 +23,6 @@ _LIBRARIES = tuple(
 
 
 def not_enough_memory(error: BaseException) -> bool:
-    """Whether an allocation failed, in Python or in torch."""
     if isinstance(error, MemoryError):
         return True
     return isinstance(error, RuntimeError | OSError) and any(each in str(error) for each in ("alloc", "out of memory"))
@@ -36,10 +35,7 @@ def first_line(error: BaseException) -> str:
 
 
 def describe(error: BaseException) -> str:
-    """One line: the exception, the function in which it arose, and its message.
-
-    The function is the innermost one that is not a library's: of this project or of a user's own task.
-    """
+    """One line: the exception, the innermost function that is not a library's, and the message."""
     if isinstance(error, TaskError) and error.__cause__ is not None:
         return f"{first_line(error)}, in {_place(error.__cause__)}"
     name, message = type(error).__name__, str(error).strip()
@@ -47,11 +43,7 @@ def describe(error: BaseException) -> str:
 
 
 def report(error: BaseException, told: set[str]) -> str:
-    """Return `describe(error)`, and write the traceback to stderr, which the peer logs.
-
-    Args:
-        told: lines whose traceback was written before; an evaluation that fails does so in each round.
-    """
+    """Return `describe(error)`, and write the traceback to stderr, unless the line is among those `told` before."""
     if (line := describe(error)) not in told:
         told.add(line)
         traceback.print_exception(error.__cause__ if isinstance(error, TaskError) and error.__cause__ else error)
@@ -66,19 +58,14 @@ def write_where_it_stands() -> None:
 
 
 class FaultDump:
-    """Reads what `faulthandler` writes of a process that crashes, or that hangs and is asked where it stands.
-
-    Attributes:
-        crash: the kind of crash, such as "Segmentation fault"; empty if there was none.
-        place: where the thread stood that crashed or was asked; empty if that is not known.
-    """
+    """Reads what `faulthandler` writes of a process that crashes, or that hangs and is asked where it stands."""
 
     def __init__(self) -> None:
-        self.crash = self.place = ""
+        self.crash = ""  # such as "Segmentation fault"
+        self.place = ""  # where the thread stood that crashed or was asked, if known
         self._reading, self._is_final = False, False
 
     def take(self, line: str) -> None:
-        """Take in a line of the process's output."""
         if line.startswith("Fatal Python error: "):
             self.crash, self._is_final = line.removeprefix("Fatal Python error: ")[:_CHARACTERS], False
         elif line.startswith("Current thread "):

@@ -83,10 +83,8 @@ class InnerOptimizer:
             gradient.zero_()
 
     def step(self, round_number: int, step: int, divisor: int = 1) -> bool:
-        """Take the step along the gradients, or change nothing and return False if they are not finite.
-
-        Args:
-            divisor: what the gradients are divided by first: the number of microbatches or targets whose sum they are.
+        """Divide the gradients by `divisor`, and take the step along them; False, and no change, if they are not
+        finite.
         """
         if divisor != 1:
             for gradient in self._gradients:
@@ -105,9 +103,8 @@ class InnerOptimizer:
         return True
 
     def moments(self, make: bool = False) -> dict[str, torch.Tensor]:
-        """AdamW's `exp_avg`, `exp_avg_sq` and `step`, and Muon's `momentum_buffer`.
-
-        Where an optimiser has several parameters, their numbers are added: `exp_avg.0` and so on.
+        """AdamW's `exp_avg`, `exp_avg_sq` and `step`, and Muon's `momentum_buffer`; of several parameters `exp_avg.0`,
+        ….
         """
         found: dict[str, torch.Tensor] = {}
         for optimizer in self._optimizers:
@@ -127,7 +124,6 @@ class InnerOptimizer:
 
 
 def _adamw(flat: FlatParameters, recipe: Recipe, included: Included) -> list[torch.optim.Optimizer]:
-    """AdamW for the included tensors; empty if there are none."""
     # One parameter for each run of tensors: a step is a few passes over it, however many tensors it holds.
     runs = (tensor_runs(flat.layout, vectors, included) for vectors in (flat.vectors, flat.gradients))
     parameters = _parameters(*runs)
@@ -138,7 +134,6 @@ def _adamw(flat: FlatParameters, recipe: Recipe, included: Included) -> list[tor
 
 
 def _muon(flat: FlatParameters, recipe: Recipe) -> list[torch.optim.Optimizer]:
-    """Muon for the hidden matrices; empty if there are none."""
     parameters = _parameters(*(matrices(flat.layout, vectors) for vectors in (flat.vectors, flat.gradients)))
     return [Muon(parameters, recipe.learning_rate, _own_decay(recipe))] if parameters else []
 

@@ -28,17 +28,11 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What a process and its descendants have done so far.
+    """What a process and its descendants have done so far."""
 
-    Attributes:
-        processor_seconds: on a core, or ready to run while no core was free.
-        io_bytes: read and written.
-        stopped: the process itself is stopped, by a signal or a debugger.
-    """
-
-    processor_seconds: float
-    io_bytes: int
-    stopped: bool = False
+    processor_seconds: float  # on a core, or ready to run while no core was free
+    io_bytes: int  # read and written
+    stopped: bool = False  # the process itself, by a signal or a debugger
 
 
 def usage(pid: int, proc: Path = _PROC) -> Usage | None:
@@ -64,13 +58,13 @@ def usage(pid: int, proc: Path = _PROC) -> Usage | None:
 
 
 def _stat(process: Path) -> tuple[str, float]:
-    """Of a process: its state, and the seconds that it has spent on a core."""
+    """State, and seconds on a core."""
     fields = (process / "stat").read_text().rpartition(")")[2].split()
     return fields[0], (int(fields[11]) + int(fields[12])) / _TICKS
 
 
 def _io_bytes(process: Path) -> int:
-    """Bytes that a process has read and written, page faults of mapped files included."""
+    """Page faults of mapped files included."""
     size = 0
     with suppress(OSError, ValueError):
         for line in (process / "io").read_text().splitlines():
@@ -92,11 +86,10 @@ class Watchdog:
         self._stopped: float | None = None
 
     def look(self, now: float, steps: int, usage: Usage | None) -> str:
-        """Take in what there is to see now; return why the worker hangs, or nothing while it works.
+        """Why the worker hangs, or nothing while it works.
 
-        Args:
-            steps: a number that changes with each finished inner step, and while the worker waits for data.
-            usage: None: not known. Then only the limit for a worker that computes holds.
+        `steps` changes with each finished inner step, and while the worker waits for data. If `usage` is not known,
+        only the limit for a worker that computes holds.
         """
         self._excuse(now - self._looked)
         if steps != self._steps:

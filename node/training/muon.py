@@ -31,12 +31,7 @@ def fast_dtype(device: torch.device) -> torch.dtype:
 
 
 def orthogonalized(matrices: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """For each matrix with the singular value decomposition USV', about UV'.
-
-    Args:
-        matrices: (batch, rows, columns).
-        dtype: of the iterations and of the result.
-    """
+    """For each matrix (batch, rows, columns) with the singular value decomposition USV', about UV', in `dtype`."""
     tall = matrices.shape[1] > matrices.shape[2]
     found = (matrices.mT if tall else matrices).to(dtype, copy=True)
     found.div_(torch.linalg.matrix_norm(found, keepdim=True).clamp_(min=_SMALLEST_NORM))
@@ -48,22 +43,16 @@ def orthogonalized(matrices: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 class Muon(torch.optim.Optimizer):
-    """Muon for matrices, with Nesterov momentum and decoupled weight decay.
+    """Muon for matrices, with Nesterov momentum and decoupled weight decay. `rate` is of the size of AdamW's.
 
     The state of each parameter is `momentum_buffer`, as with `torch.optim.Muon`.
     """
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter], rate: float, weight_decay: float) -> None:
-        """
-        Args:
-            parameters: matrices, each with its gradient.
-            rate: learning rate, of the size of AdamW's.
-        """
         super().__init__(parameters, {"lr": rate, "weight_decay": weight_decay})
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Take one step along the gradients."""
         (group,) = self.param_groups
         for batch in _batches(group["params"]):
             directions = torch.stack([self._direction(each) for each in batch])

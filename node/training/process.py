@@ -37,56 +37,38 @@ OnProgress = Callable[[dict[str, Any]], None]
 
 
 class WorkerError(Exception):
-    """The worker cannot be started, rejects a command, or dies each time. The message is one line.
-
-    Attributes:
-        is_killed: the worker was killed (SIGKILL) during its start.
-    """
+    """The worker cannot be started, rejects a command, or dies each time. The message is one line."""
 
     def __init__(self, why: str, is_killed: bool = False) -> None:
         super().__init__(why)
-        self.is_killed = is_killed
+        self.is_killed = is_killed  # by SIGKILL, during its start
 
 
 class WorkerGone(Exception):
-    """This worker has died, or hangs and was killed. `WorkerProcess.failure` says why, if that is known.
-
-    Attributes:
-        hangs: why it hangs, in one line; empty if it died or was stopped.
-    """
+    """This worker has died, or hangs and was killed. `WorkerProcess.failure` says why, if that is known."""
 
     def __init__(self, hangs: str = "") -> None:
         super().__init__(hangs)
-        self.hangs = hangs
+        self.hangs = hangs  # why, in one line; empty if it died or was stopped
 
 
 class WorkerProcess:
-    """One worker process, from its start to its end.
-
-    Attributes:
-        command: the latest command, by name; empty before the first.
-        finished: names of the commands that it has carried out; `train` from its first step on.
-        timeout_seconds: longest time without any sign of work.
-    """
+    """One worker process, from its start to its end."""
 
     def __init__(
         self, child: ChildProcess, dump: FaultDump, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
         self.child, self._dump, self._said = child, dump, ""
-        self.command, self.finished = "", set[str]()
+        self.command = ""  # the latest one, by name
+        self.finished = set[str]()  # names of those carried out; `train` from its first step on
         self.layout, self.timeout_seconds = Layout(()), liveness.TIMEOUT_SECONDS
         self._reader, self._writer = reader, writer
 
     @classmethod
     async def start(cls, spec: WorkerSpec, memory: int) -> WorkerProcess:
-        """Start a worker and wait until it is ready.
+        """Start a worker over the shared vectors' file descriptor `memory`, and wait until it is ready.
 
-        Args:
-            memory: file descriptor of the shared vectors (`node.training.shared`).
-
-        Raises:
-            WorkerError: the worker rejected the spec, or did not start.
-            OSError: the process cannot be created.
+        Raises `WorkerError` if it rejects the spec or does not start, `OSError` if there can be no process.
         """
         ours, theirs = socket.socketpair()
         # `-P`: never import from the current directory.
@@ -135,7 +117,7 @@ class WorkerProcess:
 
     @property
     def failure(self) -> str:
-        """Why the worker cannot go on, in one line: it said so itself, it crashed or it hangs; empty if not known."""
+        """Why the worker cannot continue, in one line: it said so, crashed or hangs; empty if not known."""
         if not self._said and self._dump.crash:
             return f"the worker crashed in {self._activity}: {self._dump.crash}{self._where}"
         return self._said
@@ -149,11 +131,8 @@ class WorkerProcess:
         return f", in {self._dump.place}" if self._dump.place else ""
 
     async def ask(self, command: dict[str, Any], memory: Shared, on_progress: OnProgress) -> Any:
-        """Send a command and return its answer. Progress messages before it go to `on_progress`.
-
-        Raises:
-            WorkerError: the worker rejected the command.
-            WorkerGone: the worker died, or hangs.
+        """Send a command and return its answer; progress before it goes to `on_progress`. Raises WorkerError,
+        WorkerGone.
         """
         self.command = command["do"]
         self._writer.write(json.dumps(command).encode() + b"\n")
@@ -168,11 +147,7 @@ class WorkerProcess:
             on_progress(answer["progress"])
 
     async def _answer(self, steps: Callable[[], int]) -> dict[str, Any]:
-        """The next message, which may take as long as the worker works.
-
-        Args:
-            steps: returns a number that changes with each step.
-        """
+        """The next message, for which the worker may take as long as it works; `steps()` changes with each step."""
         loop = asyncio.get_running_loop()
         watchdog = Watchdog(self._activity, self.timeout_seconds, loop.time())
         while True:
@@ -187,7 +162,6 @@ class WorkerProcess:
                     raise WorkerGone("" if seen and seen.stopped else self._said) from None
 
     async def _ask_where(self) -> None:
-        """Have a worker that hangs write where it stands."""
         self.child.ask_where()
         await asyncio.sleep(_DUMP_SECONDS)
 
@@ -204,7 +178,6 @@ class WorkerProcess:
         return answer
 
     async def end(self) -> None:
-        """Kill the process at once and wait for its end."""
         self._writer.close()
         await self.child.kill()
 

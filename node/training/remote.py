@@ -47,7 +47,7 @@ __all__ = ["RemoteTrainer", "WorkerError", "WorkerSpec"]
 
 
 def _absolute(path: Path) -> str:
-    """The path for the worker, whose user's code may have changed the current directory."""
+    """For the worker, whose user's code may have changed the current directory."""
     return str(path.absolute())
 
 
@@ -56,25 +56,16 @@ class RemoteTrainer:
 
     A worker that dies or hangs is replaced. The new one starts from the anchor if the old one was busy, and otherwise
     from the local parameters. If no worker can be started any more, all methods raise `WorkerError`; with `on_given_up`
-    set, `train` instead waits for its cut without training.
-
-    Attributes:
-        layout: of the parameters.
-        restarts: how often a worker was replaced.
-        last_failure: why the last worker that died or hung did so, in one line; empty if none did.
+    set, `train` instead waits for its cut without training. `on_given_up` gets a one-line reason; its owner should then
+    close this trainer soon.
     """
 
     layout: Layout
 
     def __init__(self, spec: WorkerSpec, compute: Compute, on_given_up: Callable[[str], None] | None = None) -> None:
-        """
-        Args:
-            on_given_up: called with a one-line reason when there will be no further worker. The caller should close
-            this
-                trainer soon.
-        """
         self._on_given_up = on_given_up
-        self.restarts, self.last_failure = 0, ""
+        self.restarts = 0
+        self.last_failure = ""  # why the last worker that died or hung did so, in one line
         self._spec, self._compute = spec, compute
         self._worker: WorkerProcess | None = None
         # A worker that did not answer its command: the local parameters may be inconsistent.
@@ -87,10 +78,7 @@ class RemoteTrainer:
         self._notifier = Notifier()
 
     async def __aenter__(self) -> Self:
-        """
-        Raises:
-            WorkerError: data, device or memory are not available, or the worker does not start.
-        """
+        """Raises `WorkerError` if data, device or memory are not available, or the worker does not start."""
         self._descriptor = shared.create()
         self._supervisor = WorkerSupervisor(self._spec, self._descriptor)
         try:
@@ -116,7 +104,6 @@ class RemoteTrainer:
 
     @property
     def pid(self) -> int | None:
-        """The worker's process id; None while there is none."""
         return self._worker.child.pid if self._worker else None
 
     # -- the contract -------------------------------------------------------------------------------------------------
@@ -124,10 +111,8 @@ class RemoteTrainer:
     async def train(
         self, key: RoundKey, cut: asyncio.Event, progress: Callable[[LocalProgress], None], surplus: bool = True
     ) -> LocalProgress:
-        """Train until `cut` is set; see `protocols.base.Trainer`.
-
-        After the death of a worker, `progress` starts again from zero. If `cut` is set while there is no worker, the
-        method returns without waiting for the next one.
+        """After the death of a worker, `progress` starts again from zero. A cut while there is no worker ends it at
+        once.
         """
         return await run_with_helper(self._train(key, cut, progress, surplus), self._watch(cut))
 
@@ -147,13 +132,10 @@ class RemoteTrainer:
                 self._lose(worker)
 
     async def read(self, into: Vector, fragment: int = 0) -> None:
-        """Copy the local parameters out, between two steps."""
         async with self._boundary():
             await self._compute.run(lambda: into.copy_(self._shared.local[fragment]), 4 * len(into))
 
     async def write(self, source: Vector, fragment: int = 0, anchor: Vector | None = None, tokens: int = 0) -> None:
-        """Replace the local parameters and their anchor, between two steps; see `protocols.base.Trainer`."""
-
         def copy() -> None:
             shared, measured = self._shared.anchor[fragment], source if anchor is None else anchor
             if measured.data_ptr() != shared.data_ptr():
@@ -172,7 +154,6 @@ class RemoteTrainer:
         return self._shared.anchor[fragment]
 
     async def evaluate(self) -> float:
-        """Held-out loss of the outer parameters, between two steps."""
         return float(await self._order({"do": "evaluate"}))
 
     @property
@@ -187,14 +168,12 @@ class RemoteTrainer:
 
     @property
     def threads(self) -> int:
-        """Threads that the worker computes with."""
         return self._shared.threads
 
     async def save(self, path: Path) -> bool:
-        """Have the worker write its optimiser's state to a file, between two steps; False if there is no worker now.
+        """Have the worker write its optimiser's state, between two steps; False if there is no worker now.
 
-        Raises:
-            WorkerError: the state cannot be written, or the worker died before it was.
+        Raises `WorkerError` if the state cannot be written, or the worker died before it was.
         """
         if self._worker is None:
             return False
@@ -206,14 +185,10 @@ class RemoteTrainer:
         return True
 
     async def load(self, path: Path | None, position: int, threads: int = 0) -> None:
-        """Have the worker load its optimiser's state and continue at a position of its data.
+        """Have the worker load what `save` wrote (None: no state), and continue at a position of its data.
 
-        Args:
-            path: a file that `save` wrote; None: start with no state.
-            threads: number of threads to start with if the worker chooses it itself; 0: as for a new worker.
-
-        Raises:
-            WorkerError: the file cannot be read, or is of another model.
+        With `threads`, a worker that chooses their number itself starts with so many. Raises `WorkerError` if the file
+        cannot be read, or is of another model.
         """
         command = {"do": "load", "path": _absolute(path) if path else None, "position": position, "threads": threads}
         await self._order(command)
@@ -227,12 +202,10 @@ class RemoteTrainer:
         return ModelPins.from_fields(await self._order({"do": "pins"}))
 
     async def generate(self, prompt: bytes, tokens: int, temperature: float = 0.0, seed: int = 0) -> bytes:
-        """Continue `prompt` by `tokens` bytes with the outer parameters; at temperature 0 by the likeliest ones.
+        """Continue `prompt`, of which the last 64 KiB count, with the outer parameters; at temperature 0 by the
+        likeliest bytes.
 
-        Only the last 64 KiB of the prompt are used.
-
-        Raises:
-            WorkerError: the task generates no text, or the prompt is empty.
+        Raises `WorkerError` if the task generates no text, or the prompt is empty.
         """
         command: dict[str, Any] = {"do": "generate", "tokens": tokens, "temperature": temperature, "seed": seed}
         command["prompt"] = base64.b64encode(prompt[-_PROMPT_BYTES:]).decode()
@@ -268,11 +241,10 @@ class RemoteTrainer:
                     return work
 
     async def _wait_for_work(self, worker: WorkerProcess | None, cut: asyncio.Event) -> None:
-        """Wait until this trainer rests no more, for the cut, or for another worker."""
         await self._notifier.until(lambda: not self._resting or cut.is_set() or self._worker is not worker, math.inf)
 
     async def _wait_for_cut(self, worker: WorkerProcess | None, cut: asyncio.Event) -> None:
-        """Wait for the cut, which comes at the round's deadline at the latest, or for another worker."""
+        """The cut comes at the round's deadline at the latest."""
         await self._notifier.until(lambda: cut.is_set() or self._worker is not worker, math.inf)
 
     async def _watch(self, cut: asyncio.Event) -> None:
@@ -318,7 +290,6 @@ class RemoteTrainer:
             self._worker = None
 
     def _gain(self, worker: WorkerProcess) -> None:
-        """Another worker has taken the place of the dead one."""
         self._worker, self._notify_carried = worker, True
         self._notifier.notify()
 
@@ -348,10 +319,8 @@ class RemoteTrainer:
     # -- worker processes ---------------------------------------------------------------------------------------------
 
     async def _alive(self, cut: asyncio.Event | None = None) -> bool:
-        """Wait for a worker, at most until `cut` is set, and return whether there is one.
-
-        Raises:
-            WorkerError: there will be none.
+        """Wait for a worker, at most until `cut` is set, and return whether there is one. Raises `WorkerError` if
+        there will be none.
         """
 
         def settled() -> bool:
@@ -371,11 +340,7 @@ class RemoteTrainer:
         return self._worker is not None
 
     async def _supervise(self, worker: WorkerProcess) -> None:
-        """Replace the worker each time it has died.
-
-        Raises:
-            WorkerError: workers die again and again.
-        """
+        """Replace the worker each time it has died, until workers die again and again (`WorkerError`)."""
         try:
             while True:
                 how = await worker.child.ended()

@@ -24,11 +24,7 @@ _ATTENTION, _STEPS, _POSITION, _THREADS, _WAITS = range(5)
 
 
 def create() -> int:
-    """Open a new, empty, unnamed file and return its descriptor. On Linux the file is in memory.
-
-    Raises:
-        OSError: the file cannot be created.
-    """
+    """Open a new, empty, unnamed file, on Linux in memory, and return its descriptor."""
     if sys.platform == "linux":
         return os.memfd_create("starling")
     with tempfile.TemporaryFile() as file:
@@ -36,22 +32,12 @@ def create() -> int:
 
 
 class Shared:
-    """The mapped file.
+    """The mapped file. Its vectors are float32, one for each fragment.
 
-    Attributes:
-        local, anchor: float32 vectors, one for each fragment.
-        fresh: the file was empty, so the vectors hold zeros.
+    The file is extended as needed (`OSError` if there is not enough space), and may be closed afterwards.
     """
 
     def __init__(self, descriptor: int, sizes: Sequence[int]) -> None:
-        """
-        Args:
-            descriptor: of the file, which is extended as needed. It may be closed afterwards.
-            sizes: number of elements of each fragment.
-
-        Raises:
-            OSError: there is not enough space.
-        """
         total = _PAGE_BYTES + 2 * 4 * sum(sizes)
         self.fresh = os.fstat(descriptor).st_size < total
         if self.fresh:
@@ -76,7 +62,6 @@ class Shared:
 
     @property
     def steps(self) -> int:
-        """Number of inner steps that all workers have taken."""
         return self._numbers[_STEPS]
 
     @property
@@ -91,7 +76,7 @@ class Shared:
 
     @property
     def threads(self) -> int:
-        """Number of threads that the worker computes with; 0 before the first worker has started."""
+        """Threads that the worker computes with; 0 before the first worker has started."""
         return self._numbers[_THREADS]
 
     @threads.setter
@@ -103,9 +88,7 @@ class Shared:
         self._numbers[_POSITION] = position
 
     def waited(self) -> None:
-        """Say that the worker is alive, and waits for data."""
         self._numbers[_WAITS] += 1
 
     def stepped(self) -> None:
-        """Count a step. The worker calls this after a step."""
         self._numbers[_STEPS] += 1

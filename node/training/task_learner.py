@@ -23,9 +23,8 @@ class TaskLearner:
     """Train a task's module by the recipe's optimiser, with warm-up, cosine decay and gradient clipping.
 
     If the recipe takes the mean over tokens, the module is in eval mode while it is evaluated, and else in train mode.
-
-    Attributes:
-        position: number of batches drawn so far. Together with the seed it is enough to resume the data.
+    With `autocast`, a step's forward pass uses that dtype for the operations that torch considers safe; parameters,
+    optimiser and evaluation are always float32. Raises `ValueError` for Muon and a module without hidden matrices.
     """
 
     def __init__(
@@ -37,16 +36,6 @@ class TaskLearner:
         resume: bool = False,
         autocast: torch.dtype | None = None,
     ) -> None:
-        """
-        Args:
-            seed: of this peer's stream of data, different for each peer.
-            allocate, resume: as in `flatten_parameters`.
-            autocast: dtype of a step's forward pass, for the operations that torch considers safe; None: float32.
-                Parameters, optimiser and evaluation are always float32.
-
-        Raises:
-            ValueError: the recipe's optimiser is Muon, and no matrix is hidden.
-        """
         parameters, self._extra_names = trained(task), extra(task)
         on_device = partial(torch.empty, dtype=torch.float32, device=parameters[0][1].device)
         count = sum(parameter.numel() for _, parameter in parameters)
@@ -57,7 +46,7 @@ class TaskLearner:
         self._bystanders = None if self._extra_names is None else Bystanders(task.module, parameters)
         self.layout = Layout((flat.layout.fragments[0] + self._extra.fragment,))
         self.vectors: tuple[Vector, ...] = (self._extra.vector,)
-        self.position = 0
+        self.position = 0  # batches drawn so far: with the seed, enough to resume the data
         self._task, self._recipe, self._seed = task, recipe, seed
         self._by_token = recipe.mean == "token"
         if self._by_token:
@@ -86,7 +75,7 @@ class TaskLearner:
         return Step(total / sum(weights), count)
 
     def _accumulate(self) -> tuple[list[torch.Tensor], list[int]]:
-        """Add up the gradients of the step's batches; return the losses, still on the device, and the target counts."""
+        """Returns the losses, still on the device, and the target counts."""
         losses: list[torch.Tensor] = []
         counts: list[int] = []
         for _ in range(self._recipe.batches):
@@ -101,7 +90,6 @@ class TaskLearner:
 
     @torch.enable_grad()
     def _differentiate(self, batch: Batch, count: int, is_first: bool) -> torch.Tensor:
-        """Add the gradient of a batch's loss to the others; returns the loss."""
         views = self._flat.views
         views.before_loss()
         with self._precision:
@@ -124,11 +112,9 @@ class TaskLearner:
                 print(f"warning: {line}", file=sys.stderr, flush=True)
 
     def moments(self, make: bool = False) -> dict[str, torch.Tensor]:
-        """The optimiser's tensors by name; see `InnerOptimizer.moments`."""
         return self._optimizer.moments(make)
 
     def evaluate(self) -> float:
-        """The task's own evaluation."""
         with self.evaluating():
             return self._task.evaluate()
 

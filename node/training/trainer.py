@@ -26,11 +26,7 @@ _PIECE = 1 << 18
 
 
 class Learner(Protocol):
-    """Takes inner steps.
-
-    Attributes:
-        vectors: the local parameters, one flat vector for each fragment of the layout. A step changes them in place.
-    """
+    """Takes inner steps, which change its vectors in place: one flat vector for each fragment of the layout."""
 
     layout: Layout
     vectors: tuple[Vector, ...]
@@ -39,25 +35,19 @@ class Learner(Protocol):
         """Take inner step `step` (from 0) of a round. Surplus steps continue the count beyond the inner steps."""
 
     def moments(self, make: bool = False) -> dict[str, torch.Tensor]:
-        """The optimiser's own tensors by name, for reading or writing; none before the first step.
-
-        Args:
-            make: create them, with their values before the first step, if there are none.
-        """
+        """The optimiser's own tensors by name; none before the first step, unless `make` creates them."""
 
     def evaluate(self) -> float:
         """Mean loss of the present parameters over held-out data."""
 
 
 class LocalTraining:
-    """One learner's work since its anchor was last written, and the anchor itself: twice the parameters in memory."""
+    """One learner's work since its anchor was last written, and the anchor itself: twice the parameters in memory.
+
+    `inner_steps` (H) complete a round. Without `anchors`, the anchor is a copy of the present parameters.
+    """
 
     def __init__(self, learner: Learner, inner_steps: int, anchors: tuple[Vector, ...] | None = None) -> None:
-        """
-        Args:
-            inner_steps: H, the number of steps that completes a round.
-            anchors: vectors that hold the anchor; None: copies of the present parameters.
-        """
         if inner_steps < 1:
             raise ValueError(f"inner_steps must be at least 1, not {inner_steps}")
         self.learner = learner
@@ -75,7 +65,6 @@ class LocalTraining:
 
     @property
     def complete(self) -> bool:
-        """Whether all inner steps of the round are taken."""
         return self._steps >= self._inner_steps
 
     @property
@@ -84,7 +73,6 @@ class LocalTraining:
         return self._carried + self._tokens
 
     def step(self) -> None:
-        """Take one inner step of the round."""
         step = self.learner.step(self._round, self._steps)
         self._steps += 1
         if step.tokens:
@@ -92,14 +80,12 @@ class LocalTraining:
             self._loss += step.loss * step.tokens
 
     def spend(self, seconds: float) -> None:
-        """Count the time of a step as spent training."""
         self._seconds += seconds
         self._step_seconds = seconds
 
     def due(self) -> bool:
-        """Whether to report progress now: at the first step, after the last inner step, and at each 10 % more tokens.
-
-        If it returns True, it takes the progress as reported.
+        """Whether to report now: at the first step, after the last inner step, at each 10 % more tokens. True counts
+        as reported.
         """
         tokens = self.tokens
         news = self._reported == 0 or self._steps == self._inner_steps or 10 * tokens >= 11 * self._reported
@@ -108,7 +94,6 @@ class LocalTraining:
         return news
 
     def work(self) -> LocalProgress:
-        """The work since the anchor was written."""
         tokens = self.tokens
         return LocalProgress(
             tokens=tokens,
@@ -121,16 +106,13 @@ class LocalTraining:
         )
 
     def read(self, into: Vector, fragment: int = 0) -> None:
-        """Copy the local parameters out."""
         into.copy_(self.learner.vectors[fragment])
 
     def write(self, source: Vector, fragment: int = 0, anchor: Vector | None = None, tokens: int = 0) -> None:
         """Replace the local parameters and their anchor, and reset the counts.
 
-        Args:
-            anchor: the anchor, if it is not `source`. To keep work that no round has counted, `source` is the new
-                anchor minus that work's pseudo-gradient.
-            tokens: number of tokens of that work.
+        To keep `tokens` of work that no round has counted, `source` is the new anchor minus that work's pseudo-
+        gradient.
         """
         self.learner.vectors[fragment].copy_(source)
         self._anchors[fragment].copy_(source if anchor is None else anchor)
@@ -142,7 +124,6 @@ class LocalTraining:
         self._reported = 0
 
     def evaluate(self) -> float:
-        """Held-out loss of the anchor, the outer parameters."""
         with self.outer():
             return self.learner.evaluate()
 

@@ -54,18 +54,9 @@ class _Block:
 
 
 class ThreadTuner:
-    """Choose the number of threads for each step by the times of the steps before.
-
-    Attributes:
-        threads: number of threads for the next step.
-    """
+    """Chooses the number of threads for each step, at most `limit`, by the times of the steps before."""
 
     def __init__(self, start: int, limit: int) -> None:
-        """
-        Args:
-            start: number of threads for the first steps.
-            limit: largest number of threads.
-        """
         self._limit = max(1, limit)
         # (upwards, after a change) -> seconds that such a trial may lose
         self._credits = {(upwards, changed): 0.0 for upwards in (True, False) for changed in (True, False)}
@@ -81,7 +72,6 @@ class ThreadTuner:
         self._settle(warming=2)
 
     def confine(self, limit: int) -> None:
-        """Change the largest number of threads."""
         if limit != self._limit:
             self._limit = max(1, limit)
             if self._kept > self._limit or self.threads > self._limit:
@@ -117,24 +107,17 @@ class ThreadTuner:
                     break
 
     def _next(self, upwards: bool) -> int | None:
-        """The next number of threads above or below the kept one; None if there is none."""
         rungs = {*(rung for rung in RUNGS if rung < self._limit), self._limit}
         if upwards:
             return min((rung for rung in rungs if rung > self._kept), default=None)
         return max((rung for rung in rungs if rung < self._kept), default=None)
 
     def _begin_trial(self, mean: float, upwards: bool, changed: bool) -> None:
-        """Use another number of threads for the next steps.
-
-        Args:
-            mean: present seconds of a step with the kept number.
-        """
         self._usual, self._waited, self._upwards = mean, 0.0, upwards
         self._lost, self._changed = 0.0, changed
         self.threads, self._block = self._next(upwards) or self._kept, _Block(1)
 
     def _try(self, seconds: float, mean: float | None) -> None:
-        """Account for a step of a trial, and end the trial if its result is clear."""
         assert self._usual is not None
         self._lost += seconds - self._usual
         hopeless = self._lost > max(HOPELESS_SECONDS, BLOCK_STEPS * self._usual)
@@ -153,6 +136,6 @@ class ThreadTuner:
             self._block = _Block(1)
 
     def _settle(self, warming: int) -> None:
-        """Reset the measurements for a new kept number: its step time is unknown, and the next trial comes soon."""
+        """Measure a new kept number from the start."""
         self._usual, self._block = None, _Block(warming)
         self._waited, self._interval = 0.0, FIRST_SECONDS

@@ -92,11 +92,7 @@ class Worker:
         self._compute_with(self._tuner.threads if self._tuner else spec.thread_count())
 
     def carry_out(self, command: dict[str, Any]) -> Any:
-        """Carry out a command and return its answer.
-
-        Raises:
-            CommandRejected: it cannot be carried out.
-        """
+        """Carry out a command and return its answer. Raises `CommandRejected` if that is not possible."""
         if "carried" in command:
             self._take(command["carried"])
         match command["do"]:
@@ -230,11 +226,7 @@ WHOLE_MODEL = WorkerKind(build, Worker)
 def _start(
     spec: WorkerSpec, memory: int, tell: Callable[[str, Any], None], kind: WorkerKind
 ) -> tuple[Worker, dict[str, Any]]:
-    """Build the job and its worker. Returns the worker, and what it answers.
-
-    Raises:
-        ValueError, OSError, RuntimeError, MemoryError: data, device or memory are not available.
-    """
+    """The worker, and what it answers. Raises ValueError, OSError, RuntimeError, MemoryError."""
     torch.set_num_threads(spec.thread_count())
     kept: list[Shared] = []
 
@@ -272,7 +264,7 @@ def serve(lines: BinaryIO, tell: Callable[[str, Any], None], memory: int, kind: 
 
 
 def _attempt(worker: Worker, command: dict[str, Any], told: set[str]) -> tuple[str, Any]:
-    """Carry out a command; returns the answer's word and value. `told` is as for `report`."""
+    """The answer's word and value. `told` is as for `report`."""
     name = command["do"]
     try:
         return "done", worker.carry_out(command)
@@ -285,7 +277,6 @@ def _attempt(worker: Worker, command: dict[str, Any], told: set[str]) -> tuple[s
 
 
 def main(arguments: list[str], kind: WorkerKind = WHOLE_MODEL) -> int:
-    """Run a worker process; see the top of this file for its arguments."""
     memory, descriptor = map(int, arguments)
     write_where_it_stands()
     with socket.socket(fileno=descriptor) as link, link.makefile("rb") as lines:

@@ -26,9 +26,9 @@ BACKOFF_SECONDS = (0.0, 0.5, 1.0, 2.0, 4.0)
 MEMORY_BACKOFF_SECONDS = (1.0, 5.0)
 """Pause after the first and after the second out-of-memory kill: the program that took the memory may end soon."""
 _HOUR_SECONDS = 3600.0
-_AGAIN = "when this peer is started again, it continues where it stopped"
+_AGAIN = "a restart of this peer continues where it stopped"
 _REMEDY = f"check its last output or, if there is none, this machine's memory; {_AGAIN}"
-_MEND = f"mend that first, the log has more of it; {_AGAIN}"
+_MEND = f"fix that first (the log has more of it); {_AGAIN}"
 
 
 def mending_seconds(spec: WorkerSpec) -> float:
@@ -38,14 +38,9 @@ def mending_seconds(spec: WorkerSpec) -> float:
 
 
 class WorkerSupervisor:
-    """Replaces the workers of one peer. All of them use the same shared memory."""
+    """Replaces the workers of one peer, which use the same shared memory. `group` counts out-of-memory kills."""
 
     def __init__(self, spec: WorkerSpec, memory: int, group: ControlGroup | None = None) -> None:
-        """
-        Args:
-            memory: file descriptor of the vectors (`node.training.shared`).
-            group: counts out-of-memory kills; None: this process's own group.
-        """
         self._spec, self._memory = spec, memory
         self._group = memory_group() if group is None else group
         self._kills = memory_kills(self._group)
@@ -55,14 +50,9 @@ class WorkerSupervisor:
         self._starved: deque[float] = deque(maxlen=MEMORY_DEATHS)
 
     async def restart(self, worker: WorkerProcess, how: str) -> WorkerProcess:
-        """Start another worker, with growing pauses.
+        """Start another worker, with growing pauses, in place of one that ended as `how` says (text for the log).
 
-        Args:
-            worker: the worker that has ended.
-            how: how it ended, as text for the log.
-
-        Raises:
-            WorkerError: workers die again and again. The message is one line.
+        Raises `WorkerError` if workers die again and again.
         """
         self._count(worker)
         self._ends.append(asyncio.get_running_loop().time())
@@ -90,14 +80,14 @@ class WorkerSupervisor:
         self._in_a_row = self._deaths[worker.command]
 
     async def resume(self, worker: WorkerProcess, how: str) -> WorkerProcess:
-        """Start another worker in place of one that was sent home, which was no death; arguments as in `restart`."""
+        """Start another worker in place of one that was released, which was no death."""
         try:
             return await WorkerProcess.start(self._spec, self._memory)
         except (WorkerError, OSError) as error:
             return await self.restart(worker, str(error))
 
     def explained(self, how: str, is_killed: bool) -> str:
-        """Add to `how` a worker ended whether memory ran out. Only a higher kill counter of the group shows that."""
+        """`how` a worker ended, and whether memory ran out. Only a higher kill counter of the group shows that."""
         before, self._kills = self._kills, memory_kills(self._group)
         if not is_killed:
             return how
@@ -106,16 +96,16 @@ class WorkerSupervisor:
         if self._kills <= before:
             return how
         self._starved.append(asyncio.get_running_loop().time())
-        return f"{how}; memory has probably run out: the kernel has killed here for want of it"
+        return f"{how}; probably out of memory (the kernel's OOM killer ran)"
 
     def _why_no_other(self, how: str, remedy: str) -> str:
         """Why not to start another worker, in one line; empty to start one."""
         if len(self._starved) == MEMORY_DEATHS and self._starved[-1] - self._starved[0] <= MEMORY_SECONDS:
             limit = memory_limit_bytes(self._group)
-            allowed = f" of {limit / 1e6:,.0f} MB" if limit else ""
+            allowed = f" (limit {limit / 1e6:,.0f} MB)" if limit else ""
             return (
-                f"memory has probably run out{allowed}: the kernel killed the worker for want of it {MEMORY_DEATHS} "
-                f"times within {MEMORY_SECONDS / 60:.0f} minutes; give this peer more memory, or end other programs; "
+                f"probably out of memory{allowed}: the kernel's OOM killer ended the worker {MEMORY_DEATHS} times "
+                f"within {MEMORY_SECONDS / 60:.0f} minutes; give this peer more memory, or end other programs; "
                 f"{_AGAIN}"
             )
         if len(self._ends) == DEATHS_AN_HOUR and self._ends[-1] - self._ends[0] <= _HOUR_SECONDS:

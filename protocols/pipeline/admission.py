@@ -34,24 +34,17 @@ class LeaseState(Enum):
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """A microbatch's place in one step of one replica.
-
-    Attributes:
-        driver, number: the microbatch.
-        epoch: of the weights in which its forward runs, and its backward must.
-        granted_at: seconds.
-    """
+    """A microbatch's place in one step of one replica, in whose weights of that epoch its forward and backward run."""
 
     driver: Member
     number: int
     epoch: int
-    granted_at: float
+    granted_at: float  # seconds
     _admission: StepAdmission = field(repr=False)
     state: LeaseState = LeaseState.HELD
 
     @property
     def is_void(self) -> bool:
-        """Whether the microbatch cannot be counted any more."""
         return self.state is LeaseState.ENDED
 
     def begin_backward(self) -> bool:
@@ -61,7 +54,6 @@ class Lease:
         return self.state is LeaseState.COMPUTING
 
     def count(self) -> None:
-        """The backward has added to the gradient."""
         if self.state is not LeaseState.COMPUTING:
             raise ValueError(f"a lease that is {self.state.name} cannot be counted")
         self._admission._settle(self, LeaseState.COUNTED)
@@ -80,30 +72,21 @@ class Lease:
 class StepAdmission:
     """Which microbatches the present AdamW step of a replica consists of.
 
-    Attributes:
-        batches: B.
-        epoch: number of times that the weights have changed.
-        counted: microbatches in the present gradient.
-        is_open: whether leases are granted: between a round's begin and its cut.
+    `on_change` is called whenever a lease may be granted, or a step taken, that could not before; `watch` with
+    `granted`, `counted` or `ended` and the lease.
     """
 
     def __init__(self, batches: int, on_change: Callable[[], None], watch: Callable[[str, Lease], None]) -> None:
-        """
-        Args:
-            on_change: called whenever a lease may be granted, or a step taken, that could not before.
-            watch: called with `granted`, `counted` or `ended` and the lease.
-        """
-        self.batches = batches
-        self.epoch = 0
-        self.counted: list[Lease] = []
-        self.is_open = False
+        self.batches = batches  # B
+        self.epoch = 0  # how often the weights have changed
+        self.counted: list[Lease] = []  # in the present gradient
+        self.is_open = False  # whether leases are granted: between a round's begin and its cut
         self._leased: dict[Lease, None] = {}
         self._expired: dict[Member, tuple[int, float]] = {}  # drivers: leases that ran out in a row, none before then
         self._on_change, self._watch = on_change, watch
 
     @property
     def leased(self) -> int:
-        """Places that are held."""
         return len(self._leased)
 
     @property
@@ -147,7 +130,6 @@ class StepAdmission:
         lease.end()
 
     def open(self) -> None:
-        """Grant leases from now on."""
         self.is_open = True
         self._on_change()
 

@@ -34,13 +34,9 @@ class _Replica:
 
 
 class ReplicaRouter:
-    """One driver's choice among the replicas of one stage."""
+    """One driver's choice among the replicas of one stage. Jitter on bans keeps drivers from returning together."""
 
     def __init__(self, rng: random.Random) -> None:
-        """
-        Args:
-            rng: of the jitter on bans, so that drivers do not come back all at once.
-        """
         self._rng = rng
         self._replicas: dict[PeerId, _Replica] = {}
         self._virtual_time = 0.0
@@ -64,14 +60,12 @@ class ReplicaRouter:
         return chosen
 
     def granted(self, peer: PeerId) -> None:
-        """The replica has a place after all."""
         replica = self._replica(peer)
         if replica.refusals and not replica.failures:
             replica.banned_until = 0.0
         replica.refusals = 0
 
     def usual_seconds(self, peer: PeerId) -> float:
-        """Moving average of the replica's call times."""
         return self._replica(peer).seconds
 
     def succeeded(self, peer: PeerId, seconds: float) -> None:

@@ -13,7 +13,7 @@ class StageDirectory(Protocol):
     """What peers announce of themselves with their heartbeats."""
 
     def stage_of(self, peer: PeerId) -> int | None:
-        """The stage of a peer; None if it is not known."""
+        """None if it is not known."""
 
     def rounds_of(self, peer: PeerId) -> int:
         """Training rounds that have ended at a peer of stage 0: its inner steps, or the call of the round."""
@@ -33,7 +33,7 @@ class StageMembers:
         return self._members.version
 
     def live(self) -> tuple[Member, ...]:
-        """The live members of the stage, this peer included if it is of the stage, ordered by id."""
+        """Ordered by id."""
         return tuple(
             member for member in self._members.live()
             if member == self._me or self._directory.stage_of(member.peer) == self._stage
@@ -59,11 +59,7 @@ class StageClock:
         self._announced: dict[PeerId, tuple[int, float]] = {}  # peer: its rounds, and since when
 
     def rounds(self, drivers: Sequence[Member], now: float) -> int:
-        """Training rounds that stage 0 has completed, by what these live peers of it say.
-
-        Args:
-            now: seconds.
-        """
+        """Training rounds that stage 0 has completed, by what these live peers of it say."""
         said = {each.peer: self._directory.rounds_of(each.peer) for each in drivers}
         before = self._announced
         self._announced = {

@@ -28,7 +28,7 @@ SPARE_BYTES = 48 << 20
 """How much a peer may grow while it has no worker: less than a worker needs to start."""
 PIECE_BYTES = 2 << 20
 KILLED_SECONDS, SAID_SECONDS, GIVEN_UP_SECONDS = 30.0, 10.0, 60.0
-EVIDENCE = "memory has probably run out"
+EVIDENCE = "probably out of memory"
 _REMOVED_SECONDS = 5.0
 _LIMITS = {1: ("memory.limit_in_bytes", "-1"), 2: ("memory.max", "max")}
 _USED = {1: "memory.usage_in_bytes", 2: "memory.current"}

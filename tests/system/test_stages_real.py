@@ -49,7 +49,7 @@ def test_driver_leaves_in_good_order_while_a_stage_has_nobody(tmp_path: Path) ->
         wait("a round", lambda: founder.reports(), 60)
         assert founder.reports()[0]["held_out_loss"] and founder.reports()[0]["stages"] == 2
         other.strike()
-        wait("it says what it waits for", lambda: "stage 1 has nobody" in str(founder.status()["reason"]), 30)
+        wait("it says what it waits for", lambda: "stage 1 has no live peer" in str(founder.status()["reason"]), 30)
         founder.strike(number=signal.SIGINT)
         assert founder.ends(LEAVE_SECONDS) == 0
         founder.leaves_nothing()
