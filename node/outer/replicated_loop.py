@@ -29,7 +29,7 @@ from protocols.base import (
 )
 from protocols.consensus import record as records
 from protocols.consensus.record import Kind
-from protocols.history.chain import UNSETTLED, Chain, certificate_in
+from protocols.history.chain import Chain, certificate_in
 from protocols.history.fork_choice import Branch
 from protocols.sync.chain_sync import ChainSync
 from protocols.sync.snapshot import Snapshots
@@ -108,8 +108,7 @@ class ReplicatedOuterLoop(OuterLoop):
     @property
     def lacks_state(self) -> bool:
         """Whether this peer is known not to hold the head's state, as a joiner before it has caught up."""
-        head = self.chain.at(self.chain.head.key.lineage)
-        return head is not None and head.state_root not in (UNSETTLED, self.chain.head.state_root)
+        return self.chain.lacks_state
 
     # -- a round ------------------------------------------------------------------------------------------------------
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from node.tasks.gpt_stage import MAX_HELD_OUT, ActivationShape
 from node.training.leased_stage import LeasedStage
 from node.training.pipeline_text import generate
 from node.training.process import WorkerError
+from node.training.remote import SAMPLE_PROMPT
 from node.training.remote_stage import RemoteStage
 from node.training.stage_trainer import DrivingTrainer, ServingTrainer, StageTraining
 from protocols.aio import loop_time, run_with_helper
@@ -39,26 +40,6 @@ USUAL_EVALUATION_SECONDS, MAX_STRIDE = 10.0, 16
 """If all held-out microbatches took longer, only some of them are evaluated: at least every `MAX_STRIDE`-th."""
 
 
-@dataclass(frozen=True, slots=True)
-class PipelinePeer:
-    """A peer in a run with stages.
-
-    Attributes:
-        host: of the whole run's members.
-        trained: returns the training rounds whose result this peer's outer parameters have.
-        is_member: returns whether what this peer trains counts.
-        is_leaving: returns whether this peer has been asked to leave.
-    """
-
-    me: Member
-    stage: int
-    host: Host
-    membership: Membership
-    trained: Callable[[], int]
-    is_member: Callable[[], bool]
-    is_leaving: Callable[[], bool]
-
-
 class PipelineTrainer:
     """`protocols.base.Trainer` over one stage, and all else that a session and its checkpoints ask of a trainer.
 
@@ -66,15 +47,32 @@ class PipelineTrainer:
         host: with the members of this peer's stage: what the averaging and the sync of the stage use.
     """
 
-    def __init__(self, remote: RemoteStage, peer: PipelinePeer, manifest: Manifest) -> None:
+    sample_prompt = SAMPLE_PROMPT
+
+    def __init__(
+        self,
+        remote: RemoteStage,
+        manifest: Manifest,
+        *,
+        me: Member,
+        stage: int,
+        host: Host,
+        membership: Membership,
+        chain: Chain,
+        is_leaving: Callable[[], bool],
+    ) -> None:
         """
         Args:
             remote: computes; its worker has started.
+            host: with the members of all stages.
+            chain: of this peer's stage.
+            is_leaving: returns whether this peer has been asked to leave.
         """
         assert manifest.stages
-        self._remote, self._peer, self._manifest = remote, peer, manifest
-        self._stages = len(manifest.stages)
-        self.host = replace(peer.host, members=StageMembers(peer.host.members, peer.membership, peer.stage, peer.me))
+        self._remote, self._manifest, self._me, self._stage = remote, manifest, me, stage
+        self._membership, self._chain, self._is_leaving = membership, chain, is_leaving
+        self._live, self._stages = host.members.live, len(manifest.stages)
+        self.host = replace(host, members=StageMembers(host.members, membership, stage, me))
         self.layout = remote.layout
         self._work = LeasedStage(remote)
         self._abandoned: Counter[str] = Counter()
@@ -86,41 +84,46 @@ class PipelineTrainer:
         self._settings = PipelineSettings(
             run, self._stages, config.recipe.batches, sizes.activation_bytes, sizes.target_bytes, sizes.logit_bytes
         )
-        settings = Settings(config.codec, manifest.elements_of(peer.stage), incarnation=peer.me.incarnation)
-        self._endpoint = ProtocolEndpoint(peer.host, settings)
+        settings = Settings(config.codec, manifest.elements_of(stage), incarnation=me.incarnation)
+        self._endpoint = ProtocolEndpoint(host, settings)
         self._driver: PipelineDriver | None = None
-        self._trainer = self._driving() if peer.stage == 0 else self._serving()
+        self._trainer = self._driving() if stage == 0 else self._serving()
         remote.on_lost, remote.on_restored = self._trainer.lose, self._trainer.resume
 
     def _training(self) -> StageTraining:
-        peer = self._peer
-        return StageTraining(
-            peer.me, peer.stage, self._remote, peer.is_member, self._watch, lambda: self._work.usual_seconds
-        )
+        usual_seconds = lambda: self._work.usual_seconds  # noqa: E731
+        return StageTraining(self._me, self._stage, self._remote, self._is_member, self._watch, usual_seconds)
+
+    def _is_member(self) -> bool:
+        """Whether what this peer trains counts."""
+        return self._me in self._chain.head.roster and not self._chain.lacks_state
+
+    def _trained(self) -> int:
+        return settled_rounds(self._chain)
 
     def _driving(self) -> DrivingTrainer:
-        membership = self._peer.membership
+        membership = self._membership
         driver = self._driver = PipelineDriver(self._endpoint, self._settings, self._work, membership, self._watch)
         self._outer = OuterClient(self._endpoint, self._settings, self._remote, membership)
         return DrivingTrainer(self._training(), driver, membership.announce_rounds)
 
     def _serving(self) -> ServingTrainer:
-        stage, clock = self._peer.stage, StageClock(self._peer.membership)
+        stage, clock = self._stage, StageClock(self._membership)
         server = StageServer(
             self._endpoint, self._settings, stage, self._work, lambda: len(self._drivers()), self._watch
         )
-        OuterServer(self._endpoint, self._settings, stage, self._remote, self._peer.trained)
+        OuterServer(self._endpoint, self._settings, stage, self._remote, self._trained)
         self._clock = lambda: clock.rounds(self._drivers(), loop_time())
         return ServingTrainer(self._training(), server, self._clock, self._manifest.config.recipe.rounds)
 
     def _drivers(self) -> tuple[Member, ...]:
-        return by_stage(self._peer.host.members.live(), self._peer.membership, self._stages)[0]
+        return by_stage(self._live(), self._membership, self._stages)[0]
 
     def _watch(self, event: PipelineEvent) -> None:
         if event.kind == "abandoned":
             self._abandoned[_cause(event.why)] += 1
         elif event.kind == "stepped" and self._work.usual_seconds:
-            self._peer.membership.announce_rate(1 / self._work.usual_seconds)
+            self._membership.announce_rate(1 / self._work.usual_seconds)
 
     # -- training -----------------------------------------------------------------------------------------------------
 
@@ -162,7 +165,7 @@ class PipelineTrainer:
             return float("nan")
         try:
             deadline = loop_time() + EVALUATION_SECONDS
-            evaluation = self._outer.evaluate(self._peer.trained(), deadline, self._stride())
+            evaluation = self._outer.evaluate(self._trained(), deadline, self._stride())
             return await run_with_helper(evaluation, self._until_pointless())
         except LeaseLost as error:
             raise WorkerError(str(error)) from None
@@ -176,7 +179,7 @@ class PipelineTrainer:
         assert self._driver is not None
         looks = 0
         while looks < EMPTY_SECONDS / LOOK_SECONDS:
-            if self._peer.is_leaving():
+            if self._is_leaving():
                 raise TimeoutError("this peer leaves")
             looks = looks + 1 if self._driver.without_replicas else 0
             await asyncio.sleep(LOOK_SECONDS)
@@ -213,7 +216,7 @@ class PipelineTrainer:
             raise WorkerError(str(error)) from None
 
     async def _logits(self, tokens: bytes, position: int, deadline: float) -> bytes:
-        return await self._outer.logits(tokens, position, self._peer.trained(), deadline)
+        return await self._outer.logits(tokens, position, self._trained(), deadline)
 
     # -- the run's end ------------------------------------------------------------------------------------------------
 
@@ -222,7 +225,7 @@ class PipelineTrainer:
 
         If stage 0 has no live peer, it is over after `LAST_DRIVER_SECONDS`: its peers may have left long ago.
         """
-        if self._peer.stage == 0:
+        if self._stage == 0:
             return True
         now, rounds = loop_time(), self._clock()
         if self._drivers():
@@ -245,7 +248,7 @@ class PipelineTrainer:
         those for this; after the run's last round, nothing else would say that its training is over.
         """
         if self._driver:
-            self._peer.membership.announce_rounds(self._peer.trained())
+            self._membership.announce_rounds(self._trained())
 
     def annotate(self, report: RoundReport) -> RoundReport:
         """The report with what only a pipeline knows, and with the bytes and the blame of its streams."""
@@ -253,7 +256,7 @@ class PipelineTrainer:
         counted, seconds = self._work.counted - self._reported[0], self._work.computed_seconds - self._reported[1]
         self._reported = self._work.counted, self._work.computed_seconds
         abandoned, self._abandoned = dict(self._abandoned), Counter()
-        stage = self._peer.stage
+        stage = self._stage
         return replace(
             report,
             stage=stage,
@@ -283,12 +286,12 @@ class PipelineTrainer:
         await self._remote.load(path, position, threads)
 
 
-def settled_rounds(chain: Chain, lacks_state: bool) -> int:
+def settled_rounds(chain: Chain) -> int:
     """Training rounds whose result a peer's outer parameters have; 0 if it lacks the head's state.
 
     Skipped rounds count: they have changed nothing. The last one does not count while its outer step is under way.
     """
-    return 0 if lacks_state else chain.trained - (chain.head.state_root == UNSETTLED)
+    return 0 if chain.lacks_state else chain.trained - (chain.head.state_root == UNSETTLED)
 
 
 def _cause(why: str) -> str:

@@ -22,44 +22,38 @@ class StageEntrance:
     """Finds this peer's stage in a run with stages.
 
     Attributes:
-        seats: the first members of the stages, as far as they are known here.
+        seats: the first members of the stages, as far as this peer knows them.
+        place: this peer's stage, once `found` or `enter` has returned.
     """
 
+    place: StagePlace
+
     def __init__(self, manifest: Manifest, state: StateDir, disk: Compute, signer: Signer) -> None:
-        """
-        Args:
-            state: the directory of this run.
-            disk: runs blocking disk operations.
-        """
         self.seats = Seats(manifest, signer)
         self._manifest, self._state, self._disk = manifest, state, disk
 
-    async def found(self, me: Member) -> StagePlace:
-        """The founder's stage, 0. Its seat is on the disk when this returns."""
-        place = StagePlace(0, self.seats.make(0, me))
-        await self.keep([place.seat])
-        self.seats.add([place.seat])
-        await self._disk.run(partial(self._state.keep_stage, place.to_bytes()), 0)
-        return place
+    async def found(self, me: Member) -> None:
+        """Take the founder's stage, 0. Its seat is on the disk when this returns."""
+        self.place = StagePlace(0, self.seats.make(0, me))
+        await self.keep([self.place.seat])
+        self.seats.add([self.place.seat])
+        await self._disk.run(partial(self._state.keep_stage, self.place.to_bytes()), 0)
 
     async def keep(self, seats: Iterable[StageSeat]) -> None:
         """Write the founder's seats to the disk."""
         await self._disk.run(partial(self._state.keep_seats, seats_to_bytes(seats)), 0)
 
-    def kept(self, wanted: int | None) -> StagePlace | None:
-        """The stage of an earlier incarnation; None if this peer has none yet.
-
-        Args:
-            wanted: the stage that the user wants; None for any.
+    def kept(self, wanted: int | None) -> bool:
+        """Take the stage of an earlier incarnation; False if this peer has none yet.
 
         Raises:
-            StateError: what is kept is damaged, or of another stage.
+            StateError: what is kept is damaged, or of another stage than the one that the user wants.
         """
         place = place_of(self._state.stage())
         if place is None:
             if self._state.stage():
                 raise StateError(f"{self._state.path / 'stage.json'} is damaged: start with another --state-dir")
-            return None
+            return False
         if wanted not in (None, place.stage):
             raise StateError(
                 f"{self._state.path} holds stage {place.stage} of this run, not {wanted}: leave --stage out, or give "
@@ -69,7 +63,8 @@ class StageEntrance:
             self.seats.add([place.seat, *seats_of(self._state.seats() or b"[]")])
         except (BadPayload, ValueError) as error:
             raise StateError(f"a seat in {self._state.path} is damaged ({error}): restore the directory") from None
-        return place
+        self.place = place
+        return True
 
     async def enter(
         self,
@@ -78,26 +73,23 @@ class StageEntrance:
         transport: Transport,
         peers: Callable[[], Collection[PeerId]],
         say: Callable[[str], None],
-    ) -> StagePlace:
-        """Ask other peers for a stage until one gives it, and save it.
-
-        Args:
-            peers: returns the peers to ask.
-            say: prints a user-facing line.
-        """
+    ) -> None:
+        """Ask other peers for a stage until one gives it, and save it."""
         request = WantStage(me, ANY_STAGE if wanted is None else wanted)
         told = ""
         while True:
             for peer in tuple(peers()):
                 try:
-                    place = self._place(await ask_stage(transport, peer, request, loop_time() + ASK_SECONDS), wanted)
+                    self.place = self._place(
+                        await ask_stage(transport, peer, request, loop_time() + ASK_SECONDS), wanted
+                    )
                 except (PeerError, BadPayload) as error:
                     if str(error) != told:
                         say(f"no stage yet: {error} (retrying)")
                     told = str(error)
                 else:
-                    await self._disk.run(partial(self._state.keep_stage, place.to_bytes()), 0)
-                    return place
+                    await self._disk.run(partial(self._state.keep_stage, self.place.to_bytes()), 0)
+                    return
             await asyncio.sleep(PAUSE_SECONDS)
 
     def _place(self, answer: StageReply | StageRejected, wanted: int | None) -> StagePlace:

@@ -28,7 +28,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from node.tasks.hf.settings import ModelPins
+from node.tasks.hf.settings import HfValues, ModelPins
 from node.tasks.spec import WorkerSpec
 from node.training import shared
 from node.training.process import OnProgress, WorkerError, WorkerGone, WorkerProcess
@@ -49,6 +49,9 @@ __all__ = ["RemoteTrainer", "WorkerError", "WorkerSpec"]
 def _absolute(path: Path) -> str:
     """For the worker, whose user's code may have changed the current directory."""
     return str(path.absolute())
+
+
+SAMPLE_PROMPT = b"def "
 
 
 class RemoteTrainer:
@@ -101,6 +104,11 @@ class RemoteTrainer:
         await asyncio.gather(self._supervision, return_exceptions=True)
         del self._shared  # unmap it, even if this object is still referenced
         os.close(self._descriptor)
+
+    @property
+    def sample_prompt(self) -> bytes:
+        """What a text begins with; empty for a task that takes a prompt from its held-out texts."""
+        return b"" if isinstance(self._spec.values, HfValues) else SAMPLE_PROMPT
 
     @property
     def pid(self) -> int | None:

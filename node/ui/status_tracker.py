@@ -14,7 +14,7 @@ from node.membership.peer_record import PeerRecord
 from node.outer.round_history import LocalHistory, RoundHistory
 from node.reporting.report import RoundReport
 from node.reporting.status import PeerStatus, Status, SyncStatus, printable, short
-from node.runtime.metrics import LoopLag, rss_bytes
+from node.runtime.metrics import LoopLag, Vitals, rss_bytes, vitals
 from node.storage.journal import Journal
 from protocols.base import LocalProgress, PeerId
 from protocols.sync.progress import SyncProgressLine
@@ -123,6 +123,11 @@ class StatusTracker:
 
     def pids(self) -> Sequence[int]:
         return self._sources.pids() if self._sources else (os.getpid(),)
+
+    def vitals(self) -> Vitals:
+        """Take the event loop's lag since the last call, and measure the peer's processes."""
+        assert self._lag
+        return vitals(self._lag, self.pids())
 
     def refused(self) -> Mapping[str, int]:
         """Part of the peer -> number of peers and messages refused there."""

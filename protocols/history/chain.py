@@ -259,6 +259,12 @@ class Chain:
         self.head = link.head
         return link.record
 
+    @property
+    def lacks_state(self) -> bool:
+        """Whether this peer is known not to hold the head's state, as a joiner before it has caught up."""
+        head = self.at(self.head.key.lineage)
+        return head is not None and head.state_root not in (UNSETTLED, self.head.state_root)
+
     def settle(self, root: bytes) -> None:
         """Set the head's state root: once its state is computed, or after a SKIP, which changes the round in it."""
         self.head = replace(self.head, state_root=root)

@@ -22,12 +22,12 @@ TRACE, LIE, CLOCK = "STARLING_TRACE", "STARLING_TEST_LIE", "STARLING_CLOCK_FILE"
 
 
 def report_failpoints(socket_path: str) -> None:
-    from node.session import peer, session_setup
+    from node.session import build, peer
     from tests.faults import failpoints
 
     trace = failpoints.FailpointClient(socket_path)
     peer.RemoteTrainer = partial(failpoints.FailpointTrainer, trace)
-    session_setup.Journal = partial(failpoints.FailpointJournal, trace)
+    build.Journal = partial(failpoints.FailpointJournal, trace)
     wrap_transport(partial(failpoints.FailpointTransport, trace))
 
 
@@ -39,10 +39,10 @@ def lie(file: str) -> None:
 
 def wrap_transport(wrap: Any) -> None:
     """What is sent and received in a session goes through `wrap` of its transport, and through those before it."""
-    from node.session import session_setup
+    from node.session import build
 
-    host = session_setup.Host
-    session_setup.Host = lambda transport, *rest: host(wrap(transport), *rest)
+    host = build.Host
+    build.Host = lambda transport, *rest: host(wrap(transport), *rest)
 
 
 def shift_clock(file: str) -> None:

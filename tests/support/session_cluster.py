@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Iterable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +17,17 @@ from node.outer.independent_loop import IndependentOptions, IndependentOuterLoop
 from node.outer.outer_loop import OuterLoopDeps
 from node.outer.replicated_loop import ReplicatedOuterLoop
 from node.outer.round_history import LocalHistory, RoundHistory
-from node.outer.round_loops import run_independent_rounds, run_replicated_rounds
 from node.outer.sgd import OuterSGD
 from node.reporting.report import RoundReport
 from node.runtime.metrics import LoopLag
-from node.session.peer_session import OuterLoopStack, PeerSession, PeerSessionDeps, SessionLimits
+from node.session.discovery import discover
+from node.session.peer_session import PeerSession
 from node.storage.journal import Journal
 from node.storage.statedir import StateDir
 from node.tasks.paced import Paced
 from node.training.trainer import InlineTrainer
 from node.ui.status_tracker import OuterLoopSources, StatusTracker
+from protocols.aio import run_with_helper
 from protocols.base import Deadline, Host, Member, PeerId, RoundKey, Settings
 from protocols.butterfly.part_cache import PartCache
 from protocols.history.chain import Chain
@@ -53,6 +53,7 @@ class Trainer(InlineTrainer):
     """
 
     broken: Exception | None = None
+    sample_prompt = b"def "
     evaluated = 0
     threads = 3
 
@@ -80,6 +81,12 @@ class View:
         self.reports: list[RoundReport] = []
         self.on_report: Callable[[RoundReport], None] = lambda report: None
 
+    def text_is_due(self) -> bool:
+        return False
+
+    def show_text(self, text: bytes) -> None:
+        raise AssertionError("no text was due")
+
     def say(self, line: str) -> None:
         self.said.append(line)
 
@@ -91,7 +98,7 @@ class View:
 class SessionPeer:
     """One peer with everything that a session needs."""
 
-    def __init__(self, cluster: SessionCluster, name: PeerId, limits: SessionLimits, step_seconds: float) -> None:
+    def __init__(self, cluster: SessionCluster, name: PeerId, step_seconds: float, **limits: Any) -> None:
         self.cluster, self.name, self.view, self.status_tracker = cluster, name, View(), StatusTracker(name)
         transport = cluster.network.join(name)
         me, clock, lag, state = Member(name), SimClock(), LoopLag(), StateDir.open(cluster.path / name)
@@ -112,13 +119,30 @@ class SessionPeer:
         host = Host(transport, directory, members, SimCompute(), clock, SimSigner(name, 1), 1)
         settings = Settings("fp32", (ELEMENTS,), 512)
         self.trainer = Trainer(Paced(ELEMENTS, seed=len(cluster.peers), tokens_per_step=256), STEPS, step_seconds)
-        stack = self.stack(host, settings)
-        self.outer_loop, journal = stack.outer_loop, Journal(state.rounds)
-        sources = OuterLoopSources(journal, self.outer_loop.waiting_for, stack.sync.sync_progress.progress)
+        self.outer_loop, sync = self.stack(host, settings)
+        journal = Journal(state.rounds)
+        sources = OuterLoopSources(journal, self.outer_loop.waiting_for, sync.sync_progress.progress)
         self.status_tracker.start_outer_loop(sources)
-        self.state = state
-        self.deps = PeerSessionDeps(*stack, self.trainer, members, directory, state, journal, lag, clock, SimCompute())
-        self.session = PeerSession(self.deps, limits, self.status_tracker, self.view)
+        self.state, self.directory = state, directory
+
+        def on_report(report: RoundReport) -> None:
+            journal.write(report)
+            self.status_tracker.reported(report)
+            self.view.report(report)
+
+        self.session = PeerSession(
+            self.outer_loop,
+            sync,
+            trainer=self.trainer,
+            membership=members,
+            state=state,
+            disk=SimCompute(),
+            wall=clock.wall,
+            status_tracker=self.status_tracker,
+            view=self.view,
+            on_report=on_report,
+            **limits,
+        )
         self.ended: float | None = None
 
     def history(self, me: Member) -> RoundHistory:
@@ -130,19 +154,20 @@ class SessionPeer:
         show = self.status_tracker.on_progress
         return OuterLoopDeps(self.trainer, host.compute, anchor, snapshots, on_progress=show)
 
-    def stack(self, host: Host, settings: Settings) -> OuterLoopStack:
-        """The outer loop, its state sync and its rounds."""
+    def stack(self, host: Host, settings: Settings) -> tuple[Any, Any]:
+        """The outer loop and its state sync."""
         snapshots, part_cache = Snapshots(), PartCache(host)
         options = ChainSyncOptions(part_cache, on_better=lambda branch: averager.supersede())
         sync = ChainSync(host, self.chain, settings, snapshots, self.members.peers, options)
         averager = load_averager("butterfly")(host, settings, part_cache, sync.hear)
         deps = self.outer_loop_deps(host, snapshots)
         outer_loop = ReplicatedOuterLoop(self.chain, averager, OuterSGD(0.9, 0.5), deps)
-        return OuterLoopStack(outer_loop, sync, partial(run_replicated_rounds, outer_loop, sync))
+        return outer_loop, sync
 
     async def live(self) -> None:
         await self.trainer.read(self.outer_loop.anchor)
-        await self.session.run()
+        discovery = discover(self.members, self.directory, self.name, self.status_tracker.addresses)
+        await run_with_helper(self.session.run(), discovery)
         self.ended = self.cluster.now
         asyncio.get_running_loop().call_soon(self.cluster.network.kill, self.name)  # its process ends
 
@@ -163,7 +188,7 @@ class IndependentSessionPeer(SessionPeer):
         self.own = LocalHistory(me, RoundKey(RUN, "run", bytes(32), 0))
         return self.own
 
-    def stack(self, host: Host, settings: Settings) -> OuterLoopStack:
+    def stack(self, host: Host, settings: Settings) -> tuple[Any, Any]:
         averager, snapshots = load_averager("gossip")(host, settings), Snapshots(every_rounds=1)
         newcomer = Member(self.name) not in self.cluster.founders
         options = IndependentOptions(self.members.compare, SPREAD_LIMIT, newcomer=newcomer)
@@ -171,7 +196,7 @@ class IndependentSessionPeer(SessionPeer):
         outer_loop = IndependentOuterLoop(self.own, averager, OuterSGD(0.9, 0.5), deps, options)
         peers, whole = self.members.peers, lambda: not outer_loop.seeks_state
         state_sync = IndependentStateSync(host, settings, snapshots, lambda: self.own.key, peers, whole)
-        return OuterLoopStack(outer_loop, state_sync, partial(run_independent_rounds, outer_loop, state_sync))
+        return outer_loop, state_sync
 
 
 class SessionCluster(SimSwarm):
@@ -187,7 +212,9 @@ class SessionCluster(SimSwarm):
     def add(
         self, name: PeerId, run_rounds: int = 4, rounds: int | None = None, wait: int = 1, step_seconds: float = 0.2
     ) -> SessionPeer:
-        peer = self.peers[name] = self.kind(self, name, SessionLimits(run_rounds, rounds, wait), step_seconds)
+        peer = self.peers[name] = self.kind(
+            self, name, step_seconds, run_rounds=run_rounds, rounds=rounds, wait_for_peers=wait
+        )
         self.tasks[name] = self.spawn(name, peer.live())
         return peer
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from node.outer.activity import Activity
+from node.session.discovery import SCOPE
 from node.session.fatal import SessionOutcome
 from node.session.peer_session import (
     FINISH_SECONDS,
@@ -20,9 +21,7 @@ from node.session.peer_session import (
     LINGER_SECONDS,
     MAX_LAST_ROUNDS,
     OBSERVER_SECONDS,
-    SCOPE,
     PeerSession,
-    SessionLimits,
 )
 from node.training.process import WorkerError
 from node.ui.status_tracker import StatusTracker
@@ -113,8 +112,11 @@ async def test_stops_after_max_rounds(cluster: SessionCluster) -> None:
 async def test_decision_is_announced_before_its_evaluation(cluster: SessionCluster) -> None:
     """With stages, the evaluation waits for outer steps that other stages take after that announcement."""
     peer, evaluated = cluster.add("a", run_rounds=3), list[int]()
-    deps = replace(peer.deps, on_decided=lambda: evaluated.append(peer.trainer.evaluated))
-    peer.session._deps = deps
+    announce = lambda: evaluated.append(peer.trainer.evaluated)  # noqa: E731
+    pipeline: Any = SimpleNamespace(
+        announce_decided=announce, annotate=lambda report: report, is_run_over=lambda: True, waiting_reason=str
+    )
+    peer.session._pipeline = pipeline
     await cluster.end()
     assert evaluated == [0, 1, 2]
 
@@ -266,12 +268,22 @@ async def lingered(
     chain = SimpleNamespace(
         head=SimpleNamespace(key=SimpleNamespace(round=5), roster=roster[1:]), members=lambda limit: roster, trained=5
     )
-    deps = SimpleNamespace(
-        membership=SimpleNamespace(contacts=lambda: contacts, goodbye=lambda: None, stage_of=lambda peer: stage),
-        outer_loop=SimpleNamespace(chain=chain, leave=lambda: None, averager=SimpleNamespace(me=Member("me"))),
-        is_run_over=lambda: True,
+    membership: Any = SimpleNamespace(contacts=lambda: contacts, goodbye=lambda: None, stage_of=lambda peer: stage)
+    loop: Any = SimpleNamespace(chain=chain, leave=lambda: None, averager=SimpleNamespace(me=Member("me")))
+    unused: Any = None
+    session = PeerSession(
+        loop,
+        unused,
+        trainer=unused,
+        membership=membership,
+        state=unused,
+        disk=unused,
+        wall=unused,
+        status_tracker=StatusTracker("me"),
+        view=View(),
+        on_report=unused,
+        run_rounds=5,
     )
-    session = PeerSession(deps, SessionLimits(5, None, 1), StatusTracker("me"), View())  # type: ignore[arg-type]
     if later:
         asyncio.get_running_loop().call_later(3.0, later, session)
     began = now()
@@ -311,7 +323,7 @@ def test_later_stages_stay_for_the_text_of_stage_0_which_waits_for_none_of_them(
 @pytest.mark.parametrize(("founders", "last_rounds"), [("abc", MAX_LAST_ROUNDS), ("a", 0), ("bc", 0)])
 @on_virtual_time
 async def test_farewell_rounds_are_few_and_only_for_members(cluster: SessionCluster, last_rounds: int) -> None:
-    session = SessionPeer(cluster, "a", SessionLimits(9, None, 1), 0.1).session
+    session = SessionPeer(cluster, "a", 0.1, run_rounds=9).session
     assert all(session._should_continue() for _ in range(5))
     session.leave()
     assert [session._should_continue() for _ in range(5)] == [True] * last_rounds + [False] * (5 - last_rounds)
@@ -356,7 +368,7 @@ async def test_session_whose_work_never_counts_fails(
     (report,) = peer.view.reports
     assert peer.session.outcome.failure("the worker hangs") == ""
     peer.session.outcome, peer.session._is_member = SessionOutcome(), True
-    peer.session._deps.outer_loop.activity.set(Activity.REST if pauses else Activity.WORK)
+    peer.outer_loop.activity.set(Activity.REST if pauses else Activity.WORK)
     for _ in range(rounds):
         await peer.session._report(replace(report, params_hash="the same", **changes))
     found = peer.session.outcome.failure("the worker hangs")
@@ -386,7 +398,7 @@ async def test_loss_is_reported_only_when_state_changed(cluster: SessionCluster)
     assert evaluations == [False] * 3 + [True] + [False] * 5 + [True] + [False] * 2
     assert peer.trainer.evaluated == evaluated + 2
     for wanted, more in ((Activity.REST, 2), (Activity.WORK, 3)):
-        peer.session._deps.outer_loop.activity.set(wanted)
+        peer.outer_loop.activity.set(wanted)
         await peer.session._report(replace(first, params_hash="while it rests", held_out_loss=math.nan))
         assert peer.trainer.evaluated == evaluated + more
 

@@ -18,5 +18,5 @@ from protocols.history.chain import UNSETTLED
 )
 def test_parameters_have_the_result_of_all_rounds_that_are_settled(root: bytes, lacks_state: bool, rounds: int) -> None:
     """Skipped rounds, too: a replica that skipped the last ones must not hold up an evaluation."""
-    chain: Any = SimpleNamespace(trained=7, head=SimpleNamespace(state_root=root))
-    assert settled_rounds(chain, lacks_state) == rounds
+    chain: Any = SimpleNamespace(trained=7, head=SimpleNamespace(state_root=root), lacks_state=lacks_state)
+    assert settled_rounds(chain) == rounds

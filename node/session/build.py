@@ -1,0 +1,288 @@
+"""Composes a peer's session in the run that it has entered, and runs it: read `run_session` from top to bottom."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from functools import partial
+from typing import TYPE_CHECKING, TypeAlias, cast
+
+from node.config.derived import machine_rules, protocol_settings
+from node.config.manifest import Manifest
+from node.config.run_config import RunConfig
+from node.joining import resume
+from node.joining.addresses_file import AddressesFile
+from node.joining.bootstrap import BootstrapServer, RunInfo
+from node.joining.known_peers import add_candidates, build_membership, local_peer
+from node.joining.stages import StageAssigner
+from node.machine.monitor import MachineMonitor
+from node.machine.sleep import SleepGuard
+from node.membership.handshake import LocalStage
+from node.membership.membership import Membership
+from node.network.dht import DhtDirectory
+from node.outer.closing import ClosingPhase
+from node.outer.error_feedback import ErrorFeedback, feedback
+from node.outer.independent_loop import IndependentOptions, IndependentOuterLoop
+from node.outer.noloco import NoLoCo
+from node.outer.outer_loop import OuterLoopDeps
+from node.outer.replicated_loop import ReplicatedOuterLoop
+from node.outer.round_history import LocalHistory, RoundHistory
+from node.outer.sgd import OuterSGD
+from node.reporting.report import RoundReport, tokens_counted
+from node.reporting.status import public
+from node.session.discovery import discover
+from node.session.peer_session import PeerSession
+from node.session.processes import PeerProcesses
+from node.session.stage_entrance import StageEntrance
+from node.storage.certificate_log import spool
+from node.storage.checkpoint_manager import CheckpointManager, CheckpointStorage
+from node.storage.journal import Journal
+from node.storage.scratch import ScratchSpace
+from node.tasks.extra import extra_elements
+from node.training.remote import RemoteTrainer
+from node.ui.status_tracker import OuterLoopSources
+from protocols.aio import Gate, task_group
+from protocols.base import ClosingAverager, Host, Layout
+from protocols.butterfly.part_cache import PartCache
+from protocols.butterfly.part_store import LEAST_ROUNDS, PartStore
+from protocols.registry import load_averager
+from protocols.sync.chain_sync import ChainSync, ChainSyncOptions
+from protocols.sync.independent_sync import IndependentStateSync
+from protocols.vectors.codec import codec
+
+if TYPE_CHECKING:
+    from node.training.remote_stage import RemoteStage
+
+OuterLoopAndSync: TypeAlias = tuple[ReplicatedOuterLoop, ChainSync] | tuple[IndependentOuterLoop, IndependentStateSync]
+KEEP_CHECKPOINTS = 2
+"""Checkpoints for which a peer keeps at least the reduced parts since: a joiner that fetches one needs them."""
+
+
+async def run_session(
+    peer: PeerProcesses,
+    *,
+    manifest: Manifest,
+    info: RunInfo,
+    start: resume.RestartPoint,
+    worker: RemoteTrainer,
+    entrance: StageEntrance | None,
+    unanswered: Sequence[str],
+    on_fatal: Callable[[str], None],
+    is_leaving: Callable[[], bool],
+    on_built: Callable[[PeerSession], None],
+) -> None:
+    """Build the session, and run it until the run is over or this peer leaves.
+
+    Args:
+        info: what joiners get of the run.
+        entrance: to this peer's stage; None in a run without stages.
+        unanswered: multiaddrs that the user gave and where no peer answered.
+        on_fatal: ends the peer, for a reason.
+        on_built: called with the session before it begins.
+    """
+    config, state, tracker, view, run = peer.config, peer.state, peer.tracker, peer.view, manifest.config
+    key = start.chain.head.key
+    history = start.chain if start.shares_anchor else LocalHistory(peer.me, key)
+    layout = worker.layout
+    extra = extra_elements(layout)
+    not_sent = feedback(codec(run.codec), sum(layout.sizes()), peer.compute, extra)
+    membership = _membership(peer, history, entrance, unanswered, on_fatal)
+    tracker.join_swarm(history, membership)
+    async with (
+        DhtDirectory(peer.transport, state.identity, peer.clock, key.run, membership.offset_seconds) as directory,
+        ScratchSpace(state.path, peer.disk) as scratch,
+        _checkpoints(peer, manifest, start, worker, not_sent) as checkpoints,
+    ):
+        host = Host(peer.transport, directory, membership, peer.compute, peer.clock, state.identity, run.seed)
+        trainer, pipeline, assign = worker, None, None
+        if entrance:
+            from node.session.pipeline_session import PipelineTrainer  # only runs with stages load its code
+
+            seats = entrance.seats
+            assign = StageAssigner(peer.me, manifest, seats, membership, peer.transport, entrance.keep).assign
+            pipeline = PipelineTrainer(
+                cast("RemoteStage", worker),
+                manifest,
+                me=peer.me,
+                stage=entrance.place.stage,
+                host=host,
+                membership=membership,
+                chain=start.chain,
+                is_leaving=is_leaving,
+            )
+            trainer, host = cast(RemoteTrainer, pipeline), pipeline.host
+        loop, sync = _outer_loop(
+            peer,
+            manifest,
+            stage=entrance.place.stage if entrance else 0,
+            start=start,
+            history=history,
+            host=host,
+            membership=membership,
+            trainer=trainer,
+            checkpoints=checkpoints,
+            scratch=scratch,
+            not_sent=not_sent,
+        )
+        journal = Journal(state.rounds)
+        tracker.start_outer_loop(
+            OuterLoopSources(
+                journal,
+                loop.waiting_for,
+                sync.sync_progress.progress,
+                lambda: checkpoints.age_seconds(peer.clock.wall()),
+                lambda: [pid for pid in (os.getpid(), worker.pid, peer.transport.daemon_pid) if pid],
+                waiting_reason=pipeline.waiting_reason if pipeline else str,
+                worker_restarts=lambda: worker.restarts,
+                joiners=lambda: sync.joiners,
+                checkpoint_problem=lambda: checkpoints.problem,
+            )
+        )
+        await resume.restore(start, loop, trainer, checkpoints)
+        BootstrapServer(peer.transport, info, lambda: asdict(public(tracker.status())), assign)
+        past = await peer.disk.run(journal.recent, 0)  # what earlier incarnations of this peer reported
+        view.recall(past)
+        if isinstance(loop, ReplicatedOuterLoop):
+            loop.recall(tokens_counted(past))
+
+        def on_report(report: RoundReport) -> None:
+            journal.write(report)
+            tracker.reported(report)
+            view.report(report)
+            peer.pauses.round_ended()
+
+        session = PeerSession(
+            loop,
+            sync,
+            trainer=trainer,
+            membership=membership,
+            state=state,
+            disk=peer.disk,
+            wall=peer.clock.wall,
+            status_tracker=tracker,
+            view=view,
+            on_report=on_report,
+            run_rounds=run.recipe.rounds,
+            rounds=config.rounds,
+            wait_for_peers=config.wait_for_peers if key.round == 0 else 1,
+            pipeline=pipeline,
+        )
+        peer.pauses.attach(loop.pause, lambda: loop.holds_up_run)
+
+        async def save() -> None:
+            await loop.keep()
+            await checkpoints.published()
+
+        on_built(session)
+        async with task_group() as group:
+            beside = [
+                discover(membership, directory, peer.me.peer, tracker.addresses),
+                peer.pauses.run(),
+                MachineMonitor(machine_rules(config), peer.files, peer.pauses.wish, peer.limits.quota).run(),
+                SleepGuard(save).run(),
+            ]
+            if config.addresses_file:
+                beside.append(AddressesFile(config.addresses_file, tracker.addresses, peer.files, view.say).run())
+            helpers = [group.create_task(each) for each in beside]
+            await session.run()
+            for each in helpers:
+                each.cancel()
+
+
+def _membership(
+    peer: PeerProcesses,
+    history: RoundHistory,
+    entrance: StageEntrance | None,
+    unanswered: Sequence[str],
+    on_fatal: Callable[[str], None],
+) -> Membership:
+    """The run's membership. From now on it receives the peers that files of addresses name."""
+    tracker, bootstrap = peer.tracker, peer.bootstrap
+    local = local_peer(peer.me, tracker.nickname, tracker.addresses, history)
+    if entrance:
+        place = entrance.place
+        local = replace(local, stage=LocalStage(place.stage, place.seat, entrance.seats.judge))
+    membership = build_membership(
+        peer.transport,
+        local,
+        clock=peer.clock,
+        signer=peer.state.identity,
+        history=history,
+        met=bootstrap.met,
+        unanswered=unanswered,
+        remembered=peer.state.peers(),
+        on_duplicate_identity=on_fatal,
+        say=peer.view.say,
+    )
+    bootstrap.set_listener(add_candidates(membership))
+    return membership
+
+
+def _checkpoints(
+    peer: PeerProcesses,
+    manifest: Manifest,
+    start: resume.RestartPoint,
+    worker: RemoteTrainer,
+    not_sent: ErrorFeedback | None,
+) -> CheckpointManager:
+    config, limit_bytes = peer.config, int(peer.config.disk_limit_bytes)
+    storage = CheckpointStorage(peer.state.path, config.checkpoint_every, limit_bytes, peer.disk, start.archive.sync)
+    return CheckpointManager(storage, start.like(manifest.run_id, worker.layout), worker, not_sent)
+
+
+def _outer_loop(
+    peer: PeerProcesses,
+    manifest: Manifest,
+    *,
+    stage: int,
+    start: resume.RestartPoint,
+    history: RoundHistory,
+    host: Host,
+    membership: Membership,
+    trainer: RemoteTrainer,
+    checkpoints: CheckpointManager,
+    scratch: ScratchSpace,
+    not_sent: ErrorFeedback | None,
+) -> OuterLoopAndSync:
+    """The outer loop of the run's protocol, and what fetches the state that it misses."""
+    run, state, snapshots = manifest.config, peer.state, checkpoints.snapshots
+    settings = protocol_settings(manifest, peer.config, state.incarnation, stage, peer.limits.claim)
+    anchor = trainer.anchor()
+    if isinstance(history, LocalHistory):
+        anchor = anchor.clone()  # exchanges may change the state while the worker trains from its own start
+    on_progress, on_activity = peer.tracker.on_progress, membership.announce_activity
+    deps = OuterLoopDeps(trainer, host.compute, anchor, snapshots, checkpoints, on_progress, on_activity)
+    if isinstance(history, LocalHistory):
+        averager = load_averager(run.protocol)(host, settings)
+        rounds, closing = membership.rounds, None
+        if isinstance(averager, ClosingAverager):
+            closing = ClosingPhase(averager, run.recipe.rounds, rounds)
+        newcomer = not start.checkpoints and manifest.founder.peer != peer.me.peer
+        options = IndependentOptions(membership.compare, run.spread_limit, closing, newcomer, rounds)
+        independent = IndependentOuterLoop(history, averager, _optimizer(run, trainer.layout), deps, options)
+        is_whole = lambda: not independent.seeks_state  # noqa: E731
+        peers = membership.peers
+        return independent, IndependentStateSync(host, settings, snapshots, lambda: history.key, peers, is_whole)
+    gate = Gate()
+    least_rounds = max(LEAST_ROUNDS, KEEP_CHECKPOINTS * peer.config.checkpoint_every)
+    parts = PartCache(host, PartStore(scratch.allocate, peer.disk, gate, least_rounds=least_rounds), gate)
+    sync_options = ChainSyncOptions(parts, partial(spool, state.path), lambda branch: butterfly.supersede())
+    sync = ChainSync(host, start.chain, settings, snapshots, membership.peers, sync_options)
+    butterfly = load_averager(run.protocol)(host, settings, parts, sync.hear)
+    sgd = _sgd(run, trainer.layout)
+    return ReplicatedOuterLoop(start.chain, butterfly, sgd, deps, not_sent), sync
+
+
+def _sgd(run: RunConfig, layout: Layout) -> OuterSGD:
+    recipe, extra = run.recipe, extra_elements(layout)
+    decay = recipe.outer_decay or 0.0
+    return OuterSGD(recipe.outer_learning_rate, recipe.outer_momentum, recipe.rounds, decay, extra)
+
+
+def _optimizer(run: RunConfig, layout: Layout) -> OuterSGD | NoLoCo:
+    """SGD, or NoLoCo if the run's recipe sets `outer_pull`."""
+    recipe = run.recipe
+    if recipe.outer_pull is None:
+        return _sgd(run, layout)
+    return NoLoCo(recipe.outer_momentum, recipe.outer_learning_rate, recipe.outer_pull, extra_elements(layout))
