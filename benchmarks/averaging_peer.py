@@ -30,8 +30,7 @@ import torch
 import uvloop
 
 from benchmarks.averaging_setup import Setup, say
-from node.direct.plane import DirectConfig
-from node.network.libp2p import LibP2PConfig, LibP2PTransport
+from node.network.libp2p import LibP2PTransport
 from node.runtime import identity
 from node.runtime.clock import WallClock
 from node.runtime.compute import ThreadCompute
@@ -256,16 +255,17 @@ async def listen(commands: asyncio.Queue[dict[str, Any]]) -> None:
         commands.put_nowait(json.loads(line))
 
 
-def network(setup: Setup, key: identity.Identity) -> LibP2PConfig:
-    """The transport's settings for `setup.path` and `setup.listen`."""
-    direct = DirectConfig(BULK_METHODS | {MOVE}) if setup.path == "direct" else None
-    return LibP2PConfig(key, listen=(setup.listen,), direct=direct, runtime_directory=Path(setup.directory))
+def network(setup: Setup, key: identity.Identity) -> LibP2PTransport:
+    """The transport for `setup.path` and `setup.listen`."""
+    methods = BULK_METHODS | {MOVE} if setup.path == "direct" else None
+    directory = Path(setup.directory)
+    return LibP2PTransport(key, listen=(setup.listen,), direct_methods=methods, runtime_directory=directory)
 
 
 async def main(setup: Setup, kind: type[Peer] = Peer) -> None:
     torch.set_num_threads(1)
     key = identity.create(Path(setup.directory) / f"identity{setup.rank}")
-    async with ThreadCompute() as compute, LibP2PTransport(network(setup, key)) as transport:
+    async with ThreadCompute() as compute, network(setup, key) as transport:
         peer = kind(setup, transport, compute, key)
         say(event="up", peer=transport.me, address=transport.addresses[0], pid=os.getpid(), daemon=transport.daemon_pid)
         commands: asyncio.Queue[dict[str, Any]] = asyncio.Queue()

@@ -30,7 +30,7 @@ from typing import Any
 import psutil
 import uvloop
 
-from node.network.libp2p import LibP2PConfig, LibP2PTransport
+from node.network.libp2p import LibP2PTransport
 from node.runtime import identity
 from protocols import wire
 from protocols.base import PeerId, Transport
@@ -89,7 +89,7 @@ async def _ask(transport: Transport, peer: PeerId, size: int = 4) -> None:
 
 @asynccontextmanager
 async def _peer(home: Path, name: str) -> AsyncIterator[LibP2PTransport]:
-    async with LibP2PTransport(LibP2PConfig(identity.create(home / name), runtime_directory=home)) as transport:
+    async with LibP2PTransport(identity.create(home / name), runtime_directory=home) as transport:
         transport.serve("echo", echo)
         yield transport
 

@@ -33,10 +33,9 @@ from typing import Any
 import uvloop
 
 from benchmarks.averaging import ends_in_one_line
-from node.direct.plane import DirectConfig
-from node.network.byte_meter import Direction
-from node.network.libp2p import LibP2PConfig, LibP2PTransport
+from node.network.libp2p import LibP2PTransport
 from node.runtime import identity
+from node.streams.byte_meter import Direction
 from protocols import wire
 from protocols.base import PeerId, Stream
 from protocols.streams.framing import BULK_METHODS
@@ -83,11 +82,11 @@ async def beat(transport: LibP2PTransport, peer: PeerId, until: float) -> list[f
 async def stream_case(path: str, way: str, cap: float, seconds: float) -> dict[str, Any]:
     """One cap over one kind of connection."""
     loop = asyncio.get_running_loop()
-    direct = DirectConfig(BULK_METHODS) if path == "direct" else None
+    methods = BULK_METHODS if path == "direct" else None
     with tempfile.TemporaryDirectory(prefix="st") as home:
         async with AsyncExitStack() as stack:
             keys = [identity.create(Path(home) / name) for name in "ab"]
-            a, b = [await stack.enter_async_context(LibP2PTransport(LibP2PConfig(key, direct=direct))) for key in keys]
+            a, b = [await stack.enter_async_context(LibP2PTransport(key, direct_methods=methods)) for key in keys]
             for method, handler in ((DATA, sink), (SYNC, sink), (ECHO, echo)):
                 b.serve(method, handler)
             await a.connect(b.addresses[0], loop.time() + 10)

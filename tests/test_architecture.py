@@ -27,7 +27,7 @@ AHEAD = {"node/tasks/hf/streamed.py"}
 ONLY_IN: dict[str, set[str]] = {
     "time": {"node/runtime/clock.py", "node/training/worker.py", "node/training/stage_worker.py"} | AHEAD,
     "socket": {"node/training/process.py", "node/training/worker.py"}
-    | {f"node/direct/{name}.py" for name in ("connection", "handshake", "listener")}
+    | {f"node/direct/{name}.py" for name in ("connection", "handshake", "inbound")}
     | {"node/page/server.py", "node/runtime/child_process.py"}
     | FORKS,
     "threading": AHEAD | FORKS,
@@ -70,7 +70,7 @@ ALIAS = re.compile("[A-Z][A-Za-z0-9]*[a-z][A-Za-z0-9]*")
 """The name of a type that is assigned, not a constant."""
 # The stream handler's boundary; the root; a worker's, and code of users, who may raise anything.
 BROAD_EXCEPT = {
-    "node/network/serving.py",
+    "node/streams/serving.py",
     "node/network/libp2p.py",
     "node/session/peer.py",
     "node/tasks/user_task.py",

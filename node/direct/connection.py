@@ -1,4 +1,4 @@
-"""One encrypted TCP connection, which carries one stream after another.
+"""One encrypted TCP connection, which carries one stream (a `DirectPipe`) after another.
 
 Plaintext is written from the caller's memory and read into it: a record is sealed straight from the data to send, and
 opened straight into the buffer to fill. Between the two stand one record on its way out, one on its way in, and the
@@ -14,9 +14,10 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from node.direct.records import LENGTH_BYTES, OVERHEAD_BYTES, RECORD_BYTES, RecordError, RecordOpener, RecordSealer
-from node.network.traffic import UNLIMITED
+from node.streams.traffic import UNLIMITED, StreamTraffic
 from protocols.base import Buffer
 
+_DISCARD_BYTES = 16 << 20
 _STRETCH_BYTES, _CALL_BYTES = 128 << 10, 4 << 10
 """Bytes after which a task lets the event loop run others. Each call of the kernel counts as some kilobytes at least:
 otherwise a peer that sends records of one byte would hold the loop for a tenth of a second."""
@@ -135,15 +136,15 @@ class DirectConnection:
             return b""
 
     @property
-    def is_worn(self) -> bool:
+    def needs_rekey(self) -> bool:
         """Whether its keys have been used so often that the next stream should have others."""
-        return self._sealer.nonces.is_worn or self._opener.nonces.is_worn
+        return self._sealer.nonces.needs_rekey or self._opener.nonces.needs_rekey
 
     def begin(self) -> None:
         """Begin another stream after both sides have ended the present one."""
         self.peer_ended = False
 
-    def rest(self) -> None:
+    def release_memory(self) -> None:
         """Give back the memory for records until the next stream."""
         if self._have == self._used:
             self._out = self._in = memoryview(b"")
@@ -285,3 +286,66 @@ class DirectConnection:
 def _wake(wait: asyncio.Future[None]) -> None:
     if not wait.done():
         wait.set_result(None)
+
+
+class DirectPipe:
+    """One stream. When both sides have ended it in order, the connection is free for the next one."""
+
+    def __init__(self, connection: DirectConnection, on_free: Callable[[DirectConnection], None]) -> None:
+        self._connection, self._on_free = connection, on_free
+        self._over = False
+
+    @property
+    def moved_bytes(self) -> int:
+        """On this stream and those before it."""
+        return self._connection.moved_bytes
+
+    def belong_to(self, traffic: StreamTraffic) -> None:
+        self._connection.traffic = traffic
+
+    async def write(self, data: Buffer) -> None:
+        """Pass `data` to the kernel. On failure or cancellation, abort, so that none is sent later."""
+        try:
+            await self._present().write(data)
+        except BaseException:
+            self.abort()
+            raise
+
+    async def read_into(self, buffer: memoryview) -> None:
+        """Fill the whole buffer. EOFError if the peer ended the stream, or it broke off."""
+        await self._present().read_into(buffer)
+
+    async def close(self, seconds: float) -> None:
+        """Send the end, then wait at most `seconds` for the other side's: all sent data has then arrived.
+
+        Data that the peer still sends is discarded. After 16 MiB of it, the stream is reset.
+        """
+        if self._over:
+            return
+        connection = self._connection
+        try:
+            async with asyncio.timeout(seconds):
+                await connection.end()
+                await connection.discard(_DISCARD_BYTES)
+        except EOFError:
+            if connection.peer_ended and not self._over:
+                self._over = True
+                connection.begin()
+                return self._on_free(connection)
+        except OSError:  # TimeoutError is one
+            pass
+        self.abort()
+
+    async def reset(self) -> None:
+        self.abort()
+
+    def abort(self) -> None:
+        """Reset the stream. Harmless after `close`."""
+        if not self._over:
+            self._over = True
+            self._connection.abort()
+
+    def _present(self) -> DirectConnection:
+        if self._over:
+            raise ConnectionResetError("closed")
+        return self._connection

@@ -8,65 +8,292 @@ libp2p. docs/threat-model.md says what this protects against.
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Coroutine, Sequence
+from contextlib import AbstractAsyncContextManager, suppress
+from functools import partial
+from typing import Any
 
-from node.direct.inbound import Inbound
-from node.direct.link import Libp2pLink
-from node.direct.messages import METHOD
-from node.direct.outbound import Outbound
-from node.direct.pipe import DirectPipe
-from node.direct.routes import Route
-from protocols.base import Deadline, PeerId
+from node.direct.connection import ConnectionSilent, DirectConnection, DirectPipe
+from node.direct.handshake import dial, reason
+from node.direct.inbound import IDLE_SECONDS, Inbound
+from node.direct.messages import BUSY, HEADER_LIMIT, METHOD, DialBack, DialBackResult, TokenGrant, TokenRequest
+from node.direct.records import RecordError, has_fast_aes
+from node.direct.routes import SPARE_TOKENS, NotDirect, Route, RouteKind
+from node.runtime.bounded import put_newest
+from node.streams.serving import Serving
+from protocols import wire
+from protocols.aio import loop_time
+from protocols.base import BadPayload, Deadline, PeerError, PeerGone, PeerId, PeerSilent, Stream
 
 log = logging.getLogger(__name__)
 
-
-@dataclass(frozen=True, slots=True)
-class DirectConfig:
-    """For which methods streams go directly if they can, and the TCP port to listen on; 0 takes a free one."""
-
-    methods: Container[str]
-    port: int = 0
+DIAL_SECONDS = 2.0
+DEADLINE_SHARE = 0.25
+"""The direct way gets at most this share of the time that a stream may last, so that libp2p still has time."""
+_DIAL_SHARE = 0.7
+"""Of this, for dialling. Of 2 seconds it leaves time for TCP to repeat its first packet, which it does after one."""
+_FAIR_SECONDS = 0.5
+"""No answer within less time than this says nothing about the peer: it is tried again with the next stream."""
+_MAX_ROUTES = 256
+_MAX_REQUESTS = 4
+MAX_IDLE, MAX_IDLE_PER_PEER = 64, 4
 
 
 class DirectPlane:
     """Opens streams directly, and serves those that others open."""
 
-    def __init__(self, me: PeerId, config: DirectConfig, link: Libp2pLink) -> None:
-        self._config = config
-        self._inbound = Inbound(me, link)
-        self._outbound = Outbound(me, link, self._inbound)
-        link.serving.serve(METHOD, self._inbound.answer)
+    def __init__(
+        self,
+        me: PeerId,
+        methods: Container[str],
+        *,
+        open_stream: Callable[[PeerId, str, Deadline], AbstractAsyncContextManager[Stream]],
+        host_of: Callable[[PeerId], str | None],
+        serving: Serving,
+    ) -> None:
+        """Streams of these methods go directly if they can; `open_stream` opens one over libp2p.
 
-    def start(self, hosts: Sequence[str]) -> None:
-        """Listen on these IP addresses. If the port is taken, this peer still dials others."""
+        `host_of` returns the IP address at the other end of the latest libp2p connection to a peer; None for a relay's.
+        """
+        self.routes: dict[PeerId, Route] = {}
+        self._me, self._methods = me, methods
+        self._open_stream, self._host_of, self._serving = open_stream, host_of, serving
+        self._inbound = Inbound(me, host_of, serving)
+        self._idle = IdleConnections(serving.spawn)
+        self._connections: dict[DirectConnection, tuple[PeerId, RouteKind]] = {}
+        self._renewals: dict[PeerId, asyncio.Task[None]] = {}
+        self._closed = False
+        serving.serve(METHOD, self._inbound.answer)
+
+    def start(self, hosts: Sequence[str], port: int = 0) -> None:
+        """Listen on these IP addresses; port 0 takes a free one. If the port is taken, this peer still dials others."""
         try:
-            self._inbound.listener.start(hosts, self._config.port)
+            self._inbound.listener.start(hosts, port)
         except OSError as error:
             log.warning("no direct port: others send their data over libp2p (%s)", error.strerror or error)
-
-    async def close(self) -> None:
-        self._inbound.close()
-        self._outbound.close()
 
     @property
     def port(self) -> int:
         """0 if this peer listens on none."""
         return self._inbound.listener.port
 
-    @property
-    def routes(self) -> Mapping[PeerId, Route]:
-        return self._outbound.routes
-
     async def open(self, peer: PeerId, method: str, deadline: Deadline) -> DirectPipe | None:
         """Open a stream that the peer has accepted. None if the method goes over libp2p, or has to for now."""
-        if method not in self._config.methods:
+        if self._closed or method not in self._methods:
             return None
-        return await self._outbound.open(peer, method, deadline)
+        route = self._route(peer)
+        until = loop_time() + min(DIAL_SECONDS, DEADLINE_SHARE * (deadline - loop_time()))
+        try:
+            return await self._opened(peer, route, method, until)
+        except NotDirect as error:
+            route.record(RouteKind.LIBP2P, str(error))
+        return None
 
     def forget(self, peer: PeerId) -> None:
         """Abort the connections with a peer, and void all tokens."""
         self._inbound.forget(peer)
-        self._outbound.forget(peer)
+        self.routes.pop(peer, None)
+        for connection in [each for each, (owner, _) in self._connections.items() if owner == peer]:
+            connection.abort()
+
+    async def close(self) -> None:
+        self._closed = True
+        self._inbound.close()
+        for connection in list(self._connections):
+            connection.abort()
+
+    def _route(self, peer: PeerId) -> Route:
+        route = self.routes.get(peer) or Route()
+        put_newest(self.routes, peer, route, _MAX_ROUTES)
+        return route
+
+    async def _opened(self, peer: PeerId, route: Route, method: str, until: Deadline) -> DirectPipe:
+        connection = self._idle.take(peer)
+        if connection is not None:
+            try:
+                return await self._ask(peer, route, connection, method, until)
+            except NotDirect:  # perhaps the peer had closed it; one more that is new will tell
+                if loop_time() >= until:
+                    raise
+        return await self._ask(peer, route, await self._connected(peer, route, until), method, until)
+
+    async def _connected(self, peer: PeerId, route: Route, until: Deadline) -> DirectConnection:
+        """A new connection to a peer, dialled by this peer or else by the other one."""
+        try:
+            kind, connection = RouteKind.DIRECT, await self._dialled(peer, route, until)
+        except NotDirect as error:
+            try:
+                kind, connection = RouteKind.DIALLED_BACK, await self._dialled_back(peer, route, until)
+            except NotDirect as other:
+                raise NotDirect(f"{error}; {other}") from None
+        if self._closed or connection.closed:
+            connection.abort()
+            raise NotDirect("closed meanwhile")
+        self._connections[connection] = (peer, kind)
+        connection.on_closed = partial(self._lost, connection)
+        return connection
+
+    async def _ask(
+        self, peer: PeerId, route: Route, connection: DirectConnection, method: str, until: Deadline
+    ) -> DirectPipe:
+        """Ask the peer to serve a method over this connection. If it does not accept, the connection is closed."""
+        _, kind = self._connections[connection]
+        attempts = route.dialled_back if kind is RouteKind.DIALLED_BACK else route.dialling
+        pipe, started = DirectPipe(connection, partial(self._free, peer)), loop_time()
+        try:
+            async with asyncio.timeout_at(until):
+                await self._serving.ask(peer, pipe, method)
+        except (TimeoutError, RecordError) as error:
+            why = "the connection opens, but its answer does not come, or has other keys"
+            is_fair = isinstance(error, RecordError) or until - started >= _FAIR_SECONDS
+            raise attempts.failed(loop_time(), why) if is_fair else NotDirect(why) from None
+        except (OSError, EOFError):
+            raise NotDirect("it did not accept the stream") from None
+        attempts.succeeded()
+        route.record(kind)
+        return pipe
+
+    def _free(self, peer: PeerId, connection: DirectConnection) -> None:
+        if self._closed:
+            connection.abort()
+        else:
+            self._idle.put(peer, connection)
+
+    async def _dialled(self, peer: PeerId, route: Route, until: Deadline) -> DirectConnection:
+        """Dial a peer. If it does not take the tokens from before, it may have started anew: ask for others once."""
+        route.dialling.require(loop_time())
+        for last in (not route.tokens_left(loop_time()), True):
+            await self._have_tokens(peer, route, until)
+            where, token = route.take_token(loop_time())
+            seconds = _DIAL_SHARE * (until - loop_time())  # the rest is for being dialled back
+            try:
+                return await dial(where, token, route.cipher, self._me, peer, seconds)
+            except TimeoutError as error:
+                why = f"its port cannot be dialled: {reason(error)}"
+                raise route.dialling.failed(loop_time(), why) if seconds >= _FAIR_SECONDS else NotDirect(why) from None
+            except (OSError, EOFError) as error:
+                route.drop_tokens()
+                if last:
+                    raise route.dialling.failed(loop_time(), f"its port cannot be dialled: {reason(error)}") from None
+        raise AssertionError("unreachable")
+
+    async def _have_tokens(self, peer: PeerId, route: Route, until: Deadline) -> None:
+        """See that there are tokens, and ask for more before the last ones are used."""
+        if route.tokens_left(loop_time()) <= SPARE_TOKENS:
+            self._renewal(peer, route)
+        for _ in range(_MAX_REQUESTS):  # streams that are opened at the same time may take all tokens of one grant
+            if route.tokens_left(loop_time()):
+                return
+            if loop_time() >= until or (renewal := self._renewal(peer, route)) is None:
+                break
+            await asyncio.wait([renewal], timeout=until - loop_time())
+        raise NotDirect(route.asking.why or "it granted no connection in time")
+
+    def _renewal(self, peer: PeerId, route: Route) -> asyncio.Task[None] | None:
+        """The request for tokens that is under kind, or a new one. None if none is to be sent now."""
+        if (renewal := self._renewals.get(peer)) is None and route.asking.may_try(loop_time()):
+            renewal = self._renewals[peer] = self._serving.spawn(self._put_newest(peer, route))
+            renewal.add_done_callback(lambda _: self._renewals.pop(peer, None))
+        return renewal
+
+    async def _put_newest(self, peer: PeerId, route: Route) -> None:
+        try:
+            try:
+                grant = await self._request(peer)
+            except PeerGone:  # of a peer that has started anew, p2pd may not know yet that the old connection is lost
+                grant = await self._request(peer)
+        except PeerSilent:
+            return
+        except (PeerGone, BadPayload) as error:
+            route.asking.failed(loop_time(), f"it grants no connections: {reason(error)}")
+            return
+        if (host := self._host_of(peer)) is None:
+            route.asking.failed(loop_time(), "it is reached through a relay")
+            return
+        with suppress(NotDirect):
+            route.granted(grant, host, loop_time())
+            if not grant.tokens:
+                route.asking.failed(loop_time(), "it has no direct port")
+
+    async def _request(self, peer: PeerId) -> TokenGrant:
+        async with self._open_stream(peer, METHOD, loop_time() + DIAL_SECONDS) as stream:
+            await stream.send(TokenRequest(has_fast_aes()))
+            return wire.expect(await stream.receive(HEADER_LIMIT), TokenGrant)
+
+    async def _dialled_back(self, peer: PeerId, route: Route, until: Deadline) -> DirectConnection:
+        route.dialled_back.require(loop_time())
+        inbound, port, host = self._inbound, self._inbound.listener.port, self._host_of(peer)
+        if not (port and host and route.is_granted):
+            raise NotDirect("it cannot dial this peer either")
+        issued = inbound.issuer.issue_for_dial_back(peer, host, route.cipher)
+        awaited: asyncio.Future[DirectConnection] = asyncio.get_running_loop().create_future()
+        inbound.awaited[issued.token.id] = awaited
+        started, connection = loop_time(), None
+        try:
+            async with asyncio.timeout_at(until), self._open_stream(peer, METHOD, until) as stream:
+                await stream.send(DialBack(port, route.cipher, issued.token))
+                result = wire.expect(await stream.receive(HEADER_LIMIT), DialBackResult)
+                if result.why == BUSY:
+                    raise NotDirect(BUSY)
+                if result.why:
+                    raise ConnectionRefusedError(result.why)
+                connection = await awaited
+        except NotDirect:
+            raise
+        except (PeerError, BadPayload, OSError) as error:
+            why = f"it cannot dial this peer: {reason(error)}"
+            is_fair = not isinstance(error, PeerSilent | TimeoutError) or loop_time() - started >= 2 * _FAIR_SECONDS
+            raise route.dialled_back.failed(loop_time(), why) if is_fair else NotDirect(why) from None
+        finally:
+            inbound.awaited.pop(issued.token.id, None)
+            if connection is None and awaited.done() and not awaited.cancelled():
+                awaited.result().abort()  # it came too late
+        return connection
+
+    def _lost(self, connection: DirectConnection) -> None:
+        peer, kind = self._connections.pop(connection)
+        self._inbound.note_failure(peer, connection)
+        if isinstance(connection.failure, ConnectionSilent) and (route := self.routes.get(peer)):
+            attempts = route.dialled_back if kind is RouteKind.DIALLED_BACK else route.dialling
+            attempts.failed(loop_time(), "its direct connection went silent")
+
+
+class IdleConnections:
+    """Connections on which this peer may open a stream. They are closed after 100 seconds, or by the peer."""
+
+    def __init__(self, spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]) -> None:
+        self._spawn = spawn
+        self._idle: dict[DirectConnection, tuple[PeerId, asyncio.Task[None]]] = {}  # the longest first
+
+    def __len__(self) -> int:
+        return len(self._idle)
+
+    def put(self, peer: PeerId, connection: DirectConnection) -> None:
+        """Keep a connection that no stream uses; of too many, the one that is idle for longest is closed."""
+        if connection.needs_rekey or sum(owner == peer for owner, _ in self._idle.values()) >= MAX_IDLE_PER_PEER:
+            return connection.abort()
+        if len(self._idle) >= MAX_IDLE:
+            self._remove(next(iter(self._idle))).abort()
+        connection.release_memory()
+        self._idle[connection] = (peer, self._spawn(self._watch(connection)))
+
+    def take(self, peer: PeerId) -> DirectConnection | None:
+        """The connection that was used last; None if there is none."""
+        for connection in [each for each, (owner, _) in reversed(self._idle.items()) if owner == peer]:
+            self._remove(connection)
+            if connection.is_quiet():
+                return connection
+            connection.abort()
+        return None
+
+    def _remove(self, connection: DirectConnection) -> DirectConnection:
+        _, watch = self._idle.pop(connection)
+        watch.cancel()
+        return connection
+
+    async def _watch(self, connection: DirectConnection) -> None:
+        await connection.until_readable(asyncio.get_running_loop().time() + IDLE_SECONDS)
+        self._idle.pop(connection, None)
+        connection.abort()

@@ -99,7 +99,7 @@ class Nonces:
         return (self._next - 1).to_bytes(12, "big")
 
     @property
-    def is_worn(self) -> bool:
+    def needs_rekey(self) -> bool:
         """Whether so many have been taken that the next stream should have another key."""
         return self._next >= _RENEWED_AFTER
 

@@ -14,7 +14,7 @@ SPARE_TOKENS = 2
 """With no more tokens than these left, new ones are asked for in the background."""
 
 
-class Way(StrEnum):
+class RouteKind(StrEnum):
     """How bulk data reaches a peer."""
 
     UNTRIED = ""
@@ -62,7 +62,7 @@ class Attempts:
 class Route:
     """What this peer knows of the direct way to another one."""
 
-    way: Way = Way.UNTRIED  # of the latest bulk stream
+    kind: RouteKind = RouteKind.UNTRIED  # of the latest bulk stream
     why: str = ""  # why it did not go directly
     asking: Attempts = field(default_factory=Attempts)
     dialling: Attempts = field(default_factory=Attempts)
@@ -99,8 +99,8 @@ class Route:
     def drop_tokens(self) -> None:
         self._tokens = []
 
-    def went(self, way: Way, why: str = "") -> None:
-        self.way, self.why = way, why
+    def record(self, kind: RouteKind, why: str = "") -> None:
+        self.kind, self.why = kind, why
 
 
 def host_of(address: str) -> str | None:

@@ -19,7 +19,7 @@ METERED_SECONDS = 30.0
 
 
 class TrafficQuota(Protocol):
-    """A quota of bytes, such as `node.network.byte_quota.ByteQuota`; `used_up` is set while it is exhausted."""
+    """A quota of bytes, such as `node.streams.byte_quota.ByteQuota`; `used_up` is set while it is exhausted."""
 
     used_up: asyncio.Event
 

@@ -13,7 +13,7 @@ from node.network.daemon import DaemonError
 from node.network.daemon_connection import LINK_ERRORS, DaemonConnection
 from node.network.directory_records import TTL_SECONDS, DirectoryRecord, RecordStore, check, loads, name_of, unpack
 from node.network.kademlia import Key, Node, place, running_node
-from node.runtime.bounded import count, renew
+from node.runtime.bounded import count, put_newest
 from protocols.base import BadPayload, Clock, Deadline, PeerId, Signer
 
 log = logging.getLogger(__name__)
@@ -78,7 +78,7 @@ class DhtDirectory:
         message = draft.message(self._run)
         hint = DirectoryRecord(draft.peer, scope, draft.expires, value, self._signer.sign(message))
         hint.pack()
-        renew(self._announced, scope, hint, _MAX_ANNOUNCED)
+        put_newest(self._announced, scope, hint, _MAX_ANNOUNCED)
         await self._ask(deadline, lambda node: self._store(node, hint))
 
     async def find(self, scope: str, limit: int, deadline: Deadline) -> Sequence[tuple[PeerId, bytes]]:
@@ -90,7 +90,7 @@ class DhtDirectory:
 
     async def meet(self, peer: PeerId, deadline: Deadline) -> bool:
         """Add both nodes to each other's routing table, if the transport can reach the peer; False if it is silent."""
-        renew(self._met, peer, None, _MAX_MET)
+        put_newest(self._met, peer, None, _MAX_MET)
         return bool(await self._ask(deadline, lambda node: node.meet(peer)))
 
     def _now(self) -> float:
@@ -138,7 +138,7 @@ class DhtDirectory:
             self._up.clear()
             self._node = None
             for peer in node.peers[:_MAX_MET]:
-                renew(self._met, peer, None, _MAX_MET)
+                put_newest(self._met, peer, None, _MAX_MET)
 
     async def _again(self, node: Node) -> None:
         """Contact the peers again that the previous node knew, and repeat the announcements."""

@@ -1,6 +1,6 @@
 """`Transport` over libp2p. p2pd runs as a supervised child process; hivemind's client talks to it.
 
-One libp2p protocol carries all methods (`node.network.serving`). So a new method needs no request to the daemon, and
+One libp2p protocol carries all methods (`node.streams.serving`). So a new method needs no request to the daemon, and
 each failure to open a stream, except a missed deadline, is definite.
 
 The option `nat` was tested only on one machine. Peers without a router find each other as before. A peer that listens
@@ -17,17 +17,15 @@ import logging
 import math
 import random
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Container, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Self, TypeVar
 
 from multiaddr import Multiaddr
 
-from node.direct.link import Libp2pLink
-from node.direct.plane import DirectConfig, DirectPlane
+from node.direct.plane import DirectPlane
 from node.direct.routes import Route, host_of, hosts_of
 from node.network.daemon import DaemonError, arguments, with_ports
 from node.network.daemon_connection import LINK_ERRORS, DaemonConnection
@@ -42,11 +40,11 @@ from node.network.dial_errors import (
     stands_for,
 )
 from node.network.pipe import SocketPipe
-from node.network.serving import EndingPipe, Serving
 from node.network.sockets import socket_directory
-from node.network.traffic import Traffic
-from node.runtime.bounded import renew
+from node.runtime.bounded import put_newest
 from node.runtime.identity import Identity
+from node.streams.serving import EndingPipe, Serving
+from node.streams.traffic import Traffic
 from protocols.base import Deadline, Handler, PeerGone, PeerId, PeerSilent, Stream
 from protocols.streams.framing import opened
 
@@ -68,40 +66,40 @@ class _NotNow(PeerGone):
     """The dial does not show whether the peer is up: it crossed the peer's own dial, or p2pd did not dial at all."""
 
 
-@dataclass(frozen=True, slots=True)
-class LibP2PConfig:
-    """Settings of one peer's transport."""
-
-    identity: Identity
-    listen: tuple[str, ...] = ("/ip4/127.0.0.1/tcp/0",)  # port 0 takes a free one, and keeps it over p2pd's restarts
-    kept: tuple[str, ...] = ()  # `listening` of an earlier incarnation: ports that others may know, reused if free
-    announce: tuple[str, ...] = ()  # instead of the addresses that p2pd finds; they need fixed ports
-    nat: bool = False  # map ports on the router, detect whether this peer is reachable, use and serve relays
-    relay: bool = True  # with `nat`: serve as a relay, too. What p2pd relays is not counted, and under no cap
-    max_streams: int = 1024
-    max_streams_per_peer: int = 128
-    direct: DirectConfig | None = None
-    runtime_directory: Path | None = None
-
-
 class LibP2PTransport:
     """`protocols.base.Transport` over libp2p. Use it as an async context manager."""
 
-    def __init__(self, config: LibP2PConfig, traffic: Traffic | None = None) -> None:
-        self.me: PeerId = config.identity.peer_id
+    def __init__(
+        self,
+        identity: Identity,
+        *,
+        listen: tuple[str, ...] = ("/ip4/127.0.0.1/tcp/0",),  # port 0 takes a free one, and keeps it
+        kept: tuple[str, ...] = (),  # `listening` of an earlier incarnation: ports that others may know
+        announce: tuple[str, ...] = (),  # instead of the addresses that p2pd finds; they need fixed ports
+        nat: bool = False,  # map ports on the router, detect whether this peer is reachable, use relays
+        relay: bool = True,  # with `nat`: serve as a relay, too. What p2pd relays is not counted, and under no cap
+        max_streams: int = 1024,
+        max_streams_per_peer: int = 128,
+        direct_methods: Container[str] | None = None,  # whose streams go directly if they can; None: no direct plane
+        direct_port: int = 0,
+        runtime_directory: Path | None = None,  # for the control sockets; None: among the temporary files
+        traffic: Traffic | None = None,
+    ) -> None:
+        self.me: PeerId = identity.peer_id
         self.restarts = 0  # how often p2pd died and was started again
-        self._config = config
         self.traffic = traffic or Traffic()
-        self._serving = Serving(config.max_streams, config.max_streams_per_peer, self.traffic)
+        self._identity, self._wanted_listen, self._kept, self._announce = identity, listen, kept, announce
+        self._nat, self._relay, self._runtime_directory = nat, relay, runtime_directory
+        self._direct_methods, self._direct_port = direct_methods, direct_port
+        self._serving = Serving(max_streams, max_streams_per_peer, self.traffic)
         self.refused: Counter[tuple[PeerId, str]] = self._serving.refused
-        self._listen = config.listen
+        self._listen = listen
         self._directory = Path()
         self._link: DaemonConnection | None = None
         self._up = asyncio.Event()
-        self._supervision: asyncio.Task[None] | None = None
         self._starts_in_a_row = 0
-        self._known: dict[PeerId, str] = {}
-        self._seen: dict[PeerId, str] = {}
+        self._known: dict[PeerId, str] = {}  # connected to at this multiaddr
+        self._seen: dict[PeerId, str] = {}  # came from this one
         self._causes: dict[PeerId, dict[str, str]] = {}
         self._chance = random.Random(self.me)  # seeded differently for each peer, so that two peers' dials diverge
         self._hosts: dict[PeerId, str | None] = {}
@@ -115,19 +113,17 @@ class LibP2PTransport:
         start.
         """
         async with AsyncExitStack() as stack:
-            stack.enter_context(self._config.identity.held())
-            self._directory = stack.enter_context(socket_directory(self._config.runtime_directory))
+            stack.enter_context(self._identity.held())
+            self._directory = stack.enter_context(socket_directory(self._runtime_directory))
             stack.callback(self._up.set)  # tasks that wait for the daemon learn that there will be none
             stack.push_async_callback(self._close_link)
             link = await self._first_launch()
-            self._listen = with_ports(self._config.listen, link.addresses)
+            self._listen = with_ports(self._wanted_listen, link.addresses)
             self._up.set()
-            self._supervision = self._serving.spawn(self._supervise(link))
-            if config := self._config.direct:
-                self._direct = DirectPlane(
-                    self.me, config, Libp2pLink(self._open_over_libp2p, self._hosts.get, self._serving)
-                )
-                self._direct.start(hosts_of(self._listen))
+            self._serving.spawn(self._supervise(link))
+            if self._direct_methods is not None:
+                self._direct = self.make_direct_plane(self._direct_methods)
+                self._direct.start(hosts_of(self._listen), self._direct_port)
                 stack.push_async_callback(self._direct.close)
             stack.push_async_callback(self._serving.close)
             self._exit = stack.pop_all()
@@ -135,6 +131,11 @@ class LibP2PTransport:
 
     async def __aexit__(self, *_: object) -> None:
         await self._exit.aclose()
+
+    def make_direct_plane(self, methods: Container[str]) -> DirectPlane:
+        return DirectPlane(
+            self.me, methods, open_stream=self._open_over_libp2p, host_of=self._hosts.get, serving=self._serving
+        )
 
     @property
     def addresses(self) -> tuple[str, ...]:
@@ -195,7 +196,7 @@ class LibP2PTransport:
         if not where or "/" in peer:
             raise ValueError(f"{address!s:.200} does not name the peer: it must end in /p2p/<peer id>")
         await self._calling(peer, deadline, lambda link, seconds: link.connect(peer, where, seconds), where)
-        renew(self._known, peer, where, _MAX_KNOWN)
+        put_newest(self._known, peer, where, _MAX_KNOWN)
         return peer
 
     async def forget(self, peer: PeerId, deadline: Deadline) -> None:
@@ -215,7 +216,7 @@ class LibP2PTransport:
 
     async def _dial_over_libp2p(self, peer: PeerId, method: str, deadline: Deadline) -> EndingPipe:
         pipe, address = await self._calling(peer, deadline, lambda link, seconds: link.stream(peer, seconds))
-        renew(self._hosts, peer, host_of(address), _MAX_HOSTS)
+        put_newest(self._hosts, peer, host_of(address), _MAX_HOSTS)
         async with self._reaching(peer, deadline):
             await self._serving.ask(peer, pipe, method)
         return pipe
@@ -282,45 +283,45 @@ class LibP2PTransport:
         causes = self._causes.get(peer, {})
         if why != BACKOFF:
             for each in {where, ""}:
-                renew(causes, each, why, _MAX_CAUSES_PER_PEER)
-            renew(self._causes, peer, causes, _MAX_CAUSES)
+                put_newest(causes, each, why, _MAX_CAUSES_PER_PEER)
+            put_newest(self._causes, peer, causes, _MAX_CAUSES)
         return causes.get(where, why)
 
     def _incoming(self, peer: PeerId, address: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if address:
             # p2pd dials from the port that it listens on, so a peer can be reached at the address that it came from.
-            renew(self._seen, peer, address, _MAX_KNOWN)
-            renew(self._hosts, peer, host_of(address), _MAX_HOSTS)
+            put_newest(self._seen, peer, address, _MAX_KNOWN)
+            put_newest(self._hosts, peer, host_of(address), _MAX_HOSTS)
         # In a new task: asyncio logs an error when the task that it created for this call is cancelled.
         self._serving.take(peer, SocketPipe(reader, writer))
 
     async def _first_launch(self) -> DaemonConnection:
-        if kept := self._config.kept:
+        if kept := self._kept:
             with suppress(DaemonError, *LINK_ERRORS):
                 link = await self._launch(kept)
-                if not self._unserved([each for each in kept if each not in self._config.listen], link):
+                if not self._unserved([each for each in kept if each not in self._wanted_listen], link):
                     return link
             await self._close_link()
             log.warning("this peer's previous port is taken: other peers must find it at another one")
         try:
-            link = await self._launch(self._config.listen)
+            link = await self._launch(self._wanted_listen)
         except DaemonError as error:
             if taken := not_listening(str(error)):
                 raise DaemonError(taken) from None
             raise
         except LINK_ERRORS as error:
             raise DaemonError(f"p2pd started but does not answer: {error or type(error).__name__}") from error
-        for address in self._unserved(self._config.listen, link):
+        for address in self._unserved(self._wanted_listen, link):
             log.warning("not listening on %s: the port is taken, or this machine has no such interface", address)
         return link
 
     def _unserved(self, listen: Sequence[str], link: DaemonConnection) -> tuple[str, ...]:
         """The addresses on which p2pd should listen but does not; empty with `announce`, which p2pd reports instead."""
-        return () if self._config.announce else missing(listen, link.addresses)
+        return () if self._announce else missing(listen, link.addresses)
 
     async def _launch(self, listen: Sequence[str]) -> DaemonConnection:
-        config, control = self._config, self._directory / "control"
-        command = arguments(control, config.identity.path, listen, config.announce, config.nat, config.relay)
+        control = self._directory / "control"
+        command = arguments(control, self._identity.path, listen, self._announce, self._nat, self._relay)
         self._link = await DaemonConnection.start(command, control, self.me, self._incoming)
         return self._link
 
@@ -336,7 +337,7 @@ class LibP2PTransport:
             how = await link.ended()
             self._up.clear()
             for peer, address in link.peers.items():
-                renew(self._seen, peer, address, _MAX_KNOWN)
+                put_newest(self._seen, peer, address, _MAX_KNOWN)
             if loop.time() - since >= _STEADY_SECONDS:
                 self._starts_in_a_row = 0
             log.warning("p2pd %d ended (%s): it is started again", link.daemon.pid, how)
@@ -354,7 +355,7 @@ class LibP2PTransport:
             self._starts_in_a_row += 1
             attempt += 1
             try:
-                return await self._launch(self._listen if attempt <= _KEPT_PORT_ATTEMPTS else self._config.listen)
+                return await self._launch(self._listen if attempt <= _KEPT_PORT_ATTEMPTS else self._wanted_listen)
             except (DaemonError, *LINK_ERRORS) as error:
                 log.warning("p2pd does not start (attempt %d): %s", attempt, error or type(error).__name__)
 

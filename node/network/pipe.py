@@ -12,7 +12,7 @@ import asyncio
 from contextlib import suppress
 from typing import cast
 
-from node.network.traffic import UNLIMITED, StreamTraffic
+from node.streams.traffic import UNLIMITED, StreamTraffic
 from protocols.base import Buffer
 
 PIECE_BYTES = 1 << 20

@@ -11,7 +11,7 @@ V = TypeVar("V")
 MAX_COUNTED = 1024
 
 
-def renew(entries: dict[K, V], key: K, value: V, most: int) -> None:
+def put_newest(entries: dict[K, V], key: K, value: V, most: int) -> None:
     """Set an entry as the newest one. If there are more than `most`, remove the oldest."""
     entries.pop(key, None)
     entries[key] = value

@@ -8,11 +8,10 @@ from functools import partial
 from pathlib import Path
 
 from node.config.peer_config import PeerConfig
-from node.direct.plane import DirectConfig
 from node.joining.addresses_file import AddressLine, read_addresses
 from node.joining.bootstrap import BootstrapClient, RunInfo, ask_run
 from node.network.address_scope import shareable
-from node.network.libp2p import LibP2PConfig, LibP2PTransport
+from node.network.libp2p import LibP2PTransport
 from node.reporting.status import EventSink
 from node.runtime.clock import WallClock
 from node.runtime.compute import ThreadCompute
@@ -61,10 +60,16 @@ class PeerProcesses:
         """
         config, state, tracker, say = self.config, self.state, self.tracker, self.view.say
         tracker.set_identity(state.identity.peer_id, state.incarnation)
-        direct = None if config.direct_port == "off" else DirectConfig(BULK_METHODS, config.direct_port)
-        kept = state.listening(config.listen)
-        link = LibP2PConfig(
-            state.identity, config.listen, kept, config.announce, config.nat, config.relays, direct=direct
+        libp2p = LibP2PTransport(
+            state.identity,
+            listen=config.listen,
+            kept=state.listening(config.listen),
+            announce=config.announce,
+            nat=config.nat,
+            relay=config.relays,
+            direct_methods=None if config.direct_port == "off" else BULK_METHODS,
+            direct_port=0 if config.direct_port == "off" else config.direct_port,
+            traffic=self.limits.traffic,
         )
         pauses = self.pauses = PauseController(state.path, self.clock, say)
         tracker.set_pauses(lambda: pauses.reason)
@@ -79,7 +84,7 @@ class PeerProcesses:
             async with (
                 ControlServer(state.path, tracker.status, commands),
                 self.limits.kept(state.path, files, say, on_asked),
-                LibP2PTransport(link, self.limits.traffic) as transport,
+                libp2p as transport,
                 self._bootstrap_client(transport, judge) as self.bootstrap,
                 self._page.server(state, transport, commands.carry_out) if config.page else nullcontext(),
             ):

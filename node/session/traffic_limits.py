@@ -13,12 +13,12 @@ from node.config.manifest import Manifest
 from node.config.peer_config import PeerConfig
 from node.config.settings_file import SETTINGS_FILE, changed, overriding, packed, read_settings
 from node.config.sizes import megabytes, quota_parts
-from node.network.byte_limiter import ByteLimiter
-from node.network.byte_meter import ByteMeter
-from node.network.byte_quota import ByteQuota, QuotaDamaged
-from node.network.traffic import Traffic
 from node.session.fatal import FatalPeerError
 from node.storage.statedir import write_atomically
+from node.streams.byte_limiter import ByteLimiter
+from node.streams.byte_meter import ByteMeter
+from node.streams.byte_quota import ByteQuota, QuotaDamaged
+from node.streams.traffic import Traffic
 from protocols.base import Compute
 
 QUOTA_FILE = "quota.json"

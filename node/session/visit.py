@@ -13,7 +13,7 @@ from node.export.fetching import INCARNATION, fetch_state, fetchable
 from node.joining.bootstrap import RunInfo, ask_run, ask_status
 from node.joining.run_selector import run_id
 from node.network.dht import DhtDirectory
-from node.network.libp2p import LibP2PConfig, LibP2PTransport
+from node.network.libp2p import LibP2PTransport
 from node.runtime.clock import WallClock
 from node.runtime.compute import ThreadCompute
 from node.runtime.identity import create
@@ -34,7 +34,7 @@ async def remote_status(address: str, seconds: float = STATUS_SECONDS) -> dict[s
     """
     with tempfile.TemporaryDirectory() as directory:
         identity = create(Path(directory) / "identity.key")
-        async with LibP2PTransport(LibP2PConfig(identity)) as transport:
+        async with LibP2PTransport(identity) as transport:
             _, answer = await _ask_at(transport, address, ask_status, seconds)
             return answer
 
@@ -60,7 +60,7 @@ async def fetch_model(
         TrainedError: they are in a run whose model cannot be fetched, or they send no state.
     """
     identity, clock = create(directory / "identity.key"), WallClock()
-    async with ThreadCompute() as compute, LibP2PTransport(LibP2PConfig(identity)) as transport:
+    async with ThreadCompute() as compute, LibP2PTransport(identity) as transport:
         answers = await _ask_each(transport, addresses, say)
         run = await compute.run(partial(fetchable, next(iter(answers.values())).sealed, base), 0)
         if any(run_id(each.sealed) != run.manifest.run_id for each in answers.values()):

@@ -217,7 +217,7 @@ class StatusTracker:
                 round=each.said.round,
                 address=each.addresses[0] if each.addresses else "",
                 stage=each.stage or 0,
-                route=routes[each.peer].way if each.peer in routes else "",
+                route=routes[each.peer].kind if each.peer in routes else "",
                 route_reason=routes[each.peer].why if each.peer in routes else "",
                 left=each.left,
             )

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import uvloop
 
-from node.network.libp2p import LibP2PConfig, LibP2PTransport
+from node.network.libp2p import LibP2PTransport
 from node.runtime import identity
 from protocols import wire
 from protocols.base import PeerId, Stream
@@ -28,7 +28,7 @@ async def echo(peer: PeerId, stream: Stream) -> None:
 
 async def main(path: Path, other: str | None = None) -> None:
     loop = asyncio.get_running_loop()
-    async with LibP2PTransport(LibP2PConfig(identity.load_or_create(path))) as transport:
+    async with LibP2PTransport(identity.load_or_create(path)) as transport:
         transport.serve("echo", echo)
         print(transport.addresses[0], flush=True)
         if other is not None:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from node.direct.connection import DirectConnection
-from node.direct.plane import DirectConfig, DirectPlane
+from node.direct.plane import DirectPlane
 from node.network.libp2p import LibP2PTransport
 from node.runtime import identity
 from protocols.base import Deadline, PeerId, Transport
@@ -155,7 +155,7 @@ class DirectPeers(LibP2PPeers):
 
     def _connections(self, index: int) -> list[DirectConnection]:
         mine = self._plane(index)
-        return [*mine._inbound._served, *mine._outbound._connections]
+        return [*mine._inbound._served, *mine._connections]
 
     async def kill_peer(self, index: int) -> None:
         await super().kill_peer(index)
@@ -187,7 +187,7 @@ class DirectWorld(LibP2PWorld):
     async def planes(self, transports: list[LibP2PTransport]) -> AsyncIterator[None]:
         async with AsyncExitStack() as stack:
             for transport in transports:
-                await stack.enter_async_context(direct_plane(transport, DirectConfig(EveryMethod())))
+                await stack.enter_async_context(direct_plane(transport, EveryMethod()))
             yield
 
 

@@ -12,11 +12,10 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 from node.direct.connection import DirectConnection
-from node.direct.handshake import dial
-from node.direct.listener import DirectListener
+from node.direct.handshake import IssuedToken, TokenIssuer, dial
+from node.direct.inbound import DirectListener
 from node.direct.messages import ConnectionToken
 from node.direct.records import AES, Handshake
-from node.direct.tokens import IssuedToken, TokenIssuer
 
 _SO_ATTACH_FILTER = 26
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import functools
 from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
-from node.network.libp2p import LibP2PConfig, LibP2PTransport
+from node.network.libp2p import LibP2PTransport
 from node.runtime import identity
 from tests.conformance.other_process import echo
 from tests.support.transport_pool import Pool, new_loop, running_daemons
@@ -38,8 +37,8 @@ class TransportMaker(AsyncExitStack):
             assert not changes
             return self.pooled[self._count - 1]
         key = identity.create(self.directory / f"peer{self._count}")
-        config = dataclasses.replace(LibP2PConfig(key, runtime_directory=self.directory), **changes)
-        return await self.enter_async_context(LibP2PTransport(config))
+        given = {"identity": key, "runtime_directory": self.directory} | changes
+        return await self.enter_async_context(LibP2PTransport(**given))
 
     async def pair(self, **changes: Any) -> tuple[LibP2PTransport, LibP2PTransport]:
         """Two transports of which the first is connected to the second; that one serves `echo`."""

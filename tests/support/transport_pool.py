@@ -5,15 +5,14 @@ from __future__ import annotations
 import asyncio
 import os
 import tempfile
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Container
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import uvloop
 
-from node.direct.link import Libp2pLink
-from node.direct.plane import DirectConfig, DirectPlane
-from node.network.libp2p import LibP2PConfig, LibP2PTransport
+from node.direct.plane import DirectPlane
+from node.network.libp2p import LibP2PTransport
 from node.runtime import identity
 
 _SETTLED_SECONDS = 20.0
@@ -32,10 +31,9 @@ def running_daemons() -> list[int]:
 
 
 @asynccontextmanager
-async def direct_plane(transport: LibP2PTransport, config: DirectConfig) -> AsyncIterator[DirectPlane]:
+async def direct_plane(transport: LibP2PTransport, methods: Container[str]) -> AsyncIterator[DirectPlane]:
     """Give a transport a direct data plane that knows nobody yet."""
-    link = Libp2pLink(transport._open_over_libp2p, transport._hosts.get, transport._serving)
-    made = transport._direct = DirectPlane(transport.me, config, link)
+    made = transport._direct = transport.make_direct_plane(methods)
     made.start(["127.0.0.1"])
     try:
         yield made
@@ -84,7 +82,7 @@ class Pool:
 
     async def _open(self) -> None:
         key = identity.create(Path(self._directory.name) / f"peer{len(os.listdir(self._directory.name))}")
-        transport = LibP2PTransport(LibP2PConfig(key))
+        transport = LibP2PTransport(key)
         await transport.__aenter__()
         for other in self._transports if self.connected else ():
             for one, another in ((transport, other), (other, transport)):

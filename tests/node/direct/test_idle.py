@@ -8,7 +8,7 @@ import pytest
 
 from node.direct import records
 from node.direct.connection import DirectConnection
-from node.direct.idle import MAX_IDLE, MAX_IDLE_PER_PEER, IdleConnections
+from node.direct.plane import MAX_IDLE, MAX_IDLE_PER_PEER, IdleConnections
 from tests.support.direct_connections import connected
 
 

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from node.direct import connection, handshake, listener
+from node.direct import connection, handshake, inbound
 from node.direct.records import AES, Handshake, RecordError
 from tests.support.direct_connections import SimpleServer, descriptors
 
@@ -72,7 +72,7 @@ async def test_opening_may_come_byte_by_byte_but_not_late(
     server: SimpleServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert len(await talk(server.where, server.token().id + bytes(16), at_once=1)) == 16
-    monkeypatch.setattr(listener, "OPENING_SECONDS", 0.2)
+    monkeypatch.setattr(inbound, "OPENING_SECONDS", 0.2)
     token = server.token()
     assert await talk(server.where, token.id + bytes(15)) == b""
     assert server.refused == {("127.0.0.1", "showed no token in time"): 1} and server.listener.waiting == 0

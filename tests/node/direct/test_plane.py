@@ -13,11 +13,11 @@ import pytest
 
 from node.direct import connection
 from node.direct.connection import DirectConnection
-from node.direct.listener import EXPECTED, STRANGERS, WaitingLimits
+from node.direct.inbound import KNOWN_PEER_LIMITS, STRANGER_LIMITS, WaitingLimits
 from node.direct.messages import HEADER_LIMIT, METHOD, ConnectionToken, DialBack, DialBackResult
-from node.direct.plane import DirectConfig, DirectPlane
+from node.direct.plane import DirectPlane
 from node.direct.records import AES
-from node.direct.routes import Way
+from node.direct.routes import RouteKind
 from node.network.libp2p import LibP2PTransport
 from protocols import wire
 from protocols.base import PeerGone, PeerId, PeerSilent, Stream, Transport
@@ -29,7 +29,7 @@ from tests.support.waiting import until
 pytestmark = pytest.mark.real
 
 MIB = 1 << 20
-CONFIG = DirectConfig({"echo", "sink", "not served"})
+METHODS = {"echo", "sink", "not served"}
 
 
 class PlaneMaker(TransportMaker):
@@ -37,7 +37,7 @@ class PlaneMaker(TransportMaker):
 
     async def __call__(self, **changes: Any) -> LibP2PTransport:
         transport = await super().__call__()
-        await self.enter_async_context(direct_plane(transport, changes["direct"]))
+        await self.enter_async_context(direct_plane(transport, changes["direct_methods"]))
         return transport
 
 
@@ -61,7 +61,7 @@ async def echo(_: PeerId, stream: Stream) -> None:
 
 
 async def pair(make: TransportMaker) -> tuple[LibP2PTransport, LibP2PTransport]:
-    a, b = await make(direct=CONFIG), await make(direct=CONFIG)
+    a, b = await make(direct_methods=METHODS), await make(direct_methods=METHODS)
     b.serve("echo", echo)
     await a.connect(b.addresses[0], soon())
     return a, b
@@ -74,7 +74,7 @@ def plane(transport: LibP2PTransport) -> DirectPlane:
 
 def dialled(transport: LibP2PTransport) -> list[DirectConnection]:
     """The connections over which a peer opens streams, whoever dialled them."""
-    return list(plane(transport)._outbound._connections)
+    return list(plane(transport)._connections)
 
 
 def stop_listening(transport: LibP2PTransport) -> None:
@@ -88,11 +88,11 @@ async def ping(opener: Transport, peer: PeerId, method: str = "echo", size: int 
         await stream.receive_into(memoryview(bytearray(size)))
 
 
-async def way(opener: LibP2PTransport, other: LibP2PTransport) -> tuple[Way, str]:
+async def way(opener: LibP2PTransport, other: LibP2PTransport) -> tuple[RouteKind, str]:
     """How one more stream goes, and why."""
     await ping(opener, other.me)
     route = opener.routes[other.me]
-    return route.way, route.why
+    return route.kind, route.why
 
 
 class TestWays:
@@ -104,23 +104,23 @@ class TestWays:
         def written() -> int:
             return sum(psutil.Process(each.daemon_pid).io_counters().write_chars for each in (a, b))
 
-        assert await way(a, b) == (Way.DIRECT, "")
-        a.routes[b.me].went(Way.LIBP2P, "of another stream")
+        assert await way(a, b) == (RouteKind.DIRECT, "")
+        a.routes[b.me].record(RouteKind.LIBP2P, "of another stream")
         before = written()
         for _ in range(5):
-            await until(lambda: len(plane(a)._outbound._idle) == 1)
+            await until(lambda: len(plane(a)._idle) == 1)
             await ping(a, b.me, size=4 * MIB)
         assert written() - before < MIB
         await ping(a, b.me, "small", size=4 * MIB)
         assert written() - before > 4 * MIB
-        assert len(dialled(a)) == len(plane(b)._inbound._served) == 1 and a.routes[b.me].way is Way.DIRECT
+        assert len(dialled(a)) == len(plane(b)._inbound._served) == 1 and a.routes[b.me].kind is RouteKind.DIRECT
 
     @on_uvloop
     async def test_many_first_streams_all_go_directly(self, make: TransportMaker) -> None:
         a, b = await pair(make)
         await asyncio.gather(*(ping(a, b.me) for _ in range(14)))  # more than one grant has tokens
-        assert {way for _, way in plane(a)._outbound._connections.values()} == {Way.DIRECT}
-        assert a.routes[b.me].way is Way.DIRECT and a.routes[b.me].dialling.failures == 0
+        assert {way for _, way in plane(a)._connections.values()} == {RouteKind.DIRECT}
+        assert a.routes[b.me].kind is RouteKind.DIRECT and a.routes[b.me].dialling.failures == 0
 
     @on_uvloop
     async def test_refused_dials_take_libp2p_at_once_and_pause(self, make: TransportMaker) -> None:
@@ -129,45 +129,46 @@ class TestWays:
             stop_listening(each)
         for _ in range(3):
             how, why = await way(a, b)
-            assert how is Way.LIBP2P and "cannot be dialled: Connection refused" in why and "cannot dial this" in why
+            assert how is RouteKind.LIBP2P
+            assert "cannot be dialled: Connection refused" in why and "cannot dial this" in why
         route = a.routes[b.me]
         assert (route.dialling.failures, route.dialled_back.failures) == (1, 1)
         plane(b)._inbound.listener.start(["127.0.0.1"])
         for attempts in (route.asking, route.dialling, route.dialled_back):
             attempts.not_before = 0.0  # the pause is over
-        assert await way(a, b) == (Way.DIRECT, "")
+        assert await way(a, b) == (RouteKind.DIRECT, "")
 
     @on_uvloop
     async def test_peer_that_cannot_be_dialled_dials_back(self, make: TransportMaker) -> None:
         a, b = await pair(make)
         stop_listening(b)
-        assert await way(a, b) == (Way.DIALLED_BACK, "")
+        assert await way(a, b) == (RouteKind.DIALLED_BACK, "")
         (connection,) = dialled(a)
-        await until(lambda: len(plane(a)._outbound._idle) == 1)
-        assert await way(a, b) == (Way.DIALLED_BACK, "") and dialled(a) == [connection]
+        await until(lambda: len(plane(a)._idle) == 1)
+        assert await way(a, b) == (RouteKind.DIALLED_BACK, "") and dialled(a) == [connection]
         await asyncio.gather(*(ping(a, b.me) for _ in range(8)))
-        assert {how for _, how in plane(a)._outbound._connections.values()} == {Way.DIALLED_BACK}
-        assert await way(a, b) == (Way.DIALLED_BACK, "") and a.routes[b.me].dialled_back.failures == 0
+        assert {how for _, how in plane(a)._connections.values()} == {RouteKind.DIALLED_BACK}
+        assert await way(a, b) == (RouteKind.DIALLED_BACK, "") and a.routes[b.me].dialled_back.failures == 0
 
     @on_uvloop
     async def test_refused_method_costs_one_connection_and_is_definite(self, make: TransportMaker) -> None:
         a, b = await pair(make)
         await asyncio.gather(*(ping(a, b.me, size=MIB) for _ in range(3)))
-        await until(lambda: len(plane(a)._outbound._idle) == 3)
+        await until(lambda: len(plane(a)._idle) == 3)
         with pytest.raises(PeerGone):
             await ping(a, b.me, "not served")
-        assert len(plane(a)._outbound._idle) == 2 and await way(a, b) == (Way.DIRECT, "")
+        assert len(plane(a)._idle) == 2 and await way(a, b) == (RouteKind.DIRECT, "")
 
     @on_uvloop
     async def test_hasty_stream_blames_nobody(self, make: TransportMaker, monkeypatch: pytest.MonkeyPatch) -> None:
         a, b = await pair(make)
-        monkeypatch.setattr("node.direct.listener._WINDOW_SECONDS", 0.3)
-        monkeypatch.setattr("node.direct.listener._ACCEPTED_PER_WINDOW", 0)  # it answers no one
+        monkeypatch.setattr("node.direct.inbound._WINDOW_SECONDS", 0.3)
+        monkeypatch.setattr("node.direct.inbound._ACCEPTED_PER_WINDOW", 0)  # it answers no one
         with suppress(PeerSilent):
             async with a.open(b.me, "echo", soon(1.0)):
                 pass
         route = a.routes[b.me]
-        assert route.way is Way.LIBP2P and route.dialling.failures == route.dialled_back.failures == 0
+        assert route.kind is RouteKind.LIBP2P and route.dialling.failures == route.dialled_back.failures == 0
 
 
 class TestFailures:
@@ -198,7 +199,7 @@ class TestFailures:
                 with pytest.raises(PeerSilent):
                     await other.receive(64)
                 await stream.receive(64)
-        assert await way(a, b) == (Way.DIRECT, "")
+        assert await way(a, b) == (RouteKind.DIRECT, "")
 
     @on_uvloop
     async def test_firewall_in_mid_stream_ends_it_and_libp2p_takes_over(
@@ -218,7 +219,7 @@ class TestFailures:
                 await stream.send(wire.Chunk(1, MIB), bytes(MIB))
                 await stream.receive(64)
         how, why = await way(a, b)
-        assert how is Way.LIBP2P and "its direct connection went silent" in why
+        assert how is RouteKind.LIBP2P and "its direct connection went silent" in why
         await until(lambda: not dialled(a) and not plane(b)._inbound._served)
 
     @on_uvloop
@@ -226,7 +227,7 @@ class TestFailures:
         a, b = await pair(make)
         a.serve("echo", echo)
         for opener, other in ((a, b), (b, a)):
-            assert await way(opener, other) == (Way.DIRECT, "")
+            assert await way(opener, other) == (RouteKind.DIRECT, "")
         await a.forget(b.me, soon())
         assert not dialled(a) and not plane(a)._inbound._served and b.me not in a.routes
         assert len(plane(a)._inbound.issuer) == 0
@@ -248,8 +249,8 @@ class TestFailures:
             opening.cancel()
             with suppress(asyncio.CancelledError):
                 await opening
-        assert (await way(a, b))[0] is (Way.DIALLED_BACK if back else Way.DIRECT)
-        await until(lambda: len(plane(a)._outbound._idle) == len(dialled(a)) == len(plane(b)._inbound._served) <= 4)
+        assert (await way(a, b))[0] is (RouteKind.DIALLED_BACK if back else RouteKind.DIRECT)
+        await until(lambda: len(plane(a)._idle) == len(dialled(a)) == len(plane(b)._inbound._served) <= 4)
         assert not plane(a)._inbound.awaited
         await until(lambda: descriptors() <= before + 6)
 
@@ -263,13 +264,13 @@ class TestEnds:
     @on_uvloop
     async def test_restarted_peer_is_reached_directly_in_the_same_open(self, make: TransportMaker) -> None:
         a, b = await pair(make)
-        assert await way(a, b) == (Way.DIRECT, "")
+        assert await way(a, b) == (RouteKind.DIRECT, "")
         await b.__aexit__()
-        reborn = await make(direct=CONFIG, identity=b._config.identity)
+        reborn = await make(direct_methods=METHODS, identity=b._identity)
         reborn.serve("echo", echo)
         await a.connect(reborn.addresses[0], soon())
         assert a.routes[b.me].tokens_left(0.0) > 0
-        assert await way(a, reborn) == (Way.DIRECT, "")
+        assert await way(a, reborn) == (RouteKind.DIRECT, "")
 
     @on_uvloop
     async def test_closed_transport_opens_and_keeps_nothing(self, make: TransportMaker) -> None:
@@ -277,13 +278,13 @@ class TestEnds:
         await way(a, b)
         opening = [asyncio.create_task(ping(a, b.me, size=MIB)) for _ in range(4)]
         await asyncio.sleep(0.002)
-        outbound = plane(a)._outbound
+        mine = plane(a)
         await a.__aexit__()
         async with asyncio.timeout(20):
             results = await asyncio.gather(*opening, return_exceptions=True)
         assert all(isinstance(each, PeerGone | PeerSilent | None) for each in results)
-        assert not outbound._connections and not outbound._idle
-        assert outbound.routes[b.me].tokens_left(0.0) and await outbound.open(b.me, "echo", soon()) is None
+        assert not mine._connections and not mine._idle
+        assert mine.routes[b.me].tokens_left(0.0) and await mine.open(b.me, "echo", soon()) is None
 
 
 @asynccontextmanager
@@ -303,19 +304,19 @@ async def other_program(answer: bytes = b"") -> AsyncIterator[tuple[int, list[by
 
 
 class TestAttacks:
-    @pytest.mark.parametrize("host, limits", [("127.0.0.1", EXPECTED), ("127.0.0.9", STRANGERS)])
+    @pytest.mark.parametrize("host, limits", [("127.0.0.1", KNOWN_PEER_LIMITS), ("127.0.0.9", STRANGER_LIMITS)])
     @on_uvloop
     async def test_silent_strangers_neither_pile_up_nor_shut_peers_out(
         self, make: TransportMaker, host: str, limits: WaitingLimits
     ) -> None:
         a, b = await pair(make)
-        assert await way(a, b) == (Way.DIRECT, "")
+        assert await way(a, b) == (RouteKind.DIRECT, "")
         before, most, listener = descriptors(), 0, plane(b)._inbound.listener
         with silent_strangers(("127.0.0.1", plane(b).port), host, 2000):
             for _ in range(30):
                 for each in dialled(a):
                     each.abort()
-                assert await way(a, b) == (Way.DIRECT, "")
+                assert await way(a, b) == (RouteKind.DIRECT, "")
                 most = max(most, listener.waiting)
         assert 0 < most <= limits.per_host + 1  # and the peer that was dialling
         assert b.refused[host, "showed no token, and others came"] > 500
@@ -331,7 +332,7 @@ class TestAttacks:
             plane(b)._inbound.listener.port = port
             stop_listening(a)  # it cannot be dialled back
             how, _ = await way(a, b)
-            assert how is Way.LIBP2P
+            assert how is RouteKind.LIBP2P
             await until(lambda: len(heard) == 1)
             assert len(heard[0]) >= 32 and a.routes[b.me].dialling.failures == 1
             assert bool(answer) is any(who == b.me and "not genuine" in why for who, why in a.refused)
@@ -360,7 +361,7 @@ class TestAttacks:
         monkeypatch.setattr("node.network.libp2p.host_of", lambda address: None)  # of a relayed connection
         a, b = await pair(make)
         how, why = await way(a, b)
-        assert how is Way.LIBP2P and "relay" in why
+        assert how is RouteKind.LIBP2P and "relay" in why
         assert not plane(a)._inbound.listener.waiting and not plane(b)._inbound._served and not dialled(a)
         assert len(plane(b)._inbound.issuer) == 0
 

@@ -69,7 +69,7 @@ def test_key_has_a_last_record(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(KeySpent):
         for _ in range(4):
             sealer.seal(b"", memoryview(bytearray(20)))
-            worn.append(sealer.nonces.is_worn)
+            worn.append(sealer.nonces.needs_rekey)
     assert worn == [False, True, True]
 
 

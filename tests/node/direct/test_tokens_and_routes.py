@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from node.direct.handshake import MAX_HOSTS, MAX_TOKENS, MAX_TOKENS_PER_PEER, TOKEN_SECONDS, TokenIssuer
 from node.direct.messages import ConnectionToken, TokenGrant
 from node.direct.records import AES
 from node.direct.routes import FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS, Attempts, NotDirect, Route, host_of, hosts_of
-from node.direct.tokens import MAX_HOSTS, MAX_TOKENS, MAX_TOKENS_PER_PEER, TOKEN_SECONDS, TokenIssuer
 
 
 @pytest.fixture

@@ -57,7 +57,7 @@ class Peer:
 class PeerMaker(TransportMaker):
     async def peer(self, run: bytes = RUN, offset_seconds: float = 0.0) -> Peer:
         transport = await self()
-        key = transport._config.identity
+        key = transport._identity
         dht = DhtDirectory(transport, key, WallClock(), run, lambda: offset_seconds)
         return Peer(key, transport, await self.enter_async_context(dht))
 
@@ -285,7 +285,7 @@ from hivemind.dht.routing import DHTID
 from node.runtime import identity
 from node.runtime.clock import WallClock
 from node.network.dht import DhtDirectory
-from node.network.libp2p import LibP2PConfig, LibP2PTransport
+from node.network.libp2p import LibP2PTransport
 
 def bomb(code, levels):
     packed = msgpack.packb([])
@@ -298,7 +298,7 @@ async def main(directory):
     peers = []
     for name in "ab":
         key = identity.create(directory / name)
-        transport = LibP2PTransport(LibP2PConfig(key, runtime_directory=directory))
+        transport = LibP2PTransport(key, runtime_directory=directory)
         await transport.__aenter__()
         peers.append(await DhtDirectory(transport, key, WallClock(), bytes(32)).__aenter__())
     a, b = peers

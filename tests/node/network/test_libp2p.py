@@ -24,7 +24,7 @@ import pytest
 
 from node.network.daemon import DaemonError, arguments
 from node.network.daemon_connection import LINK_ERRORS
-from node.network.libp2p import LibP2PConfig, LibP2PTransport
+from node.network.libp2p import LibP2PTransport
 from node.runtime import identity
 from node.runtime.identity import IdentityError
 from protocols import wire
@@ -107,7 +107,7 @@ class TestLife:
     async def test_wrong_identity_is_rejected(self, make: TransportMaker) -> None:
         first = await make()
         with pytest.raises(IdentityError, match="in use by another running peer"):
-            await make(identity=first._config.identity)
+            await make(identity=first._identity)
         mine, other = identity.create(make.directory / "mine"), identity.create(make.directory / "other")
         with pytest.raises(DaemonError, match=f"runs as {mine.peer_id}, not as {other.peer_id}"):
             await make(identity=dataclasses.replace(mine, peer_id=other.peer_id))
@@ -295,7 +295,7 @@ async def test_previous_port_is_reused_if_free(make: TransportMaker) -> None:
     kept, port = last.listening, int(last.listening[0].rpartition("/")[2])
     await last.__aexit__(None, None, None)
     again = await make(kept=kept)
-    assert again.listening == kept != LibP2PConfig.listen
+    assert again.listening == kept != again._wanted_listen
     await again.__aexit__(None, None, None)
     with socket.socket() as thief:
         steal(thief, port)

@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 
 from node.network.daemon_connection import LINK_ERRORS
-from node.network.libp2p import LibP2PConfig, LibP2PTransport
+from node.network.libp2p import LibP2PTransport
 from node.runtime import identity
 from protocols.base import PeerGone
 
@@ -35,7 +35,7 @@ UNHEARD = "* [/ip4/10.0.0.3/tcp/4001] i/o timeout"
 
 
 def transport_over(tmp_path: Path, *ends: str) -> LibP2PTransport:
-    transport = LibP2PTransport(LibP2PConfig(identity.create(tmp_path / "a")))
+    transport = LibP2PTransport(identity.create(tmp_path / "a"))
     transport._link = cast(Any, Scripted(*ends))
     transport._up.set()
     return transport

@@ -8,9 +8,9 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from node.direct.pipe import DirectPipe
+from node.direct.connection import DirectPipe
 from node.network.pipe import PIECE_BYTES, SocketPipe
-from node.network.serving import EndingPipe
+from node.streams.serving import EndingPipe
 from tests.support.direct_connections import connected
 
 Pipes = tuple[EndingPipe, EndingPipe]

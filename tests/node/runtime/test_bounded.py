@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 
-from node.runtime.bounded import MAX_COUNTED, count, renew
+from node.runtime.bounded import MAX_COUNTED, count, put_newest
 
 
 def test_oldest_entries_are_dropped_and_rewritten_are_newest() -> None:
     entries: dict[str, int] = {}
     for number, key in enumerate("abcad"):
-        renew(entries, key, number, 3)
+        put_newest(entries, key, number, 3)
     assert entries == {"c": 2, "a": 3, "d": 4}
 
 

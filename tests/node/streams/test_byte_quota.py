@@ -8,7 +8,7 @@ from datetime import datetime
 from hypothesis import given
 from hypothesis import strategies as st
 
-from node.network.byte_quota import RESERVE_BYTES, ByteQuota, period_end, period_name
+from node.streams.byte_quota import RESERVE_BYTES, ByteQuota, period_end, period_name
 
 DAY = 86_400.0
 LIMIT = 4_000_000_000

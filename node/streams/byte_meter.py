@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
-from node.runtime.bounded import renew
+from node.runtime.bounded import put_newest
 from protocols.aio import loop_time
 from protocols.base import PeerId
 from protocols.streams.framing import BULK_METHODS, CATCH_UP_METHODS
@@ -86,7 +86,7 @@ class ByteMeter:
 
     def stream(self, peer: PeerId, method: str) -> StreamCounter:
         of_peer = self._peers.get(peer) or ByteCounts()
-        renew(self._peers, peer, of_peer, _MAX_PEERS)
+        put_newest(self._peers, peer, of_peer, _MAX_PEERS)
         return StreamCounter(self._classes[class_of(method)], of_peer, self._sample)
 
     def totals(self) -> Mapping[tuple[Direction, TrafficClass], int]:

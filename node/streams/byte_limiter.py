@@ -13,7 +13,7 @@ import math
 from collections import deque
 from collections.abc import Callable
 
-from node.network.byte_meter import TrafficClass
+from node.streams.byte_meter import TrafficClass
 from protocols.aio import loop_time
 
 PIECE_BYTES = 64 << 10

@@ -6,8 +6,7 @@ import asyncio
 
 import pytest
 
-from node.direct.plane import DirectConfig
-from node.network.byte_meter import ByteMeter, Direction, TrafficClass
+from node.streams.byte_meter import ByteMeter, Direction, TrafficClass
 from protocols import wire
 from protocols.base import PeerId, Stream
 from tests.support.real_transports import TransportMaker, on_uvloop, soon
@@ -48,8 +47,7 @@ def test_the_table_of_peers_is_bounded() -> None:
 @pytest.mark.parametrize("direct", [False, True])
 @on_uvloop
 async def test_both_sides_count_the_same_bytes(make: TransportMaker, direct: bool) -> None:
-    plane = DirectConfig({SYNC}) if direct else None
-    a, b = await make.pair(direct=plane)
+    a, b = await make.pair(direct_methods={SYNC} if direct else None)
     size = 3_000_000
 
     async def receive(peer: PeerId, stream: Stream) -> None:

@@ -11,8 +11,8 @@ from collections import Counter
 from collections.abc import Coroutine
 from typing import Any, Protocol
 
-from node.network.traffic import StreamTraffic, Traffic
 from node.runtime.bounded import count
+from node.streams.traffic import StreamTraffic, Traffic
 from protocols.base import BadPayload, Handler, PeerError, PeerId, Stream
 from protocols.streams.framing import Pipe, accepted
 

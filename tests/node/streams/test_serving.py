@@ -7,16 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from node.network.libp2p import LibP2PConfig, LibP2PTransport
-from node.network.serving import Serving
-from node.network.traffic import Traffic
+from node.network.libp2p import LibP2PTransport
 from node.runtime import identity
+from node.streams.serving import Serving
+from node.streams.traffic import Traffic
 from protocols.base import BadPayload
 from tests.conformance.other_process import echo
 
 
 def test_rule_breaker_is_warned_about_once(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.DEBUG, "node.network.serving")
+    caplog.set_level(logging.DEBUG, "node.streams.serving")
     serving = Serving(4, 2, Traffic())
     for number in range(100):
         serving._on_bad("liar", BadPayload(f"a body of {number} bytes"))
@@ -27,7 +27,7 @@ def test_rule_breaker_is_warned_about_once(caplog: pytest.LogCaptureFixture) -> 
 
 
 def test_serving_a_method_twice_is_an_error(tmp_path: Path) -> None:
-    transport = LibP2PTransport(LibP2PConfig(identity.create(tmp_path / "key")))
+    transport = LibP2PTransport(identity.create(tmp_path / "key"))
     transport.serve("echo", echo)
     for method in ("echo", "", "m" * 65):
         with pytest.raises(ValueError, match="is served already, or is not a name"):

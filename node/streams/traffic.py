@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 
 from node.membership.hello import BOOTSTRAP_METHOD
-from node.network.byte_limiter import PIECE_BYTES, ByteLimiter
-from node.network.byte_meter import UNCOUNTED, ByteMeter, StreamCounter, TrafficClass, class_of
-from node.network.byte_quota import ByteQuota
+from node.streams.byte_limiter import PIECE_BYTES, ByteLimiter
+from node.streams.byte_meter import UNCOUNTED, ByteMeter, StreamCounter, TrafficClass, class_of
+from node.streams.byte_quota import ByteQuota
 from protocols.base import PeerId
 from protocols.streams.framing import LimitReached
 

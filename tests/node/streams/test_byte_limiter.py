@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from node.direct.plane import DirectConfig
-from node.network.byte_limiter import (
+from node.streams.byte_limiter import (
     BURST_SECONDS,
     CATCH_UP_EVERY,
     MAX_DEBT_SECONDS,
@@ -19,8 +18,8 @@ from node.network.byte_limiter import (
     SMALL_BYTES,
     ByteLimiter,
 )
-from node.network.byte_meter import UNCOUNTED, TrafficClass
-from node.network.traffic import StreamTraffic
+from node.streams.byte_meter import UNCOUNTED, TrafficClass
+from node.streams.traffic import StreamTraffic
 from protocols import wire
 from protocols.aio import loop_time
 from protocols.base import PeerId, Stream
@@ -185,8 +184,7 @@ async def test_a_cap_changed_meanwhile_holds_at_once() -> None:
 @pytest.mark.parametrize("direct", [False, True])
 @on_uvloop
 async def test_real_streams_keep_both_caps(make: TransportMaker, direct: bool) -> None:
-    plane = DirectConfig({SYNC, DATA}) if direct else None
-    a, b = await make.pair(direct=plane)
+    a, b = await make.pair(direct_methods={SYNC, DATA} if direct else None)
     rate, size, arrived = 2e6, 1_000_000, 0.0
 
     async def receive(peer: PeerId, stream: Stream) -> None:
