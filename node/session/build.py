@@ -74,12 +74,8 @@ async def run_session(
 ) -> None:
     """Build the session, and run it until the run is over or this peer leaves.
 
-    Args:
-        info: what joiners get of the run.
-        entrance: to this peer's stage; None in a run without stages.
-        unanswered: multiaddrs that the user gave and where no peer answered.
-        on_fatal: ends the peer, for a reason.
-        on_built: called with the session before it begins.
+    `info` is what joiners get of the run. `entrance` led to this peer's stage; None without stages. `unanswered` are
+    multiaddrs that the user gave and where no peer answered. `on_built` gets the session before it begins.
     """
     config, state, tracker, view, run = peer.config, peer.state, peer.tracker, peer.view, manifest.config
     key = start.chain.head.key

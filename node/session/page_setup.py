@@ -33,11 +33,7 @@ def _is_local(address: str) -> bool:
 
 
 class PageSetup:
-    """Collects what the page and the metrics show.
-
-    Attributes:
-        feed: takes the peer's messages and reports, for its terminal and for the page.
-    """
+    """Collects what the page and the metrics show. Its `feed` takes the peer's messages and reports."""
 
     def __init__(self, config: PeerConfig, tracker: StatusTracker, view: EventSink) -> None:
         self._config, self._tracker, self._view = config, tracker, view
@@ -53,11 +49,7 @@ class PageSetup:
         transport: LibP2PTransport,
         command: Command,
     ) -> PageServer:
-        """The page's server, as the configuration says; call it only if the page is on.
-
-        Args:
-            command: carries out a request of the page, such as {"do": "finish"}.
-        """
+        """The page's server; call it only if the page is on. `command` carries out {"do": "finish"} and the like."""
         config = PageConfig(state.path, self._config.page_port, self._config.page_hosts, sys.stderr.isatty())
         sources = lambda: self._sources(state, transport, command)  # noqa: E731
         # The link holds the token, so it goes to a terminal only, and not to a log or to the page itself.

@@ -31,7 +31,7 @@ FILE = "pause.json"
 REST_SECONDS, REST_ROUNDS = 600.0, 3
 """A pause that is to last longer than this, or that has lasted for more rounds, is an absence."""
 TICK_SECONDS = 1.0
-"""How often the wall clock is read: it jumps when the machine sleeps, or when its time is set."""
+"""The wall clock is read that often: it jumps when the machine sleeps, or when its time is set."""
 MAX_CAUSE = 100
 MAX_UNTIL = 1e11
 OVERRIDE_SECONDS = 3600.0
@@ -41,12 +41,9 @@ _MAX_FILE_BYTES = 1 << 12
 
 @dataclass(frozen=True, slots=True)
 class Pause:
-    """A pause that was asked for.
+    """A pause that was asked for. `cause` is user-facing, as in "on battery"; empty if a person asked for it.
 
-    Attributes:
-        cause: user-facing, as in "on battery"; empty if a person asked for it.
-        since, until: wall clock, seconds since the epoch; `until` is None for a pause without an end.
-        away: whether the peer is to be away at once; else it rests first.
+    Times are wall clock; `until` None: without an end. `away`: at once, else the peer rests first.
     """
 
     cause: str = ""
@@ -66,11 +63,7 @@ class PauseController:
     """The pause of one peer, from what was asked for to what its outer loop does."""
 
     def __init__(self, state_dir: Path, clock: Clock, say: Callable[[str], None]) -> None:
-        """Read the pause that an earlier incarnation was in.
-
-        Args:
-            say: shows the user a line.
-        """
+        """Read the pause that an earlier incarnation was in."""
         self._file, self._clock, self._say = state_dir / FILE, clock, say
         self._pause = _read(self._file)
         self._next: Pause | None = None  # begins when the round under way is over
@@ -86,12 +79,7 @@ class PauseController:
             self._say(f"this peer is paused: {self._pause.line()}; `resume` lets it work")
 
     def attach(self, apply: Callable[[Activity], None], alone: Callable[[], bool]) -> None:
-        """Let an outer loop follow the pauses from now on.
-
-        Args:
-            apply: asks it to work, to rest or to be away.
-            alone: returns whether the run waits for this peer, as it is the last one of its roster.
-        """
+        """Let an outer loop follow the pauses from now on. `alone` returns whether the run waits for this peer."""
         self._apply, self._alone = apply, alone
         self._follow()
 
@@ -102,13 +90,11 @@ class PauseController:
     ) -> str:
         """Pause now or, with `after_round`, when the round under way is over. Returns one line for the user.
 
-        Args:
-            until: wall clock; None: until `resume`.
-            away: whether to be away at once. A rest may last for `REST_ROUNDS` or `REST_SECONDS`, and is an absence
-                then. None: rest if the pause is to end within that time.
+        `until` is wall clock. A rest may last for `REST_ROUNDS` or `REST_SECONDS`, and is an absence then; with `away`,
+        the peer is away at once. By default it rests if the pause is to end within that time.
 
         Raises:
-            ValueError: `until` is no time in the future; names it.
+            ValueError: `until` is not in the future.
         """
         now = self._clock.wall()
         if until is not None and not (math.isfinite(until) and now < until < MAX_UNTIL):
@@ -137,7 +123,6 @@ class PauseController:
         return f"the peer works until {time_of_day(self._override_until)}, although: {wish.cause}"
 
     def wish(self, wish: Wish) -> None:
-        """Note what the machine wishes from now on."""
         before, self._wish, earlier = self._wish, wish, self._wished
         self._wished = None
         if wish.mode is not Mode.WORK:
@@ -169,7 +154,6 @@ class PauseController:
         self._apply(activity)
 
     def _present(self) -> Pause | None:
-        """The pause that holds now: the user's, else the machine's."""
         return self._pause or (None if self._is_overridden() else self._wished)
 
     def _is_overridden(self) -> bool:
@@ -228,7 +212,6 @@ def time_of_day(wall: float) -> str:
 
 
 def _read(file: Path) -> Pause | None:
-    """The pause in a file; None if there is none, or it cannot be read."""
     try:
         with file.open("rb") as opened:
             values = json.loads(opened.read(_MAX_FILE_BYTES))

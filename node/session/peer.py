@@ -43,11 +43,10 @@ class Peer:
         view: EventSink,
         on_asked: Callable[..., None] | None = None,
     ) -> None:
-        """
-        Args:
-            run: the run to start if no address leads to one. A run in the state directory must agree with it.
-            on_asked: called without arguments when the control channel asks the peer to finish, and with a reason when
-                the peer has to leave because it has no worker. None: `finish`.
+        """`run` starts if no address leads to one; a run in the state directory must agree with it.
+
+        `on_asked` is called without arguments when the control channel asks the peer to finish, and with a reason when
+        the peer has to leave because it has no worker. By default: `finish`.
         """
         self._config, self._wanted, self._state = config, run, state
         self._on_asked = on_asked or self.finish
@@ -68,15 +67,10 @@ class Peer:
         self._finishing = True
 
     def status(self) -> Status:
-        """The present status of this peer."""
         return self._tracker.status()
 
     async def run(self) -> int:
-        """Join or start a run, train and leave; returns the process's exit code.
-
-        Raises:
-            FatalPeerError: the peer cannot continue.
-        """
+        """Join or start a run, train and leave; returns the process's exit code, or raises `FatalPeerError`."""
         me = asyncio.current_task()
         try:
             self._main = asyncio.create_task(self._run_processes())

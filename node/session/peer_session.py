@@ -18,7 +18,6 @@ from node.outer.replicated_loop import ReplicatedOuterLoop
 from node.outer.round_loops import run_independent_rounds, run_replicated_rounds
 from node.reporting.report import RoundReport
 from node.reporting.status import EventSink
-from node.session.fatal import SessionOutcome
 from node.storage.statedir import StateDir
 from node.training.process import WorkerError
 from node.ui.status_tracker import StatusTracker
@@ -49,6 +48,9 @@ SAMPLE_BYTES, SAMPLE_TEMPERATURE = 400, 0.7
 SHOWN_BYTES = 200
 _BYTES_PER_TOKEN = 4
 """Of a task that chooses its prompt: its tokens are not bytes, and take longer."""
+MIN_ROUNDS, MIN_ROUNDS_OUTSIDE = 2, 10
+"""A peer may join or leave in the middle of a single round, which then need not count. One that has just joined trains
+without being counted until it is admitted to the roster, which may take several short rounds."""
 
 
 class SessionTrainer(Protocol):
@@ -113,11 +115,9 @@ class PeerSession:
         wait_for_peers: int = 1,
         pipeline: Pipeline | None = None,
     ) -> None:
-        """
-        Args:
-            disk: runs blocking disk operations.
-            run_rounds: length of the run; `rounds` is this peer's number of them, None for all.
-            wait_for_peers: peers that must be live before the first round, this one included.
+        """`run_rounds` is the length of the run, `rounds` this peer's number of them; None: all.
+
+        Before the first round, `wait_for_peers` peers must be live, this one included.
         """
         self._outer_loop, self._sync, self._trainer, self._pipeline = outer_loop, sync, trainer, pipeline
         self._membership, self._state, self._disk, self._wall = membership, state, disk, wall
@@ -320,3 +320,36 @@ class PeerSession:
     def _stage(self) -> int:
         """This peer's stage; 0 in a run without stages."""
         return self._membership.stage_of(self._outer_loop.averager.me.peer) or 0
+
+
+class SessionOutcome:
+    """Whether a session's rounds and evaluations came to anything."""
+
+    def __init__(self) -> None:
+        self._rounds = self._as_member = self._counted = self._tokens = self._evaluations = self._evaluated = 0
+        self._error = ""
+
+    def round(self, tokens: int, counted: bool, is_member: bool) -> None:
+        """Count a round in which this peer was to train. `counted`: whether its tokens counted; only a member's can."""
+        self._rounds += 1
+        self._as_member += is_member
+        self._tokens += tokens
+        self._counted += counted
+
+    def evaluation(self, error: str = "") -> None:
+        """Count an evaluation; `error` is empty if it worked."""
+        self._evaluations += 1
+        self._evaluated += not error
+        self._error = error
+
+    def failure(self, worker_failure: str) -> str:
+        """What came to nothing, in one user-facing line; empty if all is well."""
+        found = []
+        enough = self._as_member >= MIN_ROUNDS or self._rounds >= MIN_ROUNDS_OUTSIDE
+        if enough and not self._counted:
+            why = "see the outcomes in rounds.jsonl" if self._tokens else "no inner step had a finite loss and gradient"
+            why = worker_failure or why
+            found.append(f"none of {self._rounds} rounds counted what this peer trained ({why})")
+        if self._evaluations and not self._evaluated:
+            found.append(f"none of {self._evaluations} evaluations worked ({self._error})")
+        return "; ".join(found)

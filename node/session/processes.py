@@ -54,9 +54,8 @@ class PeerProcesses:
     async def running(self, judge: Callable[[RunInfo], None], on_asked: Callable[..., None]) -> AsyncIterator[None]:
         """Run the peer's processes.
 
-        Args:
-            judge: raises if this peer may not join the run that an address leads to.
-            on_asked: called when the control channel or the quota asks the peer to finish, with a reason if it has one.
+        `judge` raises if this peer may not join the run that an address leads to. `on_asked` is called when the control
+        channel or the quota asks the peer to finish, with a reason if it has one.
         """
         config, state, tracker, say = self.config, self.state, self.tracker, self.view.say
         tracker.set_identity(state.identity.peer_id, state.incarnation)

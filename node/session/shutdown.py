@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from node.config.run_config import RunConfig
     from node.storage.statedir import StateDir
 
-HAND_IN_SECONDS = 8.5
+ROUND_SECONDS = 8.5
 CLEAN_UP_SECONDS = 1.5
 EXIT_SECONDS = 5.0
 NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM", signal.SIGHUP: "SIGHUP (the terminal was closed)"}
@@ -30,11 +30,7 @@ def _heeded() -> list[signal.Signals]:
 
 
 def run_peer(config: PeerConfig, run: RunConfig | None) -> int:
-    """Run a peer to its end and show it in the terminal; returns the process's exit code.
-
-    Raises:
-        FatalPeerError: the peer cannot go on.
-    """
+    """Run a peer to its end and show it in the terminal; returns the process's exit code."""
     state = _state_dir(config)  # what it refuses, it refuses before seconds go by for PyTorch
 
     os.environ.update(bounded_spin(os.environ))  # OpenMP reads it when PyTorch is loaded
@@ -95,7 +91,7 @@ def exit_on_signal() -> Iterator[None]:
 
 def _leave_at_once(number: int, frame: FrameType | None) -> None:
     with suppress(OSError):
-        os.write(2, f"{NAMES[signal.Signals(number)]}: leaving\n".encode())
+        os.write(2, f"{NAMES[signal.Signals(number)]}: exiting\n".encode())
     os._exit(0)  # not by an exception: an import in progress might swallow it
 
 
@@ -110,11 +106,6 @@ class GracefulShutdown:
     """
 
     def __init__(self, finish: Callable[[], None], say: Callable[[str], None], last_words: Callable[[], None]) -> None:
-        """
-        Args:
-            say: shows the user a line at once.
-            last_words: called before the process is ended by force; restores the terminal.
-        """
         self._finish, self._say, self._last_words = finish, say, last_words
         self._asked = 0
         self._code = 1
@@ -135,15 +126,11 @@ class GracefulShutdown:
         return self._code
 
     def finish(self, why: str = "asked to finish") -> None:
-        """Do what the first signal does. A signal that follows counts as the second.
-
-        Args:
-            why: user-facing reason, one line.
-        """
+        """Do what the first signal does. A signal that follows counts as the second."""
         if not self._asked:
             self._asked = 1
             self._set_alarm(signal.SIGTERM)
-            self._hand_in(f"{why}: handing in this round, then leaving")
+            self._finish_round(f"{why}: finishing this round, then exiting")
 
     @contextmanager
     def _listening(self) -> Iterator[None]:
@@ -173,25 +160,25 @@ class GracefulShutdown:
             self._code = 128 + number
             signal.setitimer(signal.ITIMER_REAL, CLEAN_UP_SECONDS)
         else:
-            signal.setitimer(signal.ITIMER_REAL, HAND_IN_SECONDS + CLEAN_UP_SECONDS)
+            signal.setitimer(signal.ITIMER_REAL, ROUND_SECONDS + CLEAN_UP_SECONDS)
 
     def _leave(self, number: int, signals: int) -> None:
         name = NAMES[signal.Signals(number)]
         if signals > 1:
-            self._say(f"{name} again: leaving at once")
+            self._say(f"{name} again: exiting now")
             self._cancel()
         else:
-            again = "; again to leave at once" if number != signal.SIGHUP else ""
-            self._hand_in(f"{name}: handing in this round, then leaving{again}")
+            again = f" ({name} again to exit now)" if number != signal.SIGHUP else ""
+            self._finish_round(f"{name}: finishing this round, then exiting{again}")
 
-    def _hand_in(self, words: str) -> None:
+    def _finish_round(self, words: str) -> None:
         self._say(words)
-        asyncio.get_running_loop().call_later(HAND_IN_SECONDS, self._give_up)
+        asyncio.get_running_loop().call_later(ROUND_SECONDS, self._give_up)
         self._finish()
 
     def _give_up(self) -> None:
         if self._asked == 1 and self._task and not self._task.done():
-            self._say(f"this round could not be handed in within {HAND_IN_SECONDS:g} s: leaving without")
+            self._say(f"this round did not end within {ROUND_SECONDS:g} s: exiting without it")
             self._cancel()
 
     def _cancel(self) -> None:

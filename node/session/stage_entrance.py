@@ -19,12 +19,7 @@ PAUSE_SECONDS = 2.0
 
 
 class StageEntrance:
-    """Finds this peer's stage in a run with stages.
-
-    Attributes:
-        seats: the first members of the stages, as far as this peer knows them.
-        place: this peer's stage, once `found` or `enter` has returned.
-    """
+    """Finds this peer's stage in a run with stages: `place`, once `found` or `enter` has returned."""
 
     place: StagePlace
 
@@ -93,11 +88,7 @@ class StageEntrance:
             await asyncio.sleep(PAUSE_SECONDS)
 
     def _place(self, answer: StageReply | StageRejected, wanted: int | None) -> StagePlace:
-        """The place that a peer's answer gives.
-
-        Raises:
-            BadPayload: it gives none, or not the wanted one.
-        """
+        """The place that a peer's answer gives; raises `BadPayload` if it gives none, or not the wanted one."""
         if isinstance(answer, StageRejected):
             raise BadPayload(answer.why)
         self.seats.add(answer.seats)
@@ -107,11 +98,7 @@ class StageEntrance:
 
 
 def require_stage(manifest: Manifest, wanted: int | None) -> None:
-    """Check that the run has the stage that the user wants.
-
-    Raises:
-        ManifestError: it has none, or has fewer stages.
-    """
+    """Raise `ManifestError` if the run has no such stage."""
     if wanted is None:
         return
     if not manifest.stages:

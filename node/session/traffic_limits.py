@@ -29,12 +29,7 @@ _ROUND_VECTORS = 4
 
 
 class TrafficLimits:
-    """Holds the traffic of one peer, and its limits.
-
-    Attributes:
-        traffic: what the transport counts with.
-        quota: None if there is none.
-    """
+    """Holds the traffic of one peer, and its limits."""
 
     def __init__(self, config: PeerConfig, wall: Callable[[], float]) -> None:
         self._config = config
@@ -51,18 +46,14 @@ class TrafficLimits:
         """Check that the limits suit a run of others, and note it.
 
         Raises:
-            ConfigError: the run cannot bear them.
+            ConfigError: the caps are too low for the run.
             FatalPeerError: not enough of the quota is left for a round.
         """
         require_bearable(manifest, self._config, stage)
         self.enter_run(manifest, stage)
 
     def enter_run(self, manifest: Manifest, stage: int) -> None:
-        """Note which run this peer takes part in.
-
-        Raises:
-            FatalPeerError: not enough of the quota is left for a round.
-        """
+        """Note which run this peer takes part in; raises `FatalPeerError` if the quota does not last for a round."""
         self._manifest, self._stage = manifest, stage
         if self.quota:
             self.quota.margin_bytes = _ROUND_VECTORS * vector_bytes(manifest, stage)
@@ -70,18 +61,12 @@ class TrafficLimits:
 
     def _require_quota(self) -> None:
         if self.quota and self.quota.exhausted:
-            raise FatalPeerError(f"{self._used_up(self.quota)}: start again then, or give a larger --quota")
-
-    @staticmethod
-    def _used_up(quota: ByteQuota) -> str:
-        return f"the quota is used up until {quota.until()} ({quota.describe()})"
+            quota = self.quota
+            until = f"the quota is used up until {quota.until()} ({quota.describe()})"
+            raise FatalPeerError(f"{until}: start again then, or give a larger --quota")
 
     def describe(self, peers: int) -> str:
-        """The limits in one line; empty if there are none.
-
-        Args:
-            peers: live peers of the run, this one included.
-        """
+        """The limits in one line, with `peers` live peers of the run; empty if there are none."""
         up, down = self.traffic.upload.rate, self.traffic.download.rate
         words = [f"{megabytes(each)}/s {way}" for each, way in ((up, "up"), (down, "down")) if each]
         text = f"at most {', '.join(words)}" if words else ""
@@ -95,13 +80,10 @@ class TrafficLimits:
         return self._config.claim_bytes_per_second
 
     async def change(self, directory: Path, files: Compute, name: str, text: str) -> str:
-        """Change a setting from now on, and keep it in the state directory.
-
-        Returns:
-            A line for the user.
+        """Change a setting from now on, and keep it in the state directory. Returns a line for the user.
 
         Raises:
-            ValueError: there is no such setting, its value is bad, the run cannot bear it, or it cannot be kept.
+            ValueError: there is no such setting, its value is bad or too low for the run, or it cannot be kept.
         """
         async with self._changing:  # else the second of two changes at once would undo the first
             config = changed(self._config, name, text)
@@ -126,9 +108,7 @@ class TrafficLimits:
     ) -> AsyncIterator[None]:
         """Keep the quota's counts in the state directory. When it is exhausted, `node.machine.rules` pauses the peer.
 
-        Args:
-            files: not what writes checkpoints: a long one would delay the counts.
-            leave: called with the reason if the counts cannot be kept.
+        `files` must not be what writes checkpoints: a long one would delay the counts.
 
         Raises:
             FatalPeerError: the quota is exhausted already, or its file cannot be read or written.
@@ -146,7 +126,7 @@ class TrafficLimits:
             raise FatalPeerError(f"{file}: {error}: delete it to count from 0, or leave --quota out") from None
         quota.listen(
             lambda: say(f"nine tenths of the quota are used: {quota.describe()}"),
-            lambda: say(f"{self._used_up(quota)}: this peer is away until then"),
+            lambda: say(f"quota used up; paused until {quota.until()} ({quota.describe()})"),
         )
         keeper = asyncio.create_task(self._keep(quota, file, files, leave))
         try:

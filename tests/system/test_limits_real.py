@@ -54,7 +54,7 @@ def test_quota_holds_across_a_kill(tmp_path: Path) -> None:
         b.start(*via, *LIMITS)
         wait("the quota is used up, and the peer is away", lambda: b.running and is_away(b), 150)
         assert "nine tenths of the quota are used" in b.said()
-        assert b.said().count("the quota is used up until") == 1
+        assert b.said().count("quota used up; paused until") == 1
         b.ask("finish")
         assert b.ends(30) == 0
         assert moved(b) <= stored(b) <= QUOTA_BYTES + 1_000_000

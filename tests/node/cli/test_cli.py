@@ -31,11 +31,11 @@ from tests.support.paths import REPOSITORY
 
 pytestmark = pytest.mark.real
 AT_ONCE_SECONDS = 8.0
-"""Less than the ten seconds after which a peer that cannot hand in its round ends by itself."""
+"""Less than the ten seconds after which a peer that cannot finish its round ends by itself."""
 UNFINISHED_SECONDS = 15.0
 """Those ten seconds, and time for the process to end on a loaded machine."""
 ENDS_SECONDS = 30.0
-SENTENCE = "handing in this round, then leaving; again to leave at once"
+SENTENCE = "finishing this round, then exiting ({name} again to exit now)"
 
 
 @pytest.fixture(autouse=True)
@@ -331,7 +331,7 @@ def test_closed_stdout_does_not_end_the_peer(join: Join) -> None:
 @pytest.mark.parametrize("number, name", [(signal.SIGINT, "Ctrl-C"), (signal.SIGTERM, "SIGTERM")])
 def test_first_signal_hands_in_the_round(running: FakeJoin, number: int, name: str) -> None:
     running.signal(number)
-    running.until(f"{name}: {SENTENCE}")
+    running.until(f"{name}: {SENTENCE.format(name=name)}")
     code, _, err = running.end(AT_ONCE_SECONDS)
     assert code == 0
     assert "asked to finish" in err and "cleaned up" in err and "Traceback" not in err
@@ -345,7 +345,7 @@ def test_second_signal_leaves_at_once_and_cleans_up(join: Join, number: int, exp
     peer.signal(number)
     code, _, err = peer.end(AT_ONCE_SECONDS)
     assert code == expected
-    assert "again: leaving at once" in err and "cleaned up" in err and "Traceback" not in err
+    assert "again: exiting now" in err and "cleaned up" in err and "Traceback" not in err
 
 
 @pytest.mark.parametrize(
@@ -372,10 +372,10 @@ def test_unfinished_peer_ends_by_itself(join: Join) -> None:
     for how, peer in signalled.items():
         code, _, err = peer.end(UNFINISHED_SECONDS)
         assert code == 1
-        assert how == "stuck" or ("could not be handed in" in err and "cleaned up" in err)
+        assert how == "stuck" or ("did not end within" in err and "cleaned up" in err)
     for peer in asked_to.values():
         code, _, err = peer.end(UNFINISHED_SECONDS)
-        assert code == 1 and "asked to finish: handing in this round, then leaving\n" in err
+        assert code == 1 and "asked to finish: finishing this round, then exiting\n" in err
 
 
 def test_signal_after_finish_counts_as_second(join: Join) -> None:
@@ -396,7 +396,7 @@ def test_signal_during_library_loading_ends_at_once(number: int, name: str, own_
                 assert peer.poll() is None
                 time.sleep(0.01)
             peer.send_signal(number)
-            assert peer.communicate(timeout=5)[1] == f"{name}: leaving\n" and peer.returncode == 0
+            assert peer.communicate(timeout=5)[1] == f"{name}: exiting\n" and peer.returncode == 0
         finally:
             peer.kill()
 

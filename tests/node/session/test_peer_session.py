@@ -14,7 +14,6 @@ import pytest
 
 from node.outer.activity import Activity
 from node.session.discovery import SCOPE
-from node.session.fatal import SessionOutcome
 from node.session.peer_session import (
     FINISH_SECONDS,
     LAST_TEXT_SECONDS,
@@ -22,6 +21,7 @@ from node.session.peer_session import (
     MAX_LAST_ROUNDS,
     OBSERVER_SECONDS,
     PeerSession,
+    SessionOutcome,
 )
 from node.training.process import WorkerError
 from node.ui.status_tracker import StatusTracker
