@@ -30,11 +30,7 @@ class Notifier:
         self._event.clear()
 
     async def until(self, condition: Callable[[], bool], deadline: Deadline) -> None:
-        """Wait until `condition()` holds. It is checked at once and after each `notify`.
-
-        Raises:
-            TimeoutError: it did not hold before the deadline.
-        """
+        """Wait until `condition()` holds, or raise `TimeoutError`. It is checked at once and after each `notify`."""
         async with asyncio.timeout_at(deadline):
             while not condition():
                 await self._event.wait()
@@ -51,8 +47,7 @@ class Notifier:
 async def run_with_helper(main: Coroutine[Any, Any, T], helper: Coroutine[Any, Any, None]) -> T:
     """Run `helper` while `main` runs; the helper is cancelled when `main` returns.
 
-    Raises:
-        The first exception of either; the other coroutine is cancelled and awaited.
+    The first exception of either is raised; the other coroutine is cancelled and awaited.
     """
     async with task_group() as group:
         side = group.create_task(helper)
@@ -75,7 +70,6 @@ class _Group(asyncio.TaskGroup):
         return task
 
     async def end(self) -> None:
-        """Wait for all tasks."""
         while self._running:
             await asyncio.wait(list(self._running))
 
@@ -113,13 +107,10 @@ async def until_gone(members: Members, watched: Sequence[Member], deadline: Dead
 
 @asynccontextmanager
 async def peer_timeout(seconds: float, peer: PeerId, doing: str) -> AsyncIterator[None]:
-    """Give a step less time than the stream has. The stream must not be used after the time has passed.
+    """Give a step less time than the stream has; late, it raises `PeerSilent`, and the stream must not be used any
+    more.
 
-    Args:
-        doing: what the peer does in this step, for the error message.
-
-    Raises:
-        PeerSilent: the time has passed.
+    `doing` says what the peer does in this step, for the error message.
     """
     try:
         async with asyncio.timeout(seconds):
@@ -181,7 +172,6 @@ class Gate:
         self._until = until
 
     def open(self) -> None:
-        """Open the gate and wake the waiting tasks."""
         self._until = float("-inf")
         self._notifier.notify()
 

@@ -65,21 +65,13 @@ def stage_scope(stage: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class RoundKey:
-    """Identifies a round. Every frame of the round is bound to it.
+    """Identifies a round. Every frame of the round is bound to it."""
 
-    Attributes:
-        run: hash of the manifest, 32 bytes.
-        scope: which parameters are averaged: peers of equal scope hold the same ones.
-        lineage: hash of the record that this round extends, 32 bytes.
-        round: number of the round, from 0.
-        fragment: index of the model fragment that this round commits.
-    """
-
-    run: bytes
-    scope: str
-    lineage: bytes
+    run: bytes  # hash of the manifest, 32 bytes
+    scope: str  # which parameters are averaged: peers of equal scope hold the same ones
+    lineage: bytes  # hash of the record that this round extends, 32 bytes
     round: int
-    fragment: int = 0
+    fragment: int = 0  # index of the model fragment that this round commits
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -104,23 +96,15 @@ class LinkFault:
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """The tip of a peer's chain of records, which the next round extends.
+    """The tip of a peer's chain of records, which the next round extends."""
 
-    Attributes:
-        key: key of the next round.
-        roster: members whose votes count in it.
-        state_root: root of the outer state after the last decided round, 32 bytes.
-        anchor: lineage of the last record that changed the outer state. Pseudo-gradients are measured from there.
-        complaints: links that are known to be broken.
-        former: larger rosters that the present one has shrunk from, the latest first. Derived from the chain, so two
-            heads of one lineage never differ in it.
-    """
-
-    key: RoundKey
-    roster: tuple[Member, ...]
-    state_root: bytes
-    anchor: bytes
-    complaints: tuple[LinkFault, ...] = ()
+    key: RoundKey  # of the next round
+    roster: tuple[Member, ...]  # members whose votes count in it
+    state_root: bytes  # of the outer state after the last decided round, 32 bytes
+    anchor: bytes  # lineage of the last record that changed the outer state; pseudo-gradients are measured from there
+    complaints: tuple[LinkFault, ...] = ()  # links that are known to be broken
+    # Larger rosters that the present one has shrunk from, the latest first. Derived from the chain: two heads of one
+    # lineage never differ in it.
     former: tuple[tuple[Member, ...], ...] = field(default=(), compare=False)
 
 
@@ -132,32 +116,21 @@ class Header:
 
 @dataclass(frozen=True, slots=True)
 class LocalProgress:
-    """What a peer has trained since its anchor.
+    """What a peer has trained since its anchor."""
 
-    Attributes:
-        tokens: tokens (or samples) that the inner steps consumed.
-        loss: mean training loss over them; nan before the first step.
-        seconds: time spent on training.
-        step_seconds: duration of one inner step, so how long the peer may need to notice the cut.
-        norm: L2 norm of the pseudo-gradient, anchor - local.
-        complete: the round's inner steps are done; more may follow until the round is cut.
-        state_root: root of the outer state after the last committed round, 32 bytes.
-        leaving: the peer leaves the roster after this round. If the work is complete, the round is called at once.
-        carried: tokens of earlier work that the parameters already held when they were written. Included in `tokens`,
-            not in `seconds` and `loss`.
-        resting: the peer takes no steps for now, so the round is called without it, and not because it leaves.
-    """
-
-    tokens: int
-    loss: float
+    tokens: int  # tokens (or samples) that the inner steps consumed
+    loss: float  # mean training loss over them; nan before the first step
     seconds: float
-    norm: float
-    step_seconds: float = 0.0
-    complete: bool = False
-    state_root: bytes = bytes(32)
+    norm: float  # L2 norm of the pseudo-gradient, anchor - local
+    step_seconds: float = 0.0  # duration of one inner step, so how long the peer may need to notice the cut
+    complete: bool = False  # the round's inner steps are done; more may follow until the round is cut
+    state_root: bytes = bytes(32)  # of the outer state after the last committed round, 32 bytes
+    # the peer leaves the roster after this round; if the work is complete, the round is called at once
     leaving: bool = False
+    # Tokens of earlier work that the parameters already held when they were written. Included in `tokens`, not in
+    # `seconds` and `loss`.
     carried: int = 0
-    resting: bool = False
+    resting: bool = False  # the peer takes no steps for now, so the round is called without it
 
 
 class Outcome(StrEnum):
@@ -179,42 +152,28 @@ class PeerFault:
 
 @dataclass(frozen=True, slots=True)
 class Contribution:
-    """How much of one peer's pseudo-gradient or state the mean holds.
-
-    Attributes:
-        chunks_counted, chunks: chunks of this peer in the mean, and chunks of a whole vector; 1 and 1 for a protocol
-            that counts whole vectors.
-        messages: for protocols that send states: names of the messages that were counted, at most 128 characters
-            each. A name is never used twice, which lets the checkers find a message that was counted twice.
-    """
+    """How much of one peer's pseudo-gradient or state the mean holds."""
 
     chunks_counted: int
-    chunks: int
+    chunks: int  # of a whole vector; both are 1 for a protocol that counts whole vectors
+    # Protocols that send states name the messages that were counted, in at most 128 characters each. A name is never
+    # used twice, so the checkers find a message that was counted twice.
     messages: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class AveragingResult:
-    """Result of one round of averaging.
+    """Result of one round of averaging."""
 
-    Attributes:
-        outcome: `into` holds the mean only if this is COMMITTED.
-        record: encoded record of the round (`protocols.consensus.record`); empty if none was decided.
-        certificate: the record with the votes that decided it, encoded as a header; empty if none was decided.
-        contributions: peer -> chunks of its contribution in the mean, in the order of the plan. With independent state
-            this peer itself may be named or not.
-        weights: peer -> its weight in the mean, after clamping; empty if this peer does not know the plan.
-        blamed: peers that were refused, lost or clamped, with reasons.
-        bytes_sent, bytes_received: traffic of this round, headers and control messages included.
-    """
-
-    outcome: Outcome
-    record: bytes = b""
-    certificate: bytes = b""
+    outcome: Outcome  # `into` holds the mean only if this is COMMITTED
+    record: bytes = b""  # encoded (`protocols.consensus.record`); empty if none was decided
+    certificate: bytes = b""  # the record with the votes that decided it, encoded as a header
+    # In the order of the plan. With independent state this peer itself may be named or not.
     contributions: Mapping[PeerId, Contribution] = field(default_factory=dict)
+    # in the mean, after clamping; empty if this peer does not know the plan
     weights: Mapping[PeerId, float] = field(default_factory=dict)
-    blamed: tuple[PeerFault, ...] = ()
-    bytes_sent: int = 0
+    blamed: tuple[PeerFault, ...] = ()  # refused, lost or clamped
+    bytes_sent: int = 0  # of this round, headers and control messages included
     bytes_received: int = 0
 
     @property
@@ -225,34 +184,19 @@ class AveragingResult:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Configuration of an averager.
+    """Configuration of an averager."""
 
-    Attributes:
-        codec: name of the codec of vectors on the wire. This and the next two are equal at all peers of a run.
-        elements: length of each fragment's flat vector.
-        chunk_elements: elements of a chunk, the unit in which vectors travel and are reduced.
-        bandwidth: upload of this peer, bytes/s. Determines the size of the part that it reduces.
-        bandwidth_limit: returns what this peer may send now, bytes/s, whatever its bandwidth; it may change.
-        incarnation: incarnation of this peer.
-        keep_rounds: number of rounds whose reduced parts are kept in memory for members that missed them.
-        quorum: number of votes that decide, as a function of the roster's size; None means a majority.
-        fork_peers: least number of members that may fork when the majority is gone; 0 forbids forks.
-        robust: name of the rule by which reducers average (`protocols.vectors.robust`); equal at all peers of a run.
-        schedule: name of the partner schedule of gossip and push-sum (`protocols.pairwise.matching`); equal at all
-            peers of a run.
-    """
-
-    codec: str
-    elements: tuple[int, ...]
-    chunk_elements: int = CHUNK_BYTES // 4
-    bandwidth: float = 12.5e6
-    bandwidth_limit: Callable[[], float] = lambda: math.inf
+    codec: str  # of vectors on the wire; this and the next two are equal at all peers of a run
+    elements: tuple[int, ...]  # length of each fragment's flat vector
+    chunk_elements: int = CHUNK_BYTES // 4  # the unit in which vectors travel and are reduced
+    bandwidth: float = 12.5e6  # upload of this peer, bytes/s; determines the size of the part that it reduces
+    bandwidth_limit: Callable[[], float] = lambda: math.inf  # what this peer may send now, bytes/s; may change
     incarnation: int = 0
-    keep_rounds: int = 8
-    quorum: Callable[[int], int] | None = None
-    fork_peers: int = 1
-    robust: str = "mean"
-    schedule: str = "random"
+    keep_rounds: int = 8  # so long reduced parts are kept in memory for members that missed them
+    quorum: Callable[[int], int] | None = None  # votes that decide, by the roster's size; None: a majority
+    fork_peers: int = 1  # least number of members that may fork when the majority is gone; 0 forbids forks
+    robust: str = "mean"  # how reducers average (`protocols.vectors.robust`); equal at all peers of a run
+    schedule: str = "random"  # of gossip and push-sum (`protocols.pairwise.matching`); equal at all peers
 
     def upload_bandwidth(self) -> float:
         """What this peer may declare as its upload now, bytes/s."""
@@ -266,7 +210,6 @@ class Layout:
     fragments: tuple[tuple[tuple[str, tuple[int, ...]], ...], ...]
 
     def sizes(self) -> tuple[int, ...]:
-        """Elements of each fragment's flat vector."""
         return tuple(sum(math.prod(shape) for _, shape in fragment) for fragment in self.fragments)
 
 
@@ -275,12 +218,7 @@ class ProtocolError(Exception):
 
 
 class PeerError(ProtocolError):
-    """An error about one peer.
-
-    Attributes:
-        peer: id of the peer.
-        why: user-facing message of one line.
-    """
+    """An error about one peer; `why` is a user-facing message of one line."""
 
     def __init__(self, peer: PeerId, why: str) -> None:
         super().__init__(f"{peer}: {why}")
@@ -310,9 +248,9 @@ T = TypeVar("T")
 class Stream(Protocol):
     """An ordered, authenticated, flow-controlled stream to one peer, its deadline fixed when it was opened.
 
-    After the deadline every call raises `PeerSilent`. Cancelling a call leaves the stream unusable: reset it.
-    `bytes_sent` and `bytes_received` count everything that crossed it, headers included. `moved_bytes` grows while a
-    long message is under way, too: it tells a slow peer from a silent one.
+    Every call raises `PeerSilent` after the deadline, and when the stream was reset or has ended. Cancelling a call
+    leaves the stream unusable: reset it. `bytes_sent` and `bytes_received` count everything that crossed it, headers
+    included. `moved_bytes` grows while a long message is under way, too: it tells a slow peer from a silent one.
     """
 
     peer: PeerId
@@ -324,26 +262,15 @@ class Stream(Protocol):
     def moved_bytes(self) -> int: ...
 
     async def send(self, header: Header, payload: Buffer = b"") -> None:
-        """Send a header and its raw payload. Returns when flow control has taken both and `payload` may be reused.
-
-        Raises:
-            PeerSilent: the stream was reset, has ended or its deadline has passed.
-        """
+        """Send a header and its raw payload. Returns when flow control has taken both and `payload` may be reused."""
 
     async def receive(self, limit: int) -> Header:
-        """Receive one header of at most `limit` bytes. The size is checked before the header is read.
-
-        Raises:
-            BadPayload: too long, not decodable, or not a known message.
-            PeerSilent: the stream was reset, has ended or its deadline has passed.
+        """Receive one header, known and of at most `limit` bytes, or raise `BadPayload`. The size is checked before it
+        is read.
         """
 
     async def receive_into(self, buffer: memoryview) -> None:
-        """Receive exactly `len(buffer)` payload bytes.
-
-        Raises:
-            PeerSilent: as for `receive`; the buffer's content is then undefined.
-        """
+        """Receive exactly `len(buffer)` payload bytes. After an error the buffer's content is undefined."""
 
 
 Handler: TypeAlias = Callable[[PeerId, Stream], Awaitable[None]]
@@ -361,9 +288,8 @@ class Transport(Protocol):
     def open(self, peer: PeerId, method: str, deadline: Deadline) -> AbstractAsyncContextManager[Stream]:
         """Open a stream. A normal exit of the context closes it after everything was sent; an exception resets it.
 
-        Raises:
-            PeerGone: the peer could not be reached, or does not serve `method`.
-            PeerSilent: no answer before the deadline.
+        Raises `PeerGone` if the peer could not be reached or does not serve `method`, `PeerSilent` without an answer
+        before the deadline.
         """
 
 
@@ -488,20 +414,17 @@ class IndependentSession(AveragingSession, Protocol):
     the outcome is COMMITTED, `into` holds the mean, and the result names at least one contribution. If it is SKIPPED,
     no peer averaged with this one and `into` is undefined. Other outcomes do not occur. Other peers may average with a
     shared state while its owner still trains.
-
-    Attributes:
-        round: number of the round in which the session ended; higher than at entry if other peers were ahead. A
-            protocol in which peers do not follow each other's rounds leaves it as it is.
-        group: name of the last group that this peer completed. All peers that report the same name hold the same bits.
-            Empty if there was none, or if the protocol has no groups.
-        half_exchanges: exchanges of this peer that may have been committed at one end only.
-        mass_drift: upper bound of how far the half exchanges moved the mean of all peers: the sum over them of
-            ‖the change, made or not, of this peer's state‖ / ‖this peer's state‖.
     """
 
+    # In which the session ended: higher than at entry if other peers were ahead, unless peers do not follow each
+    # other's rounds in this protocol.
     round: int
+    # Name of the last group that this peer completed: all peers that report the same name hold the same bits. Empty if
+    # there was none, or the protocol has no groups.
     group: str
-    half_exchanges: int
+    half_exchanges: int  # exchanges that may have been committed at one end only
+    # Upper bound of how far these moved the mean of all peers: the sum over them of ‖the change, made or not, of this
+    # peer's state‖ / ‖this peer's state‖.
     mass_drift: float
 
     def share(self, state: Sequence[Vector]) -> None:
@@ -513,27 +436,20 @@ class IndependentSession(AveragingSession, Protocol):
     async def reclaim(self) -> Mapping[PeerId, Contribution]:
         """Stop sharing the state. Waits for an exchange that is under way, which has a deadline of its own.
 
-        Returns:
-            Contribution of each peer that the state has been averaged with; empty if the state did not change.
+        Returns the contribution of each peer that the state has been averaged with; empty if the state did not change.
         """
 
 
 class ClosingSession(IndependentSession, Protocol):
-    """A session of a protocol that ends a run with closing exchanges: a few exchanges in sequence, without training.
+    """A session of a protocol that ends a run with closing exchanges: a few exchanges in sequence, without training."""
 
-    Attributes:
-        closing_exchanges: number of closing exchanges that succeeded.
-    """
-
-    closing_exchanges: int
+    closing_exchanges: int  # how many succeeded
 
     async def close(self, mine: Sequence[Vector], into: Sequence[Vector], here: Collection[PeerId]) -> AveragingResult:
-        """Average `mine` into `into`, as `average` does, with the peers that have reached the end of the run.
+        """Average `mine` into `into`, as `average` does, with the peers that have reached the end of the run (`here`).
 
-        Takes at most ⌈log₂ n⌉ + 1 exchanges among n peers, this one included. Ends early when `cut` is set.
-
-        Args:
-            here: the other peers that take part. The result is the mean of all only if all of them pass the same set.
+        Takes at most ⌈log₂ n⌉ + 1 exchanges among n peers, this one included. Ends early when `cut` is set. The result
+        is the mean of all only if all of them pass the same set.
         """
 
 
@@ -569,10 +485,8 @@ class Trainer(Protocol):
         """Train from the present parameters until `cut` is set, which is checked after every inner step.
 
         `progress` is called at once (with work left over from earlier rounds), after the first inner step, when the
-        round's inner steps are complete, and whenever the work has grown by a tenth since the last call.
-
-        Args:
-            surplus: keep training after the round's inner steps are complete; otherwise wait for the cut.
+        round's inner steps are complete, and whenever the work has grown by a tenth since the last call. Without
+        `surplus`, the trainer waits for the cut once the round's inner steps are complete.
         """
 
     def rest(self, resting: bool) -> None:
@@ -590,8 +504,6 @@ class Trainer(Protocol):
     async def write(self, source: Vector, fragment: int = 0, anchor: Vector | None = None, tokens: int = 0) -> None:
         """Replace the local parameters and reset the progress. The inner optimiser keeps its state.
 
-        Args:
-            anchor: what the pseudo-gradient is measured from, if not `source`. A peer that keeps work which no round
-                has counted passes the new anchor minus that work as `source`.
-            tokens: number of tokens in that work.
+        The pseudo-gradient is measured from `anchor`, by default `source`. A peer that keeps work which no round has
+        counted (`tokens` of them) passes the new anchor minus that work as `source`.
         """

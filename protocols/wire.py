@@ -33,11 +33,7 @@ HeaderType = TypeVar("HeaderType", bound=Header)
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """How one field is encoded, and how it is checked and decoded.
-
-    Attributes:
-        what: a description of the valid values.
-    """
+    """How one field is encoded, and how it is checked and decoded. `what` describes the valid values."""
 
     pack: Callable[[Any], Any]
     unpack: Callable[[Any], Any]
@@ -64,12 +60,7 @@ def _field(spec: Spec, **options: Any) -> Any:
 
 
 def _checked(what: str, kind: type, is_valid: Callable[[Any], bool], pack: Callable[[Any], Any] = _same) -> Any:
-    """A field whose values are of one type and satisfy a condition.
-
-    Args:
-        what: description of the valid values, for the error message.
-        is_valid: called only with values of type `kind`.
-    """
+    """A field whose values are of one type and satisfy a condition, described by `what` for the error message."""
 
     def unpack(value: Any) -> Any:
         if type(value) is not kind or not is_valid(value):
@@ -85,7 +76,6 @@ def uint(maximum: int) -> Any:
 
 
 def real(low: float, high: float) -> Any:
-    """A finite float in low..high."""
     what = f"a number in {low:g}..{high:g}"
     return _checked(what, float, lambda value: math.isfinite(value) and low <= value <= high, pack=float)
 
@@ -99,7 +89,6 @@ def text(maximum: int) -> Any:
 
 
 def blob(maximum: int, minimum: int = 0) -> Any:
-    """Bytes of a length in minimum..maximum."""
     return _checked(f"{minimum}..{maximum} bytes", bytes, lambda value: minimum <= len(value) <= maximum, pack=bytes)
 
 
@@ -108,11 +97,10 @@ def digest() -> Any:
 
 
 def one(kind: type) -> Any:
-    """A nested dataclass of specs."""
     return _field(Spec(_pack_fields, lambda value: _unpack_fields(kind, value), kind.__name__))
 
 
-def many(of: Any, maximum: int) -> Any:
+def list_of(of: Any, maximum: int) -> Any:
     """A tuple of at most `maximum` items, each as the field `of`."""
     spec: Spec = of.metadata["spec"]
 
@@ -124,9 +112,9 @@ def many(of: Any, maximum: int) -> Any:
     return _field(Spec(lambda items: [spec.pack(item) for item in items], unpack, f"at most {maximum} of: {spec.what}"))
 
 
-def some(of: Any, maximum: int) -> Any:
-    """As `many`, empty by default."""
-    return _field(many(of, maximum).metadata["spec"], default=())
+def optional(of: Any, maximum: int) -> Any:
+    """As `list_of`, empty by default."""
+    return _field(list_of(of, maximum).metadata["spec"], default=())
 
 
 def peer_id() -> Any:
@@ -164,7 +152,6 @@ def described(kind: type) -> dict[str, str]:
 
 
 def field_names(kind: type) -> frozenset[str]:
-    """Names of the fields of a header."""
     return frozenset(name for name, _ in _specs(kind))
 
 
@@ -194,20 +181,14 @@ class Opening(Header):
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """What one member contributes to a round.
-
-    The signature covers the key and the other fields, so that no plan can alter an offer.
-
-    Attributes:
-        leaving: the member leaves after this round; the next roster does not contain it.
-    """
+    """What one member contributes to a round. The signature covers the key, too, so that no plan can alter an offer."""
 
     member: Member = one(Member)
     tokens: int = uint(MAX_TOKENS)
     norm: float = real(0, MAX_NORM)
     step_seconds: float = real(0, MAX_SECONDS)
     complete: bool = flag()
-    leaving: bool = flag()
+    leaving: bool = flag()  # after this round: the next roster does not contain it
     bandwidth: float = real(1, 1e13)
     state_root: bytes = digest()
     signature: bytes = blob(128)
@@ -226,23 +207,19 @@ class Plan(Header):
     """The coordinator's plan of a round: the offers that count, the reducer of each part, and the time limits.
 
     It holds no weights and clip factors: every receiver computes them from the offers (`protocols.allreduce.plan`).
-
-    Attributes:
-        offers: of the members that take part, in the order that bit masks and sums use.
-        bounds: len(offers) + 1 ascending element offsets; part i is [bounds[i], bounds[i+1]).
-        reducers: part -> index of the member that reduces it.
-        cut_seconds: how long training may go on after the plan has arrived: the slowest member's step.
-        budget_seconds: time for the data phase and the decision, from the cut.
     """
 
     key: RoundKey = one(RoundKey)
     ballot: int = uint(1 << 20)
     version: int = uint(1 << 20)
-    offers: tuple[Offer, ...] = many(one(Offer), MAX_ROSTER)
-    bounds: tuple[int, ...] = many(uint(1 << 48), MAX_ROSTER + 1)
-    reducers: tuple[int, ...] = many(uint(MAX_ROSTER), MAX_ROSTER)
+    # of the members that take part, in the order that bit masks and sums use
+    offers: tuple[Offer, ...] = list_of(one(Offer), MAX_ROSTER)
+    # len(offers) + 1 ascending element offsets; part i is [bounds[i], bounds[i+1])
+    bounds: tuple[int, ...] = list_of(uint(1 << 48), MAX_ROSTER + 1)
+    reducers: tuple[int, ...] = list_of(uint(MAX_ROSTER), MAX_ROSTER)  # part -> index of the member that reduces it
+    # training may continue so long after the plan has arrived: the slowest member's step
     cut_seconds: float = real(0, MAX_SECONDS)
-    budget_seconds: float = real(0, MAX_SECONDS)
+    budget_seconds: float = real(0, MAX_SECONDS)  # for the data phase and the decision, from the cut
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,14 +242,10 @@ class Chunk(Header):
 
 @dataclass(frozen=True, slots=True)
 class Reduced(Header):
-    """One reduced chunk; `size` payload bytes follow, the same for every member.
-
-    Attributes:
-        mask: a bit for each offer whose contribution the chunk holds.
-    """
+    """One reduced chunk; `size` payload bytes follow, the same for every member."""
 
     index: int = uint(1 << 32)
-    mask: int = uint((1 << MAX_ROSTER) - 1)
+    mask: int = uint((1 << MAX_ROSTER) - 1)  # a bit for each offer whose contribution the chunk holds
     size: int = uint(1 << 32)
 
 
@@ -289,19 +262,15 @@ class PartDigest:
     """A reduced part: a digest over the digests and masks of its chunks, and the contributors of each chunk."""
 
     digest: bytes = digest()
-    runs: tuple[ChunkSpan, ...] = many(one(ChunkSpan), MAX_ITEMS)
+    runs: tuple[ChunkSpan, ...] = list_of(one(ChunkSpan), MAX_ITEMS)
 
 
 @dataclass(frozen=True, slots=True)
 class PartDone(Header):
-    """Ends a data stream: the reducer's signed statement of its part. Two different statements prove that it lied.
-
-    Attributes:
-        reducer: index of the member that reduced the part and signed; another member may be serving it.
-    """
+    """Ends a data stream: the reducer's signed statement of its part. Two different statements prove that it lied."""
 
     part: int = uint(MAX_ROSTER)
-    reducer: int = uint(MAX_ROSTER)
+    reducer: int = uint(MAX_ROSTER)  # that reduced the part and signed; another member may be serving it
     result: PartDigest = one(PartDigest)
     signature: bytes = blob(128)
 
@@ -338,8 +307,7 @@ _NUMBER = {kind: number for number, kind in _KINDS.items()}
 def register(first: int, kinds: Sequence[type[Header]]) -> None:
     """Give the headers of another module consecutive numbers from `first`. Numbers never change.
 
-    Raises:
-        ValueError: a number or a header is registered already, or a field has no bounds.
+    Raises `ValueError` if a number or a header is registered already, or a field has no bounds.
     """
     for number, kind in enumerate(kinds, first):
         if number in _KINDS:
@@ -351,27 +319,19 @@ def register(first: int, kinds: Sequence[type[Header]]) -> None:
         _KINDS[number], _NUMBER[kind] = kind, number
 
 
-def body(value: object) -> bytes:
+def canonical_bytes(value: object) -> bytes:
     """The canonical bytes of a dataclass of specs, which are hashed and signed."""
     return bytes(msgpack.packb(_pack_fields(value)))
 
 
-def unpack_body(kind: type[HeaderType], data: bytes) -> HeaderType:
-    """Decode the bytes that `body` made of a dataclass of this kind.
-
-    Raises:
-        BadPayload: they are no such bytes.
-    """
+def from_canonical_bytes(kind: type[HeaderType], data: bytes) -> HeaderType:
+    """Decode the bytes that `canonical_bytes` made of a dataclass of this kind; raises `BadPayload` for others."""
     value: HeaderType = _unpack_fields(kind, _unpack(data))
     return value
 
 
 def encode(header: Header) -> bytes:
-    """Encode a header.
-
-    Raises:
-        ValueError: it takes more than `MAX_HEADER_BYTES`, or its kind is not registered.
-    """
+    """Encode a header. Raises `ValueError` if it takes more than `MAX_HEADER_BYTES`, or its kind is not registered."""
     if type(header) not in _NUMBER:
         raise ValueError(f"{type(header).__name__} has no number: pass it to protocols.wire.register")
     packed = bytes(msgpack.packb([VERSION, _NUMBER[type(header)], *_pack_fields(header)]))
@@ -388,10 +348,8 @@ def _unpack(data: bytes) -> Any:
 
 
 def decode(data: bytes) -> Header:
-    """Decode a header.
-
-    Raises:
-        BadPayload: too long, not msgpack, another version, an unknown kind, or a field out of bounds.
+    """Decode a header. Raises `BadPayload` if it is too long, not msgpack, of another version or kind, or out of
+    bounds.
     """
     if len(data) > MAX_HEADER_BYTES:
         raise BadPayload(f"a header of {len(data)} bytes, more than {MAX_HEADER_BYTES}")
@@ -408,11 +366,7 @@ def decode(data: bytes) -> Header:
 
 
 def expect(header: Header, kind: type[HeaderType]) -> HeaderType:
-    """Check that a header is of this kind, and return it.
-
-    Raises:
-        BadPayload: it is of another kind.
-    """
+    """Return a header if it is of this kind; raises `BadPayload` otherwise."""
     if not isinstance(header, kind):
         raise BadPayload(f"expected {kind.__name__}, got {type(header).__name__}")
     return header

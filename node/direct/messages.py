@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from node.direct.records import token_id
 from protocols.base import Header
-from protocols.wire import blob, flag, many, one, real, register, text, uint
+from protocols.wire import blob, flag, list_of, one, real, register, text, uint
 
 METHOD = "starling/direct/1"
 HEADER_LIMIT = 2048
@@ -51,7 +51,7 @@ class TokenGrant(Header):
     port: int = uint(MAX_PORT)
     cipher: str = text(32)
     seconds: float = real(0, MAX_TOKEN_SECONDS)
-    tokens: tuple[ConnectionToken, ...] = many(one(ConnectionToken), MAX_TOKENS)
+    tokens: tuple[ConnectionToken, ...] = list_of(one(ConnectionToken), MAX_TOKENS)
 
 
 @dataclass(frozen=True, slots=True)

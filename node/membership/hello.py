@@ -8,7 +8,20 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from protocols.base import MAX_STAGES, Header, Member
-from protocols.wire import blob, body, digest, flag, many, one, peer_id, real, register, some, text, uint
+from protocols.wire import (
+    blob,
+    canonical_bytes,
+    digest,
+    flag,
+    list_of,
+    one,
+    optional,
+    peer_id,
+    real,
+    register,
+    text,
+    uint,
+)
 
 HELLO = "starling/hello/3"
 BOOTSTRAP_METHOD = "starling/entry/1"
@@ -38,7 +51,7 @@ class PeerAddress:
     """A peer and multiaddrs at which it may be reachable."""
 
     peer: str = peer_id()
-    addresses: tuple[str, ...] = many(text(MAX_ADDRESS_CHARACTERS), MAX_ADDRESSES)
+    addresses: tuple[str, ...] = list_of(text(MAX_ADDRESS_CHARACTERS), MAX_ADDRESSES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,14 +73,14 @@ class Hello(Header):
     member: Member = one(Member)
     nonce: int = uint((1 << 63) - 1)  # drawn when the process started: two processes with one identity differ in it
     nickname: str = text(MAX_NICKNAME_CHARACTERS)
-    addresses: tuple[str, ...] = many(text(MAX_ADDRESS_CHARACTERS), MAX_ADDRESSES)
+    addresses: tuple[str, ...] = list_of(text(MAX_ADDRESS_CHARACTERS), MAX_ADDRESSES)
     stage: int = uint(MAX_STAGES - 1)
-    seats: tuple[StageSeat, ...] = many(one(StageSeat), 1)  # of the sender's stage; none in a run without stages
+    seats: tuple[StageSeat, ...] = list_of(one(StageSeat), 1)  # of the sender's stage; none in a run without stages
     signature: bytes = blob(128)  # over all other fields: proves to a peer that another process has its identity
 
 
 def signed_part(hello: Hello) -> bytes:
-    return b"starling hello" + body(replace(hello, signature=b""))
+    return b"starling hello" + canonical_bytes(replace(hello, signature=b""))
 
 
 def sound(said: Iterable[object]) -> tuple[str, ...]:
@@ -84,7 +97,7 @@ class Welcome(Header):
     """The answer to a `Hello`: the answering peer's own `Hello`, and other peers that it knows."""
 
     hello: Hello = one(Hello)
-    known: tuple[PeerAddress, ...] = many(one(PeerAddress), MAX_INTRODUCED)
+    known: tuple[PeerAddress, ...] = list_of(one(PeerAddress), MAX_INTRODUCED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +105,7 @@ class HelloRejected(Header):
     """The sender refuses the receiver. `other`: the signed greeting of another process with the receiver's identity."""
 
     why: str = text(200)
-    other: tuple[Hello, ...] = some(one(Hello), 1)
+    other: tuple[Hello, ...] = optional(one(Hello), 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +165,7 @@ class StageReply(Header):
     """
 
     stage: int = uint(MAX_STAGES - 1)
-    seats: tuple[StageSeat, ...] = many(one(StageSeat), MAX_STAGES)
+    seats: tuple[StageSeat, ...] = list_of(one(StageSeat), MAX_STAGES)
 
 
 @dataclass(frozen=True, slots=True)

@@ -193,7 +193,7 @@ class ReduceJob:
 
 def part_message(key: RoundKey, plan: bytes, done: wire.PartDone) -> bytes:
     """The bytes that a reducer signs, for a part of the plan with this digest."""
-    return b"starling part" + wire.body(key) + plan + wire.body(replace(done, signature=b""))
+    return b"starling part" + wire.canonical_bytes(key) + plan + wire.canonical_bytes(replace(done, signature=b""))
 
 
 async def send_encoded(stream: Stream, part: ReducedPart) -> None:

@@ -17,7 +17,7 @@ from statistics import median_low
 
 from protocols.allreduce.clipping import CLAIM_SPREAD, NAMED_FACTOR, allowances, clip_factors, median_norm, weights
 from protocols.base import BadPayload, LinkFault, Member, PeerFault, PeerId, RoundKey
-from protocols.wire import MAX_ROSTER, MAX_SECONDS, Offer, PartDone, Plan, body
+from protocols.wire import MAX_ROSTER, MAX_SECONDS, Offer, PartDone, Plan, canonical_bytes
 
 READY_SHARE = 2 / 3
 FIRST_SHARE = 1 / 3
@@ -175,7 +175,7 @@ def make_plan(inputs: PlanInputs, offers: Sequence[Offer], elapsed_seconds: floa
 
 def offer_message(key: RoundKey, offer: Offer) -> bytes:
     """The bytes that a member signs: its offer, bound to the round."""
-    return b"starling offer" + body(key) + body(replace(offer, signature=b""))
+    return b"starling offer" + canonical_bytes(key) + canonical_bytes(replace(offer, signature=b""))
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,7 +228,7 @@ class ResolvedPlan:
 
 def plan_digest(plan: Plan) -> bytes:
     """Digest of what is averaged and in which parts. It leaves out the reducers, since a part may go to another one."""
-    return hashlib.sha256(b"starling plan" + body(replace(plan, ballot=0, version=0, reducers=()))).digest()
+    return hashlib.sha256(b"starling plan" + canonical_bytes(replace(plan, ballot=0, version=0, reducers=()))).digest()
 
 
 def reassign_parts(plan: Plan, reducers: Mapping[int, int], ballot: int) -> Plan:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from protocols.base import BadPayload, Header, Member, PeerId, RoundKey, Signer
-from protocols.wire import blob, body, flag, one, register, uint
+from protocols.wire import blob, canonical_bytes, flag, one, register, uint
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,4 +72,4 @@ class RestingMembers:
 
 
 def _signed(statement: Resting) -> bytes:
-    return b"starling resting" + body(replace(statement, signature=b""))
+    return b"starling resting" + canonical_bytes(replace(statement, signature=b""))

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from protocols.base import Header, Member, PeerId, RoundKey
-from protocols.wire import MAX_ROSTER, PartDone, blob, digest, many, one, register, uint
+from protocols.wire import MAX_ROSTER, PartDone, blob, digest, list_of, one, register, uint
 
 MAX_BALLOT = 1 << 20
 MAX_RECORD_BYTES = 3 << 14
@@ -32,14 +32,14 @@ class VoteMessage(Header):
 class StartBallot(VoteMessage):
     """Asks the ballot's coordinator to begin it. With `fork`, asks the fork's first member to begin that fork."""
 
-    fork: tuple[Member, ...] = many(one(Member), MAX_ROSTER)
+    fork: tuple[Member, ...] = list_of(one(Member), MAX_ROSTER)
 
 
 @dataclass(frozen=True, slots=True)
 class Prepare(VoteMessage):
     """The coordinator asks for promises: of a quorum or, with `fork`, of all members of the fork."""
 
-    fork: tuple[Member, ...] = many(one(Member), MAX_ROSTER)
+    fork: tuple[Member, ...] = list_of(one(Member), MAX_ROSTER)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class Promise(VoteMessage):
     accepted: int = uint(MAX_BALLOT)
     record: bytes = blob(MAX_RECORD_BYTES)
     plan: bytes = digest()
-    held: tuple[PartDone, ...] = many(one(PartDone), MAX_ROSTER)
+    held: tuple[PartDone, ...] = list_of(one(PartDone), MAX_ROSTER)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +99,7 @@ class Certificate(VoteMessage):
     """A record and the votes for it in this ballot. If they are too few to decide, it only reports them."""
 
     record: bytes = blob(MAX_RECORD_BYTES)
-    votes: tuple[Signed, ...] = many(one(Signed), MAX_ROSTER)
+    votes: tuple[Signed, ...] = list_of(one(Signed), MAX_ROSTER)
 
 
 MESSAGES: tuple[type[VoteMessage], ...] = (

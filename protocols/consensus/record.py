@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from protocols.base import BadPayload, Contribution, Head, Header, LinkFault, Member, PeerId
-from protocols.wire import MAX_ROSTER, PartDigest, digest, many, one, peer_id, some, uint, unpack_body
-from protocols.wire import body as _body
+from protocols.wire import MAX_ROSTER, PartDigest, digest, from_canonical_bytes, list_of, one, optional, peer_id, uint
+from protocols.wire import canonical_bytes as _body
 
 
 class Kind(IntEnum):
@@ -40,11 +40,11 @@ class Record(Header):
     round: int = uint(1 << 40)
     kind: int = uint(2)
     plan: bytes = digest()
-    parts: tuple[PartDigest, ...] = many(one(PartDigest), MAX_ROSTER)
-    roster: tuple[Member, ...] = many(one(Member), MAX_ROSTER)
-    peers: tuple[PeerId, ...] = some(peer_id(), MAX_ROSTER)
-    bounds: tuple[int, ...] = some(uint(1 << 48), MAX_ROSTER + 1)
-    complaints: tuple[LinkFault, ...] = some(one(LinkFault), MAX_ROSTER)
+    parts: tuple[PartDigest, ...] = list_of(one(PartDigest), MAX_ROSTER)
+    roster: tuple[Member, ...] = list_of(one(Member), MAX_ROSTER)
+    peers: tuple[PeerId, ...] = optional(peer_id(), MAX_ROSTER)
+    bounds: tuple[int, ...] = optional(uint(1 << 48), MAX_ROSTER + 1)
+    complaints: tuple[LinkFault, ...] = optional(one(LinkFault), MAX_ROSTER)
 
     @property
     def averaged(self) -> bool:
@@ -88,7 +88,7 @@ def decode(data: bytes) -> Record:
     Raises:
         BadPayload: not a record, or not in canonical form.
     """
-    record: Record = unpack_body(Record, data)
+    record: Record = from_canonical_bytes(Record, data)
     if encode(record) != data:
         raise BadPayload("a record that is not in canonical form")
     return record

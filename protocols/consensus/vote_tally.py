@@ -21,7 +21,7 @@ from protocols.base import BadPayload, Member, PeerId, RoundKey, Signer
 from protocols.consensus import record as records
 from protocols.consensus.messages import Certificate, Signed
 from protocols.consensus.record import Kind, Record
-from protocols.wire import body
+from protocols.wire import canonical_bytes
 
 SMALL_ROSTER = 4
 """One record may admit members up to this size: the founder and the first joiners are a roster after one round."""
@@ -89,7 +89,7 @@ class VoteTally:
         self.key, self.roster, self.signer, self.fork_peers = key, tuple(roster), signer, fork_peers
         self._former, self._quorum = former, quorum or majority
         self.quorum = self._quorum(len(self.roster))
-        self._signed = b"starling accept" + body(key)
+        self._signed = b"starling accept" + canonical_bytes(key)
         self._order = records.coordinators(key.lineage, self.roster)
         self._incarnations = {member.peer: member.incarnation for member in self.roster}
         self._votes: dict[tuple[int, bytes], dict[Member, bytes]] = {}
@@ -176,7 +176,7 @@ class VoteTally:
 
     def message(self, ballot: int, digest: bytes, voter: Member) -> bytes:
         """The bytes that a voter signs."""
-        return self._signed + body(voter) + ballot.to_bytes(4, "big") + digest
+        return self._signed + canonical_bytes(voter) + ballot.to_bytes(4, "big") + digest
 
     def sign(self, value: Value, voter: Member) -> bytes:
         """Sign this peer's vote for a record."""

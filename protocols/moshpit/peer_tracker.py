@@ -19,7 +19,7 @@ from protocols.base import BadPayload, Deadline, Header, Member, PeerId, RoundKe
 from protocols.butterfly.round_call import LEAVER_SECONDS
 from protocols.moshpit.grid import MAX_AXES, MAX_PLACES, Cell, Grid, GridShape, line
 from protocols.peers.estimates import MOSHPIT_ROUND
-from protocols.wire import MAX_SECONDS, Offer, digest, flag, many, one, peer_id, real, register, text, uint
+from protocols.wire import MAX_SECONDS, Offer, digest, flag, list_of, one, peer_id, real, register, text, uint
 
 TRAINING, WAITING, DONE = 0, 1, 2
 """Stages along an axis: has not come yet; waits for the rest of its line; is in a group, or goes without one."""
@@ -51,8 +51,8 @@ class PositionAnnouncement(Header):
     sender: Member = one(Member)
     number: int = uint(1 << 40)
     since: int = uint(1 << 40)
-    shape: tuple[int, ...] = many(uint(MAX_PLACES), MAX_AXES)
-    index: tuple[int, ...] = many(uint(MAX_PLACES), MAX_AXES)
+    shape: tuple[int, ...] = list_of(uint(MAX_PLACES), MAX_AXES)
+    index: tuple[int, ...] = list_of(uint(MAX_PLACES), MAX_AXES)
     holds: int = uint(MAX_AXES)
     axis: int = uint(MAX_AXES)
     stage: int = uint(DONE)
@@ -60,7 +60,7 @@ class PositionAnnouncement(Header):
     leaving: bool = flag()
     step_seconds: float = real(0, MAX_SECONDS)
     follows: str = peer_id()
-    offer: tuple[Offer, ...] = many(one(Offer), 1)
+    offer: tuple[Offer, ...] = list_of(one(Offer), 1)
 
     @property
     def grid(self) -> Grid:

@@ -184,4 +184,4 @@ class MassLedger(Generic[V]):
         return False
 
     def _numbers(self, sender: Member) -> _Numbers:
-        return self._senders.renew(sender, _Numbers)
+        return self._senders.put_newest(sender, _Numbers)

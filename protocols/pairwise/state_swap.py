@@ -72,7 +72,7 @@ class ExchangeRequest(ExchangeMessage):
         """Of two requests that cross, the lower rank wins. Both ends compute the same order, and no peer always
         wins.
         """
-        return hashlib.sha256(wire.body(self)).digest()
+        return hashlib.sha256(wire.canonical_bytes(self)).digest()
 
 
 @dataclass(frozen=True, slots=True)

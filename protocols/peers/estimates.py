@@ -30,7 +30,7 @@ class RecentDict(OrderedDict[K, V]):
         if len(self) > self._limit:
             self.popitem(last=False)
 
-    def renew(self, key: K, new: Callable[[], V]) -> V:
+    def put_newest(self, key: K, new: Callable[[], V]) -> V:
         """Return the entry of this key, created if missing, and mark it as the one that was set last."""
         self[key] = entry = self[key] if key in self else new()
         return entry
@@ -38,27 +38,17 @@ class RecentDict(OrderedDict[K, V]):
 
 @dataclass(frozen=True, slots=True)
 class RoundEstimator:
-    """Finds the latest round that a quorum of peers has reached, by their own claims. No single claim is trusted.
+    """Finds the latest round that a quorum of peers has reached, by their own claims. No single claim is trusted."""
 
-    Attributes:
-        quorum_share: least share of the claims that a quorum needs.
-        min_witnesses: least number of claims that a quorum needs, or all peers if there are fewer.
-    """
-
-    quorum_share: float
-    min_witnesses: int
+    quorum_share: float  # least share of the claims
+    min_witnesses: int  # least number of claims, or all peers if there are fewer
 
     def quorum(self, claims: int, peers: int) -> int:
-        """How many of these claims a quorum needs.
-
-        Args:
-            claims: number of claims.
-            peers: number of peers, including those without a claim.
-        """
+        """How many of these claims a quorum needs among `peers` peers, including those without a claim."""
         return max(math.ceil(self.quorum_share * claims), min(self.min_witnesses, peers))
 
     def latest(self, claims: Iterable[int], peers: int) -> int | None:
-        """The latest round that a quorum has reached, or None. `peers` is as for `quorum`."""
+        """The latest round that a quorum has reached, or None."""
         rounds = sorted(claims, reverse=True)
         needed = self.quorum(len(rounds), peers)
         return rounds[needed - 1] if 0 < needed <= len(rounds) else None

@@ -28,26 +28,18 @@ REQUEST_WINDOW = 64
 
 @dataclass(slots=True)
 class _Seen:
-    """What is known of one peer.
-
-    Attributes:
-        rate: bytes/s of the exchanges with this peer; None: there was none.
-        rest_until: when the peer may be contacted again, in the loop's time.
-        distrust_until: the same, and not shortened by later good exchanges.
-    """
-
-    rate: float | None = None
+    rate: float | None = None  # bytes/s of the exchanges with this peer; None: there was none
     round_trip_seconds: float = 0.0
-    rest_until: float = 0.0
-    distrust_until: float = 0.0
+    rest_until: float = 0.0  # when the peer may be contacted again, in the loop's time
+    distrust_until: float = 0.0  # the same, and not shortened by later good exchanges
 
 
 class PeerTimeouts:
     """How long exchanges took, by peer, and the limits that follow for the next one. Times are the loop's.
 
-    A peer's rate follows the observations, and each timeout of an exchange in progress halves it. If a line is slower
+    A peer's rate follows the observations, and each timeout of an exchange in progress halves it. If a link is slower
     than announced, the time limit therefore doubles until it suffices. A new peer's rate starts as that of all others
-    together, and theirs as our own bandwidth. If our own line is the slow one, we need not learn that again with each
+    together, and theirs as our own bandwidth: if our own link is the slow one, we need not learn that again with each
     peer.
     """
 
@@ -56,7 +48,7 @@ class PeerTimeouts:
         self._peers: RecentDict[PeerId, _Seen] = RecentDict(MAX_PEERS)
 
     def _of(self, peer: PeerId) -> _Seen:
-        return self._peers.renew(peer, _Seen)
+        return self._peers.put_newest(peer, _Seen)
 
     def answer_seconds(self, peer: PeerId) -> float:
         """How long a peer may take to accept or decline, opening a stream included."""
@@ -78,9 +70,7 @@ class PeerTimeouts:
         seen.round_trip_seconds = max(observed, ewma(seen.round_trip_seconds, observed, 1 / 2))
 
     def took(self, peer: PeerId, size_bytes: int, now: float, seconds: float) -> None:
-        """Record a completed exchange. Slow peers are met seldom: a deliberately slow one gets at most a fifth of
-        our time.
-        """
+        """Record a completed exchange. A deliberately slow peer gets at most a fifth of our time."""
         seen = self._of(peer)
         slow = seconds > ANSWER_FLOOR_SECONDS + 2 * self.expected_seconds(peer, size_bytes)
         observed = size_bytes / max(seconds, 1e-6)
@@ -88,12 +78,10 @@ class PeerTimeouts:
         seen.rest_until = now + REST_MULTIPLE * seconds if slow else 0.0
 
     def failed(self, peer: PeerId, began: float, now: float, until: float, slow: bool) -> None:
-        """Record a failed exchange that began at `began` and could have lasted until `until`.
+        """Record a failed exchange that began at `began` and could have lasted until `until`; `slow`: it was in
+        progress.
 
         A peer that aborts just before the limit costs as much as one that is late.
-
-        Args:
-            slow: the exchange was in progress.
         """
         if now >= until or now - began >= CHEAP_SECONDS:
             self.late(peer, now, now - began, slow and now >= until)
@@ -101,8 +89,7 @@ class PeerTimeouts:
     def late(self, peer: PeerId, now: float, cost_seconds: float, slow: bool = True) -> None:
         """Record that a failed exchange cost us this many seconds.
 
-        Args:
-            slow: the exchange was in progress, so it takes longer than estimated; False: there was no answer.
+        If it was in progress (`slow`), it takes longer than estimated; otherwise there was no answer.
         """
         seen = self._of(peer)
         if slow:
@@ -111,11 +98,9 @@ class PeerTimeouts:
         seen.rest_until = now + REST_MULTIPLE * cost_seconds
 
     def distrust(self, peer: PeerId, now: float) -> None:
-        """Avoid a peer that broke a rule."""
         self._of(peer).distrust_until = now + DISTRUST_SECONDS
 
     def resting(self, peer: PeerId, now: float) -> bool:
-        """Whether the peer is to be avoided for now."""
         seen = self._peers.get(peer)
         return seen is not None and now < max(seen.rest_until, seen.distrust_until)
 
@@ -138,12 +123,10 @@ class RequestDeduplicator:
         self._by_member: RecentDict[Member, _Asked] = RecentDict(MAX_PEERS)
 
     def hear(self, sender: Member, sequence: int, round_number: int) -> None:
-        """Record a request.
-
-        Raises:
-            BadPayload: it was received before, is older than any that may still be under way, or its round goes back.
+        """Record a request. Raises `BadPayload` if it was received before, is too old to be under way, or its round
+        goes back.
         """
-        asked = self._by_member.renew(sender, _Asked)
+        asked = self._by_member.put_newest(sender, _Asked)
         if sequence in asked.seen:
             raise BadPayload(f"question {sequence} is asked again")
         if sequence <= asked.highest - REQUEST_WINDOW:

@@ -25,15 +25,7 @@ OnHeader = Callable[[Header], None]
 
 
 def due(header: Header, kind: type[ChunkHeader], index: int, size: int) -> ChunkHeader:
-    """Check that a header is that of the expected chunk, and return it.
-
-    Args:
-        index: of the expected chunk.
-        size: encoded bytes of the expected chunk.
-
-    Raises:
-        BadPayload: it is another message, or the header of another chunk.
-    """
+    """Return the header if it is that of the expected chunk, with this many encoded bytes; else raise `BadPayload`."""
     chunk = wire.expect(header, kind)
     if (chunk.index, chunk.size) != (index, size):
         raise BadPayload(f"chunk {chunk.index} of {chunk.size} bytes where chunk {index} of {size} bytes is due")
@@ -41,11 +33,7 @@ def due(header: Header, kind: type[ChunkHeader], index: int, size: int) -> Chunk
 
 
 async def send_vector(stream: Stream, layout: PartLayout, source: VectorView, compute: Compute) -> None:
-    """Encode and send the elements of `source` that the layout covers. They must not change meanwhile.
-
-    Raises:
-        PeerSilent: the stream ended.
-    """
+    """Encode and send the elements of `source` that the layout covers. They must not change meanwhile."""
     scratch, buffer = layout.scratch_vector(), layout.chunk_buffer()
 
     def encode(index: int) -> memoryview:
@@ -57,12 +45,7 @@ async def send_vector(stream: Stream, layout: PartLayout, source: VectorView, co
 
 
 async def receive_chunk(stream: Stream, index: int, into: memoryview, on_header: OnHeader | None = None) -> None:
-    """Receive the encoded chunk of this index, which fills `into`.
-
-    Raises:
-        BadPayload: another message or chunk came, or `on_header` raised it.
-        PeerSilent: the stream ended.
-    """
+    """Receive the encoded chunk of this index, which fills `into`. Another message or chunk raises `BadPayload`."""
     header = await stream.receive(HEADER_LIMIT)
     if on_header:
         on_header(header)
@@ -75,9 +58,7 @@ async def receive_vector(
 ) -> None:
     """Receive the elements that the layout covers, and decode them into their place in `into`.
 
-    Raises:
-        BadPayload: as for `receive_chunk`, or a chunk does not decode to finite numbers.
-        PeerSilent: the stream ended.
+    Raises `BadPayload` as `receive_chunk` does, and if a chunk does not decode to finite numbers.
     """
     scratch, buffer = layout.scratch_vector(), layout.chunk_buffer()
 

@@ -102,10 +102,6 @@ class ControlChannel:
     Opening a stream takes a round trip; a message on an open stream takes half of one. Messages of a broken stream are
     sent again, since some may be lost: messages are idempotent. The channel watches each stream for its end, so it
     notices at once when a peer dies. Unsent messages are kept from one `run` to the next.
-
-    Attributes:
-        on_gone: called when a peer is gone.
-        round_trip_seconds: peer -> time that opening the last stream took.
     """
 
     def __init__(self, host: Host, method: str, accounting: RoundAccounting) -> None:
@@ -118,10 +114,7 @@ class ControlChannel:
         self._stopping = False
 
     def send(self, peer: PeerId, message: Header) -> None:
-        """Queue a message, and send it again after a failure.
-
-        It may arrive twice. It is dropped only if more than `KEEP_MESSAGES` wait.
-        """
+        """Queue a message, which may arrive twice. It is dropped only if more than `KEEP_MESSAGES` wait."""
         line = self._lines.setdefault(peer, _Outbox())
         line.waiting.append(message)
         line.more.set()
@@ -172,7 +165,6 @@ class ControlChannel:
             line.task, line.idle = None, False
 
     async def _stream(self, peer: PeerId, line: _Outbox) -> None:
-        """Open a stream and send messages on it until the channel stops."""
         began = asyncio.get_running_loop().time()
         async with (
             self._host.transport.open(peer, self._method, self._deadline) as stream,

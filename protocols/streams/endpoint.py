@@ -62,10 +62,6 @@ class ProtocolEndpoint:
 
     A control stream carries any number of messages. The first must come in time and from such a peer, as above. A
     message of another kind, run or scope is not passed to a handler.
-
-    Attributes:
-        me: this peer's current incarnation.
-        accounting: bytes that crossed the streams, and the peers that broke a rule.
     """
 
     def __init__(
@@ -75,11 +71,7 @@ class ProtocolEndpoint:
         limit_bytes: int = wire.MAX_HEADER_BYTES,
         acquaintances: Callable[[], Collection[PeerId]] = tuple,
     ) -> None:
-        """
-        Args:
-            limit_bytes: the longest frame that is read.
-            acquaintances: peers whose streams are served although they may not be live members.
-        """
+        """Acquaintances are peers whose streams are served although they may not be live members."""
         self.host, self.settings = host, settings
         self.me, self.accounting = Member(host.me, settings.incarnation), RoundAccounting()
         self._limit_bytes, self._acquaintances = limit_bytes, acquaintances
@@ -92,11 +84,7 @@ class ProtocolEndpoint:
 
     @asynccontextmanager
     async def open(self, peer: PeerId, method: str, deadline: Deadline) -> AsyncIterator[Stream]:
-        """Open a stream as `Transport.open` does, and count it.
-
-        Raises:
-            PeerGone, PeerSilent: as `Transport.open`.
-        """
+        """Open a stream as `Transport.open` does, and count it."""
         async with self.host.transport.open(peer, method, deadline) as stream, self.accounting.counting(stream):
             yield stream
 
@@ -157,12 +145,7 @@ class ProtocolEndpoint:
                     return
 
     async def _first_frame(self, stream: Stream) -> Header:
-        """Read the first frame. The time limit keeps strangers from holding streams: an opener has its frame ready.
-
-        Raises:
-            BadPayload: the frame cannot be read.
-            PeerSilent: it did not come in time, or its sender is neither a live member nor an acquaintance.
-        """
+        """Read the first frame. The time limit keeps strangers from holding streams: an opener has its frame ready."""
         try:
             async with asyncio.timeout(FIRST_FRAME_SECONDS):
                 header = await stream.receive(self._limit_bytes)
@@ -174,11 +157,7 @@ class ProtocolEndpoint:
         return header
 
     def _handler(self, method: str, header: Any, why: str) -> Callable[..., Any]:
-        """The handler for this kind of header.
-
-        Raises:
-            BadPayload: the method has none, or the header is of another run or scope.
-        """
+        """The handler for this kind of header. `BadPayload` if there is none, or it is of another run or scope."""
         handle = self._handlers[method].get(type(header))
         if handle is None:
             raise BadPayload(f"{type(header).__name__} {why}")
@@ -188,11 +167,8 @@ class ProtocolEndpoint:
         return handle
 
     def _check_ends(self, peer: PeerId, header: Header) -> None:
-        """Check the sender and the receiver that a frame names.
-
-        Raises:
-            BadPayload: it names another peer as its sender or receiver.
-            PeerSilent: it names another incarnation of either; the frame of an honest peer may be late.
+        """Check the sender and the receiver that a frame names. A frame of or for another incarnation may only be
+        late.
         """
         sender, receiver = getattr(header, "sender", None), getattr(header, "to", self.me)
         if receiver.peer != self.me.peer or (sender and sender.peer != peer):
@@ -209,19 +185,17 @@ class SessionTable(Generic[K, Session]):
         self._notifier = Notifier()
 
     def open(self, key: K, session: Session) -> None:
-        """Add a session, or replace the one with the same key."""
         self._sessions[key] = session
         self._notifier.notify()
 
     def close(self, keys: Iterable[K]) -> list[Session]:
-        """Remove these sessions, so that they get no further streams, and return those that were there."""
+        """Remove these sessions, so that they get no further streams, and return those that there were."""
         return [self._sessions.pop(key) for key in list(keys) if key in self._sessions]
 
     def get(self, key: K) -> Session | None:
         return self._sessions.get(key)
 
     def keys(self) -> tuple[K, ...]:
-        """Keys of all sessions, in the order in which they were first opened."""
         return tuple(self._sessions)
 
     def values(self) -> tuple[Session, ...]:
@@ -234,14 +208,10 @@ class SessionTable(Generic[K, Session]):
     async def wait_for(
         self, key: K, stream: Stream, over: Callable[[], bool], until: Deadline | None = None
     ) -> Session | None:
-        """Wait until the session with this key has begun, and return it. None as soon as `over` returns true.
+        """Wait until the session with this key has begun, and return it. None as soon as `over` says that it never
+        will.
 
-        Args:
-            over: whether the session will not begin any more.
-            until: latest time to wait; None: the stream's deadline.
-
-        Raises:
-            PeerSilent: neither happened in time.
+        Raises `PeerSilent` if neither happens before `until` and the stream's deadline.
         """
         deadline = stream.deadline if until is None else min(until, stream.deadline)
         try:

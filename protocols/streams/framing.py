@@ -58,16 +58,10 @@ class Pipe(Protocol):
         """Send `data`, waiting for flow control."""
 
     async def read_into(self, buffer: memoryview) -> None:
-        """Fill the whole buffer.
-
-        Raises:
-            EOFError: the peer closed first.
-        """
+        """Fill the whole buffer; `EOFError` if the peer closed first."""
 
 
 class FramedStream:
-    """`protocols.base.Stream` over a `Pipe`."""
-
     def __init__(self, peer: PeerId, pipe: Pipe, deadline: Deadline) -> None:
         self.peer = peer
         self.bytes_sent = 0
@@ -137,12 +131,7 @@ async def accepted(
 ) -> FramedStream | None:
     """Begin a stream as its server, with the deadline that the opener asked for. None if its first message is bad.
 
-    Args:
-        opening_seconds: time for the opener's first message to arrive.
-        on_bad: called with a peer that breaks the rules.
-
-    Raises:
-        PeerSilent: the first message did not arrive in time.
+    That message must come within `opening_seconds`. `on_bad` is called with a peer that breaks the rules.
     """
     loop = asyncio.get_running_loop()
     stream = FramedStream(peer, pipe, loop.time() + opening_seconds)

@@ -38,7 +38,7 @@ _TAG = b"starling state 1\n"
 
 def sign_state_ref(key: RoundKey, round_number: int, root: bytes) -> bytes:
     """The bytes that a peer signs for its state before this round."""
-    return _TAG + wire.body(replace(key, round=round_number, lineage=root))
+    return _TAG + wire.canonical_bytes(replace(key, round=round_number, lineage=root))
 
 
 class IndependentStateSync(SyncServiceBase[StateAdvert]):

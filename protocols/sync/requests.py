@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from protocols.base import Header, Member, RoundKey
-from protocols.wire import blob, digest, flag, many, one, real, register, uint
+from protocols.wire import blob, digest, flag, list_of, one, real, register, uint
 
 SYNC = "starling/sync/1"
 
@@ -38,7 +38,7 @@ class HeadAnnouncement(Header):
 
     key: RoundKey = one(RoundKey)
     sender: Member = one(Member)
-    kept: tuple[SnapshotRef, ...] = many(one(SnapshotRef), MAX_SNAPSHOTS)
+    kept: tuple[SnapshotRef, ...] = list_of(one(SnapshotRef), MAX_SNAPSHOTS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class StateAdvert(Header):
 
     key: RoundKey = one(RoundKey)
     sender: Member = one(Member)
-    states: tuple[SignedStateRef, ...] = many(one(SignedStateRef), MAX_SNAPSHOTS)
+    states: tuple[SignedStateRef, ...] = list_of(one(SignedStateRef), MAX_SNAPSHOTS)
     whole: bool = flag()
 
 
@@ -71,7 +71,7 @@ class StateAdvert(Header):
 class CertificatesRequest(Header):
     """Asks for the certificates after the first of these lineages that the receiver's chain holds."""
 
-    locator: tuple[bytes, ...] = many(digest(), MAX_LOCATOR)
+    locator: tuple[bytes, ...] = list_of(digest(), MAX_LOCATOR)
 
 
 @dataclass(frozen=True, slots=True)

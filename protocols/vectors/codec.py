@@ -83,7 +83,6 @@ class FloatCodec(Codec):
 
 
 def _copy(source: torch.Tensor, into: torch.Tensor) -> None:
-    """Copy and convert, unless both have the same memory."""
     if source.data_ptr() != into.data_ptr():
         into.copy_(source)
 
@@ -109,9 +108,5 @@ def state_codec(name: str) -> Codec:
 
 
 def codec(name: str) -> Codec:
-    """The codec of this name.
-
-    Raises:
-        ValueError: unknown codec; the one-line message names the codecs that exist.
-    """
+    """The codec of this name, or a `ValueError` whose one line names the codecs that exist."""
     return CODECS[require_known("codec", name, CODECS)]

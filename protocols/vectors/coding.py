@@ -22,18 +22,13 @@ class Codec(Protocol):
     """Encodes and decodes one vector, usually one chunk.
 
     Contributions are encoded by this codec, their mean by the codec that `reduced` returns. Nearly always that is the
-    same codec.
-
-    Attributes:
-        grain: vectors may only be cut at multiples of this many elements.
-        decay: factor by which the error feedback shrinks each round; 0: the codec has none.
-        in_place: encoded elements are the float32 numbers as they are in memory. `encode` and `decode` of a vector
-            whose memory is also that of the encoded bytes copy nothing, and only check it.
+    same codec. If a codec is `in_place`, encoded elements are the float32 numbers as they are in memory. `encode` and
+    `decode` of a vector whose memory is also that of the encoded bytes then copy nothing, and only check it.
     """
 
     name: str
-    grain: int = 1
-    decay: float = 0.0
+    grain: int = 1  # vectors may only be cut at multiples of this many elements
+    decay: float = 0.0  # by which the error feedback shrinks each round; 0: the codec has none
     in_place: bool = False
 
     def reduced(self, members: int) -> Codec:
@@ -46,18 +41,15 @@ class Codec(Protocol):
     def encode(self, source: Vector, into: memoryview) -> None:
         """Encode `source` into the whole of `into`, `encoded_bytes(len(source))` bytes.
 
-        Raises:
-            ValueError: `source` is not a finite `Vector`, or `into` is of another size or read-only. The content of
-                `into` is then undefined.
+        Raises `ValueError` if `source` is not a finite `Vector`, or `into` is of another size or read-only. The content
+        of `into` is then undefined.
         """
 
     def decode(self, data: Buffer, into: Vector) -> None:
         """Decode `data` into the whole of `into`. Read-only data costs one more copy.
 
-        Raises:
-            BadPayload: `data` has another size than `encoded_bytes(len(into))`, or holds NaN, infinity, or bytes that
-                no encoder writes. The content of `into` is then undefined.
-            ValueError: `into` is not a `Vector`.
+        Raises `BadPayload` if `data` has another size than `encoded_bytes(len(into))`, or holds NaN, infinity, or bytes
+        that no encoder writes. The content of `into` is then undefined.
         """
 
     def error_bound(self, source: Vector) -> Vector:
@@ -65,11 +57,7 @@ class Codec(Protocol):
 
 
 def carry(codec: Codec, vector: Vector) -> None:
-    """Encode a vector and decode it in place: afterwards it holds what a receiver would get.
-
-    Raises:
-        ValueError: it is not a finite `Vector`.
-    """
+    """Encode a vector and decode it in place: afterwards it holds what a receiver would get."""
     data = memoryview(bytearray(codec.encoded_bytes(len(vector))))
     codec.encode(vector, data)
     codec.decode(data, vector)
@@ -105,12 +93,9 @@ def typed(data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def finite_range(values: torch.Tensor) -> tuple[float, float]:
-    """The least and the largest element; (0, 0) if there is none.
+    """The least and the largest element, (0, 0) without any; `ValueError` if one is NaN or infinite.
 
     One pass of `aminmax` is 16 times as fast as `isfinite().all()`, and yields NaN if an element is NaN.
-
-    Raises:
-        ValueError: an element is NaN or infinite.
     """
     if not len(values):
         return 0.0, 0.0
@@ -121,24 +106,17 @@ def finite_range(values: torch.Tensor) -> tuple[float, float]:
 
 
 def require_finite(values: torch.Tensor) -> None:
-    """Check that all elements are finite.
+    """Raise `ValueError` if an element is NaN or infinite.
 
-    A finite sum proves it, because no sum with NaN or infinity is finite. It takes a quarter of the time of
-    `finite_range`, which decides if the sum is not finite: large finite elements may overflow it.
-
-    Raises:
-        ValueError: an element is NaN or infinite.
+    A finite sum proves that none is. It takes a quarter of the time of `finite_range`, which decides if the sum is not
+    finite: large finite elements may overflow it.
     """
     if not math.isfinite(float(values.sum())):
         finite_range(values)
 
 
 def refuse_non_finite(values: Vector) -> None:
-    """Check that all decoded elements are finite.
-
-    Raises:
-        BadPayload: an element is NaN or infinite.
-    """
+    """The same for decoded elements: raises `BadPayload`."""
     try:
         require_finite(values)
     except ValueError:

@@ -13,12 +13,7 @@ from protocols.vectors.views import chunk_count, chunk_range
 
 
 class PartLayout:
-    """How a part is cut into chunks, and where each chunk is in the part's encoded bytes.
-
-    Attributes:
-        low, high: element range [low, high) of the part.
-        size_bytes: size of all chunks, encoded.
-    """
+    """How the elements [low, high) are cut into chunks, and where each chunk is in the `size_bytes` encoded bytes."""
 
     def __init__(self, codec: Codec, low: int, high: int, chunk_elements: int = CHUNK_ELEMENTS) -> None:
         self.codec, self.low, self.high, self.chunk_elements = codec, low, high, chunk_elements
@@ -27,7 +22,6 @@ class PartLayout:
         self.size_bytes = self.place(self.chunks - 1) + self.size(self.chunks - 1) if self.chunks else 0
 
     def elements(self, index: int) -> tuple[int, int]:
-        """Element range of a chunk."""
         return chunk_range(self.low, self.high, index, self.chunk_elements)
 
     def size(self, index: int) -> int:
@@ -40,26 +34,16 @@ class PartLayout:
         return index * self._whole
 
     def vector_for(self, data: memoryview, scratch: Vector) -> Vector:
-        """A vector to decode a chunk into: in the memory of its bytes if the codec is `in_place`, else in `scratch`.
-
-        Args:
-            data: the encoded chunk, writable.
-            scratch: as many elements as the chunk.
-        """
+        """A vector to decode a chunk into: in the memory of its bytes if the codec is `in_place`, else in `scratch`."""
         return torch.frombuffer(data, dtype=torch.float32) if self.codec.in_place else scratch
 
     def encoded(self, source: Vector, buffer: memoryview) -> memoryview:
-        """Encode a chunk. Returns its bytes: those of `source` itself if the codec is `in_place`, else `buffer`.
-
-        Raises:
-            ValueError: the chunk is not finite.
-        """
+        """Encode a chunk. Returns its bytes: those of `source` itself if the codec is `in_place`, else `buffer`."""
         data = source.numpy().data.cast("B") if self.codec.in_place else buffer
         self.codec.encode(source, data)
         return data
 
     def scratch_vector(self) -> Vector:
-        """A scratch vector for one chunk."""
         return torch.empty(min(self.chunk_elements, self.high - self.low))
 
     def chunk_buffer(self) -> Callable[[int], memoryview]:
@@ -70,8 +54,7 @@ class PartLayout:
     def pieces(self, count: int) -> Iterator[tuple[int, int, int, list[Vector]]]:
         """Walk the chunks with `count` scratch vectors, whose memory all chunks share.
 
-        Yields:
-            A chunk's index, its element range [low, high), and the vectors, each of high - low elements.
+        Yields a chunk's index, its element range [low, high), and the vectors, each of high - low elements.
         """
         vectors = [self.scratch_vector() for _ in range(count)]
         for index in range(self.chunks):

@@ -78,10 +78,8 @@ class _Blockwise(Codec):
         raise NotImplementedError
 
     def _get(self, codes: torch.Tensor, into: Vector) -> None:
-        """Write the quotients that the codes stand for into `into`.
-
-        Raises:
-            BadPayload: there is a code that no encoder writes.
+        """Write the quotients that the codes stand for into `into`. `BadPayload` if there is a code that no encoder
+        writes.
         """
         raise NotImplementedError
 
@@ -90,16 +88,11 @@ class _Blockwise(Codec):
         return scale * self._STEP
 
     def _split(self, data: torch.Tensor, elements: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Views of the scales, and of the codes as bytes, in the encoded bytes."""
         scales = _scale_bytes(elements)
         return typed(data[:scales], torch.float32), data[scales:]
 
     def _scales(self, block: torch.Tensor, scratch: torch.Tensor, into: torch.Tensor) -> torch.Tensor:
-        """Write the scale of each row of `block` to `into`, and return what to divide the rows by: 1 for a scale of 0.
-
-        Raises:
-            ValueError: an element is not finite.
-        """
+        """Write the scale of each row of `block` to `into`, and return what to divide the rows by (1 for 0)."""
         torch.amax(torch.abs(block, out=scratch), dim=1, out=into)
         low, high = finite_range(into)
         into.div_(self._TOP)

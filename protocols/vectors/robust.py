@@ -75,19 +75,14 @@ _PIECE = 1 << 14  # columns sorted at a time
 
 class Rule(Protocol):
     def __call__(self, contributions: torch.Tensor, weights: Sequence[float], into: Vector) -> None:
-        """Aggregate the contributions into `into` (d), which must not overlap them. The result is finite.
+        """Aggregate the contributions, float32 (n, d) with n >= 1, into `into` (d), which must not overlap them.
 
-        Args:
-            contributions: float32 (n, d) on the CPU, n >= 1, rows contiguous, finite. `mean` may overwrite them.
-            weights: one for each row, positive and finite, in any unit.
-
-        Raises:
-            ValueError: counts or sizes do not match, or a weight is not positive and finite.
+        The rows are on the CPU, contiguous and finite; so is the result. `mean` may overwrite them. Each row has a
+        weight, positive and finite, in any unit; otherwise `ValueError`.
         """
 
 
 def mean(contributions: torch.Tensor, weights: Sequence[float], into: Vector) -> None:
-    """The weighted mean (`vectors.weighted_mean`)."""
     weighted_mean(contributions.unbind(), weights, into)
 
 
@@ -105,12 +100,9 @@ def median(contributions: torch.Tensor, weights: Sequence[float], into: Vector) 
 def trimmed_mean(
     contributions: torch.Tensor, weights: Sequence[float], into: Vector, share: float = TRIM_SHARE
 ) -> None:
-    """The coordinate-wise weighted mean without a share of the weight at either end.
+    """The coordinate-wise weighted mean without a share (below .5) of the weight at either end.
 
     A value at the boundary of the trimmed range counts with the rest of its weight.
-
-    Args:
-        share: of the total weight, removed at each end; below .5.
     """
     scaled = _scaled_weights(contributions, weights, into)
     whole = math.fsum(scaled)
@@ -190,8 +182,7 @@ def _scaled_weights(contributions: torch.Tensor, weights: Sequence[float], into:
 def _ranked(contributions: torch.Tensor, scaled: Sequence[float]) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
     """Sort the columns, a piece at a time.
 
-    Yields:
-        The columns of the piece; their values in ascending order and the cumulative weights, each (n, columns).
+    Yields the columns of the piece; their values in ascending order and the cumulative weights, each (n, columns).
     """
     each = torch.tensor(scaled, dtype=torch.float64)
     for low in range(0, contributions.shape[1], _PIECE):
@@ -201,7 +192,6 @@ def _ranked(contributions: torch.Tensor, scaled: Sequence[float]) -> Iterator[tu
 
 
 def _difference(row: Vector, centre: Vector, into: Vector) -> Vector:
-    """row - centre, clamped to finite float32."""
     return torch.sub(row, centre, out=into).clamp_(-LARGEST_FLOAT32, LARGEST_FLOAT32)
 
 
@@ -242,13 +232,7 @@ class RobustAggregator:
     """
 
     def __init__(self, rule: str, allowances: Sequence[float]) -> None:
-        """
-        Args:
-            allowances: for each member, the multiple of the others' norm that its own may have (`plan`).
-
-        Raises:
-            ValueError: unknown rule.
-        """
+        """Each member's norm may exceed the others' by its allowance (`plan`)."""
         self._rule, self._allowances = require_known("robust rule", rule, RULES), allowances
         members = len(allowances)
         self._sent, self._kept, self._apart = [0.0] * members, [0.0] * members, [0.0] * members
@@ -261,12 +245,7 @@ class RobustAggregator:
         weights: Sequence[float],
         into: Vector,
     ) -> None:
-        """Aggregate one chunk by the rule, as `Rule` does. The contributions are overwritten.
-
-        Args:
-            members: index of the member that sent each contribution.
-            norms: L2 norm of each contribution.
-        """
+        """Aggregate one chunk by the rule, as `Rule` does. `norms` are L2. The contributions are overwritten."""
         contributions, measured = tuple(contributions), len(into) >= MEASURED_ELEMENTS
         if measured:
             self._clip(members, norms, contributions)

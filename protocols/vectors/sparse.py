@@ -92,11 +92,7 @@ class TopK(Codec):
     grain, decay = GROUP, DECAY
 
     def __init__(self, members: int = 0) -> None:
-        """Create the codec.
-
-        Args:
-            members: number of contributions of the mean to encode; 0: for a contribution.
-        """
+        """For contributions; or for means of this many contributions."""
         self.name = f"topk of {members}" if members else "topk"
         self._members = members
         self._values: Codec = Int8() if members else TwoBits()
@@ -146,7 +142,6 @@ class TopK(Codec):
         return bound
 
     def _groups(self, elements: int) -> tuple[_Groups, ...]:
-        """The whole groups, and the shorter last one."""
         whole, rest = divmod(elements, GROUP)
         made = ((whole, GROUP), (1 if rest else 0, rest))
         return tuple(_Groups(count, width, self._kept(width)) for count, width in made if count)
@@ -167,13 +162,7 @@ class TopK(Codec):
 
 @dataclass(frozen=True, slots=True)
 class _Groups:
-    """Consecutive groups of one width, and how the positions of their sent elements are packed.
-
-    Attributes:
-        count: number of groups.
-        width: elements of a group.
-        keep: elements of a group that are sent.
-    """
+    """`count` consecutive groups of `width` elements, of which `keep` are sent, and how their positions are packed."""
 
     count: int
     width: int
@@ -214,11 +203,7 @@ class _Groups:
         return torch.cat((_bytes_of(low), _bytes_of(high)), dim=1)
 
     def unpack(self, data: torch.Tensor) -> torch.Tensor:
-        """Unpack the positions from the bytes that `pack` made.
-
-        Raises:
-            BadPayload: `pack` cannot have made these bytes.
-        """
+        """Unpack the positions from the bytes that `pack` made. `BadPayload` if it cannot have made them."""
         bits = (data[:, :, None] >> torch.arange(8, dtype=torch.uint8) & 1).flatten(1)
         low, high = bits[:, : 8 * self._low_bytes], bits[:, 8 * self._low_bytes :]
         used = self.keep * self._low_bits
@@ -236,13 +221,9 @@ class _Groups:
 
 
 def _levels(values: torch.Tensor, there: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The two magnitudes of each row, and which elements have the upper one.
+    """The two magnitudes of each row, float32 (rows, 2), exact in bfloat16; and which elements have the upper one.
 
-    Args:
-        there: which elements are not padding.
-
-    Returns:
-        Magnitudes, float32 (rows, 2), exact in bfloat16; and a mask of the shape of `values`.
+    `there` marks the elements that are not padding.
     """
     sizes = values.abs().double()
     zeros = ((sizes == 0) & there).any(1, keepdim=True)
@@ -265,7 +246,6 @@ def _sum(rows: torch.Tensor) -> torch.Tensor:
 
 
 def _padded(values: torch.Tensor, width: int) -> torch.Tensor:
-    """The values in rows of this width, the last padded with zeros."""
     rows = torch.zeros(-(-len(values) // width), width, dtype=values.dtype)
     rows.view(-1)[: len(values)].copy_(values)
     return rows
@@ -284,14 +264,7 @@ def _bytes_of(bits: torch.Tensor) -> torch.Tensor:
 def sent(codec: Codec, residual: Vector, delta: Vector, into: Vector) -> None:
     """Write what a receiver gets of a pseudo-gradient and the error feedback: codec(decay · residual + delta).
 
-    The vectors are float32 (n) and must not overlap. Only `into` is changed.
-
-    Args:
-        residual: the error feedback.
-        delta: the pseudo-gradient.
-
-    Raises:
-        ValueError: the sum is not finite.
+    The vectors are float32 (n) and must not overlap. Only `into` is changed. `ValueError` if the sum is not finite.
     """
     for low in range(0, len(into), PIECE):
         piece = into[low : low + PIECE]
@@ -301,9 +274,5 @@ def sent(codec: Codec, residual: Vector, delta: Vector, into: Vector) -> None:
 
 
 def settle(codec: Codec, residual: Vector, delta: Vector, gone: Vector) -> None:
-    """Update the error feedback after the contribution was counted: residual ← decay · residual + delta − gone.
-
-    Args:
-        gone: what `sent` wrote.
-    """
+    """Update the error feedback after the contribution was counted: residual ← decay · residual + delta − gone."""
     residual.mul_(codec.decay).add_(delta).sub_(gone)

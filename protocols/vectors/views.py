@@ -25,11 +25,7 @@ _NORM_PIECE = 1 << 16  # elements; their float64 copies stay in the processor's 
 
 
 def check_vector(vector: Vector) -> None:
-    """Check that a tensor is a `Vector`.
-
-    Raises:
-        ValueError: it is not 1-D, float32, on the CPU, contiguous and detached from autograd.
-    """
+    """Raise `ValueError` unless a tensor is a `Vector`, detached from autograd."""
     if vector.dim() != 1 or vector.dtype != torch.float32 or vector.device.type != "cpu":
         raise ValueError(
             f"a vector is 1-D float32 on the CPU, not {vector.dim()}-D {vector.dtype} on {vector.device.type}"
@@ -43,8 +39,7 @@ def check_vector(vector: Vector) -> None:
 class VectorView:
     """Presents a sequence of vectors as one vector of `size` elements, without copying them.
 
-    Raises:
-        ValueError: one of them is not a `Vector`.
+    Raises `ValueError` for tensors that are not a `Vector`, and for ranges out of bounds.
     """
 
     def __init__(self, vectors: Sequence[Vector]) -> None:
@@ -55,11 +50,7 @@ class VectorView:
         self.size = self._starts[-1]
 
     def read(self, low: int, high: int, scratch: Vector) -> Vector:
-        """Return elements [low, high): a view if they lie in one vector, else a copy in `scratch[:high - low]`.
-
-        Raises:
-            ValueError: the range is out of bounds, or `scratch` is too small for a copy.
-        """
+        """Return elements [low, high): a view if they lie in one vector, else a copy in `scratch[:high - low]`."""
         pieces = self._pieces(low, high)
         if len(pieces) == 1:
             return pieces[0]
@@ -72,20 +63,12 @@ class VectorView:
         return scratch[:at]
 
     def window(self, low: int, high: int) -> Vector | None:
-        """A view of elements [low, high) if they lie in one vector, else None.
-
-        Raises:
-            ValueError: the range is out of bounds.
-        """
+        """A view of elements [low, high) if they lie in one vector, else None."""
         pieces = self._pieces(low, high)
         return pieces[0] if len(pieces) == 1 else None
 
     def write(self, low: int, source: Vector) -> None:
-        """Overwrite the elements from `low` on with those of `source`.
-
-        Raises:
-            ValueError: the range is out of bounds.
-        """
+        """Overwrite the elements from `low` on with those of `source`."""
         at = 0
         for piece in self._pieces(low, low + len(source)):
             piece.copy_(source[at : at + len(piece)])
@@ -112,11 +95,7 @@ def chunk_count(elements: int, chunk: int = CHUNK_ELEMENTS) -> int:
 
 
 def chunk_range(low: int, high: int, index: int, chunk: int = CHUNK_ELEMENTS) -> tuple[int, int]:
-    """Element offsets [start, stop) of chunk `index` of the range [low, high).
-
-    Raises:
-        ValueError: the range has no such chunk.
-    """
+    """Element offsets [start, stop) of chunk `index` of the range [low, high)."""
     if not 0 <= index < chunk_count(high - low, chunk):
         raise ValueError(f"chunk {index} of a range of {chunk_count(high - low, chunk)} chunks")
     start = low + index * chunk
@@ -124,20 +103,14 @@ def chunk_range(low: int, high: int, index: int, chunk: int = CHUNK_ELEMENTS) ->
 
 
 def weighted_mean(contributions: Sequence[Vector], weights: Sequence[float], into: Vector) -> None:
-    """Write sum_i w_i x_i / sum_i w_i, added in the given order, into `into`.
+    """Write sum_i w_i x_i / sum_i w_i, added in the given order, into `into`. All are of one size, and finite.
 
-    The contributions are overwritten. `into` may be the first of them, and must not overlap the others.
+    The contributions are overwritten. `into` may be the first of them, and must not overlap the others. The weights are
+    positive and finite, in any unit; otherwise `ValueError`.
 
     Each contribution is scaled by w_i / sum w (computed in float64, rounded to float32) before it is added, so that
     large weights cannot overflow. The mean of finite vectors is finite: it is clamped to the largest float32. A single
     contribution is returned unchanged.
-
-    Args:
-        contributions: at least one, all of the size of `into`, finite.
-        weights: one for each, positive and finite, in any unit.
-
-    Raises:
-        ValueError: counts or sizes do not match, or a weight is not positive and finite.
     """
     if not contributions or len(contributions) != len(weights):
         raise ValueError(f"{len(contributions)} contributions with {len(weights)} weights")

@@ -147,9 +147,9 @@ def test_numbers_and_bounds_never_change() -> None:
 
 @given(key=headers(RoundKey), junk=st.binary(max_size=60) | TREE.map(msgpack.packb))
 def test_body_round_trips_or_is_rejected(key: RoundKey, junk: bytes) -> None:
-    assert wire.unpack_body(RoundKey, wire.body(key)) == key
+    assert wire.from_canonical_bytes(RoundKey, wire.canonical_bytes(key)) == key
     with pytest.raises(BadPayload):
-        wire.unpack_body(RoundKey, junk)
+        wire.from_canonical_bytes(RoundKey, junk)
 
 
 @dataclasses.dataclass(frozen=True)
