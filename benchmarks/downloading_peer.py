@@ -33,7 +33,7 @@ import uvloop
 
 from benchmarks.averaging_peer import MOVE, RUN, Lag, Peer, main
 from benchmarks.averaging_setup import Setup
-from node.storage.file_buffer import outer_buffer
+from node.storage.buffers import outer_buffer
 from protocols import wire
 from protocols.aio import loop_time
 from protocols.base import CHUNK_BYTES, Host, PeerId, Settings, Stream

@@ -21,7 +21,7 @@ from node.runtime.cgroup import bounded_spin, usable_cores
 from node.runtime.child_process import ChildProcess
 from node.session.fatal import NO_RESULT, REPLACED
 from node.session.shutdown import GracefulShutdown
-from node.storage.rotation import rotate, rotated_path
+from node.storage.journal import rotate, rotated_path
 from node.training.liveness import BUSY_FACTOR, TIMEOUT_SECONDS
 from node.ui import logs
 from node.ui.control import ControlUnavailable, ask

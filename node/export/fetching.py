@@ -24,10 +24,9 @@ from node.export.stage_peers import StagePeers
 from node.export.trained_model import TrainedError
 from node.joining.stages import StagePlace
 from node.runtime.identity import verify
+from node.storage.buffers import outer_buffer
 from node.storage.certificate_log import CertificateLog
-from node.storage.checkpoint import DIRECTORY, OUTER, Checkpoint, DataCursor, name_of
-from node.storage.file_buffer import outer_buffer
-from node.storage.publish import publish_checkpoint
+from node.storage.checkpoint import DIRECTORY, OUTER, Checkpoint, DataCursor, name_of, publish_checkpoint
 from node.storage.statedir import STAGE, write_atomically
 from node.tasks.flat import flatten
 from node.tasks.gpt import Gpt

@@ -35,10 +35,10 @@ from node.session.discovery import discover
 from node.session.peer_session import PeerSession
 from node.session.processes import PeerProcesses
 from node.session.stage_entrance import StageEntrance
+from node.storage.buffers import ScratchSpace
 from node.storage.certificate_log import spool
-from node.storage.checkpoint_manager import CheckpointManager, CheckpointStorage
+from node.storage.checkpoint_manager import CheckpointManager
 from node.storage.journal import Journal
-from node.storage.scratch import ScratchSpace
 from node.tasks.extra import extra_elements
 from node.training.remote import RemoteTrainer
 from node.ui.status_tracker import OuterLoopSources
@@ -222,9 +222,16 @@ def _checkpoints(
     worker: RemoteTrainer,
     not_sent: ErrorFeedback | None,
 ) -> CheckpointManager:
-    config, limit_bytes = peer.config, int(peer.config.disk_limit_bytes)
-    storage = CheckpointStorage(peer.state.path, config.checkpoint_every, limit_bytes, peer.disk, start.archive.sync)
-    return CheckpointManager(storage, start.like(manifest.run_id, worker.layout), worker, not_sent)
+    return CheckpointManager(
+        peer.state.path,
+        start.like(manifest.run_id, worker.layout),
+        every_rounds=peer.config.checkpoint_every,
+        limit_bytes=int(peer.config.disk_limit_bytes),
+        disk=peer.disk,
+        inner=worker,
+        feedback=not_sent,
+        sync=start.archive.sync,
+    )
 
 
 def _outer_loop(

@@ -1,12 +1,10 @@
 """The certificates of a peer's chain on disk: one file that grows by one entry a round.
 
-`CertificateLog(path)` opens or creates the file; `Chain(..., archive=CertificateLog(path))` resumes the chain in it.
-Both read the whole file, which takes seconds for thousands of rounds: construct them outside the event loop. The log
-must exist before the chain changes. It belongs to one chain of one run; for another run, `node.storage.statedir` moves
-the file aside. `sync` makes appended certificates survive a power failure. Call it before publishing a checkpoint that
-is later than the synced certificates. With
-`ChainSyncOptions(make_archive=partial(spool, directory))`, long sequences of
-certificates that are being verified are also stored on disk (`protocols.sync.head_verifier`).
+`Chain(..., archive=CertificateLog(path))` resumes the chain in the file. Both read the whole file, which takes seconds
+for thousands of rounds: construct them outside the event loop. The log belongs to one chain of one run; for another
+run, `node.storage.statedir` moves the file aside. Call `sync`, which makes appended certificates survive a power
+failure, before publishing a checkpoint that is later than the synced certificates. `spool` keeps long sequences of
+certificates that are being verified (`protocols.sync.head_verifier`).
 
 The file starts with eight bytes that name its format. An entry is length and checksum, 4 bytes each, and the encoded
 certificate. When the file is opened, a damaged end, left by a crash or a bad disk, is cut off.
@@ -48,12 +46,9 @@ def spool(directory: Path) -> Archive:
 
 
 def stored(path: Path) -> Iterator[bytes]:
-    """Yield the encoded certificates in a file, oldest first, up to the first damaged one.
+    """Yield the encoded certificates in a file, oldest first, up to the first damaged one. Raises OSError.
 
     It changes nothing, so a running peer may append to the file meanwhile.
-
-    Raises:
-        OSError: the file cannot be read.
     """
     with path.open("rb") as file:
         if file.read(len(_MAGIC)) != _MAGIC:
@@ -76,22 +71,12 @@ class CertificateLog:
     """
 
     def __init__(self, path: Path, name: str = "") -> None:
-        """
-        Args:
-            name: name of the file in log messages; empty: its path.
-
-        Raises:
-            OSError: the file can be neither opened nor created.
-        """
+        """Raises OSError. `name` is that of the file in log messages; empty: its path."""
         self._open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600), name or str(path))
 
     @classmethod
     def anonymous(cls, directory: Path) -> Self:
-        """Create an unnamed file, which is deleted with its last user: for certificates that are being verified.
-
-        Raises:
-            OSError: it cannot be created.
-        """
+        """Create an unnamed file, which is deleted with its last user. Raises OSError."""
         file = cls.__new__(cls)
         with tempfile.TemporaryFile(dir=directory) as temporary:
             file._open(os.dup(temporary.fileno()), f"a file in {directory}")
@@ -186,11 +171,7 @@ class CertificateLog:
     # -- the disk -----------------------------------------------------------------------------------------------------
 
     def sync(self) -> None:
-        """Flush appended certificates to disk. Blocks: call it outside the event loop.
-
-        Raises:
-            OSError: the flush failed, or some certificates are not in the file.
-        """
+        """Flush appended certificates to disk. Blocks. Raises OSError if some certificates are not in the file, too."""
         os.fsync(self._file)
         if self._failing and (self._waiting or self._lost):
             raise OSError(errno.ENOSPC, f"{self._name} is incomplete: the disk does not take more certificates")

@@ -16,6 +16,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +25,8 @@ from typing import Any
 import torch
 
 from node.runtime import tensors
-from node.storage.file_buffer import PARAMETERS, VELOCITY, outer_buffer, outer_header
+from node.runtime.identity import sync_directory
+from node.storage.buffers import PARAMETERS, VELOCITY, outer_buffer, outer_header
 from protocols.base import BadPayload, Layout, Vector
 from protocols.sync.snapshot import Snapshot, SnapshotIndex
 
@@ -41,13 +43,7 @@ class CheckpointError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class DataCursor:
-    """Position of a peer in its stream of data.
-
-    Attributes:
-        seed: of the stream.
-        incarnation: incarnation of the peer that started the stream.
-        position: number of batches drawn.
-    """
+    """Position of a peer in its stream of data, which the incarnation that started it and the seed give, in batches."""
 
     seed: int
     incarnation: int
@@ -56,32 +52,16 @@ class DataCursor:
 
 @dataclass(frozen=True, slots=True)
 class FileDigest:
-    """Size and digest of one file of a checkpoint.
-
-    Attributes:
-        sha256: of its bytes, hex.
-    """
-
     size: int
     sha256: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """A checkpoint on disk.
+    """A checkpoint on disk, the state before `round`, after the record with the hash `lineage`.
 
-    Attributes:
-        path: its directory.
-        run: id of the run, 64 hex digits.
-        round: the next round.
-        lineage: hash of the record before that round, 32 bytes.
-        state_root: of the outer state, 32 bytes.
-        layout: of the parameters.
-        index: digests of the outer state's chunks.
-        data: position at which the worker continues its data.
-        carried: tokens of uncounted work in the local parameters, which the checkpoint does not contain.
-        files: name -> size and digest.
-        threads: number of threads that the worker computed with; 0: not known.
+    `carried` are tokens of uncounted work in the local parameters, which the checkpoint does not contain. `threads` is
+    the number of threads that the worker computed with; 0: not known.
     """
 
     path: Path
@@ -107,30 +87,20 @@ class Checkpoint:
 
     @property
     def feedback(self) -> Path | None:
-        """Path of the error feedback, if the checkpoint has one."""
         return self.path / FEEDBACK if FEEDBACK in self.files else None
 
     @property
     def bytes(self) -> int:
-        """Total size of its files."""
         return sum(file.size for file in self.files.values())
 
     def snapshot(self) -> Snapshot:
-        """Its outer state, for serving it to joiners and for reading it.
-
-        Raises:
-            OSError: the file is missing, or has been replaced.
-        """
+        """Its outer state, for serving it to joiners and for reading it. Raises OSError if the file was replaced."""
         sizes = self.layout.sizes()
         buffer = outer_buffer(self.path / OUTER, sizes, self.round, self.lineage, there=True)
         return Snapshot(self.lineage, self.round, self.index, buffer)
 
     def parameters(self) -> tuple[Vector, ...]:
-        """The outer parameters: a flat float32 vector for each fragment of the layout.
-
-        Raises:
-            CheckpointError: the file is missing, or has been replaced.
-        """
+        """The outer parameters: a flat float32 vector for each fragment of the layout. Raises CheckpointError."""
         sizes = self.layout.sizes()
         held = tensors.fragments((PARAMETERS, VELOCITY), sizes)
         into = {name: torch.empty(shape) for name, (_, shape) in held.items()}
@@ -142,7 +112,6 @@ class Checkpoint:
 
 
 def name_of(round_number: int, lineage: bytes) -> str:
-    """Name of a checkpoint's directory."""
     return f"{round_number:06d}-{lineage.hex()[:12]}"
 
 
@@ -150,16 +119,9 @@ def name_of(round_number: int, lineage: bytes) -> str:
 
 
 def newest(directory: Path) -> Checkpoint:
-    """Find the latest undamaged checkpoint of a peer. It verifies all bytes, at about a second a gigabyte.
+    """Find the latest undamaged checkpoint of a peer, which may be running. It verifies all bytes, about 1 GB a second.
 
-    `run` and `round` identify it, `layout` has the names and shapes of the tensors, and `parameters()` reads the outer
-    parameters as flat vectors, one for each fragment of the layout (today there is one).
-
-    Args:
-        directory: the peer's state directory. A running peer may replace its checkpoints during this call.
-
-    Raises:
-        CheckpointError: there is none. The message names the damaged ones.
+    Raises CheckpointError if there is none, whose message names the damaged ones.
     """
     damaged: list[str] = []
     for checkpoint in whole(directory, damaged.append):
@@ -168,15 +130,10 @@ def newest(directory: Path) -> Checkpoint:
 
 
 def whole(directory: Path, say: Callable[[str], None], run: str = "") -> Iterator[Checkpoint]:
-    """Yield the undamaged checkpoints of a peer, newest first. Each is verified just before it is yielded.
+    """Yield a peer's undamaged checkpoints of one run (empty: of any), newest first, each just after its verification.
 
-    Args:
-        directory: the peer's state directory.
-        say: called with a one-line message for each checkpoint that is damaged or of another run.
-        run: id of the run that they must belong to; empty: any.
-
-    Raises:
-        CheckpointError: the directory of checkpoints cannot be read.
+    `say` is called with one line for each checkpoint that is damaged or of another run. Raises CheckpointError if the
+    directory cannot be read.
     """
     try:
         there = places(directory / DIRECTORY)
@@ -194,10 +151,8 @@ def whole(directory: Path, say: Callable[[str], None], run: str = "") -> Iterato
 
 
 def places(home: Path, drafts: bool = False) -> list[Path]:
-    """List the directories of checkpoints, oldest first, unverified; or with `drafts` the unfinished ones.
-
-    Raises:
-        OSError: `home` cannot be read. If it does not exist, the result is empty.
+    """List the directories of checkpoints, oldest first, unverified; or with `drafts` the unfinished ones. Raises
+    OSError.
     """
     try:
         names = sorted(each.name for each in os.scandir(home) if each.is_dir(follow_symlinks=False))
@@ -207,11 +162,7 @@ def places(home: Path, drafts: bool = False) -> list[Path]:
 
 
 def verified(path: Path) -> Checkpoint:
-    """Read the checkpoint in a directory, and compare each file with its digest.
-
-    Raises:
-        CheckpointError: it is damaged, incomplete or unreadable.
-    """
+    """Read the checkpoint in a directory, and compare each file with its digest. Raises CheckpointError."""
     try:
         checkpoint = described(path)
         for name, file in checkpoint.files.items():
@@ -227,12 +178,7 @@ def verified(path: Path) -> Checkpoint:
 
 
 def described(path: Path) -> Checkpoint:
-    """Read the manifest in a directory, without looking at the other files.
-
-    Raises:
-        CheckpointError: it is damaged, or of another version.
-        OSError: it cannot be read.
-    """
+    """Read the manifest in a directory, without looking at the other files. Raises CheckpointError and OSError."""
     with (path / MANIFEST).open("rb") as file:
         data = file.read(MAX_MANIFEST_BYTES)
     try:
@@ -254,10 +200,8 @@ def described(path: Path) -> Checkpoint:
 
 
 def parse(path: Path, fields: Mapping[str, Any]) -> Checkpoint:
-    """Build a checkpoint from the fields of its manifest.
-
-    Raises:
-        ValueError, KeyError, TypeError: not a manifest of this version.
+    """Build a checkpoint from the fields of its manifest. Raises ValueError, KeyError or TypeError if they are not
+    valid.
     """
     layout = Layout(
         tuple(tuple((name, tuple(shape)) for name, shape in fragment) for fragment in fields["layout"]),
@@ -303,3 +247,62 @@ def digest(file: int) -> str:
 def encode(fields: Mapping[str, Any]) -> bytes:
     """The canonical encoding of a manifest."""
     return json.dumps(fields, indent=1, sort_keys=True).encode() + b"\n"
+
+
+def publish_checkpoint(made: Checkpoint, inner: bool, feedback: bool = False) -> Checkpoint:
+    """Publish a hidden directory as a checkpoint, which then survives a crash or a power failure.
+
+    `made.files` are ignored. Without `inner` (or `feedback`), the file of that name is deleted. If it raises OSError,
+    there is no checkpoint.
+    """
+    draft, home = made.path, made.path.parent
+    there = {OUTER: True, INNER: inner, FEEDBACK: feedback}
+    names = [name for name, one in there.items() if one]
+    for name in there.keys() - names:
+        (draft / name).unlink(missing_ok=True)
+    files = {name: FileDigest((draft / name).stat().st_size, _flushed(draft / name)) for name in names}
+    fields = _describe(made, files)
+    file = os.open(draft / MANIFEST, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    try:
+        tensors.put(file, encode(fields), 0)
+        os.fsync(file)
+    finally:
+        os.close(file)
+    sync_directory(draft)
+    place = home / made.name
+    if place.exists():  # a damaged one, or an identical one
+        shutil.rmtree(place)
+    draft.rename(place)
+    sync_directory(home)
+    sync_directory(home.parent)  # before the first checkpoint, `home` may itself be new
+    return parse(place, fields)
+
+
+def _flushed(path: Path) -> str:
+    """Flush a file to disk, and return the digest of its content."""
+    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        found = digest(file)
+        os.fsync(file)
+        return found
+    finally:
+        os.close(file)
+
+
+def _describe(made: Checkpoint, files: Mapping[str, FileDigest]) -> dict[str, Any]:
+    fields = {
+        "format": FORMAT,
+        "run": made.run,
+        "round": made.round,
+        "lineage": made.lineage.hex(),
+        "state_root": made.state_root.hex(),
+        "elements": list(made.layout.sizes()),
+        "layout": [[[name, list(shape)] for name, shape in fragment] for fragment in made.layout.fragments],
+        "outer_digests": made.index.pack().hex(),
+        "data": {"seed": made.data.seed, "incarnation": made.data.incarnation, "position": made.data.position},
+        "carried_tokens": made.carried,
+        "threads": made.threads,
+        "error_feedback": FEEDBACK if FEEDBACK in files else None,
+        "files": {name: {"size": file.size, "sha256": file.sha256} for name, file in files.items()},
+    }
+    return fields | {"digest": hashlib.sha256(encode(fields)).hexdigest()}

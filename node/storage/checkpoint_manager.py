@@ -17,18 +17,26 @@ import logging
 import math
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol, Self
 
-from node.storage.checkpoint import DIRECTORY, FEEDBACK, INNER, MANIFEST, OUTER, Checkpoint, name_of, places
-from node.storage.file_buffer import FileBuffer, allocate, outer_buffer
-from node.storage.publish import publish_checkpoint
-from node.storage.quota import Quota
+from node.storage.buffers import FileBuffer, allocate, outer_buffer
+from node.storage.checkpoint import (
+    DIRECTORY,
+    FEEDBACK,
+    INNER,
+    MANIFEST,
+    OUTER,
+    Checkpoint,
+    name_of,
+    places,
+    publish_checkpoint,
+)
 from node.training.process import WorkerError
 from protocols.aio import task_group
 from protocols.base import Compute, RoundKey
@@ -46,13 +54,7 @@ AGAIN_SECONDS = 600.0
 
 
 class InnerStateSource(Protocol):
-    """The owner of the inner optimiser's state.
-
-    Attributes:
-        position: batches drawn from this peer's stream of data.
-        carried: tokens of work in the local parameters that no round has counted.
-        threads: number of threads that it computes with.
-    """
+    """The owner of the inner optimiser's state, and of the position in this peer's stream of data."""
 
     @property
     def position(self) -> int: ...
@@ -64,11 +66,7 @@ class InnerStateSource(Protocol):
     def threads(self) -> int: ...
 
     async def save(self, path: Path) -> bool:
-        """Write the inner state to a file; False if there is none at the moment.
-
-        Raises:
-            WorkerError: it cannot be written.
-        """
+        """Write the inner state to a file; False if there is none at the moment. Raises WorkerError."""
 
 
 class OuterStateSource(Protocol):
@@ -88,55 +86,36 @@ class FeedbackSource(Protocol):
         """Raises OSError if the file cannot be written."""
 
 
-def _nothing_to_sync() -> None:
-    """Do nothing: for checkpoints without a chain."""
-
-
-@dataclass(frozen=True, slots=True)
-class CheckpointStorage:
-    """Where checkpoints are written, how often, and how much of the disk they may take.
-
-    Attributes:
-        directory: the peer's state directory.
-        every_rounds: a checkpoint is written before every round whose number this divides.
-        limit_bytes: disk space for all checkpoints together.
-        disk: runs blocking disk operations, and nothing that a round waits for.
-        sync: flushes the chain to which checkpoints belong, so that it survives a power cut. Blocks; raises OSError.
-    """
-
-    directory: Path
-    every_rounds: int
-    limit_bytes: int
-    disk: Compute
-    sync: Callable[[], None] = _nothing_to_sync
-
-
 class CheckpointManager:
     """Keeps the checkpoints of one run. An async context manager, whose exit waits for the last publication.
 
-    Attributes:
-        home: the directory of the checkpoints.
-        problem: why the latest checkpoint failed, one line; empty if it was written.
-        feedback: error feedback of this peer's codec; None if the codec needs none.
-        snapshots: the snapshots that it keeps. They are served to other peers as soon as they are filled.
+    `problem` says in one line why the latest checkpoint failed; empty if it was written. `snapshots` are served to
+    other peers as soon as they are filled.
     """
 
     def __init__(
         self,
-        storage: CheckpointStorage,
+        directory: Path,
         like: Checkpoint,
+        *,
+        every_rounds: int,
+        limit_bytes: int,
+        disk: Compute,
         inner: InnerStateSource,
         feedback: FeedbackSource | None = None,
+        sync: Callable[[], None] = lambda: None,
     ) -> None:
+        """Write a checkpoint before every `every_rounds`-th round, at most `limit_bytes` of them in all.
+
+        `like` supplies run, layout and data of all checkpoints. `disk` runs blocking disk operations, and nothing that
+        a round waits for. `sync` flushes the chain to which checkpoints belong, so that it survives a power cut; it
+        blocks and raises OSError. `feedback` is None if the codec needs none.
         """
-        Args:
-            like: supplies run, layout and data of all checkpoints.
-        """
-        self.snapshots = Snapshots(storage.every_rounds, KEEP, self.make_buffer, self._has_draft)
-        self.home, self._like = storage.directory / DIRECTORY, like
-        self._quota = Quota(self.home, storage.limit_bytes)
+        self.snapshots = Snapshots(every_rounds, KEEP, self.make_buffer, self._has_draft)
+        self.home, self._like = directory / DIRECTORY, like
+        self._quota = Quota(self.home, limit_bytes)
         self._inner, self.feedback = inner, feedback
-        self._disk, self._sync = storage.disk, storage.sync
+        self._disk, self._sync = disk, sync
         self._sealing: asyncio.Task[None] | None = None
         self._whole: set[str] = set()
         self._warned_at, self.problem = -math.inf, ""
@@ -151,21 +130,13 @@ class CheckpointManager:
         self._sealing = None
 
     def holds(self, checkpoint: Checkpoint) -> None:
-        """Take over a whole checkpoint of an earlier incarnation, which is on this peer's chain.
-
-        Raises:
-            OSError: the checkpoint no longer exists.
-        """
+        """Take over a whole checkpoint of an earlier incarnation, which is on this peer's chain. Raises OSError."""
         self.snapshots.put(checkpoint.snapshot())
         self._whole.add(checkpoint.name)
         self._is_kept(checkpoint.path)
 
     def age_seconds(self, wall: float) -> float | None:
-        """Age of the newest whole checkpoint; None if there is none.
-
-        Args:
-            wall: the present time, by the clock of the files' timestamps.
-        """
+        """Age of the newest whole checkpoint, by the clock of the files' timestamps; None if there is none."""
         return None if self._kept_wall is None else max(0.0, wall - self._kept_wall)
 
     # -- a checkpoint -------------------------------------------------------------------------------------------------
@@ -225,7 +196,7 @@ class CheckpointManager:
             self._sealing.add_done_callback(_tell_defect)
 
     async def _sealed(self) -> bool:
-        """Wait up to `SLOW_SECONDS` for the previous checkpoint; returns whether its publication has ended."""
+        """Wait up to `SLOW_SECONDS` until the previous checkpoint's publication has ended."""
         if self._sealing:
             await asyncio.wait([self._sealing], timeout=SLOW_SECONDS)
         return self._sealing is None or self._sealing.done()
@@ -292,7 +263,7 @@ class CheckpointManager:
         return self.home / f".{name_of(round_number, lineage)}"
 
     async def _make_way(self, draft: Path, key: RoundKey) -> bool:
-        """Reserve the disk space of a checkpoint, removing older ones if needed; False if there is not enough."""
+        """Reserve the disk space of a checkpoint, removing older ones if needed."""
         vectors_bytes = buffer_bytes(sum(self._like.layout.sizes()))
         beside = {INNER: vectors_bytes + SMALL_BYTES}  # moments
         if self.feedback:
@@ -330,20 +301,14 @@ class CheckpointManager:
         return False
 
     def _removable(self, draft: Path) -> list[Path]:
-        """What may be removed for a draft, the least useful first.
-
-        Whole checkpoints of earlier incarnations that this peer did not load are not among them.
-        """
+        """What may be removed for a draft, the least useful first: no checkpoint that another incarnation made."""
         drafts: list[Path] = []
         with suppress(OSError):
             drafts = [path for path in places(self.home, drafts=True) if path != draft]
         return [*drafts, *(self.home / name for name in sorted(self._whole)[:-1])]
 
     async def _remove(self, paths: list[Path]) -> None:
-        """Delete these directories.
-
-        Their snapshots are dropped first, so that the disk space is freed. Transfers that read one can still finish.
-        """
+        """Delete directories, their snapshots first, which frees the space. Transfers that read one can finish."""
         names = {path.name.removeprefix(".") for path in paths if not path.name.startswith(".")}
         for snapshot in self.snapshots.held():
             if name_of(snapshot.round, snapshot.lineage) in names:
@@ -354,6 +319,39 @@ class CheckpointManager:
 
 
 def _tell_defect(sealing: asyncio.Task[None]) -> None:
-    """Log an error in our own code, as opposed to a disk error. Training goes on."""
+    """Log an error in our own code, as opposed to a disk error. Training continues."""
     if not sealing.cancelled() and (defect := sealing.exception()):
         log.error("a checkpoint was not sealed: %r", defect, exc_info=defect)
+
+
+class Quota:
+    """The limit on the size of a directory of checkpoints, unfinished ones included."""
+
+    def __init__(self, home: Path, limit_bytes: int) -> None:
+        self._home, self.limit_bytes = home, limit_bytes
+
+    def check(self, size: int, ours: Collection[Path] = ()) -> None:
+        """Raise OSError if `size` bytes more would exceed the limit. The directories in `ours` do not count."""
+        there = [*places(self._home), *places(self._home, drafts=True)]
+        taken = sum(_bytes(path) for path in there if path not in ours)
+        if taken + size > self.limit_bytes:
+            limit = f"{self.limit_bytes / 1e9:g} GB"
+            raise OSError(errno.EDQUOT, f"{(taken + size) / 1e9:.3g} GB would be over {limit}: raise --disk-limit")
+
+    def would_do(self, size: int, gone: Collection[Path]) -> bool:
+        """Whether there would be space for `size` bytes if these directories were deleted."""
+        with suppress(OSError):
+            self.check(size, gone)
+            disk = os.statvfs(self._home)
+            return disk.f_bavail * disk.f_frsize + sum(_bytes(path) for path in gone) >= size
+        return False
+
+
+def _bytes(path: Path) -> int:
+    """Total size of the files in a directory. Files may appear and disappear meanwhile."""
+    taken = 0
+    with suppress(OSError):
+        for each in os.scandir(path):
+            with suppress(OSError):
+                taken += each.stat().st_size
+    return taken

@@ -1,7 +1,7 @@
 """A peer's history on disk: one RoundReport a line in `rounds.jsonl`, and their totals in `totals.json`.
 
-The last hundred megabytes or so of lines are kept (`node.storage.rotation`). The totals also count older reports, and
-those of earlier incarnations in this directory.
+The last hundred megabytes or so of lines are kept: `rotate` renames older files to `rounds.1.jsonl` and so on. The
+totals also count older reports, and those of earlier incarnations in this directory.
 """
 
 from __future__ import annotations
@@ -17,10 +17,12 @@ from pathlib import Path
 
 from node.reporting.report import RoundReport, Totals
 from node.reporting.status import to_json
-from node.storage.rotation import rotate, rotated_path
 
 log = logging.getLogger(__name__)
 
+FILE_BYTES = 32 << 20
+KEEP_FILES = 3
+"""Number of older files that are kept besides the present one."""
 _MAX_LINE_BYTES = 1 << 20
 _MAX_TOTALS_BYTES = 4096
 _RECENT_BYTES = 8 << 20
@@ -32,9 +34,7 @@ AT_ONCE = 16
 class Journal:
     """Appends reports. If the disk is full, some thousands of reports wait in memory, and rounds continue.
 
-    Attributes:
-        totals: of all reports so far, those of earlier incarnations included.
-        last: the latest report.
+    `totals` are of all reports so far, those of earlier incarnations included.
     """
 
     def __init__(self, path: Path) -> None:
@@ -45,10 +45,9 @@ class Journal:
         self._waiting: deque[bytes] = deque()
 
     def write(self, report: RoundReport) -> None:
-        """Add a line.
+        """Add a line, on the event loop: it reads back at most a megabyte, and flushes nothing.
 
-        This runs on the event loop: it writes one line, reads back at most a megabyte, and does not wait for the disk,
-        because it flushes no file. A power failure may lose lines, but they are not part of the peer's state.
+        A power failure may lose lines, but they are not part of the peer's state.
         """
         self.last = report
         self.totals.add(report)
@@ -64,7 +63,7 @@ class Journal:
         except OSError as error:
             if not self._failing:
                 why = error.strerror or error
-                log.warning("cannot write %s (%s): rounds go on, their lines wait in memory", self._path, why)
+                log.warning("cannot write %s (%s): rounds continue, and their lines wait in memory", self._path, why)
             self._failing = True
 
     def recent(self) -> list[RoundReport]:
@@ -93,7 +92,6 @@ class Journal:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def _remembered(self) -> Totals:
-        """Read the totals; zeros if the file is missing or damaged."""
         try:
             with self._totals_path.open("rb") as file:
                 return Totals.of(json.loads(file.read(_MAX_TOTALS_BYTES)))
@@ -114,3 +112,22 @@ def _tail(path: Path, size_bytes: int) -> bytes:
             return file.read(size_bytes)
     except OSError:
         return b""
+
+
+def rotated_path(path: Path, number: int = 1) -> Path:
+    """Path of the file that was the present one before the last `number` rotations."""
+    return path.with_suffix(f".{number}{path.suffix}")
+
+
+def rotate(path: Path, coming_bytes: int = 0) -> bool:
+    """Rename a file if `coming_bytes` more would make it too large; returns whether it did. Raises OSError."""
+    try:
+        if path.stat().st_size + coming_bytes <= FILE_BYTES:
+            return False
+    except FileNotFoundError:
+        return False
+    for number in range(KEEP_FILES, 1, -1):
+        with suppress(FileNotFoundError):
+            rotated_path(path, number - 1).replace(rotated_path(path, number))
+    path.replace(rotated_path(path))
+    return True

@@ -26,11 +26,9 @@ from typing import Self
 
 from node.membership.hello import MAX_RUN_BYTES, MAX_SAMPLE_BYTES, sound
 from node.runtime.identity import Identity, load_or_create, sync_directory
-from node.storage.rotation import KEEP_FILES
+from node.storage.buffers import SCRATCH
+from node.storage.journal import KEEP_FILES
 from protocols.base import PeerId
-
-SCRATCH = "scratch"
-"""Directory of `node.storage.scratch`, in the state directory."""
 
 MAX_CACHED_PEERS = 64
 MAX_INCARNATION = 1 << 40
@@ -58,12 +56,7 @@ class StateDir:
 
     @classmethod
     def open(cls, path: Path) -> Self:
-        """Create the directory if there is none, and start a new incarnation.
-
-        Raises:
-            StateError: it cannot be written.
-            IdentityError: the identity in it cannot be used.
-        """
+        """Create the directory if there is none, and start a new incarnation. Raises StateError and IdentityError."""
         try:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
             return cls(path, load_or_create(path / "identity.key"), _next_incarnation(path / "incarnation"))
@@ -79,17 +72,14 @@ class StateDir:
 
     @property
     def sample(self) -> Path:
-        """Path of the run's evaluation sample. The file may be missing."""
         return self.path / "held-out.bin"
 
     @property
     def data(self) -> Path:
-        """Path of the record of this peer's data. The file may be missing."""
         return self.path / "data.json"
 
     @property
     def certificates(self) -> Path:
-        """Path of the chain. The file may be missing."""
         return self.path / "certificates.bin"
 
     # -- the run ------------------------------------------------------------------------------------------------------
@@ -107,11 +97,7 @@ class StateDir:
         return _read(self.path / STAGE, _MAX_CACHE_BYTES)
 
     def keep_stage(self, place: bytes) -> None:
-        """Save this peer's stage, which it keeps for the whole run.
-
-        Raises:
-            StateError: it cannot be written.
-        """
+        """Save this peer's stage, which it keeps for the whole run. Raises StateError."""
         self._keep_durably(STAGE, place)
 
     def seats(self) -> bytes:
@@ -119,11 +105,7 @@ class StateDir:
         return _read(self.path / "seats.json", _MAX_CACHE_BYTES)
 
     def keep_seats(self, seats: bytes) -> None:
-        """Save the founder's seats. When this returns, they survive a power failure.
-
-        Raises:
-            StateError: they cannot be written.
-        """
+        """Save the founder's seats. When this returns, they survive a power failure. Raises StateError."""
         self._keep_durably("seats.json", seats)
 
     def _keep_durably(self, name: str, data: bytes) -> None:
@@ -134,15 +116,10 @@ class StateDir:
 
     @property
     def is_over(self) -> bool:
-        """Whether this directory's run is over, as far as this peer knows."""
         return is_over(self.path)
 
     def begin(self, run_id: str, before: str, sealed: bytes, sample: bytes) -> None:
-        """Make this the directory of a run. The files of an earlier run, `before`, are moved aside, never deleted.
-
-        Raises:
-            StateError: it cannot be written.
-        """
+        """Make this the directory of a run. The files of an earlier run, `before`, move aside. Raises StateError."""
         try:
             if before != run_id:
                 self._moved = self._put_aside(before)
@@ -156,12 +133,9 @@ class StateDir:
             ) from None
 
     def withdraw(self) -> None:
-        """Undo `begin` before any training, if this peer cannot take part in that run after all.
+        """Undo `begin` before any training: move back what it moved aside. Raises StateError; nothing is lost then.
 
-        Moves back the files that `begin` moved aside. Does nothing if the directory already was of that run.
-
-        Raises:
-            StateError: it cannot be written; nothing is lost.
+        Does nothing if the directory already was of that run.
         """
         if self._moved is None:
             return
@@ -192,10 +166,8 @@ class StateDir:
         return [(file, past / file.name) for file in there]
 
     def quarantine(self, run_id: str, checkpoints: Collection[Path]) -> Path:
-        """Move checkpoints and a copy of the present chain to a directory of their own, and return its path.
-
-        Raises:
-            OSError: it cannot be written.
+        """Move checkpoints and a copy of the present chain to a directory of their own, and return its path. Raises
+        OSError.
         """
         past = self._past(f"{run_id[:16]}-unused")
         if self.certificates.exists():
@@ -218,7 +190,7 @@ class StateDir:
         return past
 
     def keep_text(self, text: bytes) -> None:
-        """Save text that the run's model generated. Blocks: call it outside the event loop."""
+        """Save text that the run's model generated. Blocks."""
         with suppress(OSError):
             write_atomically(self.path / "sample.txt", text)
 
@@ -236,10 +208,7 @@ class StateDir:
         return dict(list(found.items())[:MAX_CACHED_PEERS])
 
     def remember(self, peers: Mapping[PeerId, Sequence[str]]) -> None:
-        """Save the peers that are live now, followed by those saved before, up to `MAX_CACHED_PEERS`.
-
-        Blocks on the disk: call it outside the event loop.
-        """
+        """Save the peers that are live now, followed by those saved before, up to `MAX_CACHED_PEERS`. Blocks."""
         merged = {peer: sound(addresses) for peer, addresses in peers.items()}
         for peer, addresses in self.peers().items():
             merged.setdefault(peer, addresses)
@@ -249,7 +218,7 @@ class StateDir:
                 write_atomically(self.path / "peers.json", json.dumps(kept, indent=1).encode())
 
     def forget(self) -> None:
-        """Mark the run as over, and forget its peers. Blocks: call it outside the event loop."""
+        """Mark the run as over, and forget its peers. Blocks."""
         with suppress(OSError):
             (self.path / "over").touch()
             (self.path / "peers.json").unlink(missing_ok=True)
@@ -272,7 +241,6 @@ class StateDir:
                 write_atomically(self.path / "listen.json", json.dumps({"asked": [*asked], "took": [*took]}).encode())
 
     def addresses(self) -> Iterable[str]:
-        """Yield multiaddrs, with peer ids, of the saved peers."""
         for peer, addresses in self.peers().items():
             yield from (f"{address}/p2p/{peer}" for address in addresses[:4])
 
@@ -285,16 +253,11 @@ def holds_run(directory: Path) -> bool:
 
 
 def is_over(directory: Path) -> bool:
-    """Whether a directory's run is over, as far as its peer knows."""
     return (directory / "over").exists()
 
 
 def read_stage(directory: Path) -> int:
-    """The stage that a directory's peer holds; 0 if there is no `stage.json`.
-
-    Raises:
-        StateError: the file is damaged, or cannot be read.
-    """
+    """The stage that a directory's peer holds; 0 if there is no `stage.json`. Raises StateError."""
     path = directory / STAGE
     try:
         with path.open("rb") as file:
@@ -321,8 +284,7 @@ def _read(path: Path, limit: int) -> bytes:
 def write_atomically(path: Path, data: bytes) -> None:
     """Replace a file's content. After a crash it has the old or the new content; after this returns, the new one.
 
-    Raises:
-        OSError: the file cannot be written; the old content stays.
+    Raises OSError; the old content stays then.
     """
     temporary = path.with_name(f".{path.name}.new")
     with temporary.open("wb") as file:

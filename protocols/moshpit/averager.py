@@ -11,7 +11,7 @@ A round of one peer:
    `protocols.moshpit.group_allreduce`).
 
 The weight of its state is its tokens in the first group, and the mean weight of the previous group from then on. Where
-a group fails, or no other peer comes, the peer goes on with the state that it has.
+a group fails, or no other peer comes, the peer keeps the state that it has.
 
 A peer announces its position to all live members, if there are at most `ANNOUNCE_TO_ALL_LIMIT`. In a larger swarm,
 peers find the members of their group in the directory, under the group's name, and each keeps its own coordinates.
@@ -51,10 +51,8 @@ class Moshpit:
     def __init__(
         self, host: Host, settings: Settings, most: int = GROUP_MOST, announce_limit: int = ANNOUNCE_TO_ALL_LIMIT
     ) -> None:
-        """
-        Args:
-            most: largest group size; the same for all peers of a run.
-            announce_limit: largest number of live members at which a peer announces its position to all of them.
+        """All peers of a run have the same `most`, the largest group size. `announce_limit`: see
+        `ANNOUNCE_TO_ALL_LIMIT`.
         """
         self.host, self.settings = host, settings
         self._endpoint = ProtocolEndpoint(host, settings, acquaintances=lambda: self._moshpit.found)
@@ -111,12 +109,7 @@ class Moshpit:
         await (await self._data_phase_for(stream, opening)).serve_part(stream.peer, stream, opening)
 
     async def _data_phase_for(self, stream: Stream, opening: wire.Contribute) -> GroupAllReduce:
-        """Wait for the group that a stream belongs to: its opener may have received the plan earlier.
-
-        Raises:
-            BadPayload: the group belongs to an earlier round, or is not the group of its plan.
-            PeerSilent: this peer is in another group, or did not receive the plan in time.
-        """
+        """Wait for the group that a stream belongs to: its opener may have received the plan earlier."""
         key, moshpit = opening.key, self._moshpit
         if self._session and not moshpit.data_phases.get(opening.plan) and key.round < self._session.round:
             raise BadPayload(f"a stale contribution, to round {key.round}")

@@ -49,7 +49,7 @@ from protocols.base import PeerId
 GridShape: TypeAlias = tuple[int, ...]
 """The number of places along each axis."""
 Cell: TypeAlias = tuple[int, ...]
-"""A cell: one coordinate for each axis."""
+"""One coordinate for each axis."""
 
 GROUP_MOST = 8
 """The number of places along an axis. A larger group costs hardly more bytes, but loses a member more often."""
@@ -61,10 +61,8 @@ MAX_PLACES = 32
 
 @dataclass(frozen=True, slots=True, order=True)
 class Grid:
-    """A grid that peers use.
-
-    Attributes:
-        since: the round in which a peer chose it; 0 if that peer was in its first round. The latest one prevails.
+    """A grid that peers use. `since` is the round in which a peer chose it, 0 if that was its first; the latest
+    prevails.
     """
 
     since: int
@@ -81,11 +79,7 @@ class Grid:
 
 
 def shape_for(count: int, most: int = GROUP_MOST) -> GridShape:
-    """The shape for `count` peers: the fewest axes, then the fewest cells, longer axes first.
-
-    Raises:
-        ValueError: `count` is less than 1, or `most` less than 2.
-    """
+    """The shape for `count` peers: the fewest axes, then the fewest cells, longer axes first."""
     if count < 1 or most < 2:
         raise ValueError(f"a grid for {count} peers in groups of {most}")
     axes = 1
@@ -102,12 +96,9 @@ def shape_for(count: int, most: int = GROUP_MOST) -> GridShape:
 
 
 def choose_grid(count: int, round: int, grids: Iterable[Grid], most: int = GROUP_MOST) -> Grid:
-    """The latest of the peers' grids that suits; a new one if none does.
+    """The latest of the peers' grids that suits `count` peers, this one included; a new one if none does.
 
-    Args:
-        count: the number of peers in sight, this one included.
-        grids: the grids of all of them, this one's included if it has one.
-        most: the places along an axis, the same for all peers of a run. A shape that no count gives is ignored.
+    A shape that no count gives is ignored. `most`, the places along an axis, is the same for all peers of a run.
     """
     known = [grid for grid in grids if grid.suits(count) and grid.shape == shape_for(grid.cells, most)]
     return max(known, default=Grid(round, shape_for(count, most)))

@@ -30,9 +30,8 @@ PART = "starling/moshpit/part/1"
 class GroupResult:
     """The result of a completed group.
 
-    Attributes:
-        weight: each member's weight from now on: the mean of their weights, reduced by what is missing from the mean.
-        incomplete: a member's state is missing from some chunks, so the total weight has shrunk.
+    `weight` is each member's weight from now on: the mean of their weights, reduced by what is missing from the mean.
+    If `incomplete`, a member's state is missing from some chunks, so the total weight has shrunk.
     """
 
     contributions: Mapping[PeerId, Contribution]
@@ -44,8 +43,7 @@ class GroupResult:
 class GroupAllReduce:
     """One peer's data phase in a called group. It still serves the other members after `run` has returned.
 
-    Attributes:
-        name: the group's name. All members that complete the group hold the same bits.
+    All members that complete the group hold the same bits, under the same `name`.
     """
 
     def __init__(
@@ -57,11 +55,10 @@ class GroupAllReduce:
         target: VectorView,
         deadline: Deadline,
     ) -> None:
-        """Prepare the data phase; members out of sight are lost from the start.
+        """Members out of sight are lost from the start. `source`, this peer's state, must not change until `run`
+        returns.
 
-        Args:
-            source: this peer's state. The caller must not change it until `run` returns.
-            target: takes the mean; undefined unless `run` returns a result.
+        `target` takes the mean; it is undefined unless `run` returns a result.
         """
         self.key, self.resolved, self.name = key, resolved, resolved.digest.hex()
         self._context, self._deadline, self._over, self._notifier = context, deadline, False, Notifier()
@@ -207,12 +204,7 @@ class GroupAllReduce:
     # -- serving other members ----------------------------------------------------------------------------------------
 
     async def serve(self, peer: PeerId, stream: Stream, opening: wire.Contribute) -> None:
-        """Serve a member's data stream: take its contribution to a part that this peer reduces, and send the mean.
-
-        Raises:
-            BadPayload: the member broke a rule.
-            PeerSilent: another member reduces that part, or the stream broke off.
-        """
+        """Serve a member's data stream: take its contribution to a part that this peer reduces, and send the mean."""
         try:
             await self._exchange.serve(peer, stream, opening)
         except BadPayload as error:
@@ -220,12 +212,7 @@ class GroupAllReduce:
             raise
 
     async def serve_part(self, peer: PeerId, stream: Stream, opening: wire.Contribute) -> None:
-        """Send a member another reducer's part, as soon as this peer has it.
-
-        Raises:
-            BadPayload: the plan has no such part.
-            PeerSilent: this peer does not get the part, or the stream broke off.
-        """
+        """Send a member another reducer's part, as soon as this peer has it."""
         if opening.part not in self._parts:
             raise BadPayload(f"part {opening.part} of {len(self._parts)}")
         await self._notifier.reached(lambda: self._over or self._known(opening.part), stream.deadline)

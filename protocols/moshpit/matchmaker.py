@@ -26,11 +26,10 @@ FLOOR_SECONDS = 1.0
 """The least time that a peer has to answer; round trips come on top."""
 ROUND_TRIP_LIMIT_SECONDS = 2.0
 CALLERS = 3
-"""After this many callers that did not call, a peer goes on without a group."""
+"""After this many callers that did not call, a peer continues without a group."""
 GROUP_NORM_SPREAD = 4.0
 """A state is refused if its norm is more than this many times the median. Norms stay similar even where states drift
-apart, so a larger one is no state of this run, and would dominate the mean.
-"""
+apart, so a larger one is not a state of this run, and would dominate the mean."""
 WEIGHT_SCALE = 1 << 20
 """Weights are sent as integers in this unit, because weights that are means of others need not be whole numbers."""
 UNCLIPPED = math.inf
@@ -59,13 +58,9 @@ class MoshpitContext:
 
 @dataclass(frozen=True, slots=True)
 class GroupContribution:
-    """This peer's contribution to a group.
+    """This peer's contribution to a group: its state's size, L2 norm and weight in the mean, and its upload in bytes/s.
 
-    Attributes:
-        elements: the number of elements of its state.
-        weight: the state's weight in the mean: this peer's tokens, or the weight that its previous group gave it.
-        norm: the state's L2 norm.
-        bandwidth: this peer's upload, bytes/s.
+    The weight is this peer's tokens, or what its previous group gave it.
     """
 
     elements: int
@@ -75,13 +70,7 @@ class GroupContribution:
 
 
 class GroupMatchmaker:
-    """One peer's matchmaking for one group.
-
-    Attributes:
-        key: the group's key, which its frames carry.
-        resolved: the group's plan; None before the call.
-        began: when this peer came to the group, in the loop's time.
-    """
+    """One peer's matchmaking for one group, whose plan is `resolved` once it is called."""
 
     def __init__(
         self,
@@ -92,11 +81,9 @@ class GroupMatchmaker:
         announce: Callable[[PeerId, wire.Offer], None],
         deadline: Deadline,
     ) -> None:
-        """Sign this peer's offer.
+        """The group is that of the line along `axis` of the cell in `mine`, this peer's announcement.
 
-        Args:
-            mine: this peer's announcement. The group is that of its cell's line along `axis`.
-            announce: announces the caller that this peer follows, and its offer.
+        `announce` announces the caller that this peer follows, and its offer.
         """
         self.key = mine.key(axis)
         self.resolved: planning.ResolvedPlan | None = None
@@ -135,11 +122,10 @@ class GroupMatchmaker:
     async def wait_for_plan(
         self, spent_seconds: float, most_seconds: float, expected: int
     ) -> planning.ResolvedPlan | None:
-        """Wait until this peer is called or calls the group itself. Returns None if it goes on without a group.
+        """Wait until this peer is called or calls the group itself. Returns None if it continues without a group.
 
-        Args:
-            spent_seconds, most_seconds: how long to wait for others (`PeerTracker.patience_seconds`).
-            expected: the number of peers to wait for, this one included; 0: only those that are known to come.
+        It waits for `expected` peers, this one included; 0: only for those that are known to come. For the seconds, see
+        `PeerTracker.patience_seconds`.
         """
         context, callable_at = self._context, math.inf
         while self.resolved is None and loop_time() < self._deadline:
@@ -251,11 +237,7 @@ class GroupMatchmaker:
         return found
 
     def on_plan(self, peer: PeerId, plan: wire.Plan) -> None:
-        """Accept a call for this group, unless this peer has been called already or does not follow the sender.
-
-        Raises:
-            BadPayload: the plan breaks a rule.
-        """
+        """Accept a call for this group, unless this peer has been called already or does not follow the sender."""
         if self.resolved is not None or peer not in self._followed:
             return
         members = [offer.member for offer in plan.offers]

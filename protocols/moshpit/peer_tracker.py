@@ -33,33 +33,23 @@ UNHEARD_SECONDS = 2.0
 
 @dataclass(frozen=True, slots=True)
 class PositionAnnouncement(Header):
-    """The sender's position, sent to all peers in sight whenever it changes.
-
-    Attributes:
-        number: counts the announcements of this incarnation.
-        since, shape: the sender's grid.
-        index: its cell. Only the first `holds` axes are settled; the other coordinates may still change.
-        stage: its stage along `axis`. `TRAINING` on axis 0 means that it trains.
-        complete, leaving: as in `protocols.base.LocalProgress`.
-        follows: the peer whose plan it accepts; only while it waits.
-        offer: its one offer to the group; only while it waits.
-    """
+    """The sender's position, sent to all peers in sight whenever it changes."""
 
     run: bytes = digest()
     scope: str = text(64)
     round: int = uint(1 << 40)
     sender: Member = one(Member)
-    number: int = uint(1 << 40)
+    number: int = uint(1 << 40)  # counts the announcements of this incarnation
     since: int = uint(1 << 40)
     shape: tuple[int, ...] = list_of(uint(MAX_PLACES), MAX_AXES)
-    index: tuple[int, ...] = list_of(uint(MAX_PLACES), MAX_AXES)
+    index: tuple[int, ...] = list_of(uint(MAX_PLACES), MAX_AXES)  # only the first `holds` coordinates are settled
     holds: int = uint(MAX_AXES)
     axis: int = uint(MAX_AXES)
-    stage: int = uint(DONE)
+    stage: int = uint(DONE)  # along `axis`; `TRAINING` on axis 0 means that it trains
     complete: bool = flag()
     leaving: bool = flag()
     step_seconds: float = real(0, MAX_SECONDS)
-    follows: str = peer_id()
+    follows: str = peer_id()  # the peer whose plan it accepts; this and `offer` only while it waits
     offer: tuple[Offer, ...] = list_of(one(Offer), 1)
 
     @property
@@ -90,11 +80,7 @@ def group_key(run: bytes, scope: str, round: int, shape: GridShape, axis: int, i
 
 
 def check(announcement: PositionAnnouncement, peer: PeerId) -> None:
-    """Check that an announcement is consistent and about its own sender.
-
-    Raises:
-        BadPayload: it is about another peer, its grid or cell is invalid, or its offer does not fit its stage.
-    """
+    """Raise BadPayload unless an announcement is consistent and about its own sender."""
     axes, index, shape = len(announcement.shape), announcement.index, announcement.shape
     if announcement.sender.peer != peer:
         raise BadPayload(f"says where {announcement.sender.peer} is")
@@ -110,42 +96,28 @@ def check(announcement: PositionAnnouncement, peer: PeerId) -> None:
 
 @dataclass(slots=True)
 class LatestAnnouncement:
-    """A peer's latest announcement, and how late it comes to groups.
-
-    Attributes:
-        complete_at: when this peer first learned that the inner steps of that round were done; infinite: not yet.
-        late_seconds: how long after this peer it came to a group, the last time that it came.
-        missed: how often this peer has waited for it in vain since.
-    """
+    """A peer's latest announcement, and how late it comes to groups."""
 
     announcement: PositionAnnouncement
-    complete_at: float
-    late_seconds: float = 0.0
-    missed: int = 0
+    complete_at: float  # when this peer learned that the inner steps of that round were done; infinite: not yet
+    late_seconds: float = 0.0  # how long after this peer it came to a group, the last time that it came
+    missed: int = 0  # how often this peer has waited for it in vain since
 
 
 @dataclass(slots=True)
 class PeerReliability:
-    """What is remembered of one incarnation of a peer.
+    """What is remembered of one incarnation of a peer."""
 
-    Attributes:
-        seen: when it last came into sight.
-        hurried: the round of this peer that it cut short by leaving.
-        withheld: how often its part of a group did not come although it was in sight, less how often it has come since.
-        until: the first round in which it may be in a group with this peer again.
-    """
-
-    seen: float
-    hurried: int | None = None
-    withheld: int = 0
-    until: int = 0
+    seen: float  # when it last came into sight
+    hurried: int | None = None  # the round of this peer that it cut short by leaving
+    withheld: int = 0  # how often its part did not come although it was in sight, less how often it has come since
+    until: int = 0  # the first round in which it may be in a group with this peer again
 
 
 class PeerTracker:
     """The other peers' latest announcements, lateness and reliability.
 
-    Attributes:
-        sight: the peers that count: live members, and peers found otherwise.
+    `sight` are the peers that count: live members, and peers found otherwise.
     """
 
     def __init__(self, me: Member) -> None:
@@ -172,8 +144,7 @@ class PeerTracker:
         return True
 
     def set_sight(self, live: Iterable[Member], found: Iterable[PeerId], now: float) -> None:
-        """Set the peers in sight. Up to `MAX_GONE` others stay remembered: a peer that was out of sight for a moment
-        does not repeat its announcement."""
+        """Set the peers in sight. Others stay remembered, since a peer that was out of sight repeats nothing."""
         before = set(self.sight.values())
         self.sight = {peer: self._member_of(peer) for peer in found} | {member.peer: member for member in live}
         self.sight.pop(self.me.peer, None)
@@ -203,7 +174,7 @@ class PeerTracker:
     # -- what follows from it -----------------------------------------------------------------------------------------
 
     def present(self, round: int, now: float) -> list[PeerId]:
-        """The peers that probably take part in a round, this peer included.
+        """The peers, this one included, that probably take part in a round.
 
         These are the peers in that round, the one before or a later one, and those that have just come into sight.
         """
@@ -231,15 +202,10 @@ class PeerTracker:
     def due(
         self, mine: PositionAnnouncement, complete_at: float, began: float, worked: bool, now: float
     ) -> Deadline | None:
-        """When to stop training; None: not known yet.
+        """When to stop training; None: not known yet. `complete_at` is infinite until this peer's inner steps are done.
 
         The rule is that of a coordinator which calls a round (`protocols.allreduce.plan.call_after`), but each peer
         applies it to its own view.
-
-        Args:
-            complete_at: when this peer finished its inner steps; infinite: not yet.
-            began: when its round began.
-            worked: whether it has done a step.
         """
         others = [self._latest[each.sender.peer] for each in self.announcements() if each.round >= mine.round]
         # A leaver in a later round does not wait for this peer.
@@ -287,7 +253,6 @@ class PeerTracker:
             reliability.until = round + 1 + 2 ** (reliability.withheld - 1)
 
     def delivered(self, member: Member) -> None:
-        """Note that a member's part of a group came."""
         if reliability := self._reliability.get(member):
             reliability.withheld = max(0, reliability.withheld - 1)
 
@@ -307,10 +272,8 @@ class PeerTracker:
         """How long to wait for the peers that have not come to the group: `PATIENCE` times the longest of
 
         - the time that the work before the group took at this peer,
-        - for each missing peer, its last lateness or the length of its step, halved for each wait in vain.
-
-        Args:
-            most_seconds: upper limit on what one missing peer can add.
+        - for each missing peer, its last lateness or the length of its step, at most `most_seconds` and halved for each
+          wait in vain.
         """
         longest = spent_seconds
         for announcement in missing:

@@ -80,7 +80,9 @@ class MoshpitSession(SessionBase):
             return self._result(False, {}, {})
         self._work = work
         results = await self._average_axes(mine, into)
-        self.round = max(self.round, self._tracker.ahead(self.round) - 1)  # go on in the round that others have reached
+        self.round = max(
+            self.round, self._tracker.ahead(self.round) - 1
+        )  # continue in the round that others have reached
         weights = {peer: weight for result in reversed(results) for peer, weight in result.weights.items()}
         return self._result(bool(results), counted(results), weights)
 
@@ -151,7 +153,6 @@ class MoshpitSession(SessionBase):
             self.mass_drift += await self._context.host.compute.run(moved_by, 8 * source.size)
 
     def _wait(self, caller: PeerId, offer: wire.Offer) -> None:
-        """Announce the caller that this peer follows, and its offer."""
         self._stage, self._follows, self._offer = WAITING, caller, (offer,)
         self._announce()
 
@@ -208,7 +209,6 @@ class MoshpitSession(SessionBase):
         self._notifier.notify()
 
     def found(self) -> None:
-        """Called after each answer of the directory."""
         self._update_sight()
         self._announce()
 
@@ -221,25 +221,19 @@ class MoshpitSession(SessionBase):
         self._wake()
 
     def gone(self, peer: PeerId) -> None:
-        """Called when a peer cannot be reached."""
         self._moshpit.lose(peer)
         self._update_sight()
 
     # -- messages from other peers ------------------------------------------------------------------------------------
 
     def heard(self, announcement: PositionAnnouncement) -> None:
-        """Take another peer's new announcement."""
         if self._matchmaker:
             self._matchmaker.heard(announcement)
         self._announce()
         self._wake()
 
     def on_plan(self, peer: PeerId, plan: wire.Plan) -> None:
-        """Take a call. It has no effect unless it is for the group that this peer waits for.
-
-        Raises:
-            BadPayload: the plan breaks a rule.
-        """
+        """Take a call. It has no effect unless it is for the group that this peer waits for."""
         if self._matchmaker and plan.key == self._matchmaker.key:
             self._matchmaker.on_plan(peer, plan)
 

@@ -32,28 +32,18 @@ LISTED_SECONDS = 600.0
 
 
 class MoshpitState:
-    """One peer's state in Moshpit, apart from its vectors.
-
-    Attributes:
-        sees_all: whether this peer announces its position to all live members in this round.
-        grid, index: the last grid and cell; None before the first round.
-        found: if not `sees_all`, the peers that this one talks to, each with the lineage of the group that both come
-            to. An acquaintance has none.
-        next_group: the lineage of this peer's current or next group.
-        data_phases: the data phases of the last groups, by the digest of their plan.
-        closed: the lineages of the groups that this peer is in, or will not join any more.
-        claim: the upload that this peer claims.
-        last_number: the number of its last announcement.
-    """
+    """One peer's state in Moshpit, apart from its vectors."""
 
     def __init__(self, context: MoshpitContext, most: int, announce_limit: int) -> None:
         self.context, self.most, self.announce_limit = context, most, announce_limit
-        self.sees_all = True
+        self.sees_all = True  # whether it announces its position to all live members in this round
         self.grid: Grid | None = None
         self.index: Cell | None = None
+        # if not `sees_all`: the peers that it talks to, and the lineage of the group that both come to, if any
         self.found: dict[PeerId, bytes] = {}
         self.next_group = b""
-        self.data_phases = SessionTable[bytes, GroupAllReduce]()
+        self.data_phases = SessionTable[bytes, GroupAllReduce]()  # of the last groups, by their plan's digest
+        # lineages of the groups that this peer is in, or will not join any more
         self.closed: RecentDict[bytes, None] = RecentDict(MAX_CLOSED)
         self.claim = BandwidthClaim(context.settings)
         self.last_number = 0
@@ -65,10 +55,8 @@ class MoshpitState:
         self._rng = context.host.rng("moshpit")
 
     def begin(self, round: int) -> None:
-        """Begin a round.
-
-        Of the peers in `found`, this peer keeps the members of its last group and its latest acquaintances, as long as
-        they keep up with its rounds.
+        """Begin a round. In `found` stay the members of the last group and the latest acquaintances that keep up with
+        it.
         """
         self._lost.clear()
         self._read()
@@ -84,7 +72,6 @@ class MoshpitState:
         self._publish_sight()
 
     def update_sight(self) -> None:
-        """Update the peers in sight."""
         if self._read() or self.found or not self.sees_all:
             self._publish_sight()
 
@@ -110,10 +97,8 @@ class MoshpitState:
         return sorted({*live, *self.found} - {self.context.me.peer})
 
     def meet(self, peer: PeerId, lineage: bytes = b"") -> None:
-        """In a large swarm, talk to a peer from now on.
-
-        Args:
-            lineage: that of the group that both come to; none for an acquaintance.
+        """In a large swarm, talk to a peer from now on. `lineage` is that of a group that both come to; empty:
+        acquaintance.
         """
         if self.sees_all or peer == self.context.me.peer:
             return
@@ -130,17 +115,12 @@ class MoshpitState:
         self._lost.add(peer)
 
     def set_next_group(self, lineage: bytes) -> None:
-        """Set `next_group`: the group that this peer is in, or comes to next."""
         if lineage != self.next_group:
             self.next_group = lineage
             self._group_changed.notify()
 
     async def search(self, deadline: Deadline, found: Callable[[], None]) -> None:
-        """In a large swarm, announce this peer's next group in the directory, and look for its other members there.
-
-        Args:
-            found: called after each answer.
-        """
+        """In a large swarm, announce this peer's next group in the directory, and look for its other members there."""
         directory, said, again = self.context.host.directory, b"", 0.0
         while not self.sees_all and loop_time() < deadline:
             lineage = self.next_group
@@ -185,7 +165,7 @@ class MoshpitState:
         return self.grid, self.index
 
     def close(self, lineage: bytes) -> None:
-        """Record that this peer is in that group, or goes on without it."""
+        """Record that this peer is in that group, or continues without it."""
         self.closed[lineage] = None
         self.data_phases.wake()
 

@@ -13,7 +13,7 @@ from node.outer.sgd import OuterSGD
 from node.outer.state import OuterState
 from node.runtime import tensors
 from node.storage.checkpoint import Checkpoint, DataCursor, newest, whole
-from node.storage.checkpoint_manager import CheckpointManager, CheckpointStorage
+from node.storage.checkpoint_manager import CheckpointManager
 from node.training.process import WorkerError
 from protocols.base import Layout, RoundKey
 from protocols.sync.snapshot import SnapshotIndex
@@ -90,8 +90,15 @@ def checkpoints(
     disk: Disk | None = None,
     sync_chain: Callable[[], None] = lambda: None,
 ) -> CheckpointManager:
-    storage = CheckpointStorage(path, 5, limit_bytes, disk or Disk(), sync_chain)
-    return CheckpointManager(storage, like(path), worker or Worker())
+    return CheckpointManager(
+        path,
+        like(path),
+        every_rounds=5,
+        limit_bytes=limit_bytes,
+        disk=disk or Disk(),
+        inner=worker or Worker(),
+        sync=sync_chain,
+    )
 
 
 def keep(

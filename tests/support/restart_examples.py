@@ -10,7 +10,7 @@ from pathlib import Path
 from node.config.manifest import Manifest, layout_digest, seal
 from node.config.run_config import load_run
 from node.storage.checkpoint import Checkpoint, whole
-from node.storage.checkpoint_manager import CheckpointManager, CheckpointStorage
+from node.storage.checkpoint_manager import CheckpointManager
 from node.storage.statedir import StateDir
 from protocols.base import Layout, Member
 from protocols.history.chain import Chain
@@ -71,8 +71,8 @@ def newest_first(path: Path) -> tuple[Checkpoint, ...]:
 
 
 def checkpoint_manager(path: Path, common: Checkpoint | None = None) -> CheckpointManager:
-    storage = CheckpointStorage(path, 1, 1 << 30, Disk())
-    return CheckpointManager(storage, common or replace(like(path), run=RUN.hex()), Worker())
+    first = common or replace(like(path), run=RUN.hex())
+    return CheckpointManager(path, first, every_rounds=1, limit_bytes=1 << 30, disk=Disk(), inner=Worker())
 
 
 def flip_bit(file: Path, at: int) -> bytes:

@@ -15,9 +15,8 @@ from node.config.manifest import Manifest, StageEntry, layout_digest
 from node.config.manifest import seal as sealed
 from node.config.run_config import RunConfig, load_run
 from node.runtime.identity import Identity, load_or_create
-from node.storage.checkpoint import OUTER, Checkpoint, DataCursor
-from node.storage.file_buffer import outer_header
-from node.storage.publish import publish_checkpoint
+from node.storage.buffers import outer_header
+from node.storage.checkpoint import OUTER, Checkpoint, DataCursor, publish_checkpoint
 from node.tasks.flat import flatten
 from node.tasks.gpt import Gpt
 from node.tasks.gpt_stage import GptStage, assemble

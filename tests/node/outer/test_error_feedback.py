@@ -17,7 +17,7 @@ from node.outer.outer_loop import OuterLoopDeps
 from node.outer.replicated_loop import ReplicatedOuterLoop
 from node.outer.sgd import OuterSGD
 from node.storage.checkpoint import FEEDBACK, newest
-from node.storage.checkpoint_manager import CheckpointManager, CheckpointStorage
+from node.storage.checkpoint_manager import CheckpointManager
 from node.tasks.base import Step
 from node.training.trainer import InlineTrainer
 from protocols.base import AveragingResult, Contribution, Layout, LocalProgress, Outcome, Vector
@@ -158,7 +158,13 @@ class CheckpointedPeer:
         self.error_feedback = ErrorFeedback(TOPK, WIDE, SimCompute())
         first = replace(like(place), layout=self.trainer.layout)
         self.checkpoints = CheckpointManager(
-            CheckpointStorage(place, EVERY_ROUNDS, 1 << 30, Disk()), first, Worker(), self.error_feedback
+            place,
+            first,
+            every_rounds=EVERY_ROUNDS,
+            limit_bytes=1 << 30,
+            disk=Disk(),
+            inner=Worker(),
+            feedback=self.error_feedback,
         )
         averager = ScriptedAverager(*[counted() for _ in range(rounds)])
         anchor, outer = torch.ones(WIDE), OuterSGD(0.7, 0.9)

@@ -13,9 +13,7 @@ import pytest
 
 from node.reporting.report import RoundReport, tokens_counted
 from node.reporting.status import to_json
-from node.storage import rotation
-from node.storage.journal import AT_ONCE, Journal
-from node.storage.rotation import KEEP_FILES
+from node.storage.journal import AT_ONCE, KEEP_FILES, Journal
 from tests.support.report_examples import REPORT
 
 
@@ -72,7 +70,7 @@ def test_full_disk_warns_once_and_loses_no_lines(tmp_path: Path, caplog: pytest.
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
         signal.signal(signal.SIGXFSZ, handler)
-    assert len(caplog.records) == 1 and "rounds go on" in caplog.text
+    assert len(caplog.records) == 1 and "rounds continue" in caplog.text
     journal.write(replace(REPORT, round=4))
     assert [line["round"] for line in lines(path)] == [0, 1, 2, 3, 4]
     assert journal.totals.bytes_sent == 25 and journal.last and journal.last.round == 4
@@ -120,10 +118,11 @@ def test_history_file_size_is_bounded(tmp_path: Path, monkeypatch: pytest.Monkey
     path = tmp_path / "rounds.jsonl"
     journal = Journal(path)
     journal.write(replace(REPORT, round=0))
-    monkeypatch.setattr(rotation, "FILE_BYTES", 3 * path.stat().st_size + 10)
+    most = 3 * path.stat().st_size + 10
+    monkeypatch.setattr("node.storage.journal.FILE_BYTES", most)
     for number in range(1, 30):
         journal.write(replace(REPORT, round=number))
-        assert path.stat().st_size <= rotation.FILE_BYTES
+        assert path.stat().st_size <= most
     names = [*(f"rounds.{number}.jsonl" for number in range(KEEP_FILES, 0, -1)), "rounds.jsonl"]
     assert sorted(each.name for each in tmp_path.glob("rounds*")) == sorted(names)
     kept = [line["round"] for name in names for line in lines(tmp_path / name)]

@@ -364,7 +364,7 @@ def test_reports_are_read_across_file_rotation(tmp_path: Path, monkeypatch: pyte
     peer = Participant("peer-1", tmp_path)
     peer.directory.mkdir()
     journal = Journal(peer.directory / "rounds.jsonl")
-    monkeypatch.setattr("node.storage.rotation.FILE_BYTES", 5000)
+    monkeypatch.setattr("node.storage.journal.FILE_BYTES", 5000)
     seen: list[int] = []
     for number in range(40):
         journal.write(report("peer-1", number))

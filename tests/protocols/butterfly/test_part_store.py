@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from node.storage.scratch import ScratchFile
+from node.storage.buffers import ScratchFile
 from protocols.aio import Gate
 from protocols.allreduce.parts import ReducedPart
 from protocols.base import Buffer

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from node.storage.file_buffer import FileBuffer, outer_buffer
+from node.storage.buffers import FileBuffer, outer_buffer
 from protocols.base import CHUNK_BYTES, BadPayload, Member, Vector
 from protocols.history.chain import Chain, state_root
 from protocols.registry import CHUNK_ELEMENTS

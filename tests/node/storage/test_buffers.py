@@ -9,9 +9,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from node.storage import scratch
-from node.storage.scratch import ScratchFile, ScratchSpace
-from node.storage.statedir import SCRATCH
+from node.storage import buffers
+from node.storage.buffers import SCRATCH, ScratchFile, ScratchSpace
 from tests.sim.host import SimCompute
 
 
@@ -74,7 +73,7 @@ def test_full_disk_leaves_nothing_behind(directory: Path, monkeypatch: pytest.Mo
     def full(file: int, size: int) -> None:
         raise OSError(28, os.strerror(28))
 
-    monkeypatch.setattr(scratch, "allocate", full)
+    monkeypatch.setattr(buffers, "allocate", full)
     with pytest.raises(OSError):
         ScratchFile(directory, 8)
     gc.collect()
