@@ -1,4 +1,4 @@
-"""The user's own task that docs/tasks.md shows."""
+"""The users' own tasks that the documents show."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import re
 from tests.support.paths import REPOSITORY
 
 
-def documented_task() -> str:
-    """The source of the module in docs/tasks.md."""
-    found = re.search("```python\n(.*?)```", (REPOSITORY / "docs" / "tasks.md").read_text(), re.DOTALL)
+def documented_task(page: str = "docs/tasks.md") -> str:
+    """The source of the module that a page shows."""
+    found = re.search("```python\n(.*?)```", (REPOSITORY / page).read_text(), re.DOTALL)
     assert found
     return found[1]

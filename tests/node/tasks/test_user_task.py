@@ -99,6 +99,18 @@ def test_documented_example_is_short_and_learns(directory: Path) -> None:
     assert tokens == 60 * 32 and before > 2 and learner.evaluate() < 0.8 * before
 
 
+def test_task_of_the_readme_learns(directory: Path) -> None:
+    source = documented_task("README.md")
+    assert len(source.strip().splitlines()) <= 20
+    (directory / "adder.py").write_text(source)
+    with torch.random.fork_rng():
+        learner = build(WorkerSpec(OwnValues("adder:Adder"), RECIPE, 3, 9, device="cpu"), torch.empty, False).learner
+    before = learner.evaluate()
+    for step in range(40):
+        learner.step(step // 10, step % 10)
+    assert learner.evaluate() < before
+
+
 def test_options_and_context_reach_the_factory(module: Callable[[str], str], directory: Path) -> None:
     name = module(f"{GOOD}\n_line = make\n{WATCHED}")
     given = TaskContext(7, "cpu", directory / "data", {"a": True, "b": "x"})
