@@ -24,8 +24,7 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from protocols.base import Buffer, PeerId
 
-RECORD_BYTES = 256 << 10
-"""Largest plaintext of a record."""
+RECORD_BYTES = 256 << 10  # largest plaintext of a record
 LENGTH_BYTES, TAG_BYTES, NONCE_BYTES, TOKEN_ID_BYTES = 4, 16, 16, 16
 OVERHEAD_BYTES = LENGTH_BYTES + TAG_BYTES
 AES, CHACHA = "aes-128-gcm", "chacha20-poly1305"

@@ -10,8 +10,7 @@ from node.direct.messages import MIN_PORT, ConnectionToken, TokenGrant
 from node.direct.records import is_known
 
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 60.0, 3600.0
-SPARE_TOKENS = 2
-"""With no more tokens than these left, new ones are asked for in the background."""
+SPARE_TOKENS = 2  # with no more tokens than these left, new ones are asked for in the background
 
 
 class RouteKind(StrEnum):

@@ -22,7 +22,8 @@ from node.config.peer_config import PeerConfig
 from node.export.fine_tuned import fine_tuned_layout
 from node.export.stage_peers import StagePeers
 from node.export.trained_model import TrainedError
-from node.joining.stages import StagePlace
+from node.joining.stages import seat_to_bytes
+from node.membership.hello import StageSeat
 from node.runtime.identity import verify
 from node.storage.buffers import outer_buffer
 from node.storage.certificate_log import CertificateLog
@@ -129,7 +130,7 @@ async def _stage_sources(host: Host, manifest: Manifest, peers: Sequence[PeerId]
     there = StagePeers(host, Member(host.me, INCARNATION), manifest)
     await there.search(peers)
     return [
-        _Source(stage, there.place(stage).seat.member, found, directory / f"stage-{stage}", there.place(stage))
+        _Source(stage, there.seat(stage).member, found, directory / f"stage-{stage}", there.seat(stage))
         for stage, found in enumerate(there.found)
     ]
 
@@ -181,7 +182,7 @@ class _Source:
     first: Member
     peers: Sequence[PeerId]
     directory: Path
-    place: StagePlace | None = None
+    seat: StageSeat | None = None
 
 
 class _Download:
@@ -195,8 +196,8 @@ class _Download:
         manifest, stage, home = run.manifest, source.stage, source.directory
         home.mkdir(mode=0o700, parents=True, exist_ok=True)
         write_atomically(home / "manifest.bin", run.sealed)
-        if source.place:
-            write_atomically(home / STAGE, source.place.to_bytes())
+        if source.seat:
+            write_atomically(home / STAGE, seat_to_bytes(source.seat))
         archive, key = CertificateLog(home / "certificates.bin"), bytes.fromhex(manifest.run_id)
         self.source, self._run, self._layout = source, manifest.run_id, run.layouts[stage]
         self._chain = Chain(key, manifest.scope(stage), (source.first,), manifest.root_of(stage), archive)

@@ -14,7 +14,8 @@ from contextlib import suppress
 from node.config.manifest import Manifest
 from node.export.trained_model import TrainedError
 from node.joining.bootstrap import ask_status
-from node.joining.stages import Seats, StagePlace, ask_seats
+from node.joining.stages import Seats, ask_seats
+from node.membership.hello import StageSeat
 from node.reporting.status import PeerStatus, parse, short
 from protocols.aio import loop_time, task_group
 from protocols.base import BadPayload, Host, Member, PeerError, PeerId
@@ -75,9 +76,9 @@ class StagePeers:
         if missing := [stage for stage, each in enumerate(self.found) if not each]:
             raise TrainedError(self._missing(missing))
 
-    def place(self, stage: int) -> StagePlace:
-        """A stage for which a peer was found, with its first member."""
-        return StagePlace(stage, self._seats.known[stage])
+    def seat(self, stage: int) -> StageSeat:
+        """Of a stage for which a peer was found."""
+        return self._seats.known[stage]
 
     async def _ask_all(self, peers: Iterable[PeerId]) -> None:
         async with task_group() as group:

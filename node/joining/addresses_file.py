@@ -27,8 +27,7 @@ log = logging.getLogger(__name__)
 MAX_BYTES = 1 << 16
 MAX_ADDRESSES = 64
 LOOK_SECONDS = 2.0
-AGAIN_SECONDS = 60.0
-"""Pause after a failed write, unless the addresses change earlier."""
+AGAIN_SECONDS = 60.0  # pause after a failed write, unless the addresses change earlier
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,8 @@ from pathlib import Path
 from node.config.derived import stream_seed
 from node.config.manifest import Manifest, ManifestError, unseal
 from node.joining.bootstrap import RunInfo
-from node.joining.stages import StagePlace, place_of
+from node.joining.stages import seat_of
+from node.membership.hello import StageSeat
 from node.outer.independent_loop import IndependentOuterLoop
 from node.outer.replicated_loop import ReplicatedOuterLoop
 from node.reporting.status import short
@@ -67,8 +68,8 @@ def find_resumable(state: StateDir, asks: bool = True) -> ResumableRun | None:
     if any(manifest.held_out) and hashlib.sha256(sample).digest() != manifest.held_out:
         log.warning("the run in %s cannot be resumed without other peers: its evaluation sample is damaged", state.path)
         return None
-    first = place_of(state.stage()) if manifest.stages else None
-    founded = state.identity.peer_id in (manifest.founder.peer, first.seat.member.peer if first else "")
+    seat = seat_of(state.stage()) if manifest.stages else None
+    founded = state.identity.peer_id in (manifest.founder.peer, seat.member.peer if seat else "")
     run = RunInfo(sealed, sample if any(manifest.held_out) else b"")
     try:
         return ResumableRun(manifest, run, bool(places(state.path / DIRECTORY)) or founded)
@@ -148,7 +149,7 @@ def load_restart_point(
     me: Member,
     alone: bool = False,
     shares_anchor: bool = True,
-    place: StagePlace | None = None,
+    seat: StageSeat | None = None,
 ) -> RestartPoint:
     """Find the state from which this incarnation begins. Reads the chain and all checkpoints, so it blocks.
 
@@ -157,7 +158,7 @@ def load_restart_point(
     try:
         found = tuple(whole(state.path, log.warning, manifest.run_id))
         chained = found if shares_anchor else ()
-        archive, chain = _cut(state, manifest, place, chained, alone and (shares_anchor or not found))
+        archive, chain = _cut(state, manifest, seat, chained, alone and (shares_anchor or not found))
     except CheckpointError as error:
         raise StateError(str(error)) from None
     except OSError as error:
@@ -168,7 +169,7 @@ def load_restart_point(
 
 
 def _cut(
-    state: StateDir, manifest: Manifest, place: StagePlace | None, found: Sequence[Checkpoint], alone: bool
+    state: StateDir, manifest: Manifest, seat: StageSeat | None, found: Sequence[Checkpoint], alone: bool
 ) -> tuple[CertificateLog, Chain]:
     """The chain up to the newest checkpoint on it.
 
@@ -181,7 +182,7 @@ def _cut(
     if state.certificates.exists():
         shutil.copyfile(state.certificates, copy)
     archive = CertificateLog(copy, str(state.certificates))
-    stage, first = (place.stage, place.seat.member) if place else (0, manifest.founder)
+    stage, first = (seat.stage, seat.member) if seat else (0, manifest.founder)
     root = manifest.root_of(stage)
     chain = Chain(bytes.fromhex(manifest.run_id), manifest.scope(stage), (first,), root, archive)
     unused = [each for each in found if not _is_of(chain, each)]

@@ -1,21 +1,31 @@
-"""Selects the run that a peer takes part in: the one that other peers are in, or the one that its directory holds."""
+"""The run that a peer takes part in: the one that other peers are in, the one that its directory holds, or a new one.
+
+The founder of a run alone initialises the parameters; all other peers download them.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
 from collections.abc import Callable, Collection, Container, Sequence
+from typing import TYPE_CHECKING
 
-from node.config.manifest import ManifestError, unseal
+import torch
+
+from node.config.manifest import Manifest, ManifestError, layout_digest, seal, unseal
 from node.config.multiaddrs import FILE_SIGN
 from node.config.peer_config import PeerConfig
 from node.config.run_config import RunConfig
 from node.joining import resume
 from node.joining.bootstrap import BootstrapClient, RunInfo
-from node.joining.consent import require_consent
-from node.runtime.identity import verify
+from node.runtime.identity import Identity, verify
 from node.storage.statedir import StateDir, StateError
-from protocols.base import PeerId
+from node.training.remote import RemoteTrainer
+from protocols.base import Compute, Member, PeerId
+from protocols.sync.snapshot import SnapshotIndex
+
+if TYPE_CHECKING:
+    from node.joining.stage_plan import StagePlan
 
 
 class RunSelector:
@@ -157,3 +167,64 @@ def run_id(sealed: bytes) -> str:
         return unseal(sealed, verify).run_id if sealed else ""
     except ManifestError:
         return ""
+
+
+def require_consent(manifest: Manifest, named: str | None, held: str) -> None:
+    """Check that the user of this machine agrees to the run's task: `named` by --task, or before, to the run `held`.
+
+    The manifest, and with it the task's name, comes from any peer that answers. Importing the task's module
+    runs its code, and a model may be a download of many gigabytes. So the user must name the same task, and a model.
+    """
+    task = manifest.config.consent_task
+    if named is None and (not task or manifest.run_id == held):
+        return
+    if not task:
+        raise ManifestError(f"this run trains {manifest.config.task}, not {named}: join it without --task")
+    if manifest.model and named != task:
+        wrong = f", not {named}" if named else ""
+        base, size = manifest.model.base, manifest.model.size / 1e9
+        raise ManifestError(
+            f"this run fine-tunes a model of Hugging Face{wrong}, which its founder calls {base} ({size:.2f} GB): if "
+            "you have it, or want it downloaded, join with --task hf --model FOLDER_OR_ORG/NAME@REVISION --data FILE"
+        )
+    if named != task:
+        wrong = f", not {named}" if named else ""
+        raise ManifestError(
+            f"this run trains a task of its founder's own, {task}{wrong}: its code never comes from peers; if you have "
+            f"its module {task.partition(':')[0]} from a source that you trust, join with --task {task}"
+        )
+
+
+async def found_run(
+    config: RunConfig,
+    trainer: RemoteTrainer,
+    *,
+    me: Member,
+    identity: Identity,
+    created: float,
+    compute: Compute,
+    plan: StagePlan | None = None,
+) -> tuple[Manifest, RunInfo]:
+    """Make the manifest of a new run, `created` at this wall time, and what joiners get of it.
+
+    `trainer` holds the initial parameters, with stages those of stage 0; it has taken no step yet.
+    """
+    sample = await trainer.held_out()
+    anchor = torch.empty(trainer.layout.sizes()[0])
+    await trainer.read(anchor)
+    index = await compute.run(lambda: SnapshotIndex.of(anchor, torch.zeros_like(anchor)), 8 * len(anchor))
+    root = index.state_root(0)  # of the initial parameters, and no momentum
+    if plan and root != plan.entries[0].state_root:
+        raise ManifestError("this machine has drawn two different initial states: its memory may be damaged")
+    manifest = Manifest(
+        config=config,
+        founder=me,
+        elements=plan.elements if plan else trainer.layout.sizes(),
+        state_root=root,
+        held_out=hashlib.sha256(sample).digest() if sample else bytes(32),
+        created=created,
+        layout=None if plan else layout_digest(trainer.layout),
+        stages=plan.entries if plan else None,
+        model=await trainer.pins() if config.hf else None,
+    )
+    return manifest, RunInfo(seal(manifest, identity), sample)

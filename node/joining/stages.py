@@ -12,7 +12,7 @@ import asyncio
 import json
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from statistics import median
 
 import msgpack
@@ -36,8 +36,7 @@ from protocols.base import BadPayload, Deadline, Member, PeerError, PeerId, Sign
 
 log = logging.getLogger(__name__)
 
-RESERVED_SECONDS = 60.0
-"""A peer that was assigned a stage counts there for so long, although it is not live yet."""
+RESERVED_SECONDS = 60.0  # a peer that was assigned a stage counts there for so long, although it is not live yet
 MAX_RESERVED = 256
 RELAY_SECONDS = 10.0
 SEAT_SECONDS = 120.0
@@ -45,36 +44,28 @@ SEAT_SECONDS = 120.0
 _SEAT_TAG = b"starling seat 1\n"
 
 
-@dataclass(frozen=True, slots=True)
-class StagePlace:
-    """The stage of this peer, and the stage's first member."""
-
-    stage: int
-    seat: StageSeat
-
-    def to_bytes(self) -> bytes:
-        return json.dumps(_plain(self.seat), indent=1).encode()
-
-
 def _plain(seat: StageSeat) -> dict[str, object]:
-    peer, incarnation = seat.member.peer, seat.member.incarnation
-    signature = seat.signature.hex()
     return {
         "stage": seat.stage,
-        "first": peer,
-        "incarnation": incarnation,
+        "first": seat.member.peer,
+        "incarnation": seat.member.incarnation,
         "number": seat.number,
-        "signature": signature,
+        "signature": seat.signature.hex(),
     }
 
 
-def place_of(data: bytes) -> StagePlace | None:
-    """Read what `StagePlace.to_bytes` wrote; None if it is empty or damaged."""
+def seat_to_bytes(seat: StageSeat) -> bytes:
+    """As the state directory of a peer of the stage keeps it: JSON."""
+    return json.dumps(_plain(seat), indent=1).encode()
+
+
+def seat_of(data: bytes) -> StageSeat | None:
+    """Read what `seat_to_bytes` wrote; None if it is empty or damaged."""
     try:
         (seat,) = seats_of(b"[" + data + b"]")
     except ValueError:
         return None
-    return StagePlace(seat.stage, seat)
+    return seat
 
 
 def seats_to_bytes(seats: Iterable[StageSeat]) -> bytes:

@@ -15,8 +15,7 @@ from protocols import wire
 from protocols.aio import peer_timeout, task_group
 from protocols.base import BadPayload, Clock, Member, PeerId, Signer, Stream
 
-IDLE_SECONDS = 60.0
-"""The peer stops serving a watcher that sends no heartbeat for this long."""
+IDLE_SECONDS = 60.0  # the peer stops serving a watcher that sends no heartbeat for this long
 GAP_SECONDS = 0.05
 """Least pause between two answers to one peer. Heartbeats that come faster wait, which slows down their sender."""
 QUICK_SECONDS = 2.0
@@ -30,7 +29,6 @@ DUPLICATE_IDENTITY = (
 class LocalStage:
     """What this peer announces of its stage, in a run with stages."""
 
-    stage: int
     seat: StageSeat
     judge: Callable[[Hello], None] = lambda hello: None  # raises `BadPayload` for a seat that is not valid
     rounds: int = 0  # of stage 0: training rounds that have ended at this peer
@@ -62,7 +60,7 @@ class HandshakeProtocol:
     def hello(self) -> Hello:
         local = self._local
         addresses = tuple(local.addresses())[:MAX_ADDRESSES]
-        stage, seats = (local.stage.stage, (local.stage.seat,)) if local.stage else (0, ())
+        stage, seats = (local.stage.seat.stage, (local.stage.seat,)) if local.stage else (0, ())
         hello = Hello(VERSION, local.run, local.me, local.nonce, local.nickname, addresses, stage, seats, b"")
         return replace(hello, signature=self._signer.sign(signed_part(hello)))
 

@@ -29,8 +29,7 @@ BOOTSTRAP_METHOD = "starling/entry/1"
 VERSION = 3
 """Version of the messages, beside the version of the frames. Peers of different versions do not train together. The
 method's name changes with it, so that a greeting of another version is never decoded."""
-ANY_STAGE = MAX_STAGES
-"""In `WantStage`: the joiner leaves the choice to the others."""
+ANY_STAGE = MAX_STAGES  # in `WantStage`: the joiner leaves the choice to the others
 NO_STAGE = MAX_STAGES + 1
 """In `WantStage`: the sender wants to know the seats only. It gets no stage, and the answer changes nothing."""
 MAX_ADDRESSES = 16

@@ -19,14 +19,10 @@ log = logging.getLogger(__name__)
 ADDRESSES_SECONDS = 2.0
 COMPARE_SECONDS = 10.0
 MAX_OFFSET_SECONDS = 600.0
-STOPPED_SECONDS = 2.0
-"""A tick later than this shows that the process did not run for a while."""
-ASLEEP_SECONDS = 10.0
-"""After this long, other peers suspect this one, and routers may have dropped its connections."""
-JUMP_SECONDS = 5.0
-"""Change of the wall clock against the monotonic clock that counts as a jump."""
-IGNORED_SKEW_SECONDS = 5.0
-"""A smaller difference between two peers' clocks is ignored."""
+STOPPED_SECONDS = 2.0  # a tick later than this shows that the process did not run for a while
+ASLEEP_SECONDS = 10.0  # after this long, other peers suspect this one, and routers may have dropped its connections
+JUMP_SECONDS = 5.0  # change of the wall clock against the monotonic clock that counts as a jump
+IGNORED_SKEW_SECONDS = 5.0  # a smaller difference between two peers' clocks is ignored
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,8 +31,7 @@ from protocols.base import BadPayload, Clock, Deadline, Member, PeerError, PeerG
 
 log = logging.getLogger(__name__)
 
-WATCH_SECONDS = 86_400.0
-"""Longest time that one stream is used. Another follows it."""
+WATCH_SECONDS = 86_400.0  # longest time that one stream is used. Another follows it.
 ANSWER_SECONDS = 5.0
 TICK_SECONDS = 0.25
 DIALS_AT_ONCE = 16
@@ -40,8 +39,7 @@ INTRODUCED_DIALS_AT_ONCE = 4
 INTRODUCED_DIAL_SECONDS = 0.25
 MAX_REASONS = 256
 RETRY_SECONDS = 0.05
-CUT_FAILURES = 3
-"""Tries in a row after which the connection to a peer that was live is closed: the next try dials."""
+CUT_FAILURES = 3  # tries in a row after which the connection to a peer that was live is closed: the next try dials
 MAX_INTRODUCED_ADDRESSES = 6
 """Addresses of each introduced peer: those of all introduced peers together must fit into one greeting."""
 MAX_BELIEVED_ADDRESSES = 4
@@ -112,7 +110,7 @@ class Membership:
         found = [contact.peer for contact in sorted(known, key=lambda each: not each.live)]
         if self._local.stage is None:
             return found
-        return [peer for peer in found if self.stage_of(peer) == self._local.stage.stage]
+        return [peer for peer in found if self.stage_of(peer) == self._local.stage.seat.stage]
 
     def offset_seconds(self) -> float:
         """How far the others' wall clocks are ahead of ours: the median, within bounds; 0 if there are none."""
@@ -159,7 +157,7 @@ class Membership:
     def stage_of(self, peer: PeerId) -> int | None:
         """The stage of a peer, this one included; None if it is not known. 0 for all in a run without stages."""
         if peer == self._local.me.peer:
-            return self._local.stage.stage if self._local.stage else 0
+            return self._local.stage.seat.stage if self._local.stage else 0
         contact = self._contacts.get(peer)
         return contact.stage if contact else None
 

@@ -11,22 +11,18 @@ from node.membership.hello import Heartbeat, Hello, sound
 from node.outer.activity import Activity
 from protocols.base import Member, PeerId
 
-AGAIN_SECONDS = 2.0
-"""A peer whose stream broke counts as gone unless it accepts another within this time."""
-DIAL_SECONDS = 7.0
-"""More than the five seconds for which libp2p does not dial again after two crossed dials."""
+AGAIN_SECONDS = 2.0  # a peer whose stream broke counts as gone unless it accepts another within this time
+DIAL_SECONDS = 7.0  # more than the five seconds for which libp2p does not dial again after two crossed dials
 RETRY_NOW_SECONDS = 0.25
 """Least pause before dialling a peer that has called this one: the caller decides how often it calls."""
 WANTED_PAUSE_SECONDS = 10.0
 UNWANTED_PAUSE_SECONDS = 60.0
 MAX_BREAKS = 2
-MAX_FAILURES = 10
-"""Failures in a row after which the table drops a peer that is not wanted."""
+MAX_FAILURES = 10  # failures in a row after which the table drops a peer that is not wanted
 MAX_CONTACTS = 256
 MAX_OUTSIDERS = 192
 """Live peers that are not wanted. The remaining places are for the roster and for peers not yet contacted."""
-MAX_INTRODUCED_BY_ONE = 32
-"""Peers introduced by one other peer that have never answered."""
+MAX_INTRODUCED_BY_ONE = 32  # peers introduced by one other peer that have never answered
 MAX_PEER_CHARACTERS = 64
 NOTHING_SAID = Heartbeat(0, 0.0, 0, False, b"", 0, 0.0, 0)
 

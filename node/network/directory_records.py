@@ -12,8 +12,7 @@ import msgpack
 
 from protocols.base import BadPayload, PeerId, Signer
 
-HINT_BYTES = 4096
-"""Largest size of a packed record."""
+HINT_BYTES = 4096  # largest size of a packed record
 TTL_SECONDS = 600.0
 _SKEW_SECONDS = 60.0
 _SCOPE_BYTES = 128
@@ -21,8 +20,7 @@ _PEER_BYTES = 128
 _DOMAIN = b"starling/hint/1\0"
 _BOUNDS = {"max_str_len": 128, "max_bin_len": HINT_BYTES, "max_array_len": 5, "max_map_len": 0, "max_ext_len": 0}
 
-_DICTIONARY = 0x50
-"""hivemind's extension: [size, latest expiry, [[peer, value, expiry], ...]]."""
+_DICTIONARY = 0x50  # hivemind's extension: [size, latest expiry, [[peer, value, expiry], ...]]
 _MAX_KEYS = 256
 _MAX_KEYS_PER_PEER = 16
 _MAX_HINTS = 4096

@@ -47,8 +47,7 @@ _CALLS = 64
 
 T = TypeVar("T")
 
-Key: TypeAlias = Any
-"""A key of the DHT: hivemind's `DHTID`."""
+Key: TypeAlias = Any  # a key of the DHT: hivemind's `DHTID`
 
 RecordValidator: TypeAlias = Callable[[PeerId, Key, str, bytes, float], bool]
 """(sender, key, subkey, value, expiry) -> whether to keep the record."""

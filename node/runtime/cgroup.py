@@ -17,11 +17,9 @@ from pathlib import Path, PurePosixPath
 
 PROCESS = Path("/proc/self")
 _MAX_FILE_BYTES = 1 << 20
-_MAX_DEPTH = 32
-"""Levels of groups to read, from the process's own upwards."""
+_MAX_DEPTH = 32  # levels of groups to read, from the process's own upwards
 _OCTAL = {"\\040": " ", "\\011": "\t", "\\012": "\n", "\\134": "\\"}
-_UNLIMITED_BYTES = 1 << 60
-"""Version 1 shows a number above this where there is no limit."""
+_UNLIMITED_BYTES = 1 << 60  # version 1 shows a number above this where there is no limit
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,8 +43,7 @@ from node.runtime import reaper
 
 log = logging.getLogger(__name__)
 
-START_SECONDS = 120.0
-"""A server that is a program of its own loads PyTorch first, which takes long on a busy machine."""
+START_SECONDS = 120.0  # a server that is a program of its own loads PyTorch first, which takes long on a busy machine
 _MAX_BYTES = 1 << 16
 _MAX_DESCRIPTORS = 16
 _REPOSITORY = str(Path(__file__).parents[2])

@@ -26,10 +26,8 @@ from protocols.base import PeerId
 _KEY_BYTES = 32
 _PRIVATE_PREFIX = b"\x08\x01\x12\x40"
 """Protobuf PrivateKey: key type Ed25519 = 1, then 64 bytes: the private key and the public key."""
-_PUBLIC_PREFIX = b"\x08\x01\x12\x20"
-"""Protobuf PublicKey: key type Ed25519 = 1, then the 32 bytes of the key."""
-_PEER_ID_PREFIX = b"\x00\x24" + _PUBLIC_PREFIX
-"""Identity multihash of the 36 bytes of the public key's protobuf."""
+_PUBLIC_PREFIX = b"\x08\x01\x12\x20"  # protobuf PublicKey: key type Ed25519 = 1, then the 32 bytes of the key
+_PEER_ID_PREFIX = b"\x00\x24" + _PUBLIC_PREFIX  # identity multihash of the 36 bytes of the public key's protobuf
 _FILE_BYTES = len(_PRIVATE_PREFIX) + 2 * _KEY_BYTES
 _PEER_ID_CHARACTERS = 52
 _ALPHABET = "123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz"

@@ -12,8 +12,7 @@ import sys
 log = logging.getLogger(__name__)
 
 _NOTE, _WARNING = "note: ", "warning: "
-PLAIN = {"plain": True}
-"""`extra` of a log record that is shown as a line of text, without time and level."""
+PLAIN = {"plain": True}  # `extra` of a log record that is shown as a line of text, without time and level
 
 
 def note(line: str) -> None:

@@ -27,8 +27,7 @@ _LINUX = sys.platform == "linux"
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _LOOK_SECONDS = 1.0
 """Between two looks whether the parent lives, in addition to the kernel's signal, which exists only on Linux."""
-_KILL_SECONDS = 0.01
-"""Until killed processes have ended, and their children are this process's."""
+_KILL_SECONDS = 0.01  # until killed processes have ended, and their children are this process's
 _MAX_LOOKS = 3000
 """About 30 s. After that, processes of other users, and those that wait for a disk, are left behind."""
 _TRACKER, _TRACKER_LOOKS = b"multiprocessing.resource_tracker", 300

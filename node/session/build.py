@@ -101,7 +101,7 @@ async def run_session(
                 cast("RemoteStage", worker),
                 manifest,
                 me=peer.me,
-                stage=entrance.place.stage,
+                stage=entrance.seat.stage,
                 host=host,
                 membership=membership,
                 chain=start.chain,
@@ -111,7 +111,7 @@ async def run_session(
         loop, sync = _outer_loop(
             peer,
             manifest,
-            stage=entrance.place.stage if entrance else 0,
+            stage=entrance.seat.stage if entrance else 0,
             start=start,
             history=history,
             host=host,
@@ -197,8 +197,7 @@ def _membership(
     tracker, bootstrap = peer.tracker, peer.bootstrap
     local = local_peer(peer.me, tracker.nickname, tracker.addresses, history)
     if entrance:
-        place = entrance.place
-        local = replace(local, stage=LocalStage(place.stage, place.seat, entrance.seats.judge))
+        local = replace(local, stage=LocalStage(entrance.seat, entrance.seats.judge))
     membership = build_membership(
         peer.transport,
         local,

@@ -15,8 +15,7 @@ from node.config.run_config import RunConfig
 from node.config.toml import ConfigError
 from node.joining import resume
 from node.joining.bootstrap import RunInfo
-from node.joining.founding import Founder, found_run
-from node.joining.run_selector import RunSelector, asks, run_id
+from node.joining.run_selector import RunSelector, asks, found_run, run_id
 from node.network.daemon import DaemonError
 from node.reporting.status import EventSink, Status, join_command, narrow
 from node.runtime.clock import monotonic_seconds
@@ -139,7 +138,7 @@ class Peer:
         require_stage(manifest, self._config.stage)
         await self._claim_state_dir(manifest, run)
         entrance = await self._enter_stage(manifest)
-        stage = entrance.place.stage if entrance else 0
+        stage = entrance.seat.stage if entrance else 0
         self._processes.limits.join_run(manifest, stage)
         async with AsyncExitStack() as stack:
             try:
@@ -175,8 +174,10 @@ class Peer:
         values = stage_values(config, plan.bounds, plan.elements[0], 0, me) if plan else None
         spec = worker_spec(config, self._config, stream_seed(me), stage=values)
         async with self._worker(spec) as worker:
-            founder = Founder(me, self._state.identity, processes.clock.wall())
-            manifest, run = await found_run(config, founder, worker, processes.compute, plan)
+            now, identity = processes.clock.wall(), self._state.identity
+            manifest, run = await found_run(
+                config, worker, me=me, identity=identity, created=now, compute=processes.compute, plan=plan
+            )
             await self._claim_state_dir(manifest, run)
             entrance = await self._enter_stage(manifest, founding=True)
             processes.limits.enter_run(manifest, 0)
@@ -196,7 +197,7 @@ class Peer:
             self._tracker.set_state("joining", "asking which stage this peer works in")
             met = processes.bootstrap.met
             await entrance.enter(processes.me, wanted, processes.transport, lambda: met, self._say)
-        stage, stages = entrance.place.stage, len(manifest.stages)
+        stage, stages = entrance.seat.stage, len(manifest.stages)
         if not founding:
             self._say(f"this peer is in stage {stage} (of 0 to {stages - 1})")
         self._tracker.enter_stage(stage, stages)
@@ -229,8 +230,8 @@ class Peer:
     async def _load_restart_point(self, manifest: Manifest, entrance: StageEntrance | None) -> resume.RestartPoint:
         """Load the state from which this peer starts, and show that at once: the worker takes seconds to start."""
         own, shares_anchor = self._selector.own, manifest.config.protocol not in INDEPENDENT_PROTOCOLS
-        me, place = self._processes.me, entrance.place if entrance else None
-        load = partial(resume.load_restart_point, self._state, manifest, me, own, shares_anchor, place)
+        me, seat = self._processes.me, entrance.seat if entrance else None
+        load = partial(resume.load_restart_point, self._state, manifest, me, own, shares_anchor, seat)
         start = await self._processes.disk.run(load, 0)
         if line := start.description():
             self._say(line)

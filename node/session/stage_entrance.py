@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable
 from functools import partial
 
 from node.config.manifest import Manifest, ManifestError
-from node.joining.stages import Seats, StagePlace, ask_stage, place_of, seats_of, seats_to_bytes
+from node.joining.stages import Seats, ask_stage, seat_of, seat_to_bytes, seats_of, seats_to_bytes
 from node.membership.hello import ANY_STAGE, StageRejected, StageReply, StageSeat, WantStage
 from node.storage.statedir import StateDir, StateError
 from protocols.aio import loop_time
@@ -19,9 +19,9 @@ PAUSE_SECONDS = 2.0
 
 
 class StageEntrance:
-    """Finds this peer's stage in a run with stages: `place`, once `found` or `enter` has returned."""
+    """Finds this peer's stage in a run with stages: its `seat`, once `found` or `enter` has returned."""
 
-    place: StagePlace
+    seat: StageSeat
 
     def __init__(self, manifest: Manifest, state: StateDir, disk: Compute, signer: Signer) -> None:
         self.seats = Seats(manifest, signer)
@@ -29,10 +29,10 @@ class StageEntrance:
 
     async def found(self, me: Member) -> None:
         """Take the founder's stage, 0. Its seat is on the disk when this returns."""
-        self.place = StagePlace(0, self.seats.make(0, me))
-        await self.keep([self.place.seat])
-        self.seats.add([self.place.seat])
-        await self._disk.run(partial(self._state.keep_stage, self.place.to_bytes()), 0)
+        self.seat = self.seats.make(0, me)
+        await self.keep([self.seat])
+        self.seats.add([self.seat])
+        await self._disk.run(partial(self._state.keep_stage, seat_to_bytes(self.seat)), 0)
 
     async def keep(self, seats: Iterable[StageSeat]) -> None:
         """Write the founder's seats to the disk."""
@@ -44,21 +44,21 @@ class StageEntrance:
         Raises:
             StateError: what is kept is damaged, or of another stage than the one that the user wants.
         """
-        place = place_of(self._state.stage())
-        if place is None:
+        seat = seat_of(self._state.stage())
+        if seat is None:
             if self._state.stage():
                 raise StateError(f"{self._state.path / 'stage.json'} is damaged: start with another --state-dir")
             return False
-        if wanted not in (None, place.stage):
+        if wanted not in (None, seat.stage):
             raise StateError(
-                f"{self._state.path} holds stage {place.stage} of this run, not {wanted}: leave --stage out, or give "
+                f"{self._state.path} holds stage {seat.stage} of this run, not {wanted}: leave --stage out, or give "
                 "another --state-dir"
             )
         try:
-            self.seats.add([place.seat, *seats_of(self._state.seats() or b"[]")])
+            self.seats.add([seat, *seats_of(self._state.seats() or b"[]")])
         except (BadPayload, ValueError) as error:
             raise StateError(f"a seat in {self._state.path} is damaged ({error}): restore the directory") from None
-        self.place = place
+        self.seat = seat
         return True
 
     async def enter(
@@ -75,26 +75,25 @@ class StageEntrance:
         while True:
             for peer in tuple(peers()):
                 try:
-                    self.place = self._place(
-                        await ask_stage(transport, peer, request, loop_time() + ASK_SECONDS), wanted
-                    )
+                    answer = await ask_stage(transport, peer, request, loop_time() + ASK_SECONDS)
+                    self.seat = self._seat(answer, wanted)
                 except (PeerError, BadPayload) as error:
                     if str(error) != told:
                         say(f"no stage yet: {error} (retrying)")
                     told = str(error)
                 else:
-                    await self._disk.run(partial(self._state.keep_stage, self.place.to_bytes()), 0)
+                    await self._disk.run(partial(self._state.keep_stage, seat_to_bytes(self.seat)), 0)
                     return
             await asyncio.sleep(PAUSE_SECONDS)
 
-    def _place(self, answer: StageReply | StageRejected, wanted: int | None) -> StagePlace:
-        """The place that a peer's answer gives; raises `BadPayload` if it gives none, or not the wanted one."""
+    def _seat(self, answer: StageReply | StageRejected, wanted: int | None) -> StageSeat:
+        """The seat that a peer's answer gives; raises `BadPayload` if it gives none, or not the wanted one."""
         if isinstance(answer, StageRejected):
             raise BadPayload(answer.why)
         self.seats.add(answer.seats)
         if wanted not in (None, answer.stage) or answer.stage not in self.seats.known:
             raise BadPayload(f"it gives stage {answer.stage}, or does not know its first member")
-        return StagePlace(answer.stage, self.seats.known[answer.stage])
+        return self.seats.known[answer.stage]
 
 
 def require_stage(manifest: Manifest, wanted: int | None) -> None:

@@ -16,22 +16,18 @@ from collections.abc import Callable
 from node.streams.byte_meter import TrafficClass
 from protocols.aio import loop_time
 
-PIECE_BYTES = 64 << 10
-"""Bytes that a stream may move in one turn."""
+PIECE_BYTES = 64 << 10  # bytes that a stream may move in one turn
 BURST_SECONDS = 0.05
 """An idle bucket fills up to one piece, or to what this time brings if that is more: timers are late by some ms."""
-_LEAST_SECONDS = 0.001
-"""Timers are no finer."""
-SMALL_BYTES = 4 << 10
-"""Messages up to this size do not wait either, since others wait for the answers to them."""
+_LEAST_SECONDS = 0.001  # timers are no finer
+SMALL_BYTES = 4 << 10  # messages up to this size do not wait either, since others wait for the answers to them
 MAX_SMALL_DEBT_SECONDS = 1.0
 """They do wait while the bucket's debt is larger than this, so that no flood of them gets around the cap."""
 MAX_DEBT_SECONDS = 5.0
 """The bucket's debt is never larger. What control traffic sends beyond that is not made up for."""
 ALLOWANCE_BYTES = 320 << 10
 """What large control messages and strangers may send at once: as much as a joiner gets when it asks about the run."""
-_ALLOWANCE_SHARE = 1 / 16
-"""The allowance is refilled at this share of the rate."""
+_ALLOWANCE_SHARE = 1 / 16  # the allowance is refilled at this share of the rate
 CATCH_UP_EVERY = 16
 """While both wait, every 16th piece is for peers that catch up: they would fail if nothing came for half a minute."""
 

@@ -1,7 +1,7 @@
 """A user's own task, `package.module:factory`: imported on this machine, built, and checked before training.
 
 A run's manifest carries the name and the options, never code: each peer must have the module itself. Only the worker
-imports it, and only after the user of this machine has also named it (`node.joining.consent`).
+imports it, and only after the user of this machine has also named it (`node.joining.run_selector`).
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from node.config.manifest import FORMAT, Manifest, ManifestError, StageEntry, la
 from node.config.run_config import RunConfig, load_run
 from node.config.task_tables import GptTable, PacedTable
 from node.config.toml import MAX_BYTES
-from node.joining.consent import require_consent
+from node.joining.run_selector import require_consent
 from node.tasks.recipe import Recipe
 from protocols.base import Layout, Member
 from tests.sim.host import SimSigner

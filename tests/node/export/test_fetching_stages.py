@@ -14,7 +14,7 @@ import torch
 from node.export.fetching import fetch_state, fetchable
 from node.export.trained_model import TrainedError, TrainedModel, load_trained
 from node.joining.bootstrap import BootstrapServer, RunInfo
-from node.joining.stages import Seats, StageAssigner, place_of
+from node.joining.stages import Seats, StageAssigner, seat_of
 from node.membership.hello import BOOTSTRAP_METHOD, StageReply, StageSeat, WantStage
 from node.reporting.status import PeerStatus, public
 from protocols.base import Member, PeerId, Stream, stage_scope
@@ -127,8 +127,8 @@ async def test_stages_are_the_whole_model_of_one_round(swarm: StagedSwarm, tmp_p
         assert list(found.tensors) == list(staged_run(tmp_path / "founder").whole.state_dict())
         assert all(swarm.holds(found, stage, 8) for stage in range(3))
         for stage, checkpoint in enumerate(found.checkpoints):
-            kept = place_of((checkpoint.path.parents[1] / "stage.json").read_bytes())
-            assert kept and (kept.stage, kept.seat) == (stage, swarm.seats[stage])
+            kept = seat_of((checkpoint.path.parents[1] / "stage.json").read_bytes())
+            assert kept and (kept.stage, kept) == (stage, swarm.seats[stage])
     assert [swarm.peer(stage).chain.head for stage in range(3)] == heads
 
 

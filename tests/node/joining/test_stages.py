@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from node.joining.stages import SEAT_SECONDS, Seats, StageAssigner, place_of, seats_of, seats_to_bytes
+from node.joining.stages import SEAT_SECONDS, Seats, StageAssigner, seat_of, seats_of, seats_to_bytes
 from node.membership.hello import ANY_STAGE, NO_STAGE, Hello, StageRejected, StageReply, StageSeat, WantStage
 from protocols.base import BadPayload, Member, PeerGone
 from tests.sim.host import SimSigner
@@ -183,4 +183,4 @@ async def test_seats_are_told_to_strangers_without_effect() -> None:
 
 @pytest.mark.parametrize("data", (b"", b"{", b"[]", b'{"stage": 1}', b"\xff"))
 def test_damaged_stage_is_none(data: bytes) -> None:
-    assert place_of(data) is None
+    assert seat_of(data) is None

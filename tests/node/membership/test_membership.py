@@ -139,7 +139,7 @@ async def test_peer_that_is_away_counts_as_absent(swarm: MembershipSwarm) -> Non
 async def test_stages_rounds_and_rates_reach_the_others(swarm: MembershipSwarm) -> None:
     """Rounds at once, since stage 0 is the clock of all others; rates with a heartbeat."""
     seat = StageSeat(2, Member("b"), 0, b"signed")
-    swarm.stages = {"a": LocalStage(0, seat), "b": LocalStage(2, seat)}
+    swarm.stages = {"a": LocalStage(replace(seat, stage=0)), "b": LocalStage(seat)}
     await swarm.meet("abc")
     a, b, c = (swarm.members[name] for name in "abc")
     assert [c.stage_of(name) for name in "abc"] == [0, 2, 0] and c.stage_of("nobody") is None

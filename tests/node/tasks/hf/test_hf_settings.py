@@ -16,7 +16,7 @@ from node.config.manifest import Manifest, ManifestError
 from node.config.peer_config import load_peer
 from node.config.run_config import RunConfig, load_run
 from node.config.toml import ConfigError
-from node.joining.consent import require_consent
+from node.joining.run_selector import require_consent
 from node.tasks.hf.memory import PROCESS_BYTES, MemoryNeed, TrainingPlan, advice, memory_need
 from node.tasks.hf.model import load_module, loss_of
 from node.tasks.hf.settings import HfSettings, HfValues, ModelPins
