@@ -21,9 +21,7 @@ from protocols.wire import register, uint
 
 CLOSING = "starling/pairs/closing/1"
 STEP_SECONDS = 5.0
-"""Extra time for a step, on top of the longest exchange. Peers notice one after the other that all have reached the
-end, and each timeout of a partner delays the next.
-"""
+"""Extra time for a step: peers do not notice together that all have reached the end, and timeouts delay the next."""
 STEP_POLL_SECONDS = 0.5
 """Interval for asking a partner that is behind again. The partner also asks by itself once it gets there."""
 BEFORE, BEYOND = 0, 63
@@ -41,11 +39,7 @@ register(69, (ClosingStep,))
 
 
 class ClosingExchanges:
-    """Serves `CLOSING`.
-
-    Attributes:
-        at: the step that this peer is at.
-    """
+    """Serves `CLOSING`. This peer is in step `at`."""
 
     def __init__(self, endpoint: ProtocolEndpoint, timeouts: PeerTimeouts) -> None:
         self.at = BEFORE
@@ -65,10 +59,8 @@ class ClosingExchanges:
     ) -> None:
         """Do each step until its time is over. A step passes time that it does not use on to the next.
 
-        Args:
-            size_bytes: bytes that one step moves.
-            steps: the peers that each step needs; this peer's own id means no partner.
-            act: performs a step before a deadline, with those of its peers that are live.
+        Each of `steps` moves `size_bytes`, and lists the peers that it needs; this peer's own id means no partner.
+        `act` performs it before a deadline, with those of its peers that are live.
         """
         until = loop_time()
         self._session, self._heard, self.at = session, {}, BEFORE
@@ -85,23 +77,18 @@ class ClosingExchanges:
             self.at, self._session = BEYOND, None
 
     async def meets(self, partner: Member, until: Deadline) -> bool:
-        """Enter the step and wait until the partner is at it too.
-
-        Returns False if the partner is past the step, or this peer does not wait for it.
-        """
+        """Enter the step and wait until the partner is at it, too. False: it is past the step, or not waited for."""
         session, self.at = self._session, self._number
         assert session is not None
-        while loop_time() < until and not session.cut.is_set() and self._is_awaited(partner):
+        while loop_time() < until and not session.cut.is_set():
+            if partner not in self._members.live() or self._timeouts.resting(partner.peer, loop_time()):
+                return False
             said = await self._ask(session, partner, until)
             if said is None or said >= self.at:
                 return said == self.at
             again = min(until, loop_time() + STEP_POLL_SECONDS)
             await self._notifier.reached(lambda: self._heard.get(partner, BEFORE) >= self.at, again)
         return False
-
-    def _is_awaited(self, partner: Member) -> bool:
-        now = loop_time()
-        return partner in self._members.live() and not self._timeouts.resting(partner.peer, now)
 
     async def _ask(self, session: SharedStateSession, partner: Member, until: Deadline) -> int | None:
         """Ask the partner which step it is at; None if it does not take part."""

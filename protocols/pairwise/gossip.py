@@ -19,9 +19,7 @@ from protocols.aio import loop_time
 from protocols.base import Deadline, Host, Member, PeerId, Settings
 from protocols.pairwise import matching
 from protocols.pairwise.closing import ClosingExchanges
-from protocols.pairwise.exchange_state import ExchangeState
-from protocols.pairwise.initiator import ExchangeInitiator, ExchangeOutcome
-from protocols.pairwise.responder import ExchangeResponder
+from protocols.pairwise.exchanges import ExchangeOutcome, Exchanges
 from protocols.pairwise.shared_state import PairwiseAverager, SharedStateSession
 from protocols.vectors.views import VectorView
 
@@ -30,28 +28,15 @@ OTHERS = 2
 TRIES = 3
 """How often a partner that the schedule names is asked while it is busy."""
 BUSY_PAUSE_SECONDS = 0.25
-"""Least pause before asking a busy peer again; the most is twice this. One request to a busy peer takes two round
-trips.
-"""
+"""Least pause before asking a busy peer again; the most is twice this. Each request takes two round trips."""
 
 
 class Gossip(PairwiseAverager):
-    """`protocols.base.ClosingAverager` for gossip.
-
-    Attributes:
-        exchanges: this peer's exchanges, one at a time.
-    """
+    """`protocols.base.ClosingAverager` for gossip."""
 
     def __init__(self, host: Host, settings: Settings) -> None:
-        """Create the averager.
-
-        Raises:
-            ValueError: unknown schedule or codec.
-        """
-        self.exchanges = ExchangeState(host, settings)
+        self.exchanges = Exchanges(host, settings)
         super().__init__(self.exchanges, settings.schedule, host.rng("gossip"))
-        self._initiator = ExchangeInitiator(self.exchanges)
-        ExchangeResponder(self.exchanges, self._initiator)
         self._steps = ClosingExchanges(self.exchanges.endpoint, self.exchanges.timeouts)
 
     async def mix(self, session: SharedStateSession, state: VectorView) -> None:
@@ -73,7 +58,7 @@ class Gossip(PairwiseAverager):
             tries += 1
             more = [each for each in others if each not in due]
             for partner in [*due, *self.rng.sample(more, min(OTHERS, len(more)))]:
-                await self.exchanges.at_rest()
+                await exchanges.at_rest()
                 now, peer = loop_time(), partner.peer
                 if session.held and (partner not in due or peer in session.held):
                     verdict = ExchangeOutcome.HELD  # another peer has asked us
@@ -81,7 +66,7 @@ class Gossip(PairwiseAverager):
                     verdict = ExchangeOutcome.FAILED  # the time left is too short for this one
                 else:
                     its_own = now + exchanges.timeouts.timeout_seconds(peer, size_bytes)
-                    verdict = await self._initiator.ask(session, partner, min(until, its_own))
+                    verdict = await exchanges.ask(session, partner, min(until, its_own))
                 if verdict in (ExchangeOutcome.HELD, ExchangeOutcome.FAILED):
                     due, others = ([each for each in group if each != partner] for group in (due, others))
 
@@ -107,7 +92,7 @@ class Gossip(PairwiseAverager):
             if session.counted(peer) > before:
                 break
             its_own = loop_time() + self.exchanges.timeouts.timeout_seconds(peer, size_bytes)
-            verdict = await self._initiator.ask(session, partner, min(until, its_own))
+            verdict = await self.exchanges.ask(session, partner, min(until, its_own))
             if verdict in (ExchangeOutcome.HELD, ExchangeOutcome.FAILED):
                 break
             if verdict is ExchangeOutcome.BUSY:
@@ -122,8 +107,7 @@ class Gossip(PairwiseAverager):
 
     def _candidates(self, session: SharedStateSession) -> tuple[list[Member], list[Member]]:
         """The peers that the schedule names, and the others. Both exclude peers that recently cost us a timeout."""
-        now = loop_time()
-        live = self.others()
+        now, live = loop_time(), self.others()
         named = self.named(session, live)
         up = [member for member in live.values() if not self.exchanges.timeouts.resting(member.peer, now)]
         due = [member for member in up if member.peer in named]

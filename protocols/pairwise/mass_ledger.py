@@ -3,9 +3,9 @@
 Each peer holds a value x and a weight w, at first its own value and 1. A sender gives half of both away and keeps the
 other half; the receiver adds the share. x / w approaches Σx / Σw at every peer, whatever the order and the graph, as
 long as no mass is lost or created (Kempe et al. 2003; Assran et al. 2019, SGP, section 3, for the states of trainers).
-Therefore:
+Here are the weights; the values are states, which are too large to be copied (`protocols.pairwise.shares`).
 
-- A share is outstanding until its receiver has acknowledged it. A resent share keeps its number.
+- A share is outstanding until its receiver has answered for it. A resent share keeps its number.
 - A receiver counts each number of a sender once, even if it arrives twice or late.
 - If the receiver's incarnation has ended, the share returns to the sender. If the receiver had counted it, it was lost
   with the receiver.
@@ -13,16 +13,14 @@ Therefore:
   that it has counted the share, or that it never will; only the second answer returns the share. Until then the share
   is at neither peer, but it is not lost.
 
-Then Σx and Σw, over all ledgers and all outstanding shares that are not counted, never change. This holds exactly for
-numbers that add exactly (`fractions.Fraction`), and up to rounding for others. If a sender dies, the mass that it holds
-is lost, but what it gave remains.
+Then Σw, over all ledgers and all outstanding shares that are not counted, never changes, up to rounding. If a sender
+dies, the mass that it holds is lost, but what it gave remains.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
 
 from protocols.base import BadPayload, Member
 from protocols.peers.estimates import RecentDict
@@ -34,30 +32,16 @@ MAX_GIVERS = 256
 MAX_RECEIVERS = 256
 """Peer incarnations whose next share number is remembered, besides those that owe an answer."""
 LEAST_WEIGHT = 2.0**-900
-"""A peer with less weight gives nothing. This is far below what is reached in practice: if one peer only takes, it
-draws all weight to itself, and the others continue with what they have left.
-"""
-
-
-class Mass(Protocol):
-    """A number or a vector: a value that can be added to its like and divided by a number."""
-
-    def __add__(self, other: Any, /) -> Any: ...
-
-    def __truediv__(self, other: Any, /) -> Any: ...
-
-
-V = TypeVar("V", bound=Mass)
+"""A peer with less weight gives nothing. Far below what is reached in practice, even if one peer only takes."""
 
 
 @dataclass(frozen=True, slots=True)
-class Share(Generic[V]):
+class Share:
     """Mass in transit. `sequence` counts the shares from this incarnation of the sender to this one of the receiver."""
 
     sender: Member
     to: Member
     sequence: int
-    value: V
     weight: float
 
 
@@ -80,17 +64,12 @@ class _Numbers:
         self.void = {each for each in self.void if each >= self.floor}
 
 
-class MassLedger(Generic[V]):
-    """The mass of one incarnation of a peer, and the shares that it has given and taken.
+class MassLedger:
+    """The mass of one incarnation of a peer, and the shares that it has given and taken."""
 
-    Attributes:
-        me: this incarnation.
-        value, weight: what this peer holds.
-    """
-
-    def __init__(self, me: Member, value: V, weight: float = 1.0) -> None:
-        self.me, self.value, self.weight = me, value, weight
-        self._outstanding: dict[Member, dict[int, Share[V]]] = {}
+    def __init__(self, me: Member, weight: float = 1.0) -> None:
+        self.me, self.weight = me, weight
+        self._outstanding: dict[Member, dict[int, Share]] = {}
         self._next: OrderedDict[Member, int] = OrderedDict()
         self._unused = 0  # no forgotten receiver has been given this number, or a later one
         self._senders: RecentDict[Member, _Numbers] = RecentDict(MAX_GIVERS)
@@ -103,85 +82,53 @@ class MassLedger(Generic[V]):
 
     # -- giving -------------------------------------------------------------------------------------------------------
 
-    def give(self, to: Member) -> Share[V] | None:
-        """Give half of the mass to this receiver.
-
-        Returns None if the receiver has too many unacknowledged shares, or this peer has too little mass.
-        """
+    def give(self, to: Member) -> Share | None:
+        """Give half of the mass. None if the receiver owes too many answers, or this peer has too little mass."""
         number = self._next.get(to, self._unused)
         first = min(self._outstanding.get(to, ()), default=number)
         if number >= first + SHARE_WINDOW or self.weight < LEAST_WEIGHT or to == self.me:
             return None
-        self.value, self.weight = self.value / 2, self.weight / 2
-        share = Share(self.me, to, number, self.value, self.weight)
+        self.weight /= 2
+        share = Share(self.me, to, number, self.weight)
         self._outstanding.setdefault(to, {})[number] = share
         self._next[to] = number + 1
         self._next.move_to_end(to)
-        self._forget()
-        return share
-
-    def _forget(self) -> None:
-        """Drop the receiver that was given something longest ago and owes no answer."""
         if len(self._next) >= MAX_RECEIVERS + len(self._outstanding):
             oldest = next(each for each in self._next if each not in self._outstanding)
             self._unused = max(self._unused, self._next.pop(oldest))
-
-    def outstanding(self, to: Member) -> tuple[Share[V], ...]:
-        """The shares to send again: given, and neither acknowledged nor returned."""
-        return tuple(self._outstanding.get(to, {}).values())
+        return share
 
     def answered(self, by: Member, sequence: int, counted: bool) -> None:
-        """Record the receiver's answer: it counted the share, or never will; then the share returns.
-
-        Without effect for a share that is not outstanding.
-        """
+        """Record the receiver's answer: it counted the share, or never will, so that the share returns."""
         waiting = self._outstanding.get(by, {})
         share = waiting.pop(sequence, None)
         if not waiting:
             self._outstanding.pop(by, None)
         if share is not None and not counted:
-            self._add(share)
-
-    def take_back(self, member: Member) -> None:
-        """Take back the unacknowledged shares of an incarnation that has certainly ended. A silent peer may still be
-        alive.
-        """
-        for share in self._outstanding.pop(member, {}).values():
-            self._add(share)
-        self._next.pop(member, None)
-
-    def _add(self, share: Share[V]) -> None:
-        self.value, self.weight = self.value + share.value, self.weight + share.weight
+            self.weight += share.weight
 
     # -- taking -------------------------------------------------------------------------------------------------------
 
-    def take(self, share: Share[V]) -> bool:
+    def take(self, share: Share) -> bool:
         """Count a share, unless its number is settled. Acknowledge it either way if it is for this incarnation.
 
-        Returns:
-            Whether it is counted, now or earlier. False if it was recalled or is for another incarnation of this peer.
-
-        Raises:
-            BadPayload: the weight is not positive.
+        Returns whether it is counted, now or earlier: False if it was recalled or is for another incarnation.
         """
         if share.to != self.me:
             return False
         if not share.weight > 0:
             raise BadPayload(f"a share of weight {share.weight}")
-        numbers = self._numbers(share.sender)
+        numbers = self._senders.put_newest(share.sender, _Numbers)
         if numbers.settled(share.sequence):
             return share.sequence in numbers.counted
         numbers.settle(share.sequence, numbers.counted)
-        self._add(share)
+        self.weight += share.weight
         return True
 
     def recalled(self, sender: Member, sequence: int) -> bool:
         """Whether that share is counted here; if not, it never will be."""
-        numbers = self._numbers(sender)
+        numbers = self._senders.put_newest(sender, _Numbers)
         if numbers.settled(sequence):
             return sequence in numbers.counted
         numbers.settle(sequence, numbers.void)
         return False
-
-    def _numbers(self, sender: Member) -> _Numbers:
-        return self._senders.put_newest(sender, _Numbers)

@@ -30,14 +30,8 @@ from protocols.registry import SCHEDULES, require_known
 def select_partners(
     schedule: str, members: Sequence[PeerId], me: PeerId, round_number: int, seed: str
 ) -> tuple[PeerId, ...]:
-    """The peers that `me` asks in that round, in order; empty if it is alone.
-
-    Args:
-        members: all peers that could be asked; `me` counts whether or not it is among them.
-        seed: the same for all peers of a run.
-
-    Raises:
-        ValueError: unknown schedule.
+    """The peers that `me` asks in that round, in order; empty if it is alone. `seed` is the same for all peers of a
+    run.
     """
     everybody = sorted({*members, me})
     if len(everybody) == 1:
@@ -102,9 +96,7 @@ def closing_pairs(count: int) -> tuple[tuple[int, ...], ...]:
 
 
 def stepped(steps: Sequence[Sequence[int]]) -> torch.Tensor:
-    """The mixing matrix of consecutive steps, in each of which every peer takes the mean with its partner. float64
-    (n, n).
-    """
+    """The mixing matrix, float64 (n, n), of consecutive steps in which every peer takes the mean with its partner."""
     product = torch.eye(len(steps[0]), dtype=torch.float64)
     for partner_of in steps:
         product = (product + product[list(partner_of)]) / 2
@@ -129,8 +121,7 @@ def matched_order(members: tuple[PeerId, ...], round_number: int, seed: str) -> 
     """Indices in a drawn order: each two consecutive ones are partners.
 
     The order is that of a hash of each member, so a peer that knows one more member still finds mostly the same
-    neighbours. The result is cached: it takes milliseconds for thousands of members, and is needed repeatedly during
-    one round.
+    neighbours. Cached: it takes milliseconds for thousands of members, and is needed repeatedly during one round.
     """
 
     def drawn(index: int) -> bytes:
@@ -149,7 +140,6 @@ def _drawn_partner(members: tuple[PeerId, ...], me: int, round_number: int, seed
 
 
 def hops_ahead(schedule: str, count: int, round_number: int) -> tuple[int, ...]:
-    """How many places ahead a peer's partners are, in a schedule without draws."""
     if schedule == "ring":
         return (1,)
     every = hops(count)

@@ -2,9 +2,8 @@
 
 A run selects this protocol by name; gossip does not fall back to it. Shares carry weights, and all peers of a run must
 count them. Push-sum suits lines that are much faster in one direction, and peers that should not pause for others:
-giving costs one upload, taking costs one download, and neither waits for the other. The cost is slower mixing.
-Information flows one way, so two shares bring two peers as close as one exchange does. A peer that is given nothing
-learns nothing in that round.
+giving costs one upload, taking costs one download, and neither waits for the other. The cost is slower mixing: two
+shares bring two peers as close as one exchange does, and a peer that is given nothing learns nothing in that round.
 
 A link that carries nothing at all in one direction carries no stream either. Then a peer gives to others, and takes
 back what it gave: it keeps each share, encoded, until the receiver says that it has counted it. A share without an
@@ -21,33 +20,41 @@ Sources: Kempe et al. 2003; Assran et al. 2019 (SGP).
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import asyncio
+from collections.abc import Awaitable, Callable, Collection
+from contextlib import suppress
+from functools import partial
 
-from protocols.aio import loop_time
-from protocols.base import Deadline, Host, Member, PeerId, Settings
+from protocols.aio import loop_time, run_with_helper, task_group
+from protocols.allreduce.parts import ReducedPart, send_encoded
+from protocols.base import BadPayload, Deadline, Host, Member, PeerError, PeerId, Settings, Stream
 from protocols.pairwise import matching
 from protocols.pairwise.closing import STEP_POLL_SECONDS, ClosingExchanges
-from protocols.pairwise.share_receiver import ShareReceiver
-from protocols.pairwise.share_sender import MAX_KEPT, ShareSender
+from protocols.pairwise.mass_ledger import Share
 from protocols.pairwise.shared_state import PairwiseAverager, SharedStateSession
-from protocols.pairwise.weighted_state import WeightedState
+from protocols.pairwise.shares import (
+    PUSH,
+    PushShare,
+    RecallShare,
+    ShareReceiver,
+    ShareStatus,
+    WeightedState,
+    split_share,
+)
+from protocols.pairwise.state_swap import hear, watch
+from protocols.peers.timeouts import CHEAP_SECONDS
 from protocols.vectors.views import VectorView
+
+RETURN_SECONDS = 120.0
+"""After this many seconds without an answer, a share returns to the sender, whether its receiver is live or not."""
+MAX_KEPT = 2
+"""Limit of shares with an unknown outcome. At this limit a peer gives no more until outcomes are known."""
 
 
 class PushSum(PairwiseAverager):
-    """`protocols.base.ClosingAverager` for push-sum.
-
-    Attributes:
-        weighted: this peer's state and its weight.
-        share_sender: sends its shares.
-    """
+    """`protocols.base.ClosingAverager` for push-sum."""
 
     def __init__(self, host: Host, settings: Settings) -> None:
-        """Create the averager.
-
-        Raises:
-            ValueError: unknown schedule or codec.
-        """
         self.weighted = WeightedState(host, settings)
         super().__init__(self.weighted, settings.schedule, host.rng("push-sum"))
         self.share_sender = ShareSender(self.weighted)
@@ -78,9 +85,7 @@ class PushSum(PairwiseAverager):
                 due -= await self.share_sender.give(session, live[peer], min(until, its_own))
 
     async def close(self, session: SharedStateSession, state: VectorView, here: Collection[PeerId]) -> None:
-        """In each step, give half of the mass to the peer one distance ahead, and wait for a share from as far
-        behind.
-        """
+        """In each step, give half of the mass to the peer a distance ahead, and wait for a share from as far behind."""
         everybody = sorted({*here, self.me.peer})
         place, count = everybody.index(self.me.peer), len(everybody)
         size_bytes = self.weighted.codec.encoded_bytes(state.size)
@@ -110,3 +115,134 @@ class PushSum(PairwiseAverager):
             again = min(until, loop_time() + STEP_POLL_SECONDS)
             await session.notifier.reached(lambda: session.counted(giver.peer) > before, again)
         return session.counted(giver.peer) > before
+
+
+class ShareSender:
+    """Gives one share at a time, and keeps each, encoded, until its receiver has answered for it."""
+
+    def __init__(self, weighted: WeightedState) -> None:
+        self.kept: dict[tuple[Member, int], tuple[Share, ReducedPart]] = {}
+        self._weighted = weighted
+        self._unanswered_since: dict[tuple[Member, int], float] = {}
+
+    async def give(
+        self,
+        session: SharedStateSession,
+        to: Member,
+        until: Deadline,
+        ready: Callable[[], Awaitable[bool]] | None = None,
+    ) -> bool:
+        """Give half of the mass; False if the share has returned and may go to another peer.
+
+        `ready` says whether the receiver may have it. It is asked after the share is set apart: mass that arrives later
+        is not in it.
+        """
+        weighted = self._weighted
+        async with weighted.turn:
+            state = session.state
+            share = weighted.masses.give(to) if state else None
+            if share is None or state is None:
+                return False
+            part = weighted.part(state.size)
+            self.kept[to, share.sequence] = share, part
+            await weighted.host.compute.run(partial(split_share, state, part), 16 * state.size)
+        weighted.partners = (to.peer,)
+        try:
+            counted = await self._send(session, share, part, until) if ready is None or await ready() else False
+        finally:
+            weighted.partners = ()
+        if counted is not None:
+            await self._answered(session, share, counted)
+        return counted is not False
+
+    async def _send(self, session: SharedStateSession, share: Share, part: ReducedPart, until: Deadline) -> bool | None:
+        """Send a share; return whether it was counted, or None if that is unknown."""
+        weighted, peer = self._weighted, share.to.peer
+        timeouts, began = weighted.timeouts, loop_time()
+        elements, name = part.high - part.low, part.codec.name
+        give = PushShare(session.key, weighted.me, share.sequence, share.to, share.weight, elements, name)
+        answer_by, reached = min(until, began + timeouts.answer_seconds(peer)), False
+        try:
+            async with asyncio.timeout_at(answer_by) as limit, weighted.endpoint.open(peer, PUSH, until) as stream:
+                limit.reschedule(None)  # from here on the transfer is watched
+                timeouts.answered(peer, 2 * (loop_time() - began))
+                reached = True
+                watching = watch(weighted.host.members, share.to, until)
+                counted = await run_with_helper(_deliver(stream, give, part), watching)
+        except (PeerError, BadPayload, TimeoutError):
+            now = loop_time()
+            why = "it did not say whether it has counted the share" if reached else "it was not reached"
+            weighted.accounting.name(peer, f"no share: {why}")
+            if reached:  # the share may have arrived: avoid this peer for a while
+                timeouts.late(peer, now, max(CHEAP_SECONDS, now - began), slow=now >= until)
+                return None
+            timeouts.failed(peer, began, now, answer_by, slow=False)
+            return False
+        if counted:
+            timeouts.took(peer, part.size_bytes, loop_time(), loop_time() - began)
+        return counted
+
+    async def _answered(self, session: SharedStateSession, share: Share, counted: bool) -> None:
+        """Record the outcome of a share: it is the receiver's, or ours again."""
+        masses = self._weighted.masses
+        async with self._weighted.turn:
+            _, part = self.kept.pop((share.to, share.sequence))
+            before = masses.weight
+            masses.answered(share.to, share.sequence, counted)
+            if not counted and session.state:
+                await self._weighted.blend(session.state, part, share.weight / (before + share.weight))
+
+    # -- shares without an answer -------------------------------------------------------------------------------------
+
+    async def reclaim(self, session: SharedStateSession) -> None:
+        """Settle shares without an answer: ask their receivers, or decide without those that are gone."""
+        now, masses, me = loop_time(), self._weighted.masses, self._weighted.me
+        live = {member.peer: member for member in self._weighted.host.members.live()}
+        self._unanswered_since = {key: self._unanswered_since.get(key, now) for key in self.kept}
+        for share, _ in list(self.kept.values()):
+            to, counted = share.to, None
+            if live.get(to.peer) == to:
+                counted = await self._recall(session, share)
+            elif to.peer in live:
+                counted = False  # given to an earlier incarnation, which has ended
+            if counted is None and now - self._unanswered_since[to, share.sequence] >= RETURN_SECONDS:
+                counted = False
+                self._weighted.half_exchanges += 1
+                session.count_half(share.weight / (masses.weight + share.weight))
+            if counted is not None:
+                await self._answered(session, share, counted)
+            if counted is False:  # our own state of an earlier round is merged into our state again
+                name = f"{me.peer}.{me.incarnation}/{share.sequence} from {to.peer}.{to.incarnation}"
+                session.count(me.peer, 1, name, share.weight / masses.weight)
+
+    async def _recall(self, session: SharedStateSession, share: Share) -> bool | None:
+        """Recall a share; return whether it was counted, or None if that is unknown."""
+        weighted, peer, began = self._weighted, share.to.peer, loop_time()
+        if began >= session.deadline or weighted.timeouts.resting(peer, began):
+            return None
+        answer_by = began + weighted.timeouts.answer_seconds(peer)
+        deadline = min(session.deadline, answer_by)
+        recall = RecallShare(session.key, weighted.me, share.sequence, share.to)
+        try:
+            async with weighted.endpoint.open(peer, PUSH, deadline) as stream:
+                await stream.send(recall)
+                return (await hear(stream, ShareStatus, recall)).counted
+        except (PeerError, BadPayload):
+            now = loop_time()
+            weighted.timeouts.late(peer, now, max(CHEAP_SECONDS, now - began), slow=False)
+            return None
+
+
+async def _deliver(stream: Stream, give: PushShare, part: ReducedPart) -> bool:
+    """Send a share and return whether it is counted. A receiver that cannot use it says so before it has all of it."""
+
+    async def send() -> None:
+        with suppress(PeerError):  # an answer may have arrived before the end: `hear` reads it
+            await stream.send(give)
+            await send_encoded(stream, part)
+
+    async with task_group() as group:
+        sending = group.create_task(send())
+        counted = (await hear(stream, ShareStatus, give)).counted
+        sending.cancel()
+    return counted

@@ -10,7 +10,6 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from functools import partial
 
 from protocols.aio import Notifier, loop_time, set_at
 from protocols.allreduce.chunk_pool import ChunkPool
@@ -29,8 +28,8 @@ from protocols.base import (
     Vector,
 )
 from protocols.pairwise import matching
-from protocols.pairwise.claimed_rounds import ClaimedRounds
 from protocols.pairwise.state_swap import HEADER_LIMIT
+from protocols.peers.estimates import ClaimedRounds
 from protocols.peers.timeouts import PeerTimeouts
 from protocols.registry import SCHEDULES, require_known
 from protocols.streams.endpoint import ProtocolEndpoint, SessionBase
@@ -38,36 +37,22 @@ from protocols.vectors.codec import codec
 from protocols.vectors.views import VectorView
 
 SLOWEST_SHARE = 0.25
-"""Largest share of a round's time that an exchange is estimated to take. Above it, the peer would never retry and
-never notice an improvement.
-"""
+"""An exchange is estimated to take at most this share of a round's time; above it, the peer would never retry."""
 
 
 class PairState(ABC):
-    """The state that a peer averages with others one by one, and what it needs for that.
-
-    Attributes:
-        session: of the round that this peer is in; None between two rounds.
-        notifier: notifies when there is a state, or when an exchange has ended.
-        estimator: estimates how far the other peers are.
-        half_exchanges: how many have been counted since this peer started.
-        partners: the peers that average with the state at this moment.
-    """
+    """The state that a peer averages with others one by one, and what it needs for that."""
 
     def __init__(self, host: Host, settings: Settings) -> None:
-        """Create the state.
-
-        Raises:
-            ValueError: unknown codec.
-        """
         self.host, self.endpoint = host, ProtocolEndpoint(host, settings, HEADER_LIMIT)
         self.me, self.accounting = self.endpoint.me, self.endpoint.accounting
         self.codec, self.timeouts = codec(settings.codec), PeerTimeouts(settings.upload_bandwidth())
-        self.estimator, self.notifier = ClaimedRounds(), Notifier()
-        self.session: SharedStateSession | None = None
+        self.estimator = ClaimedRounds()
+        self.notifier = Notifier()  # notifies when there is a state, or when an exchange has ended
+        self.session: SharedStateSession | None = None  # of the present round; None between two rounds
+        self.half_exchanges = 0  # since this peer started
+        self.partners: tuple[PeerId, ...] = ()  # that average with the state at this moment
         self._pool = ChunkPool()
-        self.half_exchanges = 0
-        self.partners: tuple[PeerId, ...] = ()
 
     @property
     def state(self) -> VectorView | None:
@@ -79,7 +64,6 @@ class PairState(ABC):
         return ReducedPart(self.codec, 0, elements, self.endpoint.settings.chunk_elements, pool=self._pool)
 
     def open(self, session: SharedStateSession) -> None:
-        """Begin a round."""
         self._pool.next_round()
         self.session = session
 
@@ -95,20 +79,11 @@ class PairState(ABC):
 
 
 class PairwiseAverager(ABC):
-    """What gossip and push-sum share as a `protocols.base.ClosingAverager`.
-
-    Attributes:
-        schedule: selects the peers that this one asks or gives to (`protocols.pairwise.matching`).
-    """
+    """What gossip and push-sum share as a `protocols.base.ClosingAverager`."""
 
     closes = True
 
     def __init__(self, pair: PairState, schedule: str, rng: random.Random) -> None:
-        """Create the averager.
-
-        Raises:
-            ValueError: unknown schedule.
-        """
         self.schedule, self.rng = require_known("schedule", schedule, SCHEDULES), rng
         self.pair, self.host, self.me = pair, pair.host, pair.me
         self.accounting, self.estimator = pair.accounting, pair.estimator
@@ -138,7 +113,6 @@ class PairwiseAverager(ABC):
         """Average the state by the closing exchanges of a run, with the peers in `here`."""
 
     def others(self) -> dict[PeerId, Member]:
-        """The other live peers."""
         return {member.peer: member for member in self.host.members.live() if member.peer != self.me.peer}
 
     def named(self, session: SharedStateSession, others: Collection[PeerId]) -> tuple[PeerId, ...]:
@@ -148,27 +122,17 @@ class PairwiseAverager(ABC):
 
 
 class SharedStateSession(SessionBase):
-    """`protocols.base.ClosingSession` for gossip and push-sum.
-
-    Attributes:
-        key: of this peer's round.
-        deadline: of the round.
-        state: what other peers may average with; None while there is nothing to average.
-        held: the peers whose values became part of the state since it was lent or given to `average`.
-        weights: each peer's share of the state, after all averaging in this round.
-        notifier: notifies when something is counted.
-        closing: whether the session is in closing exchanges.
-    """
+    """`protocols.base.ClosingSession` for gossip and push-sum."""
 
     def __init__(self, averager: PairwiseAverager, head: Head, deadline: Deadline) -> None:
         super().__init__(head, deadline, averager.accounting)
         self.key: RoundKey = head.key
         self._longest_seconds = SLOWEST_SHARE * (deadline - loop_time())
         self.closing, self.closing_exchanges = False, 0
-        self.state: VectorView | None = None
-        self.held: dict[PeerId, Contribution] = {}
-        self.notifier = Notifier()
-        self.weights = {averager.me.peer: 1.0}
+        self.state: VectorView | None = None  # what other peers may average with
+        self.held: dict[PeerId, Contribution] = {}  # in the state since it was lent or given to `average`
+        self.weights = {averager.me.peer: 1.0}  # peer -> its share of the state, after all averaging in this round
+        self.notifier = Notifier()  # notifies when something is counted
         self._averager, self._pair = averager, averager.pair
 
     # -- the contract -------------------------------------------------------------------------------------------------
@@ -185,22 +149,14 @@ class SharedStateSession(SessionBase):
         return self.held
 
     async def average(self, mine: Sequence[Vector], work: LocalProgress, into: Sequence[Vector]) -> AveragingResult:
-        """Average as the contract says. `mine` is copied to `into` first, and other peers average with `into`
-        meanwhile.
-
-        Raises:
-            ValueError: the sizes of `mine` and `into` differ.
-        """
+        """Average as the contract says. `mine` is copied to `into`, with which other peers average meanwhile."""
         early = await self.reclaim()
-        self._keep_up()
+        # A peer that is behind skips to the round of most other peers.
+        self.round = self._averager.estimator.round(self.round, self._averager.others())
+        self.key = replace(self.key, round=self.round)
         return await self._averaged(mine, into, early, lambda target: self._averager.mix(self, target))
 
     async def close(self, mine: Sequence[Vector], into: Sequence[Vector], here: Collection[PeerId]) -> AveragingResult:
-        """Close as the contract says.
-
-        Raises:
-            ValueError: as in `average`.
-        """
         early, self.closing = await self.reclaim(), True
         return await self._averaged(mine, into, early, lambda target: self._averager.close(self, target, here))
 
@@ -211,10 +167,14 @@ class SharedStateSession(SessionBase):
         early: Mapping[PeerId, Contribution],
         average: Callable[[VectorView], Awaitable[None]],
     ) -> AveragingResult:
+        def copy() -> None:
+            for source, copied in zip(mine, into, strict=True):
+                copied.copy_(source)
+
         if [len(each) for each in mine] != [len(each) for each in into]:
             raise ValueError(f"{[len(each) for each in mine]} elements into {[len(each) for each in into]}")
         target = VectorView(into)
-        await self._pair.host.compute.run(partial(_copy, mine, into), 8 * target.size)
+        await self._pair.host.compute.run(copy, 8 * target.size)
         self._open(target)
         try:
             await average(target)
@@ -224,11 +184,6 @@ class SharedStateSession(SessionBase):
         held = await self.reclaim()
         committed = bool(held or early)
         return self._result(committed, held, self.weights if committed else {})
-
-    def _keep_up(self) -> None:
-        """Skip to the round of most other peers if this peer is behind."""
-        self.round = self._averager.estimator.round(self.round, self._averager.others())
-        self.key = replace(self.key, round=self.round)
 
     def _open(self, state: VectorView) -> None:
         self.state, self.held = state, {}
@@ -251,8 +206,3 @@ class SharedStateSession(SessionBase):
     def counted(self, peer: PeerId) -> int:
         """How often this peer's values were counted since the state was lent or given to `average`."""
         return len(self.held[peer].messages) if peer in self.held else 0
-
-
-def _copy(source: Sequence[Vector], into: Sequence[Vector]) -> None:
-    for each, target in zip(source, into, strict=True):
-        target.copy_(each)

@@ -1,20 +1,35 @@
-"""A share of a state that travels one way: its frames, and how giving and taking it changes a state."""
+"""Shares of a state, which travel one way: their frames, what giving and taking them does to a state, and the receiver.
+
+A few shares arrive at once. Each is counted once, as soon as there is a state to count it in.
+"""
 
 # ruff: noqa: RUF009 - a field's bound is its default
 
 from __future__ import annotations
 
+import asyncio
+import math
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
+from protocols.aio import loop_time, run_with_helper
 from protocols.allreduce.parts import ReducedPart
-from protocols.base import Member
-from protocols.pairwise.state_swap import ExchangeMessage
+from protocols.base import BadPayload, Host, Member, PeerId, PeerSilent, Settings, Stream
+from protocols.pairwise.mass_ledger import MassLedger, Share
+from protocols.pairwise.shared_state import PairState, SharedStateSession
+from protocols.pairwise.state_swap import ExchangeMessage, StateReceiver, state_norm, watch
+from protocols.peers.timeouts import CHEAP_SECONDS, PeerTimeouts
 from protocols.vectors.views import VectorView
 from protocols.wire import flag, one, real, register, text, uint
 
 PUSH = "starling/push-sum/share/1"
+MAX_TAKING = 4
+"""Peers whose shares are received at once, one share each; others are declined."""
+MOST_SHARE = 64.0
+"""Limit of a share's weight, as a multiple of a peer's initial weight. A peer that would exceed twice this accepts
+no share, so that it never gives more than others accept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,3 +82,117 @@ def merge_share(state: VectorView, part: ReducedPart, share: float) -> None:
         part.codec.decode(part.chunk(index), theirs)
         mine = state.read(low, high, scratch)
         state.write(low, theirs.mul_(share).add_(torch.mul(mine, 1 - share)))
+
+
+class WeightedState(PairState):
+    """A peer's state, and in `masses` its weight and those of its shares.
+
+    A task holds `turn` while it changes the state, and never while it waits for another peer.
+    """
+
+    def __init__(self, host: Host, settings: Settings) -> None:
+        super().__init__(host, settings)
+        self.masses, self.turn = MassLedger(self.me), asyncio.Lock()
+
+    async def close(self) -> None:
+        await super().close()
+        await self.at_rest()
+
+    async def at_rest(self) -> None:
+        async with self.turn:
+            pass
+
+    async def is_finite(self, state: VectorView) -> bool:
+        """Whether the state is finite, so that it may be given away."""
+        part = self.part(state.size)
+        async with self.turn:
+            return math.isfinite(await self.host.compute.run(partial(state_norm, state, part), 4 * state.size))
+
+    async def blend(self, state: VectorView, part: ReducedPart, share: float) -> None:
+        """Merge a received state with this weight. The caller holds `turn`."""
+        await self.host.compute.run(partial(merge_share, state, part, share), 16 * state.size)
+
+
+class ShareReceiver:
+    """Serves `PUSH`."""
+
+    def __init__(self, weighted: WeightedState, bandwidth: float) -> None:
+        self._weighted = weighted
+        self._timeouts = PeerTimeouts(bandwidth)  # of the links in this direction
+        self._taking: set[PeerId] = set()
+        weighted.endpoint.serve(PUSH, PushShare, self._serve)
+        weighted.endpoint.serve(PUSH, RecallShare, self._send_status)
+
+    async def _serve(self, stream: Stream, give: PushShare) -> None:
+        weighted, state, peer = self._weighted, self._weighted.state, stream.peer
+        if give.codec != weighted.codec.name:
+            raise BadPayload(f"codec {give.codec!r} where the run uses {weighted.codec.name}")
+        if give.weight > MOST_SHARE:
+            raise BadPayload(f"a share of weight {give.weight:g}, more than {MOST_SHARE:g}")
+        weighted.estimator.hear(give.sender.peer, give.key.round)
+        if state is None or self._is_busy(peer) or weighted.masses.mass + give.weight > 2 * MOST_SHARE:
+            return await self._send_status(stream, give)
+        self._taking.add(peer)
+        try:
+            counted = await self._take(state, give, stream)
+        except BadPayload:  # a share given to this sender would be lost to us as well
+            for timeouts in (self._timeouts, weighted.timeouts):
+                timeouts.distrust(peer, loop_time())
+            raise
+        finally:
+            self._taking.remove(peer)
+        await stream.send(ShareStatus(give.key, weighted.me, give.sequence, counted))
+
+    async def _send_status(self, stream: Stream, share: PushShare | RecallShare) -> None:
+        """Answer whether a share has been counted; if not, it never will be."""
+        counted = self._weighted.masses.recalled(share.sender, share.sequence)
+        await stream.send(ShareStatus(share.key, self._weighted.me, share.sequence, counted))
+
+    def _is_busy(self, peer: PeerId) -> bool:
+        now = loop_time()
+        return peer in self._taking or len(self._taking) >= MAX_TAKING or self._timeouts.resting(peer, now)
+
+    async def _take(self, state: VectorView, give: PushShare, stream: Stream) -> bool:
+        """Receive a share, and count it as soon as there is a state to count it in."""
+        weighted = self._weighted
+        if give.elements != state.size:
+            raise BadPayload(f"a state of {give.elements} elements; the run's have {state.size}")
+        theirs = StateReceiver(weighted.part(state.size), weighted.host.compute)
+        async with weighted.turn:
+            await theirs.measure(stream, state)
+        await self._receive(theirs, give, stream)
+        while True:
+            try:
+                await weighted.notifier.until(lambda: weighted.state is not None, stream.deadline)
+            except TimeoutError:
+                raise PeerSilent(stream.peer, "no state to count it in") from None
+            async with weighted.turn:
+                if weighted.session and weighted.session.state:
+                    return await self._count(weighted.session, weighted.session.state, give, theirs.part)
+
+    async def _receive(self, theirs: StateReceiver, give: PushShare, stream: Stream) -> None:
+        timeouts, peer = self._timeouts, stream.peer
+        began, size_bytes = loop_time(), theirs.part.size_bytes
+        deadline = min(stream.deadline, began + timeouts.timeout_seconds(peer, size_bytes))
+        try:
+            await run_with_helper(theirs.take(stream), watch(self._weighted.host.members, give.sender, deadline))
+        except PeerSilent as error:
+            now = loop_time()
+            if now >= min(deadline, began + CHEAP_SECONDS):
+                self._weighted.accounting.name(peer, f"no share: {error.why}")
+            timeouts.failed(peer, began, now, deadline, theirs.begun)
+            raise
+        timeouts.took(peer, size_bytes, loop_time(), loop_time() - began)
+
+    async def _count(self, session: SharedStateSession, state: VectorView, give: PushShare, part: ReducedPart) -> bool:
+        masses = self._weighted.masses
+        before = masses.weight
+        counted = masses.take(Share(give.sender, give.to, give.sequence, give.weight))
+        if masses.weight == before:
+            return counted  # recalled, or counted earlier
+        part_of_us = give.weight / masses.weight
+        try:
+            await self._weighted.blend(state, part, part_of_us)
+        finally:
+            session.count(give.sender.peer, part.chunks, give.share_name, part_of_us)
+        return counted

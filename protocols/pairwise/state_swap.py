@@ -1,4 +1,4 @@
-"""One exchange of whole states between two peers: its frames, and how each end uses the other's state.
+"""One exchange of whole states between two peers: its frames, and how each end receives and uses the other's state.
 
     initiator                  responder
     ExchangeRequest   →
@@ -31,29 +31,24 @@ import torch
 from protocols import wire
 from protocols.aio import task_group, until_gone
 from protocols.allreduce.parts import ReducedPart
-from protocols.base import BadPayload, Compute, Deadline, Header, Member, Members, PeerId, PeerSilent, RoundKey, Stream
-from protocols.pairwise.state_receiver import StateReceiver
-from protocols.streams.chunks import send_vector
+from protocols.base import BadPayload, Compute, Deadline, Header, Member, Members, PeerSilent, RoundKey, Stream, Vector
+from protocols.streams.chunks import receive_chunk, send_vector
 from protocols.vectors.views import LARGEST_FLOAT32, VectorView, norm
 from protocols.wire import flag, one, register, text, uint
 
 EXCHANGE = "starling/gossip/exchange/1"
 HEADER_LIMIT = 512
+PAIR_NORM_SPREAD = 16.0
+"""A state is refused if its norm is more than this many times ours. If ours is 0, only `wire.MAX_NORM` limits it."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExchangeMessage(Header):
-    """What every message of an exchange says.
+    """What every message of an exchange says."""
 
-    Attributes:
-        key: of the asker's round, which need not be the answerer's; its lineage is the root of the asker's own state.
-        sender: the sending member.
-        sequence: counts the requests of the asker's incarnation.
-    """
-
-    key: RoundKey = one(RoundKey)
+    key: RoundKey = one(RoundKey)  # of the asker's round; its lineage is the root of the asker's own state
     sender: Member = one(Member)
-    sequence: int = uint(1 << 40)
+    sequence: int = uint(1 << 40)  # counts the requests of the asker's incarnation
 
     @property
     def name(self) -> str:
@@ -69,22 +64,16 @@ class ExchangeRequest(ExchangeMessage):
     codec: str = text(16)
 
     def rank(self) -> bytes:
-        """Of two requests that cross, the lower rank wins. Both ends compute the same order, and no peer always
-        wins.
-        """
+        """Of two requests that cross, the lower rank wins: at both ends the same one, and no peer always wins."""
         return hashlib.sha256(wire.canonical_bytes(self)).digest()
 
 
 @dataclass(frozen=True, slots=True)
 class ExchangeReply(ExchangeMessage):
-    """Whether the exchange begins. If not, the sender is busy: in another exchange, or between two rounds.
-
-    Attributes:
-        round: the last round that the sender completed; the asker's is in its request.
-    """
+    """Whether the exchange begins. If not, the sender is busy: in another exchange, or between two rounds."""
 
     accepted: bool = flag()
-    round: int = uint(1 << 40)
+    round: int = uint(1 << 40)  # the last that the sender completed; the asker's is in its request
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,12 +99,7 @@ MessageType = TypeVar("MessageType", bound=ExchangeMessage)
 
 
 async def hear(stream: Stream, kind: type[MessageType], ask: ExchangeMessage) -> MessageType:
-    """Receive the next message of the exchange that `ask` began.
-
-    Raises:
-        BadPayload: another message, or one of another exchange or sender.
-        PeerSilent: the stream broke off.
-    """
+    """Receive the next message of the exchange that `ask` began; `BadPayload` if it is of another one or sender."""
     message = wire.expect(await stream.receive(HEADER_LIMIT), kind)
     if (message.key, message.sequence) != (ask.key, ask.sequence) or message.sender.peer != stream.peer:
         raise BadPayload(f"{kind.__name__} of another exchange")
@@ -123,13 +107,53 @@ async def hear(stream: Stream, kind: type[MessageType], ask: ExchangeMessage) ->
 
 
 async def watch(members: Members, partner: Member, deadline: Deadline) -> None:
-    """Wait until the partner is lost or the deadline has passed, then raise.
-
-    Raises:
-        PeerSilent: this incarnation of the partner is no longer considered live, or the deadline has passed.
-    """
+    """Raise `PeerSilent` when this incarnation of the partner is no longer live, or the deadline has passed."""
     gone = await until_gone(members, [partner], deadline)
     raise PeerSilent(partner.peer, "lost in the middle of it" if gone else "it did not end in time")
+
+
+class StateReceiver:
+    """Receives another peer's encoded state into `part`, and compares it with our own state, chunk by chunk."""
+
+    def __init__(self, part: ReducedPart, compute: Compute) -> None:
+        self.part = part
+        self.begun = False  # a first header has arrived
+        self.ours = math.nan  # L2 norm of our state
+        self._compute, self._squares, self._limit = compute, 0.0, 0.0
+
+    @property
+    def norm(self) -> float:
+        """L2 norm of the chunks that have come."""
+        return math.sqrt(self._squares)
+
+    async def measure(self, stream: Stream, state: VectorView) -> None:
+        """Compute the norm of our own state, which limits that of the peer's. Only a finite state is for others."""
+        self.ours = await self._compute.run(partial(state_norm, state, self.part), 4 * state.size)
+        if not math.isfinite(self.ours):
+            raise PeerSilent(stream.peer, "our own state is not finite: it is not for others")
+        self._limit = PAIR_NORM_SPREAD * self.ours if self.ours > 0 else wire.MAX_NORM
+
+    async def take(self, stream: Stream) -> None:
+        """Receive all chunks. `BadPayload`: wrong size or order, an element that is not finite, or too large a norm."""
+        scratch = self.part.scratch_vector()
+        for index in range(self.part.chunks):
+            data = self.part.chunk(index)
+            await receive_chunk(stream, index, data, self._on_header)
+            await self._compute.run(partial(self._check, index, scratch), 2 * len(data))
+
+    def _on_header(self, header: Header) -> None:
+        self.begun = True
+
+    def _check(self, index: int, scratch: Vector) -> None:
+        self._squares += norm([self.part.decoded(index, scratch)]) ** 2
+        if not self._squares <= self._limit * self._limit:
+            raise BadPayload(f"a state of norm above {self._limit:.3g}, {PAIR_NORM_SPREAD:g} times ours")
+
+
+def state_norm(state: VectorView, part: ReducedPart) -> float:
+    """L2 norm of a state, read in the chunks of `part`. Not finite if an element is not."""
+    pieces = (state.read(low, high, scratch) for _, low, high, (scratch,) in part.pieces(1))
+    return math.sqrt(math.fsum(norm([piece]) ** 2 for piece in pieces))
 
 
 class StateSwap:
@@ -141,23 +165,15 @@ class StateSwap:
     the same bits.
 
     Why one half, and not weights by tokens: a state is not the work of one round. With halves, the matrix of a pair is
-    doubly stochastic, so the mean of all states is unchanged and all states approach it. With weights of the two peers
-    that happen to meet, it is not: states of peers that once met a light one would count more for ever, and there would
-    be no fixed mean to approach. Tokens already count: a peer that trained more has moved its own state further. To
-    weigh states, weights must travel and be averaged with them. That is push-sum (`protocols.pairwise.mass_ledger`).
-
-    Attributes:
-        moved: the norm of the state's move; None if it was not moved.
-        size_bytes, chunks: of one encoded state.
+    doubly stochastic, so all states approach their mean, which stays. With the weights of the two peers that happen to
+    meet, there would be no fixed mean to approach. Tokens already count: a peer that trained more has moved its own
+    state further. To weigh states, weights must travel with them: that is push-sum (`protocols.pairwise.mass_ledger`).
     """
 
     def __init__(self, state: VectorView, part: ReducedPart, compute: Compute) -> None:
-        """
-        Args:
-            part: an empty encoded state of the same size, which takes the partner's.
-        """
+        """`part` is an empty encoded state of the same size, which takes the partner's."""
         self.state = state
-        self.moved: float | None = None
+        self.moved: float | None = None  # the norm of the state's move
         self._theirs = StateReceiver(part, compute)
         self._codec, self._compute = part.codec, compute
         self.size_bytes, self.chunks = part.size_bytes, part.chunks
@@ -174,12 +190,7 @@ class StateSwap:
         return (ours + self._theirs.norm) / 2 / ours if ours else 0.0
 
     async def transfer(self, stream: Stream) -> None:
-        """Send our state and receive the partner's, both at once.
-
-        Raises:
-            BadPayload: the received data has a wrong size or order, NaN, or a norm far off.
-            PeerSilent: the stream broke off, or our own state must not be sent.
-        """
+        """Send our state and receive the partner's, both at once."""
         await self._theirs.measure(stream, self.state)
         async with task_group() as group:
             group.create_task(send_vector(stream, self._theirs.part, self.state, self._compute))
@@ -221,8 +232,3 @@ class StateSwap:
         if write:
             self.moved = moved
         return moved
-
-
-def exchange_id(peer: PeerId, ask: ExchangeRequest) -> str:
-    """The unique name of the state that `peer` sent in this exchange."""
-    return ask.name if peer == ask.sender.peer else f"{ask.name} by {peer}"

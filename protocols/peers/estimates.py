@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import TypeVar
+
+from protocols.base import PeerId
+
+WITNESSES = 15
+"""At most this many peers' claims are kept by `ClaimedRounds`; that of the peer silent longest is dropped first."""
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -63,3 +68,29 @@ PAIRWISE_ROUND = RoundEstimator(MORE_THAN_HALF, 2)
 """A peer that is slower than most moves on to this round, so that it ends its run with the others."""
 DONOR_ROUND = RoundEstimator(MORE_THAN_HALF, 1)
 """A joiner fetches no state of a later round. If only one peer has a state, the joiner fetches that one."""
+
+
+class ClaimedRounds:
+    """The rounds that other peers claim to have completed, in a run without a coordinator.
+
+    Each peer counts its own rounds, and rounds take different times on different peers. The estimate says how far the
+    schedule is and when the run is over. A peer that is slower than most follows the others' round; otherwise it would
+    train on alone after they finish.
+    """
+
+    def __init__(self) -> None:
+        self._said: RecentDict[PeerId, int] = RecentDict(WITNESSES)
+
+    def hear(self, peer: PeerId, round_number: int) -> None:
+        """Record that a peer claims to have completed this round. This replaces its earlier claim."""
+        self._said[peer] = round_number
+
+    def round(self, mine: int, others: Collection[PeerId]) -> int:
+        """The later of this peer's round and the round that more than half of the other live peers have reached.
+
+        Peers that are not live count only if they were ahead of `mine`: they have ended their run and left.
+        """
+        claims = [each for peer, each in self._said.items() if peer in others or each > mine]
+        silent = sum(peer not in self._said for peer in others)
+        latest = PAIRWISE_ROUND.latest(claims, len(claims) + silent)
+        return mine if latest is None else max(mine, latest)

@@ -57,15 +57,15 @@ def test_stalled_peer_costs_only_its_own_timeout() -> None:
 
 def test_busy_peer_is_asked_again_only_after_pause(monkeypatch: pytest.MonkeyPatch) -> None:
     swarm, times = GossipHarness(3, schedule="ring"), list[float]()
-    initiator = swarm.gossips[0]._initiator
-    ask = initiator.ask
+    exchanges = swarm.gossips[0].exchanges
+    ask = exchanges.ask
 
     async def timed(session: Any, partner: Any, until: float) -> Any:
         if partner.peer == "p1":
             times.append(asyncio.get_running_loop().time())
         return await ask(session, partner, until)
 
-    monkeypatch.setattr(initiator, "ask", timed)
+    monkeypatch.setattr(exchanges, "ask", timed)
     run_round(swarm, 0, 2)
     assert swarm.results[0][0].mean.peers == ("p2",) and len(times) == 3
     assert all(later - sooner >= BUSY_PAUSE_SECONDS for sooner, later in pairwise(times))

@@ -12,9 +12,18 @@ from protocols.base import BadPayload, Member
 from protocols.pairwise.mass_ledger import MAX_RECEIVERS, SHARE_WINDOW, MassLedger, Share
 
 
-def ledger(index: int, incarnation: int = 0) -> MassLedger[Any]:
-    """The ledger of a peer whose value is its number, in numbers that add exactly."""
-    return MassLedger(Member(f"p{index}", incarnation), Fraction(index), Fraction(1))  # type: ignore[arg-type]
+def ledger(index: int, incarnation: int = 0, weight: int = 1) -> MassLedger:
+    """A peer's ledger, in numbers that add exactly."""
+    return MassLedger(Member(f"p{index}", incarnation), Fraction(weight))  # type: ignore[arg-type]
+
+
+def outstanding(sender: MassLedger, to: Member) -> list[Share]:
+    return list(sender._outstanding.get(to, {}).values())
+
+
+def take_back(sender: MassLedger, ended: Member) -> None:
+    for share in outstanding(sender, ended):
+        sender.answered(ended, share.sequence, counted=False)
 
 
 class Swarm:
@@ -22,22 +31,22 @@ class Swarm:
 
     def __init__(self, count: int, seed: int) -> None:
         self.rng = random.Random(seed)
-        self.ledgers = {each.me: each for each in map(ledger, range(count))}
+        self.ledgers = {each.me: each for each in (ledger(index, weight=1 + index) for index in range(count))}
         self.dead: set[Member] = set()
         self.in_transit: list[tuple[str, Any]] = []
         self.counted: set[tuple[Member, Member, int]] = set()
         self.expected = self.total()
 
-    def total(self) -> tuple[Fraction, Fraction]:
-        here = [(each.value, each.weight) for each in self.ledgers.values()]
+    def total(self) -> Fraction:
+        here = [each.weight for each in self.ledgers.values()]
         away = [
-            (share.value, share.weight)
+            share.weight
             for sender in self.ledgers.values()
             for to in (*self.ledgers, *self.dead)
-            for share in sender.outstanding(to)
+            for share in outstanding(sender, to)
             if to in self.dead or (share.sender, share.to, share.sequence) not in self.counted
         ]
-        return sum((x for x, _ in here + away), Fraction(0)), sum((w for _, w in here + away), Fraction(0))
+        return sum((Fraction(weight) for weight in here + away), Fraction(0))
 
     def step(self) -> None:
         rng, sender = self.rng, self.rng.choice(list(self.ledgers.values()))
@@ -47,15 +56,15 @@ class Swarm:
             share = sender.give(to) if to not in self.dead or rng.random() < 0.3 else None
             self.send("share", share)
         elif act < 0.35:
-            for share in sender.outstanding(to):
+            for share in outstanding(sender, to):
                 self.send("share", share)
         elif act < 0.42:
-            for share in sender.outstanding(to):
+            for share in outstanding(sender, to):
                 self.send("recall", share)
         elif act < 0.424 and len(self.ledgers) > 2:
             self.die(sender)
         elif act < 0.5 and to in self.dead:
-            sender.take_back(to)
+            take_back(sender, to)
         elif self.in_transit:
             self.arrive(*self.in_transit.pop(rng.randrange(len(self.in_transit))))
 
@@ -63,13 +72,12 @@ class Swarm:
         if what is not None:
             self.in_transit += [(kind, what)] * self.rng.choice((0, 1, 1, 1, 2))
 
-    def die(self, dying: MassLedger[Any]) -> None:
+    def die(self, dying: MassLedger) -> None:
         """What it holds is lost, and what it gave that never arrives; shares in transit may still arrive."""
-        x, w = self.total()
+        before = self.total()
         self.dead.add(dying.me)
         del self.ledgers[dying.me]
-        left = self.total()
-        self.expected = (self.expected[0] - (x - left[0]), self.expected[1] - (w - left[1]))
+        self.expected -= before - self.total()
 
     def arrive(self, kind: str, what: Any) -> None:
         if kind in ("share", "recall"):
@@ -86,18 +94,18 @@ class Swarm:
                 assert name not in self.counted  # a message counts at most once at its receiver
                 self.counted.add(name)
                 if what.sender in self.dead:
-                    self.expected = (self.expected[0] + what.value, self.expected[1] + what.weight)
+                    self.expected += what.weight
         elif kind == "ack":
             self.settle(what, True)
         elif kind == "answer":
             self.settle(*what)
 
-    def settle(self, share: Share[Any], counted: bool) -> None:
+    def settle(self, share: Share, counted: bool) -> None:
         sender = self.ledgers.get(share.sender)
         if sender is None:
             return
-        if counted and share.to in self.dead and share in sender.outstanding(share.to):  # it died with its receiver
-            self.expected = (self.expected[0] - share.value, self.expected[1] - share.weight)
+        if counted and share.to in self.dead and share in outstanding(sender, share.to):  # it died with its receiver
+            self.expected -= Fraction(share.weight)
         if counted and self.rng.random() < 0.5:
             sender.answered(share.to, share.sequence, counted=True)
         else:
@@ -120,20 +128,20 @@ def test_ledgers_hold_all_mass_once_settled() -> None:
         swarm.step()
     for sender in swarm.ledgers.values():
         for dead in swarm.dead:
-            sender.take_back(dead)
+            take_back(sender, dead)
         for to, receiver in swarm.ledgers.items():
-            for share in sender.outstanding(to):
+            for share in outstanding(sender, to):
                 counted = receiver.recalled(sender.me, share.sequence)
                 sender.answered(to, share.sequence, counted)
-    assert sum(each.weight for each in swarm.ledgers.values()) == swarm.expected[1]
-    assert all(not sender.outstanding(to) for sender in swarm.ledgers.values() for to in swarm.ledgers)
+    assert sum(each.weight for each in swarm.ledgers.values()) == swarm.expected
+    assert all(not outstanding(sender, to) for sender in swarm.ledgers.values() for to in swarm.ledgers)
 
 
 def test_share_is_for_one_incarnation_of_its_receiver() -> None:
     sender, former, later = ledger(1), ledger(2), ledger(2, incarnation=1)
     share = sender.give(former.me)
     assert share is not None and not later.take(share) and later.weight == 1
-    sender.take_back(former.me)
+    take_back(sender, former.me)
     assert sender.weight == 1
     sender.answered(former.me, share.sequence, counted=True)  # a late acknowledgement changes nothing
     assert sender.weight == 1
@@ -145,7 +153,7 @@ def test_unacknowledged_shares_are_bounded() -> None:
     given = [share for share in shares if share is not None]
     assert len(given) == SHARE_WINDOW
     with pytest.raises(BadPayload, match="weight"):
-        receiver.take(Share(sender.me, receiver.me, 0, Fraction(1), -1.0))
+        receiver.take(Share(sender.me, receiver.me, 0, -1.0))
     rich = ledger(3)
     rich.weight = Fraction(1 << 200)  # type: ignore[assignment]
     assert sum(rich.give(receiver.me) is not None for _ in range(SHARE_WINDOW + 5)) == SHARE_WINDOW
@@ -181,4 +189,4 @@ def test_forgotten_receiver_still_counts_later_shares() -> None:
     owing = [sender.give(Member(f"r{index}")) for index in range(2 * MAX_RECEIVERS)]
     assert len(sender._next) <= MAX_RECEIVERS + len(owing)
     assert all(share.to in sender._next for share in owing if share), "a receiver that owes an answer is not forgotten"
-    assert all(share in sender.outstanding(share.to) for share in owing if share)
+    assert all(share in outstanding(sender, share.to) for share in owing if share)

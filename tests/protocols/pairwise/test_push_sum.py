@@ -11,7 +11,7 @@ import torch
 
 from protocols.allreduce.parts import ReducedPart
 from protocols.base import Buffer, Header, Outcome
-from protocols.pairwise import share_sender
+from protocols.pairwise import push_sum
 from protocols.pairwise.shares import split_share
 from protocols.streams.framing import FramedStream
 from protocols.vectors.codec import CODECS
@@ -133,7 +133,7 @@ async def test_share_for_former_incarnation_returns_to_sender(swarm: GossipHarne
 async def test_share_for_departed_peer_returns_and_is_reported(
     swarm: GossipHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(share_sender, "RETURN_SECONDS", 20.0)
+    monkeypatch.setattr(push_sum, "RETURN_SECONDS", 20.0)
     async with lending(swarm, 1, seconds=50.0), counted_share(swarm):
         swarm.network.block("p1", "p0")
     await swarm.start(0, play_rounds(swarm, 0, 5, train_seconds=10.0, first=1))

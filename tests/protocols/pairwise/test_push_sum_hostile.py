@@ -10,9 +10,8 @@ import torch
 
 from protocols import wire
 from protocols.base import Buffer, Header, Member, PeerSilent, RoundKey
-from protocols.pairwise.share_receiver import MAX_TAKING, MOST_SHARE
-from protocols.pairwise.share_sender import MAX_KEPT
-from protocols.pairwise.shares import PUSH, PushShare
+from protocols.pairwise.push_sum import MAX_KEPT
+from protocols.pairwise.shares import MAX_TAKING, MOST_SHARE, PUSH, PushShare
 from protocols.pairwise.state_swap import HEADER_LIMIT
 from protocols.streams.framing import FramedStream
 from tests.sim.gossip_harness import ROUND_SECONDS, RUN, GossipHarness

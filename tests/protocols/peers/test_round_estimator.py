@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from protocols.pairwise.claimed_rounds import WITNESSES, ClaimedRounds
+from protocols.peers.estimates import WITNESSES, ClaimedRounds
 from tests.sim.gossip_harness import GossipHarness
 from tests.support.pairwise import play_rounds
 
