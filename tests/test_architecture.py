@@ -64,8 +64,6 @@ INSTALLS_A_STRANGER = re.compile(
 MAX_KEYWORDS = 12
 """Parameters of a constructor, or of a function that composes, if all but two of them are keyword-only."""
 MAX_CONSTRUCTOR_ARGUMENTS, MAX_PARAMETERS = 6, 7
-COMMANDS = "node/cli/app.py"
-"""Its typer commands take as many parameters as they have options."""
 ALIAS = re.compile("[A-Z][A-Za-z0-9]*[a-z][A-Za-z0-9]*")
 """The name of a type that is assigned, not a constant."""
 # The stream handler's boundary; the root; a worker's, and code of users, who may raise anything.
@@ -116,13 +114,9 @@ def parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
     return len(named) - (named[:1] in (["self"], ["cls"])) + (given.vararg is not None) + (given.kwarg is not None)
 
 
-def is_command(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
-    return any(ast.unparse(each) == "app.command()" for each in function.decorator_list)
-
-
 def too_many_parameters(file: str, source: str) -> Iterator[str]:
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not (file == COMMANDS and is_command(node)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             most = MAX_CONSTRUCTOR_ARGUMENTS if node.name == "__init__" else MAX_PARAMETERS
             count = parameters(node)
             if count - len(node.args.kwonlyargs) <= 2:
@@ -255,7 +249,6 @@ SEVEN = "a, b, c, d, e, f, g"
         ("protocols/aio.py", f"async def late({SEVEN}, *, h): ..."),
         ("protocols/aio.py", f"class A:\n    def __init__(self, *, {SEVEN}, h, i, j, k, l, m): ..."),
         ("protocols/aio.py", f"def outer():\n    def inner({SEVEN}, **more): ..."),
-        ("protocols/aio.py", f"@app.command()\ndef join({SEVEN}, h): ..."),
         ("node/cli/app.py", f"def helper({SEVEN}, h): ..."),
     ],
 )
@@ -268,7 +261,6 @@ def test_a_planted_crowd_of_parameters_is_caught(file: str, source: str) -> None
     [
         ("node/outer/sgd.py", "class A:\n    def __init__(self, a, b, c, d, e, f): ..."),
         ("node/outer/sgd.py", f"class A:\n    def step(self, {SEVEN}): ..."),
-        ("node/cli/app.py", f"@app.command()\ndef join({SEVEN}, h): ..."),
     ],
 )
 def test_as_many_parameters_as_allowed_pass(file: str, source: str) -> None:

@@ -24,32 +24,20 @@ from node.cli import local as offline
 from node.cli import options
 from node.cli import remote as asking
 from node.cli.remote import CommandError
-from node.reporting.status import SwarmOptions, printable, to_json
+from node.config.peer_config import RUN, SETTABLE, SETTINGS, PeerConfig, option_name
+from node.reporting.status import printable, to_json
 from node.session.shutdown import exit_on_signal
 from node.tasks.name import HUGGING_FACE, is_own
 from node.ui.encoding import prepare_streams
 
 if TYPE_CHECKING:
-    from node.config.peer_config import PeerConfig
     from node.config.run_config import RunConfig
-
-_OPTIONS = {
-    "--bandwidth-bytes-per-second": "--bandwidth",
-    "--wait-for-peers": "--wait-for",
-    "--disk-limit-bytes": "--disk-limit",
-    "--upload-limit-bytes-per-second": "--upload-limit",
-    "--download-limit-bytes-per-second": "--download-limit",
-    "--worker-timeout-seconds": "--worker-timeout",
-}
-"""Name of a value in a `ConfigError` -> the option that sets it."""
 
 _NOT_WRITTEN = {errno.ENOSPC, errno.EDQUOT, errno.EIO}
 """Errors of a full disk under stdout, and of a terminal that was closed."""
 
 OF_RUN = ("run", "task", "protocol", "stages", "lora", "train", "inner")
 """Options that describe a run to start."""
-OF_MODELS = ("model", "template", "checkpointing", "compile", "held_out")
-"""Options of this machine that only the task hf takes."""
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 app.add_typer(offline.app)
@@ -70,10 +58,10 @@ def starling(
 
 
 @app.command()
+@options.with_settings
 def join(
     ctx: typer.Context,
-    bootstrap: options.BootstrapOption = None,
-    run_id: options.RunIdOption = None,
+    *,
     run: options.RunFileOption = None,
     task: options.TaskOption = None,
     protocol: options.ProtocolOption = None,
@@ -81,58 +69,22 @@ def join(
     train: options.TrainOption = None,
     lora: options.LoraOption = None,
     inner: options.InnerOption = None,
-    stage: options.StageOption = None,
-    rounds: options.RoundsOption = None,
-    wait_for_peers: options.WaitForPeersOption = None,
-    new: options.NewOption = None,
-    state_dir: options.StateDirOption = None,
-    listen: options.ListenOption = None,
-    announce: options.AnnounceOption = None,
-    addresses_file: options.AddressesFileOption = None,
-    nat: options.NatOption = None,
-    direct_port: options.DirectPortOption = None,
-    checkpoint_every: options.CheckpointEveryOption = None,
-    disk_limit: options.DiskLimitOption = None,
-    bandwidth: options.BandwidthOption = None,
-    upload_limit: options.UploadLimitOption = None,
-    download_limit: options.DownloadLimitOption = None,
-    quota: options.QuotaOption = None,
-    relay: options.RelayOption = None,
-    device: options.DeviceOption = None,
-    threads: options.ThreadsOption = None,
-    nice: options.NiceOption = None,
-    worker_timeout: options.WorkerTimeoutOption = None,
-    precision: options.PrecisionOption = None,
-    data: options.DataOption = None,
-    hours: options.HoursOption = None,
-    on_battery: options.OnBatteryOption = None,
-    on_metered: options.OnMeteredOption = None,
-    on_low_memory: options.OnLowMemoryOption = None,
-    on_heat: options.OnHeatOption = None,
-    when_in_use: options.WhenInUseOption = None,
-    when_busy: options.WhenBusyOption = None,
-    model: options.ModelOption = None,
-    template: options.TemplateOption = None,
-    checkpointing: options.CheckpointingOption = None,
-    compile: options.CompileOption = None,
-    held_out: options.HeldOutOption = None,
-    page: options.PageOption = None,
-    page_port: options.PagePortOption = None,
-    nickname: options.NicknameOption = None,
-    json: options.JsonOption = None,
-    log_level: options.LogLevelOption = None,
+    **of_machine: Any,
 ) -> int:
     """Start a run, or join one by the address of any of its peers. Ctrl-C finishes the round and leaves."""
     gc.disable()  # it would take a fifth of the time in which modules are loaded; `run_peer` turns it on again
     try:
         with exit_on_signal():
-            return _join({name: value for name, value in ctx.params.items() if value not in (None, (), [])})
+            given = {name: value for name, value in ctx.params.items() if value not in (None, (), [])}
+            of_run = {name: given.pop(name) for name in OF_RUN if name in given}
+            return _join(given, of_run)
     finally:
         gc.enable()
 
 
 @app.command()
 def swarm(
+    *,
     peers: Annotated[
         int, typer.Option(min=1, max=32, metavar="N", help="Number of peers, each with processes of its own.")
     ] = 4,
@@ -141,7 +93,14 @@ def swarm(
     ] = None,
     protocol: options.ProtocolOption = None,
     stages: options.StagesOption = None,
-    task: options.TaskOfSwarmOption = None,
+    task: Annotated[
+        str | None,
+        options.option(
+            RUN,
+            "What the swarm trains: gpt (the default), paced, hf, or your own as module:factory.",
+            metavar="NAME",
+        ),
+    ] = None,
     inner: options.InnerOption = None,
     run: options.RunFileOption = None,
     dir: Annotated[
@@ -149,17 +108,19 @@ def swarm(
         typer.Option(
             metavar="DIR",
             help="Directory for the peers' state directories and logs. Default: a new one in the temporary directory.",
-            parser=options.place,
+            parser=options.path,
         ),
     ] = None,
-    page: options.PageOfSwarmOption = True,
+    page: Annotated[
+        bool, typer.Option("--page/--no-page", help="Serve a web page of the first peer, on this machine only.")
+    ] = True,
     json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object at the end.")] = False,
 ) -> int:
     """Run a whole swarm on this machine, and check at the end that all peers agree."""
     with exit_on_signal():
-        from node.cli.swarm_command import run_swarm
+        from node.cli.swarm_command import SwarmOptions, run_swarm
 
-        with _name_options():  # before anything is started
+        with _config_errors():  # before anything is started
             of_run = {"run": run, "task": task, "protocol": protocol, "stages": stages, "inner": inner}
             stages = _check(of_run, rounds) if any(of_run.values()) else 1
         if peers < stages:
@@ -232,62 +193,43 @@ def resume(state_dir: options.RunningPeerOption = None) -> int:
 
 @app.command(name="set")
 def set_setting(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="upload-limit or download-limit.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help=f"{' or '.join(SETTABLE)}.")],
     value: Annotated[str, typer.Argument(metavar="VALUE", help="As for the option of join; off for none.")],
     state_dir: options.RunningPeerOption = None,
 ) -> int:
     """Change a setting of a running peer, also for its later starts."""
-    print(asking.change(state_dir, name, _in_megabytes(value)), file=sys.stderr)
+    print(asking.change(state_dir, name, value), file=sys.stderr)
     return 0
 
 
 # -- join -------------------------------------------------------------------------------------------------------------
 
 
-def _join(given: dict[str, Any]) -> int:
-    of_run: dict[str, Any] = {name: given.pop(name) for name in OF_RUN if name in given}
-    if "bandwidth" in given:
-        given["bandwidth_bytes_per_second"] = 1e6 * given.pop("bandwidth")
-    if "disk_limit" in given:
-        given["disk_limit_bytes"] = 1e9 * given.pop("disk_limit")
-    if "worker_timeout" in given:
-        given["worker_timeout_seconds"] = given.pop("worker_timeout")
-    for name in ("upload_limit", "download_limit"):
-        if name in given:
-            given[f"{name}_bytes_per_second"] = _in_megabytes(given.pop(name))
-    from node.config.peer_config import load_peer
-    from node.config.settings_file import with_kept
+def _join(of_machine: Mapping[str, Any], of_run: Mapping[str, Any]) -> int:
+    from node.config.peer_sources import apply_saved, load_peer
 
-    with _name_options():
-        config = load_peer(given, os.environ, of_run.get("run"))
+    with _config_errors():
+        config = load_peer(of_machine, os.environ, of_run.get("run"))
         with _claim_state_dir(config.state_dir) as state_dir:
-            config, lines = with_kept(replace(config, state_dir=state_dir), state_dir)
+            config, lines = apply_saved(replace(config, state_dir=state_dir), state_dir)
             for line in lines:
                 print(f"starling: {line}", file=sys.stderr)
             config, run = _resolve_run(config, of_run, state_dir)
-            lost = [each for each in OF_MODELS if each in given]
+            lost = [option_name(key) for key in of_machine if SETTINGS[key].only_hf]
             if run is not None and lost and "run" not in of_run and of_run.get("task") != HUGGING_FACE:
-                raise CommandError(f"--{lost[0].replace('_', '-')} is for --task hf: add that, or leave this out")
+                raise CommandError(f"{lost[0]} is for --task hf: add that, or leave this out")
             return _run_peer(config, run)
 
 
-def _in_megabytes(text: str) -> str:
-    """A rate from the command line, where a number without a unit means megabytes."""
-    return f"{text}MB" if text.replace(".", "", 1).isdecimal() else text
-
-
 @contextmanager
-def _name_options() -> Iterator[None]:
-    """Raise a configuration's error as a `CommandError` that names the option instead of the value."""
+def _config_errors() -> Iterator[None]:
+    """Raise a `ConfigError` as a `CommandError`."""
     from node.config.toml import ConfigError
 
     try:
         yield
     except ConfigError as error:
-        text = str(error)
-        for value, option in _OPTIONS.items():
-            text = text.replace(value, option)
-        raise CommandError(text) from None
+        raise CommandError(str(error)) from None
 
 
 @contextmanager
@@ -362,7 +304,7 @@ def _load_run(of_run: Mapping[str, Any], rounds: int | None) -> RunConfig:
 
 def _check(of_run: Mapping[str, Any], rounds: int | None) -> int:
     """Check the configuration that a swarm's peers will get; return its number of stages."""
-    from node.config.peer_config import load_peer
+    from node.config.peer_sources import load_peer
 
     mine, run = load_peer({}, os.environ, of_run["run"]), _load_run(of_run, rounds)
     if run.hf and mine.model is None:

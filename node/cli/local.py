@@ -52,7 +52,7 @@ def init(
 @app.command()
 def export(
     out: Annotated[
-        Path, typer.Option(metavar="DIR", help="Directory to create; it must not exist yet.", parser=options.place)
+        Path, typer.Option(metavar="DIR", help="Directory to create; it must not exist yet.", parser=options.path)
     ],
     state_dir: options.StateDirsToReadOption = None,
     bootstrap: Annotated[
@@ -136,7 +136,7 @@ def evaluate(
             metavar="PATH",
             help="Texts to evaluate on: a file or a folder. Default: the run's held-out sample.",
             show_default=False,
-            parser=options.place,
+            parser=options.path,
         ),
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
@@ -173,7 +173,7 @@ def data_commands() -> None:
 
 @data_app.command()
 def check(
-    path: Annotated[Path, typer.Argument(metavar="PATH", help="File or folder of data.", parser=options.place)],
+    path: Annotated[Path, typer.Argument(metavar="PATH", help="File or folder of data.", parser=options.path)],
     model: options.ModelToReadOption = None,
     template: options.TemplateToReadOption = None,
     context: Annotated[int, typer.Option(min=8, max=1 << 17, metavar="N", help="Tokens of a row.")] = 1024,
@@ -232,7 +232,7 @@ def _state_dirs() -> list[Path]:
     from node.ui.control import home
 
     if given := os.environ.get("NODE_STATE_DIR"):
-        return [options.place(given)]
+        return [options.path(given)]
     found = [each.parent for each in sorted(home().glob("*/manifest.bin"))]
     if not found:
         raise PeerUnreachable(f"no state directory in {home()} holds a run: give one with --state-dir")

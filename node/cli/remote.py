@@ -11,6 +11,8 @@ from typing import Any
 
 import typer
 
+from node.config.peer_config import SETTABLE, SETTINGS
+from node.config.sizes import in_unit
 from node.reporting.status import Status, join_command, parse, printable, who_joins
 
 ASK_SECONDS = 5.0
@@ -86,6 +88,8 @@ def resume(state_dir: Path | None) -> str:
 
 
 def change(state_dir: Path | None, name: str, value: str) -> str:
+    if key := SETTABLE.get(name):
+        value = in_unit(value, SETTINGS[key].unit)
     answer = asyncio.run(_ask(state_dir, "set", name=name, value=value))
     line = printable(str(answer.get("line", "")))
     if answer.get("ok") is not True:
@@ -165,7 +169,7 @@ def fetch(addresses: Sequence[str], directory: Path, base: str | None = None) ->
 def require_address(address: str) -> None:
     """Raise CommandError unless a --bootstrap is the address of one peer."""
     from node.config.multiaddrs import FILE_SIGN
-    from node.config.peer_config import load_peer
+    from node.config.peer_sources import load_peer
     from node.config.toml import ConfigError
 
     if address.startswith(FILE_SIGN):

@@ -8,15 +8,16 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import RenderableType
 
-from node.config.peer_config import variables
+from node.config.peer_sources import variables
 from node.page.link import read_link
 from node.page.server import INSTALL, has_page_packages
 from node.reporting.report import RoundReport
-from node.reporting.status import Status, SwarmOptions, parse, printable, to_json
+from node.reporting.status import Status, parse, printable, to_json
 from node.runtime.cgroup import bounded_spin, usable_cores
 from node.runtime.child_process import ChildProcess
 from node.session.fatal import NO_RESULT, REPLACED
@@ -44,6 +45,22 @@ _LISTEN = "/ip4/127.0.0.1/tcp/0"
 _ENVIRONMENT = dict.fromkeys(
     ("NODE_BOOTSTRAP", "NODE_RUN_ID", "NODE_STAGE", "NODE_ANNOUNCE", "NODE_ROUNDS", "NODE_ADDRESSES_FILE"), ""
 )
+
+
+@dataclass(frozen=True, slots=True)
+class SwarmOptions:
+    """Options of the command `swarm`; None leaves a value to the run file or to the defaults."""
+
+    peers: int
+    rounds: int | None
+    protocol: str | None
+    task: str | None
+    run: Path | None
+    directory: Path | None  # parent of all peers' state directories; None for a new one
+    as_json: bool
+    stages: int = 1  # peer i is in stage i mod `stages`
+    page: bool = True
+    inner: str | None = None
 
 
 async def run_swarm(options: SwarmOptions) -> int:

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, fields
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from node.config.peer_config import FILE_KEYS, PeerConfig
+from node.config.peer_config import FILE_KEYS, SETTINGS, PeerConfig
 from node.config.run_config import RunConfig
 from node.config.task_tables import GptTable, PacedTable
 from node.tasks.gpt_presets import DEFAULT_PRESET, PRESETS
@@ -96,7 +96,9 @@ def _toml(value: Any) -> str:
 
 
 def meanings(schema: type) -> dict[str, str]:
-    """Field -> its description under `Attributes:` in the schema's docstring; empty if Python runs with -OO."""
+    """Field -> its description, from the table of settings or under `Attributes:` in the schema's docstring."""
+    if schema is PeerConfig:
+        return {key: SETTINGS[key].description for key in SETTINGS}
     _, _, section = (inspect.getdoc(schema) or "").partition("Attributes:\n")
     found: dict[str, str] = {}
     for names, text in re.findall(r"^    (\w+(?:, \w+)*): (.*(?:\n {8,}.*)*)", section, re.MULTILINE):

@@ -11,22 +11,37 @@ LEAST_RATE = 65_536.0
 LEAST_QUOTA = 1e8
 MOST_BYTES = 1e15
 PERIODS = ("day", "week", "month")
-_UNITS = {"": 1.0, "b": 1.0, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12}
-_SIZE = re.compile(r"((?:\d{1,18}(?:\.\d{0,9})?|\.\d{1,9})(?:e\d{1,2})?)\s*([kmgt]?b?)", re.IGNORECASE)
+UNITS = {"": 1.0, "B": 1.0, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
+_DIGITS = r"(?:\d{1,18}(?:\.\d{0,9})?|\.\d{1,9})(?:e\d{1,2})?"
+_NUMBER = re.compile(_DIGITS, re.IGNORECASE)
+_SIZE = re.compile(rf"({_DIGITS})\s*([kmgt]?b?)", re.IGNORECASE)
 
 
 def size_bytes(text: str) -> float | None:
     """The number of bytes that a text names; None if it names none."""
     found = _SIZE.fullmatch(text.strip())
-    unit = found[2].lower() if found else ""
-    unit = f"{unit}b" if unit in ("k", "m", "g", "t") else unit
-    return float(found[1]) * _UNITS[unit] if found else None
+    unit = found[2].upper() if found else ""
+    return float(found[1]) * UNITS[f"{unit}B" if unit in ("K", "M", "G", "T") else unit] if found else None
+
+
+def in_unit(text: str, unit: str) -> str:
+    """A size from the command line, where a plain number has this unit."""
+    return f"{text}{unit}" if _NUMBER.fullmatch(text.strip()) else text
+
+
+def amount(value: object) -> object:
+    """Read a number of bytes, or of bytes per second, if it is a text like 1.5MB. Raises ValueError."""
+    if not isinstance(value, str):
+        return value
+    found = size_bytes(re.sub(r"\s*/\s*s$", "", value.strip()))
+    if found is None:
+        raise ValueError(f"{shown(value)} is not a number of bytes; try 1.5MB")
+    return found
 
 
 def rate(value: object) -> object:
     """Read a cap: bytes per second, as a number or as a text like 1.5MB/s. Raises ValueError."""
-    text = str(value).strip()
-    found = None if isinstance(value, bool) else size_bytes(re.sub(r"\s*/\s*s$", "", text))
+    found = None if isinstance(value, bool) else size_bytes(re.sub(r"\s*/\s*s$", "", str(value).strip()))
     if found is None:
         raise ValueError(f"{shown(value)} is not a data rate; try 1.5MB or 800kB")
     if found < LEAST_RATE:

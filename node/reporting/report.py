@@ -21,84 +21,75 @@ class RoundReport:
 
     Tokens, seconds and bytes are those since the previous report. So the sums over a peer's reports are what it
     trained, spent and transferred, each counted once, whatever the rounds came to.
-
-    Attributes:
-        anchor_lineage: lineage of the anchor that the round's work was measured from; a skipped round does not change
-            it.
-        contributions: peer -> lineage of its anchor (empty if not known, as with independent state), chunks counted,
-            chunks in all.
-        weight: weight of this peer in the mean; nan if it is in the mean but did not know the plan.
-        tokens: tokens that this peer trained on in the round, counted or not. Its contribution may include more, from
-            earlier rounds that did not count its work.
-        loss: mean training loss over the contribution.
-        lost_rounds: rounds given up with a branch, since the fork point; 0 if the peer was only behind.
-        lost_tokens: tokens of this peer's work that counted in these rounds.
-        replayed_rounds: outer steps taken again with stored means.
-        bytes_downloaded: bytes of snapshot chunks.
-        group, messages, half_exchanges, mass_drift: only with independent state, as in
-            `protocols.base.IndependentSession` and `Contribution`; the messages are those of all peers.
-        closing_exchanges: in the report of a run's last round: closing exchanges that succeeded. Their seconds, bytes,
-            messages and contributions are in the same report.
-        spread: only with independent state: about max ‖θ_i − mean‖ / ‖mean‖ over the live peers, by their sketches.
-        spread_limit: the run's limit of the spread.
-        threads: threads of the worker when the round was over; 0 if not known.
-        held_out_loss: loss of the outer parameters after the round, in nats per token, on data that no peer trains on.
-        loop_lag_p99_seconds, loop_lag_max_seconds: lag of the event loop since the previous report.
-        rss_bytes: memory of the peer's own process, its worker and p2pd.
-        open_files, tasks: file descriptors and tasks of the peer's own process when the round was over.
-        stage, stages: this peer's stage, and the number of stages; 0 and 1 in a run without stages. Tokens are those
-            that passed this stage: the sum over one stage is what the run has trained on.
-        seconds_compute: with stages, time in which the worker computed microbatches since the previous report; the
-            rest of `seconds_train` it waited for other stages.
-        microbatches: microbatches that were counted at this peer since the previous report; 0 without stages.
-        abandoned: of a driver: why microbatches were abandoned -> how many.
     """
 
-    run: str
+    run: str  # id of the run
     peer: str
-    incarnation: int
-    round: int
+    incarnation: int  # number of this start of the peer
+    round: int  # from 0; on the screen from 1
+    # The record that the round extends, and the one that it led to; with protocols other than butterfly, the roots of
+    # this peer's own state before and after.
     parent: str
-    lineage: str
-    anchor_lineage: str
+    lineage: str  # see `parent`
+    anchor_lineage: str  # of the anchor that the round's work was measured from; a skipped round does not change it
+    # committed, skipped, undecided, superseded (the peer went over to what others had decided), alone (committed by a
+    # roster of one) or fork. With other protocols than butterfly: committed (the state of another peer was counted;
+    # with Moshpit also where the others of a group only received), skipped (none was: the peer continues from its own
+    # step), superseded (it downloaded another's state; the next line has the cost of a failed attempt).
     outcome: str
+    # Those in the mean; with protocols other than butterfly, those of which something was counted. Gossip leaves this
+    # peer out. Push-sum includes it if a share of its own returned (which alone makes a round committed, too).
+    # parameter_server_async names this peer alone.
     peers: tuple[str, ...]
+    # Peer -> lineage of its anchor (empty if not known, as of other peers with independent state), chunks counted,
+    # chunks in all.
     contributions: dict[str, tuple[str, int, int]]
-    blamed: dict[str, str]
-    finite: bool
-    weight: float
+    blamed: dict[str, str]  # peers that were refused, lost or clamped -> why
+    finite: bool  # whether all outer parameters are finite
+    weight: float  # of this peer in the mean; null if it did not know the plan, and with the baselines
+    # Tokens that this peer trained on in the round, counted or not. Its contribution may include more, from earlier
+    # rounds that did not count its work.
     tokens: int
-    loss: float
-    params_hash: str
+    loss: float  # mean training loss over the contribution
+    params_hash: str  # of the outer parameters after the round
     seconds_train: float
-    seconds_wait: float
+    seconds_wait: float  # in neither training nor averaging
     seconds_average: float
-    bytes_sent: int
+    bytes_sent: int  # of rounds and of catching up, whether that succeeded or not
     bytes_received: int
-    time: float
-    lost_rounds: int = 0
-    lost_tokens: int = 0
-    replayed_rounds: int = 0
-    bytes_downloaded: int = 0
+    time: float  # when the round was over, since 1970 by this machine's clock
+    lost_rounds: int = 0  # given up with a branch, since the fork point; 0 if the peer was only behind
+    lost_tokens: int = 0  # of this peer's work, that counted in these rounds
+    replayed_rounds: int = 0  # outer steps taken again with stored means
+    bytes_downloaded: int = 0  # of snapshot chunks
+    # The last group that this peer completed, where there are groups: all peers that name it hold the same bits.
     group: str = ""
-    messages: tuple[str, ...] = ()
-    half_exchanges: int = 0
+    messages: tuple[str, ...] = ()  # the states that were counted, each under a unique name
+    half_exchanges: int = 0  # that may have changed one peer only
+    # The most that they together may have moved the mean of all, as a share of a state's length.
     mass_drift: float = 0.0
+    # Gossip and push-sum, in the report of a run's last round: closing exchanges that succeeded, without training.
+    # Their seconds, bytes, messages and contributions are in the same report.
     closing_exchanges: int = 0
+    # Not butterfly: max ‖θ_i − mean‖ / ‖mean‖ over the live peers, estimated by sketches within about 9 %.
     spread: float = math.nan
-    spread_limit: float = math.nan
-    threads: int = 0
+    spread_limit: float = math.nan  # the run's limit of the spread
+    threads: int = 0  # of the worker when the round was over; 0 if not known
+    # Loss of the outer parameters after the round, in nats per token, on data that no peer trains on.
     held_out_loss: float = math.nan
-    loop_lag_p99_seconds: float = 0.0
+    loop_lag_p99_seconds: float = 0.0  # lag of the event loop since the previous report
     loop_lag_max_seconds: float = 0.0
-    rss_bytes: int = 0
-    open_files: int = 0
-    tasks: int = 0
-    stage: int = 0
+    rss_bytes: int = 0  # memory of the peer's own process, its worker and p2pd
+    open_files: int = 0  # of the peer's own process, when the round was over
+    tasks: int = 0  # of the peer's event loop, when the round was over
+    stage: int = 0  # this peer's; 0 without stages
+    # Number of stages; 1 without. Tokens are those that passed this stage: the sum over one stage is what the run has
+    # trained on.
     stages: int = 1
+    # With stages: time in which the worker computed microbatches; the rest of `seconds_train` it waited for others.
     seconds_compute: float = 0.0
-    microbatches: int = 0
-    abandoned: dict[str, int] = field(default_factory=dict)
+    microbatches: int = 0  # with stages: counted at this peer since the previous report
+    abandoned: dict[str, int] = field(default_factory=dict)  # of a driver: why microbatches were abandoned -> how many
 
     def after(self, failed: RoundReport) -> RoundReport:
         """This report, with the faults and bytes of an attempt to catch up that failed just before it."""

@@ -8,7 +8,6 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from node.network.address_scope import Scope, scope
@@ -26,120 +25,78 @@ MAX_NUMBER = 1 << 63
 
 @dataclass(frozen=True, slots=True)
 class PeerStatus:
-    """Another peer, as this one sees it.
-
-    Attributes:
-        member: whether it is in the roster; always true with independent state. The roster is of this peer's stage:
-            a peer of another stage counts as a member while it is live.
-        live: whether it is live; otherwise the failure detector suspects it.
-        address: a multiaddr, or empty if none is known.
-        stage: its stage; 0 in a run without stages.
-        route: how the latest bulk data went there: direct, dialled back (directly, but the peer had to dial), libp2p;
-            empty if none was sent since the peer was met.
-        route_reason: why it did not go directly.
-        left: it is not live because it left in good order; a peer that is neither live nor left is lost.
-    """
+    """Another peer, as this one sees it."""
 
     peer: str
     nickname: str
+    # Whether it is in the roster of this peer's stage; always true with independent state. A peer of another stage
+    # counts as a member while it is live.
     member: bool
-    live: bool
+    live: bool  # otherwise the failure detector suspects it
     round: int
-    address: str
-    stage: int = 0
+    address: str  # a multiaddr; empty if none is known
+    stage: int = 0  # 0 without stages
+    # How the latest bulk data went to it: direct, dialled back (directly, but the peer had to dial) or libp2p; empty if
+    # none was sent since the peer was met.
     route: str = ""
-    route_reason: str = ""
-    left: bool = False
+    route_reason: str = ""  # why the data did not go directly
+    left: bool = False  # not live because it left in good order; a peer that is neither live nor left is lost
 
 
 @dataclass(frozen=True, slots=True)
 class SyncStatus:
-    """Progress of a peer that catches up.
+    """Progress of a peer that catches up."""
 
-    Attributes:
-        bytes_here, bytes_whole: bytes of the state received, and in all; both 0 if the peer has a state to start from.
-        donors: number of peers that send the state now.
-        bytes_per_second: recent rate of everything that is downloaded.
-        rounds_here, rounds_whole: rounds since that state which have been replayed, and all of them.
-        eta_seconds: time left; None while nothing is received.
-    """
-
-    bytes_here: int
-    bytes_whole: int
-    donors: int
-    bytes_per_second: float
-    rounds_here: int
-    rounds_whole: int
-    eta_seconds: float | None
+    bytes_here: int  # of the state, received
+    bytes_whole: int  # of the whole state; 0 if the peer has a state to start from
+    donors: int  # peers that send the state now
+    bytes_per_second: float  # recent rate of everything that is downloaded
+    rounds_here: int  # rounds since that state which have been replayed
+    rounds_whole: int  # all rounds since that state
+    eta_seconds: float | None  # time left; null while nothing is received
 
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """A peer's status, exactly as `status --json` prints it. A figure that is not known yet is nan, and null in JSON.
+    """A peer's status, exactly as `status --json` prints it. A figure that is not known is nan, and null in JSON."""
 
-    Attributes:
-        state: starting, joining, syncing, training, averaging, waiting, paused, leaving or finished.
-        reason: user-facing explanation of the state.
-        waiting_for: what the peer waits for: nicknames, short peer ids or other texts.
-        rounds: number of rounds in the whole run.
-        run: name of the run; run_id is the hash of its manifest, hex.
-        protocol: name of the run's averaging protocol.
-        peers: the other peers.
-        addresses: multiaddrs at which others can dial this peer.
-        tokens: tokens that this peer has trained on so far.
-        loss: training loss in nats per token; held_out_loss is the same on data that no peer trains on.
-        rss_bytes: memory of all processes of the peer.
-        eta_seconds: time until the run's last round is done; None if it cannot be estimated.
-        syncing: progress of catching up; None in other states.
-        task: name of the user's own task; empty if the task is built in.
-        clock: user-facing warning while this machine's clock differs from the others'; else empty.
-        checkpoint_age_seconds: age of the newest whole checkpoint; None while there is none.
-        spread, spread_limit: as in the last report that has them; nan with replicated state.
-        stage, stages: this peer's stage, and the number of stages; 0 and 1 in a run without stages.
-        round_seconds: time since the last round ended; nan before the first end.
-        round_expected_seconds: mean duration of the last rounds; None if it is not known.
-        joiners: number of joiners that download this peer's state now.
-        checkpoint_problem: user-facing reason why the latest checkpoint failed; empty if it was written.
-        limits: user-facing: this peer's limits on its traffic, what they cost the run, and its quota; else empty.
-    """
-
-    state: str
-    reason: str
-    waiting_for: tuple[str, ...]
-    round: int
-    rounds: int
-    lineage: str
-    run: str
-    run_id: str
+    state: str  # starting, joining, syncing, training, averaging, waiting, paused, leaving or finished
+    reason: str  # explains the state
+    waiting_for: tuple[str, ...]  # nicknames, short peer ids or other texts
+    round: int  # from 0
+    rounds: int  # in the whole run
+    lineage: str  # of the latest round
+    run: str  # name of the run
+    run_id: str  # hash of its manifest, hex
     peer: str
     nickname: str
-    peers: tuple[PeerStatus, ...]
-    addresses: tuple[str, ...]
-    tokens: int
+    peers: tuple[PeerStatus, ...]  # the other peers
+    addresses: tuple[str, ...]  # multiaddrs at which others can dial this peer
+    tokens: int  # that this peer has trained on so far
     tokens_per_second: float
-    loss: float
-    held_out_loss: float
+    loss: float  # training loss, nats per token
+    held_out_loss: float  # the same on data that no peer trains on
     bytes_sent: int
     bytes_received: int
-    rss_bytes: int
-    loop_lag_p99_seconds: float
-    eta_seconds: float | None
+    rss_bytes: int  # memory of all processes of the peer
+    loop_lag_p99_seconds: float  # lag of the event loop
+    eta_seconds: float | None  # until the run's last round is done; null if it cannot be estimated
     pid: int
-    incarnation: int
-    task: str = ""
-    syncing: SyncStatus | None = None
-    clock: str = ""
-    checkpoint_age_seconds: float | None = None
-    protocol: str = ""
-    spread: float = math.nan
+    incarnation: int  # number of this start of the peer
+    task: str = ""  # the user's own; empty if the task is built in
+    syncing: SyncStatus | None = None  # progress of catching up; null in other states
+    clock: str = ""  # warning while this machine's clock differs from the others'
+    checkpoint_age_seconds: float | None = None  # of the newest whole checkpoint
+    protocol: str = ""  # the run's averaging protocol
+    spread: float = math.nan  # as in the last report that has it; null with replicated state
     spread_limit: float = math.nan
-    stage: int = 0
-    stages: int = 1
-    round_seconds: float = math.nan
-    round_expected_seconds: float | None = None
-    joiners: int = 0
-    checkpoint_problem: str = ""
-    limits: str = ""
+    stage: int = 0  # this peer's; 0 without stages
+    stages: int = 1  # number of stages; 1 without
+    round_seconds: float = math.nan  # time since the last round ended
+    round_expected_seconds: float | None = None  # mean duration of the last rounds
+    joiners: int = 0  # that download this peer's state now
+    checkpoint_problem: str = ""  # why the latest checkpoint failed
+    limits: str = ""  # this peer's limits on its traffic, what they cost the run, and its quota
 
 
 def public(status: Status) -> Status:
@@ -166,22 +123,6 @@ class EventSink(Protocol):
 
     def report(self, report: RoundReport) -> None:
         """Take the report of a round that has ended."""
-
-
-@dataclass(frozen=True, slots=True)
-class SwarmOptions:
-    """Options of the command `swarm`; None leaves a value to the run file or to the defaults."""
-
-    peers: int
-    rounds: int | None
-    protocol: str | None
-    task: str | None
-    run: Path | None
-    directory: Path | None  # parent of all peers' state directories; None for a new one
-    as_json: bool
-    stages: int = 1  # peer i is in stage i mod `stages`
-    page: bool = True
-    inner: str | None = None
 
 
 class _Dataclass(Protocol):

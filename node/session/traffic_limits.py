@@ -11,7 +11,7 @@ from pathlib import Path
 from node.config.derived import cap_cost_seconds, require_bearable, vector_bytes
 from node.config.manifest import Manifest
 from node.config.peer_config import PeerConfig
-from node.config.settings_file import SETTINGS_FILE, changed, overriding, packed, read_settings
+from node.config.peer_sources import SETTINGS_FILE, overriding, read_settings, serialize, with_setting
 from node.config.sizes import megabytes, quota_parts
 from node.session.fatal import FatalPeerError
 from node.storage.statedir import write_atomically
@@ -86,12 +86,12 @@ class TrafficLimits:
             ValueError: there is no such setting, its value is bad or too low for the run, or it cannot be kept.
         """
         async with self._changing:  # else the second of two changes at once would undo the first
-            config = changed(self._config, name, text)
+            config = with_setting(self._config, name, text)
             if self._manifest:
                 require_bearable(self._manifest, config, self._stage)
             try:
                 settings = {**await files.run(partial(read_settings, directory), 0), name: text}
-                await files.run(partial(write_atomically, directory / SETTINGS_FILE, packed(settings)), 0)
+                await files.run(partial(write_atomically, directory / SETTINGS_FILE, serialize(settings)), 0)
             except OSError as error:
                 raise ValueError(f"{name} cannot be kept: {error.filename}: {error.strerror}") from None
             self._config = config

@@ -18,6 +18,7 @@ from types import ModuleType
 from typing import Any
 
 from node.cli import app as cli
+from node.config import peer_sources
 from node.config.toml import ConfigError
 from node.reporting.report import RoundReport
 from node.reporting.status import EventSink, Status
@@ -55,7 +56,7 @@ class PeerConfig:
 
 def load_peer(flags: Mapping[str, Any], environment: Mapping[str, str], file: Path | None) -> PeerConfig:
     if flags.get("nickname") == "bad":
-        raise ConfigError("flag --wait-for-peers: too many", "wait_for_peers")
+        raise ConfigError("flag --wait-for: too many", "wait_for_peers")
     return PeerConfig(**flags)
 
 
@@ -141,6 +142,6 @@ def module(name: str, **content: object) -> None:
 
 if __name__ == "__main__":
     module("node.session.peer", Peer=Peer)
-    module("node.config.peer_config", load_peer=load_peer, PeerConfig=PeerConfig)
+    peer_sources.load_peer = load_peer  # type: ignore[assignment]
     module("node.config.run_config", load_run=load_run, RunConfig=object)
     sys.exit(cli.main())

@@ -271,7 +271,7 @@ def test_reports_go_to_stdout_as_strict_json(join: Join) -> None:
             ["--rounds", "7", "--task", "gpt", "--no-nat", "--bandwidth", "1.5", "--wait-for", "3"],
             [
                 *("'recipe.rounds': 7", "'task': 'gpt'", " rounds=None", "nat=False", "wait_for_peers=3"),
-                *("bandwidth_bytes_per_second=1500000.0", "/state/starling/peer-1'"),
+                *("bandwidth_bytes_per_second='1.5MB'", "/state/starling/peer-1'"),
             ],
         ),
         (["--bootstrap", "x", "--task", "mine.tasks:make"], ["consent='mine.tasks:make'", ") None\n"]),

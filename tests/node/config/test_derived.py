@@ -9,7 +9,8 @@ import pytest
 
 from node.config import derived as outfit
 from node.config.derived import stream_seed, worker_spec
-from node.config.peer_config import PeerConfig, load_peer
+from node.config.peer_config import PeerConfig
+from node.config.peer_sources import load_peer
 from node.config.run_config import RunConfig, load_run
 from node.tasks.spec import GptValues, PacedValues, WorkerSpec
 from protocols.base import Member

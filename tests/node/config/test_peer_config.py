@@ -10,8 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from node.config.peer_config import KEYS, PeerConfig, load_peer, variables
+from node.config.peer_config import SETTINGS, PeerConfig, option_name
+from node.config.peer_sources import load_peer, variables
 from node.config.run_config import load_run
+from node.config.sizes import in_unit
 from node.config.toml import ConfigError
 from tests.support.refusals import one_line
 
@@ -34,7 +36,7 @@ def test_flags_override_environment_then_file_then_defaults(file: Path) -> None:
     assert config.origins["threads"] == "NODE_THREADS"
     assert config.origins["nickname"] == f"{file} [peer]"
     assert config.origins["rounds"] == "default"
-    assert set(config.origins) == set(KEYS)
+    assert set(config.origins) == set(SETTINGS)
 
 
 @pytest.mark.parametrize("line", [f"bootstrap = ['{ADDRESS}']", "run_id = '0123456789ab'"])
@@ -139,7 +141,7 @@ def test_any_address_is_accepted_or_gives_one_line(address: str) -> None:
 )
 def test_bad_value_error_names_its_flag(key: str, value: object, words: str) -> None:
     line = peer_refusal({key: value})
-    assert line.startswith(f"flag --{key.replace('_', '-')}: ") and words in line
+    assert line.startswith(f"flag {option_name(key)}: ") and words in line
 
 
 @pytest.mark.parametrize("key", ["listen", "announce"])
@@ -208,7 +210,7 @@ def test_misspelt_key_is_an_error_in_any_source(file: Path) -> None:
 def test_caps_bound_the_claim_and_the_relay(text: object, rate: float | str) -> None:
     given = {"download_limit_bytes_per_second": text}
     if isinstance(rate, str):
-        with pytest.raises(ConfigError, match=rf"^flag --download-limit-bytes-per-second: .* {rate}.* try 1\.5MB"):
+        with pytest.raises(ConfigError, match=rf"^flag --download-limit: .* {rate}.* try 1\.5MB"):
             load_peer(given, {}, None)
         return
     config = load_peer(given, {}, None)
@@ -223,6 +225,15 @@ def test_quota_has_a_size_and_a_period(text: str, quota: str) -> None:
     for bad in ("50GB", "50GB/year", "5MB/day", "-1GB/day"):
         with pytest.raises(ConfigError, match=r"NODE_QUOTA: .* like 50GB/month"):
             load_peer({}, {"NODE_QUOTA": bad}, None)
+
+
+@pytest.mark.parametrize("text, value", [("1.5", 1.5e6), (".5", 5e5), ("2e1", 2e7), ("800kB", 8e5), ("1.5MB/s", 1.5e6)])
+def test_plain_numbers_of_options_have_a_unit(text: str, value: float) -> None:
+    options = {key: in_unit(text, "MB") for key in ("bandwidth_bytes_per_second", "upload_limit_bytes_per_second")}
+    config = load_peer(options, {}, None)
+    assert config.bandwidth_bytes_per_second == config.upload_limit_bytes_per_second == value
+    assert load_peer({}, {"NODE_DISK_LIMIT_BYTES": "2e9"}, None).disk_limit_bytes == 2e9
+    assert peer_refusal({"bandwidth_bytes_per_second": "fast"}).endswith("'fast' is not a number of bytes; try 1.5MB")
 
 
 def test_template_may_stand_beside_the_models_settings(tmp_path: Path) -> None:

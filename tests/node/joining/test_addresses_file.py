@@ -9,7 +9,7 @@ from typing import cast
 
 import pytest
 
-from node.config.peer_config import load_peer
+from node.config.peer_sources import load_peer
 from node.config.toml import ConfigError
 from node.joining.addresses_file import (
     AGAIN_SECONDS,

@@ -7,8 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from node.config.peer_config import load_peer
-from node.config.settings_file import read_settings
+from node.config.peer_sources import load_peer, read_settings
 from node.session.traffic_limits import TrafficLimits
 
 

@@ -14,9 +14,9 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from node.cli.swarm_command import Participant, Swarm
+from node.cli.swarm_command import Participant, Swarm, SwarmOptions
 from node.reporting.report import RoundReport
-from node.reporting.status import SwarmOptions, to_json
+from node.reporting.status import to_json
 from node.runtime.child_process import ChildProcess
 from node.storage.journal import Journal
 from node.ui.screen import Screen

@@ -13,7 +13,7 @@ import torch
 from node.cli.app import main
 from node.config.derived import worker_spec
 from node.config.manifest import Manifest, ManifestError
-from node.config.peer_config import load_peer
+from node.config.peer_sources import load_peer
 from node.config.run_config import RunConfig, load_run
 from node.config.toml import ConfigError
 from node.joining.run_selector import require_consent
