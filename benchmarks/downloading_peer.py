@@ -37,11 +37,11 @@ from node.storage.buffers import outer_buffer
 from protocols import wire
 from protocols.aio import loop_time
 from protocols.base import CHUNK_BYTES, Host, PeerId, Settings, Stream
+from protocols.blobs.serving import WantChunk
 from protocols.butterfly.part_cache import PartCache
 from protocols.history.chain import Chain
 from protocols.sync.chain_sync import ChainSync, ChainSyncOptions
 from protocols.sync.context import SyncContext
-from protocols.sync.requests import WantChunk
 from protocols.sync.snapshot import Snapshot, SnapshotBuffer, SnapshotIndex, Snapshots, buffer_bytes
 from protocols.sync.snapshot_download import SnapshotDownload
 from protocols.vectors.views import chunk_count, chunk_range
@@ -127,7 +127,7 @@ class DownloadingPeer(Peer):
         donors = [self._peers[rank] for rank in ranks]
         async with lag.watched():
             began = time.monotonic()
-            await download.run(lambda: donors, loop_time() + self.setup.deadline_seconds)
+            await download.fetch(lambda: donors, loop_time() + self.setup.deadline_seconds)
             seconds = time.monotonic() - began
         brought = [download.brought.get(donor, 0) / self._state_bytes for donor in donors]
         blamed = {fault.peer: fault.why for fault in context.accounting.take()[0]}

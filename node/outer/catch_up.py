@@ -15,9 +15,10 @@ from node.outer.state import OuterState
 from protocols.aio import task_group
 from protocols.allreduce.parts import ReducedPart
 from protocols.base import SLOWEST_BYTES_PER_SECOND, Deadline, Vector
+from protocols.blobs.download import STALL_SECONDS
 from protocols.history.chain import UNSETTLED, Chain, DecidedRound
 from protocols.sync.snapshot import Snapshot
-from protocols.sync.snapshot_download import STALL_SECONDS, StateUnavailable
+from protocols.sync.snapshot_download import StateUnavailable
 from protocols.sync.state_fetcher import StateFetcher
 
 log = logging.getLogger(__name__)

@@ -16,6 +16,7 @@ from protocols.base import BadPayload, Buffer, Deadline, Header, PeerId, PeerSil
 
 BULK_METHODS = frozenset(
     {
+        "starling/blobs/1",
         "starling/butterfly/data/1",
         "starling/data-parallel/1",
         "starling/gossip/exchange/1",
@@ -36,7 +37,7 @@ BULK_METHODS = frozenset(
 Names instead of the modules' constants: a run loads only the protocol that it uses.
 """
 
-CATCH_UP_METHODS = frozenset({"starling/parts/1", "starling/sync/1"})
+CATCH_UP_METHODS = frozenset({"starling/blobs/1", "starling/parts/1", "starling/sync/1"})
 """Of these, the methods by which peers fetch what they missed: no round waits for them."""
 
 _LENGTH_BYTES = 4

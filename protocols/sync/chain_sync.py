@@ -15,6 +15,7 @@ from functools import reduce
 
 from protocols.aio import loop_time, task_group
 from protocols.base import BadPayload, Deadline, Header, Host, PeerGone, PeerId, RoundKey, Settings, Stream
+from protocols.blobs.serving import BlobServer
 from protocols.butterfly.part_cache import PartCache
 from protocols.consensus import record as records
 from protocols.history.chain import Chain
@@ -25,7 +26,6 @@ from protocols.sync.head_verifier import TRAIL_SECONDS, HeadVerifier
 from protocols.sync.requests import MAX_TRAIL, Certificates, CertificatesRequest, HeadAnnouncement
 from protocols.sync.service import ANNOUNCE_SECONDS, SyncServiceBase
 from protocols.sync.snapshot import Snapshots
-from protocols.sync.snapshot_server import SnapshotServer
 from protocols.sync.state_fetcher import StateFetcher
 
 DIAL_SECONDS = 10.0
@@ -81,8 +81,8 @@ class ChainSync(SyncServiceBase[HeadAnnouncement]):
             hints: peers that may know more, from bootstrap addresses or a directory. Any of them may lie.
         """
         context, part_cache = SyncContext(host, settings, snapshots, hints, chain), options.part_cache
-        donor = SnapshotServer(snapshots, host.compute, part_cache.gate, self._has_rounds_since)
-        super().__init__(context, HeadAnnouncement, lambda: chain.head.key, donor)
+        super().__init__(context, HeadAnnouncement, lambda: chain.head.key, BlobServer(host, part_cache.gate))
+        snapshots.is_replayable = self._has_rounds_since
         self.rules = ForkChoice(context.me, host.signer, settings.quorum, settings.fork_peers)
         self.fetcher, self.stranded = StateFetcher(context, part_cache), False
         self._chain, self._part_cache, self._on_better = chain, part_cache, options.on_better
@@ -126,7 +126,7 @@ class ChainSync(SyncServiceBase[HeadAnnouncement]):
             await asyncio.sleep(0)
 
     def _announcement(self) -> HeadAnnouncement:
-        return HeadAnnouncement(self._key(), self.rules.me, self._donor.kept())
+        return HeadAnnouncement(self._key(), self.rules.me, self._context.snapshots.served())
 
     def _has_rounds_since(self, lineage: bytes) -> bool:
         """Whether this peer has all means since that lineage, without which a snapshot of its state is useless."""
@@ -153,7 +153,7 @@ class ChainSync(SyncServiceBase[HeadAnnouncement]):
         self._new_heads.clear()
         if not new_heads:
             here = self.rules.me in self._chain.head.roster
-            peers = self._context.peers.outsiders() if here else self._context.peers.everybody()
+            peers = self._context.peers.outsiders() if here else self._context.peers.all_contacts()
             heads = await self._exchange(peers, began + DIAL_SECONDS)
             new_heads = any(self._unknown(head.key) for head in heads.values())
         new_heads = new_heads and not self.sync_progress.active  # if active, this peer asks again once it has caught up
@@ -173,7 +173,7 @@ class ChainSync(SyncServiceBase[HeadAnnouncement]):
         Args:
             deadline: for peers that send nothing. A peer that proves its head round by round has more time.
         """
-        heads = await self._exchange(self._context.peers.everybody(), deadline)
+        heads = await self._exchange(self._context.peers.all_contacts(), deadline)
         claims: dict[bytes, list[PeerId]] = {}
         for peer, head in sorted(heads.items(), key=lambda item: -item[1].key.round):
             if self._unknown(head.key):

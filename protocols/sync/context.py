@@ -1,33 +1,82 @@
-"""What the parts of one peer's sync service share: settings, counters, and streams to other peers."""
+"""What the parts of one peer's sync service share: the peers to ask, settings and counters."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 
 from protocols.aio import loop_time
-from protocols.base import Deadline, Host, Member, PeerId, Settings, Stream
+from protocols.base import DISTRUST_SECONDS, Deadline, Host, Member, Members, PeerId, Settings, Stream
 from protocols.history.chain import Chain
+from protocols.peers.estimates import RecentDict
 from protocols.streams.control_channel import RoundAccounting
 from protocols.sync.progress import SyncProgress
-from protocols.sync.requests import SYNC
+from protocols.sync.requests import SnapshotRef
 from protocols.sync.snapshot import Snapshots
-from protocols.sync.sync_peers import SyncPeers
+
+MAX_CONTACTS = 64
+
+
+class SyncPeers:
+    """The peers to ask for heads and states: live peers, former members, callers, and hints, any of which may lie."""
+
+    def __init__(
+        self, me: PeerId, members: Members, chain: Chain | None, hints: Callable[[], Iterable[PeerId]]
+    ) -> None:
+        self._me, self._members, self._chain, self._hints = me, members, chain, hints
+        self._callers: deque[PeerId] = deque(maxlen=MAX_CONTACTS // 4)
+        self._distrusted: RecentDict[PeerId, float] = RecentDict(MAX_CONTACTS)
+        self._snapshots: RecentDict[PeerId, tuple[SnapshotRef, ...]] = RecentDict(MAX_CONTACTS)
+
+    def called(self, peer: PeerId) -> bool:
+        """Note that a peer has an unknown head. Returns whether to have it proved."""
+        if self.trusts(peer) and peer not in self._callers:
+            self._callers.append(peer)
+        return self.trusts(peer)
+
+    def has(self, peer: PeerId, kept: tuple[SnapshotRef, ...]) -> None:
+        self._snapshots[peer] = kept
+
+    def distrust(self, peer: PeerId) -> None:
+        """Ask this peer for nothing for `DISTRUST_SECONDS`, since it broke a rule."""
+        self._distrusted[peer] = loop_time() + DISTRUST_SECONDS
+
+    def trusts(self, peer: PeerId) -> bool:
+        return self._distrusted.get(peer, 0.0) <= loop_time()
+
+    def snapshot_holders(self) -> dict[bytes, list[PeerId]]:
+        """Lineage -> the peers that claim to serve its state."""
+        found: dict[bytes, list[PeerId]] = {}
+        for peer in self.others(self._snapshots):
+            for kept in self._snapshots[peer]:
+                found.setdefault(kept.lineage, []).append(peer)
+        return found
+
+    def all_contacts(self) -> list[PeerId]:
+        live = [member.peer for member in self._members.live()]
+        return self.others(self._callers, live[: MAX_CONTACTS // 2], self._past(), self._hints())
+
+    def outsiders(self) -> list[PeerId]:
+        """The peers that a round does not reach: evicted members and hints."""
+        roster = {member.peer for member in self._chain.head.roster} if self._chain else set()
+        return [peer for peer in self.others(self._past(), self._hints()) if peer not in roster]
+
+    def others(self, *groups: Iterable[PeerId]) -> list[PeerId]:
+        """The peers of these groups, each once and in order, without this peer and distrusted ones."""
+        every = dict.fromkeys(peer for group in groups for peer in group)
+        return [peer for peer in every if peer != self._me and self.trusts(peer)][:MAX_CONTACTS]
+
+    def _past(self) -> list[PeerId]:
+        return [member.peer for member in self._chain.members(MAX_CONTACTS // 2)] if self._chain else []
 
 
 class SyncContext:
     """Shared by a sync service and its parts.
 
-    Attributes:
-        me: this peer's current incarnation.
-        elements: number of parameters, n.
-        snapshots: those that this peer serves; it also allocates buffers for those that it fetches.
-        peers: those that this peer may ask.
-        accounting: faults of other peers, and bytes on streams, since the last report.
-        sync_progress: how far this peer is with catching up.
-        snapshot_bytes: bytes of snapshots fetched since `take_bytes`, including bad and duplicate chunks.
-        part_bytes: encoded bytes of the parts of means fetched and used since `take_bytes`.
-        say: shows a line to the operator.
+    `snapshots` are those that this peer serves; they also allocate buffers for those that it fetches. `snapshot_bytes`
+    and `part_bytes` are what was fetched since `take_bytes`: bytes of snapshots, bad and duplicate chunks included, and
+    encoded bytes of the parts of means.
     """
 
     def __init__(
@@ -38,27 +87,18 @@ class SyncContext:
         hints: Callable[[], Iterable[PeerId]],
         chain: Chain | None = None,
     ) -> None:
-        """Create the context.
-
-        Args:
-            hints: peers that may know more, from bootstrap addresses or a directory. Any of them may lie.
-            chain: the former members of this chain are asked as well.
-        """
+        """`hints` are peers that may know more; any of them may lie. Former members of `chain` are asked as well."""
         self.host, self.settings, self.snapshots = host, settings, snapshots
         self.me, self.elements = Member(host.me, settings.incarnation), sum(settings.elements)
-        self.peers = SyncPeers(host.me, host.members, chain, hints, loop_time)
+        self.peers = SyncPeers(host.me, host.members, chain, hints)
         self.accounting, self.sync_progress = RoundAccounting(), SyncProgress(loop_time)
         self.snapshot_bytes = self.part_bytes = 0
-        self.say: Callable[[str], None] = lambda line: None
+        self.say: Callable[[str], None] = lambda line: None  # shows a line to the operator
 
     @asynccontextmanager
-    async def open(self, peer: PeerId, deadline: Deadline) -> AsyncIterator[Stream]:
-        """Open a stream to a peer's sync service. Its bytes are counted, and a peer that breaks a rule is reported.
-
-        Raises:
-            PeerError: the peer cannot be reached in time.
-        """
-        async with self.host.transport.open(peer, SYNC, deadline) as stream, self.accounting.counting(stream):
+    async def open(self, peer: PeerId, method: str, deadline: Deadline) -> AsyncIterator[Stream]:
+        """Open a stream to a peer. Its bytes are counted, and a peer that breaks a rule is reported."""
+        async with self.host.transport.open(peer, method, deadline) as stream, self.accounting.counting(stream):
             yield stream
 
     def take_bytes(self) -> tuple[int, int]:

@@ -22,7 +22,7 @@ from protocols.history.chain import Chain
 from protocols.history.fork_choice import Branch, ForkChoice
 from protocols.history.round_log import Archive, RoundLog, RoundPruned
 from protocols.sync.context import SyncContext
-from protocols.sync.requests import MAX_LOCATOR, Certificates, CertificatesRequest
+from protocols.sync.requests import MAX_LOCATOR, SYNC, Certificates, CertificatesRequest
 
 TRAIL_SECONDS = 20.0
 """Time for a peer to begin to prove its head, or to continue."""
@@ -129,7 +129,7 @@ class HeadVerifier:
         while goes_on:
             before, until = proof.rounds, loop_time() + TRAIL_SECONDS
             try:
-                async with self._context.open(peer, until if before else min(until, deadline)) as stream:
+                async with self._context.open(peer, SYNC, until if before else min(until, deadline)) as stream:
                     goes_on = await self._verify_some(stream, proof, stranded)
             except PeerSilent:
                 if proof.rounds == before:

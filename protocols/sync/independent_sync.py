@@ -16,15 +16,15 @@ from typing import TypeAlias
 import torch
 
 from protocols import wire
-from protocols.aio import Gate, loop_time
+from protocols.aio import loop_time
 from protocols.base import BadPayload, Deadline, Head, Header, Host, PeerId, RoundKey, Settings, Stream
+from protocols.blobs.serving import BlobServer
 from protocols.peers.estimates import DONOR_ROUND
 from protocols.sync.context import SyncContext
 from protocols.sync.requests import SignedStateRef, StateAdvert
 from protocols.sync.service import SyncServiceBase
 from protocols.sync.snapshot import Snapshot, Snapshots
 from protocols.sync.snapshot_download import SnapshotDownload, StateUnavailable
-from protocols.sync.snapshot_server import SnapshotServer
 from protocols.vectors.coding import require_finite
 
 TIDY_SECONDS = 10.0
@@ -62,7 +62,7 @@ class IndependentStateSync(SyncServiceBase[StateAdvert]):
             has_state: returns whether others may start from this peer's state. A joiner must first fetch one.
         """
         context = SyncContext(host, settings, snapshots, hints)
-        super().__init__(context, StateAdvert, key, SnapshotServer(snapshots, host.compute, Gate()))
+        super().__init__(context, StateAdvert, key, BlobServer(host))
         self._has_state, self._failed_fetches = has_state, 0
         self._signed: dict[tuple[int, bytes], bytes] = {}
 
@@ -72,7 +72,7 @@ class IndependentStateSync(SyncServiceBase[StateAdvert]):
     # -- announcing ---------------------------------------------------------------------------------------------------
 
     def _announcement(self) -> StateAdvert:
-        kept = [(each.round, each.lineage) for each in self._donor.kept()]
+        kept = [(each.round, each.lineage) for each in self._context.snapshots.served()]
         self._signed = {each: self._signed.get(each) or self._sign(*each) for each in kept}
         states = tuple(SignedStateRef(root, number, signature) for (number, root), signature in self._signed.items())
         return StateAdvert(self._key(), self._context.me, states, self._has_state())
@@ -107,7 +107,7 @@ class IndependentStateSync(SyncServiceBase[StateAdvert]):
         """
         self.sync_progress.begin(0, 0)
         try:
-            adverts = await self._exchange(self._context.peers.everybody(), deadline)
+            adverts = await self._exchange(self._context.peers.all_contacts(), deadline)
             snapshot = await self._from_one(eligible(adverts), order, deadline)
         except StateUnavailable as error:
             self._failed_fetches += 1
@@ -127,16 +127,16 @@ class IndependentStateSync(SyncServiceBase[StateAdvert]):
                 break
             share = (deadline - loop_time()) / (len(due) - tried)  # leaves time for the next donor
             tried += 1
-            if snapshot := await self._brought(donor, donors[donor], loop_time() + share):
+            if snapshot := await self._fetch_from(donor, donors[donor], loop_time() + share):
                 return snapshot
         raise StateUnavailable(f"none of {tried} donors sent its state" if due else "no peer here has a state")
 
-    async def _brought(self, donor: PeerId, state: SignedStateRef, deadline: Deadline) -> Snapshot | None:
+    async def _fetch_from(self, donor: PeerId, state: SignedStateRef, deadline: Deadline) -> Snapshot | None:
         """Fetch a donor's state. None if it does not arrive or is not finite; the donor is then reported."""
         key = replace(self._key(), round=state.round, lineage=state.root)
         head = Head(key, (), state.root, state.root)
         try:
-            snapshot = await SnapshotDownload(self._context, head).run(lambda: [donor], deadline)
+            snapshot = await SnapshotDownload(self._context, head).fetch(lambda: [donor], deadline)
             await self._context.host.compute.run(partial(_refuse_non_finite, snapshot), 8 * self._context.elements)
         except StateUnavailable:
             self.accounting.name(donor, "did not send its state")

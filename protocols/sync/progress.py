@@ -6,6 +6,8 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from protocols.blobs.download import BlobDownload
+
 METER_SECONDS = 15.0
 LEAST_SECONDS = 10.0
 """Shorter passes say nothing about this peer's download rate."""
@@ -14,81 +16,62 @@ SAY_SECONDS = 600.0
 
 @dataclass(frozen=True, slots=True)
 class SyncProgressLine:
-    """How much of the state has arrived.
+    """How much of the state has arrived."""
 
-    Attributes:
-        bytes_here, bytes_whole: bytes of the snapshot that have arrived, and in total; 0 if no snapshot is needed.
-        donors: number of peers that are sending it.
-        bytes_per_second: recent rate of everything that is fetched.
-        rounds_here, rounds_whole: rounds after the snapshot that have arrived, and that are known.
-        eta_seconds: time until the last known round has arrived; None if nothing arrives.
-    """
-
-    bytes_here: int
+    bytes_here: int  # of the snapshot; this and `bytes_whole` are 0 if none is needed
     bytes_whole: int
-    donors: int
-    bytes_per_second: float
-    rounds_here: int
-    rounds_whole: int
-    eta_seconds: float | None
+    donors: int  # peers that are sending it
+    bytes_per_second: float  # recent rate of everything that is fetched
+    rounds_here: int  # rounds after the snapshot that have arrived
+    rounds_whole: int  # those that are known
+    eta_seconds: float | None  # until the last known round has arrived; None if nothing arrives
 
 
 class SyncProgress:
-    """Collects the progress of downloads and of replays.
-
-    The other attributes are as in `SyncProgressLine`.
-
-    Attributes:
-        active: whether the peer is catching up.
-        round_bytes: bytes to fetch for one mean.
-        fetched_bytes: bytes fetched since the process started.
-    """
+    """Collects the progress of a snapshot's download, and of replays, while the peer is catching up (`active`)."""
 
     def __init__(self, now: Callable[[], float]) -> None:
         self.active = False
-        self.bytes_here = self.bytes_whole = self.donors = self.rounds_here = self.rounds_whole = 0
-        self.round_bytes = self.fetched_bytes = 0
+        self.download: BlobDownload | None = None
+        self.rounds_here = self.rounds_whole = 0  # as in `SyncProgressLine`
+        self.round_bytes = self.fetched_bytes = 0  # of one mean; since the process started
         self._now = now
-        self._came: deque[tuple[float, int]] = deque(maxlen=4096)
+        self._arrivals: deque[tuple[float, int]] = deque(maxlen=4096)
 
     def begin(self, rounds: int, round_bytes: int) -> None:
-        """Begin another attempt.
-
-        Args:
-            rounds: number of rounds to replay, as far as it is known.
-            round_bytes: bytes to fetch for one mean.
-        """
+        """Begin another attempt, with so many rounds to replay, as far as is known, at `round_bytes` each."""
         self.active, self.rounds_here, self.rounds_whole, self.round_bytes = True, 0, rounds, round_bytes
-        self.bytes_here = self.bytes_whole = self.donors = 0
+        self.download = None
 
     def end(self) -> None:
-        self.active = False
+        self.active, self.download = False, None
 
-    def came(self, size: int) -> None:
-        """Count fetched bytes."""
+    def record_arrival(self, size: int) -> None:
         self.fetched_bytes += size
-        self._came.append((self._now(), size))
+        self._arrivals.append((self._now(), size))
 
     def bytes_per_second(self) -> float:
-        """The recent download rate."""
         since = self._now() - METER_SECONDS
-        while self._came and self._came[0][0] < since:
-            self._came.popleft()
-        if len(self._came) < 2:
+        while self._arrivals and self._arrivals[0][0] < since:
+            self._arrivals.popleft()
+        if len(self._arrivals) < 2:
             return 0.0
-        seconds = max(1.0, self._now() - self._came[0][0])
-        return sum(size for _, size in self._came) / seconds
+        seconds = max(1.0, self._now() - self._arrivals[0][0])
+        return sum(size for _, size in self._arrivals) / seconds
 
     def progress(self) -> SyncProgressLine | None:
         """The current progress; None while the peer is not catching up."""
         if not self.active:
             return None
-        rate = self.bytes_per_second()
-        missing = self.bytes_whole - self.bytes_here + (self.rounds_whole - self.rounds_here) * self.round_bytes
+        rate, download = self.bytes_per_second(), self.download
+        missing = download.missing_bytes if download else 0
+        whole = download.size_bytes if download else 0
+        here = whole - missing
+        missing += (self.rounds_whole - self.rounds_here) * self.round_bytes
         return SyncProgressLine(
-            self.bytes_here,
-            self.bytes_whole,
-            self.donors,
+            here,
+            whole,
+            download.holders if download else 0,
             rate,
             self.rounds_here,
             self.rounds_whole,
@@ -104,15 +87,10 @@ class CatchUpTrend:
         self._ended = self._said = float("-inf")
 
     def begins(self, now: float, goal: int, fetched_bytes: int, round_bytes: int) -> str:
-        """Begin another pass.
+        """Begin another pass, which leads to the round `goal`.
 
-        Args:
-            goal: the round that the pass leads to.
-            fetched_bytes: fetched by this process so far.
-            round_bytes: of one mean.
-
-        Returns:
-            One line for the operator if the last pass got no closer; else "".
+        `fetched_bytes` is what this process has fetched so far. Returns one line for the operator if the last pass got
+        no closer; else "".
         """
         line = ""
         if self._pass and now - self._ended < LEAST_SECONDS:
@@ -134,7 +112,7 @@ def _line(seconds: float, rounds: int, fetched_bytes: int, round_bytes: int) -> 
         return ""
     needed, had = rounds * round_bytes / seconds / 1e6, fetched_bytes / seconds / 1e6
     return (
-        f"this peer's line is too slow for the run: in {seconds:.0f} s the others decided {rounds} rounds of "
-        f"{round_bytes / 1e6:.3g} MB each, and {fetched_bytes / 1e6:.3g} MB came in; it goes on trying, but needs more "
-        f"than {8 * needed:.3g} Mbit/s to catch up, and has {8 * had:.3g}"
+        f"your connection is too slow for this run: in {seconds:.0f} s the others decided {rounds} rounds of "
+        f"{round_bytes / 1e6:.3g} MB each, and {fetched_bytes / 1e6:.3g} MB came in; this peer keeps trying, but needs "
+        f"more than {8 * needed:.3g} Mbit/s to catch up, and has {8 * had:.3g}"
     )

@@ -1,4 +1,4 @@
-"""Messages between peers outside of rounds: heads, decided rounds, and states."""
+"""Messages between peers outside of rounds: heads, decided rounds, and adverts of states."""
 
 # ruff: noqa: RUF009 - a field's bound is its default
 
@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from protocols.base import Header, Member, RoundKey
-from protocols.wire import blob, digest, flag, list_of, one, real, register, uint
+from protocols.wire import blob, digest, flag, list_of, one, register, uint
 
 SYNC = "starling/sync/1"
 
@@ -15,7 +15,6 @@ MAX_LOCATOR = 64
 MAX_TRAIL = 256
 """Limit of certificates in one answer."""
 MAX_SNAPSHOTS = 6
-MAX_BUSY_SECONDS = 600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,16 +27,11 @@ class SnapshotRef:
 
 @dataclass(frozen=True, slots=True)
 class HeadAnnouncement(Header):
-    """The sender's head and its snapshots; answered with the same message.
+    """The sender's head and its snapshots; answered with the same message."""
 
-    Attributes:
-        key: of the sender's next round.
-        sender: the sending member.
-        kept: snapshots, newest first; then those that are only kept because a joiner still downloads them.
-    """
-
-    key: RoundKey = one(RoundKey)
+    key: RoundKey = one(RoundKey)  # of the sender's next round
     sender: Member = one(Member)
+    # newest first; then those that are only kept because a joiner still downloads them
     kept: tuple[SnapshotRef, ...] = list_of(one(SnapshotRef), MAX_SNAPSHOTS)
 
 
@@ -52,19 +46,12 @@ class SignedStateRef:
 
 @dataclass(frozen=True, slots=True)
 class StateAdvert(Header):
-    """The sender's round and the states that it serves; answered with the same message.
+    """The sender's round and the states that it serves, newest first; answered with the same message."""
 
-    Attributes:
-        key: of the sender's next round.
-        sender: the sending member.
-        states: those that it serves, newest first.
-        whole: whether it has a state; if not, it is looking for one.
-    """
-
-    key: RoundKey = one(RoundKey)
+    key: RoundKey = one(RoundKey)  # of the sender's next round
     sender: Member = one(Member)
     states: tuple[SignedStateRef, ...] = list_of(one(SignedStateRef), MAX_SNAPSHOTS)
-    whole: bool = flag()
+    whole: bool = flag()  # whether it has a state; if not, it is looking for one
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,54 +63,12 @@ class CertificatesRequest(Header):
 
 @dataclass(frozen=True, slots=True)
 class Certificates(Header):
-    """`count` certificates follow, each in its own header (`protocols.consensus.messages.Certificate`).
+    """`count` certificates follow, each in its own header (`protocols.consensus.messages.Certificate`)."""
 
-    Attributes:
-        ancestor: the lineage that they follow; zeros if the sender has none of those in the locator.
-        more: whether there are more; ask again from the last one.
-    """
-
-    ancestor: bytes = digest()
+    ancestor: bytes = digest()  # the lineage that they follow; zeros if the sender has none of those in the locator
     count: int = uint(MAX_TRAIL)
-    more: bool = flag()
+    more: bool = flag()  # ask again from the last one
 
 
-@dataclass(frozen=True, slots=True)
-class WantSnapshot(Header):
-    """Asks for the snapshot of the state that a lineage names."""
-
-    lineage: bytes = digest()
-
-
-@dataclass(frozen=True, slots=True)
-class Busy(Header):
-    """The sender serves other peers: try again after this many seconds. In place of a chunk: the chunk comes later."""
-
-    seconds: float = real(0, MAX_BUSY_SECONDS)
-
-
-@dataclass(frozen=True, slots=True)
-class SnapshotIndexHeader(Header):
-    """Answers `WantSnapshot`. Digests of the chunks follow, 32 bytes each: of the parameters, then of the velocity."""
-
-    elements: int = uint(1 << 48)
-
-
-@dataclass(frozen=True, slots=True)
-class WantChunk(Header):
-    """Asks for one chunk of the snapshot of this stream. The answer is a `wire.Chunk`, perhaps after some `Busy`."""
-
-    index: int = uint(1 << 32)
-
-
-MESSAGES: tuple[type[Header], ...] = (
-    HeadAnnouncement,
-    CertificatesRequest,
-    Certificates,
-    WantSnapshot,
-    Busy,
-    SnapshotIndexHeader,
-    WantChunk,
-)
-register(32, MESSAGES)
+register(32, (HeadAnnouncement, CertificatesRequest, Certificates))
 register(160, (StateAdvert,))

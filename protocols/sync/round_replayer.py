@@ -118,7 +118,7 @@ class RoundReplayer:
                 self._fail(source, f"lost as a source: {error.why}")
             else:
                 self._context.part_bytes += size
-                self._context.sync_progress.came(size)
+                self._context.sync_progress.record_arrival(size)
                 return held
         raise StateUnavailable(f"none of {len(sources)} peers asked has a part that is needed")
 

@@ -12,10 +12,10 @@ from typing import Generic, TypeVar
 from protocols import wire
 from protocols.aio import loop_time, peer_timeout, task_group
 from protocols.base import REQUESTER_IDLE_SECONDS, BadPayload, Deadline, Header, PeerError, PeerId, RoundKey, Stream
+from protocols.blobs.serving import BlobServer
 from protocols.streams.endpoint import StreamLimiter
 from protocols.sync.context import SyncContext
-from protocols.sync.requests import SYNC, HeadAnnouncement, StateAdvert, WantSnapshot
-from protocols.sync.snapshot_server import SnapshotServer
+from protocols.sync.requests import SYNC, HeadAnnouncement, StateAdvert
 
 ANNOUNCE_SECONDS = 5.0
 """Time for a peer to answer an announcement."""
@@ -28,39 +28,30 @@ A = TypeVar("A", HeadAnnouncement, StateAdvert)
 
 
 class SyncServiceBase(ABC, Generic[A]):
-    """Exchanges requests with other peers outside of rounds. `A` is the type of a peer's announcement.
-
-    Attributes:
-        accounting: faults of other peers, and bytes on streams, since the last report.
-        sync_progress: how far this peer is with catching up.
-    """
+    """Exchanges requests with other peers outside of rounds. `A` is the type of a peer's announcement."""
 
     def __init__(
-        self, context: SyncContext, announcement: type[A], key: Callable[[], RoundKey], donor: SnapshotServer
+        self, context: SyncContext, announcement: type[A], key: Callable[[], RoundKey], blobs: BlobServer
     ) -> None:
-        """Create the service.
-
-        Args:
-            announcement: the type `A`.
-            key: returns the key of this peer's next round.
-            donor: serves this peer's snapshots.
-        """
+        """Serve requests, and this peer's snapshots as blobs. `key` is that of its next round."""
         self.accounting, self.sync_progress = context.accounting, context.sync_progress
-        self._context, self._key, self._donor = context, key, donor
+        self._context, self._key, self._blobs = context, key, blobs
         self._announcement_type: type[A] = announcement
         self._limiter = StreamLimiter()
+        blobs.accounting = self.accounting
+        blobs.add(lambda name: context.snapshots.blob(name, context.host.compute))
         context.host.transport.serve(SYNC, self._serve)
 
     async def run(self) -> None:
         """Run until cancelled: release snapshots that no peer downloads any more, and call `_look_around`."""
         while True:
-            self._donor.tidy()
+            self._context.snapshots.tidy()
             await self._look_around()
 
     @property
     def joiners(self) -> int:
         """Number of joiners that download this peer's state now."""
-        return self._donor.joiners
+        return self._blobs.fetching
 
     def complain_to(self, say: Callable[[str], None]) -> None:
         """Set the function that shows the operator a line, if catching up gets no closer."""
@@ -80,18 +71,10 @@ class SyncServiceBase(ABC, Generic[A]):
 
     @abstractmethod
     async def _answer(self, stream: Stream, request: Header) -> None:
-        """Answer a request that is not for a snapshot.
-
-        Raises:
-            BadPayload: it is another kind of message, or breaks a rule.
-        """
+        """Answer a request; raises `BadPayload` if it is another kind of message, or breaks a rule."""
 
     def _admit(self, peer: PeerId, announcement: A) -> None:
-        """Check and record a peer's announcement.
-
-        Raises:
-            BadPayload: it is from another run, or names another peer as its sender.
-        """
+        """Check and record a peer's announcement."""
         ours, theirs = self._key(), announcement.key
         if (theirs.run, theirs.scope, theirs.fragment) != (ours.run, ours.scope, ours.fragment):
             raise BadPayload(f"{type(announcement).__name__} of another run")
@@ -105,28 +88,24 @@ class SyncServiceBase(ABC, Generic[A]):
                     await self._requests(peer, stream)
 
     async def _requests(self, peer: PeerId, stream: Stream) -> None:
-        """Answer the requests on a stream; one for a snapshot is the last."""
         for _ in range(MAX_REQUESTS):
             async with peer_timeout(REQUESTER_IDLE_SECONDS, peer, "it sends a request"):
                 request = await stream.receive(wire.MAX_HEADER_BYTES)
-            if isinstance(request, WantSnapshot):
-                return await self._donor.serve(stream, request)
             async with peer_timeout(SERVE_SECONDS, peer, "it receives an answer"):
                 await self._answer(stream, request)
         raise BadPayload(f"{MAX_REQUESTS} requests on one stream")
 
     async def _exchange(self, peers: Sequence[PeerId], deadline: Deadline) -> dict[PeerId, A]:
-        """Exchange announcements with these peers. A peer that breaks a rule is reported, and not asked for a while.
+        """Exchange announcements with these peers. Returns those of the peers that answered, in the order of `peers`.
 
-        Returns:
-            The announcements of the peers that answered, in the order of `peers`.
+        A peer that breaks a rule is reported, and not asked for a while.
         """
         deadline = min(deadline, loop_time() + ANNOUNCE_SECONDS)
         found: dict[PeerId, A] = {}
 
         async def one(peer: PeerId) -> None:
             try:
-                async with self._context.open(peer, deadline) as stream:
+                async with self._context.open(peer, SYNC, deadline) as stream:
                     await stream.send(self._announcement())
                     answer = wire.expect(await stream.receive(wire.MAX_HEADER_BYTES), self._announcement_type)
                     self._admit(peer, answer)

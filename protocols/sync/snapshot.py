@@ -6,17 +6,21 @@ index. A joiner first verifies the index against the root in a certificate, then
 
 from __future__ import annotations
 
+import logging
 import mmap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol, TypeAlias
 
 import torch
 
-from protocols.base import BadPayload, Buffer, Vector
+from protocols.aio import loop_time
+from protocols.base import CHUNK_BYTES, BadPayload, Buffer, Compute, Deadline, Vector
+from protocols.blobs.serving import Blob
 from protocols.history.chain import Chain, state_root
 from protocols.registry import CHUNK_ELEMENTS
-from protocols.sync.requests import SnapshotRef
+from protocols.sync.requests import MAX_SNAPSHOTS, SnapshotRef
 from protocols.vectors.views import chunk_count, chunk_digests, chunk_range, root_of
 
 SNAPSHOT_ROUNDS = 4
@@ -26,6 +30,14 @@ A snapshot can be served once the next round is decided. It is useful while the 
 must be kept for at least twice as many rounds.
 """
 KEEP_SNAPSHOTS = 2
+MAX_PAUSES = 4
+"""After this many `Busy` messages a joiner gets one chunk. So joiners make progress even if data phases never end."""
+LENT = 2
+"""Limit of older snapshots kept for joiners: those that were read most recently."""
+LEND_SECONDS = 300.0
+"""How long an older snapshot is kept after it was read: enough for a joiner that was cut off, or restarts."""
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +54,7 @@ class SnapshotIndex:
 
     @classmethod
     def unpack(cls, elements: int, data: bytes) -> SnapshotIndex:
-        """Read an index from `packed_bytes(elements)` bytes.
-
-        Raises:
-            BadPayload: the number of bytes is wrong.
-        """
+        """Read an index from `packed_bytes(elements)` bytes; raises `BadPayload` if there are not so many."""
         if len(data) != cls.packed_bytes(elements):
             raise BadPayload(f"an index of {len(data)} bytes for {elements} elements")
         return cls(elements, tuple(data[at : at + 32] for at in range(0, len(data), 32)))
@@ -60,7 +68,6 @@ class SnapshotIndex:
 
     @property
     def parameters_root(self) -> bytes:
-        """`vectors.root` of the parameters."""
         return root_of([(self.elements, self.digests[: len(self.digests) // 2])])
 
     def state_root(self, round_number: int) -> bytes:
@@ -69,30 +76,21 @@ class SnapshotIndex:
         return state_root(self.parameters_root, velocity, round_number)
 
     def size(self, chunk: int) -> int:
-        """The size of a chunk in bytes."""
-        low, high = chunk_range(0, self.elements, chunk % (len(self.digests) // 2))
-        return 4 * (high - low)
+        return chunk_size(self.elements, chunk)
 
 
 class SnapshotBuffer(Protocol):
-    """A buffer of fixed size for the bytes of a snapshot.
-
-    Attributes:
-        fresh: whether it is new. If not, it may hold chunks from an earlier download of the same state.
-    """
+    """A buffer of fixed size for the bytes of a snapshot. Its methods raise OSError if the storage fails."""
 
     @property
-    def fresh(self) -> bool: ...
+    def fresh(self) -> bool:
+        """Whether it is new. If not, it may hold chunks from an earlier download of the same state."""
 
     def read(self, offset: int, into: memoryview) -> None:
-        """Fill `into`.
-
-        Raises:
-            OSError: the storage fails.
-        """
+        """Fill `into`."""
 
     def write(self, offset: int, data: Buffer) -> None:
-        """Write all of `data` at `offset`; raises as `read` does."""
+        """Write all of `data` at `offset`."""
 
 
 MakeBuffer: TypeAlias = Callable[[bytes, int, int], SnapshotBuffer]
@@ -117,20 +115,14 @@ class MemoryBuffer:
 class Snapshot:
     """The outer state at a lineage: filled once, then never changed.
 
-    Methods that read or write its bytes may wait for the disk, and raise OSError if it fails.
-
-    Attributes:
-        buffer: its buffer, which holds the parameters, then the velocity, as little-endian float32.
+    Its buffer holds the parameters, then the velocity, as little-endian float32. Methods that read or write it may wait
+    for the disk, and raise OSError if it fails.
     """
 
     def __init__(
         self, lineage: bytes, round_number: int, index: SnapshotIndex, buffer: SnapshotBuffer | None = None
     ) -> None:
-        """Create an empty snapshot.
-
-        Args:
-            buffer: a buffer of `buffer_bytes(index.elements)`; None: a buffer in memory.
-        """
+        """Create an empty snapshot, by default in memory; else in a buffer of `buffer_bytes(index.elements)`."""
         self.lineage, self.round, self.index = lineage, round_number, index
         self.buffer = buffer or MemoryBuffer(buffer_bytes(index.elements))
 
@@ -154,22 +146,14 @@ class Snapshot:
             piece.copy_(held)
 
     def chunk(self, chunk: int) -> bytearray:
-        """The bytes of a chunk.
-
-        Raises:
-            BadPayload: there is no such chunk.
-        """
+        """The bytes of a chunk; raises `BadPayload` if it does not exist."""
         self._require(chunk)
         data = bytearray(self.index.size(chunk))
         self.read_chunk(chunk, memoryview(data))
         return data
 
     def read_chunk(self, chunk: int, into: memoryview) -> memoryview:
-        """Read a chunk into the front of `into`, which holds `CHUNK_BYTES`, and return that part of it.
-
-        Raises:
-            BadPayload: there is no such chunk.
-        """
+        """Read a chunk into the front of `into`, which holds `CHUNK_BYTES`, and return that part of it."""
         self._require(chunk)
         data = into[: self.index.size(chunk)]
         self.buffer.read(self._offset(chunk), data)
@@ -180,7 +164,6 @@ class Snapshot:
             raise BadPayload(f"chunk {chunk} of a snapshot of {len(self.index.digests)}")
 
     def put(self, chunk: int, data: Buffer) -> None:
-        """Set the bytes of a chunk."""
         self.buffer.write(self._offset(chunk), data)
 
     def _offset(self, chunk: int) -> int:
@@ -200,19 +183,26 @@ def buffer_bytes(elements: int) -> int:
     return 8 * elements
 
 
+def chunk_size(elements: int, chunk: int) -> int:
+    """Size of a chunk of the outer state with this many parameters, in bytes."""
+    low, high = chunk_range(0, elements, chunk % chunk_count(elements))
+    return 4 * (high - low)
+
+
 def _scratch(elements: int) -> tuple[memoryview, Vector]:
     """Allocate memory for this many float32, and view it as bytes and as a vector."""
     data = bytearray(4 * elements)
     return memoryview(data), torch.frombuffer(data, dtype=torch.float32)
 
 
-class Snapshots:
-    """The latest snapshots, which this peer keeps and serves.
+@dataclass(slots=True)
+class _Lease:
+    snapshot: Snapshot
+    until: Deadline
 
-    Attributes:
-        every_rounds: a snapshot is taken before every round whose number is a multiple of this.
-        has_begun: (lineage, round) -> whether an earlier process left a partial download of this snapshot.
-    """
+
+class Snapshots:
+    """The latest snapshots, which this peer keeps and serves, and older ones that a joiner is still downloading."""
 
     def __init__(
         self,
@@ -221,14 +211,20 @@ class Snapshots:
         make_buffer: MakeBuffer = lambda lineage, round_number, size: MemoryBuffer(size),
         has_begun: Callable[[bytes, int], bool] = lambda lineage, round_number: False,
     ) -> None:
+        """A snapshot is taken before every round whose number is a multiple of `every_rounds`.
+
+        `has_begun` says whether an earlier process left a partial download of the state at a lineage, before a round.
+        """
         self.every_rounds, self._keep, self._make_buffer, self.has_begun = every_rounds, keep, make_buffer, has_begun
+        # whether this peer has the means since a lineage, without which a snapshot of its state is useless
+        self.is_replayable: Callable[[bytes], bool] = lambda lineage: True
         self._held: list[Snapshot] = []
+        self._leases: dict[bytes, _Lease] = {}
 
     def new(self, lineage: bytes, round_number: int, index: SnapshotIndex) -> Snapshot:
-        """Create a snapshot to fill. It is not empty (`Snapshot.fresh`) if an earlier download of it was interrupted.
+        """Create a snapshot to fill; raises OSError if there is not enough space.
 
-        Raises:
-            OSError: there is no space.
+        It is not empty (`Snapshot.fresh`) if an earlier download of it was interrupted.
         """
         buffer = self._make_buffer(lineage, round_number, buffer_bytes(index.elements))
         return Snapshot(lineage, round_number, index, buffer)
@@ -242,7 +238,6 @@ class Snapshots:
         return next((each for each in self._held if each.lineage == lineage), None)
 
     def drop(self, snapshot: Snapshot) -> None:
-        """Stop serving a snapshot."""
         self._held = [each for each in self._held if each is not snapshot]
 
     def prune(self, chain: Chain) -> None:
@@ -250,9 +245,43 @@ class Snapshots:
         self._held = [each for each in self._held if each.lineage in chain]
 
     def held(self) -> tuple[Snapshot, ...]:
-        """The snapshots, newest first."""
+        """The snapshots, newest first, without those that are only lent."""
         return tuple(self._held)
 
-    def kept(self) -> tuple[SnapshotRef, ...]:
-        """The snapshots to announce to other peers."""
-        return tuple(SnapshotRef(each.lineage, each.round) for each in self._held)
+    def served(self) -> tuple[SnapshotRef, ...]:
+        """The snapshots to announce to other peers: those held, and older ones that joiners still use."""
+        every = dict.fromkeys([*self._held, *self._lent()])
+        return tuple(SnapshotRef(each.lineage, each.round) for each in every)[:MAX_SNAPSHOTS]
+
+    def tidy(self) -> None:
+        """Release snapshots that no joiner downloads any more. To be called from time to time."""
+        self._lent()
+
+    def _lent(self) -> list[Snapshot]:
+        now, held = loop_time(), {each.lineage for each in self._held}
+        last = sorted(self._leases.items(), key=lambda each: -each[1].until)
+        leases = [(key, lease) for key, lease in last if lease.until > now]
+        lent = [(key, lease) for key, lease in leases if key not in held and self.is_replayable(key)][:LENT]
+        self._leases = dict([*((key, lease) for key, lease in leases if key in held), *lent])
+        return [lease.snapshot for _, lease in lent]
+
+    def blob(self, lineage: bytes, compute: Compute) -> Blob | None:
+        """The snapshot at a lineage as a blob to serve, which prolongs its lease with each chunk."""
+        lease = self._leases.get(lineage)
+        snapshot = self.get(lineage) or (lease.snapshot if lease else None)
+        if snapshot is None:
+            return None
+        scratch = memoryview(bytearray(CHUNK_BYTES))
+
+        async def read(chunk: int) -> memoryview | None:
+            until = loop_time() + LEND_SECONDS
+            self._leases.setdefault(lineage, _Lease(snapshot, until)).until = until
+            try:
+                return await compute.run(partial(snapshot.read_chunk, chunk, scratch), CHUNK_BYTES)
+            except OSError as error:
+                log.warning("the snapshot before round %d is lost: %s", snapshot.round + 1, error.strerror or error)
+                self.drop(snapshot)
+                self._leases.pop(lineage, None)
+                return None
+
+        return Blob(snapshot.index.pack(), read, pauses=MAX_PAUSES, large=True)

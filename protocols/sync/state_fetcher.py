@@ -9,13 +9,16 @@ from dataclasses import replace
 from protocols.aio import loop_time, task_group
 from protocols.allreduce.parts import ReducedPart
 from protocols.base import Deadline, Head, PeerError, PeerId, Vector
+from protocols.blobs.download import NotHere, shown_index
+from protocols.blobs.serving import BLOBS, Busy
 from protocols.butterfly.part_cache import PartCache
 from protocols.history.chain import UNSETTLED, Chain, DecidedRound
 from protocols.sync.context import SyncContext
 from protocols.sync.progress import CatchUpTrend
 from protocols.sync.round_replayer import RoundReplayer
 from protocols.sync.snapshot import Snapshot, SnapshotIndex
-from protocols.sync.snapshot_download import SnapshotDownload, StateUnavailable, shown_index
+from protocols.sync.snapshot_download import SILENCE_SECONDS, SnapshotDownload, StateUnavailable
+from protocols.vectors.views import chunk_count
 
 INDEX_SECONDS = 10.0
 """Time for former members to show which state they hold."""
@@ -49,7 +52,7 @@ class StateFetcher:
             StateUnavailable: the parts cannot be fetched.
         """
         voters = [vote.voter.peer for vote in link.certificate.votes]  # each of them held all parts when it voted
-        sources = self._context.peers.others(voters, self._context.peers.everybody())
+        sources = self._context.peers.others(voters, self._context.peers.all_contacts())
         live = {member.peer for member in self._context.host.members.live()}
         sources = [peer for peer in sources if peer in live] or sources  # waiting for a silent peer takes time
         return await self._replayer.parts(link.record, sources, deadline)
@@ -75,7 +78,7 @@ class StateFetcher:
         The cost is that of the snapshot's missing bytes and of the means since then. So a partial download is continued
         until a newer snapshot costs less.
         """
-        lineages = [*self._context.peers.stock(), *([self._begun.at.key.lineage] if self._begun else [])]
+        lineages = [*self._context.peers.snapshot_holders(), *([self._begun.at.key.lineage] if self._begun else [])]
         heads = [head for lineage in dict.fromkeys(lineages) if (head := chain.at(lineage))]
         sound = [head for head in heads if head.state_root != UNSETTLED]
         return sorted(sound, key=lambda head: (self.cost_bytes(chain, head), -head.key.round))
@@ -119,7 +122,7 @@ class StateFetcher:
         """
         download = self._download(head)
         try:
-            return await download.run(lambda: self._donors(head), deadline)
+            return await download.fetch(lambda: self._donors(head), deadline)
         finally:
             self._begun = download if download.begun else self._begun
 
@@ -142,7 +145,7 @@ class StateFetcher:
         root = min(roots, key=lambda root: (root in self._failed, -len(roots[root]), root))
         head = replace(chain.head, state_root=root)
         try:
-            return await SnapshotDownload(self._context, head).run(lambda: roots[root], deadline)
+            return await SnapshotDownload(self._context, head).fetch(lambda: roots[root], deadline)
         except StateUnavailable:
             self._failed = {*self._failed, root} if len(self._failed) < MAX_FAILED else {root}
             raise
@@ -150,13 +153,15 @@ class StateFetcher:
     async def _roots(self, head: Head, donors: Sequence[PeerId], deadline: Deadline) -> dict[bytes, list[PeerId]]:
         """The state roots that these donors show for the head of the chain, each with its donors."""
         found: dict[bytes, list[PeerId]] = {}
+        elements = self._context.elements
 
         async def one(donor: PeerId) -> None:
-            with suppress(PeerError, StateUnavailable):
-                async with self._context.open(donor, deadline) as stream:
-                    index = await shown_index(stream, head.key.lineage, self._context.elements)
-                if isinstance(index, SnapshotIndex):
-                    found.setdefault(index.state_root(head.key.round), []).append(donor)
+            with suppress(PeerError, NotHere):
+                async with self._context.open(donor, BLOBS, deadline) as stream:
+                    shown = await shown_index(stream, head.key.lineage, 2 * chunk_count(elements), SILENCE_SECONDS)
+                if not isinstance(shown, Busy):
+                    root = SnapshotIndex.unpack(elements, shown[0]).state_root(head.key.round)
+                    found.setdefault(root, []).append(donor)
 
         async with task_group() as group:
             for donor in donors:
@@ -178,7 +183,7 @@ class StateFetcher:
         return SnapshotDownload(self._context, head)
 
     def _donors(self, head: Head) -> list[PeerId]:
-        return self._context.peers.stock().get(head.key.lineage, [])
+        return self._context.peers.snapshot_holders().get(head.key.lineage, [])
 
     def caught_up(self) -> None:
         """Note that the fetched state is in use."""

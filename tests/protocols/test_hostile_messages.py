@@ -22,13 +22,14 @@ from node.membership.hello import Heartbeat, Hello, Welcome
 from protocols import wire
 from protocols.allreduce.plan import PlanInputs, make_plan, offer_message
 from protocols.base import Header, Member, PeerError, PeerId
+from protocols.blobs.serving import BlobIndex, Busy
 from protocols.consensus import record as records
 from protocols.consensus.messages import Accept, Certificate, Propose
 from protocols.consensus.record import Kind
 from protocols.moshpit.peer_tracker import PositionAnnouncement
 from protocols.pairwise.shares import PushShare, ShareStatus
 from protocols.pairwise.state_swap import ExchangeReply, ExchangeRequest, StateReceived
-from protocols.sync.requests import Busy, Certificates, HeadAnnouncement, SnapshotIndexHeader
+from protocols.sync.requests import Certificates, HeadAnnouncement
 from protocols.wire import Availability, Chunk, Contribute, PartDone, Plan, Ready, Reduced
 from tests.sim.gossip_harness import GossipHarness, flat
 from tests.sim.host import SimSigner
@@ -44,7 +45,7 @@ SENT: dict[str, tuple[type[Header], ...]] = {
     "moshpit": (PositionAnnouncement, Plan, *DATA),
     "gossip": (ExchangeRequest, ExchangeReply, Chunk, StateReceived),
     "push_sum": (PushShare, Chunk, ShareStatus),
-    "sync": (HeadAnnouncement, Certificates, Certificate, SnapshotIndexHeader, Availability, Reduced, PartDone),
+    "sync": (HeadAnnouncement, Certificates, Certificate, BlobIndex, Availability, Reduced, PartDone),
     "membership": (Hello, Welcome, Heartbeat),
 }
 """What a peer of each world sends until its round is decided."""
@@ -231,8 +232,8 @@ REFUSED: tuple[tuple[str, type[Header], Change, str], ...] = (
     ("sync", HeadAnnouncement, {"key.lineage": FOREIGN, "key.round": 1 << 39}, "does not prove the head"),
     ("sync", HeadAnnouncement, {"key.run": FOREIGN}, "another run"),
     ("sync", HeadAnnouncement, {"sender.peer": "bert"}, "in the name of"),
-    ("sync", SnapshotIndexHeader, {"elements": 1 << 40}, "elements where the run has"),
-    ("sync", SnapshotIndexHeader, lambda each: Certificates(bytes(32), 0, False), "expected SnapshotIndexHeader"),
+    ("sync", BlobIndex, {"chunks": 1 << 31}, "chunks where 2 are due"),
+    ("sync", BlobIndex, lambda each: Certificates(bytes(32), 0, False), "expected BlobIndex"),
     ("membership", Hello, {"version": 1}, ""),
     ("membership", Hello, {"run": FOREIGN}, "another run"),
     ("membership", Hello, {"member.peer": "p7"}, "in the name of p7"),

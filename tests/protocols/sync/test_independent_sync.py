@@ -174,7 +174,7 @@ async def test_user_is_told_after_five_failed_fetches(donors: Donors) -> None:
         snapshots.put(snapshot)
         await donors.fetch()
         snapshots.drop(snapshot)
-        anna._donor._loans.clear()
+        snapshots._leases.clear()
     assert messages == ["no peer here has a state: waiting for a peer that has one"]
 
 

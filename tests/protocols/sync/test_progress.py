@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 from protocols.sync.progress import (
     LEAST_SECONDS,
     METER_SECONDS,
@@ -19,12 +21,13 @@ def test_progress_covers_state_then_rounds_since() -> None:
     sync_progress = SyncProgress(lambda: time[0])
     assert sync_progress.progress() is None
     sync_progress.begin(rounds=5, round_bytes=2 * MB)
-    sync_progress.bytes_whole, sync_progress.donors = 100 * MB, 3
+    download = SimpleNamespace(size_bytes=100 * MB, missing_bytes=100 * MB, holders=3)
+    sync_progress.download = download  # type: ignore[assignment]
     assert sync_progress.progress() == SyncProgressLine(0, 100 * MB, 3, 0.0, 0, 5, None), "nothing has moved yet"
     for _ in range(20):
         time[0] += 1.0
-        sync_progress.came(2 * MB)
-        sync_progress.bytes_here += 2 * MB
+        sync_progress.record_arrival(2 * MB)
+        download.missing_bytes -= 2 * MB
     progress = sync_progress.progress()
     assert progress and 2.0 * MB < progress.bytes_per_second < 2.2 * MB
     assert progress.eta_seconds == (60 * MB + 5 * 2 * MB) / progress.bytes_per_second
@@ -42,8 +45,8 @@ def test_link_slower_than_rounds_is_reported_occasionally() -> None:
     trend.ends(now + 100.0)
     line = trend.begins(now + 100.0, 120, 15 * MB, MB)
     assert line == (
-        "this peer's line is too slow for the run: in 100 s the others decided 20 rounds of 1 MB each, and 15 MB came "
-        "in; it goes on trying, but needs more than 1.6 Mbit/s to catch up, and has 1.2"
+        "your connection is too slow for this run: in 100 s the others decided 20 rounds of 1 MB each, and 15 MB came "
+        "in; this peer keeps trying, but needs more than 1.6 Mbit/s to catch up, and has 1.2"
     )
     trend.ends(now + 200.0)
     assert trend.begins(now + 200.0, 140, 30 * MB, MB) == "", "once"

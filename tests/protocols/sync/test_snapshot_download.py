@@ -13,12 +13,10 @@ import pytest
 from node.reporting.report import RoundReport
 from protocols import wire
 from protocols.base import SLOWEST_BYTES_PER_SECOND, Buffer, Header, PeerId
+from protocols.blobs.download import STALL_SECONDS
+from protocols.blobs.serving import PUT_OFF_SECONDS, Busy
 from protocols.streams.framing import FramedStream
-from protocols.sync.chunk_scheduler import MAX_REQUESTED_CHUNKS, ChunkScheduler, DonorRate
-from protocols.sync.requests import Busy
-from protocols.sync.snapshot import MemoryBuffer, Snapshot
-from protocols.sync.snapshot_download import STALL_SECONDS
-from protocols.sync.snapshot_server import LEND_SECONDS, MAX_PAUSES, PUT_OFF_SECONDS
+from protocols.sync.snapshot import LEND_SECONDS, MAX_PAUSES, MemoryBuffer, Snapshot
 from tests.support import checkpoints as saved
 from tests.support.disguises import late
 from tests.support.simulated import simulated
@@ -184,11 +182,11 @@ async def test_snapshot_in_transfer_is_kept_until_done(world: RoundsDecided) -> 
     await asyncio.sleep(2.0)
     taken = anna.snapshots.held()[0]
     await world.rounds("anna", 8, voters=[anna.me, world.peers["bert"].me])
-    announced = {each.lineage for each in anna.sync._donor.kept()}
+    announced = {each.lineage for each in anna.snapshots.served()}
     assert taken not in anna.snapshots.held() and taken.lineage in announced
     assert (await sync_progress).outcome == "superseded"
     await asyncio.sleep(LEND_SECONDS + 1.0)
-    assert anna.sync._donor.kept() == anna.snapshots.kept() and not anna.sync._donor._loans
+    assert len(anna.snapshots.served()) == len(anna.snapshots.held()) and not anna.snapshots._leases
 
 
 @simulated(RoundsDecided, store_rounds=10)
@@ -198,7 +196,7 @@ async def test_snapshot_is_lent_only_while_replayable(world: RoundsDecided) -> N
     await asyncio.sleep(2.0)
     for rounds, lent in ((8, 1), (4, 0)):
         await world.rounds("anna bert", rounds)
-        assert len(anna.sync._donor.kept()) == len(anna.snapshots.kept()) + lent
+        assert len(anna.snapshots.served()) == len(anna.snapshots.held()) + lent
     sync_progress.cancel()
 
 
@@ -298,49 +296,3 @@ async def test_donor_postponing_one_chunk_forever_is_blamed(world: RoundsDecided
     world.network.nodes["bert"].bytes_per_second = 1e6
     report = await (await joiner(world, 12.5e6)).catch_up()
     assert report.outcome == "superseded" and "puts off one chunk" in report.blamed["anna"]
-
-
-# -- which donor is asked for what ------------------------------------------------------------------------------------
-
-
-def test_request_window_follows_the_donor_rate() -> None:
-    fast, slow, crawling = DonorRate(), DonorRate(), DonorRate()
-    assert fast.window == 2
-    for rate, seconds in ((fast, 0.01), (slow, 0.28), (crawling, 8.0)):
-        rate.took(seconds)
-    assert (fast.window, slow.window, crawling.window) == (MAX_REQUESTED_CHUNKS, 4, 1)
-    assert (fast.patience_seconds, crawling.patience_seconds) == (1.0, 24.0)
-
-
-def test_released_chunks_are_reclaimed_and_shared_at_end() -> None:
-    time, one, other, third = [0.0], DonorRate(), DonorRate(), DonorRate()
-    scheduler = ChunkScheduler([3, 1, 2, 0], lambda: time[0])
-    assert [scheduler.share(donors) for donors in (0, 1, 2, 9)] == [4, 4, 2, 2]
-    assert [scheduler.claim(one) for _ in range(5)] == [0, 1, 2, 3, None]
-    scheduler.release(2, one)
-    assert scheduler.claim(one) == 2, "it was not brought"
-    scheduler.missing.discard(0)
-    scheduler.release(0, one)
-    assert scheduler.next(other) is None and scheduler.next_at(other) == 5.0, "it was"
-    time[0] = 4.9
-    assert scheduler.next(other) is None
-    time[0] = 5.0
-    scheduler.arrived(2)
-    assert [scheduler.claim(other) for _ in range(3)] == [1, 3, None], "2 is being verified"
-    assert scheduler.next(third) is None, "two are asked, never three"
-    scheduler.release(2, one)
-    assert scheduler.claim(third) == 2, "it was refused"
-    scheduler.arrived(1)
-    scheduler.release(1, other)
-    assert scheduler.next(third) == 1, "refused, and the first donor still owes it"
-
-
-def test_idle_donor_takes_over_what_a_slow_one_would_send_late() -> None:
-    slow, fast = DonorRate(), DonorRate()
-    slow.took(1.0)
-    fast.took(0.3)
-    scheduler = ChunkScheduler(range(3), lambda: 0.0)
-    assert [scheduler.claim(slow, ahead) for ahead in range(4)] == [0, 1, 2, None]
-    assert scheduler.claim(fast) == 2, "it is due last"
-    assert scheduler.claim(fast, 1) == 1, "2 s there, more than three times .6 s here"
-    assert scheduler.claim(fast, 2) is None, "1 s there, .9 s here: not worth a second request"

@@ -16,10 +16,11 @@ from node.reporting.report import RoundReport
 from protocols import wire
 from protocols.allreduce.parts import ReducedPart
 from protocols.base import Buffer, Header, Member
+from protocols.blobs.serving import BlobIndex, Busy
 from protocols.consensus.messages import Certificate
 from protocols.consensus.record import Kind
 from protocols.streams.framing import FramedStream
-from protocols.sync.requests import Busy, Certificates, HeadAnnouncement, SnapshotIndexHeader, SnapshotRef
+from protocols.sync.requests import Certificates, HeadAnnouncement, SnapshotRef
 from protocols.sync.snapshot import Snapshot
 from tests.support.disguises import Send, flipped, instead, late
 from tests.support.fake_rounds import certified
@@ -166,22 +167,22 @@ async def spoiled_then_closed(stream: FramedStream, header: Header, payload: Buf
 # -- donors -----------------------------------------------------------------------------------------------------------
 
 
-RESTLESS = instead(SnapshotIndexHeader, lambda each: Busy(0.0))
+RESTLESS = instead(BlobIndex, lambda each: Busy(0.0))
 DONORS: tuple[tuple[Send, str | None], ...] = (
     (flipped(wire.Chunk), "another digest"),
     (spoiled_then_closed, "another digest"),
     (instead(wire.Chunk, lambda each: replace(each, index=each.index + 1)), "is due"),
-    (instead(SnapshotIndexHeader, lambda each: wire.Availability(False)), None),
-    (instead(SnapshotIndexHeader, lambda each: Busy(600.0)), None),
+    (instead(BlobIndex, lambda each: wire.Availability(False)), None),
+    (instead(BlobIndex, lambda each: Busy(600.0)), None),
     (late(wire.Chunk), "nothing moved for 30 s"),
 )
 RARE_DONORS: tuple[tuple[Send, str | None], ...] = (
-    (flipped(SnapshotIndexHeader), "does not make the state root"),
+    (flipped(BlobIndex), "does not make the state root"),
     (instead(wire.Chunk, lambda each: replace(each, size=1 << 32)), "is due"),
     (instead(HeadAnnouncement, lambda each: replace(each, kept=(SnapshotRef(b"x" * 32, 1 << 30),))), None),
     (late(wire.Chunk, 20.0), None),
     (RESTLESS, None),
-    (late(SnapshotIndexHeader), "nothing moved for 30 s"),
+    (late(BlobIndex), "nothing moved for 30 s"),
 )
 
 
@@ -256,18 +257,18 @@ async def test_dead_donors_give_undecided_in_bounded_time(world: RoundsBehind) -
 async def test_donor_serves_few_at_once_and_eventually_all(world: RoundsBehind) -> None:
     world.network.kill("bert")
     joiners = [await world.add(f"j{each}") for each in range(7)]
-    donor, most = world.peers["anna"].sync._donor, [0]
+    server, most = world.peers["anna"].sync._blobs, [0]
 
     async def watch() -> None:
         while True:
-            most[0] = max(most[0], len(donor._joiners))
+            most[0] = max(most[0], server.fetching)
             await asyncio.sleep(0.05)
 
     watcher = asyncio.create_task(watch())
     reports = await asyncio.gather(*(joiner.catch_up() for joiner in joiners))
     watcher.cancel()
     assert [report.outcome for report in reports] == ["superseded"] * 7 and most == [3]
-    assert world.same("anna j0 j1 j2 j3 j4 j5 j6") and donor._joiners == []
+    assert world.same("anna j0 j1 j2 j3 j4 j5 j6") and server.fetching == 0
 
 
 # -- kept means -------------------------------------------------------------------------------------------------------

@@ -1,0 +1,151 @@
+"""Serves blobs: large data that other peers ask for by name, and verify chunk by chunk.
+
+The digests of a blob's chunks are its index. A peer that knows a digest of the whole asks several holders by name, and
+verifies the index that they send, then each chunk (`protocols.blobs.download`). It needs no holder to be honest.
+
+Rounds have priority: during a data phase, some blobs have to wait (`Blob.pauses`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from protocols import wire
+from protocols.aio import Gate, peer_timeout, progress_timeout
+from protocols.base import REQUESTER_IDLE_SECONDS, BadPayload, Buffer, Header, Host, PeerId, Stream
+from protocols.streams.control_channel import RoundAccounting
+from protocols.streams.endpoint import StreamLimiter
+from protocols.wire import blob, digest, real, register, uint
+
+BLOBS = "starling/blobs/1"
+
+DIGEST_BYTES = 32
+MAX_NOTE_BYTES = 512
+MAX_BUSY_SECONDS = 600.0
+LARGE_AT_ONCE = 3
+"""Peers that may fetch a large blob at a time, each one of them."""
+BUSY_SECONDS = 5.0
+"""How soon a peer that has to wait for a large blob may ask again."""
+PUT_OFF_SECONDS = 4.0
+"""Interval at which a peer that waits for the end of a data phase gets a `Busy` message."""
+LIMIT = 1024
+"""Limit of the bytes of a header on these streams."""
+
+
+@dataclass(frozen=True, slots=True)
+class WantBlob(Header):
+    """Asks for the index of a blob: the lineage of a state, or the digest of a part."""
+
+    name: bytes = digest()
+
+
+@dataclass(frozen=True, slots=True)
+class Busy(Header):
+    """The sender serves other peers: try again after this many seconds. In place of a chunk: the chunk comes later."""
+
+    seconds: float = real(0, MAX_BUSY_SECONDS)
+
+
+@dataclass(frozen=True, slots=True)
+class BlobIndex(Header):
+    """Answers `WantBlob`, as `Availability(False)` does; the digests of the chunks follow, 32 bytes each.
+
+    `note` is what the holder claims about the blob besides, in the blob's own format.
+    """
+
+    chunks: int = uint(1 << 32)
+    note: bytes = blob(MAX_NOTE_BYTES)
+
+
+@dataclass(frozen=True, slots=True)
+class WantChunk(Header):
+    """Asks for one chunk of the stream's blob. The answer is a `wire.Chunk`, perhaps after some `Busy`."""
+
+    index: int = uint(1 << 32)
+
+
+register(35, (WantBlob, Busy, BlobIndex, WantChunk))
+
+
+@dataclass(frozen=True, slots=True)
+class Blob:
+    """A blob to serve on one stream."""
+
+    index: bytes
+    read: Callable[[int], Awaitable[Buffer | None]]  # the chunk; None: it cannot be read, and the stream ends
+    note: bytes = b""
+    # after this many `Busy` messages during data phases a chunk is sent all the same, lest they never end
+    pauses: int = 0
+    large: bool = False  # few peers at a time may fetch it
+
+
+FindBlob: TypeAlias = Callable[[bytes], Blob | None]
+
+
+class BlobServer:
+    """Serves the blobs that others add, while `gate` is open or for a while longer (`Blob.pauses`)."""
+
+    def __init__(self, host: Host, gate: Gate | None = None) -> None:
+        self.gate, self.accounting = gate or Gate(), RoundAccounting()
+        self._find: list[FindBlob] = []
+        self._limiter = StreamLimiter()
+        self._fetching: list[PeerId] = []
+        host.transport.serve(BLOBS, self._serve)
+
+    def add(self, find: FindBlob) -> None:
+        """Serve what `find` returns for a name as well."""
+        self._find.append(find)
+
+    @property
+    def fetching(self) -> int:
+        """Number of peers that fetch a large blob now."""
+        return len(self._fetching)
+
+    async def _serve(self, peer: PeerId, stream: Stream) -> None:
+        with self._limiter.one_for(peer) as served:
+            if served:
+                async with self.accounting.counting(stream):
+                    await self._answer(stream)
+
+    async def _answer(self, stream: Stream) -> None:
+        async with peer_timeout(REQUESTER_IDLE_SECONDS, stream.peer, "it asks for a blob"):
+            name = wire.expect(await stream.receive(LIMIT), WantBlob).name
+        found = next((each for find in self._find if (each := find(name))), None)
+        if found is None:
+            return await stream.send(wire.Availability(False))
+        if not found.large:
+            return await self._send(stream, found)
+        if stream.peer in self._fetching or len(self._fetching) >= LARGE_AT_ONCE:
+            return await stream.send(Busy(BUSY_SECONDS))
+        self._fetching.append(stream.peer)
+        try:
+            await self._send(stream, found)
+        finally:
+            self._fetching.remove(stream.peer)
+
+    async def _send(self, stream: Stream, found: Blob) -> None:
+        """Send the index, then the chunks that the peer asks for, until it ends the stream."""
+        chunks = len(found.index) // DIGEST_BYTES
+        async with progress_timeout(REQUESTER_IDLE_SECONDS, stream, "it receives an index"):
+            await stream.send(BlobIndex(chunks, found.note), found.index)
+        for _ in range(2 * chunks):
+            async with peer_timeout(REQUESTER_IDLE_SECONDS, stream.peer, "it asks for a chunk"):
+                asked = wire.expect(await stream.receive(LIMIT), WantChunk).index
+            if asked >= chunks:
+                raise BadPayload(f"asks for chunk {asked} of {chunks}")
+            await self._give_way(stream, found.pauses)
+            if (data := await found.read(asked)) is None:
+                return
+            async with progress_timeout(REQUESTER_IDLE_SECONDS, stream, "it receives a chunk"):
+                await stream.send(wire.Chunk(asked, len(data)), data)
+        raise BadPayload(f"asks for {2 * chunks} chunks, twice all there are")
+
+    async def _give_way(self, stream: Stream, pauses: int) -> None:
+        """Wait while a round needs the link. `Busy` messages show the other peer that this one is still alive."""
+        for _ in range(pauses):
+            if await self.gate.passed(PUT_OFF_SECONDS):
+                return
+            async with peer_timeout(REQUESTER_IDLE_SECONDS, stream.peer, "it receives a message"):
+                await stream.send(Busy(PUT_OFF_SECONDS))
