@@ -30,7 +30,6 @@ class ConnectionSilent(ConnectionError):
 
 
 def set_options(sock: socket.socket) -> None:
-    """No delay for small records, and probes while nothing is sent."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     idle, interval = max(1, round(SILENCE_SECONDS / 2)), max(1, round(SILENCE_SECONDS / 4))
@@ -78,7 +77,6 @@ class DirectConnection:
         self._watch = self._loop.call_later(SILENCE_SECONDS / 4, self._look)
 
     async def write(self, data: Buffer) -> None:
-        """Pass all of `data` to the kernel."""
         view, start = memoryview(data).cast("B"), 0
         while start < len(view):
             piece = view[start : start + min(RECORD_BYTES, self.traffic.upload_piece)]
@@ -87,19 +85,16 @@ class DirectConnection:
             await self._write_record(piece)
 
     async def end(self) -> None:
-        """End the present stream, after all data."""
         await self._write_record(memoryview(b""))
 
     async def read_into(self, buffer: memoryview) -> None:
-        """Fill the whole buffer. EOFError if the other side has ended the stream, `RecordError` if a record is not
-        genuine.
-        """
+        """Fill the whole buffer. EOFError if the other side has ended the stream, `RecordError` for a forged record."""
         view, filled = buffer.cast("B"), 0
         while filled < len(view):
             filled += await self._read_some(view[filled:])
 
     async def discard(self, at_most: int) -> None:
-        """Read and drop at least this many bytes, or raise as `read_into` does."""
+        """Read and drop at least this many bytes."""
         while at_most > 0:
             low, high = self._plain
             self._plain = (high, high)
@@ -137,11 +132,9 @@ class DirectConnection:
 
     @property
     def needs_rekey(self) -> bool:
-        """Whether its keys have been used so often that the next stream should have others."""
         return self._sealer.nonces.needs_rekey or self._opener.nonces.needs_rekey
 
     def begin(self) -> None:
-        """Begin another stream after both sides have ended the present one."""
         self.peer_ended = False
 
     def release_memory(self) -> None:
@@ -209,9 +202,7 @@ class DirectConnection:
         return size
 
     async def _next_record(self, into: memoryview) -> int:
-        """Receive a record and open it: straight into `into` if it has room, else in place. Returns the number of
-        bytes filled.
-        """
+        """Receive a record and open it: straight into `into` if it has room, else in place. Returns bytes filled."""
         if self.peer_ended:
             raise EOFError("the peer is done")
         if not self._in:
@@ -297,14 +288,12 @@ class DirectPipe:
 
     @property
     def moved_bytes(self) -> int:
-        """On this stream and those before it."""
         return self._connection.moved_bytes
 
     def belong_to(self, traffic: StreamTraffic) -> None:
         self._connection.traffic = traffic
 
     async def write(self, data: Buffer) -> None:
-        """Pass `data` to the kernel. On failure or cancellation, abort, so that none is sent later."""
         try:
             await self._present().write(data)
         except BaseException:
@@ -312,14 +301,10 @@ class DirectPipe:
             raise
 
     async def read_into(self, buffer: memoryview) -> None:
-        """Fill the whole buffer. EOFError if the peer ended the stream, or it broke off."""
         await self._present().read_into(buffer)
 
     async def close(self, seconds: float) -> None:
-        """Send the end, then wait at most `seconds` for the other side's: all sent data has then arrived.
-
-        Data that the peer still sends is discarded. After 16 MiB of it, the stream is reset.
-        """
+        """As `SocketPipe.close`: data that the peer still sends is discarded, up to 16 MiB."""
         if self._over:
             return
         connection = self._connection

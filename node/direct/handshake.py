@@ -124,7 +124,6 @@ def accept(
 
 
 def reason(error: Exception) -> str:
-    """Why a peer could not be dialled or asked, in a few words."""
     if isinstance(error, TimeoutError):
         return "no answer"
     if isinstance(error, PeerError):

@@ -77,7 +77,6 @@ class Inbound:
             raise BadPayload(f"{type(header).__name__} where TokenRequest or DialBack is due")
 
     def forget(self, peer: PeerId) -> None:
-        """Void a peer's tokens, and abort its connections."""
         self.issuer.void(peer)
         for connection in [each for each, owner in self._served.items() if owner == peer]:
             connection.abort()
@@ -164,7 +163,6 @@ class Inbound:
         self.note_failure(peer, connection)
 
     def note_failure(self, peer: PeerId, connection: DirectConnection) -> None:
-        """Count a connection that ended with a record that was not genuine."""
         if isinstance(connection.failure, RecordError):
             self._serving.refuse(peer, "sent a record over a direct connection that was not genuine")
 
@@ -187,8 +185,6 @@ OnRefused = Callable[[str, str], object]
 
 @dataclass(eq=False, slots=True)
 class _Waiting:
-    """A connection that has shown no token yet."""
-
     sock: socket.socket
     host: str
     opening: bytes = b""
@@ -230,7 +226,6 @@ class DirectListener:
 
     @property
     def waiting(self) -> int:
-        """Connections that have shown no token yet."""
         return len(self._waiting)
 
     def _accept(self, listening: socket.socket) -> None:

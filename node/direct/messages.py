@@ -33,7 +33,6 @@ class ConnectionToken:
 
     @property
     def id(self) -> bytes:
-        """What the client shows, in clear."""
         return token_id(self.secret)
 
 

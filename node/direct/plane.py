@@ -76,7 +76,6 @@ class DirectPlane:
 
     @property
     def port(self) -> int:
-        """0 if this peer listens on none."""
         return self._inbound.listener.port
 
     async def open(self, peer: PeerId, method: str, deadline: Deadline) -> DirectPipe | None:
@@ -138,7 +137,7 @@ class DirectPlane:
     async def _ask(
         self, peer: PeerId, route: Route, connection: DirectConnection, method: str, until: Deadline
     ) -> DirectPipe:
-        """Ask the peer to serve a method over this connection. If it does not accept, the connection is closed."""
+        """If the peer does not accept, the connection is closed."""
         _, kind = self._connections[connection]
         attempts = route.dialled_back if kind is RouteKind.DIALLED_BACK else route.dialling
         pipe, started = DirectPipe(connection, partial(self._free, peer)), loop_time()
@@ -180,7 +179,6 @@ class DirectPlane:
         raise AssertionError("unreachable")
 
     async def _have_tokens(self, peer: PeerId, route: Route, until: Deadline) -> None:
-        """See that there are tokens, and ask for more before the last ones are used."""
         if route.tokens_left(loop_time()) <= SPARE_TOKENS:
             self._renewal(peer, route)
         for _ in range(_MAX_REQUESTS):  # streams that are opened at the same time may take all tokens of one grant
@@ -192,13 +190,13 @@ class DirectPlane:
         raise NotDirect(route.asking.why or "it granted no connection in time")
 
     def _renewal(self, peer: PeerId, route: Route) -> asyncio.Task[None] | None:
-        """The request for tokens that is under kind, or a new one. None if none is to be sent now."""
+        """The request for tokens that is under way, or a new one. None if none is to be sent now."""
         if (renewal := self._renewals.get(peer)) is None and route.asking.may_try(loop_time()):
-            renewal = self._renewals[peer] = self._serving.spawn(self._put_newest(peer, route))
+            renewal = self._renewals[peer] = self._serving.spawn(self._renew(peer, route))
             renewal.add_done_callback(lambda _: self._renewals.pop(peer, None))
         return renewal
 
-    async def _put_newest(self, peer: PeerId, route: Route) -> None:
+    async def _renew(self, peer: PeerId, route: Route) -> None:
         try:
             try:
                 grant = await self._request(peer)

@@ -99,7 +99,6 @@ class Nonces:
 
     @property
     def needs_rekey(self) -> bool:
-        """Whether so many have been taken that the next stream should have another key."""
         return self._next >= _RENEWED_AFTER
 
 
@@ -158,7 +157,6 @@ def has_fast_aes() -> bool:
 
 
 def choose_cipher(fast_aes_here: bool, fast_aes_there: bool) -> str:
-    """The cipher for two peers: AES if it is fast for both."""
     return AES if fast_aes_here and fast_aes_there else CHACHA
 
 

@@ -14,8 +14,6 @@ SPARE_TOKENS = 2  # with no more tokens than these left, new ones are asked for 
 
 
 class RouteKind(StrEnum):
-    """How bulk data reaches a peer."""
-
     UNTRIED = ""
     DIRECT = "direct"
     DIALLED_BACK = "dialled back"
@@ -43,10 +41,7 @@ class Attempts:
             raise NotDirect(self.why)
 
     def failed(self, now: float, why: str) -> NotDirect:
-        """Note a failure, and return it as an error to raise.
-
-        Failures of streams that were under way at the same time are one: they do not lengthen the pause.
-        """
+        """Note a failure, and return it as an error to raise. Failures at the same time are one."""
         if self.may_try(now):
             pause = min(LONGEST_PAUSE_SECONDS, FIRST_PAUSE_SECONDS * 2.0**self.failures)
             self.failures, self.not_before = min(self.failures + 1, 16), now + pause
@@ -59,8 +54,6 @@ class Attempts:
 
 @dataclass(slots=True)
 class Route:
-    """What this peer knows of the direct way to another one."""
-
     kind: RouteKind = RouteKind.UNTRIED  # of the latest bulk stream
     why: str = ""  # why it did not go directly
     asking: Attempts = field(default_factory=Attempts)
@@ -72,7 +65,6 @@ class Route:
     _expires: float = 0.0
 
     def granted(self, grant: TokenGrant, host: str, now: float) -> None:
-        """Take a peer's tokens, for connections to this host."""
         if not is_known(grant.cipher):
             raise self.asking.failed(now, "it asks for a cipher that is unknown here")
         self.asking.succeeded()

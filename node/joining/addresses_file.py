@@ -32,9 +32,7 @@ AGAIN_SECONDS = 60.0  # pause after a failed write, unless the addresses change 
 
 @dataclass(frozen=True, slots=True)
 class AddressLine:
-    """The content of a file: addresses of other peers, and a user-facing line about what is wrong with it, if
-    anything.
-    """
+    """The content of a file: addresses of other peers, and a user-facing line about what is wrong with it."""
 
     addresses: tuple[str, ...]
     complaint: str = ""
@@ -118,7 +116,6 @@ class AddressesFile:
         self._path, self._addresses, self._disk, self._say = path, addresses, disk, say
 
     async def run(self) -> None:
-        """Write the file, and write it again whenever the addresses change, until cancelled."""
         loop = asyncio.get_running_loop()
         tried: tuple[str, ...] = ()
         again, failure = 0.0, ""
@@ -134,7 +131,6 @@ class AddressesFile:
             await asyncio.sleep(LOOK_SECONDS)
 
     async def _write(self, addresses: Sequence[str]) -> str:
-        """Returns why writing failed; empty if it did not."""
         data = "".join(f"{each}\n" for each in addresses).encode()
         try:
             await self._disk.run(partial(write_atomically, self._path, data), len(data))

@@ -132,7 +132,7 @@ class _Refusals:
         self._what, self._left, self._causes = what, set(addresses), Counter[str]()
 
     def failed(self, address: str, why: str) -> str:
-        """Note a failure. Returns the line if this was the last address to fail, else nothing."""
+        """Note a failure. Returns the line if this was the last address to fail."""
         if address not in self._left:
             return ""
         self._left.remove(address)
@@ -153,10 +153,8 @@ class BootstrapClient:
         read: Callable[[Path], Awaitable[AddressLine | str]],
         hint: str = "",
     ) -> None:
-        """`judge` raises a ValueError with a one-line message for a run that is not the one to join.
-
-        `read` returns the content of a file of addresses, or why it cannot be read. `hint` is printed after the first
-        failure.
+        """`judge` raises a ValueError for a run that is not the one to join; `read` returns a file's content, or a
+        reason.
         """
         self.met: dict[PeerId, str] = {}  # peer that answered -> address that led to it
         self.named: dict[str, tuple[str, ...]] = {}  # file of addresses -> those that it held when it was read last
@@ -204,7 +202,7 @@ class BootstrapClient:
             each.cancel()
 
     async def _follow(self, source: str) -> None:
-        """Read a file again and again. Try its addresses until the run is found, and pass them to `on_named`."""
+        """Read a file again and again. Try its addresses until the run is found."""
         mine: set[str] = set()
         reported = ""
         while True:
@@ -222,9 +220,7 @@ class BootstrapClient:
             await asyncio.sleep(READ_SECONDS if seeks else LATER_SECONDS)
 
     def _begin(self, addresses: Iterable[str], together: str = "") -> list[str]:
-        """Start to try those that are not being tried yet, and return them. `together` is the subject of one line for
-        all.
-        """
+        """Start to try those that are not being tried yet; `together` is the subject of one line for all of them."""
         new = [each for each in dict.fromkeys(addresses) if each not in self._tries]
         group = _Refusals(together, new) if together and len(new) > 1 else None
         self._tries |= {each: self._group.create_task(self._try(each, group)) for each in new}
@@ -275,9 +271,7 @@ class BootstrapClient:
             self._report(address, why, "", group)
 
     async def _attempt(self, address: str) -> str:
-        """Try an address once. Returns why it failed; empty if it led to the run. ValueError: it leads into another
-        run.
-        """
+        """Returns why the attempt failed; empty if it led to the run. ValueError: it leads into another run."""
         deadline = asyncio.get_running_loop().time() + ATTEMPT_SECONDS
         try:
             peer = await self._connect(address, deadline)

@@ -1,7 +1,4 @@
-"""The membership of a peer that enters a run, filled with the peers that it already knows.
-
-These are the roster, the peer that answered its bootstrap request, and the peers that it met before a restart.
-"""
+"""The membership of a peer that enters a run, filled with the peers that it already knows."""
 
 from __future__ import annotations
 

@@ -1,10 +1,9 @@
 """Resuming a run after a restart: what the state directory holds of it, and which state this peer starts from.
 
-A directory holds a run to resume if the run's manifest is there, the run is not over, and the peer either knows other
-peers that it can ask, or has a state of its own. It asks the others first, if it has addresses. If none answers for a
-while, a peer with a state of its own resumes without an answer: else a swarm whose peers were all restarted would wait
-for itself for ever. A state of the peer's own is a checkpoint or, at the run's founder, the state that the run starts
-from.
+A directory holds a run to resume if the run's manifest is there, the run is not over, and the peer either knows peers
+to ask, or has a state of its own: a checkpoint or, at the founder, the initial state. It asks the others first. If none
+answers for a while, a peer with a state resumes without an answer: else a swarm whose peers were all restarted would
+wait for itself for ever.
 """
 
 from __future__ import annotations
@@ -93,8 +92,6 @@ def require_none(state: StateDir) -> None:
 
 @dataclass(frozen=True, slots=True)
 class RestartPoint:
-    """The state from which a peer begins in a run."""
-
     chain: Chain
     archive: CertificateLog
     checkpoints: tuple[Checkpoint, ...]  # those on the chain, newest first; empty if the peer has no state
@@ -171,10 +168,10 @@ def load_restart_point(
 def _cut(
     state: StateDir, manifest: Manifest, seat: StageSeat | None, found: Sequence[Checkpoint], alone: bool
 ) -> tuple[CertificateLog, Chain]:
-    """The chain up to the newest checkpoint on it.
+    """The chain up to the newest checkpoint on it. A copy is cut, and replaces the file only in the end.
 
-    A copy is cut, and replaces the file only in the end. Checkpoints that the chain does not lead to are moved to
-    past/, together with the chain as it was: a single wrong byte in the chain must not cost a month of training.
+    Checkpoints that the chain does not lead to are moved to past/, together with the chain as it was: a single wrong
+    byte in the chain must not cost a month of training.
     """
     copy = state.certificates.with_name(f".{state.certificates.name}.new")
     copy.unlink(missing_ok=True)
@@ -207,7 +204,7 @@ def _listed(checkpoints: Sequence[Checkpoint]) -> str:
 
 
 def cut_back(checkpoints: Iterable[Checkpoint], chain: Chain) -> tuple[Checkpoint, ...]:
-    """Cut the chain back to the first checkpoint on it, or to the genesis. Returns the checkpoints on the chain."""
+    """Cut the chain back to the first checkpoint on it, or to the genesis."""
     usable = tuple(each for each in checkpoints if _is_of(chain, each))
     chain.switch(usable[0].lineage if usable else records.genesis(chain.head.key.run, chain.head.key.scope), ())
     return usable
@@ -242,7 +239,6 @@ async def restore(
 
 
 async def _load(checkpoint: Checkpoint, trainer: RemoteTrainer) -> None:
-    """Load the inner optimiser's state; if that fails, the optimiser starts from zero."""
     try:
         await trainer.load(checkpoint.inner, checkpoint.data.position, checkpoint.threads)
     except WorkerError as error:

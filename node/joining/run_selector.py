@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 
 
 class RunSelector:
-    """Selects a run from the user's options, the state directory and the answers of other peers."""
-
     def __init__(self, config: PeerConfig, protocols: Collection[str], say: Callable[[str], None]) -> None:
         self.alone = False  # no peer answered
         self.own = False  # the run is the one in the state directory, resumed without an answer from others
@@ -38,9 +36,8 @@ class RunSelector:
         self._expected, self._held = config.run_id, ""
 
     def held(self, state: StateDir, wanted: RunConfig | None) -> resume.ResumableRun | None:
-        """The run that the directory holds; None if there is none, or if a new one is to be started.
-
-        `wanted`: the run that the user asked for; None accepts any. Raises `StateError` if the directory holds another.
+        """The run that the directory holds, if not to be replaced; `StateError` if it is another than the `wanted`
+        one.
         """
         held = None if self._config.new else resume.find_resumable(state, asks=bool(self._config.bootstrap))
         if held and wanted not in (None, held.manifest.config):
@@ -50,9 +47,8 @@ class RunSelector:
         return held
 
     def over(self, state: StateDir, wanted: RunConfig | None) -> str:
-        """A user-facing line if the user means the run in the directory and that run is over; else nothing.
-
-        Raises `StateError` if the user asked for another run than the one in the directory, which is over.
+        """A user-facing line if the user means the run in the directory and that run is over; `StateError` for another
+        run.
         """
         held, config = run_id(state.manifest()), self._config
         if config.new or not held or not state.is_over:
@@ -93,9 +89,7 @@ class RunSelector:
     async def ask(
         self, entry: BootstrapClient, state: StateDir, addresses: Sequence[str], held: resume.ResumableRun | None
     ) -> RunInfo:
-        """Ask the peers at these addresses for the run. If none answers in time, resume the one in the directory, if
-        any.
-        """
+        """Ask the peers at these addresses for the run. If none answers in time, resume the one in the directory."""
         if not self._config.bootstrap:
             run = f"run {self._expected[:12]}" if self._expected else "the earlier run"
             self._say(f"returning to {run}: asking the peers met there; --new starts another")

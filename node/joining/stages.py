@@ -94,8 +94,6 @@ def _signed(run: bytes, seat: StageSeat) -> bytes:
 
 
 class Seats:
-    """The seats that this peer knows, each of them verified."""
-
     def __init__(self, manifest: Manifest, signer: Signer) -> None:
         assert manifest.stages
         self.stages = len(manifest.stages)
@@ -156,9 +154,8 @@ class StageAssigner:
         self._lock = asyncio.Lock()
 
     async def assign(self, peer: PeerId, request: WantStage) -> StageReply | StageRejected:
-        """The answer to a request from `peer`, which may pass on another's.
-
-        A request for the seats only (`NO_STAGE`) reserves nothing, gives no seat, and is never passed on.
+        """The answer to a request from `peer`, which may pass on another's. `NO_STAGE` changes nothing, and is not
+        passed on.
         """
         live = {member.peer for member in self._membership.live()}
         if request.sender.peer != peer and peer not in live:
@@ -176,9 +173,7 @@ class StageAssigner:
         return self._reply(request.sender, self._choice(request))
 
     def _learn(self) -> None:
-        """Take in the seats in the greetings of this peer's contacts. Forged ones are not the fault of the peer that
-        asks now.
-        """
+        """Take in the seats in the greetings of contacts. Forged ones are not the fault of the peer that asks now."""
         for contact in self._membership.contacts():
             try:
                 self._seats.add(contact.hello.seats if contact.hello else ())

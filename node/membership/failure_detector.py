@@ -35,7 +35,6 @@ class FailureDetector:
 
     @property
     def patience_seconds(self) -> float:
-        """Length of the silence after which the peer is suspected."""
         usual = self._mean_seconds + DEVIATIONS * self._deviation_seconds
         return min(max(usual, FLOOR_SECONDS), CEILING_SECONDS)
 

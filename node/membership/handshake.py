@@ -27,8 +27,6 @@ DUPLICATE_IDENTITY = (
 
 @dataclass(slots=True)
 class LocalStage:
-    """What this peer announces of its stage, in a run with stages."""
-
     seat: StageSeat
     judge: Callable[[Hello], None] = lambda hello: None  # raises `BadPayload` for a seat that is not valid
     rounds: int = 0  # of stage 0: training rounds that have ended at this peer
@@ -49,8 +47,6 @@ class LocalPeer:
 
 
 class HandshakeProtocol:
-    """One peer's side of all handshake and heartbeat streams."""
-
     def __init__(self, local: LocalPeer, clock: Clock, signer: Signer, on_heard: Callable[[PeerRecord], None]) -> None:
         self.leaving, self.sketch, self.activity = False, b"", Activity.WORK  # sent with each heartbeat
         self._on_heard = on_heard  # called after each heartbeat of a contact

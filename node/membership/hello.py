@@ -47,8 +47,6 @@ MAX_SEATS = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class PeerAddress:
-    """A peer and multiaddrs at which it may be reachable."""
-
     peer: str = peer_id()
     addresses: tuple[str, ...] = list_of(text(MAX_ADDRESS_CHARACTERS), MAX_ADDRESSES)
 
@@ -148,9 +146,7 @@ class StatusReply(Header):
 
 @dataclass(frozen=True, slots=True)
 class WantStage(Header):
-    """Asks for a stage to work in; answered with `StageReply` or `StageRejected`. A peer may pass it on to the
-    founder.
-    """
+    """Asks for a stage to work in; answered with `StageReply` or `StageRejected`. A peer may ask the founder for it."""
 
     sender: Member = one(Member)
     wanted: int = uint(NO_STAGE)
@@ -158,10 +154,7 @@ class WantStage(Header):
 
 @dataclass(frozen=True, slots=True)
 class StageReply(Header):
-    """The stage for the joiner, and the seats that the sender knows: at least that stage's.
-
-    If the request was for `NO_STAGE`, the stage is the sender's own.
-    """
+    """The stage for the joiner (for `NO_STAGE`: the sender's own), and the seats that the sender knows."""
 
     stage: int = uint(MAX_STAGES - 1)
     seats: tuple[StageSeat, ...] = list_of(one(StageSeat), MAX_STAGES)

@@ -27,8 +27,6 @@ IGNORED_SKEW_SECONDS = 5.0  # a smaller difference between two peers' clocks is 
 
 @dataclass(frozen=True, slots=True)
 class TimeJump:
-    """An interruption between two ticks."""
-
     seconds: float
     line: str = ""
 
@@ -39,7 +37,7 @@ class SuspendDetector:
         self._ahead = 0.0  # wall clock minus monotonic clock
 
     def tick(self, now: float, wall: float, next_seconds: float) -> TimeJump | None:
-        """Note a tick at these times of both clocks; returns the interruption before it, or None."""
+        """Note a tick at these times of both clocks; returns the interruption before it."""
         first, late, jump = self._due is None, now - (self._due or now), wall - now - self._ahead
         self._due, self._ahead = now + next_seconds, wall - now
         if first:
@@ -57,10 +55,7 @@ _ANEW = "it greets all peers again, and suspects none of them for that time"
 
 
 def skew(offsets: Sequence[float], limit_seconds: float) -> str:
-    """User-facing line if this machine's clock differs from the other peers'; else empty.
-
-    `offsets`: how far each other peer's wall clock is ahead. `limit_seconds`: what the directory can correct.
-    """
+    """User-facing line if this machine's clock differs from the others', which are ahead by `offsets`; else empty."""
     if not offsets or abs(off := median(offsets)) < IGNORED_SKEW_SECONDS:
         return ""
     much, way = _long(abs(off)), "behind" if off > 0 else "ahead of"
@@ -98,9 +93,8 @@ class HostMonitor:
         self._looked = self._compared = 0.0
 
     def tick(self, now: float, next_seconds: float, offsets: Callable[[], Iterable[float]]) -> TimeJump | None:
-        """Check the machine; returns what happened since the last tick. If that has a line, greet all peers again.
-
-        `offsets` returns how far the other peers' wall clocks are ahead of this one, in seconds.
+        """Returns what happened since the last tick; if that has a line, greet all peers again. `offsets` as for
+        `skew`.
         """
         gap = self._ticks.tick(now, self._wall.wall(), next_seconds)
         if gap is None and now - self._looked >= ADDRESSES_SECONDS:

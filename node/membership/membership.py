@@ -101,9 +101,8 @@ class Membership:
         return tuple(self._contacts)
 
     def peers(self) -> list[PeerId]:
-        """All known peers that train the same parameters as this one: those of its stage.
-
-        The live ones come first. Peers that are away serve a state only if there is no other peer.
+        """All known peers of this one's stage, the live ones first. Peers that are away serve only if there are no
+        others.
         """
         here = any(contact.here for contact in self._contacts)
         known = [contact for contact in self._contacts if not (here and contact.said.idle == Activity.AWAY)]
@@ -127,11 +126,10 @@ class Membership:
         return {peer: numbers for peer, numbers in received.items() if numbers}
 
     def rounds(self) -> dict[PeerId, int]:
-        """The round of each other peer that is live, and neither away nor leaves, as that peer says."""
+        """The round of each other peer that is live, and neither away nor leaving."""
         return {each.peer: each.said.round for each in self._contacts if each.here and not each.said.leaving}
 
     def announce_activity(self, activity: Activity) -> None:
-        """Tell all peers at once that this one works, rests or is away."""
         self._handshake.activity = activity
         if activity is Activity.AWAY:
             self._handshake.sketch = b""  # an old one would raise everybody's spread
@@ -169,13 +167,13 @@ class Membership:
         return contact.said.rounds if contact else 0
 
     def announce_rounds(self, rounds: int) -> None:
-        """Tell all peers at once how many training rounds have ended at this peer, which is in stage 0."""
+        """Tell all peers at once how many training rounds have ended at this peer of stage 0."""
         assert self._local.stage is not None
         self._local.stage.rounds = max(rounds, self._local.stage.rounds)
         self._hurry()
 
     def announce_rate(self, rate: float) -> None:
-        """Tell the others, with the next heartbeats, how many microbatches/s this peer can compute."""
+        """Tell the others how many microbatches/s this peer can compute."""
         assert self._local.stage is not None
         self._local.stage.rate = rate
 
@@ -280,7 +278,6 @@ class Membership:
                 await self._drop(contact.peer, asyncio.get_running_loop().time() + contact.patience_seconds)
 
     async def _watched(self, contact: PeerRecord) -> str:
-        """Watch a peer until its stream ends or fails; returns the reason."""
         try:
             async with asyncio.timeout(None) as contact.watching:
                 await self._watch(contact, contact.watching)
@@ -393,6 +390,5 @@ class Membership:
         log.log(logging.WARNING if new else logging.DEBUG, "%s: %s", peer, why)
 
     def goodbye(self) -> None:
-        """Tell all peers at once that this one is leaving."""
         self._handshake.leaving = True
         self._hurry()

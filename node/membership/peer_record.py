@@ -29,8 +29,6 @@ NOTHING_SAID = Heartbeat(0, 0.0, 0, False, b"", 0, 0.0, 0)
 
 @dataclass(slots=True, eq=False)
 class PeerRecord:
-    """State that this peer keeps about one other peer."""
-
     peer: PeerId
     addresses: tuple[str, ...] = ()
     hello: Hello | None = None
@@ -73,7 +71,6 @@ class PeerRecord:
 
     @property
     def patience_seconds(self) -> float:
-        """Time limit for the next attempt."""
         return AGAIN_SECONDS if self.live and not self.cut else DIAL_SECONDS
 
     def pause_seconds(self, wanted: bool) -> float:
@@ -89,15 +86,13 @@ class PeerRecord:
         return self.task is None and now >= self.rested[0 if self.retry_now.is_set() else 1]
 
     def called(self) -> None:
-        """Note that the peer has called this one, so it is probably reachable."""
         if not self.live and not self.broke_rules:
             self.retry_now.set()
 
     def stream_ended(self, now: float) -> bool:
         """Note the end of a stream; returns whether to open another before the peer counts as gone.
 
-        A peer whose streams break repeatedly after the handshake gets none: it would be dialled, and count as live,
-        for ever.
+        Not if its streams break again and again after the handshake: it would be dialled, and count as live, for ever.
         """
         if self.handshake_at is None or not self.live:
             return False

@@ -11,8 +11,6 @@ _PRIVATE = tuple(map(ip_network, ("10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16
 
 
 class Scope(IntEnum):
-    """From where an address can be dialled, the widest scope first."""
-
     ANYWHERE = 0
     NETWORK = 1
     MACHINE = 2
@@ -20,10 +18,7 @@ class Scope(IntEnum):
 
 
 def scope(address: str) -> Scope:
-    """The scope of a multiaddr; of an address through a relay, that of the relay.
-
-    A name without a dot counts as local to its network.
-    """
+    """The scope of a multiaddr, or of the relay in it. A name without a dot counts as local to its network."""
     kind, _, host = address.removeprefix("/").partition("/")
     host = host.partition("/")[0].partition("%")[0]
     if kind.startswith("dns") and host:
@@ -40,10 +35,7 @@ def scope(address: str) -> Scope:
 
 
 def shareable(addresses: Sequence[str]) -> tuple[str, ...]:
-    """The addresses that may work from another machine, the most widely valid first: public, relayed, private.
-
-    Loopback, unspecified, link-local and multicast addresses are left out.
-    """
+    """The addresses that may work from another machine, the most widely valid first: public, relayed, private."""
     ranked = [(scope(address), "/p2p-circuit" in address, address) for address in addresses]
     useful = sorted((each for each in ranked if each[0] <= Scope.NETWORK), key=lambda each: each[:2])
     return tuple(dict.fromkeys(address for *_, address in useful))

@@ -1,4 +1,4 @@
-"""p2pd, the go-libp2p daemon that the hivemind wheel ships, as one child process.
+"""p2pd, the go-libp2p daemon that the hivemind wheel ships, as one child process. Start it from the main thread.
 
 This file relies on these facts about the daemon (read in its source, and tested):
 
@@ -53,7 +53,6 @@ def arguments(
 
     `nat`: map ports, detect whether this peer is reachable, use relays; `relay`: also relay for others.
     """
-    traversal = int(nat)
     flags = {
         "listen": f"/unix{control}",
         "id": identity,
@@ -61,10 +60,10 @@ def arguments(
         # Peers that met through a third peer find each other's addresses in libp2p's own DHT.
         "dhtServer": 1,
         "connManager": 1,
-        "natPortMap": traversal,
-        "autonat": traversal,
-        "relay": traversal,
-        "autoRelay": traversal,
+        "natPortMap": int(nat),
+        "autonat": int(nat),
+        "relay": int(nat),
+        "autoRelay": int(nat),
         "relayService": int(nat and relay),
         "idleTimeout": "30s",
     }
@@ -95,52 +94,26 @@ def with_ports(listen: Sequence[str], found: Sequence[str]) -> tuple[str, ...]:
     return tuple(fixed(address) for address in listen)
 
 
-class Daemon:
-    """One running p2pd. It dies with this process, however that ends. Call `Daemon.start` from the main thread."""
+async def start_daemon(command_arguments: Sequence[str]) -> ChildProcess:
+    """Run p2pd until its control socket listens, within 20 seconds; else raise `DaemonError`."""
+    ready: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
 
-    def __init__(self, child: ChildProcess) -> None:
-        self._child = child
+    def on_line(line: str | None) -> None:
+        if line is not None:
+            log.debug("p2pd: %s", line)
+        if not ready.done() and (line is None or line.startswith("Peer ID:")):
+            ready.set_result(line is not None)
 
-    @property
-    def pid(self) -> int:
-        return self._child.pid
-
-    @classmethod
-    async def start(cls, command_arguments: Sequence[str]) -> Daemon:
-        """Run p2pd until its control socket listens, within 20 seconds; else raise `DaemonError`."""
-        ready: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-
-        def on_line(line: str | None) -> None:
-            if line is not None:
-                log.debug("p2pd: %s", line)
-            if not ready.done() and (line is None or line.startswith("Peer ID:")):
-                ready.set_result(line is not None)
-
-        environment = {"GOLOG_LOG_LEVEL": "error", "GOGC": os.environ.get("GOGC", _GOGC)}
-        child = await ChildProcess.start("p2pd", (str(binary()), *command_arguments), on_line, environment)
-        try:
-            async with asyncio.timeout(_START_SECONDS):
-                if not await ready:
-                    raise DaemonError(f"p2pd did not start: {child.output_tail}")
-        except TimeoutError:
-            await child.kill()
-            raise DaemonError(f"p2pd was not ready within {_START_SECONDS:g} s: {child.output_tail}") from None
-        except BaseException:
-            await child.kill()
-            raise
-        return cls(child)
-
-    @property
-    def output_tail(self) -> str:
-        return self._child.output_tail
-
-    async def ended(self) -> str:
-        """Wait until the process has ended, however long; returns how, in one line."""
-        return await self._child.ended()
-
-    async def stop(self) -> None:
-        """End it in good order, within 3 seconds, by force after that."""
-        await self._child.stop()
-
-    async def kill(self) -> None:
-        await self._child.kill()
+    environment = {"GOLOG_LOG_LEVEL": "error", "GOGC": os.environ.get("GOGC", _GOGC)}
+    child = await ChildProcess.start("p2pd", (str(binary()), *command_arguments), on_line, environment)
+    try:
+        async with asyncio.timeout(_START_SECONDS):
+            if not await ready:
+                raise DaemonError(f"p2pd did not start: {child.output_tail}")
+    except TimeoutError:
+        await child.kill()
+        raise DaemonError(f"p2pd was not ready within {_START_SECONDS:g} s: {child.output_tail}") from None
+    except BaseException:
+        await child.kill()
+        raise
+    return child

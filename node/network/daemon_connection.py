@@ -21,8 +21,9 @@ from hivemind.utils.logging import use_hivemind_log_handler
 from hivemind.utils.multiaddr import Multiaddr as HivemindMultiaddr
 from multiaddr import Multiaddr
 
-from node.network.daemon import Daemon, DaemonError
+from node.network.daemon import DaemonError, start_daemon
 from node.network.pipe import SocketPipe
+from node.runtime.child_process import ChildProcess
 from protocols.base import PeerId
 
 log = logging.getLogger(__name__)
@@ -43,9 +44,9 @@ use_hivemind_log_handler("nowhere")  # hivemind would write to stderr itself: le
 
 
 class DaemonConnection:
-    """A p2pd process and the connections to its control socket. `DaemonConnection.start` creates it."""
+    """A p2pd process and the connections to its control socket."""
 
-    def __init__(self, daemon: Daemon, control: Path) -> None:
+    def __init__(self, daemon: ChildProcess, control: Path) -> None:
         self.client: Any = None  # hivemind's `P2P`, for its DHT
         self.addresses: tuple[str, ...] = ()  # without p2pd's id, and at most a few seconds old, as are `peers`
         self.peers: dict[PeerId, str] = {}
@@ -58,7 +59,7 @@ class DaemonConnection:
         """Start p2pd. Streams that peers open go to `incoming`. Raises `DaemonError`, or one of `LINK_ERRORS`."""
         with suppress(FileNotFoundError):
             os.unlink(control)  # a killed daemon leaves its socket behind
-        link = cls(await Daemon.start(command), control)
+        link = cls(await start_daemon(command), control)
         try:
             async with asyncio.timeout(_ATTACH_SECONDS):
                 await link._attach(me, incoming)
@@ -133,8 +134,7 @@ class DaemonConnection:
     async def _ask(self, **request: Any) -> tuple[Any, asyncio.StreamReader, asyncio.StreamWriter]:
         """Send p2pd a request. If it opens a stream, the returned connection is the stream.
 
-        hivemind's own calls leave the connection open when they fail or are cancelled, and set no time limit, so p2pd
-        would continue for a minute.
+        Not by hivemind's calls: they leave the connection open when they fail, and set no time limit.
         """
         reader, writer = await asyncio.open_unix_connection(self._control)
         try:

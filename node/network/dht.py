@@ -37,8 +37,7 @@ class Carrier(Protocol):
 class DhtDirectory:
     """The directory in which peers of one run find each other. Use as an async context manager, inside the transport.
 
-    If p2pd is restarted, the directory contacts its peers (`meet`) again and repeats its announcements. No method
-    raises for network failures.
+    If p2pd is restarted, it meets its peers again and repeats its announcements. Network failures raise nothing.
     """
 
     def __init__(
@@ -69,9 +68,7 @@ class DhtDirectory:
             await asyncio.gather(self._keeping, return_exceptions=True)
 
     async def announce(self, scope: str, value: bytes, ttl_seconds: float, deadline: Deadline) -> None:
-        """Announce `value` (at most 4 KiB) in a scope (128 bytes) for at most ten minutes, instead of the previous
-        value.
-        """
+        """Announce `value` (at most 4 KiB) in a scope (128 bytes) for at most ten minutes; it replaces the last one."""
         if not 0 < ttl_seconds <= TTL_SECONDS:
             raise ValueError(f"ttl_seconds must be above 0 and at most {TTL_SECONDS:g}, not {ttl_seconds:g}")
         draft = DirectoryRecord(self._transport.me, scope, self._now() + ttl_seconds, value)
@@ -149,7 +146,6 @@ class DhtDirectory:
                 await asyncio.gather(*(self._store(node, hint) for hint in current))
 
     def _is_sound(self, sender: PeerId, key: Key, subkey: str, packed: bytes, expires: float) -> bool:
-        """Whether a record that `sender` sent is valid, of this run, and stored under its own peer and key."""
         try:
             hint = unpack(_content(packed))
             if (hint.peer, hint.expires, place(name_of(self._run, hint.scope))) != (subkey, expires, key):

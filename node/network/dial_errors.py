@@ -49,10 +49,9 @@ _TAKEN = re.compile(r"listen (?P<kind>tcp|udp)[46]? (?P<address>\S+): bind: addr
 
 
 def meaning(words: str, where: str = "", stands_for: Sequence[str] | None = None) -> str:
-    """User-facing message of one line: why dialling `where` failed, and what to do.
+    """User-facing line: why dialling `where` failed, by p2pd's `words` about all addresses of the peer, and what to do.
 
-    p2pd's `words` cover all addresses of the peer. `stands_for`: the addresses that the DNS name in `where` resolves
-    to; None if it has no name, or that is not known.
+    `stands_for`: the addresses that the DNS name in `where` resolves to; None if it has no name, or is not resolved.
     """
     said = {found["address"]: found["words"] for found in _DIALLED.finditer(words)}
     if stands_for is not None:
@@ -71,20 +70,16 @@ def meaning(words: str, where: str = "", stands_for: Sequence[str] | None = None
 
 
 def is_silent(words: str) -> bool:
-    """Whether p2pd's error reports a missing answer rather than a refusal."""
     return any(sign in words for sign in SILENT)
 
 
 def has_crossed(words: str, before: str | None) -> bool:
-    """Whether a dial to a peer crossed the peer's own dial, or is held back because an earlier one did.
-
-    p2pd's `words` cover all addresses of the peer; `before` is the `meaning` of the dial before.
-    """
+    """Whether a dial crossed the peer's own dial, or is held back because the last one (`before`, its meaning) did."""
     return _OPENING in words or (_WAITING in words and before == CROSSED)
 
 
 def not_listening(words: str) -> str | None:
-    """User-facing message of one line if p2pd did not start because a port is taken; else None."""
+    """User-facing line if p2pd did not start because a port is taken; else None."""
     taken = [f"{found['kind']} {found['address']}" for found in _TAKEN.finditer(words)]
     if not taken:
         return None
@@ -114,10 +109,7 @@ _KINDS = {"dns": ("ip4", "ip6"), "dns4": ("ip4",), "dns6": ("ip6",)}
 
 
 async def stands_for(where: str, deadline: Deadline) -> tuple[str, ...] | None:
-    """Resolve the name in a multiaddr to multiaddrs with IP addresses; empty if the name has none of the wanted kind.
-
-    None if the multiaddr has no name, or if it was not resolved before the deadline.
-    """
+    """The name in a multiaddr resolved to multiaddrs with IP addresses; None if it has no name, or at the deadline."""
     _, kind, name, *rest = [*where.split("/", 3), "", ""]
     if kind not in _KINDS:
         return None

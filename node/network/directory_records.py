@@ -34,8 +34,6 @@ def name_of(run: bytes, scope: str) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class DirectoryRecord:
-    """A peer's announcement about itself."""
-
     peer: PeerId
     scope: str
     expires: float
@@ -78,10 +76,7 @@ def check(hint: DirectoryRecord, run: bytes, now: float, signer: Signer) -> None
 
 
 def loads(packed: bytes) -> str | bytes | list[tuple[str, bytes, float]]:
-    """Decode a value of hivemind's DHT: a string, bytes, or a dictionary as (peer, value, expiry); else ValueError.
-
-    Nested extensions are not decoded.
-    """
+    """Decode a value of hivemind's DHT: a string, bytes, or a dictionary as (peer, value, expiry); else ValueError."""
     found = msgpack.unpackb(packed, raw=False, **_PACKED)  # leaves extensions undecoded
     if isinstance(found, str | bytes):
         return found

@@ -26,7 +26,6 @@ class _Package(ModuleType):
 
 
 def enter(package: str) -> None:
-    """Make a package's submodules importable without running its `__init__.py`."""
     if package not in sys.modules and (spec := find_spec(package)):
         module = module_from_spec(spec)
         module.__class__ = _Package

@@ -75,8 +75,6 @@ class _Serializer(MSGPackSerializer):  # type: ignore[misc]
 
 
 class _Storage:
-    """A `RecordStore` with the interface of hivemind's storage and cache."""
-
     def __init__(self, records: RecordStore) -> None:
         self._records = records
 
@@ -119,7 +117,6 @@ class StarlingDHT(DHTProtocol):  # type: ignore[misc]
     serializer = _Serializer
 
     def prepare(self, records: RecordStore, judge: RecordValidator, refuse: Refuse) -> None:
-        """Set the limits, before the node can be reached."""
         self._records = records
         self.storage = self.cache = _Storage(records)
         self.tasks: set[asyncio.Task[Any]] = set()

@@ -3,11 +3,9 @@
 One libp2p protocol carries all methods (`node.streams.serving`). So a new method needs no request to the daemon, and
 each failure to open a stream, except a missed deadline, is definite.
 
-The option `nat` was tested only on one machine. Peers without a router find each other as before. A peer that listens
-nowhere, and whose p2pd was set to treat it as unreachable, reserved a relay slot at other peers of the run within
-seconds, and was reached through them. This needs four peers that can serve as relays; with fewer, p2pd waits for three
-minutes. libp2p claims that p2pd detects by itself that it is unreachable, maps ports and punches holes. That is
-untested.
+The option `nat` was tested only on one machine: a peer that listens nowhere, and whose p2pd was set to treat it as
+unreachable, was reached through relays within seconds. This needs four peers that can serve as relays; with fewer, p2pd
+waits for three minutes. That p2pd detects this by itself, maps ports and punches holes is libp2p's claim, and untested.
 """
 
 from __future__ import annotations
@@ -107,11 +105,7 @@ class LibP2PTransport:
         self._exit = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
-        """Start p2pd, which dies with the thread that starts it: call this from the main thread.
-
-        Raises `IdentityError` if another process holds the identity, and `DaemonError` with what to do if p2pd does not
-        start.
-        """
+        """Start p2pd, which dies with the thread that starts it: call this from the main thread."""
         async with AsyncExitStack() as stack:
             stack.enter_context(self._identity.held())
             self._directory = stack.enter_context(socket_directory(self._runtime_directory))
@@ -144,7 +138,6 @@ class LibP2PTransport:
 
     @property
     def listening(self) -> tuple[str, ...]:
-        """The multiaddrs to listen on, with the chosen ports in place of port 0."""
         return self._listen
 
     @property
@@ -161,7 +154,6 @@ class LibP2PTransport:
 
     @property
     def routes(self) -> Mapping[PeerId, Route]:
-        """How bulk data goes to each peer, and why not directly."""
         return self._direct.routes if self._direct else {}
 
     def serve(self, method: str, handler: Handler) -> None:
@@ -276,9 +268,8 @@ class LibP2PTransport:
             raise kind(peer, f"cannot be reached: {cause}") from None
 
     def _cause(self, peer: PeerId, where: str, why: str) -> str:
-        """The cause of a failed dial; if p2pd reports only a backoff, that of the dial before.
-
-        It is also stored under an empty address, for `open`, which names none.
+        """The cause of a failed dial (`open` names no address); if p2pd reports only a backoff, that of the dial
+        before.
         """
         causes = self._causes.get(peer, {})
         if why != BACKOFF:
@@ -316,7 +307,6 @@ class LibP2PTransport:
         return link
 
     def _unserved(self, listen: Sequence[str], link: DaemonConnection) -> tuple[str, ...]:
-        """The addresses on which p2pd should listen but does not; empty with `announce`, which p2pd reports instead."""
         return () if self._announce else missing(listen, link.addresses)
 
     async def _launch(self, listen: Sequence[str]) -> DaemonConnection:
@@ -360,9 +350,7 @@ class LibP2PTransport:
                 log.warning("p2pd does not start (attempt %d): %s", attempt, error or type(error).__name__)
 
     async def _redial(self, link: DaemonConnection) -> None:
-        """Connect again to the known peers. That ends libp2p's backoff at peers that could not reach this one
-        meanwhile.
-        """
+        """Connect again to the known peers. That ends libp2p's backoff at peers that could not reach this one."""
 
         async def dial(peer: PeerId, address: str) -> None:
             with suppress(ValueError, *LINK_ERRORS):

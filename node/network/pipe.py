@@ -38,7 +38,6 @@ class SocketPipe:
         self._transport.set_write_buffer_limits(high=0)
 
     def belong_to(self, traffic: StreamTraffic) -> None:
-        """Count what moves from now on as `traffic`, and wait for its caps."""
         self._traffic = traffic
 
     async def write(self, data: Buffer) -> None:

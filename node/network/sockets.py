@@ -20,8 +20,7 @@ _TRIES = 8
 
 @contextmanager
 def socket_directory(parent: Path | None = None) -> Iterator[Path]:
-    """Create a directory that only this user can enter, and remove it on exit. None: in the directory for temporary
-    files.
+    """Create a directory that only this user can enter, and remove it on exit. None: among the temporary files.
 
     On a file system without locks, it stays behind if this process is killed. Raises `DaemonError`.
     """
@@ -81,7 +80,6 @@ def _sweep(parent: Path) -> None:
 
 
 def _remove(directory: Path) -> None:
-    """Remove the sockets, the lock, and the directory itself if it is empty then."""
     with suppress(OSError):
         for each in directory.iterdir():
             if each.is_socket():

@@ -146,7 +146,6 @@ class ChildProcess:
         return f"{how}; last output: {self.output_tail}"
 
     async def stop(self) -> None:
-        """Ask the process to end, and kill it if it has not ended within 3 seconds."""
         self.ask()
         try:
             async with asyncio.timeout(_STOP_SECONDS):
@@ -161,7 +160,6 @@ class ChildProcess:
         self._signal(signal.SIGTERM)
 
     def send_kill(self) -> None:
-        """Kill the process, without waiting for its end."""
         if self._reaped:  # the reaper kills the program, then all that it has started
             self._signal(signal.SIGCONT)
         self._signal(signal.SIGTERM if self._reaped else signal.SIGKILL)

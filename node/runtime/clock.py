@@ -11,5 +11,4 @@ class WallClock:
 
 
 def monotonic_seconds() -> float:
-    """For measuring how long a computation takes outside the event loop."""
     return time.perf_counter()

@@ -30,10 +30,9 @@ def user_directory(variable: str, below_home: str) -> Path:
 
 
 def cache_directory() -> Path:
-    """Directory of what can be computed again; it may be deleted.
+    """Directory of what can be computed again; it may be deleted. Raises OSError.
 
-    Where this user's own cannot be written, one in the directory for temporary files is used, also by libraries. A
-    line on stderr says so. OSError if that cannot be written either.
+    Where this user's own cannot be written, one among the temporary files is used, also by libraries. A note says so.
     """
     return _cache_directory(os.environ.get(_VARIABLE), os.environ.get("HOME"))
 

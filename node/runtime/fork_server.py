@@ -155,7 +155,6 @@ class ForkServer:
 
 
 Run: TypeAlias = Callable[[dict[str, Any], list[int]], NoReturn]
-"""What a forked process does with a request and the descriptors that came with it."""
 
 
 @contextmanager

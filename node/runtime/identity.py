@@ -117,9 +117,7 @@ def _identity(path: Path, key: Ed25519PrivateKey) -> Identity:
 
 
 def create(path: Path) -> Identity:
-    """Create a new identity at `path`, readable only by its owner. Never replaces a file, nor leaves an incomplete
-    one.
-    """
+    """Create an identity at `path`, readable only by its owner. Never replaces a file, nor leaves an incomplete one."""
     key = Ed25519PrivateKey.generate()
     content = _PRIVATE_PREFIX + key.private_bytes_raw() + key.public_key().public_bytes_raw()
     draft = path.with_name(f".{path.name}.{os.getpid()}.{os.urandom(4).hex()}")

@@ -17,10 +17,7 @@ class LocksUnsupported(OSError):
 
 
 def hold(path: Path) -> int | None:
-    """Lock a file or a directory. Return a descriptor that holds the lock until it is closed; None if it is locked.
-
-    `LocksUnsupported` if the file system has none.
-    """
+    """Lock a file or a directory; returns a descriptor that holds the lock, or None if it is locked already."""
     held = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)

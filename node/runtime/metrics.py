@@ -56,7 +56,6 @@ class LoopLag:
         self._timer.cancel()
 
     def take(self) -> tuple[float, float]:
-        """(99th percentile, maximum) in seconds since the last call; zeros if none was measured."""
         p99_seconds, max_seconds = self.peek(), self._max_seconds
         self._counts, self._max_seconds = [0] * _BINS, 0.0
         return p99_seconds, max_seconds
@@ -86,8 +85,8 @@ class LoopLag:
 def rss_bytes(pids: Iterable[int]) -> int:
     """Resident memory of these processes together; a process that has ended counts 0.
 
-    On Linux, shared memory (the vectors: memfd, /dev/shm) counts once, as the largest share that one process has
-    touched. Libraries count in each process, as in any tool's RSS. On other systems: the sum of RSS.
+    Shared memory (the vectors) counts once on Linux, as the largest share that one process has touched; libraries count
+    in each process.
     """
     private_bytes, shared_bytes = 0, 0
     for pid in set(pids):
@@ -144,10 +143,7 @@ _WORKERS = ("node.training.worker", "node.training.stage_worker")
 
 
 def workers_here() -> int:
-    """Number of worker processes on this machine that this user can see, the caller's own included.
-
-    A process that a worker has forked has the same command line, and does not count.
-    """
+    """Worker processes that this user can see on this machine, without those that a worker has forked."""
     parents = {}
     for process in psutil.process_iter(["cmdline", "ppid"]):
         line = process.info["cmdline"] or ()

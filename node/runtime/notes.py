@@ -1,8 +1,4 @@
-"""Lines for the person at a peer, from processes that have only stderr: a worker, or a command on files.
-
-A peer shows a worker's notes as they are, its warnings as warnings, and what libraries write as warnings that name
-the worker.
-"""
+"""Lines for the person at a peer, from processes that have only stderr: a worker, or a command on files."""
 
 from __future__ import annotations
 
@@ -16,20 +12,15 @@ PLAIN = {"plain": True}  # `extra` of a log record that is shown as a line of te
 
 
 def note(line: str) -> None:
-    """Tell something that is not a fault, such as an estimate."""
     print(f"{_NOTE}{line}", file=sys.stderr, flush=True)
 
 
 def warn(line: str) -> None:
-    """Tell something that may have to be mended."""
     print(f"{_WARNING}{line}", file=sys.stderr, flush=True)
 
 
 def relay(name: str, line: str) -> None:
-    """Log a line that a child process has written.
-
-    A note has the level of a warning: with `--log-level warning` it is still shown, as other lines for people are.
-    """
+    """Log a line that a child process has written. Notes are warnings, which `--log-level warning` still shows."""
     if line.startswith(_NOTE):
         log.warning("%s", line.removeprefix(_NOTE), extra=PLAIN)
     else:

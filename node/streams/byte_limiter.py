@@ -35,8 +35,8 @@ CATCH_UP_EVERY = 16
 class TokenBucket:
     """Says when bytes may pass at a rate; None: at any. Pure: the caller passes the time.
 
-    An idle bucket fills up to `burst_bytes`, or to what `BURST_SECONDS` bring. Its debt is at most what `debt_seconds`
-    bring.
+    An idle bucket fills up to `burst_bytes`, or what `BURST_SECONDS` bring. Its debt is what `debt_seconds` bring at
+    most.
     """
 
     def __init__(
@@ -95,7 +95,6 @@ class ByteLimiter:
         return self._wanted
 
     def set_rate(self, rate: float | None) -> None:
-        """Change the cap, also for streams that wait."""
         self._wanted = rate
         if self._bucket:
             self._bucket.set_rate(rate, self._now())

@@ -36,7 +36,6 @@ class TrafficClass(StrEnum):
 
 
 def class_of(method: str) -> TrafficClass:
-    """The class of a stream's bytes, by its method."""
     if method in CATCH_UP_METHODS:
         return TrafficClass.CATCH_UP
     return TrafficClass.ROUND if method in BULK_METHODS else TrafficClass.CONTROL
@@ -68,7 +67,6 @@ class StreamCounter:
 
 
 UNCOUNTED = StreamCounter(ByteCounts(), ByteCounts(), lambda: None)
-"""For pipes that belong to no stream yet, or to no peer's transport."""
 
 ByteTotals = dict[tuple[Direction, TrafficClass], int]
 

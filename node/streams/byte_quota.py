@@ -92,9 +92,7 @@ class ByteQuota:
         return True
 
     def load(self, stored: bytes) -> None:
-        """Take the counts that `store` or `final` returned before a restart; empty if there are none. Raises
-        `QuotaDamaged`.
-        """
+        """Take the counts that `store` or `final` returned before a restart; b"" if there are none."""
         if not stored:
             return
         try:

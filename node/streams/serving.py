@@ -60,9 +60,7 @@ class Serving:
         self._handlers[method] = handler
 
     async def ask(self, peer: PeerId, pipe: EndingPipe, method: str) -> None:
-        """Ask the other side to serve `method`. On failure (OSError, EOFError), abort: only the method's name has been
-        sent.
-        """
+        """Ask the other side to serve `method`. On failure (OSError, EOFError), abort: only the name has been sent."""
         name = method.encode()
         pipe.belong_to(self._traffic.stream(peer, ""))  # control traffic: a stream that has to wait would look dead
         try:
@@ -171,7 +169,7 @@ class Serving:
         log.log(logging.WARNING if new else logging.DEBUG, "%s broke the rules: %s", peer, error)
 
     def refuse(self, peer: PeerId, why: str) -> bool:
-        """Count something refused. Return whether this peer had not been refused for this reason lately."""
+        """Count something refused; returns whether this peer had not been refused for this reason lately."""
         return count(self.refused, (peer, why))
 
 

@@ -341,10 +341,10 @@ class TestNat:
 ORPHAN = """
 import asyncio, os, signal, sys
 from pathlib import Path
-from node.network.daemon import Daemon, arguments
+from node.network.daemon import arguments, start_daemon
 
 async def main(directory: Path) -> None:
-    daemon = await Daemon.start(arguments(directory / "control", directory / "peer", ["/ip4/127.0.0.1/tcp/0"]))
+    daemon = await start_daemon(arguments(directory / "control", directory / "peer", ["/ip4/127.0.0.1/tcp/0"]))
     assert "hivemind" not in sys.modules and "torch" not in sys.modules
     print(daemon.pid, flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
