@@ -15,7 +15,7 @@ import asyncio
 import os
 import secrets
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from node.direct.connection import DirectConnection, set_options
@@ -52,13 +52,17 @@ class TokenIssuer:
     def __len__(self) -> int:
         return len(self._issued)
 
-    def issue(self, peer: PeerId, host: str, cipher: str, count: int) -> Sequence[ConnectionToken]:
-        """Tokens for connections that a peer at this host will open streams over."""
-        return [self._add(peer, host, cipher, dialled_back=False).token for _ in range(count)]
-
-    def issue_for_dial_back(self, peer: PeerId, host: str, cipher: str) -> IssuedToken:
-        """A token for one connection that this peer will open streams over."""
-        return self._add(peer, host, cipher, dialled_back=True)
+    def issue(self, peer: PeerId, host: str, cipher: str, *, dialled_back: bool = False) -> IssuedToken:
+        """For one connection, over which the peer at this host opens streams, or this one if it is dialled back."""
+        token = ConnectionToken(secrets.token_bytes(SECRET_BYTES))
+        expires = self._now() + TOKEN_SECONDS
+        mine = [key for key, each in self._issued.items() if each.peer == peer]
+        for key in mine[: max(0, len(mine) + 1 - MAX_TOKENS_PER_PEER)]:
+            del self._issued[key]
+        issued = IssuedToken(peer, cipher, token, expires, dialled_back)
+        put_newest(self._issued, token.id, issued, MAX_TOKENS)
+        put_newest(self._hosts, host, expires, MAX_HOSTS)
+        return issued
 
     def redeem(self, token_id: bytes) -> IssuedToken | None:
         """Take back a token; None if it is unknown, was used already, or has expired."""
@@ -71,17 +75,6 @@ class TokenIssuer:
     def expects(self, host: str) -> bool:
         """Whether a peer that was at this host has got a token that has not expired."""
         return self._now() < self._hosts.get(host, 0.0)
-
-    def _add(self, peer: PeerId, host: str, cipher: str, *, dialled_back: bool) -> IssuedToken:
-        token = ConnectionToken(secrets.token_bytes(SECRET_BYTES))
-        expires = self._now() + TOKEN_SECONDS
-        mine = [key for key, each in self._issued.items() if each.peer == peer]
-        for key in mine[: max(0, len(mine) + 1 - MAX_TOKENS_PER_PEER)]:
-            del self._issued[key]
-        issued = IssuedToken(peer, cipher, token, expires, dialled_back)
-        put_newest(self._issued, token.id, issued, MAX_TOKENS)
-        put_newest(self._hosts, host, expires, MAX_HOSTS)
-        return issued
 
 
 async def dial(

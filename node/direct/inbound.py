@@ -89,8 +89,9 @@ class Inbound:
     def _grant(self, peer: PeerId, request: TokenRequest) -> TokenGrant:
         cipher, port = choose_cipher(has_fast_aes(), request.fast_aes), self.listener.port
         host = self._host_of(peer)
-        tokens = self.issuer.issue(peer, host or "", cipher, MAX_TOKENS) if port and host else ()
-        return TokenGrant(port, cipher, TOKEN_SECONDS, tuple(tokens))
+        count = MAX_TOKENS if port and host else 0
+        tokens = tuple(self.issuer.issue(peer, host or "", cipher).token for _ in range(count))
+        return TokenGrant(port, cipher, TOKEN_SECONDS, tokens)
 
     async def _dial_back(self, peer: PeerId, request: DialBack, deadline: Deadline) -> str:
         """Dial a peer that asked for it, at the host of its libp2p connection. Returns why that failed, if it did.
@@ -167,16 +168,10 @@ class Inbound:
             self._serving.refuse(peer, "sent a record over a direct connection that was not genuine")
 
 
-@dataclass(frozen=True, slots=True)
-class WaitingLimits:
-    """How many connections without a token there may be."""
+KNOWN_PEER_LIMITS, STRANGER_LIMITS = (256, 128), (16, 4)
+"""How many connections without a token there may be, in all and from one host.
 
-    total: int
-    per_host: int
-
-
-KNOWN_PEER_LIMITS, STRANGER_LIMITS = WaitingLimits(256, 128), WaitingLimits(16, 4)
-"""With 128 a host, a peer beside a flood from its own host has 32 ms for its token to arrive after the connection."""
+With 128 a host, a peer beside a flood from its own host has 32 ms for its token to arrive after the connection."""
 
 OnConnection = Callable[[IssuedToken, DirectConnection], None]
 OnRefused = Callable[[str, str], object]
@@ -260,10 +255,10 @@ class DirectListener:
 
     def _make_room(self, host: str) -> None:
         is_known = self._issuer.expects(host)
-        limits = KNOWN_PEER_LIMITS if is_known else STRANGER_LIMITS
+        total, per_host = KNOWN_PEER_LIMITS if is_known else STRANGER_LIMITS
         group = [each for each in self._waiting if self._issuer.expects(each.host) == is_known]
         same = [each for each in group if each.host == host]
-        oldest = same[0] if len(same) >= limits.per_host else group[0] if len(group) >= limits.total else None
+        oldest = same[0] if len(same) >= per_host else group[0] if len(group) >= total else None
         if oldest:
             self._drop(oldest, "showed no token, and others came")
 

@@ -223,9 +223,9 @@ class DirectPlane:
     async def _dialled_back(self, peer: PeerId, route: Route, until: Deadline) -> DirectConnection:
         route.dialled_back.require(loop_time())
         inbound, port, host = self._inbound, self._inbound.listener.port, self._host_of(peer)
-        if not (port and host and route.is_granted):
+        if not (port and host and route.cipher):
             raise NotDirect("it cannot dial this peer either")
-        issued = inbound.issuer.issue_for_dial_back(peer, host, route.cipher)
+        issued = inbound.issuer.issue(peer, host, route.cipher, dialled_back=True)
         awaited: asyncio.Future[DirectConnection] = asyncio.get_running_loop().create_future()
         inbound.awaited[issued.token.id] = awaited
         started, connection = loop_time(), None

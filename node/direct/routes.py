@@ -59,22 +59,17 @@ class Route:
     asking: Attempts = field(default_factory=Attempts)
     dialling: Attempts = field(default_factory=Attempts)
     dialled_back: Attempts = field(default_factory=Attempts)
-    cipher: str = ""
+    cipher: str = ""  # empty until the peer has answered a request for tokens, if only that it has none
     _where: tuple[str, int] = ("", 0)
     _tokens: list[ConnectionToken] = field(default_factory=list)
     _expires: float = 0.0
 
     def granted(self, grant: TokenGrant, host: str, now: float) -> None:
         if not is_known(grant.cipher):
-            raise self.asking.failed(now, "it asks for a cipher that is unknown here")
+            raise self.asking.failed(now, "it asks for a cipher that this peer does not know")
         self.asking.succeeded()
         self.cipher, self._where = grant.cipher, (host, grant.port)
         self._tokens, self._expires = list(grant.tokens), now + grant.seconds
-
-    @property
-    def is_granted(self) -> bool:
-        """Whether the peer has answered a request for tokens, if only that it has none."""
-        return bool(self.cipher)
 
     def tokens_left(self, now: float) -> int:
         return len(self._tokens) if now < self._expires else 0

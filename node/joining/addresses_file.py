@@ -42,7 +42,7 @@ def read_addresses(me: PeerId, path: Path) -> AddressLine | str:
     """Read a file, without this peer's own addresses; on failure return a user-facing reason. Blocks on the disk."""
     try:
         if path.exists() and not path.is_file():
-            return "is no regular file"
+            return "is not a regular file"
         with path.open("rb") as file:
             data = file.read(MAX_BYTES + 1)
     except FileNotFoundError:
@@ -90,7 +90,7 @@ def require_usable(config: PeerConfig) -> None:
         return
     why = ""
     if path.exists() and not path.is_file():
-        why = f"{path} is no regular file: name a file"
+        why = f"{path} is not a regular file: name one"
     elif not path.parent.is_dir():
         why = f"{path}: there is no directory {path.parent}: create it, or name a file in another"
     elif any(path.resolve() == Path(each[1:]).resolve() for each in config.bootstrap if each.startswith(FILE_SIGN)):
@@ -107,34 +107,25 @@ def require_usable(config: PeerConfig) -> None:
         raise ConfigError(f"{config.origins['addresses_file']}: {why}", "addresses_file")
 
 
-class AddressesFile:
-    """Keeps a file up to date with this peer's addresses. The file is never removed, so a restarted peer is found."""
-
-    def __init__(
-        self, path: Path, addresses: Callable[[], Sequence[str]], disk: Compute, say: Callable[[str], None]
-    ) -> None:
-        self._path, self._addresses, self._disk, self._say = path, addresses, disk, say
-
-    async def run(self) -> None:
-        loop = asyncio.get_running_loop()
-        tried: tuple[str, ...] = ()
-        again, failure = 0.0, ""
-        while True:
-            here = tuple(self._addresses())[:MAX_ADDRESSES]
-            if here and (here != tried or (failure and loop.time() >= again)):
-                why = await self._write(here)
-                if why and why != failure:
-                    self._say(f"{self._path}: cannot write this peer's addresses ({why}): retrying")
-                elif failure and not why:
-                    self._say(f"{self._path}: this peer's addresses are written now")
-                tried, failure, again = here, why, loop.time() + AGAIN_SECONDS
-            await asyncio.sleep(LOOK_SECONDS)
-
-    async def _write(self, addresses: Sequence[str]) -> str:
-        data = "".join(f"{each}\n" for each in addresses).encode()
-        try:
-            await self._disk.run(partial(write_atomically, self._path, data), len(data))
-        except OSError as error:
-            return error.strerror or type(error).__name__
-        log.info("addresses written to %s: %s", self._path, ", ".join(addresses))
-        return ""
+async def keep_addresses_file(
+    path: Path, addresses: Callable[[], Sequence[str]], disk: Compute, say: Callable[[str], None]
+) -> None:
+    """Write this peer's addresses, again whenever they change, until cancelled. A restarted peer finds its old file."""
+    loop = asyncio.get_running_loop()
+    tried: tuple[str, ...] = ()
+    again, failure = 0.0, ""
+    while True:
+        here = tuple(addresses())[:MAX_ADDRESSES]
+        if here and (here != tried or (failure and loop.time() >= again)):
+            data, why = "".join(f"{each}\n" for each in here).encode(), ""
+            try:
+                await disk.run(partial(write_atomically, path, data), len(data))
+                log.info("addresses written to %s: %s", path, ", ".join(here))
+            except OSError as error:
+                why = error.strerror or type(error).__name__
+            if why and why != failure:
+                say(f"{path}: cannot write this peer's addresses ({why}): retrying")
+            elif failure and not why:
+                say(f"{path}: this peer's addresses are written now")
+            tried, failure, again = here, why, loop.time() + AGAIN_SECONDS
+        await asyncio.sleep(LOOK_SECONDS)

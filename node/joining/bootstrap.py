@@ -14,7 +14,7 @@ import logging
 import re
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, TypeAlias
@@ -33,6 +33,7 @@ from node.membership.hello import (
     WantStage,
     WantStatus,
 )
+from node.membership.membership import Membership
 from node.reporting.status import to_json
 from protocols import wire
 from protocols.aio import peer_timeout, task_group
@@ -48,7 +49,7 @@ READ_SECONDS = 1.0
 LATER_SECONDS = 10.0
 """Pause between two reads of a file of addresses, once the run is found; until then it is `READ_SECONDS`."""
 
-_WAITS = "; this peer waits for addresses of others there, and does not start a run of its own"
+_WAITS = "; waiting for addresses in it"
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +124,33 @@ async def ask_status(transport: Transport, peer: PeerId, deadline: Deadline) -> 
     if not isinstance(status, dict):
         raise BadPayload("a status that is not an object")
     return status
+
+
+async def reach(
+    connect: Callable[[str, Deadline], Awaitable[PeerId]], peer: PeerId, addresses: Sequence[str], deadline: Deadline
+) -> None:
+    """Connect to a peer at the first of its addresses that works. If none does, libp2p may still find a route."""
+    tries = [asyncio.ensure_future(connect(f"{address}/p2p/{peer}", deadline)) for address in addresses]
+    try:
+        for each in asyncio.as_completed(tries):
+            with suppress(PeerError, ValueError):
+                await each
+                return
+    finally:
+        for left in tries:
+            left.cancel()
+
+
+def add_candidates(membership: Membership) -> Callable[[Sequence[str]], None]:
+    """A callback for the multiaddrs in a file of addresses: it has them tried while no other peer is live."""
+
+    def add(addresses: Sequence[str]) -> None:
+        if len(membership.live()) > 1:
+            return
+        for where, _, peer in (each.rpartition("/p2p/") for each in addresses):
+            membership.add_candidate(peer, (where,))
+
+    return add
 
 
 class _Refusals:

@@ -92,7 +92,7 @@ class RunSelector:
         """Ask the peers at these addresses for the run. If none answers in time, resume the one in the directory."""
         if not self._config.bootstrap:
             run = f"run {self._expected[:12]}" if self._expected else "the earlier run"
-            self._say(f"returning to {run}: asking the peers met there; --new starts another")
+            self._say(f"rejoining {run} (use --new to start a new run)")
         elif state.is_over:
             self._say(f"the run in {state.path} is over: asking at the given addresses for another")
         met = state.peers()

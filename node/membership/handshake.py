@@ -78,9 +78,7 @@ class HandshakeProtocol:
     def check(self, peer: PeerId, hello: Hello) -> None:
         """Verify a peer's greeting. The message of `BadPayload` is meant for the peer's user."""
         if hello.version != VERSION:
-            raise BadPayload(
-                f"speaks version {hello.version} of Starling, this peer speaks {VERSION}: update the older"
-            )
+            raise BadPayload(f"runs protocol {hello.version}, this peer {VERSION}: update the older one")
         if hello.run != self._local.run:
             raise BadPayload(f"is in another run ({hello.run.hex()[:12]}), not in {self._local.run.hex()[:12]}")
         if hello.member.peer != peer:
@@ -137,7 +135,7 @@ class HandshakeProtocol:
             if contact.hello is None:
                 return  # the table has dropped this peer; it may greet again
             if contact.hello.nonce != hello.nonce:
-                return await stream.send(HelloRejected("another incarnation of it is known here", (contact.hello,)))
+                return await stream.send(HelloRejected("another incarnation of it is known", (contact.hello,)))
             contact.said = pulse
             self._on_heard(contact)
             contact.called()

@@ -342,7 +342,7 @@ class Membership:
             if not self._handshake.is_duplicate(other):
                 raise BadPayload("refuses this peer for another incarnation of it that it cannot prove")
             self._on_duplicate_identity(DUPLICATE_IDENTITY)
-        raise PeerGone(peer, f"it refuses us: {refusal.why}")
+        raise PeerGone(peer, f"it refuses this peer: {refusal.why}")
 
     # -- being watched ------------------------------------------------------------------------------------------------
 
@@ -356,9 +356,9 @@ class Membership:
             return await stream.send(HelloRejected(str(error)[:200]))
         contact = self.add_candidate(peer, hello.addresses)
         if contact is None:
-            return await stream.send(HelloRejected("too many peers are known here"))
+            return await stream.send(HelloRejected("this peer knows too many others"))
         if contact.hello and contact.is_older(hello):
-            return await stream.send(HelloRejected("another incarnation of it is known here", (contact.hello,)))
+            return await stream.send(HelloRejected("another incarnation of it is known", (contact.hello,)))
         self._meet(contact, hello)
         await stream.send(Welcome(self._handshake.hello(), self._known(peer)))
         contact.called()

@@ -17,30 +17,30 @@ NAMELESS = "its name has no address (DNS): is it spelt right, is its machine or 
 
 _WAITING, _OPENING = "dial backoff", "noise: message is too short"
 
-CROSSED = "both sides dialled at the same instant: wait ten seconds; if it stays so, no libp2p peer answers there"
+CROSSED = "both sides dialled at the same instant: wait ten seconds; if it stays so, what answers is not a libp2p peer"
 
-_CLOSED = "what is there takes connections and closes them: a peer that starts, a proxy, or no peer? is it its address?"
+_CLOSED = "it accepts connections and closes them: a starting peer, a proxy, or no peer? is the address right?"
 
 # Text in p2pd's error -> cause and remedy. The first text that occurs in the error counts.
 _MEANINGS = (
     ("connection refused", "nothing listens there (connection refused): is the peer running, is the port right?"),
-    ("no route to host", "no way leads there (no route to host): is it an address of another local network?"),
-    ("network is unreachable", "no way leads there (network is unreachable): is this machine online, has it IPv6?"),
+    ("no route to host", "no route leads to it (no route to host): is it an address of another local network?"),
+    ("network is unreachable", "no route leads to it (network is unreachable): is this machine online, has it IPv6?"),
     ("dial to self", "that is this peer itself: give the address of another one"),
-    ("NO_RESERVATION", "the relay does not carry for this peer (any more): ask the peer for its present address"),
+    ("NO_RESERVATION", "the relay no longer serves the peer: ask the peer for its present address"),
     ("invalid p2p multiaddr", "the relay is not named: it must read …/p2p/<the relay's id>/p2p-circuit/p2p/<peer id>"),
-    ("no transport for protocol", "this kind of address is not spoken here: give one with /tcp/"),
+    ("no transport for protocol", "this kind of address is not supported: give one with /tcp/"),
     (_WAITING, BACKOFF),
     ("no addresses", "no connected peer knows its address: connect to its address first"),
     ("failed to find any peer", "no connected peer knows its address: connect to its address first"),
     ("not found", "no connected peer knows its address: connect to its address first"),
-    ("no good addresses", "none of its addresses can be dialled from here"),
+    ("no good addresses", "this machine can dial none of its addresses"),
     *((words, "no answer: a firewall, or the peer is down or hangs; try another address of it") for words in SILENT),
     (_OPENING, CROSSED),  # instead of an answer, the other side's opening message arrived
     *((words, _CLOSED) for words in ("security protocol: EOF", "connection reset by peer", "broken pipe")),
     (
         "failed to negotiate",
-        "what answers there is no libp2p peer: another program, a proxy or a gateway; is that address still right?",
+        "what answers is not a libp2p peer: another program, a proxy or a gateway; is that address still right?",
     ),
 )
 _MISMATCH = re.compile(r"remote key matches (\w+)")
@@ -62,7 +62,7 @@ def meaning(words: str, where: str = "", stands_for: Sequence[str] | None = None
     fresh = next((each for each in said.values() if _WAITING not in each), words)
     about = said.get(where, fresh)
     if other := _MISMATCH.search(about):
-        return f"another peer is there, {other[1]}: the address is old or mistyped, ask for the present one"
+        return f"another peer answers, {other[1]}: the address is old or mistyped, ask for the present one"
     for sign, what in _MEANINGS:
         if sign in about:
             return what

@@ -69,8 +69,9 @@ class SocketPipe:
         try:
             async with asyncio.timeout(seconds):
                 await self._write_raw(bytes(_LENGTH_BYTES))
-                for _ in range(0, _DISCARD_BYTES, PIECE_BYTES):
-                    await self._discard(PIECE_BYTES)
+                left = _DISCARD_BYTES
+                while left > 0:
+                    left -= len(await self._read_some(min(left, PIECE_BYTES)))
         except EOFError:
             await self._gone()
         except OSError:  # TimeoutError is one
@@ -133,7 +134,3 @@ class SocketPipe:
                 return size
             self._ended = True
         raise EOFError("the peer is done")
-
-    async def _discard(self, size: int) -> None:
-        while size > 0:
-            size -= len(await self._read_some(size))

@@ -32,7 +32,7 @@ class Vitals:
 def vitals(lag: LoopLag, pids: Iterable[int]) -> Vitals:
     """Take the lag since the last call, and measure everything else for the peer's processes: own, worker's, p2pd's."""
     p99_seconds, max_seconds = lag.take()
-    return Vitals(p99_seconds, max_seconds, rss_bytes(pids), open_files(), tasks())
+    return Vitals(p99_seconds, max_seconds, rss_bytes(pids), int(psutil.Process().num_fds()), len(asyncio.all_tasks()))
 
 
 class LoopLag:
@@ -106,14 +106,6 @@ def _memory_bytes(pid: int) -> tuple[int, int]:
         return 0, 0
     kilobytes = {name: value.split()[0] for name, _, value in (line.partition(":") for line in lines) if value.strip()}
     return 1024 * int(kilobytes.get("VmRSS", 0)), 1024 * int(kilobytes.get("RssShmem", 0))
-
-
-def open_files() -> int:
-    return int(psutil.Process().num_fds())
-
-
-def tasks() -> int:
-    return len(asyncio.all_tasks())
 
 
 class CpuMeter:

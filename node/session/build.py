@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import secrets
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, TypeAlias, cast
 
@@ -12,13 +13,12 @@ from node.config.derived import machine_rules, protocol_settings
 from node.config.manifest import Manifest
 from node.config.run_config import RunConfig
 from node.joining import resume
-from node.joining.addresses_file import AddressesFile
-from node.joining.bootstrap import BootstrapServer, RunInfo
-from node.joining.known_peers import add_candidates, build_membership, local_peer
+from node.joining.addresses_file import keep_addresses_file
+from node.joining.bootstrap import BootstrapServer, RunInfo, add_candidates, reach
 from node.joining.stages import StageAssigner
 from node.machine.monitor import MachineMonitor
 from node.machine.sleep import SleepGuard
-from node.membership.handshake import LocalStage
+from node.membership.handshake import LocalPeer, LocalStage
 from node.membership.membership import Membership
 from node.network.dht import DhtDirectory
 from node.outer.closing import ClosingPhase
@@ -50,6 +50,7 @@ from protocols.registry import load_averager
 from protocols.sync.chain_sync import ChainSync, ChainSyncOptions
 from protocols.sync.independent_sync import IndependentStateSync
 from protocols.vectors.codec import codec
+from protocols.wire import MAX_ROSTER
 
 if TYPE_CHECKING:
     from node.training.remote_stage import RemoteStage
@@ -179,7 +180,7 @@ async def run_session(
                 SleepGuard(save).run(),
             ]
             if config.addresses_file:
-                beside.append(AddressesFile(config.addresses_file, tracker.addresses, peer.files, view.say).run())
+                beside.append(keep_addresses_file(config.addresses_file, tracker.addresses, peer.files, view.say))
             helpers = [group.create_task(each) for each in beside]
             await session.run()
             for each in helpers:
@@ -194,22 +195,33 @@ def _membership(
     on_fatal: Callable[[str], None],
 ) -> Membership:
     """The run's membership. From now on it receives the peers that files of addresses name."""
-    tracker, bootstrap = peer.tracker, peer.bootstrap
-    local = local_peer(peer.me, tracker.nickname, tracker.addresses, history)
-    if entrance:
-        local = replace(local, stage=LocalStage(entrance.seat, entrance.seats.judge))
-    membership = build_membership(
+    tracker, bootstrap, key = peer.tracker, peer.bootstrap, history.head.key
+    silent = {other: address for address, _, other in (each.rpartition("/p2p/") for each in unanswered)}
+    local = LocalPeer(
+        me=peer.me,
+        run=key.run,
+        nonce=secrets.randbits(63),
+        nickname=tracker.nickname,
+        addresses=lambda: [address.rpartition("/p2p/")[0] for address in tracker.addresses()],
+        round=lambda: history.head.key.round,
+        stage=LocalStage(entrance.seat, entrance.seats.judge) if entrance else None,
+    )
+    membership = Membership(
         peer.transport,
         local,
         clock=peer.clock,
         signer=peer.state.identity,
-        history=history,
-        met=bootstrap.met,
-        unanswered=unanswered,
-        remembered=peer.state.peers(),
+        wanted=lambda: [*(member.peer for member in history.members(MAX_ROSTER) if member != peer.me), *silent],
+        reach=partial(reach, peer.transport.connect),
+        drop=peer.transport.forget,
         on_duplicate_identity=on_fatal,
         say=peer.view.say,
     )
+    met = {other: (address.rpartition("/p2p/")[0],) for other, address in bootstrap.met.items()}
+    given = {other: (address,) for other, address in silent.items()}
+    for known in (given, met, peer.state.peers()):
+        for other, addresses in known.items():
+            membership.add_candidate(other, addresses)
     bootstrap.set_listener(add_candidates(membership))
     return membership
 

@@ -16,7 +16,6 @@ from node.config.sizes import megabytes, quota_parts
 from node.session.fatal import FatalPeerError
 from node.storage.statedir import write_atomically
 from node.streams.byte_limiter import ByteLimiter
-from node.streams.byte_meter import ByteMeter
 from node.streams.byte_quota import ByteQuota, QuotaDamaged
 from node.streams.traffic import Traffic
 from protocols.base import Compute
@@ -40,7 +39,7 @@ class TrafficLimits:
         upload, download = (
             ByteLimiter(each) for each in (config.upload_limit_bytes_per_second, config.download_limit_bytes_per_second)
         )
-        self.traffic = Traffic(ByteMeter(), upload, download, self.quota)
+        self.traffic = Traffic(upload, download, self.quota)
 
     def join_run(self, manifest: Manifest, stage: int) -> None:
         """Check that the limits suit a run of others, and note it.

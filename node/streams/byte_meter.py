@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from node.runtime.bounded import put_newest
+from node.streams.byte_quota import ByteQuota
 from protocols.aio import loop_time
 from protocols.base import PeerId
 from protocols.streams.framing import BULK_METHODS, CATCH_UP_METHODS
@@ -50,32 +51,32 @@ class ByteCounts:
 class StreamCounter:
     """Counts the bytes of one stream. It costs a microsecond an operation, not for each byte."""
 
-    __slots__ = ("_mine", "_of_peer", "_sample")
+    __slots__ = ("_mine", "_note", "_of_peer")
 
-    def __init__(self, mine: ByteCounts, of_peer: ByteCounts, sample: Callable[[], None]) -> None:
-        self._mine, self._of_peer, self._sample = mine, of_peer, sample
+    def __init__(self, mine: ByteCounts, of_peer: ByteCounts, note: Callable[[int], None]) -> None:
+        self._mine, self._of_peer, self._note = mine, of_peer, note
 
     def sent(self, count: int) -> None:
-        self._sample()
+        self._note(count)
         self._mine.sent += count
         self._of_peer.sent += count
 
     def received(self, count: int) -> None:
-        self._sample()
+        self._note(count)
         self._mine.received += count
         self._of_peer.received += count
 
 
-UNCOUNTED = StreamCounter(ByteCounts(), ByteCounts(), lambda: None)
+UNCOUNTED = StreamCounter(ByteCounts(), ByteCounts(), lambda count: None)
 
 ByteTotals = dict[tuple[Direction, TrafficClass], int]
 
 
 class ByteMeter:
-    """The byte counts of one peer. Not for several threads."""
+    """The byte counts of one peer, which go to its quota, too. Not for several threads."""
 
-    def __init__(self, now: Callable[[], float] = loop_time) -> None:
-        self._now = now
+    def __init__(self, now: Callable[[], float] = loop_time, quota: ByteQuota | None = None) -> None:
+        self._now, self._quota = now, quota
         self._classes = {each: ByteCounts() for each in TrafficClass}
         self._peers: dict[PeerId, ByteCounts] = {}  # the one whose latest stream is oldest comes first
         self._samples: deque[tuple[float, ByteTotals]] = deque(maxlen=round(2 * RATE_SECONDS / _SAMPLE_SECONDS))
@@ -85,7 +86,7 @@ class ByteMeter:
     def stream(self, peer: PeerId, method: str) -> StreamCounter:
         of_peer = self._peers.get(peer) or ByteCounts()
         put_newest(self._peers, peer, of_peer, _MAX_PEERS)
-        return StreamCounter(self._classes[class_of(method)], of_peer, self._sample)
+        return StreamCounter(self._classes[class_of(method)], of_peer, self._note)
 
     def totals(self) -> Mapping[tuple[Direction, TrafficClass], int]:
         sent = {(Direction.UPLOAD, each): counts.sent for each, counts in self._classes.items()}
@@ -108,8 +109,10 @@ class ByteMeter:
         """By peer, for the 256 peers with the latest streams."""
         return {peer: ByteCounts(each.sent, each.received) for peer, each in self._peers.items()}
 
-    def _sample(self) -> None:
+    def _note(self, count: int) -> None:
         """Remember the totals once a second, before bytes are added."""
+        if self._quota:
+            self._quota.count(count)
         now = self._now()
         if now < self._next_sample:
             return

@@ -20,7 +20,7 @@ _OPENING_BYTES = 68
 class StreamTraffic:
     """What a pipe tells of one stream's bytes, and what it waits for."""
 
-    __slots__ = ("_by_stranger", "_class", "_counter", "_download", "_quota", "_unpaid", "_upload", "received", "sent")
+    __slots__ = ("_by_stranger", "_class", "_download", "_quota", "_unpaid", "_upload", "received", "sent")
 
     def __init__(
         self,
@@ -31,9 +31,8 @@ class StreamTraffic:
         quota: ByteQuota | None = None,
         by_stranger: bool = False,
     ) -> None:
-        self._by_stranger = by_stranger
-        self._counter, self._quota = counter, quota
-        self.sent, self.received = (self._sent, self._received) if quota else (counter.sent, counter.received)
+        self._by_stranger, self._quota = by_stranger, quota
+        self.sent, self.received = counter.sent, counter.received
         self._class, self._upload, self._download = traffic, upload, download
         self._unpaid = 0  # bytes that were read, and that the cap does not know of yet
 
@@ -76,16 +75,6 @@ class StreamTraffic:
         if is_bulk and quota.spent and count > _OPENING_BYTES:
             raise LimitReached("this peer's quota is used up")
 
-    def _sent(self, count: int) -> None:
-        self._counter.sent(count)
-        if self._quota:
-            self._quota.count(count)
-
-    def _received(self, count: int) -> None:
-        self._counter.received(count)
-        if self._quota:
-            self._quota.count(count)
-
 
 UNLIMITED = StreamTraffic(UNCOUNTED, TrafficClass.CONTROL, ByteLimiter(), ByteLimiter())
 """For pipes that belong to no stream yet."""
@@ -94,12 +83,11 @@ UNLIMITED = StreamTraffic(UNCOUNTED, TrafficClass.CONTROL, ByteLimiter(), ByteLi
 class Traffic:
     def __init__(
         self,
-        meter: ByteMeter | None = None,
         upload: ByteLimiter | None = None,
         download: ByteLimiter | None = None,
         quota: ByteQuota | None = None,
     ) -> None:
-        self.meter = meter or ByteMeter()
+        self.meter = ByteMeter(quota=quota)
         self.upload, self.download = upload or ByteLimiter(), download or ByteLimiter()
         self._quota = quota
 

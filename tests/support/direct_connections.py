@@ -58,7 +58,7 @@ class SimpleServer:
         self.connections.append(connection)
 
     def token(self, peer: str = "client") -> ConnectionToken:
-        return self.issuer.issue(peer, "127.0.0.1", AES, 1)[0]
+        return self.issuer.issue(peer, "127.0.0.1", AES).token
 
     async def dialled(self, me: str = "client", token: ConnectionToken | None = None) -> DirectConnection:
         return await dial(self.where, token or self.token(), AES, me, "server", 5.0)

@@ -85,7 +85,7 @@ def test_one_live_address_of_many_suffices(
     where = founder.address.rpartition("/p2p/")[0]
     causes = {
         local(dead_port): "nothing listens there",
-        f"{where}/p2p/{ABSENT}": f"another peer is there, {founder.id}",
+        f"{where}/p2p/{ABSENT}": f"another peer answers, {founder.id}",
         local(black_hole, SILENT): "no answer",
     }
     joiner.start(*bootstrap(*causes, founder.address))

@@ -20,35 +20,39 @@ def issuer(time: list[float]) -> TokenIssuer:
     return TokenIssuer(lambda: time[0])
 
 
+def issued(issuer: TokenIssuer, peer: str, count: int) -> list[ConnectionToken]:
+    return [issuer.issue(peer, "192.0.2.1", AES).token for _ in range(count)]
+
+
 class TestTokens:
     def test_token_is_redeemed_once(self, issuer: TokenIssuer) -> None:
-        first, second = issuer.issue("peer", "192.0.2.1", AES, 2)
+        first, second = issued(issuer, "peer", 2)
         assert first.secret != second.secret and first.id not in first.secret
-        issued = issuer.redeem(first.id)
-        assert issued is not None and (issued.peer, issued.token) == ("peer", first)
+        found = issuer.redeem(first.id)
+        assert found is not None and (found.peer, found.token) == ("peer", first)
         assert issuer.redeem(first.id) is None and issuer.redeem(bytes(16)) is None
         assert issuer.redeem(second.id) is not None
 
     def test_token_and_its_host_expire(self, issuer: TokenIssuer, time: list[float]) -> None:
-        early, late = issuer.issue("peer", "192.0.2.1", AES, 2)
+        early, late = issued(issuer, "peer", 2)
         time[0] = TOKEN_SECONDS - 1
         assert issuer.redeem(early.id) and issuer.expects("192.0.2.1") and not issuer.expects("192.0.2.2")
         time[0] = TOKEN_SECONDS
         assert issuer.redeem(late.id) is None and not issuer.expects("192.0.2.1")
 
     def test_greedy_or_forgotten_peer_loses_its_own_tokens(self, issuer: TokenIssuer) -> None:
-        (modest,), (forgotten,) = (issuer.issue(peer, "192.0.2.1", AES, 1) for peer in ("modest", "forgotten"))
+        (modest,), (forgotten,) = (issued(issuer, peer, 1) for peer in ("modest", "forgotten"))
         issuer.void("forgotten")
-        greedy = issuer.issue("greedy", "192.0.2.1", AES, MAX_TOKENS_PER_PEER + 5)
+        greedy = issued(issuer, "greedy", MAX_TOKENS_PER_PEER + 5)
         assert [bool(issuer.redeem(each.id)) for each in greedy] == [False] * 5 + [True] * MAX_TOKENS_PER_PEER
         assert issuer.redeem(modest.id) and not issuer.redeem(forgotten.id)
 
     def test_many_peers_void_the_oldest_tokens(self, issuer: TokenIssuer) -> None:
-        (first,) = issuer.issue("first", "first host", AES, 1)
+        first = issuer.issue("first", "first host", AES).token
         for index in range(MAX_TOKENS):
-            issuer.issue(f"peer {index}", f"host {index % (MAX_HOSTS - 1)}", AES, 1)
+            issuer.issue(f"peer {index}", f"host {index % (MAX_HOSTS - 1)}", AES)
         assert len(issuer) == MAX_TOKENS and issuer.redeem(first.id) is None and issuer.expects("first host")
-        issuer.issue("peer", "one more host", AES, 1)
+        issuer.issue("peer", "one more host", AES)
         assert not issuer.expects("first host") and len(issuer._hosts) == MAX_HOSTS
 
 
@@ -99,7 +103,7 @@ class TestRoutes:
         route = Route()
         with pytest.raises(NotDirect):
             route.granted(self.grant(cipher="rot13"), "192.0.2.1", 0.0)
-        assert not route.is_granted and not route.asking.may_try(1.0) and route.tokens_left(0.0) == 0
+        assert not route.cipher and not route.asking.may_try(1.0) and route.tokens_left(0.0) == 0
 
     def test_host_is_an_address_and_never_a_relays(self) -> None:
         assert host_of("/ip4/192.0.2.1/tcp/4001") == "192.0.2.1"

@@ -16,13 +16,13 @@ from node.joining.addresses_file import (
     LOOK_SECONDS,
     MAX_ADDRESSES,
     MAX_BYTES,
-    AddressesFile,
     AddressLine,
+    keep_addresses_file,
     parse_addresses,
     read_addresses,
     require_usable,
 )
-from node.joining.known_peers import add_candidates
+from node.joining.bootstrap import add_candidates
 from node.membership.membership import Membership
 from protocols.base import Member
 from tests.sim.host import SimCompute
@@ -72,18 +72,18 @@ def test_bad_line_is_skipped_and_sizes_are_bounded() -> None:
 def test_unreadable_file_reports_the_reason(tmp_path: Path) -> None:
     assert read_addresses(ME, tmp_path / "f") == "no such file yet"
     assert read_addresses(ME, tmp_path / "d" / "f") == f"no such file yet, nor the directory {tmp_path / 'd'}"
-    assert read_addresses(ME, tmp_path) == "is no regular file"
-    assert read_addresses(ME, Path("/dev/zero")) == "is no regular file"
+    assert read_addresses(ME, tmp_path) == "is not a regular file"
+    assert read_addresses(ME, Path("/dev/zero")) == "is not a regular file"
 
 
 @pytest.mark.parametrize(
     "path, words",
     [
-        ("", "is no regular file"),
+        ("", "is not a regular file"),
         ("missing/file", "there is no directory"),
         ("read", "is read by --bootstrap"),
         ("/proc/file", "nothing can be written in /proc"),
-        ("/dev/null", "/dev/null is no regular file"),
+        ("/dev/null", "/dev/null is not a regular file"),
     ],
 )
 def test_unwritable_path_is_rejected(tmp_path: Path, path: str, words: str) -> None:
@@ -97,7 +97,7 @@ def test_unwritable_path_is_rejected(tmp_path: Path, path: str, words: str) -> N
 async def test_file_follows_addresses_and_survives_disk_failures(tmp_path: Path) -> None:
     path, said = tmp_path / "there" / "addresses", list[str]()
     here = list[str]()
-    task = asyncio.create_task(AddressesFile(path, lambda: here, SimCompute(), said.append).run())
+    task = asyncio.create_task(keep_addresses_file(path, lambda: here, SimCompute(), said.append))
     await asyncio.sleep(10.0)
     assert not said, "there is nothing to say yet"
     here.append(FIRST)

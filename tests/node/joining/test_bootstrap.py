@@ -25,8 +25,8 @@ from node.joining.bootstrap import (
     RunInfo,
     ask_run,
     ask_status,
+    reach,
 )
-from node.joining.known_peers import reach
 from node.membership.hello import (
     BOOTSTRAP_METHOD,
     MAX_RUN_BYTES,
@@ -183,7 +183,7 @@ async def test_late_address_file_is_used() -> None:
     async with addresses.client() as client:
         assert await client.find(["@/f"]) == RUN
     assert 700.0 <= now() <= 702.0 and client.met == {"peer-a": "a"}
-    waits = "this peer waits for addresses of others there, and does not start a run of its own (reading it again)"
+    waits = "waiting for addresses in it (reading it again)"
     assert addresses.said == [f"@/f: no such file yet; {waits}", f"@/f: holds no addresses yet; {waits}"]
 
 

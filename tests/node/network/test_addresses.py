@@ -43,9 +43,9 @@ def test_p2pd_errors_are_translated() -> None:
     for silent in ("dial tcp4 1.2.3.4:1: i/o timeout", "failed to dial: context deadline exceeded", mute):
         assert is_silent(silent) and "no answer" in meaning(silent)
     assert not is_silent(words)
-    assert "no libp2p peer" in meaning("failed to negotiate security protocol: message did not have trailing newline")
+    assert "not a libp2p peer" in meaning("failed to negotiate security protocol: message has no trailing newline")
     closed = "failed to negotiate security protocol: EOF"
-    assert "takes connections and closes them" in meaning(closed)
+    assert "accepts connections and closes them" in meaning(closed)
     assert meaning("something\nnew") == "something" and meaning("") == "p2pd gave no reason"
 
 

@@ -409,10 +409,10 @@ class TestUndisturbed:
         where = b.addresses[0].rpartition("/p2p/")[0]
         cases = [
             ("/ip4/127.0.0.1/tcp/1", PeerGone, "nothing listens there"),
-            (where, PeerGone, f"another peer is there, {b.me}"),
-            (where, PeerGone, f"another peer is there, {b.me}"),  # not dialled again so soon, and the error is the same
+            (where, PeerGone, f"another peer answers, {b.me}"),
+            (where, PeerGone, f"another peer answers, {b.me}"),  # not dialled again so soon, and the error is the same
             ("/dns4/no-peer.invalid/tcp/1", PeerGone, "name has no address"),
-            ("/ip4/127.0.0.1/udp/1", PeerGone, "is not spoken here"),
+            ("/ip4/127.0.0.1/udp/1", PeerGone, "is not supported"),
             ("/ip4/127.0.0.1/tcp/1/p2p-circuit", PeerGone, "relay is not named"),
             (f"{b.addresses[0]}/p2p-circuit", PeerGone, "relay"),
             (f"/ip4/127.0.0.1/tcp/{silent.getsockname()[1]}", PeerSilent, "no answer"),
