@@ -50,6 +50,7 @@ from protocols.base import (
     Stream,
     Transport,
 )
+from protocols.consensus.messages import Certificate
 from protocols.history.chain import Chain
 from protocols.registry import load_averager
 from protocols.streams.framing import BULK_METHODS
@@ -197,6 +198,7 @@ class Peer:
                 mean = await session.average([self._mine], work, [self._into])
                 ended = time.monotonic()
         if mean.outcome in (Outcome.COMMITTED, Outcome.SKIPPED):
+            assert isinstance(mean.certificate, Certificate)
             self._chain.extend(mean.certificate)
             self._chain.settle(ROOT)
         return {

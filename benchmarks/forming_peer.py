@@ -38,6 +38,7 @@ from protocols.base import (
     Stream,
     Transport,
 )
+from protocols.consensus.messages import Certificate
 from protocols.moshpit.group_allreduce import DATA as MOSHPIT_DATA
 from protocols.registry import load_averager
 
@@ -116,6 +117,7 @@ class FormingPeer(Peer):
             called = time.monotonic()
             mean = await session.average([self._mine], work, [self._into])
         if protocol == "butterfly":
+            assert isinstance(mean.certificate, Certificate)
             self._chain.extend(mean.certificate)
             self._chain.settle(ROOT)
         counted = sum(each.chunks_counted == each.chunks for each in mean.contributions.values())

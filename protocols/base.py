@@ -166,8 +166,8 @@ class AveragingResult:
     """Result of one round of averaging."""
 
     outcome: Outcome  # `into` holds the mean only if this is COMMITTED
-    record: bytes = b""  # encoded (`protocols.consensus.record`); empty if none was decided
-    certificate: bytes = b""  # the record with the votes that decided it, encoded as a header
+    record: Header | None = None  # a `protocols.consensus.record.Record`; None if none was decided
+    certificate: Header | None = None  # a `protocols.consensus.messages.Certificate`: the votes that decided it
     # In the order of the plan. With independent state this peer itself may be named or not.
     contributions: Mapping[PeerId, Contribution] = field(default_factory=dict)
     # in the mean, after clamping; empty if this peer does not know the plan

@@ -196,7 +196,7 @@ class Offer:
 
 @dataclass(frozen=True, slots=True)
 class Ready(Header):
-    """A member's offer for the round, sent again as its work grows. `protocols.butterfly.round_call` says to whom."""
+    """A member's offer for the round, sent again as its work grows. `protocols.butterfly.call` says to whom."""
 
     key: RoundKey = one(RoundKey)
     offer: Offer = one(Offer)

@@ -27,9 +27,9 @@ from protocols.base import (
     Outcome,
     PeerFault,
 )
-from protocols.consensus import record as records
-from protocols.consensus.record import Kind
-from protocols.history.chain import Chain, certificate_in
+from protocols.consensus.messages import Certificate
+from protocols.consensus.record import Kind, Record
+from protocols.history.chain import Chain
 from protocols.history.fork_choice import Branch
 from protocols.sync.chain_sync import ChainSync
 from protocols.sync.snapshot import Snapshots
@@ -172,11 +172,13 @@ class ReplicatedOuterLoop(OuterLoop):
             one_step: the worker took only one step: the first offer was empty, and the second covered all work.
         """
         mean, me = done.mean, self.me
+        certificate, record = mean.certificate, mean.record
         if mean.outcome is Outcome.COMMITTED and head.roster == (me,):
             done = replace(done, outcome="alone")
-        if mean.outcome not in (Outcome.COMMITTED, Outcome.SKIPPED) or not mean.certificate:
+        if mean.outcome not in (Outcome.COMMITTED, Outcome.SKIPPED):
             return done
-        record = records.decode(certificate_in(head, mean.certificate).record)
+        if not isinstance(certificate, Certificate) or not isinstance(record, Record):
+            return done
         if record.state_root != head.state_root:  # the record follows a state that this peer does not hold
             blame = PeerFault(me.peer, "its state is not the one that the others hold")
             sent, received = mean.bytes_sent, mean.bytes_received
@@ -184,7 +186,7 @@ class ReplicatedOuterLoop(OuterLoop):
             lost = AveragingResult(Outcome.SUPERSEDED, blamed=blamed, bytes_sent=sent, bytes_received=received)
             return replace(done, mean=lost, outcome="")
         async with self._changes():
-            self.chain.extend(mean.certificate)
+            self.chain.extend(certificate, record)
             if mean.outcome is Outcome.COMMITTED:
                 trained = self.chain.trained_at(head.key.lineage)
                 done = replace(done, finite=await self.state.step(self._mean, trained))

@@ -71,7 +71,7 @@ class AllReduce:
         host: Host,
         accounting: RoundAccounting,
         task: ReduceJob,
-        on_change: Callable[[], None],
+        on_change: Callable[[ReducedPart | None], None],
         method: str = DATA,
     ) -> None:
         self._method = method
@@ -189,7 +189,7 @@ class AllReduce:
                     break
                 self.restarted.add(part)
         self.failed[part] = reducer
-        self._on_change()
+        self._on_change(None)
 
     @asynccontextmanager
     async def _opened(self, peer: PeerId, task: ReduceJob) -> AsyncIterator[Stream]:
@@ -221,7 +221,7 @@ class AllReduce:
         self.parts[part] = held
         self.failed.pop(part, None)
         self.finished = loop_time()
-        self._on_change()
+        self._on_change(held)
 
     def discard(self) -> None:
         """Forget all parts: nothing will ask for them any more. Streams that still send one keep it until they end."""

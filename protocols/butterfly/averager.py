@@ -1,8 +1,8 @@
 """Butterfly all-reduce for a roster with one shared anchor: call, scatter, reduce, gather, vote.
 
-Each attempt at a round has a session (`protocols.butterfly.session`). Each lineage has one decision
-(`protocols.butterfly.consensus_driver`), which outlives its sessions, so a peer that comes late to an old round learns
-what was decided. This module keeps what stays from round to round, and passes each stream to its round.
+Each attempt at a round is a `protocols.butterfly.round.Round`. Each lineage has one `RoundVote`
+(`protocols.butterfly.vote`), which outlives the attempts, so a peer that comes late to an old round learns what was
+decided. This module keeps what stays from round to round, and passes each stream to its round.
 """
 
 from __future__ import annotations
@@ -16,12 +16,11 @@ from protocols.aio import task_group
 from protocols.allreduce.all_reduce import DATA, BandwidthClaim
 from protocols.allreduce.parts import PartFormat
 from protocols.base import BadPayload, Deadline, Head, Host, PeerId, PeerSilent, RoundKey, Settings, Stream
-from protocols.butterfly.consensus_driver import ConsensusDriver
-from protocols.butterfly.context import ButterflyContext
+from protocols.butterfly.call import Resting
+from protocols.butterfly.coordinator import RoundCoordinator
 from protocols.butterfly.part_cache import PartCache
-from protocols.butterfly.resting import Resting
-from protocols.butterfly.session import ButterflySession
-from protocols.consensus import record as records
+from protocols.butterfly.round import Round
+from protocols.butterfly.vote import RoundVote
 from protocols.consensus.messages import MESSAGES, StartBallot, VoteMessage
 from protocols.registry import ROBUST_RULES, require_known
 from protocols.streams.control_channel import ControlChannel
@@ -39,11 +38,7 @@ MEMORY_ROUNDS = 4
 
 
 class Butterfly:
-    """The butterfly averager (`protocols.base.Averager`).
-
-    Attributes:
-        part_cache: the reduced parts of the last rounds.
-    """
+    """The butterfly averager (`protocols.base.Averager`)."""
 
     def __init__(
         self,
@@ -52,10 +47,8 @@ class Butterfly:
         part_cache: PartCache | None = None,
         on_ahead: Callable[[PeerId], None] = lambda peer: None,
     ) -> None:
-        """
-        Args:
-            part_cache: holds the reduced parts; None for a cache in memory.
-            on_ahead: called with a peer that is rounds ahead of this one, or on another branch.
+        """`on_ahead` is called with a peer that is rounds ahead of this one, or on another branch. Without a
+        `part_cache`, reduced parts are kept in memory.
         """
         self.settings, self._endpoint = settings, ProtocolEndpoint(host, settings)
         self.me, self.accounting = self._endpoint.me, self._endpoint.accounting
@@ -63,107 +56,128 @@ class Butterfly:
         self._claim = BandwidthClaim(settings)
         self.part_cache, self._on_ahead = part_cache or PartCache(host), on_ahead
         self._post = ControlChannel(host, CONTROL, self.accounting)
-        part_format = PartFormat.of(settings, codec(settings.codec), self.part_cache.pool)
-        self._context = ButterflyContext(
-            host, settings, part_format, self.me, self.accounting, self._post, self.part_cache
-        )
-        self._decisions: dict[bytes, ConsensusDriver] = {}
+        self._format = PartFormat.of(settings, codec(settings.codec), self.part_cache.pool)
+        self._votes: dict[bytes, RoundVote] = {}
         # Lineages whose promises were dropped. If this peer comes back to one, on another branch, it only observes.
         self._forgotten: dict[bytes, None] = {}
-        # The last round's session stays: a member that was slow to contribute fetches the reduced parts from it.
-        self._sessions = SessionTable[bytes, ButterflySession]()
-        self._session: ButterflySession | None = None
+        # The previous round stays: a member that was slow to contribute fetches the reduced parts from it.
+        self._rounds = SessionTable[bytes, Round]()
+        self._round: Round | None = None
         self._parked = defaultdict[PeerId, deque[RoundMessage]](lambda: deque(maxlen=PARKED_LIMIT))
         self._endpoint.listen(CONTROL, ROUND_MESSAGES, self._take)
         self._endpoint.serve(DATA, wire.Contribute, self._on_data)
 
     @asynccontextmanager
-    async def enter(self, head: Head, deadline: Deadline) -> AsyncIterator[ButterflySession]:
-        lineage = head.key.lineage
-        if lineage not in self._decisions:
-            may_vote = lineage not in self._forgotten
-            self._decisions[lineage] = ConsensusDriver(self._context, head, may_vote, self._on_ahead)
-        session = ButterflySession(self._context, head, self._decisions[lineage], self._claim.renewed(), deadline)
+    async def enter(self, head: Head, deadline: Deadline) -> AsyncIterator[Round]:
+        lineage, vote = head.key.lineage, self._vote_after(head)
+        attempt = Round(
+            host=self._endpoint.host,
+            me=self.me,
+            settings=self.settings,
+            part_format=self._format,
+            part_cache=self.part_cache,
+            post=self._post,
+            accounting=self.accounting,
+            head=head,
+            vote=vote,
+            bandwidth=self._claim.renewed(),
+            deadline=deadline,
+        )
+        coordinator = RoundCoordinator(attempt)
         self._forget(head.key)
-        self._session = session
+        self._round = attempt
         self._endpoint.bind(head.key)
-        self._post.on_gone = session.gone
+        self._post.on_gone = attempt.gone
         everybody = {member.peer for member in (*head.roster, *self._endpoint.host.members.live())}
         try:
             async with task_group() as group, self._post.run(group, deadline, everybody):
-                background = [group.create_task(session.live()), group.create_task(self.part_cache.save())]
-                self._sessions.open(lineage, session)
+                work = attempt.live(), coordinator.run(), self.part_cache.save()
+                background = [group.create_task(each) for each in work]
+                self._rounds.open(lineage, attempt)
                 self._unpark()
                 try:
-                    yield session
+                    yield attempt
                 finally:
                     for each in background:
                         each.cancel()
-                    if session.in_time is not None:
-                        self._claim.observe(session.in_time)
+                    in_time = attempt.exchange.in_time if attempt.exchange else None
+                    if in_time is not None:
+                        self._claim.observe(in_time)
         finally:
-            session.close()
-            if certificate := session.decision.certificate:
-                record = records.decode(certificate.record)
+            attempt.close()
+            if record := vote.decided:
                 self.part_cache.decided(lineage, {part.digest for part in record.parts})
+
+    def _vote_after(self, head: Head) -> RoundVote:
+        """This peer's vote on the record that extends a head: the one of an earlier attempt, or a new one."""
+        lineage = head.key.lineage
+        if lineage not in self._votes:
+            self._votes[lineage] = RoundVote(
+                me=self.me,
+                head=head,
+                may_vote=lineage not in self._forgotten,
+                signer=self._endpoint.host.signer,
+                settings=self.settings,
+                post=self._post,
+                accounting=self.accounting,
+                part_cache=self.part_cache,
+                on_rival=self._on_ahead,
+            )
+        return self._votes[lineage]
 
     def supersede(self) -> None:
         """End the round under way as superseded, because a better branch is known."""
-        if self._session:
-            self._session.supersede()
+        if self._round:
+            self._round.supersede()
 
     def _forget(self, key: RoundKey) -> None:
-        """Drop all but the last rounds' decisions and parts, and the last round's session."""
+        """Drop all but the last rounds' votes and parts, and all but the previous round."""
         oldest = key.round - self.settings.keep_rounds
-        for lineage, each in list(self._decisions.items()):
+        for lineage, each in list(self._votes.items()):
             if each.head.key.round < oldest:
-                del self._decisions[lineage]
+                del self._votes[lineage]
                 self._forgotten[lineage] = None
         while len(self._forgotten) > FORGOTTEN_LIMIT:
             del self._forgotten[next(iter(self._forgotten))]
-        # The last round's session still serves its parts. Parts of an undecided round stay, since this member may have
-        # voted for them.
+        # The previous round still serves its parts. Parts of an undecided round stay, since this member may have voted
+        # for them.
         age = {
-            lineage: key.round - each.head.key.round if each.certificate else 0
-            for lineage, each in self._decisions.items()
+            lineage: key.round - each.head.key.round if each.certificate else 0 for lineage, each in self._votes.items()
         }
         most = MEMORY_ROUNDS if self.part_cache.past else self.settings.keep_rounds
         self.part_cache.keep(
             [lineage for lineage, rounds in age.items() if rounds <= most],
             [lineage for lineage, rounds in age.items() if rounds <= 1],
         )
-        kept = [each.head.key for each in self._sessions.values()]
-        for session in self._sessions.close(each.lineage for each in kept if each.round != key.round - 1):
-            session.discard()
+        kept = [each.head.key for each in self._rounds.values()]
+        for past in self._rounds.close(each.lineage for each in kept if each.round != key.round - 1):
+            if past.exchange:  # it serves no new streams, so the memory of its parts is free at once
+                past.exchange.discard()
 
     # -- control ------------------------------------------------------------------------------------------------------
 
     def _take(self, peer: PeerId, message: RoundMessage) -> None:
-        """Pass a message to the round that it is about.
-
-        Raises:
-            BadPayload: the message breaks a rule of that round.
-        """
-        session = self._session
-        if session is None:
+        """Pass a message to the round that it is about."""
+        attempt = self._round
+        if attempt is None:
             return self._parked[peer].append(message)
-        key, here = message.key, session.head.key
+        key, here = message.key, attempt.head.key
         if key == here:
-            session.take(peer, message)
-        elif key.lineage in self._decisions:
-            self._on_past(peer, message, self._decisions[key.lineage])
+            attempt.take(peer, message)
+        elif key.lineage in self._votes:
+            self._on_past(peer, message, self._votes[key.lineage])
         elif key.round == here.round + 1:
             self._parked[peer].append(message)
-            self._post.send(peer, StartBallot(here, self.me, session.decision.vote.ballot, ()))
+            self._post.send(peer, StartBallot(here, self.me, attempt.vote.paxos.ballot, ()))
         else:
             self._on_ahead(peer)
 
-    def _on_past(self, peer: PeerId, message: RoundMessage, decision: ConsensusDriver) -> None:
-        """Answer a message about a round that is over here with the round's certificate."""
+    def _on_past(self, peer: PeerId, message: RoundMessage, vote: RoundVote) -> None:
+        """Answer a message about a round that is over at this peer with the round's certificate."""
         if isinstance(message, VoteMessage):
-            decision.receive(peer, message)
-        elif decision.certificate:
-            self._post.send(peer, decision.certificate)
+            vote.receive(peer, message)
+        elif vote.certificate:
+            self._post.send(peer, vote.certificate)
 
     def _unpark(self) -> None:
         parked = [(peer, message) for peer, messages in self._parked.items() for message in messages]
@@ -174,23 +188,18 @@ class Butterfly:
     # -- data ---------------------------------------------------------------------------------------------------------
 
     async def _on_data(self, stream: Stream, opening: wire.Contribute) -> None:
-        """Serve a data stream in the session of its round. If the sender is one round ahead, wait for that session.
-
-        Raises:
-            BadPayload: the stream is of another lineage, or of a round that no peer can be in.
-            PeerSilent: this peer did not enter that round in time, or the round is over.
-        """
-        key, here = opening.key, self._session.head.key if self._session else None
+        """Serve a data stream in its round. If that is the next round, wait until this peer enters it."""
+        key, here = opening.key, self._round.head.key if self._round else None
         if here and (key.round > here.round + 1 or (key.round == here.round and key != here)):
             raise BadPayload(f"a contribution to another lineage, round {key.round}")
-        if here and key.round < here.round and not self._sessions.get(key.lineage):
-            if key.lineage not in self._decisions:
+        if here and key.round < here.round and not self._rounds.get(key.lineage):
+            if key.lineage not in self._votes:
                 raise BadPayload(f"a stale contribution to round {key.round}")
             raise PeerSilent(stream.peer, f"round {key.round} is over")
-        session = await self._sessions.wait_for(key.lineage, stream, lambda: self._is_past(key))
-        if session is None:
+        attempt = await self._rounds.wait_for(key.lineage, stream, lambda: self._is_past(key))
+        if attempt is None:
             raise PeerSilent(stream.peer, f"round {key.round} is over")
-        await session.serve(stream.peer, stream, opening)
+        await attempt.serve(stream.peer, stream, opening)
 
     def _is_past(self, key: RoundKey) -> bool:
-        return self._session is not None and key.round < self._session.head.key.round
+        return self._round is not None and key.round < self._round.head.key.round

@@ -60,7 +60,7 @@ class PaxosInstance:
         self._standing = BallotState(me, tally)
         self._proposer = Proposer(self._standing)
         self._parts: set[bytes] = set()
-        self._held: tuple[bytes, tuple[PartDone, ...]] = (bytes(32), ())
+        self._plan, self._held = bytes(32), dict[int, PartDone]()  # the present plan, and the parts of it that are held
         self._proposal: Value | None = None
         self._waiting = False  # whether this member has yet to vote on the proposal
         self._handlers: dict[type[VoteMessage], Callable[[Any], None]] = {
@@ -124,18 +124,24 @@ class PaxosInstance:
             self._proposer.choose(ballot, data)
         return self._flush()
 
-    def holds(self, plan: bytes, parts: Sequence[PartDone], others: Iterable[bytes] = ()) -> list[Instruction]:
-        """Note which parts the host holds and keeps. Replaces what it noted before.
+    def report_parts(self, plan: bytes, parts: Sequence[PartDone], others: Iterable[bytes] = ()) -> list[Instruction]:
+        """Note which parts the host holds and keeps: those of the present plan as their reducers signed them, and
+        digests of others. Replaces what was noted before.
 
         Until the lineage is decided, the host must keep the parts of a record that this member accepted.
-
-        Args:
-            plan: digest of the present plan.
-            parts: parts of that plan, as their reducers signed them.
-            others: digests of other parts.
         """
-        self._held = (plan, tuple(parts))
+        self._plan, self._held = plan, {part.part: part for part in parts}
         self._parts = {*(part.result.digest for part in parts), *others}
+        return self._on_parts()
+
+    def report_part(self, digest: bytes, done: PartDone | None = None) -> list[Instruction]:
+        """Note one more part that the host holds; `done` as its reducer signed it, if it is of the present plan."""
+        self._parts.add(digest)
+        if done:
+            self._held[done.part] = done
+        return self._on_parts()
+
+    def _on_parts(self) -> list[Instruction]:
         if not self.decided:
             self._consider()
         return self._flush()
@@ -206,8 +212,8 @@ class PaxosInstance:
         values = [value for value in (self.accepted, self.forked if fork else None) if value]
         newest = max(values, key=lambda value: value.ballot, default=None)
         accepted, data = (newest.ballot, newest.data) if newest else (0, b"")
-        plan, held = self._held
-        return Promise(self.tally.key, self.me, self.promised, accepted, data, plan, () if newest else held)
+        held = () if newest else tuple(self._held.values())
+        return Promise(self.tally.key, self.me, self.promised, accepted, data, self._plan, held)
 
     def _on_propose(self, message: Propose) -> None:
         if self._standing.outdated(message, message.sender.peer):

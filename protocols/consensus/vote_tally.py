@@ -25,8 +25,10 @@ from protocols.wire import canonical_bytes
 
 SMALL_ROSTER = 4
 """One record may admit members up to this size: the founder and the first joiners are a roster after one round."""
-ONLOOKER = 1 << 40
+OBSERVER = 1 << 40
 """Incarnation under which a peer observes a vote in which it may not take part. No real incarnation is as high."""
+MAX_DECODED = 8
+"""Records of one vote that stay decoded. Honest members propose one, or one a ballot."""
 MAX_TALLIES = 1 << 10
 """Number of (ballot, record) pairs whose votes are kept. Beyond it, those of the lowest ballot are dropped."""
 
@@ -93,6 +95,7 @@ class VoteTally:
         self._order = records.coordinators(key.lineage, self.roster)
         self._incarnations = {member.peer: member.incarnation for member in self.roster}
         self._votes: dict[tuple[int, bytes], dict[Member, bytes]] = {}
+        self._decoded: dict[bytes, tuple[bytes, Record]] = {}  # record -> its hash, and decoded
 
     def counts(self, member: Member) -> bool:
         """Whether this member votes in this incarnation."""
@@ -100,12 +103,12 @@ class VoteTally:
 
     def is_successor(self, member: Member) -> bool:
         """Whether this is a later incarnation of a member of the roster."""
-        return self._incarnations.get(member.peer, ONLOOKER) < member.incarnation < ONLOOKER
+        return self._incarnations.get(member.peer, OBSERVER) < member.incarnation < OBSERVER
 
     def was_member(self, member: Member) -> bool:
         """Whether this is a former member, and its peer is in the roster in no incarnation."""
         known = [each.incarnation for some in self._former for each in some if each.peer == member.peer]
-        return member.peer not in self._incarnations and bool(known) and min(known) <= member.incarnation < ONLOOKER
+        return member.peer not in self._incarnations and bool(known) and min(known) <= member.incarnation < OBSERVER
 
     def forks_only(self, member: Member) -> bool:
         """Whether this member has no vote but may FORK with others like it: a successor or a former member."""
@@ -128,12 +131,18 @@ class VoteTally:
         return records.coordinators(self.key.lineage, members)[0]
 
     def value(self, ballot: int, data: bytes) -> Value | None:
-        """Decode a record; None if it may not be put to the vote."""
-        try:
-            record = records.decode(data)
-        except BadPayload:
-            return None
-        return Value(ballot, data, records.lineage(data), record) if self._allows(record) else None
+        """The record in these bytes, decoded once while it is known; None if it may not be put to the vote."""
+        if data not in self._decoded:
+            try:
+                record = records.decode(data)
+            except BadPayload:
+                return None
+            if not self._allows(record):
+                return None
+            while len(self._decoded) >= MAX_DECODED:
+                del self._decoded[next(iter(self._decoded))]
+            self._decoded[data] = records.lineage(data), record
+        return Value(ballot, data, *self._decoded[data])
 
     def _allows(self, record: Record) -> bool:
         """Whether a record extends this lineage, and its next roster keeps the rules for admissions or for forks."""

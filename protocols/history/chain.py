@@ -12,14 +12,13 @@ from dataclasses import replace
 from itertools import chain
 from weakref import WeakSet
 
-from protocols import wire
 from protocols.base import Head, Member, RoundKey
 from protocols.consensus import record as records
 from protocols.consensus.messages import Certificate
 from protocols.consensus.record import Record
 from protocols.history.round_log import UNSETTLED, Archive, DecidedRound, RoundLog, RoundPruned, follow, steps
 
-__all__ = ["UNSETTLED", "Archive", "Chain", "DecidedRound", "certificate_in", "follow", "genesis", "state_root"]
+__all__ = ["UNSETTLED", "Archive", "Chain", "DecidedRound", "follow", "genesis", "state_root"]
 
 PIECE = 16
 """Certificates looked up at once: few enough not to block the event loop."""
@@ -40,19 +39,6 @@ def genesis(run: bytes, scope: str, roster: tuple[Member, ...], root: bytes = UN
     """
     lineage = records.genesis(run, scope)
     return Head(RoundKey(run, scope, lineage, 0), roster, root, anchor=lineage)
-
-
-def certificate_in(head: Head, data: bytes) -> Certificate:
-    """Decode the certificate of the round after `head`.
-
-    Raises:
-        BadPayload: the data holds no certificate.
-        ValueError: the certificate is of another round.
-    """
-    certificate, key = wire.expect(wire.decode(data), Certificate), head.key
-    if certificate.key != key:
-        raise ValueError(f"certificate of round {certificate.key.round} does not extend the head at round {key.round}")
-    return certificate
 
 
 class Chain:
@@ -247,17 +233,23 @@ class Chain:
 
     # -- changing -----------------------------------------------------------------------------------------------------
 
-    def extend(self, certificate: bytes) -> Record:
-        """Append a decided round, given as `wire.encode(certificate)`. `settle` sets its state root later.
+    def extend(self, certificate: Certificate, record: Record | None = None) -> None:
+        """Append a decided round. `settle` sets its state root later. `record` is the certificate's, if it is decoded.
 
-        Raises:
-            BadPayload: the data holds no certificate.
-            ValueError: the certificate does not extend the head.
+        Raises ValueError if the certificate does not extend the head, BadPayload if it holds no record.
         """
-        link = follow(self.head, certificate_in(self.head, certificate))
-        self._append(link, certificate)
+        key = self.head.key
+        if certificate.key != key:
+            number = certificate.key.round
+            raise ValueError(f"certificate of round {number} does not extend the head at round {key.round}")
+        link = follow(self.head, certificate, record)
+        if self._own is None:
+            self._trunk.append(link)
+            self._shared += 1
+        else:
+            self._unshare()
+            self._own.append(link)
         self.head = link.head
-        return link.record
 
     @property
     def lacks_state(self) -> bool:
@@ -315,14 +307,6 @@ class Chain:
         if self._own_is_shared and self._own is not None:
             before, self._own, self._own_is_shared = self._own, RoundLog(self._own.start), False
             self._own.extend(before)
-
-    def _append(self, link: DecidedRound, encoded: bytes | None = None) -> None:
-        if self._own is None:
-            self._trunk.append(link, encoded)
-            self._shared += 1
-        else:
-            self._unshare()
-            self._own.append(link, encoded)
 
     def _cut(self, place: int) -> tuple[DecidedRound, ...]:
         """Drop all rounds after the first `place`.

@@ -85,7 +85,7 @@ class ForkChoice:
                 raise BadPayload(f"a forged vote of {vote.voter} after {_named(head)}")
         if not tally.decides(value):
             raise BadPayload(f"{len(certificate.votes)} votes after {_named(head)}, too few to decide")
-        return follow(head, certificate)
+        return follow(head, certificate, value.record)
 
     def verify(self, head: Head, certificates: Sequence[Certificate]) -> tuple[DecidedRound, ...]:
         """Verify certificates that follow each other from `head`, and return their rounds.

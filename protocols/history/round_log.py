@@ -74,19 +74,14 @@ class _Roster(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class DecidedRound:
-    """One decided round.
+    """One decided round: its votes, the head after it, and its record, decoded.
 
-    Attributes:
-        certificate: its record and votes.
-        head: the head after it. The state root is `UNSETTLED`, because only the next record holds it.
+    The head's state root is `UNSETTLED`, because only the next record holds it.
     """
 
     certificate: Certificate
     head: Head
-
-    @property
-    def record(self) -> Record:
-        return records.decode(self.certificate.record)
+    record: Record
 
     @property
     def lineage(self) -> bytes:
@@ -94,18 +89,12 @@ class DecidedRound:
         return self.head.key.lineage
 
 
-def follow(head: Head, certificate: Certificate) -> DecidedRound:
-    """The round that a certificate decides after `head`. Its votes are not verified.
+def follow(head: Head, certificate: Certificate, record: Record | None = None) -> DecidedRound:
+    """The round that a certificate decides after `head`. Its votes are not verified. `record` is its decoded record.
 
-    Raises:
-        BadPayload: the certificate holds no record.
-        ValueError: its record does not extend `head`.
+    Raises BadPayload if the certificate holds no record, ValueError if its record does not extend `head`.
     """
-    return _followed(head, certificate)[0]
-
-
-def _followed(head: Head, certificate: Certificate) -> tuple[DecidedRound, Record]:
-    record, key = records.decode(certificate.record), head.key
+    record, key = record or records.decode(certificate.record), head.key
     if (record.parent, record.round) != (key.lineage, key.round):
         raise ValueError(f"record of round {record.round} does not extend the head at round {key.round}")
     lineage = records.lineage(certificate.record)
@@ -117,7 +106,7 @@ def _followed(head: Head, certificate: Certificate) -> tuple[DecidedRound, Recor
         complaints=record.complaints,
         former=shrunk_from((head.roster, *head.former), record.roster),
     )
-    return DecidedRound(certificate, after), record
+    return DecidedRound(certificate, after, record)
 
 
 def shrunk_from(rosters: Sequence[tuple[Member, ...]], roster: tuple[Member, ...]) -> tuple[tuple[Member, ...], ...]:
@@ -176,7 +165,7 @@ class RoundLog(Sequence[DecidedRound]):
                 for certificate in self._decoded(len(self), PIECE):
                     if certificate.key != self._last.key:
                         raise ValueError("of another chain")
-                    self._take(*_followed(self._last, certificate))
+                    self._take(follow(self._last, certificate))
         except (RoundPruned, BadPayload, ValueError):
             self._archive.truncate(len(self))
             self.floor = 0
@@ -307,14 +296,10 @@ class RoundLog(Sequence[DecidedRound]):
 
     # -- changing -----------------------------------------------------------------------------------------------------
 
-    def append(self, link: DecidedRound, encoded: bytes | None = None) -> None:
-        """Add the round after the last.
-
-        Args:
-            encoded: its encoded certificate, if the caller has it.
-        """
-        self._archive.extend([wire.encode(link.certificate) if encoded is None else encoded])
-        self._take(link, link.record)
+    def append(self, link: DecidedRound) -> None:
+        """Add the round after the last."""
+        self._archive.extend([wire.encode(link.certificate)])
+        self._take(link)
 
     def extend(self, links: Iterable[DecidedRound]) -> None:
         """Add the rounds after the last.
@@ -349,7 +334,8 @@ class RoundLog(Sequence[DecidedRound]):
                 self._meet(before + each.since - start, each.members)
         self._recent = [*self._recent, *last][-RECENT:]
 
-    def _take(self, link: DecidedRound, record: Record) -> None:
+    def _take(self, link: DecidedRound) -> None:
+        record = link.record
         self._note(link.lineage, record.averaged, record.kind == Kind.FORK, record.idle)
         self._meet(len(self), link.head.roster)
         self._recent.append(link)

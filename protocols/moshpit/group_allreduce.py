@@ -80,7 +80,7 @@ class GroupAllReduce:
             deadline=min(deadline, now + budget_seconds),
             progress=lambda: None,
         )
-        self._exchange = AllReduce(context.host, context.accounting, task, self._notifier.notify, DATA)
+        self._exchange = AllReduce(context.host, context.accounting, task, lambda part: self._notifier.notify(), DATA)
         for peer in resolved.peers:
             if peer not in context.tracker.sight and peer != context.me.peer:
                 self.lose(peer)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 from protocols.allreduce.plan import PATIENCE, call_after
 from protocols.base import BadPayload, Deadline, Header, Member, PeerId, RoundKey
-from protocols.butterfly.round_call import LEAVER_SECONDS
+from protocols.butterfly.call import LEAVER_SECONDS
 from protocols.moshpit.grid import MAX_AXES, MAX_PLACES, Cell, Grid, GridShape, line
 from protocols.peers.estimates import MOSHPIT_ROUND
 from protocols.wire import MAX_SECONDS, Offer, digest, flag, list_of, one, peer_id, real, register, text, uint

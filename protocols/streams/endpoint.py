@@ -253,8 +253,8 @@ class SessionBase:
         self, committed: bool, contributions: Mapping[PeerId, Contribution], weights: Mapping[PeerId, float]
     ) -> AveragingResult:
         """The result of `average`, with the bytes and the blamed peers since the last one."""
-        outcome, record, certificate = Outcome.COMMITTED if committed else Outcome.SKIPPED, b"", b""
-        return AveragingResult(outcome, record, certificate, contributions, weights, *self._accounting.take())
+        outcome = Outcome.COMMITTED if committed else Outcome.SKIPPED
+        return AveragingResult(outcome, None, None, contributions, weights, *self._accounting.take())
 
 
 class StreamLimiter:

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 import pytest
 
 from protocols.base import PeerId
-from protocols.butterfly.consensus_driver import ConsensusDriver
-from protocols.butterfly.session import ButterflySession
+from protocols.butterfly.round import Round
+from protocols.butterfly.vote import RoundVote
 from protocols.consensus.messages import Decided, Instruction
 from protocols.consensus.record import Kind, decode
 from tests.sim import contact
@@ -38,16 +38,16 @@ class Decisions:
 
 @pytest.fixture
 def decisions(monkeypatch: pytest.MonkeyPatch) -> Decisions:
-    seen, follow = Decisions(), ConsensusDriver._follow
+    seen, follow = Decisions(), RoundVote._follow
 
-    def watching(self: ConsensusDriver, instruction: Instruction) -> None:
+    def watching(self: RoundVote, instruction: Instruction) -> None:
         if isinstance(instruction, Decided):
-            who = (self.vote.me.peer, self.head.key.round)
+            who = (self.paxos.me.peer, self.head.key.round)
             seen.at.setdefault(who, asyncio.get_running_loop().time())
             seen.kinds[who] = decode(instruction.certificate.record).kind
         follow(self, instruction)
 
-    monkeypatch.setattr(ConsensusDriver, "_follow", watching)
+    monkeypatch.setattr(RoundVote, "_follow", watching)
     return seen
 
 
@@ -59,7 +59,7 @@ def delayed(
     swarm: ScenarioRunner,
     decisions: Decisions,
     victim: Callable[[], PeerId],
-    when: Callable[[ButterflySession, int], bool],
+    when: Callable[[Round, int], bool],
     strike: Callable[[PeerId], None],
 ) -> tuple[float, float] | None:
     """Strike one peer at the first of its messages in round `ROUND` for which `when` (its session, messages since its
@@ -72,13 +72,7 @@ def delayed(
 
         def watch(peer: PeerId, number: int, way: str, other: PeerId) -> None:
             session = swarm.session(who)
-            if (
-                struck
-                or peer != who
-                or session is None
-                or session.head.key.round != ROUND
-                or not session.attempt.exchange
-            ):
+            if struck or peer != who or session is None or session.head.key.round != ROUND or not session.exchange:
                 return
             began.append(swarm.now)
             if when(session, len(began)):
@@ -106,7 +100,7 @@ def test_coordinator_death_before_proposal_costs_two_round_trips(peers: int, dec
         swarm,
         decisions,
         lambda: swarm.coordinator("p0"),
-        lambda session, _: session.attempt.exchange is not None and session.attempt.exchange.complete,
+        lambda session, _: session.exchange is not None and session.exchange.complete,
         swarm.kill,
     )
     assert seconds, "it was decided before the coordinator died"
@@ -161,9 +155,9 @@ def silenced(peers: int, coordinating: bool | None, after_seconds: float, decisi
         patience_seconds = 0.0
         while not all((peer, ROUND) in decisions.at for peer in others):
             for peer in others:
-                decision = swarm.decision(peer)
-                if decision and decision.head.key.round == ROUND:
-                    patience_seconds = max(patience_seconds, decision.patience_seconds)
+                vote = swarm.vote(peer)
+                if vote and vote.head.key.round == ROUND:
+                    patience_seconds = max(patience_seconds, vote.patience_seconds)
             await asyncio.sleep(LATENCY_SECONDS)
         return decisions.last(others, ROUND), patience_seconds
 
@@ -200,7 +194,7 @@ def test_stalled_peer_costs_no_round_despite_slow_opening(at: int, coordinating:
 
     def victim() -> PeerId:
         for peer in swarm.peers:
-            swarm.averager(peer)._context.post.round_trip_seconds.update(dict.fromkeys(swarm.peers, 5.0))
+            swarm.averager(peer)._post.round_trip_seconds.update(dict.fromkeys(swarm.peers, 5.0))
         first = swarm.coordinator("p0")
         return first if coordinating else [peer for peer in swarm.peers if peer != first][-1]
 

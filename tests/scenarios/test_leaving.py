@@ -8,7 +8,7 @@ import pytest
 
 from node.outer.outer_loop import FIRST_STEP_SECONDS
 from protocols.base import PeerId
-from protocols.butterfly.round_call import LEAVER_SECONDS
+from protocols.butterfly.call import LEAVER_SECONDS
 from protocols.consensus.record import Kind
 from tests.sim.leaving_scenario import LeavingScenario, LongRounds
 from tests.support.long import diagonal, long
@@ -137,7 +137,7 @@ async def test_leave_during_data_phase_ends_with_that_round(swarm: LeavingScenar
     number, goes = swarm.head("p0").key.round, leaver(swarm, "last")
     session = swarm.session(goes)
     assert session
-    await swarm.until(lambda: session.attempt.exchange is not None, 10.0, "the data phase")
+    await swarm.until(lambda: session.exchange is not None, 10.0, "the data phase")
     swarm.leave(goes)
     await swarm.gone(goes)
     await swarm.rounds(2)

@@ -146,7 +146,9 @@ def test_idle_skip_while_others_work_is_rejected() -> None:
     skip = Propose(HEAD.key, Member(PEERS[FIRST]), 0, made_up(HEAD.key, ROSTER))
     averaged = average(before=speaking(PEERS[FIRST], skip))
     assert agreed(averaged, list(range(COUNT))) and len(averaged.means[0].peers) == COUNT
-    assert set(named(averaged, PEERS[FIRST], "to skip for want of work")) == {PEERS[index] for index in OTHERS}
+    assert set(named(averaged, PEERS[FIRST], "proposed to skip a round in which this member has work")) == {
+        PEERS[index] for index in OTHERS
+    }
 
 
 @pytest.mark.parametrize("voters", ((), ROSTER, ROSTER[:3]))

@@ -116,8 +116,8 @@ async def test_isolated_proposer_does_not_evict_the_majority(
             for peer in swarm.peers:
                 if peer not in left:
                     swarm.kill(peer)
-            host = replace(self._context.host, members=StaticMembers([self._me]))  # and it knows at once
-            self._context = replace(self._context, host=host)
+            members = StaticMembers([self._me])  # and it knows at once
+            self._round.host = replace(self._round.host, members=members)
             drafted.append(draft(self, resolved, exchange))
             return drafted[0]
         return draft(self, resolved, exchange)

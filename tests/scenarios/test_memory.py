@@ -13,8 +13,8 @@ import pytest
 from protocols.allreduce.all_reduce import AllReduce
 from protocols.allreduce.parts import ReducedPart
 from protocols.allreduce.reducer import Reducer
-from protocols.butterfly.consensus_driver import ConsensusDriver
-from protocols.butterfly.session import ButterflySession
+from protocols.butterfly.round import Round
+from protocols.butterfly.vote import RoundVote
 from protocols.streams.control_channel import KEEP_MESSAGES
 from protocols.sync.snapshot import Snapshot
 from tests.sim.host import SimCompute
@@ -22,7 +22,7 @@ from tests.sim.scenario_runner import ScenarioRunner, ScenarioSetup
 from tests.support.long import long
 from tests.support.scenario_steps import revive
 
-KINDS = (ReducedPart, Reducer, AllReduce, ButterflySession, ConsensusDriver, Snapshot)
+KINDS = (ReducedPart, Reducer, AllReduce, Round, RoundVote, Snapshot)
 PEERS = 4
 SETTLING_ROUNDS = 10
 """More than parts, and decisions, are kept for."""
@@ -91,7 +91,7 @@ async def repaired(swarm: ScenarioRunner) -> None:
 
         def reducing(victim: str = victim) -> bool:
             session = swarm.session(victim)
-            return session is not None and session.attempt.exchange is not None and not session.attempt.exchange.parts
+            return session is not None and session.exchange is not None and not session.exchange.parts
 
         def watch(peer: str, number: int, way: str, other: str, victim: str = victim, now: int = now) -> None:
             if peer == victim and swarm.head(victim).key.round == now and reducing():

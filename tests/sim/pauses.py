@@ -12,7 +12,7 @@ from tests.support.checkers import Report, Violation
 def called_early(outer_loop: OuterLoop | None, report: Report) -> Iterator[Violation]:
     """A round with a mean was called because work was complete, or because a member left; never because one paused."""
     averager = getattr(outer_loop, "averager", None)
-    session = averager._session if isinstance(averager, Butterfly) else None
+    session = averager._round if isinstance(averager, Butterfly) else None
     if session is None or session.head.key.lineage.hex() != report["parent"] or report["outcome"] != "committed":
         return
     resolved, roster = session.call.resolved, session.head.roster

@@ -10,8 +10,8 @@ from typing import Any
 from node.training.trainer import InlineTrainer
 from protocols.base import Head, Member, PeerId, Settings
 from protocols.butterfly.averager import Butterfly
-from protocols.butterfly.consensus_driver import ConsensusDriver
-from protocols.butterfly.session import ButterflySession
+from protocols.butterfly.round import Round
+from protocols.butterfly.vote import RoundVote
 from protocols.consensus.record import coordinators
 from protocols.history.chain import Chain
 from tests.sim.host import EPOCH
@@ -154,13 +154,13 @@ class ScenarioRunner(World):
         assert isinstance(averager, Butterfly)
         return averager
 
-    def session(self, peer: PeerId) -> ButterflySession | None:
+    def session(self, peer: PeerId) -> Round | None:
         """The present or last session of a peer."""
-        return self.averager(peer)._session
+        return self.averager(peer)._round
 
-    def decision(self, peer: PeerId) -> ConsensusDriver | None:
+    def vote(self, peer: PeerId) -> RoundVote | None:
         session = self.session(peer)
-        return session.decision if session else None
+        return session.vote if session else None
 
     def coordinator(self, peer: PeerId, ballot: int = 0) -> PeerId:
         """The member that owns a ballot of a peer's present round."""

@@ -236,7 +236,7 @@ class World:
         for ghost in (False, True):
             if side := node.sides.get((lineage, ghost)):
                 side.held[part.result.digest] = part
-                self.obey(node, side, side.vote.holds(NOTHING, tuple(side.held.values())))
+                self.obey(node, side, side.vote.report_parts(NOTHING, tuple(side.held.values())))
 
     def supply(self, node: Node, side: Side) -> None:
         """Fetch the parts that a node waits for from any live node that it can reach in both directions."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from protocols.base import Head, Member
 from protocols.consensus import record as records
 from protocols.history.chain import Chain
-from tests.support.fake_rounds import ROOT, RUN, encoded, line
+from tests.support.fake_rounds import ROOT, RUN, line
 
 ROSTER = (Member("anna"), Member("bert"))
 
@@ -17,7 +17,7 @@ def fresh() -> Chain:
 def grown(rounds: int, **changes: object) -> Chain:
     chain = fresh()
     for link in line(chain.head, rounds, **changes):
-        chain.extend(encoded(link))
+        chain.extend(link.certificate)
     return chain
 
 

@@ -60,5 +60,5 @@ def line(head: Head, rounds: int, **changes: object) -> list[DecidedRound]:
 
 
 def encoded(link: DecidedRound) -> bytes:
-    """The encoded certificate, as an averager returns it."""
+    """The encoded certificate, as an archive keeps it."""
     return wire.encode(link.certificate)

@@ -19,7 +19,7 @@ from node.training.trainer import InlineTrainer
 from protocols.base import AveragingResult, Head, LocalProgress, Member, Outcome, PeerId, RoundKey, Vector
 from protocols.consensus.record import Kind, Record
 from protocols.history.chain import Chain
-from protocols.wire import ChunkSpan, PartDigest, encode
+from protocols.wire import ChunkSpan, PartDigest
 from tests.sim import loop as simloop
 from tests.sim.host import SimClock, SimCompute
 from tests.support.fake_rounds import certified
@@ -120,7 +120,7 @@ class ScriptedSession:
         key, root = seen.key, script.state_root or work.state_root
         record = Record(key.lineage, root, key.round, script.kind, PLAN, parts, script.roster)
         certificate = certified(seen.head, record)
-        return replace(script.end, outcome=script.outcome, record=certificate.record, certificate=encode(certificate))
+        return replace(script.end, outcome=script.outcome, record=record, certificate=certificate)
 
 
 class WatchedTrainer(InlineTrainer):

@@ -14,7 +14,6 @@ from node.outer.sgd import OuterSGD
 from node.reporting.report import RoundReport
 from node.tasks.paced import Paced
 from node.training.trainer import InlineTrainer
-from protocols import wire
 from protocols.aio import Gate
 from protocols.allreduce.parts import ReducedPart
 from protocols.base import (
@@ -30,7 +29,6 @@ from protocols.base import (
 )
 from protocols.butterfly.part_cache import PartCache
 from protocols.butterfly.part_store import PartStore
-from protocols.consensus import record as records
 from protocols.consensus.record import Kind, Record
 from protocols.history.chain import UNSETTLED, Chain, DecidedRound, follow
 from protocols.history.fork_choice import Branch
@@ -213,8 +211,8 @@ class SyncCluster(SimSwarm):
             part.decode(VectorView([outer_loop._mean]))
         mean = AveragingResult(
             Outcome.COMMITTED if held else Outcome.SKIPPED,
-            record=records.encode(record),
-            certificate=wire.encode(link.certificate),
+            record=record,
+            certificate=link.certificate,
             contributions={name: Contribution(1, 1) for name in record.peers},
         )
         head, work = outer_loop.chain.head, LocalProgress(TOKENS, 1.0, 1.0, 1.0)

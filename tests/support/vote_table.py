@@ -108,7 +108,7 @@ class Table:
 
     def hold(self, *indices: int) -> None:
         for index in indices:
-            self.do(index, "holds", PLAN, (PART,))
+            self.do(index, "report_parts", PLAN, (PART,))
 
     def _index(self, peer: PeerId) -> int:
         return next(index for index, member in enumerate(self.members) if member.peer == peer)

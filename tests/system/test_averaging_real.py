@@ -20,7 +20,7 @@ import pytest
 from benchmarks.averaging import BOUNDS, Answer, main, play_round
 from benchmarks.averaging_peer import Setup
 from protocols.base import Member
-from protocols.butterfly.consensus_driver import BALLOT_FLOOR_SECONDS
+from protocols.butterfly.vote import BALLOT_FLOOR_SECONDS
 from protocols.consensus.record import coordinators
 from tests.support.warm import WarmSwarm
 

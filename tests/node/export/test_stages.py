@@ -153,7 +153,7 @@ def test_idle_forks_do_not_count_as_rounds(run: StagedRun, kept: list[Path], tmp
     log = CertificateLog(kept[1] / "certificates.bin")
     for kind in (Kind.MEAN, Kind.FORK, Kind.SKIP, Kind.MEAN, Kind.FORK, Kind.MEAN, Kind.MEAN):
         link = decided(chain.head, kind, root=bytes(32))
-        chain.extend(encoded(link))
+        chain.extend(link.certificate)
         log.extend([encoded(link)])
         if len(chain) == 6:
             lineage, trained = link.lineage, chain.trained

@@ -32,7 +32,7 @@ from protocols.base import (
 )
 from protocols.butterfly.averager import CONTROL, Butterfly
 from protocols.butterfly.part_cache import PARTS, fetch_part
-from protocols.butterfly.session import ButterflySession
+from protocols.butterfly.round import Round
 from protocols.consensus import record as records
 from protocols.consensus.messages import Propose
 from protocols.consensus.record import Kind, Record, coordinators
@@ -87,7 +87,7 @@ class ButterflyGroup:
         tokens: int = 10,
         seconds: float = 100.0,
         complete: bool = True,
-        meanwhile: Callable[[ButterflySession], Coroutine[Any, Any, None]] | None = None,
+        meanwhile: Callable[[Round], Coroutine[Any, Any, None]] | None = None,
     ) -> Outcome:
         """Enter the round and average; `meanwhile` is called when it is entered."""
         into = torch.full_like(vector, STALE)
@@ -223,10 +223,10 @@ async def test_fork_keeps_part_locations_of_accepted_mean(group: ButterflyGroup)
         head.key.lineage, head.state_root, 0, Kind.MEAN, b"p" * 32, parts, head.roster, peers=peers, bounds=bounds
     )
 
-    async def accepts(session: ButterflySession) -> None:
-        session.decision.holds(bytes(32), [], group.averagers[ours].part_cache.of(head.key.lineage))
-        session.decision.receive(proposer, Propose(head.key, Member(proposer), 0, records.encode(mean)))
-        assert session.decision.vote.accepted
+    async def accepts(session: Round) -> None:
+        session.vote.report_parts(bytes(32), group.averagers[ours].part_cache.of(head.key.lineage))
+        session.vote.receive(proposer, Propose(head.key, Member(proposer), 0, records.encode(mean)))
+        assert session.vote.paxos.accepted
 
     group.averagers[ours].part_cache.put(head.key.lineage, held)
     for peer in group.peers:
@@ -234,7 +234,8 @@ async def test_fork_keeps_part_locations_of_accepted_mean(group: ButterflyGroup)
             network.kill(peer)
     await asyncio.gather(group.attempt(ours, vector, meanwhile=accepts), group.attempt(theirs, vector))
     assert group.committed(ours, theirs), [attempt.mean.outcome for attempt in group.attempts]
-    decided = records.decode(group.attempts[0].mean.record)
+    decided = group.attempts[0].mean.record
+    assert isinstance(decided, Record)
     assert (decided.kind, decided.parts, decided.peers, decided.bounds) == (Kind.FORK, parts, peers, bounds)
     assert all(torch.equal(attempt.into, vector) for attempt in group.attempts)
 
@@ -255,7 +256,7 @@ async def test_returning_coordinator_sends_no_second_plan(group: ButterflyGroup)
     """It was superseded after it sent its plan; it waits for the next coordinator, and no peer blames it."""
     elements, proposer = 2_000_000, group.order[0]
 
-    async def superseded(session: ButterflySession) -> None:
+    async def superseded(session: Round) -> None:
         await session.cut.wait()
         await asyncio.sleep(0.2)
         group.averagers[proposer].supersede()

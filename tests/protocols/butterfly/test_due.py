@@ -12,22 +12,19 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from protocols.aio import Notifier
 from protocols.allreduce import plan as planning
 from protocols.base import Member
-from protocols.butterfly.resting import RestingMembers
-from protocols.butterfly.round_call import RoundCall
+from protocols.butterfly.call import RestingMembers, RoundStart
 from protocols.history.chain import genesis
+from protocols.streams.control_channel import RoundAccounting
 from protocols.wire import Offer
 from tests.sim import loop as simloop
 from tests.sim.butterfly_harness import RUN
 
 LIMIT_SECONDS = 1000.0
-CONTEXT: Any = SimpleNamespace(
-    me=Member("p0"),
-    host=SimpleNamespace(signer=SimpleNamespace(sign=lambda message: b"", verify=lambda *_: True)),
-    post=SimpleNamespace(send=lambda *_: None),
-    inputs=lambda head: planning.PlanInputs(head.key, 64, 4.0),
-)
+SIGNER: Any = SimpleNamespace(sign=lambda message: b"", verify=lambda *_: True)
+POST: Any = SimpleNamespace(send=lambda *_: None)
 
 
 @dataclass(frozen=True)
@@ -57,12 +54,23 @@ def called_at(conducts: Sequence[Conduct], roster_changes: bool) -> float | None
     async def main() -> float | None:
         roster = tuple(Member(f"p{index}") for index in range(len(conducts)))
         head, resting, loop = genesis(RUN, "run", roster, bytes(32)), RestingMembers(), asyncio.get_running_loop()
-        call = RoundCall(CONTEXT, head, 1e6, LIMIT_SECONDS, resting)
-        call.present = lambda: [member for member, each in zip(roster, conducts, strict=True) if not each.gone]
-        call.roster_changes = lambda: roster_changes
+        call = RoundStart(
+            me=roster[0],
+            head=head,
+            inputs=planning.PlanInputs(head.key, 64, 4.0),
+            signer=SIGNER,
+            post=POST,
+            accounting=RoundAccounting(),
+            bandwidth=1e6,
+            deadline=LIMIT_SECONDS,
+            resting=resting,
+            changed=Notifier(),
+            present=lambda: [member for member, each in zip(roster, conducts, strict=True) if not each.gone],
+            roster_changes=lambda: roster_changes,
+        )
         for member, each in zip(roster, conducts, strict=True):
             if each.rests:
-                resting.state(head.key, member, True, CONTEXT.host.signer)
+                resting.state(head.key, member, True, SIGNER)
             first = Offer(member, each.tokens, 1.0, 0.0, False, each.leaves, 1e6, bytes(32), b"")
             call.on_ready(member.peer, first)
             if each.done is not None:

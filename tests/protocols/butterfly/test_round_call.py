@@ -12,8 +12,8 @@ import torch
 from protocols.allreduce import plan as planning
 from protocols.base import BadPayload, Head, LocalProgress, Member, Outcome, PeerId, Settings
 from protocols.butterfly.averager import Butterfly
-from protocols.butterfly.round_call import GROWTH
-from protocols.butterfly.session import ButterflySession
+from protocols.butterfly.call import GROWTH
+from protocols.butterfly.round import Round
 from protocols.consensus.record import coordinators
 from protocols.history.chain import genesis
 from protocols.vectors.views import norm
@@ -46,7 +46,7 @@ class Roster(SimSwarm):
         self.head: Head = genesis(RUN, "run", tuple(Member(peer) for peer in peers), bytes(32))
         self.order = coordinators(self.head.key.lineage, self.head.roster)
         self._averagers = {peer: Butterfly(self.join(peer), SETTINGS) for peer in self.order}
-        self.sessions: dict[PeerId, ButterflySession] = {}
+        self.sessions: dict[PeerId, Round] = {}
         self.outcomes: dict[PeerId, Outcome] = {}
 
     async def member(

@@ -196,16 +196,16 @@ def test_observer_decides_only_by_certificate() -> None:
     table.deliver()
     certificate = table.vote(0).decided
     assert certificate
-    onlooker = PaxosInstance(Member("new"), VoteTally(KEY, table.roster, Seal("new")))
-    assert onlooker.receive(table.name(0), table.sent(votes.Propose)[0]) == []
+    observer = PaxosInstance(Member("new"), VoteTally(KEY, table.roster, Seal("new")))
+    assert observer.receive(table.name(0), table.sent(votes.Propose)[0]) == []
     few = replace(certificate, votes=certificate.votes[:1])
-    assert onlooker.receive(table.name(0), few) == []
+    assert observer.receive(table.name(0), few) == []
     forged = [replace(vote, signature=b"no") for vote in certificate.votes]
-    accused = onlooker.receive(table.name(0), replace(certificate, votes=tuple(forged)))
+    accused = observer.receive(table.name(0), replace(certificate, votes=tuple(forged)))
     assert accused == [votes.ReportFault(table.name(0), "a certificate with invalid votes")]
-    accused = onlooker.receive(table.name(0), replace(certificate, record=table.record(roster=(onlooker.me,))))
+    accused = observer.receive(table.name(0), replace(certificate, record=table.record(roster=(observer.me,))))
     assert accused == [votes.ReportFault(table.name(0), "a certificate of a record that may not be decided")]
-    assert isinstance(onlooker.receive(table.name(0), certificate)[0], votes.Decided)
+    assert isinstance(observer.receive(table.name(0), certificate)[0], votes.Decided)
 
 
 # -- duplicates, non-members -------------------------------------------------------------------------------------------

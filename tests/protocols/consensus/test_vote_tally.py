@@ -9,7 +9,7 @@ import pytest
 from protocols.base import Member
 from protocols.consensus import record as records
 from protocols.consensus.record import Kind, Record
-from protocols.consensus.vote_tally import ONLOOKER, VoteTally
+from protocols.consensus.vote_tally import OBSERVER, VoteTally
 from tests.sim.invariants import Seal
 from tests.support.vote_table import KEY, PLAN
 
@@ -39,7 +39,7 @@ def test_leaving_majority_needs_a_remaining_voter() -> None:
 
 
 @pytest.mark.parametrize(
-    "incarnation, is_successor", ((0, False), (4, False), (5, False), (6, True), (ONLOOKER, False))
+    "incarnation, is_successor", ((0, False), (4, False), (5, False), (6, True), (OBSERVER, False))
 )
 def test_successor_is_a_later_incarnation(incarnation: int, is_successor: bool) -> None:
     tally = VoteTally(KEY, (Member("m0", 5), Member("m1")), Seal("m0"))

@@ -15,7 +15,7 @@ from protocols.consensus.record import Kind, Record
 from protocols.history.chain import UNSETTLED, Chain, state_root
 from protocols.history.round_log import DecidedRound
 from tests.support.chains import ROSTER, fresh, grown, lineages, state
-from tests.support.fake_rounds import ROOT, RUN, certified, decided, encoded, line
+from tests.support.fake_rounds import ROOT, RUN, certified, decided, line
 
 # -- extending --------------------------------------------------------------------------------------------------------
 
@@ -30,7 +30,7 @@ def test_chain_begins_at_the_runs_genesis() -> None:
 def test_certificate_advances_the_head() -> None:
     chain = fresh()
     link = decided(chain.head, roster=(Member("bert"), Member("cleo", 3)))
-    assert chain.extend(encoded(link)) == link.record
+    chain.extend(link.certificate)
     key = RoundKey(RUN, "run", link.lineage, 1)
     assert chain.head == Head(key, (Member("bert"), Member("cleo", 3)), UNSETTLED, anchor=link.lineage)
     assert chain.child(records.genesis(RUN)) == link and chain.records == (link.certificate.record,)
@@ -41,7 +41,7 @@ def test_record_without_parts_keeps_the_anchor(kind: Kind) -> None:
     chain = grown(2)
     anchor = chain.head.anchor
     link = decided(chain.head, kind, roster=(ROSTER[0],))
-    chain.extend(encoded(link))
+    chain.extend(link.certificate)
     assert chain.head.key.round == 3 and chain.head.key.lineage == link.lineage
     assert chain.head.anchor == anchor == lineages(chain)[2]
 
@@ -61,24 +61,24 @@ def test_record_not_extending_head_is_rejected(parent: bytes | None, number: int
     before = state(chain)
     bad = Record(parent or chain.head.key.lineage, ROOT, number, Kind.MEAN, b"e" * 32, (), ROSTER)
     with pytest.raises(ValueError, match=f"^record of round {number} does not extend the head at round 1$"):
-        chain.extend(wire.encode(certified(chain.head, bad)))
+        chain.extend(certified(chain.head, bad))
     assert state(chain) == before
 
 
 def test_invalid_certificate_changes_nothing() -> None:
-    """Bytes that are no certificate, that of another run, and that of a round that is decided already."""
+    """One without a record, that of another run, and that of a round that is decided already."""
     chain, link = fresh(), decided(fresh().head)
-    data = encoded(link)
-    for bad in (b"", b"\xc0", data[:-1], data + b"\x00", link.certificate.record):
+    data = link.certificate.record
+    for bad in (b"", b"\xc0", data[:-1], data + b"\x00", wire.encode(link.certificate)):
         with pytest.raises(BadPayload):
-            chain.extend(bad)
+            chain.extend(replace(link.certificate, record=bad))
     with pytest.raises(ValueError, match="certificate of round 0 does not extend"):
-        chain.extend(encoded(decided(Chain(b"s" * 32, "run", ROSTER, ROOT).head)))
+        chain.extend(decided(Chain(b"s" * 32, "run", ROSTER, ROOT).head).certificate)
     assert state(chain) == state(fresh())
-    chain.extend(data)
+    chain.extend(link.certificate)
     before = state(chain)
     with pytest.raises(ValueError, match="does not extend"):
-        chain.extend(data)
+        chain.extend(link.certificate)
     assert state(chain) == before
 
 
@@ -89,7 +89,7 @@ def test_settle_changes_only_the_state_root() -> None:
     chain.settle(b"1" * 32)
     assert chain.head == replace(before, state_root=b"1" * 32)
     assert before == grown(1).head, "a round keeps the head that it began with"
-    chain.extend(encoded(decided(chain.head)))
+    chain.extend(decided(chain.head).certificate)
     assert chain.head.state_root == UNSETTLED, "even a SKIP's root has to be settled again: it binds the round"
 
 
@@ -104,7 +104,7 @@ def test_past_heads_have_the_recorded_state_roots() -> None:
     assert start is not None and start.state_root == ROOT
     chain = grown(1)
     chain.settle(b"1" * 32)
-    chain.extend(encoded(decided(chain.head, root=b"2" * 32)))
+    chain.extend(decided(chain.head, root=b"2" * 32).certificate)
     diverged = chain.at(lineages(chain)[1])
     assert diverged is not None and diverged.state_root == b"2" * 32
 
@@ -148,10 +148,10 @@ def test_forks_without_a_mean_train_nothing() -> None:
     """Also on a copy, which shares the first rounds and has the others to itself."""
     chain = grown(2)
     for kind in (Kind.FORK, Kind.MEAN, Kind.SKIP):
-        chain.extend(encoded(decided(chain.head, kind)))
+        chain.extend(decided(chain.head, kind).certificate)
     other = chain.copy()
     for kind in (Kind.MEAN, Kind.FORK, Kind.MEAN):
-        other.extend(encoded(decided(other.head, kind)))
+        other.extend(decided(other.head, kind).certificate)
     for each, wanted in ((chain, [0, 1, 2, 2, 3, 4]), (other, [0, 1, 2, 2, 3, 4, 5, 5, 6])):
         assert [each.trained_at(lineage) for lineage in lineages(each)] == wanted and each.trained == wanted[-1]
     assert chain.trained_at(b"x" * 32) == 0

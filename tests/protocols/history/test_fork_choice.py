@@ -14,7 +14,7 @@ from protocols.consensus import record as records
 from protocols.consensus.messages import Signed
 from protocols.consensus.record import Kind
 from protocols.consensus.vote_tally import VoteTally
-from protocols.history.chain import UNSETTLED, Chain, DecidedRound, genesis
+from protocols.history.chain import UNSETTLED, Chain, DecidedRound, follow, genesis
 from protocols.history.fork_choice import Branch, ForkChoice
 from tests.sim.host import SimSigner
 from tests.support.fake_rounds import ROOT, RUN, SEED, certified, decided, line, vote
@@ -289,7 +289,7 @@ def test_vote_count_of_certificate_does_not_matter() -> None:
     answers = set()
     for many, few in itertools.product((ROSTER, ROSTER[:3]), repeat=2):
         pairs = zip(every, (many, few), strict=True)
-        links = [DecidedRound(certified(head, one, by), decided(head, plan=one.plan).head) for one, by in pairs]
+        links = [follow(head, certified(head, one, by)) for one, by in pairs]
         answers.add((beats(links[:1], links[1:]), beats(links[1:], links[:1])))
     assert len(answers) == 1 and sum(answers.pop()) == 1, "only liars bring this about; still, all agree"
 

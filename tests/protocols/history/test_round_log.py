@@ -106,7 +106,7 @@ def test_archived_chain_behaves_like_a_list(steps: list[Any], recent: int, piece
             links = line(replace(start, state_root=ROOT), rounds, kind=kind, roster=roster, plan=plan(next(plans)))
             if what == "extend":
                 for link in links:
-                    chain.extend(encoded(link))
+                    chain.extend(link.certificate)
                 plain.links = plain.links + links
             elif what == "switch":
                 branch = links if rounds % 2 else judged(start, links)
@@ -178,7 +178,7 @@ def test_unreadable_record_drops_all_earlier_ones(bad: bytes | None, monkeypatch
     with pytest.raises(ValueError, match="does not leave this chain"):
         chain.switch(every[3], [])
     assert len(chain.switch(every[9], [])) == 11 and chain.head == links[8].head
-    chain.extend(encoded(decided(chain.head)))
+    chain.extend(decided(chain.head).certificate)
 
 
 def test_switch_at_unreadable_record_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,7 +190,7 @@ def test_switch_at_unreadable_record_changes_nothing(monkeypatch: pytest.MonkeyP
     with pytest.raises(ValueError, match="cannot be read any more"):
         chain.switch(lineage, [])
     assert len(chain) == len(archive) == 20
-    chain.extend(encoded(decided(chain.head)))
+    chain.extend(decided(chain.head).certificate)
 
 
 def test_unreadable_abandoned_record_does_not_block_switch(monkeypatch: pytest.MonkeyPatch) -> None:

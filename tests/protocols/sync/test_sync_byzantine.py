@@ -19,6 +19,7 @@ from protocols.base import Buffer, Header, Member
 from protocols.blobs.serving import BlobIndex, Busy
 from protocols.consensus.messages import Certificate
 from protocols.consensus.record import Kind
+from protocols.history.chain import follow
 from protocols.streams.framing import FramedStream
 from protocols.sync.requests import Certificates, HeadAnnouncement, SnapshotRef
 from protocols.sync.snapshot import Snapshot
@@ -294,4 +295,4 @@ async def test_record_with_invalid_part_bounds_is_not_replayed(world: RoundsBehi
     for bounds in ((), (0, 5), (0, 700, 300), (1, 500, 1000), (0, 333, 1 << 40)):
         bad = replace(link.record, bounds=bounds)
         with pytest.raises(Exception, match="do not make up its mean"):
-            await world.cleo.sync.fetcher.parts(replace(link, certificate=certified(head, bad)), 1e6)
+            await world.cleo.sync.fetcher.parts(follow(head, certified(head, bad)), 1e6)

@@ -5,24 +5,25 @@ before they are needed. As its work grows, it sends later offers to the round's 
 member's tokens are known when the round is called. An offer of complete work goes to the others, too, if the round is
 not called at once, because any member may have to coordinate.
 
-A member that rests says so to the whole roster (`protocols.butterfly.resting`). Its work so far counts, but the round
-is called as if neither it nor a member that is gone were in the roster. While all rest, there is nothing to call the
-round for.
+A member that rests stays in the roster and votes, but trains nothing. It says so to the whole roster, beside its offer:
+the digest of a plan covers the offers. Its work so far counts, but the round is called as if neither it nor a member
+that is gone were in the roster. While all rest, there is nothing to call the round for.
 """
+
+# ruff: noqa: RUF009 - a field's bound is its default
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from protocols.aio import Notifier, loop_time
 from protocols.allreduce import plan as planning
-from protocols.base import BadPayload, Deadline, Head, LocalProgress, Member, PeerId
-from protocols.butterfly.context import ButterflyContext
-from protocols.butterfly.resting import Resting, RestingMembers
+from protocols.base import BadPayload, Deadline, Head, Header, LocalProgress, Member, PeerId, RoundKey, Signer
 from protocols.consensus.record import coordinators
-from protocols.wire import Offer, Plan, Ready
+from protocols.streams.control_channel import ControlChannel, RoundAccounting
+from protocols.wire import Offer, Plan, Ready, blob, canonical_bytes, flag, one, register, uint
 
 GROWTH = 1.25
 """An offer is sent again when its tokens have grown by this factor."""
@@ -35,44 +36,96 @@ CALL_SECONDS = 0.05
 """Time for the call after an offer of complete work, before the other members get that offer.
 
 Usually the last offer leads to the call. If all members then sent it to all, they would verify each other's offers at
-just the moment at which everybody waits for the plan."""
+just the moment at which all wait for the plan."""
 
 
-class RoundCall:
-    """One member's side of the call.
+@dataclass(frozen=True, slots=True)
+class Resting(Header):
+    """A member's signed statement to the whole roster that it rests, or that it works again.
 
-    Attributes:
-        cut: set when the round is called and no further step of this member fits, or at the round's deadline.
-        resolved: the latest plan; None before the call.
-        cut_at: when the last member has to send its work.
-        changed: notified of every offer and plan.
-        present: returns the members that are not gone; set by the coordinator.
-        roster_changes: returns whether a record would change the roster; set by the coordinator.
+    `number` counts the member's statements about this round. Only a higher one than before is taken, so that no
+    statement of an earlier attempt at the round can be played again.
+    """
+
+    key: RoundKey = one(RoundKey)
+    member: Member = one(Member)
+    number: int = uint(1 << 40)
+    rests: bool = flag()
+    signature: bytes = blob(128)
+
+    def signed(self) -> bytes:
+        return b"starling resting" + canonical_bytes(replace(self, signature=b""))
+
+
+register(192, (Resting,))
+
+
+class RestingMembers:
+    """What the members of a roster have said in one round about resting. It outlives the attempts at the round."""
+
+    def __init__(self) -> None:
+        self._last: dict[PeerId, Resting] = {}
+
+    def peers(self) -> frozenset[PeerId]:
+        """The members that rest."""
+        return frozenset(peer for peer, statement in self._last.items() if statement.rests)
+
+    def has_rested(self, peer: PeerId) -> bool:
+        """Whether a member has said in this round that it rests, even if it works again. Its first word says so."""
+        return peer in self._last
+
+    def state(self, key: RoundKey, me: Member, rests: bool, signer: Signer) -> Resting:
+        """Make this member's next statement, and note it."""
+        known = self._last.get(me.peer)
+        statement = Resting(key, me, known.number + 1 if known else 1, rests, b"")
+        self._last[me.peer] = statement = replace(statement, signature=signer.sign(statement.signed()))
+        return statement
+
+    def take(self, statement: Resting, verify: Callable[[PeerId, bytes, bytes], bool]) -> bool:
+        """Take a member's statement; returns whether it is newer than those before. Raises BadPayload if forged."""
+        peer = statement.member.peer
+        known = self._last.get(peer)
+        if known and statement.number <= known.number:
+            return False
+        if not verify(peer, statement.signed(), statement.signature):
+            raise BadPayload("a statement about resting with a forged signature")
+        self._last[peer] = statement
+        return True
+
+
+class RoundStart:
+    """One member's side of the call: the offers until then, and the latest plan.
+
+    `cut` is set when the round is called and no further step of this member fits, or at the round's deadline.
     """
 
     def __init__(
         self,
-        context: ButterflyContext,
+        *,
+        me: Member,
         head: Head,
+        inputs: planning.PlanInputs,
+        signer: Signer,
+        post: ControlChannel,
+        accounting: RoundAccounting,
         bandwidth: float,
         deadline: Deadline,
         resting: RestingMembers,
+        changed: Notifier,
+        present: Callable[[], Sequence[Member]],
+        roster_changes: Callable[[], bool],
     ) -> None:
-        """
-        Args:
-            bandwidth: this member's upload, bytes/s.
-            deadline: the end of the attempt at the round.
-            resting: the members that rest in this round.
+        """`bandwidth` is this member's upload, bytes/s. `changed` is notified of every offer and plan. `present`
+        returns the members that are not gone, and `roster_changes` whether a record would change the roster.
         """
         self.cut = asyncio.Event()
-        self.resolved: planning.ResolvedPlan | None = None
-        self.cut_at = deadline
-        self.changed = Notifier()
-        self.present: Callable[[], Sequence[Member]] = lambda: head.roster
-        self.roster_changes: Callable[[], bool] = lambda: False
+        self.resolved: planning.ResolvedPlan | None = None  # the latest plan; None before the call
+        self.cut_at = deadline  # when the last member has to send its work
+        self._present, self._roster_changes = present, roster_changes
         self._resting, self._stated = resting, False
-        self._context, self._me, self._bandwidth, self._deadline = context, context.me, bandwidth, deadline
-        self._key, self._roster, self._inputs = head.key, head.roster, context.inputs(head)
+        self._me, self._bandwidth, self._deadline = me, bandwidth, deadline
+        self._signer, self._post, self._accounting, self._changed = signer, post, accounting, changed
+        self._key, self._roster, self._inputs = head.key, head.roster, inputs
         self._order = coordinators(head.key.lineage, head.roster)
         self._began = loop_time()
         self._offers: dict[PeerId, Offer] = {}
@@ -88,11 +141,11 @@ class RoundCall:
         self._timer.cancel()
         self._stop_spreading()
 
-    def hand_in_until(self) -> Deadline:
+    def data_phase_until(self) -> Deadline:
         """End of this member's data phase. A member that is late has the whole budget to fetch the others' results."""
         budget_seconds = self.resolved.plan.budget_seconds if self.resolved else 0.0
-        handed_in = max(self.cut_at, loop_time())
-        return min(self._deadline, handed_in + budget_seconds)
+        begins = max(self.cut_at, loop_time())
+        return min(self._deadline, begins + budget_seconds)
 
     def ready(self, work: LocalProgress) -> None:
         """Offer this work to the round."""
@@ -108,7 +161,7 @@ class RoundCall:
             signature=b"",
         )
         message = planning.offer_message(self._key, offer)
-        offer = replace(offer, signature=self._context.host.signer.sign(message))
+        offer = replace(offer, signature=self._signer.sign(message))
         self._verified[self._me.peer] = message, offer.signature
         if self.resolved is None:
             self._state_rest(work.resting)  # before an offer that leaves, which would hurry the call
@@ -119,15 +172,15 @@ class RoundCall:
             self._arm()
 
     def _state_rest(self, rests: bool) -> None:
-        """Tell the roster whether this member rests, where that is new in this attempt."""
+        """Tell the roster whether this member rests, if that is new in this attempt."""
         if rests == self._stated and rests == (self._me.peer in self._resting.peers()):
             return
         self._stated = rests
-        statement = self._resting.state(self._key, self._me, rests, self._context.host.signer)
+        statement = self._resting.state(self._key, self._me, rests, self._signer)
         for peer in self._order:
             if peer != self._me.peer:
-                self._context.post.send(peer, statement)
-        self.changed.notify()
+                self._post.send(peer, statement)
+        self._changed.notify()
 
     def _announce(self, offer: Offer) -> None:
         sent = self._announced
@@ -153,18 +206,14 @@ class RoundCall:
         for peer in peers:
             if self._announced and peer not in self._informed:
                 self._informed.add(peer)
-                self._context.post.send(peer, Ready(self._key, self._announced))
+                self._post.send(peer, Ready(self._key, self._announced))
 
     def _stop_spreading(self) -> None:
         if self._spread:
             self._spread.cancel()
 
     def on_ready(self, peer: PeerId, offer: Offer) -> None:
-        """Take an offer from a peer.
-
-        Raises:
-            BadPayload: the offer is forged, not that peer's, or not of a member.
-        """
+        """Take an offer from a peer. Raises BadPayload if it is forged, not that peer's, or not of a member."""
         if offer.member not in self._roster or offer.member.peer != peer:
             raise BadPayload(f"an offer of {offer.member.peer}, which is not the sender or not in the roster")
         if not self._verify(peer, planning.offer_message(self._key, offer), offer.signature):
@@ -174,21 +223,17 @@ class RoundCall:
             self._take(offer)
 
     def on_resting(self, peer: PeerId, statement: Resting) -> None:
-        """Take a peer's statement that it rests or works again.
-
-        Raises:
-            BadPayload: the statement is forged, not that peer's, or not of a member.
-        """
+        """Take a peer's statement that it rests or works again. Raises BadPayload as `on_ready`."""
         if statement.member not in self._roster or statement.member.peer != peer:
             raise BadPayload(f"says that {statement.member.peer} rests, which is not the sender or not in the roster")
-        if self._resting.take(statement, self._context.host.signer.verify):
-            self.changed.notify()
+        if self._resting.take(statement, self._signer.verify):
+            self._changed.notify()
 
     def _verify(self, peer: PeerId, message: bytes, signature: bytes) -> bool:
         """Whether `peer` signed `message`. The same bytes with the same signature are verified once."""
         if self._verified.get(peer) == (message, signature):
             return True
-        genuine = self._context.host.signer.verify(peer, message, signature)
+        genuine = self._signer.verify(peer, message, signature)
         if genuine:
             self._verified[peer] = message, signature
         return genuine
@@ -198,7 +243,7 @@ class RoundCall:
         self._offers[peer] = offer
         if offer.complete and peer not in self._complete_seconds:
             self._complete_seconds[peer] = self._elapsed()
-        self.changed.notify()
+        self._changed.notify()
 
     def _elapsed(self) -> float:
         return loop_time() - self._began
@@ -206,8 +251,7 @@ class RoundCall:
     def draw(self, ballot: int, without: Collection[PeerId]) -> Plan:
         """Draw the plan that calls the round with the offers that are in, as the coordinator of a ballot.
 
-        Args:
-            without: silent members to leave out, so that no member waits for them.
+        The members in `without` are silent and left out, so that no member waits for them.
         """
         offers = [each for peer, each in self._offers.items() if peer not in without and self._agrees(each)]
         return planning.make_plan(self._inputs, offers, self._elapsed(), ballot)
@@ -219,7 +263,7 @@ class RoundCall:
             due = self._deadline if after is None else self._began + after
             if self.resolved is not None or (after is not None and loop_time() >= due):
                 return True
-            await self.changed.reached(lambda: self.resolved is not None or self._call_after() != after, due)  # noqa: B023
+            await self._changed.reached(lambda: self.resolved is not None or self._call_after() != after, due)  # noqa: B023
         return False
 
     def incomplete(self) -> tuple[PeerId, ...]:
@@ -243,14 +287,14 @@ class RoundCall:
         if any(peer in working and self._leaves_now(peer) for peer in self.leaving()):
             return 0.0 if mine.tokens else LEAVER_SECONDS  # a moment only, if no work is done yet
         if not working:
-            return 0.0 if self._all_leave() or self.roster_changes() else None
+            return 0.0 if self._all_leave() or self._roster_changes() else None
         done = [seconds for peer, seconds in self._complete_seconds.items() if peer in working]
         return planning.call_after(done, len(working))
 
     def _working(self) -> tuple[PeerId, ...]:
         """The members that the call waits for. If those that are gone counted, too few might be left for a call."""
         resting = self._resting.peers()
-        return tuple(member.peer for member in self.present() if member.peer not in resting)
+        return tuple(member.peer for member in self._present() if member.peer not in resting)
 
     def _all_leave(self) -> bool:
         """Whether every member leaves, and there is work to count first. The only one of a roster cannot leave."""
@@ -258,7 +302,7 @@ class RoundCall:
         return len(peers) > 1 and leaving.issuperset(peers) and any(map(self.has_work, peers))
 
     def _leaves_now(self, peer: PeerId) -> bool:
-        """Whether a leaving member offers its last work. One that only leaves the roster goes on with its steps."""
+        """Whether a leaving member offers its last work. One that only leaves the roster continues with its steps."""
         offer = self._offers.get(peer)
         return bool(offer and offer.complete)
 
@@ -270,14 +314,13 @@ class RoundCall:
     def _agrees(self, offer: Offer) -> bool:
         if offer.state_root == self._offers[self._me.peer].state_root:
             return True
-        self._context.accounting.name(offer.member.peer, "its state root differs from the coordinator's")
+        self._accounting.name(offer.member.peer, "its state root differs from the coordinator's")
         return False
 
     def on_plan(self, plan: Plan) -> None:
         """Take a plan from the coordinator of the ballot that it names: a call, or a part given to another reducer.
 
-        Raises:
-            BadPayload: the plan is not valid, or differs from another one of the same version.
+        Raises BadPayload if it is not valid, or differs from another one of the same version.
         """
         known = self.resolved.plan if self.resolved else None
         if known and (plan.ballot, plan.version) <= (known.ballot, known.version):
@@ -287,7 +330,7 @@ class RoundCall:
         planning.check(plan, self._inputs, self._roster, self._verify)
         before, self.resolved = self.resolved, planning.resolve_plan(plan, self._inputs.robust)
         self._stop_spreading()
-        self.changed.notify()
+        self._changed.notify()
         if before is None or before.digest != self.resolved.digest:
             self.cut_at = min(self._deadline, loop_time() + plan.cut_seconds)
             if self._me.peer in self.resolved.peers:

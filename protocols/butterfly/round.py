@@ -1,0 +1,533 @@
+"""One attempt at a round, from the first offer to the outcome, as a member goes through it.
+
+While the trainer works, members exchange offers, and the round is called (`protocols.butterfly.call`). Then the data
+phase runs, and the roster decides (`protocols.butterfly.vote`). The member fetches the parts that it lacks of the
+decision, and decodes them. An attempt that ends undecided leaves its vote and its parts to the next one.
+`protocols.butterfly.coordinator` does what only the coordinator of a ballot does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from functools import partial
+
+from protocols import wire
+from protocols.aio import Notifier, loop_time, task_group
+from protocols.allreduce.all_reduce import AllReduce
+from protocols.allreduce.parts import PartFormat, ReducedPart, ReduceJob
+from protocols.allreduce.plan import PlanInputs, ResolvedPlan
+from protocols.base import (
+    AveragingResult,
+    BadPayload,
+    Deadline,
+    Head,
+    Header,
+    Host,
+    LocalProgress,
+    Member,
+    Outcome,
+    PeerError,
+    PeerId,
+    PeerSilent,
+    Settings,
+    Stream,
+    Vector,
+)
+from protocols.butterfly.call import Resting, RoundStart
+from protocols.butterfly.part_cache import PartCache, fetch_part
+from protocols.butterfly.vote import RoundVote
+from protocols.consensus import record as records
+from protocols.consensus.messages import Certificate, VoteMessage
+from protocols.consensus.record import Record
+from protocols.consensus.vote_tally import max_admitted, min_retained
+from protocols.streams.control_channel import ControlChannel, RoundAccounting
+from protocols.vectors.views import VectorView
+from protocols.wire import MAX_ROSTER
+
+RETRY_SECONDS = 0.5
+"""Pause before parts that could not be fetched are asked for again."""
+WATCH_SECONDS = 0.5
+"""How often a member looks whether a fork is due."""
+
+
+class Round:
+    """One attempt at a round (`protocols.base.AveragingSession`)."""
+
+    def __init__(
+        self,
+        *,
+        host: Host,
+        me: Member,
+        settings: Settings,
+        part_format: PartFormat,
+        part_cache: PartCache,
+        post: ControlChannel,
+        accounting: RoundAccounting,
+        head: Head,
+        vote: RoundVote,
+        bandwidth: float,
+        deadline: Deadline,
+    ) -> None:
+        """`vote` is that of the head's lineage, and outlives the attempt. `bandwidth` is this member's upload, bytes/s;
+        `deadline` is the end of the attempt.
+        """
+        self.host, self.me, self.post, self.accounting = host, me, post, accounting
+        self.head, self.vote, self.deadline = head, vote, deadline
+        self.changed = Notifier()  # notified of every event of the round
+        self.exchange: AllReduce | None = None  # the data phase of the latest plan
+        self._format, self._part_cache = part_format, part_cache
+        self._elements = settings.elements[head.key.fragment]
+        self._candidates: dict[PeerId, Member] = {}  # they ask for admission to the next roster, and hold the state
+        self._superseded = False
+        self._running: asyncio.Task[None] | None = None
+        codec, many = part_format.codec, 1 << 20
+        size = codec.encoded_bytes(many)
+        inputs = PlanInputs(
+            key=head.key,
+            elements=self._elements,
+            bytes_per_element=size / many,
+            complaints=head.complaints,
+            robust=settings.robust,
+            grain=codec.grain,
+            growth=lambda members: codec.reduced(members).encoded_bytes(many) / size,
+        )
+        self.call = RoundStart(
+            me=me,
+            head=head,
+            inputs=inputs,
+            signer=host.signer,
+            post=post,
+            accounting=accounting,
+            bandwidth=bandwidth,
+            deadline=deadline,
+            resting=vote.resting,
+            changed=self.changed,
+            present=lambda: self._or_all(self._here()),
+            roster_changes=self._roster_changes,
+        )
+        self.cut = self.call.cut
+        self.call.led_by(vote.tally.coordinator(vote.paxos.promised))  # an earlier attempt may have moved on
+        vote.begin_attempt(head, self.changed)
+
+    # -- the contract -------------------------------------------------------------------------------------------------
+
+    def offer(self, work: LocalProgress) -> None:
+        if self.vote.votes:
+            self.call.ready(work)
+            self.vote.leaving |= self.call.leaving()
+
+    def waiting_for(self) -> tuple[PeerId, ...]:
+        """Members whose work is missing; after the call, reducers of missing parts; after those, the coordinator."""
+        resolved, exchange = self.call.resolved, self.exchange
+        if self.over():
+            return ()
+        if resolved is None:
+            return self.call.incomplete()
+        if exchange is None or exchange.complete:
+            return (self.vote.tally.coordinator(self.vote.paxos.ballot),)
+        missing = (part for part in range(len(resolved.plan.reducers)) if part not in exchange.parts)
+        return tuple(dict.fromkeys(resolved.reducer(part) for part in missing))
+
+    async def average(self, mine: Sequence[Vector], work: LocalProgress, into: Sequence[Vector]) -> AveragingResult:
+        """Run the data phase of each plan that is called, until the round is over and the decided mean is in `into`."""
+        source, target = VectorView(mine), VectorView(into)
+        if not source.size == target.size == self._elements:
+            raise ValueError(f"{source.size} and {target.size} elements; the run averages {self._elements}")
+        await self.cut.wait()  # it is set at the round's deadline at the latest
+        async with task_group() as group:
+            while not self.over():
+                resolved = self.call.resolved
+                if resolved and self.me.peer in resolved.peers:
+                    self._run_data_phase(group, resolved, source, target)
+                if not await self.until(lambda: self.over() or self.call.resolved is not resolved):  # noqa: B023 - awaited
+                    break
+            self._part_cache.gate.open()
+            parts = await self._collect()
+            if self._running:  # nothing may write to `into` any more while it is decoded, or after the return
+                self._running.cancel()
+                await asyncio.wait([self._running])
+        mean = await self._conclude(parts, target)
+        names, sent, received = self.accounting.take()
+        return replace(mean, blamed=(*names, *mean.blamed), bytes_sent=sent, bytes_received=received)
+
+    # -- the data phase -----------------------------------------------------------------------------------------------
+
+    def _run_data_phase(
+        self, group: asyncio.TaskGroup, resolved: ResolvedPlan, mine: VectorView, into: VectorView
+    ) -> None:
+        """Begin the data phase of a plan, or continue it under another version of that plan."""
+        exchange = self.exchange_of(resolved.digest)
+        if exchange is None:
+            if self._running:
+                self._running.cancel()
+            exchange = self._begin_data_phase(resolved, mine, into)
+            self._running = group.create_task(exchange.run())
+        exchange.assign(resolved)
+
+    def _begin_data_phase(self, resolved: ResolvedPlan, mine: VectorView, into: VectorView) -> AllReduce:
+        vote, cache, lineage = self.vote, self._part_cache, self.head.key.lineage
+        vote.phase_seconds = resolved.phase_seconds
+        bound = [value.record for value in (vote.paxos.accepted, vote.paxos.forked) if value]
+        cache.retain(lineage, {part.digest for record in bound for part in record.parts})
+        patience_seconds = vote.patience_seconds
+        task = ReduceJob(
+            key=self.head.key,
+            resolved=resolved,
+            me=self.me.peer,
+            mine=mine,
+            into=into,
+            format=self._format,
+            compute=self.host.compute,
+            signer=self.host.signer,
+            silent=max(loop_time(), self.call.cut_at) + patience_seconds,
+            patience_seconds=patience_seconds,
+            deadline=self.call.data_phase_until(),
+            progress=vote.moved,
+        )
+        self.exchange = exchange = AllReduce(self.host, self.accounting, task, self._on_exchange)
+        live = self.live_peers()
+        for peer in resolved.peers:
+            if peer not in live and peer != self.me.peer:
+                exchange.lose(peer, "gone")
+        cache.gate.close(task.deadline)
+        vote.report_parts(resolved.digest, cache.of(lineage))
+        return exchange
+
+    def _on_exchange(self, part: ReducedPart | None) -> None:
+        """Take a part of the present plan that came in; None if a reducer failed."""
+        exchange, vote = self.exchange, self.vote
+        assert exchange is not None
+        if part:
+            self._keep(part, part.done if part.chunks else None)
+        vote.progress()
+        for peer in exchange.take_silent():
+            vote.suspect(peer)
+
+    def _keep(self, part: ReducedPart, done: wire.PartDone | None = None) -> None:
+        """Keep a part for the vote and for other members; `done` if it is of the present plan."""
+        assert part.result is not None
+        self._part_cache.put(self.head.key.lineage, part)
+        self.vote.report_part(part.result.digest, done)
+
+    async def serve(self, peer: PeerId, stream: Stream, opening: wire.Contribute) -> None:
+        """Serve a member's data stream. Raises PeerSilent if the data phase of its plan does not begin here in time."""
+        self.vote.hear(peer)
+        deadline = min(self.deadline, stream.deadline)
+        while (exchange := self.exchange) is None or exchange.task.resolved.digest != opening.plan:
+            if not await self.until(lambda: self.exchange is not exchange, deadline):
+                raise PeerSilent(peer, "the data phase of its plan did not begin here")
+        try:
+            await exchange.serve(peer, stream, opening)
+        except BadPayload as error:
+            exchange.lose(peer, f"refused: {error}")  # it will send nothing else, so no member shall wait for it
+            raise
+        self.vote.hear(peer)
+
+    # -- parts from other members -------------------------------------------------------------------------------------
+
+    async def _fetch_for_vote(self) -> None:
+        """Fetch the parts that this member's vote waits for, from the members that have voted already."""
+        vote = self.vote
+        while await self.until(lambda: bool(vote.wanted) or self.over()):
+            if self.over():
+                return
+            proposed, wanted, ballot = vote.proposed, vote.wanted, vote.paxos.ballot
+            vote.wanted = ()
+            value = vote.tally.value(ballot, proposed)
+            assert value is not None  # the vote waits for it
+            voters = vote.tally.voters(ballot, value.digest)
+            holders = [vote.tally.coordinator(ballot), *(member.peer for member in voters)]
+            for index, part in enumerate(value.record.parts):
+                if part.digest in wanted:
+                    await self._obtain(value.record, index, holders)
+            missing = tuple(each for each in wanted if each not in self._part_cache.of(self.head.key.lineage))
+            if missing and not vote.wanted and vote.proposed == proposed:
+                await self.until(self.over, self._within(RETRY_SECONDS))
+                vote.wanted = missing
+
+    async def _obtain(self, record: Record, index: int, holders: Sequence[PeerId]) -> ReducedPart | None:
+        """Get a part of a record from memory or from its holders, and keep it. None if that fails."""
+        part = record.parts[index]
+        await self._await_own_part(record, index)
+        held = self._part_cache.get(part.digest)
+        if held is None and record.tiles(self._elements):
+            held = await self.fetch(holders, part, record.bounds[index : index + 2], len(record.peers))
+            if held:
+                self._blame_double_signer(index, held)
+        if held:
+            self._keep(held)
+        return held
+
+    async def _await_own_part(self, record: Record, index: int) -> None:
+        """Wait for a part that this member's own data phase may still complete, as long as data flows."""
+        exchange = self.exchange_of(record.plan)
+        if exchange is None:
+            return
+
+        def settled() -> bool:
+            return index in exchange.parts or index in exchange.failed or self.exchange is not exchange
+
+        def flows_until() -> Deadline:
+            return min(exchange.task.deadline, exchange.moved + self.vote.patience_seconds)
+
+        while not settled() and loop_time() < flows_until():
+            await self.until(settled, flows_until())
+
+    async def fetch(
+        self, holders: Sequence[PeerId], part: wire.PartDigest, bounds: tuple[int, ...], members: int
+    ) -> ReducedPart | None:
+        """Ask one holder of a part after the other, each for at most the time of a ballot.
+
+        Blames a holder of a wrong part. `bounds` are the part's elements [low, high), `members` those of its plan.
+        """
+        live, (low, high) = self.live_peers(), bounds
+        for peer in dict.fromkeys(holders):
+            if peer == self.me.peer or peer not in live:
+                continue
+            deadline = self._within(self.vote.patience_seconds)
+            try:
+                held = await fetch_part(self.host, peer, part, self._format.part(low, high, members), deadline)
+                await self.host.compute.run(partial(held.decode, None), 4 * (high - low))
+                return held
+            except BadPayload as error:
+                self.accounting.name(peer, f"refused as a source: {error}")
+            except PeerError:
+                continue
+        return None
+
+    def _blame_double_signer(self, index: int, held: ReducedPart) -> None:
+        """Blame a reducer that signed two different results for one part. The signatures prove it."""
+        exchange, theirs = self.exchange, held.done
+        mine = exchange.parts.get(index) if exchange else None
+        if not exchange or not mine or not mine.done or not theirs or mine.result == held.result:
+            return
+        if theirs.reducer != mine.done.reducer or theirs.part != index:
+            return
+        peer = exchange.task.resolved.peers[theirs.reducer]
+        if self.host.signer.verify(peer, exchange.task.message(theirs), theirs.signature):
+            self.accounting.name(peer, f"signed two different results for part {index}")
+
+    # -- the end ------------------------------------------------------------------------------------------------------
+
+    async def _collect(self) -> list[ReducedPart] | None:
+        """The parts of the decided record, fetched if missing. None if this peer cannot get them or use them."""
+        certificate, record = self.vote.certificate, self.vote.decided
+        if certificate is None or record is None or record.state_root != self.head.state_root:
+            return None
+        voters = [vote.voter.peer for vote in certificate.votes]
+        parts = []
+        for index in range(len(record.parts)):
+            held = await self._obtain(record, index, voters)
+            if held is None:
+                return None
+            parts.append(held)
+        return parts
+
+    async def _conclude(self, parts: list[ReducedPart] | None, into: VectorView) -> AveragingResult:
+        certificate, record = self.vote.certificate, self.vote.decided
+        if certificate is None or record is None:
+            return AveragingResult(Outcome.SUPERSEDED if self.over() else Outcome.UNDECIDED)
+        if record.state_root != self.head.state_root:
+            self.accounting.name(self.me.peer, "this peer has another state than the decided one")
+        if parts is None or not await self._decode(parts, into):
+            return AveragingResult(Outcome.SUPERSEDED)
+        return self._decided(certificate, record)
+
+    async def _decode(self, parts: Sequence[ReducedPart], into: VectorView) -> bool:
+        """Decode the parts that the last data phase did not decode; False if one does not decode."""
+        exchange = self.exchange
+        for index, held in enumerate(parts):
+            if exchange and exchange.parts.get(index) is held and index not in exchange.restarted:
+                continue
+            try:
+                await self.host.compute.run(partial(held.decode, into), 4 * (held.high - held.low))
+            except BadPayload:
+                return False
+        return True
+
+    def _decided(self, certificate: Certificate, record: Record) -> AveragingResult:
+        resolved = self.call.resolved
+        resolved = resolved if resolved and resolved.digest == record.plan else None
+        return AveragingResult(
+            Outcome.COMMITTED if record.averaged else Outcome.SKIPPED,
+            record=record,
+            certificate=certificate,
+            contributions=records.contributions(record.peers, record.parts),
+            weights=dict(zip(resolved.peers, resolved.weights, strict=True)) if resolved and record.averaged else {},
+            blamed=resolved.clamped if resolved else (),
+        )
+
+    # -- beside training and averaging --------------------------------------------------------------------------------
+
+    async def live(self) -> None:
+        """Take part in call and vote, and watch over the members, until cancelled."""
+        vote = self.vote
+        async with task_group() as group:
+            group.create_task(self._cut_when_over())
+            group.create_task(self._watch_members())
+            if not vote.votes:
+                self._ask_admission()
+            if not (vote.votes or vote.forks_only):
+                return
+            vote.start()
+            group.create_task(self._watch_majority())
+            if vote.votes:
+                group.create_task(self._await_call())
+                group.create_task(self._fetch_for_vote())
+
+    async def _cut_when_over(self) -> None:
+        if await self.until(self.over):
+            self.cut.set()
+
+    async def _await_call(self) -> None:
+        """Restart the ballot's timer once the round should be called: the coordinator has the time of one ballot."""
+        if await self.call.due() and not self.over():
+            self.vote.progress()
+
+    async def _watch_members(self) -> None:
+        members = self.host.members
+        roster = {member.peer for member in self.head.roster}
+        version, peers = members.version, set(roster)
+        while loop_time() < self.deadline:
+            live = self.live_peers()
+            for peer in sorted(peers - live):
+                self.gone(peer)
+            peers &= live
+            version = await members.changed(version, self.deadline)
+            self.changed.notify()
+            peers |= roster & self.live_peers()
+
+    async def _watch_majority(self) -> None:
+        while not self.over() and loop_time() < self.deadline:
+            self.vote.seek_fork({*self.host.members.live(), self.me}, self.call.resolved)
+            await self.until(self.over, self._within(WATCH_SECONDS))
+
+    def _ask_admission(self) -> None:
+        """Ask the roster for admission, and former members too, since this member may have to fork with them."""
+        tally, live = self.vote.tally, self.host.members.live()
+        former = [member.peer for member in live if self.vote.forks_only and tally.was_member(member)]
+        for peer in dict.fromkeys((*(member.peer for member in self.head.roster), *former)):
+            self._request_admission(peer)
+
+    def _request_admission(self, peer: PeerId) -> None:
+        if peer != self.me.peer:
+            self.post.send(peer, wire.AdmissionRequest(self.head.key, self.me, self.head.state_root))
+
+    # -- events -------------------------------------------------------------------------------------------------------
+
+    def gone(self, peer: PeerId) -> None:
+        """Note that a peer is known to be gone."""
+        if self.exchange:
+            self.exchange.lose(peer, "gone")
+        self.vote.gone(peer)
+
+    def take(self, peer: PeerId, message: Header) -> None:
+        """Take a control message for this round. Raises BadPayload if it breaks a rule."""
+        self.vote.hear(peer)
+        match message:
+            case wire.Ready(_, offer):
+                self.call.on_ready(peer, offer)
+                self.vote.leaving |= self.call.leaving()
+            case Resting():
+                self.call.on_resting(peer, message)
+            case wire.Plan():
+                self._on_plan(peer, message)
+                self.vote.leaving |= self.call.leaving()
+            case wire.AdmissionRequest(_, member, root):
+                self._on_admission_request(peer, member, root)
+            case VoteMessage():
+                self.vote.receive(peer, message)
+                self.call.led_by(self.vote.tally.coordinator(self.vote.paxos.promised))
+
+    def _on_plan(self, peer: PeerId, plan: wire.Plan) -> None:
+        if peer != self.vote.tally.coordinator(plan.ballot):
+            raise BadPayload(f"a plan of {peer}, which does not coordinate ballot {plan.ballot}")
+        if plan.ballot == self.vote.paxos.promised:
+            self.call.on_plan(plan)
+            self.vote.progress()
+            self.vote.moved(max(self.call.cut_at, loop_time()))
+
+    def _on_admission_request(self, peer: PeerId, member: Member, root: bytes) -> None:
+        if member.peer != peer:
+            raise BadPayload(f"asks for the admission of {member.peer}")
+        if root != self.head.state_root:
+            raise BadPayload("asks for admission with another state")
+        self._candidates[peer] = member
+        self.changed.notify()
+        is_new = self.vote.observers.get(peer) != member
+        self.vote.observers[peer] = member
+        if is_new and self.vote.forks_only:
+            self._request_admission(peer)  # the peer may have come after this member sent its requests
+        if self.vote.certificate:
+            self.post.send(peer, self.vote.certificate)
+
+    def supersede(self) -> None:
+        """End the attempt, because a better branch is known."""
+        self._superseded = True
+        self.changed.notify()
+
+    def close(self) -> None:
+        self.call.close()
+        self.vote.stop()
+
+    # -- its state ----------------------------------------------------------------------------------------------------
+
+    def over(self) -> bool:
+        """Whether the round is decided, or a better branch replaces it."""
+        return self._superseded or self.vote.certificate is not None
+
+    def exchange_of(self, plan: bytes) -> AllReduce | None:
+        """This member's data phase, if it belongs to the plan with this digest; else None."""
+        exchange = self.exchange
+        return exchange if exchange and exchange.task.resolved.digest == plan else None
+
+    async def until(self, condition: Callable[[], bool], deadline: Deadline | None = None) -> bool:
+        """Wait for a condition; False if the deadline comes first. The default is the deadline of the attempt."""
+        return await self.changed.reached(condition, self.deadline if deadline is None else deadline)
+
+    def _within(self, seconds: float) -> Deadline:
+        return min(self.deadline, loop_time() + seconds)
+
+    def live_peers(self) -> set[PeerId]:
+        """The peers that the failure detector believes alive."""
+        return {member.peer for member in self.host.members.live()}
+
+    # -- the next roster ----------------------------------------------------------------------------------------------
+
+    def next_roster(self, doubtful: Iterable[PeerId] = ()) -> tuple[Member, ...]:
+        """Live members that stay, and candidates. Evicts `doubtful` members that have been silent since the cut."""
+        quorum, size = self.vote.tally.quorum, len(self.head.roster)
+        mute = {peer for peer in doubtful if self.vote.heard.get(peer, -1.0) < self.call.cut_at}
+        here = [member for member in self._here() if member == self.me or member.peer not in mute]
+        staying = [member for member in self._or_all(here) if member.peer not in self.vote.leaving]
+        # if all leave, keep enough members that each quorum has one of them
+        staying = staying or here[: min_retained(size, quorum)]
+        taken = {member.peer for member in staying}
+        live = set(self.host.members.live())
+        asking = [member for member in self._candidates.values() if member in live and member.peer not in taken]
+        limit = min(max_admitted(size), MAX_ROSTER - len(staying))
+        return tuple(sorted((*staying, *sorted(asking)[:limit])))
+
+    def _roster_changes(self) -> bool:
+        """Whether a record would change the roster. While all rest, members with work do not leave before it counts."""
+        now, then = set(self.head.roster), set(self.next_roster())
+        return now != then and not (then < now and all(self.call.has_work(member.peer) for member in now - then))
+
+    def _here(self) -> list[Member]:
+        """This member, and those of the roster that are live as far as it can judge.
+
+        It cannot judge a peer whose only broken link is the one to this member.
+        """
+        ends = [(each.first, each.second) for each in self.head.complaints]
+        beyond = {
+            second if first == self.me.peer else first for first, second in ends if self.me.peer in (first, second)
+        }
+        unknown = {peer for peer in beyond if sum(peer in pair for pair in ends) == 1}
+        live = set(self.host.members.live())
+        return [each for each in self.head.roster if each == self.me or each in live or each.peer in unknown]
+
+    def _or_all(self, here: Sequence[Member]) -> Sequence[Member]:
+        """These members; the whole roster if they are too few to decide, since this member may be the one cut off."""
+        return here if len(here) >= self.vote.tally.quorum else self.head.roster

@@ -1,0 +1,354 @@
+"""One member's side of the vote on the record that extends one lineage, and what it knows about that round.
+
+`protocols.consensus.paxos` decides, without a clock or a network; `RoundVote` supplies both. It is kept as long as
+other peers may ask about its lineage, while attempts at the round (`protocols.butterfly.round`) come and go. Between
+them its timers are stopped.
+
+When the majority has been gone for long, the members that are left may FORK, if the run allows it. If none is left, as
+when a whole swarm was killed and restarted, their successors may (`protocols.consensus.vote_tally`); they start from a
+state that they hold, which may be older than the last decision of the members. If members left one after the other and
+the last of them is gone, former members may: a majority of a roster from which the last one has shrunk.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Collection, Iterable, Sequence
+
+from protocols.aio import Notifier, loop_time
+from protocols.allreduce.plan import BUDGET_FLOOR_SECONDS, ResolvedPlan
+from protocols.base import BadPayload, Deadline, Head, Member, PeerId, Settings, Signer
+from protocols.butterfly.call import RestingMembers
+from protocols.butterfly.part_cache import PartCache
+from protocols.consensus import record as records
+from protocols.consensus.messages import (
+    Accept,
+    BallotNack,
+    Certificate,
+    ConflictingCertificate,
+    Decided,
+    Fetch,
+    Instruction,
+    Prepare,
+    Promise,
+    ProposalNeeded,
+    Propose,
+    ReportFault,
+    Send,
+    SetTimer,
+    VoteMessage,
+)
+from protocols.consensus.paxos import PaxosInstance
+from protocols.consensus.record import Kind, Record
+from protocols.consensus.vote_tally import OBSERVER, Value, VoteTally
+from protocols.streams.control_channel import ControlChannel, RoundAccounting
+from protocols.wire import PartDone
+
+BALLOT_FLOOR_SECONDS = 2.0
+"""Time of a ballot beyond two round trips and the data phase, because honest members pause, too."""
+ROUND_TRIP_LIMIT_SECONDS = 0.75
+"""Longest round trip that counts. If opening a stream took longer, the link was cut meanwhile, or a machine was busy.
+
+The bound also leaves time for a repair. A member that stops in the middle of its contribution is late at
+`SCATTER_SHARE` of the budget, and as a reducer it is overdue T_b later. With this bound, the rest of
+`BUDGET_FLOOR_SECONDS` is enough for another member to reduce its part."""
+LENIENCE = 1.25
+"""A ballot's timer is this factor longer than T_b: members give up a silent member before the coordinator that waits
+for it."""
+FORK_BUDGETS = 3
+"""Members fork when the majority has been gone for this many budgets of a round; for one, if the roster is of two."""
+FORMER_BUDGETS = 2
+"""Former members wait for this many budgets: what a last member decided alone, and may lose, is little."""
+COMPLETE_SECONDS = 5.0
+"""Wait if the successors of the whole roster are here: no member can come back, but another peer may know more."""
+
+_MEMBERS_ONLY = (Prepare, Promise, Propose, Accept, BallotNack)
+
+
+class RoundVote:
+    """One member's vote. It notifies `changed`, which belongs to the present attempt, after every event."""
+
+    def __init__(
+        self,
+        *,
+        me: Member,
+        head: Head,
+        may_vote: bool,
+        signer: Signer,
+        settings: Settings,
+        post: ControlChannel,
+        accounting: RoundAccounting,
+        part_cache: PartCache,
+        on_rival: Callable[[PeerId], None],
+    ) -> None:
+        """Without `may_vote` this peer only takes certificates, even if it is in the roster. `on_rival` is called with
+        a peer that sent a decision which this member cannot follow.
+        """
+        voter = me if may_vote else Member(me.peer, OBSERVER)
+        self.votes = voter in head.roster
+        self.head = head  # its state root may differ between attempts
+        self.tally = VoteTally(head.key, head.roster, signer, settings.quorum, settings.fork_peers, head.former)
+        self.paxos = PaxosInstance(voter, self.tally)
+        self.forks_only = self.tally.forks_only(voter)  # no vote, but it may fork with others like it
+        self.changed = Notifier()
+        # the ballot that this member coordinates and may still choose a record for, and the promises for it
+        self.leading: int | None = 0 if self.votes and self.tally.coordinator(0) == me.peer else None
+        self.promises: tuple[Promise, ...] = ()
+        self.published = -1  # the last ballot in which this member sent a plan
+        # digests of the parts that this member must hold before it can vote for the record `proposed`
+        self.wanted: tuple[bytes, ...] = ()
+        self.proposed = b""
+        self.heard: dict[PeerId, float] = {}  # when this member last heard of a peer
+        self.leaving: set[PeerId] = set()  # members that have announced that they leave after this round, for good
+        self.resting = RestingMembers()
+        self.observers: dict[PeerId, Member] = {}  # they wait for the decision without being in the roster
+        self.phase_seconds = 0.0  # expected length of the data phase
+        self._me, self._settings, self._post, self._accounting = me, settings, post, accounting
+        self._part_cache, self._on_rival = part_cache, on_rival
+        self._promised, self._promised_at = 0, 0.0  # its coordinator asks all for promises about then
+        self._alone_since: float | None = None
+        self._fork: tuple[Member, ...] = ()  # the members with which this attempt seeks a fork
+        self._timer: asyncio.TimerHandle | None = None
+        self._moved = 0.0
+        self._awake = False
+        self._sender = me.peer
+
+    @property
+    def certificate(self) -> Certificate | None:
+        return self.paxos.decided
+
+    @property
+    def decided(self) -> Record | None:
+        value = self.tally.value(0, self.paxos.decided.record) if self.paxos.decided else None
+        return value.record if value else None
+
+    @property
+    def patience_seconds(self) -> float:
+        """T_b, the time of one ballot: two round trips, the data phase and a floor."""
+        trips = self._post.round_trip_seconds
+        slowest = max((trips.get(member.peer, 0.0) for member in self.tally.roster), default=0.0)
+        return BALLOT_FLOOR_SECONDS + 2 * min(slowest, ROUND_TRIP_LIMIT_SECONDS) + self.phase_seconds
+
+    # -- events -------------------------------------------------------------------------------------------------------
+
+    def begin_attempt(self, head: Head, changed: Notifier) -> None:
+        """Note that an attempt at the round begins. `start` follows if it takes part in the vote."""
+        self.head, self.changed, self._fork = head, changed, ()
+
+    def start(self) -> None:
+        """Start the timers. A ballot in which this member sent a plan in an earlier attempt is given up.
+
+        That plan belongs to an attempt that is over and binds no member, so the next coordinator takes over.
+        """
+        self._awake = True
+        if self.leading is not None and self.leading == self.published:
+            self.leading = None
+            self._act(self.paxos.timeout(self.paxos.ballot))
+        elif self.paxos.ballot:
+            self.progress()
+
+    def stop(self) -> None:
+        """Stop the timers, because the attempt or the vote is over."""
+        self._awake = False
+        if self._timer:
+            self._timer.cancel()
+
+    def receive(self, peer: PeerId, message: VoteMessage) -> None:
+        """Take a message of the vote; raises BadPayload for a vote of a peer that has none, or a proposal that no
+        honest member makes.
+        """
+        if message.sender.peer != peer:
+            raise BadPayload(f"a vote in the name of {message.sender.peer}")
+        if isinstance(message, _MEMBERS_ONLY) and not self._takes_part(message.sender):
+            raise BadPayload("a vote of a peer outside the roster, or of another incarnation")
+        if isinstance(message, Propose):
+            self._examine(message)
+        if isinstance(message, Promise) and message.record:
+            self._admissible("a promise with a record", message.accepted, message.record)
+        self.hear(peer)
+        self._sender = peer
+        self._act(self.paxos.receive(peer, message))
+
+    def _takes_part(self, sender: Member) -> bool:
+        """Whether a sender takes part: a member of the roster, or a peer that, like this one, may only fork."""
+        return self.tally.counts(sender) or (self.forks_only and self.tally.forks_only(sender))
+
+    def _admissible(self, what: str, ballot: int, record: bytes) -> Value:
+        """Decode a record that an honest member with this member's state may have put to the vote."""
+        value = self.tally.value(ballot, record)
+        if value is None or value.record.state_root != self.head.state_root:
+            raise BadPayload(f"{what} that may not be put to the vote, or of another state")
+        return value
+
+    def _examine(self, proposal: Propose) -> None:
+        """Refuse a record that may not be put to the vote, starts from another state, or does not fit the vector.
+
+        A quorum of the roster must be in the next roster or have announced that it leaves. The tally cannot check
+        this, because it does not know which members leave.
+
+        In ballot 0, a member that never said that it rests refuses a SKIP that is proposed because all rest: its
+        coordinator has heard no such statement. In later ballots a record may be bound by an earlier vote: refusing it
+        could stop the run.
+        """
+        value = self._admissible("a proposal", proposal.ballot, proposal.record)
+        record = value.record
+        willing = [each for each in self.tally.roster if each in record.roster or each.peer in self.leaving]
+        if len(willing) < self.tally.quorum and not value.is_fork:
+            raise BadPayload("a proposal that may not be put to the vote: it evicts too many members that do not leave")
+        unfounded = record.idle and not self.resting.has_rested(self._me.peer)
+        if unfounded and proposal.ballot == 0 and not value.is_fork:
+            raise BadPayload("proposed to skip a round in which this member has work")
+        if record.kind != Kind.MEAN and not record.parts:
+            return
+        if not record.parts or not record.peers or not record.tiles(self._settings.elements[self.head.key.fragment]):
+            raise BadPayload("a proposal that is not of the whole vector")
+        for index, part in enumerate(record.parts):
+            held = self._part_cache.get(part.digest)
+            if held and (held.low, held.high) != record.bounds[index : index + 2]:
+                raise BadPayload(f"a proposal with part {index} at another place")
+
+    def hear(self, peer: PeerId) -> None:
+        """Note that a message or a stream of a peer came in."""
+        self.heard[peer] = loop_time()
+
+    def silent(self, peers: Iterable[PeerId]) -> list[PeerId]:
+        """The peers that have been silent for the time of a ballot and did not answer the present one's first message.
+
+        Silence since that answer tells nothing: while members train, they send few offers, and those to few peers.
+        """
+        since = min(self._promised_at, loop_time() - self.patience_seconds)
+        return [peer for peer in peers if self.heard.get(peer, -math.inf) < since]
+
+    def moved(self, at: Deadline | None = None) -> None:
+        """Give the present ballot its whole time again, because data flows now or will flow from `at` on."""
+        self._moved = loop_time() if at is None else at
+
+    def progress(self) -> None:
+        """Begin the present ballot's time, because the round is called or should be."""
+        self._act(self.paxos.progress())
+
+    def gone(self, peer: PeerId) -> None:
+        """Note that a peer is known to be gone."""
+        self._act(self.paxos.gone(peer))
+
+    def suspect(self, peer: PeerId) -> None:
+        """Begin the next ballot if a peer that was silent for the time of a ballot coordinates this one."""
+        if peer == self.tally.coordinator(self.paxos.ballot):
+            self._act(self.paxos.timeout(self.paxos.ballot))
+
+    def propose(self, ballot: int, record: Record) -> None:
+        """Propose a record, as the coordinator of a ballot, which leaves no further choice in it."""
+        self.leading = None
+        self._act(self.paxos.chosen(ballot, records.encode(record)))
+
+    def report_parts(self, plan: bytes, digests: Collection[bytes]) -> None:
+        """Report which parts this member holds when the data phase of a plan begins."""
+        self._act(self.paxos.report_parts(plan, (), digests))
+
+    def report_part(self, digest: bytes, done: PartDone | None = None) -> None:
+        """Report one more part: `done` as its reducer signed it, if it is of the present plan."""
+        self._act(self.paxos.report_part(digest, done))
+
+    # -- instructions -------------------------------------------------------------------------------------------------
+
+    def _act(self, instructions: Sequence[Instruction]) -> None:
+        for each in instructions:
+            self._follow(each)
+        if self._promised != self.paxos.promised:
+            self._promised, self._promised_at = self.paxos.promised, loop_time()
+        if self.leading != self._promised:
+            self.leading = None
+        self.changed.notify()
+
+    def _follow(self, instruction: Instruction) -> None:
+        match instruction:
+            case Send(to, message):
+                self._send(to, message)
+            case SetTimer(ballot, factor):
+                self._arm(ballot, factor)
+            case ProposalNeeded(ballot, promises):
+                self.leading, self.promises = ballot, promises
+            case Fetch(record, parts):
+                self.proposed, self.wanted = record, parts
+            case Decided(certificate):
+                self.stop()
+                self._send(self.observers, certificate)
+            case ConflictingCertificate():
+                self._on_rival(self._sender)
+            case ReportFault(peer, why):
+                self._accounting.name(peer, f"refused: {why}")
+
+    def _send(self, peers: Iterable[PeerId], message: VoteMessage) -> None:
+        for peer in peers:
+            self._post.send(peer, message)
+
+    def _arm(self, ballot: int, factor: int) -> None:
+        if self._timer:
+            self._timer.cancel()
+        self.moved()
+        if self._awake and self.certificate is None:
+            self._check_timer(ballot, factor)
+
+    def _check_timer(self, ballot: int, factor: int) -> None:
+        """End a ballot whose time is over; otherwise check again when it should be."""
+        due = self._moved + factor * LENIENCE * self.patience_seconds
+        if loop_time() < due:
+            self._timer = asyncio.get_running_loop().call_at(due, self._check_timer, ballot, factor)
+        else:
+            self._act(self.paxos.timeout(ballot))
+
+    # -- forks --------------------------------------------------------------------------------------------------------
+
+    def seek_fork(self, live: set[Member], called: ResolvedPlan | None) -> None:
+        """Seek a fork with the live members that may fork, once that is due; stop if the majority is back.
+
+        `live` includes this member; `called` is the plan of the round, if it is called. To be called again and again.
+        """
+        left = self._survivors(live) if self.votes else self._successors(live)
+        if not self.tally.may_fork(left):
+            self._alone_since = None
+        elif self._alone_since is None:
+            self._alone_since = loop_time()
+        alone_seconds = 0.0 if self._alone_since is None else loop_time() - self._alone_since
+        due = left if alone_seconds >= self._fork_patience_seconds(left, live, called) else ()
+        if due != self._fork:
+            self._fork = due
+            record = records.encode(records.extend(self.head, Kind.FORK, due)) if due else b""
+            self._act(self.paxos.fork(record))
+
+    def _survivors(self, live: set[Member]) -> tuple[Member, ...]:
+        """The live members of the roster; none if they are a majority."""
+        here = tuple(sorted(member for member in self.tally.roster if member in live))
+        return here if len(here) < self.tally.quorum else ()
+
+    def _successors(self, live: set[Member]) -> tuple[Member, ...]:
+        """Live peers without a vote that have this member's state and may fork with it; none if it may not fork.
+
+        They are the first of these that applies:
+
+        - the successors of the whole roster, if all are live, so that none of its members can come back;
+        - a majority of a former roster, if no member is live. A member's round may just be a long one, and such a fork
+          wins over all that the members decide;
+        - the successors that are live.
+        """
+        me, tally = self._me, self.tally
+        waiting = [member for member in (me, *self.observers.values()) if member in live]
+        successors = tuple(sorted(filter(tally.is_successor, waiting)))
+        if len(successors) < len(tally.roster) and live.isdisjoint(tally.roster):
+            many = tally.former_majority(waiting)
+            if me in many:
+                return many
+        return successors if me in successors else ()
+
+    def _fork_patience_seconds(self, left: Sequence[Member], live: set[Member], called: ResolvedPlan | None) -> float:
+        roster = self.tally.roster
+        if len(left) == len(roster) and all(map(self.tally.is_successor, left)):
+            return COMPLETE_SECONDS
+        budget_seconds = called.plan.budget_seconds if called else BUDGET_FLOOR_SECONDS
+        if len(left) > len(roster):  # only former members outnumber the members
+            return budget_seconds * FORMER_BUDGETS
+        patience_seconds = budget_seconds * (1 if len(roster) == 2 else FORK_BUDGETS)
+        # A live member may fork and admit this peer, unless it is on another branch, or one of too few.
+        first = self.forks_only and not live.isdisjoint(roster)
+        return (2 if first else 1) * patience_seconds

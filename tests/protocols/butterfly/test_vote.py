@@ -1,0 +1,139 @@
+"""What a member's vote keeps of a round: its lead, the parts that it waits for, how long the majority is gone."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from protocols import wire
+from protocols.allreduce.plan import BUDGET_FLOOR_SECONDS
+from protocols.base import Member, Settings
+from protocols.butterfly.averager import Butterfly
+from protocols.butterfly.vote import COMPLETE_SECONDS, FORK_BUDGETS, RoundVote
+from protocols.consensus import record as records
+from protocols.consensus.messages import Prepare, Propose
+from protocols.consensus.record import Kind, Record, coordinators
+from protocols.history.chain import genesis
+from protocols.streams.control_channel import RoundAccounting
+from protocols.wire import ChunkSpan, PartDigest
+from tests.sim import loop as simloop
+from tests.sim.butterfly_harness import RUN
+from tests.sim.host import SimSigner
+from tests.sim.swarm import SimSwarm
+from tests.support.simulated import simulated
+
+SETTINGS = Settings("fp32", (64,), 16)
+ROSTER = tuple(Member(f"p{index}") for index in range(3))
+HEAD = genesis(RUN, "run", ROSTER, bytes(32))
+ORDER = coordinators(HEAD.key.lineage, ROSTER)
+POST: Any = SimpleNamespace(send=lambda *_: None, round_trip_seconds={})
+NO_PARTS: Any = SimpleNamespace(get=lambda digest: None)
+
+
+def vote_of(me: Member) -> RoundVote:
+    signer, accounting = SimSigner(me.peer, 1), RoundAccounting()
+    return RoundVote(
+        me=me,
+        head=HEAD,
+        may_vote=True,
+        signer=signer,
+        settings=SETTINGS,
+        post=POST,
+        accounting=accounting,
+        part_cache=NO_PARTS,
+        on_rival=lambda peer: None,
+    )
+
+
+def on_virtual_time(test: Callable[[], Any]) -> None:
+    simloop.run(test())
+
+
+def proposal(digest: bytes) -> Record:
+    parts, peers = (PartDigest(digest, (ChunkSpan(4, 1),)),), (ROSTER[0].peer,)
+    return replace(records.extend(HEAD, Kind.MEAN, ROSTER), parts=parts, peers=peers, bounds=(0, 64))
+
+
+def test_later_promise_ends_the_lead() -> None:
+    async def test() -> None:
+        vote = vote_of(Member(ORDER[0]))
+        vote.progress()
+        assert vote.leading == 0
+        for _ in range(2):
+            vote.receive(ORDER[1], Prepare(HEAD.key, Member(ORDER[1]), 1, ()))
+            assert vote.leading is None and vote.paxos.promised == 1
+
+    on_virtual_time(test)
+
+
+def test_vote_waits_for_the_parts_of_the_latest_proposal() -> None:
+    async def test() -> None:
+        vote = vote_of(Member(ORDER[2]))
+        for ballot, digest in ((0, b"a" * 32), (1, b"b" * 32)):
+            data = records.encode(proposal(digest))
+            vote.receive(ORDER[ballot], Propose(HEAD.key, Member(ORDER[ballot]), ballot, data))
+            assert (vote.wanted, vote.proposed) == ((digest,), data)
+        vote.report_part(b"a" * 32)
+        assert vote.paxos.accepted is None
+        vote.report_part(b"b" * 32)
+        assert vote.paxos.accepted and vote.paxos.accepted.data == data
+
+    on_virtual_time(test)
+
+
+def test_last_sign_of_life_counts() -> None:
+    async def test() -> None:
+        vote = vote_of(ROSTER[0])
+        vote.hear("p1")
+        await asyncio.sleep(2.5)
+        vote.hear("p1")
+        assert vote.heard == {"p1": asyncio.get_running_loop().time()}
+
+    on_virtual_time(test)
+
+
+@pytest.mark.parametrize("back", [False, True], ids=["alone all the time", "the majority came back"])
+def test_fork_is_sought_after_an_unbroken_time_alone(back: bool) -> None:
+    async def test() -> None:
+        vote, alone, patience_seconds = vote_of(ROSTER[0]), {ROSTER[0]}, FORK_BUDGETS * BUDGET_FLOOR_SECONDS
+        vote.seek_fork(alone, None)
+        await asyncio.sleep(patience_seconds - 1.0)
+        vote.seek_fork({*ROSTER} if back else alone, None)
+        await asyncio.sleep(2.0)
+        vote.seek_fork(alone, None)
+        assert bool(vote.paxos.ballot) is not back
+        await asyncio.sleep(patience_seconds)
+        vote.seek_fork(alone, None)
+        assert vote.paxos.ballot
+
+    on_virtual_time(test)
+
+
+def test_successors_of_the_whole_roster_wait_little() -> None:
+    async def test() -> None:
+        successors = {replace(member, incarnation=1) for member in ROSTER}
+        vote = vote_of(Member("p0", 1))
+        vote.observers = {member.peer: member for member in successors if member.peer != "p0"}
+        vote.seek_fork(successors, None)
+        await asyncio.sleep(COMPLETE_SECONDS)
+        before = vote.paxos.ballot
+        vote.seek_fork(successors, None)
+        assert vote.forks_only and (before, bool(vote._fork)) == (0, True)
+
+    on_virtual_time(test)
+
+
+@simulated(SimSwarm)
+async def test_newcomer_is_answered_once_in_each_incarnation(swarm: SimSwarm) -> None:
+    """By a peer that may only fork: the newcomer may have come after it asked for admission."""
+    host, sent = swarm.join("p0"), list[str]()
+    async with Butterfly(host, replace(SETTINGS, incarnation=1)).enter(HEAD, 100.0) as session:
+        session.post.send = lambda peer, message: sent.append(peer)  # type: ignore[method-assign]
+        for incarnation, answers in ((1, 1), (1, 1), (2, 2)):
+            session.take("p1", wire.AdmissionRequest(HEAD.key, Member("p1", incarnation), HEAD.state_root))
+            assert session.vote.observers == {"p1": Member("p1", incarnation)} and len(sent) == answers
