@@ -12,11 +12,7 @@ MODEL = "model.safetensors"
 
 
 def card(model: TrainedModel, merge: bool = False, on_hub: str = "") -> str:
-    """`README.md` of the model: where it comes from, and how to load it.
-
-    Args:
-        on_hub: of a fine-tuned model: its base's ORG/NAME@REVISION, if it has one.
-    """
+    """`README.md` of the model: where it comes from, and how to load it."""
     manifest = model.manifest
     config, count = manifest.config, sum(trained_elements(each.layout) for each in model.checkpoints)
     loss, unit = model.held_out_loss, " nats per byte" if config.gpt else ""

@@ -40,13 +40,9 @@ class ExportError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """What an export must load as: a model with these logits, or plain tensors.
+    """What an export must load as: a model with these logits of `probe_ids` (float32), or plain tensors.
 
-    Attributes:
-        logits: of `probe_ids`, in float32; None for a module whose code is not known here.
-        tokens: of `TEXT`; empty if the export has no tokenizer.
-        base: folder of an adapter's base.
-        tensors: digests of the tensors by name, where there are no logits.
+    `tokens` are of `TEXT`, empty without a tokenizer; `base` is the folder of an adapter's base; `tensors` are digests.
     """
 
     logits: torch.Tensor | None = None
@@ -80,10 +76,6 @@ def difference(found: torch.Tensor, wanted: torch.Tensor) -> float:
 
 
 def require_numbers(logits: torch.Tensor, what: str) -> None:
-    """
-    Raises:
-        ExportError: a model computes NaN or infinity.
-    """
     if not logits.isfinite().all():
         raise ExportError(f"{what} computes NaN or infinity, so that it is of no use")
 
@@ -96,12 +88,7 @@ def why_unchecked(expected: Expected) -> str:
 
 
 def require_loading(folder: Path, expected: Expected) -> None:
-    """Check that an export loads as it should.
-
-    Raises:
-        ExportError: it does not, or the check did not end.
-        OSError: there is no room for the expected logits, or no process can be started.
-    """
+    """Check that an export loads as it should."""
     if found := problems([(folder, expected)])[0]:
         raise ExportError(
             f"the export was loaded again, and {found}: it was removed; try other versions of transformers and peft"
@@ -109,11 +96,7 @@ def require_loading(folder: Path, expected: Expected) -> None:
 
 
 def problems(exports: Sequence[tuple[Path, Expected]]) -> list[str]:
-    """What is wrong with each of these exports; empty where nothing is. One process loads them one after the other.
-
-    Raises:
-        ExportError: the process did not end, or was killed.
-    """
+    """What is wrong with each of these exports; empty where nothing is. One process loads them one after the other."""
     with tempfile.TemporaryDirectory(prefix="starling-check-") as place:
         jobs = [write_job(Path(place), number, *each) for number, each in enumerate(exports)]
         size = sum(_size(folder) + (_size(each.base) if each.base else 0) for folder, each in exports)

@@ -50,12 +50,7 @@ MOST_ROUNDS_TRIED = 3
 
 @dataclass(frozen=True, slots=True)
 class FetchableRun:
-    """A run whose model can be fetched.
-
-    Attributes:
-        sealed: the manifest, in its founder's envelope.
-        layouts: of the parameters of each stage, as the run's task has them here; one in a run without stages.
-    """
+    """A run whose model can be fetched: its sealed manifest, and the layouts of each stage as this machine has them."""
 
     sealed: bytes
     manifest: Manifest
@@ -63,14 +58,7 @@ class FetchableRun:
 
 
 def fetchable(sealed: bytes, base: str | None = None) -> FetchableRun:
-    """Check that the model of a run can be fetched from its peers.
-
-    Args:
-        base: this machine's copy of the model that a run of the task hf fine-tunes.
-
-    Raises:
-        TrainedError: the envelope is invalid, the peers have no common state, or the run's tensors are not known here.
-    """
+    """Check that the model of a run can be fetched from its peers."""
     try:
         manifest = unseal(sealed, verify)
     except ManifestError as error:
@@ -95,17 +83,8 @@ def fetchable(sealed: bytes, base: str | None = None) -> FetchableRun:
 async def fetch_state(host: Host, run: FetchableRun, peers: Sequence[PeerId], directory: Path) -> list[Path]:
     """Fetch the newest state that these peers serve. With stages, the newest that all stages serve, if there is one.
 
-    Args:
-        host: of this process, which is no member. Its transport can reach the peers.
-        peers: with stages, one of any stage is enough, if it knows peers of the others.
-        directory: an existing directory without a run.
-
     Returns:
         The state directories, each with one checkpoint: `directory` itself, or one below it for each stage, in order.
-
-    Raises:
-        TrainedError: no peer proves a chain and sends a state on it, or a stage has no peer.
-        OSError: the directory cannot be written.
     """
     manifest, now = run.manifest, asyncio.get_running_loop().time
     host = replace(host, transport=_Asking(host.transport))
@@ -170,13 +149,7 @@ class _Asking:
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """Where the state of a stage comes from, and where it goes.
-
-    Attributes:
-        first: the first member, alone in the roster before round 0.
-        directory: made if there is none.
-        place: what the directory says of its stage; None in a run without stages.
-    """
+    """Where the state of a stage comes from, and where it goes. `first` is alone in the roster before round 0."""
 
     stage: int
     first: Member
@@ -189,10 +162,6 @@ class _Download:
     """The chain and the state of a stage, or of a run without stages."""
 
     def __init__(self, host: Host, run: FetchableRun, source: _Source) -> None:
-        """
-        Raises:
-            OSError: the directory cannot be written.
-        """
         manifest, stage, home = run.manifest, source.stage, source.directory
         home.mkdir(mode=0o700, parents=True, exist_ok=True)
         write_atomically(home / "manifest.bin", run.sealed)
@@ -218,11 +187,7 @@ class _Download:
         return {self._chain.trained_at(head.key.lineage): head for head in heads}
 
     async def newest(self, deadline: Deadline) -> Snapshot:
-        """Fetch the newest state that arrives.
-
-        Raises:
-            TrainedError: none does.
-        """
+        """Fetch the newest state that arrives."""
         return await self._fetched(self._sync.fetcher.download(self._chain, deadline))
 
     async def at(self, head: Head, deadline: Deadline) -> Snapshot:

@@ -46,12 +46,9 @@ _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "
 
 @dataclass(frozen=True, slots=True)
 class FineTuned:
-    """A trained model that can be used.
+    """A trained model that can be used: on the CPU, float32, in eval mode.
 
-    Attributes:
-        module: on the CPU, float32, in eval mode.
-        on_hub: the base's name on the hub, ORG/NAME@REVISION, from this machine's copy or the founder's; else empty.
-        has_template: whether the chat template is not the base's own.
+    `on_hub` is the base's name there, ORG/NAME@REVISION, or empty; `has_template`: not with the base's chat template.
     """
 
     loaded: LoadedModel
@@ -64,12 +61,7 @@ class FineTuned:
         return self.loaded.module
 
     def write(self, place: Path, merge: bool) -> Expected:
-        """Write the model, or its adapters, as files that transformers or peft load; the module cannot be used after.
-
-        Raises:
-            ExportError: the model is of no use, or another one once the adapters are merged into it.
-            ModelError: the libraries cannot write it.
-        """
+        """Write the model or its adapters as transformers or peft load them. The module cannot be used afterwards."""
         ids, logits = probe(self.module)
         require_numbers(logits, "the trained model")
         if self.settings.train == "lora" and not merge:
@@ -87,14 +79,7 @@ class FineTuned:
         return expected
 
     def _write_whole(self, place: Path, logits: torch.Tensor) -> torch.Tensor:
-        """Write a model without adapters: merged in the dtypes of its base, trained as a whole in float32, as it is.
-
-        Args:
-            logits: of the trained model.
-
-        Returns:
-            Logits of the written one, which may be rounded.
-        """
+        """Write a model without adapters: merged in the dtypes of its base, trained as a whole in float32, as it is."""
         module, folder, is_merged = self.module, self.loaded.folder.path, self.settings.train == "lora"
         if is_merged:
             with foreign("the adapters cannot be merged"):
@@ -114,11 +99,7 @@ class FineTuned:
         return rounded
 
     def continue_text(self, prompt: str, tokens: int, temperature: float, seed: int) -> Iterator[str]:
-        """Pieces of text that continue a prompt or, in a chat, answer it.
-
-        Raises:
-            ValueError: the prompt is empty.
-        """
+        """Pieces of text that continue a prompt or, in a chat, answer it."""
         tokenizer, found, shown = self.loaded.tokenizer, [], ""
         ids = Encoder(tokenizer, self.settings.format == "chat").prompt(prompt)
         for token in stream(self.module, tokenizer, ids, tokens, temperature, seed):
@@ -138,11 +119,7 @@ class FineTuned:
             return loss, evaluate_rows(self.module, rows, self.settings.rows, len(rows))
 
     def rows(self, data: Path | None, sample: Path) -> Rows:
-        """Rows to evaluate on: of a file, else of the run's sample.
-
-        Raises:
-            ModelError: there are none.
-        """
+        """Rows to evaluate on: of a file, else of the run's sample."""
         encoder = Encoder(self.loaded.tokenizer, self.settings.format == "chat")
         if data is None and not sample.exists():
             raise ModelError("this run has no held-out sample: give texts to evaluate on by --data")
@@ -154,14 +131,7 @@ class FineTuned:
 
 
 def load_fine_tuned(trained: TrainedModel, model: str | None, template: str = "") -> FineTuned:
-    """Put a run's tensors into this machine's copy of the model.
-
-    Args:
-        template: file with the run's chat template, if that is not the model's own.
-
-    Raises:
-        TrainedError: the run's task is another, no copy is named, or it is not that of the run.
-    """
+    """Put a run's tensors into this machine's copy of the model."""
     settings, pins, model = _of_run(trained.manifest, model)
     try:
         loaded = load_model(model, settings, pins, "cpu", torch.float32, template=template)
@@ -179,11 +149,7 @@ def load_fine_tuned(trained: TrainedModel, model: str | None, template: str = ""
 
 
 def fine_tuned_layout(manifest: Manifest, model: str | None) -> Layout:
-    """Layout of what a run trains, by this machine's copy of the model.
-
-    Raises:
-        TrainedError: no copy is named, or its configuration is not that of the run.
-    """
+    """Layout of what a run trains, by this machine's copy of the model."""
     settings, pins, model = _of_run(manifest, model)
     try:
         return trained_layout(model, settings, pins)

@@ -23,14 +23,7 @@ def write(
     base: str | None = None,
     template: str = "",
 ) -> Iterator[str]:
-    """Continue a prompt by `tokens` bytes or tokens: the likeliest at temperature 0, otherwise drawn with a seed.
-
-    Args:
-        base, template: this machine's copy of the model that a run of the task hf fine-tunes, and of its chat template.
-
-    Raises:
-        TrainedError: the model generates no text, or the prompt is empty.
-    """
+    """Continue a prompt by `tokens` bytes or tokens: the likeliest at temperature 0, otherwise drawn with a seed."""
     gpt = model.manifest.config.gpt
     if not prompt:
         raise TrainedError("the prompt is empty: give the beginning of a text")

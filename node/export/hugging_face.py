@@ -38,18 +38,8 @@ def export(
 ) -> str:
     """Create the directory, atomically, once a process of its own has loaded it and computed the same.
 
-    Args:
-        base: this machine's copy of the model that a run of the task hf fine-tunes.
-        merge: whether to write the whole model instead of its adapters.
-        is_checked: whether to load it again.
-        template: file with the run's chat template, if that is not the base's own.
-
     Returns:
         Why it was not loaded again; empty if it was.
-
-    Raises:
-        TrainedError: `base` is missing or another model, or is given for a run of another task.
-        ExportError: it exists already and is not empty, cannot be written, or loads as another model.
     """
     if out.is_symlink() or (out.exists() and not (out.is_dir() and not any(out.iterdir()))):
         raise ExportError(f"{out} exists already and is not overwritten: name another directory by --out")

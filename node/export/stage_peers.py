@@ -32,18 +32,9 @@ AT_ONCE = 16
 
 
 class StagePeers:
-    """The peers of each stage that were found.
-
-    Attributes:
-        found: for each stage, peers that say that they are in it. They may lie.
-    """
+    """The peers that say that they are in a stage, for each stage. They may lie."""
 
     def __init__(self, host: Host, me: Member, manifest: Manifest) -> None:
-        """
-        Args:
-            host: of this process, which is no member.
-            me: this process, in the requests.
-        """
         assert manifest.stages
         self.found: list[list[PeerId]] = [[] for _ in manifest.stages]
         self._transport, self._me, self._run = host.transport, me, manifest.run_id[:12]
@@ -53,14 +44,7 @@ class StagePeers:
         self._turn = asyncio.Semaphore(AT_ONCE)
 
     async def search(self, peers: Sequence[PeerId]) -> None:
-        """Find peers of each stage. Takes at most `SEARCH_SECONDS`.
-
-        Args:
-            peers: to begin with. The transport is connected to them.
-
-        Raises:
-            TrainedError: none of `peers` answers, or a stage has no peer. One line.
-        """
+        """Find peers of each stage. Takes at most `SEARCH_SECONDS`."""
         with suppress(TimeoutError):
             async with asyncio.timeout(SEARCH_SECONDS):
                 await self._ask_all(peers)

@@ -36,12 +36,8 @@ class TrainedError(ValueError):
 class TrainedModel:
     """The model of a run before a round, assembled from its stages if it has some.
 
-    Attributes:
-        checkpoints: one of each stage, in order; a single one in a run without stages.
-        rounds: number of rounds that have trained each of them.
-        tensors: the outer parameters by their names in the module, float32, in the module's order. If two stages use
-            the same name, each name begins with `stageK.`.
-        held_out_loss: loss of these parameters, as measured by a peer of stage 0; nan if it was not measured.
+    `rounds` is the number of rounds that have trained each stage. `tensors` are float32, in the module's order; if two
+    stages use the same name, each name begins with `stageK.`. `held_out_loss` is that of a peer of stage 0, or nan.
     """
 
     manifest: Manifest
@@ -77,16 +73,7 @@ class _Loaded:
 
 
 def load_trained(directories: Sequence[Path]) -> TrainedModel:
-    """Load the newest checkpoint in a peer's state directory, or assemble those of all stages.
-
-    Args:
-        directories: at least one: in a run without stages exactly one, in a run with stages one or more of each stage,
-            in any order. Of several of a stage, the newest checkpoint is taken.
-
-    Raises:
-        TrainedError: a directory is missing or not a peer's, they are not of one run, a stage is missing, or has no
-            undamaged checkpoint.
-    """
+    """Load the newest checkpoint in a peer's state directory, or assemble those of all stages."""
     manifest = _run_of(directories)
     places = _by_stage(directories, manifest)
     parts = [_newest_of(each, stage, manifest) for stage, each in enumerate(places)]
@@ -107,11 +94,7 @@ def is_one_staged_run(directories: Sequence[Path]) -> bool:
 
 
 def _run_of(directories: Sequence[Path]) -> Manifest:
-    """The run of all directories.
-
-    Raises:
-        TrainedError: one of them has no run, or another.
-    """
+    """The run of all directories."""
     first, *others = directories
     manifest = _manifest(first)
     for other in others:
@@ -157,11 +140,7 @@ def _missing(stages: Sequence[str]) -> str:
 
 
 def _newest_of(directories: Sequence[Path], stage: int, manifest: Manifest) -> _Loaded:
-    """The newest checkpoint of a stage. A directory without one counts only if no other has one.
-
-    Raises:
-        TrainedError: none of the directories has one. The message is about the first.
-    """
+    """The newest checkpoint of a stage. A directory without one counts only if no other has one."""
     best, first_error = None, None
     for directory in directories:
         try:
@@ -178,11 +157,7 @@ def _newest_of(directories: Sequence[Path], stage: int, manifest: Manifest) -> _
 
 
 def _load(directory: Path, stage: int, manifest: Manifest) -> _Loaded:
-    """Load the newest checkpoint of a directory.
-
-    Raises:
-        TrainedError: there is no undamaged one, or it is of another run or another stage.
-    """
+    """Load the newest checkpoint of a directory."""
     for attempt in range(_ATTEMPTS):
         try:
             checkpoint = newest(directory)

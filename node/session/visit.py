@@ -27,11 +27,7 @@ STATUS_SECONDS = 10.0
 
 
 async def remote_status(address: str, seconds: float = STATUS_SECONDS) -> dict[str, Any]:
-    """Ask the peer at a multiaddr for its status, under an identity that exists only for this request.
-
-    Raises:
-        FatalPeerError: the peer does not answer, or its answer is invalid.
-    """
+    """Ask the peer at a multiaddr for its status, under an identity that exists only for this request."""
     with tempfile.TemporaryDirectory() as directory:
         identity = create(Path(directory) / "identity.key")
         async with LibP2PTransport(identity) as transport:
@@ -46,18 +42,8 @@ async def fetch_model(
 
     This process takes no part in the run. Its identity is only for this request.
 
-    Args:
-        addresses: at least one. With stages, one of any stage is enough if its peer knows peers of the others.
-        directory: an empty directory.
-        say: called with a line about each address that leads nowhere, if another one leads to the run.
-        base: this machine's copy of the model that a run of the task hf fine-tunes.
-
     Returns:
         The state directories: `directory` itself, or one below it for each stage.
-
-    Raises:
-        FatalPeerError: no peer answers, an answer is invalid, or the peers are in different runs.
-        TrainedError: they are in a run whose model cannot be fetched, or they send no state.
     """
     identity, clock = create(directory / "identity.key"), WallClock()
     async with ThreadCompute() as compute, LibP2PTransport(identity) as transport:
@@ -74,11 +60,7 @@ async def fetch_model(
 async def _ask_each(
     transport: LibP2PTransport, addresses: Sequence[str], say: Callable[[str], None]
 ) -> dict[PeerId, RunInfo]:
-    """Ask the peers at these multiaddrs which run they are in: peer -> its answer.
-
-    Raises:
-        FatalPeerError: none of them answers; about the first.
-    """
+    """Ask the peers at these multiaddrs which run they are in: peer -> its answer."""
 
     async def one(address: str) -> tuple[PeerId, RunInfo] | FatalPeerError:
         try:
@@ -102,11 +84,7 @@ async def _ask_at(
     ask: Callable[[LibP2PTransport, PeerId, Deadline], Awaitable[T]],
     seconds: float,
 ) -> tuple[PeerId, T]:
-    """Ask the peer at a multiaddr, and return its id and its answer.
-
-    Raises:
-        FatalPeerError: the peer does not answer, or its answer is invalid.
-    """
+    """Ask the peer at a multiaddr, and return its id and its answer."""
     deadline = asyncio.get_running_loop().time() + seconds
     try:
         peer = await transport.connect(address, deadline)

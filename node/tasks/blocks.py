@@ -14,11 +14,7 @@ LEAST, USUAL, MOST = 512, 1024, 8 << 10
 
 
 def blocks(data: Iterable[bytes]) -> Iterator[bytes]:
-    """The blocks of a text in UTF-8. No character is divided.
-
-    Args:
-        data: the text in pieces of any sizes.
-    """
+    """The blocks of a text in UTF-8. No character is divided."""
     held = b""
     for piece in data:
         held, low = held + piece, 0

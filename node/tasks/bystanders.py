@@ -22,11 +22,7 @@ _SHOWN = 3
 
 
 class Bystanders:
-    """The buffers of a module and, unless they are too large, its frozen parameters.
-
-    Attributes:
-        tensors: by name, each once.
-    """
+    """The buffers of a module and, unless they are too large, its frozen parameters."""
 
     def __init__(self, module: nn.Module, trained: Sequence[tuple[str, nn.Parameter]]) -> None:
         self._module, self._trained = module, dict(trained)
@@ -75,11 +71,7 @@ class Bystanders:
         return self.tensors[name].is_floating_point() and not is_local
 
     def news(self, known: Sequence[str]) -> Iterator[str]:
-        """One line for each kind of change since the start that has no effect on the run, or an unwanted one.
-
-        Args:
-            known: names of tensors of which it is known that they change.
-        """
+        """One line for each kind of change since the start that has no effect on the run, or an unwanted one."""
         now, before = self._present_versions(), self._versions
         moved = [name for name in now if now[name] != before[name] and name not in known and self._counts(name)]
         self._versions = now

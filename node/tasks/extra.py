@@ -111,21 +111,9 @@ def _fragment(shapes: Mapping[str, tuple[int, ...]], before: int) -> Fragment:
 
 
 class ExtraTensors:
-    """The extra tensors of a module, and the end of the flat vector that holds them.
-
-    Attributes:
-        fragment: their part of the layout.
-        vector: the whole vector, once it is allocated.
-    """
+    """The extra tensors of a module, and the end of the flat vector that holds them."""
 
     def __init__(self, module: nn.Module, names: Sequence[str], before: int) -> None:
-        """
-        Args:
-            before: number of elements of the trained parameters.
-
-        Raises:
-            ValueError: the module has no such tensor, or it is of another dtype. The message is one line.
-        """
         self._module = module
         self._like = {name: _checked(module, name) for name in names}
         self.fragment = _fragment({name: tuple(each.shape) for name, each in self._like.items()}, before)
@@ -133,11 +121,7 @@ class ExtraTensors:
         self.vector = self._tail = torch.empty(0)
 
     def allocate(self, allocate: Callable[[int], Vector], resume: bool) -> Callable[[int], Vector]:
-        """Allocate the whole vector in place of that of the parameters, which is its beginning.
-
-        Args:
-            resume: the vector holds the tensors' values already.
-        """
+        """Allocate the whole vector in place of that of the parameters, which is its beginning."""
 
         def place(elements: int) -> Vector:
             self.vector = allocate(elements + self._elements)
@@ -166,11 +150,7 @@ class ExtraTensors:
             low = high
 
     def _tensor(self, name: str) -> torch.Tensor:
-        """The module's present tensor of this name, which may be another one than at the start.
-
-        Raises:
-            ValueError: it is of another shape.
-        """
+        """The module's present tensor of this name, which may be another one than at the start."""
         tensor, like = find(self._module, name), self._like[name]
         if tensor is None or tensor.shape != like.shape:
             now = "gone" if tensor is None else f"of shape {tuple(tensor.shape)}"

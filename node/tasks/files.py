@@ -71,12 +71,7 @@ REASONS = {
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """What a file is.
-
-    Attributes:
-        packing: how it is compressed; empty if it is not.
-        encoding: of a text, for `bytes.decode`.
-    """
+    """What a file is, how it is compressed (or not: empty), and a text's encoding."""
 
     kind: FileKind
     packing: str = ""
@@ -85,12 +80,7 @@ class Look:
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """The files to train on.
-
-    Attributes:
-        left_out: keys of `REASONS`, and the names of the files.
-        decoded: names of files in UTF-16 or UTF-32, which are read as such.
-    """
+    """The files to train on, those left out (by the keys of `REASONS`), and those read as UTF-16 or UTF-32."""
 
     files: tuple[Path, ...]
     left_out: Mapping[str, tuple[str, ...]]
@@ -127,11 +117,7 @@ def suffix_of(path: PurePath) -> str:
 
 
 def look(path: Path) -> Look:
-    """Say what a file is.
-
-    Raises:
-        OSError: it cannot be read.
-    """
+    """Say what a file is."""
     with path.open("rb") as file:
         head = file.read(_PROBED_BYTES)
     if not head:
@@ -179,12 +165,7 @@ def _unmarked(head: bytes) -> str:
 
 
 def opened(path: Path, packing: str) -> BinaryIO:
-    """The file, decompressed while it is read.
-
-    Raises:
-        OSError: it cannot be read.
-        ModelError: reading it needs another library.
-    """
+    """The file, decompressed while it is read."""
     if not packing:
         return path.open("rb")
     if packing == "zstd":
@@ -205,16 +186,7 @@ def expansion_limit(path: Path) -> int:
 
 
 def select(path: Path | None, option: str = "--data", has_rows: bool = True, splits: bool = True) -> Selection:
-    """The file, or the files of the folder that are data, in order.
-
-    Args:
-        option: where the user has given the path.
-        has_rows: whether files of rows are read; else only plain text is.
-        splits: whether files of a validation or test split are left out of a folder.
-
-    Raises:
-        ModelError: there are none, or one stands for data that are not here. The message says what to do.
-    """
+    """The file, or the files of the folder that are data, in order."""
     if path is None:
         raise ModelError(f"task hf needs data to train on: give a file or a folder by {option}")
     try:
@@ -230,10 +202,6 @@ def select(path: Path | None, option: str = "--data", has_rows: bool = True, spl
 
 
 def require_data(path: Path, kind: FileKind, has_rows: bool = True) -> None:
-    """
-    Raises:
-        ModelError: the file cannot be trained on.
-    """
     name = shown(path)
     if kind == "empty":
         raise ModelError(f"{name} is empty: give a file that contains text")

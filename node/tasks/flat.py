@@ -19,11 +19,7 @@ class FlatParameters:
     """Trained parameters and gradients as flat float32 vectors, one of each for a fragment of the layout.
 
     Writing to a vector changes the module: at once where a tensor computes in float32, and with the next `refresh`
-    where it computes in bfloat16. Such a tensor is a view of a second vector, `compute`, which is a rounded copy.
-
-    Attributes:
-        compute: parameters and gradients in bfloat16; None if all tensors compute in float32.
-        views: the module's tensors.
+    where it computes in bfloat16. Such a tensor is a view of `compute`: parameters and gradients in bfloat16.
     """
 
     layout: Layout
@@ -55,12 +51,7 @@ def layout_of(named: NamedParameters) -> Layout:
 
 
 def require_trainable(named: NamedParameters) -> list[tuple[str, nn.Parameter]]:
-    """Return the parameters, after checking that they can be trained and averaged.
-
-    Raises:
-        ValueError: there are none, or one is neither float32 nor bfloat16, is on another device than the others, or
-            takes no gradient.
-    """
+    """Return the parameters, after checking that they can be trained and averaged."""
     parameters = list(named)
     if not sum(parameter.numel() for _, parameter in parameters):
         raise ValueError("the module has no parameters to train")
@@ -86,13 +77,6 @@ def flatten_parameters(
 
     Today there is one fragment. Gradients are views as well: fill their vectors with zeros, never set them to None.
     `views` mends what a user's code does to them.
-
-    Args:
-        allocate: returns the vector of the given number of elements for the parameters, for example in shared memory.
-        resume: use the values in that vector as the parameters, instead of copying the parameters into it.
-
-    Raises:
-        ValueError: as for `require_trainable`.
     """
     parameters = require_trainable(named)
     device = parameters[0][1].device

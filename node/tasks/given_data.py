@@ -18,12 +18,9 @@ _MAX_RECORD_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class DataState:
-    """What data are compared by.
+    """What data are compared by. `size` is in bytes; `documents` is 0 if they are not counted.
 
-    Attributes:
-        size: in bytes.
-        documents: 0 if they are not counted.
-        digest: of the content, where reading all of it costs little; else of what the file system says of it.
+    The digest is of the content, where reading all of it costs little; else of what the file system says of it.
     """
 
     files: int
@@ -38,12 +35,9 @@ class DataState:
 
 @dataclass(frozen=True, slots=True)
 class GivenData:
-    """A path with data, and a record of what it held.
+    """The place of the data (a path, or a data set on the hub), and a file that keeps their state from start to start.
 
-    Attributes:
-        place: file or folder, or a data set on the hub; None if the user has given none.
-        record: file that keeps the data's state from one start of the peer to the next; None: there is none.
-        tells: whether to tell the user what the data are: once for each start, not for each worker.
+    `tells`: whether to tell the user what the data are: once for each start, not for each worker.
     """
 
     place: Path | None
@@ -63,11 +57,7 @@ class GivenData:
         return b""
 
     def keep(self, state: DataState, sample: bytes = b"") -> None:
-        """Tell the user if the data have changed since the last start, and keep what they are now.
-
-        Args:
-            sample: the held-out documents, as JSON lines.
-        """
+        """Tell the user if the data have changed since the last start, and keep what they are now."""
         with suppress(ValueError, KeyError, TypeError):
             before = DataState(**self._read()["state"])
             if before.digest != state.digest:

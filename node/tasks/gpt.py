@@ -147,9 +147,6 @@ class Gpt(nn.Module):
         """Continue `prompt` by `tokens` bytes: the likeliest ones, or drawn at random at a temperature above 0.
 
         Of a prompt longer than the context, only the end is used.
-
-        Raises:
-            ValueError: the prompt is empty.
         """
         if not prompt:
             raise ValueError("the prompt is empty")
@@ -168,11 +165,7 @@ class Gpt(nn.Module):
 
 
 def next_byte(logits: torch.Tensor, temperature: float, generator: torch.Generator) -> int:
-    """The likeliest byte, or one drawn by the generator at a temperature above 0.
-
-    Args:
-        logits: float32 (256), on the CPU.
-    """
+    """The likeliest byte, or one drawn by the generator at a temperature above 0."""
     if temperature > 0:
         odds = torch.softmax(logits / temperature, dim=-1)
         return int(torch.multinomial(odds, 1, generator=generator))
@@ -185,14 +178,6 @@ class GptTask:
     module: Gpt
 
     def __init__(self, preset: Preset, text: Text, seed: int = 0, device: str = "cpu") -> None:
-        """
-        Args:
-            seed: of the initial weights, the same for all peers. Streams have their own seeds.
-            device: device of the model. Weights and batches are always drawn on the CPU.
-
-        Raises:
-            ValueError: the text is too short for a window of context + 1 bytes.
-        """
         self.module = Gpt(preset.shape, seed).to(device)
         self._device = device
         self._rows, self._width = preset.rows, preset.shape.context + 1

@@ -59,12 +59,7 @@ class Preset:
         optimizer: InnerOptimizerName = "muon",
         outer_step: tuple[float, float] | None = None,
     ) -> Preset:
-        """The preset for a run of this length.
-
-        Args:
-            rounds, inner_steps, optimizer: as in `Recipe`.
-            outer_step: learning rate and momentum, without decay; None: what is best for the run's length.
-        """
+        """The preset for a run of this length."""
         return replace(self, recipe=_recipe(self.shape.width, inner_steps, rounds, optimizer, outer_step))
 
 
@@ -113,11 +108,7 @@ DEFAULT_PRESET = "w128"
 
 
 def preset(name: str) -> Preset:
-    """The preset with this name.
-
-    Raises:
-        ValueError: there is none. The message lists the names.
-    """
+    """The preset with this name."""
     if name not in PRESETS:
         raise ValueError(f"no preset {name!r}: one of {', '.join(PRESETS)}")
     return PRESETS[name]

@@ -85,21 +85,11 @@ class ActivationShape:
 
 
 class GptStageTask:
-    """One stage of the built-in task.
-
-    Attributes:
-        module: the stage.
-        shape: of the activations that it takes and gives.
-    """
+    """One stage of the built-in task. `shape` is that of the activations that it takes and gives."""
 
     def __init__(
         self, preset: Preset, partition: Partition, stage: int, seed: int = 0, text: Text | None = None
     ) -> None:
-        """
-        Args:
-            seed: of the initial weights, the same for all peers.
-            text: what stage 0 draws its batches from. The other stages have no data.
-        """
         config = preset.shape
         self.module = GptStage(config, partition.bounds[stage], partition.bounds[stage + 1], seed)
         self.shape = ActivationShape(preset.rows, config.context, config.width)
@@ -142,9 +132,6 @@ def measure(preset: Preset, timer: Callable[[], float]) -> tuple[BlockCost, ...]
     """Time each block of the model on this machine: forward, and forward with backward, medians of a few trials.
 
     The founder of a run measures once, and the cut that follows is part of the run.
-
-    Args:
-        timer: the time in seconds, such as `time.perf_counter`.
     """
     config = preset.shape
     costs = []

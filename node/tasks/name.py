@@ -24,22 +24,14 @@ def is_own(name: str) -> bool:
 
 
 def known(name: str) -> str:
-    """Return the name if it is that of a task.
-
-    Raises:
-        ValueError: it is not. The message is one line.
-    """
+    """Return the name if it is that of a task."""
     if name in BUILT_IN or is_own(name):
         return name
     raise ValueError(f"{name[:60]!a} is no task: {', '.join(BUILT_IN)}, or your own as package.module:factory")
 
 
 def plain(options: dict[str, Any]) -> dict[str, Any]:
-    """Return the options if all are strings, numbers or booleans, with names that are valid Python arguments.
-
-    Raises:
-        ValueError: too many, too long, or of another kind. The message is one line.
-    """
+    """Return the options if all are strings, numbers or booleans, with names that are valid Python arguments."""
     if len(options) > MAX_OPTIONS:
         raise ValueError(f"{len(options)} options, more than {MAX_OPTIONS}")
     for key, value in options.items():

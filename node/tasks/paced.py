@@ -24,9 +24,6 @@ class Paced:
     """A `Learner` whose vector of `elements` float32 follows a bounded pseudo-random walk.
 
     Two learners with the same seed take the same steps. The start is the same for all seeds. Elements stay in [-1, 1].
-
-    Attributes:
-        position: number of steps taken so far. Steps do not depend on it, only on the seed, the round and the step.
     """
 
     def __init__(
@@ -37,13 +34,6 @@ class Paced:
         allocate: Callable[[int], Vector] = torch.empty,
         resume: bool = False,
     ) -> None:
-        """
-        Args:
-            allocate, resume: as in `flatten`.
-
-        Raises:
-            ValueError: no elements, or no tokens.
-        """
         if elements < 1 or tokens_per_step < 1:
             raise ValueError(f"a paced task needs elements and tokens, not {elements} and {tokens_per_step}")
         self.layout = Layout(((("paced", (elements,)),),))

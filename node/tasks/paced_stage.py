@@ -40,12 +40,6 @@ class PacedStage(Paced):
         allocate: Callable[[int], Vector] = torch.empty,
         resume: bool = False,
     ) -> None:
-        """
-        Args:
-            tokens: of one microbatch.
-            me: name of the replica in its present incarnation, for the names of its activations.
-            allocate, resume: as in `flatten`.
-        """
         super().__init__(elements, seed, tokens, allocate, resume)
         self._me = me
         self._epoch = 0
@@ -55,10 +49,7 @@ class PacedStage(Paced):
         return self._activation(x)
 
     def backward(self, x: Buffer, gradient: Buffer) -> bytes:
-        """
-        Raises:
-            WrongWeights: the forward was computed elsewhere, or in other weights.
-        """
+        """WrongWeights: the forward was computed elsewhere, or in other weights."""
         self._accumulate(x, gradient)
         return _gradient(x)
 
@@ -71,10 +62,7 @@ class PacedStage(Paced):
         return self.position, self._activation(self._batch(self.position)), bytes(TARGET_BYTES)
 
     def finish(self, batch: int, gradient: Buffer, loss: float) -> None:
-        """
-        Raises:
-            WrongWeights: the forward was computed in other weights.
-        """
+        """WrongWeights: the forward was computed in other weights."""
         self._accumulate(self._batch(batch), gradient)
 
     def outer_forward(self, x: Buffer) -> bytes:

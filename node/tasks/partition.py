@@ -9,11 +9,9 @@ from functools import cache
 
 @dataclass(frozen=True, slots=True)
 class BlockCost:
-    """What one block of a model costs, embeddings and head included.
+    """What one block of a model costs, embeddings and head included. Seconds are of one microbatch.
 
-    Attributes:
-        forward_seconds, backward_seconds: of one microbatch. The backward includes computing the forward again.
-        parameter_bytes: of its float32 parameters.
+    The backward includes computing the forward again.
     """
 
     name: str
@@ -28,11 +26,7 @@ class BlockCost:
 
 @dataclass(frozen=True, slots=True)
 class Partition:
-    """A model's blocks in stages.
-
-    Attributes:
-        bounds: S + 1 block numbers; stage k holds blocks [bounds[k], bounds[k+1]).
-    """
+    """A model's blocks in stages: of S + 1 bounds, stage k holds blocks [bounds[k], bounds[k+1])."""
 
     blocks: tuple[BlockCost, ...]
     bounds: tuple[int, ...]
@@ -67,12 +61,6 @@ def cut(blocks: Sequence[BlockCost], stages: int, limit_bytes: int | None = None
 
     It minimises the costliest stage's seconds; of equal cuts, the largest stage's bytes; of these, the earliest bounds.
     A dynamic programme over (stage, first block): S · L² steps.
-
-    Args:
-        limit_bytes: parameters that a stage may hold at most; None: any number.
-
-    Raises:
-        ValueError: there are fewer blocks than stages, or no cut stays within the limit.
     """
     blocks = tuple(blocks)
     if not 1 <= stages <= len(blocks):

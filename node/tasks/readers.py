@@ -41,11 +41,7 @@ _PAIRS = (
 
 
 def bytes_of(path: Path, packing: str = "") -> Iterator[bytes]:
-    """A file's bytes, decompressed.
-
-    Raises:
-        ModelError: it is damaged, or holds far more than its size.
-    """
+    """A file's bytes, decompressed."""
     read, most = 0, expansion_limit(path)
     try:
         with opened(path, packing) as file:
@@ -63,11 +59,7 @@ def bytes_of(path: Path, packing: str = "") -> Iterator[bytes]:
 
 
 def text_of(path: Path, found: Look) -> Iterator[str]:
-    """A text in pieces, without its byte-order mark.
-
-    Raises:
-        ModelError: it is in another encoding, or not text.
-    """
+    """A text in pieces, without its byte-order mark."""
     decoder, read = codecs.getincrementaldecoder(found.encoding)(), 0
     for piece in bytes_of(path, found.packing):
         text = _decoded(path, decoder, piece, read)
@@ -92,14 +84,7 @@ def _decoded(path: Path, decoder: codecs.IncrementalDecoder, piece: bytes, read:
 
 
 def rows_in(path: Path, found: Look, columns: Sequence[str]) -> Iterator[tuple[Any, str]]:
-    """The rows of a file, and where each is, for messages.
-
-    Args:
-        columns: those to read, where the file has columns.
-
-    Raises:
-        ModelError: it is damaged.
-    """
+    """The rows of a file, and where each is, for messages."""
     if found.kind in ("parquet", "arrow"):
         yield from _arrow(path, found, columns)
     elif found.kind == "csv":
@@ -110,11 +95,7 @@ def rows_in(path: Path, found: Look, columns: Sequence[str]) -> Iterator[tuple[A
 
 
 def json_values(pieces: Iterable[str], name: str) -> Iterator[tuple[Any, int]]:
-    """The values of a file, and the line of each: one on a line, over several lines, or the elements of a list.
-
-    Raises:
-        ModelError: there is something else. The message has the line.
-    """
+    """The values of a file, and the line of each: one on a line, over several lines, or the elements of a list."""
     decoder, held, line, in_list = json.JSONDecoder(object_pairs_hook=_object), "", 1, False
     for piece in chain(pieces, (None,)):
         held, low = held + (piece or ""), 0

@@ -104,14 +104,7 @@ def most_pull(momentum: float) -> float:
 
 
 def require(values: object, name: str, valid: Callable[[float], bool], words: str) -> None:
-    """Check a number in a field of a dataclass; fields annotated as int must be whole numbers.
-
-    Args:
-        words: description of the valid range, for the message.
-
-    Raises:
-        ValueError: it is not valid. The message is one line that names the field.
-    """
+    """Check a number in a field of a dataclass; fields annotated as int must be whole numbers."""
     value = getattr(values, name)
     # The annotation is a string here. In Python a bool is an int, but it is not meant as a number here.
     whole = next(each.type for each in fields(values) if each.name == name) == "int"  # type: ignore[arg-type]

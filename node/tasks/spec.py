@@ -48,15 +48,11 @@ class OwnValues:
 
 @dataclass(frozen=True, slots=True)
 class StageValues:
-    """One stage of a run with stages.
+    """One stage of a run with stages. Of S + 1 bounds, stage k holds the blocks [bounds[k], bounds[k+1]).
 
-    Attributes:
-        number: of the stage.
-        bounds: S + 1 block numbers; stage k holds the blocks [bounds[k], bounds[k+1]).
-        activations: how activations travel: a key of `protocols.registry.ACTIVATION_CODECS`.
-        elements: length of the stage's flat vector; the paced task needs it.
-        replica: name of this peer in its present incarnation.
-        slots: file descriptor of the activations that peer and worker share (`node.training.activation_slots`).
+    `activations` is a key of `protocols.registry.ACTIVATION_CODECS`; `elements` the length of the stage's flat vector,
+    for the paced task; `replica` the name of this peer in its present incarnation; `slots` the file descriptor of the
+    activations that peer and worker share (`node.training.activation_slots`).
     """
 
     number: int
@@ -80,25 +76,14 @@ Values: TypeAlias = GptValues | PacedValues | OwnValues | HfValues
 
 @dataclass(frozen=True, slots=True)
 class WorkerSpec:
-    """The specification of a worker's job.
+    """The specification of a worker's job. The type of `values` selects the task.
 
-    Attributes:
-        values: settings of the task. Their type selects the task.
-        stream_seed: seed of this peer's stream of data, different for each peer.
-        weights_seed: seed of the initial weights. Only those of a run's founder are used.
-        data: a text file or a folder of text files; None: the source code of the standard library.
-        held_out: file with the run's evaluation sample; None: hold out a part of this peer's own text, as a founder
-            does.
-        device: one of `DEVICES`. "auto" uses cuda or mps if available.
-        threads: number of threads for computation; 0: tune it by measurement, starting with this worker's share of
-            the cores, which it divides with `peers_here` peers.
-        peers_here: number of peers on this machine.
-        precision: of the forward pass. "auto" is bfloat16 where it was measured to be faster, and otherwise float32.
-        nice: niceness to add to that of the worker, 0 to 19, as for the command `nice`.
-        stage: the stage to train; None for the whole model.
-        timeout_seconds: longest time that the worker may show no sign of work (`node.training.liveness`); None: as the
-            task says, or the default.
-        record: file in which the worker keeps what the data are, to compare them at the peer's next start.
+    `weights_seed` is used by the run's founder alone. `data` None: the source code of the standard library. `held_out`
+    None: hold out a part of this peer's own text, as a founder does. `device` "auto": cuda or mps if available.
+    `threads` 0: tune the number by measurement, starting with this worker's share of the cores, which it divides with
+    `peers_here` peers. `precision` "auto": bfloat16 where it was measured to be faster. `nice` is added to the
+    worker's. `stage` None: the whole model. `timeout_seconds`: as for a `Task`. `record`: file in which the worker
+    keeps what the data are, to compare them at the peer's next start.
     """
 
     values: Values
@@ -140,11 +125,7 @@ class WorkerSpec:
         return cls(recipe=Recipe(**recipe | {"betas": tuple(recipe["betas"])}), **fields)
 
     def given_data(self, resume: bool) -> GivenData:
-        """The data, for a worker.
-
-        Args:
-            resume: it takes the place of another.
-        """
+        """The data, for a worker."""
         return GivenData(self.data, self.record, not resume)
 
     def thread_count(self) -> int:

@@ -45,11 +45,7 @@ class Text:
     held_out: torch.Tensor
 
     def require(self, width: int) -> None:
-        """Check that both texts are long enough.
-
-        Raises:
-            ValueError: one of the two is shorter than a window of `width` bytes.
-        """
+        """Check that both texts are long enough."""
         for words, part in (("training", self.training), ("held-out", self.held_out)):
             if len(part) < width:
                 raise ValueError(f"the {words} text has {len(part)} bytes: a window takes {width}")
@@ -77,13 +73,6 @@ def load(path: Path | None = None, sample: Path | None = None, given: GivenData 
     Of a folder it uses all files of text; see `node.tasks.files.select`. Of a single file, and where no file of a
     folder is held out, some blocks are held out. A text of over 64 MiB is copied into a file in the user's cache, which
     all processes map, and which may be deleted.
-
-    Args:
-        sample: a file to evaluate on instead of the held-out part of this text, which is not trained on either.
-        given: tells the user what the data are, and whether they have changed.
-
-    Raises:
-        ValueError: the path is missing, empty or unreadable, or not text. The message is one line that names it.
     """
     try:
         evaluated = None if sample is None else _map(sample)[:HELD_OUT_BYTES]
@@ -187,11 +176,7 @@ class _Source:
 
 
 def _split(source: _Source, sample: bytes, is_file: bool) -> Text:
-    """Training text and held-out text: whole files by their paths or, of too few files, blocks by their content.
-
-    Args:
-        sample: the run's, whose blocks are not trained on either; empty for a founder, who makes it.
-    """
+    """Training text and held-out text: whole files by their paths or, of too few files, blocks by their content."""
     training, others = [each for each in source.names if not held_out(each)], list(filter(held_out, source.names))
     if by_blocks := is_file or not training or not others:  # the hash put all on one side
         training = others = source.names

@@ -37,13 +37,7 @@ class Tried(Protocol):
 
 @dataclass(slots=True)
 class Findings:
-    """What one batch changes.
-
-    Attributes:
-        extra: names of the tensors that it changes, although they are not trained.
-        imprecise: those of them that are of a dtype which peers cannot average.
-        unreached: names of the parameters that get no gradient.
-    """
+    """What one batch changes beside the trained tensors, which of these are too precise, and what gets no gradient."""
 
     extra: list[str] = field(default_factory=list)
     imprecise: list[str] = field(default_factory=list)
@@ -51,14 +45,7 @@ class Findings:
 
 
 def try_out(task: Tried, batch: Batch, training: bool) -> Findings:
-    """Take the loss of a batch and its gradient.
-
-    Args:
-        training: whether training puts the module into train mode.
-
-    Raises:
-        TaskError: that fails, or does to the module what training cannot mend.
-    """
+    """Take the loss of a batch and its gradient."""
     parameters = task.trained()
     bystanders = Bystanders(task.module, parameters)
     copies = bystanders.copy()

@@ -34,8 +34,7 @@ _LOSS = "loss() must return a tensor without dimensions that depends on the para
 class OwnTask:
     """A `Task` that wraps a user's task, and reports its errors as errors of that task.
 
-    Attributes:
-        kept: names of tensors that training changes, and that each peer keeps for itself.
+    `kept` names tensors that training changes, and that each peer keeps for itself.
     """
 
     def __init__(self, name: str, task: Task) -> None:
@@ -49,11 +48,7 @@ class OwnTask:
 
     @property
     def timeout_seconds(self) -> float | None:
-        """The task's own limit for a worker that shows no sign of work; None: it has none.
-
-        Raises:
-            TaskError: it is not a positive number.
-        """
+        """The task's own limit for a worker that shows no sign of work; None: it has none."""
         seconds = getattr(self._task, "timeout_seconds", None)
         if seconds is None:
             return None
@@ -104,14 +99,8 @@ class OwnTask:
     def try_out(self, seed: int, training: bool = True) -> list[str]:
         """Draw a batch twice and compute its gradient, to report errors in them before a round begins.
 
-        Args:
-            training: whether training puts the module into train mode.
-
         Returns:
             Lines about what the operator should know.
-
-        Raises:
-            TaskError: they fail, or break the contract of `Task`.
         """
         with _with_traceback():
             batch = self.batch(seed, 0)
@@ -160,13 +149,6 @@ def make(name: str, given: TaskContext) -> OwnTask:
     """Import the module, call its factory, and check the result. The current directory is searched last.
 
     Torch's global generator is seeded first, so layers that draw their weights from it are the same for the same seed.
-
-    Args:
-        name: a name for which `node.tasks.name.is_own` holds.
-
-    Raises:
-        TaskError: the module or factory is missing or fails, or the task cannot be trained. The traceback of an error
-            in the user's code is written to stderr.
     """
     with _with_traceback():
         factory = _find(name)
@@ -208,11 +190,7 @@ def _find(name: str) -> Callable[..., Any]:
 
 
 def _check_parameters(name: str, task: Task, device: str) -> None:
-    """Check that the task's parameters can be trained on this device.
-
-    Raises:
-        TaskError: it cannot.
-    """
+    """Check that the task's parameters can be trained on this device."""
     try:
         parameters = trained(task)
     except ValueError as error:
@@ -230,11 +208,7 @@ def _check_parameters(name: str, task: Task, device: str) -> None:
 
 @contextmanager
 def blamed(name: str, where: str) -> Iterator[None]:
-    """Turn any error of a user's code into a one-line error that names the task.
-
-    Raises:
-        TaskError: the code raised an exception.
-    """
+    """Turn any error of a user's code into a one-line error that names the task."""
     try:
         yield
     except TaskError:

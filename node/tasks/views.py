@@ -23,9 +23,7 @@ _TWICE = "leaves gradients behind, which would count twice: call zero_grad() aft
 class View:
     """One parameter, and the views of it and of its gradient.
 
-    Attributes:
-        is_rounded: the view is of a rounded copy, which is written anew before each step.
-        owners: where modules hold the parameter, and by which key.
+    A rounded view is of a copy that is written anew before each step. `owners`: where modules hold it, by which key.
     """
 
     name: str
@@ -56,10 +54,6 @@ class Views:
     """
 
     def __init__(self, views: Sequence[View], gradients: Sequence[torch.Tensor]) -> None:
-        """
-        Args:
-            gradients: the vectors that the gradients are views of.
-        """
         self._views, self._gradients = views, gradients
         self._task, self._version = "", 0
         for view in views:
@@ -79,11 +73,7 @@ class Views:
         self._version = self._versions()
 
     def after_loss(self, is_first: bool) -> None:
-        """Mend the views before the backward pass.
-
-        Args:
-            is_first: the gradients were zero before the loss, because this is the step's first batch.
-        """
+        """Mend the views before the backward pass."""
         has_changed, is_left = self._versions() != self._version, False
         if has_changed and not is_first:
             raise self._fault(f"loss() {_EARLIER}: leave them alone, or set recipe.batches = 1")

@@ -18,11 +18,7 @@ _NEVER_ADAPTED = frozenset({"lm_head", "embed_out", "output_layer", "score", "ga
 
 
 def adapted_layers(module: nn.Module, wanted: tuple[str, ...]) -> tuple[str, ...]:
-    """The names of the layers that get adapters, sorted.
-
-    Raises:
-        ModelError: the model has no layer of one of these names, or the layer shares its weights with the embedding.
-    """
+    """The names of the layers that get adapters, sorted."""
     linear, experts = _linear_layers(module), _experts(module)
     known = sorted(linear - _NEVER_ADAPTED)
     if wanted == (ALL_LINEAR,):
@@ -39,14 +35,7 @@ def adapted_layers(module: nn.Module, wanted: tuple[str, ...]) -> tuple[str, ...
 
 
 def with_adapters(module: Any, settings: HfSettings, targets: Iterable[str]) -> Any:
-    """The model with adapters, which alone take gradients.
-
-    Args:
-        targets: names of linear layers, and of fused experts.
-
-    Raises:
-        ModelError: peft is missing, or cannot adapt this model.
-    """
+    """The model with adapters, which alone take gradients."""
     try:
         import peft
     except ImportError:
@@ -103,7 +92,7 @@ def _linear_layers(module: nn.Module) -> set[str]:
 
 
 def _experts(module: nn.Module) -> dict[str, int]:
-    """Parameters with a matrix for each expert: the last two parts of their names, and their elements in all layers."""
+    """Parameters with a matrix for each expert."""
     found: dict[str, int] = {}
     for name, parameter in module.named_parameters():
         if parameter.dim() == 3:

@@ -47,16 +47,10 @@ class _Answer:
 class Encoder:
     """Turns documents into tokens and masks, by the tokenizer of a model.
 
-    Attributes:
-        unused: names of what conversations had, and the template does not show.
-        empty: number of answers without content, which are no targets.
+    `unused` names what conversations had and the template does not show; `empty` counts answers without content.
     """
 
     def __init__(self, tokenizer: Any, is_chat: bool) -> None:
-        """
-        Raises:
-            ModelError: conversations, and the tokenizer has no template for them.
-        """
         self._tokenizer, self._is_chat, self._begin = tokenizer, is_chat, _begin_tokens(tokenizer)
         if is_chat and not tokenizer.chat_template:
             raise ModelError(
@@ -71,23 +65,14 @@ class Encoder:
         self.empty = 0
 
     def encode(self, document: Document) -> list[Sequence]:
-        """The sequences of a document: one of a text, none to several of a conversation.
-
-        Raises:
-            ModelError: the template cannot take the conversation, leaves something of it out, or does not say which
-                tokens are the assistant's.
-        """
+        """The sequences of a document: one of a text, none to several of a conversation."""
         if isinstance(document.content, str):
             return [self._text(document.content, document.begins, document.ends)]
         self.unused.update(document.unused)
         return self._conversation(document.content, document.where)
 
     def prompt(self, text: str) -> list[int]:
-        """Tokens of a prompt: of a chat, a message of the user and the beginning of the answer.
-
-        Raises:
-            ValueError: the prompt is empty.
-        """
+        """Tokens of a prompt: of a chat, a message of the user and the beginning of the answer."""
         if not text:
             raise ValueError("the prompt is empty")
         if not self._is_chat:
@@ -189,14 +174,7 @@ class _Talk:
         return self._altered([*self.messages[: count - 1], last | {"content": content}], self._tools)
 
     def answer(self, index: int, ends: list[str]) -> _Answer:
-        """The answer of a message.
-
-        Args:
-            ends: special tokens, of which the last one ends an answer.
-
-        Raises:
-            ModelError: the template does not say where it is.
-        """
+        """The answer of a message."""
         if self._says:
             text, found = self._marked_answer(index)
         else:
@@ -257,11 +235,7 @@ class _Talk:
         return at if text[len(asked) : at].strip() else len(asked)
 
     def check(self) -> set[str]:
-        """Check that the template shows everything; returns the names of fields that it does not show.
-
-        Raises:
-            ModelError: it leaves out a content, a call or the tools.
-        """
+        """Check that the template shows everything; returns the names of fields that it does not show."""
         last = max(self._rendered)
         whole = self._rendered[last]
         unused = set[str]()

@@ -21,11 +21,7 @@ _SHOWN_TOKENS = 60
 
 
 def guessed_format(path: Path) -> str:
-    """`chat` if the first document is a conversation, else `text`.
-
-    Raises:
-        ModelError: the path is missing or empty.
-    """
+    """`chat` if the first document is a conversation, else `text`."""
     if is_streamed(path):
         raise ModelError("data check reads files and folders: download a file of the data set, and give that")
     files = data_files(path)
@@ -40,11 +36,7 @@ def guessed_format(path: Path) -> str:
 
 @dataclass(frozen=True, slots=True)
 class DataCheck:
-    """What there is in a peer's data.
-
-    Attributes:
-        first: the beginning of the first document, with its targets in brackets.
-    """
+    """What a peer's data hold. `first` is the beginning of the first document, with its targets in brackets."""
 
     files: Selection
     counts: RowCounts
@@ -60,14 +52,7 @@ class DataCheck:
 
 
 def check_data(path: Path, model: str, settings: HfSettings, template: str = "") -> DataCheck:
-    """Prepare the data, or find them prepared, as a peer of the task does.
-
-    Args:
-        template: as for `load_tokenizer`.
-
-    Raises:
-        ModelError: model or data cannot be used.
-    """
+    """Prepare the data, or find them prepared, as a peer of the task does."""
     selection = select(path)
     folder = find_model(model, weights=False)
     tokenizer, is_chat = load_tokenizer(folder, template), settings.format == "chat"

@@ -34,15 +34,7 @@ _REFUSED = {
 
 
 def conversation_of(fields: dict[str, Any], where: str, instead: str = "") -> tuple[Conversation, tuple[str, ...]]:
-    """The conversation in a row, and the names of the row's other fields, which are not used.
-
-    Args:
-        where: begins each message.
-        instead: what to say of a row without messages.
-
-    Raises:
-        ModelError: there is none, or something in it cannot be trained on.
-    """
+    """The conversation in a row, and the names of the row's other fields, which are not used."""
     messages = _listed(fields, where)
     if not isinstance(messages, list) or not 0 < len(messages) <= MAX_MESSAGES:
         instead = instead if messages is None else ""

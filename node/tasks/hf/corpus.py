@@ -37,12 +37,9 @@ _TYPES = {type(None): "null", list: "a list", dict: "an object", int: "a number"
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """A text or a conversation.
+    """A text or a conversation. One that does not begin where it stands continues the text before.
 
-    Attributes:
-        begins, ends: whether a text begins and ends here. If it does not begin here, it continues the document before.
-        where: a conversation comes from, for messages.
-        unused: names of a conversation's fields that are not used.
+    `where` a conversation comes from is for messages; `unused` names its fields that are not used.
     """
 
     content: str | Conversation
@@ -112,11 +109,7 @@ class Seen:
 
 
 def joined(documents: Iterable[Document | None]) -> Iterator[Document]:
-    """Put parts of a text together that follow each other, as long as they are short.
-
-    Args:
-        documents: None where one is left out.
-    """
+    """Put parts of a text together that follow each other, as long as they are short."""
     parts: list[Document] = []
 
     def whole() -> Document:
@@ -141,11 +134,7 @@ def data_files(path: Path | None, option: str = "--data", splits: bool = True) -
 
 
 def read_documents(files: Sequence[Path], is_chat: bool) -> Iterator[Document]:
-    """Read all documents.
-
-    Raises:
-        ModelError: a file cannot be read, or contains something else. The message names the file and the line.
-    """
+    """Read all documents."""
     for file in files:
         try:
             found = look(file)
@@ -188,11 +177,7 @@ def _messages(text: str | None, where: str) -> dict[str, Any]:
 
 
 def document_of(fields: Any, is_chat: bool, where: str) -> Document:
-    """The document in a JSON object, or in a row of parquet.
-
-    Raises:
-        ModelError: there is none. The message begins with `where`.
-    """
+    """The document in a JSON object, or in a row of parquet."""
     if not isinstance(fields, dict):
         raise ModelError(f"{where}: not an object")
     if is_chat:

@@ -65,11 +65,7 @@ def is_streamed(data: Path | None) -> bool:
 
 
 def find_data_set(data: Path, is_chat: bool) -> DataSet:
-    """Look a data set up on the hub. If that does not answer, what it said earlier is used.
-
-    Raises:
-        ModelError: there is none, or it has no files that can be read.
-    """
+    """Look a data set up on the hub. If that does not answer, what it said earlier is used."""
     if not (found := _NAME.fullmatch(str(data).removeprefix(PREFIX))):
         raise ModelError(f"{str(data)[:200]!a}: a data set on the hub is named hub:ORG/NAME@REVISION, or …:PATTERN")
     name, revision, pattern = found.groups()
@@ -153,12 +149,7 @@ def _kept(path: Path) -> DataSet:
 
 
 def fetch(data_set: DataSet, file: HubFile, place: Path) -> Path:
-    """Download a file into a directory, and return its path.
-
-    Raises:
-        NotFetched: the hub does not answer, or not now.
-        ModelError: it never will: there is no such file, it has another size, or this machine cannot keep it.
-    """
+    """Download a file into a directory, and return its path."""
     import huggingface_hub
 
     try:

@@ -44,11 +44,7 @@ def template_digest(tokenizer: Any) -> str:
 
 
 def weights_digest(path: Path) -> str:
-    """Digest of all tensors of a model, the same however they are divided into files. Cached by the files' states.
-
-    Raises:
-        ModelError: a file cannot be read, or is damaged.
-    """
+    """Digest of all tensors of a model, the same however they are divided into files. Cached by the files' states."""
     files = weight_files(path)
     try:
         cached = cache_directory() / f"{_digest(list(map(file_state, files)))}.weights"

@@ -10,11 +10,8 @@ from node.tasks.hf.settings import ModelError
 
 @contextmanager
 def foreign(what: str, remedy: str = "") -> Iterator[None]:
-    """Turn every error of the libraries into a `ModelError`. Their types have no common base: some are bare Exceptions.
-
-    Args:
-        what: the beginning of the message.
-        remedy: its end.
+    """Turn every error of the libraries into a `ModelError`. Their types have no common base: some are bare
+    Exceptions.
     """
     try:
         yield

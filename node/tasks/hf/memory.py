@@ -45,12 +45,9 @@ _COMPUTE_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class MemoryNeed:
-    """What training needs, in bytes.
+    """What training needs, in bytes: frozen parameters, trained ones with all that belongs to them, and activations.
 
-    Attributes:
-        frozen: of the parameters that are not trained.
-        trained: of those that are, with everything that belongs to them.
-        activations: kept from a forward pass for the backward pass, and the logits; or the copy for an evaluation.
+    The last are kept from a forward pass for the backward pass, with the logits; or they are an evaluation's copy.
     """
 
     frozen: int
@@ -74,11 +71,7 @@ class MemoryNeed:
 
 @dataclass(frozen=True, slots=True)
 class TrainingPlan:
-    """A way to train a model, whose need can be estimated.
-
-    Attributes:
-        module: the model, in train mode, with its adapters if it has some. Shapes are enough; they are not changed.
-    """
+    """A way to train a model, whose need can be estimated. The module's shapes are enough."""
 
     module: Any
     settings: HfSettings
@@ -123,11 +116,7 @@ def _in_bfloat16(module: Any) -> Any:
 
 
 def advice(plan: TrainingPlan, available: int, is_ours: bool) -> str:
-    """What to change so that training fits, with what it needs then: one thing if that is enough, else several.
-
-    Args:
-        is_ours: whether the user sets the run's values, too.
-    """
+    """What to change so that training fits, with what it needs then: one thing if that is enough, else several."""
     size = plan.need().total
     alone = [(words, each.need().total) for words, each in plan.changes()]
     if fitting := [each for each in alone if each[1] <= available and _is_less(each[1], size)]:
@@ -178,14 +167,7 @@ class BlockBytes:
 
 @dataclass(slots=True)
 class SavedBytes:
-    """What autograd keeps of one forward pass.
-
-    Attributes:
-        layers: of all layers.
-        rest: outside of them: embeddings, the last norm, logits.
-        inputs: of the layers' inputs alone, which are what checkpointing keeps.
-        count: number of layers.
-    """
+    """What autograd keeps of one forward pass: of all layers, outside of them, and of the layers' inputs alone."""
 
     layers: BlockBytes = field(default_factory=BlockBytes)
     rest: BlockBytes = field(default_factory=BlockBytes)
@@ -194,11 +176,7 @@ class SavedBytes:
 
 
 def memory_need(module: Any, settings: HfSettings, checkpointing: bool, on_cpu: bool = True) -> MemoryNeed:
-    """Estimate what training this model needs.
-
-    Args:
-        module: the model, in train mode. Shapes are enough.
-    """
+    """Estimate what training this model needs."""
     trained = frozen = copied = 0
     for parameter in module.parameters():
         if parameter.requires_grad:
@@ -287,11 +265,7 @@ def _saved_bytes(module: Any, fakes: dict[str, torch.Tensor], settings: HfSettin
 
 
 def tell_memory(values: HfValues, device: str, module: Any) -> None:
-    """Tell the user how much memory training needs, and how much is free.
-
-    Args:
-        module: the model. Shapes are enough.
-    """
+    """Tell the user how much memory training needs, and how much is free."""
     plan = TrainingPlan(module.train(), values.settings, values.machine.checkpointing, device == "cpu")
     try:
         with foreign("it is not known how much memory training needs"):

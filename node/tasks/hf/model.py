@@ -29,12 +29,7 @@ _PACKED_TOLERANCE = 0.1
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model that is ready for training.
-
-    Attributes:
-        module: the model, with its adapters if it has some.
-        pins: what it is, without the loss.
-    """
+    """A model that is ready for training, with its adapters if it has some."""
 
     module: Any
     tokenizer: Any
@@ -43,14 +38,7 @@ class LoadedModel:
 
 
 def load_tokenizer(folder: ModelFolder, template: str = "") -> Any:
-    """The tokenizer of a model.
-
-    Args:
-        template: file with another chat template; empty: the model's own.
-
-    Raises:
-        ModelError: it cannot be loaded.
-    """
+    """The tokenizer of a model."""
     transformers = import_transformers()
     with foreign(f"{folder.path}: its tokenizer cannot be loaded"):
         tokenizer = transformers.AutoTokenizer.from_pretrained(
@@ -63,11 +51,7 @@ def load_tokenizer(folder: ModelFolder, template: str = "") -> Any:
 
 
 def read_template(path: Path) -> str:
-    """The chat template in a file.
-
-    Raises:
-        ModelError: it cannot be read.
-    """
+    """The chat template in a file."""
     try:
         with path.open("rb") as file:
             text = file.read(MAX_TEMPLATE_BYTES + 1).decode("utf-8-sig")
@@ -81,11 +65,7 @@ def read_template(path: Path) -> str:
 
 
 def require_faithful(tokenizer: Any, file: Path) -> None:
-    """Check that the library reads a tokenizer as its own file says, and tell the user if it does not keep all texts.
-
-    Raises:
-        ModelError: it makes other tokens, or none that mean anything.
-    """
+    """Check that the library reads a tokenizer as its own file says, and say if it does not keep all texts."""
     from tokenizers import Tokenizer
 
     if not tokenizer.is_fast:
@@ -117,16 +97,7 @@ def load_model(
     look: Callable[[Any], None] = lambda _: None,
     template: str = "",
 ) -> LoadedModel:
-    """Find the model, check that it is the run's, and load it.
-
-    Args:
-        template: as for `load_tokenizer`.
-        pins: of the run; None for a founder.
-        look: called with the model before its weights take memory: its tensors have only shapes.
-
-    Raises:
-        ModelError: it is not the run's, or cannot be loaded or trained.
-    """
+    """Find the model, check that it is the run's, and load it."""
     needs_weights = settings.train == "lora" or pins is None
     if pins and model == pins.base.rpartition("@")[0]:
         model = pins.base  # the run's commit of this repository, not the newest
@@ -164,11 +135,7 @@ def load_model(
 
 
 def trained_layout(model: str, settings: HfSettings, pins: ModelPins) -> Layout:
-    """Names and shapes of what a run trains, from the model's configuration, without memory for its weights.
-
-    Raises:
-        ModelError: it is not the run's configuration, or no such model can be built.
-    """
+    """Names and shapes of what a run trains, from the model's configuration, without memory for its weights."""
     folder = find_model(model, weights=False)
     require_same(replace(pins, config=config_digest(folder.config)), pins, str(folder.path))
     module = load_module(folder, False, "meta", torch.float32)
@@ -178,11 +145,7 @@ def trained_layout(model: str, settings: HfSettings, pins: ModelPins) -> Layout:
 
 
 def require_same(found: ModelPins, pins: ModelPins, where: str) -> None:
-    """Check that this machine's model is that of the run.
-
-    Raises:
-        ModelError: it differs; the line says in what, with both digests.
-    """
+    """Check that this machine's model is that of the run."""
     for name, words in (
         ("config", "another configuration"),
         ("tokenizer", "another tokenizer, or its library reads it in another way"),
@@ -199,11 +162,7 @@ def require_same(found: ModelPins, pins: ModelPins, where: str) -> None:
 
 
 def load_module(folder: ModelFolder, weights: bool, device: str, dtype: torch.dtype) -> Any:
-    """The model on its device: with its weights, or with values that the run's will replace; on `meta`, with none.
-
-    Raises:
-        ModelError: it cannot be loaded.
-    """
+    """The model on its device: with its weights, or with values that the run's will replace; on `meta`, with none."""
     transformers, missing = import_transformers(), []
     with foreign(f"{folder.path} cannot be loaded"):
         config = transformers.AutoConfig.from_pretrained(folder.path, trust_remote_code=False, local_files_only=True)
@@ -225,11 +184,7 @@ def load_module(folder: ModelFolder, weights: bool, device: str, dtype: torch.dt
 
 
 def require_fitting(module: Any, tokenizer: Any, settings: HfSettings) -> None:
-    """Check that the rows and the tokens fit the model.
-
-    Raises:
-        ModelError: they do not.
-    """
+    """Check that the rows and the tokens fit the model."""
     longest = getattr(module.config, "max_position_embeddings", None)
     if longest and settings.context > longest:
         raise ModelError(f"hf.context is {settings.context}, and the model reads at most {longest} tokens: take less")
@@ -242,11 +197,7 @@ def require_fitting(module: Any, tokenizer: Any, settings: HfSettings) -> None:
 
 @torch.no_grad()
 def require_finite(module: Any, where: str) -> None:
-    """Check that the model's weights are numbers, and that it computes numbers from them.
-
-    Raises:
-        ModelError: a tensor holds NaN or infinity, or the logits do.
-    """
+    """Check that the model's weights are numbers, and that it computes numbers from them."""
     for name, tensor in module.state_dict(keep_vars=True).items():
         # The extremes are NaN if a value is. Unlike `isfinite`, they take no memory.
         if tensor.is_floating_point() and tensor.numel() and not all(map(torch.isfinite, torch.aminmax(tensor))):
@@ -297,11 +248,7 @@ def checkpoint_activations(module: Any) -> None:
 
 
 def import_transformers() -> Any:
-    """The library, without its progress bars.
-
-    Raises:
-        ModelError: it is missing.
-    """
+    """The library, without its progress bars."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     try:

@@ -42,22 +42,11 @@ MASKED = -100
 
 @dataclass(frozen=True, slots=True)
 class RowCounts:
-    """What the data hold.
+    """What the data hold. `documents` and `tokens` (without padding) are those to train on; none trains on `held_out`.
 
-    Attributes:
-        documents: those to train on; of a text, each part that a hash chooses for itself.
-        held_out: documents that no peer trains on.
-        tokens: of the documents to train on, without padding.
-        targets: tokens from which something is learnt.
-        cut: conversations that were longer than a row, and are cut.
-        lost: conversations that have lost all their targets by that.
-        longest: tokens of the longest conversation.
-        skipped: documents without a target.
-        empty: answers without content, which are no targets.
-        unused: names of fields of conversations that are not used.
-        repeated: documents that are equal to an earlier one, and left out.
-        replaced: characters U+FFFD in the documents: the data, or their encoding, were damaged before.
-        digest: of all documents, in any order.
+    Conversations longer than a row are `cut`; some have `lost` all their targets by that. Documents without a target
+    are `skipped`, answers without content `empty`, documents equal to an earlier one `repeated`. `replaced` counts
+    characters U+FFFD: the data, or their encoding, were damaged before. The digest is of all documents, in any order.
     """
 
     rows: int = 0
@@ -101,10 +90,6 @@ class RowWriter:
     """Fills rows. A text is cut where a row ends; a conversation that does not fit begins another."""
 
     def __init__(self, settings: HfSettings, write: Callable[[array[int], bytearray], None]) -> None:
-        """
-        Args:
-            write: takes each full row: its tokens and its flags.
-        """
         self._context, self._packs, self._cuts = settings.context, settings.pack, settings.format == "text"
         self._write = write
         self._tokens, self._flags = array("i"), bytearray()
@@ -162,10 +147,6 @@ class Rows:
     """Rows of tokens, in memory or mapped from a file."""
 
     def __init__(self, tokens: torch.Tensor, flags: torch.Tensor) -> None:
-        """
-        Args:
-            tokens, flags: (rows, context), int32 and uint8.
-        """
         self._tokens, self._flags = tokens, flags
         self._order: tuple[tuple[int, int], torch.Tensor] | None = None
 
@@ -223,11 +204,7 @@ def rows_of(documents: Iterable[Document], encoder: Encoder, settings: HfSetting
 
 @dataclass(frozen=True, slots=True)
 class PreparedData:
-    """A peer's data, prepared for training.
-
-    Attributes:
-        sample: the held-out documents, as JSON lines.
-    """
+    """A peer's data, prepared for training; `sample` has the held-out documents, as JSON lines."""
 
     rows: Rows
     counts: RowCounts
@@ -242,16 +219,7 @@ def prepare(
     held_out: bytes = b"",
     home: Path | None = None,
 ) -> PreparedData:
-    """Tokenise the files, or map the rows that an earlier call has made of them.
-
-    Args:
-        tokenizer: digest of the tokenizer and the template.
-        held_out: the run's sample, whose documents are not trained on either.
-        home: where the rows are kept; None: in the machine's cache.
-
-    Raises:
-        ModelError: a file cannot be read, or there is nothing to learn in them.
-    """
+    """Tokenise the files, or map the rows that an earlier call has made of them."""
     try:
         about = [list(map(file_state, files)), FORMAT, settings.context, settings.format, settings.pack, tokenizer]
         home = home or cache_directory()

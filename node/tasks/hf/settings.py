@@ -70,20 +70,12 @@ def _require_names(what: str, names: tuple[str, ...]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ModelPins:
-    """What the manifest says of the model, so that no peer trains with another one.
+    """What the manifest says of the model, so that no peer trains with another one. Raises ValueError if malformed.
 
-    Raises:
-        ValueError: a value is malformed.
-
-    Attributes:
-        base: where the founder's model came from: ORG/NAME@REVISION, or the name of its folder. Only a hint.
-        weights: digest of the base's tensors, 64 hex digits.
-        size: bytes of the base's files of weights.
-        config: digest of the model's configuration.
-        tokenizer: digest of the tokenizer, and of the tokens that it makes of a fixed text.
-        template: digest of the chat template; empty in a run on plain text.
-        targets: names of the layers that have adapters; empty in a run that trains the whole model.
-        base_loss: held-out loss before the first round; None if the run has no held-out sample.
+    `base` is where the founder's model came from (ORG/NAME@REVISION, or the name of its folder): only a hint. The
+    digests are of the base's tensors, its configuration, its tokenizer with the tokens that it makes of a fixed text,
+    and the chat template (empty in a run on plain text). `targets` are the layers with adapters; empty if the whole
+    model is trained. `base_loss` is the held-out loss before the first round.
     """
 
     base: str
@@ -135,11 +127,7 @@ class HfMachine:
 
 @dataclass(frozen=True, slots=True)
 class HfValues:
-    """The task `hf` in a worker's specification.
-
-    Attributes:
-        pins: what the model must be; None for a founder, whose model decides it.
-    """
+    """The task `hf` in a worker's specification. `pins` is None for a founder, whose model decides it."""
 
     settings: HfSettings
     machine: HfMachine

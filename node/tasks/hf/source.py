@@ -44,12 +44,7 @@ HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+(@[\w./-]+)?", re.ASCII)
 
 @dataclass(frozen=True, slots=True)
 class ModelFolder:
-    """A model's files on this machine.
-
-    Attributes:
-        base: where they came from, for other people.
-        config: the content of config.json.
-    """
+    """A model's files on this machine. `base` says to other people where they came from."""
 
     path: Path
     base: str
@@ -57,14 +52,7 @@ class ModelFolder:
 
 
 def find_model(model: str, weights: bool = True) -> ModelFolder:
-    """The folder of a model, which is downloaded if `model` names a repository on the hub.
-
-    Args:
-        weights: whether the model's weights are needed, besides its configuration and tokenizer.
-
-    Raises:
-        ModelError: there is none, or it is not of a kind that can be trained.
-    """
+    """The folder of a model, which is downloaded if `model` names a repository on the hub."""
     path = Path(model).expanduser()
     if path.is_dir():
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -114,7 +102,7 @@ def _from_hub(name: str, revision: str | None, patterns: list[str]) -> Path:
 
 
 def _from_cache(name: str, revision: str | None, patterns: list[str]) -> Path | None:
-    """What an earlier download has left, so that a peer starts again while the hub is away; None if it is not whole."""
+    """What an earlier download has left, so that a peer starts again while the hub is away."""
     import huggingface_hub
 
     with suppress(ModelError), foreign(name):
@@ -126,11 +114,7 @@ def _from_cache(name: str, revision: str | None, patterns: list[str]) -> Path | 
 
 
 def read_config(path: Path, weights: bool = True) -> dict[str, Any]:
-    """The content of a model's config.json, after checking that such a model can be trained.
-
-    Raises:
-        ModelError: it cannot.
-    """
+    """The content of a model's config.json, after checking that such a model can be trained."""
     if (path / "adapter_config.json").exists():  # transformers would load it with the model, and no digest knows it
         what = "has an adapter beside the model" if (path / "config.json").exists() else "is an adapter"
         raise ModelError(f"{path} {what}: give the folder of its base, or of one made by export --merge")
@@ -165,11 +149,7 @@ def weight_files(path: Path) -> list[Path]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object in a file.
-
-    Raises:
-        ModelError: there is none.
-    """
+    """A JSON object in a file."""
     try:
         with path.open("rb") as file:
             content = json.loads(file.read(_MAX_JSON_BYTES))

@@ -36,12 +36,7 @@ RETRY_SECONDS = (1.0, 5.0, 30.0, 120.0, 300.0)
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Some files of a data set.
-
-    Attributes:
-        first: position of the first batch that is taken from them.
-        batches: how many are.
-    """
+    """Some files of a data set, the position of the first batch that is taken from them, and how many are."""
 
     files: tuple[HubFile, ...]
     first: int
@@ -50,23 +45,14 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class StepSize:
-    """What an inner step takes.
-
-    Attributes:
-        batches: of a step; all are taken from one window.
-        tokens: of a batch, padding included.
-    """
+    """Batches of an inner step, all taken from one window, and tokens of a batch, padding included."""
 
     batches: int
     tokens: int
 
 
 def windows(files: Sequence[HubFile], seed: int, epoch: int, first: int, step: StepSize) -> list[Window]:
-    """One pass through all files, in an order that depends on seed and epoch.
-
-    Args:
-        first: position of its first batch.
-    """
+    """One pass through all files, in an order that depends on seed and epoch."""
     order = list(files)
     random.Random(f"{seed}/{epoch}").shuffle(order)
     parts: list[list[HubFile]] = [[]]
@@ -97,11 +83,6 @@ class StreamedRows:
         prepare: Callable[[list[Path], Path], PreparedData],
         fetcher: Callable[[DataSet, HubFile, Path], Path] = fetch,
     ) -> None:
-        """
-        Args:
-            prepare: tokenises files into a directory.
-            fetcher: as `fetch`.
-        """
         self._data_set, self._step, self._prepare, self._fetch = data_set, step, prepare, fetcher
         self._seed, self._epoch, self._pass = -1, -1, list[Window]()
         self._here: tuple[Window, PreparedData] | None = None
@@ -123,9 +104,6 @@ class StreamedRows:
         """The window of a position. It waits until that is here.
 
         A later window that cannot be read is left out: the rows of the one before stay.
-
-        Raises:
-            ModelError: the first window cannot be fetched, or not be read.
         """
         window = self._window(seed, position)
         if self._here is None or self._here[0] != window:
@@ -192,11 +170,7 @@ class StreamedRows:
         threading.Thread(target=work, name="next-window", daemon=True).start()
 
     def _load(self, window: Window, is_wanted: Callable[[], bool] | None = None) -> PreparedData:
-        """Fetch and tokenise a window's files. Their rows stay mapped when their directory is gone.
-
-        Args:
-            is_wanted: whether to go on asking for a file; None: for as long as `RETRY_SECONDS` say.
-        """
+        """Fetch and tokenise a window's files. Their rows stay mapped when their directory is gone."""
         assert self._home
         try:
             place = Path(tempfile.mkdtemp(dir=self._home))
@@ -230,7 +204,7 @@ class StreamedRows:
 
 
 def _new_home() -> Path:
-    """A directory for windows, which this process locks. Those that processes have left without a lock are removed."""
+    """A directory for windows, which this process locks."""
     cache = cache_directory()
     cache.mkdir(mode=0o700, parents=True, exist_ok=True)
     for each in cache.glob("stream-*"):

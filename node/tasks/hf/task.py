@@ -36,12 +36,7 @@ EVALUATED_BATCHES = 8
 
 
 class HfTask:
-    """A `Task` on a model of Hugging Face.
-
-    Attributes:
-        module: the model, with its adapters if it has some.
-        held_out: the run's sample, as JSON lines; empty if the run has none.
-    """
+    """A `Task` on a model of Hugging Face. `held_out` is the run's sample, as JSON lines; empty if it has none."""
 
     def __init__(
         self,
@@ -51,11 +46,6 @@ class HfTask:
         evaluated: Rows,
         prompt: str = "",
     ) -> None:
-        """
-        Args:
-            evaluated: rows of the held-out documents.
-            prompt: the beginning of one of them.
-        """
         self.module: nn.Module = loaded.module
         self.held_out = b""
         self.pins = loaded.pins
@@ -103,9 +93,6 @@ class HfTask:
         """Continue a prompt by at most `tokens` tokens; of a chat, answer it. It ends where the model ends its text.
 
         Without a prompt it takes one from the held-out documents, and returns it as well.
-
-        Raises:
-            ValueError: the prompt is empty, and there are no held-out documents.
         """
         text, chat = prompt.decode(errors="replace") or self._prompt, self._settings.format == "chat"
         ids = Encoder(self._tokenizer, chat).prompt(text)
@@ -168,12 +155,7 @@ def _ends(module: Any) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class DataSource:
-    """A peer's own data.
-
-    Attributes:
-        files: those of the data; None: they are a data set on the hub.
-        tokenizer: digest of the tokenizer and the template.
-    """
+    """A peer's own data. `files` is None for a data set on the hub; `tokenizer` is a digest, with the template."""
 
     given: GivenData
     files: Selection | None
@@ -186,13 +168,6 @@ class DataSource:
 
         Of a data set on the hub there are none if the run has a sample: no window is opened then, because a peer that
         resumes is not at the first one.
-
-        Args:
-            held_out: the run's sample, whose documents are not trained on.
-            seed: of this peer's stream.
-
-        Raises:
-            ModelError: the data cannot be used.
         """
         if self.files:
             prepared = self._prepared([*self.files.files], held_out or self.given.held_out())
@@ -221,18 +196,7 @@ def make_task(
     seed: int,
     step_batches: int,
 ) -> HfTask:
-    """Load the model, prepare the data and the held-out rows.
-
-    Args:
-        data: of this peer.
-        held_out: the run's sample; None for a founder, which makes it, and in a run without one.
-        dtype: of the model.
-        seed: of this peer's stream.
-        step_batches: batches of an inner step.
-
-    Raises:
-        ModelError: model or data cannot be used. The message is one line.
-    """
+    """Load the model, prepare the data and the held-out rows."""
     settings, machine = values.settings, values.machine
     files = None if is_streamed(data.place) else select(data.place)  # before the model, which takes longer
     look = partial(tell_memory, values, device)
@@ -266,10 +230,6 @@ def make_task(
 
 
 def read_sample(path: Path) -> bytes:
-    """
-    Raises:
-        ModelError: it cannot be read.
-    """
     try:
         with path.open("rb") as file:
             return file.read(SAMPLE_BYTES)

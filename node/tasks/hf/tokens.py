@@ -27,9 +27,7 @@ _PRIVATE = 0xF0000
 class ExactTokenizer:
     """A tokenizer of Hugging Face, with texts of any length and special tokens only where they are meant.
 
-    Attributes:
-        special: its special tokens.
-        marks: stand for all that it was given beside its vocabulary.
+    `marks` stand for all that it was given beside its vocabulary.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -43,11 +41,7 @@ class ExactTokenizer:
         self.marks = Marks(self.special, [each.content for _, each in added])
 
     def encode(self, text: str, literal: bool = True) -> tuple[list[int], list[Span]]:
-        """Tokens of a text without those that begin or end it, and what each stands for.
-
-        Args:
-            literal: special tokens that the text spells are text.
-        """
+        """Tokens of a text without those that begin or end it, and what each stands for."""
         ids, spans = self._encode(text[:WINDOW], literal)
         done, overlap = WINDOW, OVERLAP
         while done < len(text):
@@ -74,11 +68,7 @@ class ExactTokenizer:
         return self.encode(text, literal)
 
     def encode_marked(self, text: str, borders: Sequence[int] = ()) -> tuple[list[int], list[Span]]:
-        """Tokens of a text in which special tokens count, except those for which a mark stands.
-
-        Args:
-            borders: where no token reaches across, ascending, such as between a request and its answer.
-        """
+        """Tokens of a text in which special tokens count, except those for which a mark stands."""
         ids, spans = self._encode_marked(text, continues=False)
         begins = [begin for begin, _ in spans]
         crossed = [each for each in borders if (at := bisect_left(begins, each)) and spans[at - 1][1] > each]
@@ -136,10 +126,7 @@ class ExactTokenizer:
         return ids, spans
 
     def _without_special(self, text: str, ids: list[int], spans: list[Span]) -> tuple[list[int], list[Span]]:
-        """The same tokens with those of two parts in place of a special one.
-
-        Unigram models have special tokens among their pieces, and find them in a text without looking for them.
-        """
+        """The same tokens with those of two parts in place of a special one."""
         found, places = list[int](), list[Span]()
         for token, (begin, end) in zip(ids, spans, strict=True):
             parts = [token]
@@ -151,7 +138,7 @@ class ExactTokenizer:
 
 
 def _without_trimming(tokenizer: Any) -> Any:
-    """A copy of the tokenizer whose tokens stand for the blanks in them, too: many a post-processor takes these off."""
+    """A copy of the tokenizer whose tokens stand for the blanks in them, too."""
     from tokenizers import Tokenizer
 
     fields = json.loads(tokenizer.backend_tokenizer.to_str())
@@ -161,7 +148,7 @@ def _without_trimming(tokenizer: Any) -> Any:
 def _agreement(
     ids: list[int], spans: list[Span], found: list[int], places: list[Span], low: int
 ) -> tuple[int, int] | None:
-    """Where to go over from the first tokens to the others, which begin at `low`: in the middle of many equal ones."""
+    """Where to go over from the first tokens to the others, which begin at `low`."""
     first = next((at for at, (begin, _) in enumerate(spans) if begin > low), len(spans))
     where = {(*span, token): at for at, (span, token) in enumerate(zip(places, found, strict=True))}
     run = 0
@@ -182,11 +169,6 @@ class Marks:
     """Characters that stand for special tokens which a person's text spells, until the text is tokenised."""
 
     def __init__(self, special: list[str], others: list[str]) -> None:
-        """
-        Args:
-            special: the tokenizer's special tokens.
-            others: those that it was given beside them, such as tags around thoughts.
-        """
         names = sorted({*special, *others}, key=lambda each: (-len(each), each))
         self.by_name = {name: chr(_PRIVATE + number) for number, name in enumerate(names) if name}
         self.texts = {mark: name for name, mark in self.by_name.items()}
@@ -194,11 +176,7 @@ class Marks:
         self.pattern = re.compile("|".join(re.escape(each) for each in self.by_name if len(each) > 1) or "(?!)")
 
     def put(self, value: Any, all_tokens: bool) -> Any:
-        """Put marks into all texts of a JSON value.
-
-        Args:
-            all_tokens: into an answer only those of special tokens: it may hold tags that the model writes.
-        """
+        """Put marks into all texts of a JSON value."""
         if isinstance(value, dict):
             return {name: self.put(each, all_tokens) for name, each in value.items()}
         if isinstance(value, list):
