@@ -16,10 +16,10 @@ INDEPENDENT_PROTOCOLS: Final = {
     "gossip": "protocols.pairwise.gossip:Gossip",
     "moshpit": "protocols.moshpit.averager:Moshpit",
     "push_sum": "protocols.pairwise.push_sum:PushSum",
-    "data_parallel": "protocols.baselines.registry:data_parallel",
-    "ring": "protocols.baselines.registry:ring",
-    "parameter_server": "protocols.baselines.registry:parameter_server",
-    "parameter_server_async": "protocols.baselines.registry:parameter_server_async",
+    "data_parallel": "protocols.baselines.synchronous:data_parallel",
+    "ring": "protocols.baselines.synchronous:ring",
+    "parameter_server": "protocols.baselines.synchronous:parameter_server",
+    "parameter_server_async": "protocols.baselines.async_parameter_server:AsyncParameterServer",
 }
 """The same for independent state."""
 CODECS: Final = ("fp32", "fp16", "bf16", "int8", "int4", "e3m0", "topk")

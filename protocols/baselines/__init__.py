@@ -1,1 +1,1 @@
-"""The baselines that the other protocols are compared with. The entry point is `protocols.baselines.registry`."""
+"""The baselines that the other protocols are compared with. Begin with `protocols.baselines.synchronous`."""

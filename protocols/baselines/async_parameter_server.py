@@ -1,10 +1,9 @@
 """A parameter server without a barrier: it applies each update when it arrives, and returns its parameters at once.
 
 A worker sends its displacement: the amount by which its own outer step lowered the parameters that its round began
-with. It goes on from the parameters that it gets back. Other workers have moved these meanwhile, as in Hogwild (Niu et
-al. 2011). Unlike there, the server applies whole displacements, one after the other, and each at most once: a
-displacement that is lost on its way is not sent again. `protocols.baselines.delayed_nesterov` applies them. If it has
-momentum, the peers' own outer step must have none.
+with. It continues from the parameters that it gets back. Other workers have moved these meanwhile, as in Hogwild (Niu
+et al. 2011). Unlike there, the server applies whole displacements, one after the other, and each at most once: a
+displacement that is lost on its way is not sent again.
 
 The server is one of the peers. At first it is the one with the first peer id; afterwards it is the peer that the others
 use, as long as that peer is live. A peer that comes later asks another one which peer is the server. Otherwise it could
@@ -40,7 +39,6 @@ from protocols.base import (
     Stream,
     Vector,
 )
-from protocols.baselines.delayed_nesterov import DelayedNesterov
 from protocols.streams.chunks import receive_vector, send_vector
 from protocols.streams.endpoint import ProtocolEndpoint, SessionBase, SessionTable
 from protocols.vectors.codec import codec
@@ -69,39 +67,60 @@ class PushUpdate(Header):
 
 @dataclass(frozen=True, slots=True)
 class ServerReply(Header):
-    """Answers `PushUpdate`.
+    """Answers `PushUpdate`."""
 
-    Attributes:
-        here: the sender is the server, and it is the worker's turn: after the displacement, the parameters come back as
-            float32.
-        server: the peer that is the server, as far as the sender knows.
-    """
-
+    # The sender is the server, and it is the worker's turn. The parameters come back as float32.
     here: bool = flag()
-    server: str = peer_id()
+    server: str = peer_id()  # as far as the sender knows
 
 
 register(120, (PushUpdate, ServerReply))
 
 
+class DelayedNesterov:
+    """The server's parameters, float32 (n), which each arriving displacement moves by 1/N of its length at once.
+
+    Momentum is delayed (Liu et al. 2024, "Asynchronous Local-SGD Training for Language Modeling", algorithm 3, Delayed
+    Nesterov, with c = 0). After N arrivals, their mean updates the momentum, which then takes one step of its own.
+    Momentum applied at each arrival would take every stale step N times.
+    """
+
+    def __init__(self, parameters: Vector, momentum: float = 0.0) -> None:
+        """Begin with these parameters, which `apply` changes in place. The momentum is in [0, 1)."""
+        if not 0 <= momentum < 1:
+            raise ValueError(f"momentum must be in [0, 1), not {momentum}")
+        self.parameters, self._momentum = parameters, momentum
+        self._gathered, self._velocity = (torch.zeros(len(parameters) if momentum else 0) for _ in range(2))
+        self._arrived = 0
+
+    def apply(self, displacement: Vector, count: int) -> None:
+        """Apply what a worker would subtract, and overwrite it: θ ← θ − δ/N, with N = `count` peers.
+
+        After N of them, m ← βm + Σδ/N and θ ← θ − βm.
+        """
+        self.parameters.sub_(displacement.div_(count))
+        if not self._momentum:
+            return
+        self._gathered.add_(displacement)
+        self._arrived += 1
+        if self._arrived >= count:
+            self._velocity.mul_(self._momentum).add_(self._gathered)
+            self.parameters.sub_(torch.mul(self._velocity, self._momentum, out=self._gathered))
+            self._gathered.zero_()
+            self._arrived = 0
+
+
 class AsyncParameterServer:
     """`protocols.base.IndependentAverager` for the asynchronous parameter server.
 
-    Attributes:
-        turn: a lock that a task holds while it changes or reads the parameters that this peer serves.
-        confirmed: whether this peer has used a server, or another peer has said that this one is the server.
+    By default the momentum is that of the peers' outer steps. If the server has a (delayed) one, they must have none.
     """
 
     def __init__(self, host: Host, settings: Settings, momentum: float = 0.0) -> None:
-        """Create the averager.
-
-        Args:
-            momentum: the server's delayed momentum (`DelayedNesterov`).
-        """
         self.host, self.settings, self.endpoint = host, settings, ProtocolEndpoint(host, settings)
         self.me, self.accounting = self.endpoint.me, self.endpoint.accounting
-        self.turn = asyncio.Lock()
-        self.confirmed = False
+        self.turn = asyncio.Lock()  # held while the parameters that this peer serves are changed or read
+        self.confirmed = False  # this peer has used a server, or another peer has said that this one is the server
         self._momentum = momentum
         self._chosen: PeerId = ""
         self._session: AsyncSession | None = None
@@ -151,7 +170,6 @@ class AsyncParameterServer:
         return served.parameters
 
     def layout(self, name: str) -> PartLayout:
-        """The layout of a whole vector in that codec."""
         return PartLayout(codec(name), 0, self.settings.elements[0], self.settings.chunk_elements)
 
     async def _serve(self, stream: Stream, push: PushUpdate) -> None:
@@ -244,11 +262,7 @@ class AsyncSession(SessionBase):
     # -- one exchange -------------------------------------------------------------------------------------------------
 
     async def _push_update(self, vector: Vector) -> PeerId:
-        """Bring a displacement to the server, whose parameters then replace it in `vector`. Returns the server.
-
-        Raises:
-            BadPayload, PeerError, TimeoutError: no peer has served this one.
-        """
+        """Bring a displacement to the server, whose parameters then replace it in `vector`. Returns the server."""
         averager, me = self._averager, self._host.me
         server = averager.choose()
         others = [member.peer for member in self._host.members.live() if member.peer != me]
@@ -268,20 +282,20 @@ class AsyncSession(SessionBase):
 
     async def _visit(self, peer: PeerId, vector: Vector | None) -> PeerId:
         """Exchange with a peer (`_exchange`) as long as it is live."""
-        self._partner = peer
-        return await run_with_helper(self._exchange(peer, vector), self._watch(peer))
 
-    async def _watch(self, peer: PeerId) -> None:
-        members = self._host.members
-        await until_gone(members, [member for member in members.live() if member.peer == peer], self.deadline)
-        raise PeerSilent(peer, "was lost during an exchange, or did not end it before the deadline")
+        async def watch() -> None:
+            members = self._host.members
+            await until_gone(members, [member for member in members.live() if member.peer == peer], self.deadline)
+            raise PeerSilent(peer, "was lost during an exchange, or did not end it before the deadline")
+
+        self._partner = peer
+        return await run_with_helper(self._exchange(peer, vector), watch())
 
     async def _exchange(self, peer: PeerId, vector: Vector | None) -> PeerId:
         """Push a displacement to a peer; without one, only ask it which peer is the server.
 
-        Returns:
-            The server that the peer names. Empty if the peer itself has applied the displacement; `vector` then holds
-            its parameters.
+        Returns the server that the peer names. Empty if the peer itself has applied the displacement; `vector` then
+        holds its parameters.
         """
         key, averager, compute = self.head.key, self._averager, self._host.compute
         layout = averager.layout(averager.settings.codec)
@@ -301,11 +315,7 @@ class AsyncSession(SessionBase):
 
 
 async def _reply(stream: Stream) -> ServerReply:
-    """Receive the answer to `PushUpdate`.
-
-    Raises:
-        BadPayload: another message, or an answer that names no server.
-    """
+    """Receive the answer to `PushUpdate`, which must name a server."""
     reply = wire.expect(await stream.receive(_ANSWER_LIMIT), ServerReply)
     if not reply.server:
         raise BadPayload("an answer that names no server")

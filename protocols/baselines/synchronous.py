@@ -1,10 +1,21 @@
-"""The barrier of the synchronous baselines: in each round, all live members average, or none of them does.
+"""The synchronous baselines: well-known ways to train together, with which the other protocols are compared.
 
-All members must be in the same round number. A peer that hears of a later round goes there. A round's members are the
-peers that are live when this peer has finished its own work. A member aborts the round if it sees other members, is
-lost, refuses a stream or breaks one off. The others notice this by the end of their streams. Each then goes on from its
-own state, and the next round averages whole states again. An aborted round therefore lets the states drift apart, but
-does no lasting harm.
+    data_parallel             each member reduces one part: reduce-scatter and all-gather in one hop each
+    ring                      the same in a ring: less memory and fewer streams, but 2 (N - 1) steps
+    parameter_server          the member with the first peer id reduces everything
+
+They are made for clusters and local networks, and promise only to fail cleanly. In each round, all live members
+average, or none of them does. All members must be in the same round number. A peer that hears of a later round goes
+there. A round's members are the peers that are live when this peer has finished its own work. A member aborts the round
+if it sees other members, is lost, refuses a stream or breaks one off. The others notice this by the end of their
+streams. Each then continues from its own state, and the next round averages whole states again. A round without a
+result ends by its deadline and names the peer at fault. Members believe each other's tokens, vectors and round numbers.
+
+The peers average states (parameters and momentum after each peer's own outer step), weighted by tokens, in fp32, or in
+fp16 if that is the run's codec. An outer step of SGD is linear: from equal states, the mean of the stepped states is
+the step by the mean gradient. With one inner step of SGD at rate 1 in each round, `data_parallel` therefore equals an
+all-reduce of gradients and one step of SGD, with or without momentum. An outer AdamW step is not linear.
+`benchmarks.laboratory.data_parallel` has that case: it averages gradients before the step.
 """
 
 from __future__ import annotations
@@ -13,6 +24,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 
 from protocols.aio import run_with_helper, set_at, task_group
 from protocols.base import (
@@ -23,7 +35,6 @@ from protocols.base import (
     Head,
     Host,
     LocalProgress,
-    Member,
     PeerError,
     PeerFault,
     PeerId,
@@ -32,28 +43,17 @@ from protocols.base import (
     Stream,
     Vector,
 )
-from protocols.baselines.synchronous_round import (
-    AllReduceAlgorithm,
-    JoinRound,
-    RoundAborted,
-    RoundMismatch,
-    RoundTask,
-    SynchronousRound,
-)
+from protocols.baselines.algorithms import Ring, ScatterReduce
+from protocols.baselines.round import AllReduceAlgorithm, JoinRound, RoundAborted, RoundMismatch, SynchronousRound
 from protocols.streams.endpoint import ProtocolEndpoint, SessionBase, SessionTable
-
-AlgorithmFactory = Callable[[SynchronousRound], AllReduceAlgorithm]
 
 
 class SynchronousAverager:
-    """`protocols.base.IndependentAverager` with a barrier.
+    """`protocols.base.IndependentAverager` with a barrier. `method` is that of the streams between members."""
 
-    Attributes:
-        method: the method of the streams between members.
-        algorithm: creates the algorithm by which a round's vectors travel.
-    """
-
-    def __init__(self, host: Host, settings: Settings, method: str, algorithm: AlgorithmFactory) -> None:
+    def __init__(
+        self, host: Host, settings: Settings, method: str, algorithm: Callable[[SynchronousRound], AllReduceAlgorithm]
+    ) -> None:
         self.endpoint, self.method, self.algorithm = ProtocolEndpoint(host, settings), method, algorithm
         self.me, self.accounting = self.endpoint.me, self.endpoint.accounting
         self._session: SynchronousSession | None = None
@@ -94,18 +94,13 @@ class SynchronousAverager:
 
 
 class SynchronousSession(SessionBase):
-    """`protocols.base.IndependentSession`. The state is not shared, and there are no half exchanges.
-
-    Attributes:
-        current_round, exchange: the round and its algorithm; None before `average`.
-        ended: whether this peer has left the round.
-    """
+    """`protocols.base.IndependentSession`. The state is not shared, and there are no half exchanges."""
 
     def __init__(self, averager: SynchronousAverager, head: Head, deadline: Deadline) -> None:
         super().__init__(head, deadline, averager.accounting)
-        self.current_round: SynchronousRound | None = None
+        self.current_round: SynchronousRound | None = None  # both None before `average`
         self.exchange: AllReduceAlgorithm | None = None
-        self.ended = False
+        self.ended = False  # this peer has left the round
         self._averager, self._latest = averager, head.key.round
 
     # -- the contract -------------------------------------------------------------------------------------------------
@@ -114,9 +109,17 @@ class SynchronousSession(SessionBase):
         return self.current_round.missing() if self.current_round else ()
 
     async def average(self, mine: Sequence[Vector], work: LocalProgress, into: Sequence[Vector]) -> AveragingResult:
-        averager, task = self._averager, RoundTask(mine, into, work)
-        current_round = SynchronousRound(averager.endpoint, averager.method, self.head, task, self.deadline)
-        if self._latest > self.head.key.round:
+        averager, head = self._averager, self.head
+        current_round = SynchronousRound(
+            averager.endpoint,
+            averager.method,
+            head=head,
+            mine=mine,
+            into=into,
+            tokens=work.tokens,
+            deadline=self.deadline,
+        )
+        if self._latest > head.key.round:
             current_round.abort(f"other peers are in round {self._latest} already")
         elif len(current_round.members) == 1:
             current_round.abort("")  # there is no other peer: nothing is averaged, and that is not an error
@@ -125,15 +128,13 @@ class SynchronousSession(SessionBase):
             averager.serve_session(self)
             await self._run_round(current_round, self.exchange)
         if current_round.over:
-            return self._result(True, {member.peer: self._contribution(member) for member in current_round.members}, {})
+            names = {each.peer: f"{each.peer}/{each.incarnation}/{head.key.round}" for each in current_round.members}
+            return self._result(True, {peer: Contribution(1, 1, (name,)) for peer, name in names.items()}, {})
         self.round = max(self.round, current_round.ahead - 1)
         result = self._result(False, {}, {})
         if current_round.why and not result.blamed:
             return replace(result, blamed=(PeerFault(averager.me.peer, current_round.why),))
         return result
-
-    def _contribution(self, member: Member) -> Contribution:
-        return Contribution(1, 1, (f"{member.peer}/{member.incarnation}/{self.head.key.round}",))
 
     # -- the round ----------------------------------------------------------------------------------------------------
 
@@ -149,11 +150,7 @@ class SynchronousSession(SessionBase):
         return self.current_round.why
 
     async def serve(self, peer: PeerId, stream: Stream, hello: JoinRound) -> None:
-        """Serve a member's stream to this round.
-
-        Raises:
-            BadPayload, PeerError: the round is aborted.
-        """
+        """Serve a member's stream to this round, which an error aborts."""
         current_round, exchange = self.current_round, self.exchange
         assert current_round is not None and exchange is not None
         current_round.arrived.add(peer)
@@ -203,7 +200,7 @@ class SynchronousSession(SessionBase):
         """Note that another peer is in that round, and go there if it is later.
 
         If this peer averages already, it first tries to complete its own round. It cannot if an expected member has
-        gone on.
+        moved on.
         """
         if number <= self.head.key.round:
             return
@@ -221,3 +218,21 @@ class SynchronousSession(SessionBase):
         if self.current_round:
             self.current_round.abort("this peer has left the round")
         self._averager.serve_session(self)
+
+
+# -- the protocols by name --------------------------------------------------------------------------------------------
+
+
+def data_parallel(host: Host, settings: Settings) -> SynchronousAverager:
+    """Synchronous data-parallel training: an all-reduce among all live peers."""
+    return SynchronousAverager(host, settings, "starling/data-parallel/1", ScatterReduce)
+
+
+def ring(host: Host, settings: Settings) -> SynchronousAverager:
+    """A ring all-reduce among all live peers."""
+    return SynchronousAverager(host, settings, "starling/ring/1", Ring)
+
+
+def parameter_server(host: Host, settings: Settings) -> SynchronousAverager:
+    """A parameter server with a barrier: one member averages for all (Li et al. 2014). Its link carries 2 (N − 1) S."""
+    return SynchronousAverager(host, settings, "starling/parameter-server/1", partial(ScatterReduce, server=True))

@@ -9,9 +9,7 @@ import pytest
 import torch
 
 from protocols.base import Outcome, Vector
-from protocols.baselines.async_parameter_server import AsyncParameterServer
-from protocols.baselines.delayed_nesterov import DelayedNesterov
-from protocols.baselines.registry import parameter_server_async
+from protocols.baselines.async_parameter_server import AsyncParameterServer, DelayedNesterov
 from tests.sim.independent_harness import Came, IndependentHarness
 from tests.support.at_message import at_message, killing
 
@@ -25,7 +23,7 @@ def lower(index: int, number: int, state: list[Vector]) -> None:
 
 def with_equal_states(count: int, **options: object) -> IndependentHarness:
     """Peers that start from the same state."""
-    swarm = IndependentHarness(count, parameter_server_async, ELEMENTS, step=lower, **options)  # type: ignore[arg-type]
+    swarm = IndependentHarness(count, AsyncParameterServer, ELEMENTS, step=lower, **options)  # type: ignore[arg-type]
     swarm.states = [[each.clone() for each in swarm.states[0]] for _ in range(count)]
     return swarm
 
@@ -54,7 +52,7 @@ def test_momentum_stays_with_its_peer() -> None:
 
 
 def test_death_at_any_message_counts_nothing_twice() -> None:
-    """A worker dies; the other workers go on with the server at once."""
+    """A worker dies; the other workers continue with the server at once."""
     at, lived = 0, False
     while not lived:
         at += 1
@@ -108,7 +106,7 @@ def test_silence_at_any_message_costs_one_round() -> None:
 
 
 def test_server_naming_no_server_is_not_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise the worker would go on from its own update, which is next to nothing."""
+    """Otherwise the worker would continue from its own update, which is next to nothing."""
     real = AsyncParameterServer.choose
     monkeypatch.setattr(AsyncParameterServer, "choose", lambda self: "" if self.me.peer == "p00" else real(self))
     swarm = with_equal_states(2, rounds=1)

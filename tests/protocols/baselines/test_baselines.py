@@ -11,9 +11,8 @@ import torch
 
 from protocols.aio import task_group
 from protocols.base import Host, Outcome, PeerId, Settings, Vector
-from protocols.baselines.registry import data_parallel, parameter_server, ring
-from protocols.baselines.scatter_reduce import ScatterReduce
-from protocols.baselines.synchronous import SynchronousAverager
+from protocols.baselines.algorithms import ScatterReduce
+from protocols.baselines.synchronous import SynchronousAverager, data_parallel, parameter_server, ring
 from tests.sim.independent_harness import Came, IndependentHarness
 from tests.sim.network import SimNetwork
 from tests.support.at_message import killing
@@ -154,14 +153,14 @@ def test_peers_with_different_views_do_not_mix(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["data_parallel", "parameter_server"])
 def test_sender_of_duplicate_part_is_blamed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    once = ScatterReduce._hand_in
+    once = ScatterReduce._contribute
 
     async def twice(self: ScatterReduce, part: int, peer: PeerId) -> None:
         async with task_group() as group:
             for _ in range(1 + (self._current_round.host.me == "p02")):
                 group.create_task(once(self, part, peer))
 
-    monkeypatch.setattr(ScatterReduce, "_hand_in", twice)
+    monkeypatch.setattr(ScatterReduce, "_contribute", twice)
     came = results(swarm(name, 3).play())
     assert {each.mean.outcome for each in came} == {Outcome.SKIPPED}
     assert "p02" in {blame.peer for blame in came[0].mean.blamed}

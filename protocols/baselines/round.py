@@ -1,6 +1,6 @@
 """One synchronous round at one member: its members, their streams and vectors, and whether it is aborted.
 
-One lost member aborts the round for all (`protocols.baselines.registry`).
+One lost member aborts the round for all (`protocols.baselines.synchronous`).
 """
 
 from __future__ import annotations
@@ -18,11 +18,10 @@ import torch
 from protocols import wire
 from protocols.aio import Notifier
 from protocols.allreduce.parts import ReducedPart
-from protocols.base import Deadline, Head, Header, LocalProgress, PeerId, ProtocolError, Stream, Vector
+from protocols.base import Deadline, Head, Header, PeerId, ProtocolError, Stream, Vector
 from protocols.streams.chunks import receive_chunk
 from protocols.streams.endpoint import ProtocolEndpoint
-from protocols.vectors.codec import state_codec
-from protocols.vectors.layout import PartLayout
+from protocols.vectors.codec import Codec, state_codec
 from protocols.vectors.views import LARGEST_FLOAT32, VectorView
 from protocols.wire import digest, real, register, text, uint
 
@@ -31,47 +30,33 @@ REFUSED_LIMIT = 256
 
 @dataclass(frozen=True, slots=True)
 class JoinRound(Header):
-    """Opens a data stream between two members of a round.
-
-    Attributes:
-        members: a digest of the round's members, as the sender sees them.
-        weight: the weight of the sender's vectors.
-        part: the part of the vectors that the stream is for.
-    """
+    """Opens a data stream between two members of a round."""
 
     run: bytes = digest()
     scope: str = text(64)
     round: int = uint(1 << 40)
-    members: bytes = digest()
+    members: bytes = digest()  # of the round's members, as the sender sees them
     codec: str = text(16)
     elements: int = uint(1 << 48)
-    weight: float = real(1.0, float(wire.MAX_TOKENS))
-    part: int = uint(1 << 16)
+    weight: float = real(1.0, float(wire.MAX_TOKENS))  # of the sender's vectors
+    part: int = uint(1 << 16)  # the part of the vectors that the stream is for
 
 
 @dataclass(frozen=True, slots=True)
 class RoundMismatch(Header):
-    """Refuses `JoinRound`: the sender is not in that round, or sees other members in it. The stream then ends.
+    """Refuses `JoinRound`: the sender is not in that round, or sees other members in it. The stream then ends."""
 
-    Attributes:
-        round: the sender's own round.
-    """
-
-    round: int = uint(1 << 40)
+    round: int = uint(1 << 40)  # the sender's own
     why: str = text(128)
 
 
 @dataclass(frozen=True, slots=True)
 class Hop(Header):
-    """Announces a part that is passed on round the ring; its chunks follow.
-
-    Attributes:
-        weight: the total weight of the contributions in it.
-    """
+    """Announces a part that is passed on round the ring; its chunks follow."""
 
     step: int = uint(1 << 16)
     part: int = uint(1 << 16)
-    weight: float = real(1.0, 1e30)
+    weight: float = real(1.0, 1e30)  # of all contributions in it
 
 
 register(112, (JoinRound, RoundMismatch, Hop))
@@ -82,52 +67,28 @@ class RoundAborted(ProtocolError):
 
 
 class AllReduceAlgorithm(Protocol):
-    """How the vectors of a round travel between its members."""
+    """How the vectors of a round travel between its members. An error of either method aborts the round."""
 
     async def run(self) -> None:
-        """Write the mean of all members' vectors to `current_round.into`.
-
-        Raises:
-            BadPayload, PeerError, RoundAborted: there is no mean.
-        """
+        """Write the mean of all members' vectors to `current_round.into`."""
 
     async def serve(self, peer: PeerId, stream: Stream, hello: JoinRound) -> None:
-        """Serve a stream that another member has opened to this one.
-
-        Raises:
-            BadPayload, PeerError, RoundAborted: the round is aborted.
-        """
-
-
-@dataclass(frozen=True, slots=True)
-class RoundTask:
-    """This peer's contribution to a round, and the vectors that take the mean.
-
-    Attributes:
-        mine, into: float32 vectors of the same sizes; `into` is overwritten.
-    """
-
-    mine: Sequence[Vector]
-    into: Sequence[Vector]
-    work: LocalProgress
+        """Serve a stream that another member has opened to this one."""
 
 
 class SynchronousRound:
-    """A round of all live peers, as this peer sees it.
-
-    Attributes:
-        members: the peers that are live when this one comes to average, in the order of their ids.
-        place: this peer's index among the members.
-        weight: the weight of this peer's vectors: its tokens, but at least 1.
-        arrived: the members that have opened a stream to this peer.
-        sources: the members that open one, by the algorithm; it sets them.
-        over: whether this peer has the mean. It may still serve other members.
-        why: why the round is aborted; empty if it is not.
-        ahead: the latest round that another peer has claimed.
-    """
+    """A round of all peers that are live when this one comes to average, in the order of their ids."""
 
     def __init__(
-        self, endpoint: ProtocolEndpoint, method: str, head: Head, task: RoundTask, deadline: Deadline
+        self,
+        endpoint: ProtocolEndpoint,
+        method: str,
+        *,
+        head: Head,
+        mine: Sequence[Vector],
+        into: Sequence[Vector],
+        tokens: int,
+        deadline: Deadline,
     ) -> None:
         self.host, self.accounting = endpoint.host, endpoint.accounting
         self._endpoint, self._method = endpoint, method
@@ -135,14 +96,14 @@ class SynchronousRound:
         self.members = self.host.members.live()
         self.peers = tuple(member.peer for member in self.members)
         self.place = self.peers.index(endpoint.me.peer)
-        self.mine, self.into = VectorView(task.mine), VectorView(task.into)
-        self.weight = float(max(1, task.work.tokens))
-        self.codec, self.chunk_elements = state_codec(endpoint.settings.codec), endpoint.settings.chunk_elements
-        self.arrived: set[PeerId] = set()
-        self.sources: frozenset[PeerId] = frozenset()
-        self.over = False
-        self.why = ""
-        self.ahead = head.key.round
+        self.mine, self.into = VectorView(mine), VectorView(into)
+        self.weight = float(max(1, tokens))
+        self.codec = state_codec(endpoint.settings.codec)
+        self.arrived: set[PeerId] = set()  # the members that have opened a stream to this peer
+        self.sources: frozenset[PeerId] = frozenset()  # the members that open one; the algorithm sets them
+        self.over = False  # this peer has the mean; it may still serve other members
+        self.why = ""  # why the round is aborted
+        self.ahead = head.key.round  # the latest round that another peer has claimed
         named = "".join(f"{member.peer}/{member.incarnation}\n" for member in self.members)
         self.digest = hashlib.sha256(named.encode()).digest()
         self._notifier, self._turn = Notifier(), asyncio.Lock()
@@ -154,11 +115,7 @@ class SynchronousRound:
 
     @asynccontextmanager
     async def open(self, peer: PeerId, part: int) -> AsyncIterator[Stream]:
-        """Open a stream to a member for one part, and count its bytes.
-
-        Raises:
-            PeerError: as `Transport.open`.
-        """
+        """Open a stream to a member for one part, and count its bytes."""
         async with self._endpoint.open(peer, self._method, self.deadline) as stream:
             await stream.send(self.hello(part))
             yield stream
@@ -171,61 +128,51 @@ class SynchronousRound:
             return f"brings {hello.elements} elements in {hello.codec}"
         return ""
 
-    def layout(self, index: int, parts: int) -> PartLayout:
-        """The layout of one of `parts` parts of nearly equal size."""
+    def part(self, index: int, parts: int, codec: Codec | None = None) -> ReducedPart:
+        """One of `parts` parts of nearly equal size, encoded. It takes memory only for chunks that are used."""
         low, high = (self.mine.size * edge // parts for edge in (index, index + 1))
-        return PartLayout(self.codec, low, high, self.chunk_elements)
-
-    def part(self, index: int, parts: int) -> ReducedPart:
-        """Allocate that part, encoded."""
-        layout = self.layout(index, parts)
-        return ReducedPart(layout.codec, layout.low, layout.high, layout.chunk_elements)
+        return ReducedPart(codec or self.codec, low, high, self._endpoint.settings.chunk_elements)
 
     # -- the mean, which grows in `into` ------------------------------------------------------------------------------
 
-    def start_mean(self, layout: PartLayout) -> None:
+    def start_mean(self, part: ReducedPart) -> None:
         """Copy this member's elements of a part to `into`: the mean so far."""
-        for _, low, high, (scratch,) in layout.pieces(1):
+        for _, low, high, (scratch,) in part.pieces(1):
             self.into.write(low, self.mine.read(low, high, scratch))
 
-    async def receive(self, stream: Stream, layout: PartLayout, weights: list[float], weight: float) -> None:
+    async def receive(self, stream: Stream, part: ReducedPart, weights: list[float], weight: float) -> None:
         """Receive a member's elements of a part, and average them into `into`, chunk by chunk.
 
-        Args:
-            weights: the weight of each chunk in `into`; grows by `weight`, that of what is received.
-
-        Raises:
-            BadPayload: another message or chunk came, or a chunk does not decode to finite numbers.
-            PeerSilent: the stream broke off.
+        `weights` are those of the chunks in `into`; each grows by `weight`, that of what is received.
         """
-        buffer = layout.chunk_buffer()
-        for index in range(layout.chunks):
+        buffer = part.chunk_buffer()
+        for index in range(part.chunks):
             data = buffer(index)
             await receive_chunk(stream, index, data)
             async with self._turn:  # the members' chunks arrive at the same time, and `compute` has threads
-                await self.host.compute.run(partial(self._add, layout, index, data, weights, weight), len(data))
+                await self.host.compute.run(partial(self._add, part, index, data, weights, weight), len(data))
 
-    def _add(self, layout: PartLayout, index: int, data: memoryview, weights: list[float], weight: float) -> None:
-        low, high = layout.elements(index)
+    def _add(self, part: ReducedPart, index: int, data: memoryview, weights: list[float], weight: float) -> None:
+        low, high = part.elements(index)
         theirs, scratch = torch.empty(high - low), torch.empty(high - low)
-        layout.codec.decode(data, theirs)
+        part.codec.decode(data, theirs)
         held, total = weights[index], weights[index] + weight
         torch.mul(self.into.read(low, high, scratch), held / total, out=scratch)
         self.into.write(low, scratch.add_(theirs.mul_(weight / total)))
         weights[index] = total
 
-    async def encode_mean(self, index: int, parts: int) -> ReducedPart:
+    async def encode_mean(self, part: ReducedPart) -> ReducedPart:
         """Encode the complete mean of a part, and decode it to `into`, so that all members hold the same bits."""
-        part = self.part(index, parts)
-        await self.host.compute.run(partial(self._encode_mean, part), 2 * part.size_bytes)
-        return part
 
-    def _encode_mean(self, part: ReducedPart) -> None:
-        for index, low, high, (scratch,) in part.pieces(1):
-            mean = self.into.read(low, high, scratch)
-            mean.clamp_(-LARGEST_FLOAT32, LARGEST_FLOAT32)  # rounding may have carried it beyond
-            part.codec.encode(mean, part.chunk(index))
-        part.decode(self.into)
+        def encode() -> None:
+            for index, low, high, (scratch,) in part.pieces(1):
+                mean = self.into.read(low, high, scratch)
+                mean.clamp_(-LARGEST_FLOAT32, LARGEST_FLOAT32)  # rounding may have carried it beyond
+                part.codec.encode(mean, part.chunk(index))
+            part.decode(self.into)
+
+        await self.host.compute.run(encode, 2 * part.size_bytes)
+        return part
 
     # -- its end ------------------------------------------------------------------------------------------------------
 
@@ -245,14 +192,10 @@ class SynchronousRound:
         self.why = why
         for peer in peers:
             self.accounting.name(peer, why)
-        self._notifier.notify()
+        self.wake()
 
     def hear(self, peer: PeerId, header: Header) -> None:
-        """Check a member's answer on a stream that this peer opened.
-
-        Raises:
-            RoundAborted: the member refuses the stream.
-        """
+        """Check a member's answer on a stream that this peer opened: a refusal aborts the round."""
         if isinstance(header, RoundMismatch):
             self.ahead = max(self.ahead, header.round)
             self.abort(f"refused: {header.why}", peer)
@@ -261,28 +204,18 @@ class SynchronousRound:
     def end(self) -> None:
         """Record that this peer has the mean: it cannot abort the round any more."""
         self.over = True
-        self._notifier.notify()
+        self.wake()
 
     def wake(self) -> None:
         """Wake the tasks that wait in `until`."""
         self._notifier.notify()
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        """Wait until the condition holds.
-
-        Raises:
-            RoundAborted: the round was aborted first.
-            TimeoutError: the deadline passed first.
-        """
+        """Wait until the condition holds, or raise `RoundAborted`, or `TimeoutError` at the deadline."""
         await self._notifier.until(lambda: bool(self.why) or condition(), self.deadline)
         if self.why:
             raise RoundAborted(self.why)
 
     async def aborted(self) -> None:
-        """Wait until the round is aborted, then raise.
-
-        Raises:
-            RoundAborted: the round was aborted.
-            TimeoutError: the deadline passed first.
-        """
+        """Wait until the round is aborted or its deadline has passed, then raise as `until` does."""
         await self.until(lambda: False)
