@@ -40,7 +40,7 @@ from protocols.base import CHUNK_BYTES, Host, PeerId, Settings, Stream
 from protocols.blobs.serving import WantChunk
 from protocols.butterfly.part_cache import PartCache
 from protocols.history.chain import Chain
-from protocols.sync.chain_sync import ChainSync, ChainSyncOptions
+from protocols.sync.chain_sync import ChainSync
 from protocols.sync.context import SyncContext
 from protocols.sync.snapshot import Snapshot, SnapshotBuffer, SnapshotIndex, Snapshots, buffer_bytes
 from protocols.sync.snapshot_download import SnapshotDownload
@@ -75,8 +75,14 @@ class DownloadingPeer(Peer):
         snapshots = Snapshots()
         buffer = _buffer(self.setup, self._state_path, there=True)
         snapshots.put(Snapshot(chain.head.key.lineage, 0, index, buffer))
-        options = ChainSyncOptions(PartCache(self._host))
-        self._sync = ChainSync(self._host, chain, _settings(self.setup), snapshots, lambda: (), options)
+        self._sync = ChainSync(
+            self._host,
+            _settings(self.setup),
+            chain=chain,
+            snapshots=snapshots,
+            part_cache=PartCache(self._host),
+            hints=lambda: (),
+        )
         return {}
 
     async def _on_move(self, peer: PeerId, stream: Stream) -> None:

@@ -37,7 +37,7 @@ from protocols.aio import task_group
 from protocols.base import Deadline, Handler, Head, Host, Layout, Member, PeerId, Stream, Transport
 from protocols.butterfly.part_cache import PartCache
 from protocols.history.chain import Chain
-from protocols.sync.chain_sync import ChainSync, ChainSyncOptions
+from protocols.sync.chain_sync import ChainSync
 from protocols.sync.snapshot import Snapshot, SnapshotBuffer, Snapshots
 from protocols.sync.snapshot_download import StateUnavailable
 
@@ -172,8 +172,14 @@ class _Download:
         self._chain = Chain(key, manifest.scope(stage), (source.first,), manifest.root_of(stage), archive)
         snapshots = Snapshots(make_buffer=partial(_draft, home, self._layout))
         settings = protocol_settings(manifest, PeerConfig(), INCARNATION, stage)
-        options = ChainSyncOptions(PartCache(host))
-        self._sync = ChainSync(host, self._chain, settings, snapshots, lambda: source.peers, options)
+        self._sync = ChainSync(
+            host,
+            settings,
+            chain=self._chain,
+            snapshots=snapshots,
+            part_cache=PartCache(host),
+            hints=lambda: source.peers,
+        )
         self._name = f"run {manifest.run_id[:12]}" + (f", stage {stage}" if manifest.stages else "")
 
     async def prove(self, deadline: Deadline) -> None:

@@ -47,7 +47,7 @@ from protocols.base import ClosingAverager, Host, Layout
 from protocols.butterfly.part_cache import PartCache
 from protocols.butterfly.part_store import LEAST_ROUNDS, PartStore
 from protocols.registry import load_averager
-from protocols.sync.chain_sync import ChainSync, ChainSyncOptions
+from protocols.sync.chain_sync import ChainSync
 from protocols.sync.independent_sync import IndependentStateSync
 from protocols.vectors.codec import codec
 from protocols.wire import MAX_ROSTER
@@ -277,12 +277,22 @@ def _outer_loop(
         independent = IndependentOuterLoop(history, averager, _optimizer(run, trainer.layout), deps, options)
         is_whole = lambda: not independent.seeks_state  # noqa: E731
         peers = membership.peers
-        return independent, IndependentStateSync(host, settings, snapshots, lambda: history.key, peers, is_whole)
+        return independent, IndependentStateSync(
+            host, settings, snapshots=snapshots, key=lambda: history.key, hints=peers, has_state=is_whole
+        )
     gate = Gate()
     least_rounds = max(LEAST_ROUNDS, KEEP_CHECKPOINTS * peer.config.checkpoint_every)
     parts = PartCache(host, PartStore(scratch.allocate, peer.disk, gate, least_rounds=least_rounds), gate)
-    sync_options = ChainSyncOptions(parts, partial(spool, state.path), lambda branch: butterfly.supersede())
-    sync = ChainSync(host, start.chain, settings, snapshots, membership.peers, sync_options)
+    sync = ChainSync(
+        host,
+        settings,
+        chain=start.chain,
+        snapshots=snapshots,
+        part_cache=parts,
+        hints=membership.peers,
+        make_archive=partial(spool, state.path),
+        on_better=lambda branch: butterfly.supersede(),
+    )
     butterfly = load_averager(run.protocol)(host, settings, parts, sync.hear)
     sgd = _sgd(run, trainer.layout)
     return ReplicatedOuterLoop(start.chain, butterfly, sgd, deps, not_sent), sync

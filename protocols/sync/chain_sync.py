@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import reduce
 
 from protocols.aio import loop_time, task_group
@@ -37,56 +36,40 @@ PROOFS_AT_ONCE = 8
 
 
 def _ignore_branch(branch: Branch) -> None:
-    """The default callback, for a peer that looks for better branches only between its rounds."""
-
-
-@dataclass(frozen=True, slots=True)
-class ChainSyncOptions:
-    """What a `ChainSync` uses beyond what every peer has.
-
-    Attributes:
-        part_cache: parts of reduced vectors that this peer holds.
-        make_archive: returns an archive for certificates that are being verified.
-        on_better: called when a branch that beats this peer's was found and verified.
-    """
-
-    part_cache: PartCache
-    make_archive: Callable[[], Archive] = ListArchive
-    on_better: Callable[[Branch], None] = _ignore_branch
+    """For a peer that looks for better branches only between its rounds."""
 
 
 class ChainSync(SyncServiceBase[HeadAnnouncement]):
     """The sync service of a peer with a chain: asks other peers for heads and states, and answers such requests.
 
-    Attributes:
-        rules: the fork choice rules of this run.
-        fetcher: fetches what other peers serve.
-        stranded: whether this peer has been undecided for long enough to fork itself: see `ForkChoice.beating`.
+    `fetcher` fetches what other peers serve. `stranded` says whether this peer has been undecided for long enough to
+    fork itself: see `ForkChoice.beating`.
     """
 
     def __init__(
         self,
         host: Host,
-        chain: Chain,
         settings: Settings,
+        *,
+        chain: Chain,
         snapshots: Snapshots,
+        part_cache: PartCache,
         hints: Callable[[], Iterable[PeerId]],
-        options: ChainSyncOptions,
+        make_archive: Callable[[], Archive] = ListArchive,
+        on_better: Callable[[Branch], None] = _ignore_branch,
     ) -> None:
-        """Create the service.
+        """Create the service. The outer loop extends `chain`. `hints` are peers that may know more; any may lie.
 
-        Args:
-            chain: this peer's chain, shared with the outer loop, which extends it.
-            snapshots: those that this peer serves.
-            hints: peers that may know more, from bootstrap addresses or a directory. Any of them may lie.
+        `make_archive` is for certificates that are being verified. `on_better` is called when a branch that beats this
+        peer's was found and verified.
         """
-        context, part_cache = SyncContext(host, settings, snapshots, hints, chain), options.part_cache
+        context = SyncContext(host, settings, snapshots, hints, chain)
         super().__init__(context, HeadAnnouncement, lambda: chain.head.key, BlobServer(host, part_cache.gate))
         snapshots.is_replayable = self._has_rounds_since
         self.rules = ForkChoice(context.me, host.signer, settings.quorum, settings.fork_peers)
         self.fetcher, self.stranded = StateFetcher(context, part_cache), False
-        self._chain, self._part_cache, self._on_better = chain, part_cache, options.on_better
-        self._verifier = HeadVerifier(context, chain, self.rules, options.make_archive)
+        self._chain, self._part_cache, self._on_better = chain, part_cache, on_better
+        self._verifier = HeadVerifier(context, chain, self.rules, make_archive)
         self._new_heads = asyncio.Event()
 
     def hear(self, peer: PeerId) -> None:
@@ -108,11 +91,7 @@ class ChainSync(SyncServiceBase[HeadAnnouncement]):
             raise BadPayload(f"{type(request).__name__} as a request")
 
     async def _lead(self, stream: Stream, lineage: bytes) -> None:
-        """Send the certificates that follow a lineage, a few at a time, so that other requests are served in between.
-
-        Raises:
-            PeerGone: this peer's chain switched to another branch meanwhile.
-        """
+        """Send the certificates that follow a lineage, a few at a time: other requests are served in between."""
         after = self._chain.count_since(lineage)
         left = min(after, MAX_TRAIL)
         await stream.send(Certificates(lineage, left, after > left))
@@ -170,8 +149,7 @@ class ChainSync(SyncServiceBase[HeadAnnouncement]):
     async def better(self, deadline: Deadline) -> Branch | None:
         """Ask all sync peers for their heads. Returns the best proved branch that beats this peer's, or None.
 
-        Args:
-            deadline: for peers that send nothing. A peer that proves its head round by round has more time.
+        The deadline is for peers that send nothing. A peer that proves its head round by round has more time.
         """
         heads = await self._exchange(self._context.peers.all_contacts(), deadline)
         claims: dict[bytes, list[PeerId]] = {}
@@ -191,13 +169,10 @@ class ChainSync(SyncServiceBase[HeadAnnouncement]):
 
 
 async def _most_shown(proofs: dict[asyncio.Task[Branch | None], int]) -> list[Branch]:
-    """Wait for proofs, and return the proved branches.
+    """Wait for proofs, each with the number of peers that show its head, and return the proved branches.
 
     Once a branch is proved, the other proofs get as much time again. Then those are cancelled whose head is shown by no
     more peers than that of a proved branch.
-
-    Args:
-        proofs: each proof, with the number of peers that show its head.
     """
     began, until = loop_time(), None
     waiting, most, proved = set(proofs), 0, list[Branch]()

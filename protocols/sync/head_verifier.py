@@ -42,21 +42,11 @@ _LIMIT = 256
 
 @dataclass(slots=True, eq=False)
 class _Proof:
-    """The state of one proof.
-
-    Attributes:
-        shown: the head that the peer claims.
-        head: the head on our chain after which the unknown rounds begin.
-        links: the verified rounds after `head`; None: none yet.
-        rounds: number of rounds proved.
-        waited_seconds: time spent waiting for the peer.
-    """
-
-    shown: RoundKey
-    head: Head | None = None
-    links: RoundLog | None = None
-    rounds: int = 0
-    waited_seconds: float = 0.0
+    shown: RoundKey  # the head that the peer claims
+    head: Head | None = None  # on our chain, after which the unknown rounds begin
+    links: RoundLog | None = None  # the verified rounds after `head`
+    rounds: int = 0  # number of rounds proved
+    waited_seconds: float = 0.0  # for the peer
 
     @property
     def end(self) -> Head | None:
@@ -69,11 +59,7 @@ class HeadVerifier:
     def __init__(
         self, context: SyncContext, chain: Chain, rules: ForkChoice, make_archive: Callable[[], Archive]
     ) -> None:
-        """Create the verifier.
-
-        Args:
-            make_archive: returns an archive for certificates that are being verified.
-        """
+        """`make_archive` returns an archive for certificates that are being verified."""
         self._context, self._chain, self._rules, self._make_archive = context, chain, rules, make_archive
         self._proofs: list[_Proof] = []  # proofs in progress
         self._turn = asyncio.Lock()  # held while certificates are verified
@@ -82,15 +68,10 @@ class HeadVerifier:
     async def verify(
         self, claims: Sequence[tuple[PeerId, RoundKey]], stranded: bool, deadline: Deadline
     ) -> Branch | None:
-        """Have one of the peers that show the same head prove it.
+        """Have one of the peers that show the same head, each with its key, prove it.
 
-        Args:
-            claims: the peers, and the key that each shows.
-            stranded: as for `ForkChoice.beating`.
-            deadline: for peers that send nothing. A peer that makes progress has more time.
-
-        Returns:
-            The branch; None if it does not beat ours, or no peer can prove it.
+        The deadline is for peers that send nothing. Returns the branch; None if it does not beat ours
+        (`ForkChoice.beating`, also for `stranded`), or no peer can prove it.
         """
         for peer, key in claims:
             proof = _Proof(key)
@@ -119,18 +100,13 @@ class HeadVerifier:
             self._judged = None
 
     async def _proved(self, peer: PeerId, proof: _Proof, stranded: bool, deadline: Deadline) -> Branch | None:
-        """Verify a peer's certificates, from where our chains part to the head that it shows.
-
-        Raises:
-            BadPayload: a certificate is invalid, or they do not lead to that head.
-            PeerError: the peer does not send them, or not in time.
-        """
-        goes_on = True
-        while goes_on:
+        """Verify a peer's certificates, from where our chains part to the head that it shows."""
+        continues = True
+        while continues:
             before, until = proof.rounds, loop_time() + TRAIL_SECONDS
             try:
                 async with self._context.open(peer, SYNC, until if before else min(until, deadline)) as stream:
-                    goes_on = await self._verify_some(stream, proof, stranded)
+                    continues = await self._verify_some(stream, proof, stranded)
             except PeerSilent:
                 if proof.rounds == before:
                     raise
@@ -145,11 +121,7 @@ class HeadVerifier:
         return self._rules.depends_on_growth(self._chain, links.start.key.lineage, links)
 
     async def _verify_some(self, stream: Stream, proof: _Proof, stranded: bool) -> bool:
-        """Verify certificates on one stream. Returns whether there are more.
-
-        Raises:
-            BadPayload: a certificate is invalid, or they do not lead to the head that the peer shows.
-        """
+        """Verify certificates on one stream. Returns whether there are more."""
         if proof.shown.round > len(self._chain) + MAX_AHEAD:
             raise BadPayload(
                 f"does not prove the head at round {proof.shown.round} that it shows: no run lasts so long"
@@ -165,12 +137,7 @@ class HeadVerifier:
         return True
 
     async def _piece(self, stream: Stream, proof: _Proof) -> bool:
-        """Ask for some certificates and verify them. Returns whether there are more.
-
-        Raises:
-            BadPayload: a certificate is invalid, or follows none of the lineages in the request.
-            PeerGone: the peer has no certificates back to our chain, or is too slow.
-        """
+        """Ask for some certificates and verify them. Returns whether there are more."""
         known = max(self._others(proof.links), key=len, default=None)
         locator = self._locator(proof, known)
         await stream.send(CertificatesRequest(locator))
@@ -204,7 +171,7 @@ class HeadVerifier:
                     await self._context.host.compute.run(partial(self._rules.verify, proof.end, some), cost_bytes)
                 )
         if proof.end.key.round > proof.shown.round + MAX_GROWTH:
-            raise BadPayload(f"shows a head at round {proof.shown.round}, and leads on and on beyond it")
+            raise BadPayload(f"shows a head at round {proof.shown.round}, and leads far beyond it")
         if proof.waited_seconds > TRAIL_SECONDS + ROUND_SECONDS * proof.rounds:
             raise PeerGone(stream.peer, f"proved {proof.rounds} rounds in {proof.waited_seconds:.0f} s: too slow")
 
@@ -240,7 +207,6 @@ class HeadVerifier:
         return (*(known.locator()[:-1] if known else ()), *self._chain.locator())[:MAX_LOCATOR]
 
     def _go_to(self, proof: _Proof, known: RoundLog | None, lineage: bytes) -> None:
-        """Continue from one of the lineages in the request."""
         if proof.end:
             return  # it was the only one
         proof.head = self._chain.at(lineage)

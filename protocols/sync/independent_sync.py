@@ -48,18 +48,15 @@ class IndependentStateSync(SyncServiceBase[StateAdvert]):
         self,
         host: Host,
         settings: Settings,
+        *,
         snapshots: Snapshots,
         key: Callable[[], RoundKey],
         hints: Callable[[], Iterable[PeerId]],
         has_state: Callable[[], bool],
     ) -> None:
-        """Create the service.
+        """`key` is that of this peer's next round. `hints` are peers that may be in the run; any of them may lie.
 
-        Args:
-            snapshots: those that this peer serves; they also allocate buffers for what it fetches.
-            key: returns the key of this peer's next round.
-            hints: peers that may be in the run. Any of them may lie.
-            has_state: returns whether others may start from this peer's state. A joiner must first fetch one.
+        `has_state` says whether others may start from this peer's state; a joiner must first fetch one.
         """
         context = SyncContext(host, settings, snapshots, hints)
         super().__init__(context, StateAdvert, key, BlobServer(host))
@@ -97,13 +94,9 @@ class IndependentStateSync(SyncServiceBase[StateAdvert]):
     async def fetch(self, order: Order, deadline: Deadline) -> Snapshot:
         """Fetch the newest state of one donor: the first donor that sends it whole.
 
-        Args:
-            order: puts donors into the order in which to try them. It gets them with the newest state first.
-            deadline: past it, the download continues only while it makes progress.
-
-        Raises:
-            StateUnavailable: no donor has a state, or sends it.
-            OSError: a state was fetched but cannot be read.
+        `order` puts donors, which it gets with the newest state first, into the order in which to try them. Past the
+        deadline, the download continues only while it makes progress. Raises `StateUnavailable`, and OSError if a state
+        was fetched but cannot be read.
         """
         self.sync_progress.begin(0, 0)
         try:
@@ -149,7 +142,7 @@ class IndependentStateSync(SyncServiceBase[StateAdvert]):
 
 
 def eligible(standings: Mapping[PeerId, StateAdvert]) -> dict[PeerId, SignedStateRef]:
-    """The donors whose newest state may be fetched. No I/O.
+    """The donors whose newest state may be fetched.
 
     A donor that claims a later round than most peers with a state is excluded. If the claim were false, a joiner that
     believed it would leave the run's schedule.
@@ -160,11 +153,6 @@ def eligible(standings: Mapping[PeerId, StateAdvert]) -> dict[PeerId, SignedStat
 
 
 def _refuse_non_finite(snapshot: Snapshot) -> None:
-    """Check that all numbers of a snapshot are finite.
-
-    Raises:
-        ValueError: a number is NaN or infinite.
-        OSError: the snapshot cannot be read.
-    """
+    """Raise ValueError if a number of a snapshot is not finite."""
     for chunk in range(len(snapshot.index.digests)):
         require_finite(torch.frombuffer(snapshot.chunk(chunk), dtype=torch.float32))

@@ -26,11 +26,8 @@ MAX_FAILED = 16
 
 
 class StateFetcher:
-    """Fetches the snapshots and the means that lead to the head of a chain.
-
-    Attributes:
-        sync_progress: how far this peer is with catching up.
-        trend: whether this peer gets closer to the head.
+    """Fetches the snapshots and the means that lead to the head of a chain. `trend` says whether this peer gets closer
+    to it.
     """
 
     def __init__(self, context: SyncContext, part_cache: PartCache) -> None:
@@ -40,17 +37,13 @@ class StateFetcher:
         self._failed: set[bytes] = set()  # roots whose state no former member sent
 
     def on_slow(self, line: str) -> None:
-        """Called with a one-line message when catching up gets no closer."""
+        """Show the operator a line when catching up gets no closer."""
         self._context.say(line)
 
     # -- means --------------------------------------------------------------------------------------------------------
 
     async def parts(self, link: DecidedRound, deadline: Deadline) -> list[ReducedPart]:
-        """Fetch the parts of the mean of a verified round that has one.
-
-        Raises:
-            StateUnavailable: the parts cannot be fetched.
-        """
+        """Fetch the parts of the mean of a verified round that has one. Raises `StateUnavailable`."""
         voters = [vote.voter.peer for vote in link.certificate.votes]  # each of them held all parts when it voted
         sources = self._context.peers.others(voters, self._context.peers.all_contacts())
         live = {member.peer for member in self._context.host.members.live()}
@@ -58,10 +51,8 @@ class StateFetcher:
         return await self._replayer.parts(link.record, sources, deadline)
 
     async def decode(self, parts: Sequence[ReducedPart], into: Vector) -> None:
-        """Decode the mean that these parts form, float32 (n), into `into`.
-
-        Raises:
-            StateUnavailable: the mean does not decode; `into` is then undefined.
+        """Decode the mean that these parts form, float32 (n), into `into`, which is undefined if `StateUnavailable` is
+        raised.
         """
         await self._replayer.decode(parts, into)
 
@@ -96,11 +87,7 @@ class StateFetcher:
     async def download(self, chain: Chain, deadline: Deadline) -> Snapshot:
         """Fetch the first snapshot of `offered` that can be fetched. A partial download is kept for the next attempt.
 
-        Args:
-            deadline: past it, the download continues only while it makes progress.
-
-        Raises:
-            StateUnavailable: no peer has a snapshot, or can send it.
+        Past the deadline, the download continues only while it makes progress. Raises `StateUnavailable`.
         """
         offered = self.offered(chain)
         for tried, head in enumerate(offered):
@@ -112,14 +99,7 @@ class StateFetcher:
         raise StateUnavailable("no peer sent a snapshot of this chain")
 
     async def download_at(self, head: Head, deadline: Deadline) -> Snapshot:
-        """Fetch the snapshot at one of the heads in `offered`. A partial download is kept for the next attempt.
-
-        Args:
-            deadline: as for `download`.
-
-        Raises:
-            StateUnavailable: no peer sends it.
-        """
+        """Fetch the snapshot at one of the heads in `offered`, as `download` does."""
         download = self._download(head)
         try:
             return await download.fetch(lambda: self._donors(head), deadline)
@@ -130,11 +110,8 @@ class StateFetcher:
         """Fetch the state at the head of a chain from a former member or a successor. No record certifies it yet.
 
         If the last members are gone, others have to continue from there, and perhaps only one of them holds the state.
-        A FORK of a majority of them then certifies it (`protocols.consensus.vote_tally`).
-
-        Raises:
-            StateUnavailable: this peer is neither a former member nor a successor, a member of the roster is live, or
-                no peer sends the state.
+        A FORK of a majority of them then certifies it (`protocols.consensus.vote_tally`). Raises `StateUnavailable`,
+        also if this peer is neither a former member nor a successor, or a member of the roster is live.
         """
         donors = self.former_donors(chain.head)
         roots = await self._roots(chain.head, donors, min(deadline, loop_time() + INDEX_SECONDS))

@@ -157,7 +157,14 @@ class IndependentWorld(World):
         )
         outer_loop = IndependentOuterLoop(course, averager, self._own_outer(), deps, options)
         whole = lambda: not outer_loop.seeks_state  # noqa: E731
-        sync = IndependentStateSync(host, settings, deps.snapshots, lambda: outer_loop.key, lambda: self.peers, whole)
+        sync = IndependentStateSync(
+            host,
+            settings,
+            snapshots=deps.snapshots,
+            key=lambda: outer_loop.key,
+            hints=lambda: self.peers,
+            has_state=whole,
+        )
         return outer_loop, sync, partial(run_independent_rounds, outer_loop, sync)
 
     def _host(self, transport: SimTransport) -> Host:

@@ -26,7 +26,7 @@ from protocols.base import Host, Member, PeerId, Settings, Trainer
 from protocols.butterfly.part_cache import PartCache
 from protocols.history.chain import Chain
 from protocols.registry import load_averager
-from protocols.sync.chain_sync import ChainSync, ChainSyncOptions
+from protocols.sync.chain_sync import ChainSync
 from protocols.sync.snapshot import Snapshots
 from protocols.vectors.codec import codec
 from tests.sim import loop as simloop
@@ -252,8 +252,15 @@ class World(SimSwarm):
         """The outer loop of a peer, its state sync, and its rounds."""
         part_cache = self.part_cache(host)
         chain = Chain(RUN, self.scope(index), self.founders_of(index), bytes(32))
-        options = ChainSyncOptions(part_cache, on_better=lambda branch: averager.supersede())
-        sync = ChainSync(host, chain, settings, deps.snapshots, lambda: self.sharing(index), options)
+        sync = ChainSync(
+            host,
+            settings,
+            chain=chain,
+            snapshots=deps.snapshots,
+            part_cache=part_cache,
+            hints=lambda: self.sharing(index),
+            on_better=lambda branch: averager.supersede(),
+        )
         averager = load_averager(self.scenario.protocol)(host, settings, part_cache, sync.hear)
         error_feedback = feedback(codec(settings.codec), len(deps.anchor), host.compute)
         outer_loop = ReplicatedOuterLoop(chain, averager, self.outer(), deps, error_feedback)

@@ -32,7 +32,7 @@ from protocols.base import Deadline, Host, Member, PeerId, RoundKey, Settings
 from protocols.butterfly.part_cache import PartCache
 from protocols.history.chain import Chain
 from protocols.registry import load_averager
-from protocols.sync.chain_sync import ChainSync, ChainSyncOptions
+from protocols.sync.chain_sync import ChainSync
 from protocols.sync.independent_sync import IndependentStateSync
 from protocols.sync.snapshot import Snapshots
 from tests.sim.host import DirectoryFaults, SimClock, SimCompute, SimDirectory, SimSigner
@@ -157,8 +157,15 @@ class SessionPeer:
     def stack(self, host: Host, settings: Settings) -> tuple[Any, Any]:
         """The outer loop and its state sync."""
         snapshots, part_cache = Snapshots(), PartCache(host)
-        options = ChainSyncOptions(part_cache, on_better=lambda branch: averager.supersede())
-        sync = ChainSync(host, self.chain, settings, snapshots, self.members.peers, options)
+        sync = ChainSync(
+            host,
+            settings,
+            chain=self.chain,
+            snapshots=snapshots,
+            part_cache=part_cache,
+            hints=self.members.peers,
+            on_better=lambda branch: averager.supersede(),
+        )
         averager = load_averager("butterfly")(host, settings, part_cache, sync.hear)
         deps = self.outer_loop_deps(host, snapshots)
         outer_loop = ReplicatedOuterLoop(self.chain, averager, OuterSGD(0.9, 0.5), deps)
@@ -195,7 +202,9 @@ class IndependentSessionPeer(SessionPeer):
         deps = self.outer_loop_deps(host, snapshots)
         outer_loop = IndependentOuterLoop(self.own, averager, OuterSGD(0.9, 0.5), deps, options)
         peers, whole = self.members.peers, lambda: not outer_loop.seeks_state
-        state_sync = IndependentStateSync(host, settings, snapshots, lambda: self.own.key, peers, whole)
+        state_sync = IndependentStateSync(
+            host, settings, snapshots=snapshots, key=lambda: self.own.key, hints=peers, has_state=whole
+        )
         return outer_loop, state_sync
 
 

@@ -32,7 +32,7 @@ from protocols.butterfly.part_store import PartStore
 from protocols.consensus.record import Kind, Record
 from protocols.history.chain import UNSETTLED, Chain, DecidedRound, follow
 from protocols.history.fork_choice import Branch
-from protocols.sync.chain_sync import ChainSync, ChainSyncOptions
+from protocols.sync.chain_sync import ChainSync
 from protocols.sync.snapshot import MemoryBuffer, Snapshots
 from protocols.vectors.codec import codec
 from protocols.vectors.views import VectorView
@@ -69,8 +69,15 @@ class SyncPeer:
         self.held: list[bytes] = []
         self.trainer = InlineTrainer(Paced(swarm.elements, SEED), 10, 0.1)
         self.on_better: Callable[[Branch], object] = lambda branch: None
-        options = ChainSyncOptions(self.part_cache, on_better=lambda branch: self.on_better(branch))
-        self.sync = ChainSync(self.host, self.chain, self.settings, self.snapshots, lambda: swarm.hints, options)
+        self.sync = ChainSync(
+            self.host,
+            self.settings,
+            chain=self.chain,
+            snapshots=self.snapshots,
+            part_cache=self.part_cache,
+            hints=lambda: swarm.hints,
+            on_better=lambda branch: self.on_better(branch),
+        )
         self.outer_loop = ReplicatedOuterLoop(
             self.chain,
             Observer(self.me),  # type: ignore[arg-type]

@@ -78,7 +78,12 @@ class Donors(SimSwarm):
             snapshots.put(snapshot)
         settings = Settings("fp32", (ELEMENTS,))
         return IndependentStateSync(
-            host, settings, snapshots, lambda: KEY, lambda: self._states, lambda: snapshot is not None
+            host,
+            settings,
+            snapshots=snapshots,
+            key=lambda: KEY,
+            hints=lambda: self._states,
+            has_state=lambda: snapshot is not None,
         )
 
     async def fetch(self, *order: PeerId, seconds: float = 60.0) -> Snapshot:
@@ -242,7 +247,12 @@ def play(spread_limit: float, start: float, rounds: int) -> dict[PeerId, list[Ro
         deps = OuterLoopDeps(trainer, host.compute, anchor, snapshots)
         outer_loop = IndependentOuterLoop(course, averager, outer, deps, options)
         state_sync = IndependentStateSync(
-            host, settings, snapshots, lambda: outer_loop.key, lambda: reports, lambda: not outer_loop.seeks_state
+            host,
+            settings,
+            snapshots=snapshots,
+            key=lambda: outer_loop.key,
+            hints=lambda: reports,
+            has_state=lambda: not outer_loop.seeks_state,
         )
         await outer_loop.settle()
         goes_on = lambda: len(reports[name]) < rounds  # noqa: E731
