@@ -117,7 +117,7 @@ class DirectConnection:
         """Whether the connection is open, and all that has arrived was read."""
         return not self.closed and self._have == self._used and self._peek() is None
 
-    def is_over(self) -> bool:
+    def has_ended(self) -> bool:
         """Whether either side has closed the connection, with nothing left to read."""
         return self.closed or (self._have == self._used and self._peek() == b"")
 

@@ -153,7 +153,7 @@ class Inbound:
     async def _next_stream(self, peer: PeerId, connection: DirectConnection) -> None:
         came = await connection.until_readable(loop_time() + _WAIT_SECONDS)
         self._idle.pop(connection, None)
-        if came and not connection.is_over():
+        if came and not connection.has_ended():
             self._serving.take(peer, DirectPipe(connection, partial(self._await_stream, peer)))
         else:
             connection.abort()

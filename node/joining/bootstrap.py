@@ -272,16 +272,13 @@ class BootstrapClient:
                 again = "" if self._found.done() else " (retrying)"
                 self._report(address, why, again, group)
                 reported = why
-                self._tell_hint()
+                if hint := self._hint:
+                    self._hint = ""
+                    self._say(hint)
             if self._found.done():
                 return
             await asyncio.sleep(PAUSE_SECONDS[min(attempt, len(PAUSE_SECONDS) - 1)])
             attempt += 1
-
-    def _tell_hint(self) -> None:
-        hint, self._hint = self._hint, ""
-        if hint:
-            self._say(hint)
 
     def _report(self, address: str, why: str, again: str, group: _Refusals | None) -> None:
         line = group.failed(address, why) if group else f"{address}: {why}{again}"

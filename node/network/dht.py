@@ -12,7 +12,7 @@ from typing import Any, Protocol, Self, TypeVar
 from node.network.daemon import DaemonError
 from node.network.daemon_connection import LINK_ERRORS, DaemonConnection
 from node.network.directory_records import TTL_SECONDS, DirectoryRecord, RecordStore, check, loads, name_of, unpack
-from node.network.kademlia import Key, Node, place, running_node
+from node.network.kademlia import Key, Node, dht_key, running_node
 from node.runtime.bounded import count, put_newest
 from protocols.base import BadPayload, Clock, Deadline, PeerId, Signer
 
@@ -82,7 +82,7 @@ class DhtDirectory:
         """Announcements in a scope, this peer's included, the latest first; at the deadline, those known then."""
         name = name_of(self._run, scope)
         await self._ask(deadline, lambda node: node.search(name))
-        entries = sorted(self._records.live(place(name)).items(), key=lambda pair: pair[1].expires, reverse=True)
+        entries = sorted(self._records.live(dht_key(name)).items(), key=lambda pair: pair[1].expires, reverse=True)
         return [(peer, unpack(_content(entry.value)).value) for peer, entry in entries[:limit]]
 
     async def meet(self, peer: PeerId, deadline: Deadline) -> bool:
@@ -148,7 +148,7 @@ class DhtDirectory:
     def _is_sound(self, sender: PeerId, key: Key, subkey: str, packed: bytes, expires: float) -> bool:
         try:
             hint = unpack(_content(packed))
-            if (hint.peer, hint.expires, place(name_of(self._run, hint.scope))) != (subkey, expires, key):
+            if (hint.peer, hint.expires, dht_key(name_of(self._run, hint.scope))) != (subkey, expires, key):
                 raise BadPayload("a record of another run, or under a key that is not its own")
             check(hint, self._run, self._now(), self._signer)
         except BadPayload as error:

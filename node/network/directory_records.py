@@ -16,7 +16,6 @@ HINT_BYTES = 4096  # largest size of a packed record
 TTL_SECONDS = 600.0
 _SKEW_SECONDS = 60.0
 _SCOPE_BYTES = 128
-_PEER_BYTES = 128
 _DOMAIN = b"starling/hint/1\0"
 _BOUNDS = {"max_str_len": 128, "max_bin_len": HINT_BYTES, "max_array_len": 5, "max_map_len": 0, "max_ext_len": 0}
 

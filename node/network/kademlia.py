@@ -55,7 +55,7 @@ RecordValidator: TypeAlias = Callable[[PeerId, Key, str, bytes, float], bool]
 Refuse: TypeAlias = Callable[[PeerId, str], None]
 
 
-def place(name: bytes) -> Key:
+def dht_key(name: bytes) -> Key:
     return DHTID.generate(source=name)
 
 
@@ -168,7 +168,7 @@ class StarlingDHT(DHTProtocol):  # type: ignore[misc]
             known = table.get(peer_id=peer_id)
             if known is not None:
                 del table[known]
-        elif node_id == place(peer_id.to_bytes()) and (node_id in table or len(table.uid_to_peer_id) < _MAX_NODES):
+        elif node_id == dht_key(peer_id.to_bytes()) and (node_id in table or len(table.uid_to_peer_id) < _MAX_NODES):
             doubtful = table.add_or_update_node(node_id, peer_id)
             if doubtful is not None:
                 _OwnedTasks.create_task(self.call_ping(doubtful[1]))
@@ -182,7 +182,7 @@ class StarlingDHT(DHTProtocol):  # type: ignore[misc]
         self._requests[peer] += 1
         if self._requests[peer] > _REQUESTS_PER_SECOND:
             raise self._refused(context.remote_id, "too many requests")
-        sender = place(context.remote_id.to_bytes())
+        sender = dht_key(context.remote_id.to_bytes())
         if request.peer.node_id not in (b"", sender.to_bytes()):
             raise self._refused(context.remote_id, "claims a node id that is not its own")
         if request.peer.node_id:
@@ -214,7 +214,7 @@ class StarlingDHT(DHTProtocol):  # type: ignore[misc]
 
     def _true_nodes(self, nearest: Mapping[Key, PeerID]) -> dict[Key, PeerID]:
         some = islice(nearest.items(), self.bucket_size)
-        return {node: peer for node, peer in some if node == place(peer.to_bytes())}
+        return {node: peer for node, peer in some if node == dht_key(peer.to_bytes())}
 
 
 class Node:
@@ -239,7 +239,7 @@ class Node:
         return node_id is not None
 
     async def store(self, name: bytes, subkey: PeerId, value: bytes, expires: float) -> None:
-        self._protocol.storage.store(place(name), _Serializer.dumps(value), expires, subkey)
+        self._protocol.storage.store(dht_key(name), _Serializer.dumps(value), expires, subkey)
         await self._node.store(name, value, expires, subkey=subkey)
 
     async def search(self, name: bytes) -> None:
@@ -254,7 +254,7 @@ async def running_node(
     link: DaemonConnection, records: RecordStore, judge: RecordValidator, refuse: Refuse
 ) -> AsyncIterator[Node]:
     """Run a node on this p2pd process. On exit, all its tasks are cancelled and awaited."""
-    me = place(link.client.peer_id.to_bytes())
+    me = dht_key(link.client.peer_id.to_bytes())
     options = {"node_id": me, "wait_timeout": _CALL_SECONDS, "client_mode": True}
     caches = {"cache_locally": False, "cache_nearest": 0, "cache_on_store": False, "cache_refresh_before_expiry": 0}
     # In client mode neither registers with p2pd, so no peer reaches the node before its limits are set.

@@ -91,7 +91,7 @@ class LibP2PTransport:
         self._direct_methods, self._direct_port = direct_methods, direct_port
         self._serving = Serving(max_streams, max_streams_per_peer, self.traffic)
         self.refused: Counter[tuple[PeerId, str]] = self._serving.refused
-        self._listen = listen
+        self.listening = listen  # with the chosen ports in place of port 0, once p2pd runs
         self._directory = Path()
         self._link: DaemonConnection | None = None
         self._up = asyncio.Event()
@@ -112,12 +112,12 @@ class LibP2PTransport:
             stack.callback(self._up.set)  # tasks that wait for the daemon learn that there will be none
             stack.push_async_callback(self._close_link)
             link = await self._first_launch()
-            self._listen = with_ports(self._wanted_listen, link.addresses)
+            self.listening = with_ports(self._wanted_listen, link.addresses)
             self._up.set()
             self._serving.spawn(self._supervise(link))
             if self._direct_methods is not None:
                 self._direct = self.make_direct_plane(self._direct_methods)
-                self._direct.start(hosts_of(self._listen), self._direct_port)
+                self._direct.start(hosts_of(self.listening), self._direct_port)
                 stack.push_async_callback(self._direct.close)
             stack.push_async_callback(self._serving.close)
             self._exit = stack.pop_all()
@@ -135,10 +135,6 @@ class LibP2PTransport:
     def addresses(self) -> tuple[str, ...]:
         """Multiaddrs at which p2pd believes it can be reached now; none while it is down."""
         return tuple(f"{address}/p2p/{self.me}" for address in self._link.addresses) if self._link else ()
-
-    @property
-    def listening(self) -> tuple[str, ...]:
-        return self._listen
 
     @property
     def daemon_pid(self) -> int | None:
@@ -345,7 +341,7 @@ class LibP2PTransport:
             self._starts_in_a_row += 1
             attempt += 1
             try:
-                return await self._launch(self._listen if attempt <= _KEPT_PORT_ATTEMPTS else self._wanted_listen)
+                return await self._launch(self.listening if attempt <= _KEPT_PORT_ATTEMPTS else self._wanted_listen)
             except (DaemonError, *LINK_ERRORS) as error:
                 log.warning("p2pd does not start (attempt %d): %s", attempt, error or type(error).__name__)
 

@@ -37,7 +37,13 @@ def socket_directory(parent: Path | None = None) -> Iterator[Path]:
 def _made(parent: Path | None) -> tuple[Path, int | None]:
     """A new directory with the descriptor of its lock, or None where locks do not work."""
     for _ in range(_TRIES):
-        directory = _new(parent)
+        try:
+            directory = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
+        except OSError as error:
+            raise DaemonError(
+                f"cannot create a directory for sockets in {parent or 'the temporary directory'} ({error.strerror}): "
+                "free space in it, or set TMPDIR"
+            ) from None
         if len(bytes(directory)) > _MAX_LENGTH:
             directory.rmdir()
             raise DaemonError(
@@ -56,16 +62,6 @@ def _made(parent: Path | None) -> tuple[Path, int | None]:
         except OSError:
             return directory, None
     raise DaemonError(f"cannot create a directory for sockets beside {directory}: another program removes them at once")
-
-
-def _new(parent: Path | None) -> Path:
-    try:
-        return Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
-    except OSError as error:
-        place = parent or "the temporary directory"
-        raise DaemonError(
-            f"cannot create a directory for sockets in {place} ({error.strerror}): free space there, or set TMPDIR"
-        ) from None
 
 
 def _sweep(parent: Path) -> None:

@@ -80,35 +80,32 @@ class ByteLimiter:
 
     def __init__(self, rate: float | None = None, now: Callable[[], float] = loop_time) -> None:
         self._now = now
-        self._wanted = rate
-        self._bucket: TokenBucket | None = None
-        self._allowance: TokenBucket | None = None
-        self._queues: dict[TrafficClass, deque[tuple[asyncio.Future[None], int]]] = {
-            TrafficClass.ROUND: deque(),
-            TrafficClass.CATCH_UP: deque(),
-        }
+        # Both are full. No event loop may run yet, so that there is no time to ask for.
+        self._bucket = TokenBucket(rate, 0.0)
+        self._allowance = TokenBucket(_allowance_rate(rate), 0.0, ALLOWANCE_BYTES, math.inf)
+        self._rounds: deque[tuple[asyncio.Future[None], int]] = deque()
+        self._catch_up: deque[tuple[asyncio.Future[None], int]] = deque()
         self._since_catch_up = 0
         self._timer: asyncio.TimerHandle | None = None
 
     @property
     def rate(self) -> float | None:
-        return self._wanted
+        return self._bucket.rate
 
     def set_rate(self, rate: float | None) -> None:
-        self._wanted = rate
-        if self._bucket:
-            self._bucket.set_rate(rate, self._now())
-            self._allowed().set_rate(_allowance_rate(rate), self._now())
-            self._serve()
+        self._bucket.set_rate(rate, self._now())
+        self._allowance.set_rate(_allowance_rate(rate), self._now())
+        self._serve()
 
     async def take(self, traffic: TrafficClass, count: int, by_stranger: bool = False) -> None:
         """Spend `count` bytes, after waiting for this class's turn. If cancelled, nothing is spent."""
-        if self._wanted is None:
+        if self.rate is None:
             return
         if self._passes(traffic, count, by_stranger):
-            return self._filled().spend(count, self._now())
+            return self._bucket.spend(count, self._now())
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._queues[TrafficClass.CATCH_UP if traffic is TrafficClass.CONTROL else traffic].append((turn, count))
+        queue = self._rounds if traffic is TrafficClass.ROUND else self._catch_up
+        queue.append((turn, count))
         self._serve()
         try:
             await turn
@@ -120,55 +117,42 @@ class ByteLimiter:
 
     def spend(self, count: int) -> None:
         """Spend bytes that have passed already, without waiting."""
-        if self._wanted is not None:
-            self._filled().spend(count, self._now())
-
-    def _filled(self) -> TokenBucket:
-        if self._bucket is None:  # not in the constructor: no event loop may run there
-            self._bucket = TokenBucket(self._wanted, self._now())
-        return self._bucket
-
-    def _allowed(self) -> TokenBucket:
-        if self._allowance is None:
-            self._allowance = TokenBucket(_allowance_rate(self._wanted), self._now(), ALLOWANCE_BYTES, math.inf)
-        return self._allowance
+        if self.rate is not None:
+            self._bucket.spend(count, self._now())
 
     def _passes(self, traffic: TrafficClass, count: int, by_stranger: bool) -> bool:
         if traffic is TrafficClass.CONTROL:
             if count <= SMALL_BYTES and not by_stranger:
                 return True
-            allowance, now = self._allowed(), self._now()
-            if allowance.wait_seconds(now):
+            if self._allowance.wait_seconds(self._now()):
                 return False
-            allowance.spend(count, now)
+            self._allowance.spend(count, self._now())
             return True
         debt_seconds = MAX_SMALL_DEBT_SECONDS if count <= SMALL_BYTES else 0.0
-        is_first = count <= SMALL_BYTES or not any(self._queues.values())
-        return is_first and not self._filled().wait_seconds(self._now(), debt_seconds)
+        is_first = count <= SMALL_BYTES or not (self._rounds or self._catch_up)
+        return is_first and not self._bucket.wait_seconds(self._now(), debt_seconds)
 
     def _serve(self) -> None:
         """Let pieces pass while the bucket is not in debt, then wait until it is not."""
         if self._timer:
             self._timer.cancel()
             self._timer = None
-        bucket = self._filled()
         while queue := self._next_queue():
-            if seconds := bucket.wait_seconds(self._now()):
+            if seconds := self._bucket.wait_seconds(self._now()):
                 self._timer = asyncio.get_running_loop().call_later(max(seconds, _LEAST_SECONDS), self._serve)
                 return
             turn, count = queue.popleft()
-            self._since_catch_up = 0 if queue is self._queues[TrafficClass.CATCH_UP] else self._since_catch_up + 1
-            bucket.spend(count, self._now())
+            self._since_catch_up = 0 if queue is self._catch_up else self._since_catch_up + 1
+            self._bucket.spend(count, self._now())
             turn.set_result(None)
 
     def _next_queue(self) -> deque[tuple[asyncio.Future[None], int]] | None:
-        for queue in self._queues.values():
+        for queue in (self._rounds, self._catch_up):
             while queue and queue[0][0].done():  # it was cancelled
                 queue.popleft()
-        rounds, catch_up = self._queues[TrafficClass.ROUND], self._queues[TrafficClass.CATCH_UP]
-        if catch_up and (not rounds or self._since_catch_up >= CATCH_UP_EVERY - 1):
-            return catch_up
-        return rounds or None
+        if self._catch_up and (not self._rounds or self._since_catch_up >= CATCH_UP_EVERY - 1):
+            return self._catch_up
+        return self._rounds or None
 
 
 def _allowance_rate(rate: float | None) -> float | None:

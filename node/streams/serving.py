@@ -152,7 +152,11 @@ class Serving:
     async def _admit(self, peer: PeerId, pipe: EndingPipe) -> tuple[Handler, Stream] | None:
         try:
             async with asyncio.timeout(_OPENING_SECONDS):
-                method = await _read_method(pipe)
+                size = bytearray(1)
+                await pipe.read_into(memoryview(size))
+                name = bytearray(size[0])
+                await pipe.read_into(memoryview(name))
+                method = name.decode(errors="replace")
                 handler = self._handlers.get(method)
                 if handler is None:
                     self.refuse(peer, "method not served")
@@ -171,11 +175,3 @@ class Serving:
     def refuse(self, peer: PeerId, why: str) -> bool:
         """Count something refused; returns whether this peer had not been refused for this reason lately."""
         return count(self.refused, (peer, why))
-
-
-async def _read_method(pipe: EndingPipe) -> str:
-    size = bytearray(1)
-    await pipe.read_into(memoryview(size))
-    name = bytearray(size[0])
-    await pipe.read_into(memoryview(name))
-    return name.decode(errors="replace")

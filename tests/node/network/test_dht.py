@@ -24,7 +24,7 @@ from node.network.directory_records import (
     DirectoryRecord,
     name_of,
 )
-from node.network.kademlia import StarlingDHT, place
+from node.network.kademlia import StarlingDHT, dht_key
 from node.network.libp2p import LibP2PTransport
 from node.runtime.clock import WallClock
 from node.runtime.identity import Identity
@@ -76,7 +76,7 @@ def make(directory: Path) -> PeerMaker:
 
 def store_request(*hints: DirectoryRecord, run: bytes = RUN, **changes: Any) -> Any:
     fields: dict[str, Any] = {
-        "keys": [place(name_of(run, hint.scope)).to_bytes() for hint in hints],
+        "keys": [dht_key(name_of(run, hint.scope)).to_bytes() for hint in hints],
         "subkeys": [MSGPackSerializer.dumps(hint.peer) for hint in hints],
         "values": [MSGPackSerializer.dumps(hint.pack()) for hint in hints],
         "expiration_time": [hint.expires for hint in hints],
@@ -211,7 +211,7 @@ class TestLiars:
     @on_uvloop
     async def test_invalid_requests_are_rejected_and_counted(self, make: PeerMaker) -> None:
         a, b = await make.chain(2)
-        key = place(b"k").to_bytes()
+        key = dht_key(b"k").to_bytes()
         good, stranger = sealed(a.key), dht_pb2.NodeInfo(node_id=bytes(20))
         bad = {
             "stores several at once, or none": ("rpc_store", store_request(good, good)),
@@ -268,7 +268,7 @@ class TestLiars:
     @on_uvloop
     async def test_request_flood_is_rejected(self, make: PeerMaker) -> None:
         a, b = await make.chain(2)
-        request = dht_pb2.FindRequest(keys=[place(b"k").to_bytes()])
+        request = dht_pb2.FindRequest(keys=[dht_key(b"k").to_bytes()])
         calls = (a.call(b, "rpc_find", request, dht_pb2.FindResponse) for _ in range(300))
         results = await asyncio.gather(*calls, return_exceptions=True)
         turned_away = sum(isinstance(result, P2PHandlerError) for result in results)
