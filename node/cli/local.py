@@ -112,7 +112,7 @@ def generate(
     if temperature != temperature:
         raise CommandError("--temperature must be a number from 0 to 100")
     trained = _trained(state_dir)
-    from node.export.generation import write
+    from node.export.fine_tuned import write
     from node.export.trained_model import TrainedError
 
     try:

@@ -6,6 +6,7 @@ its tokenizer. Both are checked against the run's manifest.
 
 from __future__ import annotations
 
+import codecs
 import json
 import math
 import re
@@ -23,6 +24,7 @@ from safetensors import safe_open
 from node.config.manifest import Manifest
 from node.export.checking import TEXT, Expected, ExportError, difference, probe, require_numbers
 from node.export.trained_model import TrainedError, TrainedModel
+from node.tasks.gpt import Gpt
 from node.tasks.hf.chat import Encoder
 from node.tasks.hf.corpus import Document, data_files, joined, read_documents
 from node.tasks.hf.foreign import foreign
@@ -224,3 +226,40 @@ def _without_paths(value: Any) -> Any:
         for key, each in value.items()
         if key not in _PATHS and not (isinstance(each, str) and _ABSOLUTE.match(each))
     }
+
+
+_OBEYED = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2066-\u2069\ufeff]")
+"""Control characters of a terminal, except tab and newline."""
+
+
+def write(
+    model: TrainedModel,
+    prompt: bytes,
+    tokens: int,
+    temperature: float,
+    seed: int,
+    base: str | None = None,
+    template: str = "",
+) -> Iterator[str]:
+    """Continue a prompt by `tokens` bytes or tokens: the likeliest at temperature 0, otherwise drawn with a seed."""
+    gpt = model.manifest.config.gpt
+    if not prompt:
+        raise TrainedError("the prompt is empty: give the beginning of a text")
+    if model.manifest.config.hf:
+        tuned = load_fine_tuned(model, base, template)
+        yield from map(harmless, tuned.continue_text(prompt.decode(errors="replace"), tokens, temperature, seed))
+        return
+    if gpt is None:
+        task = model.manifest.config.task
+        raise TrainedError(f"this run trains {task}, which generates no text: only gpt and hf do")
+    module = Gpt(gpt.shape)
+    module.load_state_dict(dict(model.tensors))
+    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+    for byte in module.stream(prompt, tokens, temperature, seed):
+        yield harmless(decoder.decode(bytes([byte])))
+    yield harmless(decoder.decode(b"", final=True))
+
+
+def harmless(text: str) -> str:
+    """Replace all control characters of a terminal."""
+    return _OBEYED.sub("\ufffd", text)

@@ -10,18 +10,22 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 import torch
 
 from node.config.manifest import Manifest, ManifestError, layout_digest, unseal
-from node.export.trained_rounds import trained_rounds
 from node.membership.hello import MAX_RUN_BYTES
 from node.runtime.identity import verify
+from node.storage.certificate_log import stored
 from node.storage.checkpoint import DIRECTORY, Checkpoint, CheckpointError, newest
 from node.storage.statedir import StateError, read_stage
 from node.tasks.extra import named_tensors
-from protocols.base import Vector
+from protocols import wire
+from protocols.base import BadPayload, Vector
+from protocols.consensus import record as records
+from protocols.consensus.messages import Certificate
 
 _LAST_REPORTS_BYTES = 4 << 20
 _ATTEMPTS = 3
@@ -222,3 +226,21 @@ def _held_out_loss(reports: Path, lineage: str) -> float:
         except (ValueError, TypeError, KeyError, RecursionError):  # an incomplete line, or another format
             continue
     return math.nan
+
+
+def trained_rounds(directory: Path, checkpoint: Checkpoint) -> int:
+    """Count the rounds before a checkpoint, without those for which nothing was trained, as `Chain.trained` does.
+
+    It reads the chain in a peer's state directory and verifies no votes. If that chain does not lead to the
+    checkpoint, or cannot be read, all rounds count.
+    """
+    idle, lineage = 0, b""
+    try:
+        for encoded in islice(stored(directory / "certificates.bin"), checkpoint.round):
+            certificate = wire.expect(wire.decode(encoded), Certificate)
+            record = records.decode(certificate.record)
+            idle += record.idle
+            lineage = records.lineage(certificate.record)
+    except (OSError, BadPayload, ValueError):
+        return checkpoint.round
+    return checkpoint.round - idle if lineage == checkpoint.lineage else checkpoint.round

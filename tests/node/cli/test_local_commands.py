@@ -10,7 +10,7 @@ import pytest
 
 from node.cli.app import main
 from node.export import hugging_face
-from node.export.generation import harmless
+from node.export.fine_tuned import harmless
 from tests.support.statedir_fixtures import kept_gpt, staged_run
 
 

@@ -11,8 +11,7 @@ from torch import nn
 from node.config.manifest import Manifest, layout_digest, seal
 from node.config.run_config import RunConfig, load_run
 from node.export.fetching import FetchableRun, fetch_state, fetchable
-from node.export.trained_model import TrainedError
-from node.export.trained_rounds import trained_rounds
+from node.export.trained_model import TrainedError, trained_rounds
 from node.runtime.identity import create
 from node.storage.checkpoint import newest
 from node.tasks.flat import flatten

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from node.config.run_config import load_run
-from node.export.generation import harmless, write
+from node.export.fine_tuned import harmless, write
 from node.export.trained_model import TrainedError, load_trained
 from node.tasks.gpt import Gpt
 from tests.support.statedir_fixtures import keep, kept_gpt

@@ -14,8 +14,7 @@ from torch import nn
 
 from node.config.run_config import load_run
 from node.export.hugging_face import export
-from node.export.trained_model import TrainedError, TrainedModel, load_trained
-from node.export.trained_rounds import trained_rounds
+from node.export.trained_model import TrainedError, TrainedModel, load_trained, trained_rounds
 from node.storage.certificate_log import CertificateLog
 from node.tasks.gpt import Gpt
 from node.tasks.gpt_stage import GptStage
