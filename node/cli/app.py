@@ -1,4 +1,4 @@
-"""The commands that concern running peers, from `join` to `finish`, and the program's entry point.
+"""The commands `join` and `swarm`, and the program's entry point.
 
 Each command imports its modules when it runs, so that `--help` and `status` do not wait for PyTorch. A command that
 cannot be carried out prints one line to stderr.
@@ -20,12 +20,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from node.cli import local as offline
-from node.cli import options
-from node.cli import remote as asking
+from node.cli import local, options, remote
 from node.cli.remote import CommandError
-from node.config.peer_config import RUN, SETTABLE, SETTINGS, PeerConfig, option_name
-from node.reporting.status import printable, to_json
+from node.config.peer_config import RUN, SETTINGS, PeerConfig, option_name
+from node.config.peer_sources import apply_saved, load_peer
+from node.config.toml import ConfigError, plain
+from node.reporting.status import printable
 from node.session.shutdown import exit_on_signal
 from node.tasks.name import HUGGING_FACE, is_own
 from node.ui.encoding import prepare_streams
@@ -40,7 +40,8 @@ OF_RUN = ("run", "task", "protocol", "stages", "lora", "train", "inner")
 """Options that describe a run to start."""
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-app.add_typer(offline.app)
+app.add_typer(remote.app)
+app.add_typer(local.app)
 
 
 @app.callback(invoke_without_command=True)
@@ -118,118 +119,45 @@ def swarm(
 ) -> int:
     """Run a whole swarm on this machine, and check at the end that all peers agree."""
     with exit_on_signal():
-        from node.cli.swarm_command import SwarmOptions, run_swarm
+        from node.cli.swarm_command import run_swarm
 
-        with _config_errors():  # before anything is started
-            of_run = {"run": run, "task": task, "protocol": protocol, "stages": stages, "inner": inner}
-            stages = _check(of_run, rounds) if any(of_run.values()) else 1
+        of_run = {"run": run, "task": task, "protocol": protocol, "stages": stages, "inner": inner}
+        stages = _check(of_run, rounds) if any(of_run.values()) else 1  # before anything is started
         if peers < stages:
             raise CommandError(f"{stages} stages need as many peers, not {peers}: give --peers {stages} or more")
-        options = SwarmOptions(peers, rounds, protocol, task, run, dir, json, stages, page, inner)
-        return asyncio.run(run_swarm(options))
-
-
-@app.command()
-def status(
-    state_dir: options.RunningPeerOption = None,
-    bootstrap: Annotated[
-        str | None, typer.Option(metavar="ADDR", help="Ask the peer at this address instead; it may run anywhere.")
-    ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print the whole status as one JSON object.")] = False,
-) -> int:
-    """Show what a running peer is doing, and how others can join it."""
-    shown = asking.status(state_dir, bootstrap)
-    if json:
-        print(to_json(shown))
-    else:
-        asking.show(shown)
-    return 0
-
-
-@app.command()
-def page(state_dir: options.RunningPeerOption = None) -> int:
-    """Print the link of a running peer's web page."""
-    print(asking.page(state_dir))
-    return 0
-
-
-@app.command()
-def finish(state_dir: options.RunningPeerOption = None) -> int:
-    """Ask a running peer to finish its round and exit, as its first Ctrl-C does."""
-    asking.finish(state_dir)
-    print("the peer will finish its current round and then exit", file=sys.stderr)
-    return 0
-
-
-@app.command()
-def pause(
-    state_dir: options.RunningPeerOption = None,
-    duration: Annotated[
-        str | None,
-        typer.Option("--for", metavar="TIME", help="How long, as in 45m, 1h or 1h30m.", show_default=False),
-    ] = None,
-    until: Annotated[
-        str | None,
-        typer.Option(metavar="HH:MM", help="Until that time of day, today or tomorrow.", show_default=False),
-    ] = None,
-    after_round: Annotated[
-        bool, typer.Option("--after-round", help="Finish the present round first, as Folding@home's Finish does.")
-    ] = False,
-) -> int:
-    """Let a running peer pause, until `resume` if no time is given. It stays, and the others do not wait for it."""
-    from node.cli.times import end_of_pause
-
-    line = asking.pause(state_dir, end_of_pause(duration, until), after_round)
-    print(line, file=sys.stderr)
-    return 0
-
-
-@app.command()
-def resume(state_dir: options.RunningPeerOption = None) -> int:
-    """Let a paused peer work again."""
-    print(asking.resume(state_dir), file=sys.stderr)
-    return 0
-
-
-@app.command(name="set")
-def set_setting(
-    name: Annotated[str, typer.Argument(metavar="NAME", help=f"{' or '.join(SETTABLE)}.")],
-    value: Annotated[str, typer.Argument(metavar="VALUE", help="As for the option of join; off for none.")],
-    state_dir: options.RunningPeerOption = None,
-) -> int:
-    """Change a setting of a running peer, also for its later starts."""
-    print(asking.change(state_dir, name, value), file=sys.stderr)
-    return 0
+        founder_options = {
+            "--rounds": rounds,
+            "--protocol": protocol,
+            "--task": task,
+            "--inner": inner,
+        }
+        return asyncio.run(
+            run_swarm(
+                peers=peers,
+                stages=stages,
+                run=run,
+                directory=dir,
+                founder_options=founder_options,
+                page=page,
+                as_json=json,
+            )
+        )
 
 
 # -- join -------------------------------------------------------------------------------------------------------------
 
 
 def _join(of_machine: Mapping[str, Any], of_run: Mapping[str, Any]) -> int:
-    from node.config.peer_sources import apply_saved, load_peer
-
-    with _config_errors():
-        config = load_peer(of_machine, os.environ, of_run.get("run"))
-        with _claim_state_dir(config.state_dir) as state_dir:
-            config, lines = apply_saved(replace(config, state_dir=state_dir), state_dir)
-            for line in lines:
-                print(f"starling: {line}", file=sys.stderr)
-            config, run = _resolve_run(config, of_run, state_dir)
-            lost = [option_name(key) for key in of_machine if SETTINGS[key].only_hf]
-            if run is not None and lost and "run" not in of_run and of_run.get("task") != HUGGING_FACE:
-                raise CommandError(f"{lost[0]} is for --task hf: add that, or leave this out")
-            return _run_peer(config, run)
-
-
-@contextmanager
-def _config_errors() -> Iterator[None]:
-    """Raise a `ConfigError` as a `CommandError`."""
-    from node.config.toml import ConfigError
-
-    try:
-        yield
-    except ConfigError as error:
-        raise CommandError(str(error)) from None
+    config = load_peer(of_machine, os.environ, of_run.get("run"))
+    with _claim_state_dir(config.state_dir) as state_dir:
+        config, lines = apply_saved(replace(config, state_dir=state_dir), state_dir)
+        for line in lines:
+            print(f"starling: {line}", file=sys.stderr)
+        config, run = _resolve_run(config, of_run, state_dir)
+        lost = [option_name(key) for key in of_machine if SETTINGS[key].only_hf]
+        if run is not None and lost and "run" not in of_run and of_run.get("task") != HUGGING_FACE:
+            raise CommandError(f"{lost[0]} is for --task hf: add that, or leave this out")
+        return _run_peer(config, run)
 
 
 @contextmanager
@@ -304,8 +232,6 @@ def _load_run(of_run: Mapping[str, Any], rounds: int | None) -> RunConfig:
 
 def _check(of_run: Mapping[str, Any], rounds: int | None) -> int:
     """Check the configuration that a swarm's peers will get; return its number of stages."""
-    from node.config.peer_sources import load_peer
-
     mine, run = load_peer({}, os.environ, of_run["run"]), _load_run(of_run, rounds)
     if run.hf and mine.model is None:
         raise CommandError("task hf needs a model: name it by the variable NODE_MODEL, or by model in [peer]")
@@ -325,12 +251,10 @@ def _run_peer(config: PeerConfig, run: RunConfig | None) -> int:
 # -- the entry point --------------------------------------------------------------------------------------------------
 
 
-def _message(error: typer.TyperException) -> str:
-    if isinstance(error, CommandError):
-        return error.format_message()
-    from node.config.toml import plain  # imported here: only a usage error needs it
-
-    return plain(error.format_message())
+def _refused(why: str, code: int) -> int:
+    with suppress(OSError):
+        print(f"starling: {printable(why, 2000)}", file=sys.stderr)
+    return code
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -340,10 +264,11 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         code = app(arguments, prog_name=name, standalone_mode=False)
         sys.stdout.flush()
+    except ConfigError as error:
+        return _refused(str(error), 2)
     except typer.TyperException as error:
-        with suppress(OSError):
-            print(f"starling: {printable(_message(error), 2000)}", file=sys.stderr)
-        return 2 if not isinstance(error, CommandError) else error.exit_code
+        text = error.format_message()
+        return _refused(text, error.exit_code) if isinstance(error, CommandError) else _refused(plain(text), 2)
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # the reader has left (`| head`): leave nothing that Python would flush at exit
@@ -352,7 +277,5 @@ def main(arguments: list[str] | None = None) -> int:
     except OSError as error:
         if error.errno not in _NOT_WRITTEN or error.filename:
             raise
-        with suppress(OSError):
-            print(f"starling: the output cannot be written ({error.strerror}): give another", file=sys.stderr)
-        return 1
+        return _refused(f"the output cannot be written ({error.strerror}): give another", 1)
     return int(code or 0)

@@ -1,23 +1,34 @@
-"""The client side of the commands that ask a running peer; and the errors of all commands."""
+"""The commands that ask a running peer, from `status` to `set`; and the errors of all commands."""
 
 from __future__ import annotations
 
 import asyncio
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from datetime import datetime, timedelta
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
+from node.cli import options
+from node.config.multiaddrs import FILE_SIGN
 from node.config.peer_config import SETTABLE, SETTINGS
+from node.config.peer_sources import load_peer
 from node.config.sizes import in_unit
-from node.reporting.status import Status, join_command, parse, printable, who_joins
+from node.reporting.status import Status, join_command, parse, printable, to_json, who_joins
 
 ASK_SECONDS = 5.0
 MAX_ADDRESSES = 64
 """Addresses in one command: all of them are asked at the same time."""
+
+
+MAX_DAYS = 365
+_DURATION = re.compile(r"(?:(\d{1,5})d)?(?:(\d{1,5})h)?(?:(\d{1,5})m)?(?:(\d{1,6})s)?")
+
+app = typer.Typer()
 
 
 class CommandError(typer.TyperException):
@@ -37,22 +48,141 @@ class PeerUnreachable(CommandError):
     exit_code = 1
 
 
-def status(state_dir: Path | None, bootstrap: str | None) -> Status:
-    """Ask a peer for its status: at the address `bootstrap`, of `state_dir`, or the only one on this machine."""
+@app.command()
+def status(
+    state_dir: options.RunningPeerOption = None,
+    bootstrap: Annotated[
+        str | None, typer.Option(metavar="ADDR", help="Ask the peer at this address instead; it may run anywhere.")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print the whole status as one JSON object.")] = False,
+) -> int:
+    """Show what a running peer is doing, and how others can join it."""
     answer = _ask_remote(bootstrap) if bootstrap else asyncio.run(_ask(state_dir, "status"))
     try:
-        return parse(answer)
+        shown = parse(answer)
     except ValueError as error:
         raise PeerUnreachable(f"the peer's answer cannot be read ({error}): does it run another version?") from None
+    if json:
+        print(to_json(shown))
+    else:
+        _show(shown)
+    return 0
 
 
-def finish(state_dir: Path | None) -> None:
+@app.command()
+def page(state_dir: options.RunningPeerOption = None) -> int:
+    """Print the link of a running peer's web page."""
+    print(asyncio.run(_page(state_dir)))
+    return 0
+
+
+@app.command()
+def finish(state_dir: options.RunningPeerOption = None) -> int:
+    """Ask a running peer to finish its round and exit, as its first Ctrl-C does."""
     asyncio.run(_ask(state_dir, "finish"))
+    print("the peer will finish its current round and then exit", file=sys.stderr)
+    return 0
 
 
-def page(state_dir: Path | None) -> str:
-    """The link of the web page of a peer on this machine."""
-    return asyncio.run(_page(state_dir))
+@app.command()
+def pause(
+    state_dir: options.RunningPeerOption = None,
+    duration: Annotated[
+        str | None,
+        typer.Option("--for", metavar="TIME", help="How long, as in 45m, 1h or 1h30m.", show_default=False),
+    ] = None,
+    until: Annotated[
+        str | None,
+        typer.Option(metavar="HH:MM", help="Until that time of day, today or tomorrow.", show_default=False),
+    ] = None,
+    after_round: Annotated[
+        bool, typer.Option("--after-round", help="Finish the present round first, as Folding@home's Finish does.")
+    ] = False,
+) -> int:
+    """Let a running peer pause, until `resume` if no time is given. It stays, and the others do not wait for it."""
+    end = end_of_pause(duration, until)
+    return _say_answer(asyncio.run(_ask(state_dir, "pause", until=end, after_round=after_round)))
+
+
+@app.command()
+def resume(state_dir: options.RunningPeerOption = None) -> int:
+    """Let a paused peer work again."""
+    return _say_answer(asyncio.run(_ask(state_dir, "resume")))
+
+
+@app.command(name="set")
+def set_setting(
+    name: Annotated[str, typer.Argument(metavar="NAME", help=f"{' or '.join(SETTABLE)}.")],
+    value: Annotated[str, typer.Argument(metavar="VALUE", help="As for the option of join; off for none.")],
+    state_dir: options.RunningPeerOption = None,
+) -> int:
+    """Change a setting of a running peer, also for its later starts."""
+    if key := SETTABLE.get(name):
+        value = in_unit(value, SETTINGS[key].unit)
+    return _say_answer(asyncio.run(_ask(state_dir, "set", name=name, value=value)))
+
+
+def _say_answer(answer: Mapping[str, Any]) -> int:
+    line = printable(str(answer.get("line", "")))
+    if answer.get("ok") is not True:
+        raise CommandError(line)
+    print(line, file=sys.stderr)
+    return 0
+
+
+def _show(shown: Status) -> None:
+    from rich.console import Console
+
+    from node.ui.terminal import render
+
+    console = Console(highlight=False)
+    console.print(render(replace(shown, addresses=()), (), console.width))
+    if command := join_command(shown):
+        line, where = command
+        print(f"\n{who_joins(where)}\n{line}")
+
+
+# -- times ------------------------------------------------------------------------------------------------------------
+
+
+def end_of_pause(duration: str | None, until: str | None, now: datetime | None = None) -> float | None:
+    """When a pause ends, in seconds since the epoch; None if neither is given.
+
+    Args:
+        duration: as `1h30m`.
+        until: as `18:00`, in this machine's time zone.
+        now: None for this machine's clock.
+
+    Raises:
+        CommandError: both are given, or one is no time.
+    """
+    if duration is not None and until is not None:
+        raise CommandError("--for and --until both say when the pause ends: give one of them")
+    now = now or datetime.now()
+    if duration is not None:
+        return now.timestamp() + _duration(duration).total_seconds()  # the local time may jump meanwhile
+    return None if until is None else _time_of_day(until, now).timestamp()
+
+
+def _duration(text: str) -> timedelta:
+    found = _DURATION.fullmatch(text.strip().lower())
+    days, hours, minutes, seconds = (int(each or 0) for each in found.groups()) if found else (0, 0, 0, 0)
+    length = timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds)
+    if not timedelta(0) < length <= timedelta(days=MAX_DAYS):
+        raise CommandError(f"--for {text!r} is not a duration; try 45m, 1h or 1h30m, at most {MAX_DAYS}d")
+    return length
+
+
+def _time_of_day(text: str, now: datetime) -> datetime:
+    try:
+        there = datetime.strptime(text.strip(), "%H:%M")
+    except ValueError:
+        raise CommandError(f"--until {text!r} is not a time; try 18:00") from None
+    there = now.replace(hour=there.hour, minute=there.minute, second=0, microsecond=0)
+    return there if there > now else there + timedelta(days=1)
+
+
+# -- asking peers -----------------------------------------------------------------------------------------------------
 
 
 async def _page(state_dir: Path | None) -> str:
@@ -71,42 +201,6 @@ async def _page(state_dir: Path | None) -> str:
     except (OSError, TimeoutError):
         raise PeerUnreachable(f"the peer in {directory} serves no page: start it with --page") from None
     return read_link(directory) or ""
-
-
-def pause(state_dir: Path | None, until: float | None, after_round: bool) -> str:
-    """Ask a peer on this machine to pause `until` a wall-clock time, or until it is asked to resume. Returns its
-    answer.
-    """
-    answer = asyncio.run(_ask(state_dir, "pause", until=until, after_round=after_round))
-    if not answer.get("ok"):
-        raise CommandError(printable(str(answer.get("line", "it does not pause"))))
-    return printable(str(answer.get("line", "")))
-
-
-def resume(state_dir: Path | None) -> str:
-    return printable(str(asyncio.run(_ask(state_dir, "resume")).get("line", "")))
-
-
-def change(state_dir: Path | None, name: str, value: str) -> str:
-    if key := SETTABLE.get(name):
-        value = in_unit(value, SETTINGS[key].unit)
-    answer = asyncio.run(_ask(state_dir, "set", name=name, value=value))
-    line = printable(str(answer.get("line", "")))
-    if answer.get("ok") is not True:
-        raise CommandError(line)
-    return line
-
-
-def show(shown: Status) -> None:
-    from rich.console import Console
-
-    from node.ui.terminal import render
-
-    console = Console(highlight=False)
-    console.print(render(replace(shown, addresses=()), (), console.width))
-    if command := join_command(shown):
-        line, where = command
-        print(f"\n{who_joins(where)}\n{line}")
 
 
 async def _ask(state_dir: Path | None, what: str, **values: object) -> dict[str, Any]:
@@ -167,14 +261,7 @@ def fetch(addresses: Sequence[str], directory: Path, base: str | None = None) ->
 
 
 def require_address(address: str) -> None:
-    """Raise CommandError unless a --bootstrap is the address of one peer."""
-    from node.config.multiaddrs import FILE_SIGN
-    from node.config.peer_sources import load_peer
-    from node.config.toml import ConfigError
-
+    """Refuse a --bootstrap that is not the address of one peer."""
     if address.startswith(FILE_SIGN):
         raise CommandError(f"--bootstrap {address}: files are not read here: give one of the addresses in it")
-    try:
-        load_peer({"bootstrap": [address]}, {}, None)
-    except ConfigError as error:
-        raise CommandError(str(error)) from None
+    load_peer({"bootstrap": [address]}, {}, None)

@@ -8,8 +8,8 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 from rich.console import RenderableType
 
@@ -47,37 +47,32 @@ _ENVIRONMENT = dict.fromkeys(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class SwarmOptions:
-    """Options of the command `swarm`; None leaves a value to the run file or to the defaults."""
-
-    peers: int
-    rounds: int | None
-    protocol: str | None
-    task: str | None
-    run: Path | None
-    directory: Path | None  # parent of all peers' state directories; None for a new one
-    as_json: bool
-    stages: int = 1  # peer i is in stage i mod `stages`
-    page: bool = True
-    inner: str | None = None
-
-
-async def run_swarm(options: SwarmOptions) -> int:
+async def run_swarm(
+    *,
+    peers: int,
+    stages: int,
+    run: Path | None,
+    directory: Path | None,
+    founder_options: Mapping[str, object],
+    page: bool,
+    as_json: bool,
+) -> int:
     """Run a swarm to its end and return the exit code.
 
     0: all peers agree, and the held-out loss fell if the task has one. 4: all peers agree, but at one of them nothing
     counted or no evaluation worked. 1: otherwise. 2: the swarm could not be started as asked.
     """
-    screen = Screen(options.as_json)
+    screen = Screen(as_json)
     logs.set_up("warning", screen.log, screen.is_terminal)
     try:
-        directory = _directory(options.directory)
+        home = _directory(directory)
     except OSError as error:
-        screen.say(f"starling: --dir {options.directory}: {error.strerror}: give another directory")
+        screen.say(f"starling: --dir {directory}: {error.strerror}: give another directory")
         screen.close()
         return 2
-    swarm = Swarm(options, directory, screen)
+    swarm = Swarm(
+        home, screen, peers=peers, stages=stages, run=run, founder_options=founder_options, page=page, as_json=as_json
+    )
     try:
         return await GracefulShutdown(swarm.leave, screen.say, screen.close).run(swarm.run())
     finally:
@@ -188,12 +183,24 @@ class Participant:
 class Swarm:
     """All peers of a swarm, from the first start to the summary."""
 
-    def __init__(self, options: SwarmOptions, directory: Path, screen: Screen) -> None:
-        self._options, self._directory, self._screen = options, directory, screen
-        names = [f"peer-{number}" for number in range(1, options.peers + 1)]
-        given = variables(options.run, os.environ) if options.run else {}  # only the founder reads the file itself
+    def __init__(
+        self,
+        directory: Path,
+        screen: Screen,
+        *,
+        peers: int,
+        stages: int = 1,
+        run: Path | None = None,
+        founder_options: Mapping[str, object] = MappingProxyType({}),
+        page: bool = True,
+        as_json: bool = False,
+    ) -> None:
+        self._directory, self._screen, self._as_json = directory, screen, as_json
+        self._stages, self._run, self._page, self._founder_options = stages, run, page, founder_options
+        names = [f"peer-{number}" for number in range(1, peers + 1)]
+        given = variables(run, os.environ) if run else {}  # only the founder reads the file itself
         self._peers = [Participant(name, directory, _ENVIRONMENT | given) for name in names]
-        self._tally = SwarmSummary(names, options.stages)
+        self._tally = SwarmSummary(names, stages)
         self._ended: set[str] = set()
         self._fruitless: list[str] = []  # lines of peers whose rounds or evaluations came to nothing
         self._leaving, self._until = False, float("inf")
@@ -209,7 +216,7 @@ class Swarm:
 
     async def run(self) -> int:
         began = asyncio.get_running_loop().time()
-        self._screen.say(f"starting {self._options.peers} peers; their directories and logs are in {self._directory}")
+        self._screen.say(f"starting {len(self._peers)} peers; their directories and logs are in {self._directory}")
         try:
             async with self._screen.showing(self._picture):
                 founder = self._peers[0]
@@ -232,18 +239,14 @@ class Swarm:
 
     async def _found(self, founder: Participant) -> bool:
         """Start the founder, and wait until others can join its run. Returns whether they can."""
-        options = self._options
         given = {
-            "--rounds": options.rounds,
-            "--protocol": options.protocol,
-            "--task": options.task,
-            "--inner": options.inner,
-            "--run": options.run and options.run.absolute(),
-            "--stages": options.stages if options.run or options.stages > 1 else None,  # it may overrule the file
-            "--wait-for": options.peers,
+            **self._founder_options,
+            "--run": self._run and self._run.absolute(),
+            "--stages": self._stages if self._run or self._stages > 1 else None,  # it may overrule the file
+            "--wait-for": len(self._peers),
         }
-        flags = [str(each) for pair in given.items() if pair[1] is not None for each in pair]
-        await founder.start((*self._threads(), *self._page(), *flags))
+        options = [str(each) for pair in given.items() if pair[1] is not None for each in pair]
+        await founder.start((*self._threads(), self._page_option(), *options))
         until = asyncio.get_running_loop().time() + START_SECONDS
         while founder.running and asyncio.get_running_loop().time() < min(until, self._until):
             await founder.look(LOOK_SECONDS)
@@ -253,15 +256,14 @@ class Swarm:
             await asyncio.sleep(POLL_SECONDS)
         return False
 
-    def _page(self) -> tuple[str]:
-        """The flag that turns the founder's page on or off. Without the packages for it, say how to get them."""
-        wanted = self._options.page
-        if wanted and not has_page_packages():
+    def _page_option(self) -> str:
+        """Turns the founder's page on or off. Without the packages for it, say how to get them."""
+        if self._page and not has_page_packages():
             self._screen.say(INSTALL)
-        return ("--page" if wanted and has_page_packages() else "--no-page",)
+        return "--page" if self._page and has_page_packages() else "--no-page"
 
     def _show_link(self, founder: Participant) -> None:
-        if self._options.page and (link := read_link(founder.directory)):
+        if self._page and (link := read_link(founder.directory)):
             self._screen.say(f"page of {founder.name}: {link}")
 
     def _why_not(self, founder: Participant) -> str:
@@ -273,16 +275,15 @@ class Swarm:
         return f"{late} Its last output: {founder.output_tail}"
 
     def _threads(self) -> tuple[str, str]:
-        return "--threads", str(max(1, usable_cores() // self._options.peers))
+        return "--threads", str(max(1, usable_cores() // len(self._peers)))
 
     async def _join(self, founder: Participant) -> None:
         assert founder.status is not None
         where = ["--bootstrap", founder.status.addresses[0], "--run-id", founder.status.run_id]
         if founder.status.task:
             where += ["--task", founder.status.task]
-        stages = self._options.stages
         for place, each in enumerate(self._peers[1:], 1):  # the founder is in stage 0
-            stage = ("--stage", str(place % stages)) if stages > 1 else ()
+            stage = ("--stage", str(place % self._stages)) if self._stages > 1 else ()
             await each.start((*self._threads(), "--no-page", *where, *stage))
 
     # -- watching -----------------------------------------------------------------------------------------------------
@@ -343,7 +344,7 @@ class Swarm:
         screen.print(summary(tally, {each.name: each.end for each in self._peers}, seconds))
         if text := next(filter(None, (each.text() for each in self._peers)), ""):
             screen.print(sample(text))
-        if self._options.as_json:
+        if self._as_json:
             screen.data(to_json(tally.as_json()))
         for line in self._fruitless:
             screen.say(f"starling: {line}")

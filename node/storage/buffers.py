@@ -20,10 +20,10 @@ from types import TracebackType
 from typing import Self
 
 from node.runtime import tensors
+from node.storage.statedir import SCRATCH
 from protocols.base import Buffer, Compute
 from protocols.sync.snapshot import buffer_bytes
 
-SCRATCH = "scratch"
 """Directory of the temporary files, in the state directory."""
 PARAMETERS, VELOCITY = "parameters", "velocity"
 

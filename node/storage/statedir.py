@@ -26,10 +26,11 @@ from typing import Self
 
 from node.membership.hello import MAX_RUN_BYTES, MAX_SAMPLE_BYTES, sound
 from node.runtime.identity import Identity, load_or_create, sync_directory
-from node.storage.buffers import SCRATCH
 from node.storage.journal import KEEP_FILES
 from protocols.base import PeerId
 
+SCRATCH = "scratch"
+"""Directory of buffers on the disk; the name is here because what is refused shall not load PyTorch."""
 MAX_CACHED_PEERS = 64
 MAX_INCARNATION = 1 << 40
 """The limit of `protocols.wire`: other peers ignore members of a higher incarnation."""

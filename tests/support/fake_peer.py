@@ -18,7 +18,6 @@ from types import ModuleType
 from typing import Any
 
 from node.cli import app as cli
-from node.config import peer_sources
 from node.config.toml import ConfigError
 from node.reporting.report import RoundReport
 from node.reporting.status import EventSink, Status
@@ -142,6 +141,6 @@ def module(name: str, **content: object) -> None:
 
 if __name__ == "__main__":
     module("node.session.peer", Peer=Peer)
-    peer_sources.load_peer = load_peer  # type: ignore[assignment]
+    cli.load_peer = load_peer  # type: ignore[assignment]
     module("node.config.run_config", load_run=load_run, RunConfig=object)
     sys.exit(cli.main())

@@ -10,7 +10,8 @@ import psutil
 import pytest
 
 from node.storage import buffers
-from node.storage.buffers import SCRATCH, ScratchFile, ScratchSpace
+from node.storage.buffers import ScratchFile, ScratchSpace
+from node.storage.statedir import SCRATCH
 from tests.sim.host import SimCompute
 
 

@@ -6,7 +6,7 @@ import io
 import json
 import math
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from node.cli.swarm_command import Participant, Swarm, SwarmOptions
+from node.cli.swarm_command import Participant, Swarm
 from node.reporting.report import RoundReport
 from node.reporting.status import to_json
 from node.runtime.child_process import ChildProcess
@@ -22,7 +22,6 @@ from node.storage.journal import Journal
 from node.ui.screen import Screen
 from node.ui.swarm_summary import KEEP_ROUNDS, MAX_OPEN_ROUNDS, SwarmRound, SwarmSummary
 from node.ui.swarm_view import picture, plain_line, sample, summary
-from tests.support.paths import REPOSITORY
 from tests.support.status_examples import STATUS
 
 NAMES = ("peer-1", "peer-2", "peer-3")
@@ -230,7 +229,7 @@ async def test_peers_join_the_stages_in_turn(tmp_path: Path, monkeypatch: pytest
         (1, file, ["1"], []),  # the option overrules the file
         (1, None, [], []),
     ):
-        swarm = Swarm(SwarmOptions(6, None, None, None, run, None, False, stages), tmp_path, Screen(False))
+        swarm = Swarm(tmp_path, Screen(False), peers=6, run=run, stages=stages)
         assert await swarm._found(swarm._peers[0])
         await swarm._join(swarm._peers[0])
         assert after("--stages", *started.values()) == founder and after("--stage", *started.values()) == others
@@ -251,7 +250,7 @@ async def test_number_of_rounds_is_asked_for_without_a_live_view(
 
     monkeypatch.setattr(ChildProcess, "start", start)
     monkeypatch.setattr(Participant, "look", look)
-    swarm = Swarm(SwarmOptions(2, None, None, None, None, None, False), tmp_path, Screen(False))
+    swarm = Swarm(tmp_path, Screen(False), peers=2)
     for each in swarm._peers:
         await each.start(())
     await swarm._watch()
@@ -270,7 +269,7 @@ async def test_fruitless_peer_gives_the_swarm_its_code(
         return SimpleNamespace(code=code if name == "peer-2" else 0)
 
     monkeypatch.setattr(ChildProcess, "start", start)
-    swarm = Swarm(SwarmOptions(2, None, None, None, None, None, False), tmp_path, Screen(False))
+    swarm = Swarm(tmp_path, Screen(False), peers=2)
     for each in swarm._peers:
         await each.start(())
         swarm._tally.add(each.name, report(each.name, 1, params_hash="h" if agrees else each.name))
@@ -351,13 +350,6 @@ def test_round_of_independent_peers_shows_largest_spread() -> None:
 
 
 # -- what is read and shown -------------------------------------------------------------------------------------------
-
-
-def test_manual_documents_every_report_field() -> None:
-    manual = (REPOSITORY / "docs" / "running.md").read_text()
-    table = manual.partition("### `rounds.jsonl`")[2]
-    documented = {name for row in table.splitlines() if row.startswith("| `") for name in row.split("`")[1].split(", ")}
-    assert documented == {each.name for each in fields(RoundReport)}
 
 
 def test_reports_are_read_across_file_rotation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

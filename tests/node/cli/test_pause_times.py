@@ -7,8 +7,7 @@ from datetime import datetime, timedelta
 
 import pytest
 
-from node.cli.remote import CommandError
-from node.cli.times import end_of_pause
+from node.cli.remote import CommandError, end_of_pause
 from tests.support.refusals import one_line
 
 NOW = datetime(2026, 3, 5, 17, 30, 20)
