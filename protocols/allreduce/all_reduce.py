@@ -1,5 +1,4 @@
-"""The data phase of one plan at one member. It reduces its own parts, sends its vector to the other reducers, and
-receives their parts.
+"""The data phase of one plan at one member: it reduces its own parts, and exchanges the others with their reducers.
 
 A part whose reducer is lost may be given to another member. Then the contributors send it again, to that member.
 """
@@ -13,7 +12,7 @@ from dataclasses import replace
 
 from protocols import wire
 from protocols.aio import Notifier, loop_time, task_group
-from protocols.allreduce.parts import ReducedPart, ReduceJob
+from protocols.allreduce.parts import DataPhase, ReducedPart
 from protocols.allreduce.plan import ResolvedPlan
 from protocols.allreduce.reducer import Reducer, contribute
 from protocols.base import BadPayload, Host, PeerError, PeerGone, PeerId, PeerSilent, Settings, Stream
@@ -50,37 +49,27 @@ class BandwidthClaim:
         return self._claim
 
     def observe(self, in_time: bool) -> None:
-        """Note whether a data phase with this claim was in time."""
         self._claim = next_claim(self._claim, self._ceiling, in_time)
 
 
 class AllReduce:
-    """One member's data phase: a task for each part, which reduces it or exchanges it with its reducer.
-
-    Attributes:
-        task: what is averaged, under the latest version of the plan.
-        parts: part -> its result; decoded unless it is `restarted`.
-        restarted: parts that were begun twice, so that chunks of both results may have been decoded.
-        failed: part -> the reducer from which this member could not get it.
-        finished: when the latest part came in.
-        moved: when the latest chunk came in.
-    """
+    """One member's data phase: a task for each part, which reduces it or exchanges it with its reducer."""
 
     def __init__(
         self,
         host: Host,
         accounting: RoundAccounting,
-        task: ReduceJob,
+        task: DataPhase,
         on_change: Callable[[ReducedPart | None], None],
         method: str = DATA,
     ) -> None:
         self._method = method
         self.task = replace(task, progress=self._on_chunk)
-        self.parts: dict[int, ReducedPart] = {}
-        self.failed: dict[int, PeerId] = {}
-        self.restarted: set[int] = set()
-        self.finished = 0.0
-        self.moved = loop_time()
+        self.parts: dict[int, ReducedPart] = {}  # decoded, unless `restarted`
+        self.failed: dict[int, PeerId] = {}  # part -> the reducer from which this member could not get it
+        self.restarted: set[int] = set()  # parts begun twice: chunks of both results may have been decoded
+        self.finished = 0.0  # when the latest part came in
+        self.moved = loop_time()  # when the latest chunk came in
         self._progress = task.progress
         self._host, self._accounting, self._on_change = host, accounting, on_change
         self._reducers: dict[int, Reducer] = {}
@@ -140,8 +129,7 @@ class AllReduce:
     def _begin(self, group: asyncio.TaskGroup, part: int, reducer: PeerId) -> None:
         """Start on a part, unless its reducer is still the same.
 
-        A part that is already here is sent again, too: members that lack it wait for this member's contribution to the
-        new reducer.
+        A part that is already here is sent again, too: other members wait for this contribution to the new reducer.
         """
         by, job = self._jobs.get(part, (None, None))
         if by == reducer:
@@ -164,15 +152,15 @@ class AllReduce:
 
     async def _reduce(self, reducer: Reducer) -> None:
         held = await reducer.run()
-        for peer, why in reducer.lost.items():
+        for peer, why in reducer.dropped.items():
             self._accounting.name(peer, why)
             if why.startswith("silent"):
                 self._silent.append(peer)
             if why.startswith(("silent", "late")):
                 self._lost.setdefault(peer, why)
-        for peer, why in reducer.odd.items():
+        for peer, why in reducer.outliers.items():
             self._accounting.name(peer, why)
-        self.take(reducer.part, held)
+        self.take(reducer.index, held)
 
     async def _contribute(self, part: int, reducer: PeerId) -> None:
         """Exchange a part with its reducer. If the stream breaks off, ask once more for the reduced part."""
@@ -192,13 +180,8 @@ class AllReduce:
         self._on_change(None)
 
     @asynccontextmanager
-    async def _opened(self, peer: PeerId, task: ReduceJob) -> AsyncIterator[Stream]:
-        """Open a stream to a reducer. A reducer that does not answer in time counts as silent.
-
-        Raises:
-            PeerGone: the reducer could not be reached.
-            PeerSilent: it did not answer in time.
-        """
+    async def _opened(self, peer: PeerId, task: DataPhase) -> AsyncIterator[Stream]:
+        """Open a stream to a reducer. One that does not answer in time counts as silent."""
         answer_by = max(task.silent, loop_time() + task.patience_seconds)
         async with AsyncExitStack() as opened:
             try:
@@ -229,12 +212,7 @@ class AllReduce:
         self._reducers.clear()
 
     async def serve(self, peer: PeerId, stream: Stream, opening: wire.Contribute) -> None:
-        """Serve a member's data stream.
-
-        Raises:
-            BadPayload: the member uses another codec, or broke a rule.
-            PeerSilent: this member does not reduce the part, or the stream broke off.
-        """
+        """Serve a member's data stream. Raises PeerSilent if this member does not reduce the part."""
         codec = self.task.format.codec
         if opening.codec != codec.name:
             raise BadPayload(f"codec {opening.codec!r} where the run uses {codec.name}")
@@ -244,7 +222,7 @@ class AllReduce:
         await self._reducers[opening.part].serve(peer, stream)
 
 
-def _empty(task: ReduceJob, part: int) -> ReducedPart:
+def _empty(task: DataPhase, part: int) -> ReducedPart:
     """A part without elements, for which no peer has to be asked."""
     held = task.part(part)
     held.done = wire.PartDone(part, task.resolved.plan.reducers[part], held.seal([]), b"")

@@ -17,11 +17,11 @@ round, are recycled as well. What a chunk does not write to takes no memory."""
 
 
 class ChunkPool:
-    """Hands out memory, and takes it back when no view of it is left.
+    """Lends memory, and takes it back when no view of it is left.
 
-    Each piece of memory is lent through a new object, from which all views of it derive. A view keeps that object
-    alive, whether it is a slice of a memoryview or a tensor, and whoever holds it. Only when the interpreter destroys
-    the object is its memory free. So memory cannot be lent twice while a stream still sends it.
+    Each piece is lent through a new object, from which all views of it derive: slices of a memoryview, tensors. A view
+    keeps that object alive, and only when the interpreter destroys the object is its memory free. So memory cannot be
+    lent twice while a stream still sends it.
 
     Of each size the pool holds at most as many free pieces as were taken in the present or the previous round,
     whichever is more. So two rounds in which nothing was taken empty it, and sizes that are out of use do not stay.
@@ -38,7 +38,6 @@ class ChunkPool:
 
     @property
     def free_bytes(self) -> int:
-        """Bytes that the pool holds for later."""
         self._collect()
         return sum(size * len(pieces) for size, pieces in list(self._free.items()))
 

@@ -25,11 +25,7 @@ from protocols.vectors.views import VectorView
 
 
 def chunk_digest(mask: int, data: Buffer) -> bytes:
-    """Digest of one reduced chunk, from which its part's digest is made.
-
-    Args:
-        mask: bit mask of the chunk's contributors.
-    """
+    """Digest of one reduced chunk, with the bit mask of its contributors."""
     hasher = blake3(mask.to_bytes(4, "little"))
     hasher.update(data)
     return hasher.digest()
@@ -43,14 +39,7 @@ def part_digest(low: int, high: int, masks: Sequence[int], digests: Sequence[byt
 
 
 class ReducedPart(PartLayout):
-    """One reduced part, encoded: filled chunk by chunk, then sealed.
-
-    Attributes:
-        pool: lends the memory of its chunks.
-        masks: for each chunk that is in, a bit mask of its contributors.
-        result: digest of the part; None until all chunks are in.
-        done: the digest as the reducer signed it; None if the part came from a peer that did not keep the signature.
-    """
+    """One reduced part, encoded: filled chunk by chunk, then sealed."""
 
     def __init__(
         self,
@@ -62,9 +51,9 @@ class ReducedPart(PartLayout):
     ) -> None:
         super().__init__(codec, low, high, chunk_elements)
         self.pool = pool or ChunkPool()
-        self.masks: list[int] = []
-        self.result: wire.PartDigest | None = None
-        self.done: wire.PartDone | None = None
+        self.masks: list[int] = []  # of the contributors of each chunk that is in
+        self.result: wire.PartDigest | None = None  # digest of the part, once all chunks are in
+        self.done: wire.PartDone | None = None  # as the reducer signed it, if the peer that sent it kept that
         self._memory: list[memoryview | None] = [None] * self.chunks
 
     def chunk(self, index: int) -> memoryview:
@@ -75,7 +64,6 @@ class ReducedPart(PartLayout):
         return memory
 
     def digest_of(self, index: int, mask: int) -> bytes:
-        """Digest of a chunk with these contributors, for `seal`."""
         return chunk_digest(mask, self.chunk(index))
 
     def seal(self, digests: Sequence[bytes]) -> wire.PartDigest:
@@ -84,18 +72,12 @@ class ReducedPart(PartLayout):
         return self.result
 
     def decode(self, into: VectorView | None) -> None:
-        """Decode the part into its range of a vector; with None, only check that it decodes.
-
-        Raises:
-            BadPayload: a chunk does not decode to finite numbers.
-        """
+        """Decode the part into its range of a vector, or only check that it decodes; raises BadPayload if not."""
         for index, _, _, (scratch,) in self.pieces(1):
             self.decode_chunk(index, into, scratch)
 
     def decode_chunk(self, index: int, into: VectorView | None, scratch: Vector) -> None:
-        """Decode one chunk, as `decode` does. `scratch` has at least the chunk's elements; its content is undefined
-        afterwards.
-        """
+        """Decode one chunk, as `decode` does. `scratch` has at least its elements, undefined afterwards."""
         low, high = self.elements(index)
         there = into.window(low, high) if into and not self.codec.in_place else None
         if there is not None:
@@ -105,11 +87,8 @@ class ReducedPart(PartLayout):
             into.write(low, vector)
 
     def decoded(self, index: int, scratch: Vector) -> Vector:
-        """Decode one chunk, and return its elements, which the caller must not change: they are in the part's own
-        memory or in `scratch`.
-
-        Raises:
-            BadPayload: the chunk does not decode to finite numbers.
+        """Decode one chunk, as `decode` does. The caller must not change the elements: they may be the part's own
+        memory.
         """
         low, high = self.elements(index)
         data = self.chunk(index)
@@ -120,11 +99,8 @@ class ReducedPart(PartLayout):
 
 @dataclass(frozen=True, slots=True)
 class PartFormat:
-    """How the vectors of a run are encoded and cut into chunks, and where this peer has the memory from.
-
-    Attributes:
-        codec: of contributions; that of a mean follows from it.
-        pool: lends the memory of chunks.
+    """How the vectors of a run are encoded and cut into chunks, and the pool that lends this peer the memory of
+    chunks.
     """
 
     codec: Codec
@@ -133,11 +109,7 @@ class PartFormat:
 
     @classmethod
     def of(cls, settings: Settings, codec: Codec, pool: ChunkPool) -> PartFormat:
-        """The format that these settings name, with this codec.
-
-        Raises:
-            ValueError: the chunk length is not a multiple of the codec's grain.
-        """
+        """The format that these settings name. Raises ValueError if the chunk length does not fit the codec's grain."""
         if settings.chunk_elements % codec.grain:
             chunk = f"chunks of {settings.chunk_elements} elements"
             raise ValueError(f"{chunk} with codec {codec.name}: take a multiple of {codec.grain}")
@@ -153,41 +125,29 @@ class PartFormat:
 
 
 @dataclass(frozen=True, slots=True)
-class ReduceJob:
-    """One member's data phase, as its contributing and its reducing side need it.
-
-    Attributes:
-        mine: this member's vectors, unchanged until the data phase ends.
-        into: where the mean is written, chunk by chunk as it comes in.
-        silent: a contributor that has not opened its stream by then is left out.
-        patience_seconds: time that a reducer has to answer a stream.
-        deadline: end of the data phase.
-        progress: called for every chunk.
-    """
+class DataPhase:
+    """One member's data phase, as its contributing and its reducing side need it."""
 
     key: RoundKey
     resolved: ResolvedPlan
     me: PeerId
-    mine: VectorView
-    into: VectorView
+    mine: VectorView  # unchanged until the data phase ends
+    into: VectorView  # takes the mean, chunk by chunk as it comes in
     format: PartFormat
     compute: Compute
     signer: Signer
-    silent: Deadline
-    patience_seconds: float
+    silent: Deadline  # a contributor that has not opened its stream by then is left out
+    patience_seconds: float  # time that a reducer has to answer a stream
     deadline: Deadline
-    progress: Callable[[], None]
+    progress: Callable[[], None]  # called for every chunk
 
     def part(self, index: int) -> ReducedPart:
-        """An empty reduced part."""
         return self.format.part(*self.resolved.part(index), len(self.resolved.peers))
 
-    def handed_in(self, index: int) -> PartLayout:
-        """Layout of a contribution to a part."""
+    def contribution(self, index: int) -> PartLayout:
         return self.format.contribution(*self.resolved.part(index))
 
     def message(self, done: wire.PartDone) -> bytes:
-        """The bytes that the reducer of a part signed."""
         return part_message(self.key, self.resolved.digest, done)
 
 
@@ -197,11 +157,6 @@ def part_message(key: RoundKey, plan: bytes, done: wire.PartDone) -> bytes:
 
 
 async def send_encoded(stream: Stream, part: ReducedPart) -> None:
-    """Send a part that is already encoded.
-
-    Raises:
-        PeerSilent: the stream ended.
-    """
     for index in range(part.chunks):
         data = part.chunk(index)
         await stream.send(wire.Chunk(index, len(data)), data)
@@ -215,20 +170,10 @@ async def receive_reduced(
     allowed: int | None = None,
     progress: Callable[[], None] = lambda: None,
 ) -> wire.PartDone:
-    """Receive reduced chunks into `part`, and set its `masks` and `result` accordingly.
+    """Receive reduced chunks into `part`, set its `masks` and `result`, and decode them into `into`, if that is given.
 
-    Args:
-        into: takes the decoded elements; None: they are not decoded.
-        allowed: mask of the contributors that the first chunk may hold; a later chunk may hold only those of the
-            previous chunk. None: no restriction.
-        progress: called after every chunk.
-
-    Returns:
-        The sender's statement of what the part is. It is neither verified nor compared with `part.result`.
-
-    Raises:
-        BadPayload: another message or chunk came, a chunk holds a contributor that it may not, or does not decode.
-        PeerSilent: the stream ended.
+    `allowed` is the mask of the contributors that the first chunk may hold; a later chunk may hold only those of the
+    previous one. Returns the sender's statement of what the part is, neither verified nor compared with `part.result`.
     """
     digests: list[bytes] = []
     scratch = part.scratch_vector() if into else None

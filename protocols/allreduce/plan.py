@@ -1,7 +1,7 @@
 """The plan of a round: when it is called, weights, clip factors, part shares, and what makes a plan valid. Pure.
 
-Everything here is a function of what members declared. So each receiver of a plan computes the same, and no coordinator
-can favour a member.
+All of this is a function of what members declared. So each receiver of a plan computes the same, and no coordinator can
+favour a member.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ The grace costs nothing, since ready members train on. In a swarm of equal membe
 arrive before the call. Both wait at least MARGIN_SECONDS for offers to travel, which matters to very short rounds."""
 
 NORM_SLACK = 1.5
-"""A contribution's norm may exceed the declared norm by this factor, since training goes on from offer to cut."""
+"""A contribution's norm may exceed the declared norm by this factor, since training continues from offer to cut."""
 
 BUDGET_MULTIPLE = 4.0
 BUDGET_FLOOR_SECONDS = 10.0
@@ -40,14 +40,9 @@ SCATTER_SHARE = 0.6
 
 
 def call_after(complete_seconds: Sequence[float], members: int) -> float | None:
-    """When to call the round, in seconds since it began.
+    """When to call the round, in seconds since it began, given when some of the members were complete.
 
-    Args:
-        complete_seconds: times at which members completed their inner steps, in any order. The others have not yet.
-        members: size of the roster.
-
-    Returns:
-        The time, which may be in the past (0 if all are complete); None while too few members are complete.
+    The time may be in the past, and is 0 if all are complete; None while too few are.
     """
     done = sorted(complete_seconds)
     if len(done) == members:
@@ -67,11 +62,9 @@ def shares(bandwidths: Sequence[float], able: Sequence[bool], growth: float = 1.
     """Part shares f, summing to 1, that minimise the slowest peer's time; 0 for peers that are not able to reduce.
 
     Peer i sends S·[1 - f_i] bytes of its own vector, S·g·(N-1)·f_i of what it reduced: in all S·[1 + h·f_i] with
-    h = g·(N-1) - 1. So the least T with f_i = max(0, (T·b_i/S - 1)/h) and sum 1 is optimal (water filling): peers too
-    slow to send more than their own vector reduce nothing.
-
-    Args:
-        growth: g, bytes of a reduced vector for each byte of a contribution.
+    h = g·(N-1) - 1, where g (`growth`) is the bytes of a reduced vector for each byte of a contribution. So the least T
+    with f_i = max(0, (T·b_i/S - 1)/h) and sum 1 is optimal (water filling): peers too slow to send more than their own
+    vector reduce nothing.
     """
     count = len(bandwidths)
     load = _load(count, growth)
@@ -122,36 +115,23 @@ def expected_seconds(
 
 @dataclass(frozen=True, slots=True)
 class PlanInputs:
-    """What a plan follows from, besides the offers. It is the same at every member of a round.
-
-    Attributes:
-        elements: length of the vector to average.
-        bytes_per_element: encoded size of a contribution, per element.
-        complaints: links that carry no contributions. The members at both ends reduce nothing.
-        robust: name of the rule by which reducers average (`protocols.vectors.robust`).
-        grain: parts begin at multiples of this number of elements.
-        growth: bytes of a mean for each byte of a contribution, as a function of the number of members.
-    """
+    """What a plan follows from, besides the offers. It is the same at every member of a round."""
 
     key: RoundKey
     elements: int
-    bytes_per_element: float
-    complaints: tuple[LinkFault, ...] = ()
+    bytes_per_element: float  # of an encoded contribution
+    complaints: tuple[LinkFault, ...] = ()  # broken links: the members at both ends reduce nothing
     robust: str = "mean"
-    grain: int = 1
-    growth: Callable[[int], float] = lambda members: 1.0
+    grain: int = 1  # parts begin at multiples of this number of elements
+    growth: Callable[[int], float] = lambda members: 1.0  # members -> bytes of a mean for each of a contribution
 
 
 def make_plan(inputs: PlanInputs, offers: Sequence[Offer], elapsed_seconds: float, ballot: int = 0) -> Plan:
-    """The plan that calls a round with these offers.
+    """The plan that calls a round with these offers, `elapsed_seconds` after it began.
 
     No member is cut in the middle of a step, and none waits idle for the slowest member's step to end: all train on as
     long as that step takes. A claimed step length counts up to the time that the round has lasted, since a member with
     a longer step has nothing to contribute.
-
-    Args:
-        elapsed_seconds: time since the round began.
-        ballot: the ballot whose coordinator calls the round.
     """
     barred = {end for each in inputs.complaints if each.until > inputs.key.round for end in (each.first, each.second)}
     members = tuple(sorted(offers, key=lambda offer: offer.member))
@@ -180,26 +160,15 @@ def offer_message(key: RoundKey, offer: Offer) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class ResolvedPlan:
-    """A valid plan with all that follows from it.
-
-    Attributes:
-        digest: identifies the plan in every data stream.
-        peers: the members, in the order of mask bits and of summation.
-        weights: weights after clamping; 0 means that a member contributes nothing.
-        factors: what each contribution is multiplied by before it is weighted, in (0, 1].
-        clamped: members whose weight was clamped, or whose norm will be clipped by much.
-        allowances: how many median norms each member's norm may reach.
-        median_norm: lower median of the declared norms.
-        robust: name of the rule by which reducers average.
-    """
+    """A valid plan with all that follows from it."""
 
     plan: Plan
     digest: bytes
-    peers: tuple[PeerId, ...]
-    weights: tuple[float, ...]
-    factors: tuple[float, ...]
-    clamped: tuple[PeerFault, ...]
-    allowances: tuple[float, ...]
+    peers: tuple[PeerId, ...]  # in the order of mask bits and of summation
+    weights: tuple[float, ...]  # after clamping; 0: contributes nothing
+    factors: tuple[float, ...]  # each contribution is multiplied by its one before it is weighted, in (0, 1]
+    clamped: tuple[PeerFault, ...]  # members whose weight was clamped, or whose norm will be clipped by much
+    allowances: tuple[float, ...]  # median norms that each member's norm may reach
     median_norm: float
     robust: str = "mean"
 
@@ -209,11 +178,9 @@ class ResolvedPlan:
         return (self.plan.budget_seconds - BUDGET_FLOOR_SECONDS) / BUDGET_MULTIPLE
 
     def part(self, index: int) -> tuple[int, int]:
-        """Element range of a part."""
         return self.plan.bounds[index], self.plan.bounds[index + 1]
 
     def reducer(self, part: int) -> PeerId:
-        """The member that reduces a part."""
         return self.peers[self.plan.reducers[part]]
 
     def norm_limit(self, member: int) -> float:
@@ -232,11 +199,7 @@ def plan_digest(plan: Plan) -> bytes:
 
 
 def reassign_parts(plan: Plan, reducers: Mapping[int, int], ballot: int) -> Plan:
-    """The next version of a plan, in which some parts go to other members.
-
-    Args:
-        reducers: part -> index of the member that reduces it from now on. Other parts keep their reducer.
-    """
+    """The next version of a plan, in which some parts (part -> index of a member) get other reducers."""
     version = plan.version + 1 if ballot == plan.ballot else 0
     given = tuple(reducers.get(part, index) for part, index in enumerate(plan.reducers))
     return replace(plan, ballot=ballot, version=version, reducers=given)
@@ -269,17 +232,10 @@ def resolve_plan(plan: Plan, robust: str = "mean") -> ResolvedPlan:
 def check(
     plan: Plan, inputs: PlanInputs, roster: Sequence[Member], verify: Callable[[PeerId, bytes, bytes], bool]
 ) -> None:
-    """Refuse a plan that breaks a rule or does not follow from its offers.
+    """Refuse a plan that breaks a rule or does not follow from its offers, with BadPayload.
 
     A coordinator may choose only the reducers, and those only after the round's first plan, to replace lost ones.
-
-    Args:
-        roster: the members that may take part.
-        verify: maps (peer, message, signature) to whether the signature is genuine.
-
-    Raises:
-        BadPayload: members outside the roster, a member or peer twice, a forged offer, or offers from different states;
-            parts, reducers or times that do not follow from the offers.
+    `verify` maps (peer, message, signature) to whether the signature is genuine.
     """
     members = [offer.member for offer in plan.offers]
     if not members or members != sorted(set(members)) or not set(members) <= set(roster):
@@ -329,16 +285,10 @@ _BUDGET_SHARE = 0.5
 
 
 def least_claim(vector_bytes: int, others: float) -> tuple[float, float]:
-    """The least bandwidth with which a member is sure to be in time.
+    """The least bandwidth with which a member is sure to be in time, bytes/s, and half of the budget in seconds.
 
-    The plan takes a slower member for one at the clamp, the `CLAIM_SPREAD`th part of the others' bandwidth. To be in
-    time, it has to send its vector within half of the budget that follows.
-
-    Args:
-        others: bandwidth of the other members, bytes/s.
-
-    Returns:
-        That bandwidth, bytes/s, and half of the budget in seconds.
+    The plan takes a slower member for one at the clamp, the `CLAIM_SPREAD`th part of the bandwidth of the `others`. To
+    be in time, it has to send its vector within half of the budget that follows.
     """
     budget_seconds = BUDGET_MULTIPLE * vector_bytes * CLAIM_SPREAD / others + BUDGET_FLOOR_SECONDS
     return vector_bytes / (_BUDGET_SHARE * budget_seconds), _BUDGET_SHARE * budget_seconds

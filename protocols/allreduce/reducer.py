@@ -20,7 +20,7 @@ import torch
 
 from protocols import wire
 from protocols.aio import Notifier, loop_time, run_with_helper
-from protocols.allreduce.parts import ReducedPart, ReduceJob, receive_reduced
+from protocols.allreduce.parts import DataPhase, ReducedPart, receive_reduced
 from protocols.allreduce.plan import SCATTER_SHARE
 from protocols.base import BadPayload, Deadline, PeerError, PeerId, PeerSilent, Stream, Vector
 from protocols.streams.chunks import HEADER_LIMIT, due, send_vector
@@ -32,24 +32,19 @@ WINDOW_CHUNKS = 2
 
 
 class Reducer:
-    """Averages one part. `run` closes its chunks; `serve` answers one member's stream.
+    """Averages one part. `run` closes its chunks; `serve` answers one member's stream."""
 
-    Attributes:
-        held: the part. If it was passed complete, it is only served.
-        lost: members whose contribution is not complete, and what each of them did.
-        odd: members whose contribution was not like the others', and how. Known once the part is complete.
-    """
-
-    def __init__(self, task: ReduceJob, part: int, held: ReducedPart | None = None) -> None:
-        self.task, self.part = task, part
-        self.held = held or task.part(part)
-        self._contribution = task.handed_in(part)
-        self.lost: dict[PeerId, str] = {}
-        self.odd: dict[PeerId, str] = {}
+    def __init__(self, task: DataPhase, index: int, part: ReducedPart | None = None) -> None:
+        """A part that is complete is only served."""
+        self.task, self.index = task, index
+        self.part = part or task.part(index)
+        self._contribution = task.contribution(index)
+        self.dropped: dict[PeerId, str] = {}  # members whose contribution is not complete, and why
+        self.outliers: dict[PeerId, str] = {}  # members whose contribution was unlike the others', and how
         resolved = task.resolved
         self._judge = RobustAggregator(resolved.robust, resolved.allowances)
         self._order = {peer: index for index, peer in enumerate(resolved.peers)}
-        self._chunks = self.held.chunks
+        self._chunks = self.part.chunks
         self._expected = [
             peer for peer in resolved.peers if peer != task.me and resolved.weights[self._order[peer]] > 0
         ]
@@ -57,18 +52,18 @@ class Reducer:
         self._inbox: dict[int, dict[PeerId, memoryview]] = {index: {} for index in range(self._chunks)}
         self._free: list[memoryview] = []
         self._squares = dict.fromkeys(resolved.peers, 0.0)
-        self._masks = self.held.masks
+        self._masks = self.part.masks
         self._digests: list[bytes] = []
         self._notifier = Notifier()
         self._scratch = torch.empty(0)
 
     async def run(self) -> ReducedPart:
         """Close every chunk, without members that are silent or late, and sign the part."""
-        if self.held.done:
-            return self.held
+        if self.part.done:
+            return self.part
         # one row for each contributor and one for the mean
         rows = sum(weight > 0 for weight in self.task.resolved.weights) + 1
-        self._scratch = torch.empty(rows, min(self.held.chunk_elements, self.held.high - self.held.low))
+        self._scratch = torch.empty(rows, min(self.part.chunk_elements, self.part.high - self.part.low))
         late = self._late()
         for index in range(self._chunks):
             if not await self._gather_in(index, late):
@@ -82,26 +77,24 @@ class Reducer:
             self._free.extend(self._inbox.pop(index).values())
             self.task.progress()
             self._notifier.notify()
-        task, result = self.task, self.held.seal(self._digests)
-        done = wire.PartDone(self.part, task.resolved.plan.reducers[self.part], result, b"")
-        self.held.done = replace(done, signature=task.signer.sign(task.message(done)))
+        task, result = self.task, self.part.seal(self._digests)
+        done = wire.PartDone(self.index, task.resolved.plan.reducers[self.index], result, b"")
+        self.part.done = replace(done, signature=task.signer.sign(task.message(done)))
         self._scratch, self._free = torch.empty(0), []
-        self.odd = {task.resolved.peers[member]: why for member, why in self._judge.named().items()}
+        self.outliers = {task.resolved.peers[member]: why for member, why in self._judge.named().items()}
         self._notifier.notify()
-        return self.held
+        return self.part
 
     def lose(self, peer: PeerId, why: str) -> None:
         """Wait for nothing more from a member. The whole chunks that it sent still count."""
-        if peer in self._expected and peer not in self.lost and len(self._masks) < self._chunks:
-            self.lost[peer] = why
+        if peer in self._expected and peer not in self.dropped and len(self._masks) < self._chunks:
+            self.dropped[peer] = why
             self._notifier.notify()
 
     async def serve(self, peer: PeerId, stream: Stream) -> None:
         """Receive a member's contribution and send it the reduced part; on a second stream, only send the part.
 
-        Raises:
-            BadPayload: the member broke a rule. It is left out and blamed.
-            PeerSilent: its stream broke off.
+        A member that breaks a rule (BadPayload) is left out and blamed.
         """
         if peer not in self._order:
             raise BadPayload("not in the plan")
@@ -109,7 +102,7 @@ class Reducer:
         self._served.add(peer)
         self._notifier.notify()
         try:
-            if first and peer in self._expected and not self.held.done:
+            if first and peer in self._expected and not self.part.done:
                 await run_with_helper(self._give(stream), self._take(peer, stream))
             else:
                 await self._give(stream)
@@ -121,7 +114,7 @@ class Reducer:
             for index in range(self._chunks):
                 await self._notifier.until(lambda: index < len(self._masks) + WINDOW_CHUNKS, self.task.deadline)  # noqa: B023
                 await self._take_chunk(peer, stream, index)
-                if peer in self.lost:
+                if peer in self.dropped:
                     return
         except BadPayload as error:
             self.lose(peer, f"refused: {error}")
@@ -134,9 +127,9 @@ class Reducer:
         # Not `receive_chunk`: here only a chunk on its way has a buffer, and all members share the free buffers.
         size = self._contribution.size(index)
         due(await stream.receive(HEADER_LIMIT), wire.Chunk, index, size)
-        whole = self._free.pop() if self._free else self.held.pool.take(self._contribution.size(0))
+        whole = self._free.pop() if self._free else self.part.pool.take(self._contribution.size(0))
         await stream.receive_into(whole[:size])
-        if peer in self.lost:
+        if peer in self.dropped:
             self._free.append(whole)
             return
         self._inbox[index][peer] = whole
@@ -151,7 +144,7 @@ class Reducer:
         inbox = self._inbox[index]
 
         def missing() -> list[PeerId]:
-            return [peer for peer in self._expected if peer not in inbox and peer not in self.lost]
+            return [peer for peer in self._expected if peer not in inbox and peer not in self.dropped]
 
         def silent() -> list[PeerId]:
             return [peer for peer in missing() if peer not in self._served]
@@ -167,37 +160,34 @@ class Reducer:
         return in_time
 
     def _close(self, index: int) -> tuple[int, dict[PeerId, str]]:
-        """Decode, check, average and encode one chunk. Runs outside the event loop.
-
-        Returns:
-            The mask of contributors, and the refused members with reasons.
+        """Decode, check, average and encode one chunk, outside the event loop. Returns its mask, and the refused
+        members.
         """
-        low, high = self.held.elements(index)
-        data, scratch = self.held.chunk(index), self._scratch[-1, : high - low]
-        mean = self.held.vector_for(data, scratch)
+        low, high = self.part.elements(index)
+        data, scratch = self.part.chunk(index), self._scratch[-1, : high - low]
+        mean = self.part.vector_for(data, scratch)
         taken, refused = self._decoded(index)
         if taken:
             self._average(taken, mean)
         else:
             mean.zero_()
-        self.held.codec.encode(mean, data)
-        self.held.decode_chunk(index, self.task.into, scratch)  # so this member has the same bits as the others
+        self.part.codec.encode(mean, data)
+        self.part.decode_chunk(index, self.task.into, scratch)  # so this member has the same bits as the others
         mask = sum(1 << order for order, _, _ in taken)
-        self._digests.append(self.held.digest_of(index, mask))
+        self._digests.append(self.part.digest_of(index, mask))
         return mask, refused
 
     def _decoded(self, index: int) -> tuple[list[tuple[int, Vector, float]], dict[PeerId, str]]:
-        """Decode all contributions to a chunk.
+        """Decode all contributions to a chunk. Returns those that count, and the refused members with reasons.
 
-        Returns:
-            For each one its member's index in the plan, its elements, which may be overwritten, and an estimate of
-            their norm; and the refused members with reasons.
+        A contribution is its member's index in the plan, its elements, which may be overwritten, and an estimate of
+        their norm.
         """
         task, resolved, inbox = self.task, self.task.resolved, self._inbox[index]
-        low, high = self.held.elements(index)
+        low, high = self.part.elements(index)
         taken, refused = list[tuple[int, Vector, float]](), dict[PeerId, str]()
         for order, peer in enumerate(resolved.peers):
-            if resolved.weights[order] == 0 or (peer != task.me and (peer not in inbox or peer in self.lost)):
+            if resolved.weights[order] == 0 or (peer != task.me and (peer not in inbox or peer in self.dropped)):
                 continue
             try:
                 taken.append((order, *self._decode(peer, index, self._scratch[len(taken), : high - low])))
@@ -218,17 +208,16 @@ class Reducer:
         self._judge.average(members, norms, rows, [resolved.weights[order] for order in members], into)
 
     def _decode(self, peer: PeerId, index: int, scratch: Vector) -> tuple[Vector, float]:
-        """Decode one member's chunk. Returns a vector that may be overwritten, in `scratch` or where the chunk came in,
-        and an estimate of its norm.
+        """Decode one member's chunk. Returns its elements, in `scratch` or where the chunk came in, and an estimate of
+        their norm.
 
-        Raises:
-            BadPayload: the chunk is not finite, or the contribution's norm exceeds its limit.
+        Raises BadPayload if it is not finite, or the contribution's norm exceeds its limit.
         """
         task = self.task
         if peer == task.me:
-            low, high = self.held.elements(index)
+            low, high = self.part.elements(index)
             scratch.copy_(task.mine.read(low, high, scratch))
-            if self.held.codec is not task.format.codec:  # the mean has room only for encoded contributions
+            if self.part.codec is not task.format.codec:  # the mean has room only for encoded contributions
                 carry(task.format.codec, scratch)
             return scratch, estimated_norm(scratch)
         data = self._inbox[index][peer][: self._contribution.size(index)]
@@ -244,38 +233,32 @@ class Reducer:
     async def _give(self, stream: Stream) -> None:
         for index in range(self._chunks):
             await self._notifier.until(lambda: index < len(self._masks), self.task.deadline)  # noqa: B023 - awaited here
-            data = self.held.chunk(index)
+            data = self.part.chunk(index)
             await stream.send(wire.Reduced(index, self._masks[index], len(data)), data)
-        await self._notifier.until(lambda: self.held.done is not None, self.task.deadline)
-        assert self.held.done is not None
-        await stream.send(self.held.done)
+        await self._notifier.until(lambda: self.part.done is not None, self.task.deadline)
+        assert self.part.done is not None
+        await stream.send(self.part.done)
 
 
-async def contribute(task: ReduceJob, part: int, stream: Stream, again: bool = False) -> ReducedPart:
-    """Send this member's contribution to one part to its reducer, and receive the reduced part.
-
-    Args:
-        again: only receive, on a second stream, because the first one broke off.
-
-    Raises:
-        BadPayload: the reducer broke a rule.
-        PeerSilent: the stream broke off.
+async def contribute(task: DataPhase, part: int, stream: Stream, again: bool = False) -> ReducedPart:
+    """Send this member's contribution to one part to its reducer, and receive the reduced part; only receive if
+    `again`.
     """
     await stream.send(wire.Contribute(task.key, task.resolved.digest, part, task.format.codec.name))
     receiving = _receive_part(task, part, stream)
     return await receiving if again else await run_with_helper(receiving, _send_part(task, part, stream))
 
 
-async def _send_part(task: ReduceJob, part: int, stream: Stream) -> None:
+async def _send_part(task: DataPhase, part: int, stream: Stream) -> None:
     if task.resolved.weights[task.resolved.peers.index(task.me)] == 0:
         return
     # A reducer that gave this peer up as late closes the stream once it has sent its part. If it is lost instead,
     # the receiving side raises.
     with suppress(PeerSilent):
-        await send_vector(stream, task.handed_in(part), task.mine, task.compute)
+        await send_vector(stream, task.contribution(part), task.mine, task.compute)
 
 
-async def _receive_part(task: ReduceJob, part: int, stream: Stream) -> ReducedPart:
+async def _receive_part(task: DataPhase, part: int, stream: Stream) -> ReducedPart:
     held, peers = task.part(part), task.resolved.peers
     done = await receive_reduced(stream, held, task.compute, task.into, (1 << len(peers)) - 1, task.progress)
     if (done.part, done.result) != (part, held.result) or done.reducer >= len(peers):

@@ -16,7 +16,7 @@ from functools import partial
 from protocols import wire
 from protocols.aio import Notifier, loop_time, task_group
 from protocols.allreduce.all_reduce import AllReduce
-from protocols.allreduce.parts import PartFormat, ReducedPart, ReduceJob
+from protocols.allreduce.parts import DataPhase, PartFormat, ReducedPart
 from protocols.allreduce.plan import PlanInputs, ResolvedPlan
 from protocols.base import (
     AveragingResult,
@@ -172,7 +172,7 @@ class Round:
         bound = [value.record for value in (vote.paxos.accepted, vote.paxos.forked) if value]
         cache.retain(lineage, {part.digest for record in bound for part in record.parts})
         patience_seconds = vote.patience_seconds
-        task = ReduceJob(
+        task = DataPhase(
             key=self.head.key,
             resolved=resolved,
             me=self.me.peer,

@@ -15,12 +15,8 @@ MAX_RECORD_BYTES = 3 << 14
 
 @dataclass(frozen=True, slots=True)
 class VoteMessage(Header):
-    """Fields of every message of the vote.
-
-    Attributes:
-        key: key of the round; the vote is on the record that extends `key.lineage`.
-        sender: the sending peer in its present incarnation.
-        ballot: the ballot that the message is about.
+    """What every message of the vote on the record that extends `key.lineage` says: its sender, and the ballot it is
+    about.
     """
 
     key: RoundKey = one(RoundKey)
@@ -44,13 +40,10 @@ class Prepare(VoteMessage):
 
 @dataclass(frozen=True, slots=True)
 class Promise(VoteMessage):
-    """The sender promises to accept nothing in an earlier ballot.
+    """The sender promises to accept nothing in an earlier ballot, and names the record that it accepted last, if any.
 
-    Attributes:
-        accepted, record: the highest ballot in which the sender accepted a record, and that record. The record is
-            empty if there is none.
-        plan, held: digest of a plan, and the parts of it that the sender holds, as their reducers signed them. Sent
-            only if the sender accepted nothing.
+    If there is none, `record` is empty, and the sender names the parts of a plan that it holds, as their reducers
+    signed them.
     """
 
     accepted: int = uint(MAX_BALLOT)
@@ -133,9 +126,8 @@ class SetTimer:
 
 @dataclass(frozen=True, slots=True)
 class ProposalNeeded:
-    """This member coordinates a ballot and may choose its record: repair the plan, draw a new one or skip.
-
-    Then call `chosen`. The promises say which member holds which parts.
+    """This member coordinates a ballot and may choose its record: repair the plan, draw a new one or skip. Call
+    `chosen`.
     """
 
     ballot: int
@@ -144,7 +136,7 @@ class ProposalNeeded:
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
-    """This member's vote for a record waits for the parts with these digests: get them, then call `holds`."""
+    """This member's vote for a record waits for the parts with these digests: get and report them."""
 
     record: bytes
     parts: tuple[bytes, ...]
@@ -159,10 +151,7 @@ class Decided:
 
 @dataclass(frozen=True, slots=True)
 class ConflictingCertificate:
-    """A valid certificate that does not decide for this member, so that fork choice is needed.
-
-    It is of a fork without this member, or of another record than the one that was decided here.
-    """
+    """A valid certificate of a fork without this member, or of another record than was decided here."""
 
     certificate: Certificate
 

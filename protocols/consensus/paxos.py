@@ -44,21 +44,15 @@ from protocols.wire import PartDone
 
 
 class PaxosInstance:
-    """One member's side of one vote. If `me` is not in the roster, it is an observer, which only takes certificates.
-
-    Attributes:
-        accepted: the record that this member accepted last, FORKs excepted.
-        forked: the FORK that this member accepted last. It binds later forks only, not a majority that comes back.
-        decided: the certificate of the decided record; None before.
-    """
+    """One member's side of one vote. If `me` is not in the roster, it is an observer, which only takes certificates."""
 
     def __init__(self, me: Member, tally: VoteTally) -> None:
         self.me, self.tally = me, tally
-        self.accepted: Value | None = None
-        self.forked: Value | None = None
+        self.accepted: Value | None = None  # last, FORKs excepted
+        self.forked: Value | None = None  # the FORK accepted last: it binds later forks, not a majority that is back
         self.decided: Certificate | None = None
-        self._standing = BallotState(me, tally)
-        self._proposer = Proposer(self._standing)
+        self._ballot_state = BallotState(me, tally)
+        self._proposer = Proposer(self._ballot_state)
         self._parts: set[bytes] = set()
         self._plan, self._held = bytes(32), dict[int, PartDone]()  # the present plan, and the parts of it that are held
         self._proposal: Value | None = None
@@ -76,12 +70,12 @@ class PaxosInstance:
     @property
     def ballot(self) -> int:
         """The highest ballot that this member has heard of."""
-        return self._standing.ballot
+        return self._ballot_state.ballot
 
     @property
     def promised(self) -> int:
         """The ballot below which this member accepts nothing."""
-        return self._standing.promised
+        return self._ballot_state.promised
 
     # -- events -------------------------------------------------------------------------------------------------------
 
@@ -94,17 +88,17 @@ class PaxosInstance:
     def progress(self) -> list[Instruction]:
         """Restart the timer of the present ballot, because the round progresses: it was called, or data flows."""
         if not self.decided:
-            self._standing.arm()
+            self._ballot_state.arm()
         return self._flush()
 
     def timeout(self, ballot: int) -> list[Instruction]:
-        """Go on to the next ballot, because the timer of this one ran out."""
+        """Open the next ballot, because the timer of this one ran out."""
         if not self.decided and ballot == self.ballot:
             self._proposer.open()
         return self._flush()
 
     def gone(self, peer: PeerId) -> list[Instruction]:
-        """Go on to the next ballot if a peer that is known to be gone coordinates the present one."""
+        """Open the next ballot if a peer that is known to be gone coordinates the present one."""
         if not self.decided and peer == self.tally.coordinator(self.ballot):
             self._proposer.open()
         return self._flush()
@@ -112,10 +106,7 @@ class PaxosInstance:
     def chosen(self, ballot: int, data: bytes) -> list[Instruction]:
         """Propose the record that the host chose, as it must after `ProposalNeeded` and may in ballot 0.
 
-        A choice that comes too late is dropped.
-
-        Raises:
-            ValueError: the record does not extend this lineage, is a FORK, or breaks the rules for rosters.
+        A choice that comes too late is dropped. Raises ValueError if the record breaks a rule, or is a FORK.
         """
         value = self.tally.value(ballot, data)
         if value is None or value.is_fork:
@@ -147,16 +138,10 @@ class PaxosInstance:
         return self._flush()
 
     def fork(self, data: bytes) -> list[Instruction]:
-        """Seek agreement on a FORK, because the majority has been gone for long.
+        """Seek agreement on an encoded FORK, whose roster is all members within reach; stop if `data` is empty.
 
-        If a member of the fork has accepted a record, the state, plan and parts of that record replace those given
-        here.
-
-        Args:
-            data: the encoded FORK, whose roster is all members within reach. Empty if the majority is back.
-
-        Raises:
-            ValueError: not a FORK of this lineage, or its members may not fork, or this member is not one of them.
+        If a member of the fork has accepted a record, the state, plan and parts of that record replace those given.
+        Raises ValueError if this member may not take part in such a FORK.
         """
         value = self.tally.value(0, data) if data else None
         if data and (value is None or not value.is_fork or self.me not in value.record.roster):
@@ -170,14 +155,13 @@ class PaxosInstance:
             self._on_certificate(message)
         elif self.decided:
             if isinstance(message, StartBallot | Prepare | Propose | RecordRequest):
-                self._standing.send([message.sender.peer], self.decided)
+                self._ballot_state.send([message.sender.peer], self.decided)
         elif self._concerns_us(message):
             self._handlers[type(message)](message)
 
     def _concerns_us(self, message: VoteMessage) -> bool:
-        """Whether to handle a message: members hear members; successors and former members hear each other, on forks.
-
-        An observer handles no message but a certificate.
+        """Members hear members; successors and former members hear each other, on forks; observers hear certificates
+        only.
         """
         tally, sender = self.tally, message.sender
         if tally.counts(self.me):
@@ -190,23 +174,23 @@ class PaxosInstance:
         return bool(message.fork) if isinstance(message, StartBallot | Prepare) else True
 
     def _flush(self) -> list[Instruction]:
-        standing = self._standing
-        while standing.local:
-            self._handle(standing.local.popleft())
-        out, standing.out = standing.out, []
+        state = self._ballot_state
+        while state.local:
+            self._handle(state.local.popleft())
+        out, state.out = state.out, []
         return out
 
     # -- promising and accepting --------------------------------------------------------------------------------------
 
     def _on_prepare(self, message: Prepare) -> None:
-        standing = self._standing
-        if standing.outdated(message, message.sender.peer):
+        state = self._ballot_state
+        if state.outdated(message, message.sender.peer):
             return
         if message.fork and not self._proposer.wants_fork(message.fork):
             return
-        standing.reach(message.ballot)
-        standing.promised = message.ballot
-        standing.send([message.sender.peer], self._promise(bool(message.fork)))
+        state.reach(message.ballot)
+        state.promised = message.ballot
+        state.send([message.sender.peer], self._promise(bool(message.fork)))
 
     def _promise(self, fork: bool) -> Promise:
         values = [value for value in (self.accepted, self.forked if fork else None) if value]
@@ -216,18 +200,18 @@ class PaxosInstance:
         return Promise(self.tally.key, self.me, self.promised, accepted, data, self._plan, held)
 
     def _on_propose(self, message: Propose) -> None:
-        if self._standing.outdated(message, message.sender.peer):
+        if self._ballot_state.outdated(message, message.sender.peer):
             return
         value, known = self.tally.value(message.ballot, message.record), self._proposal
         if value is None or (known and known.ballot >= value.ballot and known != value):
             return
-        self._standing.reach(value.ballot)
+        self._ballot_state.reach(value.ballot)
         if value in (self.accepted, self.forked):
             return self._cast(value, [message.sender.peer])
         self._proposal, self._waiting = value, True
         self._consider()
         if missing := self._missing(value.record):
-            self._standing.out.append(Fetch(value.data, missing))
+            self._ballot_state.out.append(Fetch(value.data, missing))
 
     def _consider(self) -> None:
         """Accept the proposal, unless a promise, a missing part or a fork that this member does not want forbids it."""
@@ -236,7 +220,7 @@ class PaxosInstance:
             return
         if value.is_fork and not self._proposer.wants_fork(value.record.roster):
             return
-        self._waiting, self._standing.promised = False, value.ballot
+        self._waiting, self._ballot_state.promised = False, value.ballot
         self.accepted, self.forked = (self.accepted, value) if value.is_fork else (value, self.forked)
         self._cast(value, peers(self.tally.roster if self.tally.counts(self.me) else value.record.roster))
 
@@ -245,22 +229,22 @@ class PaxosInstance:
 
     def _cast(self, value: Value, to: Iterable[PeerId]) -> None:
         signature = self.tally.sign(value, self.me)
-        self._standing.send(to, Accept(self.tally.key, self.me, value.ballot, value.digest, signature))
+        self._ballot_state.send(to, Accept(self.tally.key, self.me, value.ballot, value.digest, signature))
 
     # -- deciding -----------------------------------------------------------------------------------------------------
 
     def _on_accept(self, message: Accept) -> None:
         if not self.tally.add(message.ballot, message.digest, message.sender, message.signature):
-            self._standing.out.append(ReportFault(message.sender.peer, "a forged vote"))
+            self._ballot_state.out.append(ReportFault(message.sender.peer, "a forged vote"))
         else:
-            self._standing.reach(message.ballot)
+            self._ballot_state.reach(message.ballot)
             self._conclude(message.ballot, message.digest, self._known(message.digest))
 
     def _on_certificate(self, message: Certificate) -> None:
         value = self.tally.value(message.ballot, message.record)
         if value is None:
             why = "a certificate of a record that may not be decided"
-            return self._standing.out.append(ReportFault(message.sender.peer, why))
+            return self._ballot_state.out.append(ReportFault(message.sender.peer, why))
         if self.decided and self.decided.record == value.data:
             return
         entitled = self.tally.entitled(value)
@@ -269,13 +253,13 @@ class PaxosInstance:
             for vote in message.votes
         ]
         if not all(counted):
-            self._standing.out.append(ReportFault(message.sender.peer, "a certificate with invalid votes"))
+            self._ballot_state.out.append(ReportFault(message.sender.peer, "a certificate with invalid votes"))
         self._conclude(value.ballot, value.digest, value)
 
     def _on_record_request(self, message: RecordRequest) -> None:
         if value := self._known(message.digest):
             certificate = self.tally.certificate(replace(value, ballot=message.ballot), self.me)
-            self._standing.send([message.sender.peer], certificate)
+            self._ballot_state.send([message.sender.peer], certificate)
 
     def _known(self, digest: bytes) -> Value | None:
         values = (self.accepted, self.forked, self._proposal)
@@ -286,15 +270,15 @@ class PaxosInstance:
         if value is None:
             voters = self.tally.voters(ballot, digest)
             if len(voters) == self.tally.quorum:
-                self._standing.send(peers(voters), RecordRequest(self.tally.key, self.me, ballot, digest))
+                self._ballot_state.send(peers(voters), RecordRequest(self.tally.key, self.me, ballot, digest))
             return
         value = replace(value, ballot=ballot)
         if not self.tally.decides(value):
             return
         certificate, roster = self.tally.certificate(value, self.me), value.record.roster
         if self.decided or (value.is_fork and self.me not in roster):
-            self._standing.out.append(ConflictingCertificate(certificate))
+            self._ballot_state.out.append(ConflictingCertificate(certificate))
             return
         self.decided = certificate
-        self._standing.out.append(Decided(certificate))
-        self._standing.send(peers((*self.tally.roster, *roster)), certificate)
+        self._ballot_state.out.append(Decided(certificate))
+        self._ballot_state.send(peers((*self.tally.roster, *roster)), certificate)

@@ -30,41 +30,32 @@ MAX_DOUBLINGS = 6
 
 
 def peers(members: Iterable[Member]) -> tuple[PeerId, ...]:
-    """Peer ids of some members."""
     return tuple(member.peer for member in members)
 
 
 class BallotState:
-    """A member's ballot and promise in a vote, and its outgoing messages.
-
-    Attributes:
-        ballot: the highest ballot that this member has heard of. The timer runs for this one.
-        promised: the ballot below which this member accepts nothing.
-        out: instructions to the host.
-        local: messages of this member to itself.
-    """
+    """A member's ballot and promise in a vote, and its outgoing messages."""
 
     def __init__(self, me: Member, tally: VoteTally) -> None:
         self.me, self.tally = me, tally
-        self.ballot = self.promised = 0
-        self.out: list[Instruction] = []
-        self.local: deque[VoteMessage] = deque()
+        self.ballot = 0  # the highest that this member has heard of; the timer runs for it
+        self.promised = 0  # below it, this member accepts nothing
+        self.out: list[Instruction] = []  # for the host
+        self.local: deque[VoteMessage] = deque()  # messages of this member to itself
 
     def leads(self, ballot: int) -> bool:
-        """Whether this member coordinates a ballot."""
         return self.tally.counts(self.me) and self.tally.coordinator(ballot) == self.me.peer
 
     def outdated(self, message: VoteMessage, owner: PeerId) -> bool:
-        """Whether a message's ballot is below this member's promise, or does not belong to `owner`.
-
-        If it is below the promise, the sender gets a `BallotNack`.
+        """Whether a message's ballot is not `owner`'s, or below this member's promise; then its sender gets a
+        `BallotNack`.
         """
         if message.ballot < self.promised:
             self.send([message.sender.peer], BallotNack(self.tally.key, self.me, self.promised))
         return message.ballot < self.promised or not self.tally.owns(message.ballot, owner)
 
     def reach(self, ballot: int) -> None:
-        """Go on to a ballot if it is higher than the present one."""
+        """Move to a ballot if it is higher than the present one."""
         if ballot > self.ballot:
             self.ballot = ballot
             self.arm()
@@ -74,7 +65,7 @@ class BallotState:
         self.out.append(SetTimer(self.ballot, 1 << min(self.ballot, MAX_DOUBLINGS)))
 
     def send(self, to: Iterable[PeerId], message: VoteMessage) -> None:
-        """Send a message to peers, each once. A message to this member itself does not pass through the host."""
+        """Send a message to peers, each once. This member's own copy does not pass through the host."""
         distinct = dict.fromkeys(to)
         others = tuple(peer for peer in distinct if peer != self.me.peer)
         if others:
@@ -85,40 +76,34 @@ class BallotState:
 
 @dataclass(slots=True)
 class _BallotAttempt:
-    """A ballot that this member coordinates.
-
-    Attributes:
-        fork: the members of the fork; empty for a ballot of the roster.
-        free: whether the host may choose the record.
-        proposal: the message with the proposed record; None before.
-    """
+    """A ballot that this member coordinates."""
 
     ballot: int
-    fork: tuple[Member, ...] = ()
+    fork: tuple[Member, ...] = ()  # its members; empty for a ballot of the roster
     promises: dict[Member, Promise] = field(default_factory=dict)
-    free: bool = False
+    free: bool = False  # whether the host may choose the record
     proposal: Propose | None = None
 
 
 class Proposer:
     """The ballots that one member coordinates, and its part in a fork."""
 
-    def __init__(self, standing: BallotState) -> None:
-        self._standing, self._tally = standing, standing.tally
-        self._attempt = _BallotAttempt(0, free=True) if standing.leads(0) else None
+    def __init__(self, state: BallotState) -> None:
+        self._ballot_state, self._tally = state, state.tally
+        self._attempt = _BallotAttempt(0, free=True) if state.leads(0) else None
         self._forking: Record | None = None
 
     def open(self) -> None:
-        """Go on to the next ballot: begin it, or ask its coordinator to begin it. A wanted fork takes precedence."""
-        standing = self._standing
-        standing.reach(standing.ballot + 1)
+        """Begin the next ballot, or ask its coordinator to begin it. A wanted fork takes precedence."""
+        state = self._ballot_state
+        state.reach(state.ballot + 1)
         if self._forking:
             self.continue_fork()
-        elif standing.leads(standing.ballot):
-            self._prepare(standing.ballot)
-        elif self._tally.counts(standing.me):
-            ask = StartBallot(self._tally.key, standing.me, standing.ballot, ())
-            standing.send([self._tally.coordinator(standing.ballot)], ask)
+        elif state.leads(state.ballot):
+            self._prepare(state.ballot)
+        elif self._tally.counts(state.me):
+            ask = StartBallot(self._tally.key, state.me, state.ballot, ())
+            state.send([self._tally.coordinator(state.ballot)], ask)
 
     def on_start_ballot(self, message: StartBallot) -> None:
         """Begin the ballot or fork that a member asks for. If it is under way, repeat its latest message instead."""
@@ -126,21 +111,18 @@ class Proposer:
         if message.fork:
             if not self.wants_fork(message.fork):
                 return
-            if attempt and attempt.fork == message.fork and attempt.ballot == self._standing.promised:
+            if attempt and attempt.fork == message.fork and attempt.ballot == self._ballot_state.promised:
                 self._send_latest(attempt, to)
             else:
                 self.continue_fork()
-        elif not self._standing.outdated(message, self._standing.me.peer):
+        elif not self._ballot_state.outdated(message, self._ballot_state.me.peer):
             if attempt and attempt.ballot == message.ballot:
                 self._send_latest(attempt, to)
             else:
                 self._prepare(message.ballot)
 
     def on_promise(self, message: Promise) -> None:
-        """Collect a promise. Once there are enough, propose the record that was accepted in the highest ballot.
-
-        If none was accepted, the host may choose the record.
-        """
+        """Collect a promise. Once there are enough, propose what was accepted last, or let the host choose."""
         attempt = self._attempt
         if not attempt or attempt.free or attempt.proposal or attempt.ballot != message.ballot:
             return
@@ -157,18 +139,18 @@ class Proposer:
             self._propose(attempt, newest.record)
         else:
             attempt.free = True
-            self._standing.out.append(ProposalNeeded(attempt.ballot, tuple(attempt.promises.values())))
+            self._ballot_state.out.append(ProposalNeeded(attempt.ballot, tuple(attempt.promises.values())))
 
     def on_nack(self, message: BallotNack) -> None:
-        """Go on to the higher ballot that a member promised. A fork, which needs all its members, retries at once."""
-        self._standing.reach(message.ballot)
+        """Move to the higher ballot that a member promised. A fork, which needs all its members, retries at once."""
+        self._ballot_state.reach(message.ballot)
         if self._attempt and self._attempt.fork and self._attempt.ballot < message.ballot:
             self.continue_fork()
 
     def choose(self, ballot: int, data: bytes) -> None:
-        """Propose the host's record in a ballot. Nothing happens if that ballot allows no choice any more."""
+        """Propose the host's record in a ballot, if that ballot still allows a choice."""
         attempt = self._attempt
-        if attempt and attempt.free and attempt.ballot == ballot == self._standing.promised:
+        if attempt and attempt.free and attempt.ballot == ballot == self._ballot_state.promised:
             self._propose(attempt, data)
 
     # -- a fork -------------------------------------------------------------------------------------------------------
@@ -179,19 +161,18 @@ class Proposer:
         self.continue_fork()
 
     def wants_fork(self, members: tuple[Member, ...]) -> bool:
-        """Whether this member wants to fork with exactly these members."""
         return self._forking is not None and self._forking.roster == members
 
     def continue_fork(self) -> None:
-        """Continue with the wanted fork, if any: its first member begins a ballot, the others ask it to do so."""
-        standing = self._standing
+        """The first member of the wanted fork begins a ballot, the others ask it to do so."""
+        state = self._ballot_state
         if self._forking is None:
             return
         members = self._forking.roster
-        first, ballot = self._tally.first(members), standing.ballot + 1
-        if first != standing.me.peer:
-            standing.arm()
-            return standing.send([first], StartBallot(self._tally.key, standing.me, standing.ballot, members))
+        first, ballot = self._tally.first(members), state.ballot + 1
+        if first != state.me.peer:
+            state.arm()
+            return state.send([first], StartBallot(self._tally.key, state.me, state.ballot, members))
         while not self._tally.owns(ballot, first):
             ballot += 1
         self._prepare(ballot, members)
@@ -215,18 +196,18 @@ class Proposer:
     # -- sending ------------------------------------------------------------------------------------------------------
 
     def _prepare(self, ballot: int, fork: tuple[Member, ...] = ()) -> None:
-        self._standing.reach(ballot)
+        self._ballot_state.reach(ballot)
         self._attempt = _BallotAttempt(ballot, fork)
         self._send_latest(self._attempt, peers(fork or self._tally.roster))
 
     def _propose(self, attempt: _BallotAttempt, data: bytes) -> None:
         attempt.free = False
-        attempt.proposal = Propose(self._tally.key, self._standing.me, attempt.ballot, data)
+        attempt.proposal = Propose(self._tally.key, self._ballot_state.me, attempt.ballot, data)
         self._send_latest(attempt, peers(attempt.fork or self._tally.roster))
 
     def _send_latest(self, attempt: _BallotAttempt, to: Iterable[PeerId]) -> None:
-        prepare = Prepare(self._tally.key, self._standing.me, attempt.ballot, attempt.fork)
-        self._standing.send(to, attempt.proposal or prepare)
+        prepare = Prepare(self._tally.key, self._ballot_state.me, attempt.ballot, attempt.fork)
+        self._ballot_state.send(to, attempt.proposal or prepare)
 
     def _believable(self, message: Promise, attempt: _BallotAttempt) -> bool:
         value = self._tally.value(message.accepted, message.record) if message.record else None

@@ -20,30 +20,17 @@ class Kind(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Record(Header):
-    """What a round decided.
-
-    Attributes:
-        parent: lineage that this record extends.
-        state_root: root of the outer state that the parent led to, 32 bytes.
-        round: number of the round; with P fragments, round mod P is the fragment's index.
-        kind: a `Kind`.
-        plan: digest of the plan that the parts belong to.
-        parts: the reduced parts, in the order of the plan; none if nothing was averaged.
-        roster: the members whose votes count in the next round.
-        peers: the plan's members; bit i of a chunk's mask stands for `peers[i]`.
-        bounds: len(parts) + 1 element offsets; part i is [bounds[i], bounds[i+1]).
-        complaints: links that carried no contributions. Later plans take them into account.
-    """
+    """What a round decided."""
 
     parent: bytes = digest()
-    state_root: bytes = digest()
+    state_root: bytes = digest()  # of the outer state that the parent led to
     round: int = uint(1 << 40)
     kind: int = uint(2)
-    plan: bytes = digest()
+    plan: bytes = digest()  # the parts belong to it, and are in its order; none if nothing was averaged
     parts: tuple[PartDigest, ...] = list_of(one(PartDigest), MAX_ROSTER)
-    roster: tuple[Member, ...] = list_of(one(Member), MAX_ROSTER)
-    peers: tuple[PeerId, ...] = optional(peer_id(), MAX_ROSTER)
-    bounds: tuple[int, ...] = optional(uint(1 << 48), MAX_ROSTER + 1)
+    roster: tuple[Member, ...] = list_of(one(Member), MAX_ROSTER)  # its votes count in the next round
+    peers: tuple[PeerId, ...] = optional(peer_id(), MAX_ROSTER)  # bit i of a chunk's mask stands for `peers[i]`
+    bounds: tuple[int, ...] = optional(uint(1 << 48), MAX_ROSTER + 1)  # part i is [bounds[i], bounds[i+1])
     complaints: tuple[LinkFault, ...] = optional(one(LinkFault), MAX_ROSTER)
 
     @property
@@ -83,11 +70,7 @@ def encode(record: Record) -> bytes:
 
 
 def decode(data: bytes) -> Record:
-    """Decode a record.
-
-    Raises:
-        BadPayload: not a record, or not in canonical form.
-    """
+    """Decode a record; raises BadPayload if it is not one in canonical form."""
     record: Record = from_canonical_bytes(Record, data)
     if encode(record) != data:
         raise BadPayload("a record that is not in canonical form")
@@ -100,10 +83,7 @@ def lineage(record: bytes) -> bytes:
 
 
 def genesis(run: bytes, scope: str = "run") -> bytes:
-    """The lineage that a scope of a run starts from; `run` is the run id.
-
-    The scope "run", the only one of a run without stages, is not hashed: its lineage is that of earlier versions.
-    """
+    """The lineage that a scope of a run starts from. The scope "run", the only one without stages, is not hashed."""
     name = b"" if scope == "run" else scope.encode()
     return hashlib.sha256(b"starling genesis" + run + name).digest()
 

@@ -50,12 +50,7 @@ def min_retained(members: int, quorum: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """A record in a ballot.
-
-    Attributes:
-        data: the encoded record.
-        digest: the record hash.
-    """
+    """A record in a ballot: encoded, its hash, and decoded."""
 
     ballot: int
     data: bytes
@@ -68,15 +63,11 @@ class Value:
 
 
 class VoteTally:
-    """The votes of one roster on the record that extends one lineage.
+    """The votes of one roster on the record that extends `key.lineage`.
 
-    Args:
-        key: key of the round; the record extends `key.lineage`.
-        roster: the members whose votes count, each in one incarnation.
-        signer: signs this member's votes and verifies those of others.
-        quorum: number of votes that decide, as a function of the roster's size; None means `majority`.
-        fork_peers: least number of members that may fork; 0 forbids forks.
-        former: rosters that this one has shrunk from, the latest first.
+    `quorum` is the number of votes that decide, as a function of the roster's size; None means `majority`. At least
+    `fork_peers` members may fork; 0 forbids forks. `former` are rosters that this one has shrunk from, the latest
+    first.
     """
 
     def __init__(
@@ -115,7 +106,6 @@ class VoteTally:
         return self.is_successor(member) or self.was_member(member)
 
     def coordinator(self, ballot: int) -> PeerId:
-        """The coordinator of a ballot of the roster."""
         return self._order[ballot % len(self._order)]
 
     def owns(self, ballot: int, peer: PeerId) -> bool:
@@ -157,7 +147,7 @@ class VoteTally:
         return admitted <= max_admitted(len(self.roster)) and members > admitted
 
     def may_fork(self, left: Sequence[Member]) -> bool:
-        """Whether these members may go on without the others. They must be at least `fork_peers`, and one of:
+        """Whether these members may continue without the others. They must be at least `fork_peers`, and one of:
 
         - members of the roster that are too few to decide;
         - successors; those of a whole roster are enough even if it had fewer than `fork_peers` members;
@@ -184,11 +174,9 @@ class VoteTally:
         return within and len(left) >= self._quorum(len(roster)) and len(left) > len(self.roster)
 
     def message(self, ballot: int, digest: bytes, voter: Member) -> bytes:
-        """The bytes that a voter signs."""
         return self._signed + canonical_bytes(voter) + ballot.to_bytes(4, "big") + digest
 
     def sign(self, value: Value, voter: Member) -> bytes:
-        """Sign this peer's vote for a record."""
         return self.signer.sign(self.message(value.ballot, value.digest, voter))
 
     def add(self, ballot: int, digest: bytes, voter: Member, signature: bytes) -> bool:
@@ -220,12 +208,10 @@ class VoteTally:
         return len(voters) >= self.quorum and not roster.isdisjoint(voters)
 
     def certificate(self, value: Value, sender: Member) -> Certificate:
-        """The record with the votes that have arrived."""
         entitled = self.entitled(value)
         votes = sorted(self._votes.get((value.ballot, value.digest), {}).items())
         signed = tuple(Signed(*vote) for vote in votes if vote[0] in entitled)
         return Certificate(self.key, sender, value.ballot, value.data, signed)
 
     def entitled(self, value: Value) -> tuple[Member, ...]:
-        """Members whose votes for this record count."""
         return value.record.roster if value.is_fork else self.roster

@@ -31,12 +31,7 @@ def state_root(parameters_root: bytes, velocity_root: bytes, round_number: int) 
 
 
 def genesis(run: bytes, scope: str, roster: tuple[Member, ...], root: bytes = UNSETTLED) -> Head:
-    """The head of a chain without records.
-
-    Args:
-        run: hash of the manifest, 32 bytes.
-        root: state root at the start of the run, 32 bytes.
-    """
+    """The head of a chain without records. `root` is the state root at the start of the run."""
     lineage = records.genesis(run, scope)
     return Head(RoundKey(run, scope, lineage, 0), roster, root, anchor=lineage)
 
@@ -45,10 +40,6 @@ class Chain:
     """The head and the rounds that lead to it from the genesis, as far as they can be read.
 
     A chain shares the rounds of a common trunk with its copies. A copy stores only its own rounds.
-
-    Attributes:
-        head: tip of the chain. Its state root is the one that this peer computed and passed to `settle`, or
-            `UNSETTLED` before that.
     """
 
     def __init__(
@@ -59,11 +50,8 @@ class Chain:
         root: bytes = UNSETTLED,
         archive: Archive | None = None,
     ) -> None:
-        """Start at the genesis, or after the rounds in `archive`. Certificates that do not follow are removed.
-
-        Args:
-            run, scope, roster, root: as for `genesis`. If the root is unsettled, the first record defines it.
-            archive: storage of certificates whose votes have been verified; None keeps them in memory.
+        """Start at the genesis, or after the rounds in `archive`, whose votes have been verified; those that do not
+        follow are removed. Without a root, the first record defines it.
         """
         self._trunk = RoundLog(genesis(run, scope, roster, root), archive)
         self._shared = len(self._trunk)  # number of rounds of the trunk that belong to this chain
@@ -107,7 +95,7 @@ class Chain:
 
     @property
     def refused(self) -> int:
-        """Number of certificates in the archive that did not lead on from the genesis."""
+        """Number of certificates in the archive that did not follow the genesis."""
         return self._trunk.refused
 
     @property
@@ -129,22 +117,14 @@ class Chain:
         return None if own is None else self._shared + own
 
     def _read(self, place: int, count: int) -> list[DecidedRound]:
-        """Read rounds of the trunk, then own ones.
-
-        Raises:
-            RoundPruned: one of them cannot be read.
-        """
+        """Read rounds of the trunk, then own ones. Raises RoundPruned if one cannot be read."""
         shared = self._trunk.read(place, min(count, self._shared - place)) if place < self._shared else []
         if self._own is None or len(shared) == count:
             return shared
         return shared + self._own.read(max(0, place - self._shared), count - len(shared))
 
     def _head(self, place: int) -> Head:
-        """Head after the first `place` rounds.
-
-        Raises:
-            RoundPruned: the head is not known any more.
-        """
+        """Head after the first `place` rounds. Raises RoundPruned if it is not known any more."""
         return self._read(place - 1, 1)[0].head if place else self._trunk.start
 
     def _lineage(self, place: int) -> bytes:
@@ -218,10 +198,7 @@ class Chain:
         return max(trunk, own)
 
     def members(self, limit: int) -> tuple[Member, ...]:
-        """Members of past rosters, latest first, one incarnation of each peer, at most `limit`.
-
-        If the roster changed more than `MAX_ROSTERS` times, the oldest rosters are missing.
-        """
+        """At most `limit` members of the last `MAX_ROSTERS` rosters, latest first, one incarnation of each peer."""
         found: dict[str, Member] = {}
         own = () if self._own is None else self._own.rosters(len(self._own))
         for roster in chain(own, self._trunk.rosters(self._shared)):
@@ -264,11 +241,8 @@ class Chain:
     def switch(self, lineage: bytes, links: Sequence[DecidedRound]) -> tuple[DecidedRound, ...]:
         """Switch to another branch that leaves this chain at `lineage`. The caller settles the head's state later.
 
-        Returns:
-            The rounds that were dropped, oldest first.
-
-        Raises:
-            ValueError: the lineage is not on this chain, or the rounds do not follow it. Nothing has changed then.
+        Returns the rounds that were dropped, oldest first. Raises ValueError, with nothing changed, if the lineage is
+        not on this chain, or the rounds do not follow it.
         """
         place = self._place(lineage)
         if place is None or not _follows(lineage, links):
@@ -288,10 +262,8 @@ class Chain:
         return lost
 
     def _extend(self, links: Sequence[DecidedRound]) -> None:
-        """Append rounds to the log that holds this chain's last ones.
-
-        Raises:
-            RoundPruned: some of them cannot be read any more.
+        """Append rounds to the log that holds this chain's last ones. Raises RoundPruned if some cannot be read any
+        more.
         """
         if self._own is None:
             self._trunk.extend(links)
@@ -309,10 +281,8 @@ class Chain:
             self._own.extend(before)
 
     def _cut(self, place: int) -> tuple[DecidedRound, ...]:
-        """Drop all rounds after the first `place`.
-
-        Raises:
-            RoundPruned: the head there is not known any more; nothing has changed.
+        """Drop all rounds after the first `place`. Raises RoundPruned, with nothing changed, if the head there is not
+        known.
         """
         if self._own is not None and place >= self._shared:
             self._unshare()

@@ -33,12 +33,7 @@ from protocols.history.round_log import RoundLog
 
 @dataclass(frozen=True, slots=True)
 class Branch:
-    """Verified rounds that win over those of a chain.
-
-    Attributes:
-        ancestor: head of the chain where they leave it.
-        links: the rounds that follow there, oldest first; at least one.
-    """
+    """Verified rounds that win over those of a chain: the chain's head where they leave it, and at least one round."""
 
     ancestor: Head
     links: Sequence[DecidedRound]
@@ -50,13 +45,7 @@ class Branch:
 
 @dataclass(frozen=True, slots=True)
 class ForkChoice:
-    """The rules of a run for certificates and branches.
-
-    Attributes:
-        me: this peer in its present incarnation.
-        quorum: number of votes that decide, as a function of the roster's size; None means a majority.
-        fork_peers: least number of members that may fork; 0 forbids forks.
-    """
+    """The rules of a run for certificates and branches; `quorum` and `fork_peers` as in `VoteTally`."""
 
     me: Member
     signer: Signer
@@ -64,12 +53,7 @@ class ForkChoice:
     fork_peers: int = 1
 
     def judge(self, head: Head, certificate: Certificate) -> DecidedRound:
-        """Verify a certificate of the round after `head`, and return the round.
-
-        Raises:
-            BadPayload: it is of another round, its record breaks the rules, or its votes are forged, from peers
-                without a vote, or too few.
-        """
+        """Verify a certificate of the round after `head`, and return the round; raises BadPayload."""
         if certificate.key != head.key:
             raise BadPayload(f"a certificate of round {certificate.key.round} that does not extend {_named(head)}")
         tally = self._tally(head)
@@ -88,11 +72,7 @@ class ForkChoice:
         return follow(head, certificate, value.record)
 
     def verify(self, head: Head, certificates: Sequence[Certificate]) -> tuple[DecidedRound, ...]:
-        """Verify certificates that follow each other from `head`, and return their rounds.
-
-        Raises:
-            BadPayload: as for `judge`.
-        """
+        """Verify certificates that follow each other from `head`, as `judge` does."""
         links: list[DecidedRound] = []
         for certificate in certificates:
             links.append(self.judge(links[-1].head if links else head, certificate))
@@ -103,8 +83,7 @@ class ForkChoice:
     ) -> Branch | None:
         """The part of these verified rounds that the chain should switch to; None if the chain wins.
 
-        Args:
-            ancestor: lineage of the chain at which the rounds begin.
+        The rounds begin at the chain's lineage `ancestor`.
         """
         links = links if isinstance(links, RoundLog) else tuple(links)
         shared = bisect_left(range(len(links)), True, key=lambda place: links[place].lineage not in chain)
@@ -146,11 +125,7 @@ class ForkChoice:
         return _of_former(head, ours) != _of_former(head, links[shared])
 
     def _wins(self, head: Head, children: tuple[DecidedRound, DecidedRound], sizes: tuple[int, int]) -> bool:
-        """Whether the first of two children of a head wins.
-
-        Args:
-            sizes: size of the largest roster on the branch of each child.
-        """
+        """Whether the first of two children of a head wins, given the largest roster on the branch of each."""
         former = tuple(_of_former(head, child) for child in children)
         if former[0] == former[1]:
             return _rank(head, children[0]) < _rank(head, children[1])
@@ -158,8 +133,7 @@ class ForkChoice:
         return one > other if former[0] else one >= other
 
     def _first_hasty(self, head: Head, links: Sequence[DecidedRound], start: int, since: int) -> int:
-        """Place of the first FORK from `since` on that this peer should not follow yet; `head` is the one before
-        `start`."""
+        """Place of the first FORK from `since` on not to follow yet; `head` is the one before `start`."""
         for place in _forks(links):
             if place >= since:
                 before = links[place - 1].head if place > start else head

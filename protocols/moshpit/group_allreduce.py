@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from protocols import wire
 from protocols.aio import Notifier, loop_time, task_group
 from protocols.allreduce.all_reduce import AllReduce
-from protocols.allreduce.parts import ReducedPart, ReduceJob
+from protocols.allreduce.parts import DataPhase, ReducedPart
 from protocols.allreduce.plan import ResolvedPlan
 from protocols.allreduce.reducer import Reducer, contribute
 from protocols.base import BadPayload, Contribution, Deadline, PeerError, PeerId, PeerSilent, RoundKey, Stream
@@ -66,7 +66,7 @@ class GroupAllReduce:
         self._parts = range(len(resolved.plan.reducers))
         now, budget_seconds = loop_time(), resolved.plan.budget_seconds
         self._patience_seconds = 2 * context.answer_seconds + resolved.phase_seconds
-        task = ReduceJob(
+        task = DataPhase(
             key=key,
             resolved=resolved,
             me=context.me.peer,

@@ -52,9 +52,9 @@ class ForksWithoutAll(Remembering):
 
 class AcceptsBelowItsPromise(PaxosInstance):
     def _on_propose(self, message: votes.Propose) -> None:
-        promised, self._standing.promised = self._standing.promised, 0
+        promised, self._ballot_state.promised = self._ballot_state.promised, 0
         super()._on_propose(message)
-        self._standing.promised = max(promised, self._standing.promised)
+        self._ballot_state.promised = max(promised, self._ballot_state.promised)
 
 
 class PromiseForgetsAccepted(PaxosInstance):

@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from protocols.base import Head, Member
 from protocols.consensus.record import Kind
 from protocols.history.chain import Chain, DecidedRound
-from protocols.history.lineage_index import LineageIndex
-from protocols.history.round_log import RECENT, ListArchive, RoundLog
+from protocols.history.round_log import RECENT, LineageIndex, ListArchive, RoundLog
 from tests.support.chains import ROSTER, fresh, grown, lineages, state
 from tests.support.fake_rounds import ROOT, RUN, decided, encoded, line
 

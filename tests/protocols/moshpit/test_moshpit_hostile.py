@@ -176,7 +176,7 @@ def test_mean_without_contributors_is_rejected(monkeypatch: pytest.MonkeyPatch) 
 
     def without_contributor(reducer: Reducer, index: int) -> tuple[int, dict[PeerId, str]]:
         mask, refused = close(reducer, index)
-        reducer._digests[-1] = reducer.held.digest_of(index, mask ^ 3)
+        reducer._digests[-1] = reducer.part.digest_of(index, mask ^ 3)
         return mask ^ 3, refused
 
     monkeypatch.setattr(Reducer, "_close", without_contributor)
