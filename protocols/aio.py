@@ -107,10 +107,9 @@ async def until_gone(members: Members, watched: Sequence[Member], deadline: Dead
 
 @asynccontextmanager
 async def peer_timeout(seconds: float, peer: PeerId, doing: str) -> AsyncIterator[None]:
-    """Give a step less time than the stream has; late, it raises `PeerSilent`, and the stream must not be used any
-    more.
+    """Give a step, in which the peer is `doing` something, less time than the stream has.
 
-    `doing` says what the peer does in this step, for the error message.
+    Late, it raises `PeerSilent`, and the stream must not be used any more.
     """
     try:
         async with asyncio.timeout(seconds):

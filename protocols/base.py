@@ -32,18 +32,14 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias, TypeVar, runtime_checkabl
 if TYPE_CHECKING:  # commands such as `status` read these values, and loading PyTorch takes seconds
     import torch
 
-DISTRUST_SECONDS = 60.0
-"""A peer that broke a rule, or could not prove its claim, is not asked again for this time."""
+DISTRUST_SECONDS = 60.0  # a peer that broke a rule, or could not prove its claim, is not asked again for this time
 REQUESTER_IDLE_SECONDS = 30.0
 """A stream is closed if its requester asks for nothing, or takes nothing of what it asked for, for this time."""
-SLOWEST_BYTES_PER_SECOND = 65_536.0
-"""A peer waits for bulk data at most as long as the data takes at this rate."""
+SLOWEST_BYTES_PER_SECOND = 65_536.0  # a peer waits for bulk data at most as long as the data takes at this rate
 
-PeerId: TypeAlias = str
-"""A libp2p peer id in its text form (base58btc)."""
+PeerId: TypeAlias = str  # a libp2p peer id in its text form (base58btc)
 
-Vector: TypeAlias = "torch.Tensor"
-"""1-D, float32, CPU, contiguous."""
+Vector: TypeAlias = "torch.Tensor"  # 1-D, float32, CPU, contiguous
 
 Deadline: TypeAlias = float
 """An instant of the running loop's `time()`. Never sent to a peer: peers exchange remaining seconds."""
@@ -388,10 +384,8 @@ class AveragingSession(Protocol):
         """Average `mine` with the others' vectors into `into`, which has the same shapes.
 
         With replicated state these are the fragments of the pseudo-gradient. With independent state they are parameters
-        and momentum, or, in a run with `outer_pull`, the pseudo-gradient alone. All are flat and float32.
-
-        Neither this nor the caller changes `mine` before this returns. A failure of another peer never raises: the
-        result's outcome says how the round ended.
+        and momentum, or, in a run with `outer_pull`, the pseudo-gradient alone. All are flat and float32. Neither this
+        nor the caller changes `mine` before this returns. A failure of another peer never raises.
         """
 
 
@@ -411,9 +405,9 @@ class IndependentSession(AveragingSession, Protocol):
     """One round of a protocol in which each peer owns its state.
 
     The peer calls `average` at the end of its round with its state, or with its contribution to its own outer step. If
-    the outcome is COMMITTED, `into` holds the mean, and the result names at least one contribution. If it is SKIPPED,
-    no peer averaged with this one and `into` is undefined. Other outcomes do not occur. Other peers may average with a
-    shared state while its owner still trains.
+    the outcome is COMMITTED, the result names at least one contribution. If it is SKIPPED, no peer averaged with this
+    one and `into` is undefined. Others do not occur. Other peers may average with a shared state while its owner still
+    trains.
     """
 
     # In which the session ended: higher than at entry if other peers were ahead, unless peers do not follow each

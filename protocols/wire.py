@@ -22,8 +22,7 @@ from protocols.base import BadPayload, Header, LinkFault, Member, RoundKey
 VERSION = 1
 MAX_HEADER_BYTES = 1 << 16
 MAX_ROSTER = 32
-MAX_ITEMS = 2048
-"""Limit of the items of any array: a decoder allocates them before it has read them."""
+MAX_ITEMS = 2048  # limit of the items of any array: a decoder allocates them before it has read them
 MAX_TOKENS = 1 << 53
 MAX_NORM = 1e30
 MAX_SECONDS = 86_400.0 * 7

@@ -88,10 +88,9 @@ class Ring:
     """Each member sends to the next one, in the order of ids, and receives from the previous one, in 2 (N − 1) steps.
 
     Each step moves one part, 1/N of the vector. In the first half, a part collects the members' vectors on its way: it
-    carries their mean so far and its weight. In the second half, the finished parts go round. This needs the least
-    bandwidth, but its latency grows with N (Patarasu and Yuan 2009, "Bandwidth optimal all-reduce algorithms for
-    clusters of workstations", section 3). Unfinished means are sent as float32, whatever the codec, because a lossy
-    codec would be applied again at each hop.
+    carries their mean so far and its weight, as float32, because a lossy codec would be applied again at each hop. In
+    the second half, the finished parts go round. This needs the least bandwidth, but its latency grows with N (Patarasu
+    and Yuan 2009, "Bandwidth optimal all-reduce algorithms for clusters of workstations", section 3).
     """
 
     def __init__(self, current_round: SynchronousRound) -> None:

@@ -49,8 +49,7 @@ from protocols.wire import digest, flag, peer_id, register, text, uint
 METHOD = "starling/parameter-server-async/1"
 STALL_SECONDS = 30.0
 """The longest time that one worker can occupy the server, and that an answer to a question may take."""
-REFERRALS = 2
-"""How many peers a worker tries in one round: each may name another one as the server."""
+REFERRALS = 2  # how many peers a worker tries in one round: each may name another one as the server
 _ANSWER_LIMIT = 256
 
 
@@ -80,9 +79,9 @@ register(120, (PushUpdate, ServerReply))
 class DelayedNesterov:
     """The server's parameters, float32 (n), which each arriving displacement moves by 1/N of its length at once.
 
-    Momentum is delayed (Liu et al. 2024, "Asynchronous Local-SGD Training for Language Modeling", algorithm 3, Delayed
-    Nesterov, with c = 0). After N arrivals, their mean updates the momentum, which then takes one step of its own.
-    Momentum applied at each arrival would take every stale step N times.
+    Momentum is delayed (Liu et al. 2024, "Asynchronous Local-SGD Training for Language Modeling", algorithm 3, c = 0):
+    after N arrivals, their mean updates the momentum, which then takes one step of its own. Applied at each arrival, it
+    would take every stale step N times.
     """
 
     def __init__(self, parameters: Vector, momentum: float = 0.0) -> None:
@@ -294,8 +293,8 @@ class AsyncSession(SessionBase):
     async def _exchange(self, peer: PeerId, vector: Vector | None) -> PeerId:
         """Push a displacement to a peer; without one, only ask it which peer is the server.
 
-        Returns the server that the peer names. Empty if the peer itself has applied the displacement; `vector` then
-        holds its parameters.
+        Returns the server that the peer names; "" if it has applied the displacement. `vector` then holds its
+        parameters.
         """
         key, averager, compute = self.head.key, self._averager, self._host.compute
         layout = averager.layout(averager.settings.codec)

@@ -4,18 +4,16 @@
     ring                      the same in a ring: less memory and fewer streams, but 2 (N - 1) steps
     parameter_server          the member with the first peer id reduces everything
 
-They are made for clusters and local networks, and promise only to fail cleanly. In each round, all live members
-average, or none of them does. All members must be in the same round number. A peer that hears of a later round goes
-there. A round's members are the peers that are live when this peer has finished its own work. A member aborts the round
-if it sees other members, is lost, refuses a stream or breaks one off. The others notice this by the end of their
-streams. Each then continues from its own state, and the next round averages whole states again. A round without a
-result ends by its deadline and names the peer at fault. Members believe each other's tokens, vectors and round numbers.
+They are made for clusters and local networks, and promise only to fail cleanly. A round's members are the peers that
+are live when this peer has finished its own work: all of them average, or none. A peer that hears of a later round goes
+there. A member aborts the round if it sees other members, is lost, refuses a stream or breaks one off. Each then
+continues from its own state, and the next round averages whole states again. A round without a result ends by its
+deadline and names the peer at fault. Members believe each other's tokens, vectors and round numbers.
 
 The peers average states (parameters and momentum after each peer's own outer step), weighted by tokens, in fp32, or in
-fp16 if that is the run's codec. An outer step of SGD is linear: from equal states, the mean of the stepped states is
-the step by the mean gradient. With one inner step of SGD at rate 1 in each round, `data_parallel` therefore equals an
-all-reduce of gradients and one step of SGD, with or without momentum. An outer AdamW step is not linear.
-`benchmarks.laboratory.data_parallel` has that case: it averages gradients before the step.
+fp16 if that is the run's codec. An outer step of SGD is linear: with one inner step of SGD at rate 1 in each round,
+`data_parallel` therefore equals an all-reduce of gradients and one step of SGD, with or without momentum. An outer
+AdamW step is not linear: `benchmarks.laboratory.data_parallel` averages gradients before it.
 """
 
 from __future__ import annotations
@@ -184,8 +182,8 @@ class SynchronousSession(SessionBase):
     async def _watch(self, current_round: SynchronousRound) -> None:
         """Abort the round as soon as a member is lost, or another peer comes while a member is expected.
 
-        That member may have gone to the other peer. If each of them waits at another server, no stream between them
-        would show it.
+        That member may have gone to the other peer, and no stream would show it if each of them waits at another
+        server.
         """
         members, loop = self._averager.endpoint.host.members, asyncio.get_running_loop()
         while loop.time() < current_round.deadline:

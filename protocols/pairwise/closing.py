@@ -1,9 +1,8 @@
 """The closing exchanges of a gossip or push-sum run: a few steps without training that bring all peers to the mean.
 
 `protocols.pairwise.matching` pairs the peers of each step. A step is exact only if both partners have done all steps
-before it. A peer therefore asks its partner which step it is at, and states its own step in the question. A peer waits
-until the step's time is over for a partner that is behind. It does not wait for a partner that is past the step, is
-gone, or does not support closing exchanges.
+before it. A peer therefore asks its partner which step it is at, and states its own step in the question. It waits
+until the step's time is over for a partner that is behind, and not for one that is past the step or gone.
 """
 
 from __future__ import annotations

@@ -1,14 +1,12 @@
 """Gossip: pairs of peers move their whole states to their mean, without groups, barriers or votes.
 
 In each round a peer asks one other peer (or a few: `protocols.pairwise.matching`) to exchange states, that is,
-parameters and momentum (`protocols.pairwise.state_swap`). The partner answers at once, even while it trains. It
-accepts, or says that it is busy: in another exchange, or between two rounds. This is randomised pairwise averaging
-(Boyd et al. 2006) of states after an outer step. As in AD-PSGD (Lian et al. 2018), no peer waits for its partner to
-finish its work.
+parameters and momentum. The partner answers at once, even while it trains: it accepts, or says that it is busy, in
+another exchange or between two rounds. This is randomised pairwise averaging (Boyd et al. 2006) of states after an
+outer step. As in AD-PSGD (Lian et al. 2018), no peer waits for its partner to finish its work.
 
 A peer whose partner is busy or gone asks others. All of this together costs the peer at most the time limit of one
-exchange (`protocols.peers.timeouts`), however many partners are slow or dead. It costs other peers nothing: a
-peer that is asked meanwhile answers that it is busy.
+exchange (`protocols.peers.timeouts`), however many partners are slow or dead.
 """
 
 from __future__ import annotations
@@ -23,10 +21,8 @@ from protocols.pairwise.exchanges import ExchangeOutcome, Exchanges
 from protocols.pairwise.shared_state import PairwiseAverager, SharedStateSession
 from protocols.vectors.views import VectorView
 
-OTHERS = 2
-"""How many other peers a peer asks before it pauses, if its partners are busy."""
-TRIES = 3
-"""How often a partner that the schedule names is asked while it is busy."""
+OTHERS = 2  # how many other peers a peer asks before it pauses, if its partners are busy
+TRIES = 3  # how often a partner that the schedule names is asked while it is busy
 BUSY_PAUSE_SECONDS = 0.25
 """Least pause before asking a busy peer again; the most is twice this. Each request takes two round trips."""
 
@@ -40,10 +36,7 @@ class Gossip(PairwiseAverager):
         self._steps = ClosingExchanges(self.exchanges.endpoint, self.exchanges.timeouts)
 
     async def mix(self, session: SharedStateSession, state: VectorView) -> None:
-        """Ask each partner that the schedule names; if an exchange fails, ask others while time is left.
-
-        All attempts together take at most the time limit of one exchange: a slow or dead peer is not waited for twice.
-        """
+        """Ask each partner that the schedule names; if an exchange fails, ask others while time is left."""
         exchanges = self.exchanges
         exchanges.round = session.round
         size_bytes = exchanges.codec.encoded_bytes(state.size)

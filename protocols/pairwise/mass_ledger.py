@@ -3,17 +3,15 @@
 Each peer holds a value x and a weight w, at first its own value and 1. A sender gives half of both away and keeps the
 other half; the receiver adds the share. x / w approaches Σx / Σw at every peer, whatever the order and the graph, as
 long as no mass is lost or created (Kempe et al. 2003; Assran et al. 2019, SGP, section 3, for the states of trainers).
-Here are the weights; the values are states, which are too large to be copied (`protocols.pairwise.shares`).
+The ledger has the weights; the values are states (`protocols.pairwise.shares`).
 
 - A share is outstanding until its receiver has answered for it. A resent share keeps its number.
 - A receiver counts each number of a sender once, even if it arrives twice or late.
-- If the receiver's incarnation has ended, the share returns to the sender. If the receiver had counted it, it was lost
-  with the receiver.
-- If a receiver is only silent, the sender does not know what it counted, and recalls the share. The receiver answers
-  that it has counted the share, or that it never will; only the second answer returns the share. Until then the share
-  is at neither peer, but it is not lost.
+- If the receiver's incarnation has ended, the share returns to the sender.
+- If a receiver is only silent, the sender recalls the share. The receiver answers that it has counted the share, or
+  that it never will; only the second answer returns the share.
 
-Then Σw, over all ledgers and all outstanding shares that are not counted, never changes, up to rounding. If a sender
+Then Σw, over all ledgers and all outstanding shares that are not counted, never changes, up to rounding. If a peer
 dies, the mass that it holds is lost, but what it gave remains.
 """
 
@@ -29,8 +27,7 @@ SHARE_WINDOW = 64
 """Limit of unacknowledged shares per receiver. The sender keeps their values, and gives that receiver no more."""
 MAX_GIVERS = 256
 """Peer incarnations whose share numbers are remembered; the one that gave least recently is dropped first."""
-MAX_RECEIVERS = 256
-"""Peer incarnations whose next share number is remembered, besides those that owe an answer."""
+MAX_RECEIVERS = 256  # peer incarnations whose next share number is remembered, besides those that owe an answer
 LEAST_WEIGHT = 2.0**-900
 """A peer with less weight gives nothing. Far below what is reached in practice, even if one peer only takes."""
 

@@ -64,9 +64,9 @@ CLOSING_SEARCH = 64
 def closing_hops(count: int) -> tuple[int, ...]:
     """How many places ahead a peer gives in each of ⌈log₂ n⌉ + 1 steps: 1, 2, 4, …, and a last one.
 
-    For a power of two, all values are equal before the last step. The last step repeats the first, which is the one
-    that is missed when some peers begin later than others. For other numbers, the last step is the one that leaves the
-    smallest deviations: at most 0.13.
+    For a power of two, all values are equal before the last step, which repeats the first: that is the one missed when
+    some peers begin late. For other numbers, the last step is the one that leaves the smallest deviations: at most
+    0.13.
     """
     every = hops(count)
     if count & (count - 1) == 0:
@@ -84,10 +84,9 @@ def closing_hops(count: int) -> tuple[int, ...]:
 def closing_pairs(count: int) -> tuple[tuple[int, ...], ...]:
     """The partner of each index in each of ⌈log₂ n⌉ + 1 steps. An index that is its own partner has none.
 
-    For a power of two, the distances are 1, 2, 4, … in both directions (index xor distance); after them all peers hold
-    the mean. These steps commute, so any of them can be repaired by repeating it at the end; the last step repeats the
-    first. For other numbers, no sequence of halves leads to the mean: 0.13 to 0.36 of the deviations remain at most, up
-    to 64 peers.
+    For a power of two (index xor 1, 2, 4, …), all peers then hold the mean. These steps commute, so any of them can be
+    repaired by repeating it at the end; the last step repeats the first. For other numbers, no sequence of halves leads
+    to the mean: 0.13 to 0.36 of the deviations remain at most, up to 64 peers.
     """
     if count & (count - 1) == 0:
         return tuple(tuple(index ^ hop for index in range(count)) for hop in closing_hops(count))
@@ -120,8 +119,8 @@ def _drawn_steps(count: int, draw: int) -> tuple[tuple[int, ...], ...]:
 def matched_order(members: tuple[PeerId, ...], round_number: int, seed: str) -> tuple[int, ...]:
     """Indices in a drawn order: each two consecutive ones are partners.
 
-    The order is that of a hash of each member, so a peer that knows one more member still finds mostly the same
-    neighbours. Cached: it takes milliseconds for thousands of members, and is needed repeatedly during one round.
+    The order is that of a hash of each member: a peer that knows one more member finds mostly the same neighbours.
+    Cached, because it takes milliseconds for thousands of members.
     """
 
     def drawn(index: int) -> bytes:

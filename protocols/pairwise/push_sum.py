@@ -1,21 +1,16 @@
 """Push-sum between peers: each round a peer gives a share of its state away, one way, and waits for no other peer.
 
-A run selects this protocol by name; gossip does not fall back to it. Shares carry weights, and all peers of a run must
-count them. Push-sum suits lines that are much faster in one direction, and peers that should not pause for others:
-giving costs one upload, taking costs one download, and neither waits for the other. The cost is slower mixing: two
-shares bring two peers as close as one exchange does, and a peer that is given nothing learns nothing in that round.
+A run selects this protocol by name; gossip does not fall back to it. It suits links that are much faster in one
+direction, and peers that should not pause for others. The cost is slower mixing: two shares bring two peers as close as
+one exchange does, and a peer that is given nothing learns nothing in that round.
 
-A link that carries nothing at all in one direction carries no stream either. Then a peer gives to others, and takes
-back what it gave: it keeps each share, encoded, until the receiver says that it has counted it. A share without an
-answer is recalled in later rounds. If its receiver is in another incarnation, the share returns to the sender. If the
-receiver has not been seen for two minutes, the share returns too, and may then count twice; this is reported, as half
-exchanges are.
+A peer keeps each share, encoded, until the receiver says that it has counted it. A share without an answer is recalled
+in later rounds. If its receiver is in another incarnation, the share returns to the sender. If the receiver has not
+been seen for two minutes, the share returns too, and may then count twice; this is reported, as half exchanges are.
 
-A state stands for x / w; the weights are in `protocols.pairwise.mass_ledger.MassLedger`. Peers send x / w with the
-weight of the share. A peer's own step moves x / w, so it counts by the peer's weight at that moment, which is 1 on
-average. Besides the state, memory holds at most two kept shares and four incoming ones, each an encoded state.
-
-Sources: Kempe et al. 2003; Assran et al. 2019 (SGP).
+A state stands for x / w (`protocols.pairwise.mass_ledger`). Peers send x / w with the weight of the share. A peer's own
+step moves x / w, so it counts by the peer's weight at that moment, which is 1 on average. Sources: Kempe et al. 2003;
+Assran et al. 2019 (SGP).
 """
 
 from __future__ import annotations
@@ -62,10 +57,7 @@ class PushSum(PairwiseAverager):
         self._steps = ClosingExchanges(self.weighted.endpoint, self.weighted.timeouts)
 
     async def mix(self, session: SharedStateSession, state: VectorView) -> None:
-        """Settle earlier shares, then give one to each peer that the schedule names; give declined shares to others.
-
-        Giving takes at most the time limit of one share: a slow or dead peer is not waited for twice.
-        """
+        """Settle earlier shares, then give one to each peer that the schedule names; give declined shares to others."""
         await self.share_sender.reclaim(session)
         timeouts = self.weighted.timeouts
         size_bytes = self.weighted.codec.encoded_bytes(state.size)
@@ -134,8 +126,7 @@ class ShareSender:
     ) -> bool:
         """Give half of the mass; False if the share has returned and may go to another peer.
 
-        `ready` says whether the receiver may have it. It is asked after the share is set apart: mass that arrives later
-        is not in it.
+        `ready` says whether the receiver may have it. Mass that arrives while it is asked is not in the share.
         """
         weighted = self._weighted
         async with weighted.turn:

@@ -25,8 +25,7 @@ from protocols.vectors.views import VectorView
 from protocols.wire import flag, one, real, register, text, uint
 
 PUSH = "starling/push-sum/share/1"
-MAX_TAKING = 4
-"""Peers whose shares are received at once, one share each; others are declined."""
+MAX_TAKING = 4  # peers whose shares are received at once, one share each; others are declined
 MOST_SHARE = 64.0
 """Limit of a share's weight, as a multiple of a peer's initial weight. A peer that would exceed twice this accepts
 no share, so that it never gives more than others accept."""

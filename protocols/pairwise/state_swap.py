@@ -160,14 +160,12 @@ class StateSwap:
     """One end of an exchange. Until `state` is moved, the exchange reads it and nothing else may change it.
 
     The move: with own state x, and Q(x) what the partner decodes of it, x ← x − Q(x) + ½Q(x) + ½Q(y). The sum of both
-    states is then unchanged, whatever the codec loses (up to the rounding of float32), so codec errors do not
-    accumulate in the mean of all peers. Both ends then hold the same, except for their own x − Q(x); in fp32 they hold
-    the same bits.
+    states is then unchanged, whatever the codec loses (up to the rounding of float32). Both ends then hold the same,
+    except for their own x − Q(x); in fp32 they hold the same bits.
 
-    Why one half, and not weights by tokens: a state is not the work of one round. With halves, the matrix of a pair is
-    doubly stochastic, so all states approach their mean, which stays. With the weights of the two peers that happen to
-    meet, there would be no fixed mean to approach. Tokens already count: a peer that trained more has moved its own
-    state further. To weigh states, weights must travel with them: that is push-sum (`protocols.pairwise.mass_ledger`).
+    Why one half, and not weights by tokens: a pair's matrix is then doubly stochastic, so all states approach their
+    mean, which stays. A peer that trained more has moved its own state further. To weigh states, weights must travel
+    with them: that is push-sum.
     """
 
     def __init__(self, state: VectorView, part: ReducedPart, compute: Compute) -> None:

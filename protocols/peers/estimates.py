@@ -59,8 +59,7 @@ class RoundEstimator:
         return rounds[needed - 1] if 0 < needed <= len(rounds) else None
 
 
-MORE_THAN_HALF = math.nextafter(1 / 2, 1)
-"""Two of three peers, three of four."""
+MORE_THAN_HALF = math.nextafter(1 / 2, 1)  # two of three peers, three of four
 
 MOSHPIT_ROUND = RoundEstimator(1 / 3, 2)
 """A peer that is behind moves on to this round. Peers ahead of it, fewer than a quorum, wait for the others."""
@@ -73,9 +72,8 @@ DONOR_ROUND = RoundEstimator(MORE_THAN_HALF, 1)
 class ClaimedRounds:
     """The rounds that other peers claim to have completed, in a run without a coordinator.
 
-    Each peer counts its own rounds, and rounds take different times on different peers. The estimate says how far the
-    schedule is and when the run is over. A peer that is slower than most follows the others' round; otherwise it would
-    train on alone after they finish.
+    Each peer counts its own rounds. A peer that is slower than most follows the others' round; otherwise it would train
+    on alone after they finish.
     """
 
     def __init__(self) -> None:

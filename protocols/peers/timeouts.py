@@ -12,18 +12,15 @@ ROUND_TRIPS = 8.0
 """A peer answers at once. Its answer is late after the floor plus this many round trips."""
 MAX_ROUND_TRIP_SECONDS = 5.0
 """Upper limit of the estimated round trip. Without it, a peer that always answers late would get more and more time."""
-TIMEOUT_MULTIPLE = 4.0
-"""An exchange may take this many times its expected time."""
+TIMEOUT_MULTIPLE = 4.0  # an exchange may take this many times its expected time
 REST_MULTIPLE = 4.0
 """A peer that cost us time for nothing, or more than expected, is avoided for this many times as long."""
 CHEAP_SECONDS = 1.0
 """An exchange that fails sooner than this costs nothing: the partner may have gone on to another round."""
 LEAST_RATE = 1e3
 MAX_RATE_GAIN = 1.5
-MAX_PEERS = 256
-"""At most this many peers are remembered; the one that has been silent longest is dropped first."""
-REQUEST_WINDOW = 64
-"""Requests of one incarnation that may overtake each other; an older request is stale."""
+MAX_PEERS = 256  # at most this many peers are remembered; the one that has been silent longest is dropped first
+REQUEST_WINDOW = 64  # requests of one incarnation that may overtake each other; an older request is stale
 
 
 @dataclass(slots=True)
@@ -37,10 +34,9 @@ class _Seen:
 class PeerTimeouts:
     """How long exchanges took, by peer, and the limits that follow for the next one. Times are the loop's.
 
-    A peer's rate follows the observations, and each timeout of an exchange in progress halves it. If a link is slower
-    than announced, the time limit therefore doubles until it suffices. A new peer's rate starts as that of all others
-    together, and theirs as our own bandwidth: if our own link is the slow one, we need not learn that again with each
-    peer.
+    A peer's rate follows the observations, and each timeout of an exchange in progress halves it, so that the time
+    limit doubles until it suffices. A new peer's rate starts as that of all others together, and theirs as our own
+    bandwidth.
     """
 
     def __init__(self, bandwidth: float) -> None:
@@ -80,8 +76,6 @@ class PeerTimeouts:
     def failed(self, peer: PeerId, began: float, now: float, until: float, slow: bool) -> None:
         """Record a failed exchange that began at `began` and could have lasted until `until`; `slow`: it was in
         progress.
-
-        A peer that aborts just before the limit costs as much as one that is late.
         """
         if now >= until or now - began >= CHEAP_SECONDS:
             self.late(peer, now, now - began, slow and now >= until)

@@ -1,8 +1,7 @@
-"""Sends and receives vectors and parts chunk by chunk: for each chunk a header, then its encoded elements.
+"""Sends and receives vectors chunk by chunk: for each chunk a header, then its encoded elements.
 
-Sender and receiver know the layout. So the receiver knows the index and size of each chunk in advance, and refuses any
-other. Buffers are allocated before the first chunk. Codecs and digests run through `Compute`, one chunk at a time. A
-receiver reads a chunk only when it has processed the previous one, so a slow receiver slows down its sender.
+The receiver knows the layout, so it refuses any chunk but the one that is due. Codecs run through `Compute`, one chunk
+at a time. A receiver reads a chunk only when it has processed the previous one, so a slow receiver slows its sender.
 """
 
 from __future__ import annotations
@@ -16,12 +15,10 @@ from protocols.base import BadPayload, Compute, Header, Stream
 from protocols.vectors.layout import PartLayout
 from protocols.vectors.views import VectorView
 
-HEADER_LIMIT = 512
-"""Limit of the bytes of a chunk's header, or of a message that comes instead of it."""
+HEADER_LIMIT = 512  # limit of the bytes of a chunk's header, or of a message that comes instead of it
 
 ChunkHeader = TypeVar("ChunkHeader", wire.Chunk, wire.Reduced)
-OnHeader = Callable[[Header], None]
-"""Called with each header before it is checked to be that of a chunk; may raise."""
+OnHeader = Callable[[Header], None]  # called with each header before it is checked to be that of a chunk; may raise
 
 
 def due(header: Header, kind: type[ChunkHeader], index: int, size: int) -> ChunkHeader:

@@ -24,8 +24,7 @@ from protocols.base import (
 
 RECONNECT_SECONDS = 0.1
 RECONNECT_LIMIT_SECONDS = 5.0
-MAX_NAMED = 256
-"""Limit of peers named between two reports: a stranger can use any number of peer ids."""
+MAX_NAMED = 256  # limit of peers named between two reports: a stranger can use any number of peer ids
 KEEP_MESSAGES = 64
 """Limit of messages kept for one peer: those to send, and those sent that may be lost. The oldest are dropped first."""
 
@@ -97,11 +96,11 @@ class _Outbox:
 
 
 class ControlChannel:
-    """Sends control messages in order, on one stream to each peer, which stays open.
+    """Sends control messages in order, on one stream to each peer, which stays open: opening one takes a round trip.
 
-    Opening a stream takes a round trip; a message on an open stream takes half of one. Messages of a broken stream are
-    sent again, since some may be lost: messages are idempotent. The channel watches each stream for its end, so it
-    notices at once when a peer dies. Unsent messages are kept from one `run` to the next.
+    Messages of a broken stream are sent again, since some may be lost: messages are idempotent. The channel watches
+    each stream for its end, so it notices at once when a peer dies. Unsent messages are kept from one `run` to the
+    next.
     """
 
     def __init__(self, host: Host, method: str, accounting: RoundAccounting) -> None:

@@ -1,8 +1,4 @@
-"""What an averager is built from: its streams, its sessions, and limits.
-
-`ProtocolEndpoint` opens the streams of one protocol at one peer, and checks the first frame of those that others open.
-A stream may arrive before its session has begun at this peer. It then waits in the `SessionTable`.
-"""
+"""What an averager is built from: its streams, its sessions, and limits."""
 
 from __future__ import annotations
 
@@ -55,10 +51,8 @@ class ProtocolEndpoint:
     A data stream is served if its first frame
 
     - comes within `FIRST_FRAME_SECONDS`, from a live member or an acquaintance,
-    - is of a kind that its method has a handler for,
-    - is bound to the run and scope of this peer's rounds,
-    - names as `sender`, if any, the current incarnation of the stream's peer,
-    - names as receiver (`to`), if any, the current incarnation of this peer.
+    - is of a kind that its method has a handler for, and bound to the run and scope of this peer's rounds,
+    - names as `sender` and receiver (`to`), if any, the current incarnations of the stream's peer and of this one.
 
     A control stream carries any number of messages. The first must come in time and from such a peer, as above. A
     message of another kind, run or scope is not passed to a handler.
@@ -93,17 +87,15 @@ class ProtocolEndpoint:
     ) -> None:
         """Let `handle` serve the streams of a method whose first frame is of this kind.
 
-        A kind that opens a stream says which run it belongs to: it has the fields `run` and `scope`, or a `key`. With
-        the fields `sender` and `to` (members) the endpoint refuses frames of or for another incarnation.
+        A kind that opens a stream says which run it belongs to: it has the fields `run` and `scope`, or a `key`.
         """
         self._handlers_of(method, self._serve, kind)[kind] = handle
 
     def listen(
         self, method: str, kinds: Iterable[type[HeaderType]], take: Callable[[PeerId, HeaderType], None]
     ) -> None:
-        """Pass each message of these kinds on a method's control streams to `take`.
-
-        If `take` raises `BadPayload`, the sender is named, and the stream stays open for its next messages.
+        """Pass each message of these kinds on a method's control streams to `take`, which may refuse it with
+        `BadPayload`.
         """
         for kind in kinds:
             self._handlers_of(method, self._serve_messages, kind)[kind] = take

@@ -21,9 +21,9 @@ PIECE = CHUNK_ELEMENTS  # largest scratch of an encoder; in smaller pieces the c
 class Codec(Protocol):
     """Encodes and decodes one vector, usually one chunk.
 
-    Contributions are encoded by this codec, their mean by the codec that `reduced` returns. Nearly always that is the
-    same codec. If a codec is `in_place`, encoded elements are the float32 numbers as they are in memory. `encode` and
-    `decode` of a vector whose memory is also that of the encoded bytes then copy nothing, and only check it.
+    A mean is encoded by the codec that `reduced` returns, nearly always the same one. If a codec is `in_place`, encoded
+    elements are the float32 numbers as they are in memory. `encode` and `decode` of a vector whose memory is also that
+    of the encoded bytes then copy nothing, and only check it.
     """
 
     name: str
@@ -41,15 +41,13 @@ class Codec(Protocol):
     def encode(self, source: Vector, into: memoryview) -> None:
         """Encode `source` into the whole of `into`, `encoded_bytes(len(source))` bytes.
 
-        Raises `ValueError` if `source` is not a finite `Vector`, or `into` is of another size or read-only. The content
-        of `into` is then undefined.
+        Raises `ValueError` if `source` is not finite, or `into` is of another size or read-only.
         """
 
     def decode(self, data: Buffer, into: Vector) -> None:
         """Decode `data` into the whole of `into`. Read-only data costs one more copy.
 
-        Raises `BadPayload` if `data` has another size than `encoded_bytes(len(into))`, or holds NaN, infinity, or bytes
-        that no encoder writes. The content of `into` is then undefined.
+        Raises `BadPayload` if `data` has another size, or holds NaN, infinity, or bytes that no encoder writes.
         """
 
     def error_bound(self, source: Vector) -> Vector:
@@ -108,8 +106,7 @@ def finite_range(values: torch.Tensor) -> tuple[float, float]:
 def require_finite(values: torch.Tensor) -> None:
     """Raise `ValueError` if an element is NaN or infinite.
 
-    A finite sum proves that none is. It takes a quarter of the time of `finite_range`, which decides if the sum is not
-    finite: large finite elements may overflow it.
+    A finite sum proves that none is, in a quarter of the time of `finite_range`, which decides if the sum overflows.
     """
     if not math.isfinite(float(values.sum())):
         finite_range(values)

@@ -7,11 +7,9 @@ Blockwise absmax quantisation (Dettmers et al. 2021, arXiv 2110.02861, section 2
     e3m0   half a byte, a sign and three bits of exponent: 0 or ±absmax / 2**k with k in 0..6, as in Streaming DiLoCo
            (Douillard et al. 2025, arXiv 2501.18512)
 
-Layout: all scales as float32, then all codes. Of two half bytes in a byte, the low one is the even element.
-
-Decoding looks up a code and multiplies once, so it gives the same bits on every machine. A block is encoded as zeros
-with scale 0 if a decoded number would be denormal: denormal numbers are too coarse for the error bound, and processors
-treat them differently. Scales are limited so that every product is finite.
+Layout: all scales as float32, then all codes. Of two half bytes in a byte, the low one is the even element. A block is
+encoded as zeros with scale 0 if a decoded number would be denormal: denormal numbers are too coarse for the error
+bound, and processors treat them differently. Scales are limited so that every product is finite.
 """
 
 from __future__ import annotations

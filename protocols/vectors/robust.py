@@ -9,20 +9,14 @@
     krum            the contribution that is nearest to its neighbours (Blanchard et al. 2017, arXiv 1703.02757)
     multi_krum      weighted mean of the contributions that Krum ranks first (the same paper, section 4)
 
-A contribution of weight 2 counts like two equal contributions of weight 1. Only Krum's ranking ignores weights.
-
-The result stays among the honest contributions while the wrong ones have
-
-- less than half of the weight (`median`, `centered_clip`),
-- less than a quarter of the weight (`trimmed_mean`),
-- at most b of n contributions, where n >= 2b + 3 (`krum`, `multi_krum`).
-
-No rule finds the mean of the honest contributions exactly. No rule tolerates colluding contributions that are no
-further out than the honest ones are from each other (ALIE, Baruch et al. 2019; IPM, Xie et al. 2019).
+A contribution of weight 2 counts like two equal contributions of weight 1. Only Krum's ranking ignores weights. The
+result stays among the honest contributions while the wrong ones have less than half of the weight (`median`,
+`centered_clip`), less than a quarter (`trimmed_mean`), or are at most b of n >= 2b + 3 (`krum`, `multi_krum`). No rule
+tolerates colluding contributions that are no further out than the honest ones are from each other (ALIE, Baruch et al.
+2019; IPM, Xie et al. 2019).
 
 `mean`, `median` and `trimmed_mean` give the same bits on every machine. The others use norms, whose last digits differ
-between machines. If another member reduces the part again, it may therefore get another digest, as it also may with
-another set of contributions. The digest that the roster votes for counts.
+between machines: another reducer may get another digest. The digest that the roster votes for counts.
 """
 
 from __future__ import annotations
@@ -43,9 +37,7 @@ TRIM_SHARE = 0.25
 REACH = 0.5
 """τ of `centered_clip`, as a multiple of the median distance from the current estimate.
 
-While less than half of the weight is wrong, the median distance is at most an honest one. Between .25 and 1 the value
-matters little. From 1.5 on, outliers pull the estimate towards themselves, and so look less far out in the next step.
-"""
+Between .25 and 1 the value matters little. From 1.5 on, outliers pull the estimate towards themselves."""
 CLIP_STEPS = 5
 KRUM_LEAST = 5
 """With fewer than 2·1 + 3 contributions Krum tolerates no wrong one; the coordinate median, which does, replaces it."""
@@ -58,12 +50,9 @@ norm was 1.16 times the median in chunks of 14,000 elements, and 1.41 times in o
 """
 PAIR_SLACK = 2.0
 """The same for two contributions, as a multiple of the smaller norm: it cannot be known which of the two is wrong."""
-MEASURED_ELEMENTS = 64
-"""Shorter chunks are not measured: the norm of fewer numbers says little."""
-ESTIMATE_ERROR = 0.01
-"""Largest error of a norm from `vectors.estimated_norm`, as a share of it."""
-NAMED_SHARE = 0.5
-"""A member whose contribution is clipped to less than this share of its norm is reported."""
+MEASURED_ELEMENTS = 64  # shorter chunks are not measured: the norm of fewer numbers says little
+ESTIMATE_ERROR = 0.01  # largest error of a norm from `vectors.estimated_norm`, as a share of it
+NAMED_SHARE = 0.5  # a member whose contribution is clipped to less than this share of its norm is reported
 NAMED_DISTANCE = 3.0
 """A member is reported if its distance from the coordinate median is more than this multiple of the median distance.
 
@@ -138,10 +127,9 @@ def centered_clip(
 
 
 def krum(contributions: torch.Tensor, weights: Sequence[float], into: Vector) -> None:
-    """The contribution with the least sum of squared distances to its n - b - 2 nearest neighbours.
+    """The contribution with the least sum of squared distances to its n - b - 2 nearest neighbours, b = (n - 3) // 2.
 
-    b = (n - 3) // 2 is the largest number of wrong contributions that Krum tolerates. With fewer than `KRUM_LEAST`
-    contributions, the coordinate median.
+    With fewer than `KRUM_LEAST` contributions, the coordinate median.
     """
     if len(contributions) < KRUM_LEAST:
         return median(contributions, weights, into)
@@ -208,10 +196,7 @@ def _neighbours(count: int) -> int:
 
 
 def _nearest(contributions: torch.Tensor) -> list[int]:
-    """Indices of the rows in Krum's order: by the sum of squared distances to the nearest neighbours, least first.
-
-    Equal rows keep their order.
-    """
+    """Indices of the rows in Krum's order, the least sum of squared distances first. Equal rows keep their order."""
     count = len(contributions)
     apart = torch.empty(contributions.shape[1])
     squares = [[0.0] * count for _ in range(count)]
@@ -228,7 +213,7 @@ class RobustAggregator:
     """Averages the chunks of one part, and finds the contributions that differ from the others.
 
     Declared norms were clipped before, by factors that all reducers compute alike. This class measures what was really
-    sent. Norms and distances are those of the chunk, so a member may be found honest in one part and not in another.
+    sent, by chunk, so a member may be found honest in one part and not in another.
     """
 
     def __init__(self, rule: str, allowances: Sequence[float]) -> None:

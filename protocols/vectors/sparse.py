@@ -38,9 +38,7 @@ class TwoBits(Codec):
     """A sign and one of two magnitudes for each element, in blocks of 64.
 
     The magnitudes are the mean of the elements below the block's mean magnitude, and the mean of the others. If a block
-    holds zeros, the zeros form the lower class, and are exact.
-
-    A decoded vector is encoded again without loss. The error is less than the largest magnitude of the block.
+    holds zeros, the zeros form the lower class, and are exact. A decoded vector is encoded again without loss.
     """
 
     name = "two bits"
@@ -85,8 +83,7 @@ class TwoBits(Codec):
 class TopK(Codec):
     """Sends the largest elements of each group; the format is described above.
 
-    A decoded vector is encoded again without loss if its groups begin at the same elements. The error of an element
-    that is not sent is its magnitude. The error of one that is sent is that of `TwoBits`, or, in a mean, of int8.
+    A decoded vector is encoded again without loss if its groups begin at the same elements.
     """
 
     grain, decay = GROUP, DECAY

@@ -106,11 +106,9 @@ def weighted_mean(contributions: Sequence[Vector], weights: Sequence[float], int
     """Write sum_i w_i x_i / sum_i w_i, added in the given order, into `into`. All are of one size, and finite.
 
     The contributions are overwritten. `into` may be the first of them, and must not overlap the others. The weights are
-    positive and finite, in any unit; otherwise `ValueError`.
-
-    Each contribution is scaled by w_i / sum w (computed in float64, rounded to float32) before it is added, so that
-    large weights cannot overflow. The mean of finite vectors is finite: it is clamped to the largest float32. A single
-    contribution is returned unchanged.
+    positive and finite, in any unit; otherwise `ValueError`. Each contribution is scaled by w_i / sum w (computed in
+    float64, rounded to float32) before it is added, so that large weights cannot overflow; the mean is clamped to the
+    largest float32. A single contribution is returned unchanged.
     """
     if not contributions or len(contributions) != len(weights):
         raise ValueError(f"{len(contributions)} contributions with {len(weights)} weights")
@@ -145,9 +143,8 @@ def estimated_norm(vector: Vector) -> float:
     """L2 norm of at most a chunk's elements, in a tenth of the time of `norm`. Not finite if an element is not.
 
     It is off by less than one percent even if all squares are added one after the other, and usually by a millionth.
-    The sum is in float32, where very small or large squares would be lost. `norm` takes over there.
     """
-    square = float(torch.dot(vector, vector))
+    square = float(torch.dot(vector, vector))  # float32: very small or large squares would be lost
     return math.sqrt(square) if 1e-20 < square < 1e30 else norm([vector])
 
 
