@@ -42,7 +42,6 @@ def _plain(text: str) -> str:
 
 
 def _origins(model: TrainedModel) -> dict[str, str]:
-    """Rows of the card: the lineage of the model, or of each of its stages."""
     lineages = [f"`{checkpoint.lineage.hex()}`" for checkpoint in model.checkpoints]
     if model.manifest.stages is None:
         return {"lineage": lineages[0]}

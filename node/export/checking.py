@@ -40,16 +40,13 @@ class ExportError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """What an export must load as: a model with these logits of `probe_ids` (float32), or plain tensors.
+    """What an export must load as: a model with these logits, or plain tensors."""
 
-    `tokens` are of `TEXT`, empty without a tokenizer; `base` is the folder of an adapter's base; `tensors` are digests.
-    """
-
-    logits: torch.Tensor | None = None
+    logits: torch.Tensor | None = None  # of `probe_ids`, in float32; None for a module whose code is not known
     ids: torch.Tensor | None = None
-    tokens: Sequence[int] = ()
-    base: Path | None = None
-    tensors: Mapping[str, str] = field(default_factory=dict)
+    tokens: Sequence[int] = ()  # of `TEXT`; empty if the export has no tokenizer
+    base: Path | None = None  # folder of an adapter's base
+    tensors: Mapping[str, str] = field(default_factory=dict)  # digests by name, where there are no logits
 
     @classmethod
     def of_tensors(cls, tensors: Mapping[str, torch.Tensor]) -> Expected:
@@ -130,7 +127,6 @@ def _size(folder: Path) -> int:
 
 
 async def _answers(jobs: Sequence[Path], seconds: float) -> list[str]:
-    """The lines that the process prints, one for each job."""
     lines: list[str] = []
 
     def heard(line: str | None) -> None:

@@ -48,15 +48,12 @@ _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "
 
 @dataclass(frozen=True, slots=True)
 class FineTuned:
-    """A trained model that can be used: on the CPU, float32, in eval mode.
-
-    `on_hub` is the base's name there, ORG/NAME@REVISION, or empty; `has_template`: not with the base's chat template.
-    """
+    """A trained model that can be used: on the CPU, float32, in eval mode."""
 
     loaded: LoadedModel
     settings: HfSettings
-    on_hub: str = ""
-    has_template: bool = False
+    on_hub: str = ""  # the base's ORG/NAME@REVISION, from this machine's copy or the founder's
+    has_template: bool = False  # the chat template is not the base's own
 
     @property
     def module(self) -> Any:
@@ -198,7 +195,6 @@ def _round(module: Any, folder: Path) -> None:
 
 
 def _save(module: Any, folder: Path, place: Path) -> None:
-    """Write a whole model, with its tokenizer."""
     module.config.use_cache = True
     if (folder / "generation_config.json").is_file():  # copied below: transformers writes fewer than it reads
         module.generation_config = type(module.generation_config)()

@@ -64,7 +64,6 @@ def export(
 
 
 def _fill(model: TrainedModel, place: Path, base: str | None, merge: bool, template: str) -> Expected:
-    """Write all files, and say how they must load."""
     if model.manifest.config.hf or base:
         tuned = load_fine_tuned(model, base, template)
         try:

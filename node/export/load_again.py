@@ -30,7 +30,6 @@ def problem(job: dict[str, Any]) -> str:
 
 
 def digest(tensor: torch.Tensor) -> str:
-    """Of a tensor's bytes and its shape."""
     content = (
         tensor.detach().contiguous().view(torch.uint8) if tensor.dim() else tensor.detach()[None].view(torch.uint8)
     )

@@ -52,7 +52,6 @@ class TrainedModel:
 
     @property
     def is_of_one_round(self) -> bool:
-        """Whether all stages have been trained for the same number of rounds."""
         return len(set(self.rounds)) == 1
 
     def warning(self) -> str:
@@ -90,7 +89,6 @@ def load_trained(directories: Sequence[Path]) -> TrainedModel:
 
 
 def is_one_staged_run(directories: Sequence[Path]) -> bool:
-    """Whether all of these directories belong to the same run, and it has stages."""
     try:
         return _run_of(directories).stages is not None
     except TrainedError:
@@ -98,7 +96,6 @@ def is_one_staged_run(directories: Sequence[Path]) -> bool:
 
 
 def _run_of(directories: Sequence[Path]) -> Manifest:
-    """The run of all directories."""
     first, *others = directories
     manifest = _manifest(first)
     for other in others:
@@ -161,7 +158,6 @@ def _newest_of(directories: Sequence[Path], stage: int, manifest: Manifest) -> _
 
 
 def _load(directory: Path, stage: int, manifest: Manifest) -> _Loaded:
-    """Load the newest checkpoint of a directory."""
     for attempt in range(_ATTEMPTS):
         try:
             checkpoint = newest(directory)
@@ -186,7 +182,6 @@ def _load(directory: Path, stage: int, manifest: Manifest) -> _Loaded:
 
 
 def _joined(parts: Sequence[_Loaded]) -> dict[str, torch.Tensor]:
-    """The tensors of all stages, in order."""
     names = Counter(name for part in parts for name, _ in part.tensors())
     shared = any(count > 1 for count in names.values())
     return {

@@ -32,19 +32,12 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class TaskContext:
-    """Argument of the factory of a user's own task: `factory(given, **given.options)` returns a `Task`.
+    """Argument of the factory of a user's own task: `factory(given, **given.options)` returns a `Task`."""
 
-    Attributes:
-        seed: of the initial weights, the same for all peers. Only the weights of a run's founder are used.
-        device: "cpu", "cuda" or "mps": the device on which the module has to be.
-        data: the value of --data on this machine, whose meaning the task defines. None: the option was not given.
-        options: options of the run, the same for all peers.
-    """
-
-    seed: int
-    device: str = "cpu"
-    data: Path | None = None
-    options: Mapping[str, OptionValue] = field(default_factory=dict)
+    seed: int  # of the initial weights, the same for all peers; only the founder's weights are used
+    device: str = "cpu"  # "cpu", "cuda" or "mps": where the module has to be
+    data: Path | None = None  # the value of --data on this machine, whose meaning the task defines
+    options: Mapping[str, OptionValue] = field(default_factory=dict)  # of the run, the same for all peers
 
 
 class Task(Protocol):
@@ -86,6 +79,5 @@ def extra(task: Task) -> Sequence[str] | None:
 
 
 def count_targets(task: Task, batch: Batch) -> int:
-    """The number of a batch's targets."""
     count: Callable[[Batch], int] | None = getattr(task, "targets", None)
     return int(count(batch)) if count else batch[-1].numel()

@@ -32,7 +32,6 @@ def blocks(data: Iterable[bytes]) -> Iterator[bytes]:
 
 
 def _end(text: bytes, low: int) -> int:
-    """Where the block ends that begins at `low`."""
     before, last = low + LEAST - 1, low
     while (line := text.find(b"\n", before, low + MOST)) >= 0:
         begins = text.rfind(b"\n", low, line) + 1 or low

@@ -40,12 +40,10 @@ class Bystanders:
         self._told: set[str] = set()
 
     def copy(self) -> dict[str, torch.Tensor]:
-        """Copies of all of them."""
         return {name: tensor.detach().clone() for name, tensor in self.tensors.items()}
 
     @torch.no_grad()
     def restore(self, copies: Mapping[str, torch.Tensor]) -> None:
-        """Put back the tensors with their values."""
         for name, value in copies.items():
             path, _, key = name.rpartition(".")
             part, tensor = self._module.get_submodule(path), self.tensors[name]
@@ -97,7 +95,6 @@ class Bystanders:
 
 
 def listed(names: Sequence[str]) -> str:
-    """The first of these names, and how many more there are."""
     more = len(names) - _SHOWN
     return ", ".join(names[:_SHOWN]) + (f" and {more} more" if more > 0 else "")
 

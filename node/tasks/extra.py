@@ -52,7 +52,6 @@ def trained_elements(layout: Layout) -> int:
 
 
 def extra_elements(layout: Layout) -> int:
-    """Number of elements after them."""
     return sum(layout.sizes()) - trained_elements(layout)
 
 
@@ -70,7 +69,6 @@ def named_tensors(fragment: Fragment, vector: Vector) -> Iterator[tuple[str, tor
 
 
 def packed(tensor: torch.Tensor) -> torch.Tensor:
-    """Values of a module as the vector holds them."""
     held = tensor.float() / _UNIT
     large = held.abs() > 1
     if bool(large.any()):  # in float64: what is packed again is the same
@@ -80,7 +78,6 @@ def packed(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def unpacked(held: torch.Tensor) -> torch.Tensor:
-    """The inverse of `packed`."""
     tensor = held * _UNIT
     large = held.abs() > 1
     if bool(large.any()):
@@ -95,7 +92,6 @@ def _plausible(name: str, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _fragment(shapes: Mapping[str, tuple[int, ...]], before: int) -> Fragment:
-    """The extra tensors with their padding, after `before` elements."""
     found: list[tuple[str, tuple[int, ...]]] = []
     grain = sparse.GROUP
     for name, shape in shapes.items():
@@ -135,13 +131,11 @@ class ExtraTensors:
 
     @torch.no_grad()
     def load(self) -> None:
-        """Write the vector's values into the module."""
         for name, value in named_tensors(self.fragment, self._tail):
             self._tensor(name).copy_(value)
 
     @torch.no_grad()
     def store(self) -> None:
-        """Read the module's tensors into the vector."""
         low = 0
         for name, shape in self.fragment:
             high = low + math.prod(shape)

@@ -181,7 +181,6 @@ def opened(path: Path, packing: str) -> BinaryIO:
 
 
 def expansion_limit(path: Path) -> int:
-    """Most bytes that a compressed file may hold."""
     return MAX_EXPANSION * path.stat().st_size + _FREE_BYTES
 
 
@@ -247,7 +246,6 @@ def _select(root: Path, option: str, has_rows: bool, splits: bool) -> Selection:
 
 
 def _no_data(root: Path, kinds: Mapping[Path, FileKind], has_rows: bool, splits: bool) -> dict[Path, str]:
-    """The files of a folder that are not data, and why."""
     found: dict[Path, str] = {}
     plain: dict[FileKind, str] = {"empty": "empty", "binary": "binary", "archive": "archive", "settings": "settings"}
     rows = [each for each, kind in kinds.items() if kind in ROWS.values() and not is_documentation(each)]
@@ -285,7 +283,6 @@ def _refuse_pointer(file: Path) -> None:
 
 
 def is_documentation(file: PurePath) -> bool:
-    """Whether a file's name says that it describes others."""
     return bool(_DOCUMENTATION.fullmatch(file.name))
 
 
@@ -351,7 +348,6 @@ def _count(number: int, word: str) -> str:
 
 
 def size_words(size: float) -> str:
-    """A size for people."""
     for unit in ("bytes", "kB", "MB", "GB"):
         if size < 1000 or unit == "GB":
             return f"{size:,.0f} {unit}" if unit == "bytes" else f"{size:,.1f} {unit}"
@@ -360,7 +356,6 @@ def size_words(size: float) -> str:
 
 
 def _kinds(files: Sequence[Path]) -> str:
-    """How many files there are of each suffix, the most first."""
     counts = Counter(suffix_of(each) or "without suffix" for each in files).most_common()
     more = sum(count for _, count in counts[6:])
     shortened = [f"{count:,} {shown(suffix[:20])}" for suffix, count in counts[:6]]

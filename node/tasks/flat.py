@@ -41,7 +41,6 @@ class FlatParameters:
 
 
 def unfrozen(module: nn.Module) -> NamedParameters:
-    """The parameters of a module that take gradients, by name."""
     return ((name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad)
 
 

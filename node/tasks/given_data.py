@@ -18,14 +18,11 @@ _MAX_RECORD_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class DataState:
-    """What data are compared by. `size` is in bytes; `documents` is 0 if they are not counted.
-
-    The digest is of the content, where reading all of it costs little; else of what the file system says of it.
-    """
+    """What data are compared by: `digest` is of the content where that is cheap, else of names and sizes."""
 
     files: int
     size: int
-    documents: int
+    documents: int  # 0 if they are not counted
     digest: str
 
     def words(self) -> str:
@@ -35,17 +32,13 @@ class DataState:
 
 @dataclass(frozen=True, slots=True)
 class GivenData:
-    """The place of the data (a path, or a data set on the hub), and a file that keeps their state from start to start.
+    """A path with data, and a record of what it held at the last start of the peer."""
 
-    `tells`: whether to tell the user what the data are: once for each start, not for each worker.
-    """
-
-    place: Path | None
+    place: Path | None  # file or folder, or a data set on the hub
     record: Path | None = None
-    tells: bool = True
+    tells: bool = True  # once for each start, not for each worker
 
     def tell(self, lines: Iterable[str]) -> None:
-        """Tell the user what the data are."""
         if self.tells:
             for line in lines:
                 note(line)

@@ -140,7 +140,6 @@ class Gpt(nn.Module):
         return logits
 
     def generate(self, prompt: bytes, tokens: int, temperature: float = 0.0, seed: int = 0) -> bytes:
-        """Return all bytes of `stream`."""
         return bytes(self.stream(prompt, tokens, temperature, seed))
 
     def stream(self, prompt: bytes, tokens: int, temperature: float = 0.0, seed: int = 0) -> Iterator[int]:
@@ -190,7 +189,6 @@ class GptTask:
         return windows[:, :-1], windows[:, 1:]
 
     def loss(self, *batch: torch.Tensor) -> torch.Tensor:
-        """Mean cross-entropy in nats per byte."""
         inputs, targets = (each.to(self._device) for each in batch)
         return functional.cross_entropy(self.module(inputs).flatten(0, 1), targets.flatten())
 

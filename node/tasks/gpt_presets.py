@@ -14,11 +14,7 @@ VOCABULARY = 256
 
 @dataclass(frozen=True, slots=True)
 class GptConfig:
-    """The model's size.
-
-    Raises:
-        ValueError: a value is out of its range, or the heads do not divide the width into even parts.
-    """
+    """The model's size. The heads divide the width into even parts."""
 
     layers: int
     width: int
@@ -102,13 +98,11 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
         "w256": _preset(256),
     }
 )
-"""Presets, named by width."""
 
 DEFAULT_PRESET = "w128"
 
 
 def preset(name: str) -> Preset:
-    """The preset with this name."""
     if name not in PRESETS:
         raise ValueError(f"no preset {name!r}: one of {', '.join(PRESETS)}")
     return PRESETS[name]

@@ -120,12 +120,10 @@ class GptStageTask:
         return windows[:, :-1], windows[:, 1:]
 
     def loss(self, output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Mean cross-entropy of the last stage's logits, in nats per byte."""
         return functional.cross_entropy(output.flatten(0, 1), targets.flatten())
 
 
 def block_names(config: GptConfig) -> tuple[str, ...]:
-    """The blocks of the model, in order."""
     return ("embedding", *(f"layer {number}" for number in range(config.layers)), "norm and head")
 
 
@@ -149,7 +147,6 @@ def measure(preset: Preset, timer: Callable[[], float]) -> tuple[BlockCost, ...]
 
 
 def assemble(config: GptConfig, stages: Sequence[GptStage]) -> Gpt:
-    """The whole model with the stages' weights."""
     whole = Gpt(config)
     state = {name: tensor for stage in stages for name, tensor in stage.state_dict().items()}
     whole.load_state_dict(state)

@@ -55,11 +55,9 @@ class Paced:
         return Step(float(place.square().mean()), self._tokens)
 
     def moments(self, make: bool = False) -> dict[str, torch.Tensor]:
-        """Empty, because there is no optimiser."""
         return {}
 
     def evaluate(self) -> float:
-        """Mean square of the first slice."""
         return float(self.vectors[0][:SLICE].square().mean())
 
 

@@ -49,7 +49,6 @@ class PacedStage(Paced):
         return self._activation(x)
 
     def backward(self, x: Buffer, gradient: Buffer) -> bytes:
-        """WrongWeights: the forward was computed elsewhere, or in other weights."""
         self._accumulate(x, gradient)
         return _gradient(x)
 
@@ -62,7 +61,6 @@ class PacedStage(Paced):
         return self.position, self._activation(self._batch(self.position)), bytes(TARGET_BYTES)
 
     def finish(self, batch: int, gradient: Buffer, loss: float) -> None:
-        """WrongWeights: the forward was computed in other weights."""
         self._accumulate(self._batch(batch), gradient)
 
     def outer_forward(self, x: Buffer) -> bytes:
@@ -72,7 +70,6 @@ class PacedStage(Paced):
         return 1.0
 
     def outer_logits(self, x: Buffer, position: int) -> bytes:
-        """Zeros: float32 (1, 256)."""
         return bytes(LOGIT_BYTES)
 
     def outer_sample(self, index: int) -> tuple[bytes, bytes] | None:
@@ -86,7 +83,6 @@ class PacedStage(Paced):
 
     @contextmanager
     def using(self, vectors: Sequence[Vector]) -> Iterator[None]:
-        """As `StageLearner.using`: nothing here depends on the parameters."""
         yield
 
     def discard(self) -> None:

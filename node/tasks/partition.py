@@ -9,15 +9,12 @@ from functools import cache
 
 @dataclass(frozen=True, slots=True)
 class BlockCost:
-    """What one block of a model costs, embeddings and head included. Seconds are of one microbatch.
-
-    The backward includes computing the forward again.
-    """
+    """What one block of a model costs for a microbatch, embeddings and head included."""
 
     name: str
     forward_seconds: float
-    backward_seconds: float
-    parameter_bytes: int
+    backward_seconds: float  # includes computing the forward again
+    parameter_bytes: int  # in float32
 
     @property
     def seconds(self) -> float:
@@ -36,7 +33,6 @@ class Partition:
         return len(self.bounds) - 1
 
     def of(self, stage: int) -> tuple[BlockCost, ...]:
-        """The blocks of a stage."""
         return self.blocks[self.bounds[stage] : self.bounds[stage + 1]]
 
     def seconds(self, stage: int) -> float:

@@ -20,8 +20,6 @@ PRECISIONS = ("auto", "float32", "bfloat16")
 
 @dataclass(frozen=True, slots=True)
 class GptValues:
-    """The language model of `node.tasks.gpt`: its shape, and the number of rows of a batch."""
-
     shape: GptConfig
     rows: int
 
@@ -48,19 +46,14 @@ class OwnValues:
 
 @dataclass(frozen=True, slots=True)
 class StageValues:
-    """One stage of a run with stages. Of S + 1 bounds, stage k holds the blocks [bounds[k], bounds[k+1]).
-
-    `activations` is a key of `protocols.registry.ACTIVATION_CODECS`; `elements` the length of the stage's flat vector,
-    for the paced task; `replica` the name of this peer in its present incarnation; `slots` the file descriptor of the
-    activations that peer and worker share (`node.training.activation_slots`).
-    """
+    """One stage of a run with stages. Stage k holds the blocks [bounds[k], bounds[k+1])."""
 
     number: int
     bounds: tuple[int, ...]
-    activations: str
-    elements: int
-    replica: str
-    slots: int = -1
+    activations: str  # how they travel: a key of `protocols.registry.ACTIVATION_CODECS`
+    elements: int  # length of the stage's flat vector; the paced task needs it
+    replica: str  # name of this peer in its present incarnation
+    slots: int = -1  # file descriptor of `node.training.activation_slots`
 
     @property
     def stages(self) -> int:
@@ -76,30 +69,22 @@ Values: TypeAlias = GptValues | PacedValues | OwnValues | HfValues
 
 @dataclass(frozen=True, slots=True)
 class WorkerSpec:
-    """The specification of a worker's job. The type of `values` selects the task.
-
-    `weights_seed` is used by the run's founder alone. `data` None: the source code of the standard library. `held_out`
-    None: hold out a part of this peer's own text, as a founder does. `device` "auto": cuda or mps if available.
-    `threads` 0: tune the number by measurement, starting with this worker's share of the cores, which it divides with
-    `peers_here` peers. `precision` "auto": bfloat16 where it was measured to be faster. `nice` is added to the
-    worker's. `stage` None: the whole model. `timeout_seconds`: as for a `Task`. `record`: file in which the worker
-    keeps what the data are, to compare them at the peer's next start.
-    """
+    """The specification of a worker's job. The type of `values` selects the task."""
 
     values: Values
     recipe: Recipe
-    stream_seed: int
-    weights_seed: int = 0
-    data: Path | None = None
-    held_out: Path | None = None
-    device: str = "auto"
-    threads: int = 0
-    peers_here: int = 1
-    precision: str = "auto"
-    nice: int = 0
+    stream_seed: int  # of this peer's stream of data, different for each peer
+    weights_seed: int = 0  # the initial weights; only those of a run's founder are used
+    data: Path | None = None  # a file or a folder; None: the source code of the standard library
+    held_out: Path | None = None  # the run's evaluation sample; None: a part of this peer's own text, as a founder does
+    device: str = "auto"  # "auto" uses cuda or mps if available
+    threads: int = 0  # for computation; 0: measure, starting with this worker's share of the cores
+    peers_here: int = 1  # on this machine
+    precision: str = "auto"  # of the forward pass; "auto": bfloat16 where it was measured to be faster
+    nice: int = 0  # added to the worker's niceness
     stage: StageValues | None = None
-    timeout_seconds: float | None = None
-    record: Path | None = None
+    timeout_seconds: float | None = None  # without a sign of work (`node.training.liveness`); None: default
+    record: Path | None = None  # where the worker keeps what the data are, for the peer's next start
 
     def __post_init__(self) -> None:
         require(self, "threads", lambda value: value >= 0, "0 or more")
@@ -114,7 +99,6 @@ class WorkerSpec:
 
     @classmethod
     def from_json(cls, text: str) -> WorkerSpec:
-        """Decode the result of `to_json`."""
         fields: dict[str, Any] = json.loads(text)
         fields["values"] = _read_values(fields.pop("task"), fields["values"])
         recipe = fields.pop("recipe")

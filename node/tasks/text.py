@@ -151,7 +151,6 @@ class _Source:
             mark = b""
 
     def lines(self) -> list[str]:
-        """What the user should know of the files that were read."""
         if not self._other:
             return []
         names = ", ".join(map(shown, islice(self._other, 3))) + (", …" if len(self._other) > 3 else "")

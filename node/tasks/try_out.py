@@ -105,8 +105,6 @@ def _put_back(module: nn.Module, flat: FlatParameters, training: bool) -> Iterat
 
 @contextmanager
 def _hooks(parameters: list[tuple[str, nn.Parameter]], reached: set[str]) -> Iterator[None]:
-    """Add the names of parameters that get a gradient inside the context."""
-
     handles = [
         parameter.register_post_accumulate_grad_hook(lambda _, name=name: reached.add(name))  # type: ignore[no-untyped-call]
         for name, parameter in parameters

@@ -57,12 +57,10 @@ class OwnTask:
         return float(seconds)
 
     def batch(self, seed: int, position: int) -> Batch:
-        """Call the user's `batch`."""
         with blamed(self.name, "batch()"):
             return self._task.batch(seed, position)
 
     def loss(self, *batch: torch.Tensor) -> torch.Tensor:
-        """Call the user's `loss`."""
         with blamed(self.name, "loss()"):
             loss = self._task.loss(*batch)
         depends = isinstance(loss, torch.Tensor) and (loss.requires_grad or not torch.is_grad_enabled())
@@ -71,12 +69,10 @@ class OwnTask:
         return loss
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Compute the gradients of a loss."""
         with blamed(self.name, "the gradient of loss()"):
             loss.backward()  # type: ignore[no-untyped-call]
 
     def trained(self) -> list[tuple[str, nn.Parameter]]:
-        """The parameters to train; see `Task`."""
         with blamed(self.name, "trained()"):
             return trained(self._task)
 
@@ -87,20 +83,17 @@ class OwnTask:
         return self._changed if named is None else [*named]
 
     def targets(self, batch: Batch) -> int:
-        """The number of a batch's targets; see `Task`."""
         with blamed(self.name, "targets()"):
             return count_targets(self._task, batch)
 
     def evaluate(self) -> float:
-        """Call the user's `evaluate`."""
         with blamed(self.name, "evaluate()"), torch.no_grad():
             return float(self._task.evaluate())
 
     def try_out(self, seed: int, training: bool = True) -> list[str]:
         """Draw a batch twice and compute its gradient, to report errors in them before a round begins.
 
-        Returns:
-            Lines about what the operator should know.
+        Returns lines about what the operator should know. `training`: whether training puts the module into train mode.
         """
         with _with_traceback():
             batch = self.batch(seed, 0)
@@ -190,7 +183,6 @@ def _find(name: str) -> Callable[..., Any]:
 
 
 def _check_parameters(name: str, task: Task, device: str) -> None:
-    """Check that the task's parameters can be trained on this device."""
     try:
         parameters = trained(task)
     except ValueError as error:

@@ -21,16 +21,13 @@ _TWICE = "leaves gradients behind, which would count twice: call zero_grad() aft
 
 @dataclass(slots=True, eq=False)
 class View:
-    """One parameter, and the views of it and of its gradient.
-
-    A rounded view is of a copy that is written anew before each step. `owners`: where modules hold it, by which key.
-    """
+    """One parameter, and the views of it and of its gradient."""
 
     name: str
     parameter: nn.Parameter
     value: torch.Tensor
     gradient: torch.Tensor
-    is_rounded: bool
+    is_rounded: bool  # the view is of a rounded copy, which is written anew before each step
     owners: list[tuple[dict[str, nn.Parameter | None], str]] = field(default_factory=list)
     value_at: int = 0
     gradient_at: int = 0
@@ -69,7 +66,6 @@ class Views:
                     view.owners.append((part._parameters, key))
 
     def before_loss(self) -> None:
-        """Remember the gradients as they are."""
         self._version = self._versions()
 
     def after_loss(self, is_first: bool) -> None:

@@ -102,7 +102,6 @@ def _experts(module: nn.Module) -> dict[str, int]:
 
 
 def _tied_layers(module: nn.Module) -> set[str]:
-    """Layers whose weight is the embedding's."""
     embedding = module.get_input_embeddings().weight  # type: ignore[operator]
     return {
         name.rpartition(".")[2]

@@ -275,7 +275,6 @@ class _Talk:
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """All texts in a JSON value."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict | list):

@@ -43,7 +43,6 @@ class DataCheck:
     first: str
 
     def lines(self, context: int) -> list[str]:
-        """The table that a peer prints when it joins, and the first document."""
         return [
             *self.files.lines(),
             *self.counts.lines(context),

@@ -37,16 +37,13 @@ _TYPES = {type(None): "null", list: "a list", dict: "an object", int: "a number"
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """A text or a conversation. One that does not begin where it stands continues the text before.
-
-    `where` a conversation comes from is for messages; `unused` names its fields that are not used.
-    """
+    """A text or a conversation."""
 
     content: str | Conversation
-    begins: bool = True
+    begins: bool = True  # of a text; if not, it continues the document before
     ends: bool = True
-    where: str = field(default="", compare=False)
-    unused: tuple[str, ...] = field(default=(), compare=False)
+    where: str = field(default="", compare=False)  # a conversation comes from, for messages
+    unused: tuple[str, ...] = field(default=(), compare=False)  # names of a conversation's fields
 
     def line(self) -> bytes:
         """One line of a file of held-out documents; empty if it is a conversation that is too long for one."""
@@ -73,7 +70,6 @@ class Sample:
         self._bytes = 0
 
     def add(self, document: Document) -> None:
-        """Take a document, and drop others if there are too many."""
         if not (line := document.line()):
             return
         heapq.heappush(self._heap, (-int.from_bytes(document.key(), "big"), line))
@@ -129,7 +125,6 @@ def joined(documents: Iterable[Document | None]) -> Iterator[Document]:
 
 
 def data_files(path: Path | None, option: str = "--data", splits: bool = True) -> list[Path]:
-    """The files of data in a path; see `node.tasks.files.select`."""
     return list(select(path, option, splits=splits).files)
 
 

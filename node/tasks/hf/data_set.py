@@ -38,8 +38,6 @@ class NotFetched(ModelError):
 
 @dataclass(frozen=True, slots=True)
 class HubFile:
-    """A file of a data set."""
-
     name: str
     size: int
 
@@ -130,7 +128,6 @@ def _look_up(name: str, revision: str | None) -> DataSet:
 
 
 def _checked(file: HubFile) -> HubFile:
-    """The file, if its name and its size can be used."""
     path = PurePosixPath(file.name)
     if path.is_absolute() or ".." in path.parts or not file.name.isprintable() or "\\" in file.name:
         raise ModelError(f"the hub names a file {file.name[:100]!a}, which is no name of a file: nothing is fetched")

@@ -25,7 +25,6 @@ PROBE = "The quick brown fox, naïvely: 1234567890 + 0.5%\n\tdef f(x):\n        
 
 
 def config_digest(config: Mapping[str, Any]) -> str:
-    """Digest of the content of config.json."""
     return _digest({key: value for key, value in config.items() if key not in _IGNORED})
 
 
@@ -39,7 +38,6 @@ def tokenizer_digest(path: Path, tokenizer: Any) -> str:
 
 
 def template_digest(tokenizer: Any) -> str:
-    """Digest of the chat template."""
     return _digest(tokenizer.chat_template)
 
 

@@ -45,21 +45,17 @@ _COMPUTE_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class MemoryNeed:
-    """What training needs, in bytes: frozen parameters, trained ones with all that belongs to them, and activations.
+    """What training needs, in bytes."""
 
-    The last are kept from a forward pass for the backward pass, with the logits; or they are an evaluation's copy.
-    """
-
-    frozen: int
-    trained: int
-    activations: int
+    frozen: int  # of the parameters that are not trained
+    trained: int  # of those that are, with everything that belongs to them
+    activations: int  # kept for the backward pass, and the logits; or the copy for an evaluation
 
     @property
     def total(self) -> int:
         return PROCESS_BYTES + self.frozen + self.trained + self.activations
 
     def line(self, available: int, advice: str = "") -> str:
-        """One line for the user."""
         told = (
             f"training needs about {self.total / 1e9:.1f} GB ({self.trained / 1e9:.1f} for what is trained, "
             f"{self.frozen / 1e9:.1f} for the rest of the model, {self.activations / 1e9:.1f} for a batch)"
@@ -146,7 +142,6 @@ def _listed(changes: Iterable[str], is_ours: bool) -> str:
 
 
 def _is_less(size: int, total: int) -> bool:
-    """Whether a change is worth its price."""
     return size < _WORTHWHILE * total
 
 

@@ -51,7 +51,6 @@ def load_tokenizer(folder: ModelFolder, template: str = "") -> Any:
 
 
 def read_template(path: Path) -> str:
-    """The chat template in a file."""
     try:
         with path.open("rb") as file:
             text = file.read(MAX_TEMPLATE_BYTES + 1).decode("utf-8-sig")
@@ -184,7 +183,6 @@ def load_module(folder: ModelFolder, weights: bool, device: str, dtype: torch.dt
 
 
 def require_fitting(module: Any, tokenizer: Any, settings: HfSettings) -> None:
-    """Check that the rows and the tokens fit the model."""
     longest = getattr(module.config, "max_position_embeddings", None)
     if longest and settings.context > longest:
         raise ModelError(f"hf.context is {settings.context}, and the model reads at most {longest} tokens: take less")
@@ -213,7 +211,6 @@ def require_finite(module: Any, where: str) -> None:
 
 
 def _probe(module: Any) -> torch.Tensor:
-    """Logits of a few tokens."""
     ids = torch.arange(8, device=module.get_input_embeddings().weight.device)[None]
     found: torch.Tensor = module(input_ids=ids % module.get_input_embeddings().num_embeddings, use_cache=False).logits
     return found
@@ -233,7 +230,6 @@ def packs(module: Any) -> bool:
 
 
 def loss_of(call: Any, batch: Batch, device: torch.device) -> torch.Tensor:
-    """Mean loss over a batch's targets."""
     tokens, positions, labels = (each.to(device) for each in batch)
     logits = call(input_ids=tokens, position_ids=positions, use_cache=False).logits
     return functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=MASKED)

@@ -42,30 +42,24 @@ MASKED = -100
 
 @dataclass(frozen=True, slots=True)
 class RowCounts:
-    """What the data hold. `documents` and `tokens` (without padding) are those to train on; none trains on `held_out`.
-
-    Conversations longer than a row are `cut`; some have `lost` all their targets by that. Documents without a target
-    are `skipped`, answers without content `empty`, documents equal to an earlier one `repeated`. `replaced` counts
-    characters U+FFFD: the data, or their encoding, were damaged before. The digest is of all documents, in any order.
-    """
+    """What the data hold."""
 
     rows: int = 0
-    documents: int = 0
-    held_out: int = 0
-    tokens: int = 0
+    documents: int = 0  # to train on; of a text, each part that a hash chooses for itself
+    held_out: int = 0  # documents that no peer trains on
+    tokens: int = 0  # of the documents to train on, without padding
     targets: int = 0
-    cut: int = 0
-    lost: int = 0
-    longest: int = 0
-    skipped: int = 0
-    empty: int = 0
-    unused: str = ""
-    repeated: int = 0
-    replaced: int = 0
-    digest: str = ""
+    cut: int = 0  # conversations that were longer than a row
+    lost: int = 0  # conversations that have lost all their targets by that
+    longest: int = 0  # tokens of the longest conversation
+    skipped: int = 0  # documents without a target
+    empty: int = 0  # answers without content, which are not targets
+    unused: str = ""  # names of fields of conversations
+    repeated: int = 0  # documents that are equal to an earlier one, and left out
+    replaced: int = 0  # characters U+FFFD: the data, or their encoding, were damaged before
+    digest: str = ""  # of all documents, in any order
 
     def lines(self, context: int) -> list[str]:
-        """What there is to train on, for the user."""
         masked = 1 - self.targets / self.tokens if self.tokens else 0.0
         found = [
             f"{'documents':12}{self.documents:,} to train on, {self.held_out:,} held out, {self.repeated:,} equal to "
@@ -183,7 +177,6 @@ class Rows:
 
 
 def rows_of(documents: Iterable[Document], encoder: Encoder, settings: HfSettings) -> Rows:
-    """Rows of a few documents, in memory."""
     tokens, flags = array("i"), bytearray()
 
     def write(row: array[int], marks: bytearray) -> None:

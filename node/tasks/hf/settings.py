@@ -70,22 +70,16 @@ def _require_names(what: str, names: tuple[str, ...]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ModelPins:
-    """What the manifest says of the model, so that no peer trains with another one. Raises ValueError if malformed.
+    """What the manifest says of the model, so that no peer trains with another one."""
 
-    `base` is where the founder's model came from (ORG/NAME@REVISION, or the name of its folder): only a hint. The
-    digests are of the base's tensors, its configuration, its tokenizer with the tokens that it makes of a fixed text,
-    and the chat template (empty in a run on plain text). `targets` are the layers with adapters; empty if the whole
-    model is trained. `base_loss` is the held-out loss before the first round.
-    """
-
-    base: str
-    weights: str
-    size: int
+    base: str  # where the founder's came from: ORG/NAME@REVISION, or its folder's name. Only a hint
+    weights: str  # digest of the base's tensors, 64 hex digits, as all digests
+    size: int  # bytes of the base's files of weights
     config: str
-    tokenizer: str
-    template: str = ""
-    targets: tuple[str, ...] = ()
-    base_loss: float | None = None
+    tokenizer: str  # digest of it, and of the tokens that it makes of a fixed text
+    template: str = ""  # digest of the chat template; empty in a run on plain text
+    targets: tuple[str, ...] = ()  # layers that have adapters; empty in a run that trains the whole model
+    base_loss: float | None = None  # held-out loss before the first round; None without a held-out sample
 
     def __post_init__(self) -> None:
         if not 0 < len(self.base) <= MAX_WORD_CHARACTERS or not (self.base.isascii() and self.base.isprintable()):
@@ -101,28 +95,18 @@ class ModelPins:
 
     @classmethod
     def from_fields(cls, fields: dict[str, Any]) -> ModelPins:
-        """From JSON, in which a tuple is a list."""
         return cls(**fields | {"targets": tuple(fields["targets"])})
 
 
 @dataclass(frozen=True, slots=True)
 class HfMachine:
-    """The model on this machine.
+    """The model on this machine."""
 
-    Attributes:
-        model: a folder, or ORG/NAME@REVISION on the hub.
-        checkpointing: whether the backward pass computes activations again instead of keeping them.
-        compile: whether torch compiles the module.
-        held_out: file whose texts a founder takes as the run's sample; "none": the run has no sample; empty: a text
-            run takes a part of the founder's own data, a chat run has none.
-        template: file with the chat template to use instead of the model's own; empty: the model's own.
-    """
-
-    model: str
-    checkpointing: bool = False
+    model: str  # a folder, or ORG/NAME@REVISION on the hub
+    checkpointing: bool = False  # compute activations again in the backward pass
     compile: bool = False
-    held_out: str = ""
-    template: str = ""
+    held_out: str = ""  # a founder's file with the run's sample; "none"; empty: of text, its data
+    template: str = ""  # file with the chat template to use instead of the model's own
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +119,6 @@ class HfValues:
 
     @classmethod
     def from_fields(cls, fields: dict[str, Any]) -> HfValues:
-        """From JSON."""
         settings = fields["settings"]
         return cls(
             HfSettings(**settings | {"lora_targets": tuple(settings["lora_targets"])}),

@@ -136,7 +136,6 @@ def read_config(path: Path, weights: bool = True) -> dict[str, Any]:
 
 
 def weight_files(path: Path) -> list[Path]:
-    """The files that hold the model's tensors."""
     whole, index = path / "model.safetensors", path / "model.safetensors.index.json"
     if whole.exists() or not index.exists():  # of the two, transformers loads the first
         return [whole] if whole.exists() else []

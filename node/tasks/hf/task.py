@@ -73,7 +73,6 @@ class HfTask:
         return int((batch[-1] != MASKED).sum())
 
     def loss(self, *batch: torch.Tensor) -> torch.Tensor:
-        """Mean loss over the targets."""
         return loss_of(self._call if self.module.training else self.module, batch, self._device)
 
     def evaluate(self) -> float:
@@ -238,7 +237,6 @@ def read_sample(path: Path) -> bytes:
 
 
 def sample_of(path: Path, settings: HfSettings) -> bytes:
-    """The sample that a founder takes from a file of its own."""
     sample = Sample()
     for document in read_documents(data_files(path, "--held-out", splits=False), settings.format == "chat"):
         sample.add(document)

@@ -189,5 +189,4 @@ class Marks:
         return value
 
     def restored(self, text: str) -> str:
-        """The text without marks."""
         return text.translate({ord(mark): name for mark, name in self.texts.items()})
