@@ -40,7 +40,7 @@ _DOMAIN = b"starling direct 1"
 
 
 class RecordError(ConnectionError):
-    """A record is not what the other side sent, or is longer than allowed. The connection is useless from here on."""
+    """A record is not what the other side sent, or is longer than allowed. The connection is useless after it."""
 
 
 class KeySpent(ConnectionError):

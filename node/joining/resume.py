@@ -3,7 +3,7 @@
 A directory holds a run to resume if the run's manifest is there, the run is not over, and the peer either knows peers
 to ask, or has a state of its own: a checkpoint or, at the founder, the initial state. It asks the others first. If none
 answers for a while, a peer with a state resumes without an answer: else a swarm whose peers were all restarted would
-wait for itself for ever.
+never continue.
 """
 
 from __future__ import annotations

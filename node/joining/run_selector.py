@@ -64,7 +64,7 @@ class RunSelector:
         return _over(held, state)
 
     def is_over(self, state: StateDir, run: RunInfo) -> str:
-        """A user-facing line if `run`, by which a peer answered, is the one in the directory and is over here."""
+        """A user-facing line if `run`, by which a peer answered, is the one in the directory, which is over."""
         there = unseal(run.sealed, verify).run_id
         return _over(there, state) if state.is_over and there == run_id(state.manifest()) else ""
 
@@ -106,7 +106,7 @@ class RunSelector:
             async with asyncio.timeout(None) as limit:
 
                 def on_named(named: Sequence[str] = ()) -> None:
-                    """From the moment when the user may mean the run held here, others have ten seconds to answer."""
+                    """From the moment when the user may mean the directory's run, others have ten seconds to answer."""
                     if limit.when() is None and is_meant():
                         limit.reschedule(asyncio.get_running_loop().time() + resume.ANSWER_SECONDS)
 

@@ -102,7 +102,7 @@ class Seats:
         self._run, self._founder, self._signer = bytes.fromhex(manifest.run_id), manifest.founder, signer
 
     def make(self, stage: int, member: Member) -> StageSeat:
-        """Sign a seat for the first member of a stage. Only the founder may; `add` makes it known here."""
+        """Sign a seat for the first member of a stage. Only the founder may. It still has to be added."""
         seat = StageSeat(stage, member, self.known[stage].number + 1 if stage in self.known else 0, b"")
         return replace(seat, signature=self._signer.sign(_signed(self._run, seat)))
 
@@ -190,7 +190,7 @@ class StageAssigner:
                     return StageRejected(f"this peer is the first of stage {own[0].stage} already: ask for that one")
                 seat = self._seats.make(stage, request.sender)
                 await self._keep([*(each for each in self._seats.known.values() if each.stage != stage), seat])
-                self._seats.add([seat])  # only now that it is on the disk does anybody hear of it
+                self._seats.add([seat])  # no other peer hears of it before it is on the disk
                 self._seated[stage] = loop_time()
             return self._reply(request.sender, stage)
 
@@ -270,7 +270,7 @@ async def ask_stage(
 
 
 async def ask_seats(transport: Transport, peer: PeerId, me: Member, deadline: Deadline) -> StageReply:
-    """Ask a peer for its own stage and for the seats that it knows, which are not verified here. It changes nothing."""
+    """Ask a peer for its own stage and for the seats that it knows, not verified here. It changes nothing."""
     answer = await ask_stage(transport, peer, WantStage(me, NO_STAGE), deadline)
     if isinstance(answer, StageRejected):
         raise BadPayload("does not tell the first members of the stages")

@@ -260,7 +260,7 @@ def open_streams() -> None:
 def become_program(module: str, arguments: Sequence[str]) -> None:
     """Have this forked process look like one of its own: its command line, signal handlers, logging and random numbers.
 
-    Those of Python's `random` differ in each fork anyway. PyTorch's begin as in each new process: nobody has drawn yet.
+    Those of Python's `random` differ in each fork anyway. PyTorch's begin as in each new process: none was drawn yet.
     """
     set_command_line("python", "-P", "-m", module, *arguments)
     for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
