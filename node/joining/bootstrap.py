@@ -186,7 +186,7 @@ class BootstrapClient:
         """
         self.met: dict[PeerId, str] = {}  # peer that answered -> address that led to it
         self.named: dict[str, tuple[str, ...]] = {}  # file of addresses -> those that it held when it was read last
-        self._on_named: Callable[[Sequence[str]], None] = lambda addresses: None
+        self.on_named: Callable[[Sequence[str]], None] = lambda addresses: None  # called after each reading of a file
         self._read = read
         self._connect, self._ask, self._judge, self._say = connect, ask, judge, say
         self._exit = AsyncExitStack()
@@ -219,10 +219,6 @@ class BootstrapClient:
         self._begin(remembered, f"none of the {len(remembered)} addresses of peers met before")
         return await asyncio.shield(self._found)
 
-    def set_listener(self, on_named: Callable[[Sequence[str]], None]) -> None:
-        """From now on, call this with the addresses that a file names, after each reading; it replaces the last one."""
-        self._on_named = on_named
-
     def stop(self) -> None:
         """Stop trying; the caller continues without an answer."""
         self._stopped = True
@@ -239,12 +235,15 @@ class BootstrapClient:
                 self.named[source] = content.addresses
             named = self.named.get(source, ())
             if seeks := not (self._found.done() or self._stopped):
-                self._turn_to(source, named, mine)
+                for address in mine.difference(named):  # the file no longer holds it
+                    self._tries.pop(address).cancel()
+                    mine.remove(address)
+                mine.update(self._begin(named, f"{source}: none of its {len(named)} addresses"))
             if seeks and (why := content if isinstance(content, str) else content.complaint) != reported:
                 reported = why
                 if why:
                     self._say(f"{source}: {why}{'' if self._tries else _WAITS} (reading it again)")
-            self._on_named(named)
+            self.on_named(named)
             await asyncio.sleep(READ_SECONDS if seeks else LATER_SECONDS)
 
     def _begin(self, addresses: Iterable[str], together: str = "") -> list[str]:
@@ -253,13 +252,6 @@ class BootstrapClient:
         group = _Refusals(together, new) if together and len(new) > 1 else None
         self._tries |= {each: self._group.create_task(self._try(each, group)) for each in new}
         return new
-
-    def _turn_to(self, source: str, addresses: Sequence[str], mine: set[str]) -> None:
-        """Try the addresses that a file holds now, and stop trying those that it held before (`mine`)."""
-        for address in mine.difference(addresses):
-            self._tries.pop(address).cancel()
-            mine.remove(address)
-        mine.update(self._begin(addresses, f"{source}: none of its {len(addresses)} addresses"))
 
     async def _try(self, address: str, group: _Refusals | None) -> None:
         reported, attempt = "", 0

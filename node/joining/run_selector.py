@@ -110,7 +110,7 @@ class RunSelector:
                     if limit.when() is None and is_meant():
                         limit.reschedule(asyncio.get_running_loop().time() + resume.ANSWER_SECONDS)
 
-                entry.set_listener(on_named)
+                entry.on_named = on_named
                 on_named()
                 return await entry.find(addresses, [each for each in addresses if each not in self._config.bootstrap])
         except TimeoutError:
@@ -120,7 +120,7 @@ class RunSelector:
                 raise
             self._say(str(error))
         finally:
-            entry.set_listener(lambda named: None)
+            entry.on_named = lambda named: None
         assert held is not None
         entry.stop()
         self.alone = True

@@ -222,7 +222,7 @@ def _membership(
     for known in (given, met, peer.state.peers()):
         for other, addresses in known.items():
             membership.add_candidate(other, addresses)
-    bootstrap.set_listener(add_candidates(membership))
+    bootstrap.on_named = add_candidates(membership)
     return membership
 
 

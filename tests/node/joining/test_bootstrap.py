@@ -194,7 +194,7 @@ async def test_address_removed_from_file_is_not_retried() -> None:
     addresses.files["/f"] = [(0.0, first), (60.0, "cannot be read"), (90.0, AddressLine(("b", "c"), line))]
     named: list[Sequence[str]] = []
     async with addresses.client() as client:
-        client.set_listener(named.append)
+        client.on_named = named.append
         assert await client.find(["a", "@/f"]) == RUN, "all may lead elsewhere: the file may name others"
         assert (until := now()) >= 90.0 and client.met == {"peer-c": "c"}
         assert addresses.tried["d"] == [pytest.approx(0.0)]

@@ -123,9 +123,6 @@ class FakeBootstrapClient:
         self.on_named: Callable[[Sequence[str]], None] = lambda addresses: None
         self.on_find: Callable[[], None] = lambda: None
 
-    def set_listener(self, on_named: Callable[[Sequence[str]], None]) -> None:
-        self.on_named = on_named
-
     async def find(self, addresses: tuple[str, ...], remembered: Sequence[str]) -> RunInfo:
         self.asked += addresses
         self.on_find()
