@@ -24,7 +24,7 @@ from pathlib import Path
 from statistics import median
 
 from benchmarks.joined_peer import START_SECONDS, JoinedPeer
-from node.page.link import read_link
+from node.page.keys import read_link
 from tests.sim.arguments import Parser
 
 WARM_UP_ROUNDS = 2

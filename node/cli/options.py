@@ -13,7 +13,7 @@ import typer
 
 from node.config.peer_config import RUN, SETTINGS, PeerConfig, option_name
 from node.config.sizes import UNITS, in_unit
-from node.config.text import in_quotes
+from node.config.toml import in_quotes
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 _HINTS = get_type_hints(PeerConfig)

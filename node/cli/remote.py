@@ -186,7 +186,7 @@ def _time_of_day(text: str, now: datetime) -> datetime:
 
 
 async def _page(state_dir: Path | None) -> str:
-    from node.page.link import last_port, read_link
+    from node.page.keys import last_port, read_link
     from node.ui.control import ControlUnavailable, ask
 
     deadline = asyncio.get_running_loop().time() + ASK_SECONDS

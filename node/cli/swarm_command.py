@@ -14,7 +14,7 @@ from types import MappingProxyType
 from rich.console import RenderableType
 
 from node.config.peer_sources import variables
-from node.page.link import read_link
+from node.page.keys import read_link
 from node.page.server import INSTALL, has_page_packages
 from node.reporting.report import RoundReport
 from node.reporting.status import Status, parse, printable, to_json

@@ -12,8 +12,7 @@ from node.config.peer_config import DEFAULT_BANDWIDTH, PeerConfig
 from node.config.run_config import RunConfig
 from node.config.sizes import megabytes
 from node.config.toml import ConfigError
-from node.machine.hours import WeeklyHours
-from node.machine.rules import MachineRules
+from node.machine.rules import MachineRules, WeeklyHours
 from node.runtime.metrics import workers_here
 from node.tasks.hf.settings import HfMachine, HfSettings, HfValues, ModelPins
 from node.tasks.spec import GptValues, OwnValues, PacedValues, StageValues, Values, WorkerSpec

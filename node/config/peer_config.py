@@ -20,7 +20,7 @@ from node.config import sizes
 from node.config.multiaddrs import announced_address, bootstrap_source, home_path, listen_address
 from node.config.toml import shown
 from node.direct.messages import MAX_PORT, MIN_PORT
-from node.machine.hours import WeeklyHours
+from node.machine.rules import WeeklyHours
 from protocols.base import MAX_STAGES
 from protocols.wire import MAX_ROSTER
 

@@ -17,8 +17,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from node.config.multiaddrs import ANY_PORT
 from node.config.peer_config import FILE_KEYS, SETTABLE, SETTINGS, PeerConfig, option_name
-from node.config.text import BYTE_ORDER_MARKS, in_quotes
-from node.config.toml import ConfigError, check_keys, one_line, read_toml, suggestion
+from node.config.toml import BYTE_ORDER_MARKS, ConfigError, check_keys, in_quotes, one_line, read_toml, suggestion
 
 PREFIX = "NODE_"
 SETTINGS_FILE = "settings.json"

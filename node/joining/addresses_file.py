@@ -16,8 +16,7 @@ from pathlib import Path
 
 from node.config.multiaddrs import FILE_SIGN, peer_address
 from node.config.peer_config import PeerConfig
-from node.config.text import decoded
-from node.config.toml import ConfigError
+from node.config.toml import ConfigError, decoded
 from node.membership.hello import MAX_ADDRESS_CHARACTERS
 from node.storage.statedir import write_atomically
 from protocols.base import Compute, PeerId

@@ -7,6 +7,7 @@ import json
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
@@ -15,9 +16,10 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from node.page.guard import SECURITY_HEADERS, AccessRules
-from node.page.stream import EventStream, StreamSources
+from node.page.stream import EventStream
+from node.reporting.event_feed import EventFeed
 from node.reporting.status import to_json
-from node.ui.commands import Command
+from node.ui.control import Command
 
 STATIC = Path(__file__).with_name("static")
 MAX_REQUEST_BYTES = 1024
@@ -34,7 +36,9 @@ _TYPES = {
 class PageSources:
     """What the page shows and does."""
 
-    stream: StreamSources
+    incarnation: int  # of the peer
+    status: Callable[[], Mapping[str, Any]]  # the present one, ready for JSON
+    feed: EventFeed
     metrics: Callable[[], bytes]  # in Prometheus's text format
     command: Command
 
@@ -62,7 +66,7 @@ def page_app(sources: PageSources, rules: AccessRules, stop: asyncio.Event) -> A
         *_static_routes(),
         Route("/session", session, methods=["GET"]),
         Route("/metrics", metrics, methods=["GET"]),
-        Route("/api/stream", EventStream(sources.stream, stop), methods=["GET"]),
+        Route("/api/stream", EventStream(sources.incarnation, sources.status, sources.feed, stop), methods=["GET"]),
         Route("/api/do", do, methods=["POST"]),
     ]
     return _Guarded(Starlette(routes=routes), rules)

@@ -7,7 +7,7 @@ that is not known is left out. Counters begin at 0 with each incarnation of the 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
 
@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from node.reporting.run_counters import BUCKETS_SECONDS, Histogram, RunCounters
+from node.reporting.event_feed import BUCKETS_SECONDS, Histogram, RunCounters
 from node.reporting.status import Status
 
 MAX_PEER_LABELS = 64
@@ -45,50 +45,27 @@ class MachineSample:
     gauges: Mapping[str, float] = field(default_factory=dict)  # by name, with its unit
 
 
-@dataclass(frozen=True, slots=True)
-class MetricSources:
-    """What the metrics are read from."""
-
-    status: Callable[[], Status]
-    counters: RunCounters
-    machine: Callable[[], MachineSample]
-    info: Callable[[], Mapping[str, str]]  # labels of the constant metric `starling_info`
-
-
-class PeerCollector(Collector):
-    """Reads all metrics of a peer. Keeps nothing between two scrapes."""
-
-    def __init__(self, sources: MetricSources) -> None:
-        self._sources = sources
-
-    def collect(self) -> Iterator[Metric]:
-        status, counters = self._sources.status(), self._sources.counters
-        families = _Families(status.run_id[:12])
-        yield families.gauge("info", "Constant 1; its labels describe the peer.", [(self._sources.info(), 1.0)])
-        yield families.gauge("state", "1 for the peer's present state, else 0.", _one_hot(status.state))
-        yield from _of_status(families, status)
-        yield from _of_rounds(families, counters)
-        yield from _of_machine(families, self._sources.machine())
-
-
-def metrics_text(collector: Collector) -> bytes:
-    """Scrape a collector, without prometheus_client's own metrics of this process."""
-    registry = CollectorRegistry()
-    registry.register(_Described(collector))
+def metrics_text(status: Status, counters: RunCounters, machine: MachineSample, info: Mapping[str, str]) -> bytes:
+    """All metrics of a peer, each with the label `run`. `info`: labels of the constant metric `starling_info`."""
+    families = _Families(status.run_id[:12])
+    metrics = [
+        families.gauge("info", "Constant 1; its labels describe the peer.", [(info, 1.0)]),
+        families.gauge("state", "1 for the peer's present state, else 0.", _one_hot(status.state)),
+        *_of_status(families, status),
+        *_of_rounds(families, counters),
+        *_of_machine(families, machine),
+    ]
+    registry = CollectorRegistry()  # not the global one, which has metrics of this process
+    registry.register(_Collected(metrics))
     return generate_latest(registry)
 
 
-class _Described(Collector):
-    """A collector that a registry does not read while it is registered."""
-
-    def __init__(self, collector: Collector) -> None:
-        self._collector = collector
-
-    def describe(self) -> Iterable[Metric]:
-        return ()
+class _Collected(Collector):
+    def __init__(self, metrics: Iterable[Metric]) -> None:
+        self._metrics = metrics
 
     def collect(self) -> Iterable[Metric]:
-        return self._collector.collect()
+        return self._metrics
 
 
 Samples = Iterable[tuple[Mapping[str, str], float]]

@@ -1,6 +1,6 @@
 """The page's server: uvicorn in the peer's event loop, on the loopback interface only.
 
-`PageServer` is what the peer starts. It builds the rest: `link` (token and port), `guard` (who is answered), `app`
+`PageServer` is what the peer starts. It builds the rest: `keys` (token and port), `guard` (who is answered), `app`
 (what is answered), `stream` (live events) and `prometheus` (metrics).
 """
 
@@ -12,15 +12,13 @@ import logging
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, cast
 
 from node.page.guard import AccessRules
-from node.page.keys import PageKeys
-from node.page.link import last_port, load_token, note_port, page_link
+from node.page.keys import PageKeys, last_port, load_token, note_port, page_link
 from node.runtime.extras import install
 
 if TYPE_CHECKING:
@@ -46,24 +44,26 @@ def has_page_packages() -> bool:
     return all(map(find_spec, ("starlette", "uvicorn", "prometheus_client")))
 
 
-@dataclass(frozen=True, slots=True)
-class PageConfig:
-    """Where the page is served."""
-
-    state_dir: Path
-    port: int = DEFAULT_PORT  # the port to try first, unless the page had another one before
-    hosts: tuple[str, ...] = ()  # as in `AccessRules`
-    show_token: bool = True  # whether the user's line holds the whole link; logs should not
-
-
 class PageServer:
     """The page of a running peer. An async context manager.
 
-    If the page cannot be served, a line tells the user why, and the peer continues without it.
+    If the page cannot be served, a line tells the user why, and the peer continues without it. `sources` may import
+    packages that only the page needs. The state directory holds the token and the port; `port` is the one to try first,
+    unless the page had another one before. Without `show_token`, as for a log, the user's line does not hold the link.
     """
 
-    def __init__(self, config: PageConfig, sources: Callable[[], PageSources], say: Callable[[str], None]) -> None:
-        self._config, self._sources, self._say = config, sources, say
+    def __init__(
+        self,
+        sources: Callable[[], PageSources],
+        say: Callable[[str], None],
+        *,
+        state_dir: Path,
+        port: int = DEFAULT_PORT,
+        hosts: tuple[str, ...] = (),
+        show_token: bool = True,
+    ) -> None:
+        self._sources, self._say = sources, say
+        self._state_dir, self._port, self._hosts, self._show_token = state_dir, port, hosts, show_token
         self._stop = asyncio.Event()
         self._server: Server | None = None
         self._serving: asyncio.Task[None] | None = None
@@ -91,13 +91,12 @@ class PageServer:
 
         from node.page.app import page_app
 
-        config, token = self._config, load_token(self._config.state_dir)
-        sources = self._sources()
-        sockets = _listen(last_port(config.state_dir) or config.port, config.port)
+        token, sources = load_token(self._state_dir), self._sources()
+        sockets = _listen(last_port(self._state_dir) or self._port, self._port)
         port = sockets[0].getsockname()[1]
         try:
-            note_port(config.state_dir, port)
-            app = page_app(sources, AccessRules(port, config.hosts, PageKeys(token)), self._stop)
+            note_port(self._state_dir, port)
+            app = page_app(sources, AccessRules(port, self._hosts, PageKeys(token)), self._stop)
         except OSError:
             for each in sockets:
                 each.close()
@@ -117,7 +116,7 @@ class PageServer:
         )
         self._server = _server(settings)
         self._serving = asyncio.create_task(self._server.serve(sockets), name="page")
-        shown = page_link(port, token) if config.show_token else "`python -m node page` prints its link"
+        shown = page_link(port, token) if self._show_token else "`python -m node page` prints its link"
         self._say(f"page: {shown}")
 
 

@@ -10,7 +10,6 @@ import asyncio
 import re
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
 from starlette.requests import Request
@@ -26,20 +25,13 @@ FAREWELL_SECONDS = 0.5
 _ID = re.compile(r"(\d{1,9})-(\d{1,15})")
 
 
-@dataclass(frozen=True, slots=True)
-class StreamSources:
-    """What a stream sends."""
-
-    incarnation: int
-    status: Callable[[], Mapping[str, Any]]
-    feed: EventFeed
-
-
 class EventStream:
     """An ASGI endpoint that streams to at most `MAX_STREAMS` readers at once."""
 
-    def __init__(self, sources: StreamSources, stop: asyncio.Event) -> None:
-        self._sources, self._stop = sources, stop
+    def __init__(
+        self, incarnation: int, status: Callable[[], Mapping[str, Any]], feed: EventFeed, stop: asyncio.Event
+    ) -> None:
+        self._incarnation, self._read_status, self._feed, self._stop = incarnation, status, feed, stop
         self._streams = 0
         self._status, self._status_at = b"", 0.0
 
@@ -49,7 +41,7 @@ class EventStream:
             await PlainTextResponse("too many pages are open: close some\n", 503)(scope, receive, send)
             return
         self._streams += 1
-        subscription = self._sources.feed.subscribe(after)
+        subscription = self._feed.subscribe(after)
         try:
             await _send_stream(self._pieces(subscription), receive, send, self._stop)
         finally:
@@ -59,11 +51,11 @@ class EventStream:
     def _after(self, last_id: str) -> int | None:
         """Number of the last event that the reader has; None if it has none of this incarnation."""
         found = _ID.fullmatch(last_id)
-        return int(found[2]) if found and int(found[1]) == self._sources.incarnation else None
+        return int(found[2]) if found and int(found[1]) == self._incarnation else None
 
     async def _pieces(self, subscription: Subscription) -> AsyncIterator[bytes]:
         """The stream's content: first what the reader lacks, then events as they come and the status each second."""
-        loop, feed = asyncio.get_running_loop(), self._sources.feed
+        loop, feed = asyncio.get_running_loop(), self._feed
         if subscription.missed is None:
             number, history = feed.history()
             yield self._event("reset", number, history)
@@ -82,11 +74,11 @@ class EventStream:
         now = asyncio.get_running_loop().time()
         if now - self._status_at > STATUS_SECONDS / 2:
             self._status_at = now
-            self._status = f"event: status\ndata: {to_json(self._sources.status())}\n\n".encode()
+            self._status = f"event: status\ndata: {to_json(self._read_status())}\n\n".encode()
         return self._status
 
     def _event(self, kind: str, number: int, data: Mapping[str, Any]) -> bytes:
-        return f"event: {kind}\nid: {self._sources.incarnation}-{number}\ndata: {to_json(data)}\n\n".encode()
+        return f"event: {kind}\nid: {self._incarnation}-{number}\ndata: {to_json(data)}\n\n".encode()
 
 
 async def _send_stream(pieces: AsyncIterator[bytes], receive: Receive, send: Send, stop: asyncio.Event) -> None:

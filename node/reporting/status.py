@@ -6,7 +6,7 @@ import dataclasses
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 MAX_WORD = 512
 """Most characters of a text that are shown; the rest is cut off."""
+MAX_NAME = 16
+"""Most characters of a nickname that are shown."""
 MAX_LISTED = 4096
 """Most peers or addresses in one status."""
 MAX_NUMBER = 1 << 63
@@ -218,6 +220,16 @@ def who_joins(where: Scope) -> str:
         return "Others join with:"
     which = "the same network" if where == Scope.NETWORK else "this machine"
     return f"Others join, from {which} only, with:"
+
+
+def not_direct(peers: Sequence[PeerStatus]) -> str:
+    """To which live peer bulk data takes the slower way, and why: the first of them; empty if there is none."""
+    slow = [each for each in peers if each.live and each.route_reason]
+    if not slow:
+        return ""
+    name = printable(slow[0].nickname)[:MAX_NAME] or short(slow[0].peer)
+    more = f" (and {len(slow) - 1} more)" if len(slow) > 1 else ""
+    return f"{name} over libp2p{more}: {printable(slow[0].route_reason, 200)}"
 
 
 def narrow(where: Scope, announced: bool) -> str:

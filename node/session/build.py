@@ -16,8 +16,7 @@ from node.joining import resume
 from node.joining.addresses_file import keep_addresses_file
 from node.joining.bootstrap import BootstrapServer, RunInfo, add_candidates, reach
 from node.joining.stages import StageAssigner
-from node.machine.monitor import MachineMonitor
-from node.machine.sleep import SleepGuard
+from node.machine.monitor import MachineMonitor, SleepGuard
 from node.membership.handshake import LocalPeer, LocalStage
 from node.membership.membership import Membership
 from node.network.dht import DhtDirectory

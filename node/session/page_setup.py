@@ -5,21 +5,20 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from importlib import metadata
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from node.config.peer_config import PeerConfig
 from node.machine.probes import hottest_celsius
 from node.network.address_scope import Scope, scope
-from node.page.server import PageConfig, PageServer
-from node.page.values import PageExtras, page_values
-from node.reporting.event_feed import EventFeed
-from node.reporting.run_counters import RunCounters
-from node.reporting.status import EventSink
+from node.page.server import PageServer
+from node.reporting.event_feed import EventFeed, RunCounters
+from node.reporting.status import EventSink, Status, join_command, narrow, not_direct, who_joins
 from node.runtime.clock import WallClock
 from node.runtime.metrics import CpuMeter
 from node.storage.statedir import StateDir
-from node.ui.commands import Command
+from node.ui.control import Command
 from node.ui.status_tracker import StatusTracker
 
 if TYPE_CHECKING:
@@ -28,8 +27,35 @@ if TYPE_CHECKING:
     from node.page.prometheus import MachineSample
 
 
-def _is_local(address: str) -> bool:
-    return scope(address) == Scope.MACHINE
+@dataclass(frozen=True, slots=True)
+class PageExtras:
+    """Values beside the status, of this machine and for its user only."""
+
+    time: float
+    version: str
+    # By direction, over the last seconds.
+    bytes_per_second: Mapping[str, float] = field(default_factory=dict)
+    # By class of traffic and direction, since the peer started; so are `peer_bytes`, (sent, received) by peer.
+    network_bytes: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    peer_bytes: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    cpu_cores: float = float("nan")
+    temperature_celsius: float = float("nan")
+    # What the page's user may ask for.
+    controls: tuple[str, ...] = ("pause", "finish")
+    announced: bool = False  # whether the user chose the addresses that others see
+
+
+def page_values(status: Status, extras: PageExtras) -> Mapping[str, Any]:
+    """Everything that the page shows of the present moment."""
+    join = join_command(status)
+    shown = asdict(extras)
+    shown["status"] = asdict(status)
+    shown["join"] = {"command": join[0], "who": who_joins(join[1])} if join else None
+    here_only = narrow(join[1], False) if join and not extras.announced else ""
+    slow = not_direct(status.peers)
+    lines = (status.clock, status.checkpoint_problem, here_only, slow and f"data goes to {slow}")
+    shown["warnings"] = [line for line in lines if line]  # what the user should know or mend
+    return shown
 
 
 class PageSetup:
@@ -50,10 +76,15 @@ class PageSetup:
         command: Command,
     ) -> PageServer:
         """The page's server; call it only if the page is on. `command` carries out {"do": "finish"} and the like."""
-        config = PageConfig(state.path, self._config.page_port, self._config.page_hosts, sys.stderr.isatty())
-        sources = lambda: self._sources(state, transport, command)  # noqa: E731
         # The link holds the token, so it goes to a terminal only, and not to a log or to the page itself.
-        return PageServer(config, sources, self._view.say)
+        return PageServer(
+            lambda: self._sources(state, transport, command),
+            self._view.say,
+            state_dir=state.path,
+            port=self._config.page_port,
+            hosts=self._config.page_hosts,
+            show_token=sys.stderr.isatty(),
+        )
 
     def _sources(
         self,
@@ -62,14 +93,18 @@ class PageSetup:
         command: Command,
     ) -> PageSources:
         from node.page.app import PageSources
-        from node.page.prometheus import MetricSources, PeerCollector, metrics_text
-        from node.page.stream import StreamSources
+        from node.page.prometheus import metrics_text
 
-        status = lambda: page_values(self._tracker.status(), self._extras(transport))  # noqa: E731
-        sample = lambda: self._machine_sample(transport)  # noqa: E731
-        collector = PeerCollector(MetricSources(self._tracker.status, self._counters, sample, self._info))
-        stream = StreamSources(state.incarnation, status, self.feed)
-        return PageSources(stream, lambda: metrics_text(collector), command)
+        tracker = self._tracker
+        return PageSources(
+            incarnation=state.incarnation,
+            status=lambda: page_values(tracker.status(), self._extras(transport)),
+            feed=self.feed,
+            metrics=lambda: metrics_text(
+                tracker.status(), self._counters, self._machine_sample(transport), self._info()
+            ),
+            command=command,
+        )
 
     def _extras(self, transport: LibP2PTransport) -> PageExtras:
         meter = transport.traffic.meter
@@ -87,7 +122,7 @@ class PageSetup:
             peer_bytes={peer: (counts.sent, counts.received) for peer, counts in meter.peers().items()},
             cpu_cores=self._cpu.cores(self._tracker.pids(), asyncio.get_running_loop().time()),
             temperature_celsius=hottest_celsius()[0],
-            announced=bool(self._config.announce) or all(map(_is_local, self._config.listen)),
+            announced=bool(self._config.announce) or all(scope(each) == Scope.MACHINE for each in self._config.listen),
         )
 
     def _machine_sample(self, transport: LibP2PTransport) -> MachineSample:

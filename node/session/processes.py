@@ -21,8 +21,7 @@ from node.session.page_setup import PageSetup
 from node.session.pausing import PauseController
 from node.session.traffic_limits import TrafficLimits
 from node.storage.statedir import StateDir
-from node.ui.commands import PeerCommands
-from node.ui.control import ControlServer
+from node.ui.control import ControlServer, PeerCommands
 from node.ui.status_tracker import StatusTracker
 from protocols.base import Member
 from protocols.streams.framing import BULK_METHODS

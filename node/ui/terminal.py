@@ -14,7 +14,17 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from node.reporting.status import PeerStatus, Status, join_command, printable, short, to_json, who_joins
+from node.reporting.status import (
+    MAX_NAME,
+    PeerStatus,
+    Status,
+    join_command,
+    not_direct,
+    printable,
+    short,
+    to_json,
+    who_joins,
+)
 from node.ui.screen import Screen
 
 if TYPE_CHECKING:  # it would load PyTorch, for which `status` does not wait
@@ -24,7 +34,6 @@ MAX_REPORTS = 1000
 _SHOWN_PEERS = 8
 _SHOWN_NAMES = 4
 _SHOWN_STAGES = 32
-_NICKNAME = 16
 STYLES = {
     "training": "green",
     "averaging": "cyan",
@@ -150,7 +159,7 @@ def render(status: Status, reports: Sequence[RoundReport], width: int) -> Render
 
 
 def _title(status: Status, width: int) -> RenderableType:
-    name = printable(status.nickname)[:_NICKNAME] or short(status.peer)
+    name = printable(status.nickname)[:MAX_NAME] or short(status.peer)
     run = " ".join(filter(None, ("run", printable(status.run)[:24], status.run_id[:8])))
     text = Text.assemble(("starling", "bold"), f"  {name}", (f"  {run} ", "dim"), no_wrap=True, overflow="ellipsis")
     text.append("─" * max(0, width - len(text)), style="dim")
@@ -231,29 +240,20 @@ def _peers(status: Status, width: int) -> list[RenderableType]:
     left = sum(each.left for each in order)
     counts = ((live, "live"), (left, "left"), (len(order) - live - left, "lost"))
     now = ", ".join(f"{number} {word}" for number, word in counts if number or word == "live")
+    slow = not_direct(order)
+    lines = [Text(f"Data goes to {slow}", style="dim", overflow="fold")] if slow else []
     heading = Text(f"\n{len(order)} other peer{'s' * (len(order) != 1)}, {now}", style="bold")
     rest = len(order) - _SHOWN_PEERS
-    return [heading, table, *([Text(f"and {rest} more", style="dim")] if rest > 0 else []), *_not_direct(order)]
-
-
-def _not_direct(peers: Sequence[PeerStatus]) -> list[RenderableType]:
-    """Why bulk data takes the slower way, for the first such peer that can be reached."""
-    slow = [each for each in peers if each.live and each.route_reason]
-    if not slow:
-        return []
-    name = printable(slow[0].nickname)[:_NICKNAME] or short(slow[0].peer)
-    more = f" (and {len(slow) - 1} more)" if len(slow) > 1 else ""
-    why = printable(slow[0].route_reason, 200)
-    return [Text(f"Data goes to {name} over libp2p{more}: {why}", style="dim", overflow="fold")]
+    return [heading, table, *([Text(f"and {rest} more", style="dim")] if rest > 0 else []), *lines]
 
 
 def _peer(line: PeerStatus, staged: bool) -> tuple[Text, ...]:
     mark = Text("○ left", style="dim") if line.left else Text("○ lost", style="yellow")
     mark = Text("● live", style="green") if line.live else mark
-    name = Text(printable(line.nickname)[:_NICKNAME] or short(line.peer))
+    name = Text(printable(line.nickname)[:MAX_NAME] or short(line.peer))
     role = Text("member" if line.member else "observer", style="" if line.member else "dim")
     if line.route:
-        role.append(f", {printable(line.route)[:_NICKNAME]}", style="dim")
+        role.append(f", {printable(line.route)[:MAX_NAME]}", style="dim")
     stage = (Text(f"stage {line.stage}"),) if staged else ()
     return mark, name, *stage, Text(f"round {line.round + 1}"), role, Text(short(printable(line.peer)), style="dim")
 

@@ -23,8 +23,7 @@ from node.reporting.report import RoundReport
 from node.reporting.status import EventSink, Status
 from node.session.fatal import FatalPeerError
 from node.storage.statedir import StateDir
-from node.ui.commands import PeerCommands
-from node.ui.control import ControlServer
+from node.ui.control import ControlServer, PeerCommands
 
 HOW = os.environ.get("FAKE", "")
 ADDRESS = "/ip4/203.0.113.7/tcp/4000/p2p/12D3KooWGRUfuFwTaVcXCnUbTbVLYYEkYgjDM3Bd7q4RuRyTQhaP"

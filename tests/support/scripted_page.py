@@ -13,14 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from node.page.app import PageSources
-from node.page.link import page_link
-from node.page.prometheus import MachineSample, MetricSources, PeerCollector, metrics_text
-from node.page.server import PageConfig, PageServer
-from node.page.stream import StreamSources
-from node.page.values import PageExtras, page_values
-from node.reporting.event_feed import EventFeed
-from node.reporting.run_counters import RunCounters
+from node.page.keys import page_link
+from node.page.prometheus import MachineSample, metrics_text
+from node.page.server import PageServer
+from node.reporting.event_feed import EventFeed, RunCounters
 from node.reporting.status import Status
+from node.session.page_setup import PageExtras, page_values
 from tests.support.status_examples import STATUS
 
 
@@ -71,21 +69,19 @@ class ScriptedPage:
         return {"ok": True} if request.get("do") in ("finish", "pause", "resume") else {"error": "what?"}
 
     def _sources(self) -> PageSources:
-        collector = PeerCollector(
-            MetricSources(
-                lambda: self.status,
-                self.counters,
-                lambda: MachineSample({("upload", "round"): 7}, {"streams": 3}, {"p2pd": 1}),
-                lambda: {"version": "1.0"},
-            )
+        sample = MachineSample({("upload", "round"): 7}, {"streams": 3}, {"p2pd": 1})
+        return PageSources(
+            incarnation=self.incarnation,
+            status=lambda: page_values(self.status, self.extras),
+            feed=self.feed,
+            metrics=lambda: metrics_text(self.status, self.counters, sample, {"version": "1.0"}),
+            command=self._command,
         )
-        stream = StreamSources(self.incarnation, lambda: page_values(self.status, self.extras), self.feed)
-        return PageSources(stream, lambda: metrics_text(collector), self._command)
 
     @asynccontextmanager
     async def serving(self, port: int = 7717, **more: Any) -> AsyncIterator[ScriptedPage]:
         """Serve the page until the context ends."""
-        async with PageServer(PageConfig(self.directory, port, **more), self._sources, self.said.append):
+        async with PageServer(self._sources, self.said.append, state_dir=self.directory, port=port, **more):
             yield self
 
     async def ask(self, path: str, *headers: str, method: str = "GET", body: bytes = b"") -> tuple[int, bytes]:

@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from node.machine.desktop import Desktop
 from node.machine.monitor import MachineMonitor
-from node.machine.probes import MachineProbes
+from node.machine.probes import Desktop, MachineProbes
 from node.machine.rules import WORK, MachineRules, Mode, Wish
 from node.runtime.compute import ThreadCompute
 

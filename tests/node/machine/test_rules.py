@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from node.machine.hours import WeeklyHours
-from node.machine.rules import WORK, MachinePolicy, MachineReadings, MachineRules, Mode
+from node.machine.rules import WORK, MachinePolicy, MachineReadings, MachineRules, Mode, WeeklyHours
 
 MONDAY = datetime(2026, 11, 23, 12, 0)
 CALM = MachineReadings(MONDAY, False, 8e9, 16e9, 0.0, 50.0, 90.0, 900.0, 0.0, False)

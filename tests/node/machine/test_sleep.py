@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from node.machine.sleep import SleepGuard
+from node.machine.monitor import SleepGuard
 from node.runtime.child_process import ChildProcess
 from tests.support.waiting import until
 

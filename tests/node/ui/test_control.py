@@ -18,8 +18,7 @@ import pytest
 
 from node.reporting.status import parse
 from node.ui import control
-from node.ui.commands import PeerCommands
-from node.ui.control import ControlServer, ControlUnavailable, ask, claimed, running
+from node.ui.control import ControlServer, ControlUnavailable, PeerCommands, ask, claimed, running
 from tests.support.paths import REPOSITORY
 from tests.support.status_examples import STATUS
 
