@@ -33,15 +33,15 @@ from node.tasks.gpt_stage import GptStage, GptStageTask, assemble, block_names
 from node.tasks.partition import BlockCost, Partition, cut
 from node.tasks.recipe import Recipe
 from node.tasks.text import load
-from node.training.stage_learner import ActivationCodec, StageLearner
+from node.training.stage_learner import ActivationCodec, StageLearner, check_activation
 from node.training.task_learner import TaskLearner
-from node.training.trainer import InlineTrainer
-from protocols.base import Host, LocalProgress, Member, RoundKey, Trainer
+from protocols.base import Buffer, Host, LocalProgress, Member, RoundKey, Trainer
 from protocols.pipeline.settings import PipelineSettings
 from tests.sim.arguments import Parser, seeds
 from tests.sim.pipeline_world import PipelineWorld
 from tests.sim.scenario import Scenario
 from tests.sim.world import RUN, World, play
+from tests.support.inline_trainer import InlineTrainer
 
 PRESET, PEERS, ROUNDS, INNER_STEPS, BATCHES = "w64", 4, 40, 50, 8
 EVALUATION_ROUNDS = 5
@@ -171,8 +171,10 @@ class StagedWorld(_Evaluation, PipelineWorld):
         self.microbatch_tokens = self._codec.shape.tokens
 
     def pipeline(self) -> PipelineSettings:
-        codec = self._codec
-        return PipelineSettings(RUN, self._run.stages, BATCHES, codec.activation_bytes, codec.target_bytes)
+        return PipelineSettings(RUN, self._run.stages, BATCHES, self._codec.sizes)
+
+    def check_activation(self, activation: Buffer) -> None:
+        check_activation(activation, self._codec.name)
 
     def stage_compute(self, index: int, me: Member) -> StageLearner:
         number, stage = divmod(index, self._run.stages)

@@ -31,7 +31,7 @@ from benchmarks.journal import History, RunJournal, perform_all
 from benchmarks.laboratory.replicated import LabMember
 from benchmarks.laboratory.runs import Run
 from benchmarks.laboratory.through_protocol import LearningWorld, through_the_protocol
-from node.training.trainer import InlineTrainer, LocalTraining
+from node.training.trainer import LocalTraining
 from protocols.allreduce import clipping
 from protocols.allreduce import plan as planning
 from protocols.base import Settings, Trainer, Vector
@@ -41,6 +41,7 @@ from tests.sim.arguments import Parser, at_least_one
 from tests.sim.byzantine.gradients import FACTOR, PoisonedTrainer, alie, ipm
 from tests.sim.scenario import Scenario
 from tests.sim.transport import SimTransport
+from tests.support.inline_trainer import InlineTrainer
 
 PEERS = 16
 LIARS = {"none": 0, "reversed": 3, "alie": 7, "ipm": 7}

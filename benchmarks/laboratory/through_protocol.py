@@ -11,10 +11,10 @@ from benchmarks.journal import History
 from benchmarks.laboratory.replicated import LabMember, train_replicated
 from benchmarks.laboratory.runs import PEERS, PRESET, Run
 from node.outer.sgd import OuterSGD
-from node.training.trainer import InlineTrainer
 from protocols.base import Trainer
 from tests.sim.scenario import Scenario
 from tests.sim.world import World, play
+from tests.support.inline_trainer import InlineTrainer
 
 
 class LearningWorld(World):

@@ -4,30 +4,33 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import torch
+
 from node.config.manifest import Manifest
 from node.membership.membership import Membership
 from node.reporting.report import RoundReport
+from node.tasks.gpt import next_byte
+from node.tasks.gpt_presets import VOCABULARY
 from node.tasks.gpt_stage import MAX_HELD_OUT, ActivationShape
-from node.training.leased_stage import LeasedStage
-from node.training.pipeline_text import generate
 from node.training.process import WorkerError
 from node.training.remote import SAMPLE_PROMPT
 from node.training.remote_stage import RemoteStage
+from node.training.stage_learner import check_activation
+from node.training.stage_replica import LeasedStage
 from node.training.stage_trainer import DrivingTrainer, ServingTrainer, StageTraining
 from protocols.aio import loop_time, run_with_helper
-from protocols.base import BadPayload, Host, LocalProgress, Member, RoundKey, Settings, Vector
+from protocols.base import BadPayload, Buffer, Host, LocalProgress, Member, RoundKey, Settings, Vector
 from protocols.history.chain import UNSETTLED, Chain
 from protocols.pipeline.driving import PipelineDriver
-from protocols.pipeline.outer import MAX_REQUESTS, OuterClient, OuterServer
+from protocols.pipeline.job import LeaseLost
 from protocols.pipeline.serving import StageServer
-from protocols.pipeline.settings import PipelineEvent, PipelineSettings
+from protocols.pipeline.settings import MAX_REQUESTS, PipelineEvent, PipelineSettings
 from protocols.pipeline.stages import StageClock, StageMembers, by_stage
-from protocols.pipeline.work import LeaseLost
 from protocols.streams.endpoint import ProtocolEndpoint
 
 LAST_DRIVER_SECONDS = 60.0
@@ -79,11 +82,8 @@ class PipelineTrainer:
         self._reported = 0, 0.0
         self._driven_at = loop_time()
         self._clock: Callable[[], int] = lambda: 0
-        sizes, config = remote.sizes, manifest.config
-        run = bytes.fromhex(manifest.run_id)
-        self._settings = PipelineSettings(
-            run, self._stages, config.recipe.batches, sizes.activation_bytes, sizes.target_bytes, sizes.logit_bytes
-        )
+        config, run = manifest.config, bytes.fromhex(manifest.run_id)
+        self._settings = PipelineSettings(run, self._stages, config.recipe.batches, remote.sizes)
         settings = Settings(config.codec, manifest.elements_of(stage), incarnation=me.incarnation)
         self._endpoint = ProtocolEndpoint(host, settings)
         self._driver: PipelineDriver | None = None
@@ -102,17 +102,28 @@ class PipelineTrainer:
         return settled_rounds(self._chain)
 
     def _driving(self) -> DrivingTrainer:
-        membership = self._membership
-        driver = self._driver = PipelineDriver(self._endpoint, self._settings, self._work, membership, self._watch)
-        self._outer = OuterClient(self._endpoint, self._settings, self._remote, membership)
+        membership, config = self._membership, self._manifest.config
+        driver = self._driver = PipelineDriver(
+            self._endpoint,
+            self._settings,
+            work=self._work,
+            directory=membership,
+            check=partial(check_activation, name=config.activation_codec) if config.gpt else lambda activation: None,
+            watch=self._watch,
+        )
         return DrivingTrainer(self._training(), driver, membership.announce_rounds)
 
     def _serving(self) -> ServingTrainer:
         stage, clock = self._stage, StageClock(self._membership)
         server = StageServer(
-            self._endpoint, self._settings, stage, self._work, lambda: len(self._drivers()), self._watch
+            self._endpoint,
+            self._settings,
+            stage=stage,
+            work=self._work,
+            drivers=lambda: len(self._drivers()),
+            trained=self._trained,
+            watch=self._watch,
         )
-        OuterServer(self._endpoint, self._settings, stage, self._remote, self._trained)
         self._clock = lambda: clock.rounds(self._drivers(), loop_time())
         return ServingTrainer(self._training(), server, self._clock, self._manifest.config.recipe.rounds)
 
@@ -165,7 +176,7 @@ class PipelineTrainer:
             return float("nan")
         try:
             deadline = loop_time() + EVALUATION_SECONDS
-            evaluation = self._outer.evaluate(self._trained(), deadline, self._stride())
+            evaluation = self._driver.evaluate(self._trained(), deadline, self._stride())
             return await run_with_helper(evaluation, self._until_pointless())
         except LeaseLost as error:
             raise WorkerError(str(error)) from None
@@ -216,7 +227,8 @@ class PipelineTrainer:
             raise WorkerError(str(error)) from None
 
     async def _logits(self, tokens: bytes, position: int, deadline: float) -> bytes:
-        return await self._outer.logits(tokens, position, self._trained(), deadline)
+        assert self._driver
+        return await self._driver.logits(tokens, position, self._trained(), deadline)
 
     # -- the run's end ------------------------------------------------------------------------------------------------
 
@@ -297,3 +309,40 @@ def settled_rounds(chain: Chain) -> int:
 def _cause(why: str) -> str:
     """A reason without the parts that differ from peer to peer, so that causes can be counted."""
     return why.partition(":")[0][:80]
+
+
+async def generate(
+    prompt: bytes,
+    tokens: int,
+    temperature: float,
+    seed: int,
+    logits: Callable[[bytes, int], Awaitable[bytes]],
+    shape: ActivationShape,
+) -> bytes:
+    """Continue `prompt` by `tokens` bytes, as `Gpt.generate` does. Of a long prompt only the last `positions` are used.
+
+    The context travels through the pipeline as row 0 of a microbatch, byte after byte; the rest is zeros, which no used
+    position sees. `logits` takes the inputs of one microbatch, uint8 (rows * positions), and a position, counted from
+    1; it returns that position's logits, float32 (rows, 256). Raises `ValueError` if the prompt is empty, and
+    `BadPayload` if the logits have a wrong size, or are not finite.
+    """
+    if not prompt:
+        raise ValueError("the prompt is empty")
+    generator = torch.Generator().manual_seed(seed)
+    text = bytearray(prompt[-shape.positions :])
+    start = len(text)
+    for _ in range(tokens):
+        seen = bytes(text[-shape.positions :])
+        answer = await logits(seen.ljust(shape.tokens, b"\0"), len(seen))
+        text.append(next_byte(_first_row(answer, shape.rows), temperature, generator))
+    return bytes(text[start:])
+
+
+def _first_row(logits: Buffer, rows: int) -> torch.Tensor:
+    """float32 (256)."""
+    if len(logits) != 4 * rows * VOCABULARY:
+        raise BadPayload(f"logits of {len(logits)} bytes where {4 * rows * VOCABULARY} are due")
+    row = torch.frombuffer(bytearray(logits), dtype=torch.float32)[:VOCABULARY]
+    if not bool(torch.isfinite(row).all()):
+        raise BadPayload("logits that are not finite")
+    return row

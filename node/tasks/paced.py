@@ -2,7 +2,7 @@
 
 On a small machine real trainers share the cores: killing one speeds up the others, which hides the interference between
 them. A paced step costs microseconds at any size: it changes one slice, by integer arithmetic that gives the same bits
-on every CPU. Its caller sleeps between steps (`InlineTrainer.step_seconds`).
+on every CPU. Its caller sleeps between steps.
 """
 
 from __future__ import annotations

@@ -8,18 +8,19 @@ other weights, cannot pass unseen.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 
 from node.tasks.base import Step
 from node.tasks.paced import Paced
 from protocols.base import Buffer, Vector
+from protocols.pipeline.job import JobKind, JobResult, StageJob, StageSizes
 
-ACTIVATION_BYTES = 256
-TARGET_BYTES = 32
-LOGIT_BYTES = 4 * 256
+SIZES = StageSizes(activation_bytes=256, target_bytes=32)
+LOGIT_BYTES = 4 * 256  # float32 (1, 256), if they are asked for
+_OUTER_SIZES = replace(SIZES, logit_bytes=LOGIT_BYTES)
 _HELD_OUT = 4
 """Held-out microbatches."""
 
@@ -29,7 +30,10 @@ class WrongWeights(RuntimeError):
 
 
 class PacedStage(Paced):
-    """A `StageCompute` whose vector follows the walk of `Paced`, one move a step."""
+    """A stage whose vector follows the walk of `Paced`, one move a step; `tokens` are of one microbatch.
+
+    `me` is the replica's name in its present incarnation, for the names of its activations.
+    """
 
     def __init__(
         self,
@@ -45,45 +49,34 @@ class PacedStage(Paced):
         self._epoch = 0
         self._microbatches = 0
 
-    def forward(self, x: Buffer) -> bytes:
-        return self._activation(x)
+    def run(self, job: StageJob, outer: Sequence[Vector] = ()) -> JobResult:
+        """Compute a job; with the outer parameters, zeros and a loss of 1.
 
-    def backward(self, x: Buffer, gradient: Buffer) -> bytes:
-        self._accumulate(x, gradient)
-        return _gradient(x)
-
-    def loss(self, x: Buffer, targets: Buffer) -> tuple[float, bytes]:
-        self._microbatches += 1
-        return 1.0, _gradient(x)
-
-    def draw(self) -> tuple[int, bytes, bytes]:
-        self.position += 1
-        return self.position, self._activation(self._batch(self.position)), bytes(TARGET_BYTES)
-
-    def finish(self, batch: int, gradient: Buffer, loss: float) -> None:
-        self._accumulate(self._batch(batch), gradient)
-
-    def outer_forward(self, x: Buffer) -> bytes:
-        return bytes(ACTIVATION_BYTES)
-
-    def outer_loss(self, x: Buffer, targets: Buffer) -> float:
-        return 1.0
-
-    def outer_logits(self, x: Buffer, position: int) -> bytes:
-        return bytes(LOGIT_BYTES)
-
-    def outer_sample(self, index: int) -> tuple[bytes, bytes] | None:
-        return (bytes(ACTIVATION_BYTES), bytes(TARGET_BYTES)) if index < _HELD_OUT else None
-
-    def outer_first(self, tokens: Buffer) -> bytes:
-        return bytes(ACTIVATION_BYTES)
-
-    def check(self, activation: Buffer) -> None:
-        """Nothing: hashes are always finite."""
-
-    @contextmanager
-    def using(self, vectors: Sequence[Vector]) -> Iterator[None]:
-        yield
+        Raises `WrongWeights` if the forward of a backward was computed elsewhere, or in other weights.
+        """
+        kind = job.kind
+        if kind is JobKind.OUTER_SAMPLE and job.number >= _HELD_OUT:
+            return JobResult()
+        if kind.is_outer:
+            return JobResult(tuple(bytes(_OUTER_SIZES.of(payload)) for payload in kind.gives), loss=1.0)
+        match kind:
+            case JobKind.DRAW:
+                self.position += 1
+                y = self._activation(self._batch(self.position))
+                return JobResult((y, bytes(SIZES.target_bytes)), self.position)
+            case JobKind.FORWARD:
+                return JobResult((self._activation(job.payloads[0]),))
+            case JobKind.LOSS:
+                self._microbatches += 1
+                return JobResult((_gradient(job.payloads[0]),), loss=1.0)
+            case JobKind.BACKWARD:
+                x, gradient = job.payloads
+                self._accumulate(x, gradient)
+                return JobResult((_gradient(x),))
+            case JobKind.FINISH:
+                self._accumulate(self._batch(job.number), job.payloads[0])
+                return JobResult()
+        raise ValueError(f"the paced task has no job {kind.value}")
 
     def discard(self) -> None:
         self._microbatches = 0
@@ -117,4 +110,4 @@ def _gradient(activation: Buffer) -> bytes:
 
 
 def _filled(digest: bytes) -> bytes:
-    return digest * (ACTIVATION_BYTES // len(digest))
+    return digest * (SIZES.activation_bytes // len(digest))

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -15,49 +16,55 @@ from node.tasks.gpt_presets import VOCABULARY
 from node.tasks.gpt_stage import ActivationShape, GptStageTask
 from node.tasks.recipe import Recipe
 from node.training.inner_optimizer import InnerOptimizer
+from node.training.trainer import Learner
 from protocols.base import BadPayload, Buffer, Vector
+from protocols.pipeline.job import JobKind, JobResult, StageJob, StageSizes
 from protocols.registry import ACTIVATION_CODECS
 
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
+class StageCompute(Learner, Protocol):
+    """One stage's weights, and what is computed with them: `StageLearner`, `node.tasks.paced_stage`.
+
+    Gradients of all microbatches since the last step are summed. `step` divides them by their number, takes the
+    optimiser step and clears them; its tokens are those of these microbatches.
+    """
+
+    position: int  # batches drawn so far, in stage 0
+
+    def run(self, job: StageJob, outer: Sequence[Vector] = ()) -> JobResult:
+        """Compute a job; of an outer kind, with these vectors, if given, instead of its own.
+
+        Raises `BadPayload` if what was received does not decode, or is not finite.
+        """
+
+    def discard(self) -> None:
+        """Drop the gradients since the last step."""
+
+
 @dataclass(frozen=True, slots=True)
 class ActivationCodec:
-    """Turns activations (rows, positions, width), float32, into bytes and back.
-
-    Attributes:
-        name: one of `protocols.registry.ACTIVATION_CODECS`.
-    """
+    """Turns activations (rows, positions, width), float32, into bytes and back, as one of `ACTIVATION_CODECS`."""
 
     shape: ActivationShape
     name: str = "bf16"
 
     @property
-    def activation_bytes(self) -> int:
-        """Of one activation, or its gradient."""
-        return self.shape.tokens * self.shape.width * ACTIVATION_CODECS[self.name]
-
-    @property
-    def target_bytes(self) -> int:
-        """Of a microbatch's targets, int32."""
-        return 4 * self.shape.tokens
-
-    @property
-    def logit_bytes(self) -> int:
-        """Of the logits of one position, float32 (rows, classes)."""
-        return 4 * self.shape.rows * VOCABULARY
+    def sizes(self) -> StageSizes:
+        """Targets are int32, the logits of one position float32 (rows, classes)."""
+        tokens, rows = self.shape.tokens, self.shape.rows
+        activation_bytes = tokens * self.shape.width * ACTIVATION_CODECS[self.name]
+        return StageSizes(activation_bytes, 4 * tokens, 4 * rows * VOCABULARY, tokens)
 
     def encode(self, activation: torch.Tensor) -> bytes:
         """The bytes of an activation or a gradient. The receiver refuses what is not finite."""
         return _bytes(activation.detach().cpu().to(_DTYPES[self.name]))
 
     def decode(self, data: Buffer) -> torch.Tensor:
-        """
-        Raises:
-            BadPayload: wrong size, or not finite.
-        """
-        if len(data) != self.activation_bytes:
-            raise BadPayload(f"an activation of {len(data)} bytes where {self.activation_bytes} are due")
+        """Raises `BadPayload`: wrong size, or not finite."""
+        if len(data) != (due := self.sizes.activation_bytes):
+            raise BadPayload(f"an activation of {len(data)} bytes where {due} are due")
         flat = torch.frombuffer(bytearray(data), dtype=_DTYPES[self.name])
         _require_finite(flat)
         return flat.float().view(self.shape.rows, self.shape.positions, self.shape.width)
@@ -66,13 +73,9 @@ class ActivationCodec:
         return _bytes(targets.to(torch.int32))
 
     def decode_targets(self, data: Buffer, classes: int) -> torch.Tensor:
-        """int64 (rows, positions), each in 0..classes-1.
-
-        Raises:
-            BadPayload: wrong size, or out of range.
-        """
-        if len(data) != self.target_bytes:
-            raise BadPayload(f"targets of {len(data)} bytes where {self.target_bytes} are due")
+        """int64 (rows, positions), each in 0..classes-1. Raises `BadPayload`: wrong size, or out of range."""
+        if len(data) != (due := self.sizes.target_bytes):
+            raise BadPayload(f"targets of {len(data)} bytes where {due} are due")
         targets = torch.frombuffer(bytearray(data), dtype=torch.int32).long()
         if not bool(((targets >= 0) & (targets < classes)).all()):
             raise BadPayload("targets that are not in the vocabulary")
@@ -80,14 +83,7 @@ class ActivationCodec:
 
 
 def check_activation(data: Buffer, name: str) -> None:
-    """Check what another peer has sent, without decoding it.
-
-    Args:
-        name: how activations travel: one of `protocols.registry.ACTIVATION_CODECS`.
-
-    Raises:
-        BadPayload: it is not finite.
-    """
+    """Raise `BadPayload` if what another peer has sent, in this one of `ACTIVATION_CODECS`, is not finite."""
     _require_finite(torch.frombuffer(data, dtype=_DTYPES[name]))
 
 
@@ -120,10 +116,8 @@ class _Accumulated:
 class StageLearner:
     """A `StageCompute` on a stage of the built-in model.
 
-    No graph is kept between a forward and its backward: the backward computes the forward again.
-
-    Attributes:
-        position: number of batches drawn so far, in stage 0.
+    No graph is kept between a forward and its backward: the backward computes the forward again. `seed` is of this
+    peer's stream of data, `allocate` and `resume` are as in `flatten`.
     """
 
     def __init__(
@@ -135,11 +129,6 @@ class StageLearner:
         allocate: Callable[[int], Vector] | None = None,
         resume: bool = False,
     ) -> None:
-        """
-        Args:
-            seed: of this peer's stream of data.
-            allocate, resume: as in `flatten`.
-        """
         flat = flatten(task.module, allocate, resume)
         self.layout, self.vectors = flat.layout, flat.vectors
         self.position = 0
@@ -148,104 +137,99 @@ class StageLearner:
         self._optimizer = InnerOptimizer(flat, recipe)
         self._accumulated = _Accumulated()
 
-    # -- microbatches -------------------------------------------------------------------------------------------------
+    # -- jobs ---------------------------------------------------------------------------------------------------------
+
+    def run(self, job: StageJob, outer: Sequence[Vector] = ()) -> JobResult:
+        if not job.kind.is_outer:
+            return self._run(job)
+        with torch.no_grad(), self._using(outer):
+            return self._run(job)
+
+    def _run(self, job: StageJob) -> JobResult:
+        match job.kind:
+            case JobKind.DRAW:
+                return self._draw()
+            case JobKind.FINISH:
+                return self._finish(job)
+            case JobKind.FORWARD | JobKind.OUTER_FORWARD:
+                return JobResult((self._forward(job.payloads[0]),))
+            case JobKind.BACKWARD:
+                return self._backward(*job.payloads)
+            case JobKind.LOSS:
+                return self._loss(*job.payloads)
+            case JobKind.OUTER_SAMPLE:
+                batch = self._task.held_out(job.number)
+                return JobResult(self._first(*batch) if batch else ())
+            case JobKind.OUTER_FIRST:
+                return self._outer_first(job.payloads[0])
+            case JobKind.OUTER_LOSS:
+                return JobResult(loss=float(self._last(*job.payloads)[1]))
+            case JobKind.OUTER_LOGITS:
+                return self._outer_logits(job)
 
     @torch.no_grad()
-    def forward(self, x: Buffer) -> bytes:
+    def _draw(self) -> JobResult:
+        number, self.position = self.position, self.position + 1
+        return JobResult(self._first(*self._task.batch(self._seed, number)), number)
+
+    def _finish(self, job: StageJob) -> JobResult:
+        inputs, _ = self._task.batch(self._seed, job.number)  # a batch is a pure function of its number
+        self._task.module(inputs.to(self._device)).backward(self._decoded(job.payloads[0]))
+        self._accumulated.add(inputs.numel(), job.loss)
+        return JobResult()
+
+    @torch.no_grad()
+    def _forward(self, x: Buffer) -> bytes:
         return self._codec.encode(self._task.module(self._decoded(x)))
 
-    def backward(self, x: Buffer, gradient: Buffer) -> bytes:
+    def _backward(self, x: Buffer, gradient: Buffer) -> JobResult:
         taken, given = self._decoded(x).requires_grad_(), self._decoded(gradient)
         self._task.module(taken).backward(given)
         self._accumulated.add(self._codec.shape.tokens, None)
         assert taken.grad is not None
-        return self._codec.encode(taken.grad)
+        return JobResult((self._codec.encode(taken.grad),))
 
-    def loss(self, x: Buffer, targets: Buffer) -> tuple[float, bytes]:
-        taken = self._decoded(x).requires_grad_()
-        output = self._task.module(taken)
-        loss = self._task.loss(output, self._codec.decode_targets(targets, output.shape[-1]).to(self._device))
+    def _loss(self, x: Buffer, targets: Buffer) -> JobResult:
+        taken, loss = self._last(x, targets)
         loss.backward()  # type: ignore[no-untyped-call]
         value = float(loss.detach())
         self._accumulated.add(self._codec.shape.tokens, value)
         assert taken.grad is not None
-        return value, self._codec.encode(taken.grad)
+        return JobResult((self._codec.encode(taken.grad),), loss=value)
 
-    @torch.no_grad()
-    def draw(self) -> tuple[int, bytes, bytes]:
-        batch, self.position = self.position, self.position + 1
-        inputs, targets = self._task.batch(self._seed, batch)
-        output = self._task.module(inputs.to(self._device))
-        return batch, self._codec.encode(output), self._codec.encode_targets(targets)
-
-    def finish(self, batch: int, gradient: Buffer, loss: float) -> None:
-        inputs, _ = self._task.batch(self._seed, batch)  # a batch is a pure function of its number
-        self._task.module(inputs.to(self._device)).backward(self._decoded(gradient))
-        self._accumulated.add(inputs.numel(), loss)
-
-    def check(self, activation: Buffer) -> None:
-        check_activation(activation, self._codec.name)
-
-    def discard(self) -> None:
-        self._optimizer.clear()
-        self._accumulated = _Accumulated()
-
-    # -- evaluation and text, with the present vectors: nothing is counted, no gradient changes -----------------------
-
-    def outer_forward(self, x: Buffer) -> bytes:
-        """Of a middle stage: its output."""
-        return self.forward(x)
-
-    @torch.no_grad()
-    def outer_loss(self, x: Buffer, targets: Buffer) -> float:
-        """Of the last stage: the mean loss, in nats per byte."""
-        output = self._task.module(self._decoded(x))
-        decoded = self._codec.decode_targets(targets, output.shape[-1]).to(self._device)
-        return float(self._task.loss(output, decoded))
-
-    @torch.no_grad()
-    def outer_logits(self, x: Buffer, position: int) -> bytes:
-        """Of the last stage: the logits of a position, counted from 1, float32 (rows, 256).
-
-        Raises:
-            BadPayload: there is no such position.
-        """
-        if not 1 <= position <= self._codec.shape.positions:
-            raise BadPayload(f"position {position} of {self._codec.shape.positions}")
-        return _bytes(self._task.module(self._decoded(x))[:, position - 1].float().cpu())
-
-    @torch.no_grad()
-    def outer_sample(self, index: int) -> tuple[bytes, bytes] | None:
-        """Of stage 0: the output and the targets of held-out microbatch `index`. None beyond the last."""
-        batch = self._task.held_out(index)
-        if batch is None:
-            return None
-        inputs, targets = batch
-        output = self._task.module(inputs.to(self._device))
-        return self._codec.encode(output), self._codec.encode_targets(targets)
-
-    @torch.no_grad()
-    def outer_first(self, tokens: Buffer) -> bytes:
-        """Of stage 0: the output for these bytes, uint8 (rows * positions).
-
-        Raises:
-            ValueError: wrong size.
-        """
+    def _outer_first(self, tokens: Buffer) -> JobResult:
         shape = self._codec.shape
         if len(tokens) != shape.tokens:
             raise ValueError(f"{len(tokens)} bytes where a microbatch has {shape.tokens}")
         inputs = torch.frombuffer(bytearray(tokens), dtype=torch.uint8).long().view(shape.rows, shape.positions)
-        return self._codec.encode(self._task.module(inputs.to(self._device)))
+        return JobResult((self._codec.encode(self._task.module(inputs.to(self._device))),))
+
+    def _outer_logits(self, job: StageJob) -> JobResult:
+        if not 1 <= job.number <= self._codec.shape.positions:
+            raise BadPayload(f"position {job.number} of {self._codec.shape.positions}")
+        logits = self._task.module(self._decoded(job.payloads[0]))[:, job.number - 1]
+        return JobResult((_bytes(logits.float().cpu()),))
+
+    def _first(self, inputs: torch.Tensor, targets: torch.Tensor) -> tuple[bytes, bytes]:
+        """The first stage's output, and the targets."""
+        output = self._task.module(inputs.to(self._device))
+        return self._codec.encode(output), self._codec.encode_targets(targets)
+
+    def _last(self, x: Buffer, targets: Buffer) -> tuple[torch.Tensor, torch.Tensor]:
+        """The last stage's input, which takes a gradient, and its mean loss in nats per token."""
+        taken = self._decoded(x).requires_grad_()
+        output = self._task.module(taken)
+        return taken, self._task.loss(output, self._codec.decode_targets(targets, output.shape[-1]).to(self._device))
 
     def _decoded(self, data: Buffer) -> torch.Tensor:
         return self._codec.decode(data).to(self._device)
 
     @contextmanager
-    def using(self, vectors: Sequence[Vector]) -> Iterator[None]:
-        """Compute with these parameters instead of the learner's own, inside the context. Nothing is copied."""
+    def _using(self, vectors: Sequence[Vector]) -> Iterator[None]:
+        """Compute with these parameters, if any, instead of the learner's own. Nothing is copied."""
         parameters, low = list(self._task.module.parameters()), 0
         own = [parameter.data for parameter in parameters]
-        for parameter in parameters:
+        for parameter in parameters if vectors else ():
             high = low + parameter.numel()
             parameter.data, low = vectors[0][low:high].view(parameter.shape), high
         try:
@@ -255,6 +239,10 @@ class StageLearner:
                 parameter.data = data
 
     # -- steps --------------------------------------------------------------------------------------------------------
+
+    def discard(self) -> None:
+        self._optimizer.clear()
+        self._accumulated = _Accumulated()
 
     def step(self, round_number: int, step: int) -> Step:
         """Take one optimiser step along the mean gradient of the microbatches; skip it if that is not finite.
@@ -269,7 +257,6 @@ class StageLearner:
         return Step(done.loss / done.losses if done.losses else math.nan, done.tokens)
 
     def moments(self, make: bool = False) -> dict[str, torch.Tensor]:
-        """The optimiser's tensors by name; see `InnerOptimizer.moments`."""
         return self._optimizer.moments(make)
 
     def evaluate(self) -> float:

@@ -10,11 +10,11 @@ import asyncio
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Protocol
 
-from node.training.rest import RestGate
+from node.training.stage_replica import StageReplica
+from node.training.trainer import RestGate
 from protocols.aio import loop_time, task_group
-from protocols.base import Layout, LocalProgress, Member, RoundKey, Vector
+from protocols.base import LocalProgress, Member, RoundKey, Vector
 from protocols.pipeline.admission import StepAdmission
 from protocols.pipeline.driving import PipelineDriver
 from protocols.pipeline.serving import StageServer
@@ -22,46 +22,6 @@ from protocols.pipeline.settings import PipelineEvent, ignore_event
 
 LOOK_SECONDS = 0.25
 """How often a stage looks whether the round's inner steps are complete at stage 0."""
-
-
-class StageReplica(Protocol):
-    """One stage's weights at this peer, and its work since its anchor: `InlineStage`, `RemoteStage`.
-
-    What is called inside a turn (`on_stepped`, `on_replaced`) runs before any further job.
-    """
-
-    layout: Layout
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether it can compute now; False while a worker is being replaced."""
-
-    async def begin(self, round_number: int, cut: asyncio.Event) -> LocalProgress:
-        """Start a round, or resume it. Returns the work so far; without a worker, waits for one until the cut."""
-
-    async def step(self, round_number: int, on_stepped: Callable[[], None]) -> tuple[bool, LocalProgress | None]:
-        """Take the optimiser step over all microbatches since the last one.
-
-        Returns:
-            Whether the round's inner steps are complete, and the work so far if it is time to report it.
-        """
-
-    async def work(self) -> LocalProgress:
-        """The work since the anchor was written."""
-
-    async def read(self, into: Vector, fragment: int = 0) -> None:
-        """Copy the local parameters out, between two jobs."""
-
-    async def replace(
-        self, source: Vector, anchor: Vector | None, tokens: int, on_replaced: Callable[[], None]
-    ) -> None:
-        """Replace the local parameters and the anchor, and drop the gradients; see `protocols.base.Trainer.write`."""
-
-    async def release(self) -> None:
-        """Free what computing needs, between two rounds."""
-
-    async def evaluate(self) -> float:
-        """Held-out loss of the outer parameters, if a stage alone has one; else nan."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,22 +2,10 @@
 
     python -m node.training.stage_worker MEMORY SOCKET      # as node.training.worker, whose commands it has, too
 
-    do: forward                      first: x                       -> done: null; result: y
-    do: backward                     first: x, second: gradient     -> done: null; result: gradient of x
-    do: loss                         first: x, second: targets      -> done: loss; result: gradient of x
-    do: draw                                                        -> done: batch; result: y, then targets
-    do: finish, batch, loss          first: gradient                -> done: null
+    do: a JobKind, number, loss      inputs: its payloads           -> done: JobResult; result: its payloads
     do: begin, round                                                -> done: LocalProgress
     do: step, round, seconds                                        -> done: [complete, tokens, LocalProgress or null]
     do: work                                                        -> done: LocalProgress
-
-    With the outer parameters, without counting anything:
-
-    do: outer_forward                first: x                       -> done: null; result: y
-    do: outer_loss                   first: x, second: targets      -> done: loss
-    do: outer_logits, position       first: x                       -> done: null; result: logits
-    do: outer_sample, index                                         -> done: whether there is one; result: y, targets
-    do: outer_first                  first: tokens                  -> done: null; result: y
 
 Each job of a microbatch counts as a step in the shared counters. A job whose input does not decode is refused and
 changes nothing.
@@ -25,58 +13,132 @@ changes nothing.
 
 from __future__ import annotations
 
+import mmap
+import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
-from node.tasks.paced_stage import WrongWeights
-from node.tasks.spec import WorkerSpec
+from node.tasks.gpt_presets import Preset
+from node.tasks.gpt_stage import ActivationShape, GptStageTask
+from node.tasks.paced_stage import SIZES, PacedStage, WrongWeights
+from node.tasks.partition import Partition
+from node.tasks.spec import GptValues, PacedValues, WorkerSpec
+from node.tasks.text import load
 from node.training import worker
-from node.training.activation_slots import ActivationSlots
-from node.training.build import Job
+from node.training.build import Allocate, Job, device_of
 from node.training.shared import Shared
-from node.training.stage_job import FORWARD_SHARE, StageJob, StageSizes, build_stage, stage_sizes
+from node.training.stage_learner import ActivationCodec, StageCompute, StageLearner
+from node.training.stage_replica import StageSeconds
 from node.training.worker import CommandRejected, Worker, WorkerKind, as_json, copy_vectors
-from protocols.base import BadPayload
+from protocols.base import BadPayload, Buffer
+from protocols.pipeline.job import JobKind, StageJob, StageSizes
+
+FORWARD_SHARE = 1 / 3
+"""Of the time that a paced stage takes for a microbatch."""
+_KINDS = {kind.value: kind for kind in JobKind}
+
+
+def codec_of(spec: WorkerSpec) -> ActivationCodec | None:
+    """How the activations of a run's stages travel; None for those of the paced task, which are hashes."""
+    values = spec.values
+    if not isinstance(values, GptValues):
+        return None
+    assert spec.stage
+    return ActivationCodec(
+        ActivationShape(values.rows, values.shape.context, values.shape.width), spec.stage.activations
+    )
+
+
+def sizes_of(spec: WorkerSpec) -> StageSizes:
+    """The sizes that all stages of a run share."""
+    codec = codec_of(spec)
+    return codec.sizes if codec else SIZES
+
+
+def build_stage(spec: WorkerSpec, allocate: Allocate, resume: bool) -> Job:
+    """Load data and stage; see `node.training.build.build`. The job's `rest_seconds` are for each microbatch."""
+    values, stage = spec.values, spec.stage
+    assert stage is not None
+    if isinstance(values, PacedValues):
+        tokens = max(1, values.tokens_per_step // spec.recipe.batches)
+        paced = PacedStage(stage.elements, spec.stream_seed, tokens, stage.replica, allocate, resume)
+        return Job(paced, values.step_seconds / spec.recipe.batches)
+    codec = codec_of(spec)
+    assert isinstance(values, GptValues) and codec
+    device = device_of(spec.device)
+    preset, partition = Preset(values.shape, values.rows, spec.recipe), Partition((), stage.bounds)
+    text = load(spec.data, spec.held_out, spec.given_data(resume)) if stage.number == 0 else None
+    task = GptStageTask(preset, partition, stage.number, spec.weights_seed, text)
+    task.module.to(device)
+    place, resume = (allocate, resume) if device == "cpu" else (None, False)
+    learner = StageLearner(task, spec.recipe, codec, spec.stream_seed, place, resume)
+    return Job(learner, held_out=text.held_out.numpy().tobytes() if text else b"")
+
+
+class ActivationSlots:
+    """Activations that a peer and its worker share: one unnamed file beside that of the vectors.
+
+        first, second   the inputs of a job
+        result          what it gives, one payload after the other
+
+    Only one job runs at a time. The peer fills the inputs and reads the result inside the job's turn. The file is
+    extended as needed (`OSError` if there is not enough space).
+    """
+
+    def __init__(self, descriptor: int, sizes: StageSizes) -> None:
+        slot = max(sizes.activation_bytes, sizes.target_bytes, sizes.logit_bytes)
+        total = 3 * slot + sizes.target_bytes
+        if os.fstat(descriptor).st_size < total:
+            os.ftruncate(descriptor, total)
+        memory = memoryview(mmap.mmap(descriptor, total))
+        self._inputs = memory[:slot], memory[slot : 2 * slot]
+        self._result = memory[2 * slot :]
+
+    def put(self, payloads: Iterable[Buffer]) -> None:
+        """Fill the inputs."""
+        for slot, payload in zip(self._inputs, payloads, strict=False):
+            slot[: len(payload)] = payload
+
+    def take(self, sizes: Iterable[int]) -> tuple[Buffer, ...]:
+        """The inputs; valid until they are filled again."""
+        return tuple(slot[:size] for slot, size in zip(self._inputs, sizes, strict=False))
+
+    def answer(self, payloads: Iterable[Buffer]) -> None:
+        """Fill the result."""
+        low = 0
+        for payload in payloads:
+            self._result[low : low + len(payload)] = payload
+            low += len(payload)
+
+    def result(self, sizes: Iterable[int]) -> tuple[bytes, ...]:
+        """Copies of the result's payloads."""
+        found, low = [], 0
+        for size in sizes:
+            found.append(bytes(self._result[low : low + size]))
+            low += size
+        return tuple(found)
 
 
 class StageWorker(Worker):
     """Carries out the commands of one stage."""
 
-    def __init__(self, job: StageJob, shared: Shared, spec: WorkerSpec, tell: Callable[[str, Any], None]) -> None:
+    def __init__(self, job: Job, shared: Shared, spec: WorkerSpec, tell: Callable[[str, Any], None]) -> None:
         assert spec.stage is not None
-        self._learner, self._rest_seconds = job.learner, job.rest_seconds
-        super().__init__(Job(job.learner, job.rest_seconds, job.held_out), shared, spec, tell)
-        self._sizes: StageSizes = stage_sizes(spec)
+        learner: Any = job.learner
+        self._learner: StageCompute = learner
+        self._seconds = StageSeconds(FORWARD_SHARE * job.rest_seconds, (1 - FORWARD_SHARE) * job.rest_seconds)
+        super().__init__(job, shared, spec, tell)
+        self._sizes = sizes_of(spec)
         self._slots = ActivationSlots(spec.stage.slots, self._sizes)
         self._round = -1
 
     def carry_out(self, command: dict[str, Any]) -> Any:
-        """Carry out a command and return its answer.
-
-        Raises:
-            CommandRejected: it cannot be carried out.
-        """
-        jobs = {
-            "forward": self._forward,
-            "backward": self._backward,
-            "loss": self._loss,
-            "draw": self._draw,
-            "finish": self._finish,
-        }
-        others = {
-            "begin": self._begin,
-            "step": self._step,
-            "work": self._work,
-            "outer_forward": self._outer_forward,
-            "outer_loss": self._outer_loss,
-            "outer_logits": self._outer_logits,
-            "outer_sample": self._outer_sample,
-            "outer_first": self._outer_first,
-        }
         name = command["do"]
-        if (carry_out := jobs.get(name) or others.get(name)) is None:
+        commands = {"begin": self._begin, "step": self._step, "work": self._work}
+        carry_out = commands.get(name, self._run if name in _KINDS else None)
+        if carry_out is None:
             return super().carry_out(command)
         if "carried" in command:
             self._take(command["carried"])
@@ -84,63 +146,20 @@ class StageWorker(Worker):
             return carry_out(command)
         except (BadPayload, WrongWeights) as error:
             raise CommandRejected(str(error)) from error
+
+    def _run(self, command: dict[str, Any]) -> dict[str, Any]:
+        kind = _KINDS[command["do"]]
+        try:
+            time.sleep(self._seconds.of(kind))
+            if kind is JobKind.DRAW:
+                self._shared.claim(self._learner.position + 1)
+            inputs = self._slots.take(map(self._sizes.of, kind.takes))
+            result = self._learner.run(StageJob(kind, inputs, command["number"], command["loss"]), self._anchors)
+            self._slots.answer(result.payloads)
+            return {"given": len(result.payloads), "number": result.number, "loss": result.loss}
         finally:
-            if name in jobs:
+            if not kind.is_outer:
                 self._shared.stepped()
-
-    # -- jobs ---------------------------------------------------------------------------------------------------------
-
-    def _forward(self, command: dict[str, Any]) -> None:
-        time.sleep(FORWARD_SHARE * self._rest_seconds)
-        self._slots.answer(self._learner.forward(self._activation(0)))
-
-    def _backward(self, command: dict[str, Any]) -> None:
-        time.sleep((1 - FORWARD_SHARE) * self._rest_seconds)
-        self._slots.answer(self._learner.backward(self._activation(0), self._activation(1)))
-
-    def _loss(self, command: dict[str, Any]) -> float:
-        time.sleep(self._rest_seconds)
-        loss, gradient = self._learner.loss(self._activation(0), self._slots.take(1, self._sizes.target_bytes))
-        self._slots.answer(gradient)
-        return loss
-
-    def _draw(self, command: dict[str, Any]) -> int:
-        time.sleep(FORWARD_SHARE * self._rest_seconds)
-        self._shared.claim(self._learner.position + 1)
-        batch, y, targets = self._learner.draw()
-        self._slots.answer(y, targets)
-        return batch
-
-    def _finish(self, command: dict[str, Any]) -> None:
-        time.sleep((1 - FORWARD_SHARE) * self._rest_seconds)
-        self._learner.finish(command["batch"], self._activation(0), command["loss"])
-
-    def _activation(self, number: int) -> Any:
-        return self._slots.take(number, self._sizes.activation_bytes)
-
-    # -- with the outer parameters ------------------------------------------------------------------------------------
-
-    def _outer_forward(self, command: dict[str, Any]) -> None:
-        with self._learner.using(self._anchors):
-            self._slots.answer(self._learner.outer_forward(self._activation(0)))
-
-    def _outer_loss(self, command: dict[str, Any]) -> float:
-        with self._learner.using(self._anchors):
-            return self._learner.outer_loss(self._activation(0), self._slots.take(1, self._sizes.target_bytes))
-
-    def _outer_logits(self, command: dict[str, Any]) -> None:
-        with self._learner.using(self._anchors):
-            self._slots.answer(self._learner.outer_logits(self._activation(0), command["position"]))
-
-    def _outer_sample(self, command: dict[str, Any]) -> bool:
-        with self._learner.using(self._anchors):
-            found = self._learner.outer_sample(command["index"])
-        self._slots.answer(*(found or ()))
-        return found is not None
-
-    def _outer_first(self, command: dict[str, Any]) -> None:
-        with self._learner.using(self._anchors):
-            self._slots.answer(self._learner.outer_first(self._slots.take(0, self._sizes.tokens)))
 
     # -- the weights --------------------------------------------------------------------------------------------------
 
@@ -170,7 +189,6 @@ class StageWorker(Worker):
 
 
 def main(arguments: list[str]) -> int:
-    """Run a worker process; see the top of this file for its arguments."""
     return worker.main(arguments, WorkerKind(build_stage, StageWorker))
 
 

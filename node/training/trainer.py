@@ -1,28 +1,27 @@
 """The inner loop: optimiser steps between two rounds, and the accounting of tokens, loss and time.
 
-Three layers. The first two are synchronous, so that a worker process can run them:
-
-    Learner          takes inner steps: `node.training.task_learner.TaskLearner` on a task's module, `Paced` only waits
-    LocalTraining    one learner's work since its anchor: tokens, loss, seconds, norm of the pseudo-gradient
-    InlineTrainer    `protocols.base.Trainer` over a `LocalTraining`, in the event loop itself
+Learner          takes inner steps: `node.training.task_learner.TaskLearner` on a task's module, `Paced` only waits
+LocalTraining    one learner's work since its anchor: tokens, loss, seconds, norm of the pseudo-gradient
+RestGate         how a trainer rests between two steps
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Protocol
 
 import torch
 
 from node.tasks.base import Step
-from node.training.rest import RestGate
-from protocols.base import Layout, LocalProgress, RoundKey, Vector
+from protocols.aio import Notifier, run_with_helper
+from protocols.base import Layout, LocalProgress, Vector
 
 _PIECE = 1 << 18
+LOOK_SECONDS = 3600.0
+"""The gate is looked at again after this time at the latest."""
 
 
 class Learner(Protocol):
@@ -52,7 +51,7 @@ class LocalTraining:
             raise ValueError(f"inner_steps must be at least 1, not {inner_steps}")
         self.learner = learner
         self._inner_steps = inner_steps
-        self._anchors = tuple(vector.clone() for vector in learner.vectors) if anchors is None else anchors
+        self.anchors = tuple(vector.clone() for vector in learner.vectors) if anchors is None else anchors
         self._round, self._steps = -1, 0
         self._step_seconds = 0.0
         self.reset(0)
@@ -115,7 +114,7 @@ class LocalTraining:
         gradient.
         """
         self.learner.vectors[fragment].copy_(source)
-        self._anchors[fragment].copy_(source if anchor is None else anchor)
+        self.anchors[fragment].copy_(source if anchor is None else anchor)
         self.reset(tokens)
 
     def reset(self, carried: int) -> None:
@@ -131,7 +130,7 @@ class LocalTraining:
     def outer(self) -> Iterator[None]:
         """Give the learner the outer parameters (the anchor) inside the context; then restore its own."""
         kept = [vector.clone() for vector in self.learner.vectors]
-        for vector, anchor in zip(self.learner.vectors, self._anchors, strict=True):
+        for vector, anchor in zip(self.learner.vectors, self.anchors, strict=True):
             vector.copy_(anchor)
         try:
             yield
@@ -142,72 +141,34 @@ class LocalTraining:
     def _norm(self) -> float:
         """L2 norm of the pseudo-gradient, in pieces that fit into the cache; squares are summed in float64."""
         squares = 0.0
-        for anchor, local in zip(self._anchors, self.learner.vectors, strict=True):
+        for anchor, local in zip(self.anchors, self.learner.vectors, strict=True):
             for low in range(0, len(anchor), _PIECE):
                 piece = anchor[low : low + _PIECE] - local[low : low + _PIECE]
                 squares += float(torch.linalg.vector_norm(piece, dtype=torch.float64)) ** 2
         return math.sqrt(squares)
 
 
-class InlineTrainer:
-    """A `Trainer` in the event loop itself: for the simulator, paced tasks and tests. A node uses a worker process.
+class RestGate:
+    """Holds a trainer between two steps while it rests: without a clock, until it is to work or the round is cut."""
 
-    A step first sleeps for `step_seconds`, which lets time pass in the simulator, and then completes at once. Seconds
-    are those of the running loop.
-
-    Attributes:
-        local_training: the learner's work since its anchor.
-        step_seconds: duration of a step; it may change at any time.
-    """
-
-    def __init__(self, learner: Learner, inner_steps: int, step_seconds: float = 0.0) -> None:
-        self.layout = learner.layout
-        self.local_training = LocalTraining(learner, inner_steps)
-        self.step_seconds = step_seconds
-        self._gate = RestGate()
+    def __init__(self) -> None:
+        self.resting = False
+        self._changed = Notifier()
 
     def rest(self, resting: bool) -> None:
-        """Take no step until called again with False."""
-        self._gate.rest(resting)
+        self.resting = resting
+        self._changed.notify()
 
-    async def release(self) -> None:
-        """Without effect: there is no worker."""
+    async def opened(self, cut: asyncio.Event) -> None:
+        """Wait until the gate is open, or the round is cut; its deadline sets the cut."""
 
-    async def train(
-        self, key: RoundKey, cut: asyncio.Event, progress: Callable[[LocalProgress], None], surplus: bool = True
-    ) -> LocalProgress:
-        """Train until `cut` is set; see `protocols.base.Trainer`. If it is set already, take no step."""
-        loop = asyncio.get_running_loop()
-        local_training = self.local_training
-        local_training.begin(key.round)
-        progress(local_training.work())
-        mark = loop.time()
-        while not cut.is_set():
-            if self._gate.resting:
-                progress(replace(local_training.work(), resting=True))
-                await self._gate.opened(cut)
-                mark = loop.time()
-                continue
-            if local_training.complete and not surplus:
-                await cut.wait()
-                break
-            await asyncio.sleep(self.step_seconds)
-            local_training.step()
-            now = loop.time()
-            local_training.spend(now - mark)
-            mark = now
-            if local_training.due():
-                progress(local_training.work())
-        return local_training.work()
+        async def watch() -> None:
+            await cut.wait()
+            self._changed.notify()
 
-    async def read(self, into: Vector, fragment: int = 0) -> None:
-        """Copy the local parameters out, between two steps."""
-        self.local_training.read(into, fragment)
+        async def wait() -> None:
+            while self.resting and not cut.is_set():
+                deadline = asyncio.get_running_loop().time() + LOOK_SECONDS
+                await self._changed.reached(lambda: not self.resting or cut.is_set(), deadline)
 
-    async def write(self, source: Vector, fragment: int = 0, anchor: Vector | None = None, tokens: int = 0) -> None:
-        """Replace the local parameters, between two steps; see `LocalTraining.write`."""
-        self.local_training.write(source, fragment, anchor, tokens)
-
-    async def evaluate(self) -> float:
-        """Held-out loss of the outer parameters, between two steps."""
-        return self.local_training.evaluate()
+        await run_with_helper(wait(), watch())

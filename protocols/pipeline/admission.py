@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from protocols.base import Member
-from protocols.pipeline.settings import fair_share
 
 FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS = 10.0, 600.0
 """How long a driver whose lease ran out waits for its next place; doubled each time, until it returns a microbatch."""
@@ -153,3 +152,8 @@ class StepAdmission:
             self.counted.append(lease)
         self._watch("counted" if state is LeaseState.COUNTED else "ended", lease)
         self._on_change()
+
+
+def fair_share(batches: int, drivers: int) -> int:
+    """Places of a step that one of `drivers` drivers may hold: twice its share; all of them if it is the only one."""
+    return batches if drivers <= 1 else -(-2 * batches // drivers)

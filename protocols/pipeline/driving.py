@@ -3,32 +3,36 @@
 Up to W microbatches are in flight, each in a lane: a task with streams of its own. A forward that fails is repeated at
 another replica, since it counts nothing. A backward runs where its forward ran, in the same weights, or not at all: at
 a replica that has drifted its gradient would be wrong. What may have been counted is never sent again.
+
+Evaluation and text take the same way, without leases and only forwards, with the outer parameters of each replica.
+Nothing that is computed then changes a replica, so any call may be made again, at the same replica or at another.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+import asyncio
+import itertools
+import math
+from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import dataclass
-from functools import partial
-from typing import TypeVar
+from statistics import fmean
+from types import TracebackType
+from typing import Self
 
-from protocols.aio import Notifier, loop_time, peer_timeout, task_group
+from protocols.aio import Notifier, loop_time, peer_timeout, run_with_helper, task_group
 from protocols.base import BadPayload, Buffer, Deadline, Member, PeerError, PeerSilent, Stream, stage_scope
 from protocols.pipeline.admission import Lease, StepAdmission
+from protocols.pipeline.job import JobKind, JobResult, LeaseLost, Payload, StageJob, StageWork
 from protocols.pipeline.messages import (
     HEADER_LIMIT,
     METHOD,
-    BackwardRequest,
-    ForwardOutput,
     Granted,
-    InputGradient,
+    JobInput,
+    JobOutput,
     LeaseVoid,
-    LossResult,
-    MicrobatchInput,
-    MicrobatchRequest,
-    MicrobatchTargets,
     StageBusy,
+    StageRequest,
 )
 from protocols.pipeline.routing import ReplicaRouter
 from protocols.pipeline.settings import (
@@ -38,24 +42,23 @@ from protocols.pipeline.settings import (
     DRIVER_IDLE_SECONDS,
     GRANT_SECONDS,
     MAX_FAILURES,
+    MAX_REQUESTS,
     MICROBATCH_SECONDS,
     STREAM_SECONDS,
     PipelineEvent,
     PipelineSettings,
     ignore_event,
 )
-from protocols.pipeline.stages import StageDirectory, by_stage
-from protocols.pipeline.work import FirstStageWork, LeaseLost
+from protocols.pipeline.stages import StageDirectory, by_stage, raise_when_gone
 from protocols.streams.endpoint import ProtocolEndpoint
-from protocols.wire import HeaderType, expect
-
-T = TypeVar("T")
+from protocols.wire import expect
 
 ANSWER_SECONDS = 5.0
 """Time to open a stream; and beyond a replica's own limit, for its answer to travel."""
-
 LOOK_SECONDS = 1.0
-"""How often a driver that cannot call anybody looks again."""
+"""How often a driver that cannot call any replica looks again."""
+OUTER_RETRY_SECONDS = 0.25
+"""How long a replica is left alone that could not compute with its outer parameters, or was busy."""
 
 
 class Abandoned(Exception):
@@ -67,7 +70,7 @@ class NotCounted(Exception):
 
 
 class StageIsBusy(Exception):
-    """A replica has no place for the microbatch now."""
+    """A replica has no place for the request now, or its outer parameters are behind."""
 
     def __init__(self, retry_seconds: float) -> None:
         super().__init__(f"busy for {retry_seconds:g} s")
@@ -86,28 +89,30 @@ class _Call:
 
 
 class PipelineDriver:
-    """Drives the microbatches of one peer of stage 0.
+    """Drives the microbatches of one peer of stage 0, and evaluates through the pipeline.
 
-    Attributes:
-        admission: which microbatches this peer's own step consists of.
-        routers: for each other stage, how its replicas are chosen.
-        watch: is passed every event.
+    `check` raises `BadPayload` if an activation from another stage is not finite: else the next stage, to which it is
+    passed on, would blame the driver.
     """
 
     def __init__(
         self,
         endpoint: ProtocolEndpoint,
         settings: PipelineSettings,
-        work: FirstStageWork,
+        *,
+        work: StageWork,
         directory: StageDirectory,
+        check: Callable[[Buffer], None] = lambda activation: None,
         watch: Callable[[PipelineEvent], None] = ignore_event,
     ) -> None:
-        self.endpoint, self.settings, self.work = endpoint, settings, work
+        self.endpoint, self.settings, self.work, self.check = endpoint, settings, work, check
         self._directory, self.watch = directory, watch
         self._notifier = Notifier()
         self.admission = StepAdmission(settings.batches, self._notifier.notify, self._tell)
-        rng = endpoint.host.rng("pipeline router")
-        self.routers = {stage: ReplicaRouter(rng) for stage in range(1, settings.stages)}
+        rng, later = endpoint.host.rng("pipeline router"), range(1, settings.stages)
+        self.routers = {stage: ReplicaRouter(rng) for stage in later}
+        outer_rng = endpoint.host.rng("pipeline outer")  # what a replica refuses here, it may well do in training
+        self.outer_routers = {stage: ReplicaRouter(outer_rng, OUTER_RETRY_SECONDS) for stage in later}
         self._number = 0
 
     @property
@@ -126,6 +131,43 @@ class PipelineDriver:
             for _ in range(self.settings.window(drivers)):
                 group.create_task(_Lane(self).run())
 
+    # -- evaluation and text ------------------------------------------------------------------------------------------
+
+    async def evaluate(self, trained: int, deadline: Deadline, stride: int = 1) -> float:
+        """Mean loss over every `stride`-th held-out microbatch, in nats per token; nan if there are none.
+
+        `trained` is the number of training rounds whose result every stage must have. A stage may be further: if a
+        round ends during an evaluation, its later microbatches meet newer parameters. `TimeoutError` if it is not
+        complete at the deadline, for instance because a stage is empty, or the parameters give no finite loss.
+        """
+        indices, losses = itertools.count(0, stride), dict[int, float]()
+
+        async def evaluate() -> None:
+            async with _Lane(self, trained) as lane:
+                for index in indices:
+                    sample = await self.work.run(StageJob(JobKind.OUTER_SAMPLE, number=index))
+                    if not sample.payloads:
+                        return
+                    x, targets = sample.payloads
+                    losses[index] = (await lane.through(x, JobKind.OUTER_LOSS, targets, deadline=deadline)).loss
+
+        async with asyncio.timeout_at(deadline), task_group() as group:
+            for _ in range(MAX_REQUESTS):
+                group.create_task(evaluate())
+        return fmean(losses[index] for index in sorted(losses)) if losses else math.nan
+
+    async def logits(self, tokens: Buffer, position: int, trained: int, deadline: Deadline) -> bytes:
+        """The logits of one position, from 1, of a microbatch (uint8, rows * positions): float32 (rows, classes).
+
+        `ValueError` if there is no such position, or the run gives no logits; `TimeoutError` at the deadline.
+        """
+        if position < 1 or not self.settings.sizes.logit_bytes:
+            raise ValueError(f"no logits of position {position} in this run")
+        async with asyncio.timeout_at(deadline), _Lane(self, trained) as lane:
+            (x,) = (await self.work.run(StageJob(JobKind.OUTER_FIRST, (tokens,)))).payloads
+            (found,) = (await lane.through(x, JobKind.OUTER_LOGITS, number=position, deadline=deadline)).payloads
+            return bytes(found)
+
     # -- what the lanes use -------------------------------------------------------------------------------------------
 
     async def start(self) -> Lease:
@@ -142,13 +184,9 @@ class PipelineDriver:
                 members = self.endpoint.host.members
                 await members.changed(members.version, loop_time() + LOOK_SECONDS)
 
-    async def route(self, stage: int, deadline: Deadline) -> Member:
-        """The replica to call next.
-
-        Raises:
-            Abandoned: none can be called before the deadline.
-        """
-        members, router = self.endpoint.host.members, self.routers[stage]
+    async def route(self, stage: int, router: ReplicaRouter, deadline: Deadline) -> Member:
+        """The replica to call next. Raises `Abandoned` if none can be called before the deadline."""
+        members = self.endpoint.host.members
         while loop_time() < deadline:
             version = members.version
             live = {member.peer: member for member in self._replicas()[stage]}
@@ -173,40 +211,49 @@ class PipelineDriver:
 
 
 class _Lane:
-    """One microbatch after the other, over streams that no other lane uses."""
+    """One microbatch after the other, over streams that no other lane uses; with `trained`, without leases.
 
-    def __init__(self, driver: PipelineDriver) -> None:
-        self._driver, self._settings, self._work = driver, driver.settings, driver.work
+    A context for requests without leases. It closes its streams, or resets them after an error.
+    """
+
+    def __init__(self, driver: PipelineDriver, trained: int = 0) -> None:
+        self._driver, self._settings, self._work, self._trained = driver, driver.settings, driver.work, trained
         self._streams = _Streams(driver)
 
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._streams.end(well=error is None)
+
     async def run(self) -> None:
-        """Until cancelled."""
-        try:
+        """Drive microbatches until cancelled."""
+        async with self:
             while True:
                 lease = await self._driver.start()
                 try:
                     await self._microbatch(lease)
                 finally:
                     lease.end()
-        finally:
-            await self._streams.reset_all()
 
     async def _microbatch(self, lease: Lease) -> None:
         deadline = loop_time() + MICROBATCH_SECONDS
         held: list[_Call] = []
         try:
-            x: Buffer
-            batch, x, targets = await self._work.draw(lease)
+            drawn = await self._work.run(StageJob(JobKind.DRAW), lease)
+            x, targets = drawn.payloads
             for stage in range(1, self._settings.last):
-                call, x = await self._call(stage, lease, partial(self._forward, x), deadline)
+                call, result = await self._call(stage, StageJob(JobKind.FORWARD, (x,)), lease, deadline)
+                (x,) = result.payloads
                 held.append(call)
-            _, (loss, gradient) = await self._call(
-                self._settings.last, lease, partial(self._loss, x, targets), deadline
-            )
+            _, last = await self._call(self._settings.last, StageJob(JobKind.LOSS, (x, targets)), lease, deadline)
+            (gradient,) = last.payloads
             while held:
                 gradient = await self._backward(held[-1], gradient, deadline)
                 held.pop()
-            await self._work.finish(batch, gradient, loss, lease)
+            await self._work.run(StageJob(JobKind.FINISH, (gradient,), drawn.number, last.loss), lease)
         except (Abandoned, LeaseLost, BadPayload) as error:
             self._driver.report("abandoned", lease, str(error))
         else:
@@ -215,46 +262,60 @@ class _Lane:
             for call in held:  # their replicas wait for a backward that will not come
                 await self._streams.reset(call)
 
+    async def through(self, x: Buffer, last: JobKind, *more: Buffer, number: int = 0, deadline: Deadline) -> JobResult:
+        """Send an activation through all later stages, again and again until it succeeds.
+
+        If a stage keeps failing, the path starts anew: what the stage before has sent may be to blame.
+        """
+        while loop_time() < deadline:
+            with suppress(Abandoned):
+                y = x
+                for stage in range(1, self._settings.last):
+                    _, result = await self._call(stage, StageJob(JobKind.OUTER_FORWARD, (y,)), None, deadline)
+                    (y,) = result.payloads
+                _, result = await self._call(self._settings.last, StageJob(last, (y, *more), number), None, deadline)
+                return result
+        raise TimeoutError
+
     # -- calls --------------------------------------------------------------------------------------------------------
 
     async def _call(
-        self, stage: int, lease: Lease, ask: Callable[[_Call], Awaitable[T]], deadline: Deadline
-    ) -> tuple[_Call, T]:
+        self, stage: int, job: StageJob, lease: Lease | None, deadline: Deadline
+    ) -> tuple[_Call, JobResult]:
         """Ask one replica after the other, until one answers.
 
-        Raises:
-            Abandoned: too many failed, one may have counted the microbatch, or the deadline has come.
+        Raises `Abandoned` if too many failed, one may have counted the microbatch, or the deadline has come.
         """
-        router = self._driver.routers[stage]
+        router = self._router(stage, lease)
         for _ in range(MAX_FAILURES):
             call, began = await self._granted(stage, lease, deadline)
             try:
-                async with self._in_time(call, deadline):
-                    answer = await ask(call)
+                result = await (self._exchange(call, job, deadline) if lease else self._watched(call, job))
             except NotCounted:
-                continue
+                if not lease:
+                    router.failed(call.member.peer, loop_time(), loop_time() - began)
             except (PeerError, BadPayload) as error:
                 router.failed(call.member.peer, loop_time(), loop_time() - began)
                 await self._streams.reset(call, error)
-                if stage == self._settings.last:
+                if lease and stage == self._settings.last:
                     raise Abandoned(f"stage {stage} may have counted it: {error}") from error
             else:
                 router.succeeded(call.member.peer, loop_time() - began)
-                return call, answer
+                return call, result
         raise Abandoned(f"{MAX_FAILURES} calls to stage {stage} failed")
 
-    async def _granted(self, stage: int, lease: Lease, deadline: Deadline) -> tuple[_Call, float]:
-        """A replica that has a place for the microbatch, and when it was asked. Nothing has been sent to it yet.
+    async def _granted(self, stage: int, lease: Lease | None, deadline: Deadline) -> tuple[_Call, float]:
+        """A replica that has a place for the job, and when it was asked. Nothing has been sent to it yet.
 
-        Raises:
-            Abandoned: too many cannot be reached, or the deadline has come.
+        Raises `Abandoned` if too many cannot be reached, or the deadline has come.
         """
-        failures, router = 0, self._driver.routers[stage]
+        failures, router = 0, self._router(stage, lease)
         while failures < MAX_FAILURES:
-            member, began = await self._driver.route(stage, deadline), loop_time()
-            self._driver.watch(PipelineEvent("asked", lease.driver, lease.number, stage, member, lease.epoch))
+            member, began = await self._driver.route(stage, router, deadline), loop_time()
+            if lease:
+                self._driver.watch(PipelineEvent("asked", lease.driver, lease.number, stage, member, lease.epoch))
             try:
-                call = await self._streams.request(stage, member, lease.number)
+                call = await self._streams.request(stage, member, lease.number if lease else 0, self._trained)
             except StageIsBusy as busy:
                 router.busy(member.peer, loop_time(), busy.retry_seconds)
             except (PeerError, BadPayload):
@@ -265,58 +326,53 @@ class _Lane:
                 return call, began
         raise Abandoned(f"{MAX_FAILURES} replicas of stage {stage} cannot be reached")
 
-    async def _forward(self, x: Buffer, call: _Call) -> bytearray:
-        await call.stream.send(MicrobatchInput(), x)
-        await _answer(call, ForwardOutput)
-        return await self._payload(call)
+    def _router(self, stage: int, lease: Lease | None) -> ReplicaRouter:
+        return (self._driver.routers if lease else self._driver.outer_routers)[stage]
 
-    async def _loss(self, x: Buffer, targets: Buffer, call: _Call) -> tuple[float, bytearray]:
-        await call.stream.send(MicrobatchInput(), x)
-        await call.stream.send(MicrobatchTargets(), targets)
-        result = await _answer(call, LossResult)
-        return result.loss, await self._payload(call)
-
-    async def _backward(self, call: _Call, gradient: Buffer, deadline: Deadline) -> bytearray:
-        """The gradient of the stage's input.
-
-        Raises:
-            Abandoned: it failed, or the replica's weights have changed.
-        """
+    async def _backward(self, call: _Call, gradient: Buffer, deadline: Deadline) -> Buffer:
+        """The gradient of the stage's input. Raises `Abandoned` if it failed, or the replica's weights have changed."""
         try:
-            async with self._in_time(call, deadline):
-                await call.stream.send(BackwardRequest(), gradient)
-                await _answer(call, InputGradient)
-                return await self._payload(call)
+            result = await self._exchange(call, StageJob(JobKind.BACKWARD, (gradient,)), deadline)
         except NotCounted as error:
             raise Abandoned(str(error)) from error
         except (PeerError, BadPayload) as error:
             self._driver.routers[call.stage].failed(call.member.peer, loop_time())
             await self._streams.reset(call, error)
             raise Abandoned(f"its backward failed: {error}") from error
+        return result.payloads[0]
 
-    def _in_time(self, call: _Call, deadline: Deadline) -> AbstractAsyncContextManager[None]:
+    async def _exchange(self, call: _Call, job: StageJob, deadline: Deadline) -> JobResult:
         usual = self._driver.routers[call.stage].usual_seconds(call.member.peer)
         seconds = min(max(CALL_FLOOR_SECONDS, CALL_MULTIPLE * usual), CALL_LIMIT_SECONDS, deadline - loop_time())
-        return peer_timeout(seconds, call.member.peer, "computing a microbatch")
+        async with peer_timeout(seconds, call.member.peer, "computing a microbatch"):
+            return await self._send_and_receive(call, job)
 
-    async def _payload(self, call: _Call) -> bytearray:
-        payload = bytearray(self._settings.activation_bytes)
-        await call.stream.receive_into(memoryview(payload))
-        self._work.check(payload)
-        return payload
+    async def _watched(self, call: _Call, job: StageJob) -> JobResult:
+        """Without a lease there is time until the replica is gone."""
+        watch = raise_when_gone(self._driver.endpoint.host.members, call.member, loop_time() + CALL_LIMIT_SECONDS)
+        async with peer_timeout(CALL_LIMIT_SECONDS, call.member.peer, "computing with its outer parameters"):
+            return await run_with_helper(self._send_and_receive(call, job), watch)
 
+    async def _send_and_receive(self, call: _Call, job: StageJob) -> JobResult:
+        """Raises `NotCounted` if the replica says that it has not counted the microbatch."""
+        for sent in job.payloads:
+            await call.stream.send(JobInput(job.kind.value, job.number), sent)
+        received, loss = [], 0.0
+        for payload in job.kind.gives or (None,):
+            header = await call.stream.receive(HEADER_LIMIT)
+            if isinstance(header, LeaseVoid):
+                raise NotCounted(header.why)
+            loss = expect(header, JobOutput).loss
+            if payload:
+                received.append(await self._payload(call, payload))
+        return JobResult(tuple(received), loss=loss)
 
-async def _answer(call: _Call, kind: type[HeaderType]) -> HeaderType:
-    """The replica's answer.
-
-    Raises:
-        NotCounted: it says that it has not counted the microbatch.
-        BadPayload: it is none of both.
-    """
-    header = await call.stream.receive(HEADER_LIMIT)
-    if isinstance(header, LeaseVoid):
-        raise NotCounted(header.why)
-    return expect(header, kind)
+    async def _payload(self, call: _Call, payload: Payload) -> bytearray:
+        data = bytearray(self._settings.sizes.of(payload))
+        await call.stream.receive_into(memoryview(data))
+        if payload is Payload.ACTIVATION:
+            self._driver.check(data)
+        return data
 
 
 class _Streams:
@@ -326,42 +382,38 @@ class _Streams:
         self._endpoint, self._settings = driver.endpoint, driver.settings
         self._open: dict[Member, _Call] = {}
 
-    async def request(self, stage: int, member: Member, number: int) -> _Call:
-        """Ask a replica to admit a microbatch.
+    async def request(self, stage: int, member: Member, number: int, trained: int) -> _Call:
+        """Ask a replica to admit a microbatch or, without a number, a job with its outer parameters.
 
-        Raises:
-            StageIsBusy: it has no place for it now.
-            PeerError, BadPayload: it cannot be reached, or does not answer as it should. Nothing was sent to it.
+        Raises `StageIsBusy`, or PeerError and BadPayload if it cannot be reached or does not answer as it should.
+        Nothing was sent to it then.
         """
+        request = StageRequest(self._settings.run, stage_scope(stage), self._endpoint.me, member, number, trained)
         call = self._open.get(member)
         if call and self._is_usable(call):
             try:
-                return await self._ask(call, number)
+                return await self._ask(call, request)
             except PeerError:
                 await self.reset(call)  # it may have closed a stream that was idle for long: try on a new one
         elif call:
             await self._close(call)
-        return await self._ask(await self._connect(stage, member), number)
+        return await self._ask(await self._connect(stage, member), request)
 
     async def reset(self, call: _Call, why: Exception | None = None) -> None:
-        """Break a stream off, which ends its lease at the replica.
-
-        Args:
-            why: what the replica has done; it is named if it broke a rule.
-        """
+        """Break a stream off, which ends its lease at the replica, and names the replica if `why` is a broken rule."""
         if self._open.get(call.member) is call:
             del self._open[call.member]
             error = why or PeerSilent(call.member.peer, "the microbatch was given up")
             await call.context.__aexit__(type(error), error, None)
 
-    async def reset_all(self) -> None:
+    async def end(self, well: bool) -> None:
         for call in tuple(self._open.values()):
-            await self.reset(call)
+            await (self._close(call) if well else self.reset(call))
 
-    async def _ask(self, call: _Call, number: int) -> _Call:
-        request = MicrobatchRequest(self._settings.run, stage_scope(call.stage), self._endpoint.me, call.member, number)
+    async def _ask(self, call: _Call, request: StageRequest) -> _Call:
+        seconds = ANSWER_SECONDS + (GRANT_SECONDS if request.number else 0.0)
         try:
-            async with peer_timeout(GRANT_SECONDS + ANSWER_SECONDS, call.member.peer, "admitting a microbatch"):
+            async with peer_timeout(seconds, call.member.peer, "admitting a microbatch"):
                 await call.stream.send(request)
                 answer = await call.stream.receive(HEADER_LIMIT)
                 if not isinstance(answer, StageBusy):

@@ -36,8 +36,8 @@ class _Replica:
 class ReplicaRouter:
     """One driver's choice among the replicas of one stage. Jitter on bans keeps drivers from returning together."""
 
-    def __init__(self, rng: random.Random) -> None:
-        self._rng = rng
+    def __init__(self, rng: random.Random, longest_seconds: float = MAX_BAN_SECONDS) -> None:
+        self._rng, self._longest_seconds = rng, longest_seconds  # a replica is left alone, but for jitter
         self._replicas: dict[PeerId, _Replica] = {}
         self._virtual_time = 0.0
 
@@ -56,7 +56,7 @@ class ReplicaRouter:
         if replica.failures:
             replica.banned_until = now + self._ban_seconds(replica.failures)
         elif replica.refusals:
-            replica.banned_until = now + MAX_BUSY_SECONDS
+            replica.banned_until = now + min(MAX_BUSY_SECONDS, self._longest_seconds)
         return chosen
 
     def granted(self, peer: PeerId) -> None:
@@ -83,9 +83,9 @@ class ReplicaRouter:
             replica.seconds = ewma(replica.seconds, seconds, GAIN)
 
     def busy(self, peer: PeerId, now: float, retry_seconds: float) -> None:
-        """The replica has no place for so long, or longer if it says so again. That is no failure."""
+        """The replica has no place for so long, or longer if it says so again. That does not count as a failure."""
         replica = self._replica(peer)
-        seconds = min(retry_seconds * 2.0**replica.refusals, MAX_BUSY_SECONDS)
+        seconds = min(retry_seconds * 2.0**replica.refusals, MAX_BUSY_SECONDS, self._longest_seconds)
         replica.banned_until = now + seconds * self._rng.uniform(0.5, 1.5)
         replica.refusals = min(replica.refusals + 1, 10)
 
@@ -97,7 +97,7 @@ class ReplicaRouter:
         return max(self._virtual_time, self._replicas[peer].finish)
 
     def _ban_seconds(self, failures: int) -> float:
-        seconds: float = min(BAN_SECONDS * 2.0 ** (failures - 1), MAX_BAN_SECONDS)
+        seconds: float = min(BAN_SECONDS * 2.0 ** (failures - 1), self._longest_seconds)
         return seconds * self._rng.uniform(0.5, 1.5)
 
     def _replica(self, peer: PeerId) -> _Replica:

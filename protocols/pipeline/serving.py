@@ -1,7 +1,8 @@
 """A replica of a stage other than 0: it answers drivers. A lease is one turn of the handler's loop on one stream.
 
 No table of ids, no messages that release: when the handler ends, for whatever reason, the lease has ended. The replica
-keeps the microbatch's input, as it came, between forward and backward, and computes the forward again.
+keeps the microbatch's input, as it came, between forward and backward, and computes the forward again. Requests without
+a microbatch have no lease: nothing that is computed with the outer parameters changes the replica.
 """
 
 from __future__ import annotations
@@ -10,23 +11,20 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
 
-from protocols.aio import Notifier, loop_time, peer_timeout, run_with_helper, until_gone
-from protocols.base import BadPayload, Header, Member, PeerSilent, Stream, stage_scope
+from protocols.aio import Notifier, loop_time, peer_timeout, run_with_helper
+from protocols.base import BadPayload, Buffer, Header, Member, PeerSilent, Stream, stage_scope
 from protocols.peers.estimates import ewma
 from protocols.pipeline.admission import Lease, StepAdmission
+from protocols.pipeline.job import JobKind, JobResult, LeaseLost, Place, StageJob, StageWork
 from protocols.pipeline.messages import (
     HEADER_LIMIT,
     METHOD,
-    BackwardRequest,
-    ForwardOutput,
     Granted,
-    InputGradient,
+    JobInput,
+    JobOutput,
     LeaseVoid,
-    LossResult,
-    MicrobatchInput,
-    MicrobatchRequest,
-    MicrobatchTargets,
     StageBusy,
+    StageRequest,
 )
 from protocols.pipeline.settings import (
     CALL_LIMIT_SECONDS,
@@ -34,12 +32,13 @@ from protocols.pipeline.settings import (
     GRANT_SECONDS,
     LEASE_MULTIPLE,
     LEASE_SECONDS,
+    MAX_REQUESTS,
     SERVER_IDLE_SECONDS,
     PipelineEvent,
     PipelineSettings,
     ignore_event,
 )
-from protocols.pipeline.work import LeaseLost, StageWork
+from protocols.pipeline.stages import raise_when_gone
 from protocols.streams.endpoint import ProtocolEndpoint
 from protocols.wire import expect
 
@@ -49,34 +48,36 @@ RETRY_SECONDS = 0.25
 
 
 class StageServer:
-    """Serves the microbatches of all drivers at one replica.
-
-    Attributes:
-        admission: which of them the present step consists of.
-    """
+    """Serves the jobs of all drivers at one replica."""
 
     def __init__(
         self,
         endpoint: ProtocolEndpoint,
         settings: PipelineSettings,
+        *,
         stage: int,
         work: StageWork,
         drivers: Callable[[], int],
+        trained: Callable[[], int] = lambda: 0,
         watch: Callable[[PipelineEvent], None] = ignore_event,
     ) -> None:
         """
         Args:
             endpoint: of the whole run's members, bound to no round: it checks the sender and the receiver.
             drivers: number of live peers of stage 0.
-            watch: is passed every event.
+            trained: training rounds whose result this replica's outer parameters have.
         """
         self._endpoint, self._settings, self._stage, self._work = endpoint, settings, stage, work
-        self._drivers, self._watch = drivers, watch
+        self._drivers, self._trained, self._watch = drivers, trained, watch
         self._notifier = Notifier()
         self.admission = StepAdmission(settings.batches, self._notifier.notify, self._tell)
         self._queue: list[tuple[object, Member]] = []  # drivers that wait for a place, first come first
         self._usual_seconds = LEASE_SECONDS / LEASE_MULTIPLE  # from the grant of a lease to its count
-        endpoint.serve(METHOD, MicrobatchRequest, self._serve)
+        place = Place.LAST if stage == settings.last else Place.MIDDLE
+        kinds = [kind for kind in JobKind if kind.place is place and kind.is_outer]
+        self._outer_kinds = [kind for kind in kinds if all(map(settings.sizes.of, kind.takes + kind.gives))]
+        self._outer_jobs = 0
+        endpoint.serve(METHOD, StageRequest, self._serve)
 
     async def until(self, condition: Callable[[], bool], deadline: float) -> bool:
         """Wait until the condition, which is asked whenever the admission changes, holds; whether it does in time."""
@@ -84,52 +85,43 @@ class StageServer:
 
     # -- one stream ---------------------------------------------------------------------------------------------------
 
-    async def _serve(self, stream: Stream, request: MicrobatchRequest) -> None:
-        """One microbatch after the other, until the driver closes the stream or leaves it idle."""
-        driver = request.sender
-        watched = until_gone(self._endpoint.host.members, [driver], stream.deadline)
+    async def _serve(self, stream: Stream, request: StageRequest) -> None:
+        """One request after the other, until the driver is gone, closes the stream or leaves it idle."""
+        watch = raise_when_gone(self._endpoint.host.members, request.sender, stream.deadline)
+        await run_with_helper(self._serve_all(stream, request), watch)
 
-        async def end_with_driver() -> None:
-            await watched
-            raise PeerSilent(stream.peer, "is gone")
-
-        await run_with_helper(self._serve_all(stream, request), end_with_driver())
-
-    async def _serve_all(self, stream: Stream, request: MicrobatchRequest) -> None:
+    async def _serve_all(self, stream: Stream, request: StageRequest) -> None:
         driver, asked = request.sender, request
         while True:
             self._check(driver, asked)
-            async with self._place(asked) as lease:
-                if lease is None:
-                    await stream.send(StageBusy(RETRY_SECONDS))
-                else:
-                    await self._microbatch(stream, lease)
+            if not asked.number:
+                await self._compute_outer(stream, asked)
+            else:
+                async with self._place(asked) as lease:
+                    if lease is None:
+                        await stream.send(StageBusy(RETRY_SECONDS))
+                    else:
+                        await self._microbatch(stream, lease)
             async with peer_timeout(SERVER_IDLE_SECONDS, stream.peer, "waiting for its next request"):
-                asked = expect(await stream.receive(HEADER_LIMIT), MicrobatchRequest)
+                asked = expect(await stream.receive(HEADER_LIMIT), StageRequest)
 
-    def _check(self, driver: Member, request: MicrobatchRequest) -> None:
-        """
-        Raises:
-            BadPayload: it is for another stage, or not from the driver that opened the stream.
-        """
+    def _check(self, driver: Member, request: StageRequest) -> None:
         if (request.run, request.scope) != (self._settings.run, stage_scope(self._stage)):
-            raise BadPayload("a microbatch of another run or stage")
+            raise BadPayload("a request of another run or stage")
         if (request.sender, request.to) != (driver, self._endpoint.me):
-            raise BadPayload("a microbatch in another name than the stream's first one")
+            raise BadPayload("a request in another name than the stream's first one")
 
     @asynccontextmanager
-    async def _place(self, request: MicrobatchRequest) -> AsyncIterator[Lease | None]:
-        """A lease, which ends with this context; None if there is no place in time."""
+    async def _place(self, request: StageRequest) -> AsyncIterator[Lease | None]:
+        """A lease, which ends with this context; None if no place is free in time."""
         lease = await self._granted(request)
-        if lease is None:
-            yield None
-            return
         try:
             yield lease
         finally:
-            lease.end()
+            if lease:
+                lease.end()
 
-    async def _granted(self, request: MicrobatchRequest) -> Lease | None:
+    async def _granted(self, request: StageRequest) -> Lease | None:
         """Wait for a place. Of several drivers that could have one, the one that has waited longest gets it."""
         driver, admission = request.sender, self.admission
         ticket = object()
@@ -150,54 +142,73 @@ class StageServer:
             queue.remove((ticket, driver))
             self._notifier.notify()
 
-    # -- one microbatch -----------------------------------------------------------------------------------------------
+    # -- jobs ---------------------------------------------------------------------------------------------------------
+
+    async def _compute_outer(self, stream: Stream, request: StageRequest) -> None:
+        """One job, which lasts at most `CALL_LIMIT_SECONDS`: a peer that sends nothing keeps its place no longer."""
+        if self._outer_jobs >= MAX_REQUESTS or self._trained() < request.trained:
+            await stream.send(StageBusy(RETRY_SECONDS))
+            return
+        self._outer_jobs += 1
+        try:
+            async with peer_timeout(CALL_LIMIT_SECONDS, stream.peer, "asking for outer parameters"):
+                await stream.send(Granted())
+                job = await self._receive(stream, *self._outer_kinds)
+                await self._answer(stream, await self._work.run(job))
+        except LeaseLost as lost:
+            await stream.send(LeaseVoid(str(lost)[:120]))
+        finally:
+            self._outer_jobs -= 1
 
     async def _microbatch(self, stream: Stream, lease: Lease) -> None:
         await stream.send(Granted())
         try:
             if self._stage == self._settings.last:
-                await self._last(stream, lease)
+                await self._answer(stream, await self._work.run(await self._receive(stream, JobKind.LOSS), lease))
             else:
-                await self._middle(stream, lease)
+                await self._there_and_back(stream, lease)
         except LeaseLost as lost:
             await stream.send(LeaseVoid(str(lost)[:120]))
             return
         self._usual_seconds = ewma(self._usual_seconds, loop_time() - lease.granted_at, GAIN)
 
-    async def _middle(self, stream: Stream, lease: Lease) -> None:
-        size = self._settings.activation_bytes
-        x = await self._receive(stream, MicrobatchInput, size)
-        y = await self._work.forward(x, lease)
+    async def _there_and_back(self, stream: Stream, lease: Lease) -> None:
+        job = await self._receive(stream, JobKind.FORWARD)
+        output = await self._work.run(job, lease)
         self._tell("forwarded", lease)
-        await stream.send(ForwardOutput(), y)
-        await self._within_lease(stream, lease)
-        gradient = await self._payload(stream, size)
-        found = await self._work.backward(x, gradient, lease)
-        await stream.send(InputGradient(), found)
+        await self._answer(stream, output)
+        header = await self._within_lease(stream, lease)
+        gradient = await self._payloads(stream, header, JobKind.BACKWARD, kept=job.payloads)
+        await self._answer(stream, await self._work.run(gradient, lease))
 
-    async def _last(self, stream: Stream, lease: Lease) -> None:
-        x = await self._receive(stream, MicrobatchInput, self._settings.activation_bytes)
-        targets = await self._receive(stream, MicrobatchTargets, self._settings.target_bytes)
-        loss, gradient = await self._work.loss(x, targets, lease)
-        await stream.send(LossResult(loss), gradient)
-
-    async def _receive(self, stream: Stream, kind: type[Header], size: int) -> bytearray:
+    async def _receive(self, stream: Stream, *kinds: JobKind) -> StageJob:
         async with peer_timeout(CALL_LIMIT_SECONDS, stream.peer, "sending a microbatch"):
-            expect(await stream.receive(HEADER_LIMIT), kind)
-            return await self._payload(stream, size)
+            header = expect(await stream.receive(HEADER_LIMIT), JobInput)
+        kind = next((each for each in kinds if each.value == header.kind), None)
+        if kind is None:
+            raise BadPayload(f"a job {header.kind!r} that this replica does not do now")
+        return await self._payloads(stream, header, kind)
 
-    async def _payload(self, stream: Stream, size: int) -> bytearray:
-        payload = bytearray(size)
-        async with peer_timeout(CALL_LIMIT_SECONDS, stream.peer, "sending a microbatch"):
-            await stream.receive_into(memoryview(payload))
-        return payload
+    async def _payloads(
+        self, stream: Stream, header: JobInput, kind: JobKind, kept: tuple[Buffer, ...] = ()
+    ) -> StageJob:
+        """A job, of whose inputs the first ones are kept from the job before."""
+        payloads = list(kept)
+        while len(payloads) < len(kind.takes):
+            async with peer_timeout(CALL_LIMIT_SECONDS, stream.peer, "sending a microbatch"):
+                if payloads[len(kept) :] and await stream.receive(HEADER_LIMIT) != header:
+                    raise BadPayload(f"another frame than the next input of {kind.value}")
+                payload = bytearray(self._settings.sizes.of(kind.takes[len(payloads)]))
+                await stream.receive_into(memoryview(payload))
+            payloads.append(payload)
+        return StageJob(kind, tuple(payloads), header.number)
 
-    async def _within_lease(self, stream: Stream, lease: Lease) -> None:
-        """Wait for the backward's header, as long as the lease lasts.
+    async def _answer(self, stream: Stream, result: JobResult) -> None:
+        for payload in result.payloads or (b"",):
+            await stream.send(JobOutput(result.loss), payload)
 
-        Raises:
-            PeerSilent: the lease ran out. Its place is free again.
-        """
+    async def _within_lease(self, stream: Stream, lease: Lease) -> JobInput:
+        """The backward's header, for which the replica waits as long as the lease lasts; then its place is free."""
 
         async def until_expired() -> None:
             while (left := lease.granted_at + self._lease_seconds() - loop_time()) > 0:
@@ -207,7 +218,10 @@ class StageServer:
             self.admission.expire(lease, loop_time())
             raise PeerSilent(stream.peer, "did not send a microbatch's gradient in time")
 
-        expect(await run_with_helper(stream.receive(HEADER_LIMIT), until_expired()), BackwardRequest)
+        header: Header = await run_with_helper(stream.receive(HEADER_LIMIT), until_expired())
+        if not isinstance(header, JobInput) or header.kind != JobKind.BACKWARD.value:
+            raise BadPayload(f"{type(header).__name__} where a microbatch's gradient is due")
+        return header
 
     def _lease_seconds(self) -> float:
         """How long a lease lasts now: not long where other drivers wait."""

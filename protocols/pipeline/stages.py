@@ -1,4 +1,4 @@
-"""Which live members are in which stage, and how far the run is: stage 0 is the clock of all rounds. Pure."""
+"""Which live members are in which stage, and how far the run is: stage 0 is the clock of all rounds."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from statistics import median_low
 from typing import Protocol
 
-from protocols.base import Deadline, Member, Members, PeerId
+from protocols.aio import until_gone
+from protocols.base import Deadline, Member, Members, PeerId, PeerSilent
 
 
 class StageDirectory(Protocol):
@@ -83,3 +84,9 @@ def by_stage(members: Sequence[Member], directory: StageDirectory, stages: int) 
         if stage is not None and stage in found and not directory.rests(member.peer):
             found[stage].append(member)
     return {stage: tuple(each) for stage, each in found.items()}
+
+
+async def raise_when_gone(members: Members, member: Member, deadline: Deadline) -> None:
+    """Raise `PeerSilent` as soon as the member is no longer live; else return at the deadline."""
+    if await until_gone(members, [member], deadline):
+        raise PeerSilent(member.peer, "is gone")

@@ -10,7 +10,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from node.training.trainer import InlineTrainer, LocalTraining
+from node.training.trainer import LocalTraining
 from protocols.allreduce import reducer
 from protocols.base import Outcome, Settings, Vector
 from protocols.vectors import robust
@@ -23,6 +23,7 @@ from tests.sim.transport import SimTransport
 from tests.sim.world import Outcome as Played
 from tests.sim.world import World, play
 from tests.support.gradients import noisy_contributions
+from tests.support.inline_trainer import InlineTrainer
 
 
 def averaged(name: str, rows: torch.Tensor, codec: str = "fp32", declared: dict[int, float] | None = None) -> Averaged:

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from protocols import wire
 from protocols.base import BadPayload, Header, RoundKey
-from protocols.pipeline.messages import LossResult
+from protocols.pipeline.messages import JobOutput
 from tests.golden import wire as golden
 from tests.support.paths import REPOSITORY
 from tests.support.wire_examples import KINDS, any_header, headers, spoiled
@@ -160,8 +160,8 @@ class Unbounded(Header):
 def test_mistakes_in_a_new_message_are_named() -> None:
     with pytest.raises(ValueError, match=r"number 1 of Unbounded belongs to \w+; numbers from \d+ on are free"):
         wire.register(1, (Unbounded,))
-    with pytest.raises(ValueError, match="LossResult is registered already"):
-        wire.register(max(wire._KINDS) + 1, (LossResult,))
+    with pytest.raises(ValueError, match="JobOutput is registered already"):
+        wire.register(max(wire._KINDS) + 1, (JobOutput,))
     with pytest.raises(ValueError, match=r"Unbounded.count has no bounds"):
         wire.register(max(wire._KINDS) + 1, (Unbounded,))
     with pytest.raises(ValueError, match="Unbounded has no number"):

@@ -6,10 +6,10 @@ import asyncio
 
 import pytest
 
-from node.training.trainer import InlineTrainer
 from protocols.allreduce.plan import BUDGET_FLOOR_SECONDS
 from tests.sim.leaving import PACE_SECONDS, Leaving, Play
 from tests.sim.leaving_scenario import LongRounds
+from tests.support.inline_trainer import InlineTrainer
 from tests.support.long import long
 from tests.support.scenario_steps import begin, revive
 from tests.support.simulated import simulated

@@ -13,12 +13,12 @@ from functools import partial
 from typing import Any
 
 from node.outer.activity import Activity
-from node.tasks.paced_stage import ACTIVATION_BYTES, TARGET_BYTES, PacedStage
-from node.training.inline_stage import InlineStage, StageCompute, StageSeconds
-from node.training.leased_stage import LeasedStage
+from node.tasks.paced_stage import SIZES, PacedStage
+from node.training.stage_learner import StageCompute
+from node.training.stage_replica import LeasedStage, StageSeconds
 from node.training.stage_trainer import DrivingTrainer, ServingTrainer, StageTraining
 from protocols.aio import loop_time
-from protocols.base import Host, LocalProgress, Member, PeerId, Settings, Trainer, stage_scope
+from protocols.base import Buffer, Host, LocalProgress, Member, PeerId, Settings, Trainer, stage_scope
 from protocols.pipeline.admission import StepAdmission
 from protocols.pipeline.driving import PipelineDriver
 from protocols.pipeline.serving import StageServer
@@ -27,6 +27,7 @@ from protocols.pipeline.stages import StageClock, StageMembers, by_stage
 from protocols.streams.endpoint import ProtocolEndpoint
 from tests.sim import loop as simloop
 from tests.sim.contact import HEARTBEAT_SECONDS
+from tests.sim.inline_stage import InlineStage
 from tests.sim.round_account import Head
 from tests.sim.scenario import Scenario
 from tests.sim.world import HEALED_ROUNDS, HEALED_SECONDS, RUN, World
@@ -80,6 +81,7 @@ class PipelineWorld(World):
         self.admissions: dict[Member, StepAdmission] = {}
         self.found: list[checkers.Violation] = []
         self.work: dict[PeerId, InlineStage] = {}
+        self.drivers: dict[PeerId, PipelineDriver] = {}
         self._beats: asyncio.Task[None] | None = None
         self._completed: dict[Member, int] = {}
         self._stepped: Counter[Member] = Counter()
@@ -123,7 +125,14 @@ class PipelineWorld(World):
 
     def pipeline(self) -> PipelineSettings:
         """What all peers agree on."""
-        return PipelineSettings(RUN, self.scenario.stages, self.scenario.batches, ACTIVATION_BYTES, TARGET_BYTES)
+        return PipelineSettings(RUN, self.scenario.stages, self.scenario.batches, SIZES)
+
+    def check_activation(self, activation: Buffer) -> None:
+        """Nothing: the hashes of the paced task are always finite."""
+
+    def trained_rounds(self, peer: PeerId) -> int:
+        """Rounds whose result a peer's outer parameters have."""
+        return self.replicas[peer].chain.trained
 
     def seconds(self, index: int) -> StageSeconds:
         """Of a peer's jobs: an inner step of B microbatches takes it `step_seconds`."""
@@ -144,7 +153,10 @@ class PipelineWorld(World):
         averaging = Settings("fp32", replica.layout.sizes(), incarnation=me.incarnation)
         endpoint = ProtocolEndpoint(host, averaging)
         if stage == 0:
-            driver = PipelineDriver(endpoint, settings, work, directory, self.watch)
+            driver = PipelineDriver(
+                endpoint, settings, work=work, directory=directory, check=self.check_activation, watch=self.watch
+            )
+            self.drivers[me.peer] = driver
             self.admissions[me] = driver.admission
             return self._checked(me, DrivingTrainer(training, driver, lambda rounds: self.announce(me, rounds)))
         clock = StageClock(directory)
@@ -152,7 +164,15 @@ class PipelineWorld(World):
         def drivers() -> tuple[Member, ...]:
             return by_stage(host.members.live(), directory, settings.stages)[0]
 
-        server = StageServer(endpoint, settings, stage, work, lambda: len(drivers()), self.watch)
+        server = StageServer(
+            endpoint,
+            settings,
+            stage=stage,
+            work=work,
+            drivers=lambda: len(drivers()),
+            trained=lambda: self.trained_rounds(me.peer),
+            watch=self.watch,
+        )
         self.admissions[me] = server.admission
         return self._checked(me, ServingTrainer(training, server, lambda: clock.rounds(drivers(), loop_time())))
 

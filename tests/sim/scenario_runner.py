@@ -7,7 +7,6 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from node.training.trainer import InlineTrainer
 from protocols.base import Head, Member, PeerId, Settings
 from protocols.butterfly.averager import Butterfly
 from protocols.butterfly.round import Round
@@ -20,6 +19,7 @@ from tests.sim.swarm import T
 from tests.sim.transport import SimTransport
 from tests.sim.world import World
 from tests.support import checkers
+from tests.support.inline_trainer import InlineTrainer
 
 LATENCY_SECONDS = 0.02
 LOOK_SECONDS = 0.1

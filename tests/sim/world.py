@@ -20,7 +20,7 @@ from node.outer.round_loops import run_replicated_rounds
 from node.outer.sgd import OuterSGD
 from node.reporting.report import RoundReport
 from node.tasks.paced import Paced
-from node.training.trainer import InlineTrainer, Learner
+from node.training.trainer import Learner
 from protocols.aio import task_group
 from protocols.base import Host, Member, PeerId, Settings, Trainer
 from protocols.butterfly.part_cache import PartCache
@@ -40,6 +40,7 @@ from tests.sim.trace import Trace
 from tests.sim.transport import SimTransport
 from tests.support import checkers
 from tests.support.disguises import lying
+from tests.support.inline_trainer import InlineTrainer
 
 RUN = bytes(range(32))
 GRACE_SECONDS = 120.0

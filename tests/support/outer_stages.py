@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import astuple
 from statistics import fmean
 
@@ -18,14 +17,17 @@ from node.tasks.gpt_stage import GptStage, GptStageTask, assemble, block_names
 from node.tasks.partition import BlockCost, cut
 from node.tasks.recipe import Recipe
 from node.tasks.text import Text
-from node.training.outer_stage import OuterStage
 from node.training.stage_learner import ActivationCodec, StageLearner
-from node.training.trainer import LocalTraining
+from node.training.stage_replica import LeasedStage, StageSeconds
 from protocols.base import Deadline, Member, PeerId, Settings
-from protocols.pipeline.outer import OuterClient, OuterServer
+from protocols.pipeline.driving import PipelineDriver
+from protocols.pipeline.job import JobResult, StageJob
+from protocols.pipeline.serving import StageServer
 from protocols.pipeline.settings import PipelineSettings
 from protocols.streams.endpoint import ProtocolEndpoint
+from tests.sim.inline_stage import InlineStage
 from tests.sim.swarm import SimSwarm
+from tests.support.microbatch import accumulate
 
 RUN, SEED = bytes(range(32)), 3
 RECIPE = Recipe(inner_steps=4, rounds=2, learning_rate=3e-3, outer_learning_rate=0.9, outer_momentum=0.5, batches=4)
@@ -41,6 +43,16 @@ def text() -> Text:
     return Text(*(torch.frombuffer(bytearray(each), dtype=torch.uint8) for each in (training, held_out)))
 
 
+class _Counted(InlineStage):
+    """Tells of each job that it begins."""
+
+    on_job: Callable[[], None]
+
+    async def run(self, job: StageJob) -> JobResult:
+        self.on_job()
+        return await super().run(job)
+
+
 class _Replica:
     """What one peer holds and computes."""
 
@@ -50,14 +62,15 @@ class _Replica:
         self.task = GptStageTask(PRESET, cuts, stage, SEED, text() if stage == 0 else None)
         self.codec = ActivationCodec(self.task.shape, "fp32")
         self.learner = StageLearner(self.task, RECIPE, self.codec, SEED)
-        self.local_training = LocalTraining(self.learner, RECIPE.inner_steps)
+        self.inline = _Counted(self.learner, RECIPE.inner_steps, StageSeconds(outer=JOB_SECONDS))
+        self.local_training = self.inline.local_training
         noise = torch.randn(self.learner.vectors[0].shape, generator=torch.Generator().manual_seed(stage))
         self.learner.vectors[0].add_(0.1 * noise)
 
     def state(self) -> list[object]:
         """All that training continues from, in a form that can be compared."""
         learner = self.learner
-        tensors = [*learner.vectors, *learner._optimizer._gradients, *self.local_training._anchors]
+        tensors = [*learner.vectors, *learner._optimizer._gradients, *self.local_training.anchors]
         counts = astuple(learner._accumulated), learner.position, repr(self.local_training.work())
         return [*(tensor.numpy().tobytes() for tensor in tensors), *counts]
 
@@ -83,9 +96,7 @@ class OuterSwarm(SimSwarm):
         self.on_job: Callable[[PeerId], None] = lambda peer: None
         self.job_seconds = JOB_SECONDS
         self.replicas = {peer: _Replica(stage, self.stages) for peer, stage in self.layout.items()}
-        codec = self.replicas["p0"].codec
-        sizes = codec.activation_bytes, codec.target_bytes, codec.logit_bytes
-        self.settings = PipelineSettings(RUN, self.stages, RECIPE.batches, *sizes)
+        self.settings = PipelineSettings(RUN, self.stages, RECIPE.batches, self.replicas["p0"].codec.sizes)
         self._accumulate()
 
     def rests(self, peer: PeerId) -> bool:
@@ -106,21 +117,18 @@ class OuterSwarm(SimSwarm):
         host = self.join(peer)
         replica, stage = self.replicas[peer], self.layout[peer]
         endpoint = ProtocolEndpoint(host, Settings("fp32", replica.learner.layout.sizes()))
-        lock = asyncio.Lock()
 
-        @asynccontextmanager
-        async def turn() -> AsyncIterator[None]:
-            async with lock:
-                self.jobs[peer] += 1
-                self.on_job(peer)
-                await asyncio.sleep(self.job_seconds)
-                yield
+        def begins() -> None:
+            self.jobs[peer] += 1
+            replica.inline.seconds = StageSeconds(outer=self.job_seconds)
+            self.on_job(peer)
 
-        work = OuterStage(turn, replica.local_training)
+        replica.inline.on_job, work = begins, LeasedStage(replica.inline)
         if stage:
-            OuterServer(endpoint, self.settings, stage, work, lambda: self.trained[peer])
+            trained = lambda: self.trained[peer]  # noqa: E731
+            StageServer(endpoint, self.settings, stage=stage, work=work, drivers=lambda: 1, trained=trained)
         elif peer == "p0":
-            self.client = OuterClient(endpoint, self.settings, work, self)
+            self.client = PipelineDriver(endpoint, self.settings, work=work, directory=self)
         return endpoint
 
     def stage_of(self, peer: PeerId) -> int | None:
@@ -161,13 +169,4 @@ class OuterSwarm(SimSwarm):
         firsts = [next((p for p, s in self.layout.items() if s == stage), None) for stage in range(self.stages)]
         if None in firsts:
             return
-        first, *middle, last = (self.replicas[peer].learner for peer in firsts if peer)
-        batch, x, targets = first.draw()
-        inputs = []
-        for learner in middle:
-            inputs.append(x)
-            x = learner.forward(x)
-        loss, gradient = last.loss(x, targets)
-        for learner, x in zip(reversed(middle), reversed(inputs), strict=True):
-            gradient = learner.backward(x, gradient)
-        first.finish(batch, gradient, loss)
+        accumulate([self.replicas[peer].learner for peer in firsts if peer])

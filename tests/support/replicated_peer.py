@@ -15,7 +15,6 @@ from node.outer.outer_loop import OuterLoopDeps
 from node.outer.replicated_loop import ReplicatedOuterLoop
 from node.outer.sgd import OuterSGD
 from node.reporting.report import RoundReport
-from node.training.trainer import InlineTrainer
 from protocols.base import AveragingResult, Head, LocalProgress, Member, Outcome, PeerId, RoundKey, Vector
 from protocols.consensus.record import Kind, Record
 from protocols.history.chain import Chain
@@ -23,6 +22,7 @@ from protocols.wire import ChunkSpan, PartDigest
 from tests.sim import loop as simloop
 from tests.sim.host import SimClock, SimCompute
 from tests.support.fake_rounds import certified
+from tests.support.inline_trainer import InlineTrainer
 from tests.support.linear_learner import ELEMENTS, LinearLearner
 
 T = TypeVar("T")

@@ -16,7 +16,6 @@ from node.outer.outer_loop import OuterLoopDeps
 from node.outer.round_history import LocalHistory
 from node.outer.sgd import OuterSGD
 from node.reporting.report import RoundReport
-from node.training.trainer import InlineTrainer
 from protocols.base import (
     AveragingResult,
     Contribution,
@@ -32,6 +31,7 @@ from protocols.base import (
 from protocols.sync.snapshot import Snapshots
 from tests.sim import loop as simloop
 from tests.sim.host import SimClock, SimCompute
+from tests.support.inline_trainer import InlineTrainer
 from tests.support.linear_learner import ELEMENTS, STEP, LinearLearner
 
 ME = Member("anna", 2)

@@ -25,7 +25,6 @@ from node.session.peer_session import PeerSession
 from node.storage.journal import Journal
 from node.storage.statedir import StateDir
 from node.tasks.paced import Paced
-from node.training.trainer import InlineTrainer
 from node.ui.status_tracker import OuterLoopSources, StatusTracker
 from protocols.aio import run_with_helper
 from protocols.base import Deadline, Host, Member, PeerId, RoundKey, Settings
@@ -38,6 +37,7 @@ from protocols.sync.snapshot import Snapshots
 from tests.sim.host import DirectoryFaults, SimClock, SimCompute, SimDirectory, SimSigner
 from tests.sim.swarm import SimSwarm
 from tests.support.fake_rounds import RUN
+from tests.support.inline_trainer import InlineTrainer
 
 ELEMENTS = 2000
 STEPS = 10

@@ -13,7 +13,6 @@ from node.outer.replicated_loop import ReplicatedOuterLoop
 from node.outer.sgd import OuterSGD
 from node.reporting.report import RoundReport
 from node.tasks.paced import Paced
-from node.training.trainer import InlineTrainer
 from protocols.aio import Gate
 from protocols.allreduce.parts import ReducedPart
 from protocols.base import (
@@ -40,6 +39,7 @@ from tests.sim.host import sim_host
 from tests.sim.swarm import SimSwarm
 from tests.support.disguises import Send, sending
 from tests.support.fake_rounds import RUN, SEED, certified
+from tests.support.inline_trainer import InlineTrainer
 
 CODEC = "int8"
 TOKENS = 100

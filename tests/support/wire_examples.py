@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from protocols import wire
 from protocols.base import BadPayload, Header
-from protocols.pipeline.messages import LossResult, OuterLoss
+from protocols.pipeline.messages import JobOutput
 from tests.support.paths import REPOSITORY
 
 for _path in sorted(each for top in ("node", "protocols") for each in (REPOSITORY / top).rglob("*.py")):
@@ -101,6 +101,6 @@ def spoiled(header: Header, place: int, wrong: int) -> bytes:
     paths = [path for path in places(packed) if path[0] >= 2]
     path = paths[place % len(paths)]
     values = [*WRONG[type(value_at(packed, path))], *NESTED]
-    if isinstance(header, LossResult | OuterLoss):
+    if isinstance(header, JobOutput):
         values.remove(-1.0)
     return bytes(msgpack.packb(replaced(packed, path, values[wrong % len(values)])))

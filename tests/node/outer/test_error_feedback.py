@@ -19,7 +19,6 @@ from node.outer.sgd import OuterSGD
 from node.storage.checkpoint import FEEDBACK, newest
 from node.storage.checkpoint_manager import CheckpointManager
 from node.tasks.base import Step
-from node.training.trainer import InlineTrainer
 from protocols.base import AveragingResult, Contribution, Layout, LocalProgress, Outcome, Vector
 from protocols.history.chain import Chain
 from protocols.vectors.codec import codec
@@ -30,6 +29,7 @@ from tests.sim.scenario_runner import ScenarioRunner, ScenarioSetup
 from tests.sim.world import Outcome as Played
 from tests.sim.world import play as play_world
 from tests.support.checkpoints import Disk, Worker, like
+from tests.support.inline_trainer import InlineTrainer
 from tests.support.linear_learner import ELEMENTS
 from tests.support.long import long
 from tests.support.replicated_peer import ME, OTHER, RUN, Peer, Script, ScriptedAverager, lost, play, skipped, weighed

@@ -21,15 +21,16 @@ from node.tasks.partition import Partition
 from node.tasks.recipe import Recipe
 from node.tasks.spec import GptValues, StageValues, WorkerSpec
 from node.tasks.text import load
-from node.training.leased_stage import LeasedStage
-from node.training.remote_stage import MAX_OUTER_JOBS, RemoteStage
+from node.training.remote_stage import RemoteStage
 from node.training.stage_learner import ActivationCodec, StageLearner
+from node.training.stage_replica import MAX_OUTER_JOBS, LeasedStage
 from node.training.stage_trainer import ServingTrainer, StageTraining
 from protocols.aio import Notifier
 from protocols.base import BadPayload, Member, RoundKey
 from protocols.pipeline.admission import StepAdmission
-from protocols.pipeline.work import LeaseLost
+from protocols.pipeline.job import JobKind, LeaseLost, StageJob
 from tests.support.long import long
+from tests.support.microbatch import accumulate
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.usefixtures("forked")
@@ -68,18 +69,19 @@ async def microbatch(remotes: list[RemoteStage], admissions: list[StepAdmission]
     """One microbatch through all stages and back."""
     leases = [admission.grant(DRIVER, number, 0.0) for admission in admissions]
     first, middle, last = map(LeasedStage, remotes)
-    batch, x, targets = await first.draw(leases[0])
-    y = await middle.forward(x, leases[1])
-    loss, gradient = await last.loss(y, targets, leases[2])
-    gradient = await middle.backward(x, gradient, leases[1])
-    await first.finish(batch, gradient, loss, leases[0])
-    return loss
+    drawn = await first.run(StageJob(JobKind.DRAW), leases[0])
+    x, targets = drawn.payloads
+    (y,) = (await middle.run(StageJob(JobKind.FORWARD, (x,)), leases[1])).payloads
+    last_done = await last.run(StageJob(JobKind.LOSS, (y, targets)), leases[2])
+    backward = StageJob(JobKind.BACKWARD, (x, *last_done.payloads))
+    gradient = (await middle.run(backward, leases[1])).payloads
+    await first.run(StageJob(JobKind.FINISH, gradient, drawn.number, last_done.loss), leases[0])
+    return last_done.loss
 
 
 async def test_stages_in_workers_compute_what_they_do_without(text: Path) -> None:
     """Two steps: equal losses, weights, tokens and optimiser states, bit for bit; and the anchor stays."""
     locals_ = [learner(stage, text) for stage in range(3)]
-    first, middle, last = locals_
     async with workers(text, 0, 1, 2) as remotes:
         admissions = [admission_of(remote) for remote in remotes]
         cut = asyncio.Event()
@@ -87,10 +89,7 @@ async def test_stages_in_workers_compute_what_they_do_without(text: Path) -> Non
             assert (await remote.begin(0, cut)).tokens == 0
         for step in range(2):
             for number in range(RECIPE.batches):
-                batch, x, targets = first.draw()
-                y = middle.forward(x)
-                loss, gradient = last.loss(y, targets)
-                first.finish(batch, middle.backward(x, gradient), loss)
+                loss = accumulate(locals_)
                 assert await microbatch(remotes, admissions, 10 * step + number) == loss
             for remote, admission, here in zip(remotes, admissions, locals_, strict=True):
                 assert admission.is_full
@@ -110,17 +109,17 @@ async def test_killed_worker_voids_the_step_and_is_replaced(text: Path) -> None:
     async with workers(text, 2) as (remote,):
         admission, stage, cut = admission_of(remote), LeasedStage(remote), asyncio.Event()
         await remote.begin(0, cut)
-        x, targets = bytes(remote.sizes.activation_bytes), bytes(remote.sizes.target_bytes)
-        await stage.loss(x, targets, admission.grant(DRIVER, 1, 0.0))
+        job = StageJob(JobKind.LOSS, (bytes(remote.sizes.activation_bytes), bytes(remote.sizes.target_bytes)))
+        await stage.run(job, admission.grant(DRIVER, 1, 0.0))
         held = admission.grant(DRIVER, 2, 0.0)
         assert remote.pid
         os.kill(remote.pid, signal.SIGKILL)
         with pytest.raises(LeaseLost):
-            await stage.loss(x, targets, held)
+            await stage.run(job, held)
         assert admission.epoch == 1 and not admission.counted and not admission.leased
         await remote.begin(0, cut)
         for number in (3, 4):
-            await stage.loss(x, targets, admission.grant(DRIVER, number, 0.0))
+            await stage.run(job, admission.grant(DRIVER, number, 0.0))
         assert admission.is_full and (await remote.step(0, admission.next_epoch))[0] is False
         assert (await remote.work()).tokens == RECIPE.batches * ROWS * 16
 
@@ -155,7 +154,7 @@ async def test_only_microbatches_count_as_steps(how: str, text: Path, monkeypatc
         await remote.begin(0, asyncio.Event())
         await remote.work()
         assert remote._shared.steps == 0
-        await LeasedStage(remote).draw(admission_of(remote).grant(DRIVER, 1, 0.0))
+        await LeasedStage(remote).run(StageJob(JobKind.DRAW), admission_of(remote).grant(DRIVER, 1, 0.0))
         assert remote._shared.steps == 1
 
 
@@ -165,7 +164,9 @@ async def test_cancelled_job_ends_and_the_worker_stays(text: Path) -> None:
         admission, stage = admission_of(remote), LeasedStage(remote)
         await remote.begin(0, asyncio.Event())
         pid = remote.pid
-        tasks = [asyncio.create_task(stage.draw(admission.grant(DRIVER, n, 0.0))) for n in range(2)]
+        tasks = [
+            asyncio.create_task(stage.run(StageJob(JobKind.DRAW), admission.grant(DRIVER, n, 0.0))) for n in range(2)
+        ]
         await asyncio.sleep(0)
         for task in tasks:
             task.cancel()
@@ -179,27 +180,31 @@ async def test_what_does_not_decode_is_refused_and_adds_nothing(text: Path) -> N
         await remote.begin(0, asyncio.Event())
         nan = torch.full((remote.sizes.activation_bytes // 4,), torch.nan).numpy().tobytes()
         with pytest.raises(BadPayload, match="not finite"):
-            await stage.loss(nan, bytes(remote.sizes.target_bytes), admission.grant(DRIVER, 1, 0.0))
+            job = StageJob(JobKind.LOSS, (nan, bytes(remote.sizes.target_bytes)))
+            await stage.run(job, admission.grant(DRIVER, 1, 0.0))
         assert not admission.leased and not admission.counted
 
 
 async def test_outer_jobs_use_the_anchor_change_nothing_and_are_few(text: Path) -> None:
     """Also those whose askers have vanished."""
     async with workers(text, 0) as (remote,):
-        here = learner(0, text)
+        here, stage, admission = learner(0, text), LeasedStage(remote), admission_of(remote)
         for n in range(2):
-            assert await remote.outer_sample(n) == here.outer_sample(n)
-        stage, admission = LeasedStage(remote), admission_of(remote)
+            sample = StageJob(JobKind.OUTER_SAMPLE, number=n)
+            assert await stage.run(sample) == here.run(sample)
         await remote.begin(0, asyncio.Event())
-        batch, *_ = await stage.draw(lease := admission.grant(DRIVER, 1, 0.0))
-        await stage.finish(batch, bytes(remote.sizes.activation_bytes), 1.0, lease)
+        drawn = await stage.run(StageJob(JobKind.DRAW), lease := admission.grant(DRIVER, 1, 0.0))
+        gradient = bytes(remote.sizes.activation_bytes)
+        await stage.run(StageJob(JobKind.FINISH, (gradient,), drawn.number, 1.0), lease)
         await remote.step(0, admission.next_epoch)
-        assert await remote.outer_first(bytes(32)) == here.outer_first(bytes(32)), "the anchor, not the local weights"
-        asked = [asyncio.create_task(remote.outer_sample(0)) for _ in range(MAX_OUTER_JOBS)]
+        tokens = StageJob(JobKind.OUTER_FIRST, (bytes(32),))
+        assert await stage.run(tokens) == here.run(tokens), "the anchor, not the local weights"
+        asked = [asyncio.create_task(stage.run(sample)) for _ in range(MAX_OUTER_JOBS)]
         await asyncio.sleep(0)
         for task in asked:
             task.cancel()
         with pytest.raises(LeaseLost, match="too many"):
-            await remote.outer_sample(0)
-        await until(lambda: not remote._outer_jobs)
-        assert await remote.outer_sample(10**6) is None and remote.restarts == 0
+            await stage.run(sample)
+        await until(lambda: not stage._outer_jobs)
+        beyond = await stage.run(StageJob(JobKind.OUTER_SAMPLE, number=10**6))
+        assert not beyond.payloads and remote.restarts == 0

@@ -22,7 +22,9 @@ from node.training import muon
 from node.training.stage_learner import ActivationCodec, StageLearner
 from node.training.task_learner import TaskLearner
 from protocols.base import BadPayload
+from protocols.pipeline.job import JobKind, StageJob
 from tests.support.long import long
+from tests.support.microbatch import accumulate
 
 RECIPE = Recipe(
     inner_steps=50,
@@ -62,17 +64,8 @@ class Pipeline:
 
     def accumulate(self) -> None:
         """All microbatches of one step, each through all stages and back."""
-        first, *middle, last = self.stages
         for _ in range(self.preset.recipe.batches):
-            batch, x, targets = first.draw()
-            inputs = []
-            for stage in middle:
-                inputs.append(x)
-                x = stage.forward(x)
-            loss, gradient = last.loss(x, targets)
-            for stage, x in zip(reversed(middle), reversed(inputs), strict=True):
-                gradient = stage.backward(x, gradient)
-            first.finish(batch, gradient, loss)
+            accumulate(self.stages)
 
     def step(self, number: int) -> Step:
         self.accumulate()
@@ -181,7 +174,7 @@ def test_codec_refuses_what_is_not_finite(name: str) -> None:
 def test_step_that_is_not_finite_changes_nothing() -> None:
     stage = Pipeline(2).stages[0]
     before = stage.vectors[0].clone()
-    stage.draw()
+    stage.run(StageJob(JobKind.DRAW))
     stage._optimizer._gradients[0].fill_(math.nan)
     assert stage.step(0, 0).tokens == 0 and torch.equal(stage.vectors[0], before)
     assert not stage._optimizer._gradients[0].any(), "the gradient is cleared"

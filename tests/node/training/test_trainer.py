@@ -16,8 +16,9 @@ from node.tasks.paced import Paced
 from node.tasks.recipe import Recipe
 from node.tasks.text import Text
 from node.training.task_learner import TaskLearner
-from node.training.trainer import InlineTrainer, LocalTraining
+from node.training.trainer import LocalTraining
 from protocols.base import Layout, LocalProgress, RoundKey, Trainer, Vector
+from tests.support.inline_trainer import InlineTrainer
 from tests.support.simulated import on_virtual_time
 
 RECIPE = Recipe(10, 5, learning_rate=1e-2, outer_learning_rate=0.9, outer_momentum=0.5, warmup_steps=4)

@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protocols.base import Member
-from protocols.pipeline.admission import Lease, LeaseState, StepAdmission
-from protocols.pipeline.settings import fair_share
+from protocols.pipeline.admission import Lease, LeaseState, StepAdmission, fair_share
 
 A, B = Member("a"), Member("b")
 

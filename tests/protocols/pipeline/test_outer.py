@@ -5,35 +5,24 @@ from __future__ import annotations
 import asyncio
 import math
 import struct
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
-from typing import cast
 
 import pytest
 
+from node.session.pipeline_session import generate
 from node.tasks.paced_stage import LOGIT_BYTES
-from node.training.inline_stage import Priority
-from node.training.outer_stage import OuterStage
-from node.training.pipeline_text import generate
-from node.training.stage_trainer import DrivingTrainer, ServingTrainer
-from protocols.base import Header, Host, PeerId, PeerSilent, Settings, Stream, Trainer, stage_scope
+from node.training.stage_replica import StageSeconds
+from protocols.base import Header, PeerId, PeerSilent, Stream, stage_scope
 from protocols.pipeline.messages import (
     HEADER_LIMIT,
     METHOD,
-    OUTER_METHOD,
     Granted,
-    MicrobatchInput,
-    MicrobatchRequest,
-    OuterRequest,
+    JobInput,
     StageBusy,
+    StageRequest,
 )
-from protocols.pipeline.outer import OuterClient, OuterServer
-from protocols.pipeline.serving import StageServer
 from protocols.pipeline.settings import CALL_LIMIT_SECONDS, PipelineSettings
-from protocols.pipeline.work import StageWork
-from protocols.streams.endpoint import ProtocolEndpoint
 from tests.sim.pipeline_runner import PipelineRunner
 from tests.support.outer_stages import PRESET, RUN, OuterSwarm
 from tests.support.simulated import simulated
@@ -114,6 +103,7 @@ async def test_deadline_ends_an_evaluation(swarm: OuterSwarm) -> None:
         assert swarm.left() == (1, 0)
     with pytest.raises(TimeoutError):
         await swarm.client.logits(bytes(36), 1, 1, swarm.deadline(0.05))
+    await asyncio.sleep(21.0)
 
 
 async def answer_to(stream: Stream, *frames: tuple[Header, bytes]) -> Header:
@@ -126,24 +116,25 @@ async def answer_to(stream: Stream, *frames: tuple[Header, bytes]) -> Header:
 
 @simulated(OuterSwarm, (0, 1, 2))
 async def test_wrong_requests_are_refused(swarm: OuterSwarm) -> None:
-    me, to, size = swarm.member("p0"), swarm.member("p1"), swarm.settings.activation_bytes
-    good = OuterRequest(RUN, stage_scope(1), me, to, 1, 0)
+    me, to, size = swarm.member("p0"), swarm.member("p1"), swarm.settings.sizes.activation_bytes
+    good = StageRequest(RUN, stage_scope(1), me, to, 0, 1)
     last = replace(good, scope=stage_scope(2), to=swarm.member("p2"))
     nans = struct.pack("<f", math.nan) * (size // 4)
     wrong: list[tuple[str, list[tuple[Header, bytes]]]] = [
         ("another run or stage", [(replace(good, scope=stage_scope(2)), b"")]),
         ("another run or stage", [(replace(good, run=bytes(32)), b"")]),
         ("in the name of p2", [(replace(good, sender=swarm.member("p2")), b"")]),
-        ("logits that this replica does not give", [(replace(good, position=1), b"")]),
-        ("not finite", [(good, b""), (MicrobatchInput(), nans)]),
-        ("expected MicrobatchInput", [(good, b""), (Granted(), b"")]),
-        ("position 13 of 12", [(replace(last, position=13), b""), (MicrobatchInput(), bytes(size))]),
+        ("'outer_logits' that this replica does not do", [(good, b""), (JobInput("outer_logits", 1), bytes(size))]),
+        ("'forward' that this replica does not do", [(good, b""), (JobInput("forward", 0), bytes(size))]),
+        ("not finite", [(good, b""), (JobInput("outer_forward", 0), nans)]),
+        ("expected JobInput", [(good, b""), (Granted(), b"")]),
+        ("position 13 of 12", [(last, b""), (JobInput("outer_logits", 13), bytes(size))]),
     ]
     for what, frames in wrong:
         request = frames[0][0]
-        assert isinstance(request, OuterRequest)
+        assert isinstance(request, StageRequest)
         with pytest.raises(PeerSilent):
-            async with swarm.endpoints["p0"].open(request.to.peer, OUTER_METHOD, swarm.deadline(60.0)) as stream:
+            async with swarm.endpoints["p0"].open(request.to.peer, METHOD, swarm.deadline(60.0)) as stream:
                 await answer_to(stream, *frames)
         peer, why = swarm.network.transports[request.to.peer].refused[-1]
         assert peer == "p0" and what in why
@@ -153,8 +144,7 @@ async def test_wrong_requests_are_refused(swarm: OuterSwarm) -> None:
 @simulated(OuterSwarm, (0, 1, 2))
 async def test_microbatch_for_another_stage_or_run_is_refused(swarm: OuterSwarm) -> None:
     """On an open stream, too, on which one was served before."""
-    StageServer(swarm.endpoints["p1"], swarm.settings, 1, cast(StageWork, None), lambda: 1)
-    good = MicrobatchRequest(RUN, stage_scope(1), swarm.member("p0"), swarm.member("p1"), 1)
+    good = StageRequest(RUN, stage_scope(1), swarm.member("p0"), swarm.member("p1"), 1, 0)
     for what, wrong in (
         ("another run or stage", replace(good, scope=stage_scope(2))),
         ("another run or stage", replace(good, run=bytes(32))),
@@ -172,8 +162,8 @@ async def test_microbatch_for_another_stage_or_run_is_refused(swarm: OuterSwarm)
 @simulated(OuterSwarm, (0, 0, 1))
 async def test_third_request_at_once_is_busy_before_its_payload(swarm: OuterSwarm, holder: str, seconds: float) -> None:
     """And who holds places without sending anything loses them, the sooner if it is believed dead."""
-    request = OuterRequest(RUN, stage_scope(1), swarm.member("p1"), swarm.member("p2"), 1, 0)
-    open_ = partial(swarm.endpoints["p1"].open, "p2", OUTER_METHOD, swarm.deadline(1000.0))
+    request = StageRequest(RUN, stage_scope(1), swarm.member("p1"), swarm.member("p2"), 0, 1)
+    open_ = partial(swarm.endpoints["p1"].open, "p2", METHOD, swarm.deadline(1000.0))
     async with open_() as one, open_() as other:
         assert await answer_to(one, (request, b"")) == await answer_to(other, (request, b"")) == Granted()
         began = asyncio.get_running_loop().time()
@@ -189,8 +179,8 @@ async def test_third_request_at_once_is_busy_before_its_payload(swarm: OuterSwar
 @simulated(OuterSwarm, (0, 1, 1, 2))
 async def test_bad_output_is_not_sent_on_for_ever(swarm: OuterSwarm) -> None:
     """The last stage refuses what a replica of stage 1 gives: the path starts anew, until it goes by the other one."""
-    nans = struct.pack("<f", math.nan) * (swarm.settings.activation_bytes // 4)
-    swarm.replicas["p1"].learner.outer_forward = lambda x: nans  # type: ignore[method-assign]
+    nans = struct.pack("<f", math.nan) * (swarm.settings.sizes.activation_bytes // 4)
+    swarm.replicas["p1"].learner._forward = lambda x: nans  # type: ignore[method-assign]
     assert await swarm.evaluate() == pytest.approx(swarm.expected(), abs=1e-5)
     assert swarm.jobs["p1"]
 
@@ -198,35 +188,13 @@ async def test_bad_output_is_not_sent_on_for_ever(swarm: OuterSwarm) -> None:
 class EvaluatingRunner(PipelineRunner):
     """A pipeline that trains and can be evaluated meanwhile."""
 
-    def __init__(self, layout: tuple[int, ...]) -> None:
-        super().__init__(layout)
-        self.clients: dict[PeerId, OuterClient] = {}
-
     def pipeline(self) -> PipelineSettings:
-        return replace(super().pipeline(), logit_bytes=LOGIT_BYTES)
+        settings = super().pipeline()
+        return replace(settings, sizes=replace(settings.sizes, logit_bytes=LOGIT_BYTES))
 
-    def trainer_on(self, index: int, host: Host) -> Trainer:
-        trainer = super().trainer_on(index, host)
-        assert isinstance(trainer, DrivingTrainer | ServingTrainer)
-        stage, work = self.stage(host.me), self.work[host.me]
-
-        @asynccontextmanager
-        async def turn() -> AsyncIterator[None]:
-            async with work.turns.turn(Priority.MICROBATCH):
-                await asyncio.sleep(work.seconds.forward)
-                yield
-
-        outer = OuterStage(turn, work.local_training)
-        endpoint = ProtocolEndpoint(host, Settings("fp32", trainer.layout.sizes(), incarnation=self.incarnation(host)))
-        if stage:
-            OuterServer(endpoint, self.pipeline(), stage, outer, lambda: self.trained(host.me))
-        else:
-            directory = self.announcements[host.me]
-            self.clients[host.me] = OuterClient(endpoint, self.pipeline(), outer, directory)
-        return trainer
-
-    def incarnation(self, host: Host) -> int:
-        return self.network.nodes[host.me].incarnation
+    def seconds(self, index: int) -> StageSeconds:
+        paced = super().seconds(index)
+        return replace(paced, outer=paced.forward)
 
 
 @simulated(EvaluatingRunner, (0, 0, 1, 1, 2))
@@ -235,11 +203,11 @@ async def test_training_goes_on_beside_evaluations(run: EvaluatingRunner) -> Non
     await run.rounds(1)
     for kill in (False, True):
         trained = run.trained("p0")
-        evaluations = [run.clients[peer].evaluate(trained, run.now + 120.0) for peer in ("p0", "p1")]
+        evaluations = [run.drivers[peer].evaluate(trained, run.now + 120.0) for peer in ("p0", "p1")]
         both = asyncio.gather(*evaluations)
         if kill:
             run.kill("p2")
         assert await both == [1.0, 1.0]
-        logits = await run.clients["p0"].logits(b"", 1, trained, run.now + 120.0)
+        logits = await run.drivers["p0"].logits(b"", 1, trained, run.now + 120.0)
         assert logits == bytes(LOGIT_BYTES)
         await run.rounds(1)

@@ -19,7 +19,6 @@ from node.outer.sgd import OuterSGD
 from node.outer.sketch import Sketch, furthest, sketch
 from node.reporting.report import RoundReport
 from node.tasks.paced import Paced
-from node.training.trainer import InlineTrainer
 from protocols.base import Host, Member, PeerId, RoundKey, Settings
 from protocols.pairwise.gossip import Gossip
 from protocols.pairwise.shared_state import SharedStateSession
@@ -31,6 +30,7 @@ from protocols.sync.snapshot_download import StateUnavailable
 from protocols.vectors.views import VectorView
 from tests.sim.host import SimClock
 from tests.sim.swarm import SimSwarm
+from tests.support.inline_trainer import InlineTrainer
 from tests.support.simulated import simulated
 
 KEY = RoundKey(b"r" * 32, "run", bytes(32), 5)

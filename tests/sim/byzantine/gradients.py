@@ -18,8 +18,9 @@ from statistics import NormalDist
 
 import torch
 
-from node.training.trainer import InlineTrainer, Learner, LocalTraining
+from node.training.trainer import Learner, LocalTraining
 from protocols.base import LocalProgress, RoundKey, Vector
+from tests.support.inline_trainer import InlineTrainer
 
 FACTOR = -1000.0
 FACTORS = {"reversed": FACTOR, "understated": -10.0}

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from node.tasks.base import Step
-from node.tasks.paced_stage import PacedStage
+from node.tasks.paced_stage import SIZES, PacedStage
 from protocols.base import Member
 from protocols.pipeline.admission import Lease
+from protocols.pipeline.job import JobKind, StageJob
 from protocols.pipeline.settings import PipelineEvent, PipelineSettings
 from protocols.pipeline.stages import StageClock
 from tests.sim import world as worlds
@@ -22,7 +23,7 @@ from tests.sim.world import play
 from tests.support.pipeline_checkers import check
 
 SCENARIO = Scenario(peers=4, rounds=2, stages=2, batches=2, inner_steps=2, elements=64, codec="fp32", seed=1)
-SETTINGS = PipelineSettings(bytes(32), 2, 2, 256, 32)
+SETTINGS = PipelineSettings(bytes(32), 2, 2, SIZES)
 DRIVER, REPLICA, OTHER = Member("p0"), Member("p1"), Member("p3")
 
 
@@ -68,15 +69,17 @@ def test_backward_at_another_replica_is_found() -> None:
     """At another peer, in another incarnation, and in later weights of the same replica."""
     here = PacedStage(64, 1, 32, Member("a"))
     there, later = PacedStage(64, 1, 32, Member("b")), PacedStage(64, 1, 32, Member("a", 1))
-    x = here.forward(b"batch")
-    gradient = PacedStage(64, 1, 32, Member("last")).loss(here.forward(x), b"")[1]
-    assert here.backward(x, gradient)
+    (x,) = here.run(StageJob(JobKind.FORWARD, (b"batch",))).payloads
+    (y,) = here.run(StageJob(JobKind.FORWARD, (x,))).payloads
+    (gradient,) = PacedStage(64, 1, 32, Member("last")).run(StageJob(JobKind.LOSS, (y, b""))).payloads
+    backward = StageJob(JobKind.BACKWARD, (x, gradient))
+    assert here.run(backward).payloads
     for other in (there, later):
         with pytest.raises(RuntimeError, match="never gave"):
-            other.backward(x, gradient)
+            other.run(backward)
     here.step(0, 0)
     with pytest.raises(RuntimeError, match="never gave"):
-        here.backward(x, gradient)
+        here.run(backward)
 
 
 def event(

@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
+from node.session.pipeline_session import generate
 from node.tasks.gpt_stage import ActivationShape
-from node.training.pipeline_text import generate
 from protocols.base import BadPayload
 
 SHAPE = ActivationShape(rows=2, positions=4, width=8)

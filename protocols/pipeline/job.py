@@ -1,0 +1,129 @@
+"""The jobs of a stage: the seam between the protocol, which moves bytes, and whatever holds the weights.
+
+A new kind of job is a member of `JobKind`, and a case where a learner computes it (`node.training.stage_learner`):
+leases, turns, pacing, the worker's process boundary and the wire carry any kind.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Protocol, Self
+
+from protocols.base import Buffer
+from protocols.pipeline.admission import Lease
+
+
+class Payload(Enum):
+    """What a job takes or gives, as it travels. Its size follows from the run's settings alone (`StageSizes`)."""
+
+    ACTIVATION = auto()  # or its gradient, in the run's codec
+    TARGETS = auto()
+    LOGITS = auto()  # of one position, float32 (rows, classes)
+    TOKENS = auto()  # uint8 (rows * positions)
+
+
+@dataclass(frozen=True, slots=True)
+class StageSizes:
+    """Bytes of each payload of a microbatch; 0: the run has none."""
+
+    activation_bytes: int
+    target_bytes: int
+    logit_bytes: int = 0
+    tokens: int = 0
+
+    def of(self, payload: Payload) -> int:
+        return {
+            Payload.ACTIVATION: self.activation_bytes,
+            Payload.TARGETS: self.target_bytes,
+            Payload.LOGITS: self.logit_bytes,
+            Payload.TOKENS: self.tokens,
+        }[payload]
+
+
+class Place(Enum):
+    """The stages that do a kind of job."""
+
+    FIRST = auto()
+    MIDDLE = auto()
+    LAST = auto()
+
+
+class JobKind(Enum):
+    """The verbs of a stage.
+
+    A microbatch's forwards keep nothing: a backward computes the forward again. Kinds that add to the gradient count
+    the microbatch. Outer kinds compute with the outer parameters; they count nothing and change no gradient.
+    """
+
+    DRAW = "draw", Place.FIRST, (), (Payload.ACTIVATION, Payload.TARGETS)  # the next batch, with its number
+    FINISH = "finish", Place.FIRST, (Payload.ACTIVATION,), (), True  # takes the batch's number and its loss, too
+    FORWARD = "forward", Place.MIDDLE, (Payload.ACTIVATION,), (Payload.ACTIVATION,)
+    BACKWARD = "backward", Place.MIDDLE, (Payload.ACTIVATION,) * 2, (Payload.ACTIVATION,), True  # gives its input's
+    LOSS = "loss", Place.LAST, (Payload.ACTIVATION, Payload.TARGETS), (Payload.ACTIVATION,), True  # and the loss
+
+    OUTER_SAMPLE = "outer_sample", Place.FIRST, (), (Payload.ACTIVATION, Payload.TARGETS)
+    """Of held-out microbatch `number`, from 0: the stage's output and the targets; nothing beyond the last."""
+    OUTER_FIRST = "outer_first", Place.FIRST, (Payload.TOKENS,), (Payload.ACTIVATION,)
+    OUTER_FORWARD = "outer_forward", Place.MIDDLE, (Payload.ACTIVATION,), (Payload.ACTIVATION,)
+    OUTER_LOSS = "outer_loss", Place.LAST, (Payload.ACTIVATION, Payload.TARGETS), ()
+    """Gives the mean loss of a microbatch, in nats per token."""
+    OUTER_LOGITS = "outer_logits", Place.LAST, (Payload.ACTIVATION,), (Payload.LOGITS,)
+    """Takes a position as its `number`, counted from 1."""
+
+    place: Place
+    takes: tuple[Payload, ...]
+    gives: tuple[Payload, ...]
+    adds_gradient: bool
+
+    def __new__(
+        cls,
+        word: str,
+        place: Place,
+        takes: tuple[Payload, ...],
+        gives: tuple[Payload, ...],
+        adds_gradient: bool = False,
+    ) -> Self:
+        kind = object.__new__(cls)
+        kind._value_ = word
+        kind.place, kind.takes, kind.gives, kind.adds_gradient = place, takes, gives, adds_gradient
+        return kind
+
+    @property
+    def is_outer(self) -> bool:
+        return self.name.startswith("OUTER_")
+
+
+@dataclass(frozen=True, slots=True)
+class StageJob:
+    """What a stage is to compute. The payloads are those that the kind takes."""
+
+    kind: JobKind
+    payloads: tuple[Buffer, ...] = ()
+    number: int = 0  # of a batch, a held-out microbatch or a position
+    loss: float = 0.0  # of FINISH: what the last stage measured
+
+
+@dataclass(frozen=True, slots=True)
+class JobResult:
+    """What a stage has computed: the payloads that the kind gives, or none of them."""
+
+    payloads: tuple[Buffer, ...] = ()
+    number: int = 0  # of the batch that was drawn
+    loss: float = 0.0
+
+
+class StageWork(Protocol):
+    """Computes the jobs of one replica, one at a time, in the order in which they come."""
+
+    async def run(self, job: StageJob, lease: Lease | None = None) -> JobResult:
+        """Compute a job: with a lease, or of an outer kind without one.
+
+        A job that adds to the gradient keeps its lease from the moment it begins, counts it when it has added, and does
+        so even if its caller is cancelled meanwhile. Raises `BadPayload` if what it was given does not decode or is not
+        finite, and `LeaseLost`, with nothing computed, if the lease is void by then or the worker died.
+        """
+
+
+class LeaseLost(Exception):
+    """The weights have changed since the microbatch's forward, or their worker died: it cannot be counted any more."""

@@ -1,0 +1,74 @@
+"""A `protocols.base.Trainer` in the event loop itself, for the simulator and tests. A node uses a worker process."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import replace
+
+from node.training.trainer import Learner, LocalTraining, RestGate
+from protocols.base import LocalProgress, RoundKey, Vector
+
+
+class InlineTrainer:
+    """A `Trainer` over a `LocalTraining`.
+
+    A step first sleeps for `step_seconds`, which lets time pass in the simulator, and then completes at once. Seconds
+    are those of the running loop.
+
+    Attributes:
+        local_training: the learner's work since its anchor.
+        step_seconds: duration of a step; it may change at any time.
+    """
+
+    def __init__(self, learner: Learner, inner_steps: int, step_seconds: float = 0.0) -> None:
+        self.layout = learner.layout
+        self.local_training = LocalTraining(learner, inner_steps)
+        self.step_seconds = step_seconds
+        self._gate = RestGate()
+
+    def rest(self, resting: bool) -> None:
+        """Take no step until called again with False."""
+        self._gate.rest(resting)
+
+    async def release(self) -> None:
+        """Without effect: there is no worker."""
+
+    async def train(
+        self, key: RoundKey, cut: asyncio.Event, progress: Callable[[LocalProgress], None], surplus: bool = True
+    ) -> LocalProgress:
+        """Train until `cut` is set; see `protocols.base.Trainer`. If it is set already, take no step."""
+        loop = asyncio.get_running_loop()
+        local_training = self.local_training
+        local_training.begin(key.round)
+        progress(local_training.work())
+        mark = loop.time()
+        while not cut.is_set():
+            if self._gate.resting:
+                progress(replace(local_training.work(), resting=True))
+                await self._gate.opened(cut)
+                mark = loop.time()
+                continue
+            if local_training.complete and not surplus:
+                await cut.wait()
+                break
+            await asyncio.sleep(self.step_seconds)
+            local_training.step()
+            now = loop.time()
+            local_training.spend(now - mark)
+            mark = now
+            if local_training.due():
+                progress(local_training.work())
+        return local_training.work()
+
+    async def read(self, into: Vector, fragment: int = 0) -> None:
+        """Copy the local parameters out, between two steps."""
+        self.local_training.read(into, fragment)
+
+    async def write(self, source: Vector, fragment: int = 0, anchor: Vector | None = None, tokens: int = 0) -> None:
+        """Replace the local parameters, between two steps; see `LocalTraining.write`."""
+        self.local_training.write(source, fragment, anchor, tokens)
+
+    async def evaluate(self) -> float:
+        """Held-out loss of the outer parameters, between two steps."""
+        return self.local_training.evaluate()
