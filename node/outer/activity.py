@@ -28,25 +28,16 @@ class Activity(IntEnum):
 
 
 class ActivitySwitch:
-    """What a peer has been asked to do, and what it tells others of itself.
-
-    Attributes:
-        wanted: what it has been asked to do.
-        released: whether its worker ended in the last absence.
-    """
+    """What a peer has been asked to do (`wanted`), and what it tells others of itself."""
 
     def __init__(self, announce: Callable[[Activity], None]) -> None:
-        """
-        Args:
-            announce: tells the other peers at once.
-        """
-        self.wanted, self.released = Activity.WORK, False
+        """`announce` tells the other peers at once."""
+        self.wanted, self.released = Activity.WORK, False  # whether its worker ended in the last absence
         self._announce, self._told = announce, Activity.WORK
         self._changed = Notifier()
 
     @property
     def pauses(self) -> bool:
-        """Whether this peer has been asked to rest or to be away."""
         return self.wanted is not Activity.WORK
 
     def set(self, wanted: Activity) -> None:
@@ -56,7 +47,7 @@ class ActivitySwitch:
             self.tell(min(wanted, Activity.REST))
 
     def tell(self, activity: Activity) -> None:
-        """Tell the other peers, where it is new."""
+        """Tell the other peers, if it is new."""
         if activity is not self._told:
             self._told = activity
             self._announce(activity)

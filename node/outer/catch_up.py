@@ -29,41 +29,29 @@ VOUCHED_SECONDS = 30.0
 
 @dataclass(frozen=True, slots=True)
 class CatchUpResult:
-    """The state at the head of the chain.
-
-    Attributes:
-        snapshot: the one that was downloaded for it, if one was.
-        finite: whether its parameters were, after every step.
-    """
+    """The state at the head of the chain."""
 
     state: OuterState
     replayed_rounds: int
-    finite: bool
-    snapshot: Snapshot | None = None
+    finite: bool  # its parameters, after every step
+    snapshot: Snapshot | None = None  # the one that was downloaded for it
 
 
 @dataclass(frozen=True, slots=True)
 class CatchUp:
-    """One attempt to reach the head of `chain`.
+    """One attempt to reach the head of `chain`, which is verified, and not necessarily the peer's own.
 
     The state comes first, then the rounds since, the oldest first. Rounds that were decided meanwhile are left to the
     next attempt.
-
-    Attributes:
-        chain: verified, and not necessarily the peer's own.
-        own: the peer's state, at `lineage`.
-        snapshots: that the peer kept, of this chain or another.
-        scratch: memory for a mean, float32 (n); overwritten.
-        deadline: past it, the attempt goes on only while it makes progress.
     """
 
     fetcher: StateFetcher
     chain: Chain
-    own: OuterState
+    own: OuterState  # the peer's state, at `lineage`
     lineage: bytes
-    snapshots: Sequence[Snapshot]
-    scratch: Vector
-    deadline: Deadline
+    snapshots: Sequence[Snapshot]  # that the peer kept, of this chain or another
+    scratch: Vector  # memory for a mean, float32 (n)
+    deadline: Deadline  # past it, the attempt continues only while it makes progress
 
     async def run(self) -> CatchUpResult | None:
         """Start from the cheaper state, then from the other, then from a former member's; None if all fail."""
@@ -124,11 +112,7 @@ class CatchUp:
         return CatchUpResult(await self._copy(snapshot), 0, True, snapshot)
 
     async def _copy(self, source: OuterState | Snapshot) -> OuterState:
-        """A new state that equals `source`.
-
-        Raises:
-            StateUnavailable: the file of a snapshot fails.
-        """
+        """A new state that equals `source`. Raises StateUnavailable if the file of a snapshot fails."""
         state = await self.own.copy()
         if source is not self.own:
             try:
@@ -140,11 +124,8 @@ class CatchUp:
     async def _replay(
         self, start: OuterState | Snapshot, lineage: bytes, snapshot: Snapshot | None = None
     ) -> CatchUpResult:
-        """Copy a state, and replay the outer steps since its lineage.
-
-        Raises:
-            StateUnavailable: the state cannot be read, a mean cannot be fetched, or the replay leads to another state
-                than the chain has.
+        """Copy a state, and replay the outer steps since its lineage. Raises StateUnavailable if that leads elsewhere,
+        or nowhere.
         """
         replayed, finite = 0, True
         links = self.chain.since(lineage)
@@ -172,6 +153,6 @@ class CatchUp:
         return await self.fetcher.parts(link, self._until()) if link.record.averaged else []
 
     def _until(self) -> Deadline:
-        """The deadline for one mean: a long replay goes on as long as each mean arrives in time."""
+        """The deadline for one mean: a long replay continues as long as each mean arrives in time."""
         slowest_seconds = STALL_SECONDS + self.fetcher.mean_bytes / SLOWEST_BYTES_PER_SECOND
         return max(self.deadline, asyncio.get_running_loop().time() + slowest_seconds)

@@ -33,19 +33,14 @@ SKETCH_SECONDS = 3.0
 
 @dataclass(slots=True)
 class ClosingResult:
-    """Result of the closing exchanges.
+    """Result of the closing exchanges."""
 
-    Attributes:
-        mean: result of the exchanges, including those that others began with this peer while it waited.
-        exchanges: number of this peer's own exchanges that took effect.
-        half_exchanges, mass_drift: as in `protocols.base.IndependentSession`.
-        sketches: the last sketch of each participant before the exchanges; None if it had sent none.
-    """
-
+    # includes the exchanges that others began with this peer while it waited
     mean: AveragingResult = field(default_factory=lambda: AveragingResult(Outcome.SKIPPED))
-    exchanges: int = 0
+    exchanges: int = 0  # this peer's own that took effect
     half_exchanges: int = 0
     mass_drift: float = 0.0
+    # the last sketch of each participant before the exchanges; None if it had sent none
     sketches: Mapping[PeerId, Sketch | None] = field(default_factory=dict)
 
     def follows(self, last: AveragingResult) -> AveragingResult:
@@ -56,17 +51,10 @@ class ClosingResult:
 
 
 class ClosingPhase:
-    """The end of a run at one peer.
-
-    Attributes:
-        rounds: returns the round of each other peer that is live and does not leave.
-    """
+    """The end of a run at one peer."""
 
     def __init__(self, averager: ClosingAverager, run_rounds: int, rounds: Callable[[], Mapping[PeerId, int]]) -> None:
-        """
-        Args:
-            run_rounds: the length of the run, in rounds.
-        """
+        """`rounds` returns the round of each other peer that is live and does not leave."""
         self._averager, self._run_rounds, self.rounds = averager, run_rounds, rounds
 
     def is_due(self, round_number: int) -> bool:
@@ -87,11 +75,8 @@ class ClosingPhase:
     ) -> ClosingResult:
         """Wait for the other peers, then average with those that have reached the end.
 
-        Args:
-            key: key of the last round, to which the exchanges belong.
-            seconds: duration of the last round's training, and time limit of a round.
-            on_enter: called with the session; setting the session's `cut` ends the phase soon.
-            sketches: returns the last sketches of the others.
+        `seconds` are the duration of the last round's training and the time limit of a round. `on_enter` gets the
+        session; setting its `cut` ends the phase soon. `sketches` returns the last sketches of the others.
         """
         wait_seconds = min(max(WAIT_FLOOR_SECONDS, seconds[0]), WAIT_LIMIT_SECONDS)
         head = Head(key, (self._averager.me,), key.lineage, key.lineage)

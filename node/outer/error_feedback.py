@@ -30,11 +30,7 @@ _ABOUT = {"format": "starling error feedback 1"}
 
 
 class ErrorFeedback:
-    """The residual of one peer.
-
-    Attributes:
-        residual: float32 (n), added to the next pseudo-gradient.
-    """
+    """The residual of one peer, float32 (n), which is added to the next pseudo-gradient."""
 
     def __init__(self, codec: Codec, elements: int, compute: Compute, extra: int = 0) -> None:
         self._extra = slice(elements - extra, elements)
@@ -68,7 +64,6 @@ class ErrorFeedback:
             self.forget()
 
     def forget(self) -> None:
-        """Set the residual to zero."""
         self.residual.zero_()
         self._norm = 0.0
 
@@ -80,11 +75,7 @@ class ErrorFeedback:
         return 4 * len(self.residual)
 
     async def save(self, path: Path) -> None:
-        """Write the residual to a file.
-
-        Raises:
-            OSError: it cannot be written.
-        """
+        """Write the residual to a file; raises OSError if that fails."""
         await self._compute.run(lambda: tensors.write(path, {_NAME: self.residual}, _ABOUT), 2 * self.bytes)
 
     async def load(self, path: Path | None) -> None:

@@ -53,38 +53,20 @@ LATE_SHARE = 0.5
 """Share of a round's time limit. A peer that trained for longer had little or no time left to average."""
 
 
-def _no_sketches(sketch: Sketch) -> Mapping[PeerId, Sketch]:
-    """Return no sketches, for a peer that does not compare its parameters with others."""
-    return {}
-
-
 @dataclass(frozen=True, slots=True)
 class IndependentOptions:
-    """How the outer loop of a peer with independent state deals with the other peers.
+    """How the outer loop of a peer with independent state deals with the other peers."""
 
-    Attributes:
-        compare: sends our sketch to the others, and returns the latest sketch of each live peer.
-        spread_limit: largest accepted spread of the peers' parameters, as in reports.
-        closing: runs the closing exchanges; None: the run ends with the last round.
-        newcomer: the peer must fetch its first state, and must serve none before.
-        rounds: returns the round of each other peer that is here.
-    """
-
-    compare: Callable[[Sketch], Mapping[PeerId, Sketch]] = _no_sketches
-    spread_limit: float = math.inf
+    # sends our sketch to the others, and returns the latest sketch of each live peer
+    compare: Callable[[Sketch], Mapping[PeerId, Sketch]] = lambda sketch: {}
+    spread_limit: float = math.inf  # largest accepted spread of the peers' parameters, as in reports
     closing: ClosingPhase | None = None
-    newcomer: bool = False
-    rounds: Callable[[], Mapping[PeerId, int]] = dict
+    newcomer: bool = False  # it must fetch its first state, and must serve none before
+    rounds: Callable[[], Mapping[PeerId, int]] = dict  # the round of each other live peer
 
 
 class IndependentOuterLoop(OuterLoop):
-    """The outer loop of a peer with independent state.
-
-    Attributes:
-        chain: the peer's own rounds.
-        lacks_state: the peer must fetch its first state; it does not hold a state of the run yet.
-        has_drifted: the peer has drifted too far from the others to rely on averaging: it must fetch another's state.
-    """
+    """The outer loop of a peer with independent state. The chain is the peer's own rounds."""
 
     SHARES_ANCHOR = False
 
@@ -96,10 +78,8 @@ class IndependentOuterLoop(OuterLoop):
         deps: OuterLoopDeps,
         options: IndependentOptions = IndependentOptions(),
     ) -> None:
-        """
-        Args:
-            optimizer: SGD, after whose step the peer averages states; or NoLoCo's, whose step includes the averaging.
-            deps: dependencies; the trainer must hold the anchor.
+        """With SGD the peer averages states after its step; NoLoCo's step includes the averaging. The trainer must
+        hold the anchor.
         """
         super().__init__(averager.me, optimizer, deps)
         self.chain, self.averager, self._options = chain, averager, options
@@ -125,9 +105,9 @@ class IndependentOuterLoop(OuterLoop):
         return self.lacks_state or self.has_drifted
 
     async def stay_away(self, until: Callable[[], bool]) -> None:
-        """As `OuterLoop.stay_away`. This peer then goes on in the round of those that have worked meanwhile.
+        """As `OuterLoop.stay_away`. This peer then continues in the round of those that have worked meanwhile.
 
-        Otherwise they would have to wait for it, where they average in rounds. After an absence the state is old, too:
+        Otherwise they would have to wait for it, if they average in rounds. After an absence the state is old, too:
         this peer first fetches another's.
         """
         await asyncio.sleep(PARTING_SECONDS)
@@ -169,10 +149,7 @@ class IndependentOuterLoop(OuterLoop):
     async def start_from(self, snapshot: Snapshot) -> None:
         """Take over the state and the round of a snapshot: of an earlier incarnation, or of another peer.
 
-        Call `settle` afterwards.
-
-        Raises:
-            OSError: the snapshot cannot be read; nothing has changed.
+        Call `settle` afterwards. Raises OSError, with nothing changed, if the snapshot cannot be read.
         """
         await self._mixing.take(snapshot)
         self.chain.move_to(replace(self.key, round=max(self.key.round, snapshot.round)))
@@ -184,9 +161,6 @@ class IndependentOuterLoop(OuterLoop):
         """Train, step, average with the partners of this round, and report.
 
         Without partners, the state after this peer's own step is the next state.
-
-        Args:
-            wall: returns the wall clock, in seconds.
         """
         key, watch, mixing = self.key, LapTimer(), self._mixing
         self._begin_round(key.lineage)
@@ -212,10 +186,8 @@ class IndependentOuterLoop(OuterLoop):
     async def _step_and_average(
         self, session: IndependentSession, work: LocalProgress, key: RoundKey
     ) -> tuple[AveragingResult, LocalProgress]:
-        """Have the mixing strategy take the outer step and average with the partners.
-
-        Returns:
-            The result of the averaging, and the work as it was offered.
+        """Have the mixing strategy take the outer step and average with the partners. Also returns the work as it was
+        offered.
         """
         self._show_progress("averaging", work)
         mean, work = await self._mixing.mix(session, work, lambda work: self._offered(work, key.lineage), key.round)
@@ -225,7 +197,6 @@ class IndependentOuterLoop(OuterLoop):
     def _report_exchanges(
         self, done: RoundResult, session: IndependentSession, closed: ClosingResult, time: float
     ) -> RoundReport:
-        """The report of a round, with its exchanges."""
         return replace(
             self._report(done, self.key.lineage, time),
             round=session.round,
@@ -269,8 +240,7 @@ class IndependentOuterLoop(OuterLoop):
     async def _compare(self, report: RoundReport, key: RoundKey, before: Mapping[PeerId, Sketch | None]) -> RoundReport:
         """Add to the report how far this peer is from the others, estimated from their sketches.
 
-        Args:
-            before: the last sketches of peers that are about to send new ones, which this method waits for.
+        `before` are the last sketches of peers that are about to send new ones, which this method waits for.
         """
         compare, spread_limit = self._options.compare, self._options.spread_limit
         anchor, loop = self.anchor, asyncio.get_running_loop()
@@ -295,10 +265,9 @@ class IndependentOuterLoop(OuterLoop):
     async def catch_up(
         self, state_sync: IndependentStateSync, wall: Callable[[], float], deadline: Deadline
     ) -> RoundReport:
-        """Fetch another peer's state, and go on from there.
+        """Fetch the state of the peer whose parameters are nearest to the mean of all live peers, and continue from it.
 
-        The donor is the peer whose parameters are nearest to the mean of all live peers. Failures of other peers do not
-        raise: with the outcome `undecided`, nothing has changed.
+        Failures of other peers do not raise: with the outcome `undecided`, nothing has changed.
         """
         key, watch = self.key, LapTimer()
         outcome = Outcome.UNDECIDED
@@ -313,7 +282,7 @@ class IndependentOuterLoop(OuterLoop):
                 self._keep_fetched(snapshot)
                 await self._settle()
         except StateUnavailable as error:
-            log.debug("no state to go on from: %s", error)
+            log.debug("no state to continue from: %s", error)
         except OSError as error:
             log.warning("the state that was fetched cannot be read: %s", error.strerror or error)
         blamed, sent, received = state_sync.accounting.take()

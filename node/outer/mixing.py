@@ -43,16 +43,11 @@ NO_MEAN = "the mean is not finite: it keeps its own state"
 
 
 class MixingStrategy(ABC):
-    """Exchanges one peer's state in each round: `share`, `reclaim`, `mix`, and `begin` again.
-
-    Attributes:
-        held: contributions of peers that averaged with the shared state in this round.
-        undone: exchanges of this round that this peer reverted, and its partners did not.
-    """
+    """Exchanges one peer's state in each round: `share`, `reclaim`, `mix`, and `begin` again."""
 
     def __init__(self, state: OuterState, trainer: Trainer, compute: Compute, me: PeerId) -> None:
-        self.held: Mapping[PeerId, Contribution] = {}
-        self.undone = 0
+        self.held: Mapping[PeerId, Contribution] = {}  # of peers that averaged with the shared state in this round
+        self.undone = 0  # exchanges of this round that this peer reverted, and its partners did not
         self._state, self._trainer, self._compute, self._me = state, trainer, compute, me
         self._origin = state.anchor.clone()  # the parameters that the trainer starts from
         self._delta = torch.empty_like(state.anchor)
@@ -65,8 +60,7 @@ class MixingStrategy(ABC):
     async def take(self, snapshot: Snapshot) -> None:
         """Replace the state by that of a snapshot, this peer's or another peer's, between two rounds.
 
-        Raises:
-            OSError: the snapshot cannot be read; the state is unchanged.
+        Raises OSError, with the state unchanged, if the snapshot cannot be read.
         """
         state = self._state
         await self._compute.run(lambda: self._delta.copy_(state.velocity), 8 * len(self._delta))
@@ -90,13 +84,9 @@ class MixingStrategy(ABC):
     async def mix(
         self, session: IndependentSession, work: LocalProgress, offer: OfferCallback, trained: int
     ) -> tuple[AveragingResult, LocalProgress]:
-        """Take the outer step, and average with the partners.
+        """Take the outer step, and average with the partners; `trained` is the number of rounds before this one.
 
-        Args:
-            trained: number of rounds before this one.
-
-        Returns:
-            The result of the averaging, and the work that counts: none if the step was not finite.
+        Also returns the work that counts: none if the step was not finite.
         """
 
     async def close(self, session: ClosingSession, here: Collection[PeerId]) -> AveragingResult:
@@ -116,7 +106,6 @@ class MixingStrategy(ABC):
         return mean
 
     async def _read(self) -> None:
-        """Read the pseudo-gradient of this round into `_delta`."""
         delta = self._delta
         await self._trainer.read(delta)
         await self._compute.run(lambda: pseudo_gradient(self._origin, delta, delta), 4 * len(delta))
@@ -163,7 +152,6 @@ class StateMixing(MixingStrategy):
         return False
 
     async def _average(self, session: IndependentSession, work: LocalProgress) -> AveragingResult:
-        """Average the state, parameters and momentum, with the partners."""
         into = [self._origin, self._delta]
         return await self._adopt(await session.average([self._state.anchor, self._state.velocity], work, into))
 

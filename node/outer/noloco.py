@@ -42,16 +42,9 @@ class NoLoCo:
     """δ ← αδ + γφ + ū; φ ← φ − δ: piece by piece, in separate multiplications and additions."""
 
     def __init__(self, momentum: float, learning_rate: float, pull: float, extra: int = 0) -> None:
-        """
-        Args:
-            momentum: α.
-            learning_rate: β.
-            pull: γ.
-            extra: number of last elements whose new value is the pair's plain mean: α = 0, β = γ = 1
-                (`node.tasks.extra`).
-
-        Raises:
-            ValueError: α outside [0, 1), β not positive and finite, or γ outside (0, 2(1 − α)).
+        """α, β and γ. For the last `extra` elements, the new value is the pair's plain mean: α = 0, β = γ = 1
+        (`node.tasks.extra`). Raises ValueError for α outside [0, 1), β not positive and finite, or γ outside (0,
+        2(1 − α)).
         """
         if not 0 <= momentum < 1:
             raise ValueError(f"outer momentum must be in [0, 1), not {momentum}")
@@ -67,13 +60,7 @@ class NoLoCo:
         return self
 
     def offer(self, phi: Vector, delta: Vector, into: Vector) -> None:
-        """Compute a peer's contribution, u = βΔ − γφ.
-
-        Args:
-            phi: φ, the parameters that the step is taken from, float32 (n).
-            delta: Δ, the pseudo-gradient, float32 (n).
-            into: float32 (n); may be `delta`.
-        """
+        """Compute a peer's contribution, u = βΔ − γφ, of float32 (n); `into` may be `delta`."""
         scratch = torch.empty(min(_PIECE_ELEMENTS, len(phi)))
         for piece, (_, rate, pull) in self._pieces(len(phi)):
             mine, brought = phi[piece], into[piece]
@@ -81,15 +68,10 @@ class NoLoCo:
             brought.sub_(torch.mul(mine, pull, out=scratch[: len(mine)]))
 
     def step(self, phi: Vector, velocity: Vector, mean: Vector) -> bool:
-        """Take one outer step in place.
+        """Take one outer step in place, of φ and δ (`velocity`, never exchanged). Returns whether every parameter is
+        finite.
 
-        Args:
-            phi: φ, float32 (n); changed.
-            velocity: δ, float32 (n); changed. Never exchanged.
-            mean: ū over the pair, including this peer's u; without a partner, u. Float32 (n); unchanged.
-
-        Returns:
-            Whether every new parameter is finite.
+        `mean` is ū over the pair, including this peer's u; without a partner, u.
         """
         scratch, finite = torch.empty(min(_PIECE_ELEMENTS, len(phi))), True
         for piece, (kept, _, pull) in self._pieces(len(phi)):

@@ -42,68 +42,34 @@ FIRST_STEP_SECONDS = 2.0
 """Time that a leaving peer without any work waits for its first step, which it then contributes."""
 
 
-def _tell_nobody(activity: Activity) -> None:
-    """The default, for an outer loop whose pauses no other peer hears of."""
-
-
-def _ignore_progress(phase: str, work: LocalProgress) -> None:
-    """The default, for an outer loop whose progress is not shown."""
-
-
 @dataclass(frozen=True, slots=True)
 class OuterLoopDeps:
-    """Dependencies of an outer loop of either kind.
-
-    Attributes:
-        compute: runs arithmetic over whole vectors.
-        anchor: outer parameters to start from, float32 (n), which the outer loop owns from now on. Those of a joiner,
-            which must fetch a state first, do not matter.
-        snapshots: keeps copies of the outer state, for this peer and for others; None: none are kept.
-        checkpoints: writes the outer state to the disk, into the same `snapshots`; None: none are written.
-        on_progress: called with `training` or `averaging` and the work of the round so far.
-        on_activity: tells the other peers whether this one works, rests or is away.
-    """
+    """Dependencies of an outer loop of either kind."""
 
     trainer: Trainer
-    compute: Compute
-    anchor: Vector
-    snapshots: Snapshots | None = None
-    checkpoints: CheckpointManager | None = None
-    on_progress: Callable[[str, LocalProgress], None] = _ignore_progress
-    on_activity: Callable[[Activity], None] = _tell_nobody
+    compute: Compute  # runs arithmetic over whole vectors
+    anchor: Vector  # outer parameters to start from, float32 (n), which the outer loop owns from now on
+    snapshots: Snapshots | None = None  # copies of the outer state, for this peer and for others
+    checkpoints: CheckpointManager | None = None  # writes into the same `snapshots`
+    on_progress: Callable[[str, LocalProgress], None] = lambda phase, work: None  # `training` or `averaging`
+    on_activity: Callable[[Activity], None] = lambda activity: None  # tells the other peers
 
 
 @dataclass(frozen=True, slots=True)
 class RoundResult:
-    """Result of one round at this peer.
-
-    Attributes:
-        key: key of the round.
-        anchor: lineage of the state that the work was measured from, 32 bytes.
-        mean: result of the averaging; COMMITTED only if the mean was applied.
-        seconds: durations of the round's laps, by name: `train` and `average`.
-        finite: whether every parameter was finite after the outer step.
-        outcome: outcome for the report, if it is not that of the mean; else empty.
-    """
+    """Result of one round at this peer."""
 
     key: RoundKey
-    anchor: bytes
-    mean: AveragingResult
+    anchor: bytes  # lineage of the state that the work was measured from
+    mean: AveragingResult  # COMMITTED only if it was applied
     work: LocalProgress
-    seconds: Mapping[str, float]
-    finite: bool = True
-    outcome: str = ""
+    seconds: Mapping[str, float]  # of the laps `train` and `average`
+    finite: bool = True  # every parameter after the outer step
+    outcome: str = ""  # for the report, if it is not that of the mean
 
 
 class OuterLoop:
-    """The base of the outer loops: holds the outer state, and trains and reports in each round.
-
-    Attributes:
-        me: this peer.
-        state: outer parameters and momentum.
-        leaving: whether this peer leaves. If so, the present round is its last, and ends as soon as possible.
-        activity: whether this peer has been asked to pause.
-    """
+    """The base of the outer loops: holds the outer state, and trains and reports in each round."""
 
     SHARES_ANCHOR: ClassVar[bool] = True
     """Whether all peers measure their work from one state."""
@@ -136,7 +102,6 @@ class OuterLoop:
         return self.state.velocity
 
     def waiting_for(self) -> Sequence[PeerId]:
-        """Peers that the round waits for, as far as this peer can tell."""
         return self._waiting_for()
 
     def set_last_round(self, last: bool) -> None:
@@ -144,11 +109,7 @@ class OuterLoop:
         self._last_round = last
 
     async def start_from(self, snapshot: Snapshot) -> None:
-        """Restore the outer state of an earlier incarnation from a snapshot; call `settle` afterwards.
-
-        Raises:
-            OSError: it cannot be read.
-        """
+        """Restore the outer state of an earlier incarnation; call `settle` afterwards. May raise OSError."""
         await self.state.take(snapshot)
         await self.trainer.write(self.anchor)
 
@@ -184,7 +145,7 @@ class OuterLoop:
     def pause(self, wanted: Activity) -> None:
         """Work, rest or be away from now on. Other peers do not wait for one that pauses, nor hurry for it.
 
-        A round under way goes on: the work so far counts in it, and a peer that is to be away leaves at its end.
+        A round under way continues: the work so far counts in it, and a peer that is to be away leaves at its end.
         """
         self.activity.set(wanted)
         self._rested |= self.activity.pauses
@@ -229,13 +190,9 @@ class OuterLoop:
     async def _train(
         self, session: AveragingSession, key: RoundKey, state_root: bytes, surplus: bool
     ) -> tuple[LocalProgress, list[int]]:
-        """Train until the round is called.
+        """Train until the round of this key, as the trainer's schedule counts it, is called.
 
-        Args:
-            key: of the round, as the trainer's schedule counts it.
-
-        Returns:
-            The work, and the tokens of each offer that was made of it.
+        Returns the work, and the tokens of each offer that was made of it.
         """
         offers: list[int] = []
         self._waiting_for = session.waiting_for
@@ -267,16 +224,10 @@ class OuterLoop:
         return replace(work, state_root=state_root)
 
     def _learn_limit(self, watch: LapTimer) -> None:
-        """Set how long the next round may take, from a round that went well."""
         self._limit_seconds = max(ROUND_LIMIT_FLOOR_SECONDS, ROUND_LIMIT_MULTIPLE * watch.total())
 
     def _report(self, done: RoundResult, lineage: bytes, time: float) -> RoundReport:
-        """The report of a round.
-
-        Args:
-            lineage: where this peer stands after it.
-            time: of the wall clock.
-        """
+        """The report of a round, after which this peer stands at `lineage`; `time` is that of the wall clock."""
         me, key, mean, anchor = self.me, done.key, done.mean, done.anchor.hex()
         trained_tokens, trained_seconds = self._trained.take()
         known = mean.contributions if self.SHARES_ANCHOR else {me.peer}  # else a state comes without its lineage

@@ -43,8 +43,6 @@ PROOF_SHARE = 1 / 3
 
 
 class ReplicatedOuterLoop(OuterLoop):
-    """The outer loop of a peer with replicated state."""
-
     def __init__(
         self,
         chain: Chain,
@@ -53,11 +51,7 @@ class ReplicatedOuterLoop(OuterLoop):
         deps: OuterLoopDeps,
         feedback: ErrorFeedback | None = None,
     ) -> None:
-        """
-        Args:
-            chain: decided rounds, which the outer loop extends.
-            feedback: error feedback, for a codec that needs it.
-        """
+        """`feedback` is for a codec that needs error feedback."""
         super().__init__(averager.me, optimizer, deps)
         self.chain, self.averager, self.feedback = chain, averager, feedback
         self._delta, self._mean = torch.empty_like(deps.anchor), torch.empty_like(deps.anchor)
@@ -98,7 +92,7 @@ class ReplicatedOuterLoop(OuterLoop):
 
     @property
     def holds_up_run(self) -> bool:
-        """Whether this peer is the only one of the roster: without it there is no round."""
+        """Whether this peer is the only one of the roster: without it, no round can be decided."""
         return self.chain.head.roster == (self.me,)
 
     def took_part(self, report: RoundReport) -> bool:
@@ -113,11 +107,7 @@ class ReplicatedOuterLoop(OuterLoop):
     # -- a round ------------------------------------------------------------------------------------------------------
 
     async def run_round(self, wall: Callable[[], float]) -> RoundReport:
-        """Train, average, step and report once. A peer outside the head's roster observes, and asks to be admitted.
-
-        Args:
-            wall: the wall clock, in seconds.
-        """
+        """Train, average, step and report once. A peer outside the head's roster observes, and asks to be admitted."""
         head, watch = self.chain.head, LapTimer()
         self._begin_round(head.key.lineage)
         async with self.averager.enter(head, watch.began + self._limit_seconds) as session:
@@ -138,10 +128,8 @@ class ReplicatedOuterLoop(OuterLoop):
     async def _average(
         self, session: AveragingSession, work: LocalProgress, state_root: bytes
     ) -> tuple[AveragingResult, LocalProgress]:
-        """Send the pseudo-gradient, and receive the members' mean of it into `_mean`.
-
-        Returns:
-            The result of the averaging, and the work as it was offered.
+        """Send the pseudo-gradient, and receive the members' mean of it into `_mean`. Also returns the work as it was
+        offered.
         """
         self._show_progress("averaging", work)
         await self._read_pseudo_gradient(work)
@@ -156,7 +144,6 @@ class ReplicatedOuterLoop(OuterLoop):
         return self.feedback.offered(offered) if self.feedback else offered
 
     async def _read_pseudo_gradient(self, work: LocalProgress) -> None:
-        """Read the pseudo-gradient of this round's work into `_delta`."""
         if diverged(work):  # start again from the anchor, and contribute nothing
             await self.trainer.write(self.anchor)
         await self.trainer.read(self._delta)
@@ -166,10 +153,8 @@ class ReplicatedOuterLoop(OuterLoop):
     async def _step(self, head: Head, done: RoundResult, one_step: bool) -> RoundResult:
         """Apply the decision of a round: extend the chain, and take the outer step if the round has a mean.
 
-        Without a decision, chain and state stay as they are, and the training continues.
-
-        Args:
-            one_step: the worker took only one step: the first offer was empty, and the second covered all work.
+        Without a decision, chain and state stay as they are, and the training continues. `one_step` says that the
+        worker took only one step: the first offer was empty, and the second covered all work.
         """
         mean, me = done.mean, self.me
         certificate, record = mean.certificate, mean.record
@@ -223,8 +208,8 @@ class ReplicatedOuterLoop(OuterLoop):
         """Switch to the best branch that others can prove, and fetch its state; a joiner fetches that of its head.
 
         What was trained since the anchor is dropped. Never raises for what other peers do: the outcome `undecided` says
-        that nothing has changed, and that another try may succeed. So it is with a peer outside the
-        roster that is asked to be away. The branch may have grown meanwhile: the next round finds out.
+        that nothing has changed, and that another try may succeed. So it is with a peer outside the roster that is
+        asked to be away. The branch may have grown meanwhile: the next round finds out.
         """
         head, watch = self.chain.head, LapTimer()
         seconds = deadline - watch.began

@@ -24,22 +24,15 @@ class RoundHistory(Protocol):
 
 
 class LocalHistory:
-    """The rounds of one peer with independent state: its roster is this peer, its lineages are its state roots.
-
-    Attributes:
-        key: of the next round.
-    """
+    """The rounds of one peer with independent state: its roster is this peer, its lineages are its state roots."""
 
     def __init__(self, me: Member, key: RoundKey) -> None:
-        """
-        Args:
-            key: of the first round; its lineage is not known before the state is hashed.
-        """
+        """`key` is that of the first round; its lineage is not known before the state is hashed."""
         self.key = key
         self._me = me
 
     def move_to(self, key: RoundKey) -> None:
-        """Set the key of the next round: this peer stands before another round, or at another state."""
+        """Set the key of the next round."""
         self.key = key
 
     @property

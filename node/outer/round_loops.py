@@ -32,10 +32,8 @@ async def run_replicated_rounds(
 ) -> AsyncIterator[RoundReport]:
     """Run rounds while `should_continue` says so; yields a report for each, and for each time that the peer caught up.
 
-    The cost of an attempt to catch up that failed is in the report of the round that follows.
-
-    Args:
-        set_state: called with what this peer does and why, where that is not a round.
+    The cost of an attempt to catch up that failed is in the report of the round that follows. `set_state` is called
+    with what this peer does and why, if that is not a round.
     """
     loop = asyncio.get_running_loop()
     behind, passes = outer_loop.me not in outer_loop.chain.head.roster, 0
@@ -46,7 +44,7 @@ async def run_replicated_rounds(
             continue
         tried = None
         if behind:
-            set_state("syncing", "others may be ahead: asking them what was decided, and for the state")
+            set_state("syncing", "catching up with the other peers")
             began = loop.time()
             tried = await outer_loop.catch_up(sync, wall, began + CATCH_UP_SECONDS)
             if tried.outcome == Outcome.SUPERSEDED:

@@ -27,15 +27,10 @@ class OuterSGD:
     def __init__(
         self, learning_rate: float, momentum: float, rounds: int = 0, decay: float = 0.0, extra: int = 0
     ) -> None:
-        """
-        Args:
-            rounds: length of the run, in training rounds.
-            decay: share of them, the last ones, in which the step goes in equal parts to a plain mean of the peers'
-                parameters: learning rate 1, momentum 0.
-            extra: number of last elements for which it is that plain mean in all rounds (`node.tasks.extra`).
-
-        Raises:
-            ValueError: a rate that is not positive and finite, or a momentum outside [0, 1).
+        """The step goes in equal parts to a plain mean of the peers' parameters (learning rate 1, momentum 0) in the
+        last training rounds of a run, a share `decay` of its `rounds`. For the last `extra` elements it is that
+        mean in all rounds (`node.tasks.extra`). Raises ValueError for a rate that is not positive and finite, or a
+        momentum outside [0, 1).
         """
         if not (math.isfinite(learning_rate) and learning_rate > 0):
             raise ValueError(f"outer learning rate must be positive and finite, not {learning_rate}")
@@ -55,15 +50,8 @@ class OuterSGD:
         return OuterSGD(left * self.learning_rate + (1 - left), left * self.momentum, extra=self._extra)
 
     def step(self, anchor: Vector, velocity: Vector, delta: Vector) -> bool:
-        """Apply one mean pseudo-gradient in place, piece by piece.
-
-        Args:
-            anchor: θ, float32 (n); changed.
-            velocity: m, float32 (n); changed.
-            delta: Δ, float32 (n); unchanged.
-
-        Returns:
-            Whether every new parameter is finite.
+        """Apply one mean pseudo-gradient Δ to θ and m in place, piece by piece. Returns whether every new parameter is
+        finite.
         """
         scratch = torch.empty(min(_PIECE_ELEMENTS, len(anchor)))
         trained = len(anchor) - self._extra
@@ -118,11 +106,7 @@ def self_test_digest() -> str:
 
 
 def self_test() -> None:
-    """Check that this machine computes the bits that all others do.
-
-    Raises:
-        RuntimeError: its results differ, or it flushes subnormal numbers to zero.
-    """
+    """Check that this machine computes the bits that all others do; raises RuntimeError if not."""
     if float(torch.tensor([1e-40]) * torch.tensor([0.5])) == 0.0:
         raise RuntimeError("this process flushes subnormal numbers to zero; call torch.set_flush_denormal(False)")
     if self_test_digest() != SELF_TEST_DIGEST:

@@ -21,7 +21,6 @@ import torch
 from protocols.base import PeerId, Vector
 
 Sketch: TypeAlias = tuple[float, ...]
-"""`NUMBERS` numbers."""
 
 NUMBERS = 64
 PACKED_BYTES = 4 * NUMBERS
@@ -31,11 +30,7 @@ _PIECE = NUMBERS << 10
 
 
 def sketch(vector: Vector, seed: bytes) -> Sketch:
-    """The projections of a vector, float32 (n).
-
-    Args:
-        seed: must be the same for all sketches that are compared.
-    """
+    """The projections of a vector, float32 (n). The seed must be the same for all sketches that are compared."""
     total = torch.zeros(NUMBERS, dtype=torch.float64)
     rows = _hadamard()
     for low in range(0, len(vector), _PIECE):

@@ -13,13 +13,7 @@ log = logging.getLogger(__name__)
 
 
 class OuterState:
-    """Outer parameters and momentum, with the outer step.
-
-    Attributes:
-        anchor: outer parameters θ, float32 (n).
-        velocity: outer momentum m, float32 (n).
-        index: digests of both from the last `hash`; empty before that.
-    """
+    """Outer parameters θ (`anchor`) and momentum m (`velocity`), float32 (n), their digests, and the outer step."""
 
     def __init__(self, anchor: Vector, velocity: Vector, outer: OuterSGD | NoLoCo, compute: Compute) -> None:
         self.anchor, self.velocity, self.outer = anchor, velocity, outer
@@ -31,15 +25,12 @@ class OuterState:
         return self.index.state_root(round_number)
 
     async def hash(self) -> None:
-        """Compute the digests of the present state."""
         self.index = await self._compute.run(lambda: SnapshotIndex.of(self.anchor, self.velocity), 8 * len(self.anchor))
 
     async def step(self, delta: Vector, trained: int) -> bool:
-        """Take the outer step of a round along a mean pseudo-gradient. Return whether all parameters are finite.
+        """Take the outer step of a round along a mean pseudo-gradient, float32 (n), after `trained` training rounds.
 
-        Args:
-            delta: float32 (n).
-            trained: number of training rounds before it.
+        Returns whether all parameters are finite.
         """
         finite = await self.advance(delta, trained)
         await self.hash()
@@ -62,8 +53,7 @@ class OuterState:
     async def take(self, source: OuterState | Snapshot) -> None:
         """Copy the vectors and digests of `source`, which has the same size.
 
-        Raises:
-            OSError: a snapshot's file cannot be read; the vectors are undefined then.
+        Raises OSError if a snapshot's file cannot be read; the vectors are undefined then.
         """
 
         def copy() -> None:

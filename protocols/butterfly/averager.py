@@ -88,9 +88,9 @@ class Butterfly:
         self._round = attempt
         self._endpoint.bind(head.key)
         self._post.on_gone = attempt.gone
-        everybody = {member.peer for member in (*head.roster, *self._endpoint.host.members.live())}
+        known = {member.peer for member in (*head.roster, *self._endpoint.host.members.live())}
         try:
-            async with task_group() as group, self._post.run(group, deadline, everybody):
+            async with task_group() as group, self._post.run(group, deadline, known):
                 work = attempt.live(), coordinator.run(), self.part_cache.save()
                 background = [group.create_task(each) for each in work]
                 self._rounds.open(lineage, attempt)

@@ -270,7 +270,7 @@ class RoundStart:
         """Members that work and have not announced that their inner steps are complete."""
         return tuple(peer for peer in self._working() if peer not in self._complete_seconds)
 
-    def nobody_works(self) -> bool:
+    def all_rest(self) -> bool:
         """Whether all members rest, and do not all leave with work: only a change of the roster is called for then."""
         return not self._working() and not self._all_leave()
 

@@ -42,7 +42,7 @@ class RoundCoordinator:
             if not await call.due():
                 return
             if call.resolved is None and vote.leading == ballot:
-                if call.nobody_works():
+                if call.all_rest():
                     return vote.propose(ballot, self._skip(None))
                 self._publish(call.draw(ballot, self._suspects(ballot)))
         elif ballot > call.resolved.plan.ballot:  # some members may not know the plan

@@ -246,7 +246,7 @@ class Chain:
         """
         place = self._place(lineage)
         if place is None or not _follows(lineage, links):
-            raise ValueError("a branch that does not leave this chain where it is said to")
+            raise ValueError("a branch that does not leave this chain at the given lineage")
         try:
             lost = self._cut(place)
         except RoundPruned:

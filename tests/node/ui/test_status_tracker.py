@@ -186,7 +186,7 @@ def test_leaving_state_is_not_overwritten(tmp_path: Path, end: str) -> None:
     status_tracker = in_a_run(tmp_path)
     status_tracker.set_state(end, "why")
     status_tracker.on_progress("averaging", WORK)
-    status_tracker.set_state("syncing", "others may be ahead")
+    status_tracker.set_state("syncing", "catching up with the other peers")
     assert (status_tracker.state, status_tracker.reason) == (end, "why") and shown(status_tracker).waiting_for == ()
     status_tracker.set_state("finished", "the run is over")
     assert (status_tracker.state, status_tracker.reason) == ("finished", "the run is over")
