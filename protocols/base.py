@@ -55,7 +55,6 @@ RUN_SCOPE = "run"
 
 
 def stage_scope(stage: int) -> str:
-    """The scope in which the replicas of a stage average."""
     return f"{RUN_SCOPE}/stage/{stage}"
 
 
@@ -112,8 +111,6 @@ class Header:
 
 @dataclass(frozen=True, slots=True)
 class LocalProgress:
-    """What a peer has trained since its anchor."""
-
     tokens: int  # tokens (or samples) that the inner steps consumed
     loss: float  # mean training loss over them; nan before the first step
     seconds: float
@@ -159,8 +156,6 @@ class Contribution:
 
 @dataclass(frozen=True, slots=True)
 class AveragingResult:
-    """Result of one round of averaging."""
-
     outcome: Outcome  # `into` holds the mean only if this is COMMITTED
     record: Header | None = None  # a `protocols.consensus.record.Record`; None if none was decided
     certificate: Header | None = None  # a `protocols.consensus.messages.Certificate`: the votes that decided it
@@ -180,8 +175,6 @@ class AveragingResult:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Configuration of an averager."""
-
     codec: str  # of vectors on the wire; this and the next two are equal at all peers of a run
     elements: tuple[int, ...]  # length of each fragment's flat vector
     chunk_elements: int = CHUNK_BYTES // 4  # the unit in which vectors travel and are reduced

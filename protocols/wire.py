@@ -70,7 +70,6 @@ def _checked(what: str, kind: type, is_valid: Callable[[Any], bool], pack: Calla
 
 
 def uint(maximum: int) -> Any:
-    """An integer in 0..maximum, not a bool."""
     return _checked(f"an integer in 0..{maximum}", int, lambda value: 0 <= value <= maximum)
 
 
@@ -100,7 +99,6 @@ def one(kind: type) -> Any:
 
 
 def list_of(of: Any, maximum: int) -> Any:
-    """A tuple of at most `maximum` items, each as the field `of`."""
     spec: Spec = of.metadata["spec"]
 
     def unpack(value: Any) -> tuple[Any, ...]:
@@ -148,10 +146,6 @@ def _specs(kind: type) -> tuple[tuple[str, Spec], ...]:
 def described(kind: type) -> dict[str, str]:
     """Each field of a dataclass of specs -> its valid values."""
     return {name: spec.what for name, spec in _specs(kind)}
-
-
-def field_names(kind: type) -> frozenset[str]:
-    return frozenset(name for name, _ in _specs(kind))
 
 
 def _pack_fields(value: Any) -> list[Any]:

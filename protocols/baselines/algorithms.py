@@ -141,7 +141,6 @@ class Ring:
                 group.create_task(self._receive(self._incoming, step))
 
     async def _send(self, out: Stream, step: int) -> None:
-        """Send the part that was received in the previous step."""
         current_round, index = self._current_round, (self._current_round.place - step) % self._count
         self._sends_last = step == 2 * self._count - 3
         await out.send(Hop(step, index, self._weights[index]))

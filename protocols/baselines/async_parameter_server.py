@@ -21,7 +21,7 @@ from functools import partial
 import torch
 
 from protocols import wire
-from protocols.aio import peer_timeout, run_with_helper, set_at, until_gone
+from protocols.aio import Notifier, peer_timeout, run_with_helper, set_at, until_gone
 from protocols.base import (
     AveragingResult,
     BadPayload,
@@ -40,7 +40,7 @@ from protocols.base import (
     Vector,
 )
 from protocols.streams.chunks import receive_vector, send_vector
-from protocols.streams.endpoint import ProtocolEndpoint, SessionBase, SessionTable
+from protocols.streams.endpoint import ProtocolEndpoint, SessionBase
 from protocols.vectors.codec import codec
 from protocols.vectors.layout import PartLayout
 from protocols.vectors.views import VectorView, norm
@@ -66,8 +66,6 @@ class PushUpdate(Header):
 
 @dataclass(frozen=True, slots=True)
 class ServerReply(Header):
-    """Answers `PushUpdate`."""
-
     # The sender is the server, and it is the worker's turn. The parameters come back as float32.
     here: bool = flag()
     server: str = peer_id()  # as far as the sender knows
@@ -123,8 +121,8 @@ class AsyncParameterServer:
         self._momentum = momentum
         self._chosen: PeerId = ""
         self._session: AsyncSession | None = None
-        # The parameters that this peer serves, under its own id, once it is the server.
-        self._served = SessionTable[PeerId, DelayedNesterov]()
+        self._served: DelayedNesterov | None = None  # what this peer serves, once it is the server
+        self._notifier = Notifier()
         self.endpoint.serve(METHOD, PushUpdate, self._serve)
 
     @asynccontextmanager
@@ -140,19 +138,16 @@ class AsyncParameterServer:
         return self._chosen if self._chosen in live else live[0]
 
     def use(self, server: PeerId) -> None:
-        """Use this server from now on."""
         self._chosen, self.confirmed = server, True
-        self._served.wake()
+        self._notifier.notify()
 
     async def serve_from(self, start: Vector) -> DelayedNesterov:
         """Become the server with a copy of these parameters, unless this peer is the server already."""
-        if not self._served.get(self.me.peer):
+        if not self._served:
             copied = await self.host.compute.run(start.clone, 8 * len(start))
-            if not self._served.get(self.me.peer):
-                self._served.open(self.me.peer, DelayedNesterov(copied, self._momentum))
-        served = self._served.get(self.me.peer)
-        assert served is not None
-        return served
+            self._served = self._served or DelayedNesterov(copied, self._momentum)
+            self._notifier.notify()
+        return self._served
 
     def step_down(self) -> None:
         """This peer rests: another one serves, and this one asks who it is when it returns.
@@ -160,7 +155,7 @@ class AsyncParameterServer:
         It no longer names itself either. Two peers that return could else wait for each other to serve.
         """
         self.confirmed, self._chosen = False, ""
-        self._served.close([self.me.peer])
+        self._served = None
 
     async def apply(self, served: DelayedNesterov, displacement: Vector) -> Vector:
         """Apply a displacement of this peer or of a worker, and return the parameters. The caller holds `turn`."""
@@ -177,19 +172,16 @@ class AsyncParameterServer:
             return await stream.send(ServerReply(False, chosen))
         if (push.codec, push.elements) != (self.settings.codec, self.settings.elements[0]):
             raise BadPayload(f"{push.elements} elements in {push.codec}")
-        if not await self._served.wait_for(self.me.peer, stream, lambda: self.choose() != chosen):
-            return await stream.send(ServerReply(False, self.choose()))
         try:
+            await self._notifier.until(lambda: bool(self._served) or self.choose() != chosen, stream.deadline)
             async with asyncio.timeout_at(stream.deadline), self.turn:
-                served = self._served.get(self.me.peer)
-                if not served:  # this peer has stepped down since
+                if not self._served:  # another peer is the server, or this one has stepped down since
                     return await stream.send(ServerReply(False, self.choose()))
-                await self._serve_one(stream.peer, stream, served)
+                await self._serve_one(stream.peer, stream, self._served)
         except TimeoutError:
             raise PeerSilent(stream.peer, "its stream's deadline passed before its turn came") from None
 
     async def _serve_one(self, peer: PeerId, stream: Stream, served: DelayedNesterov) -> None:
-        """Receive a whole displacement, apply it, and send the parameters."""
         brought, compute = torch.empty(self.settings.elements[0]), self.host.compute
         async with peer_timeout(STALL_SECONDS, peer, "serving it"):
             await stream.send(ServerReply(True, self.me.peer))

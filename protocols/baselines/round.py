@@ -109,13 +109,11 @@ class SynchronousRound:
         self._notifier, self._turn = Notifier(), asyncio.Lock()
 
     def hello(self, part: int) -> JoinRound:
-        """The first frame of a stream that this peer opens."""
         key = self.key
         return JoinRound(key.run, key.scope, key.round, self.digest, self.codec.name, self.mine.size, self.weight, part)
 
     @asynccontextmanager
     async def open(self, peer: PeerId, part: int) -> AsyncIterator[Stream]:
-        """Open a stream to a member for one part, and count its bytes."""
         async with self._endpoint.open(peer, self._method, self.deadline) as stream:
             await stream.send(self.hello(part))
             yield stream
@@ -207,7 +205,6 @@ class SynchronousRound:
         self.wake()
 
     def wake(self) -> None:
-        """Wake the tasks that wait in `until`."""
         self._notifier.notify()
 
     async def until(self, condition: Callable[[], bool]) -> None:

@@ -148,7 +148,6 @@ class SynchronousSession(SessionBase):
         return self.current_round.why
 
     async def serve(self, peer: PeerId, stream: Stream, hello: JoinRound) -> None:
-        """Serve a member's stream to this round, which an error aborts."""
         current_round, exchange = self.current_round, self.exchange
         assert current_round is not None and exchange is not None
         current_round.arrived.add(peer)
@@ -164,7 +163,6 @@ class SynchronousSession(SessionBase):
             raise PeerSilent(peer, "the round's deadline passed") from None
 
     async def _run_round(self, current_round: SynchronousRound, exchange: AllReduceAlgorithm) -> None:
-        """Run the round until it is complete or aborted."""
         try:
             async with task_group() as group:
                 watch = group.create_task(self._watch(current_round))
@@ -227,7 +225,6 @@ def data_parallel(host: Host, settings: Settings) -> SynchronousAverager:
 
 
 def ring(host: Host, settings: Settings) -> SynchronousAverager:
-    """A ring all-reduce among all live peers."""
     return SynchronousAverager(host, settings, "starling/ring/1", Ring)
 
 

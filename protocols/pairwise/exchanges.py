@@ -32,8 +32,6 @@ MAX_EXCHANGES_PER_PEER = 4
 
 
 class ExchangeOutcome(Enum):
-    """The result of a request."""
-
     HELD = auto()
     BUSY = auto()
     WITHDRAWN = auto()  # another peer's request came first
@@ -42,8 +40,6 @@ class ExchangeOutcome(Enum):
 
 @dataclass(slots=True, eq=False)
 class PairExchange:
-    """An exchange that this peer is in."""
-
     ask: ExchangeRequest  # the request that began it, ours or the partner's
     partner: Member
     session: SharedStateSession
@@ -131,7 +127,6 @@ class Exchanges(PairState):
         self.timeouts.took(partner, swap.size_bytes, now, now - exchange.began)
 
     def _half(self, drift: float) -> None:
-        """Count an exchange that may have moved one end only."""
         self.half_exchanges += 1
         if self.session:
             self.session.count_half(drift)
@@ -273,7 +268,6 @@ class Exchanges(PairState):
         return True
 
     async def _follow(self, exchange: PairExchange, stream: Stream) -> None:
-        """Run the answerer's side, until we have moved."""
         try:
             watching = watch(self.host.members, exchange.partner, exchange.deadline)
             await run_with_helper(self._receive(exchange, stream), watching)

@@ -28,8 +28,6 @@ BUSY_PAUSE_SECONDS = 0.25
 
 
 class Gossip(PairwiseAverager):
-    """`protocols.base.ClosingAverager` for gossip."""
-
     def __init__(self, host: Host, settings: Settings) -> None:
         self.exchanges = Exchanges(host, settings)
         super().__init__(self.exchanges, settings.schedule, host.rng("gossip"))
@@ -94,7 +92,6 @@ class Gossip(PairwiseAverager):
         return session.counted(peer) > before
 
     async def _pause(self, session: SharedStateSession, until: Deadline) -> None:
-        """Wait until busy peers may be free, or until another peer has asked us."""
         held, seconds = dict(session.held), self.rng.uniform(BUSY_PAUSE_SECONDS, 2 * BUSY_PAUSE_SECONDS)
         await self.exchanges.notifier.reached(lambda: session.held != held, min(until, loop_time() + seconds))
 

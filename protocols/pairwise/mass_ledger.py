@@ -62,8 +62,6 @@ class _Numbers:
 
 
 class MassLedger:
-    """The mass of one incarnation of a peer, and the shares that it has given and taken."""
-
     def __init__(self, me: Member, weight: float = 1.0) -> None:
         self.me, self.weight = me, weight
         self._outstanding: dict[Member, dict[int, Share]] = {}

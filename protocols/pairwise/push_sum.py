@@ -47,8 +47,6 @@ MAX_KEPT = 2
 
 
 class PushSum(PairwiseAverager):
-    """`protocols.base.ClosingAverager` for push-sum."""
-
     def __init__(self, host: Host, settings: Settings) -> None:
         self.weighted = WeightedState(host, settings)
         super().__init__(self.weighted, settings.schedule, host.rng("push-sum"))
@@ -102,7 +100,6 @@ class PushSum(PairwiseAverager):
             await self.share_sender.reclaim(session)
 
     async def _is_given(self, session: SharedStateSession, giver: Member, before: int, until: Deadline) -> bool:
-        """Wait for a share from a peer that is at our step too; return whether it is counted."""
         while session.counted(giver.peer) == before and await self._steps.meets(giver, until):
             again = min(until, loop_time() + STEP_POLL_SECONDS)
             await session.notifier.reached(lambda: session.counted(giver.peer) > before, again)
@@ -174,7 +171,6 @@ class ShareSender:
         return counted
 
     async def _answered(self, session: SharedStateSession, share: Share, counted: bool) -> None:
-        """Record the outcome of a share: it is the receiver's, or ours again."""
         masses = self._weighted.masses
         async with self._weighted.turn:
             _, part = self.kept.pop((share.to, share.sequence))
@@ -207,7 +203,6 @@ class ShareSender:
                 session.count(me.peer, 1, name, share.weight / masses.weight)
 
     async def _recall(self, session: SharedStateSession, share: Share) -> bool | None:
-        """Recall a share; return whether it was counted, or None if that is unknown."""
         weighted, peer, began = self._weighted, share.to.peer, loop_time()
         if began >= session.deadline or weighted.timeouts.resting(peer, began):
             return None

@@ -60,7 +60,6 @@ class PairState(ABC):
         return self.session.state if self.session else None
 
     def part(self, elements: int) -> ReducedPart:
-        """Allocate an encoded state."""
         return ReducedPart(self.codec, 0, elements, self.endpoint.settings.chunk_elements, pool=self._pool)
 
     def open(self, session: SharedStateSession) -> None:
@@ -122,8 +121,6 @@ class PairwiseAverager(ABC):
 
 
 class SharedStateSession(SessionBase):
-    """`protocols.base.ClosingSession` for gossip and push-sum."""
-
     def __init__(self, averager: PairwiseAverager, head: Head, deadline: Deadline) -> None:
         super().__init__(head, deadline, averager.accounting)
         self.key: RoundKey = head.key

@@ -42,7 +42,6 @@ class PushShare(ExchangeMessage):
 
     @property
     def share_name(self) -> str:
-        """The unique name of this share."""
         return f"{self.name} to {self.to.peer}.{self.to.incarnation}"
 
 
@@ -102,7 +101,6 @@ class WeightedState(PairState):
             pass
 
     async def is_finite(self, state: VectorView) -> bool:
-        """Whether the state is finite, so that it may be given away."""
         part = self.part(state.size)
         async with self.turn:
             return math.isfinite(await self.host.compute.run(partial(state_norm, state, part), 4 * state.size))
@@ -113,8 +111,6 @@ class WeightedState(PairState):
 
 
 class ShareReceiver:
-    """Serves `PUSH`."""
-
     def __init__(self, weighted: WeightedState, bandwidth: float) -> None:
         self._weighted = weighted
         self._timeouts = PeerTimeouts(bandwidth)  # of the links in this direction
@@ -152,7 +148,6 @@ class ShareReceiver:
         return peer in self._taking or len(self._taking) >= MAX_TAKING or self._timeouts.resting(peer, now)
 
     async def _take(self, state: VectorView, give: PushShare, stream: Stream) -> bool:
-        """Receive a share, and count it as soon as there is a state to count it in."""
         weighted = self._weighted
         if give.elements != state.size:
             raise BadPayload(f"a state of {give.elements} elements; the run's have {state.size}")

@@ -44,8 +44,6 @@ PAIR_NORM_SPREAD = 16.0
 
 @dataclass(frozen=True, slots=True)
 class ExchangeMessage(Header):
-    """What every message of an exchange says."""
-
     key: RoundKey = one(RoundKey)  # of the asker's round; its lineage is the root of the asker's own state
     sender: Member = one(Member)
     sequence: int = uint(1 << 40)  # counts the requests of the asker's incarnation
@@ -123,7 +121,6 @@ class StateReceiver:
 
     @property
     def norm(self) -> float:
-        """L2 norm of the chunks that have come."""
         return math.sqrt(self._squares)
 
     async def measure(self, stream: Stream, state: VectorView) -> None:
@@ -188,7 +185,6 @@ class StateSwap:
         return (ours + self._theirs.norm) / 2 / ours if ours else 0.0
 
     async def transfer(self, stream: Stream) -> None:
-        """Send our state and receive the partner's, both at once."""
         await self._theirs.measure(stream, self.state)
         async with task_group() as group:
             group.create_task(send_vector(stream, self._theirs.part, self.state, self._compute))

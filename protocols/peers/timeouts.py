@@ -51,7 +51,6 @@ class PeerTimeouts:
         return ANSWER_FLOOR_SECONDS + ROUND_TRIPS * self._of(peer).round_trip_seconds
 
     def expected_seconds(self, peer: PeerId, size_bytes: int) -> float:
-        """Expected time of an exchange of this many bytes in both directions at once."""
         seen = self._of(peer)
         return 4 * seen.round_trip_seconds + size_bytes / (seen.rate or self._usual)
 

@@ -90,7 +90,6 @@ class _Outbox:
         self.idle = False
 
     def again(self) -> None:
-        """Queue again the messages that may not have arrived, ahead of later ones."""
         self.waiting = deque((*self.sent, *self.waiting), maxlen=KEEP_MESSAGES)
         self.sent.clear()
 

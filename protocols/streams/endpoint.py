@@ -101,7 +101,6 @@ class ProtocolEndpoint:
             self._handlers_of(method, self._serve_messages, kind)[kind] = take
 
     def deliver(self, method: str, peer: PeerId, message: Header) -> None:
-        """Give a control message to its handler."""
         try:
             handle = self._handler(method, message, "on a control stream")
             handle(peer, message)
@@ -111,7 +110,7 @@ class ProtocolEndpoint:
     def _handlers_of(
         self, method: str, serve: Callable[..., Awaitable[None]], kind: type[Header]
     ) -> dict[type[Header], Callable[..., Any]]:
-        names = wire.field_names(kind)
+        names = wire.described(kind).keys()
         if not {"run", "scope"} <= names and "key" not in names:
             raise TypeError(f"{kind.__name__} opens a stream, but has neither the fields run and scope nor a key")
         if method not in self._handlers:
@@ -149,7 +148,6 @@ class ProtocolEndpoint:
         return header
 
     def _handler(self, method: str, header: Any, why: str) -> Callable[..., Any]:
-        """The handler for this kind of header. `BadPayload` if there is none, or it is of another run or scope."""
         handle = self._handlers[method].get(type(header))
         if handle is None:
             raise BadPayload(f"{type(header).__name__} {why}")
@@ -244,14 +242,11 @@ class SessionBase:
     def _result(
         self, committed: bool, contributions: Mapping[PeerId, Contribution], weights: Mapping[PeerId, float]
     ) -> AveragingResult:
-        """The result of `average`, with the bytes and the blamed peers since the last one."""
         outcome = Outcome.COMMITTED if committed else Outcome.SKIPPED
         return AveragingResult(outcome, None, None, contributions, weights, *self._accounting.take())
 
 
 class StreamLimiter:
-    """Counts the streams that are being served."""
-
     def __init__(self) -> None:
         self._taken = Counter[PeerId]()
 

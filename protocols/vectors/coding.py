@@ -86,7 +86,6 @@ def _bytes(view: memoryview) -> torch.Tensor:
 
 
 def typed(data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """View bytes, at any address, as numbers."""
     return data.view(dtype)
 
 

@@ -82,7 +82,6 @@ class _Blockwise(Codec):
         raise NotImplementedError
 
     def _off_by(self, sizes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        """Upper bound of the error of elements of these magnitudes."""
         return scale * self._STEP
 
     def _split(self, data: torch.Tensor, elements: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -256,7 +256,6 @@ class RobustAggregator:
         return (MEASURED_SLACK if len(moved) > 2 else PAIR_SLACK) * median_low(moved) if moved else 0.0
 
     def _clip(self, members: Sequence[int], norms: Sequence[float], contributions: Sequence[Vector]) -> None:
-        """Scale down contributions whose norm is above the limit; count the sent and remaining norms of each member."""
         limit = self._limit(norms)
         for member, size, row in zip(members, norms, contributions, strict=True):
             kept = min(size, limit * self._allowances[member])

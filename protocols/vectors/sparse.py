@@ -193,7 +193,6 @@ class _Groups:
         return taken.nonzero()[:, 1].view(-1, self.keep)
 
     def pack(self, positions: torch.Tensor) -> torch.Tensor:
-        """Pack ascending positions as bytes, a row for each group."""
         low = (positions[:, :, None] >> torch.arange(self._low_bits) & 1).flatten(1)
         high = torch.zeros(len(positions), self._slots, dtype=torch.int64)
         high.scatter_(1, (positions >> self._low_bits) + torch.arange(self.keep), 1)

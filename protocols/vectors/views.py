@@ -68,14 +68,12 @@ class VectorView:
         return pieces[0] if len(pieces) == 1 else None
 
     def write(self, low: int, source: Vector) -> None:
-        """Overwrite the elements from `low` on with those of `source`."""
         at = 0
         for piece in self._pieces(low, low + len(source)):
             piece.copy_(source[at : at + len(piece)])
             at += len(piece)
 
     def _pieces(self, low: int, high: int) -> list[Vector]:
-        """Non-empty views that together are [low, high), in order."""
         if not 0 <= low <= high <= self.size:
             raise ValueError(f"elements [{low}, {high}) of a vector of {self.size}")
         pieces = []
@@ -90,7 +88,6 @@ class VectorView:
 
 
 def chunk_count(elements: int, chunk: int = CHUNK_ELEMENTS) -> int:
-    """Number of chunks of `chunk` elements that hold this many elements; the last may be shorter."""
     return -(-elements // chunk)
 
 

@@ -88,7 +88,7 @@ def bound(header: Header, world: SwarmWithLiar, sender: PeerId) -> Header:
     """The header, as one of this run and round from its sender to the victim."""
     values = {"key": world.key, "run": world.key.run, "scope": world.key.scope, "to": Member(world.victim)}
     values |= dict.fromkeys(("sender", "member"), Member(sender))
-    return replace(header, **{name: values[name] for name in wire.field_names(type(header)) & set(values)})
+    return replace(header, **{name: values[name] for name in wire.described(type(header)).keys() & set(values)})
 
 
 @pytest.mark.parametrize("name", SWARMS)
