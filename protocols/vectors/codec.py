@@ -39,18 +39,10 @@ __all__ = ["CODECS", "Codec", "codec", "state_codec"]
 
 
 class FloatCodec(Codec):
-    """A float format, rounded to nearest even, saturating.
+    """A float format, rounded to nearest even, saturating."""
 
-    An element x in the format's range is off by at most half a unit in the last place: `unit` * |x|, or `floor` where
-    the format is denormal. An element beyond the range becomes the largest number. Its error, and so the bound, is the
-    whole difference, which is not small compared to x.
-    """
-
-    def __init__(self, name: str, dtype: torch.dtype, unit: float, floor: float) -> None:
-        self.name = name
-        self._dtype = dtype
-        self._unit = unit
-        self._floor = floor
+    def __init__(self, name: str, dtype: torch.dtype) -> None:
+        self.name, self._dtype = name, dtype
         self._largest = torch.finfo(dtype).max
         self.in_place = dtype == torch.float32
 
@@ -76,11 +68,6 @@ class FloatCodec(Codec):
         _copy(typed(received(self, data, into), self._dtype), into)
         refuse_non_finite(into)
 
-    def error_bound(self, source: Vector) -> Vector:
-        size = source.abs()
-        cut = torch.nextafter(size - self._largest, size)  # the difference may have been rounded down
-        return size.mul(self._unit).clamp_(min=self._floor).maximum(cut.masked_fill_(size <= self._largest, 0.0))
-
 
 def _copy(source: torch.Tensor, into: torch.Tensor) -> None:
     if source.data_ptr() != into.data_ptr():
@@ -88,9 +75,9 @@ def _copy(source: torch.Tensor, into: torch.Tensor) -> None:
 
 
 CODECS: Final[dict[str, Codec]] = {
-    "fp32": FloatCodec("fp32", torch.float32, unit=0.0, floor=0.0),
-    "fp16": FloatCodec("fp16", torch.float16, unit=2.0**-11, floor=2.0**-25),
-    "bf16": FloatCodec("bf16", torch.bfloat16, unit=2.0**-8, floor=2.0**-134),
+    "fp32": FloatCodec("fp32", torch.float32),
+    "fp16": FloatCodec("fp16", torch.float16),
+    "bf16": FloatCodec("bf16", torch.bfloat16),
     "int8": Int8(),
     "int4": Int4(),
     "e3m0": E3M0(),

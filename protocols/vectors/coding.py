@@ -50,9 +50,6 @@ class Codec(Protocol):
         Raises `BadPayload` if `data` has another size, or holds NaN, infinity, or bytes that no encoder writes.
         """
 
-    def error_bound(self, source: Vector) -> Vector:
-        """For each element of a finite `source`, an upper bound on |decode(encode(source)) - source|."""
-
 
 def carry(codec: Codec, vector: Vector) -> None:
     """Encode a vector and decode it in place: afterwards it holds what a receiver would get."""

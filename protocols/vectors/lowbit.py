@@ -31,9 +31,6 @@ class _Blockwise(Codec):
     _TOP: float
     _LEAST: float  # smaller scales become zero
     _MOST: float  # larger scales are clamped
-    _STEP = (
-        0.50002  # the error in steps: half a step, and at most 127 * 2**-24 for each rounding of quotient and product
-    )
 
     def encode(self, source: Vector, into: memoryview) -> None:
         scales, codes = self._split(target(self, source, into), len(source))
@@ -61,28 +58,13 @@ class _Blockwise(Codec):
             scale = scales[start // BLOCK : -(-stop // BLOCK)]
             into[start:stop].view(-1, width).mul_(scale[:, None])
 
-    def error_bound(self, source: Vector) -> Vector:
-        bound = source.abs()
-        for start, stop, width in _spans(0, len(source)):
-            block = bound[start:stop].view(-1, width)
-            scales = torch.empty(len(block))
-            self._scales(block, torch.empty_like(block), scales)
-            scale = scales[:, None]
-            block.copy_(torch.where(scale == 0, block, self._off_by(block, scale)))
-        return bound
-
     def _put(self, quotients: Vector, codes: torch.Tensor, low: int) -> None:
         """Write the codes of these quotients, which are the elements from `low` on. Overwrites the quotients."""
         raise NotImplementedError
 
     def _get(self, codes: torch.Tensor, into: Vector) -> None:
-        """Write the quotients that the codes stand for into `into`. `BadPayload` if there is a code that no encoder
-        writes.
-        """
+        """Write the quotients of the codes into `into`. `BadPayload` for a code that no encoder writes."""
         raise NotImplementedError
-
-    def _off_by(self, sizes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        return scale * self._STEP
 
     def _split(self, data: torch.Tensor, elements: int) -> tuple[torch.Tensor, torch.Tensor]:
         scales = _scale_bytes(elements)
@@ -169,7 +151,6 @@ class E3M0(_FourBit):
 
     name = "e3m0"
     _TOP, _LEAST, _MOST = 1.0, 64 * SMALLEST_NORMAL_FLOAT32, LARGEST_FLOAT32
-    _RELATIVE, _FLOOR = 0.333334, 0.0078126
 
     def __init__(self) -> None:
         positive = [2.0**k for k in range(-6, 1)]
@@ -201,9 +182,6 @@ class E3M0(_FourBit):
             require_finite(into)
         except ValueError:
             raise BadPayload(f"e3m0 code {_UNUSED}") from None
-
-    def _off_by(self, sizes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        return torch.maximum(sizes * self._RELATIVE, scale * self._FLOOR)
 
 
 def _scale_bytes(elements: int) -> int:

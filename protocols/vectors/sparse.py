@@ -26,7 +26,7 @@ from protocols.base import BadPayload, Buffer, Vector
 from protocols.registry import TOPK_GRAIN
 from protocols.vectors.coding import PIECE, Codec, carry, received, require_finite, target, typed
 from protocols.vectors.lowbit import Int8
-from protocols.vectors.views import LARGEST_FLOAT32, SMALLEST_NORMAL_FLOAT32
+from protocols.vectors.views import SMALLEST_NORMAL_FLOAT32
 
 GROUP = TOPK_GRAIN
 KEEP = 64
@@ -73,11 +73,6 @@ class TwoBits(Codec):
         if bool(((sizes == 0) & (codes & 1 > 0)).view(-1)[: len(into)].any()):
             raise BadPayload("minus zero")
         into.copy_(torch.where(codes & 1 > 0, -sizes, sizes).view(-1)[: len(into)])
-
-    def error_bound(self, source: Vector) -> Vector:
-        sizes = _padded(source.abs(), KEEP)
-        most = sizes.amax(1, keepdim=True) * (1 + 2**-8) if len(source) else sizes
-        return torch.maximum(sizes, most.sub(sizes)).clamp_(max=LARGEST_FLOAT32).view(-1)[: len(source)]
 
 
 class TopK(Codec):
@@ -127,16 +122,6 @@ class TopK(Codec):
             positions = group.unpack(held[at : at + size].view(-1, group.bytes))
             block.scatter_(1, positions, values[used : used + kept].view(-1, group.keep))
             at, used = at + size, used + kept
-
-    def error_bound(self, source: Vector) -> Vector:
-        bound = source.abs()
-        blocks = [(block, group.largest(block)) for group, block in self._blocks(bound)]
-        values = [block.gather(1, positions).view(-1) for block, positions in blocks]
-        sent = self._values.error_bound(torch.cat(values) if values else source)  # signs do not matter
-        for block, positions in blocks:
-            here, sent = sent[: positions.numel()], sent[positions.numel() :]
-            block.scatter_(1, positions, here.view_as(positions))
-        return bound
 
     def _groups(self, elements: int) -> tuple[_Groups, ...]:
         whole, rest = divmod(elements, GROUP)

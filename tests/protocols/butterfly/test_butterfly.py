@@ -19,6 +19,7 @@ from protocols.vectors.codec import codec
 from tests.sim.butterfly_harness import RUN, Averaged, ButterflyHarness
 from tests.sim.byzantine.contributors import LIES
 from tests.sim.network import SimNetwork
+from tests.support.codecs import error_bound
 from tests.support.example_vectors import equal_norm_vectors
 from tests.support.long import diagonal
 
@@ -136,7 +137,7 @@ def test_lying_contributor_is_blamed_and_left_out(lie: str, encoding: tuple[str,
         assert blamed <= {"p02"}, "an honest peer was blamed"
     contribution = averaged.means[0].contributions.get("p02")
     assert contribution is None or contribution.chunks_counted < contribution.chunks
-    _holds_only_whole_chunks(averaged, given, liar, codec(name).error_bound(given[3]).max().item())
+    _holds_only_whole_chunks(averaged, given, liar, error_bound(codec(name), given[3]).max().item())
 
 
 def _holds_only_whole_chunks(averaged: Averaged, given: list[Vector], liar: int, slack: float) -> None:

@@ -10,6 +10,7 @@ from protocols.vectors.codec import codec
 from protocols.vectors.coding import carry
 from protocols.vectors.views import weighted_mean
 from tests.sim.butterfly_harness import Averaged, ButterflyHarness
+from tests.support.codecs import error_bound
 from tests.support.example_vectors import equal_norm_vectors
 
 CHUNK = 4096
@@ -82,7 +83,7 @@ def test_codec_errors_stay_within_bound(name: str, count: int) -> None:
     weights = torch.tensor(tokens, dtype=torch.float64) / sum(tokens)
     weighted = list(zip(given, weights, strict=True))
     expected = torch.stack([weight * vector.double() for vector, weight in weighted]).sum(0)
-    bound = torch.stack([weight * codec(name).error_bound(vector).double() for vector, weight in weighted]).sum(0)
+    bound = torch.stack([weight * error_bound(codec(name), vector).double() for vector, weight in weighted]).sum(0)
     rounding = 1e-6 * torch.stack([weight * vector.double().abs() for vector, weight in weighted]).sum(0)
     bound = bound + _block_bound(name, expected.abs().float() + bound.float()).double() + rounding
     assert bool(((averaged.results[0].double() - expected).abs() <= bound).all())
@@ -91,5 +92,5 @@ def test_codec_errors_stay_within_bound(name: str, count: int) -> None:
 def _block_bound(name: str, magnitude: Vector) -> Vector:
     """The bound of encoding any vector of at most these magnitudes, wherever its blocks begin."""
     if name != "int8":
-        return codec(name).error_bound(magnitude) * 2
+        return error_bound(codec(name), magnitude) * 2
     return torch.full_like(magnitude, float(magnitude.max()) / 127)

@@ -14,6 +14,7 @@ from protocols.vectors.codec import codec
 from tests.sim.faults import Faults
 from tests.sim.faults import Message as At
 from tests.sim.gossip_harness import DONE, ROUND_SECONDS, RUN, GossipHarness, flat, head
+from tests.support.codecs import error_bound
 from tests.support.pairwise import play_rounds, run_round, run_with_faults
 from tests.support.simulated import simulated
 
@@ -44,7 +45,7 @@ def test_sum_of_states_is_conserved_by_every_codec(name: str) -> None:
     swarm = GossipHarness(2, 500, name, chunk_elements=128)
     swarm.rounds(3)
     assert swarm.drift() < 1e-6
-    bound = sum(codec(name).error_bound(each.float()).double() for each in swarm.first)
+    bound = sum(error_bound(codec(name), each.float()).double() for each in swarm.first)
     if name != "int8":  # its bound is per block, and chunks split blocks
         assert bool(((flat(swarm.state[0]) - flat(swarm.state[1])).abs() <= bound + 1e-6).all())
     assert swarm.spread() < 0.05 * float(swarm.first[0].norm())
