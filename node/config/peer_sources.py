@@ -18,13 +18,13 @@ from pydantic import TypeAdapter, ValidationError
 from node.config.multiaddrs import ANY_PORT
 from node.config.peer_config import FILE_KEYS, SETTABLE, SETTINGS, PeerConfig, option_name
 from node.config.toml import BYTE_ORDER_MARKS, ConfigError, check_keys, in_quotes, one_line, read_toml, suggestion
+from node.storage.json_file import read_json
 
 PREFIX = "NODE_"
 SETTINGS_FILE = "settings.json"
 OFF = "off"
 _NOT_OURS = re.compile("NODE_(ENV|OPTIONS|PATH|VERSION|HOME|DEBUG|EXTRA_CA_CERTS|TLS_.*|NAME|IP|LABELS|RANK)")
 """Variables of Node.js, Kubernetes, Jenkins and torch's launchers."""
-_MAX_BYTES = 1 << 12
 _PEER = TypeAdapter(PeerConfig)
 
 
@@ -163,13 +163,10 @@ def read_settings(state_dir: Path) -> Mapping[str, str]:
     """The saved settings; empty if there are none. Raises ConfigError if their file is damaged."""
     file = state_dir / SETTINGS_FILE
     try:
-        with file.open("rb") as opened:
-            found = dict(json.loads(opened.read(_MAX_BYTES)))
-        return {name: str(found[name]) for name in SETTABLE if name in found}
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError, TypeError, RecursionError):
+        found = dict(read_json(file) or {})
+    except (OSError, ValueError, TypeError):
         raise ConfigError(f"{file} is damaged: delete it, and set again what you had set") from None
+    return {name: str(found[name]) for name in SETTABLE if name in found}
 
 
 def serialize(settings: Mapping[str, str]) -> bytes:

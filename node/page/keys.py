@@ -12,12 +12,13 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
-import os
 import re
 import secrets
 from collections import OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
+
+from node.storage.json_file import read_json, replace_private
 
 MAX_SESSIONS = 64
 _NONCE = re.compile(r"[0-9a-f]{32}")
@@ -80,23 +81,22 @@ def load_token(state_dir: Path) -> str:
     """
     file = state_dir / TOKEN_FILE
     token = _read_token(file) or secrets.token_urlsafe(32)
-    _write(file, f"{token}\n")
-    _write(state_dir / METRICS_FILE, f"{metrics_token(token)}\n")
+    replace_private(file, f"{token}\n")
+    replace_private(state_dir / METRICS_FILE, f"{metrics_token(token)}\n")
     return token
 
 
 def last_port(state_dir: Path) -> int | None:
     """The port that the page had before; None if it had none."""
     try:
-        with (state_dir / PAGE_FILE).open() as opened:
-            port = json.loads(opened.read(_MAX_FILE_BYTES))["port"]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        port = read_json(state_dir / PAGE_FILE)["port"]
+    except (OSError, ValueError, KeyError, TypeError):
         return None
     return port if isinstance(port, int) and 1024 <= port <= 65_535 else None
 
 
 def note_port(state_dir: Path, port: int) -> None:
-    _write(state_dir / PAGE_FILE, json.dumps({"port": port}) + "\n")
+    replace_private(state_dir / PAGE_FILE, json.dumps({"port": port}) + "\n")
 
 
 def page_link(port: int, token: str) -> str:
@@ -122,11 +122,3 @@ def _read_token(file: Path) -> str:
     except FileNotFoundError:
         return ""
     return token if _TOKEN.fullmatch(token) else ""
-
-
-def _write(file: Path, text: str) -> None:
-    draft = file.with_name(f".{file.name}.new")
-    draft.unlink(missing_ok=True)
-    with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as opened:
-        opened.write(text)
-    draft.replace(file)

@@ -22,6 +22,7 @@ from pathlib import Path
 from node.machine.rules import WORK, Mode, Wish
 from node.outer.activity import Activity
 from node.reporting.status import printable
+from node.storage.json_file import read_json
 from node.storage.statedir import write_atomically
 from protocols.base import Clock
 
@@ -36,7 +37,6 @@ MAX_CAUSE = 100
 MAX_UNTIL = 1e11
 OVERRIDE_SECONDS = 3600.0
 """Time for which a user's `resume` goes before the machine's wishes."""
-_MAX_FILE_BYTES = 1 << 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,17 +213,15 @@ def time_of_day(wall: float) -> str:
 
 def _read(file: Path) -> Pause | None:
     try:
-        with file.open("rb") as opened:
-            values = json.loads(opened.read(_MAX_FILE_BYTES))
+        if (values := read_json(file)) is None:
+            return None
         cause, since, until, away = (values[name] for name in ("cause", "since", "until", "away"))
         if not (isinstance(cause, str) and isinstance(away, bool) and _is_time(since)):
             raise ValueError("of the wrong kind")
         if until is not None and not _is_time(until):
             raise ValueError("of the wrong kind")
         return Pause(printable(cause, MAX_CAUSE), float(since), until if until is None else float(until), away)
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         log.warning("%s is ignored: %s", file, error)
         return None
 

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from node.reporting.report import RoundReport, Totals
 from node.reporting.status import to_json
+from node.storage.json_file import read_json
 
 log = logging.getLogger(__name__)
 
@@ -24,7 +25,6 @@ FILE_BYTES = 32 << 20
 KEEP_FILES = 3
 """Number of older files that are kept besides the present one."""
 _MAX_LINE_BYTES = 1 << 20
-_MAX_TOTALS_BYTES = 4096
 _RECENT_BYTES = 8 << 20
 MAX_WAITING_BYTES = 8 << 20
 AT_ONCE = 16
@@ -93,8 +93,7 @@ class Journal:
 
     def _remembered(self) -> Totals:
         try:
-            with self._totals_path.open("rb") as file:
-                return Totals.of(json.loads(file.read(_MAX_TOTALS_BYTES)))
+            return Totals.of(read_json(self._totals_path) or {})
         except (OSError, ValueError, TypeError):
             return Totals()
 

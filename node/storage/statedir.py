@@ -27,6 +27,7 @@ from typing import Self
 from node.membership.hello import MAX_RUN_BYTES, MAX_SAMPLE_BYTES, sound
 from node.runtime.identity import Identity, load_or_create, sync_directory
 from node.storage.journal import KEEP_FILES
+from node.storage.json_file import read_json
 from protocols.base import PeerId
 
 SCRATCH = "scratch"
@@ -41,7 +42,6 @@ _OF_A_RUN = (
 )  # fmt: skip
 _MAX_CACHE_BYTES = 1 << 20
 STAGE = "stage.json"
-_MAX_STAGE_BYTES = 1 << 10
 
 
 class StateError(Exception):
@@ -200,8 +200,8 @@ class StateDir:
     def peers(self) -> dict[PeerId, tuple[str, ...]]:
         """Peers that were live when this peer last took part, and their addresses; unreadable entries are left out."""
         try:
-            entries = json.loads(_read(self.path / "peers.json", _MAX_CACHE_BYTES) or b"{}")
-        except (ValueError, RecursionError):
+            entries = read_json(self.path / "peers.json", _MAX_CACHE_BYTES)
+        except (OSError, ValueError):
             return {}
         if not isinstance(entries, dict):
             return {}
@@ -228,9 +228,9 @@ class StateDir:
     def listening(self, asked: Sequence[str]) -> tuple[str, ...]:
         """Addresses, with ports, of the previous incarnation, if it was asked to listen on the same addresses."""
         try:
-            kept = json.loads(_read(self.path / "listen.json", _MAX_CACHE_BYTES) or b"{}")
+            kept = read_json(self.path / "listen.json", _MAX_CACHE_BYTES)
             took = kept["took"] if kept["asked"] == [*asked] else []
-        except (ValueError, RecursionError, KeyError, TypeError):
+        except (OSError, ValueError, KeyError, TypeError):
             return ()
         fits = isinstance(took, list) and len(took) == len(asked) and all(isinstance(each, str) for each in took)
         return sound(took) if fits and len(sound(took)) == len(asked) else ()
@@ -261,15 +261,13 @@ def read_stage(directory: Path) -> int:
     """The stage that a directory's peer holds; 0 if there is no `stage.json`. Raises StateError."""
     path = directory / STAGE
     try:
-        with path.open("rb") as file:
-            stage = json.loads(file.read(_MAX_STAGE_BYTES))["stage"]
+        found = read_json(path)
+        stage = 0 if found is None else found["stage"]
         if type(stage) is not int or stage < 0:
             raise ValueError
-    except FileNotFoundError:
-        return 0
     except OSError as error:
         raise StateError(f"{path} cannot be read ({error.strerror}): repair it") from None
-    except (ValueError, KeyError, TypeError, RecursionError):
+    except (ValueError, KeyError, TypeError):
         raise StateError(f'{path} is damaged: write {{"stage": K}} into it, K being the stage of its peer') from None
     return stage
 

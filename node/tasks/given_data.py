@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from node.runtime.notes import note
+from node.storage.json_file import read_json
 from node.tasks.files import size_words
 
 _MAX_RECORD_BYTES = 1 << 20
@@ -67,7 +68,7 @@ class GivenData:
         """The record; empty if there is none, or it is damaged."""
         if self.record is None:
             return {}
-        with suppress(OSError, ValueError, RecursionError), self.record.open("rb") as file:
-            found = json.loads(file.read(_MAX_RECORD_BYTES))
+        with suppress(OSError, ValueError):
+            found = read_json(self.record, _MAX_RECORD_BYTES)
             return found if isinstance(found, dict) else {}
         return {}

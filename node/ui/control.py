@@ -21,6 +21,7 @@ from node.network.sockets import socket_directory
 from node.reporting.status import Status, to_json
 from node.runtime.directories import user_directory
 from node.runtime.locks import hold
+from node.storage.json_file import read_json, replace_private
 
 _UNKNOWN = 'ask {"do": …} with "status", "finish", "pause", "resume" or "set"'
 
@@ -80,7 +81,6 @@ MAX_ANSWER_BYTES = 1 << 22
 MAX_CLIENTS = 4
 MAX_HOMES = 1000
 SERVE_SECONDS = 5.0
-_MAX_FILE_BYTES = 1 << 12
 
 
 class ControlUnavailable(Exception):
@@ -105,7 +105,7 @@ class ControlServer:
             self._file.unlink(missing_ok=True)
             path = self._exit.enter_context(socket_directory()) / "control"
             self._server = await asyncio.start_unix_server(self._accept, path, limit=MAX_REQUEST_BYTES)
-            _write(self._file, {"pid": os.getpid(), "socket": str(path)})
+            replace_private(self._file, json.dumps({"pid": os.getpid(), "socket": str(path)}) + "\n")
         except (OSError, DaemonError) as error:
             log.warning("`status` and `finish` cannot reach this peer: %s", error)
         return self
@@ -226,17 +226,9 @@ def claimed(state_dir: Path | None) -> Iterator[Path]:
 
 
 def _read(file: Path) -> dict[str, Any]:
-    try:
-        with file.open("rb") as opened:
-            place = json.loads(opened.read(_MAX_FILE_BYTES))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return place if isinstance(place, dict) and isinstance(place.get("socket"), str) else {}
-
-
-def _write(file: Path, place: dict[str, Any]) -> None:
-    temporary = file.with_name(f".{file.name}.new")
-    temporary.unlink(missing_ok=True)
-    temporary.touch(0o600)
-    temporary.write_text(json.dumps(place) + "\n")
-    temporary.replace(file)
+    """The content of a control file; empty if it cannot be read."""
+    with suppress(OSError, ValueError):
+        place = read_json(file)
+        if isinstance(place, dict) and isinstance(place.get("socket"), str):
+            return place
+    return {}
