@@ -18,7 +18,7 @@ SOURCES = {
     for package in ("protocols", "node")
     for path in (REPOSITORY / package).rglob("*.py")
 }
-PEER = {f"node/session/{name}.py" for name in ("build", "peer", "processes", "visit")}
+PEER = {f"node/session/{name}.py" for name in ("build", "peer", "processes", "remote_queries")}
 """The composition root, and its smaller sibling, which only asks."""
 FORKS = {"node/runtime/fork_server.py"}
 """Its other side is a process without an event loop."""

@@ -229,7 +229,7 @@ def _ask_remote(address: str) -> dict[str, Any]:
     from node.network.daemon import DaemonError
     from node.runtime.identity import IdentityError
     from node.session.fatal import FatalPeerError
-    from node.session.visit import remote_status
+    from node.session.remote_queries import remote_status
 
     try:
         return asyncio.run(remote_status(address))
@@ -251,7 +251,7 @@ def fetch(addresses: Sequence[str], directory: Path, base: str | None = None) ->
     from node.network.daemon import DaemonError
     from node.runtime.identity import IdentityError
     from node.session.fatal import FatalPeerError
-    from node.session.visit import fetch_model
+    from node.session.remote_queries import fetch_model
 
     try:
         say = lambda line: print(f"warning: {line}", file=sys.stderr)  # noqa: E731

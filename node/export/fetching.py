@@ -1,40 +1,56 @@
 """Fetch the model of a running swarm into a state directory, without taking part in the run.
 
-It asks as a joiner does, but greets nobody: no peer counts it as live, and none admits it. The chain is verified from
-the founder on, and the state against the chain, so a wrong answer is noticed. An old one is not.
+It asks as a joiner does, but sends no greeting: no peer counts it as live, and none admits it. The chain is verified
+from the founder on, and the state against the chain, so a wrong answer is noticed. An old one is not.
 
-With stages, each stage has a chain, and a state directory, of its own.
+With stages, each stage has a chain, and a state directory, of its own. A peer that was given by its address tells its
+own stage, and which peers it knows in the others. They are dialled by their ids: libp2p's DHT has their addresses. Each
+of them is asked for its stage again, because hearsay may be wrong. The founder has signed the first member of each
+stage, so any peer may tell it.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Coroutine, Iterable, Sequence
+from collections.abc import Coroutine, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from node.config.derived import protocol_settings
 from node.config.manifest import Manifest, ManifestError, unseal
 from node.config.peer_config import PeerConfig
 from node.export.fine_tuned import fine_tuned_layout
-from node.export.stage_peers import StagePeers
 from node.export.trained_model import TrainedError
-from node.joining.stages import seat_to_bytes
+from node.joining.bootstrap import ask_status
+from node.joining.stages import Seats, ask_seats, seat_to_bytes
 from node.membership.hello import StageSeat
+from node.reporting.status import PeerStatus, parse, short
 from node.runtime.identity import verify
 from node.storage.buffers import outer_buffer
 from node.storage.certificate_log import CertificateLog
 from node.storage.checkpoint import DIRECTORY, OUTER, Checkpoint, DataCursor, name_of, publish_checkpoint
 from node.storage.statedir import STAGE, write_atomically
-from node.tasks.flat import flatten
+from node.tasks.flat import layout_of, unfrozen
 from node.tasks.gpt import Gpt
 from node.tasks.gpt_stage import GptStage
 from node.tasks.paced import Paced
-from protocols.aio import task_group
-from protocols.base import Deadline, Handler, Head, Host, Layout, Member, PeerId, Stream, Transport
+from protocols.aio import loop_time, task_group
+from protocols.base import (
+    BadPayload,
+    Deadline,
+    Handler,
+    Head,
+    Host,
+    Layout,
+    Member,
+    PeerError,
+    PeerId,
+    Stream,
+    Transport,
+)
 from protocols.butterfly.part_cache import PartCache
 from protocols.history.chain import Chain
 from protocols.sync.chain_sync import ChainSync
@@ -46,6 +62,17 @@ PROOF_SECONDS = 30.0
 DOWNLOAD_SECONDS = 60.0
 """For peers that send nothing. A download that makes progress has more time."""
 MOST_ROUNDS_TRIED = 3
+SEARCH_SECONDS = 60.0
+ANSWER_SECONDS = 10.0
+"""For one peer: to be found by its id, and to answer."""
+RETRY_SECONDS = 1.0
+"""Pause before another round of asking. p2pd's DHT may not know the peers yet."""
+ATTEMPTS = 3
+MOST_TRIED = 8
+"""Peers of each stage that are tried at most."""
+AT_ONCE = 16
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,76 +85,84 @@ class FetchableRun:
 
 
 def fetchable(sealed: bytes, base: str | None = None) -> FetchableRun:
-    """Check that the model of a run can be fetched from its peers."""
+    """Check that the model of a run can be fetched from its peers: they have a common state of tensors known here.
+
+    `base` is this machine's copy of the model that a run of the task hf fine-tunes.
+    """
+    instead = "give a state directory of one of its peers by --state-dir"
     try:
         manifest = unseal(sealed, verify)
+        run, config = f"run {manifest.run_id[:12]}", manifest.config
+        if config.protocol != "butterfly":
+            raise TrainedError(f"{run} averages by {config.protocol}, so each peer has a model of its own: {instead}")
+        if config.own_task:
+            raise TrainedError(f"{run} trains {config.task}, and only its peers know its tensors: {instead}")
+        layouts = tuple(_layout(manifest, stage, base) for stage in range(len(manifest.stages or (None,))))
+        for stage, layout in enumerate(layouts):
+            manifest.require_layout(layout, stage)
     except ManifestError as error:
         raise TrainedError(str(error)) from None
-    run, config = f"run {manifest.run_id[:12]}", manifest.config
-    instead = "give a state directory of one of its peers by --state-dir"
-    if config.protocol != "butterfly":
-        raise TrainedError(f"{run} averages by {config.protocol}, so each peer has a model of its own: {instead}")
-    layouts = []
-    for stage in range(len(manifest.stages or (None,))):
-        layout = _layout(manifest, stage, base)
-        if layout is None:
-            raise TrainedError(f"{run} trains {config.task}, and only its peers know its tensors: {instead}")
-        try:
-            manifest.require_layout(layout, stage)
-        except ManifestError as error:
-            raise TrainedError(str(error)) from None
-        layouts.append(layout)
-    return FetchableRun(sealed, manifest, tuple(layouts))
+    return FetchableRun(sealed, manifest, layouts)
+
+
+def _layout(manifest: Manifest, stage: int, base: str | None) -> Layout:
+    """Layout of a built-in task's parameters."""
+    config = manifest.config
+    if config.hf is not None:
+        return fine_tuned_layout(manifest, base)
+    if config.gpt is not None:
+        shape, bounds = config.gpt.shape, manifest.bounds
+        return layout_of(unfrozen(GptStage(shape, *bounds[stage : stage + 2]) if manifest.stages else Gpt(shape)))
+    assert config.paced is not None
+    elements = manifest.elements_of(stage)[0] if manifest.stages else config.paced.elements
+    return Paced(elements, config.seed, resume=True).layout
 
 
 async def fetch_state(host: Host, run: FetchableRun, peers: Sequence[PeerId], directory: Path) -> list[Path]:
     """Fetch the newest state that these peers serve. With stages, the newest that all stages serve, if there is one.
 
-    Returns:
-        The state directories, each with one checkpoint: `directory` itself, or one below it for each stage, in order.
+    Returns the state directories, each with one checkpoint: `directory` itself, or one below it for each stage. A
+    `TrainedError` if no peer proves a chain and sends a state on it, or a stage has no peer.
     """
-    manifest, now = run.manifest, asyncio.get_running_loop().time
+    manifest = run.manifest
     host = replace(host, transport=_Asking(host.transport))
     if manifest.stages is None:
-        downloads = [_Download(host, run, _Source(0, manifest.founder, peers, directory))]
+        downloads = [_Download(host, run, stage=0, first=manifest.founder, peers=peers, directory=directory)]
     else:
-        sources = await _stage_sources(host, manifest, peers, directory)
-        downloads = [_Download(host, run, source) for source in sources]
-    async with task_group() as group:
-        for each in downloads:
-            group.create_task(each.prove(now() + PROOF_SECONDS))
-    snapshots = await _of_one_round(downloads)
+        search = _StageSearch(host, manifest)
+        await search.run(peers)
+        downloads = [
+            _Download(
+                host,
+                run,
+                stage=stage,
+                first=seat.member,
+                peers=search.found[stage],
+                directory=directory / f"stage-{stage}",
+                seat=seat,
+            )
+            for stage, seat in sorted(search.seats.known.items())
+        ]
+    await _all(each.prove() for each in downloads)
+    snapshots = await _of_one_round(downloads) if manifest.stages else None
     if snapshots is None:
-        snapshots = await _all(each.newest(now() + DOWNLOAD_SECONDS) for each in downloads)
+        snapshots = await _all(each.fetch() for each in downloads)
     for download, snapshot in zip(downloads, snapshots, strict=True):
         await host.compute.run(partial(download.publish, snapshot), 0)
-    return [each.source.directory for each in downloads]
-
-
-async def _stage_sources(host: Host, manifest: Manifest, peers: Sequence[PeerId], directory: Path) -> list[_Source]:
-    """Find peers of each stage. Each has a directory of its own below this one."""
-    there = StagePeers(host, Member(host.me, INCARNATION), manifest)
-    await there.search(peers)
-    return [
-        _Source(stage, there.seat(stage).member, found, directory / f"stage-{stage}", there.seat(stage))
-        for stage, found in enumerate(there.found)
-    ]
+    return [each.directory for each in downloads]
 
 
 async def _of_one_round(downloads: Sequence[_Download]) -> list[Snapshot] | None:
-    """The newest state that all stages serve; None without stages, or if there is none or it does not arrive."""
-    if len(downloads) == 1:
-        return None
+    """The newest state that all stages serve; None if there is none or it does not arrive."""
     served = [each.served() for each in downloads]
     shared = set(served[0]).intersection(*served[1:])
     for trained in sorted(shared, reverse=True)[:MOST_ROUNDS_TRIED]:
-        until = asyncio.get_running_loop().time() + DOWNLOAD_SECONDS
         with suppress(TrainedError):
-            return await _all(each.at(heads[trained], until) for each, heads in zip(downloads, served, strict=True))
+            return await _all(each.fetch(heads[trained]) for each, heads in zip(downloads, served, strict=True))
     return None
 
 
-async def _all(work: Iterable[Coroutine[Any, Any, Snapshot]]) -> list[Snapshot]:
+async def _all(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     """Do all this at the same time. If one fails, the others are cancelled."""
     async with task_group() as group:
         tasks = [group.create_task(each) for each in work]
@@ -147,44 +182,41 @@ class _Asking:
         return self._transport.open(peer, method, deadline)
 
 
-@dataclass(frozen=True, slots=True)
-class _Source:
-    """Where the state of a stage comes from, and where it goes. `first` is alone in the roster before round 0."""
-
-    stage: int
-    first: Member
-    peers: Sequence[PeerId]
-    directory: Path
-    seat: StageSeat | None = None
-
-
 class _Download:
-    """The chain and the state of a stage, or of a run without stages."""
+    """The chain and the state of a stage, or of a run without stages. `first` is alone in the roster before round 0."""
 
-    def __init__(self, host: Host, run: FetchableRun, source: _Source) -> None:
-        manifest, stage, home = run.manifest, source.stage, source.directory
-        home.mkdir(mode=0o700, parents=True, exist_ok=True)
-        write_atomically(home / "manifest.bin", run.sealed)
-        if source.seat:
-            write_atomically(home / STAGE, seat_to_bytes(source.seat))
-        archive, key = CertificateLog(home / "certificates.bin"), bytes.fromhex(manifest.run_id)
-        self.source, self._run, self._layout = source, manifest.run_id, run.layouts[stage]
-        self._chain = Chain(key, manifest.scope(stage), (source.first,), manifest.root_of(stage), archive)
-        snapshots = Snapshots(make_buffer=partial(_draft, home, self._layout))
-        settings = protocol_settings(manifest, PeerConfig(), INCARNATION, stage)
+    def __init__(
+        self,
+        host: Host,
+        run: FetchableRun,
+        *,
+        stage: int,
+        first: Member,
+        peers: Sequence[PeerId],
+        directory: Path,
+        seat: StageSeat | None = None,
+    ) -> None:
+        manifest = run.manifest
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        write_atomically(directory / "manifest.bin", run.sealed)
+        if seat:
+            write_atomically(directory / STAGE, seat_to_bytes(seat))
+        archive, key = CertificateLog(directory / "certificates.bin"), bytes.fromhex(manifest.run_id)
+        self.directory, self._run, self._layout = directory, manifest.run_id, run.layouts[stage]
+        self._chain = Chain(key, manifest.scope(stage), (first,), manifest.root_of(stage), archive)
         self._sync = ChainSync(
             host,
-            settings,
+            protocol_settings(manifest, PeerConfig(), INCARNATION, stage),
             chain=self._chain,
-            snapshots=snapshots,
+            snapshots=Snapshots(make_buffer=self._draft),
             part_cache=PartCache(host),
-            hints=lambda: source.peers,
+            hints=lambda: peers,
         )
         self._name = f"run {manifest.run_id[:12]}" + (f", stage {stage}" if manifest.stages else "")
 
-    async def prove(self, deadline: Deadline) -> None:
+    async def prove(self) -> None:
         """Have peers prove the best chain that they have. Without an answer it has no round."""
-        if branch := await self._sync.better(deadline):
+        if branch := await self._sync.better(loop_time() + PROOF_SECONDS):
             self._chain.switch(branch.ancestor.key.lineage, branch.links)
 
     def served(self) -> dict[int, Head]:
@@ -192,17 +224,11 @@ class _Download:
         heads = sorted(self._sync.fetcher.offered(self._chain), key=lambda head: head.key.round)
         return {self._chain.trained_at(head.key.lineage): head for head in heads}
 
-    async def newest(self, deadline: Deadline) -> Snapshot:
-        """Fetch the newest state that arrives."""
-        return await self._fetched(self._sync.fetcher.download(self._chain, deadline))
-
-    async def at(self, head: Head, deadline: Deadline) -> Snapshot:
-        """Fetch the state at a head in `served`; raises as `newest` does."""
-        return await self._fetched(self._sync.fetcher.download_at(head, deadline))
-
-    async def _fetched(self, download: Awaitable[Snapshot]) -> Snapshot:
+    async def fetch(self, head: Head | None = None) -> Snapshot:
+        """Fetch the state at one of the heads in `served`, else the newest that arrives."""
+        fetcher, deadline = self._sync.fetcher, loop_time() + DOWNLOAD_SECONDS
         try:
-            return await download
+            return await (fetcher.download_at(head, deadline) if head else fetcher.download(self._chain, deadline))
         except StateUnavailable as error:
             raise TrainedError(
                 f"{self._name}: {error}: try again in a minute, or give the address of another of its peers"
@@ -210,9 +236,8 @@ class _Download:
 
     def publish(self, snapshot: Snapshot) -> None:
         """Make a fetched state the checkpoint of the directory."""
-        draft = self.source.directory / DIRECTORY / f".{name_of(snapshot.round, snapshot.lineage)}"
         made = Checkpoint(
-            path=draft,
+            path=self._place(snapshot.lineage, snapshot.round),
             run=self._run,
             round=snapshot.round,
             lineage=snapshot.lineage,
@@ -225,23 +250,88 @@ class _Download:
         )
         publish_checkpoint(made, inner=False)
 
+    def _place(self, lineage: bytes, round_number: int) -> Path:
+        """The directory that becomes the checkpoint of this state."""
+        return self.directory / DIRECTORY / f".{name_of(round_number, lineage)}"
 
-def _layout(manifest: Manifest, stage: int, base: str | None) -> Layout | None:
-    """Layout of a built-in task's parameters; None for a user's own task, whose code does not run here."""
-    config = manifest.config
-    if config.hf is not None:
-        return fine_tuned_layout(manifest, base)
-    if config.gpt is not None:
-        shape, bounds = config.gpt.shape, manifest.bounds
-        return flatten(GptStage(shape, *bounds[stage : stage + 2]) if manifest.stages else Gpt(shape)).layout
-    if config.paced is None:
-        return None
-    elements = manifest.elements_of(stage)[0] if manifest.stages else config.paced.elements
-    return Paced(elements, config.seed, resume=True).layout
+    def _draft(self, lineage: bytes, round_number: int, size: int) -> SnapshotBuffer:
+        place = self._place(lineage, round_number)
+        place.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return outer_buffer(place / OUTER, self._layout.sizes(), round_number, lineage)
 
 
-def _draft(directory: Path, layout: Layout, lineage: bytes, round_number: int, size: int) -> SnapshotBuffer:
-    """A file for a snapshot, in the directory that becomes its checkpoint."""
-    draft = directory / DIRECTORY / f".{name_of(round_number, lineage)}"
-    draft.mkdir(mode=0o700, parents=True, exist_ok=True)
-    return outer_buffer(draft / OUTER, layout.sizes(), round_number, lineage)
+class _StageSearch:
+    """A search for peers of each stage, and for the first members of the stages."""
+
+    def __init__(self, host: Host, manifest: Manifest) -> None:
+        assert manifest.stages
+        self.seats = Seats(manifest, host.signer)
+        self.found: list[list[PeerId]] = [[] for _ in manifest.stages]  # they say that they are in it, and may lie
+        self._transport, self._me, self._run = host.transport, Member(host.me, INCARNATION), manifest.run_id[:12]
+        self._known: list[list[PeerId]] = [[] for _ in manifest.stages]  # hearsay, those that are live first
+        self._why: dict[PeerId, str] = {}
+        self._turn = asyncio.Semaphore(AT_ONCE)
+
+    async def run(self, peers: Sequence[PeerId]) -> None:
+        """Find peers of each stage. Takes at most `SEARCH_SECONDS`."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(SEARCH_SECONDS):
+                await self._ask_all(peers)
+                await self._hear(peers)
+                for attempt in range(ATTEMPTS if any(self.found) else 0):
+                    lacking = [known for known, found in zip(self._known, self.found, strict=True) if not found]
+                    if not any(lacking):
+                        break
+                    await asyncio.sleep(RETRY_SECONDS if attempt else 0)
+                    await self._ask_all(peer for known in lacking for peer in known)
+        if not any(self.found):
+            raise TrainedError(f"run {self._run}: {self._causes(peers)}: give the address of another of its peers")
+        if missing := [stage for stage, each in enumerate(self.found) if not each]:
+            raise TrainedError(self._missing(missing))
+
+    async def _ask_all(self, peers: Iterable[PeerId]) -> None:
+        async with task_group() as group:
+            for peer in peers:
+                group.create_task(self._ask(peer))
+
+    async def _ask(self, peer: PeerId) -> None:
+        async with self._turn:
+            try:
+                answer = await ask_seats(self._transport, peer, self._me, loop_time() + ANSWER_SECONDS)
+                self.seats.add(answer.seats)
+                if answer.stage not in self.seats.known:
+                    raise BadPayload("it names a stage without its first member")
+            except PeerError as error:
+                self._why[peer] = error.why
+            except BadPayload as error:
+                self._why[peer] = str(error)
+            else:
+                if peer not in self.found[answer.stage]:
+                    self.found[answer.stage].append(peer)
+
+    async def _hear(self, peers: Sequence[PeerId]) -> None:
+
+        async def others(peer: PeerId) -> Sequence[PeerStatus]:
+            try:
+                return parse(await ask_status(self._transport, peer, loop_time() + ANSWER_SECONDS)).peers
+            except (PeerError, BadPayload, ValueError):
+                return ()
+
+        heard = [each for some in await asyncio.gather(*map(others, peers)) for each in some]
+        for each in sorted(heard, key=lambda each: not each.live):
+            if 0 <= each.stage < len(self._known):
+                known = self._known[each.stage]
+                if each.peer not in known and each.peer not in peers and len(known) < MOST_TRIED:
+                    known.append(each.peer)
+
+    def _missing(self, stages: Sequence[int]) -> str:
+        *others, last = map(str, stages)
+        named = f"stages {', '.join(others)} and {last}" if others else f"stage {last}"
+        known = [peer for stage in stages for peer in self._known[stage]]
+        instead = "give the address of one by another --bootstrap, or a state directory of each stage by --state-dir"
+        if not known:
+            return f"run {self._run}: no peer of {named} is known there: wait until one has joined, or {instead}"
+        return f"run {self._run}: no peer of {named} can be reached ({self._causes(known)}): {instead}"
+
+    def _causes(self, peers: Sequence[PeerId]) -> str:
+        return next((f"{short(peer)}: {self._why[peer]}" for peer in peers if peer in self._why), "no answer in time")

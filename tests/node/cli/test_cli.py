@@ -504,7 +504,10 @@ def asked(monkeypatch: pytest.MonkeyPatch, answer: object) -> None:
             raise answer
         return answer
 
-    for name, content in (("visit", {"remote_status": remote_status}), ("fatal", {"FatalPeerError": RuntimeError})):
+    for name, content in (
+        ("remote_queries", {"remote_status": remote_status}),
+        ("fatal", {"FatalPeerError": RuntimeError}),
+    ):
         fake = ModuleType(f"node.session.{name}")
         vars(fake).update(content)
         monkeypatch.setitem(sys.modules, fake.__name__, fake)

@@ -19,31 +19,28 @@ from node.runtime.compute import ThreadCompute
 from node.runtime.identity import create
 from node.runtime.proxies import dialled_directly
 from node.session.fatal import FatalPeerError
+from protocols.aio import loop_time
 from protocols.base import BadPayload, Deadline, Host, Member, PeerError, PeerId, StaticMembers
 
 T = TypeVar("T")
 
-STATUS_SECONDS = 10.0
+ANSWER_SECONDS = 10.0
 
 
-async def remote_status(address: str, seconds: float = STATUS_SECONDS) -> dict[str, Any]:
+async def remote_status(address: str) -> dict[str, Any]:
     """Ask the peer at a multiaddr for its status, under an identity that exists only for this request."""
     with tempfile.TemporaryDirectory() as directory:
         identity = create(Path(directory) / "identity.key")
         async with LibP2PTransport(identity) as transport:
-            _, answer = await _ask_at(transport, address, ask_status, seconds)
-            return answer
+            return (await _ask_at(transport, address, ask_status))[1]
 
 
 async def fetch_model(
     addresses: Sequence[str], directory: Path, say: Callable[[str], None], base: str | None = None
 ) -> list[Path]:
-    """Fetch the newest state that the peers at these multiaddrs serve into a directory.
+    """Fetch the newest state that the peers at these multiaddrs serve into an empty directory: see `fetch_state`.
 
-    This process takes no part in the run. Its identity is only for this request.
-
-    Returns:
-        The state directories: `directory` itself, or one below it for each stage.
+    `say` is called with a line about each address that leads nowhere, if another one leads to the run.
     """
     identity, clock = create(directory / "identity.key"), WallClock()
     async with ThreadCompute() as compute, LibP2PTransport(identity) as transport:
@@ -64,7 +61,7 @@ async def _ask_each(
 
     async def one(address: str) -> tuple[PeerId, RunInfo] | FatalPeerError:
         try:
-            return await _ask_at(transport, address, ask_run, STATUS_SECONDS)
+            return await _ask_at(transport, address, ask_run)
         except FatalPeerError as error:
             return error
 
@@ -79,13 +76,10 @@ async def _ask_each(
 
 
 async def _ask_at(
-    transport: LibP2PTransport,
-    address: str,
-    ask: Callable[[LibP2PTransport, PeerId, Deadline], Awaitable[T]],
-    seconds: float,
+    transport: LibP2PTransport, address: str, ask: Callable[[LibP2PTransport, PeerId, Deadline], Awaitable[T]]
 ) -> tuple[PeerId, T]:
     """Ask the peer at a multiaddr, and return its id and its answer."""
-    deadline = asyncio.get_running_loop().time() + seconds
+    deadline = loop_time() + ANSWER_SECONDS
     try:
         peer = await transport.connect(address, deadline)
         return peer, await ask(transport, peer, deadline)
