@@ -40,10 +40,6 @@ class PushShare(ExchangeMessage):
     elements: int = uint(1 << 48)
     codec: str = text(16)
 
-    @property
-    def share_name(self) -> str:
-        return f"{self.name} to {self.to.peer}.{self.to.incarnation}"
-
 
 @dataclass(frozen=True, slots=True)
 class RecallShare(ExchangeMessage):
@@ -74,14 +70,6 @@ def split_share(state: VectorView, part: ReducedPart) -> None:
         state.write(low, torch.sub(mine, sent, out=sent).add_(mine))
 
 
-def merge_share(state: VectorView, part: ReducedPart, share: float) -> None:
-    """Average an encoded state into `state`, in place. `share` is its weight, between 0 and 1."""
-    for index, low, high, (scratch, theirs) in part.pieces(2):
-        part.codec.decode(part.chunk(index), theirs)
-        mine = state.read(low, high, scratch)
-        state.write(low, theirs.mul_(share).add_(torch.mul(mine, 1 - share)))
-
-
 class WeightedState(PairState):
     """A peer's state, and in `masses` its weight and those of its shares.
 
@@ -106,8 +94,15 @@ class WeightedState(PairState):
             return math.isfinite(await self.host.compute.run(partial(state_norm, state, part), 4 * state.size))
 
     async def blend(self, state: VectorView, part: ReducedPart, share: float) -> None:
-        """Merge a received state with this weight. The caller holds `turn`."""
-        await self.host.compute.run(partial(merge_share, state, part, share), 16 * state.size)
+        """Average an encoded state into `state`, with this weight, between 0 and 1. The caller holds `turn`."""
+
+        def merge() -> None:
+            for index, low, high, (scratch, theirs) in part.pieces(2):
+                part.codec.decode(part.chunk(index), theirs)
+                mine = state.read(low, high, scratch)
+                state.write(low, theirs.mul_(share).add_(torch.mul(mine, 1 - share)))
+
+        await self.host.compute.run(merge, 16 * state.size)
 
 
 class ShareReceiver:
@@ -125,7 +120,8 @@ class ShareReceiver:
         if give.weight > MOST_SHARE:
             raise BadPayload(f"a share of weight {give.weight:g}, more than {MOST_SHARE:g}")
         weighted.estimator.hear(give.sender.peer, give.key.round)
-        if state is None or self._is_busy(peer) or weighted.masses.mass + give.weight > 2 * MOST_SHARE:
+        busy = peer in self._taking or len(self._taking) >= MAX_TAKING or self._timeouts.resting(peer, loop_time())
+        if state is None or busy or weighted.masses.mass + give.weight > 2 * MOST_SHARE:
             return await self._send_status(stream, give)
         self._taking.add(peer)
         try:
@@ -142,10 +138,6 @@ class ShareReceiver:
         """Answer whether a share has been counted; if not, it never will be."""
         counted = self._weighted.masses.recalled(share.sender, share.sequence)
         await stream.send(ShareStatus(share.key, self._weighted.me, share.sequence, counted))
-
-    def _is_busy(self, peer: PeerId) -> bool:
-        now = loop_time()
-        return peer in self._taking or len(self._taking) >= MAX_TAKING or self._timeouts.resting(peer, now)
 
     async def _take(self, state: VectorView, give: PushShare, stream: Stream) -> bool:
         weighted = self._weighted
@@ -188,5 +180,6 @@ class ShareReceiver:
         try:
             await self._weighted.blend(state, part, part_of_us)
         finally:
-            session.count(give.sender.peer, part.chunks, give.share_name, part_of_us)
+            name = f"{give.name} to {give.to.peer}.{give.to.incarnation}"  # never used twice
+            session.count(give.sender.peer, part.chunks, name, part_of_us)
         return counted
