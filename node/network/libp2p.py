@@ -17,7 +17,6 @@ import random
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Container, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
-from functools import partial
 from pathlib import Path
 from typing import Self, TypeVar
 
@@ -127,9 +126,7 @@ class LibP2PTransport:
         await self._exit.aclose()
 
     def make_direct_plane(self, methods: Container[str]) -> DirectPlane:
-        return DirectPlane(
-            self.me, methods, open_stream=self._open_over_libp2p, host_of=self._hosts.get, serving=self._serving
-        )
+        return DirectPlane(self.me, methods, open_stream=self._stream, host_of=self._hosts.get, serving=self._serving)
 
     @property
     def addresses(self) -> tuple[str, ...]:
@@ -156,16 +153,15 @@ class LibP2PTransport:
         self._serving.serve(method, handler)
 
     def open(self, peer: PeerId, method: str, deadline: Deadline) -> AbstractAsyncContextManager[Stream]:
-        return self._stream(partial(self._dial, peer, method, deadline), peer, deadline)
-
-    def _open_over_libp2p(self, peer: PeerId, method: str, deadline: Deadline) -> AbstractAsyncContextManager[Stream]:
-        return self._stream(partial(self._dial_over_libp2p, peer, method, deadline), peer, deadline)
+        return self._stream(peer, method, deadline, self._direct)
 
     @asynccontextmanager
     async def _stream(
-        self, dial: Callable[[], Awaitable[EndingPipe]], peer: PeerId, deadline: Deadline
+        self, peer: PeerId, method: str, deadline: Deadline, direct: DirectPlane | None = None
     ) -> AsyncIterator[Stream]:
-        pipe = await dial()
+        pipe: EndingPipe | None = await direct.open(peer, method, deadline) if direct else None
+        if pipe is None:
+            pipe = await self._dial(peer, method, deadline)
         try:
             yield await opened(peer, pipe, deadline)
         except BaseException:
@@ -198,11 +194,6 @@ class LibP2PTransport:
             await link.disconnect(peer)
 
     async def _dial(self, peer: PeerId, method: str, deadline: Deadline) -> EndingPipe:
-        if self._direct and (pipe := await self._direct.open(peer, method, deadline)):
-            return pipe
-        return await self._dial_over_libp2p(peer, method, deadline)
-
-    async def _dial_over_libp2p(self, peer: PeerId, method: str, deadline: Deadline) -> EndingPipe:
         pipe, address = await self._calling(peer, deadline, lambda link, seconds: link.stream(peer, seconds))
         put_newest(self._hosts, peer, host_of(address), _MAX_HOSTS)
         async with self._reaching(peer, deadline):
