@@ -113,7 +113,7 @@ class LibP2PTransport:
             link = await self._first_launch()
             self.listening = with_ports(self._wanted_listen, link.addresses)
             self._up.set()
-            self._serving.spawn(self._supervise(link))
+            self._supervision = self._serving.spawn(self._supervise(link))
             if self._direct_methods is not None:
                 self._direct = self.make_direct_plane(self._direct_methods)
                 self._direct.start(hosts_of(self.listening), self._direct_port)
