@@ -32,7 +32,6 @@ from benchmarks.laboratory.replicated import LabMember
 from benchmarks.laboratory.runs import Run
 from benchmarks.laboratory.through_protocol import LearningWorld, through_the_protocol
 from node.training.trainer import LocalTraining
-from protocols.allreduce import clipping
 from protocols.allreduce import plan as planning
 from protocols.base import Settings, Trainer, Vector
 from protocols.vectors import robust
@@ -93,7 +92,7 @@ def error(rule: Rule, attack: str, seed: int) -> float:
 def clipped_mean(contributions: torch.Tensor, weights: Sequence[float], into: Vector) -> None:
     """The mean with norms clipped to their median, as in a run without a rule."""
     norms = [float(row.norm()) for row in contributions]
-    for row, factor in zip(contributions, clipping.clip_factors(norms, [1.0] * len(norms)), strict=True):
+    for row, factor in zip(contributions, planning.clip_factors(norms, [1.0] * len(norms)), strict=True):
         row.mul_(factor)
     robust.mean(contributions, weights, into)
 
@@ -136,7 +135,7 @@ class Trial:
     """One training run, determined by its fields alone.
 
     Attributes:
-        rule: of `RULES`, or "plain": the mean without clipping.
+        rule: of `RULES`, or "plain": the mean without planning.
         attack: of `IN_TRAINING`.
     """
 
@@ -182,13 +181,13 @@ class _World(LearningWorld):
 @contextmanager
 def _unclipped() -> Iterator[None]:
     """Switch off clipping, by declared and by measured norms."""
-    factors, slack = clipping.clip_factors, robust.MEASURED_SLACK
-    planning.clip_factors = lambda norms, allowances: (1.0,) * len(norms)  # type: ignore[attr-defined]
+    factors, slack = planning.clip_factors, robust.MEASURED_SLACK
+    planning.clip_factors = lambda norms, allowances: (1.0,) * len(norms)
     robust.MEASURED_SLACK = math.inf
     try:
         yield
     finally:
-        planning.clip_factors, robust.MEASURED_SLACK = factors, slack  # type: ignore[attr-defined]
+        planning.clip_factors, robust.MEASURED_SLACK = factors, slack
 
 
 def perform(trial: Trial) -> tuple[History, float]:

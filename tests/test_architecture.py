@@ -61,6 +61,7 @@ INSTALLS_A_STRANGER = re.compile(
     r"\b(install|add|uvx|download|wheel)\b[^\n]*['\"\s]starling(\[|==|['\"`]?\s*$)", re.MULTILINE
 )
 """Installs by the project's name, which belongs to another project on the package index."""
+MIN_MODULE_LINES = 60
 MAX_KEYWORDS = 12
 """Parameters of a constructor, or of a function that composes, if all but two of them are keyword-only."""
 MAX_CONSTRUCTOR_ARGUMENTS, MAX_PARAMETERS = 6, 7
@@ -153,24 +154,50 @@ def violations(file: str, source: str) -> Iterator[str]:
             yield f"{file}:{node.lineno}: a broad except"
 
 
-def cycle(sources: dict[str, str]) -> list[str]:
-    """The modules of an import cycle, or none."""
+def imported(sources: dict[str, str]) -> dict[str, set[str]]:
+    """Module -> the modules of ours that it imports."""
     modules = {file.removesuffix(".py").removesuffix("/__init__").replace("/", "."): file for file in sources}
     graph: dict[str, set[str]] = {}
     for module, file in modules.items():
         names = {name for _, name in imports(ast.parse(sources[file]))}
         graph[module] = {name if name in modules else name.rpartition(".")[0] for name in names} & set(modules)
+    return graph
+
+
+def cycle(sources: dict[str, str]) -> list[str]:
+    """The modules of an import cycle, or none."""
     try:
-        TopologicalSorter(graph).prepare()
+        TopologicalSorter(imported(sources)).prepare()
     except CycleError as error:
         return list(error.args[1])
     return []
+
+
+def mutual_packages(sources: dict[str, str]) -> list[tuple[str, str]]:
+    """Pairs of packages that import each other."""
+    pairs = set()
+    for module, others in imported(sources).items():
+        for other in others:
+            pairs.add((".".join(module.split(".")[:2]), ".".join(other.split(".")[:2])))
+    return sorted((one, two) for one, two in pairs if one < two and (two, one) in pairs)
+
+
+def lonely_modules(sources: dict[str, str]) -> list[str]:
+    """Short modules that only one other module imports: they belong to their user."""
+    users = Counter(other for others in imported(sources).values() for other in others)
+    return [
+        file
+        for file, source in sources.items()
+        if source.count("\n") < MIN_MODULE_LINES and users[file.removesuffix(".py").replace("/", ".")] == 1
+    ]
 
 
 def test_sources_keep_the_architecture_rules() -> None:
     assert len(SOURCES) > 10
     assert [each for file, source in SOURCES.items() for each in violations(file, source)] == []
     assert cycle(SOURCES) == []
+    assert mutual_packages(SOURCES) == []
+    assert lonely_modules(SOURCES) == []
     assert [each for file, source in SOURCES.items() for each in too_many_parameters(file, source)] == []
     assert named_twice(SOURCES) == []
 
@@ -236,6 +263,18 @@ def test_planted_cycle_is_caught() -> None:
     planted = {"node/a.py": "from node import b", "node/b.py": "from node.c import x", "node/c.py": "import node.a"}
     assert set(cycle(planted)) == {"node.a", "node.b", "node.c"}
     assert cycle({"node/__init__.py": "from node.a import x", "node/a.py": "from node import b", "node/b.py": ""}) == []
+
+
+def test_planted_pair_of_packages_and_lonely_module_are_caught() -> None:
+    planted = {
+        "node/a/x.py": "from node.b import y",
+        "node/a/z.py": "\n" * 70,
+        "node/b/y.py": "",
+        "node/b/w.py": "from node.a.z import v\nfrom node.b import y\n" + "\n" * 70,
+    }
+    assert mutual_packages(planted) == [("node.a", "node.b")] and lonely_modules(planted) == []
+    del planted["node/a/x.py"]
+    assert mutual_packages(planted) == [] and lonely_modules(planted) == ["node/b/y.py"]
 
 
 SEVEN = "a, b, c, d, e, f, g"

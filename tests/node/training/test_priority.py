@@ -10,7 +10,7 @@ from tests.support.paths import REPOSITORY
 
 SHOW = """
 import os, sys, threading, time
-from node.training.priority import stand_back
+from node.training.worker import stand_back
 wait = threading.Event()
 threading.Thread(target=wait.wait).start()
 stand_back(int(sys.argv[1]), time.sleep)

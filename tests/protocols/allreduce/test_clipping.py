@@ -7,7 +7,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from protocols import wire
-from protocols.allreduce import clipping
+from protocols.allreduce import plan as clipping
 
 
 @pytest.mark.parametrize(

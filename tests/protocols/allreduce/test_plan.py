@@ -12,7 +12,7 @@ import pytest
 
 from protocols import wire
 from protocols.allreduce import plan as planning
-from protocols.allreduce.clipping import NAMED_FACTOR
+from protocols.allreduce.plan import NAMED_FACTOR
 from protocols.base import BadPayload, LinkFault, Member, PeerId, RoundKey
 from protocols.wire import Offer, PartDone, Plan
 from tests.support.variants import variants

@@ -8,7 +8,7 @@ import random
 import pytest
 import torch
 
-from protocols.allreduce.clipping import weights as plan_weights
+from protocols.allreduce.plan import weights as plan_weights
 from protocols.base import (
     Member,
     Outcome,
