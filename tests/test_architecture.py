@@ -73,7 +73,7 @@ BROAD_EXCEPT = {
     "node/network/libp2p.py",
     "node/session/peer.py",
     "node/tasks/user_task.py",
-    "node/tasks/hf/foreign.py",
+    "node/tasks/hf/settings.py",
     "node/export/load_again.py",
     "node/training/worker.py",
     "node/runtime/fork_server.py",

@@ -27,10 +27,9 @@ from node.export.trained_model import TrainedError, TrainedModel
 from node.tasks.gpt import Gpt
 from node.tasks.hf.chat import Encoder
 from node.tasks.hf.corpus import Document, data_files, joined, read_documents
-from node.tasks.hf.foreign import foreign
 from node.tasks.hf.model import LoadedModel, load_model, trained_layout
 from node.tasks.hf.rows import Rows, rows_of
-from node.tasks.hf.settings import HfSettings, ModelError, ModelPins
+from node.tasks.hf.settings import HfSettings, ModelError, ModelPins, foreign
 from node.tasks.hf.source import HUB_NAME, TEMPLATES, TOKENIZER_FILES, weight_files
 from node.tasks.hf.task import evaluate_rows, parse_sample, read_sample, stream
 from protocols.base import Layout

@@ -3,13 +3,15 @@
 A model of Hugging Face that was fine-tuned is written by `node.export.fine_tuned`.
 
 The language model has the tensor names, the halves of rotary pairs and the order of operations of `LlamaForCausalLM`,
-so its tensors are not converted. Its tokens are bytes: the tokenizer is GPT-2's byte level without merges.
+so its tensors are not converted. Its tokens are bytes: the tokenizer is GPT-2's byte level without merges. The model
+card, `README.md`, says where the model comes from, and how to load it.
 """
 
 from __future__ import annotations
 
 import gc
 import json
+import math
 import os
 import shutil
 from pathlib import Path
@@ -18,14 +20,17 @@ from typing import Any
 import torch
 
 from node.config.task_tables import GptTable
-from node.export.card import MODEL, card
 from node.export.checking import TEXT, Expected, ExportError, probe_ids, require_loading, why_unchecked
 from node.export.fine_tuned import load_fine_tuned
 from node.export.trained_model import TrainedModel
 from node.runtime import tensors
+from node.tasks.extra import trained_elements
 from node.tasks.gpt import RMS_EPS, ROPE_THETA, Gpt
 from node.tasks.gpt_presets import VOCABULARY
 from node.tasks.hf.settings import ModelError
+
+MODEL = "model.safetensors"
+_ABOUT = "Trained by the peers of a Starling run: volunteers' machines, without a central server."
 
 
 def export(
@@ -38,8 +43,7 @@ def export(
 ) -> str:
     """Create the directory, atomically, once a process of its own has loaded it and computed the same.
 
-    Returns:
-        Why it was not loaded again; empty if it was.
+    Returns why it was not loaded again; empty if it was.
     """
     if out.is_symlink() or (out.exists() and not (out.is_dir() and not any(out.iterdir()))):
         raise ExportError(f"{out} exists already and is not overwritten: name another directory by --out")
@@ -156,3 +160,97 @@ def _letters() -> list[str]:
     seen = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     hidden = [byte for byte in range(256) if byte not in seen]
     return [chr(byte if byte in seen else 256 + hidden.index(byte)) for byte in range(256)]
+
+
+def card(model: TrainedModel, merge: bool = False, on_hub: str = "") -> str:
+    """`README.md` of the model: where it comes from, and how to load it."""
+    manifest = model.manifest
+    config, count = manifest.config, sum(trained_elements(each.layout) for each in model.checkpoints)
+    loss, unit = model.held_out_loss, " nats per byte" if config.gpt else ""
+    name, called = _plain(config.name) or "starling", _plain(manifest.model.base if manifest.model else "")
+    rows = {
+        "run": f"{name}, `{manifest.run_id}`",
+        "founder": f"`{manifest.founder.peer}`",
+        "task": f"`{config.task}`",
+        "rounds": f"{model.rounds[0]} of {config.recipe.rounds}",
+        **_origins(model),
+        **({"base": f"{called}, weights `{manifest.model.weights[:16]}`"} if manifest.model else {}),
+        "held-out loss": f"{loss:.4f}{unit}" if math.isfinite(loss) else "not measured",
+        "parameters": f"{count:,}, float32",
+    }
+    table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
+    head = "---\nlibrary_name: transformers\npipeline_tag: text-generation\ntags: [starling, llama]\n---\n\n"
+    about = f"# {name}\n\n{_ABOUT}\n\n| | |\n|---|---|\n{table}\n\n"
+    if config.hf and manifest.model:
+        is_adapter = config.hf.train == "lora" and not merge
+        return about + (_loading_adapter(on_hub, called) if is_adapter else _loading_whole())
+    return (head if config.gpt else "") + about + _loading(config.own_task, config.gpt)
+
+
+def _plain(text: str) -> str:
+    """A founder's text without what has a meaning in Markdown."""
+    return "".join(each for each in text if each.isalnum() or each in " -_./@").strip()
+
+
+def _origins(model: TrainedModel) -> dict[str, str]:
+    lineages = [f"`{checkpoint.lineage.hex()}`" for checkpoint in model.checkpoints]
+    if model.manifest.stages is None:
+        return {"lineage": lineages[0]}
+    rounds = "" if model.is_of_one_round else ", after {} rounds"
+    return {
+        f"lineage of stage {stage}": lineage + rounds.format(model.rounds[stage])
+        for stage, lineage in enumerate(lineages)
+    }
+
+
+def _loading_whole() -> str:
+    return (
+        "```python\n"
+        "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
+        'folder = "."  # this one\n'
+        "tokenizer = AutoTokenizer.from_pretrained(folder)\n"
+        "model = AutoModelForCausalLM.from_pretrained(folder)\n"
+        "```\n"
+    )
+
+
+def _loading_adapter(on_hub: str, called: str) -> str:
+    """How to load an adapter: its base is on the hub, or in a folder that each user has elsewhere."""
+    name, _, revision = on_hub.partition("@")
+    where = f'base = "{name}"' if name else 'base = "PATH/OF/THE/BASE"  # its folder on your machine'
+    at = f', revision="{revision}"' if revision else ""
+    return (
+        f"These are adapters: they need their base, the model `{called}` with the weights named above.\n\n"
+        "```python\n"
+        "from peft import PeftModel\n"
+        "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
+        f"{where}\n"
+        'folder = "."  # this one\n'
+        f"tokenizer = AutoTokenizer.from_pretrained(base{at})\n"
+        f"model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base{at}), folder)\n"
+        "```\n"
+    )
+
+
+def _loading(own_task: str, gpt: GptTable | None) -> str:
+    if gpt:
+        return (
+            f"A language model over bytes: a token is a byte, and the context is {gpt.context} bytes. It has no\n"
+            "tokens for the beginning or the end of a text.\n\n"
+            "```python\n"
+            "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
+            'tokenizer = AutoTokenizer.from_pretrained(".")\n'
+            'model = AutoModelForCausalLM.from_pretrained(".")\n'
+            'prompt = tokenizer("def ", return_tensors="pt")\n'
+            "print(tokenizer.decode(model.generate(**prompt, do_sample=True, max_new_tokens=100)[0]))\n"
+            "```\n"
+        )
+    module = f"the module that `{own_task}` makes" if own_task else "the task"
+    return (
+        f"`{MODEL}` contains the trained parameters of {module}, and the buffers that training changes,\n"
+        "under their own names.\n\n"
+        "```python\n"
+        "from safetensors.torch import load_file\n\n"
+        f'module.load_state_dict(load_file("{MODEL}"), strict=False)\n'
+        "```\n"
+    )

@@ -57,7 +57,7 @@ class Bystanders:
 
         Integers, such as BatchNorm's number of batches, and buffers that are not persistent stay on each peer.
         """
-        names = [name for name, old in copies.items() if not _same(find(self._module, name), old)]
+        names = [name for name, old in copies.items() if not same_values(find(self._module, name), old)]
         names = [name for name in names if self._counts(name)]
         averaged = [name for name in names if copies[name].dtype in DTYPES]
         return averaged, [name for name in names if name not in averaged]
@@ -99,7 +99,8 @@ def listed(names: Sequence[str]) -> str:
     return ", ".join(names[:_SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
-def _same(tensor: torch.Tensor | None, old: torch.Tensor) -> bool:
-    if tensor is None or tensor.shape != old.shape or tensor.dtype != old.dtype:
+def same_values(tensor: torch.Tensor | None, other: torch.Tensor) -> bool:
+    """Whether two tensors are equal, NaN to NaN."""
+    if tensor is None or tensor.shape != other.shape or tensor.dtype != other.dtype:
         return False
-    return bool(((tensor == old) | ((tensor != tensor) & (old != old))).all())
+    return bool(((tensor == other) | ((tensor != tensor) & (other != other))).all())

@@ -1,17 +1,146 @@
-"""A module's trained parameters and their gradients as flat vectors, which the module's tensors are views of."""
+"""A module's trained parameters and their gradients as flat vectors, which the module's tensors are views of.
+
+A task's loss may do anything to these: set gradients to None (`zero_grad`), convert the module, replace a parameter. A
+view that is lost would train nothing, silently. So after each loss and after each backward pass, the memory of each
+parameter and gradient is compared with that of its view, at about .3 µs a parameter.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
-from node.tasks.views import View, Views
+from node.tasks.name import TaskError
 from protocols.base import Layout, Vector
 
 NamedParameters = Iterable[tuple[str, nn.Parameter]]
+_EARLIER = "erases gradients of the step's earlier batches (zero_grad() or backward()?)"
+_TWICE = "leaves gradients behind, which would count twice: call zero_grad() after your own backward()"
+
+
+@dataclass(slots=True, eq=False)
+class View:
+    """One parameter, and the views of it and of its gradient."""
+
+    name: str
+    parameter: nn.Parameter
+    value: torch.Tensor
+    gradient: torch.Tensor
+    is_rounded: bool  # the view is of a rounded copy, which is written anew before each step
+    owners: list[tuple[dict[str, nn.Parameter | None], str]] = field(default_factory=list)
+    value_at: int = 0
+    gradient_at: int = 0
+
+    def __post_init__(self) -> None:
+        self.value_at, self.gradient_at = self.value.data_ptr(), self.gradient.data_ptr()
+
+    def attach(self) -> None:
+        """Make the parameter and its gradient the views, whatever they are now."""
+        self.parameter.data = self.value
+        self.attach_gradient()
+
+    def attach_gradient(self) -> None:
+        self.parameter.grad = self.gradient.detach()  # not the tensor itself, whose memory `to()` may replace
+
+
+class Views:
+    """The views of all trained parameters.
+
+    All methods but `restore` raise `TaskError` if the user's code did what cannot be mended.
+    """
+
+    def __init__(self, views: Sequence[View], gradients: Sequence[torch.Tensor]) -> None:
+        self._views, self._gradients = views, gradients
+        self._task, self._version = "", 0
+        for view in views:
+            view.attach()
+
+    def watch(self, module: nn.Module, task: str = "") -> None:
+        """Also refuse the replacement of a parameter in `module`. `task` is the name of the task in messages."""
+        self._task = f"task {task}: " if task else ""
+        by_id = {id(view.parameter): view for view in self._views}
+        for part in module.modules():
+            for key, parameter in part._parameters.items():
+                if view := by_id.get(id(parameter)):
+                    view.owners.append((part._parameters, key))
+
+    def before_loss(self) -> None:
+        self._version = self._versions()
+
+    def after_loss(self, is_first: bool) -> None:
+        """Mend the views before the backward pass."""
+        has_changed, is_left = self._versions() != self._version, False
+        if has_changed and not is_first:
+            raise self._fault(f"loss() {_EARLIER}: leave them alone, or set recipe.batches = 1")
+        for view in self._views:
+            self._check_value(view)
+            gradient = view.parameter.grad
+            if gradient is None and has_changed:
+                view.gradient.zero_()
+            elif gradient is not None and gradient.data_ptr() != view.gradient_at:
+                is_left |= is_first and bool(gradient.any())
+            elif gradient is not None:
+                continue
+            view.attach_gradient()
+        if is_left or (has_changed and any(bool(gradient.any()) for gradient in self._gradients)):
+            raise self._fault(f"loss() {_TWICE}, and leave the last backward pass to Starling")
+
+    def after_backward(self) -> None:
+        """Mend the views after a backward pass, in which hooks may have replaced gradients."""
+        for view in self._views:
+            self._check_value(view)
+            gradient = view.parameter.grad
+            if gradient is None or gradient.data_ptr() != view.gradient_at:
+                if gradient is not None:
+                    view.gradient.copy_(gradient.to_dense() if gradient.is_sparse else gradient)
+                view.attach_gradient()
+
+    def restore(self) -> None:
+        """Mend the views after an evaluation, whose changes do not count."""
+        for view in self._views:
+            self._check_owners(view)
+            view.attach()
+
+    def detach(self) -> None:
+        """Take the gradients from the parameters, which stay views."""
+        for view in self._views:
+            view.parameter.data, view.parameter.grad = view.value, None
+
+    def _versions(self) -> int:
+        return sum(gradient._version for gradient in self._gradients)
+
+    def _check_value(self, view: View) -> None:
+        self._check_owners(view)
+        parameter = view.parameter
+        if parameter.data_ptr() == view.value_at and parameter.dtype == view.value.dtype:
+            return
+        now, value = parameter.data, view.value
+        if now.dtype != value.dtype or now.shape != value.shape or now.device != value.device:
+            what = f"{now.dtype}, {tuple(now.shape)} on {now.device}, from {value.dtype}, {tuple(value.shape)}"
+            raise self._fault(
+                f"loss() has changed parameter {view.name} to {what} on {value.device}: convert copies, not the module"
+            )
+        if view.is_rounded and not torch.equal(now, value):
+            raise self._fault(
+                f"loss() has changed parameter {view.name}, a bfloat16 copy of the trained value: "
+                "make it float32 to change it"
+            )
+        value.copy_(now)
+        parameter.data = value
+
+    def _check_owners(self, view: View) -> None:
+        for place, key in view.owners:
+            if place.get(key) is not view.parameter:
+                raise self._fault(
+                    f"parameter {view.name} was replaced in the module by another tensor, which would never be "
+                    "trained: change it in place (copy_), or build the module in the factory as it is to stay"
+                )
+
+    def _fault(self, why: str) -> TaskError:
+        return TaskError(f"{self._task}{why}")
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,6 +1,10 @@
 """The rows and the texts of files: JSON, CSV, parquet and Arrow, in UTF-8 or another Unicode encoding, or compressed.
 
 A file is read in pieces, and nothing of it is guessed or replaced: what cannot be read is named, with what to do.
+
+A text is cut into blocks whose ends depend on the text around them alone, as rsync and restic do. So a text that has
+grown, or has a line more in its middle, has nearly the same blocks as before, and what a hash of a block's content
+decides stays decided. Blocks end where lines do, unless a line is longer than a block may be.
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 from node.runtime.extras import install
 from node.tasks.files import MAX_EXPANSION, Look, expansion_limit, opened, shown, suffix_of
@@ -20,6 +25,8 @@ from node.tasks.hf.settings import ModelError
 
 MAX_ROW_BYTES = 16 << 20
 _PIECE_BYTES = 1 << 20
+LEAST, USUAL, MOST = 512, 1024, 8 << 10
+"""Bytes of a block: at least, about how many more until it ends, and at most."""
 _BLANK = re.compile(r"[ \t\r\n,]*")
 _TEXTS = (
     "content",
@@ -240,3 +247,38 @@ def missing(names: Iterable[str], is_chat: bool) -> str:
         return f" ({has}: rename {question} to prompt and {answer} to completion{chat})"
     text = next((each for each in _TEXTS if each in every), "the right one")
     return f" ({has}: rename {text} to text)"
+
+
+def blocks(data: Iterable[bytes]) -> Iterator[bytes]:
+    """The blocks of a text in UTF-8. No character is divided."""
+    held = b""
+    for piece in data:
+        held, low = held + piece, 0
+        while len(held) - low > 2 * MOST:
+            high = _end(held, low)
+            yield held[low:high]
+            low = high
+        held = held[low:]
+    low = 0
+    while low < len(held):
+        high = _end(held, low)
+        high = len(held) if len(held) - high < LEAST else high  # a short rest is not a block of its own
+        yield held[low:high]
+        low = high
+
+
+def _end(text: bytes, low: int) -> int:
+    before, last = low + LEAST - 1, low
+    while (line := text.find(b"\n", before, low + MOST)) >= 0:
+        begins = text.rfind(b"\n", low, line) + 1 or low
+        if crc32(text[begins:line]) * USUAL < (line + 1 - begins) << 32:
+            return line + 1
+        before = last = line + 1
+    if len(text) <= low + MOST:
+        return len(text)
+    if last > low:
+        return last
+    end = low + MOST
+    while text[end] & 0xC0 == 0x80 and end > low + MOST - 4:
+        end -= 1
+    return end

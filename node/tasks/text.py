@@ -2,7 +2,7 @@
 
 A hash of its relative path decides whether a file is held out. So each peer that has a file decides the same, whatever
 else its folder contains. Of a single file, and where that would hold out no file, a hash of its content decides the
-same of each block (`node.tasks.blocks`). Only plain text is read: rows of JSON or CSV are not what this task is for.
+same of each block (`node.tasks.readers`). Only plain text is read: rows of JSON or CSV are not what this task is for.
 """
 
 from __future__ import annotations
@@ -25,10 +25,9 @@ from typing import BinaryIO
 import torch
 
 from node.runtime.directories import cache_directory
-from node.tasks.blocks import blocks
 from node.tasks.files import Selection, look, select, shown
 from node.tasks.given_data import DataState, GivenData
-from node.tasks.readers import bytes_of, text_of
+from node.tasks.readers import blocks, bytes_of, text_of
 
 HELD_OUT_BYTES = 256 << 10
 _HELD_OUT_SHARE = 16  # one file, or one byte, of this many is held out

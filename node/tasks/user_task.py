@@ -1,7 +1,8 @@
 """A user's own task, `package.module:factory`: imported on this machine, built, and checked before training.
 
 A run's manifest carries the name and the options, never code: each peer must have the module itself. Only the worker
-imports it, and only after the user of this machine has also named it (`node.joining.run_selector`).
+imports it, and only after the user of this machine has also named it (`node.joining.run_selector`). One batch is tried
+out before training: it shows what fails, and what training changes beside the parameters.
 """
 
 from __future__ import annotations
@@ -13,22 +14,35 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
 from node.tasks.base import Batch, Task, TaskContext, count_targets, extra, trained
-from node.tasks.bystanders import listed
+from node.tasks.bystanders import Bystanders, listed, same_values
+from node.tasks.flat import FlatParameters, flatten_parameters
 from node.tasks.name import TaskError
 from node.tasks.recipe import MAX_ELEMENTS
-from node.tasks.try_out import Findings, try_out
 
 MAX_TENSORS = 4096
 MAX_TENSOR_NAME_CHARACTERS = 200
 """These limits keep the layout, which the worker sends to its peer in one line, small."""
+_SHIFT = 0.02
+"""By so much of their size, plus the same, parameters move before the second loss: a mean of parameters (a teacher's)
+equals them until they do."""
 _LOSS = "loss() must return a tensor without dimensions that depends on the parameters"
+
+
+@dataclass(frozen=True, slots=True)
+class Findings:
+    """What one batch changes beside the trained tensors, which of these are too precise, and what gets no gradient."""
+
+    extra: list[str]
+    imprecise: list[str]
+    unreached: list[str]
 
 
 class OwnTask:
@@ -101,13 +115,13 @@ class OwnTask:
             if not right or not batch[-1].numel():
                 raise self._fault("batch() must return a tuple of tensors, the last of them the targets")
             again = self.batch(seed, 0)
-            if len(again) != len(batch) or not all(map(_same, batch, again)):
+            if len(again) != len(batch) or not all(map(same_values, batch, again)):
                 raise self._fault(
                     "batch() gave different batches for the same seed and position: it must depend on nothing else"
                 )
             if (count := self.targets(batch)) < 0:
                 raise self._fault(f"targets() must return a number of targets, not {count}")
-            found = try_out(self, batch, training)
+            found = _tried(self, batch, training)
             if len(found.unreached) == len(self.trained()):
                 raise self._fault(_LOSS)
             self._changed = found.extra
@@ -132,10 +146,51 @@ class OwnTask:
         return TaskError(f"task {self.name}: {why}")
 
 
-def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    if one.shape != other.shape or one.dtype != other.dtype:
-        return False
-    return bool(((one == other) | ((one != one) & (other != other))).all())
+def _tried(task: OwnTask, batch: Batch, training: bool) -> Findings:
+    """Take the loss of a batch and its gradient, and put everything back: parameters, buffers, modes."""
+    parameters, reached = task.trained(), set[str]()
+    bystanders, modes = Bystanders(task.module, parameters), [(part, part.training) for part in task.module.modules()]
+    copies, flat = bystanders.copy(), flatten_parameters(parameters)
+    flat.views.watch(task.module, task.name)
+    (vector,) = flat.vectors
+    values = vector.clone()
+    hooks = [
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: reached.add(name))  # type: ignore[no-untyped-call]
+        for name, parameter in parameters
+    ]
+    try:
+        if training:
+            task.module.train()
+        _differentiate(task, batch, flat)
+        vector.add_(vector.abs().add_(1), alpha=_SHIFT)
+        flat.refresh()
+        with suppress(TaskError), torch.no_grad():  # the task may check values that it expects
+            task.loss(*batch)
+        return Findings(*bystanders.changed(copies), [name for name, _ in parameters if name not in reached])
+    finally:
+        bystanders.restore(copies)
+        for hook in hooks:
+            hook.remove()
+        vector.copy_(values)
+        flat.refresh()
+        flat.views.detach()
+        for part, mode in modes:
+            part.training = mode
+
+
+@torch.enable_grad()
+def _differentiate(task: OwnTask, batch: Batch, flat: FlatParameters) -> None:
+    before = flat.compute[0].clone() if flat.compute else None
+    flat.views.before_loss()
+    loss = task.loss(*batch)
+    flat.views.after_loss(is_first=True)
+    if flat.compute and before is not None and not torch.equal(flat.compute[0], before):
+        raise TaskError(
+            f"task {task.name}: loss() changes parameters in bfloat16, which are copies of the trained values: "
+            "make them float32, or leave them alone"
+        )
+    task.backward(loss)
+    flat.views.after_backward()
 
 
 def make(name: str, given: TaskContext) -> OwnTask:

@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 from node.runtime.notes import note
-from node.tasks.hf.foreign import foreign
-from node.tasks.hf.settings import ALL_LINEAR, NEEDS, HfSettings, ModelError
+from node.tasks.hf.settings import ALL_LINEAR, NEEDS, HfSettings, ModelError, foreign
 
 _NEVER_ADAPTED = frozenset({"lm_head", "embed_out", "output_layer", "score", "gate", "router", "shared_expert_gate"})
 """Names of output layers and of the routers of experts."""

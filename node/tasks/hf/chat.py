@@ -17,8 +17,7 @@ from typing import Any, TypeAlias
 
 from node.tasks.hf.conversation import Conversation, tool_name
 from node.tasks.hf.corpus import Document
-from node.tasks.hf.foreign import foreign
-from node.tasks.hf.settings import ModelError
+from node.tasks.hf.settings import ModelError, foreign
 from node.tasks.hf.tokens import ExactTokenizer, Marks
 
 Sequence: TypeAlias = tuple[list[int], list[int]]

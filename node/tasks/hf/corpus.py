@@ -4,7 +4,7 @@
                                 {"prompt": …, "completion": …}; one on a line, or the elements of a list
     *.csv, *.tsv                the same in columns, which the first line names
     *.parquet, *.arrow          the same in columns; need pyarrow
-    everything else             text, cut into blocks by its content (`node.tasks.blocks`)
+    everything else             text, cut into blocks by its content (`node.tasks.readers`)
 
 A hash of a document's content decides whether it is held out. So each peer that has a document decides the same. Parts
 of a text that are trained on and follow each other are put together again (`joined`).
@@ -20,11 +20,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from node.tasks.blocks import blocks
 from node.tasks.files import Look, look, require_data, select, shown
 from node.tasks.hf.conversation import FIELDS, Conversation, conversation_of, encodable
 from node.tasks.hf.settings import ModelError
-from node.tasks.readers import missing, rows_in, text_of
+from node.tasks.readers import blocks, missing, rows_in, text_of
 
 SAMPLE_BYTES = 256 << 10
 _SHARE = 16  # one document of this many is held out

@@ -16,8 +16,7 @@ from node.runtime.directories import cache_directory
 from node.runtime.notes import note, warn
 from node.runtime.proxies import download_remedy
 from node.tasks.files import is_documentation, is_test_split, suffix_of
-from node.tasks.hf.foreign import foreign
-from node.tasks.hf.settings import ModelError
+from node.tasks.hf.settings import ModelError, foreign
 
 PREFIX = "hub:"
 """At the beginning of what --data names, before ORG/NAME@REVISION and, after another colon, a pattern of files."""

@@ -20,9 +20,8 @@ from node.runtime.cgroup import memory_group, memory_limit_bytes
 from node.runtime.metrics import available_memory_bytes
 from node.runtime.notes import note, warn
 from node.tasks.hf.adapters import adapted_layers, with_adapters
-from node.tasks.hf.foreign import foreign
 from node.tasks.hf.model import loss_of
-from node.tasks.hf.settings import HfSettings, HfValues, ModelError
+from node.tasks.hf.settings import HfSettings, HfValues, ModelError, foreign
 
 PROCESS_BYTES = 720_000_000
 """Of the processes before they hold a model: worker 320 MB, peer 200, p2pd 65, libraries 130."""

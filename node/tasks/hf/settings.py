@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -21,6 +23,24 @@ NEEDS = install("hf")
 
 class ModelError(ValueError):
     """A model, tokenizer or data cannot be used. The message is one line: what, why, what to do."""
+
+
+@contextmanager
+def foreign(what: str, remedy: str = "") -> Iterator[None]:
+    """Turn every error of the libraries into a `ModelError`. Their types have no common base: some are bare
+    Exceptions.
+    """
+    try:
+        yield
+    except (ModelError, MemoryError):
+        raise
+    except Exception as error:
+        raise ModelError(f"{what}: {_short(error)}{remedy}") from error
+
+
+def _short(error: Exception) -> str:
+    words = " ".join(f"{type(error).__name__}: {error}".split())
+    return "".join(each if each.isprintable() else "?" for each in words)[:300]
 
 
 @dataclass(frozen=True, slots=True)

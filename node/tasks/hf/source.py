@@ -16,8 +16,7 @@ from typing import Any
 from node.runtime.directories import cache_directory
 from node.runtime.notes import note, warn
 from node.runtime.proxies import download_remedy
-from node.tasks.hf.foreign import foreign
-from node.tasks.hf.settings import ModelError
+from node.tasks.hf.settings import ModelError, foreign
 
 MODEL_TYPES = (
     *("cohere", "cohere2", "falcon", "gemma", "gemma2", "gemma3_text", "gpt2", "gpt_neox", "granite", "helium"),

@@ -25,9 +25,8 @@ from node.runtime.directories import cache_directory
 from node.runtime.locks import LocksUnsupported, hold
 from node.runtime.notes import note, warn
 from node.tasks.hf.data_set import DataSet, HubFile, NotFetched, fetch
-from node.tasks.hf.foreign import foreign
 from node.tasks.hf.rows import PreparedData
-from node.tasks.hf.settings import ModelError
+from node.tasks.hf.settings import ModelError, foreign
 
 WINDOW_BYTES = 256 << 20
 RETRY_SECONDS = (1.0, 5.0, 30.0, 120.0, 300.0)

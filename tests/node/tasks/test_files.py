@@ -18,11 +18,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from node.tasks import files, readers
-from node.tasks.blocks import LEAST, MOST, blocks
 from node.tasks.files import select
 from node.tasks.given_data import DataState, GivenData
 from node.tasks.hf.corpus import Seen, data_files, is_held_out, joined, read_documents
 from node.tasks.hf.settings import ModelError
+from node.tasks.readers import LEAST, MOST, blocks
 from node.tasks.text import load
 
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:1\nsize 3\n"
