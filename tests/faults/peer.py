@@ -34,7 +34,7 @@ def report_failpoints(socket_path: str) -> None:
 def lie(file: str) -> None:
     from tests.faults.liar import LyingTransport
 
-    wrap_transport(lambda transport: LyingTransport(transport, transport._config.identity, Path(file)))
+    wrap_transport(lambda transport: LyingTransport(transport, transport._identity, Path(file)))
 
 
 def wrap_transport(wrap: Any) -> None:
