@@ -45,10 +45,7 @@ class Notifier:
 
 
 async def run_with_helper(main: Coroutine[Any, Any, T], helper: Coroutine[Any, Any, None]) -> T:
-    """Run `helper` while `main` runs; the helper is cancelled when `main` returns.
-
-    The first exception of either is raised; the other coroutine is cancelled and awaited.
-    """
+    """Run `helper` while `main` runs. The first exception of either is raised, and the other is cancelled."""
     async with task_group() as group:
         side = group.create_task(helper)
         result = await group.create_task(main)
@@ -107,10 +104,7 @@ async def until_gone(members: Members, watched: Sequence[Member], deadline: Dead
 
 @asynccontextmanager
 async def peer_timeout(seconds: float, peer: PeerId, doing: str) -> AsyncIterator[None]:
-    """Give a step, in which the peer is `doing` something, less time than the stream has.
-
-    Late, it raises `PeerSilent`, and the stream must not be used any more.
-    """
+    """Give a step less time than its stream has, which must not be used after it. The peer is `doing` something."""
     try:
         async with asyncio.timeout(seconds):
             yield
@@ -120,10 +114,7 @@ async def peer_timeout(seconds: float, peer: PeerId, doing: str) -> AsyncIterato
 
 @asynccontextmanager
 async def progress_timeout(seconds: float, stream: Stream, doing: str) -> AsyncIterator[None]:
-    """Bound a step as `peer_timeout` does, but renew its time while bytes move, up to eight times as long.
-
-    So a peer that is slow, because its link or its owner's cap is, is not taken for a silent one.
-    """
+    """The same, but renewed while bytes move, up to eight times as long: a slow peer is not taken for a silent one."""
     loop = asyncio.get_running_loop()
     until = loop.time() + _MOST_RENEWED * seconds
     timer: asyncio.TimerHandle

@@ -79,10 +79,7 @@ class Member:
 
 @dataclass(frozen=True, slots=True, order=True)
 class LinkFault:
-    """A broken link: no contribution travelled between two members that both took part.
-
-    Neither of them reduces a part before round `until`.
-    """
+    """A broken link between two members that both took part: neither reduces a part before round `until`."""
 
     first: PeerId
     second: PeerId
@@ -254,9 +251,7 @@ class Stream(Protocol):
         """Send a header and its raw payload. Returns when flow control has taken both and `payload` may be reused."""
 
     async def receive(self, limit: int) -> Header:
-        """Receive one header, known and of at most `limit` bytes, or raise `BadPayload`. The size is checked before it
-        is read.
-        """
+        """Receive one header of at most `limit` bytes, which are checked before it is read, or raise `BadPayload`."""
 
     async def receive_into(self, buffer: memoryview) -> None:
         """Receive exactly `len(buffer)` payload bytes. After an error the buffer's content is undefined."""
@@ -277,8 +272,7 @@ class Transport(Protocol):
     def open(self, peer: PeerId, method: str, deadline: Deadline) -> AbstractAsyncContextManager[Stream]:
         """Open a stream. A normal exit of the context closes it after everything was sent; an exception resets it.
 
-        Raises `PeerGone` if the peer could not be reached or does not serve `method`, `PeerSilent` without an answer
-        before the deadline.
+        `PeerGone` if the peer could not be reached or does not serve `method`, `PeerSilent` after the deadline.
         """
 
 
@@ -421,10 +415,7 @@ class IndependentSession(AveragingSession, Protocol):
         """
 
     async def reclaim(self) -> Mapping[PeerId, Contribution]:
-        """Stop sharing the state. Waits for an exchange that is under way, which has a deadline of its own.
-
-        Returns the contribution of each peer that the state has been averaged with; empty if the state did not change.
-        """
+        """Stop sharing the state, after an exchange that is under way. Returns what it has been averaged with."""
 
 
 class ClosingSession(IndependentSession, Protocol):
@@ -477,10 +468,7 @@ class Trainer(Protocol):
         """
 
     def rest(self, resting: bool) -> None:
-        """Take no step after the present one until called again with False; `train` still ends at its cut.
-
-        When it has stopped, it calls `progress` with the work so far, marked `resting`.
-        """
+        """Take no step until called again with False; report the work, marked `resting`. `train` ends at its cut."""
 
     async def release(self) -> None:
         """Free what computing needs, between two rounds. The next command gets it back."""

@@ -298,10 +298,7 @@ _NUMBER = {kind: number for number, kind in _KINDS.items()}
 
 
 def register(first: int, kinds: Sequence[type[Header]]) -> None:
-    """Give the headers of another module consecutive numbers from `first`. Numbers never change.
-
-    Raises `ValueError` if a number or a header is registered already, or a field has no bounds.
-    """
+    """Give the headers of another module consecutive numbers from `first`. Numbers never change."""
     for number, kind in enumerate(kinds, first):
         if number in _KINDS:
             free = f"numbers from {max(_KINDS) + 1} on are free"
@@ -341,9 +338,7 @@ def _unpack(data: bytes) -> Any:
 
 
 def decode(data: bytes) -> Header:
-    """Decode a header. Raises `BadPayload` if it is too long, not msgpack, of another version or kind, or out of
-    bounds.
-    """
+    """Decode a header. `BadPayload` if it is too long, not msgpack, of another version or kind, or out of bounds."""
     if len(data) > MAX_HEADER_BYTES:
         raise BadPayload(f"a header of {len(data)} bytes, more than {MAX_HEADER_BYTES}")
     unpacked = _unpack(data)

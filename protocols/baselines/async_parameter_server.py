@@ -283,10 +283,9 @@ class AsyncSession(SessionBase):
         return await run_with_helper(self._exchange(peer, vector), watch())
 
     async def _exchange(self, peer: PeerId, vector: Vector | None) -> PeerId:
-        """Push a displacement to a peer; without one, only ask it which peer is the server.
+        """Push a displacement to a peer; without one, only ask it which peer is the server, and return that.
 
-        Returns the server that the peer names; "" if it has applied the displacement. `vector` then holds its
-        parameters.
+        Returns "" if the peer has applied the displacement. `vector` then holds its parameters.
         """
         key, averager, compute = self.head.key, self._averager, self._host.compute
         layout = averager.layout(averager.settings.codec)

@@ -139,10 +139,7 @@ class SynchronousRound:
             self.into.write(low, self.mine.read(low, high, scratch))
 
     async def receive(self, stream: Stream, part: ReducedPart, weights: list[float], weight: float) -> None:
-        """Receive a member's elements of a part, and average them into `into`, chunk by chunk.
-
-        `weights` are those of the chunks in `into`; each grows by `weight`, that of what is received.
-        """
+        """Average a member's elements of a part into `into`, whose chunks' `weights` grow by `weight`."""
         buffer = part.chunk_buffer()
         for index in range(part.chunks):
             data = buffer(index)

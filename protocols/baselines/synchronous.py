@@ -178,11 +178,7 @@ class SynchronousSession(SessionBase):
             current_round.abort("the round did not end before its deadline", *current_round.missing())
 
     async def _watch(self, current_round: SynchronousRound) -> None:
-        """Abort the round as soon as a member is lost, or another peer comes while a member is expected.
-
-        That member may have gone to the other peer, and no stream would show it if each of them waits at another
-        server.
-        """
+        """Abort the round when a member is lost, or another peer comes, to which an expected member may have gone."""
         members, loop = self._averager.endpoint.host.members, asyncio.get_running_loop()
         while loop.time() < current_round.deadline:
             version, live = members.version, members.live()
@@ -193,11 +189,7 @@ class SynchronousSession(SessionBase):
             await members.changed(version, current_round.deadline)
 
     def hear(self, number: int, peer: PeerId | None = None) -> None:
-        """Note that another peer is in that round, and go there if it is later.
-
-        If this peer averages already, it first tries to complete its own round. It cannot if an expected member has
-        moved on.
-        """
+        """Note that another peer is in that round. Go there if it is later and this peer cannot complete its own."""
         if number <= self.head.key.round:
             return
         if self.current_round:

@@ -105,10 +105,7 @@ class MassLedger:
     # -- taking -------------------------------------------------------------------------------------------------------
 
     def take(self, share: Share) -> bool:
-        """Count a share, unless its number is settled. Acknowledge it either way if it is for this incarnation.
-
-        Returns whether it is counted, now or earlier: False if it was recalled or is for another incarnation.
-        """
+        """Count a share, unless it is settled or for another incarnation; return whether it is counted."""
         if share.to != self.me:
             return False
         if not share.weight > 0:

@@ -30,9 +30,7 @@ from protocols.registry import SCHEDULES, require_known
 def select_partners(
     schedule: str, members: Sequence[PeerId], me: PeerId, round_number: int, seed: str
 ) -> tuple[PeerId, ...]:
-    """The peers that `me` asks in that round, in order; empty if it is alone. `seed` is the same for all peers of a
-    run.
-    """
+    """The peers that `me` asks in that round, in order. `seed` is the same for all peers of a run."""
     everybody = sorted({*members, me})
     if len(everybody) == 1:
         return ()
@@ -117,13 +115,9 @@ def _drawn_steps(count: int, draw: int) -> tuple[tuple[int, ...], ...]:
 
 @lru_cache(maxsize=4)
 def matched_order(members: tuple[PeerId, ...], round_number: int, seed: str) -> tuple[int, ...]:
-    """Indices in a drawn order: each two consecutive ones are partners.
+    """Indices in a drawn order: each two consecutive ones are partners. Cached: it takes milliseconds."""
 
-    The order is that of a hash of each member: a peer that knows one more member finds mostly the same neighbours.
-    Cached, because it takes milliseconds for thousands of members.
-    """
-
-    def drawn(index: int) -> bytes:
+    def drawn(index: int) -> bytes:  # by member: with one more, mostly the same neighbours are found
         return hashlib.sha256(f"{seed}/{round_number}/{members[index]}".encode()).digest()
 
     return tuple(sorted(range(len(members)), key=drawn))

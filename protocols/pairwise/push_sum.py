@@ -121,10 +121,7 @@ class ShareSender:
         until: Deadline,
         ready: Callable[[], Awaitable[bool]] | None = None,
     ) -> bool:
-        """Give half of the mass; False if the share has returned and may go to another peer.
-
-        `ready` says whether the receiver may have it. Mass that arrives while it is asked is not in the share.
-        """
+        """Give half of the mass, as it is before `ready` is asked; False if the share has returned."""
         weighted = self._weighted
         async with weighted.turn:
             state = session.state

@@ -59,10 +59,7 @@ register(72, (PushShare, RecallShare, ShareStatus))
 
 
 def split_share(state: VectorView, part: ReducedPart) -> None:
-    """Encode `state` into `part`, then correct `state` for the codec's error.
-
-    The mean of what the receiver decodes and of what stays equals the state before.
-    """
+    """Encode `state` into `part`, then correct `state` so that the mean of what leaves and what stays is as before."""
     for index, low, high, (scratch, sent) in part.pieces(2):
         mine = state.read(low, high, scratch)
         part.codec.encode(mine, part.chunk(index))
@@ -71,10 +68,7 @@ def split_share(state: VectorView, part: ReducedPart) -> None:
 
 
 class WeightedState(PairState):
-    """A peer's state, and in `masses` its weight and those of its shares.
-
-    A task holds `turn` while it changes the state, and never while it waits for another peer.
-    """
+    """A peer's state, and in `masses` its weights. No task waits for another peer while it holds `turn`."""
 
     def __init__(self, host: Host, settings: Settings) -> None:
         super().__init__(host, settings)

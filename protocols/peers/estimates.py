@@ -84,10 +84,7 @@ class ClaimedRounds:
         self._said[peer] = round_number
 
     def round(self, mine: int, others: Collection[PeerId]) -> int:
-        """The later of this peer's round and the round that more than half of the other live peers have reached.
-
-        Peers that are not live count only if they were ahead of `mine`: they have ended their run and left.
-        """
+        """The later of this peer's round and the one that more than half of the other live peers have reached."""
         claims = [each for peer, each in self._said.items() if peer in others or each > mine]
         silent = sum(peer not in self._said for peer in others)
         latest = PAIRWISE_ROUND.latest(claims, len(claims) + silent)

@@ -73,17 +73,12 @@ class PeerTimeouts:
         seen.rest_until = now + REST_MULTIPLE * seconds if slow else 0.0
 
     def failed(self, peer: PeerId, began: float, now: float, until: float, slow: bool) -> None:
-        """Record a failed exchange that began at `began` and could have lasted until `until`; `slow`: it was in
-        progress.
-        """
+        """Record a failed exchange that could have lasted until `until`; `slow`: it was in progress."""
         if now >= until or now - began >= CHEAP_SECONDS:
             self.late(peer, now, now - began, slow and now >= until)
 
     def late(self, peer: PeerId, now: float, cost_seconds: float, slow: bool = True) -> None:
-        """Record that a failed exchange cost us this many seconds.
-
-        If it was in progress (`slow`), it takes longer than estimated; otherwise there was no answer.
-        """
+        """Record that a failed exchange cost us this many seconds; `slow`: it was in progress, not unanswered."""
         seen = self._of(peer)
         if slow:
             seen.rate = max(LEAST_RATE, (seen.rate or self._usual) / 2)
@@ -116,9 +111,7 @@ class RequestDeduplicator:
         self._by_member: RecentDict[Member, _Asked] = RecentDict(MAX_PEERS)
 
     def hear(self, sender: Member, sequence: int, round_number: int) -> None:
-        """Record a request. Raises `BadPayload` if it was received before, is too old to be under way, or its round
-        goes back.
-        """
+        """Record a request. `BadPayload` if it was received before, is too old, or its round goes back."""
         asked = self._by_member.put_newest(sender, _Asked)
         if sequence in asked.seen:
             raise BadPayload(f"question {sequence} is asked again")

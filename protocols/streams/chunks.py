@@ -53,10 +53,7 @@ async def receive_chunk(stream: Stream, index: int, into: memoryview, on_header:
 async def receive_vector(
     stream: Stream, layout: PartLayout, into: VectorView, compute: Compute, on_header: OnHeader | None = None
 ) -> None:
-    """Receive the elements that the layout covers, and decode them into their place in `into`.
-
-    Raises `BadPayload` as `receive_chunk` does, and if a chunk does not decode to finite numbers.
-    """
+    """Receive the elements that the layout covers, and decode them into their place in `into`."""
     scratch, buffer = layout.scratch_vector(), layout.chunk_buffer()
 
     def decode(index: int, data: memoryview) -> None:

@@ -30,10 +30,7 @@ KEEP_MESSAGES = 64
 
 
 class RoundAccounting:
-    """Counts bytes and names peers between two reports. Of several reasons for one peer, the first is kept.
-
-    A peer whose stream a limit of this peer's own has stopped is not named.
-    """
+    """Counts bytes and names peers, each with its first reason, between two reports. Our own limits blame no peer."""
 
     def __init__(self) -> None:
         self._names: dict[PeerId, str] = {}
@@ -97,9 +94,8 @@ class _Outbox:
 class ControlChannel:
     """Sends control messages in order, on one stream to each peer, which stays open: opening one takes a round trip.
 
-    Messages of a broken stream are sent again, since some may be lost: messages are idempotent. The channel watches
-    each stream for its end, so it notices at once when a peer dies. Unsent messages are kept from one `run` to the
-    next.
+    Messages of a broken stream are sent again: they are idempotent. The channel watches each stream for its end, so it
+    notices at once when a peer dies. Unsent messages are kept from one `run` to the next.
     """
 
     def __init__(self, host: Host, method: str, accounting: RoundAccounting) -> None:

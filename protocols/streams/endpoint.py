@@ -36,10 +36,7 @@ FIRST_FRAME_SECONDS = 10.0
 MAX_STREAMS = 64
 """Streams that a `StreamLimiter` allows at a time. Further ones are closed."""
 MAX_STREAMS_OF_ONE = 32
-"""The same for one peer, so that no peer can keep out all others.
-
-The limit leaves room for a peer that was cut off for a while, which opens many streams at once.
-"""
+"""The same for one peer. It leaves room for a peer that was cut off for a while, which opens many at once."""
 
 K = TypeVar("K")
 Session = TypeVar("Session")
@@ -85,18 +82,13 @@ class ProtocolEndpoint:
     def serve(
         self, method: str, kind: type[HeaderType], handle: Callable[[Stream, HeaderType], Awaitable[None]]
     ) -> None:
-        """Let `handle` serve the streams of a method whose first frame is of this kind.
-
-        A kind that opens a stream says which run it belongs to: it has the fields `run` and `scope`, or a `key`.
-        """
+        """Let `handle` serve the streams of a method whose first frame is of this kind."""
         self._handlers_of(method, self._serve, kind)[kind] = handle
 
     def listen(
         self, method: str, kinds: Iterable[type[HeaderType]], take: Callable[[PeerId, HeaderType], None]
     ) -> None:
-        """Pass each message of these kinds on a method's control streams to `take`, which may refuse it with
-        `BadPayload`.
-        """
+        """Pass each message of these kinds on a method's control streams to `take`, which may raise `BadPayload`."""
         for kind in kinds:
             self._handlers_of(method, self._serve_messages, kind)[kind] = take
 
@@ -157,9 +149,7 @@ class ProtocolEndpoint:
         return handle
 
     def _check_ends(self, peer: PeerId, header: Header) -> None:
-        """Check the sender and the receiver that a frame names. A frame of or for another incarnation may only be
-        late.
-        """
+        """Check the sender and receiver that a frame names. One with another incarnation may only be late."""
         sender, receiver = getattr(header, "sender", None), getattr(header, "to", self.me)
         if receiver.peer != self.me.peer or (sender and sender.peer != peer):
             raise BadPayload(f"a frame in the name of {sender.peer if sender else peer} for {receiver.peer}")
@@ -198,11 +188,7 @@ class SessionTable(Generic[K, Session]):
     async def wait_for(
         self, key: K, stream: Stream, over: Callable[[], bool], until: Deadline | None = None
     ) -> Session | None:
-        """Wait until the session with this key has begun, and return it. None as soon as `over` says that it never
-        will.
-
-        Raises `PeerSilent` if neither happens before `until` and the stream's deadline.
-        """
+        """Wait until this session has begun. None as soon as it is `over` and never will; else `PeerSilent`."""
         deadline = stream.deadline if until is None else min(until, stream.deadline)
         try:
             await self._notifier.until(lambda: key in self._sessions or over(), deadline)
@@ -212,10 +198,7 @@ class SessionTable(Generic[K, Session]):
 
 
 class SessionBase:
-    """An `IndependentSession` without `average`. Its shared state is not averaged with.
-
-    `cut` is set when this peer's own work is complete, and when it rests: it then averages with what it has.
-    """
+    """An `IndependentSession` without `average`. Its shared state is not averaged with."""
 
     def __init__(self, head: Head, deadline: Deadline, accounting: RoundAccounting) -> None:
         self.head, self.deadline = head, deadline

@@ -32,10 +32,7 @@ BULK_METHODS = frozenset(
         "starling/sync/1",
     }
 )
-"""The methods whose streams carry vectors and states: a node may send them another way than the small messages.
-
-Names instead of the modules' constants: a run loads only the protocol that it uses.
-"""
+"""The methods whose streams carry vectors and states: a node may send them another way than the small messages."""
 
 CATCH_UP_METHODS = frozenset({"starling/blobs/1", "starling/parts/1", "starling/sync/1"})
 """Of these, the methods by which peers fetch what they missed: no round waits for them."""
@@ -130,10 +127,7 @@ async def opened(peer: PeerId, pipe: Pipe, deadline: Deadline) -> FramedStream:
 async def accepted(
     peer: PeerId, pipe: Pipe, opening_seconds: float, on_bad: Callable[[PeerId, BadPayload], None]
 ) -> FramedStream | None:
-    """Begin a stream as its server, with the deadline that the opener asked for. None if its first message is bad.
-
-    That message must come within `opening_seconds`. `on_bad` is called with a peer that breaks the rules.
-    """
+    """Begin a stream as its server, with the deadline that the opener asked for. None if its first message is bad."""
     loop = asyncio.get_running_loop()
     stream = FramedStream(peer, pipe, loop.time() + opening_seconds)
     try:

@@ -39,10 +39,7 @@ class Codec(Protocol):
         """Exact size of this many encoded elements."""
 
     def encode(self, source: Vector, into: memoryview) -> None:
-        """Encode `source` into the whole of `into`, `encoded_bytes(len(source))` bytes.
-
-        Raises `ValueError` if `source` is not finite, or `into` is of another size or read-only.
-        """
+        """Encode `source` into the whole of `into`. `ValueError` if it is not finite, or `into` of another size."""
 
     def decode(self, data: Buffer, into: Vector) -> None:
         """Decode `data` into the whole of `into`. Read-only data costs one more copy.
@@ -87,13 +84,10 @@ def typed(data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def finite_range(values: torch.Tensor) -> tuple[float, float]:
-    """The least and the largest element, (0, 0) without any; `ValueError` if one is NaN or infinite.
-
-    One pass of `aminmax` is 16 times as fast as `isfinite().all()`, and yields NaN if an element is NaN.
-    """
+    """The least and the largest element, (0, 0) without any; `ValueError` if one is NaN or infinite."""
     if not len(values):
         return 0.0, 0.0
-    low, high = (float(end) for end in torch.aminmax(values))
+    low, high = (float(end) for end in torch.aminmax(values))  # 16 times as fast as isfinite().all()
     if not (math.isfinite(low) and math.isfinite(high)):
         raise ValueError("the vector holds NaN or infinity")
     return low, high

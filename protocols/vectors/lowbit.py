@@ -143,11 +143,7 @@ class Int4(_FourBit):
 
 
 class E3M0(_FourBit):
-    """Four bits: the nearest power of two, with a sign, or zero.
-
-    The error is at most a third of the element, or absmax / 128 of the block if that is more, and a little for
-    rounding. The largest element of a block is exact.
-    """
+    """Four bits: the nearest power of two, with a sign, or zero. The largest element of a block is exact."""
 
     name = "e3m0"
     _TOP, _LEAST, _MOST = 1.0, 64 * SMALLEST_NORMAL_FLOAT32, LARGEST_FLOAT32

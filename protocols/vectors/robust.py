@@ -54,10 +54,9 @@ MEASURED_ELEMENTS = 64  # shorter chunks are not measured: the norm of fewer num
 ESTIMATE_ERROR = 0.01  # largest error of a norm from `vectors.estimated_norm`, as a share of it
 NAMED_SHARE = 0.5  # a member whose contribution is clipped to less than this share of its norm is reported
 NAMED_DISTANCE = 3.0
-"""A member is reported if its distance from the coordinate median is more than this multiple of the median distance.
+"""The same if its distance from the coordinate median is more than this multiple of the median distance.
 
-With honest peers of which half were ten times slower, the largest such multiple was 2.
-"""
+With honest peers of which half were ten times slower, the largest such multiple was 2."""
 
 _PIECE = 1 << 14  # columns sorted at a time
 
@@ -89,10 +88,7 @@ def median(contributions: torch.Tensor, weights: Sequence[float], into: Vector) 
 def trimmed_mean(
     contributions: torch.Tensor, weights: Sequence[float], into: Vector, share: float = TRIM_SHARE
 ) -> None:
-    """The coordinate-wise weighted mean without a share (below .5) of the weight at either end.
-
-    A value at the boundary of the trimmed range counts with the rest of its weight.
-    """
+    """The coordinate-wise weighted mean without a share (below .5) of the weight at either end."""
     scaled = _scaled_weights(contributions, weights, into)
     whole = math.fsum(scaled)
     low, high = share * whole, whole - share * whole
@@ -127,10 +123,7 @@ def centered_clip(
 
 
 def krum(contributions: torch.Tensor, weights: Sequence[float], into: Vector) -> None:
-    """The contribution with the least sum of squared distances to its n - b - 2 nearest neighbours, b = (n - 3) // 2.
-
-    With fewer than `KRUM_LEAST` contributions, the coordinate median.
-    """
+    """The contribution nearest to its n - (n - 3) // 2 - 2 nearest neighbours; of few contributions, the median."""
     if len(contributions) < KRUM_LEAST:
         return median(contributions, weights, into)
     _scaled_weights(contributions, weights, into)
@@ -168,10 +161,7 @@ def _scaled_weights(contributions: torch.Tensor, weights: Sequence[float], into:
 
 
 def _ranked(contributions: torch.Tensor, scaled: Sequence[float]) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
-    """Sort the columns, a piece at a time.
-
-    Yields the columns of the piece; their values in ascending order and the cumulative weights, each (n, columns).
-    """
+    """For each piece of the columns: the slice, the values in ascending order, the cumulative weights, (n, columns)."""
     each = torch.tensor(scaled, dtype=torch.float64)
     for low in range(0, contributions.shape[1], _PIECE):
         piece = slice(low, low + _PIECE)
@@ -212,8 +202,7 @@ def _nearest(contributions: torch.Tensor) -> list[int]:
 class RobustAggregator:
     """Averages the chunks of one part, and finds the contributions that differ from the others.
 
-    Declared norms were clipped before, by factors that all reducers compute alike. This class measures what was really
-    sent, by chunk, so a member may be found honest in one part and not in another.
+    Declared norms were clipped before. This class measures what was really sent, chunk by chunk.
     """
 
     def __init__(self, rule: str, allowances: Sequence[float]) -> None:

@@ -76,10 +76,7 @@ class TwoBits(Codec):
 
 
 class TopK(Codec):
-    """Sends the largest elements of each group; the format is described above.
-
-    A decoded vector is encoded again without loss if its groups begin at the same elements.
-    """
+    """Sends the largest elements of each group, in the format described above."""
 
     grain, decay = GROUP, DECAY
 
@@ -202,10 +199,7 @@ class _Groups:
 
 
 def _levels(values: torch.Tensor, there: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The two magnitudes of each row, float32 (rows, 2), exact in bfloat16; and which elements have the upper one.
-
-    `there` marks the elements that are not padding.
-    """
+    """The two magnitudes of each row, float32 (rows, 2), exact in bfloat16; and which elements have the upper."""
     sizes = values.abs().double()
     zeros = ((sizes == 0) & there).any(1, keepdim=True)
     middle = _sum(sizes) / there.sum(1, keepdim=True)

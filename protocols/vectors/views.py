@@ -37,10 +37,7 @@ def check_vector(vector: Vector) -> None:
 
 
 class VectorView:
-    """Presents a sequence of vectors as one vector of `size` elements, without copying them.
-
-    Raises `ValueError` for tensors that are not a `Vector`, and for ranges out of bounds.
-    """
+    """Presents vectors as one vector of `size` elements, without copying. `ValueError` for ranges out of bounds."""
 
     def __init__(self, vectors: Sequence[Vector]) -> None:
         for vector in vectors:
@@ -122,10 +119,7 @@ def weighted_mean(contributions: Sequence[Vector], weights: Sequence[float], int
 
 
 def norm(vectors: Sequence[Vector]) -> float:
-    """L2 norm of all elements together, accumulated in float64. Not finite if an element is not.
-
-    Its last digits may differ between machines, so it must not decide bits that peers share.
-    """
+    """L2 norm, accumulated in float64. Its last digits differ between machines: peers must not share them."""
     scratch = torch.empty(_NORM_PIECE, dtype=torch.float64)
     squares = []
     for vector in vectors:
@@ -137,10 +131,7 @@ def norm(vectors: Sequence[Vector]) -> float:
 
 
 def estimated_norm(vector: Vector) -> float:
-    """L2 norm of at most a chunk's elements, in a tenth of the time of `norm`. Not finite if an element is not.
-
-    It is off by less than one percent even if all squares are added one after the other, and usually by a millionth.
-    """
+    """L2 norm of at most a chunk's elements, off by less than one percent, in a tenth of the time of `norm`."""
     square = float(torch.dot(vector, vector))  # float32: very small or large squares would be lost
     return math.sqrt(square) if 1e-20 < square < 1e30 else norm([vector])
 
@@ -166,9 +157,5 @@ def root_of(vectors: Sequence[tuple[int, Sequence[bytes]]]) -> bytes:
 
 
 def root(vectors: Sequence[Vector]) -> bytes:
-    """A hash of 32 bytes over every bit of the vectors, their number and their lengths.
-
-    SHA-256 over a tag, the number of vectors and, for each vector, its size followed by its `chunk_digests`. Numbers
-    are 8 bytes, little-endian.
-    """
+    """SHA-256 over a tag, the number of vectors and, for each, its size followed by its `chunk_digests`."""
     return root_of([(len(vector), chunk_digests(vector)) for vector in vectors])
