@@ -37,8 +37,8 @@ from node.storage.buffers import outer_buffer
 from protocols import wire
 from protocols.aio import loop_time
 from protocols.base import CHUNK_BYTES, Host, PeerId, Settings, Stream
+from protocols.blobs.parts import PartCache
 from protocols.blobs.serving import WantChunk
-from protocols.butterfly.part_cache import PartCache
 from protocols.history.chain import Chain
 from protocols.sync.chain_sync import ChainSync
 from protocols.sync.context import SyncContext

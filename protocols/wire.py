@@ -269,13 +269,6 @@ class PartDone(Header):
 
 
 @dataclass(frozen=True, slots=True)
-class WantPart(Header):
-    """Asks for the reduced part with this digest."""
-
-    digest: bytes = digest()
-
-
-@dataclass(frozen=True, slots=True)
 class Availability(Header):
     """Answers whether the sender has what was asked for; if so, it follows."""
 
@@ -291,9 +284,11 @@ class AdmissionRequest(Header):
     state_root: bytes = digest()
 
 
-_KINDS: dict[int, type[Header]] = dict(
-    enumerate((Opening, Ready, Plan, Contribute, Chunk, Reduced, PartDone, WantPart, Availability, AdmissionRequest))
-)
+_KINDS: dict[int, type[Header]] = {
+    **dict(enumerate((Opening, Ready, Plan, Contribute, Chunk, Reduced, PartDone))),
+    8: Availability,
+    9: AdmissionRequest,
+}
 _NUMBER = {kind: number for number, kind in _KINDS.items()}
 
 

@@ -51,7 +51,7 @@ from protocols.base import (
     Stream,
     Transport,
 )
-from protocols.butterfly.part_cache import PartCache
+from protocols.blobs.parts import PartCache
 from protocols.history.chain import Chain
 from protocols.sync.chain_sync import ChainSync
 from protocols.sync.snapshot import Snapshot, SnapshotBuffer, Snapshots

@@ -289,7 +289,7 @@ class IndependentOuterLoop(OuterLoop):
         mean = AveragingResult(outcome, blamed=blamed, bytes_sent=sent, bytes_received=received)
         idle, seconds = LocalProgress(0, math.nan, 0.0, 0.0), {"train": 0.0, "average": watch.total()}
         done = RoundResult(key, key.lineage, mean, idle, seconds)
-        downloaded, _ = state_sync.take_bytes()
+        downloaded = state_sync.take_bytes()
         return replace(self._report(done, self.key.lineage, wall()), bytes_downloaded=downloaded)
 
     def _nearest(self, donors: Sequence[PeerId]) -> Sequence[PeerId]:

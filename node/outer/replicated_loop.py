@@ -228,9 +228,9 @@ class ReplicatedOuterLoop(OuterLoop):
             async with self._changes():
                 lost_rounds, lost_tokens = await self._adopt(branch, reached)
         blamed, sent, received = sync.accounting.take()
-        downloaded, parts = sync.take_bytes()
+        downloaded = sync.take_bytes()
         outcome = Outcome.SUPERSEDED if reached else Outcome.UNDECIDED
-        mean = AveragingResult(outcome, blamed=blamed, bytes_sent=sent, bytes_received=received + parts)
+        mean = AveragingResult(outcome, blamed=blamed, bytes_sent=sent, bytes_received=received)
         idle, laps = LocalProgress(0, math.nan, 0.0, 0.0), {"train": 0.0, "average": watch.total()}
         done = RoundResult(head.key, head.anchor, mean, idle, laps, finite=reached.finite if reached else True)
         report = self._report(done, self.chain.head.key.lineage, wall())

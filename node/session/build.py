@@ -43,8 +43,7 @@ from node.training.remote import RemoteTrainer
 from node.ui.status_tracker import OuterLoopSources
 from protocols.aio import Gate, task_group
 from protocols.base import ClosingAverager, Host, Layout
-from protocols.butterfly.part_cache import PartCache
-from protocols.butterfly.part_store import LEAST_ROUNDS, PartStore
+from protocols.blobs.parts import LEAST_ROUNDS, PartCache, PartStore
 from protocols.registry import load_averager
 from protocols.sync.chain_sync import ChainSync
 from protocols.sync.independent_sync import IndependentStateSync

@@ -54,6 +54,7 @@ class ReducedPart(PartLayout):
         self.masks: list[int] = []  # of the contributors of each chunk that is in
         self.result: wire.PartDigest | None = None  # digest of the part, once all chunks are in
         self.done: wire.PartDone | None = None  # as the reducer signed it, if the peer that sent it kept that
+        self.digests: tuple[bytes, ...] = ()  # of its chunks, once all of them are in
         self._memory: list[memoryview | None] = [None] * self.chunks
 
     def chunk(self, index: int) -> memoryview:
@@ -68,6 +69,7 @@ class ReducedPart(PartLayout):
 
     def seal(self, digests: Sequence[bytes]) -> wire.PartDigest:
         """Set `result`, from the digests of all chunks and their `masks`, and return it."""
+        self.digests = tuple(digests)
         self.result = part_digest(self.low, self.high, self.masks, digests)
         return self.result
 

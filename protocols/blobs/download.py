@@ -66,13 +66,26 @@ class BlobDownload(ABC):
     at_once: ClassVar = MAX_HOLDERS  # holders asked at a time
 
     def __init__(
-        self, host: Host, accounting: RoundAccounting, name: bytes, chunks: int, silence_seconds: float
+        self,
+        host: Host,
+        accounting: RoundAccounting,
+        *,
+        name: bytes,
+        chunks: int,
+        silence_seconds: float,
+        on_lost: Callable[[PeerId, PeerError | BadPayload], None],
+        on_received: Callable[[int], None],
     ) -> None:
-        """A holder that sends nothing for `silence_seconds` has broken off."""
+        """A holder that sends nothing for `silence_seconds` has broken off.
+
+        `on_lost` is called with a holder that has broken off, or broken a rule; of the latter, `accounting` knows.
+        `on_received` is called with the size of each chunk that arrives, before it is verified.
+        """
         self.name, self.chunks, self.bytes_received, self.holders = name, chunks, 0, 0
         self.brought: dict[PeerId, int] = {}
         self.asked = 0
         self._host, self._accounting, self._silence_seconds = host, accounting, silence_seconds
+        self._on_lost, self._on_received = on_lost, on_received
         self._missing = set(range(chunks))
         self._scheduler = ChunkScheduler((), loop_time)
         self._ready, self._beginning = False, asyncio.Lock()
@@ -99,14 +112,6 @@ class BlobDownload(ABC):
     @abstractmethod
     def put(self, chunk: int, data: memoryview) -> None:
         """Verify and keep a chunk, perhaps for the second time. Raises BadPayload and OSError."""
-
-    @abstractmethod
-    def lost(self, holder: PeerId, error: PeerError | BadPayload) -> None:
-        """A holder has broken off, or broken a rule; of the latter, `accounting` knows."""
-
-    @abstractmethod
-    def received(self, size: int) -> None:
-        """So many bytes of a chunk have arrived, which are not verified."""
 
     # -- all holders --------------------------------------------------------------------------------------------------
 
@@ -183,9 +188,9 @@ class BlobDownload(ABC):
             except NotHere:
                 return
             except BadPayload as error:
-                return self.lost(holder, error)
+                return self._on_lost(holder, error)
             except PeerError as error:
-                self.lost(holder, error)
+                self._on_lost(holder, error)
                 failures, wait_seconds, rate = failures + 1, RETRY_SECONDS, HolderRate()
             else:
                 busy += wait_seconds > 0
@@ -207,6 +212,8 @@ class BlobDownload(ABC):
                 self._ready, self._moved = True, loop_time()
                 self._queue_missing()
                 self._notifier.notify()
+        if self.complete:
+            return 0.0
         self.holders += 1
         try:
             await self._fetch(stream, rate)
@@ -291,7 +298,7 @@ class BlobDownload(ABC):
                 await stream.receive_into(data[start : start + rate.piece_bytes])
             self._moved = loop_time()
         self.bytes_received += size
-        self.received(size)
+        self._on_received(size)
         if not put_off:
             rate.record_time(loop_time() - began)
         return data

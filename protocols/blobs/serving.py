@@ -130,7 +130,7 @@ class BlobServer:
         chunks = len(found.index) // DIGEST_BYTES
         async with progress_timeout(REQUESTER_IDLE_SECONDS, stream, "it receives an index"):
             await stream.send(BlobIndex(chunks, found.note), found.index)
-        for _ in range(2 * chunks):
+        for _ in range(2 * chunks + 1):
             async with peer_timeout(REQUESTER_IDLE_SECONDS, stream.peer, "it asks for a chunk"):
                 asked = wire.expect(await stream.receive(LIMIT), WantChunk).index
             if asked >= chunks:

@@ -16,9 +16,9 @@ from protocols.aio import task_group
 from protocols.allreduce.all_reduce import DATA, BandwidthClaim
 from protocols.allreduce.parts import PartFormat
 from protocols.base import BadPayload, Deadline, Head, Host, PeerId, PeerSilent, RoundKey, Settings, Stream
+from protocols.blobs.parts import PartCache
 from protocols.butterfly.call import Resting
 from protocols.butterfly.coordinator import RoundCoordinator
-from protocols.butterfly.part_cache import PartCache
 from protocols.butterfly.round import Round
 from protocols.butterfly.vote import RoundVote
 from protocols.consensus.messages import MESSAGES, StartBallot, VoteMessage

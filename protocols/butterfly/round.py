@@ -28,15 +28,14 @@ from protocols.base import (
     LocalProgress,
     Member,
     Outcome,
-    PeerError,
     PeerId,
     PeerSilent,
     Settings,
     Stream,
     Vector,
 )
+from protocols.blobs.parts import PartCache, PartDownload
 from protocols.butterfly.call import Resting, RoundStart
-from protocols.butterfly.part_cache import PartCache, fetch_part
 from protocols.butterfly.vote import RoundVote
 from protocols.consensus import record as records
 from protocols.consensus.messages import Certificate, VoteMessage
@@ -278,24 +277,23 @@ class Round:
     async def fetch(
         self, holders: Sequence[PeerId], part: wire.PartDigest, bounds: tuple[int, ...], members: int
     ) -> ReducedPart | None:
-        """Ask one holder of a part after the other, each for at most the time of a ballot.
+        """Fetch a part from its holders, of which each may be silent for the time of a ballot.
 
         Blames a holder of a wrong part. `bounds` are the part's elements [low, high), `members` those of its plan.
         """
-        live, (low, high) = self.live_peers(), bounds
-        for peer in dict.fromkeys(holders):
-            if peer == self.me.peer or peer not in live:
-                continue
-            deadline = self._within(self.vote.patience_seconds)
-            try:
-                held = await fetch_part(self.host, peer, part, self._format.part(low, high, members), deadline)
-                await self.host.compute.run(partial(held.decode, None), 4 * (high - low))
-                return held
-            except BadPayload as error:
+        live, (low, high), patience_seconds = self.live_peers(), bounds, self.vote.patience_seconds
+        asked = [peer for peer in dict.fromkeys(holders) if peer != self.me.peer and peer in live]
+        held = self._format.part(low, high, members)
+        download = PartDownload(self.host, self.accounting, wanted=part, part=held, silence_seconds=patience_seconds)
+        if not await download.run(lambda: asked, self._within(patience_seconds * len(asked))):
+            return None
+        try:
+            await self.host.compute.run(partial(held.decode, None), 4 * (high - low))
+        except BadPayload as error:
+            for peer in download.brought:
                 self.accounting.name(peer, f"refused as a source: {error}")
-            except PeerError:
-                continue
-        return None
+            return None
+        return held
 
     def _blame_double_signer(self, index: int, held: ReducedPart) -> None:
         """Blame a reducer that signed two different results for one part. The signatures prove it."""

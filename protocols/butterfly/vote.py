@@ -19,8 +19,8 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from protocols.aio import Notifier, loop_time
 from protocols.allreduce.plan import BUDGET_FLOOR_SECONDS, ResolvedPlan
 from protocols.base import BadPayload, Deadline, Head, Member, PeerId, Settings, Signer
+from protocols.blobs.parts import PartCache
 from protocols.butterfly.call import RestingMembers
-from protocols.butterfly.part_cache import PartCache
 from protocols.consensus import record as records
 from protocols.consensus.messages import (
     Accept,

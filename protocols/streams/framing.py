@@ -24,7 +24,6 @@ BULK_METHODS = frozenset(
         "starling/moshpit/part/1",
         "starling/parameter-server-async/1",
         "starling/parameter-server/1",
-        "starling/parts/1",
         "starling/push-sum/share/1",
         "starling/ring/1",
         "starling/stage-outer/1",
@@ -34,7 +33,7 @@ BULK_METHODS = frozenset(
 )
 """The methods whose streams carry vectors and states: a node may send them another way than the small messages."""
 
-CATCH_UP_METHODS = frozenset({"starling/blobs/1", "starling/parts/1", "starling/sync/1"})
+CATCH_UP_METHODS = frozenset({"starling/blobs/1", "starling/sync/1"})
 """Of these, the methods by which peers fetch what they missed: no round waits for them."""
 
 _LENGTH_BYTES = 4

@@ -14,8 +14,7 @@ from functools import reduce
 
 from protocols.aio import loop_time, task_group
 from protocols.base import BadPayload, Deadline, Header, Host, PeerGone, PeerId, RoundKey, Settings, Stream
-from protocols.blobs.serving import BlobServer
-from protocols.butterfly.part_cache import PartCache
+from protocols.blobs.parts import PartCache
 from protocols.consensus import record as records
 from protocols.history.chain import Chain
 from protocols.history.fork_choice import Branch, ForkChoice
@@ -64,7 +63,7 @@ class ChainSync(SyncServiceBase[HeadAnnouncement]):
         peer's was found and verified.
         """
         context = SyncContext(host, settings, snapshots, hints, chain)
-        super().__init__(context, HeadAnnouncement, lambda: chain.head.key, BlobServer(host, part_cache.gate))
+        super().__init__(context, HeadAnnouncement, lambda: chain.head.key, part_cache.blobs)
         snapshots.is_replayable = self._has_rounds_since
         self.rules = ForkChoice(context.me, host.signer, settings.quorum, settings.fork_peers)
         self.fetcher, self.stranded = StateFetcher(context, part_cache), False

@@ -74,9 +74,7 @@ class SyncPeers:
 class SyncContext:
     """Shared by a sync service and its parts.
 
-    `snapshots` are those that this peer serves; they also allocate buffers for those that it fetches. `snapshot_bytes`
-    and `part_bytes` are what was fetched since `take_bytes`: bytes of snapshots, bad and duplicate chunks included, and
-    encoded bytes of the parts of means.
+    `snapshots` are those that this peer serves; they also allocate buffers for those that it fetches.
     """
 
     def __init__(
@@ -92,7 +90,7 @@ class SyncContext:
         self.me, self.elements = Member(host.me, settings.incarnation), sum(settings.elements)
         self.peers = SyncPeers(host.me, host.members, chain, hints)
         self.accounting, self.sync_progress = RoundAccounting(), SyncProgress(loop_time)
-        self.snapshot_bytes = self.part_bytes = 0
+        self.snapshot_bytes = 0  # fetched since `take_bytes`, bad and duplicate chunks included
         self.say: Callable[[str], None] = lambda line: None  # shows a line to the operator
 
     @asynccontextmanager
@@ -100,9 +98,3 @@ class SyncContext:
         """Open a stream to a peer. Its bytes are counted, and a peer that breaks a rule is reported."""
         async with self.host.transport.open(peer, method, deadline) as stream, self.accounting.counting(stream):
             yield stream
-
-    def take_bytes(self) -> tuple[int, int]:
-        """Bytes of snapshots, and of parts, fetched since the last call."""
-        taken = self.snapshot_bytes, self.part_bytes
-        self.snapshot_bytes = self.part_bytes = 0
-        return taken

@@ -57,9 +57,10 @@ class SyncServiceBase(ABC, Generic[A]):
         """Set the function that shows the operator a line, if catching up gets no closer."""
         self._context.say = say
 
-    def take_bytes(self) -> tuple[int, int]:
-        """Bytes of snapshots, and of parts, fetched since the last call."""
-        return self._context.take_bytes()
+    def take_bytes(self) -> int:
+        """Bytes of snapshots fetched since the last call."""
+        taken, self._context.snapshot_bytes = self._context.snapshot_bytes, 0
+        return taken
 
     @abstractmethod
     def _announcement(self) -> A:

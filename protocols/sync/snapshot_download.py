@@ -27,7 +27,15 @@ class SnapshotDownload(BlobDownload):
 
     def __init__(self, context: SyncContext, at: Head) -> None:
         chunks = 2 * chunk_count(context.elements)
-        super().__init__(context.host, context.accounting, at.key.lineage, chunks, SILENCE_SECONDS)
+        super().__init__(
+            context.host,
+            context.accounting,
+            name=at.key.lineage,
+            chunks=chunks,
+            silence_seconds=SILENCE_SECONDS,
+            on_lost=self._name_lost,
+            on_received=context.sync_progress.record_arrival,
+        )
         self.at, self._context = at, context
         self._snapshot: Snapshot | None = None
 
@@ -70,9 +78,6 @@ class SnapshotDownload(BlobDownload):
             raise BadPayload(f"chunk {chunk} of a snapshot with another digest than its index has")
         self._snapshot.put(chunk, data)
 
-    def lost(self, holder: PeerId, error: PeerError | BadPayload) -> None:
+    def _name_lost(self, donor: PeerId, error: PeerError | BadPayload) -> None:
         if isinstance(error, PeerError):
-            self._context.accounting.name(holder, f"lost as a donor: {error.why}")
-
-    def received(self, size: int) -> None:
-        self._context.sync_progress.record_arrival(size)
+            self._context.accounting.name(donor, f"lost as a donor: {error.why}")

@@ -2,24 +2,34 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 
+from protocols import wire
 from protocols.aio import loop_time, task_group
-from protocols.allreduce.parts import ReducedPart
-from protocols.base import Deadline, Head, PeerError, PeerId, Vector
-from protocols.blobs.download import NotHere, shown_index
+from protocols.allreduce.parts import PartFormat, ReducedPart
+from protocols.base import BadPayload, Deadline, Head, PeerError, PeerGone, PeerId, StoppedHere, Vector
+from protocols.blobs.download import MAX_HOLDERS, NotHere, shown_index
+from protocols.blobs.parts import PartCache, PartDownload
 from protocols.blobs.serving import BLOBS, Busy
-from protocols.butterfly.part_cache import PartCache
 from protocols.history.chain import UNSETTLED, Chain, DecidedRound
+from protocols.peers.estimates import RecentDict
 from protocols.sync.context import SyncContext
 from protocols.sync.progress import CatchUpTrend
-from protocols.sync.round_replayer import RoundReplayer
 from protocols.sync.snapshot import Snapshot, SnapshotIndex
 from protocols.sync.snapshot_download import SILENCE_SECONDS, SnapshotDownload, StateUnavailable
-from protocols.vectors.views import chunk_count
+from protocols.vectors.codec import codec
+from protocols.vectors.views import VectorView, chunk_count
 
+PARTS_AT_ONCE = 4
+"""Parts of a round that are fetched concurrently."""
+PART_SECONDS = 20.0
+"""A source of a part that sends nothing for this long has stalled."""
+MAX_FAILURES = 64
+"""Limit of sources whose failures are counted."""
 INDEX_SECONDS = 10.0
 """Time for former members to show which state they hold."""
 MAX_FAILED = 16
@@ -32,7 +42,9 @@ class StateFetcher:
 
     def __init__(self, context: SyncContext, part_cache: PartCache) -> None:
         self.sync_progress, self.trend = context.sync_progress, CatchUpTrend()
-        self._context, self._replayer = context, RoundReplayer(context, part_cache)
+        self._context, self._part_cache = context, part_cache
+        self._format = PartFormat.of(context.settings, codec(context.settings.codec), part_cache.pool)
+        self._failures: RecentDict[PeerId, int] = RecentDict(MAX_FAILURES)  # of sources of parts
         self._begun: SnapshotDownload | None = None
         self._failed: set[bytes] = set()  # roots whose state no former member sent
 
@@ -42,24 +54,73 @@ class StateFetcher:
 
     # -- means --------------------------------------------------------------------------------------------------------
 
+    @property
+    def mean_bytes(self) -> int:
+        """Approximate bytes to fetch for the mean of one round, if its members were those that are live now."""
+        members = len(self._context.host.members.live())
+        return self._format.codec.reduced(members).encoded_bytes(self._context.elements)
+
     async def parts(self, link: DecidedRound, deadline: Deadline) -> list[ReducedPart]:
-        """Fetch the parts of the mean of a verified round that has one. Raises `StateUnavailable`."""
+        """Get the parts of the mean of a verified round that has one. Raises `StateUnavailable`."""
+        record, turn = link.record, asyncio.Semaphore(PARTS_AT_ONCE)
         voters = [vote.voter.peer for vote in link.certificate.votes]  # each of them held all parts when it voted
         sources = self._context.peers.others(voters, self._context.peers.all_contacts())
         live = {member.peer for member in self._context.host.members.live()}
         sources = [peer for peer in sources if peer in live] or sources  # waiting for a silent peer takes time
-        return await self._replayer.parts(link.record, sources, deadline)
+        if not record.tiles(self._context.elements):
+            raise StateUnavailable(f"the record of round {record.round} has parts that do not make up its mean")
+
+        async def one(place: int, wanted: wire.PartDigest) -> ReducedPart:
+            low, high = record.bounds[place : place + 2]
+            part, first = self._format.part(low, high, len(record.peers)), place % max(1, len(sources))
+            if sum(run.count for run in wanted.runs) != part.chunks:
+                raise StateUnavailable("the record has a part whose number of chunks does not fit its elements")
+            async with turn:
+                return await self._part(wanted, part, (*sources[first:], *sources[:first]), deadline)
+
+        async with task_group() as group:
+            jobs = [
+                group.create_task(one(place, wanted))
+                for place, wanted in enumerate(record.parts)
+                if record.bounds[place] < record.bounds[place + 1]
+            ]
+        return [job.result() for job in jobs]
+
+    async def _part(
+        self, wanted: wire.PartDigest, empty: ReducedPart, sources: Sequence[PeerId], deadline: Deadline
+    ) -> ReducedPart:
+        if held := await self._part_cache.load(wanted.digest):
+            return held
+        order = sorted(sources, key=lambda peer: self._failures.get(peer, 0))[:MAX_HOLDERS]
+        download = PartDownload(
+            self._context.host,
+            self._context.accounting,
+            wanted=wanted,
+            part=empty,
+            silence_seconds=PART_SECONDS,
+            on_lost=self._count_failure,
+            on_received=self.sync_progress.record_arrival,
+        )
+        if not await download.run(lambda: order, deadline):
+            raise StateUnavailable(f"none of {len(order)} peers asked has a part that is needed")
+        return empty
+
+    def _count_failure(self, source: PeerId, error: PeerError | BadPayload) -> None:
+        """Name a source that is lost, unless it was gone already, and ask it last from now on."""
+        if isinstance(error, (PeerGone, StoppedHere)):
+            return
+        if isinstance(error, PeerError):
+            self._context.accounting.name(source, f"lost as a source: {error.why}")
+        self._failures[source] = self._failures.get(source, 0) + 1
 
     async def decode(self, parts: Sequence[ReducedPart], into: Vector) -> None:
-        """Decode the mean that these parts form, float32 (n), into `into`, which is undefined if `StateUnavailable` is
-        raised.
-        """
-        await self._replayer.decode(parts, into)
-
-    @property
-    def mean_bytes(self) -> int:
-        """Approximate cost of fetching the mean of one round, in bytes."""
-        return self._replayer.mean_bytes
+        """Decode the mean that these parts form, float32 (n). If it raises `StateUnavailable`, `into` is undefined."""
+        target = VectorView([into])
+        for part in parts:
+            try:
+                await self._context.host.compute.run(partial(part.decode, target), 4 * (part.high - part.low))
+            except BadPayload as error:  # a quorum signed it, so the peer that sent it is not to blame
+                raise StateUnavailable(f"a decided part does not decode: {error}") from None
 
     # -- snapshots ----------------------------------------------------------------------------------------------------
 

@@ -9,13 +9,14 @@ import torch
 
 from protocols.allreduce.parts import ReducedPart
 from protocols.base import BadPayload, Deadline, PeerGone, PeerSilent
-from protocols.butterfly.part_cache import PartCache, fetch_part
+from protocols.blobs.parts import PartCache
 from protocols.registry import CHUNK_ELEMENTS
 from protocols.vectors.codec import codec
 from protocols.vectors.views import VectorView
 from tests.conformance.hosts import Network, host
 from tests.conformance.worlds import Peers, World, in_each_world, soon
 from tests.support.long import long
+from tests.support.parts import fetch_part
 from tests.support.sync_cluster import SyncCluster
 
 ELEMENTS = 4 * CHUNK_ELEMENTS + 12_345
@@ -39,7 +40,7 @@ def made_part() -> tuple[ReducedPart, torch.Tensor]:
 async def fetched_until(deadline: Deadline, peers: Peers, part: ReducedPart) -> ReducedPart:
     assert part.result
     empty = ReducedPart(part.codec, *SPAN)
-    return await fetch_part(host(peers, 0), peers.transports[1].me, part.result, empty, deadline)
+    return await fetch_part(host(peers, 0), peers.transports[1].me, part.result, empty, deadline, silence=0.4)
 
 
 async def fetched(peers: Peers, part: ReducedPart) -> ReducedPart:

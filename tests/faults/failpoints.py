@@ -27,7 +27,6 @@ from node.storage.journal import Journal
 from node.training.remote import RemoteTrainer
 from protocols.base import Buffer, Header, LocalProgress, RoundKey, Stream, Transport, Vector
 from protocols.blobs.serving import BLOBS
-from protocols.butterfly.part_cache import PARTS
 from protocols.sync.requests import SYNC
 from tests.faults.wrapped import WrappedTransport
 
@@ -120,7 +119,7 @@ class FailpointTransport(WrappedTransport):
         self._trace = trace
 
     def wrapped(self, method: str, stream: Stream) -> Stream:
-        where = {SYNC: "sync: ", BLOBS: "blobs: ", PARTS: "parts: "}.get(method, "")
+        where = {SYNC: "sync: ", BLOBS: "blobs: "}.get(method, "")
         return cast(Stream, FailpointStream(self._trace, stream, where))
 
 

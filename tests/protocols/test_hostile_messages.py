@@ -45,7 +45,7 @@ SENT: dict[str, tuple[type[Header], ...]] = {
     "moshpit": (PositionAnnouncement, Plan, *DATA),
     "gossip": (ExchangeRequest, ExchangeReply, Chunk, StateReceived),
     "push_sum": (PushShare, Chunk, ShareStatus),
-    "sync": (HeadAnnouncement, Certificates, Certificate, BlobIndex, Availability, Reduced, PartDone),
+    "sync": (HeadAnnouncement, Certificates, Certificate, BlobIndex, Chunk),
     "membership": (Hello, Welcome, Heartbeat),
 }
 """What a peer of each world sends until its round is decided."""

@@ -23,7 +23,7 @@ from node.tasks.paced import Paced
 from node.training.trainer import Learner
 from protocols.aio import task_group
 from protocols.base import Host, Member, PeerId, Settings, Trainer
-from protocols.butterfly.part_cache import PartCache
+from protocols.blobs.parts import PartCache
 from protocols.history.chain import Chain
 from protocols.registry import load_averager
 from protocols.sync.chain_sync import ChainSync

@@ -28,7 +28,7 @@ from node.tasks.paced import Paced
 from node.ui.status_tracker import OuterLoopSources, StatusTracker
 from protocols.aio import run_with_helper
 from protocols.base import Deadline, Host, Member, PeerId, RoundKey, Settings
-from protocols.butterfly.part_cache import PartCache
+from protocols.blobs.parts import PartCache
 from protocols.history.chain import Chain
 from protocols.registry import load_averager
 from protocols.sync.chain_sync import ChainSync

@@ -26,8 +26,7 @@ from protocols.base import (
     Settings,
     Vector,
 )
-from protocols.butterfly.part_cache import PartCache
-from protocols.butterfly.part_store import PartStore
+from protocols.blobs.parts import PartCache, PartStore
 from protocols.consensus.record import Kind, Record
 from protocols.history.chain import UNSETTLED, Chain, DecidedRound, follow
 from protocols.history.fork_choice import Branch

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 
-from protocols import wire
 from protocols.allreduce.parts import ReducedPart
 from protocols.allreduce.reducer import Reducer
 from protocols.base import (
@@ -30,8 +29,8 @@ from protocols.base import (
     StaticMembers,
     Vector,
 )
+from protocols.blobs.serving import BLOBS, WantBlob
 from protocols.butterfly.averager import CONTROL, Butterfly
-from protocols.butterfly.part_cache import PARTS, fetch_part
 from protocols.butterfly.round import Round
 from protocols.consensus import record as records
 from protocols.consensus.messages import Propose
@@ -47,6 +46,7 @@ from tests.sim.network import Node, SimNetwork
 from tests.sim.pipe import SimPipe
 from tests.sim.trace import Trace
 from tests.support.example_vectors import equal_norm_vectors
+from tests.support.parts import fetch_part
 from tests.support.simulated import simulated
 
 STALE = 7.0
@@ -145,9 +145,9 @@ async def test_non_members_cannot_hold_part_streams(group: ButterflyGroup) -> No
 
     async def stays(host: Host, asks: bool) -> None:
         with suppress(PeerError):
-            async with host.transport.open(me, PARTS, asyncio.get_running_loop().time() + 1e5) as stream:
+            async with host.transport.open(me, BLOBS, asyncio.get_running_loop().time() + 1e5) as stream:
                 if asks:
-                    await stream.send(wire.WantPart(wanted.digest))
+                    await stream.send(WantBlob(wanted.digest))
                 await asyncio.sleep(1e5)
 
     async def streams(asks: bool, count: int, *hosts: Host) -> list[int]:

@@ -101,7 +101,7 @@ async def test_newcomer_fetches_newest_state_or_that_of_named_donor(donors: Dono
     snapshot = await donors.fetch()
     assert (value_of(snapshot), snapshot.round) == (2.0, 4)
     assert snapshot.lineage == snapshot.index.state_root(4)
-    assert donors.newcomer.take_bytes() == (8 * ELEMENTS, 0) and donors.newcomer.take_bytes() == (0, 0)
+    assert donors.newcomer.take_bytes() == 8 * ELEMENTS and donors.newcomer.take_bytes() == 0
     assert value_of(await donors.fetch("anna")) == 1.0, "a fetch may name its donor"
 
 

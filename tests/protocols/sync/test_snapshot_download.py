@@ -14,9 +14,10 @@ from node.reporting.report import RoundReport
 from protocols import wire
 from protocols.base import SLOWEST_BYTES_PER_SECOND, Buffer, Header, PeerId
 from protocols.blobs.download import STALL_SECONDS
-from protocols.blobs.serving import PUT_OFF_SECONDS, Busy
+from protocols.blobs.serving import PUT_OFF_SECONDS, BlobIndex, Busy
 from protocols.streams.framing import FramedStream
 from protocols.sync.snapshot import LEND_SECONDS, MAX_PAUSES, MemoryBuffer, Snapshot
+from protocols.vectors.views import chunk_count
 from tests.support import checkpoints as saved
 from tests.support.disguises import late
 from tests.support.simulated import simulated
@@ -71,9 +72,12 @@ async def caught_up(peer: SyncPeer, goal: SyncPeer, passes: int = 10) -> list[Ro
 def chunks_from(peer: SyncPeer) -> list[float]:
     """The times at which the peer sends a chunk of a snapshot, from now on."""
     sent: list[float] = []
+    streams: list[FramedStream] = []  # those of snapshots, not of parts
 
     async def count(stream: FramedStream, header: Header, payload: Buffer) -> None:
-        if isinstance(header, wire.Chunk):
+        if isinstance(header, BlobIndex) and header.chunks == 2 * chunk_count(peer.swarm.elements):
+            streams.append(stream)
+        if isinstance(header, wire.Chunk) and stream in streams:
             sent.append(now())
         await stream.send(header, payload)
 

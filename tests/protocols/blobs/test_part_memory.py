@@ -9,9 +9,10 @@ from collections.abc import Iterator
 import pytest
 
 from protocols import wire
-from protocols.allreduce.parts import ReducedPart, chunk_digest, part_digest
+from protocols.allreduce.parts import ReducedPart, chunk_digest
 from protocols.base import Stream
-from protocols.butterfly.part_cache import PARTS, PartCache
+from protocols.blobs.parts import PartCache
+from protocols.blobs.serving import BLOBS, BlobIndex, WantBlob, WantChunk
 from tests.sim import pipe
 from tests.sim.scenario_runner import ScenarioRunner, ScenarioSetup
 from tests.support.simulated import simulated
@@ -33,12 +34,11 @@ def parts_of(part_cache: PartCache) -> Iterator[ReducedPart]:
     return (part for parts in part_cache._parts.values() for part in parts.values() if part.chunks)
 
 
-async def next_chunk(stream: Stream) -> tuple[int, bytes]:
-    """Mask and content of the next chunk."""
-    header = wire.expect(await stream.receive(HEADER_LIMIT), wire.Reduced)
+async def next_chunk(stream: Stream) -> bytes:
+    header = wire.expect(await stream.receive(HEADER_LIMIT), wire.Chunk)
     data = bytearray(header.size)
     await stream.receive_into(memoryview(data))
-    return header.mask, bytes(data)
+    return bytes(data)
 
 
 @simulated(ScenarioRunner, two_rounds_in_memory)
@@ -47,17 +47,19 @@ async def test_served_part_keeps_its_bytes_for_rounds(world: ScenarioRunner, nar
     part_cache = world.averager("p0").part_cache
     part = next(parts_of(part_cache))
     assert part.result
-    wanted, span, chunks = part.result.digest, (part.low, part.high), part.chunks
+    wanted, masks, digests, chunks = part.result.digest, part.masks, part.digests, part.chunks
     del part
-    async with world.join("zoe").transport.open("p0", PARTS, world.now + 60.0) as stream:
-        await stream.send(wire.WantPart(wanted))
-        assert wire.expect(await stream.receive(HEADER_LIMIT), wire.Availability).here
+    async with world.join("zoe").transport.open("p0", BLOBS, world.now + 60.0) as stream:
+        await stream.send(WantBlob(wanted))
+        assert wire.expect(await stream.receive(HEADER_LIMIT), BlobIndex).chunks == chunks
+        await stream.receive_into(memoryview(bytearray(32 * chunks)))
+        for index in range(chunks):
+            await stream.send(WantChunk(index))
         received = [await next_chunk(stream)]
         await world.rounds(4, world.peers)
         assert wanted not in part_cache, "the peer itself needs it no more"
         received += [await next_chunk(stream) for _ in range(chunks - 1)]
-    digests = [chunk_digest(mask, data) for mask, data in received]
-    assert part_digest(*span, [mask for mask, _ in received], digests).digest == wanted
+    assert tuple(map(chunk_digest, masks, received)) == digests
 
 
 @simulated(ScenarioRunner, two_rounds_in_memory)

@@ -16,7 +16,7 @@ from node.storage.buffers import ScratchFile
 from protocols.aio import Gate
 from protocols.allreduce.parts import ReducedPart
 from protocols.base import Buffer
-from protocols.butterfly.part_store import GIVE_WAY_SECONDS, PartStore
+from protocols.blobs.parts import GIVE_WAY_SECONDS, PartStore
 from protocols.sync.snapshot import MemoryBuffer
 from protocols.vectors.codec import codec
 from tests.sim.host import SimCompute
