@@ -53,7 +53,6 @@ class ActivitySwitch:
             self._announce(activity)
 
     def wake(self) -> None:
-        """Have `until` look at its condition again."""
         self._changed.notify()
 
     async def until(self, condition: Callable[[], bool]) -> None:

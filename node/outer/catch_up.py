@@ -106,7 +106,6 @@ class CatchUp:
         return await self._replay(snapshot, snapshot.lineage, snapshot)
 
     async def _from_former(self) -> CatchUpResult:
-        """The last resort: see `StateFetcher.from_former`."""
         self.fetcher.sync_progress.begin(0, self.fetcher.mean_bytes)
         snapshot = await self.fetcher.from_former(self.chain, self._until())
         return CatchUpResult(await self._copy(snapshot), 0, True, snapshot)

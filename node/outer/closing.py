@@ -33,8 +33,6 @@ SKETCH_SECONDS = 3.0
 
 @dataclass(slots=True)
 class ClosingResult:
-    """Result of the closing exchanges."""
-
     # includes the exchanges that others began with this peer while it waited
     mean: AveragingResult = field(default_factory=lambda: AveragingResult(Outcome.SKIPPED))
     exchanges: int = 0  # this peer's own that took effect
@@ -44,7 +42,6 @@ class ClosingResult:
     sketches: Mapping[PeerId, Sketch | None] = field(default_factory=dict)
 
     def follows(self, last: AveragingResult) -> AveragingResult:
-        """Merge these exchanges into the last round's mean."""
         sent, received = last.bytes_sent + self.mean.bytes_sent, last.bytes_received + self.mean.bytes_received
         both = joined(replace(last, bytes_sent=sent, bytes_received=received), self.mean.contributions)
         return replace(both, blamed=(*last.blamed, *self.mean.blamed))
@@ -62,7 +59,6 @@ class ClosingPhase:
         return round_number >= self._run_rounds and bool(self.rounds())
 
     def behind(self) -> tuple[PeerId, ...]:
-        """Peers that have not reached the end of the run."""
         return tuple(peer for peer, number in self.rounds().items() if number < self._run_rounds)
 
     async def run(

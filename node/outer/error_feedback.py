@@ -71,7 +71,7 @@ class ErrorFeedback:
 
     @property
     def bytes(self) -> int:
-        """Approximate size of the file that `save` writes."""
+        """Approximate size of the file."""
         return 4 * len(self.residual)
 
     async def save(self, path: Path) -> None:
@@ -79,7 +79,7 @@ class ErrorFeedback:
         await self._compute.run(lambda: tensors.write(path, {_NAME: self.residual}, _ABOUT), 2 * self.bytes)
 
     async def load(self, path: Path | None) -> None:
-        """Load the residual of an earlier incarnation; zero if there is none, or it cannot be read."""
+        """Load the residual of an earlier incarnation; zero if that cannot be read."""
         self.forget()
         if path is None:
             return

@@ -78,8 +78,8 @@ class IndependentOuterLoop(OuterLoop):
         deps: OuterLoopDeps,
         options: IndependentOptions = IndependentOptions(),
     ) -> None:
-        """With SGD the peer averages states after its step; NoLoCo's step includes the averaging. The trainer must
-        hold the anchor.
+        """NoLoCo's step includes the averaging; with SGD, states are averaged after it. The trainer must hold the
+        anchor.
         """
         super().__init__(averager.me, optimizer, deps)
         self.chain, self.averager, self._options = chain, averager, options
@@ -96,7 +96,6 @@ class IndependentOuterLoop(OuterLoop):
 
     @property
     def key(self) -> RoundKey:
-        """Key of the next round: this peer's own round number, and as lineage the root of its state."""
         return self.chain.key
 
     @property
@@ -128,7 +127,6 @@ class IndependentOuterLoop(OuterLoop):
         return report.outcome != Outcome.SUPERSEDED
 
     async def settle(self) -> None:
-        """Compute the root of the state, from which the next round starts, and keep a snapshot if one is due."""
         async with self._changes():
             await self._settle()
 
@@ -158,10 +156,7 @@ class IndependentOuterLoop(OuterLoop):
     # -- a round ------------------------------------------------------------------------------------------------------
 
     async def run_round(self, wall: Callable[[], float]) -> RoundReport:
-        """Train, step, average with the partners of this round, and report.
-
-        Without partners, the state after this peer's own step is the next state.
-        """
+        """Train, step, average with the partners of this round (or keep this peer's own step), and report."""
         key, watch, mixing = self.key, LapTimer(), self._mixing
         self._begin_round(key.lineage)
         async with self._changes():
@@ -186,9 +181,6 @@ class IndependentOuterLoop(OuterLoop):
     async def _step_and_average(
         self, session: IndependentSession, work: LocalProgress, key: RoundKey
     ) -> tuple[AveragingResult, LocalProgress]:
-        """Have the mixing strategy take the outer step and average with the partners. Also returns the work as it was
-        offered.
-        """
         self._show_progress("averaging", work)
         mean, work = await self._mixing.mix(session, work, lambda work: self._offered(work, key.lineage), key.round)
         self._offer_again = lambda: None
@@ -229,8 +221,8 @@ class IndependentOuterLoop(OuterLoop):
     def _set_limit(self, mean: AveragingResult, work: LocalProgress, watch: LapTimer) -> None:
         """Set how long the next round may take.
 
-        Only complete rounds count, not those that others cut short. Otherwise the limit of a peer that joins at the end
-        of a round would be too short to average in any of the following rounds.
+        Only complete rounds count, not those that others cut short: a peer that joins at the end of a round would have
+        too little time to average in all rounds after it.
         """
         if mean.outcome is Outcome.COMMITTED and work.complete and not self._rested:
             self._learn_limit(watch)
@@ -300,7 +292,7 @@ class IndependentOuterLoop(OuterLoop):
         )  # donors without a sketch last, the newest state first
 
     def _keep_fetched(self, snapshot: Snapshot) -> None:
-        """Keep a fetched snapshot, which other peers may fetch too, and drop the snapshots of the previous state."""
+        """Keep a fetched snapshot, which other peers may fetch too, and drop those of the previous state."""
         if self._snapshots:
             for each in self._snapshots.held():
                 self._snapshots.drop(each)

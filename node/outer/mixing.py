@@ -53,7 +53,6 @@ class MixingStrategy(ABC):
         self._delta = torch.empty_like(state.anchor)
 
     async def begin(self) -> None:
-        """Write the state to the trainer, for the next round."""
         await self._trainer.write(self._state.anchor)
         await self._compute.run(lambda: self._origin.copy_(self._state.anchor), 8 * len(self._origin))
 
@@ -206,7 +205,7 @@ class PullMixing(MixingStrategy):
         return (mean if whole else replace(mean, blamed=(*mean.blamed, PeerFault(self._me, NOWHERE)))), work
 
     async def _contribute(self, work: LocalProgress) -> bool:
-        """Compute the contribution into `_delta`. Returns whether it is finite. Without work, Δ is zero."""
+        """Compute the contribution into `_delta`; Δ is zero without work. Returns whether it is finite."""
         if work.tokens:
             await self._read()
         else:
@@ -239,5 +238,4 @@ class PullMixing(MixingStrategy):
 
 
 def nothing_of(work: LocalProgress) -> LocalProgress:
-    """The work without its tokens, for a step that was not finite."""
     return replace(work, tokens=0, norm=0.0)

@@ -93,12 +93,10 @@ class OuterLoop:
 
     @property
     def anchor(self) -> Vector:
-        """Outer parameters θ, float32 (n)."""
         return self.state.anchor
 
     @property
     def velocity(self) -> Vector:
-        """Outer momentum m, float32 (n)."""
         return self.state.velocity
 
     def waiting_for(self) -> Sequence[PeerId]:
@@ -114,7 +112,7 @@ class OuterLoop:
         await self.trainer.write(self.anchor)
 
     async def _keep(self, snapshots: Snapshots, key: RoundKey) -> None:
-        """Keep the state as it stands, before the round of this key, if it is not kept yet."""
+        """Keep the state before the round of this key, if it is not kept yet."""
         if snapshots.get(key.lineage):
             return
         if self._checkpoints:
@@ -154,9 +152,8 @@ class OuterLoop:
         self.activity.wake()
 
     async def stay_away(self, until: Callable[[], bool]) -> None:
-        """Be away until a condition holds or this peer leaves, outside of any round.
-
-        If that is what was asked for, the worker ends, once there is a checkpoint.
+        """Be away until a condition holds or this peer leaves. If that was asked for, the worker ends after a
+        checkpoint.
         """
         activity = self.activity
         activity.released = False
@@ -171,9 +168,8 @@ class OuterLoop:
         activity.tell(min(activity.wanted, Activity.REST))
 
     async def keep(self) -> None:
-        """Write a checkpoint of the state that the present round begins from, if this peer writes checkpoints.
-
-        It may be called at any time, and waits while the state changes.
+        """Write a checkpoint of the state that the present round begins from, at any time; waits while the state
+        changes.
         """
         raise NotImplementedError
 
@@ -227,7 +223,6 @@ class OuterLoop:
         self._limit_seconds = max(ROUND_LIMIT_FLOOR_SECONDS, ROUND_LIMIT_MULTIPLE * watch.total())
 
     def _report(self, done: RoundResult, lineage: bytes, time: float) -> RoundReport:
-        """The report of a round, after which this peer stands at `lineage`; `time` is that of the wall clock."""
         me, key, mean, anchor = self.me, done.key, done.mean, done.anchor.hex()
         trained_tokens, trained_seconds = self._trained.take()
         known = mean.contributions if self.SHARES_ANCHOR else {me.peer}  # else a state comes without its lineage

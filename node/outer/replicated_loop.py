@@ -51,7 +51,6 @@ class ReplicatedOuterLoop(OuterLoop):
         deps: OuterLoopDeps,
         feedback: ErrorFeedback | None = None,
     ) -> None:
-        """`feedback` is for a codec that needs error feedback."""
         super().__init__(averager.me, optimizer, deps)
         self.chain, self.averager, self.feedback = chain, averager, feedback
         self._delta, self._mean = torch.empty_like(deps.anchor), torch.empty_like(deps.anchor)
@@ -62,21 +61,19 @@ class ReplicatedOuterLoop(OuterLoop):
         self._counted.update(list(counted.items())[-KEEP_COUNTED:])
 
     async def settle(self) -> None:
-        """Compute the state root of the outer state as it stands."""
         async with self._changes():
             await self.state.hash()
             await self._settled()
 
     async def _settled(self) -> None:
-        """Set the head's state root from the hashed state, and keep a snapshot if one is due."""
+        """Set the head's state root, and keep a snapshot if one is due."""
         key = self.chain.head.key
         self.chain.settle(self.state.root(key.round))
         if self._snapshots and key.round % self._snapshots.every_rounds == 0:
             await self._keep_head(self._snapshots)
 
     async def _keep_head(self, snapshots: Snapshots) -> None:
-        """Keep the state as it stands, if it is the head's."""
-        if not self.lacks_state:
+        if not self.chain.lacks_state:
             await self._keep(snapshots, self.chain.head.key)
 
     async def keep(self) -> None:
@@ -98,11 +95,6 @@ class ReplicatedOuterLoop(OuterLoop):
     def took_part(self, report: RoundReport) -> bool:
         """Whether this peer took part in the round: it did not only observe it, and the round was not skipped."""
         return report.peer in report.peers
-
-    @property
-    def lacks_state(self) -> bool:
-        """Whether this peer is known not to hold the head's state, as a joiner before it has caught up."""
-        return self.chain.lacks_state
 
     # -- a round ------------------------------------------------------------------------------------------------------
 
@@ -128,9 +120,7 @@ class ReplicatedOuterLoop(OuterLoop):
     async def _average(
         self, session: AveragingSession, work: LocalProgress, state_root: bytes
     ) -> tuple[AveragingResult, LocalProgress]:
-        """Send the pseudo-gradient, and receive the members' mean of it into `_mean`. Also returns the work as it was
-        offered.
-        """
+        """Receive the members' mean of the pseudo-gradients into `_mean`. Also returns the work as it was offered."""
         self._show_progress("averaging", work)
         await self._read_pseudo_gradient(work)
         sent = await self.feedback.outgoing(self._delta) if self.feedback else self._delta
@@ -153,8 +143,7 @@ class ReplicatedOuterLoop(OuterLoop):
     async def _step(self, head: Head, done: RoundResult, one_step: bool) -> RoundResult:
         """Apply the decision of a round: extend the chain, and take the outer step if the round has a mean.
 
-        Without a decision, chain and state stay as they are, and the training continues. `one_step` says that the
-        worker took only one step: the first offer was empty, and the second covered all work.
+        `one_step`: the worker took only one step, so that the first offer was empty and the second covered all work.
         """
         mean, me = done.mean, self.me
         certificate, record = mean.certificate, mean.record
@@ -219,7 +208,7 @@ class ReplicatedOuterLoop(OuterLoop):
         if branch:
             chain.switch(branch.ancestor.key.lineage, branch.links)
         reached = None
-        if branch or self.lacks_state:
+        if branch or self.chain.lacks_state:
             held = self._snapshots.held() if self._snapshots else ()
             attempt = CatchUp(sync.fetcher, chain, self.state, head.key.lineage, held, self._mean, deadline)
             reached = await self.activity.unless(lambda: self.may_be_away, attempt.run())

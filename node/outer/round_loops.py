@@ -73,7 +73,7 @@ async def run_independent_rounds(
 ) -> AsyncIterator[RoundReport]:
     """Run rounds with independent state. A joiner, or a peer that has drifted too far, fetches another peer's state.
 
-    A drifted peer tries once per round and keeps averaging in between, which may also bring it back.
+    A drifted peer tries once a round and keeps averaging in between, which may also bring it back.
     """
     loop = asyncio.get_running_loop()
     tried: RoundReport | None = None
@@ -98,5 +98,4 @@ async def run_independent_rounds(
 
 
 def _was_far(report: RoundReport, seconds: float) -> bool:
-    """Whether other peers may have decided several rounds while this one caught up."""
     return seconds >= AGAIN_SECONDS and (report.replayed_rounds > NEAR_ROUNDS or report.bytes_downloaded > 0)

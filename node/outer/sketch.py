@@ -43,12 +43,11 @@ def sketch(vector: Vector, seed: bytes) -> Sketch:
 
 
 def norm(numbers: Sequence[float]) -> float:
-    """Estimate the norm of the sketched vector."""
     return math.sqrt(sum(number * number for number in numbers) / NUMBERS)
 
 
 def mean(sketches: Sequence[Sketch]) -> Sketch:
-    """The sketch of the mean of the sketched vectors; zeros if there are none."""
+    """Zeros if there are none."""
     return tuple(math.fsum(numbers) / len(sketches) for numbers in zip(*sketches, strict=True)) or (0.0,) * NUMBERS
 
 

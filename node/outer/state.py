@@ -21,7 +21,7 @@ class OuterState:
         self._compute = compute
 
     def root(self, round_number: int) -> bytes:
-        """The state root that this state has as the state before a round."""
+        """The state root of this state before a round."""
         return self.index.state_root(round_number)
 
     async def hash(self) -> None:
@@ -42,7 +42,6 @@ class OuterState:
         return await self._compute.run(lambda: outer.step(self.anchor, self.velocity, delta), 12 * len(self.anchor))
 
     async def copy(self) -> OuterState:
-        """An independent state with the same bits."""
         other = await self._compute.run(self._copied, 16 * len(self.anchor))
         other.index = self.index
         return other

@@ -36,8 +36,6 @@ def next_claim(claim: float, bandwidth: float, in_time: bool) -> float:
 
 
 class BandwidthClaim:
-    """The upload bandwidth that a peer claims, from round to round."""
-
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._ceiling = self._claim = settings.upload_bandwidth()
@@ -99,7 +97,6 @@ class AllReduce:
         self._progress()
 
     def assign(self, resolved: ResolvedPlan) -> None:
-        """Continue under another version of the same plan."""
         if resolved is not self.task.resolved:
             answer_by = loop_time() + self.task.patience_seconds
             self.task = replace(self.task, resolved=resolved, silent=max(self.task.silent, answer_by))
@@ -200,7 +197,6 @@ class AllReduce:
         self.take(part, held)
 
     def take(self, part: int, held: ReducedPart) -> None:
-        """Take a part that is complete and decoded."""
         self.parts[part] = held
         self.failed.pop(part, None)
         self.finished = loop_time()
@@ -223,7 +219,6 @@ class AllReduce:
 
 
 def _empty(task: DataPhase, part: int) -> ReducedPart:
-    """A part without elements, for which no peer has to be asked."""
     held = task.part(part)
     held.done = wire.PartDone(part, task.resolved.plan.reducers[part], held.seal([]), b"")
     return held

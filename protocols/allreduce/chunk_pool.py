@@ -42,7 +42,7 @@ class ChunkPool:
         return sum(size * len(pieces) for size, pieces in list(self._free.items()))
 
     def take(self, size_bytes: int) -> memoryview:
-        """Memory of this size, writable, with undefined content."""
+        """Writable memory with undefined content."""
         self._collect()
         capacity = max(1, -(-size_bytes // GRANULE_BYTES)) * GRANULE_BYTES
         try:

@@ -58,7 +58,7 @@ class ReducedPart(PartLayout):
         self._memory: list[memoryview | None] = [None] * self.chunks
 
     def chunk(self, index: int) -> memoryview:
-        """The encoded bytes of a chunk: memory to write to, with undefined content at first."""
+        """The encoded bytes of a chunk: memory to write to, undefined at first."""
         memory = self._memory[index]
         if memory is None:
             memory = self._memory[index] = self.pool.take(self.size(index))
@@ -154,7 +154,6 @@ class DataPhase:
 
 
 def part_message(key: RoundKey, plan: bytes, done: wire.PartDone) -> bytes:
-    """The bytes that a reducer signs, for a part of the plan with this digest."""
     return b"starling part" + wire.canonical_bytes(key) + plan + wire.canonical_bytes(replace(done, signature=b""))
 
 

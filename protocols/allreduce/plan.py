@@ -153,7 +153,6 @@ def make_plan(inputs: PlanInputs, offers: Sequence[Offer], elapsed_seconds: floa
 
 
 def offer_message(key: RoundKey, offer: Offer) -> bytes:
-    """The bytes that a member signs: its offer, bound to the round."""
     return b"starling offer" + canonical_bytes(key) + canonical_bytes(replace(offer, signature=b""))
 
 
@@ -173,7 +172,7 @@ class ResolvedPlan:
 
     @property
     def phase_seconds(self) -> float:
-        """The expected length of the data phase, of which the budget is a multiple."""
+        """Expected length of the data phase."""
         return (self.plan.budget_seconds - BUDGET_FLOOR_SECONDS) / BUDGET_MULTIPLE
 
     def part(self, index: int) -> tuple[int, int]:

@@ -157,7 +157,6 @@ class Butterfly:
     # -- control ------------------------------------------------------------------------------------------------------
 
     def _take(self, peer: PeerId, message: RoundMessage) -> None:
-        """Pass a message to the round that it is about."""
         attempt = self._round
         if attempt is None:
             return self._parked[peer].append(message)
@@ -173,7 +172,6 @@ class Butterfly:
             self._on_ahead(peer)
 
     def _on_past(self, peer: PeerId, message: RoundMessage, vote: RoundVote) -> None:
-        """Answer a message about a round that is over at this peer with the round's certificate."""
         if isinstance(message, VoteMessage):
             vote.receive(peer, message)
         elif vote.certificate:

@@ -67,7 +67,6 @@ class RestingMembers:
         self._last: dict[PeerId, Resting] = {}
 
     def peers(self) -> frozenset[PeerId]:
-        """The members that rest."""
         return frozenset(peer for peer, statement in self._last.items() if statement.rests)
 
     def has_rested(self, peer: PeerId) -> bool:
@@ -75,7 +74,7 @@ class RestingMembers:
         return peer in self._last
 
     def state(self, key: RoundKey, me: Member, rests: bool, signer: Signer) -> Resting:
-        """Make this member's next statement, and note it."""
+        """Make this member's next statement."""
         known = self._last.get(me.peer)
         statement = Resting(key, me, known.number + 1 if known else 1, rests, b"")
         self._last[me.peer] = statement = replace(statement, signature=signer.sign(statement.signed()))
@@ -148,7 +147,6 @@ class RoundStart:
         return min(self._deadline, begins + budget_seconds)
 
     def ready(self, work: LocalProgress) -> None:
-        """Offer this work to the round."""
         offer = Offer(
             member=self._me,
             tokens=work.tokens,
@@ -202,7 +200,6 @@ class RoundStart:
         self._inform([coordinator])
 
     def _inform(self, peers: Sequence[PeerId]) -> None:
-        """Send the last offer to those of these peers that were not sent it yet."""
         for peer in peers:
             if self._announced and peer not in self._informed:
                 self._informed.add(peer)
@@ -348,5 +345,4 @@ class RoundStart:
 
 
 def _recency(offer: Offer) -> tuple[bool, int, bool]:
-    """Sort key that finds the later of two offers of one member."""
     return offer.leaving, offer.tokens, offer.complete

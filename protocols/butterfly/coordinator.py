@@ -62,7 +62,6 @@ class RoundCoordinator:
             await self._wait(resolved, min(until, overdue) if overdue > now else until)
 
     async def _wait(self, resolved: ResolvedPlan, until: Deadline) -> None:
-        """Wait for another plan, another data phase, progress of the data phase, or the loss of the ballot."""
         attempt, exchange = self._round, self._round.exchange
         known = _progress(exchange)
         await attempt.until(
@@ -131,7 +130,6 @@ class RoundCoordinator:
                     exchange.adopt(done.part, held)
 
     async def _lost_part(self, plan: bytes, done: PartDone, holder: PeerId) -> ReducedPart | None:
-        """Fetch a part that its reducer signed from the peer that holds it; None if that fails."""
         attempt, exchange = self._round, self._round.exchange
         if exchange is None or done.reducer >= len(exchange.task.resolved.peers):
             return None

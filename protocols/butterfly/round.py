@@ -416,7 +416,6 @@ class Round:
     # -- events -------------------------------------------------------------------------------------------------------
 
     def gone(self, peer: PeerId) -> None:
-        """Note that a peer is known to be gone."""
         if self.exchange:
             self.exchange.lose(peer, "gone")
         self.vote.gone(peer)
@@ -462,7 +461,6 @@ class Round:
             self.post.send(peer, self.vote.certificate)
 
     def supersede(self) -> None:
-        """End the attempt, because a better branch is known."""
         self._superseded = True
         self.changed.notify()
 
@@ -482,14 +480,13 @@ class Round:
         return exchange if exchange and exchange.task.resolved.digest == plan else None
 
     async def until(self, condition: Callable[[], bool], deadline: Deadline | None = None) -> bool:
-        """Wait for a condition; False if the deadline comes first. The default is the deadline of the attempt."""
+        """Wait for a condition; False if the deadline comes first, by default that of the attempt."""
         return await self.changed.reached(condition, self.deadline if deadline is None else deadline)
 
     def _within(self, seconds: float) -> Deadline:
         return min(self.deadline, loop_time() + seconds)
 
     def live_peers(self) -> set[PeerId]:
-        """The peers that the failure detector believes alive."""
         return {member.peer for member in self.host.members.live()}
 
     # -- the next roster ----------------------------------------------------------------------------------------------

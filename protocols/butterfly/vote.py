@@ -149,7 +149,6 @@ class RoundVote:
             self.progress()
 
     def stop(self) -> None:
-        """Stop the timers, because the attempt or the vote is over."""
         self._awake = False
         if self._timer:
             self._timer.cancel()
@@ -171,7 +170,7 @@ class RoundVote:
         self._act(self.paxos.receive(peer, message))
 
     def _takes_part(self, sender: Member) -> bool:
-        """Whether a sender takes part: a member of the roster, or a peer that, like this one, may only fork."""
+        """Members take part and, for a peer that may only fork, others like it."""
         return self.tally.counts(sender) or (self.forks_only and self.tally.forks_only(sender))
 
     def _admissible(self, what: str, ballot: int, record: bytes) -> Value:
@@ -209,7 +208,6 @@ class RoundVote:
                 raise BadPayload(f"a proposal with part {index} at another place")
 
     def hear(self, peer: PeerId) -> None:
-        """Note that a message or a stream of a peer came in."""
         self.heard[peer] = loop_time()
 
     def silent(self, peers: Iterable[PeerId]) -> list[PeerId]:
@@ -229,7 +227,6 @@ class RoundVote:
         self._act(self.paxos.progress())
 
     def gone(self, peer: PeerId) -> None:
-        """Note that a peer is known to be gone."""
         self._act(self.paxos.gone(peer))
 
     def suspect(self, peer: PeerId) -> None:

@@ -81,8 +81,6 @@ class RecordRequest(VoteMessage):
 
 @dataclass(frozen=True, slots=True)
 class Signed:
-    """One vote in a certificate."""
-
     voter: Member = one(Member)
     signature: bytes = blob(128)
 

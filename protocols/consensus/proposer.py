@@ -61,7 +61,6 @@ class BallotState:
             self.arm()
 
     def arm(self) -> None:
-        """Set the timer of the present ballot."""
         self.out.append(SetTimer(self.ballot, 1 << min(self.ballot, MAX_DOUBLINGS)))
 
     def send(self, to: Iterable[PeerId], message: VoteMessage) -> None:
@@ -156,7 +155,6 @@ class Proposer:
     # -- a fork -------------------------------------------------------------------------------------------------------
 
     def seek_fork(self, fork: Record | None) -> None:
-        """Seek agreement on this FORK; None stops it."""
         self._forking = fork
         self.continue_fork()
 

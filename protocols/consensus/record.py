@@ -52,7 +52,7 @@ class Record(Header):
 
 
 def extend(head: Head, kind: Kind, roster: Iterable[Member], plan: bytes = bytes(32)) -> Record:
-    """A record that extends a head without a change of state. `roster` votes on the next record."""
+    """A record that extends a head without a change of state."""
     return Record(
         parent=head.key.lineage,
         state_root=head.state_root,

@@ -34,12 +34,11 @@ MAX_TALLIES = 1 << 10
 
 
 def majority(members: int, liars: bool = False) -> int:
-    """Number of votes that decide, for a roster of `members`; more than two thirds if voters may be `liars`."""
+    """More than two thirds if voters may be `liars`."""
     return 2 * members // 3 + 1 if liars else members // 2 + 1
 
 
 def max_admitted(members: int) -> int:
-    """Number of members that one record may admit to a roster of `members`."""
     return max(1, members // 2, SMALL_ROSTER - members)
 
 
@@ -89,7 +88,6 @@ class VoteTally:
         self._decoded: dict[bytes, tuple[bytes, Record]] = {}  # record -> its hash, and decoded
 
     def counts(self, member: Member) -> bool:
-        """Whether this member votes in this incarnation."""
         return member in self.roster
 
     def is_successor(self, member: Member) -> bool:
@@ -117,7 +115,6 @@ class VoteTally:
         return bool(gone) and peer == gone[ballot % len(gone)]
 
     def first(self, members: Sequence[Member]) -> PeerId:
-        """The coordinator of a fork of these members."""
         return records.coordinators(self.key.lineage, members)[0]
 
     def value(self, ballot: int, data: bytes) -> Value | None:

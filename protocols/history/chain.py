@@ -86,7 +86,7 @@ class Chain:
         return self._trained(len(self))
 
     def trained_at(self, lineage: bytes) -> int:
-        """The same number up to a lineage of this chain; 0 if the lineage is not on it."""
+        """The same number up to a lineage of this chain; 0 if it is on another one."""
         return self._trained(self._place(lineage) or 0)
 
     def _trained(self, place: int) -> int:
@@ -95,12 +95,11 @@ class Chain:
 
     @property
     def refused(self) -> int:
-        """Number of certificates in the archive that did not follow the genesis."""
+        """Certificates in the archive that did not follow the genesis."""
         return self._trunk.refused
 
     @property
     def records(self) -> tuple[bytes, ...]:
-        """The encoded records that can be read, oldest first."""
         return tuple(link.certificate.record for link in self._read(self._trunk.floor, len(self)))
 
     # -- reading ------------------------------------------------------------------------------------------------------
@@ -109,7 +108,7 @@ class Chain:
         return self._place(lineage) is not None
 
     def _place(self, lineage: bytes) -> int | None:
-        """Number of rounds before the child of this lineage; None if it is not on this chain."""
+        """Number of rounds before the child of this lineage."""
         place = self._trunk.place(lineage)
         if place is not None and place <= self._shared:
             return place
@@ -133,7 +132,6 @@ class Chain:
         return self._own.lineage(place - self._shared)
 
     def child(self, lineage: bytes) -> DecidedRound | None:
-        """The round that extends this lineage, if it is on this chain."""
         return next(iter(self.since(lineage, 1)), None)
 
     def since(self, lineage: bytes, limit: int | None = None) -> tuple[DecidedRound, ...]:
@@ -153,7 +151,6 @@ class Chain:
             lineage = some[-1].lineage
 
     def count_since(self, lineage: bytes) -> int:
-        """Number of rounds after this lineage; 0 if it is not on this chain."""
         place = self._place(lineage)
         return 0 if place is None else len(self) - place
 

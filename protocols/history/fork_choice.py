@@ -72,7 +72,6 @@ class ForkChoice:
         return follow(head, certificate, value.record)
 
     def verify(self, head: Head, certificates: Sequence[Certificate]) -> tuple[DecidedRound, ...]:
-        """Verify certificates that follow each other from `head`, as `judge` does."""
         links: list[DecidedRound] = []
         for certificate in certificates:
             links.append(self.judge(links[-1].head if links else head, certificate))
@@ -170,7 +169,6 @@ def _of_former(head: Head, child: DecidedRound) -> bool:
 
 
 def _largest(links: Sequence[DecidedRound], start: int) -> int:
-    """Size of the largest roster after these rounds, from a place on."""
     if isinstance(links, RoundLog):
         return links.largest(start, len(links))
     return max(len(link.head.roster) for link in links[start:])

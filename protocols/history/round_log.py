@@ -121,7 +121,6 @@ class DecidedRound:
 
     @property
     def lineage(self) -> bytes:
-        """Hash of its record."""
         return self.head.key.lineage
 
 
@@ -210,12 +209,10 @@ class RoundLog(Sequence[DecidedRound]):
         return self._recent[-1].head if self._recent else self.start
 
     def place(self, lineage: bytes) -> int | None:
-        """Number of rounds up to this lineage; None if the log does not have it."""
         found = self._lineages.find(lineage)
         return None if found is None or found < self.floor else found
 
     def lineage(self, place: int) -> bytes:
-        """Lineage after the first `place` rounds."""
         return self._lineages[place]
 
     def head(self, place: int) -> Head:
@@ -295,7 +292,7 @@ class RoundLog(Sequence[DecidedRound]):
         return link
 
     def _before(self, key: RoundKey, place: int) -> Head:
-        """The head that the round at this place extends, with the fields that `follow` needs."""
+        """The head that the round at this place extends, as far as `follow` needs it."""
         known = bisect_right(self._rosters, place, key=lambda each: each.since)
         roster, former = self._rosters[known - 1][1:] if known else ((), ())
         anchor = self._anchors[place]
@@ -391,7 +388,7 @@ class RoundLog(Sequence[DecidedRound]):
                 place = min(self.floor, len(self))
 
     def _at_hand(self, length: int) -> list[DecidedRound]:
-        """The latest of the first `length` rounds, decoded. The last one is required, if there is one."""
+        """The latest of the first `length` rounds, decoded; at least the last one, or RoundPruned."""
         try:
             return self.read(max(0, length - RECENT), min(length, RECENT))
         except RoundPruned:

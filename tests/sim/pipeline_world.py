@@ -218,7 +218,7 @@ class PipelineWorld(World):
     def is_member(self, me: Member) -> bool:
         """Whether what this peer trains counts."""
         outer_loop = self.replicas[me.peer]
-        return me in outer_loop.chain.head.roster and not outer_loop.lacks_state
+        return me in outer_loop.chain.head.roster and not outer_loop.chain.lacks_state
 
     # -- what is seen -------------------------------------------------------------------------------------------------
 
