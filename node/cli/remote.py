@@ -146,16 +146,7 @@ def _show(shown: Status) -> None:
 
 
 def end_of_pause(duration: str | None, until: str | None, now: datetime | None = None) -> float | None:
-    """When a pause ends, in seconds since the epoch; None if neither is given.
-
-    Args:
-        duration: as `1h30m`.
-        until: as `18:00`, in this machine's time zone.
-        now: None for this machine's clock.
-
-    Raises:
-        CommandError: both are given, or one is no time.
-    """
+    """When a pause ends, in seconds since 1970, from `1h30m` or `18:00` in this machine's time zone; None: never."""
     if duration is not None and until is not None:
         raise CommandError("--for and --until both say when the pause ends: give one of them")
     now = now or datetime.now()

@@ -85,7 +85,7 @@ def vector_bytes(manifest: Manifest, stage: int = 0) -> int:
     return codec(manifest.config.codec).encoded_bytes(max(manifest.elements_of(stage)))
 
 
-def require_bearable(manifest: Manifest, mine: PeerConfig, stage: int = 0) -> None:
+def check_caps(manifest: Manifest, mine: PeerConfig, stage: int = 0) -> None:
     """Refuse a limit (ConfigError) with which this peer would be late in each round, and make all others wait.
 
     What the others declare is not known yet: they are taken to have the default bandwidth.

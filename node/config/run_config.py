@@ -86,16 +86,8 @@ def _bounded(recipe: Recipe) -> Recipe:
     return recipe
 
 
-def _known_codec(name: str) -> str:
-    return require_known("codec", name, CODECS)
-
-
-def _known_rule(name: str) -> str:
-    return require_known("robust rule", name, ROBUST_RULES)
-
-
-def _known_schedule(name: str) -> str:
-    return require_known("schedule", name, SCHEDULES)
+def _one_of(kind: str, names: Collection[str]) -> AfterValidator:
+    return AfterValidator(lambda name: require_known(kind, name, names))
 
 
 def _known_activations(name: str | None) -> str | None:
@@ -142,9 +134,9 @@ class RunConfig:
     name: Annotated[str, AfterValidator(_printable)] = Field(default="starling", min_length=1, max_length=64)
     task: Annotated[str, AfterValidator(names.known)] = "gpt"
     protocol: str = Field(default=_PROTOCOL, min_length=1, max_length=32)
-    codec: Annotated[str, AfterValidator(_known_codec)] = "int8"
-    robust: Annotated[str, AfterValidator(_known_rule)] = "mean"
-    schedule: Annotated[str, AfterValidator(_known_schedule)] = "random"
+    codec: Annotated[str, _one_of("codec", CODECS)] = "int8"
+    robust: Annotated[str, _one_of("robust rule", ROBUST_RULES)] = "mean"
+    schedule: Annotated[str, _one_of("schedule", SCHEDULES)] = "random"
     stages: int = Field(default=1, ge=1, le=MAX_STAGES)
     activations: Annotated[str | None, AfterValidator(_known_activations)] = None
     fork: Literal["allowed", "never"] = "allowed"

@@ -124,5 +124,5 @@ class _Guarded:
             await send(message)
 
         refusal = self._rules.refusal(scope["path"], scope["headers"])
-        app: ASGIApp = PlainTextResponse(f"{refusal.why}\n", refusal.status) if refusal else self._app
+        app: ASGIApp = PlainTextResponse(f"{refusal[1]}\n", refusal[0]) if refusal else self._app
         await app(scope, receive, send_secured)

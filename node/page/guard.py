@@ -34,14 +34,6 @@ _NEEDS_KEY = ("/api/", "/metrics")
 
 
 @dataclass(frozen=True, slots=True)
-class Refusal:
-    """An answer to a request that is not served: an HTTP status code, and one line for the user."""
-
-    status: int
-    why: str
-
-
-@dataclass(frozen=True, slots=True)
 class AccessRules:
     """Which requests the page answers. `hosts`: further names under which a proxy of the user's own forwards to it."""
 
@@ -49,22 +41,22 @@ class AccessRules:
     hosts: tuple[str, ...]
     keys: PageKeys
 
-    def refusal(self, path: str, headers: Iterable[tuple[bytes, bytes]]) -> Refusal | None:
-        """Why a request is not served; None if it is. `headers` are pairs of a name in lower case and a value."""
+    def refusal(self, path: str, headers: Iterable[tuple[bytes, bytes]]) -> tuple[int, str] | None:
+        """HTTP status and a line for the user if a request is not served. `headers` have names in lower case."""
         given: dict[bytes, list[bytes]] = {}
         for name, value in headers:
             given.setdefault(name, []).append(value)
         names = self._names()
         host = given.get(b"host", [])
         if len(host) != 1 or host[0].lower() not in names:
-            return Refusal(421, "this page answers to 127.0.0.1 and localhost only: use the link that the peer printed")
+            return (421, "this page answers to 127.0.0.1 and localhost only: use the link that the peer printed")
         if any(site not in (b"none", b"same-origin") for site in given.get(b"sec-fetch-site", [])):
-            return Refusal(403, "the request comes from another site")
+            return (403, "the request comes from another site")
         own = {scheme + b"://" + name for scheme in (b"http", b"https") for name in names}
         if any(origin.lower() not in own for origin in given.get(b"origin", [])):
-            return Refusal(403, "the request comes from another origin")
+            return (403, "the request comes from another origin")
         if path.startswith(_NEEDS_KEY) and not self._has_key(path, given.get(b"authorization", [])):
-            return Refusal(401, "the key is missing or wrong: use the link that `python -m node page` prints")
+            return (401, "the key is missing or wrong: use the link that `python -m node page` prints")
         return None
 
     def _names(self) -> frozenset[bytes]:

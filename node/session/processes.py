@@ -43,11 +43,10 @@ class PeerProcesses:
     def __init__(self, config: PeerConfig, state: StateDir, view: EventSink) -> None:
         self.config, self.state, self.clock = config, state, WallClock()
         self.me = Member(state.identity.peer_id, state.incarnation)
-        self.tracker = StatusTracker(config.nickname)
+        self.limits = TrafficLimits(config, self.clock.wall)
+        self.tracker = StatusTracker(config.nickname, self.me, self.limits.describe)
         self._page = PageSetup(config, self.tracker, view)
         self.view = self._page.feed
-        self.limits = TrafficLimits(config, self.clock.wall)
-        self.tracker.set_limits(self.limits.describe)
 
     @asynccontextmanager
     async def running(self, judge: Callable[[RunInfo], None], on_asked: Callable[..., None]) -> AsyncIterator[None]:
@@ -57,7 +56,6 @@ class PeerProcesses:
         channel or the quota asks the peer to finish, with a reason if it has one.
         """
         config, state, tracker, say = self.config, self.state, self.tracker, self.view.say
-        tracker.set_identity(state.identity.peer_id, state.incarnation)
         libp2p = LibP2PTransport(
             state.identity,
             listen=config.listen,

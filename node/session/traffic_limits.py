@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
 
-from node.config.derived import cap_cost_seconds, require_bearable, vector_bytes
+from node.config.derived import cap_cost_seconds, check_caps, vector_bytes
 from node.config.manifest import Manifest
 from node.config.peer_config import PeerConfig
 from node.config.peer_sources import SETTINGS_FILE, overriding, read_settings, serialize, with_setting
@@ -48,7 +48,7 @@ class TrafficLimits:
             ConfigError: the caps are too low for the run.
             FatalPeerError: not enough of the quota is left for a round.
         """
-        require_bearable(manifest, self._config, stage)
+        check_caps(manifest, self._config, stage)
         self.enter_run(manifest, stage)
 
     def enter_run(self, manifest: Manifest, stage: int) -> None:
@@ -87,7 +87,7 @@ class TrafficLimits:
         async with self._changing:  # else the second of two changes at once would undo the first
             config = with_setting(self._config, name, text)
             if self._manifest:
-                require_bearable(self._manifest, config, self._stage)
+                check_caps(self._manifest, config, self._stage)
             try:
                 settings = {**await files.run(partial(read_settings, directory), 0), name: text}
                 await files.run(partial(write_atomically, directory / SETTINGS_FILE, serialize(settings)), 0)

@@ -16,7 +16,7 @@ from node.reporting.report import RoundReport
 from node.reporting.status import PeerStatus, Status, SyncStatus, printable, short
 from node.runtime.metrics import LoopLag, Vitals, rss_bytes, vitals
 from node.storage.journal import Journal
-from protocols.base import LocalProgress, PeerId
+from protocols.base import LocalProgress, Member, PeerId
 from protocols.sync.progress import SyncProgressLine
 
 _RECENT_ROUNDS = 5
@@ -53,17 +53,17 @@ class OuterLoopSources:
 class StatusTracker:
     """Assembles the status of a peer from those of its parts that exist already.
 
-    The peer calls, in this order: `set_identity`, `set_network`, `enter_run`, `join_swarm`, `start_outer_loop`.
-    `status()` works before the first of them and after each.
+    The peer calls, in this order: `set_network`, `enter_run`, `join_swarm`, `start_outer_loop`. `status()` works before
+    the first of them and after each. `limits` describes the limits on this peer's traffic, given the number of live
+    peers, this one included.
     """
 
-    def __init__(self, nickname: str) -> None:
+    def __init__(self, nickname: str, me: Member, limits: Callable[[int], str] = lambda peers: "") -> None:
         self.state, self.reason = "starting", "its processes come up"
-        self.nickname, self.peer, self._incarnation = nickname, "", 0
+        self.nickname, self.peer, self._incarnation, self._limits = nickname, me.peer, me.incarnation, limits
         self._addresses: Callable[[], Sequence[str]] = tuple
         self._lag: LoopLag | None = None
         self._routes: Callable[[], Mapping[PeerId, Route]] = dict
-        self._limits: Callable[[int], str] = lambda peers: ""
         self._run = RunLabels()
         self._chain: RoundHistory | None = None
         self._membership: Membership | None = None
@@ -75,9 +75,6 @@ class StatusTracker:
 
     # -- called by the peer -------------------------------------------------------------------------------------------
 
-    def set_identity(self, peer: PeerId, incarnation: int) -> None:
-        self.peer, self._incarnation = peer, incarnation
-
     def set_network(
         self,
         addresses: Callable[[], Sequence[str]],
@@ -85,10 +82,6 @@ class StatusTracker:
         routes: Callable[[], Mapping[PeerId, Route]] = dict,
     ) -> None:
         self._addresses, self._lag, self._routes = addresses, lag, routes
-
-    def set_limits(self, limits: Callable[[int], str]) -> None:
-        """Note how to describe the limits on this peer's traffic, given the number of live peers, this one included."""
-        self._limits = limits
 
     def enter_run(self, run: RunLabels) -> None:
         self._run = run

@@ -99,10 +99,14 @@ class SessionPeer:
     """One peer with everything that a session needs."""
 
     def __init__(self, cluster: SessionCluster, name: PeerId, step_seconds: float, **limits: Any) -> None:
-        self.cluster, self.name, self.view, self.status_tracker = cluster, name, View(), StatusTracker(name)
+        self.cluster, self.name, self.view, self.status_tracker = (
+            cluster,
+            name,
+            View(),
+            StatusTracker(name, Member(name)),
+        )
         transport = cluster.network.join(name)
         me, clock, lag, state = Member(name), SimClock(), LoopLag(), StateDir.open(cluster.path / name)
-        self.status_tracker.set_identity(name, 0)
         self.status_tracker.set_network(lambda: (f"/ip4/10.0.0.1/tcp/1/p2p/{name}",), lag)
         history = self.history(me)
         local = LocalPeer(me, RUN, len(cluster.peers), f"nick-{name}", tuple, lambda: history.head.key.round)

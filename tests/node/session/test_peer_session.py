@@ -279,7 +279,7 @@ async def lingered(
         state=unused,
         disk=unused,
         wall=unused,
-        status_tracker=StatusTracker("me"),
+        status_tracker=StatusTracker("me", Member("me")),
         view=View(),
         on_report=unused,
         run_rounds=5,

@@ -50,7 +50,7 @@ def contact(peer: str, nickname: str | None, live: bool = True, addresses: tuple
 def in_a_run(
     tmp_path: Path, roster: tuple[Member, ...] = ROSTER, contacts: tuple[PeerRecord, ...] = ()
 ) -> StatusTracker:
-    status_tracker = StatusTracker("nick")
+    status_tracker = StatusTracker("nick", Member("me", 4))
     for stage in stages(tmp_path, roster, contacts):
         stage(status_tracker)
     return status_tracker
@@ -64,7 +64,6 @@ def stages(
     membership = SimpleNamespace(contacts=lambda: contacts, host_monitor=SimpleNamespace(clock="an hour off"))
     lag, journal = SimpleNamespace(peek=lambda: 0.004), Journal(tmp_path / "rounds.jsonl")
     return (
-        lambda tracker: tracker.set_identity("me", 4),
         lambda tracker: tracker.set_network(tuple, lag),  # type: ignore[arg-type]
         lambda tracker: tracker.enter_run(LABELS),
         lambda tracker: tracker.join_swarm(chain, membership),  # type: ignore[arg-type]
@@ -75,14 +74,14 @@ def stages(
 def test_status_fills_in_as_parts_arrive(tmp_path: Path) -> None:
     """In any order."""
     contacts = (contact("anna", "Anna"),)
-    whole, parts = StatusTracker("nick"), stages(tmp_path, contacts=contacts)
+    whole, parts = StatusTracker("nick", Member("me", 4)), stages(tmp_path, contacts=contacts)
     first = shown(whole)
     assert (first.state, first.nickname, first.pid) == ("starting", "nick", os.getpid()) and first.rss_bytes > 0
     for number, stage in enumerate(parts):
-        alone = StatusTracker("nick")
+        alone = StatusTracker("nick", Member("me", 4))
         stage(alone), stage(whole)
         for status_tracker in (alone, whole):
-            assert (shown(status_tracker).peers == ()) == (number < 3 or (status_tracker is alone and number > 3))
+            assert (shown(status_tracker).peers == ()) == (number < 2 or (status_tracker is alone and number > 2))
     status = shown(whole)
     assert (status.run, status.run_id, status.rounds, status.incarnation) == ("tiny", "ab" * 32, 10, 4)
     assert status.lineage == Chain(RUN, "run", ROSTER, b"0" * 32).head.key.lineage.hex()
