@@ -1,1 +1,1 @@
-"""The direct data plane: bulk data over encrypted TCP connections, keyed over libp2p."""
+"""The direct data plane: bulk data over encrypted TCP connections, keyed over libp2p. Begin with `plane.py`."""

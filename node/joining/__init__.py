@@ -1,1 +1,1 @@
-"""Joining: selecting the run, and joining, founding or resuming it."""
+"""Joining: selecting the run, and joining, founding or resuming it. Begin with `run_selector.py`."""

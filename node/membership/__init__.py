@@ -1,1 +1,1 @@
-"""Membership of a run: handshakes, heartbeats, failure detection, and the clocks and addresses of this machine."""
+"""Membership of a run: handshakes, heartbeats, failure detection, this machine's clock. Begin with `membership.py`."""

@@ -1,1 +1,1 @@
-"""Streams by method: their opening and serving, and the bytes that they move, counted and kept within caps."""
+"""Streams by method: opened and served (`serving.py`), their bytes counted and kept within caps (`traffic.py`)."""
