@@ -29,7 +29,7 @@ from node.outer.sgd import OuterSGD
 from node.tasks.flat import flatten
 from node.tasks.gpt import GptTask
 from node.tasks.gpt_presets import Preset, preset
-from node.tasks.gpt_stage import GptStage, GptStageTask, assemble, block_names
+from node.tasks.gpt_stage import GptStage, GptStageTask, block_names
 from node.tasks.partition import BlockCost, Partition, cut
 from node.tasks.recipe import Recipe
 from node.tasks.text import load
@@ -112,7 +112,7 @@ def evaluated(run: StagedRun, anchors: Sequence[torch.Tensor]) -> float:
     modules = [run.stage_task(stage).module for stage in range(run.stages)]
     for module, anchor in zip(modules, anchors, strict=True):
         flatten(module, partial(_copy, anchor), resume=True)
-    task.module.load_state_dict(assemble(run.preset.shape, modules).state_dict())
+    task.module.load_state_dict({name: each for module in modules for name, each in module.state_dict().items()})
     return task.evaluate()
 
 

@@ -25,9 +25,9 @@ import torch
 
 from node.config.run_config import load_run
 from node.runtime.compute import ThreadCompute
-from node.tasks.hf.digests import weights_digest
 from node.tasks.hf.model import load_model
 from node.tasks.hf.settings import HfMachine, HfSettings, HfValues
+from node.tasks.hf.source import weights_digest
 from node.tasks.spec import WorkerSpec
 from node.training.remote import RemoteTrainer, WorkerError
 from tests.support.small_models import CHAT_WITH_MARKS, conversations, write_model, write_tokenizer

@@ -92,26 +92,34 @@ class TransformerLayer(nn.Module):
         return out
 
 
-class _Body(nn.Module):
+class GptBody(nn.Module):
+    """Blocks [low, high): block 0 is the embedding, then the layers, the last one the norm.
+
+    Layers are keyed by their number in the whole model, so a stage's tensors have the names of the whole model's.
+    """
+
     cos: torch.Tensor
     sin: torch.Tensor
 
-    def __init__(self, shape: GptConfig) -> None:
+    def __init__(self, shape: GptConfig, low: int, high: int) -> None:
         super().__init__()
-        self.embed_tokens = nn.Embedding(VOCABULARY, shape.width, _weight=torch.empty(VOCABULARY, shape.width))
-        self.layers = nn.ModuleList(TransformerLayer(shape) for _ in range(shape.layers))
-        self.norm = nn.RMSNorm(shape.width, RMS_EPS)
+        if low == 0:
+            self.embed_tokens = nn.Embedding(VOCABULARY, shape.width, _weight=torch.empty(VOCABULARY, shape.width))
+        layers = range(max(low, 1) - 1, min(high, shape.layers + 1) - 1)
+        self.layers = nn.ModuleDict({str(number): TransformerLayer(shape) for number in layers})
+        if high == shape.layers + 2:
+            self.norm = nn.RMSNorm(shape.width, RMS_EPS)
         cos, sin = rotary(shape.context, shape.width // shape.heads)
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x: torch.Tensor = self.embed_tokens(tokens)
-        cos, sin = self.cos[: tokens.shape[1]], self.sin[: tokens.shape[1]]
-        for layer in self.layers:
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if hasattr(self, "embed_tokens"):
+            x = self.embed_tokens(x)
+        cos, sin = self.cos[: x.shape[1]], self.sin[: x.shape[1]]
+        for layer in self.layers.values():
             x = layer(x, cos, sin)
-        out: torch.Tensor = self.norm(x)
-        return out
+        return self.norm(x) if hasattr(self, "norm") else x
 
 
 class Gpt(nn.Module):
@@ -125,7 +133,7 @@ class Gpt(nn.Module):
     def __init__(self, shape: GptConfig, seed: int = 0) -> None:
         super().__init__()
         self.shape = shape
-        self.model = _Body(shape)
+        self.model = GptBody(shape, 0, shape.layers + 2)
         self.lm_head = Linear(shape.width, VOCABULARY)
         generator = torch.Generator().manual_seed(seed)
         for module in self.modules():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from node.tasks.gpt import RMS_EPS, Gpt, Linear, TransformerLayer, rotary
+from node.tasks.gpt import GptBody, Linear
 from node.tasks.gpt_presets import VOCABULARY, GptConfig, Preset
 from node.tasks.partition import BlockCost, Partition
 from node.tasks.text import Text
@@ -21,33 +21,6 @@ from node.tasks.text import Text
 MAX_HELD_OUT = 64
 """Held-out microbatches, at most."""
 _TRIALS = 5
-
-
-class _StageBody(nn.Module):
-    """The stage's part of `Gpt.model`. Layers are keyed by their number in the whole model."""
-
-    cos: torch.Tensor
-    sin: torch.Tensor
-
-    def __init__(self, config: GptConfig, low: int, high: int) -> None:
-        super().__init__()
-        if low == 0:
-            self.embed_tokens = nn.Embedding(VOCABULARY, config.width, _weight=torch.empty(VOCABULARY, config.width))
-        layers = range(max(low, 1) - 1, min(high, config.layers + 1) - 1)
-        self.layers = nn.ModuleDict({str(number): TransformerLayer(config) for number in layers})
-        if high == config.layers + 2:
-            self.norm = nn.RMSNorm(config.width, RMS_EPS)
-        cos, sin = rotary(config.context, config.width // config.heads)
-        self.register_buffer("cos", cos, persistent=False)
-        self.register_buffer("sin", sin, persistent=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if hasattr(self, "embed_tokens"):
-            x = self.embed_tokens(x)
-        cos, sin = self.cos[: x.shape[1]], self.sin[: x.shape[1]]
-        for layer in self.layers.values():
-            x = layer(x, cos, sin)
-        return self.norm(x) if hasattr(self, "norm") else x
 
 
 class GptStage(nn.Module):
@@ -62,7 +35,7 @@ class GptStage(nn.Module):
         super().__init__()
         if not 0 <= low < high <= config.layers + 2:
             raise ValueError(f"blocks {low} to {high} are not of the model's {config.layers + 2}")
-        self.model = _StageBody(config, low, high)
+        self.model = GptBody(config, low, high)
         if high == config.layers + 2:
             self.lm_head = Linear(config.width, VOCABULARY)
         draw_weights(self, seed)
@@ -144,13 +117,6 @@ def measure(preset: Preset, timer: Callable[[], float]) -> tuple[BlockCost, ...]
         both = _median_seconds(partial(_forward_backward, block, x), timer)
         costs.append(BlockCost(name, forward, both, 4 * size))
     return tuple(costs)
-
-
-def assemble(config: GptConfig, stages: Sequence[GptStage]) -> Gpt:
-    whole = Gpt(config)
-    state = {name: tensor for stage in stages for name, tensor in stage.state_dict().items()}
-    whole.load_state_dict(state)
-    return whole
 
 
 def _forward_backward(block: GptStage, x: torch.Tensor) -> None:

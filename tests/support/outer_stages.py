@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from node.tasks.gpt import Gpt
 from node.tasks.gpt_presets import GptConfig, Preset
-from node.tasks.gpt_stage import GptStage, GptStageTask, assemble, block_names
+from node.tasks.gpt_stage import GptStage, GptStageTask, block_names
 from node.tasks.partition import BlockCost, cut
 from node.tasks.recipe import Recipe
 from node.tasks.text import Text
@@ -28,6 +28,7 @@ from protocols.streams.endpoint import ProtocolEndpoint
 from tests.sim.inline_stage import InlineStage
 from tests.sim.swarm import SimSwarm
 from tests.support.microbatch import accumulate
+from tests.support.statedir_fixtures import assemble
 
 RUN, SEED = bytes(range(32)), 3
 RECIPE = Recipe(inner_steps=4, rounds=2, learning_rate=3e-3, outer_learning_rate=0.9, outer_momentum=0.5, batches=4)

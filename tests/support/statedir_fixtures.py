@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -19,7 +19,8 @@ from node.storage.buffers import outer_header
 from node.storage.checkpoint import OUTER, Checkpoint, DataCursor, publish_checkpoint
 from node.tasks.flat import flatten
 from node.tasks.gpt import Gpt
-from node.tasks.gpt_stage import GptStage, assemble
+from node.tasks.gpt_presets import GptConfig
+from node.tasks.gpt_stage import GptStage
 from node.tasks.hf.settings import ModelPins
 from protocols.base import Member
 from protocols.sync.snapshot import SnapshotIndex
@@ -99,6 +100,12 @@ def kept_gpt(directory: Path, round_number: int = 5, seed: int = 3) -> Gpt:
     module = Gpt(config.gpt.shape, seed)
     keep(directory, config, module, round_number)
     return module
+
+
+def assemble(config: GptConfig, stages: Iterable[GptStage]) -> Gpt:
+    whole = Gpt(config)
+    whole.load_state_dict({name: tensor for stage in stages for name, tensor in stage.state_dict().items()})
+    return whole
 
 
 @dataclass(frozen=True)

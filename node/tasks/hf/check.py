@@ -11,11 +11,10 @@ from node.tasks.files import Selection, look, select
 from node.tasks.hf.chat import Encoder
 from node.tasks.hf.corpus import data_files, read_documents
 from node.tasks.hf.data_set import is_streamed
-from node.tasks.hf.digests import template_digest, tokenizer_digest
 from node.tasks.hf.model import load_tokenizer
 from node.tasks.hf.rows import RowCounts, prepare
 from node.tasks.hf.settings import HfSettings, ModelError
-from node.tasks.hf.source import find_model
+from node.tasks.hf.source import find_model, template_digest, tokenizer_digest
 
 _SHOWN_TOKENS = 60
 

@@ -15,10 +15,18 @@ from node.runtime.notes import warn
 from node.tasks.base import Batch
 from node.tasks.flat import layout_of, unfrozen
 from node.tasks.hf.adapters import adapted_layers, with_adapters
-from node.tasks.hf.digests import PROBE, config_digest, template_digest, tokenizer_digest, weights_digest, weights_size
 from node.tasks.hf.rows import MASKED
 from node.tasks.hf.settings import NEEDS, HfSettings, ModelError, ModelPins, foreign
-from node.tasks.hf.source import ModelFolder, find_model
+from node.tasks.hf.source import (
+    PROBE,
+    ModelFolder,
+    config_digest,
+    find_model,
+    template_digest,
+    tokenizer_digest,
+    weights_digest,
+    weights_size,
+)
 from protocols.base import Layout
 
 MAX_TEMPLATE_BYTES = 1 << 20

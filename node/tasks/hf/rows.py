@@ -28,8 +28,8 @@ from node.runtime.directories import cache_directory
 from node.tasks.files import shown
 from node.tasks.hf.chat import Encoder
 from node.tasks.hf.corpus import Document, Sample, Seen, is_held_out, joined, read_documents
-from node.tasks.hf.digests import file_state
 from node.tasks.hf.settings import MAX_WORD_CHARACTERS, HfSettings, ModelError
+from node.tasks.hf.source import file_state
 
 FORMAT = 4
 _KEPT_SECONDS = 30 * 86_400.0

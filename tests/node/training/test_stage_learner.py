@@ -14,7 +14,7 @@ import torch
 from node.tasks.base import Step
 from node.tasks.gpt import Gpt, GptTask
 from node.tasks.gpt_presets import GptConfig, Preset
-from node.tasks.gpt_stage import GptStage, GptStageTask, assemble, block_names, measure
+from node.tasks.gpt_stage import GptStage, GptStageTask, block_names, measure
 from node.tasks.partition import BlockCost, Partition, cut
 from node.tasks.recipe import Recipe
 from node.tasks.text import Text
@@ -25,6 +25,7 @@ from protocols.base import BadPayload
 from protocols.pipeline.job import JobKind, StageJob
 from tests.support.long import long
 from tests.support.microbatch import accumulate
+from tests.support.statedir_fixtures import assemble
 
 RECIPE = Recipe(
     inner_steps=50,

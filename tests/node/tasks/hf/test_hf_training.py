@@ -18,14 +18,13 @@ import torch
 from tokenizers.processors import TemplateProcessing
 from torch import nn
 
-from node.tasks.hf import digests
 from node.tasks.hf import model as model_module
+from node.tasks.hf import source
 from node.tasks.hf.adapters import adapted_layers, with_adapters
-from node.tasks.hf.digests import tokenizer_digest, weights_digest
 from node.tasks.hf.model import load_model, packs
 from node.tasks.hf.rows import MASKED
 from node.tasks.hf.settings import HfMachine, HfSettings, HfValues, ModelError, ModelPins
-from node.tasks.hf.source import ModelFolder, find_model
+from node.tasks.hf.source import ModelFolder, find_model, tokenizer_digest, weights_digest
 from node.tasks.recipe import Recipe
 from node.tasks.spec import WorkerSpec
 from node.training.build import Job, build
@@ -373,7 +372,7 @@ def test_weights_digest_ignores_sharding(made: Path, tmp_path: Path, monkeypatch
     assert len(list(tmp_path.glob("*.safetensors"))) > 1 and weights_digest(tmp_path) == whole
     (tmp_path / "model.safetensors").symlink_to(made / "qwen3" / "model.safetensors")
     assert weights_digest(tmp_path) == weights_digest(made / "qwen3"), "where both are, transformers reads this one"
-    monkeypatch.setattr(digests, "_entries", lambda path: pytest.fail("the digest is cached"))
+    monkeypatch.setattr(source, "_entries", lambda path: pytest.fail("the digest is cached"))
     assert weights_digest(made / "llama") == whole
 
 
