@@ -224,7 +224,7 @@ def _trained(state_dirs: Sequence[Path] | None) -> TrainedModel:
 
 
 def _state_dirs() -> list[Path]:
-    """The state directory that the environment names, else the only one here, or all if one run with stages has them.
+    """The state directory that the environment names, else the only one, or all if one run with stages has them.
 
     The environment names one: typer would split the value of a repeatable option at spaces, which a path may contain.
     """
@@ -238,5 +238,5 @@ def _state_dirs() -> list[Path]:
         raise PeerUnreachable(f"no state directory in {home()} holds a run: give one with --state-dir")
     if len(found) > 1 and not is_one_staged_run(found):
         shown = " or ".join(map(str, found[:8]))
-        raise CommandError(f"{len(found)} state directories here hold a run: choose one with --state-dir {shown}")
+        raise CommandError(f"{len(found)} state directories hold a run: choose one with --state-dir {shown}")
     return found

@@ -166,11 +166,11 @@ def _duration(text: str) -> timedelta:
 
 def _time_of_day(text: str, now: datetime) -> datetime:
     try:
-        there = datetime.strptime(text.strip(), "%H:%M")
+        time = datetime.strptime(text.strip(), "%H:%M")
     except ValueError:
         raise CommandError(f"--until {text!r} is not a time; try 18:00") from None
-    there = now.replace(hour=there.hour, minute=there.minute, second=0, microsecond=0)
-    return there if there > now else there + timedelta(days=1)
+    end = now.replace(hour=time.hour, minute=time.minute, second=0, microsecond=0)
+    return end if end > now else end + timedelta(days=1)
 
 
 # -- asking peers -----------------------------------------------------------------------------------------------------
@@ -211,7 +211,9 @@ async def _only_running(deadline: float) -> Path:
     if not found:
         raise PeerUnreachable(f"no peer runs in {home()}: start one with `python -m node join`, or give --state-dir")
     if len(found) > 1:
-        raise CommandError(f"{len(found)} peers run here: choose one with --state-dir {' or '.join(map(str, found))}")
+        raise CommandError(
+            f"{len(found)} peers run on this machine: choose one with --state-dir {' or '.join(map(str, found))}"
+        )
     return found[0]
 
 
@@ -254,5 +256,5 @@ def fetch(addresses: Sequence[str], directory: Path, base: str | None = None) ->
 def require_address(address: str) -> None:
     """Refuse a --bootstrap that is not the address of one peer."""
     if address.startswith(FILE_SIGN):
-        raise CommandError(f"--bootstrap {address}: files are not read here: give one of the addresses in it")
+        raise CommandError(f"--bootstrap {address}: give one of the addresses in the file instead")
     load_peer({"bootstrap": [address]}, {}, None)

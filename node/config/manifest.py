@@ -126,9 +126,11 @@ class Manifest:
             what = "other tensors than in this run"
         own = self.config.own_task
         if self.config.hf:
-            raise ManifestError(f"here the model has {what}: use the versions of transformers and peft that others use")
+            raise ManifestError(
+                f"on this machine the model has {what}: use the versions of transformers and peft that others use"
+            )
         version = f"version of {own.partition(':')[0]}" if own else "version of Starling"
-        raise ManifestError(f"here the model has {what}: use the {version} that the others use")
+        raise ManifestError(f"on this machine the model has {what}: use the {version} that the others use")
 
     def encode(self) -> bytes:
         return canonical(self)

@@ -158,7 +158,7 @@ class PeerConfig:
     )
     wait_for_peers: Annotated[int, Field(ge=1, le=MAX_ROSTER)] = setting(
         1,
-        "Start a new run's first round once N peers are there, this one included.",
+        "Start a new run's first round once N peers have joined, this one included.",
         panel=RUN,
         metavar="N",
         option="--wait-for",

@@ -115,7 +115,10 @@ def _of_status(families: _Families, status: Status) -> Iterator[Metric]:
         "checkpoint_age_seconds": ("Age of the newest checkpoint.", _or_nan(status.checkpoint_age_seconds)),
         "resident_memory_bytes": ("Memory of the peer's processes.", status.rss_bytes),
         "loop_lag_p99_seconds": ("Lag of the event loop since the last report.", status.loop_lag_p99_seconds),
-        "sync_bytes": ("Bytes of the state that are here.", status.syncing.bytes_here if status.syncing else unknown),
+        "sync_bytes": (
+            "Bytes of the state that have arrived.",
+            status.syncing.bytes_here if status.syncing else unknown,
+        ),
         "sync_bytes_whole": ("Bytes of the whole state.", status.syncing.bytes_whole if status.syncing else unknown),
         "joiners": ("Joiners that download this peer's state.", status.joiners),
         "stage": ("Stage of this peer.", status.stage),

@@ -108,7 +108,7 @@ class EventFeed:
         Raises ConnectionRefusedError if there are too many readers.
         """
         if len(self._subscriptions) >= MAX_SUBSCRIPTIONS:
-            raise ConnectionRefusedError(f"{MAX_SUBSCRIPTIONS} readers are here already")
+            raise ConnectionRefusedError(f"{MAX_SUBSCRIPTIONS} readers are connected already")
         first = self._events[0].number if self._events else self._number + 1
         known = after is not None and first - 1 <= after <= self._number
         missed = [each for each in self._events if each.number > (after or 0)] if known else None

@@ -123,7 +123,7 @@ class StatusTracker:
         return vitals(self._lag, self.pids())
 
     def refused(self) -> Mapping[str, int]:
-        """Part of the peer -> number of peers and messages refused there."""
+        """Part of the peer -> number of peers and messages refused by it."""
         return {"membership": sum(self._membership.refused.values())} if self._membership else {}
 
     def restarts(self) -> Mapping[str, int]:

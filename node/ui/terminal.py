@@ -124,7 +124,7 @@ def syncing_line(status: Status) -> str:
     elif each.rounds_whole:
         words.append(f"{each.rounds_here} of {each.rounds_whole} rounds replayed")
     else:
-        words.append("the state is here" if each.bytes_whole else "looking for peers with the state")
+        words.append("the state has arrived" if each.bytes_whole else "looking for peers with the state")
     words.append(f"{size(each.bytes_per_second)}/s")
     if each.eta_seconds is not None:
         words.append(f"about {duration(each.eta_seconds)} left")
@@ -263,7 +263,7 @@ def _invitation(status: Status) -> list[RenderableType]:
     if status.peers or command is None or status.state == "finished":
         return []
     line, where = command
-    return [Text(f"\nNo other peer is here yet. {who_joins(where)}", style="dim"), Text(line, overflow="fold")]
+    return [Text(f"\nNo other peer has joined yet. {who_joins(where)}", style="dim"), Text(line, overflow="fold")]
 
 
 _BARS = "▁▂▃▄▅▆▇█"

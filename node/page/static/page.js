@@ -57,7 +57,7 @@ function headline(status) {
 function syncing(progress) {
   if (!progress || !progress.bytes_whole) return "Catching up with the others";
   if (progress.bytes_here < progress.bytes_whole) {
-    return `Catching up: ${size(progress.bytes_here)} of ${size(progress.bytes_whole)} of the state is here`;
+    return `Catching up: ${size(progress.bytes_here)} of ${size(progress.bytes_whole)} of the state has arrived`;
   }
   return `Catching up: ${progress.rounds_here} of ${progress.rounds_whole} rounds replayed`;
 }

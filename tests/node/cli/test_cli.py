@@ -492,7 +492,9 @@ def test_several_local_peers_require_a_choice(join: Join, own_home: Path) -> Non
     code, _, err = join("short", "--state-dir", str(own_home / "peer-1")).end(ENDS_SECONDS)
     assert code == 2 and err.startswith("starling: another running peer holds") and "give another" in err
     line = one_line(starling("status"))
-    assert "2 peers run here" in line and str(own_home / "peer-1") in line and str(own_home / "peer-2") in line
+    assert (
+        "2 peers run on this machine" in line and str(own_home / "peer-1") in line and str(own_home / "peer-2") in line
+    )
     assert json.loads(starling("status", "--json", "--state-dir", str(own_home / "peer-2")).stdout)["round"] == 1
 
 

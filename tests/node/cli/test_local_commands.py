@@ -79,7 +79,7 @@ def test_single_local_peer_is_found(home: Path, tmp_path: Path, starling: Said) 
     )
     assert module.shape.width == 32
     kept_gpt(home / "peer-2")
-    assert "2 state directories here hold a run: choose one with --state-dir" in starling.refused("generate", "x")
+    assert "2 state directories hold a run: choose one with --state-dir" in starling.refused("generate", "x")
     assert starling("generate", "x", "--tokens", "1", "--state-dir", str(home / "peer-2"))[0] == 0
 
 
@@ -118,7 +118,7 @@ def test_all_stages_on_this_machine_are_found(home: Path, tmp_path: Path, starli
         code, text, err = starling("generate", "def ", "--tokens", "20", "--temperature", "0", *directories)
         assert (code, text, err) == (0, f"{harmless(wanted)}\n", "")
     kept_gpt(home / "peer-5")
-    assert "5 state directories here hold a run: choose one with --state-dir" in starling.refused("generate", "x")
+    assert "5 state directories hold a run: choose one with --state-dir" in starling.refused("generate", "x")
 
 
 def test_different_rounds_of_stages_are_warned_of(home: Path, tmp_path: Path, starling: Said) -> None:
@@ -139,7 +139,7 @@ def test_different_rounds_of_stages_are_warned_of(home: Path, tmp_path: Path, st
         (["export", "--out", "out", "--state-dir", "absent"], "absent is not a directory"),
         (["export", "--out", "out", "--state-dir", "."], "contains no run"),
         (["export", "--out", "out", "--bootstrap", "nonsense"], "--bootstrap"),
-        (["export", "--out", "out", "--bootstrap", "@file"], "files are not read here"),
+        (["export", "--out", "out", "--bootstrap", "@file"], "give one of the addresses in the file instead"),
         (["export", "--out", "out", *["--bootstrap", "nonsense"] * 65], "65 addresses are too many"),
         (["export", "--out", "out", "--bootstrap", "nonsense", "--state-dir", "."], "give one of them"),
         (["generate"], "argument 'prompt'"),

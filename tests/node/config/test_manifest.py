@@ -247,10 +247,10 @@ def test_worker_layout_must_match_the_manifest() -> None:
     assert opened(seal(manifest, FOUNDER)) == manifest
     renamed, turned = Layout(((("a", (2, 3)), ("c", (4,))),)), Layout(((("a", (3, 2)), ("b", (4,))),))
     for other in (renamed, turned, Layout((LAYOUT.fragments[0][::-1],))):
-        message = r"^here the model has other tensors than in this run: use the version of m"
+        message = r"^on this machine the model has other tensors than in this run: use the version of m"
         with pytest.raises(ManifestError, match=message):
             manifest.require_layout(other)
-    message = r"^here the model has \(6,\) parameters, in this run \(10,\): use the version"
+    message = r"^on this machine the model has \(6,\) parameters, in this run \(10,\): use the version"
     with pytest.raises(ManifestError, match=message):
         manifest.require_layout(Layout(((("a", (2, 3)),),)))
     replace(manifest, layout=None).require_layout(renamed)
@@ -298,7 +298,7 @@ def test_stages_round_trip_and_describe_each_stage() -> None:
     assert [manifest.scope(stage) for stage in (0, 1)] == ["run/stage/0", "run/stage/1"] and MANIFEST.scope(0) == "run"
     assert manifest.elements_of(1) == (MANIFEST.elements[0] - 5,) and MANIFEST.elements_of(0) == MANIFEST.elements
     assert manifest.root_of(1) == bytes(32) and MANIFEST.root_of(0) == MANIFEST.state_root
-    with pytest.raises(ManifestError, match="here the model has"):
+    with pytest.raises(ManifestError, match="on this machine the model has"):
         manifest.require_layout(LAYOUT, 1)
 
 

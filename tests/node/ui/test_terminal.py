@@ -210,7 +210,10 @@ def test_catch_up_progress_is_shown() -> None:
     for syncing, words in (
         (way, "412 MB of 800 MB of the state, from 3 peers   11.2 MB/s   about 35 s left"),
         (replace(way, donors=1, eta_seconds=None), "412 MB of 800 MB of the state, from 1 peer   11.2 MB/s"),
-        (replace(way, bytes_here=way.bytes_whole, rounds_whole=0), "the state is here   11.2 MB/s   about 35 s left"),
+        (
+            replace(way, bytes_here=way.bytes_whole, rounds_whole=0),
+            "the state has arrived   11.2 MB/s   about 35 s left",
+        ),
         (SyncStatus(0, 0, 0, 0.0, 0, 0, None), "looking for peers with the state   0 B/s"),
         (replace(way, bytes_here=way.bytes_whole), "1 of 4 rounds replayed   11.2 MB/s   about 35 s left"),
     ):
