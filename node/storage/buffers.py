@@ -72,7 +72,6 @@ def outer_header(sizes: Sequence[int], round_number: int, lineage: bytes) -> byt
 def outer_buffer(
     path: Path, sizes: Sequence[int], round_number: int, lineage: bytes, there: bool = False
 ) -> FileBuffer:
-    """Open or create the file of an outer state. Raises OSError."""
     return FileBuffer(path, outer_header(sizes, round_number, lineage), buffer_bytes(sum(sizes)), there)
 
 
@@ -93,8 +92,8 @@ class ScratchSpace:
     def allocate(self, size: int) -> ScratchFile:
         """Create a file of this many bytes. Blocks: call it on the disk's thread. Raises OSError.
 
-        It first deletes files that are no longer used. That is not done earlier because the last reference to a file is
-        usually dropped on the event loop, and deleting a large file may take long.
+        It first deletes unused files: the last reference is usually dropped on the event loop, where that may take
+        long.
         """
         while self._unused:
             _remove(self._unused.popleft())

@@ -1,10 +1,8 @@
 """The certificates of a peer's chain on disk: one file that grows by one entry a round.
 
 `Chain(..., archive=CertificateLog(path))` resumes the chain in the file. Both read the whole file, which takes seconds
-for thousands of rounds: construct them outside the event loop. The log belongs to one chain of one run; for another
-run, `node.storage.statedir` moves the file aside. Call `sync`, which makes appended certificates survive a power
-failure, before publishing a checkpoint that is later than the synced certificates. `spool` keeps long sequences of
-certificates that are being verified (`protocols.sync.head_verifier`).
+for thousands of rounds: construct them outside the event loop. The log belongs to one chain of one run. Call `sync`,
+which makes appended certificates survive a power failure, before publishing a checkpoint that is later than those.
 
 The file starts with eight bytes that name its format. An entry is length and checksum, 4 bytes each, and the encoded
 certificate. When the file is opened, a damaged end, left by a crash or a bad disk, is cut off.
@@ -28,8 +26,7 @@ from protocols.wire import MAX_HEADER_BYTES
 
 log = logging.getLogger(__name__)
 
-MAX_WAITING_BYTES = 32 << 20
-"""Limit of certificates that wait in memory while the disk is full."""
+MAX_WAITING_BYTES = 32 << 20  # limit of certificates that wait in memory while the disk is full
 _MAGIC = b"starcer1"
 _PREFIX_BYTES = 8
 _SCAN_BYTES = 1 << 20
@@ -46,9 +43,8 @@ def spool(directory: Path) -> Archive:
 
 
 def stored(path: Path) -> Iterator[bytes]:
-    """Yield the encoded certificates in a file, oldest first, up to the first damaged one. Raises OSError.
-
-    It changes nothing, so a running peer may append to the file meanwhile.
+    """Yield the encoded certificates in a file, which may grow, oldest first, up to the first damaged one. Raises
+    OSError.
     """
     with path.open("rb") as file:
         if file.read(len(_MAGIC)) != _MAGIC:
@@ -65,9 +61,7 @@ class CertificateLog:
     """`protocols.history.round_log.Archive` in a file.
 
     While the disk accepts no more, certificates wait in memory, up to `MAX_WAITING_BYTES`; the oldest beyond that are
-    lost. A peer that restarts then resumes from the last certificate before them.
-
-    A round appends a few kilobytes on the event loop. They go to the page cache; only `sync` waits for the disk.
+    lost. A round appends a few kilobytes on the event loop, which go to the page cache; only `sync` waits for the disk.
     """
 
     def __init__(self, path: Path, name: str = "") -> None:

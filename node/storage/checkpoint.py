@@ -43,7 +43,9 @@ class CheckpointError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class DataCursor:
-    """Position of a peer in its stream of data, which the incarnation that started it and the seed give, in batches."""
+    """Position of a peer in its stream of data, in batches. The seed and the incarnation that started it name the
+    stream.
+    """
 
     seed: int
     incarnation: int
@@ -121,7 +123,7 @@ def name_of(round_number: int, lineage: bytes) -> str:
 def newest(directory: Path) -> Checkpoint:
     """Find the latest undamaged checkpoint of a peer, which may be running. It verifies all bytes, about 1 GB a second.
 
-    Raises CheckpointError if there is none, whose message names the damaged ones.
+    Raises CheckpointError, whose message names the damaged ones.
     """
     damaged: list[str] = []
     for checkpoint in whole(directory, damaged.append):
@@ -132,8 +134,7 @@ def newest(directory: Path) -> Checkpoint:
 def whole(directory: Path, say: Callable[[str], None], run: str = "") -> Iterator[Checkpoint]:
     """Yield a peer's undamaged checkpoints of one run (empty: of any), newest first, each just after its verification.
 
-    `say` is called with one line for each checkpoint that is damaged or of another run. Raises CheckpointError if the
-    directory cannot be read.
+    `say` gets one line for each one that is damaged or of another run. Raises CheckpointError.
     """
     try:
         there = places(directory / DIRECTORY)
@@ -151,9 +152,7 @@ def whole(directory: Path, say: Callable[[str], None], run: str = "") -> Iterato
 
 
 def places(home: Path, drafts: bool = False) -> list[Path]:
-    """List the directories of checkpoints, oldest first, unverified; or with `drafts` the unfinished ones. Raises
-    OSError.
-    """
+    """List the directories of checkpoints, oldest first, unverified; or of the unfinished ones. Raises OSError."""
     try:
         names = sorted(each.name for each in os.scandir(home) if each.is_dir(follow_symlinks=False))
     except FileNotFoundError:
@@ -200,9 +199,7 @@ def described(path: Path) -> Checkpoint:
 
 
 def parse(path: Path, fields: Mapping[str, Any]) -> Checkpoint:
-    """Build a checkpoint from the fields of its manifest. Raises ValueError, KeyError or TypeError if they are not
-    valid.
-    """
+    """Build a checkpoint from the fields of its manifest. Raises ValueError, KeyError or TypeError."""
     layout = Layout(
         tuple(tuple((name, tuple(shape)) for name, shape in fragment) for fragment in fields["layout"]),
     )
@@ -245,15 +242,13 @@ def digest(file: int) -> str:
 
 
 def encode(fields: Mapping[str, Any]) -> bytes:
-    """The canonical encoding of a manifest."""
     return json.dumps(fields, indent=1, sort_keys=True).encode() + b"\n"
 
 
 def publish_checkpoint(made: Checkpoint, inner: bool, feedback: bool = False) -> Checkpoint:
     """Publish a hidden directory as a checkpoint, which then survives a crash or a power failure.
 
-    `made.files` are ignored. Without `inner` (or `feedback`), the file of that name is deleted. If it raises OSError,
-    there is no checkpoint.
+    Without `inner` (or `feedback`), the file of that name is deleted. If it raises OSError, there is no checkpoint.
     """
     draft, home = made.path, made.path.parent
     there = {OUTER: True, INNER: inner, FEEDBACK: feedback}

@@ -1,12 +1,7 @@
 """Writes, keeps and removes checkpoints within a limit of disk space.
 
-A checkpoint takes three steps:
-
-1. Disk space is reserved, so that a full disk shows before anything is written.
-2. The files are filled. The peer waits for this.
-3. The checkpoint is published in the background.
-
-A failure costs the checkpoint and is logged. It never costs the round.
+First disk space is reserved, so that a full disk shows before anything is written. Then the files are filled, for which
+the peer waits. Publication follows in the background. A failure costs the checkpoint, never the round.
 """
 
 from __future__ import annotations
@@ -45,12 +40,10 @@ from protocols.sync.snapshot import MemoryBuffer, Snapshot, SnapshotBuffer, Snap
 log = logging.getLogger(__name__)
 
 KEEP = 3
-SMALL_BYTES = 1 << 20
-"""Allowance for headers, the manifest and everything else that is not a vector."""
+SMALL_BYTES = 1 << 20  # allowance for headers, the manifest and everything else that is not a vector
 SLOW_SECONDS = 2.0
 """A checkpoint is given up if the one before is not published after this wait. It had all the rounds since."""
-AGAIN_SECONDS = 600.0
-"""Least time between two warnings while checkpoints keep failing."""
+AGAIN_SECONDS = 600.0  # least time between two warnings while checkpoints keep failing
 
 
 class InnerStateSource(Protocol):
@@ -89,8 +82,7 @@ class FeedbackSource(Protocol):
 class CheckpointManager:
     """Keeps the checkpoints of one run. An async context manager, whose exit waits for the last publication.
 
-    `problem` says in one line why the latest checkpoint failed; empty if it was written. `snapshots` are served to
-    other peers as soon as they are filled.
+    `problem` says in one line why the latest checkpoint failed. `snapshots` are served as soon as they are filled.
     """
 
     def __init__(
@@ -107,9 +99,8 @@ class CheckpointManager:
     ) -> None:
         """Write a checkpoint before every `every_rounds`-th round, at most `limit_bytes` of them in all.
 
-        `like` supplies run, layout and data of all checkpoints. `disk` runs blocking disk operations, and nothing that
-        a round waits for. `sync` flushes the chain to which checkpoints belong, so that it survives a power cut; it
-        blocks and raises OSError. `feedback` is None if the codec needs none.
+        `like` supplies run, layout and data of all checkpoints. `disk` runs what no round waits for. `sync` flushes the
+        chain to which checkpoints belong, so that it survives a power cut; it blocks and raises OSError.
         """
         self.snapshots = Snapshots(every_rounds, KEEP, self.make_buffer, self._has_draft)
         self.home, self._like = directory / DIRECTORY, like
@@ -348,7 +339,6 @@ class Quota:
 
 
 def _bytes(path: Path) -> int:
-    """Total size of the files in a directory. Files may appear and disappear meanwhile."""
     taken = 0
     with suppress(OSError):
         for each in os.scandir(path):

@@ -22,8 +22,7 @@ from node.storage.json_file import read_json
 log = logging.getLogger(__name__)
 
 FILE_BYTES = 32 << 20
-KEEP_FILES = 3
-"""Number of older files that are kept besides the present one."""
+KEEP_FILES = 3  # number of older files that are kept besides the present one
 _MAX_LINE_BYTES = 1 << 20
 _RECENT_BYTES = 8 << 20
 MAX_WAITING_BYTES = 8 << 20

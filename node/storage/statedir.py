@@ -30,11 +30,9 @@ from node.storage.journal import KEEP_FILES
 from node.storage.json_file import read_json
 from protocols.base import PeerId
 
-SCRATCH = "scratch"
-"""Directory of buffers on the disk; the name is here because what is refused shall not load PyTorch."""
+SCRATCH = "scratch"  # directory of buffers on the disk; the name is here because what is refused shall not load PyTorch
 MAX_CACHED_PEERS = 64
-MAX_INCARNATION = 1 << 40
-"""The limit of `protocols.wire`: other peers ignore members of a higher incarnation."""
+MAX_INCARNATION = 1 << 40  # the limit of `protocols.wire`: other peers ignore members of a higher incarnation
 _OF_A_RUN = (
     "manifest.bin", "held-out.bin", "peers.json", "rounds.jsonl", "sample.txt", "over", "totals.json",
     "certificates.bin", "checkpoints", "stage.json", "seats.json",

@@ -41,15 +41,11 @@ STALL_SECONDS = 60.0
 
 It ends in any case after the time that it would take at the slowest rate.
 """
-LOOK_SECONDS = 10.0
-"""Interval at which to look for further holders."""
-BUSY_LIMIT_SECONDS = 10.0
-"""The longest wait that a holder may ask for."""
+LOOK_SECONDS = 10.0  # interval at which to look for further holders
+BUSY_LIMIT_SECONDS = 10.0  # the longest wait that a holder may ask for
 RETRY_SECONDS = 1.0
-BUSY_ANSWERS = 20
-"""Limit of attempts with a busy holder, and of `Busy` messages for one chunk."""
-WAIT_SECONDS = 20.0
-"""How long a stream stays open while there is nothing to request on it."""
+BUSY_ANSWERS = 20  # limit of attempts with a busy holder, and of `Busy` messages for one chunk
+WAIT_SECONDS = 20.0  # how long a stream stays open while there is nothing to request on it
 
 
 class NotHere(Exception):
@@ -121,7 +117,6 @@ class BlobDownload(ABC):
 
     @property
     def begun(self) -> bool:
-        """Whether any of it has arrived."""
         return len(self._missing) < self.chunks
 
     @property
@@ -254,13 +249,11 @@ class BlobDownload(ABC):
                     await storing
 
     def _hand_over(self, storing: asyncio.Task[None], index: int, rate: HolderRate) -> None:
-        """Leave a chunk that has arrived to the task that stores it."""
         self._scheduler.arrived(index)
         # Not at the task's own end: if it is cancelled before it begins, none of its code runs.
         storing.add_done_callback(lambda _: self._release(index, rate))
 
     async def _request(self, stream: Stream, mine: deque[int], rate: HolderRate) -> None:
-        """Request chunks ahead, as many as the holder's rate suggests."""
         while len(mine) < min(rate.window, self._scheduler.share(self.holders)):
             if (index := self._scheduler.claim(rate, len(mine))) is None:
                 return
@@ -268,9 +261,8 @@ class BlobDownload(ABC):
             await stream.send(WantChunk(index))
 
     async def _more(self, rate: HolderRate) -> bool:
-        """Wait at most `WAIT_SECONDS` until there is a chunk to request. Returns whether there is, or all have arrived.
-
-        A chunk that becomes overdue at another holder causes no notification, so the wait ends when it does.
+        """Wait at most `WAIT_SECONDS` until there is a chunk to request. Returns whether there is, or all have
+        arrived.
         """
         until = min(self._until, loop_time() + WAIT_SECONDS)
         while not self.complete and loop_time() < until:
@@ -313,7 +305,6 @@ class BlobDownload(ABC):
         raise BadPayload(f"puts off one chunk {BUSY_ANSWERS} times")
 
     async def _store(self, holder: PeerId, index: int, data: memoryview) -> None:
-        """Verify a chunk and write it."""
         await self._stored(partial(self.put, index, data), 2 * len(data))
         self.brought[holder] = self.brought.get(holder, 0) + len(data)
         self._missing.discard(index)
@@ -327,10 +318,7 @@ class BlobDownload(ABC):
 
 
 async def shown_index(stream: Stream, name: bytes, chunks: int, seconds: float) -> tuple[bytes, bytes] | Busy:
-    """Ask for a blob of this many chunks. Returns its index and note, unverified, or how long to wait.
-
-    Raises PeerError if the holder does not answer in so many seconds, and `BadPayload`.
-    """
+    """Ask for a blob. Returns its index and note, unverified, or how long to wait. Raises PeerError and BadPayload."""
     async with peer_timeout(seconds, stream.peer, "it sends an index"):
         await stream.send(WantBlob(name))
         answer = await stream.receive(LIMIT)

@@ -23,8 +23,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-PAST_PAUSES = 1
-"""Pauses before a chunk of a past round is sent during a data phase: its requester has a deadline."""
+PAST_PAUSES = 1  # pauses before a chunk of a past round is sent during a data phase: its requester has a deadline
 STORE_ROUNDS = 64
 LEAST_ROUNDS = 16
 """Rounds that are kept however large they are. A state takes eight bytes an element, a mean about one. So a peer that
@@ -81,9 +80,8 @@ class _Round:
 class PartStore:
     """Parts on disk by the lineage that their round extends, and by digest. The oldest rounds are dropped first.
 
-    It is for peers whose snapshot takes longer than parts stay in memory. The parts of a round are in one buffer, one
-    after the other, and are written in pieces of at most 1 MiB. If the disk fails, the round is not kept, which harms
-    only peers that would have asked for it.
+    It is for peers whose snapshot takes longer than parts stay in memory. If the disk fails, the round is not kept,
+    which harms only peers that would have asked for it.
     """
 
     def __init__(
@@ -121,7 +119,6 @@ class PartStore:
         return await self._on_disk(part, partial(part.chunk, index), part.size(index))
 
     async def load(self, part: Stored) -> ReducedPart | None:
-        """Read all of a stored part; None as for `read`."""
         return await self._on_disk(part, part.load, part.size_bytes)
 
     async def put(self, lineage: bytes, parts: Sequence[ReducedPart]) -> bool:
@@ -182,8 +179,7 @@ class PartCache:
     """Parts by the lineage that their round extends, and by digest. It serves complete parts, as blobs.
 
     Parts of the present and the previous round are in memory. Those of earlier rounds move to the store `past`, if
-    there is one, and are served from there while no data phase needs the link. `pool` lends the memory of parts, and
-    gets it back when they are dropped.
+    there is one, and are served from there while no data phase needs the link. `pool` lends the memory of parts.
     """
 
     def __init__(self, host: Host, past: PartStore | None = None, gate: Gate | None = None) -> None:
@@ -243,7 +239,6 @@ class PartCache:
             self._waiting.pop(lineage, None)
 
     def retain(self, lineage: bytes, digests: Collection[bytes]) -> None:
-        """Drop all other parts of one round."""
         parts = self._parts.get(lineage, {})
         self._parts[lineage] = {digest: part for digest, part in parts.items() if digest in digests}
 

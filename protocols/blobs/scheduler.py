@@ -19,10 +19,8 @@ AHEAD_SECONDS = 1.0
 """A holder is asked for as many chunks as it sends in this time: enough for a round trip, and few for a slow holder."""
 PIECE_BYTES, FAST_PIECE_BYTES = 1 << 16, 1 << 18
 """A chunk is received in such pieces, each of which has a time limit; in larger ones from a holder that is fast."""
-FAST_SECONDS = 1.0
-"""A holder that takes less than this for a chunk is fast."""
-CRAWL_SECONDS = 4.0
-"""A holder that takes this long for a chunk is asked for one at a time."""
+FAST_SECONDS = 1.0  # a holder that takes less than this for a chunk is fast
+CRAWL_SECONDS = 4.0  # a holder that takes this long for a chunk is asked for one at a time
 SLOW_SECONDS = 5.0
 """After this time, a chunk requested from one holder may also be requested from another one of unknown rate."""
 IMPATIENCE = 3.0

@@ -24,14 +24,10 @@ BLOBS = "starling/blobs/1"
 DIGEST_BYTES = 32
 MAX_NOTE_BYTES = 512
 MAX_BUSY_SECONDS = 600.0
-LARGE_AT_ONCE = 3
-"""Peers that may fetch a large blob at a time, each one of them."""
-BUSY_SECONDS = 5.0
-"""How soon a peer that has to wait for a large blob may ask again."""
-PUT_OFF_SECONDS = 4.0
-"""Interval at which a peer that waits for the end of a data phase gets a `Busy` message."""
-LIMIT = 1024
-"""Limit of the bytes of a header on these streams."""
+LARGE_AT_ONCE = 3  # peers that may fetch a large blob at a time, each one of them
+BUSY_SECONDS = 5.0  # how soon a peer that has to wait for a large blob may ask again
+PUT_OFF_SECONDS = 4.0  # interval at which a peer that waits for the end of a data phase gets a `Busy` message
+LIMIT = 1024  # limit of the bytes of a header on these streams
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,12 +91,10 @@ class BlobServer:
         host.transport.serve(BLOBS, self._serve)
 
     def add(self, find: FindBlob) -> None:
-        """Serve what `find` returns for a name as well."""
         self._find.append(find)
 
     @property
     def fetching(self) -> int:
-        """Number of peers that fetch a large blob now."""
         return len(self._fetching)
 
     async def _serve(self, peer: PeerId, stream: Stream) -> None:

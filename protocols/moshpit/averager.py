@@ -1,17 +1,12 @@
 """Moshpit averaging (Ryabinin et al. 2021, arXiv 2103.03239).
 
 In each round a peer averages in small groups, one along each axis of a grid. There is no vote and no barrier, and a
-failure in one group does not affect the others.
-
-A round of one peer:
+failure in one group does not affect the others. A round of one peer:
 
 1. It announces its position (`protocols.moshpit.peer_tracker`) and takes a cell (`protocols.moshpit.grid`).
 2. It trains until, by its own view, the round should be called.
 3. It averages once along each axis with the peers that come to its line (`protocols.moshpit.matchmaker`,
-   `protocols.moshpit.group_allreduce`).
-
-The weight of its state is its tokens in the first group, and the mean weight of the previous group from then on. Where
-a group fails, or no other peer comes, the peer keeps the state that it has.
+   `protocols.moshpit.group_allreduce`). Without a group, it keeps its state.
 
 A peer announces its position to all live members, if there are at most `ANNOUNCE_TO_ALL_LIMIT`. In a larger swarm,
 peers find the members of their group in the directory, under the group's name, and each keeps its own coordinates.
@@ -109,7 +104,7 @@ class Moshpit:
         await (await self._data_phase_for(stream, opening)).serve_part(stream.peer, stream, opening)
 
     async def _data_phase_for(self, stream: Stream, opening: wire.Contribute) -> GroupAllReduce:
-        """Wait for the group that a stream belongs to: its opener may have received the plan earlier."""
+        """Wait for the group that a stream belongs to."""
         key, moshpit = opening.key, self._moshpit
         if self._session and not moshpit.data_phases.get(opening.plan) and key.round < self._session.round:
             raise BadPayload(f"a stale contribution, to round {key.round}")

@@ -1,39 +1,21 @@
 """The grid of peers and its groups (Ryabinin et al. 2021, Moshpit SGD, section 3). No I/O.
 
-A peer occupies one cell, with one coordinate for each axis. In a round it averages once along each axis: its group are
-the peers that share every coordinate but that one. On a full grid of d axes, every peer has the exact mean after d
-groups.
+A peer occupies one cell. In a round it averages once along each axis, with the peers that share every coordinate but
+that one. On a full grid of d axes, every peer has the exact mean after d groups.
 
 **Cells.** A peer that knows the others sorts all of them in an order that each round draws anew; its index in that
-order gives its cell (`assign_cell`). No peer assigns cells to others, and a peer that joins or leaves makes no hole. A
-peer that knows too few others keeps its own cell. Its position in a group becomes its coordinate along that axis
-(`next_cell`), as in the paper.
+order gives its cell (`assign_cell`), row by row. No peer assigns cells to others, and a peer that joins or leaves makes
+no hole. A peer that knows too few others keeps its own cell. Its position in a group becomes its coordinate along that
+axis (`next_cell`), as in the paper.
 
 **Shape.** The shape has the fewest axes that groups of at most `GROUP_MOST` allow, then the fewest empty cells: 4 x 3
-for twelve peers, not 4 x 4. A peer keeps the grid that the others use while the peers that it sees neither leave it too
-empty nor overfill it (`choose_grid`). Peers that see about the same number of peers agree. Until they agree, their
-groups are smaller.
+for twelve peers, not 4 x 4. A peer keeps the grid that the others use while it is neither too empty nor too full for
+the peers that it sees (`choose_grid`). Until peers agree on a grid, their groups are smaller.
 
-**Grids with empty cells.** The table shows the share of the variance that is left after one round on an 8 x 8 grid, by
-the number of peers (`python -m tests.sim.grids`, 1,000 draws). The last row needs no grid.
+**Weights.** A group leaves its members with Σwx / Σw and the mean of their weights w, so Σwx and Σw over all peers do
+not change. On a full grid, this gives the exact mean weighted by tokens.
 
-    peers                                             64     53     45     37     29     20
-    random cells                                      0      .0038  .0091  .0205  .0403  .0984
-    positions in the last group, the third round      .0019  .0042  .0079  .0136  .0110  .0198
-    consecutive cells along the diagonals             0      .0040  .0093  .0204  .0441  .1195
-    consecutive cells, row by row (`assign_cell`)     0      .0011  .0014  .0020  .0035  .0084
-    two rounds of random groups of eight              .0129  .0135  .0131  .0116  .0105  .0103
-
-With half of its cells empty, a grid of random cells is worse than random groups. Cells are therefore filled row by row:
-the rows are full except for one, and the columns differ by one. This is better than random groups until two thirds of
-the cells are empty. A grid with fewer peers than `EMPTY` of its cells is still given up, because the next one is
-smaller and nearly full. Positions fill gaps by themselves, because each group counts from zero. Without knowing the
-other peers, they come close to the row-by-row figures after two rounds.
-
-**Weights.** A group leaves its members with Σwx / Σw and the mean of their weights w. Σwx and Σw over all peers
-therefore do not change. On a full grid, this gives the exact mean weighted by tokens. Where lines differ in length,
-keeping the sum of w instead would leave half as much variance, but would move the mean of all peers permanently, by 0.1
-to 0.4 % of it in each round.
+Figures, and what was turned down: docs/decisions/0023-moshpit-grid-and-weights.md.
 """
 
 from __future__ import annotations
@@ -46,15 +28,12 @@ from typing import TypeAlias
 
 from protocols.base import PeerId
 
-GridShape: TypeAlias = tuple[int, ...]
-"""The number of places along each axis."""
-Cell: TypeAlias = tuple[int, ...]
-"""One coordinate for each axis."""
+GridShape: TypeAlias = tuple[int, ...]  # the number of places along each axis
+Cell: TypeAlias = tuple[int, ...]  # one coordinate for each axis
 
 GROUP_MOST = 8
 """The number of places along an axis. A larger group costs hardly more bytes, but loses a member more often."""
-EMPTY = 0.5
-"""A grid is given up when a smaller share of its cells has a peer, or when there are more peers than cells."""
+EMPTY = 0.5  # a grid is given up when a smaller share of its cells has a peer, or when there are more peers than cells
 MAX_AXES = 8
 MAX_PLACES = 32
 
@@ -73,7 +52,6 @@ class Grid:
         return math.prod(self.shape)
 
     def suits(self, count: int) -> bool:
-        """Whether this number of peers may keep the grid."""
         least = EMPTY * self.cells if len(self.shape) > 1 else 0.0  # with one axis, all peers are in one group anyway
         return least <= count <= self.cells
 

@@ -1,8 +1,7 @@
 """The data phase of one Moshpit group: the all-reduce of butterfly, without a vote.
 
-If a part's reducer is lost, a member asks the other members for that part. A part counts only with its own reducer's
-signature, so all members that have all parts hold the same bits. A member that lacks a part keeps its own state. The
-others do not wait for it.
+If a part's reducer is lost, a member asks the other members for that part, which counts only with its own reducer's
+signature. So all members that have all parts hold the same bits. A member that lacks one keeps its own state.
 """
 
 from __future__ import annotations
@@ -160,7 +159,7 @@ class GroupAllReduce:
         return possible and now < exchange.task.deadline
 
     async def _fetch_part(self, part: int) -> bool:
-        """Get a part from another member that has it with its reducer's signature."""
+        """Get a part from another member that has it with its reducer's signature. The part's digest is not known."""
         context, exchange = self._context, self._exchange
         for peer in seeded_order(self.resolved.digest, self.resolved.peers):
             if peer in (context.me.peer, self.resolved.reducer(part)) or peer not in context.tracker.sight:
@@ -204,7 +203,6 @@ class GroupAllReduce:
     # -- serving other members ----------------------------------------------------------------------------------------
 
     async def serve(self, peer: PeerId, stream: Stream, opening: wire.Contribute) -> None:
-        """Serve a member's data stream: take its contribution to a part that this peer reduces, and send the mean."""
         try:
             await self._exchange.serve(peer, stream, opening)
         except BadPayload as error:
@@ -245,7 +243,6 @@ def _counted(bit: int, held: Mapping[int, ReducedPart]) -> int:
 
 
 def counted(results: Sequence[GroupResult]) -> dict[PeerId, Contribution]:
-    """The contributions to all groups of a round, added up by peer."""
     found: dict[PeerId, Contribution] = {}
     for result in results:
         for peer, new in result.contributions.items():

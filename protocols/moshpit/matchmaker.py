@@ -1,9 +1,8 @@
 """Matchmaking: how the peers of one Moshpit group find each other and agree on the members.
 
-All peers that wait under one group key sort themselves in an order that the key gives. Each names the first one as its
-caller. The caller sends a plan with the members' signed offers as soon as all peers that may still come have come, or
-it has waited long enough for them. A peer that has accepted a plan joins no other group. Two plans for one key make
-two smaller groups.
+All peers that wait under one group key sort themselves in an order that the key gives, and name the first one as their
+caller. It sends a plan with the members' signed offers as soon as all peers that may still come have come, or it has
+waited long enough. A peer that has accepted a plan joins no other group. Two plans for one key make two groups.
 """
 
 from __future__ import annotations
@@ -22,18 +21,15 @@ from protocols.moshpit.grid import seeded_order
 from protocols.moshpit.peer_tracker import WAITING, PeerTracker, PositionAnnouncement
 from protocols.streams.control_channel import ControlChannel, RoundAccounting
 
-FLOOR_SECONDS = 1.0
-"""The least time that a peer has to answer; round trips come on top."""
+FLOOR_SECONDS = 1.0  # the least time that a peer has to answer; round trips come on top
 ROUND_TRIP_LIMIT_SECONDS = 2.0
-CALLERS = 3
-"""After this many callers that did not call, a peer continues without a group."""
+CALLERS = 3  # after this many callers that did not call, a peer continues without a group
 GROUP_NORM_SPREAD = 4.0
 """A state is refused if its norm is more than this many times the median. Norms stay similar even where states drift
 apart, so a larger one is not a state of this run, and would dominate the mean."""
 WEIGHT_SCALE = 1 << 20
 """Weights are sent as integers in this unit, because weights that are means of others need not be whole numbers."""
-UNCLIPPED = math.inf
-"""No clipping: a scaled state would be a different state, so a state counts whole or not at all."""
+UNCLIPPED = math.inf  # no clipping: a scaled state would be a different state, so a state counts whole or not at all
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,13 +105,11 @@ class GroupMatchmaker:
         self.wake()
 
     def _note_arrival(self, peer: PeerId) -> None:
-        """Record once how long after this peer another one has come."""
         if peer not in self._came:
             self._came.add(peer)
             self._context.tracker.came(peer, loop_time() - self.began)
 
     def missing(self) -> list[PositionAnnouncement]:
-        """The announcements of the peers that may still come."""
         line = self._context.tracker.line(self._mine, self._axis)
         return [latest for latest in line.values() if latest.progress < (self._axis, WAITING)]
 

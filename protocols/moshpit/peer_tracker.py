@@ -1,8 +1,7 @@
 """What each Moshpit peer last announced: its round, its cell, and how far it has come. No I/O.
 
-A new announcement replaces the sender's earlier one. Announcements decide only this peer's own next step: its cell,
-when it stops training, which peers it waits for, and its round number. Peers that have received different announcements
-meet in smaller groups.
+Announcements decide only this peer's own next step: its cell, when it stops training, which peers it waits for, and its
+round number. Peers that have received different announcements meet in smaller groups.
 """
 
 # ruff: noqa: RUF009 - a field's bound is its default
@@ -23,8 +22,7 @@ from protocols.wire import MAX_SECONDS, Offer, digest, flag, list_of, one, peer_
 
 TRAINING, WAITING, DONE = 0, 1, 2
 """Stages along an axis: has not come yet; waits for the rest of its line; is in a group, or goes without one."""
-MAX_GONE = 64
-"""How many peers out of sight are remembered, with their announcements and their reliability."""
+MAX_GONE = 64  # how many peers out of sight are remembered, with their announcements and their reliability
 MAX_MISSED = 16
 MAX_WITHHELD = 5
 UNHEARD_SECONDS = 2.0
@@ -66,7 +64,6 @@ class PositionAnnouncement(Header):
         return self.key(self.holds - 1)
 
     def key(self, axis: int) -> RoundKey:
-        """Key that the frames of its group along an axis carry."""
         return group_key(self.run, self.scope, self.round, self.shape, axis, self.index)
 
 
@@ -96,8 +93,6 @@ def check(announcement: PositionAnnouncement, peer: PeerId) -> None:
 
 @dataclass(slots=True)
 class LatestAnnouncement:
-    """A peer's latest announcement, and how late it comes to groups."""
-
     announcement: PositionAnnouncement
     complete_at: float  # when this peer learned that the inner steps of that round were done; infinite: not yet
     late_seconds: float = 0.0  # how long after this peer it came to a group, the last time that it came
@@ -115,10 +110,7 @@ class PeerReliability:
 
 
 class PeerTracker:
-    """The other peers' latest announcements, lateness and reliability.
-
-    `sight` are the peers that count: live members, and peers found otherwise.
-    """
+    """The other peers' latest announcements, lateness and reliability. `sight` are the peers that count."""
 
     def __init__(self, me: Member) -> None:
         self.me = me
@@ -168,15 +160,13 @@ class PeerTracker:
         return heard.announcement if heard and member and heard.announcement.sender == member else None
 
     def announcements(self) -> list[PositionAnnouncement]:
-        """The latest announcements of all peers in sight, in the order of their ids."""
         return [latest for peer in sorted(self.sight) if (latest := self.announcement_of(peer))]
 
     # -- what follows from it -----------------------------------------------------------------------------------------
 
     def present(self, round: int, now: float) -> list[PeerId]:
-        """The peers, this one included, that probably take part in a round.
-
-        These are the peers in that round, the one before or a later one, and those that have just come into sight.
+        """The peers, this one included, that probably take part in a round: also those of the one before, or just in
+        sight.
         """
         found = [self.me.peer]
         for peer, member in self.sight.items():
@@ -204,8 +194,7 @@ class PeerTracker:
     ) -> Deadline | None:
         """When to stop training; None: not known yet. `complete_at` is infinite until this peer's inner steps are done.
 
-        The rule is that of a coordinator which calls a round (`protocols.allreduce.plan.call_after`), but each peer
-        applies it to its own view.
+        Each peer applies a coordinator's rule (`protocols.allreduce.plan.call_after`) to its own view.
         """
         others = [self._latest[each.sender.peer] for each in self.announcements() if each.round >= mine.round]
         # A leaver in a later round does not wait for this peer.
@@ -229,9 +218,8 @@ class PeerTracker:
         return reliability.hurried == round
 
     def line(self, mine: PositionAnnouncement, axis: int) -> dict[PeerId, PositionAnnouncement]:
-        """The other peers that are in this peer's group along an axis, or may still come to it.
-
-        A peer that recently withheld its part is left out (see `withheld`).
+        """The other peers that are in this peer's group along an axis, or may still come to it, if they do not
+        withhold parts.
         """
         ours = line(mine.index, axis)
         return {
@@ -262,7 +250,6 @@ class PeerTracker:
             heard.late_seconds, heard.missed = seconds, 0
 
     def missed(self, peers: Iterable[PeerId]) -> None:
-        """Note that this peer waited for these peers in vain."""
         for heard in [self._latest[peer] for peer in peers if peer in self._latest]:
             heard.missed = min(heard.missed + 1, MAX_MISSED)
 

@@ -20,13 +20,10 @@ from protocols.vectors.views import VectorView, norm
 
 SETTLE_SECONDS = 0.25
 """The pause between two announcements of a new cell, so that a hundred joiners do not cause a hundred of them."""
-HASTE = 0.5
-"""The waiting time for one peer in a group is limited to about this share of this peer's training time."""
+HASTE = 0.5  # the waiting time for one peer in a group is limited to about this share of this peer's training time
 
 
 class MoshpitSession(SessionBase):
-    """`protocols.base.IndependentSession` for Moshpit."""
-
     def __init__(self, moshpit: MoshpitState, head: Head, deadline: Deadline) -> None:
         super().__init__(head, deadline, moshpit.context.accounting)
         self._moshpit, self._context, self._tracker = moshpit, moshpit.context, moshpit.context.tracker

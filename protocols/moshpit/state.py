@@ -22,8 +22,7 @@ ACQUAINTANCES = 2
 """In a large swarm, a peer also announces its position to this many random live members, to others in each round. Peers
 whose rounds or grids have come apart are never in one group, and would not notice it otherwise.
 """
-KEEP_GROUPS = 2
-"""The parts of this many groups are kept for members that lack one."""
+KEEP_GROUPS = 2  # the parts of this many groups are kept for members that lack one
 MAX_CLOSED = 64
 SEARCH_SECONDS = 1.0
 FIND_LIMIT = 64
@@ -55,9 +54,7 @@ class MoshpitState:
         self._rng = context.host.rng("moshpit")
 
     def begin(self, round: int) -> None:
-        """Begin a round. In `found` stay the members of the last group and the latest acquaintances that keep up with
-        it.
-        """
+        """Begin a round. In `found` stay members of the last group and acquaintances that keep up with it."""
         self._lost.clear()
         self._read()
         self.sees_all = len(self._live) <= self.announce_limit
@@ -97,8 +94,8 @@ class MoshpitState:
         return sorted({*live, *self.found} - {self.context.me.peer})
 
     def meet(self, peer: PeerId, lineage: bytes = b"") -> None:
-        """In a large swarm, talk to a peer from now on. `lineage` is that of a group that both come to; empty:
-        acquaintance.
+        """In a large swarm, talk to a peer from now on. `lineage` is that of a group that both come to, if there is
+        one.
         """
         if self.sees_all or peer == self.context.me.peer:
             return
@@ -141,7 +138,6 @@ class MoshpitState:
             self.found = {peer: of for peer, of in self.found.items() if of in (b"", lineage)}
 
     def hear(self, announcement: PositionAnnouncement) -> bool:
-        """Take an announcement. Returns False if a later one is known already."""
         lineage = announcement.next_group_key.lineage
         self.meet(announcement.sender.peer, lineage if lineage == self.next_group else b"")
         self.update_sight()

@@ -1,8 +1,7 @@
 """State sync with a chain: learns the heads of other peers, has them proved, and fetches the state.
 
-Peers exchange their heads. A peer that sees an unknown head asks for the certificates that lead to it, and verifies
-them itself (`protocols.history.fork_choice`). No other peer is trusted: one that cannot prove its head is reported and
-dropped, and the others are asked.
+A peer that sees an unknown head asks for the certificates that lead to it, and verifies them itself
+(`protocols.history.fork_choice`). A peer that cannot prove its head is reported and dropped; the others are asked.
 """
 
 from __future__ import annotations
@@ -27,8 +26,7 @@ from protocols.sync.snapshot import Snapshots
 from protocols.sync.state_fetcher import StateFetcher
 
 DIAL_SECONDS = 10.0
-HASTE_SECONDS = 1.0
-"""Least time between two checks for unknown heads, however many announcements arrive."""
+HASTE_SECONDS = 1.0  # least time between two checks for unknown heads, however many announcements arrive
 GRACE_SECONDS = 1.0
 """Time for a certificate that is on its way, so that a peer that is slightly behind need not leave its round."""
 PROOFS_AT_ONCE = 8
@@ -39,11 +37,7 @@ def _ignore_branch(branch: Branch) -> None:
 
 
 class ChainSync(SyncServiceBase[HeadAnnouncement]):
-    """The sync service of a peer with a chain: asks other peers for heads and states, and answers such requests.
-
-    `fetcher` fetches what other peers serve. `stranded` says whether this peer has been undecided for long enough to
-    fork itself: see `ForkChoice.beating`.
-    """
+    """The sync service of a peer with a chain."""
 
     def __init__(
         self,
@@ -57,10 +51,10 @@ class ChainSync(SyncServiceBase[HeadAnnouncement]):
         make_archive: Callable[[], Archive] = ListArchive,
         on_better: Callable[[Branch], None] = _ignore_branch,
     ) -> None:
-        """Create the service. The outer loop extends `chain`. `hints` are peers that may know more; any may lie.
+        """The outer loop extends `chain`. `hints` are peers that may know more; any of them may lie.
 
-        `make_archive` is for certificates that are being verified. `on_better` is called when a branch that beats this
-        peer's was found and verified.
+        `make_archive` is for certificates that are being verified. `on_better` gets a verified branch that beats our
+        chain.
         """
         context = SyncContext(host, settings, snapshots, hints, chain)
         super().__init__(context, HeadAnnouncement, lambda: chain.head.key, part_cache.blobs)
@@ -123,10 +117,7 @@ class ChainSync(SyncServiceBase[HeadAnnouncement]):
     # -- asking -------------------------------------------------------------------------------------------------------
 
     async def _look_around(self) -> None:
-        """Ask peers for their heads, and pass on a better branch if their unknown heads lead to one.
-
-        A member of the roster hears of the roster's heads in its rounds, so it asks only the other peers.
-        """
+        """Ask peers for their heads, and pass on a better branch if unknown heads lead to one."""
         began, new_heads = loop_time(), self._new_heads.is_set()
         self._new_heads.clear()
         if not new_heads:

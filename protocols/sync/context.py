@@ -63,7 +63,7 @@ class SyncPeers:
         return [peer for peer in self.others(self._past(), self._hints()) if peer not in roster]
 
     def others(self, *groups: Iterable[PeerId]) -> list[PeerId]:
-        """The peers of these groups, each once and in order, without this peer and distrusted ones."""
+        """These peers, each once and in order, without this peer and distrusted ones."""
         every = dict.fromkeys(peer for group in groups for peer in group)
         return [peer for peer in every if peer != self._me and self.trusts(peer)][:MAX_CONTACTS]
 
@@ -72,10 +72,7 @@ class SyncPeers:
 
 
 class SyncContext:
-    """Shared by a sync service and its parts.
-
-    `snapshots` are those that this peer serves; they also allocate buffers for those that it fetches.
-    """
+    """Shared by a sync service and its parts. `snapshots` also allocate buffers for those that it fetches."""
 
     def __init__(
         self,
@@ -85,7 +82,6 @@ class SyncContext:
         hints: Callable[[], Iterable[PeerId]],
         chain: Chain | None = None,
     ) -> None:
-        """`hints` are peers that may know more; any of them may lie. Former members of `chain` are asked as well."""
         self.host, self.settings, self.snapshots = host, settings, snapshots
         self.me, self.elements = Member(host.me, settings.incarnation), sum(settings.elements)
         self.peers = SyncPeers(host.me, host.members, chain, hints)

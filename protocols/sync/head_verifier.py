@@ -1,8 +1,7 @@
 """Verifies the head that a peer shows, by the certificates from where its chain parts from ours.
 
-The certificates may be any number. They are verified in pieces, off the event loop, and put into an archive. A peer's
-time limit grows with the rounds that it has sent. If the peer breaks off, what was verified is kept, and the proof of
-the same branch by another peer, at the same time or later, continues from there.
+They may be any number, and are verified in pieces, off the event loop. A peer's time limit grows with the rounds that
+it has sent. If it breaks off, the proof of the same branch by another peer continues from what was verified.
 """
 
 from __future__ import annotations
@@ -24,18 +23,14 @@ from protocols.history.round_log import Archive, RoundLog, RoundPruned
 from protocols.sync.context import SyncContext
 from protocols.sync.requests import MAX_LOCATOR, SYNC, Certificates, CertificatesRequest
 
-TRAIL_SECONDS = 20.0
-"""Time for a peer to begin to prove its head, or to continue."""
+TRAIL_SECONDS = 20.0  # time for a peer to begin to prove its head, or to continue
 ROUND_SECONDS = 0.1
 """Extra time for each round already proved: enough for the certificates of a roster of four at 10 kB/s."""
 MAX_AHEAD = 1 << 20
 """In rounds. A head that is further ahead of ours cannot be a head of the run."""
-MAX_GROWTH = 4096
-"""Limit of rounds by which a chain may grow while it is being verified."""
-MAX_PIECES = 32
-"""Limit of requests for certificates on one stream."""
-VERIFY_BYTES = 1 << 16
-"""Cost of verifying one certificate, a few signatures, in the bytes of `Compute`."""
+MAX_GROWTH = 4096  # limit of rounds by which a chain may grow while it is being verified
+MAX_PIECES = 32  # limit of requests for certificates on one stream
+VERIFY_BYTES = 1 << 16  # cost of verifying one certificate, a few signatures, in the bytes of `Compute`
 VERIFY_AT_ONCE = 16
 _LIMIT = 256
 
@@ -54,12 +49,9 @@ class _Proof:
 
 
 class HeadVerifier:
-    """Asks peers for certificates, and verifies what they send."""
-
     def __init__(
         self, context: SyncContext, chain: Chain, rules: ForkChoice, make_archive: Callable[[], Archive]
     ) -> None:
-        """`make_archive` returns an archive for certificates that are being verified."""
         self._context, self._chain, self._rules, self._make_archive = context, chain, rules, make_archive
         self._proofs: list[_Proof] = []  # proofs in progress
         self._turn = asyncio.Lock()  # held while certificates are verified
@@ -70,8 +62,8 @@ class HeadVerifier:
     ) -> Branch | None:
         """Have one of the peers that show the same head, each with its key, prove it.
 
-        The deadline is for peers that send nothing. Returns the branch; None if it does not beat ours
-        (`ForkChoice.beating`, also for `stranded`), or no peer can prove it.
+        The deadline is for peers that send nothing. None: the branch does not beat ours (`ForkChoice.beating`), or is
+        not proved.
         """
         for peer, key in claims:
             proof = _Proof(key)
@@ -100,7 +92,6 @@ class HeadVerifier:
             self._judged = None
 
     async def _proved(self, peer: PeerId, proof: _Proof, stranded: bool, deadline: Deadline) -> Branch | None:
-        """Verify a peer's certificates, from where our chains part to the head that it shows."""
         continues = True
         while continues:
             before, until = proof.rounds, loop_time() + TRAIL_SECONDS
@@ -137,7 +128,6 @@ class HeadVerifier:
         return True
 
     async def _piece(self, stream: Stream, proof: _Proof) -> bool:
-        """Ask for some certificates and verify them. Returns whether there are more."""
         known = max(self._others(proof.links), key=len, default=None)
         locator = self._locator(proof, known)
         await stream.send(CertificatesRequest(locator))
@@ -176,7 +166,6 @@ class HeadVerifier:
             raise PeerGone(stream.peer, f"proved {proof.rounds} rounds in {proof.waited_seconds:.0f} s: too slow")
 
     def _ours(self, head: Head, certificate: Certificate) -> Head | None:
-        """The head that the certificate leads to, if it is on our chain."""
         return self._chain.at(records.lineage(certificate.record)) if certificate.key == head.key else None
 
     # -- what other proofs have verified ------------------------------------------------------------------------------
@@ -197,7 +186,6 @@ class HeadVerifier:
         return count
 
     def _others(self, links: RoundLog | None) -> list[RoundLog]:
-        """The rounds verified by other proofs, in progress or ended."""
         every = (self._judged, *(proof.links for proof in self._proofs))
         return [each for each in every if each and each is not links]
 

@@ -1,8 +1,7 @@
 """State sync without a chain: announces this peer's state, and fetches the state of another peer.
 
-There is no chain to check a state against, and no two states are equal. So each peer signs the states that it serves:
-the signature covers the run, the round and the root. A joiner fetches a state that one donor has signed, and bytes of
-another state cannot match its root. The joiner chooses the donor, and never one that claims to be far ahead of most.
+No two states are equal. So each peer signs those that it serves, with run, round and root. A joiner fetches a state
+that one donor has signed. It chooses the donor, and never one that claims to be far ahead of most.
 """
 
 from __future__ import annotations
@@ -28,16 +27,13 @@ from protocols.sync.snapshot_download import SnapshotDownload, StateUnavailable
 from protocols.vectors.coding import require_finite
 
 TIDY_SECONDS = 10.0
-COMPLAIN_AFTER = 5
-"""Consecutive failed attempts before a message to the operator; a few are normal when a run starts."""
-DONORS = 8
-"""Limit of donors that are tried one after the other before all are asked again."""
+COMPLAIN_AFTER = 5  # consecutive failed attempts before a message to the operator; a few are normal when a run starts
+DONORS = 8  # limit of donors that are tried one after the other before all are asked again
 Order: TypeAlias = Callable[[Sequence[PeerId]], Sequence[PeerId]]
 _TAG = b"starling state 1\n"
 
 
 def sign_state_ref(key: RoundKey, round_number: int, root: bytes) -> bytes:
-    """The bytes that a peer signs for its state before this round."""
     return _TAG + wire.canonical_bytes(replace(key, round=round_number, lineage=root))
 
 
@@ -54,10 +50,7 @@ class IndependentStateSync(SyncServiceBase[StateAdvert]):
         hints: Callable[[], Iterable[PeerId]],
         has_state: Callable[[], bool],
     ) -> None:
-        """`key` is that of this peer's next round. `hints` are peers that may be in the run; any of them may lie.
-
-        `has_state` says whether others may start from this peer's state; a joiner must first fetch one.
-        """
+        """`has_state` says whether others may start from this peer's state; a joiner must first fetch one."""
         context = SyncContext(host, settings, snapshots, hints)
         super().__init__(context, StateAdvert, key, BlobServer(host))
         self._has_state, self._failed_fetches = has_state, 0
@@ -82,7 +75,6 @@ class IndependentStateSync(SyncServiceBase[StateAdvert]):
         await stream.send(self._announcement())
 
     def _admit(self, peer: PeerId, announcement: StateAdvert) -> None:
-        """Check and record a peer's announcement, including the signatures of its states."""
         super()._admit(peer, announcement)
         for each in announcement.states:
             signed = sign_state_ref(announcement.key, each.round, each.root)
@@ -92,11 +84,10 @@ class IndependentStateSync(SyncServiceBase[StateAdvert]):
     # -- fetching a state ---------------------------------------------------------------------------------------------
 
     async def fetch(self, order: Order, deadline: Deadline) -> Snapshot:
-        """Fetch the newest state of one donor: the first donor that sends it whole.
+        """Fetch the newest state of one donor: the first donor that sends it whole, in the order that `order` gives.
 
-        `order` puts donors, which it gets with the newest state first, into the order in which to try them. Past the
-        deadline, the download continues only while it makes progress. Raises `StateUnavailable`, and OSError if a state
-        was fetched but cannot be read.
+        Past the deadline, it continues while it makes progress. Raises `StateUnavailable`, and OSError if a state that
+        was fetched cannot be read.
         """
         self.sync_progress.begin(0, 0)
         try:
@@ -142,10 +133,9 @@ class IndependentStateSync(SyncServiceBase[StateAdvert]):
 
 
 def eligible(standings: Mapping[PeerId, StateAdvert]) -> dict[PeerId, SignedStateRef]:
-    """The donors whose newest state may be fetched.
+    """The donors whose newest state may be fetched: none that claims a later round than most peers with a state.
 
-    A donor that claims a later round than most peers with a state is excluded. If the claim were false, a joiner that
-    believed it would leave the run's schedule.
+    If the claim were false, a joiner that believed it would leave the run's schedule.
     """
     newest = {peer: each.states[0] for peer, each in standings.items() if each.whole and each.states}
     latest = DONOR_ROUND.latest((state.round for state in newest.values()), len(newest))

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from protocols.blobs.download import BlobDownload
 
 METER_SECONDS = 15.0
-LEAST_SECONDS = 10.0
-"""Shorter passes say nothing about this peer's download rate."""
+LEAST_SECONDS = 10.0  # shorter passes say nothing about this peer's download rate
 SAY_SECONDS = 600.0
 
 
@@ -87,10 +86,9 @@ class CatchUpTrend:
         self._ended = self._said = float("-inf")
 
     def begins(self, now: float, goal: int, fetched_bytes: int, round_bytes: int) -> str:
-        """Begin another pass, which leads to the round `goal`.
+        """Begin another pass to the round `goal`, with so much fetched by this process so far.
 
-        `fetched_bytes` is what this process has fetched so far. Returns one line for the operator if the last pass got
-        no closer; else "".
+        Returns one line for the operator if the last pass got no closer; else "".
         """
         line = ""
         if self._pass and now - self._ended < LEAST_SECONDS:
@@ -103,7 +101,6 @@ class CatchUpTrend:
         return line
 
     def ends(self, now: float) -> None:
-        """Record that the pass has reached its goal."""
         self._ended = now
 
 

@@ -12,8 +12,7 @@ from protocols.wire import blob, digest, flag, list_of, one, register, uint
 SYNC = "starling/sync/1"
 
 MAX_LOCATOR = 64
-MAX_TRAIL = 256
-"""Limit of certificates in one answer."""
+MAX_TRAIL = 256  # limit of certificates in one answer
 MAX_SNAPSHOTS = 6
 
 

@@ -1,7 +1,4 @@
-"""The base of the sync services with and without a chain: announcements, and requests of other peers.
-
-Requests are served outside of rounds. The streams, the requests on each, and the time for each are limited.
-"""
+"""What sync with and without a chain share: announcements, and requests of other peers, which are limited."""
 
 from __future__ import annotations
 
@@ -17,12 +14,9 @@ from protocols.streams.endpoint import StreamLimiter
 from protocols.sync.context import SyncContext
 from protocols.sync.requests import SYNC, HeadAnnouncement, StateAdvert
 
-ANNOUNCE_SECONDS = 5.0
-"""Time for a peer to answer an announcement."""
-SERVE_SECONDS = 30.0
-"""Time to answer one request."""
-MAX_REQUESTS = 64
-"""Limit of requests on one stream."""
+ANNOUNCE_SECONDS = 5.0  # time for a peer to answer an announcement
+SERVE_SECONDS = 30.0  # time to answer one request
+MAX_REQUESTS = 64  # limit of requests on one stream
 
 A = TypeVar("A", HeadAnnouncement, StateAdvert)
 
@@ -50,11 +44,9 @@ class SyncServiceBase(ABC, Generic[A]):
 
     @property
     def joiners(self) -> int:
-        """Number of joiners that download this peer's state now."""
         return self._blobs.fetching
 
     def complain_to(self, say: Callable[[str], None]) -> None:
-        """Set the function that shows the operator a line, if catching up gets no closer."""
         self._context.say = say
 
     def take_bytes(self) -> int:
@@ -97,10 +89,7 @@ class SyncServiceBase(ABC, Generic[A]):
         raise BadPayload(f"{MAX_REQUESTS} requests on one stream")
 
     async def _exchange(self, peers: Sequence[PeerId], deadline: Deadline) -> dict[PeerId, A]:
-        """Exchange announcements with these peers. Returns those of the peers that answered, in the order of `peers`.
-
-        A peer that breaks a rule is reported, and not asked for a while.
-        """
+        """Exchange announcements. A peer that breaks a rule is reported, and not asked for a while."""
         deadline = min(deadline, loop_time() + ANNOUNCE_SECONDS)
         found: dict[PeerId, A] = {}
 

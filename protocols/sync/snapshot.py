@@ -1,7 +1,7 @@
 """Snapshots: immutable copies of the outer state, in chunks that can be verified one by one.
 
-The state root is a hash over the hashes of 1 MiB chunks (`vectors.views.root`). The list of these hashes is the
-index. A joiner first verifies the index against the root in a certificate, then each chunk against the index.
+The state root is a hash over the hashes of 1 MiB chunks (`vectors.views.root`), whose list is the index. A joiner
+verifies the index against the root in a certificate, then each chunk against the index.
 """
 
 from __future__ import annotations
@@ -32,8 +32,7 @@ must be kept for at least twice as many rounds.
 KEEP_SNAPSHOTS = 2
 MAX_PAUSES = 4
 """After this many `Busy` messages a joiner gets one chunk. So joiners make progress even if data phases never end."""
-LENT = 2
-"""Limit of older snapshots kept for joiners: those that were read most recently."""
+LENT = 2  # limit of older snapshots kept for joiners: those that were read most recently
 LEND_SECONDS = 300.0
 """How long an older snapshot is kept after it was read: enough for a joiner that was cut off, or restarts."""
 
@@ -49,7 +48,6 @@ class SnapshotIndex:
 
     @classmethod
     def of(cls, parameters: Vector, velocity: Vector) -> SnapshotIndex:
-        """The index of these two vectors of equal size."""
         return cls(len(parameters), chunk_digests(parameters) + chunk_digests(velocity))
 
     @classmethod
@@ -115,14 +113,14 @@ class MemoryBuffer:
 class Snapshot:
     """The outer state at a lineage: filled once, then never changed.
 
-    Its buffer holds the parameters, then the velocity, as little-endian float32. Methods that read or write it may wait
-    for the disk, and raise OSError if it fails.
+    Its buffer holds the parameters, then the velocity, as little-endian float32. Methods that use it may wait for the
+    disk, and raise OSError.
     """
 
     def __init__(
         self, lineage: bytes, round_number: int, index: SnapshotIndex, buffer: SnapshotBuffer | None = None
     ) -> None:
-        """Create an empty snapshot, by default in memory; else in a buffer of `buffer_bytes(index.elements)`."""
+        """By default it is in memory; else in a buffer of `buffer_bytes(index.elements)`."""
         self.lineage, self.round, self.index = lineage, round_number, index
         self.buffer = buffer or MemoryBuffer(buffer_bytes(index.elements))
 
@@ -179,18 +177,17 @@ class Snapshot:
 
 
 def buffer_bytes(elements: int) -> int:
-    """Size of the outer state with this many parameters, in bytes."""
+    """Size of the outer state with this many parameters."""
     return 8 * elements
 
 
 def chunk_size(elements: int, chunk: int) -> int:
-    """Size of a chunk of the outer state with this many parameters, in bytes."""
     low, high = chunk_range(0, elements, chunk % chunk_count(elements))
     return 4 * (high - low)
 
 
 def _scratch(elements: int) -> tuple[memoryview, Vector]:
-    """Allocate memory for this many float32, and view it as bytes and as a vector."""
+    """Memory for this many float32, as bytes and as a vector."""
     data = bytearray(4 * elements)
     return memoryview(data), torch.frombuffer(data, dtype=torch.float32)
 
@@ -222,15 +219,12 @@ class Snapshots:
         self._leases: dict[bytes, _Lease] = {}
 
     def new(self, lineage: bytes, round_number: int, index: SnapshotIndex) -> Snapshot:
-        """Create a snapshot to fill; raises OSError if there is not enough space.
-
-        It is not empty (`Snapshot.fresh`) if an earlier download of it was interrupted.
-        """
+        """A snapshot to fill, which is not empty if an earlier download of it was interrupted. Raises OSError."""
         buffer = self._make_buffer(lineage, round_number, buffer_bytes(index.elements))
         return Snapshot(lineage, round_number, index, buffer)
 
     def put(self, snapshot: Snapshot) -> None:
-        """Add a filled snapshot. Above the limit, the snapshots of the lowest rounds are dropped."""
+        """Add a filled snapshot. Above the limit, those of the lowest rounds are dropped."""
         held = [each for each in self._held if each.lineage != snapshot.lineage]
         self._held = sorted([*held, snapshot], key=lambda each: -each.round)[: self._keep]
 

@@ -14,8 +14,7 @@ from protocols.vectors.views import chunk_count
 
 log = logging.getLogger(__name__)
 
-SILENCE_SECONDS = 30.0
-"""A donor that sends nothing for this long has stalled."""
+SILENCE_SECONDS = 30.0  # A donor that sends nothing for this long has stalled
 
 
 class StateUnavailable(ProtocolError):
@@ -40,10 +39,7 @@ class SnapshotDownload(BlobDownload):
         self._snapshot: Snapshot | None = None
 
     async def fetch(self, donors: Callable[[], Sequence[PeerId]], deadline: Deadline) -> Snapshot:
-        """Fetch what is missing. Past the deadline, the download continues only while it makes progress.
-
-        Raises `StateUnavailable` if the donors did not send the whole snapshot.
-        """
+        """Fetch what is missing. Past the deadline, it continues while it makes progress. Raises `StateUnavailable`."""
         before, number = self.bytes_received, self.at.key.round + 1
         self._context.sync_progress.download = self
         try:

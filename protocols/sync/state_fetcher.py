@@ -24,21 +24,15 @@ from protocols.sync.snapshot_download import SILENCE_SECONDS, SnapshotDownload, 
 from protocols.vectors.codec import codec
 from protocols.vectors.views import VectorView, chunk_count
 
-PARTS_AT_ONCE = 4
-"""Parts of a round that are fetched concurrently."""
-PART_SECONDS = 20.0
-"""A source of a part that sends nothing for this long has stalled."""
-MAX_FAILURES = 64
-"""Limit of sources whose failures are counted."""
-INDEX_SECONDS = 10.0
-"""Time for former members to show which state they hold."""
+PARTS_AT_ONCE = 4  # parts of a round that are fetched concurrently
+PART_SECONDS = 20.0  # A source of a part that sends nothing for this long has stalled
+MAX_FAILURES = 64  # limit of sources whose failures are counted
+INDEX_SECONDS = 10.0  # time for former members to show which state they hold
 MAX_FAILED = 16
 
 
 class StateFetcher:
-    """Fetches the snapshots and the means that lead to the head of a chain. `trend` says whether this peer gets closer
-    to it.
-    """
+    """Fetches the snapshots and the means that lead to the head of a chain."""
 
     def __init__(self, context: SyncContext, part_cache: PartCache) -> None:
         self.sync_progress, self.trend = context.sync_progress, CatchUpTrend()
@@ -49,7 +43,6 @@ class StateFetcher:
         self._failed: set[bytes] = set()  # roots whose state no former member sent
 
     def on_slow(self, line: str) -> None:
-        """Show the operator a line when catching up gets no closer."""
         self._context.say(line)
 
     # -- means --------------------------------------------------------------------------------------------------------
@@ -146,9 +139,9 @@ class StateFetcher:
         return missing_bytes + self.mean_bytes * (chain.head.key.round - head.key.round)
 
     async def download(self, chain: Chain, deadline: Deadline) -> Snapshot:
-        """Fetch the first snapshot of `offered` that can be fetched. A partial download is kept for the next attempt.
+        """Fetch the first of `offered` that can be fetched. A partial download is kept for the next attempt.
 
-        Past the deadline, the download continues only while it makes progress. Raises `StateUnavailable`.
+        Past the deadline, it continues while it makes progress. Raises `StateUnavailable`.
         """
         offered = self.offered(chain)
         for tried, head in enumerate(offered):
@@ -171,8 +164,7 @@ class StateFetcher:
         """Fetch the state at the head of a chain from a former member or a successor. No record certifies it yet.
 
         If the last members are gone, others have to continue from there, and perhaps only one of them holds the state.
-        A FORK of a majority of them then certifies it (`protocols.consensus.vote_tally`). Raises `StateUnavailable`,
-        also if this peer is neither a former member nor a successor, or a member of the roster is live.
+        A FORK of a majority of them then certifies it (`protocols.consensus.vote_tally`). Raises `StateUnavailable`.
         """
         donors = self.former_donors(chain.head)
         roots = await self._roots(chain.head, donors, min(deadline, loop_time() + INDEX_SECONDS))
