@@ -138,13 +138,11 @@ class DirectConnection:
         self.peer_ended = False
 
     def release_memory(self) -> None:
-        """Give back the memory for records until the next stream."""
         if self._have == self._used:
             self._out = self._in = memoryview(b"")
             self._have = self._used = 0
 
     def abort(self) -> None:
-        """Close the connection at once; the other side gets an error."""
         if self.closed:
             return
         self.closed = True

@@ -32,8 +32,6 @@ MAX_TOKENS, MAX_HOSTS = 2048, 512
 
 @dataclass(frozen=True, slots=True)
 class IssuedToken:
-    """Permits one connection of one peer."""
-
     peer: PeerId
     cipher: str
     token: ConnectionToken

@@ -54,8 +54,6 @@ _PORT_ATTEMPTS = 8
 
 
 class Inbound:
-    """Serves other peers."""
-
     def __init__(self, me: PeerId, host_of: Callable[[PeerId], str | None], serving: Serving) -> None:
         self.issuer = TokenIssuer(asyncio.get_running_loop().time)
         self.awaited: dict[bytes, asyncio.Future[DirectConnection]] = {}  # by token id: those that a peer shall dial
@@ -67,7 +65,6 @@ class Inbound:
         self._dials: dict[PeerId, Attempts] = {}  # those that failed
 
     async def answer(self, peer: PeerId, stream: Stream) -> None:
-        """Answer a request that came over libp2p."""
         header = await stream.receive(HEADER_LIMIT)
         if isinstance(header, TokenRequest):
             await stream.send(self._grant(peer, header))

@@ -42,8 +42,6 @@ MAX_IDLE, MAX_IDLE_PER_PEER = 64, 4
 
 
 class DirectPlane:
-    """Opens streams directly, and serves those that others open."""
-
     def __init__(
         self,
         me: PeerId,
@@ -278,7 +276,6 @@ class IdleConnections:
         self._idle[connection] = (peer, self._spawn(self._watch(connection)))
 
     def take(self, peer: PeerId) -> DirectConnection | None:
-        """The connection that was used last; None if there is none."""
         for connection in [each for each, (owner, _) in reversed(self._idle.items()) if owner == peer]:
             self._remove(connection)
             if connection.is_quiet():

@@ -124,7 +124,7 @@ class ChildProcess:
 
     @classmethod
     async def start_fork_server(cls, environment: Mapping[str, str]) -> None:
-        """Start a server that forks the peers which this process starts later, on Linux."""
+        """On Linux, for the peers that this process starts later."""
         if sys.platform != "linux":
             return
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -156,7 +156,6 @@ class ChildProcess:
             await self.kill()
 
     def ask(self) -> None:
-        """Ask the process to end (SIGTERM), without waiting for its end."""
         self._signal(signal.SIGTERM)
 
     def send_kill(self) -> None:
@@ -210,7 +209,6 @@ def _imports() -> dict[str, str]:
 async def _forked(
     command: Sequence[str], environment: Mapping[str, str], pass_fds: Sequence[int], oom_score: int, reaped: bool
 ) -> ForkedProcess | None:
-    """The program, forked; None if it has to be executed."""
     server = ForkServer.here
     if server is None:
         return None

@@ -1,21 +1,18 @@
 """A process that has loaded PyTorch and forks programs on request: they start in milliseconds, and share its memory.
 
-A peer forks it (`ForkServer.begin`) before it has a thread or an event loop; then nothing can hold a lock across the
-fork. `swarm`, which needs no PyTorch itself, starts one for its peers (`ChildProcess.start_fork_server`):
+A peer forks it (`ForkServer.begin`) before it has a thread or an event loop, so that no lock is held across the fork.
+`swarm`, which needs no PyTorch itself, starts one for its peers (`ChildProcess.start_fork_server`):
 
     python -P -m node.runtime.fork_server SOCKET      # an inherited descriptor
 
-It keeps no more than one socket to its parent, and ends with it. Linux only: elsewhere, libraries of the system do not
-survive a fork, so that programs are executed there, as they are wherever no server runs.
-
-One message each way is one packet of JSON. A request brings the file descriptors of the program's output, and of those
-that it inherits, under the numbers that it expects:
+It keeps no more than one socket to its parent, and ends with it. Linux only: elsewhere, and where no server runs,
+programs are executed. One message each way is one packet of JSON. A request brings the file descriptors of the
+program's output, and of those that it inherits, under the numbers that it expects:
 
     command: [python, -P, -m, MODULE, ARGUMENT …], environment, numbers, oom_score, reaped     -> pid
                                                              later, when that process has ended: ended: pid, code
 
-A program is the function `main(arguments)` of a module, which returns an exit code. Under a reaper
-(`node.runtime.reaper`) the process is that.
+A program is the function `main(arguments)` of a module, which returns an exit code.
 """
 
 from __future__ import annotations
@@ -122,7 +119,7 @@ class ForkServer:
         return process
 
     def _take(self) -> None:
-        """Take what the server says. Its end is that of all that it has forked."""
+        """The end of what the server says is that of all that it has forked."""
         try:
             data = self._link.recv(_MAX_BYTES)
         except BlockingIOError:
@@ -159,7 +156,6 @@ Run: TypeAlias = Callable[[dict[str, Any], list[int]], NoReturn]
 
 @contextmanager
 def _boundary() -> Iterator[None]:
-    """Of a forked process, which must not return into what its parent was doing."""
     try:
         yield
     except BaseException:  # noqa: BLE001 - the outermost frame, as the interpreter's
@@ -180,7 +176,6 @@ def _begin_server(link: socket.socket, parent: int) -> None:
 
 
 def serve(link: socket.socket, run: Run) -> NoReturn:
-    """Fork what the other side of the socket asks for, until it closes the socket."""
     wake, woken = socket.socketpair()
     for each in (wake, woken):
         each.setblocking(False)
@@ -222,7 +217,6 @@ def _tell_ended(link: socket.socket) -> None:
 
 
 def run_program(request: dict[str, Any], descriptors: list[int]) -> NoReturn:
-    """Run the program of a request in this forked process."""
     place_descriptors(descriptors, request["numbers"])
     os.environ.update(request["environment"])
     parent, oom_score = os.getppid(), str(request["oom_score"])
@@ -275,7 +269,6 @@ def become_program(module: str, arguments: Sequence[str]) -> None:
 
 
 def run_module(module: str, arguments: Sequence[str]) -> NoReturn:
-    """Run a module's `main(arguments)`, and end this process with its exit code."""
     with _boundary():
         become_program(module, arguments)
         open_streams()

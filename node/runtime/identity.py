@@ -1,9 +1,7 @@
 """A peer's identity: an Ed25519 key in libp2p's own file format, and signatures bound to peer ids.
 
-The peer id of an Ed25519 key contains the public key (identity multihash of its protobuf, in base58btc: "12D3Koo…"). So
-a peer's id is enough to verify its signatures.
-
-Source: https://github.com/libp2p/specs/blob/master/peer-ids/peer-ids.md
+The peer id of an Ed25519 key contains the public key (identity multihash of its protobuf, in base58btc), which is
+enough to verify its signatures. Source: https://github.com/libp2p/specs/blob/master/peer-ids/peer-ids.md
 """
 
 from __future__ import annotations

@@ -38,9 +38,8 @@ def vitals(lag: LoopLag, pids: Iterable[int]) -> Vitals:
 class LoopLag:
     """How long a callback has to wait for the event loop. Use as an async context manager.
 
-    A timer measures every 10 ms how late it fires. A timer that is 100 ms late counts as the ten that were due
-    meanwhile, each 10 ms less late than the one before, so the 99th percentile is over time, not over timers that
-    fired. The memory is a histogram of fixed size, in milliseconds up to 2 s, and the maximum.
+    A timer measures every 10 ms how late it fires. One that is 100 ms late counts as the ten that were due meanwhile,
+    each 10 ms less late than the one before, so the 99th percentile is over time, not over timers that fired.
     """
 
     def __init__(self) -> None:
@@ -114,7 +113,7 @@ class CpuMeter:
         self._at = 0.0
 
     def cores(self, pids: Iterable[int], now: float) -> float:
-        """Number of cores that these processes kept busy since the last call, such as 1.7; nan at the first."""
+        """Cores that these processes kept busy since the last call, such as 1.7; nan at the first."""
         seconds = {pid: _cpu_seconds(pid) for pid in set(pids)}
         elapsed, self._at = now - self._at, now
         before, self._before = self._before, seconds

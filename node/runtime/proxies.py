@@ -1,7 +1,4 @@
-"""What the proxies that the environment names are used for: downloads from the hub, but not other peers.
-
-Only the variables' names are shown, because their values may hold passwords.
-"""
+"""What the proxies that the environment names are used for: downloads from the hub, but not other peers."""
 
 from __future__ import annotations
 
@@ -12,6 +9,7 @@ _NAMES = ("HTTPS_PROXY", "ALL_PROXY", "HTTP_PROXY")
 
 
 def _proxies() -> dict[str, str]:
+    """By variable. Only the names are shown, because the values may hold passwords."""
     names = [each for name in _NAMES for each in (name, name.lower())]
     return {name: os.environ[name] for name in names if os.environ.get(name, "").strip()}
 

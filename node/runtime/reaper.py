@@ -2,10 +2,10 @@
 
     python -I -S reaper.py PARENT OOM_SCORE      # the program and its arguments: JSON in the variable STARLING_PROGRAM
 
-Or it is forked, and forks its program (`node.runtime.fork_server`). It stands between a peer and its worker, because
-only an ancestor that outlives both can find every process: the kernel gives it each descendant whose parent has died,
-even one that has left its session (a daemon). Elsewhere than on Linux it kills the program's process group only. The
-first line of its output is the program's process id. Then it ends as the program ended. SIGTERM ends it at once.
+Or it is forked, and forks its program (`node.runtime.fork_server`). Only an ancestor that outlives both peer and worker
+can find every process: the kernel gives it each descendant whose parent has died, even one that has left its session.
+Elsewhere than on Linux it kills the program's process group only. The first line of its output is the program's process
+id. Then it ends as the program ended. SIGTERM ends it at once.
 
 Source: prctl(2), PR_SET_CHILD_SUBREAPER. Standard library only: it must start fast and stay small.
 """
@@ -41,7 +41,6 @@ def _prctl(option: int, value: int) -> None:
 
 
 def die_with_parent() -> None:
-    """Have the kernel kill this process when its parent ends."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
@@ -86,7 +85,6 @@ def _kill_descendants() -> None:
 
 
 def supervise(parent: int, oom_score: str, run: Callable[[], NoReturn]) -> NoReturn:
-    """Fork, have the new process run a program, and end as it does."""
     program = 0
 
     def end(number: int = 0, frame: object = None) -> None:
