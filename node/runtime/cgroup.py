@@ -1,4 +1,4 @@
-"""What this process may use, within its control groups: cores and memory.
+"""What this process may use, within its control groups: cores and memory. And how it stands back behind others.
 
 Supports both versions of Linux control groups, also from inside a container. A value that cannot be read is unknown.
 A container's CPU limit (`docker run --cpus 1.5`) is a quota of its group. The affinity still shows all cores of the
@@ -10,7 +10,8 @@ Source: https://docs.kernel.org/admin-guide/cgroup-v2.html and, for version 1, D
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from math import ceil
 from pathlib import Path, PurePosixPath
@@ -142,3 +143,38 @@ def cores_of(text: str) -> float | None:
 def bounded_spin(environment: Mapping[str, str]) -> dict[str, str]:
     """Variables that limit how long a worker's threads spin; empty if the user has set one of these variables."""
     return {} if any(environment.get(name) for name in _WAITING) else SPIN
+
+
+_ATTEMPTS = 20
+_PAUSE_SECONDS = 0.11
+"""The kernel accepts ten requests a second for session groups, from all users together."""
+
+
+def stand_back(nice: int, sleep: Callable[[float], None]) -> None:
+    """Raise the niceness of all threads, and of the session's scheduling group where the kernel makes such groups.
+
+    With autogroups (`kernel.sched_autogroup_enabled`) each session is a group. The kernel divides the cores between
+    the groups, and niceness has an effect only inside a group. A request that the kernel rejects has no effect: in a
+    container the cgroup decides.
+    """
+    if nice == 0:
+        return
+    level = min(19, os.getpriority(os.PRIO_PROCESS, 0) + nice)
+    for thread in _threads():  # each thread has its own niceness, and later threads inherit it
+        with suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, thread, level)
+    for _ in range(_ATTEMPTS):
+        try:
+            (PROCESS / "autogroup").write_text(str(level))
+            return
+        except BlockingIOError:
+            sleep(_PAUSE_SECONDS)
+        except OSError:
+            return
+
+
+def _threads() -> list[int]:
+    try:
+        return [int(name) for name in os.listdir(PROCESS / "task")]
+    except OSError:
+        return [0]

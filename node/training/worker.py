@@ -31,7 +31,6 @@ import socket
 import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -39,7 +38,7 @@ from typing import Any, BinaryIO
 import torch
 
 from node.runtime import tensors
-from node.runtime.cgroup import usable_cores
+from node.runtime.cgroup import stand_back, usable_cores
 from node.runtime.metrics import workers_here
 from node.tasks.spec import PacedValues, WorkerSpec
 from node.training.build import Allocate, Job, build
@@ -57,10 +56,6 @@ WAIT_SECONDS = 0.2
 """Between two looks whether data have come."""
 _CONFINE_SECONDS = 20.0
 """Pause between two counts of the other workers. Each count reads the command lines of all processes."""
-_NICE_ATTEMPTS = 20
-_NICE_PAUSE_SECONDS = 0.11
-"""The kernel accepts ten requests a second for session groups, from all users together."""
-_PROC = Path("/proc/self")
 
 
 class CommandRejected(Exception):
@@ -257,7 +252,7 @@ def serve(lines: BinaryIO, tell: Callable[[str, Any], None], memory: int, kind: 
     except BaseException as error:  # noqa: BLE001 - a worker's boundary: whatever it is, the peer has to know
         tell("failed", report(error, told))
         return 1
-    stand_back(spec.nice)  # not earlier: on a busy machine the start would take minutes
+    stand_back(spec.nice, time.sleep)  # not earlier: on a busy machine the start would take minutes
     tell("done", answer)
     while line := lines.readline(MAX_LINE_BYTES):
         word, value = _attempt(worker, json.loads(line), told)
@@ -278,36 +273,6 @@ def _attempt(worker: Worker, command: dict[str, Any], told: set[str]) -> tuple[s
         if name in READ_ONLY and isinstance(error, Exception):
             return "refused", f"{name} failed: {report(error, told)}"
         return "failed", report(error, told)
-
-
-def stand_back(nice: int) -> None:
-    """Raise the niceness of all threads, and of the session's scheduling group where the kernel makes such groups.
-
-    With autogroups (`kernel.sched_autogroup_enabled`) each session is a group. The kernel divides the cores between
-    the groups, and niceness has an effect only inside a group. A request that the kernel rejects has no effect: in a
-    container the cgroup decides. `nice` is added to the process's own niceness, up to 19; 0 changes nothing.
-    """
-    if nice == 0:
-        return
-    level = min(19, os.getpriority(os.PRIO_PROCESS, 0) + nice)
-    for thread in _threads():  # each thread has its own niceness, and later threads inherit it
-        with suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, thread, level)
-    for _ in range(_NICE_ATTEMPTS):
-        try:
-            (_PROC / "autogroup").write_text(str(level))
-            return
-        except BlockingIOError:
-            time.sleep(_NICE_PAUSE_SECONDS)
-        except OSError:
-            return
-
-
-def _threads() -> list[int]:
-    try:
-        return [int(name) for name in os.listdir(_PROC / "task")]
-    except OSError:
-        return [0]
 
 
 def main(arguments: list[str], kind: WorkerKind = WHOLE_MODEL) -> int:

@@ -9,11 +9,11 @@ import sys
 from tests.support.paths import REPOSITORY
 
 SHOW = """
-import os, sys, threading
-from node.training.worker import stand_back
+import os, sys, threading, time
+from node.runtime.cgroup import stand_back
 wait = threading.Event()
 threading.Thread(target=wait.wait).start()
-stand_back(int(sys.argv[1]))
+stand_back(int(sys.argv[1]), time.sleep)
 print(*sorted({os.getpriority(os.PRIO_PROCESS, int(each)) for each in os.listdir("/proc/self/task")}))
 if os.path.exists("/proc/self/autogroup"):
     print(open("/proc/self/autogroup").read().split()[-1])
