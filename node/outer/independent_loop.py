@@ -87,12 +87,10 @@ class IndependentOuterLoop(OuterLoop):
         self._sketches: dict[PeerId, Sketch] = {}  # the others' sketches, as of the last round
         self._sketch: Sketch | None = None  # our own, as sent to the others
         self._kept_round = -1
-        self._mixing = self._make_mixing(optimizer, deps)
-
-    def _make_mixing(self, optimizer: OuterSGD | NoLoCo, deps: OuterLoopDeps) -> MixingStrategy:
-        if isinstance(optimizer, NoLoCo):
-            return PullMixing(self.state, deps.trainer, deps.compute, self.me.peer, optimizer)
-        return StateMixing(self.state, deps.trainer, deps.compute, self.me.peer)
+        exchanged = self.state, deps.trainer, deps.compute, self.me.peer
+        self._mixing: MixingStrategy = (
+            PullMixing(*exchanged, optimizer) if isinstance(optimizer, NoLoCo) else StateMixing(*exchanged)
+        )
 
     @property
     def key(self) -> RoundKey:

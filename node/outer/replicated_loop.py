@@ -122,7 +122,11 @@ class ReplicatedOuterLoop(OuterLoop):
     ) -> tuple[AveragingResult, LocalProgress]:
         """Receive the members' mean of the pseudo-gradients into `_mean`. Also returns the work as it was offered."""
         self._show_progress("averaging", work)
-        await self._read_pseudo_gradient(work)
+        if diverged(work):  # start again from the anchor, and contribute nothing
+            await self.trainer.write(self.anchor)
+        await self.trainer.read(self._delta)
+        cost_bytes = 4 * len(self.anchor)
+        await self._compute.run(lambda: pseudo_gradient(self.anchor, self._delta, self._delta), cost_bytes)
         sent = await self.feedback.outgoing(self._delta) if self.feedback else self._delta
         work = self._offered(work, state_root)
         mean = await session.average([sent], work, [self._mean])
@@ -132,13 +136,6 @@ class ReplicatedOuterLoop(OuterLoop):
     def _offered(self, work: LocalProgress, state_root: bytes) -> LocalProgress:
         offered = super()._offered(work, state_root)
         return self.feedback.offered(offered) if self.feedback else offered
-
-    async def _read_pseudo_gradient(self, work: LocalProgress) -> None:
-        if diverged(work):  # start again from the anchor, and contribute nothing
-            await self.trainer.write(self.anchor)
-        await self.trainer.read(self._delta)
-        cost_bytes = 4 * len(self.anchor)
-        await self._compute.run(lambda: pseudo_gradient(self.anchor, self._delta, self._delta), cost_bytes)
 
     async def _step(self, head: Head, done: RoundResult, one_step: bool) -> RoundResult:
         """Apply the decision of a round: extend the chain, and take the outer step if the round has a mean.

@@ -159,7 +159,8 @@ class RoundVote:
         """
         if message.sender.peer != peer:
             raise BadPayload(f"a vote in the name of {message.sender.peer}")
-        if isinstance(message, _MEMBERS_ONLY) and not self._takes_part(message.sender):
+        takes_part = self.tally.counts(message.sender) or (self.forks_only and self.tally.forks_only(message.sender))
+        if isinstance(message, _MEMBERS_ONLY) and not takes_part:
             raise BadPayload("a vote of a peer outside the roster, or of another incarnation")
         if isinstance(message, Propose):
             self._examine(message)
@@ -168,10 +169,6 @@ class RoundVote:
         self.hear(peer)
         self._sender = peer
         self._act(self.paxos.receive(peer, message))
-
-    def _takes_part(self, sender: Member) -> bool:
-        """Members take part and, for a peer that may only fork, others like it."""
-        return self.tally.counts(sender) or (self.forks_only and self.tally.forks_only(sender))
 
     def _admissible(self, what: str, ballot: int, record: bytes) -> Value:
         """Decode a record that an honest member with this member's state may have put to the vote."""
