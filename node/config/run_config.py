@@ -32,7 +32,7 @@ from node.config.toml import MAX_BYTES, ConfigError, canonical, check_keys, one_
 from node.tasks import name as names
 from node.tasks.gpt_presets import DEFAULT_PRESET, PLAIN_OUTER_STEP, USUAL_OUTER_STEP, Preset, preset
 from node.tasks.hf.settings import HfSettings
-from node.tasks.recipe import Recipe
+from node.tasks.recipe import Recipe, described
 from protocols.base import MAX_STAGES
 from protocols.registry import (
     ACTIVATION_CODECS,
@@ -98,53 +98,68 @@ def _known_activations(name: str | None) -> str | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
 class RunConfig:
-    """Everything that the peers of a run must share. Made by `load_run`, or from canonical bytes.
+    """Everything that the peers of a run must share. Made by `load_run`, or from canonical bytes."""
 
-    The run file quotes the descriptions below.
-
-    Attributes:
-        name: name of the run, shown to people.
-        task: what is trained: gpt, paced, hf (a model of Hugging Face), or your own by the name of its factory,
-            package.module:factory. The first three are set up by the table of their name, your own by [options].
-        protocol: how peers average. With butterfly, all hold the same bits after each round. With the others, each has
-            a state of its own: gossip, moshpit, push_sum, and the baselines data_parallel, ring, parameter_server and
-            parameter_server_async. See docs/protocols.md.
-        codec: how vectors are encoded for the network: fp32, fp16, bf16, int8, int4, e3m0 or topk. topk sends the
-            largest 1.6 % and adds the rest to later rounds; it works best with recipe.outer_learning_rate 1 and
-            recipe.outer_momentum 0, which gpt then takes by itself. With moshpit and the baselines, states travel in
-            fp32 unless this is fp16.
-        robust: how reducers average, to tolerate some wrong vectors at some cost: centered_clip, trimmed_mean, median,
-            krum or multi_krum. The default, mean, is with butterfly that of vectors clipped to the median norm.
-        schedule: which peers a peer exchanges with, in gossip and push_sum. ring: the next one. exponential: those at
-            distances 1, 2, 4, …. one-peer-exponential: one of these in turn. random, the default: pairs are drawn in
-            each round.
-        stages: number of stages into which the model is cut, for machines that cannot hold it whole. Each peer holds
-            one stage, and peers of stage 0 send microbatches through all others. With one, each peer holds the whole
-            model. For the tasks gpt and paced, with butterfly. See docs/pipeline.md.
-        activations: how activations travel between stages: bf16 (the default with stages) or fp32.
-        fork: whether a minority may go on alone once the majority of the roster is gone for long; butterfly only.
-        min_peers: peers that such a minority must have, at least; butterfly only.
-        spread_limit: largest accepted distance of a peer from the mean of all, as a share of the mean's length (0.02 is
-            2 %); not for butterfly.
-        seed: seed of the initial parameters, and of all other random choices that peers must make alike.
-        chunk_elements: elements of a chunk, the unit in which vectors travel and are reduced.
-        recipe: inner steps, rounds and outer steps.
-    """
-
-    name: Annotated[str, AfterValidator(_printable)] = Field(default="starling", min_length=1, max_length=64)
-    task: Annotated[str, AfterValidator(names.known)] = "gpt"
-    protocol: str = Field(default=_PROTOCOL, min_length=1, max_length=32)
-    codec: Annotated[str, _one_of("codec", CODECS)] = "int8"
-    robust: Annotated[str, _one_of("robust rule", ROBUST_RULES)] = "mean"
-    schedule: Annotated[str, _one_of("schedule", SCHEDULES)] = "random"
-    stages: int = Field(default=1, ge=1, le=MAX_STAGES)
-    activations: Annotated[str | None, AfterValidator(_known_activations)] = None
-    fork: Literal["allowed", "never"] = "allowed"
-    min_peers: int = Field(default=1, ge=1, le=MAX_ROSTER)
-    spread_limit: float = Field(default=0.02, gt=0, le=1)
-    seed: int = Field(default=0, ge=0, lt=1 << 63)
-    chunk_elements: int = Field(default=CHUNK_ELEMENTS, ge=_MIN_CHUNK_ELEMENTS, le=CHUNK_ELEMENTS)
-    recipe: Annotated[Recipe, AfterValidator(_bounded)]
+    name: Annotated[str, Field(min_length=1, max_length=64), AfterValidator(_printable)] = described(
+        "Name of the run, shown to people.", "starling"
+    )
+    task: Annotated[str, AfterValidator(names.known)] = described(
+        "What is trained: gpt, paced, hf (a model of Hugging Face), or your own by the name of its factory, "
+        "package.module:factory. The first three are set up by the table of their name, your own by [options].",
+        "gpt",
+    )
+    protocol: Annotated[str, Field(min_length=1, max_length=32)] = described(
+        "How peers average. With butterfly, all hold the same bits after each round. With the others, each has a "
+        "state of its own: gossip, moshpit, push_sum, and the baselines data_parallel, ring, parameter_server and "
+        "parameter_server_async. See docs/protocols.md.",
+        _PROTOCOL,
+    )
+    codec: Annotated[str, _one_of("codec", CODECS)] = described(
+        "How vectors are encoded for the network: fp32, fp16, bf16, int8, int4, e3m0 or topk. topk sends the largest "
+        "1.6 % and adds the rest to later rounds; it works best with recipe.outer_learning_rate 1 and "
+        "recipe.outer_momentum 0, which gpt then takes by itself. With moshpit and the baselines, states travel in "
+        "fp32 unless this is fp16.",
+        "int8",
+    )
+    robust: Annotated[str, _one_of("robust rule", ROBUST_RULES)] = described(
+        "How reducers average, to tolerate some wrong vectors at some cost: centered_clip, trimmed_mean, median, krum "
+        "or multi_krum. The default, mean, is with butterfly that of vectors clipped to the median norm.",
+        "mean",
+    )
+    schedule: Annotated[str, _one_of("schedule", SCHEDULES)] = described(
+        "Which peers a peer exchanges with, in gossip and push_sum. ring: the next one. exponential: those at "
+        "distances 1, 2, 4, …. one-peer-exponential: one of these in turn. random, the default: pairs are drawn in "
+        "each round.",
+        "random",
+    )
+    stages: Annotated[int, Field(ge=1, le=MAX_STAGES)] = described(
+        "Number of stages into which the model is cut, for machines that cannot hold it whole. Each peer holds one "
+        "stage, and peers of stage 0 send microbatches through all others. With one, each peer holds the whole model. "
+        "For the tasks gpt and paced, with butterfly. See docs/pipeline.md.",
+        1,
+    )
+    activations: Annotated[str | None, AfterValidator(_known_activations)] = described(
+        "How activations travel between stages: bf16 (the default with stages) or fp32.", None
+    )
+    fork: Literal["allowed", "never"] = described(
+        "Whether a minority may go on alone once the majority of the roster is gone for long; butterfly only.",
+        "allowed",
+    )
+    min_peers: Annotated[int, Field(ge=1, le=MAX_ROSTER)] = described(
+        "Peers that such a minority must have, at least; butterfly only.", 1
+    )
+    spread_limit: Annotated[float, Field(gt=0, le=1)] = described(
+        "Largest accepted distance of a peer from the mean of all, as a share of the mean's length (0.02 is 2 %); not "
+        "for butterfly.",
+        0.02,
+    )
+    seed: Annotated[int, Field(ge=0, lt=1 << 63)] = described(
+        "Seed of the initial parameters, and of all other random choices that peers must make alike.", 0
+    )
+    chunk_elements: Annotated[int, Field(ge=_MIN_CHUNK_ELEMENTS, le=CHUNK_ELEMENTS)] = described(
+        "Elements of a chunk, the unit in which vectors travel and are reduced.", CHUNK_ELEMENTS
+    )
+    recipe: Annotated[Recipe, AfterValidator(_bounded)] = described("Inner steps, rounds and outer steps.")
     gpt: GptTable | None = None
     paced: PacedTable | None = None
     hf: HfSettings | None = None

@@ -1,4 +1,4 @@
-"""The run file that `init` writes: every setting, its meaning and its default, taken from the schema's docstrings.
+"""The run file that `init` writes: every setting, its meaning and its default, taken from the schemas.
 
 # Meaning of the setting.
 name = "starling"        a fixed default
@@ -8,9 +8,7 @@ name = "starling"        a fixed default
 
 from __future__ import annotations
 
-import inspect
 import json
-import re
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, fields
@@ -96,12 +94,7 @@ def _toml(value: Any) -> str:
 
 
 def meanings(schema: type) -> dict[str, str]:
-    """Field -> its description, from the table of settings or under `Attributes:` in the schema's docstring."""
+    """Field -> its description."""
     if schema is PeerConfig:
         return {key: SETTINGS[key].description for key in SETTINGS}
-    _, _, section = (inspect.getdoc(schema) or "").partition("Attributes:\n")
-    found: dict[str, str] = {}
-    for names, text in re.findall(r"^    (\w+(?:, \w+)*): (.*(?:\n {8,}.*)*)", section, re.MULTILINE):
-        sentence = " ".join(text.replace("`", "").replace("None:", "left out:").split())
-        found |= dict.fromkeys(names.split(", "), sentence[:1].upper() + sentence[1:])
-    return found
+    return {field.name: field.metadata["help"] for field in fields(schema) if "help" in field.metadata}

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
 from node.tasks.gpt_presets import VOCABULARY, GptConfig
-from node.tasks.recipe import MAX_ELEMENTS
+from node.tasks.recipe import MAX_ELEMENTS, described
 
 MAX_BATCH_TOKENS = 1 << 20
 MAX_ACTIVATION_BYTES = 16 << 20
@@ -20,21 +22,15 @@ STRICT = ConfigDict(
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
 class GptTable:
-    """`[gpt]`: the model's shape and the rows of a batch; see `node.tasks.gpt`. The run file quotes the descriptions.
+    """`[gpt]`: the model's shape and the rows of a batch; see `node.tasks.gpt`."""
 
-    Attributes:
-        layers: layers of the transformer.
-        width: width of the residual stream.
-        heads: attention heads; the width must be a multiple of twice this number.
-        context: length of the context, in bytes.
-        rows: rows of a batch, each as long as the context.
-    """
-
-    layers: int = Field(ge=1, le=1 << 10)
-    width: int = Field(ge=1, le=1 << 16)
-    heads: int = Field(ge=1, le=1 << 10)
-    context: int = Field(ge=1, le=1 << 14)
-    rows: int = Field(ge=1, le=1 << 12)
+    layers: Annotated[int, Field(ge=1, le=1 << 10)] = described("Layers of the transformer.")
+    width: Annotated[int, Field(ge=1, le=1 << 16)] = described("Width of the residual stream.")
+    heads: Annotated[int, Field(ge=1, le=1 << 10)] = described(
+        "Attention heads; the width must be a multiple of twice this number."
+    )
+    context: Annotated[int, Field(ge=1, le=1 << 14)] = described("Length of the context, in bytes.")
+    rows: Annotated[int, Field(ge=1, le=1 << 12)] = described("Rows of a batch, each as long as the context.")
 
     def __post_init__(self) -> None:
         _ = self.shape  # raises if the heads do not fit the width
@@ -69,14 +65,8 @@ class GptTable:
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
 class PacedTable:
-    """`[paced]`: the vector, and the time and tokens of an inner step; see `node.tasks.paced`. The run file quotes it.
+    """`[paced]`: the vector, and the time and tokens of an inner step; see `node.tasks.paced`."""
 
-    Attributes:
-        elements: length of the vector.
-        step_seconds: seconds that an inner step takes.
-        tokens_per_step: tokens that an inner step counts as.
-    """
-
-    elements: int = Field(default=1_000_000, ge=1, le=MAX_ELEMENTS)
-    step_seconds: float = Field(default=0.1, gt=0, le=3600)
-    tokens_per_step: int = Field(default=1024, ge=1, le=1 << 30)
+    elements: Annotated[int, Field(ge=1, le=MAX_ELEMENTS)] = described("Length of the vector.", 1_000_000)
+    step_seconds: Annotated[float, Field(gt=0, le=3600)] = described("Seconds that an inner step takes.", 0.1)
+    tokens_per_step: Annotated[int, Field(ge=1, le=1 << 30)] = described("Tokens that an inner step counts as.", 1024)

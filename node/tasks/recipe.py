@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, fields
-from typing import Literal, TypeAlias
+from dataclasses import MISSING, dataclass, field, fields
+from typing import Any, Literal, TypeAlias
 
 MAX_ELEMENTS = 1 << 31
 """Largest number of parameters of a run."""
@@ -16,53 +16,53 @@ OptionValue: TypeAlias = bool | int | float | str
 InnerOptimizerName = Literal["adamw", "muon"]
 
 
+def described(help: str, default: Any = MISSING) -> Any:
+    """A field of a dataclass with its description, which the run file quotes."""
+    return field(default=default, metadata={"help": help})
+
+
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """Hyper-parameters of a run: the inner steps, the rounds, and the outer step (Nesterov SGD).
+    """Hyper-parameters of a run: the inner steps, the rounds, and the outer step (Nesterov SGD)."""
 
-    Raises:
-        ValueError: a value is out of its range. The message is one line that names it.
-
-    Attributes:
-        inner_steps: H, inner steps of a round.
-        rounds: length of the run, and of the learning rate's cosine.
-        batches: batches accumulated into one inner step.
-        learning_rate, weight_decay: of the inner optimiser.
-        betas: of AdamW (Loshchilov & Hutter 2019).
-        clip_norm: L2 norm at which the gradient of an inner step is clipped.
-        warmup_steps: number of first global inner steps in which the rate rises linearly.
-        final_fraction: learning rate at the end of the cosine, as a fraction of `learning_rate`.
-        outer_learning_rate, outer_momentum: of the outer step (Douillard et al. 2023, algorithm 1).
-        outer_decay: share of the rounds, the last ones, in which the outer step goes in equal parts to a plain mean of
-            the peers' parameters (learning rate 1, momentum 0). None: no such rounds. Not with `outer_pull`.
-        outer_pull: only for gossip. If set, the outer step is NoLoCo's (Kolehmainen et al. 2025) with this gamma: it
-            pulls the states of two peers together by this much instead of averaging them; best is
-            1 - outer_momentum². None: gossip averages states.
-        mean: what a step's gradient is: with token, the mean over the targets of all its batches; with batch, the mean
-            of the batches' means. The default is token for hf and users' own tasks.
-        decay: what the weight decay applies to: with matrices, tensors of two or more dimensions except adapters, so
-            not norms and biases; with all, every parameter. The default is matrices for hf and users' own tasks.
-        inner_optimizer: adamw, or muon for hidden matrices (Jordan et al. 2024) with AdamW for all other parameters.
-            Hidden are tensors of two dimensions, except adapters, embeddings and output layers. The default is muon for
-            the presets of gpt, and adamw for hf and users' own tasks.
-    """
-
-    inner_steps: int
-    rounds: int
-    learning_rate: float
-    outer_learning_rate: float
-    outer_momentum: float
-    batches: int = 1
-    betas: tuple[float, float] = (0.9, 0.95)
-    weight_decay: float = 0.1
-    clip_norm: float = 1.0
-    warmup_steps: int = 20
-    final_fraction: float = 0.1
-    outer_pull: float | None = None
-    mean: Literal["batch", "token"] = "batch"
-    decay: Literal["all", "matrices"] = "all"
-    inner_optimizer: InnerOptimizerName = "adamw"
-    outer_decay: float | None = None
+    inner_steps: int = described("H, inner steps of a round.")
+    rounds: int = described("Length of the run, and of the learning rate's cosine.")
+    learning_rate: float = described("Of the inner optimiser.")
+    outer_learning_rate: float = described("Of the outer step (Douillard et al. 2023, algorithm 1).")
+    outer_momentum: float = described("Of the outer step (Douillard et al. 2023, algorithm 1).")
+    batches: int = described("Batches accumulated into one inner step.", 1)
+    betas: tuple[float, float] = described("Of AdamW (Loshchilov & Hutter 2019).", (0.9, 0.95))
+    weight_decay: float = described("Of the inner optimiser.", 0.1)
+    clip_norm: float = described("L2 norm at which the gradient of an inner step is clipped.", 1.0)
+    warmup_steps: int = described("Number of first global inner steps in which the rate rises linearly.", 20)
+    final_fraction: float = described("Learning rate at the end of the cosine, as a fraction of learning_rate.", 0.1)
+    outer_pull: float | None = described(
+        "Only for gossip. If set, the outer step is NoLoCo's (Kolehmainen et al. 2025) with this gamma: it pulls the "
+        "states of two peers together by this much instead of averaging them; best is 1 - outer_momentum². left out: "
+        "gossip averages states.",
+        None,
+    )
+    mean: Literal["batch", "token"] = described(
+        "What a step's gradient is: with token, the mean over the targets of all its batches; with batch, the mean of "
+        "the batches' means. The default is token for hf and users' own tasks.",
+        "batch",
+    )
+    decay: Literal["all", "matrices"] = described(
+        "What the weight decay applies to: with matrices, tensors of two or more dimensions except adapters, so not "
+        "norms and biases; with all, every parameter. The default is matrices for hf and users' own tasks.",
+        "all",
+    )
+    inner_optimizer: InnerOptimizerName = described(  # noqa: RUF009  (an alias of a Literal)
+        "Adamw, or muon for hidden matrices (Jordan et al. 2024) with AdamW for all other parameters. Hidden are "
+        "tensors of two dimensions, except adapters, embeddings and output layers. The default is muon for the "
+        "presets of gpt, and adamw for hf and users' own tasks.",
+        "adamw",
+    )
+    outer_decay: float | None = described(
+        "Share of the rounds, the last ones, in which the outer step goes in equal parts to a plain mean of the "
+        "peers' parameters (learning rate 1, momentum 0). left out: no such rounds. Not with outer_pull.",
+        None,
+    )
 
     def __post_init__(self) -> None:
         for name in ("inner_steps", "rounds", "batches"):

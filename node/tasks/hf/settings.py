@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from node.runtime.extras import install
-from node.tasks.recipe import require
+from node.tasks.recipe import described, require
 
 MAX_ROW_TOKENS = 1 << 17
 MAX_HF_BATCH_TOKENS = 1 << 20
@@ -45,31 +45,26 @@ def _short(error: Exception) -> str:
 
 @dataclass(frozen=True, slots=True)
 class HfSettings:
-    """`[hf]`: how the model is trained. The run file quotes the descriptions.
+    """`[hf]`: how the model is trained."""
 
-    Raises:
-        ValueError: a value is out of its range.
-
-    Attributes:
-        train: lora trains small adapters beside the model, which stays as it is; full trains the whole model.
-        lora_rank: rank of the adapters.
-        lora_alpha: scale of the adapters, as a multiple of 1 / lora_rank. Its default is twice the rank.
-        lora_targets: names of the layers that get adapters, such as q_proj, or experts.down_proj of fused experts;
-            all-linear means all linear layers except the output layer and routers, without fused experts.
-        context: tokens of a row.
-        rows: rows of a batch.
-        format: text: every token is a target. chat: conversations, in which only the assistant's turns are targets.
-        pack: whether several texts share a row. They do not see each other.
-    """
-
-    train: Literal["lora", "full"] = "lora"
-    lora_rank: int = 16
-    lora_alpha: int = 32
-    lora_targets: tuple[str, ...] = (ALL_LINEAR,)
-    context: int = 1024
-    rows: int = 4
-    format: Literal["text", "chat"] = "text"
-    pack: bool = True
+    train: Literal["lora", "full"] = described(
+        "Lora trains small adapters beside the model, which stays as it is; full trains the whole model.", "lora"
+    )
+    lora_rank: int = described("Rank of the adapters.", 16)
+    lora_alpha: int = described(
+        "Scale of the adapters, as a multiple of 1 / lora_rank. Its default is twice the rank.", 32
+    )
+    lora_targets: tuple[str, ...] = described(
+        "Names of the layers that get adapters, such as q_proj, or experts.down_proj of fused experts; all-linear "
+        "means all linear layers except the output layer and routers, without fused experts.",
+        (ALL_LINEAR,),
+    )
+    context: int = described("Tokens of a row.", 1024)
+    rows: int = described("Rows of a batch.", 4)
+    format: Literal["text", "chat"] = described(
+        "Text: every token is a target. chat: conversations, in which only the assistant's turns are targets.", "text"
+    )
+    pack: bool = described("Whether several texts share a row. They do not see each other.", True)
 
     def __post_init__(self) -> None:
         require(self, "lora_rank", lambda value: 1 <= value <= 1024, "1 to 1024")

@@ -54,7 +54,7 @@ def test_run_file_documents_every_setting() -> None:
     assert meanings(PeerConfig).keys() >= {*FILE_KEYS}
     for schema in (RunConfig, *SCHEMAS.values()):
         missing = {field.name for field in fields(schema)} - meanings(schema).keys()
-        assert missing <= {"gpt", "paced", "hf", "options"}, f"{schema.__name__}: its docstring lacks {missing}"
+        assert missing <= {"gpt", "paced", "hf", "options"}, f"{schema.__name__}: it does not describe {missing}"
     lines = run_file().splitlines()
     settings = [number for number, line in enumerate(lines) if re.match(r"#?\w+ =", line)]
     assert [lines[number] for number in settings if not lines[number - 1]] == ['preset = "w128"']
