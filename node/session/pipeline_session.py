@@ -46,8 +46,7 @@ USUAL_EVALUATION_SECONDS, MAX_STRIDE = 10.0, 16
 class PipelineTrainer:
     """`protocols.base.Trainer` over one stage, and all else that a session and its checkpoints ask of a trainer.
 
-    Attributes:
-        host: with the members of this peer's stage: what the averaging and the sync of the stage use.
+    `remote`, whose worker has started, computes. `host` is of the members of all stages, `chain` of this peer's stage.
     """
 
     sample_prompt = SAMPLE_PROMPT
@@ -64,17 +63,11 @@ class PipelineTrainer:
         chain: Chain,
         is_leaving: Callable[[], bool],
     ) -> None:
-        """
-        Args:
-            remote: computes; its worker has started.
-            host: with the members of all stages.
-            chain: of this peer's stage.
-            is_leaving: returns whether this peer has been asked to leave.
-        """
         assert manifest.stages
         self._remote, self._manifest, self._me, self._stage = remote, manifest, me, stage
         self._membership, self._chain, self._is_leaving = membership, chain, is_leaving
         self._live, self._stages = host.members.live, len(manifest.stages)
+        # what the averaging and the sync of the stage use
         self.host = replace(host, members=StageMembers(host.members, membership, stage, me))
         self.layout = remote.layout
         self._work = LeasedStage(remote)
@@ -141,27 +134,21 @@ class PipelineTrainer:
     async def train(
         self, key: RoundKey, cut: asyncio.Event, progress: Callable[[LocalProgress], None], surplus: bool = True
     ) -> LocalProgress:
-        """Train until `cut` is set; see `protocols.base.Trainer`."""
         return await self._trainer.train(key, cut, progress, surplus)
 
     def rest(self, resting: bool) -> None:
-        """Drive and serve no microbatches until called again with False."""
         self._trainer.rest(resting)
 
     async def release(self) -> None:
-        """End the worker; see `RemoteTrainer.release`."""
         await self._trainer.release()
 
     async def read(self, into: Vector, fragment: int = 0) -> None:
-        """Copy the local parameters out, between two jobs."""
         await self._trainer.read(into, fragment)
 
     async def write(self, source: Vector, fragment: int = 0, anchor: Vector | None = None, tokens: int = 0) -> None:
-        """Replace the local parameters and their anchor, between two jobs."""
         await self._trainer.write(source, fragment, anchor, tokens)
 
     def anchor(self, fragment: int = 0) -> Vector:
-        """The anchor itself; see `RemoteTrainer.anchor`."""
         return self._remote.anchor(fragment)
 
     # -- evaluation and text ------------------------------------------------------------------------------------------
@@ -169,8 +156,7 @@ class PipelineTrainer:
     async def evaluate(self) -> float:
         """Held-out loss of the outer parameters of all stages; nan in other stages than 0, which have no data.
 
-        Raises:
-            WorkerError, TimeoutError: the worker or a stage was away.
+        Raises WorkerError, TimeoutError if the worker or a stage was away.
         """
         if self._driver is None:
             return float("nan")
@@ -182,11 +168,7 @@ class PipelineTrainer:
             raise WorkerError(str(error)) from None
 
     async def _until_pointless(self) -> None:
-        """Watch an evaluation or a text.
-
-        Raises:
-            TimeoutError: this peer leaves, or a stage has been without a live peer for some seconds.
-        """
+        """Raises `TimeoutError` if this peer leaves, or a stage has been without a live peer for some seconds."""
         assert self._driver is not None
         looks = 0
         while looks < EMPTY_SECONDS / LOOK_SECONDS:
@@ -197,9 +179,8 @@ class PipelineTrainer:
         raise TimeoutError(self.waiting_reason())
 
     def _stride(self) -> int:
-        """Every how many-th held-out microbatch is evaluated, for an evaluation of about `USUAL_EVALUATION_SECONDS`.
-
-        A power of two, which seldom changes from round to round.
+        """Every how many-th held-out microbatch is evaluated: a power of two, which seldom changes from round to
+        round.
         """
         forward_seconds = self._work.usual_seconds / 3  # a forward, and a backward that computes it again
         seconds = MAX_HELD_OUT * forward_seconds * self._stages / MAX_REQUESTS
@@ -209,11 +190,7 @@ class PipelineTrainer:
         return stride
 
     async def generate(self, prompt: bytes, tokens: int, temperature: float = 0.0, seed: int = 0) -> bytes:
-        """Continue `prompt` by `tokens` bytes; see `RemoteTrainer.generate`. Stage 0 only.
-
-        Raises:
-            WorkerError, TimeoutError: the task generates no text, or the worker or a stage was away.
-        """
+        """See `RemoteTrainer.generate`; stage 0 only. Raises WorkerError, TimeoutError."""
         gpt = self._manifest.config.gpt
         if self._driver is None or gpt is None:
             raise WorkerError("only stage 0 generates text, of the task gpt")
@@ -285,16 +262,13 @@ class PipelineTrainer:
 
     @property
     def threads(self) -> int:
-        """Threads that the worker computes with."""
         return self._remote.threads
 
     @property
     def pid(self) -> int | None:
-        """The worker's process id; None while there is none."""
         return self._remote.pid
 
     async def load(self, path: Path | None, position: int, threads: int = 0) -> None:
-        """Have the worker load its optimiser's state; see `RemoteTrainer.load`."""
         await self._remote.load(path, position, threads)
 
 

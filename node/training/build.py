@@ -27,15 +27,13 @@ BFLOAT16_WIDTH = 192
 
 
 class ResumableLearner(Learner, Protocol):
-    """A learner that can resume the data of an earlier one, at `position`: the number of batches drawn so far."""
+    """A learner whose data can be resumed at `position`: the number of batches drawn so far."""
 
     position: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Job:
-    """A task that is ready for training."""
-
     learner: ResumableLearner
     rest_seconds: float = 0.0  # to sleep before each step
     held_out: bytes = b""  # the evaluation sample, if the task has one
@@ -49,11 +47,10 @@ Allocate: TypeAlias = Callable[[int], Vector]
 
 
 def build(spec: WorkerSpec, allocate: Allocate, resume: bool) -> Job:
-    """Load data and model. On the CPU the parameters are in the vector that `allocate` returns; with `resume` it holds
-    them already.
+    """Load data and model. On the CPU the parameters are in the vector of `allocate`, where `resume` finds them.
 
-    On another device (untested) they are in that device's memory, and the caller has to copy them. Raises `ValueError`,
-    with one line, if data, device or a user's module are missing or unsuitable.
+    On another device (untested) the caller has to copy them. Raises `ValueError`, with one line, if data, device or a
+    user's module are missing or unsuitable.
     """
     values = spec.values
     if isinstance(values, PacedValues):
@@ -105,7 +102,7 @@ def _build_hf(spec: WorkerSpec, data: GivenData, device: str, place: Allocate | 
 
 
 def device_of(name: str) -> str:
-    """The device to train on; `ValueError` if this machine has no such device."""
+    """Raises `ValueError` if this machine has no such device."""
     there = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
     if name == "auto":
         return next(each for each in ("cuda", "mps", "cpu") if there[each])

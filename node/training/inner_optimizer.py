@@ -56,7 +56,6 @@ def tensor_runs(layout: Layout, vectors: tuple[Vector, ...], included: Included)
 
 
 def matrices(layout: Layout, vectors: tuple[Vector, ...]) -> list[torch.Tensor]:
-    """Each hidden matrix, as a view of its shape."""
     placed = _placed(layout, vectors)
     return [vector[low:high].view(shape) for name, shape, vector, low, high in placed if is_hidden_matrix(name, shape)]
 
@@ -64,8 +63,7 @@ def matrices(layout: Layout, vectors: tuple[Vector, ...]) -> list[torch.Tensor]:
 class InnerOptimizer:
     """Clips the gradient, sets the recipe's learning rate, and takes the step of the recipe's optimiser.
 
-    Muon is Jordan et al.'s (2024), a step of about the size of AdamW's (Liu et al. 2025, section 2.2). So both parts of
-    the model take the same learning rate. A stage of a model may have no hidden matrix: AdamW trains all of it.
+    Muon's step is about the size of AdamW's (Liu et al. 2025, section 2.2), so both take the same learning rate.
     """
 
     def __init__(self, flat: FlatParameters, recipe: Recipe) -> None:
@@ -78,14 +76,12 @@ class InnerOptimizer:
         ]
 
     def clear(self) -> None:
-        """Set the gradients to zero. They stay views of their vectors."""
+        """The gradients stay views of their vectors."""
         for gradient in self._gradients:
             gradient.zero_()
 
     def step(self, round_number: int, step: int, divisor: int = 1) -> bool:
-        """Divide the gradients by `divisor`, and take the step along them; False, and no change, if they are not
-        finite.
-        """
+        """Take the step along the gradients / `divisor`; False, and no change, if they are not finite."""
         if divisor != 1:
             for gradient in self._gradients:
                 gradient.div_(divisor)
@@ -103,9 +99,7 @@ class InnerOptimizer:
         return True
 
     def moments(self, make: bool = False) -> dict[str, torch.Tensor]:
-        """AdamW's `exp_avg`, `exp_avg_sq` and `step`, and Muon's `momentum_buffer`; of several parameters `exp_avg.0`,
-        ….
-        """
+        """AdamW's `exp_avg`, `exp_avg_sq`, `step`, Muon's `momentum_buffer`; of several parameters `exp_avg.0`, …."""
         found: dict[str, torch.Tensor] = {}
         for optimizer in self._optimizers:
             (group,) = optimizer.param_groups
@@ -118,7 +112,7 @@ class InnerOptimizer:
         return found
 
     def _rate(self, round_number: int, step: int) -> float:
-        """The learning rate at the global step. Surplus steps keep the round's last rate, as the other peers do."""
+        """Surplus steps keep the round's last rate, as the other peers do."""
         steps = self._recipe.inner_steps
         return self._recipe.rate(round_number * steps + min(step, steps - 1))
 
@@ -139,7 +133,6 @@ def _muon(flat: FlatParameters, recipe: Recipe) -> list[torch.optim.Optimizer]:
 
 
 def _own_decay(recipe: Recipe) -> float:
-    """Weight decay that is left to the optimisers."""
     return 0.0 if recipe.decay == "matrices" else recipe.weight_decay
 
 

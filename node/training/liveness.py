@@ -28,8 +28,6 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What a process and its descendants have done so far."""
-
     processor_seconds: float  # on a core, or ready to run while no core was free
     io_bytes: int  # read and written
     stopped: bool = False  # the process itself, by a signal or a debugger
@@ -88,8 +86,7 @@ class Watchdog:
     def look(self, now: float, steps: int, usage: Usage | None) -> str:
         """Why the worker hangs, or nothing while it works.
 
-        `steps` changes with each finished inner step, and while the worker waits for data. If `usage` is not known,
-        only the limit for a worker that computes holds.
+        `steps` changes with each inner step, and while the worker waits for data. `usage` may be unknown.
         """
         self._excuse(now - self._looked)
         if steps != self._steps:

@@ -43,10 +43,7 @@ def orthogonalized(matrices: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 class Muon(torch.optim.Optimizer):
-    """Muon for matrices, with Nesterov momentum and decoupled weight decay. `rate` is of the size of AdamW's.
-
-    The state of each parameter is `momentum_buffer`, as with `torch.optim.Muon`.
-    """
+    """Muon with Nesterov momentum and decoupled weight decay; `rate` is of the size of AdamW's."""
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter], rate: float, weight_decay: float) -> None:
         super().__init__(parameters, {"lr": rate, "weight_decay": weight_decay})
@@ -74,7 +71,6 @@ class Muon(torch.optim.Optimizer):
 
 
 def _batches(parameters: Sequence[torch.nn.Parameter]) -> Iterator[list[torch.nn.Parameter]]:
-    """Parameters of one shape, as many as may be iterated over at once."""
     shapes: dict[torch.Size, list[torch.nn.Parameter]] = {}
     for each in parameters:
         shapes.setdefault(each.shape, []).append(each)

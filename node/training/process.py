@@ -30,8 +30,7 @@ LOOK_SECONDS = 2.5
 _DUMP_SECONDS = 0.5
 """Time that a worker that hangs has to write where it stands."""
 OOM_SCORE = 1000
-"""When memory runs out, the kernel kills the worker first, because the peer can replace it. Set from its start on,
-however much memory it uses."""
+"""When memory runs out, the kernel kills the worker first, because the peer can replace it."""
 
 OnProgress = Callable[[dict[str, Any]], None]
 
@@ -53,8 +52,6 @@ class WorkerGone(Exception):
 
 
 class WorkerProcess:
-    """One worker process, from its start to its end."""
-
     def __init__(
         self, child: ChildProcess, dump: FaultDump, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
@@ -66,9 +63,8 @@ class WorkerProcess:
 
     @classmethod
     async def start(cls, spec: WorkerSpec, memory: int) -> WorkerProcess:
-        """Start a worker over the shared vectors' file descriptor `memory`, and wait until it is ready.
-
-        Raises `WorkerError` if it rejects the spec or does not start, `OSError` if there can be no process.
+        """Start a worker over the vectors' descriptor `memory`, and wait until it is ready. Raises WorkerError,
+        OSError.
         """
         ours, theirs = socket.socketpair()
         # `-P`: never import from the current directory.
@@ -131,9 +127,7 @@ class WorkerProcess:
         return f", in {self._dump.place}" if self._dump.place else ""
 
     async def ask(self, command: dict[str, Any], memory: Shared, on_progress: OnProgress) -> Any:
-        """Send a command and return its answer; progress before it goes to `on_progress`. Raises WorkerError,
-        WorkerGone.
-        """
+        """The answer to a command; progress before it goes to `on_progress`. Raises WorkerError, WorkerGone."""
         self.command = command["do"]
         self._writer.write(json.dumps(command).encode() + b"\n")
         while True:

@@ -1,16 +1,14 @@
 """A `Trainer` that takes its steps in a worker process, which may die at any moment.
 
-Parameters and anchor are in memory that the peer owns (`node.training.shared`), so a round sends no vectors over the
-worker's socket. A worker that dies loses its optimiser's moments and, if it died in the middle of a command, the
-training since the anchor. The trainer starts another one in its place. It does not report this to its caller, which
-sees progress that starts again from zero.
+Parameters and anchor are in memory that the peer owns (`node.training.shared`). A worker that dies loses its
+optimiser's moments and, in the middle of a command, the training since the anchor. The trainer starts another one and
+does not tell its caller, which sees progress that starts again from zero.
 
-The worker does one thing at a time. Training is therefore a sequence of `train` commands: a caller that wants the
-vectors between two steps ends the present command (`Shared.attention`) and takes the next turn. A worker that finishes
-no step for much longer than its longest step is killed, so no turn lasts for ever.
+The worker does one thing at a time: a caller that wants the vectors between two steps ends the present `train` command
+(`Shared.attention`) and takes the next turn. A worker that hangs is killed, so no turn lasts for ever.
 
-A trainer that rests gives no command: its worker waits between two steps, and no clock runs for it. One that is
-released has no worker until the next command. Its optimiser's moments are lost, as those of a worker that died.
+A trainer that rests gives no command, and no clock runs for it. One that is released has no worker until the next
+command; its optimiser's moments are lost.
 """
 
 from __future__ import annotations
@@ -57,10 +55,9 @@ SAMPLE_PROMPT = b"def "
 class RemoteTrainer:
     """A `protocols.base.Trainer` over a worker process. Use as an async context manager, from the main thread.
 
-    A worker that dies or hangs is replaced. The new one starts from the anchor if the old one was busy, and otherwise
-    from the local parameters. If no worker can be started any more, all methods raise `WorkerError`; with `on_given_up`
-    set, `train` instead waits for its cut without training. `on_given_up` gets a one-line reason; its owner should then
-    close this trainer soon.
+    The next worker starts from the anchor if the one before was busy, and else from the local parameters. If no worker
+    can be started any more, all methods raise `WorkerError`; with `on_given_up` (called with a one-line reason),
+    `train` waits for its cut without training, and its owner should close this trainer soon.
     """
 
     layout: Layout
@@ -119,13 +116,10 @@ class RemoteTrainer:
     async def train(
         self, key: RoundKey, cut: asyncio.Event, progress: Callable[[LocalProgress], None], surplus: bool = True
     ) -> LocalProgress:
-        """After the death of a worker, `progress` starts again from zero. A cut while there is no worker ends it at
-        once.
-        """
+        """After the death of a worker, `progress` starts again from zero. A cut ends it even without a worker."""
         return await run_with_helper(self._train(key, cut, progress, surplus), self._watch(cut))
 
     def rest(self, resting: bool) -> None:
-        """Take no step after the present one until called again with False."""
         self._resting = resting
         if resting:
             self._shared.attention = True
@@ -155,9 +149,8 @@ class RemoteTrainer:
             await self._compute.run(copy, 8 * len(source))
 
     def anchor(self, fragment: int = 0) -> Vector:
-        """The anchor itself, float32, not a copy. Its owner may change it between two rounds and then calls `write`.
-
-        That `write` does not copy the anchor, so its owner needs no other vector for these parameters.
+        """The anchor itself, float32. Its owner may change it between two rounds, and then calls `write`, which copies
+        nothing.
         """
         return self._shared.anchor[fragment]
 
@@ -179,10 +172,7 @@ class RemoteTrainer:
         return self._shared.threads
 
     async def save(self, path: Path) -> bool:
-        """Have the worker write its optimiser's state, between two steps; False if there is no worker now.
-
-        Raises `WorkerError` if the state cannot be written, or the worker died before it was.
-        """
+        """Write the optimiser's state, between two steps; False if there is no worker now. Raises `WorkerError`."""
         if self._worker is None:
             return False
         try:
@@ -193,10 +183,9 @@ class RemoteTrainer:
         return True
 
     async def load(self, path: Path | None, position: int, threads: int = 0) -> None:
-        """Have the worker load what `save` wrote (None: no state), and continue at a position of its data.
+        """Load what `save` wrote (None: no state), and continue at a position of the data. Raises `WorkerError`.
 
-        With `threads`, a worker that chooses their number itself starts with so many. Raises `WorkerError` if the file
-        cannot be read, or is of another model.
+        With `threads`, a worker that chooses their number itself starts with so many.
         """
         command = {"do": "load", "path": _absolute(path) if path else None, "position": position, "threads": threads}
         await self._order(command)
@@ -206,12 +195,10 @@ class RemoteTrainer:
         return base64.b64decode(await self._order({"do": "held_out"}))
 
     async def pins(self) -> ModelPins:
-        """What the run's manifest says of the model, in a run of the task hf."""
         return ModelPins.from_fields(await self._order({"do": "pins"}))
 
     async def generate(self, prompt: bytes, tokens: int, temperature: float = 0.0, seed: int = 0) -> bytes:
-        """Continue `prompt`, of which the last 64 KiB count, with the outer parameters; at temperature 0 by the
-        likeliest bytes.
+        """Continue the last 64 KiB of `prompt` with the outer parameters; at temperature 0 by the likeliest bytes.
 
         Raises `WorkerError` if the task generates no text, or the prompt is empty.
         """
@@ -273,7 +260,7 @@ class RemoteTrainer:
         raise WorkerError(f"the worker died {ATTEMPTS} times during the command {command['do']!r}{why}")
 
     async def _ask(self, command: dict[str, Any], on_progress: OnProgress = lambda _: None) -> Any:
-        """Send the worker a command and return its answer. Call it only inside a boundary."""
+        """Call it only inside a boundary."""
         worker = self._worker
         if worker is None:
             raise WorkerGone
@@ -327,9 +314,7 @@ class RemoteTrainer:
     # -- worker processes ---------------------------------------------------------------------------------------------
 
     async def _alive(self, cut: asyncio.Event | None = None) -> bool:
-        """Wait for a worker, at most until `cut` is set, and return whether there is one. Raises `WorkerError` if
-        there will be none.
-        """
+        """Wait for a worker, at most until `cut`; whether there is one. Raises `WorkerError` if there will be none."""
 
         def settled() -> bool:
             return self._worker is not None or self._supervision.done() or (cut is not None and cut.is_set())

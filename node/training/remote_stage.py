@@ -25,11 +25,7 @@ from protocols.pipeline.job import JobResult, LeaseLost, StageJob
 
 
 class RemoteStage(RemoteTrainer):
-    """A `StageReplica` over a worker process. Use as an async context manager, as `RemoteTrainer`.
-
-    `on_lost` is called when a worker has died, or its answer is not awaited any more; `on_restored` when another has
-    taken its place.
-    """
+    """A `StageReplica` over a worker process. `on_restored` is called when another worker has replaced a lost one."""
 
     def __init__(self, spec: WorkerSpec, compute: Compute, on_given_up: Callable[[str], None] | None = None) -> None:
         assert spec.stage is not None
@@ -120,7 +116,6 @@ class RemoteStage(RemoteTrainer):
         return complete, LocalProgress(**work) if work else None
 
     async def work(self) -> LocalProgress:
-        """Nothing if there is no worker now."""
         try:
             async with self._weights_turn():
                 work = LocalProgress(**await self._ask({"do": "work"}))

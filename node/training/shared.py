@@ -32,10 +32,7 @@ def create() -> int:
 
 
 class Shared:
-    """The mapped file. Its vectors are float32, one for each fragment.
-
-    The file is extended as needed (`OSError` if there is not enough space), and may be closed afterwards.
-    """
+    """The mapped file, which is extended as needed (OSError), and may be closed afterwards. Vectors are float32."""
 
     def __init__(self, descriptor: int, sizes: Sequence[int]) -> None:
         total = _PAGE_BYTES + 2 * 4 * sum(sizes)
@@ -84,7 +81,7 @@ class Shared:
         self._numbers[_THREADS] = count
 
     def claim(self, position: int) -> None:
-        """Mark the batches before `position` as drawn. The worker calls this before a step."""
+        """Mark the batches before `position` as drawn, before a step."""
         self._numbers[_POSITION] = position
 
     def waited(self) -> None:

@@ -27,17 +27,13 @@ _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 class StageCompute(Learner, Protocol):
     """One stage's weights, and what is computed with them: `StageLearner`, `node.tasks.paced_stage`.
 
-    Gradients of all microbatches since the last step are summed. `step` divides them by their number, takes the
-    optimiser step and clears them; its tokens are those of these microbatches.
+    Gradients of all microbatches since the last step are summed; `step` takes their mean, and clears them.
     """
 
     position: int  # batches drawn so far, in stage 0
 
     def run(self, job: StageJob, outer: Sequence[Vector] = ()) -> JobResult:
-        """Compute a job; of an outer kind, with these vectors, if given, instead of its own.
-
-        Raises `BadPayload` if what was received does not decode, or is not finite.
-        """
+        """Compute a job; of an outer kind, with these vectors, if given, instead of its own. Raises `BadPayload`."""
 
     def discard(self) -> None:
         """Drop the gradients since the last step."""
@@ -58,7 +54,7 @@ class ActivationCodec:
         return StageSizes(activation_bytes, 4 * tokens, 4 * rows * VOCABULARY, tokens)
 
     def encode(self, activation: torch.Tensor) -> bytes:
-        """The bytes of an activation or a gradient. The receiver refuses what is not finite."""
+        """The receiver refuses what is not finite."""
         return _bytes(activation.detach().cpu().to(_DTYPES[self.name]))
 
     def decode(self, data: Buffer) -> torch.Tensor:
@@ -114,10 +110,9 @@ class _Accumulated:
 
 
 class StageLearner:
-    """A `StageCompute` on a stage of the built-in model.
+    """A `StageCompute` on a stage of the built-in model. `seed` is of this peer's stream of data.
 
-    No graph is kept between a forward and its backward: the backward computes the forward again. `seed` is of this
-    peer's stream of data, `allocate` and `resume` are as in `flatten`.
+    No graph is kept between a forward and its backward: the backward computes the forward again.
     """
 
     def __init__(
@@ -211,7 +206,6 @@ class StageLearner:
         return JobResult((_bytes(logits.float().cpu()),))
 
     def _first(self, inputs: torch.Tensor, targets: torch.Tensor) -> tuple[bytes, bytes]:
-        """The first stage's output, and the targets."""
         output = self._task.module(inputs.to(self._device))
         return self._codec.encode(output), self._codec.encode_targets(targets)
 
@@ -245,10 +239,7 @@ class StageLearner:
         self._accumulated = _Accumulated()
 
     def step(self, round_number: int, step: int) -> Step:
-        """Take one optimiser step along the mean gradient of the microbatches; skip it if that is not finite.
-
-        The loss is their mean, and nan in a middle stage, which measures none.
-        """
+        """Skipped if the mean gradient is not finite. The loss is nan in a middle stage, which measures none."""
         done = self._accumulated
         stepped = self._optimizer.step(round_number, step, max(1, done.count))
         self.discard()

@@ -47,13 +47,10 @@ class StageReplica(Protocol):
         """Compute a job, inside a turn. Raises `BadPayload`, or `LeaseLost` if the worker died."""
 
     async def begin(self, round_number: int, cut: asyncio.Event) -> LocalProgress:
-        """Start a round, or resume it. Returns the work so far; without a worker, waits for one until the cut."""
+        """Start a round, or resume it. Without a worker, waits for one until the cut."""
 
     async def step(self, round_number: int, on_stepped: Callable[[], None]) -> tuple[bool, LocalProgress | None]:
-        """Take the optimiser step over all microbatches since the last one.
-
-        Returns whether the round's inner steps are complete, and the work so far if it is time to report it.
-        """
+        """Take the optimiser step; whether the round's are complete, and the work so far if it is time to report it."""
 
     async def work(self) -> LocalProgress:
         """The work since the anchor was written."""
@@ -90,7 +87,6 @@ class TurnQueue:
 
     @asynccontextmanager
     async def turn(self, priority: Priority) -> AsyncIterator[None]:
-        """Wait for a turn, which lasts as long as this context."""
         if self._is_taken:
             turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             heapq.heappush(self._waiting, (priority, next(self._numbers), turn))
@@ -144,7 +140,6 @@ class LeasedStage:
         return result
 
     async def _leased(self, job: StageJob, lease: Lease) -> JobResult:
-        """A job that adds to the gradient counts even if the caller is cancelled meanwhile."""
         counts = job.kind.adds_gradient
         async with self._replica.turn():
             _require_valid(lease.begin_backward() if counts else not lease.is_void)

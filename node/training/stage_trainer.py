@@ -26,21 +26,14 @@ LOOK_SECONDS = 0.25
 
 @dataclass(frozen=True, slots=True)
 class StageTraining:
-    """What both trainers work with.
-
-    Attributes:
-        me, stage: for events.
-        is_member: whether what this peer trains counts: it is in the head's roster, and holds the head's state.
-        watch: is passed each step, and each write that drops what was counted.
-        job_seconds: returns how long the computation of one microbatch takes; 0 if it is not known.
-    """
+    """What both trainers work with."""
 
     me: Member
     stage: int
     replica: StageReplica
-    is_member: Callable[[], bool]
-    watch: Callable[[PipelineEvent], None] = ignore_event
-    job_seconds: Callable[[], float] = lambda: 0.0
+    is_member: Callable[[], bool]  # in the head's roster, with the head's state: what this peer trains counts
+    watch: Callable[[PipelineEvent], None] = ignore_event  # each step, each write that drops what was counted
+    job_seconds: Callable[[], float] = lambda: 0.0  # to compute one microbatch; 0 if it is not known
 
 
 class _StageTrainer:
@@ -54,25 +47,20 @@ class _StageTrainer:
         self._gate = RestGate()
 
     def rest(self, resting: bool) -> None:
-        """Drive and serve no microbatches until called again with False."""
         self._gate.rest(resting)
         if resting:
             self._admission.close()
 
     async def release(self) -> None:
-        """Free the replica's worker, between two rounds; the next command gets it back."""
         await self._replica.release()
 
     async def read(self, into: Vector, fragment: int = 0) -> None:
-        """Copy the local parameters out, between two jobs."""
         await self._replica.read(into, fragment)
 
     async def write(self, source: Vector, fragment: int = 0, anchor: Vector | None = None, tokens: int = 0) -> None:
-        """Replace the local parameters, between two jobs. All leases are void then, and what was counted is dropped."""
         await self._replica.replace(source, anchor, tokens, self.void)
 
     async def evaluate(self) -> float:
-        """Held-out loss, if the stage's task has one."""
         return await self._replica.evaluate()
 
     def void(self) -> None:
@@ -85,7 +73,6 @@ class _StageTrainer:
         self.void()
 
     def resume(self) -> None:
-        """The replica can compute again."""
         if self._is_training and not self._gate.resting:
             self._admission.open()
 
@@ -108,8 +95,8 @@ class _StageTrainer:
     def _offer(self, work: LocalProgress) -> LocalProgress:
         """The work, with the time that this replica needs to notice a cut: it finishes a job, and no step.
 
-        A step lasts as long as microbatches fail to come. If that time were offered, all others would train on for it
-        after the call.
+        A step lasts until its microbatches come; if that time were offered, all others would train on for it after the
+        call.
         """
         return replace(work, step_seconds=LOOK_SECONDS + self._training.job_seconds())
 
@@ -128,8 +115,8 @@ class _StageTrainer:
 class ServingTrainer(_StageTrainer):
     """Trains a stage other than 0: it admits microbatches until the round is cut.
 
-    Its inner steps are complete when those of stage 0 are, by `rounds_completed`: replicas of different stages take
-    different numbers of steps.
+    Its inner steps are complete when those of stage 0 are, by `rounds_completed` (`StageClock`): replicas of different
+    stages take different numbers of steps. A stage that is ahead serves until stage 0 has completed `run_rounds`.
     """
 
     def __init__(
@@ -139,11 +126,6 @@ class ServingTrainer(_StageTrainer):
         rounds_completed: Callable[[], int],
         run_rounds: float = math.inf,
     ) -> None:
-        """
-        Args:
-            rounds_completed: training rounds that stage 0 has completed, as `StageClock` says.
-            run_rounds: of the whole run. A stage that is ahead of stage 0 serves it until that has completed them.
-        """
         super().__init__(training, server.admission)
         self._server, self._rounds_completed, self._run_rounds = server, rounds_completed, run_rounds
 
@@ -184,13 +166,9 @@ class ServingTrainer(_StageTrainer):
 
 
 class DrivingTrainer(_StageTrainer):
-    """Trains stage 0: it drives microbatches through all stages until the round is cut."""
+    """Trains stage 0; `announce` tells the other peers how many training rounds have ended at this one."""
 
     def __init__(self, training: StageTraining, driver: PipelineDriver, announce: Callable[[int], None]) -> None:
-        """
-        Args:
-            announce: tells the other peers how many training rounds have ended at this one.
-        """
         super().__init__(training, driver.admission)
         self._driver, self._announce = driver, announce
         self._key: RoundKey | None = None
@@ -203,7 +181,6 @@ class DrivingTrainer(_StageTrainer):
     async def train(
         self, key: RoundKey, cut: asyncio.Event, progress: Callable[[LocalProgress], None], surplus: bool = True
     ) -> LocalProgress:
-        """Train until `cut` is set; see `protocols.base.Trainer`."""
         if key != self._key:  # else another attempt at the same round
             self._key, self._has_rested = key, self._gate.resting
         self._announce(key.round)

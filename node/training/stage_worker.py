@@ -31,7 +31,7 @@ from node.training.build import Allocate, Job, device_of
 from node.training.shared import Shared
 from node.training.stage_learner import ActivationCodec, StageCompute, StageLearner
 from node.training.stage_replica import StageSeconds
-from node.training.worker import CommandRejected, Worker, WorkerKind, as_json, copy_vectors
+from node.training.worker import CommandRejected, Worker, as_json, copy_vectors
 from protocols.base import BadPayload, Buffer
 from protocols.pipeline.job import JobKind, StageJob, StageSizes
 
@@ -52,7 +52,6 @@ def codec_of(spec: WorkerSpec) -> ActivationCodec | None:
 
 
 def sizes_of(spec: WorkerSpec) -> StageSizes:
-    """The sizes that all stages of a run share."""
     codec = codec_of(spec)
     return codec.sizes if codec else SIZES
 
@@ -78,13 +77,9 @@ def build_stage(spec: WorkerSpec, allocate: Allocate, resume: bool) -> Job:
 
 
 class ActivationSlots:
-    """Activations that a peer and its worker share: one unnamed file beside that of the vectors.
+    """Two inputs of a job, then its result: one unnamed file that a peer and its worker share.
 
-        first, second   the inputs of a job
-        result          what it gives, one payload after the other
-
-    Only one job runs at a time. The peer fills the inputs and reads the result inside the job's turn. The file is
-    extended as needed (`OSError` if there is not enough space).
+    Only one job runs at a time; the peer fills the inputs and reads the result inside the job's turn.
     """
 
     def __init__(self, descriptor: int, sizes: StageSizes) -> None:
@@ -97,23 +92,20 @@ class ActivationSlots:
         self._result = memory[2 * slot :]
 
     def put(self, payloads: Iterable[Buffer]) -> None:
-        """Fill the inputs."""
         for slot, payload in zip(self._inputs, payloads, strict=False):
             slot[: len(payload)] = payload
 
     def take(self, sizes: Iterable[int]) -> tuple[Buffer, ...]:
-        """The inputs; valid until they are filled again."""
+        """Valid until they are filled again."""
         return tuple(slot[:size] for slot, size in zip(self._inputs, sizes, strict=False))
 
     def answer(self, payloads: Iterable[Buffer]) -> None:
-        """Fill the result."""
         low = 0
         for payload in payloads:
             self._result[low : low + len(payload)] = payload
             low += len(payload)
 
     def result(self, sizes: Iterable[int]) -> tuple[bytes, ...]:
-        """Copies of the result's payloads."""
         found, low = [], 0
         for size in sizes:
             found.append(bytes(self._result[low : low + size]))
@@ -122,7 +114,7 @@ class ActivationSlots:
 
 
 class StageWorker(Worker):
-    """Carries out the commands of one stage."""
+    build = staticmethod(build_stage)
 
     def __init__(self, job: Job, shared: Shared, spec: WorkerSpec, tell: Callable[[str, Any], None]) -> None:
         assert spec.stage is not None
@@ -189,7 +181,7 @@ class StageWorker(Worker):
 
 
 def main(arguments: list[str]) -> int:
-    return worker.main(arguments, WorkerKind(build_stage, StageWorker))
+    return worker.main(arguments, StageWorker)
 
 
 if __name__ == "__main__":

@@ -23,8 +23,8 @@ class TaskLearner:
     """Train a task's module by the recipe's optimiser, with warm-up, cosine decay and gradient clipping.
 
     If the recipe takes the mean over tokens, the module is in eval mode while it is evaluated, and else in train mode.
-    With `autocast`, a step's forward pass uses that dtype for the operations that torch considers safe; parameters,
-    optimiser and evaluation are always float32. Raises `ValueError` for Muon and a module without hidden matrices.
+    `autocast` is the dtype of a step's forward pass; parameters, optimiser and evaluation are always float32. Raises
+    `ValueError` for Muon and a module without hidden matrices.
     """
 
     def __init__(

@@ -68,7 +68,6 @@ class LocalTraining:
 
     @property
     def tokens(self) -> int:
-        """Tokens of the work since the anchor was written."""
         return self._carried + self._tokens
 
     def step(self) -> None:
@@ -83,9 +82,7 @@ class LocalTraining:
         self._step_seconds = seconds
 
     def due(self) -> bool:
-        """Whether to report now: at the first step, after the last inner step, at each 10 % more tokens. True counts
-        as reported.
-        """
+        """Whether to report now: at the first step, after the last inner step, at each 10 % more tokens."""
         tokens = self.tokens
         news = self._reported == 0 or self._steps == self._inner_steps or 10 * tokens >= 11 * self._reported
         if news:
@@ -108,17 +105,15 @@ class LocalTraining:
         into.copy_(self.learner.vectors[fragment])
 
     def write(self, source: Vector, fragment: int = 0, anchor: Vector | None = None, tokens: int = 0) -> None:
-        """Replace the local parameters and their anchor, and reset the counts.
-
-        To keep `tokens` of work that no round has counted, `source` is the new anchor minus that work's pseudo-
-        gradient.
+        """Replace the parameters and their anchor. To keep `tokens` of uncounted work, `source` is the anchor minus
+        that work.
         """
         self.learner.vectors[fragment].copy_(source)
         self.anchors[fragment].copy_(source if anchor is None else anchor)
         self.reset(tokens)
 
     def reset(self, carried: int) -> None:
-        """Reset the counts. The vectors' owner has written them, and they contain `carried` tokens of work."""
+        """The vectors' owner has written them, and they contain `carried` tokens of work."""
         self._carried, self._tokens, self._loss, self._seconds = carried, 0, 0.0, 0.0
         self._reported = 0
 

@@ -24,12 +24,10 @@ FIRST_SECONDS, LAST_SECONDS = 2.0, 20.0
 """Time until the next trial if nothing has changed: after a change of the number, and at most. It doubles with each
 trial that fails."""
 SHARE = 0.02
-"""Share of the time that each kind of trial may lose to slower steps. The kinds are: with more or with fewer threads,
-each after a change or because a trial is due. They have separate budgets, so an expensive trial of one kind does not
-delay another kind."""
+"""Share of the time that each kind of trial (with more or fewer threads; after a change or because it is due) may lose
+to slower steps. The kinds have separate budgets, so an expensive one does not delay another."""
 MOST_CREDIT_SECONDS = 1.0
-"""Largest budget that is saved for later trials of a kind. If a trial loses more, the next one waits until the loss is
-made up for."""
+"""Largest budget that is saved for later trials of a kind. After a trial that loses more, the next one waits."""
 HOPELESS_SECONDS = 1.0
 """A trial that has lost more than this, and more than the time of a block, ends early."""
 
@@ -66,7 +64,7 @@ class ThreadTuner:
         self.begin(start)
 
     def begin(self, threads: int) -> None:
-        """Start from a number of threads, which an earlier worker or incarnation may have found."""
+        """Start from what an earlier worker or incarnation may have found."""
         self._kept = self.threads = min(max(1, threads), self._limit)
         self._upwards = True  # the direction of the trial before
         self._settle(warming=2)
@@ -77,7 +75,7 @@ class ThreadTuner:
             if self._kept > self._limit or self.threads > self._limit:
                 self.begin(self._kept)
 
-    def took(self, seconds: float) -> int:
+    def record_step(self, seconds: float) -> int:
         """Account for the time of a step, and return the number of threads for the next one."""
         mean = self._block.add(seconds)
         if self.threads != self._kept:

@@ -31,7 +31,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -41,7 +41,7 @@ from node.runtime import tensors
 from node.runtime.cgroup import stand_back, usable_cores
 from node.runtime.metrics import workers_here
 from node.tasks.spec import PacedValues, WorkerSpec
-from node.training.build import Allocate, Job, build
+from node.training.build import Job, build
 from node.training.failure import first_line, report, write_where_it_stands
 from node.training.shared import Shared
 from node.training.trainer import LocalTraining
@@ -69,6 +69,8 @@ class Worker:
     command with `carried`, and back after training.
     """
 
+    build = staticmethod(build)  # makes the job of such a worker
+
     def __init__(self, job: Job, shared: Shared, spec: WorkerSpec, tell: Callable[[str, Any], None]) -> None:
         self._job, self._shared, self._tell = job, shared, tell
         self._batches = spec.recipe.batches
@@ -91,7 +93,6 @@ class Worker:
         self._compute_with(self._tuner.threads if self._tuner else spec.thread_count())
 
     def carry_out(self, command: dict[str, Any]) -> Any:
-        """Carry out a command and return its answer. Raises `CommandRejected` if that is not possible."""
         if "carried" in command:
             self._take(command["carried"])
         match command["do"]:
@@ -139,12 +140,10 @@ class Worker:
         return as_json(local_training.work())
 
     def _tune(self, tuner: ThreadTuner, seconds: float, now: float) -> None:
-        """Choose the number of threads for the next step.
-
-        Several peers on one machine share its cores equally. Each alone would be faster with more threads, but would
-        slow down the others.
+        """Several peers on one machine share its cores: each would be faster with more threads, but would slow down
+        the others.
         """
-        tuner.took(seconds)
+        tuner.record_step(seconds)
         if now - self._confined >= _CONFINE_SECONDS:
             self._confined = now
             tuner.confine(usable_cores() // max(1, workers_here()))
@@ -211,19 +210,8 @@ def as_json(work: LocalProgress) -> dict[str, Any]:
     return values
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerKind:
-    """How a job is built, and what carries out commands on it."""
-
-    build: Callable[[WorkerSpec, Allocate, bool], Any]
-    worker: Callable[[Any, Shared, WorkerSpec, Callable[[str, Any], None]], Worker]
-
-
-WHOLE_MODEL = WorkerKind(build, Worker)
-
-
 def _start(
-    spec: WorkerSpec, memory: int, tell: Callable[[str, Any], None], kind: WorkerKind
+    spec: WorkerSpec, memory: int, tell: Callable[[str, Any], None], kind: type[Worker]
 ) -> tuple[Worker, dict[str, Any]]:
     """The worker, and what it answers. Raises ValueError, OSError, RuntimeError, MemoryError."""
     torch.set_num_threads(spec.thread_count())
@@ -237,10 +225,10 @@ def _start(
     job = kind.build(spec, allocate, resume)
     shared = kept[0] if kept else Shared(memory, job.learner.layout.sizes())
     answer = {"layout": job.learner.layout.fragments, "timeout_seconds": job.timeout_seconds}
-    return kind.worker(job, shared, spec, tell), answer
+    return kind(job, shared, spec, tell), answer
 
 
-def serve(lines: BinaryIO, tell: Callable[[str, Any], None], memory: int, kind: WorkerKind = WHOLE_MODEL) -> int:
+def serve(lines: BinaryIO, tell: Callable[[str, Any], None], memory: int, kind: type[Worker] = Worker) -> int:
     """Read the spec, then commands until the stream ends. Return the exit code."""
     told = set[str]()
     try:
@@ -275,7 +263,7 @@ def _attempt(worker: Worker, command: dict[str, Any], told: set[str]) -> tuple[s
         return "failed", report(error, told)
 
 
-def main(arguments: list[str], kind: WorkerKind = WHOLE_MODEL) -> int:
+def main(arguments: list[str], kind: type[Worker] = Worker) -> int:
     memory, descriptor = map(int, arguments)
     write_where_it_stands()
     with socket.socket(fileno=descriptor) as link, link.makefile("rb") as lines:

@@ -16,11 +16,9 @@ log = logging.getLogger(__name__)
 DEATHS = 5
 """The supervisor gives up after this many deaths in a row in the same command, none of which it finished in between."""
 DEATHS_AN_HOUR = 40
-"""It also gives up at this rate, even with progress in between: such a worker trains little, and other peers wait for
-it each time."""
+"""It also gives up at this rate: such a worker trains little, and other peers wait for it each time."""
 MEMORY_DEATHS = 3
-"""It also gives up after this many out-of-memory kills within `MEMORY_SECONDS`: other programs need the memory, or
-there was never enough."""
+"""It also gives up after this many out-of-memory kills within `MEMORY_SECONDS`."""
 MEMORY_SECONDS = 600.0
 BACKOFF_SECONDS = (0.0, 0.5, 1.0, 2.0, 4.0)
 MEMORY_BACKOFF_SECONDS = (1.0, 5.0)
@@ -50,10 +48,7 @@ class WorkerSupervisor:
         self._starved: deque[float] = deque(maxlen=MEMORY_DEATHS)
 
     async def restart(self, worker: WorkerProcess, how: str) -> WorkerProcess:
-        """Start another worker, with growing pauses, in place of one that ended as `how` says (text for the log).
-
-        Raises `WorkerError` if workers die again and again.
-        """
+        """Start another worker, with growing pauses, in place of one that ended as `how` says. Raises `WorkerError`."""
         self._count(worker)
         self._ends.append(asyncio.get_running_loop().time())
         if worker.failure:
@@ -99,7 +94,7 @@ class WorkerSupervisor:
         return f"{how}; probably out of memory (the kernel's OOM killer ran)"
 
     def _why_no_other(self, how: str, remedy: str) -> str:
-        """Why not to start another worker, in one line; empty to start one."""
+        """In one line; empty to start another worker."""
         if len(self._starved) == MEMORY_DEATHS and self._starved[-1] - self._starved[0] <= MEMORY_SECONDS:
             limit = memory_limit_bytes(self._group)
             allowed = f" (limit {limit / 1e6:,.0f} MB)" if limit else ""

@@ -19,8 +19,6 @@ FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS = 10.0, 600.0
 
 
 class LeaseState(Enum):
-    """What a lease's place is used for."""
-
     HELD = auto()
     """The microbatch has been admitted; its backward has not begun."""
     COMPUTING = auto()
@@ -58,7 +56,6 @@ class Lease:
         self._admission._settle(self, LeaseState.COUNTED)
 
     def fail(self) -> None:
-        """The backward has ended without adding to the gradient."""
         if self.state is LeaseState.COMPUTING:
             self._admission._settle(self, LeaseState.ENDED)
 
@@ -69,10 +66,9 @@ class Lease:
 
 
 class StepAdmission:
-    """Which microbatches the present AdamW step of a replica consists of.
+    """The microbatches of the present AdamW step of a replica.
 
-    `on_change` is called whenever a lease may be granted, or a step taken, that could not before; `watch` with
-    `granted`, `counted` or `ended` and the lease.
+    `on_change` is called whenever a lease may be granted, or a step taken, that could not before.
     """
 
     def __init__(self, batches: int, on_change: Callable[[], None], watch: Callable[[str, Lease], None]) -> None:
@@ -94,7 +90,6 @@ class StepAdmission:
         return len(self.counted) == self.batches
 
     def may_grant(self, driver: Member, drivers: int, now: float) -> bool:
-        """Whether this driver, one of `drivers`, can have a place at `now`."""
         held = Counter(lease.driver for lease in (*self.counted, *self._leased))
         if not self.is_open or held.total() >= self.batches:
             return False
@@ -104,7 +99,7 @@ class StepAdmission:
         return open_leases < fair_share(self.batches, drivers)
 
     def grant(self, driver: Member, number: int, now: float) -> Lease:
-        """Admit a microbatch. Call it only if `may_grant`."""
+        """Call it only if `may_grant`."""
         lease = Lease(driver, number, self.epoch, now, self)
         self._leased[lease] = None
         self._watch("granted", lease)
@@ -117,8 +112,7 @@ class StepAdmission:
     def expire(self, lease: Lease, now: float) -> None:
         """End a lease whose backward did not come in time.
 
-        Until its driver returns a microbatch it gets one place at a time, each after a longer wait: each such place may
-        hold up a whole step.
+        Until its driver returns a microbatch it gets one place at a time, each after a longer wait.
         """
         if lease.state is not LeaseState.HELD:
             return

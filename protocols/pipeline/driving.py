@@ -136,9 +136,9 @@ class PipelineDriver:
     async def evaluate(self, trained: int, deadline: Deadline, stride: int = 1) -> float:
         """Mean loss over every `stride`-th held-out microbatch, in nats per token; nan if there are none.
 
-        `trained` is the number of training rounds whose result every stage must have. A stage may be further: if a
-        round ends during an evaluation, its later microbatches meet newer parameters. `TimeoutError` if it is not
-        complete at the deadline, for instance because a stage is empty, or the parameters give no finite loss.
+        Every stage must have the result of `trained` rounds. One may be further: if a round ends during an evaluation,
+        later microbatches meet newer parameters. `TimeoutError` if it is not complete at the deadline, for instance
+        because a stage is empty, or the parameters give no finite loss.
         """
         indices, losses = itertools.count(0, stride), dict[int, float]()
 
@@ -157,9 +157,9 @@ class PipelineDriver:
         return fmean(losses[index] for index in sorted(losses)) if losses else math.nan
 
     async def logits(self, tokens: Buffer, position: int, trained: int, deadline: Deadline) -> bytes:
-        """The logits of one position, from 1, of a microbatch (uint8, rows * positions): float32 (rows, classes).
+        """Of one position, from 1, of a microbatch (uint8, rows * positions): float32 (rows, classes).
 
-        `ValueError` if there is no such position, or the run gives no logits; `TimeoutError` at the deadline.
+        Raises `ValueError` without such a position or logits; `TimeoutError`.
         """
         if position < 1 or not self.settings.sizes.logit_bytes:
             raise ValueError(f"no logits of position {position} in this run")
@@ -199,7 +199,6 @@ class PipelineDriver:
         raise Abandoned(f"no replica of stage {stage}")
 
     def report(self, kind: str, lease: Lease, why: str = "") -> None:
-        """Report what became of a microbatch."""
         self.watch(PipelineEvent(kind, lease.driver, lease.number, 0, self.endpoint.me, lease.epoch, why))
 
     def _replicas(self) -> dict[int, tuple[Member, ...]]:
@@ -211,10 +210,7 @@ class PipelineDriver:
 
 
 class _Lane:
-    """One microbatch after the other, over streams that no other lane uses; with `trained`, without leases.
-
-    A context for requests without leases. It closes its streams, or resets them after an error.
-    """
+    """One microbatch after the other, over streams that no other lane uses; or, as a context, jobs without leases."""
 
     def __init__(self, driver: PipelineDriver, trained: int = 0) -> None:
         self._driver, self._settings, self._work, self._trained = driver, driver.settings, driver.work, trained
@@ -229,7 +225,6 @@ class _Lane:
         await self._streams.end(well=error is None)
 
     async def run(self) -> None:
-        """Drive microbatches until cancelled."""
         async with self:
             while True:
                 lease = await self._driver.start()
@@ -282,9 +277,8 @@ class _Lane:
     async def _call(
         self, stage: int, job: StageJob, lease: Lease | None, deadline: Deadline
     ) -> tuple[_Call, JobResult]:
-        """Ask one replica after the other, until one answers.
-
-        Raises `Abandoned` if too many failed, one may have counted the microbatch, or the deadline has come.
+        """Ask one replica after the other. Raises `Abandoned` after too many failures, one that may count, or the
+        deadline.
         """
         router = self._router(stage, lease)
         for _ in range(MAX_FAILURES):
@@ -305,10 +299,7 @@ class _Lane:
         raise Abandoned(f"{MAX_FAILURES} calls to stage {stage} failed")
 
     async def _granted(self, stage: int, lease: Lease | None, deadline: Deadline) -> tuple[_Call, float]:
-        """A replica that has a place for the job, and when it was asked. Nothing has been sent to it yet.
-
-        Raises `Abandoned` if too many cannot be reached, or the deadline has come.
-        """
+        """A replica that has a place for the job, and when it was asked. Raises `Abandoned`."""
         failures, router = 0, self._router(stage, lease)
         while failures < MAX_FAILURES:
             member, began = await self._driver.route(stage, router, deadline), loop_time()
@@ -385,8 +376,7 @@ class _Streams:
     async def request(self, stage: int, member: Member, number: int, trained: int) -> _Call:
         """Ask a replica to admit a microbatch or, without a number, a job with its outer parameters.
 
-        Raises `StageIsBusy`, or PeerError and BadPayload if it cannot be reached or does not answer as it should.
-        Nothing was sent to it then.
+        Raises `StageIsBusy`, PeerError, BadPayload; no input was sent to it then.
         """
         request = StageRequest(self._settings.run, stage_scope(stage), self._endpoint.me, member, number, trained)
         call = self._open.get(member)

@@ -69,7 +69,7 @@ class ReplicaRouter:
         return self._replica(peer).seconds
 
     def succeeded(self, peer: PeerId, seconds: float) -> None:
-        """A call took so long, from the request to its answer."""
+        """After `seconds`, from the request to its answer."""
         replica = self._replica(peer)
         replica.seconds = seconds if replica.failures else ewma(replica.seconds, seconds, GAIN)
         replica.failures, replica.banned_until = 0, 0.0
@@ -90,7 +90,7 @@ class ReplicaRouter:
         replica.refusals = min(replica.refusals + 1, 10)
 
     def retry_at(self, live: Sequence[PeerId]) -> float | None:
-        """When the first of these replicas may be called again; None if there are none."""
+        """None without replicas."""
         return min((self._replica(peer).banned_until for peer in live), default=None)
 
     def _start(self, peer: PeerId) -> float:

@@ -48,7 +48,11 @@ RETRY_SECONDS = 0.25
 
 
 class StageServer:
-    """Serves the jobs of all drivers at one replica."""
+    """Serves the jobs of all drivers at one replica.
+
+    The endpoint is of the whole run's members, bound to no round: it checks the sender and the receiver. `drivers` is
+    the number of live peers of stage 0, `trained` that of training rounds whose result the outer parameters have.
+    """
 
     def __init__(
         self,
@@ -61,12 +65,6 @@ class StageServer:
         trained: Callable[[], int] = lambda: 0,
         watch: Callable[[PipelineEvent], None] = ignore_event,
     ) -> None:
-        """
-        Args:
-            endpoint: of the whole run's members, bound to no round: it checks the sender and the receiver.
-            drivers: number of live peers of stage 0.
-            trained: training rounds whose result this replica's outer parameters have.
-        """
         self._endpoint, self._settings, self._stage, self._work = endpoint, settings, stage, work
         self._drivers, self._trained, self._watch = drivers, trained, watch
         self._notifier = Notifier()

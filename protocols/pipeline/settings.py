@@ -32,8 +32,6 @@ MAX_FAILURES = 4
 
 @dataclass(frozen=True, slots=True)
 class PipelineSettings:
-    """The same at all peers of a run."""
-
     run: bytes  # hash of the manifest, 32 bytes
     stages: int  # S: stage 0 draws the microbatches, S - 1 computes the loss
     batches: int  # B, microbatches of one AdamW step of a replica

@@ -34,7 +34,6 @@ class StageMembers:
         return self._members.version
 
     def live(self) -> tuple[Member, ...]:
-        """Ordered by id."""
         return tuple(
             member for member in self._members.live()
             if member == self._me or self._directory.stage_of(member.peer) == self._stage
@@ -60,7 +59,6 @@ class StageClock:
         self._announced: dict[PeerId, tuple[int, float]] = {}  # peer: its rounds, and since when
 
     def rounds(self, drivers: Sequence[Member], now: float) -> int:
-        """Training rounds that stage 0 has completed, by what these live peers of it say."""
         said = {each.peer: self._directory.rounds_of(each.peer) for each in drivers}
         before = self._announced
         self._announced = {

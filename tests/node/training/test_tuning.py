@@ -24,7 +24,7 @@ def play(tuner: ThreadTuner, times: Times, seconds: float, at: float = 0.0) -> l
         threads = tuner.threads
         took = times(at, threads)
         at += took
-        tuner.took(took)
+        tuner.record_step(took)
         steps.append((at, threads, took))
     return steps
 
@@ -84,7 +84,7 @@ def test_many_cores_are_tried_step_by_step() -> None:
 def test_thread_count_of_former_incarnation_is_reused() -> None:
     tuner = ThreadTuner(4, 4)
     tuner.begin(2)
-    assert tuner.took(0.1) == 2
+    assert tuner.record_step(0.1) == 2
     tuner.begin(99)
     assert tuner.threads == 4, "no more than there are cores now"
     tuner.confine(1)

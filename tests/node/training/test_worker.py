@@ -112,10 +112,12 @@ def test_exception_ends_all_but_commands_that_only_read(
 
 
 def test_failure_at_the_start_is_sent(memory: int, spec: WorkerSpec) -> None:
-    kind = worker.WorkerKind(lambda *_: {}["no"], worker.Worker)
+    class Failing(worker.Worker):
+        build = staticmethod(lambda *_: {}["no"])
+
     sent: list[tuple[str, Any]] = []
     lines = io.BytesIO(spec.to_json().encode() + b"\n")
-    assert worker.serve(lines, lambda *message: sent.append(message), memory, kind) == 1
+    assert worker.serve(lines, lambda *message: sent.append(message), memory, Failing) == 1
     ((word, line),) = sent
     assert word == "failed" and line.startswith("KeyError in") and line.endswith("'no'")
 
