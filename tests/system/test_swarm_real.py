@@ -143,7 +143,7 @@ def test_ctrl_c_ends_all_peers_in_time(start: Callable[[int], Running]) -> None:
     swarm.process.send_signal(signal.SIGINT)
     _, out, err = swarm.end(12)
     assert time.monotonic() - began < 12
-    assert "Ctrl-C: handing in this round" in err and "rounds in" in err and "Traceback" not in err
+    assert "Ctrl-C: finishing this round" in err and "rounds in" in err and "Traceback" not in err
     assert err.count(" left") == 3 and "killed" not in err, err
     assert json.loads(out.splitlines()[-1])["rounds"] >= 2
     assert swarm.left() == []
