@@ -14,7 +14,7 @@ import torch
 from node.config.manifest import Manifest
 from node.membership.membership import Membership
 from node.reporting.report import RoundReport
-from node.tasks.gpt import next_byte
+from node.tasks.gpt import next_token
 from node.tasks.gpt_presets import VOCABULARY
 from node.tasks.gpt_stage import MAX_HELD_OUT, ActivationShape
 from node.training.process import WorkerError
@@ -308,7 +308,7 @@ async def generate(
     for _ in range(tokens):
         seen = bytes(text[-shape.positions :])
         answer = await logits(seen.ljust(shape.tokens, b"\0"), len(seen))
-        text.append(next_byte(_first_row(answer, shape.rows), temperature, generator))
+        text.append(next_token(_first_row(answer, shape.rows), temperature, generator))
     return bytes(text[start:])
 
 

@@ -160,7 +160,7 @@ class Gpt(nn.Module):
         generator = torch.Generator().manual_seed(seed)
         text = list(prompt[-self.shape.context :])
         for _ in range(tokens):
-            text.append(next_byte(self._next(text), temperature, generator))
+            text.append(next_token(self._next(text), temperature, generator))
             yield text[-1]
 
     @torch.no_grad()
@@ -171,10 +171,10 @@ class Gpt(nn.Module):
         return logits
 
 
-def next_byte(logits: torch.Tensor, temperature: float, generator: torch.Generator) -> int:
-    """The likeliest byte, or one drawn by the generator at a temperature above 0."""
+def next_token(logits: torch.Tensor, temperature: float, generator: torch.Generator) -> int:
+    """The likeliest token, or one drawn by the generator at a temperature above 0. `logits` are on the CPU."""
     if temperature > 0:
-        odds = torch.softmax(logits / temperature, dim=-1)
+        odds = torch.softmax((logits - logits.max()) / temperature, dim=-1)
         return int(torch.multinomial(odds, 1, generator=generator))
     return int(logits.argmax())
 

@@ -16,7 +16,7 @@ import os
 import shutil
 import tempfile
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -40,7 +40,7 @@ MASKED = -100
 """Label of a token that is no target."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RowCounts:
     """What the data hold."""
 
@@ -81,13 +81,12 @@ class RowCounts:
 
 
 class RowWriter:
-    """Fills rows. A text is cut where a row ends; a conversation that does not fit begins another."""
+    """Fills rows, and counts them. A text is cut where a row ends; a conversation that does not fit begins another."""
 
     def __init__(self, settings: HfSettings, write: Callable[[array[int], bytearray], None]) -> None:
         self._context, self._packs, self._cuts = settings.context, settings.pack, settings.format == "text"
-        self._write = write
+        self._write, self.counts = write, RowCounts()
         self._tokens, self._flags = array("i"), bytearray()
-        self.rows = self.documents = self.skipped = self.tokens = self.targets = self.cut = self.lost = self.longest = 0
 
     def add(self, sequences: Sequence[tuple[list[int], list[int]]]) -> None:
         """Add the tokens and masks of a document, unless nothing is to be learnt from it."""
@@ -95,11 +94,10 @@ class RowWriter:
         kept = [each for each in taught if self._cuts or any(each[1][1 : self._context])]
         if not self._cuts and taught:
             longest = max(len(tokens) for tokens, _ in taught)
-            self.longest = max(self.longest, longest)
-            self.cut += longest > self._context
-        self.lost += bool(taught) and not kept
-        self.skipped += not kept
-        self.documents += bool(kept)
+            self.counts.longest = max(self.counts.longest, longest)
+            self.counts.cut += longest > self._context
+        self.counts.lost += bool(taught) and not kept
+        self.counts.skipped += not kept
         for tokens, mask in kept:
             self._add(tokens, mask)
 
@@ -120,8 +118,8 @@ class RowWriter:
         # The first token of a document is never predicted.
         self._flags.append(START)
         self._flags.extend(TARGET if each else 0 for each in mask[1:])
-        self.tokens += len(tokens)
-        self.targets += sum(mask[1:])
+        self.counts.tokens += len(tokens)
+        self.counts.targets += sum(mask[1:])
 
     def flush(self) -> None:
         """Pad the last row and write it."""
@@ -133,7 +131,7 @@ class RowWriter:
             self._flags.append(START)
             self._flags.extend(bytes(padding - 1))
         self._write(self._tokens, self._flags)
-        self.rows += 1
+        self.counts.rows += 1
         self._tokens, self._flags = array("i"), bytearray()
 
 
@@ -187,8 +185,8 @@ def rows_of(documents: Iterable[Document], encoder: Encoder, settings: HfSetting
     for document in joined(documents):
         writer.add(encoder.encode(document))
     writer.flush()
-    shape = (writer.rows, settings.context)
-    if not writer.rows:
+    shape = (writer.counts.rows, settings.context)
+    if not tokens:
         return Rows(torch.empty(shape, dtype=torch.int32), torch.empty(shape, dtype=torch.uint8))
     return Rows(
         torch.frombuffer(tokens, dtype=torch.int32).view(shape), torch.frombuffer(flags, dtype=torch.uint8).view(shape)
@@ -259,7 +257,10 @@ def _make(place: Path, files: list[Path], encoder: Encoder, settings: HfSettings
     """Create the directory, atomically: other peers on this machine may be creating it, too."""
     place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     draft = Path(tempfile.mkdtemp(prefix="rows-draft-", dir=place.parent))
-    _remove_unused(place.parent, draft.stat().st_mtime)
+    for each in place.parent.glob("rows-*"):
+        with suppress(OSError):
+            if draft.stat().st_mtime - each.stat().st_mtime > _KEPT_SECONDS:
+                shutil.rmtree(each, ignore_errors=True)
 
     def keeps(document: Document) -> bool:
         return is_held_out(document) or (bool(shared) and document.line() in shared)
@@ -273,7 +274,8 @@ def _make(place: Path, files: list[Path], encoder: Encoder, settings: HfSettings
         (draft / SAMPLE).write_bytes(held_out)
         (draft / ABOUT).write_text(json.dumps(asdict(counts)))
         for each in draft.iterdir():
-            _sync(each)
+            with each.open("rb") as file:
+                os.fsync(file.fileno())
         _replace(draft, place, settings.context)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
@@ -283,7 +285,7 @@ def _fill(
     draft: Path, files: list[Path], encoder: Encoder, settings: HfSettings, keeps: Callable[[Document], bool]
 ) -> tuple[bytes, RowCounts]:
     """Write the rows; return the held-out documents, which `keeps` chooses, and the counts."""
-    census = _Census(keeps)
+    sample, seen, total = Sample(), Seen(), 0
     encoder.begin()
     with (draft / TOKENS).open("wb") as tokens, (draft / FLAGS).open("wb") as flags:
 
@@ -291,52 +293,31 @@ def _fill(
             row.tofile(tokens)
             flags.write(marks)
 
+        def trained() -> Iterator[Document | None]:
+            """The documents to train on; None in place of one that is held out, or equal to an earlier one."""
+            nonlocal total
+            for document in read_documents(files, settings.format == "chat"):
+                is_new = seen.add(key := document.key())
+                is_kept = is_new and not keeps(document)
+                counts.repeated += not is_new
+                counts.documents += is_kept
+                if is_new:
+                    total += int.from_bytes(key, "big")
+                    counts.replaced += document.replaced()
+                if is_new and not is_kept:
+                    counts.held_out += 1
+                    sample.add(document)
+                yield document if is_kept else None
+
         writer = RowWriter(settings, write)
-        for document in joined(map(census.trained, read_documents(files, settings.format == "chat"))):
+        counts = writer.counts
+        for document in joined(trained()):
             writer.add(encoder.encode(document))
         writer.flush()
-    return census.sample.lines(), census.counts(writer, encoder)
-
-
-class _Census:
-    """Counts documents, and says which of them to train on."""
-
-    def __init__(self, keeps: Callable[[Document], bool]) -> None:
-        self.sample = Sample()
-        self._keeps, self._seen = keeps, Seen()
-        self._trained = self._held_out = self._repeated = self._replaced = self._sum = 0
-
-    def trained(self, document: Document) -> Document | None:
-        """The document if it is to be trained on: it is the first with this content, and not held out."""
-        if not self._seen.add(key := document.key()):
-            self._repeated += 1
-            return None
-        self._sum += int.from_bytes(key, "big")
-        self._replaced += document.replaced()
-        if self._keeps(document):
-            self._held_out += 1
-            self.sample.add(document)
-            return None
-        self._trained += 1
-        return document
-
-    def counts(self, rows: RowWriter, encoder: Encoder) -> RowCounts:
-        return RowCounts(
-            rows=rows.rows,
-            documents=self._trained - rows.skipped,
-            held_out=self._held_out,
-            tokens=rows.tokens,
-            targets=rows.targets,
-            cut=rows.cut,
-            lost=rows.lost,
-            longest=rows.longest,
-            skipped=rows.skipped,
-            empty=encoder.empty,
-            unused=", ".join(sorted(encoder.unused))[:MAX_WORD_CHARACTERS],
-            repeated=self._repeated,
-            replaced=self._replaced,
-            digest=f"{self._sum % (1 << 256):064x}",
-        )
+    counts.documents -= counts.skipped
+    counts.empty, counts.unused = encoder.empty, ", ".join(sorted(encoder.unused))[:MAX_WORD_CHARACTERS]
+    counts.digest = f"{total % (1 << 256):064x}"
+    return sample.lines(), counts
 
 
 def _replace(draft: Path, place: Path, context: int) -> None:
@@ -348,15 +329,3 @@ def _replace(draft: Path, place: Path, context: int) -> None:
             return
         shutil.rmtree(place, ignore_errors=True)
         os.rename(draft, place)
-
-
-def _sync(path: Path) -> None:
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-
-
-def _remove_unused(cache: Path, now: float) -> None:
-    for each in cache.glob("rows-*"):
-        with suppress(OSError):
-            if now - each.stat().st_mtime > _KEPT_SECONDS:
-                shutil.rmtree(each, ignore_errors=True)

@@ -30,7 +30,7 @@ from node.tasks.hf.settings import ModelError, foreign
 
 WINDOW_BYTES = 256 << 20
 RETRY_SECONDS = (1.0, 5.0, 30.0, 120.0, 300.0)
-"""Pauses before a file is asked for again. A window that is fetched ahead goes on with the last of them."""
+"""Pauses before a file is asked for again. A window that is fetched ahead continues with the last of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,16 +42,13 @@ class Window:
     batches: int
 
 
-@dataclass(frozen=True, slots=True)
-class StepSize:
-    """Batches of an inner step, all taken from one window, and tokens of a batch, padding included."""
+def windows(
+    files: Sequence[HubFile], seed: int, epoch: int, first: int, step_batches: int, batch_tokens: int
+) -> list[Window]:
+    """One pass through all files, in an order that depends on seed and epoch; `first` is its first batch's position.
 
-    batches: int
-    tokens: int
-
-
-def windows(files: Sequence[HubFile], seed: int, epoch: int, first: int, step: StepSize) -> list[Window]:
-    """One pass through all files, in an order that depends on seed and epoch."""
+    All batches of an inner step are taken from one window.
+    """
     order = list(files)
     random.Random(f"{seed}/{epoch}").shuffle(order)
     parts: list[list[HubFile]] = [[]]
@@ -66,8 +63,8 @@ def windows(files: Sequence[HubFile], seed: int, epoch: int, first: int, step: S
         parts[-2].extend(parts.pop())
     found = []
     for part in parts:
-        steps = max(1, sum(each.tokens for each in part) // (step.tokens * step.batches))
-        found.append(Window(tuple(part), first, steps * step.batches))
+        steps = max(1, sum(each.tokens for each in part) // (batch_tokens * step_batches))
+        found.append(Window(tuple(part), first, steps * step_batches))
         first += found[-1].batches
     return found
 
@@ -78,11 +75,13 @@ class StreamedRows:
     def __init__(
         self,
         data_set: DataSet,
-        step: StepSize,
+        step_batches: int,
+        batch_tokens: int,
         prepare: Callable[[list[Path], Path], PreparedData],
         fetcher: Callable[[DataSet, HubFile, Path], Path] = fetch,
     ) -> None:
-        self._data_set, self._step, self._prepare, self._fetch = data_set, step, prepare, fetcher
+        self._data_set, self._prepare, self._fetch = data_set, prepare, fetcher
+        self._step = step_batches, batch_tokens
         self._seed, self._epoch, self._pass = -1, -1, list[Window]()
         self._here: tuple[Window, PreparedData] | None = None
         self._next: tuple[Window, Future[PreparedData]] | None = None
@@ -100,7 +99,7 @@ class StreamedRows:
         return self._next[1].done()
 
     def open(self, seed: int, position: int = 0) -> PreparedData:
-        """The window of a position. It waits until that is here.
+        """The window of a position. It waits until that has come.
 
         A later window that cannot be read is left out: the rows of the one before stay.
         """
@@ -142,10 +141,10 @@ class StreamedRows:
         if seed != self._seed:
             self._begin(seed)
         if self._epoch < 0 or position < self._pass[0].first:
-            self._epoch, self._pass = 0, windows(self._data_set.files, seed, 0, 0, self._step)
+            self._epoch, self._pass = 0, windows(self._data_set.files, seed, 0, 0, *self._step)
         while position >= (end := self._pass[-1].first + self._pass[-1].batches):
             self._epoch += 1
-            self._pass = windows(self._data_set.files, seed, self._epoch, end, self._step)
+            self._pass = windows(self._data_set.files, seed, self._epoch, end, *self._step)
         return next(each for each in reversed(self._pass) if each.first <= position)
 
     def _ahead(self, window: Window) -> None:

@@ -19,6 +19,7 @@ from node.tasks.base import Batch
 from node.tasks.files import Selection, select
 from node.tasks.flat import unfrozen
 from node.tasks.given_data import DataState, GivenData
+from node.tasks.gpt import next_token
 from node.tasks.hf.adapters import tell_frozen_experts
 from node.tasks.hf.chat import Encoder
 from node.tasks.hf.corpus import SAMPLE_BYTES, Document, Sample, data_files, document_of, read_documents
@@ -27,7 +28,7 @@ from node.tasks.hf.memory import tell_memory
 from node.tasks.hf.model import LoadedModel, checkpoint_activations, load_model, loss_of
 from node.tasks.hf.rows import MASKED, PreparedData, Rows, prepare, rows_of
 from node.tasks.hf.settings import NO_HELD_OUT, HfSettings, HfValues, ModelError, ModelPins
-from node.tasks.hf.streamed import StepSize, StreamedRows
+from node.tasks.hf.streamed import StreamedRows
 
 BASE_LOSS_TOLERANCE = 0.01
 PROMPT_WORDS, PROMPT_CHARACTERS = 6, 200
@@ -42,21 +43,19 @@ class HfTask:
         self,
         loaded: LoadedModel,
         settings: HfSettings,
+        *,
         rows: Rows | StreamedRows,
         evaluated: Rows,
-        prompt: str = "",
+        prompt: str,
+        held_out: bytes,
+        is_compiled: bool,
     ) -> None:
         self.module: nn.Module = loaded.module
-        self.held_out = b""
-        self.pins = loaded.pins
+        self.held_out, self.pins = held_out, loaded.pins
         self._tokenizer, self._settings = loaded.tokenizer, settings
         self._rows, self._evaluated, self._prompt = rows, evaluated, prompt
         self._device = next(self.module.parameters()).device
-        self._call: Any = self.module
-
-    def compile(self) -> None:
-        """Have torch compile the module's forward pass in training. The first steps take much longer."""
-        self._call = torch.compile(self.module)
+        self._call: Any = torch.compile(self.module) if is_compiled else self.module  # in training
 
     def trained(self) -> Iterable[tuple[str, nn.Parameter]]:
         return unfrozen(self.module)
@@ -130,26 +129,17 @@ def stream(module: Any, tokenizer: Any, prompt: list[int], tokens: int, temperat
     device = next(module.parameters()).device
     generator = torch.Generator().manual_seed(seed)
     longest = getattr(module.config, "max_position_embeddings", None) or 1 << 20
-    ends = {tokenizer.eos_token_id, *_ends(module)}
+    end = getattr(getattr(module, "generation_config", None), "eos_token_id", None)
+    ends = {tokenizer.eos_token_id, *(end if isinstance(end, list) else [end])}
     seen = prompt[-max(longest - tokens, longest // 2) :]
     ids, past = torch.tensor([seen], device=device), None
     for _ in range(min(tokens, longest - len(seen))):
         found = module(input_ids=ids, past_key_values=past, use_cache=True)
         logits, past = found.logits[0, -1].float().cpu(), found.past_key_values
-        if temperature > 0:
-            chances = torch.softmax((logits - logits.max()) / temperature, 0)
-            token = int(torch.multinomial(chances, 1, generator=generator))
-        else:
-            token = int(logits.argmax())
-        if token in ends:
+        if (token := next_token(logits, temperature, generator)) in ends:
             return
         yield token
         ids = torch.tensor([[token]], device=device)
-
-
-def _ends(module: Any) -> list[int]:
-    end = getattr(getattr(module, "generation_config", None), "eos_token_id", None)
-    return end if isinstance(end, list) else [] if end is None else [end]
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,14 +152,14 @@ class DataSource:
     settings: HfSettings
     tokenizer: str
 
-    def rows(self, held_out: bytes, seed: int, step: StepSize) -> tuple[Rows | StreamedRows, bytes]:
+    def rows(self, held_out: bytes, seed: int, step_batches: int) -> tuple[Rows | StreamedRows, bytes]:
         """The rows to train on, and this peer's own held-out documents, as JSON lines.
 
         Of a data set on the hub there are none if the run has a sample: no window is opened then, because a peer that
         resumes is not at the first one.
         """
         if self.files:
-            prepared = self._prepared([*self.files.files], held_out or self.given.held_out())
+            prepared = self._prepared([*self.files.files], None, held_out or self.given.held_out())
             counts = prepared.counts
             self.given.tell([*self.files.lines(), *counts.lines(self.settings.context)])
             state = DataState(len(self.files.files), self.files.size, counts.documents + counts.held_out, counts.digest)
@@ -179,10 +169,11 @@ class DataSource:
         data_set = find_data_set(self.given.place, self.settings.format == "chat")
         size = sum(each.size for each in data_set.files)
         self.given.keep(DataState(len(data_set.files), size, 0, f"{data_set.name}@{data_set.commit} {size}"))
-        rows = StreamedRows(data_set, step, lambda files, home: self._prepared(files, held_out, home))
+        batch_tokens = self.settings.rows * self.settings.context
+        rows = StreamedRows(data_set, step_batches, batch_tokens, partial(self._prepared, held_out=held_out))
         return rows, b"" if held_out else rows.open(seed).sample
 
-    def _prepared(self, files: list[Path], held_out: bytes, home: Path | None = None) -> PreparedData:
+    def _prepared(self, files: list[Path], home: Path | None, held_out: bytes) -> PreparedData:
         return prepare(files, self.encoder, self.settings, self.tokenizer, held_out, home)
 
 
@@ -209,7 +200,7 @@ def make_task(
     elif values.pins is None and machine.held_out not in ("", NO_HELD_OUT):
         sample = sample_of(Path(machine.held_out), settings)
     source = DataSource(data, files, encoder, settings, loaded.pins.tokenizer + loaded.pins.template)
-    rows, own_sample = source.rows(sample, seed, StepSize(step_batches, settings.rows * settings.context))
+    rows, own_sample = source.rows(sample, seed, step_batches)
     travels = values.pins is None and machine.held_out != NO_HELD_OUT and settings.format == "text"
     documents = list(parse_sample(sample or own_sample, settings))
     evaluated = rows_of(documents, encoder, settings)
@@ -219,13 +210,17 @@ def make_task(
         if values.pins is None or held_out is not None:
             raise ModelError(f"{line}; give more data, a longer context, --held-out FILE or --held-out none")
         warn(f"{line}: this peer trains, and reports no held-out loss")  # each joiner of a chat run has its own
-    task = HfTask(loaded, settings, rows, evaluated, beginning(documents))
-    task.held_out = b"" if held_out is not None else sample or (own_sample if travels else b"")
     if machine.checkpointing:
         checkpoint_activations(loaded.module)
-    if machine.compile:
-        task.compile()
-    return task
+    return HfTask(
+        loaded,
+        settings,
+        rows=rows,
+        evaluated=evaluated,
+        prompt=beginning(documents),
+        held_out=b"" if held_out is not None else sample or (own_sample if travels else b""),
+        is_compiled=machine.compile,
+    )
 
 
 def read_sample(path: Path) -> bytes:

@@ -344,7 +344,8 @@ def test_cut_and_lost_conversations_are_told() -> None:
     for length, target in ((10, 5), (30, 5), (40, 20), (12, 99), (20, 99)):
         writer.add([(list(range(length)), [int(at == target) for at in range(length)])])
     writer.add([])
-    assert (writer.documents, writer.skipped, writer.cut, writer.lost, writer.longest) == (2, 4, 2, 1, 40)
+    counts = writer.counts
+    assert (counts.skipped, counts.cut, counts.lost, counts.longest) == (4, 2, 1, 40)
     lines = RowCounts(cut=2, lost=1, longest=40, empty=3, unused="name").lines(16)
     assert lines[-3:] == [
         "cut         2 conversations, of which 1 lost all their targets: hf.context = 40 would keep all of them whole",

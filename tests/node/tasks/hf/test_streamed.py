@@ -15,9 +15,8 @@ from node.tasks.hf import streamed
 from node.tasks.hf.data_set import DataSet, HubFile, NotFetched, chosen, find_data_set
 from node.tasks.hf.rows import PreparedData, RowCounts, Rows
 from node.tasks.hf.settings import ModelError
-from node.tasks.hf.streamed import StepSize, StreamedRows, windows
+from node.tasks.hf.streamed import StreamedRows, windows
 
-STEP = StepSize(batches=1, tokens=16)
 FILES = tuple(HubFile(f"part-{number}.jsonl", 4 * 16 * 5) for number in range(6))  # five batches each
 
 
@@ -39,7 +38,7 @@ def opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Stre
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(streamed, "WINDOW_BYTES", 2 * FILES[0].size)
     monkeypatch.setattr(streamed, "RETRY_SECONDS", (0.0, 0.0))
-    return lambda: StreamedRows(DataSet("org/set", "0" * 40, FILES), STEP, prepare, fetch)
+    return lambda: StreamedRows(DataSet("org/set", "0" * 40, FILES), 1, 16, prepare, fetch)
 
 
 @given(
@@ -53,7 +52,7 @@ def test_windows_hold_every_file_once_and_follow_each_other(
 ) -> None:
     """None is small if there are several, and no step has batches of two."""
     files = [HubFile(f"{number}.txt", size) for number, size in enumerate(sizes)]
-    found, first = windows(files, seed, 0, first * batches, StepSize(batches, 1 << 20)), first * batches
+    found, first = windows(files, seed, 0, first * batches, batches, 1 << 20), first * batches
     assert sorted(file.name for each in found for file in each.files) == sorted(each.name for each in files)
     for each in found:
         assert each.first == first and each.batches >= 1 and each.batches % batches == 0
