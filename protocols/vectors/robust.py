@@ -22,10 +22,10 @@ between machines: another reducer may get another digest. The digest that the ro
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from statistics import median_low
-from typing import Final, Protocol
+from typing import Final, TypeAlias
 
 import torch
 
@@ -61,13 +61,11 @@ With honest peers of which half were ten times slower, the largest such multiple
 _PIECE = 1 << 14  # columns sorted at a time
 
 
-class Rule(Protocol):
-    def __call__(self, contributions: torch.Tensor, weights: Sequence[float], into: Vector) -> None:
-        """Aggregate the contributions, float32 (n, d) with n >= 1, into `into` (d), which must not overlap them.
+Rule: TypeAlias = Callable[[torch.Tensor, Sequence[float], Vector], None]
+"""Aggregates contributions, float32 (n, d) with n >= 1, into a vector (d), which must not overlap them.
 
-        The rows are on the CPU, contiguous and finite; so is the result. `mean` may overwrite them. Each row has a
-        weight, positive and finite, in any unit; otherwise `ValueError`.
-        """
+The rows are on the CPU, contiguous and finite; so is the result. `mean` may overwrite them. Each row has a weight,
+positive and finite, in any unit; otherwise `ValueError`."""
 
 
 def mean(contributions: torch.Tensor, weights: Sequence[float], into: Vector) -> None:
