@@ -6,8 +6,10 @@ import errno
 import os
 import stat
 import tempfile
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import BinaryIO
 
 from node.runtime.notes import note
 
@@ -35,6 +37,21 @@ def cache_directory() -> Path:
     Where this user's own cannot be written, one among the temporary files is used, also by libraries. A note says so.
     """
     return _cache_directory(os.environ.get(_VARIABLE), os.environ.get("HOME"))
+
+
+def cached_file(name: str, write: Callable[[BinaryIO], object]) -> Path:
+    """Have a file of the cache written, atomically: other peers on this machine may be writing it, too."""
+    place = cache_directory() / name
+    place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    descriptor, draft = tempfile.mkstemp(dir=place.parent)
+    try:
+        with open(descriptor, "wb") as file:
+            write(file)
+        os.replace(draft, place)
+    except BaseException:
+        os.unlink(draft)
+        raise
+    return place
 
 
 @cache

@@ -14,7 +14,6 @@ import json
 import os
 import random
 import sysconfig
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -24,7 +23,7 @@ from typing import BinaryIO
 
 import torch
 
-from node.runtime.directories import cache_directory
+from node.runtime.directories import cache_directory, cached_file
 from node.tasks.files import Selection, look, select, shown
 from node.tasks.given_data import DataState, GivenData
 from node.tasks.readers import blocks, bytes_of, text_of
@@ -170,7 +169,9 @@ class _Source:
             return torch.frombuffer(text, dtype=torch.uint8) if text else torch.empty(0, dtype=torch.uint8)
         states = ((name, (state := (self.root / name).stat()).st_size, state.st_mtime_ns) for name in names)
         described = [str(self.root.resolve()), salt, *states]
-        return _map(_copied(hashlib.sha256(json.dumps(described).encode()).hexdigest(), write))
+        name = f"{hashlib.sha256(json.dumps(described).encode()).hexdigest()}.text"
+        path = cache_directory() / name
+        return _map(path if path.exists() else cached_file(name, write))
 
 
 def _split(source: _Source, sample: bytes, is_file: bool) -> Text:
@@ -228,23 +229,6 @@ def _split_end(text: torch.Tensor, name: str) -> Text:
     if size == 0:
         raise ValueError(f"{name} has only {len(text)} bytes of text")
     return Text(text[:-size], text[-size:])
-
-
-def _copied(digest: str, write: Callable[[BinaryIO], None]) -> Path:
-    """A file in the user's cache that contains what `write` writes; created if it does not exist."""
-    cache = cache_directory()
-    path = cache / f"{digest}.text"
-    if path.exists():
-        return path
-    descriptor, fresh = tempfile.mkstemp(dir=cache)
-    try:
-        with open(descriptor, "wb") as copy:
-            write(copy)
-        os.replace(fresh, path)  # atomic, because other peers on this machine may be creating the same file
-    except BaseException:
-        os.unlink(fresh)
-        raise
-    return path
 
 
 def _sample(text: torch.Tensor) -> torch.Tensor:

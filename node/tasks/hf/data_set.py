@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from node.runtime.directories import cache_directory
+from node.runtime.directories import cache_directory, cached_file
 from node.runtime.notes import note, warn
 from node.runtime.proxies import download_remedy
 from node.tasks.files import is_documentation, is_test_split, suffix_of
@@ -41,9 +41,18 @@ class HubFile:
     size: int
 
     @property
+    def path(self) -> PurePosixPath:
+        return PurePosixPath(self.name)
+
+    @property
+    def kind(self) -> str:
+        """Its suffix, without that of a compression."""
+        return suffix_of(self.path)
+
+    @property
     def tokens(self) -> int:
         """About how many tokens it has."""
-        is_plain = PurePosixPath(self.name).suffix.lower() == (suffix := _suffix(self)) and suffix != ".parquet"
+        is_plain = self.path.suffix.lower() == self.kind != ".parquet"
         return self.size // (_TOKEN_BYTES if is_plain else _PACKED_TOKEN_BYTES)
 
 
@@ -70,8 +79,7 @@ def find_data_set(data: Path, is_chat: bool) -> DataSet:
     try:
         every = _look_up(name, revision)
         with suppress(OSError):
-            kept.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            kept.write_text(json.dumps(asdict(every)))
+            cached_file(kept.name, lambda file: file.write(json.dumps(asdict(every)).encode()))
     except ModelError as error:
         if not kept.exists():
             raise
@@ -80,7 +88,7 @@ def find_data_set(data: Path, is_chat: bool) -> DataSet:
     files, of_tests = chosen(every.files, pattern, is_chat)
     if not files:
         of = f" whose names match {pattern}" if pattern else ""
-        kinds = ", ".join(suffix for kind in _kinds(is_chat) for suffix in kind)
+        kinds = ", ".join(sum(_kinds(is_chat), ()))
         raise ModelError(f"the data set {name} has no files{of} that end in {kinds}")
     size = sum(each.size for each in files)
     left_out = f"; {of_tests} of a validation or test split are left out" if of_tests else ""
@@ -95,21 +103,16 @@ def chosen(files: tuple[HubFile, ...], pattern: str | None, is_chat: bool) -> tu
     """
     kinds = _kinds(is_chat)
     if pattern:
-        suffixes = {suffix for kind in kinds for suffix in kind}
-        return tuple(each for each in files if fnmatchcase(each.name, pattern) and _suffix(each) in suffixes), 0
+        return tuple(each for each in files if fnmatchcase(each.name, pattern) and each.kind in sum(kinds, ())), 0
     for kind in kinds:
-        named = [each for each in files if _suffix(each) in kind and not is_documentation(PurePosixPath(each.name))]
-        if found := tuple(each for each in named if not is_test_split(PurePosixPath(each.name))):
+        named = [each for each in files if each.kind in kind and not is_documentation(each.path)]
+        if found := tuple(each for each in named if not is_test_split(each.path)):
             return found, len(named) - len(found)
     return (), 0
 
 
 def _kinds(is_chat: bool) -> tuple[tuple[str, ...], ...]:
     return KINDS[:-1] if is_chat else KINDS
-
-
-def _suffix(file: HubFile) -> str:
-    return suffix_of(PurePosixPath(file.name))
 
 
 def _look_up(name: str, revision: str | None) -> DataSet:
@@ -127,10 +130,9 @@ def _look_up(name: str, revision: str | None) -> DataSet:
 
 
 def _checked(file: HubFile) -> HubFile:
-    path = PurePosixPath(file.name)
-    if path.is_absolute() or ".." in path.parts or not file.name.isprintable() or "\\" in file.name:
-        raise ModelError(f"the hub names a file {file.name[:100]!a}, which is no name of a file: nothing is fetched")
-    if file.size > MAX_FILE_BYTES and _suffix(file) in {suffix for kind in KINDS for suffix in kind}:
+    if file.path.is_absolute() or ".." in file.path.parts or not file.name.isprintable() or "\\" in file.name:
+        raise ModelError(f"the hub names a file {file.name[:100]!a}, not the name of a file: nothing is fetched")
+    if file.size > MAX_FILE_BYTES and file.kind in sum(KINDS, ()):
         raise ModelError(f"{file.name} has {file.size / 1e9:.0f} GB, too much for one file: name others by a pattern")
     return file
 
@@ -150,16 +152,8 @@ def fetch(data_set: DataSet, file: HubFile, place: Path) -> Path:
 
     try:
         with foreign(f"{file.name} of the data set {data_set.name} cannot be fetched from the hub", download_remedy()):
-            found = Path(
-                huggingface_hub.hf_hub_download(
-                    data_set.name,
-                    file.name,
-                    repo_type="dataset",
-                    revision=data_set.commit,
-                    local_dir=place,
-                    token=False,
-                )
-            )
+            options = {"repo_type": "dataset", "revision": data_set.commit, "local_dir": place, "token": False}
+            found = Path(huggingface_hub.hf_hub_download(data_set.name, file.name, **options))
     except ModelError as error:
         if _may_pass(error.__cause__):
             raise NotFetched(str(error)) from None

@@ -1,6 +1,7 @@
 """Find a model's folder: a path on this machine, or a repository on the hub, whose files are downloaded.
 
-Only safetensors, configuration and tokenizer are ever read: no pickles, and no code that comes with a model.
+Digests of its weights, configuration and tokenizer tell peers that theirs are the same. Only safetensors, configuration
+and tokenizer are ever read: no pickles, and no code that comes with a model.
 """
 
 from __future__ import annotations
@@ -9,14 +10,13 @@ import hashlib
 import json
 import os
 import re
-import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from node.runtime.directories import cache_directory
+from node.runtime.directories import cache_directory, cached_file
 from node.runtime.notes import note, warn
 from node.runtime.proxies import download_remedy
 from node.tasks.hf.settings import ModelError, foreign
@@ -39,6 +39,12 @@ PATTERNS = (
 """What is downloaded. Repositories also hold the weights in other forms, such as consolidated.safetensors."""
 KERNELS = ("attn_implementation", "_attn_implementation", "experts_implementation", "_experts_implementation")
 """Of config.json: they choose how a model is computed, and may name code on the hub. The choice is transformers'."""
+PIECE_BYTES = 256 << 10
+_MAX_HEADER_BYTES = 100 << 20
+_IGNORED = frozenset({"_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache", *KERNELS})
+"""Of config.json: where it came from and how it is run, not what the model computes."""
+PROBE = "The quick brown fox, naïvely: 1234567890 + 0.5%\n\tdef f(x):\n        return x ** 2  # ≠ ∑ 你好 🙂 <s></s>"
+"""Tokenised for the digest: another version of a library may read the same files in another way."""
 _MAX_JSON_BYTES = 64 << 20
 _COMMIT = re.compile("[0-9a-f]{40}")
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+(@[\w./-]+)?", re.ASCII)
@@ -81,10 +87,15 @@ def _download(model: str, weights: bool) -> tuple[Path, str]:
         with foreign(f"{model} cannot be fetched from the hub", remedy):
             place = _from_hub(name, revision or None, patterns)
     except ModelError as error:
-        if (kept := _from_cache(name, revision or None, patterns)) is None:
+        place = Path()  # what an earlier download has left, so that a peer starts again while the hub is away
+        with suppress(ModelError), foreign(name):
+            kept = huggingface_hub.snapshot_download(
+                name, revision=revision or None, allow_patterns=patterns, local_files_only=True, token=False
+            )
+            place = Path(kept)
+        if not _COMMIT.fullmatch(place.name):
             raise
         warn(f"{error}; the copy in this machine's cache is used")
-        place = kept
     huggingface_hub.constants.HF_HUB_OFFLINE = True
     return place, place.name
 
@@ -101,18 +112,6 @@ def _from_hub(name: str, revision: str | None, patterns: list[str]) -> Path:
     size = sum(each.size or 0 for each in wanted)
     note(f"{name}@{commit}: {size / 1e9:.2f} GB to have on this machine")
     return Path(huggingface_hub.snapshot_download(name, revision=commit, allow_patterns=patterns, token=False))
-
-
-def _from_cache(name: str, revision: str | None, patterns: list[str]) -> Path | None:
-    """What an earlier download has left, so that a peer starts again while the hub is away."""
-    import huggingface_hub
-
-    with suppress(ModelError), foreign(name):
-        place = huggingface_hub.snapshot_download(
-            name, revision=revision, allow_patterns=patterns, local_files_only=True, token=False
-        )
-        return Path(place) if _COMMIT.fullmatch(Path(place).name) else None
-    return None
 
 
 def read_config(path: Path, weights: bool = True) -> dict[str, Any]:
@@ -163,14 +162,6 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-PIECE_BYTES = 256 << 10
-_MAX_HEADER_BYTES = 100 << 20
-_IGNORED = frozenset({"_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache", *KERNELS})
-"""Of config.json: where it came from and how it is run, not what the model computes."""
-PROBE = "The quick brown fox, naïvely: 1234567890 + 0.5%\n\tdef f(x):\n        return x ** 2  # ≠ ∑ 你好 🙂 <s></s>"
-"""Tokenised for the digest: another version of a library may read the same files in another way."""
-
-
 def config_digest(config: Mapping[str, Any]) -> str:
     return _digest({key: value for key, value in config.items() if key not in _IGNORED})
 
@@ -202,7 +193,7 @@ def weights_digest(path: Path) -> str:
         raise ModelError(f"{path} has a tensor twice, in two files: download it again")
     digest = _digest(found)
     with suppress(OSError):  # it is computed again then
-        _keep(cached, digest)
+        cached_file(cached.name, lambda file: file.write(digest.encode()))
     return digest
 
 
@@ -226,13 +217,13 @@ def _entries(path: Path) -> list[tuple[str, str, list[int], str]]:
             raise damaged
         try:
             fields = json.loads(file.read(length))
-            tensors: list[tuple[str, str, list[int], int, int]] = [
-                (str(name), str(each["dtype"]), list(map(int, each["shape"])), *_range(each["data_offsets"]))
-                for name, each in fields.items()
-                if name != "__metadata__"
-            ]
-            if not all(0 <= first <= last <= os.fstat(file.fileno()).st_size for *_, first, last in tensors):
-                raise damaged
+            fields.pop("__metadata__", None)
+            size, tensors = os.fstat(file.fileno()).st_size, []
+            for name, each in fields.items():
+                first, last = map(int, each["data_offsets"])
+                if not 0 <= first <= last <= size:
+                    raise damaged
+                tensors.append((str(name), str(each["dtype"]), list(map(int, each["shape"])), first, last))
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError):
             raise damaged from None
         buffer, found = memoryview(bytearray(PIECE_BYTES)), []
@@ -247,24 +238,6 @@ def _entries(path: Path) -> list[tuple[str, str, list[int], str]]:
                 left -= count
             found.append((name, dtype, shape, hashed.hexdigest()))
         return found
-
-
-def _range(offsets: list[Any]) -> tuple[int, int]:
-    first, last = offsets
-    return int(first), int(last)
-
-
-def _keep(path: Path, text: str) -> None:
-    """Write a small file atomically: other peers on this machine may be writing it, too."""
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    descriptor, fresh = tempfile.mkstemp(dir=path.parent)
-    try:
-        with open(descriptor, "w") as file:
-            file.write(text)
-        os.replace(fresh, path)
-    except OSError:
-        os.unlink(fresh)
-        raise
 
 
 def _digest(content: object) -> str:

@@ -169,7 +169,7 @@ UNUSABLE = {
     "hub:org/absent": "the data set org/absent cannot be found on the hub: RepositoryNotFoundError: ",
     "hub:org/texts@main:*.zst": "the data set org/texts has no files whose names match *.zst that end in ",
     "hub:org/texts@main:old/*": 'has no "text"',
-    "hub:org/evil@main": "the hub names a file '../x.jsonl', which is no name of a file: nothing is fetched",
+    "hub:org/evil@main": "the hub names a file '../x.jsonl', not the name of a file: nothing is fetched",
 }
 
 
