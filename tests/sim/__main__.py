@@ -105,7 +105,6 @@ def _felt(fault: str, options: argparse.Namespace) -> bool:
 
 
 def replay(scenario: Scenario) -> str:
-    """The command that plays this scenario again."""
     codec = f" --codec {scenario.codec}" if scenario.codec else ""
     rest = (" --directory" if scenario.directory else "") + (f" --pull {scenario.pull:g}" if scenario.pull else "")
     if scenario.stages > 1:
@@ -117,7 +116,6 @@ def replay(scenario: Scenario) -> str:
 
 
 def _committed(outcome: Outcome) -> tuple[int, int]:
-    """The numbers of rounds that at least one honest peer committed, and that at least one skipped."""
     rounds = {name: {r["round"] for r in outcome.reports(name)} for name in ("committed", "alone", "skipped")}
     return len(rounds["committed"] | rounds["alone"]), len(rounds["skipped"])
 
@@ -144,7 +142,6 @@ def _tell(outcome: Outcome, asked: Scenario, single: bool) -> None:
 
 
 def _nothing(options: argparse.Namespace) -> dict[str, Any]:
-    """The JSON object before the first run."""
     return {
         "protocol": options.protocol,
         "peers": options.peers,
@@ -160,7 +157,6 @@ def _nothing(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _result(asked: Scenario, outcome: Outcome) -> Result:
-    """What one run adds to the JSON object."""
     committed, skipped = _committed(outcome)
     return {
         "rounds_committed": committed,

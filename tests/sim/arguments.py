@@ -18,7 +18,6 @@ def at_least_one(text: str) -> int:
 
 
 def at_least(least: int, text: str) -> int:
-    """A whole number from `least` on."""
     if not text.lstrip("-").isdigit() or int(text) < least:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {least}")
     return int(text)

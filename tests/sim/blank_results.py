@@ -30,7 +30,6 @@ def blank_results(averager: IndependentAverager) -> IndependentAverager:
 async def _enter_blank(
     enter: Callable[[Head, Deadline], AbstractAsyncContextManager[IndependentSession]], head: Head, deadline: Deadline
 ) -> AsyncIterator[IndependentSession]:
-    """A session whose `into` holds nothing useful before `average` writes it."""
     async with enter(head, deadline) as session:
         average = session.average
 

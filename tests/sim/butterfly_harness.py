@@ -26,8 +26,6 @@ RUN = bytes(32)
 
 @dataclass(slots=True)
 class Averaged:
-    """The results of a round, in the order of the vectors."""
-
     means: list[AveragingResult]
     results: list[Vector]
     sent_bytes: list[int]
@@ -59,7 +57,6 @@ class ButterflyHarness:
     before: Callable[[SimNetwork], None] = lambda network: None
 
     def average(self) -> Averaged:
-        """Run one round to its end."""
         swarm = SimSwarm()
         return swarm.play(lambda: self._run(swarm))
 

@@ -26,22 +26,12 @@ LIMIT = 0.02
 
 
 class Unclosed(IndependentWorld):
-    """A run without closing exchanges."""
-
     CLOSES = False
 
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """How a run ended.
-
-    Attributes:
-        spread: the true spread.
-        reported: the largest spread in the peers' last reports.
-        exchanges: the highest number of closing exchanges of a peer.
-        seconds: virtual seconds that the last peer to end its last round spent on what followed.
-        violations: broken invariants, in words.
-    """
+    """How a run ended."""
 
     spread: float
     reported: float
@@ -51,11 +41,7 @@ class End:
 
 
 def end_of(scenario: Scenario, world_type: type[IndependentWorld] = IndependentWorld) -> End:
-    """Simulate a run without faults to its end.
-
-    Raises:
-        Exception: a bug in protocol or round code, as itself.
-    """
+    """Simulate a run without faults to its end."""
     world = world_type(scenario)
     world.play(world.run)
     last = [history[-1] for history in world.histories.values()]

@@ -43,7 +43,6 @@ class View:
         return self._live
 
     def hear(self, peer: PeerId, away: bool) -> None:
-        """A heartbeat says whether a peer is away."""
         if away != (peer in self._away):
             self._away ^= {peer}
             self._moved()
@@ -135,7 +134,6 @@ class Contacts:
         )
 
     def tell(self, peer: PeerId, away: bool) -> None:
-        """A peer says with its next heartbeats whether it is away."""
         self._away = self._away | {peer} if away else self._away - {peer}
         for other in self._network.nodes:
             if other != peer:
@@ -172,7 +170,6 @@ class Contacts:
                 self._network.travel(node.peer, peer, lambda peer=peer: self.views[peer].bury(node.member))  # type: ignore[misc]
 
     def cut(self, source: PeerId, target: PeerId) -> None:
-        """One direction is blocked: heartbeats are no longer answered."""
         self.outages.begin(source, target, _now())
         _cancel(self._meetings, _pair(source, target))
         for observer, subject in ((source, target), (target, source)):
@@ -185,7 +182,6 @@ class Contacts:
                 self._expiries[observer, subject] = timer
 
     def mended(self, source: PeerId, target: PeerId) -> None:
-        """One direction is open again."""
         network = self._network
         if not network.link(source, target).blocked and not network.link(target, source).blocked:
             self.outages.end(source, target, _now())

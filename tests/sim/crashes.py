@@ -51,7 +51,6 @@ CLOSING = ("gossip", "push_sum")
 
 
 def survey(verdicts: Iterable[Verdict]) -> dict[str, Any]:
-    """The counts of all verdicts, and the first violations."""
     outcomes: Counter[str] = Counter()
     ways: Counter[str] = Counter()
     result: dict[str, Any] = {"points": 0, "failed": 0, "violations": []}

@@ -15,8 +15,6 @@ from tests.sim.world import RUN
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """The outer state before a round, and the rounds decided before it."""
-
     links: tuple[DecidedRound, ...]
     anchor: Vector
     velocity: Vector

@@ -58,7 +58,6 @@ class StruckEnd(MessageFault, IndependentWorld):
         yield from self._conserved()
 
     def spread(self) -> float:
-        """The spread of the live peers."""
         dead = {peer for peer in self.peers if not self.network.nodes[peer].process.alive}
         kept, self.replicas = self.replicas, {peer: each for peer, each in self.replicas.items() if peer not in dead}
         try:

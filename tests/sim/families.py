@@ -102,13 +102,11 @@ def directory(rng: random.Random, peers: Sequence[PeerId], seconds: float) -> Fa
 
 
 def slower(rng: random.Random, peers: Sequence[PeerId], seconds: float) -> Faults:
-    """The bandwidth of a peer falls for a while."""
     at = rng.uniform(0.0, seconds)
     return Faults().slow(rng.choice(peers), rng.choice((3.0, 10.0, 100.0)), at, at + rng.uniform(1.0, seconds))
 
 
 def mixed(rng: random.Random, peers: Sequence[PeerId], seconds: float) -> Faults:
-    """Two to four families at once."""
     faults = Faults()
     for draw in rng.sample((crash, silence, partition, one_way, stall, reset, skew, directory, slower), 4):
         if len(faults.events) < 2 or rng.random() < 0.5:

@@ -140,7 +140,6 @@ class Faults:
     def silence(
         self, some: Iterable[PeerId], others: Iterable[PeerId], at: float | Message, heal: float | None = None
     ) -> Faults:
-        """Block the links between two sets of peers in both directions."""
         return self.also(Cut(tuple(sorted(some)), tuple(sorted(others)), True, at, _lasts(at, heal)))
 
     def silence_one_way(self, source: PeerId, target: PeerId, at: float | Message, heal: float | None = None) -> Faults:
@@ -188,7 +187,6 @@ class Faults:
         return sum(fault.seconds for fault in self.events if isinstance(fault, Skew) and fault.peer == peer)
 
     def lies(self) -> dict[PeerId, str]:
-        """Lying peer -> its lie."""
         return {fault.peer: fault.kind for fault in self.events if isinstance(fault, Lie)}
 
     def dated(self) -> list[Fault]:
@@ -196,7 +194,6 @@ class Faults:
         return [fault for fault in self.events if not isinstance(fault, Skew | Lie)]
 
     def peers(self) -> set[PeerId]:
-        """All peers that the faults name."""
         named: set[PeerId] = set()
         for fault in self.events:
             if isinstance(fault, Cut):

@@ -36,8 +36,6 @@ def head(number: int, run: bytes = RUN) -> Head:
 
 @dataclass
 class RoundResult:
-    """The result of one round of a peer."""
-
     mean: AveragingResult
     early: dict[PeerId, Contribution]
     half_exchanges: int
@@ -49,12 +47,7 @@ class RoundResult:
 
 @dataclass
 class GossipHarness(SimSwarm):
-    """Peers p0, p1, … on a network of their own. `run` checks that no task or stream is left over.
-
-    Attributes:
-        first: the state that each peer started from, as one float64 vector; `state` is its present one.
-        results: the rounds of each peer.
-    """
+    """Peers p0, p1, … on a network of their own. `run` checks that no task or stream is left over."""
 
     count: int
     elements: int = 24
@@ -127,11 +120,9 @@ class GossipHarness(SimSwarm):
         self.results[index].append(RoundResult(mean, early, session.half_exchanges, session.mass_drift, 0.0, now, now))
 
     def start(self, index: int, job: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """Run a job in a peer's process; the job ends when the peer is killed."""
         return self.spawn(self.names[index], job)
 
     async def settle(self, seconds: float = GRACE_SECONDS) -> None:
-        """Heal all links, and let open exchanges end."""
         for source, target in list(self.network.links):
             self.network.heal(source, target)
         await asyncio.sleep(seconds)
@@ -169,7 +160,6 @@ class GossipHarness(SimSwarm):
         return not torch.equal(flat(self.state[index]), self.first[index])
 
     def messages(self, index: int) -> list[str]:
-        """The names of all messages that this peer counted."""
         results = self.results[index]
         whole = [part for each in results for part in (*each.early.values(), *each.mean.contributions.values())]
         return [name for part in whole for name in part.messages]

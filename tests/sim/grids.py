@@ -20,7 +20,6 @@ Plan = Callable[[random.Random], list[Groups]]
 
 
 def lines(indices: Sequence[Cell], axis: int) -> Groups:
-    """The peers grouped by their line along `axis`."""
     groups: dict[Cell, list[int]] = {}
     for peer, index in enumerate(indices):
         groups.setdefault(line(index, axis), []).append(peer)
@@ -123,7 +122,6 @@ def failing(plan: Plan, probability: float, again: bool) -> Plan:
 
 
 def left(count: int, plan: Plan, trials: int, seed: int = 0) -> float:
-    """The mean share of the variance that remains after one round."""
     rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     total = 0.0
     for _ in range(trials):
@@ -137,7 +135,6 @@ def left(count: int, plan: Plan, trials: int, seed: int = 0) -> float:
 
 
 def table(trials: int) -> None:
-    """Print the remaining variance after a round on 8 x 8, by number and arrangement of peers."""
     shape = (8, 8)
     print("peers  holes  positions  diagonal  seats  lots")
     for count in (64, 61, 53, 45, 40, 37, 29, 20):
@@ -147,7 +144,6 @@ def table(trials: int) -> None:
 
 
 def losses(trials: int) -> None:
-    """Print the remaining variance if members die, and their groups give up or average again."""
     print("deaths  groups without a mean  left of the variance  left if such a group averages again")
     for probability in (0.001, 0.005, 0.01, 0.05):
         full, share = seated(64, (8, 8)), 1 - (1 - probability) ** 8

@@ -35,8 +35,6 @@ class SimCompute:
 
 
 class SimClock:
-    """Wall time: an epoch, plus virtual time, plus this peer's skew."""
-
     def __init__(self, skew_seconds: float = 0.0) -> None:
         self.skew_seconds = skew_seconds
 
@@ -122,8 +120,6 @@ class SimDirectory:
 
 
 class SimMembers:
-    """The members that this peer's present incarnation believes alive."""
-
     def __init__(self, network: SimNetwork, me: PeerId) -> None:
         self._view = network.contacts.views[me]
 
@@ -148,7 +144,6 @@ def sim_host(
     skew_seconds: float = 0.0,
     directory_faults: DirectoryFaults | None = None,
 ) -> Host:
-    """The `Host` of a peer's present incarnation in the simulated world."""
     clock = SimClock(skew_seconds)
     return Host(
         transport=transport,

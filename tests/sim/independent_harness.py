@@ -34,12 +34,7 @@ def nothing(index: int, number: int, state: list[Vector]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Came:
-    """The result of one peer's round.
-
-    Attributes:
-        state: a copy of the state after the round.
-        round: the round in which the session ended.
-    """
+    """The result of one peer's round."""
 
     mean: AveragingResult
     state: list[Vector]

@@ -98,10 +98,7 @@ class IndependentAccount:
 
 
 class IndependentWorld(World):
-    """One run in progress."""
-
     CLOSES = True
-    """Whether peers end a run with closing exchanges, if their protocol has them."""
     replicas: dict[PeerId, IndependentOuterLoop]  # type: ignore[assignment]
     account: IndependentAccount  # type: ignore[assignment]
 

@@ -15,16 +15,7 @@ from tests.sim.network import SimNetwork
 
 
 class Injector:
-    """Injects the faults of a scenario.
-
-    Args:
-        directory_faults: the faults of the world's directory.
-        revive: starts the next incarnation of a dead peer.
-        pause: asks a peer to rest, to be away or to work again.
-
-    Attributes:
-        struck: the faults that have happened, with their times.
-    """
+    """Injects the faults of a scenario."""
 
     def __init__(
         self,
@@ -43,7 +34,6 @@ class Injector:
         self._cuts: Counter[tuple[PeerId, PeerId]] = Counter()
 
     def start(self) -> None:
-        """Set every timer, and watch the messages if a fault waits for one."""
         self._context = contextvars.copy_context()  # of no process, so that no kill cancels what a fault starts
         for fault in self.faults.dated():
             assert isinstance(fault, Crash | Restart | Cut | Reset | Slow | Mislead | Pause)
@@ -55,7 +45,6 @@ class Injector:
             self._network.watch = self._watch
 
     def heal(self) -> None:
-        """End every fault for good: links, bandwidths, the directory; restart the dead."""
         network = self._network
         network.watch = None
         for timer in self._timers:

@@ -18,8 +18,6 @@ NOTHING = bytes(32)
 
 
 class InvariantBroken(AssertionError):
-    """A rule that a run broke, named by `rule`."""
-
     def __init__(self, rule: str, what: str) -> None:
         super().__init__(f"{rule}: {what}")
         self.rule = rule
@@ -67,8 +65,6 @@ class Side:
 
 @dataclass(slots=True)
 class Node:
-    """The present incarnation of a peer."""
-
     me: Member
     alive: bool = True
     sides: dict[tuple[bytes, bool], Side] = field(default_factory=dict)
@@ -92,7 +88,6 @@ class VoteChecker:
 
 
 def short(value: object) -> str:
-    """An instruction in short, for a trace."""
     if isinstance(value, votes.Send):
         return f"-> {' '.join(value.to)}: {short(value.message)}"
     if isinstance(value, votes.VoteMessage):

@@ -55,17 +55,12 @@ class Leaving(DurableWorld, LeavingScenario):
             await asyncio.sleep(pause_seconds)
 
     def forks(self, peer: PeerId) -> list[DecidedRound]:
-        """The FORK records on a peer's branch."""
         chain = self.chain(peer)
         return [link for link in chain.since(chain.locator()[-1]) if link.record.kind == Kind.FORK]
 
 
 class Play:
-    """One simulation of the scenario, with a fault at message `at`, or without a fault.
-
-    Attributes:
-        messages: the number of messages that peers sent or received.
-    """
+    """One simulation of the scenario, with a fault at message `at`, or without a fault."""
 
     def __init__(self, peers: int, kind: str = "crash", at: int | None = None) -> None:
         self.messages = 0
@@ -74,11 +69,6 @@ class Play:
         self._watching = self._starting = False
 
     def run(self) -> None:
-        """
-        Raises:
-            AssertionError: an invariant is broken, or the swarm does not become whole.
-            Exception: a bug in protocol or round code, as itself.
-        """
         self._stage.play(self._story)
 
     async def _story(self) -> None:
@@ -119,7 +109,6 @@ class Play:
 
 
 def judged(peers: int, kind: str, at: int) -> str:
-    """The error that a simulation with a fault ends with, in words; empty if it passes."""
     try:
         Play(peers, kind, at).run()
     except Exception as error:  # noqa: BLE001 - any error must be reported with its message

@@ -24,18 +24,13 @@ class LongRounds(ScenarioSetup):
 
 
 class LeavingPeers(ScenarioRunner):
-    """Peers that can leave; the process of one that does ends with its last round.
-
-    Attributes:
-        ended: member that left -> when its process ended.
-    """
+    """Peers that can leave; the process of one that does ends with its last round."""
 
     def __init__(self, cast: ScenarioSetup) -> None:
         super().__init__(cast)
         self.ended: dict[Member, float] = {}
 
     def leave(self, *peers: PeerId) -> None:
-        """Let these peers leave when their present round is over."""
         for peer in peers:
             with self.network.nodes[peer].process.entered():  # what it sends dies with it
                 self.replicas[peer].leave()
@@ -49,7 +44,6 @@ class LeavingPeers(ScenarioRunner):
         return main
 
     def _end_of(self, peer: PeerId, member: Member) -> None:
-        """End a peer's process with its last round, so that it sends nothing more."""
         node = self.network.nodes[peer]
         if node.process.alive and node.member == member:
             self.ended[member] = self.now
@@ -61,12 +55,6 @@ class LeavingPeers(ScenarioRunner):
 
 
 class LeavingScenario(LeavingPeers):
-    """A scripted scenario in which peers leave.
-
-    Attributes:
-        slow: peer -> seconds of its inner step, where that differs from `pace_seconds`.
-    """
-
     def __init__(self, cast: ScenarioSetup, slow: dict[PeerId, float] | None = None) -> None:
         super().__init__(cast)
         self.slow = slow or {}

@@ -128,7 +128,6 @@ def _task(loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, Any], 
 
 
 def run(main: Coroutine[Any, Any, T], limit_seconds: float = 1e7) -> T:
-    """Run `main` on a new loop until it ends, and cancel the tasks that it leaves."""
     loop = SimLoop(limit_seconds)
     try:
         return loop.run_until_complete(main)

@@ -29,8 +29,6 @@ KINDS = ("crash", "silence", "one-way", "stall")
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One message of a peer."""
-
     peer: PeerId
     number: int
     way: str
@@ -173,8 +171,6 @@ class MessageFault(World):
 
 @dataclass(slots=True)
 class Verdict:
-    """The result for one point, or for a pair."""
-
     points: tuple[Point, ...]
     outcome: str
     violations: list[Violation]
@@ -184,11 +180,7 @@ class Verdict:
 def enumerate_points(
     scenario: Scenario, world_type: type[World] = World, recording_type: type[Recording] = Recording
 ) -> list[Point]:
-    """Every message of every peer in the round, from a run without faults.
-
-    Raises:
-        RuntimeError: the run without faults fails.
-    """
+    """Every message of every peer in the round, from a run without faults."""
     recording = type("Recorded", (recording_type, world_type), {})(scenario)
     simloop.run(recording.run())
     if recording.network.bugs or any(len(history) < scenario.rounds for history in recording.histories.values()):
@@ -204,7 +196,6 @@ def strike(
     world_type: type[World] = World,
     struck_type: type[MessageFault] = MessageFault,
 ) -> Verdict:
-    """Simulate the round with a fault at each of the points, and judge it."""
     faults = sum((point.fault(kind, scenario.names()) for point in points), start=Faults())
     world = type("Played", (struck_type, world_type), {})(replace(scenario, faults=faults))
     found: list[Violation] = []
@@ -243,11 +234,7 @@ def combinations(points: Sequence[Point], pairs: bool, sample: int | None, seed:
 
 
 def named(points: Sequence[Point], names: str) -> list[tuple[Point, ...]]:
-    """The points of `p1:17` or `p1:17,p2:30`.
-
-    Raises:
-        ValueError: there is no such message in the round.
-    """
+    """The points of `p1:17` or `p1:17,p2:30`."""
     known = {str(point): point for point in points}
     missing = [name for name in names.split(",") if name not in known]
     if missing:

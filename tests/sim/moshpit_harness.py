@@ -20,8 +20,6 @@ RUN = bytes(range(32))
 
 @dataclass(slots=True)
 class RoundResult:
-    """The result of one round of one peer."""
-
     began: int
     round: int
     group: str

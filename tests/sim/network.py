@@ -25,8 +25,6 @@ Watch = Callable[[PeerId, int, str, PeerId], None]
 
 @dataclass
 class Link:
-    """One direction between two peers."""
-
     latency_seconds: float
     blocked: bool = False
     healed_at: float = 0.0
@@ -60,16 +58,13 @@ class Node:
         return Member(self.peer, self.incarnation)
 
     def carry(self, size: int) -> float:
-        """Seconds that `size` bytes take."""
         return size * self.slowness / self.bytes_per_second
 
 
 class SimNetwork:
     """All links and nodes. The only randomness is `jitter`, which adds up to the link's latency to each message.
 
-    Attributes:
-        nodes, transports: of each peer's present incarnation; `past` holds the nodes of former ones.
-        watch: called before every message takes effect; a fault that it injects already applies to that message.
+    `past` holds the nodes of former incarnations. A fault that `watch` injects already applies to its message.
     """
 
     def __init__(
@@ -156,7 +151,6 @@ class SimNetwork:
             end.sever()
 
     def totals(self, peer: PeerId) -> tuple[int, int]:
-        """Bytes sent and received by all incarnations of a peer."""
         nodes = [node for node in (*self.past, self.nodes[peer]) if node.peer == peer]
         return sum(node.sent_bytes for node in nodes), sum(node.received_bytes for node in nodes)
 
@@ -179,7 +173,6 @@ class SimNetwork:
         return end
 
     def _knock(self, node: Node, peer: PeerId, method: str, answer: asyncio.Future[SimPipe | None]) -> None:
-        """An opening arrives at a peer; its answer is sent back."""
         target = self.nodes.get(peer)
         if target and self._held_up(node.peer, target, lambda: self._knock(node, peer, method, answer)):
             return

@@ -33,8 +33,6 @@ class Head:
 
 @dataclass(frozen=True, slots=True)
 class Child:
-    """The decided child of a lineage."""
-
     parent: Head
     head: Head
     contributions: dict[PeerId, tuple[str, int, int]]
@@ -95,7 +93,6 @@ class OracleProtocol(World):
         return len([member for member in present if member in head.roster]) >= majority(len(head.roster))
 
     async def present(self, transport: SimTransport, live: tuple[Member, ...]) -> list[Member]:
-        """This member, and the live members that answer."""
         async with asyncio.TaskGroup() as group:
             asked = [(member, group.create_task(self.ask(transport, member.peer))) for member in live]
         return [member for member, task in asked if task.result()]

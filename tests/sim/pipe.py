@@ -81,7 +81,6 @@ class SimPipe:
             raise EOFError("closed by the peer")
 
     def close(self) -> None:
-        """Close the stream after the written data."""
         self._end(EOF)
 
     def reset(self) -> None:
@@ -102,7 +101,6 @@ class SimPipe:
         self.node.ends.pop(self.number, None)
 
     def launch(self, data: bytes) -> None:
-        """Put data on its way to the other end, whose `deliver` takes the oldest."""
         self._flight.append(data)
 
     def deliver(self) -> None:

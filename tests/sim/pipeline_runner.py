@@ -57,7 +57,6 @@ class PipelineRunner(LeavingPeers, DurableWorld, PipelineWorld):
         )  # fmt: skip
 
     def trained(self, peer: PeerId) -> int:
-        """Rounds that a peer has trained."""
         return self.chain(peer).trained
 
     def whole(self) -> bool:

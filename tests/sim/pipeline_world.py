@@ -63,15 +63,6 @@ class Announcements:
 
 
 class PipelineWorld(World):
-    """One run in progress.
-
-    Attributes:
-        events: what became of microbatches, and when, in virtual seconds.
-        admissions: which microbatches each peer's present step consists of.
-        work: what each peer computes with, in its present incarnation.
-        found: violations that are seen as they happen.
-    """
-
     microbatch_tokens = TOKENS
 
     def __init__(self, scenario: Scenario) -> None:
@@ -93,7 +84,6 @@ class PipelineWorld(World):
         return super()._start(peer)
 
     async def _beat(self) -> None:
-        """Heartbeats, which tell of rounds."""
         while True:
             await asyncio.sleep(HEARTBEAT_SECONDS)
             for me, rounds in self._completed.items():
@@ -117,14 +107,12 @@ class PipelineWorld(World):
         return self.peers.index(peer) % self.scenario.stages
 
     def stage_compute(self, index: int, me: Member) -> StageCompute:
-        """What peer `index` computes, in its present incarnation: a stage of the paced task."""
         assert self.scenario.elements
         return PacedStage(
             self.scenario.elements, self.scenario.seed * 1000 + index, TOKENS, f"{me.peer}/{me.incarnation}"
         )
 
     def pipeline(self) -> PipelineSettings:
-        """What all peers agree on."""
         return PipelineSettings(RUN, self.scenario.stages, self.scenario.batches, SIZES)
 
     def check_activation(self, activation: Buffer) -> None:
@@ -206,7 +194,6 @@ class PipelineWorld(World):
         return self.of_stage(self.stage(self.peers[index]))
 
     def of_stage(self, stage: int) -> tuple[PeerId, ...]:
-        """All peers of a stage."""
         return self.peers[stage :: self.scenario.stages]
 
     def can_train(self, peer: PeerId) -> bool:
@@ -251,7 +238,6 @@ class PipelineWorld(World):
         return min(self.account.whole(self.of_stage(stage), self.healed_at or 0.0) for stage in stages)
 
     def progress(self, honest: dict[PeerId, list[checkers.Report]]) -> list[checkers.Violation]:
-        """What the rounds of each stage came to."""
         if not self.scenario.breaks:
             return super().progress(honest)
         if not self.satisfied():
@@ -267,7 +253,6 @@ class PipelineWorld(World):
         return found + self.found + pipeline_checkers.check(self.events, self.pipeline(), self._finished())
 
     def _finished(self) -> list[Member]:
-        """Peers that came to the end of the run."""
         nodes = self.network.nodes
         return [me for me in self.admissions if nodes[me.peer].member == me and nodes[me.peer].process.alive]
 

@@ -16,13 +16,6 @@ class PlayedRuns:
     """
 
     def __init__(self, path: Path | None) -> None:
-        """
-        Args:
-            path: the file, which is created if needed; None keeps nothing.
-
-        Raises:
-            OSError: it cannot be read.
-        """
         self._path = path
         self._known: dict[str, Result] = {}
         for line in path.read_text().splitlines() if path and path.exists() else ():
@@ -33,11 +26,9 @@ class PlayedRuns:
                 continue
 
     def result(self, replay: str) -> Result | None:
-        """The result of a run that was played; None if it was not."""
         return self._known.get(replay)
 
     def add(self, replay: str, result: Result) -> None:
-        """Keep the result of a run."""
         if self._path:
             with self._path.open("a") as file:  # an empty line first: the last one may be cut off
                 file.write("\n" + json.dumps({"replay": replay, "result": result}) + "\n")

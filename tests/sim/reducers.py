@@ -90,7 +90,6 @@ def messages(size: int) -> tuple[list[tuple[PeerId, int]], float]:
 
 
 def losses(size: int, sample: int | None = None) -> Losses:
-    """One death at each message of a group's first averaging, or at a sample of them."""
     points, whole_seconds = messages(size)
     if sample and sample < len(points):
         points = random.Random(f"sample/{size}").sample(points, sample)

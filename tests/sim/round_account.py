@@ -13,8 +13,6 @@ from tests.support.checkers import DECIDED
 
 
 class Head(Protocol):
-    """The fields of a head that the accounts read."""
-
     @property
     def key(self) -> RoundKey: ...
 
@@ -24,13 +22,6 @@ class Head(Protocol):
 
 @dataclass
 class Attempt:
-    """All attempts to decide the child of one lineage.
-
-    Attributes:
-        entered: peer -> when it last began a round there.
-        missed: peer -> rounds that it left undecided, though in touch with a majority all the time.
-    """
-
     roster: tuple[Member, ...]
     began: float
     ended: float | None = None

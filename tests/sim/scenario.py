@@ -152,7 +152,6 @@ def _with_faults(scenario: Scenario) -> Scenario:
 
 
 def _end(faults: Faults) -> float:
-    """When the last fault with a time is over."""
     ends = [0.0]
     for fault in faults.events:
         if not isinstance(fault, Skew) and not isinstance(getattr(fault, "at", None), Message | None):

@@ -23,7 +23,6 @@ from tests.support.inline_trainer import InlineTrainer
 
 LATENCY_SECONDS = 0.02
 LOOK_SECONDS = 0.1
-"""How often `until` evaluates its condition."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,11 +79,7 @@ class ScenarioRunner(World):
         self._began: dict[PeerId, asyncio.Task[None]] = {}
 
     def play(self, story: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """Start the founders, run the script, kill all peers, and check the invariants.
-
-        Raises:
-            Exception: a bug in protocol or round code, as itself.
-        """
+        """Start the founders, run the script, kill all peers, and check the invariants."""
 
         result = super().play(story)
         if self.network.bugs:
@@ -103,7 +98,6 @@ class ScenarioRunner(World):
         await asyncio.sleep(0.0)
 
     def unclean(self) -> list[checkers.Violation]:
-        """A violation for each process that left tasks."""
         return [
             checkers.Violation("no-leak", node.peer, 0, f"{len(node.process.tasks)} tasks are left over")
             for node in (*self.network.past, *self.network.nodes.values())
@@ -111,7 +105,6 @@ class ScenarioRunner(World):
         ]
 
     def begin(self, peer: PeerId) -> None:
-        """Start the first incarnation of a peer."""
         rate = self.scenario.uplinks[self.peers.index(peer)] if self.scenario.uplinks else None
         self.network.join(peer, rate)
         self._start(peer)
@@ -122,7 +115,6 @@ class ScenarioRunner(World):
         self.network.nodes[peer].handlers.clear()
 
     def revive(self, peer: PeerId) -> None:
-        """Start the next incarnation of a killed peer."""
         self._revive(peer)
 
     def goes_on(self, peer: PeerId) -> bool:
@@ -135,7 +127,6 @@ class ScenarioRunner(World):
     # -- links --------------------------------------------------------------------------------------------------------
 
     def silence(self, peer: PeerId) -> None:
-        """Block all links of one peer in both directions."""
         self.cut([peer], self.peers)
 
     # -- observing ----------------------------------------------------------------------------------------------------
@@ -181,23 +172,16 @@ class ScenarioRunner(World):
         return self.one_branch() and all(set(self.head(peer).roster) == members for peer in self.alive())
 
     def outcomes(self, peer: PeerId, since: float = 0.0) -> list[str]:
-        """The outcomes of a peer's rounds that ended at `since` or later."""
         return [str(each["outcome"]) for each in self.reports(peer, since)]
 
     def reports(self, peer: PeerId, since: float = 0.0) -> list[checkers.Report]:
-        """A peer's reports since a time."""
         return [each for each in self.histories[peer] if each["time"] - EPOCH >= since]
 
     def caught_up(self, peer: PeerId, since: float = 0.0) -> list[checkers.Report]:
-        """A peer's reports of catching up."""
         return [each for each in self.reports(peer, since) if moved_over(each)]
 
     async def until(self, condition: Callable[[], bool], seconds: float, what: str = "") -> float:
-        """Wait until a condition holds; returns how long it took.
-
-        Raises:
-            AssertionError: it does not hold within `seconds`.
-        """
+        """Wait until a condition holds; returns how long it took."""
         began = self.now
         while not condition():
             assert self.now - began <= seconds, f"{what or 'it'} did not come about in {seconds:g} s: {self.scene()}"
@@ -214,7 +198,6 @@ class ScenarioRunner(World):
         )
 
     def scene(self) -> str:
-        """The heads of all live peers, in one line."""
         return "; ".join(
             f"{peer} at {self.head(peer).key.round} {self.head(peer).key.lineage.hex()[:6]}"
             f" of {'+'.join(f'{m.peer}.{m.incarnation}' for m in self.head(peer).roster)}"

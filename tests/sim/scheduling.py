@@ -35,11 +35,7 @@ FORK_ATTEMPTS = 8
 
 
 class Schedule:
-    """One run of one seed; `vote`, `tally` and `same_incarnation` are where a test plants its bugs.
-
-    Raises:
-        InvariantBroken: from `run`, when an invariant does not hold.
-    """
+    """One run of one seed; `vote`, `tally` and `same_incarnation` are where a test plants its bugs."""
 
     def __init__(
         self,
@@ -79,7 +75,6 @@ class Schedule:
         }
 
     def run(self) -> None:
-        """Inject faults, heal them, and check progress."""
         actions, weights = list(self.odds), list(self.odds.values())
         for action in self.rng.choices(actions, weights, k=self.rng.choice((100, 200, 400))):
             action()
@@ -134,7 +129,6 @@ class Schedule:
             self.world.note(node, "crashes")
 
     def lose_a_roster(self) -> None:
-        """All members of a small roster crash."""
         last = self.world.lines[list(self.world.lines)[-1]].roster
         nodes = [self.world.nodes[member.peer] for member in last]
         if 2 * len(nodes) < sum(node.alive for node in self.world.nodes.values()):
@@ -161,7 +155,6 @@ class Schedule:
         self.world.cuts[one, other] = None
 
     def partition(self) -> None:
-        """Only the links within one group stay open."""
         peers = list(self.world.nodes)
         inside = self.rng.sample(peers, self.rng.randint(1, len(peers)))
         self.world.cuts = {(a, b): None for a in peers for b in peers if a != b and not (a in inside and b in inside)}

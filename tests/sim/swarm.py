@@ -17,13 +17,7 @@ T = TypeVar("T")
 
 
 class SimSwarm:
-    """Peers on one network. A subclass says what a peer is, and starts its work by `spawn`.
-
-    Attributes:
-        entries: the directory that the peers share.
-        running: the tasks of peers that have not ended; those that have are not kept, nor what they hold.
-        grace_seconds: after the play, until what is under way has ended.
-    """
+    """Peers on one network. A subclass says what a peer is, and starts its work by `spawn`."""
 
     seed = 1
     grace_seconds = 0.0
@@ -42,7 +36,6 @@ class SimSwarm:
     # -- peers --------------------------------------------------------------------------------------------------------
 
     def join(self, peer: PeerId, bytes_per_second: float | None = None) -> Host:
-        """Add a peer that all others know at once; returns its host."""
         return sim_host(self.network, self.network.join(peer, bytes_per_second), self.seed, self.entries)
 
     def spawn(self, peer: PeerId, job: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
@@ -78,11 +71,7 @@ class SimSwarm:
         """Hook: what must hold after the play."""
 
     def play(self, main: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """Set up, run `main`, wait `grace_seconds`, and finish. Tasks that still run are cancelled.
-
-        Raises:
-            Exception: the first bug of a handler or of a task, as itself.
-        """
+        """Set up, run `main`, wait `grace_seconds`, and finish. Tasks that still run are cancelled."""
 
         async def whole() -> T:
             await self.set_up()

@@ -18,8 +18,6 @@ OPENING_SECONDS = 10.0
 
 
 class SimTransport:
-    """`protocols.base.Transport` for one simulated peer."""
-
     def __init__(self, network: SimNetwork, node: Node) -> None:
         self.network, self.node = network, node
         self.me = node.peer

@@ -27,19 +27,7 @@ MAX_PARKED = 40
 
 
 class World:
-    """The nodes, and the messages between them; a test plants bugs by other `vote` and `tally` classes.
-
-    Args:
-        members: the number of names in the first roster.
-        depth: the number of lineages of a chain that are voted on.
-
-    Attributes:
-        calm: the faults are over and time runs; before that, `Schedule` decides what happens next.
-        flying: messages that may be delivered: (sender, receiver, message).
-        cuts: (sender, receiver) pairs between which nothing arrives.
-        events: calls of `PaxosInstance` so far.
-        trace: a list of events in words, if not None.
-    """
+    """The nodes, and the messages between them; a test plants bugs by other `vote` and `tally` classes."""
 
     def __init__(
         self,

@@ -57,8 +57,6 @@ RunRounds = Callable[[Callable[[], float], Callable[[], bool]], AsyncIterator[Ro
 
 @dataclass(slots=True)
 class Outcome:
-    """The result of a run."""
-
     scenario: Scenario
     histories: dict[PeerId, list[checkers.Report]]
     violations: list[checkers.Violation]
@@ -71,7 +69,6 @@ class Outcome:
     rounds_did: int = 0
 
     def reports(self, outcome: str) -> list[checkers.Report]:
-        """The honest peers' reports with this outcome."""
         return [
             r for peer, history in self.histories.items() if peer not in self.liars
             for r in history if r["outcome"] == outcome
@@ -79,8 +76,6 @@ class Outcome:
 
 
 class World(SimSwarm):
-    """One run in progress."""
-
     FORKS = True
     """Whether peers fork when most of their roster is gone."""
 
@@ -108,12 +103,10 @@ class World(SimSwarm):
         self._tasks: dict[Member, list[int]] = {}  # of each incarnation, at the start of each of its rounds
 
     def learner(self, index: int) -> Learner:
-        """The model and data of peer `index`."""
         assert self.scenario.elements
         return Paced(self.scenario.elements, seed=self.scenario.seed * 1000 + index, tokens_per_step=256)
 
     def trainer(self, index: int) -> InlineTrainer:
-        """The trainer of peer `index`."""
         assert self.scenario.step_seconds
         return InlineTrainer(self.learner(index), self.scenario.inner_steps, self.scenario.step_seconds[index])
 
@@ -122,31 +115,24 @@ class World(SimSwarm):
         return self.trainer(index)
 
     def averaging_host(self, index: int, host: Host) -> Host:
-        """The host as the peer's averager and sync see it."""
         return host
 
     def part_cache(self, host: Host) -> PartCache:
-        """The parts of past rounds that a peer serves."""
         return PartCache(host)
 
     def scope(self, index: int) -> str:
-        """Which parameters peer `index` averages."""
         return "run"
 
     def founders_of(self, index: int) -> tuple[Member, ...]:
-        """The first roster of its scope."""
         return self.roster
 
     def sharing(self, index: int) -> tuple[PeerId, ...]:
-        """All peers of its scope."""
         return self.peers
 
     def groups(self) -> tuple[tuple[PeerId, ...], ...]:
-        """The peers of each scope."""
         return tuple(dict.fromkeys(self.sharing(index) for index in range(len(self.peers))))
 
     def can_train(self, peer: PeerId) -> bool:
-        """Whether a peer is in touch with all that it needs for training."""
         return True
 
     def outer(self) -> OuterSGD:
@@ -154,11 +140,7 @@ class World(SimSwarm):
         return OuterSGD(OUTER_RATE, OUTER_MOMENTUM, self.scenario.rounds, decay=0.5)
 
     async def run(self) -> float:
-        """Start all peers, and run until the last round, or until the faults are healed and the swarm is whole.
-
-        Returns:
-            The time at the end.
-        """
+        """Start all peers, and run until the last round, or until the faults are healed and the swarm is whole."""
         for peer, rate in zip(self.peers, self.scenario.uplinks or (), strict=True):
             self.network.join(peer, rate)
         mains = [self._start(peer) for peer in self.peers]
@@ -192,7 +174,6 @@ class World(SimSwarm):
         self._left = self._leaks()  # now, because the loop ends the tasks that still run
 
     def _start(self, peer: PeerId) -> asyncio.Task[None]:
-        """Start the main task of a peer's present incarnation."""
         main = self.spawn(peer, self._peer(self.peers.index(peer), self.network.transports[peer]))
         main.add_done_callback(self._ended)
         return main
@@ -212,11 +193,9 @@ class World(SimSwarm):
                     self.replicas[peer].pause(wanted)
 
     def restart_paused(self, outer_loop: OuterLoop) -> None:
-        """Ask a new incarnation for what its peer was asked for."""
         outer_loop.pause(self.paused.get(outer_loop.me.peer, Activity.WORK))
 
     def tell_activity(self, me: PeerId, activity: Activity) -> None:
-        """A peer's heartbeats say from now on whether it works, rests or is away."""
         self.activities[me] = activity
         self.network.contacts.tell(me, activity is Activity.AWAY)
 
@@ -227,7 +206,6 @@ class World(SimSwarm):
             self._done.set()
 
     async def _peer(self, index: int, transport: SimTransport) -> None:
-        """One incarnation of a peer: build its parts, and run its rounds."""
         me, whole_host = transport.me, self._host(transport)
         trainer = self.trainer_on(index, whole_host)
         host = self.averaging_host(index, whole_host)
@@ -250,7 +228,6 @@ class World(SimSwarm):
             background.cancel()
 
     def stack(self, index: int, host: Host, settings: Settings, deps: OuterLoopDeps) -> tuple[Any, Any, RunRounds]:
-        """The outer loop of a peer, its state sync, and its rounds."""
         part_cache = self.part_cache(host)
         chain = Chain(RUN, self.scope(index), self.founders_of(index), bytes(32))
         sync = ChainSync(
@@ -291,11 +268,9 @@ class World(SimSwarm):
     # -- rounds and their reports -------------------------------------------------------------------------------------
 
     def goes_on(self, peer: PeerId) -> bool:
-        """Whether a peer begins another round."""
         return self.scenario.breaks or len(self.histories[peer]) < self.scenario.rounds
 
     def entering(self, peer: PeerId, head: Head) -> None:
-        """A peer begins a round at this head."""
         self.account.entered(peer, head, self.now)
         if peer in self.network.nodes:
             node = self.network.nodes[peer]
@@ -315,7 +290,6 @@ class World(SimSwarm):
             self._done.set()
 
     def satisfied(self) -> bool:
-        """Whether the run may end: the swarm has recovered."""
         return self.healed_at is not None and self.account.whole(self.peers, self.healed_at) >= HEALED_ROUNDS
 
     def met_since(self, peer: PeerId, number: int) -> bool:
@@ -338,7 +312,6 @@ class World(SimSwarm):
         return LEVEL_TASKS
 
     def leaks(self) -> list[checkers.Violation]:
-        """Tasks and streams that outlived the run."""
         return self._left
 
     def _leaks(self) -> list[checkers.Violation]:
@@ -356,7 +329,6 @@ class World(SimSwarm):
         return found
 
     def progress(self, honest: dict[PeerId, list[checkers.Report]]) -> list[checkers.Violation]:
-        """Violations of progress, in a world with or without faults to heal."""
         return self._healed(honest) if self.scenario.breaks else self._undisturbed(honest)
 
     def _healed(self, honest: dict[PeerId, list[checkers.Report]]) -> list[checkers.Violation]:
@@ -382,11 +354,7 @@ class World(SimSwarm):
 
 
 def play(scenario: Scenario, world_type: Callable[[Scenario], World] = World) -> Outcome:
-    """Simulate a scenario to its end and judge it.
-
-    Raises:
-        Exception: a bug in protocol or round code, as itself.
-    """
+    """Simulate a scenario to its end and judge it."""
     world = world_type(scenario)
 
     seconds = world.play(world.run)

@@ -22,5 +22,4 @@ def at_message(peer: PeerId, number: int, fault: Callable[[SimNetwork], None]) -
 
 
 def killing(peer: PeerId, number: int) -> Callable[[SimNetwork], None]:
-    """Set up a network so that the peer dies at its message of this number."""
     return at_message(peer, number, lambda network: network.kill(peer))

@@ -104,8 +104,6 @@ def checkpoints(
 def keep(
     path: Path, *numbers: int, of: CheckpointManager | None = None, worker: Worker | None = None
 ) -> CheckpointManager:
-    """Keep the state before each of these rounds."""
-
     async def main() -> CheckpointManager:
         async with of or checkpoints(path, worker) as made:
             for number in numbers:
@@ -116,7 +114,6 @@ def keep(
 
 
 def rounds(path: Path) -> list[int]:
-    """The rounds of the whole checkpoints, the newest first."""
     return [each.round for each in whole(path, lambda line: None)]
 
 

@@ -21,7 +21,6 @@ _SO_ATTACH_FILTER = 26
 
 
 def handshake(cipher: str = AES) -> Handshake:
-    """A handshake of known values."""
     nonces = bytes(range(0x40, 0x60))
     return Handshake(cipher, bytes(range(32)), "12D3KooWClient", "12D3KooWServer", nonces[:16], nonces[16:])
 
@@ -86,5 +85,4 @@ def silent_strangers(where: tuple[str, int], host: str, count: int) -> Iterator[
 
 
 def descriptors() -> int:
-    """The number of open descriptors of this process."""
     return len(os.listdir("/proc/self/fd"))

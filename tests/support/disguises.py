@@ -30,7 +30,6 @@ class SpoofedStream:
 
 
 def sending(send: Send) -> Disguise:
-    """The disguise of a peer whose streams send by this function."""
     return lambda method, stream, pipe: SpoofedStream(stream, send)
 
 
@@ -44,13 +43,10 @@ def changing(change: Callable[[PeerId, Header], Header]) -> Disguise:
 
 
 def changing_kind(kind: type[Any], change: Callable[[Any], Header]) -> Disguise:
-    """The disguise of a peer that changes its headers of one kind."""
     return sending(instead(kind, change))
 
 
 def instead(kind: type[Header], change: Callable[[Any], Header]) -> Send:
-    """Another header in the place of each of this kind."""
-
     async def send(stream: FramedStream, header: Header, payload: Buffer) -> None:
         await stream.send(change(header) if isinstance(header, kind) else header, payload)
 
@@ -58,8 +54,6 @@ def instead(kind: type[Header], change: Callable[[Any], Header]) -> Send:
 
 
 def flipped(kind: type[Header]) -> Send:
-    """A flipped bit in each payload of this kind."""
-
     async def send(stream: FramedStream, header: Header, payload: Buffer) -> None:
         data = bytearray(payload)
         if isinstance(header, kind) and data:

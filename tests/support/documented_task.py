@@ -8,7 +8,6 @@ from tests.support.paths import REPOSITORY
 
 
 def documented_task(page: str = "docs/tasks.md") -> str:
-    """The source of the module that a page shows."""
     found = re.search("```python\n(.*?)```", (REPOSITORY / page).read_text(), re.DOTALL)
     assert found
     return found[1]

@@ -20,7 +20,6 @@ ROOT = b"0" * 32
 
 
 def vote(head: Head, ballot: int, record: bytes, voter: Member) -> Signed:
-    """An honest vote of this member."""
     tally = VoteTally(head.key, head.roster, SimSigner(voter.peer, SEED))
     message = tally.message(ballot, records.lineage(record), voter)
     return Signed(voter, SimSigner(voter.peer, SEED).sign(message))
@@ -52,7 +51,6 @@ def decided(
 
 
 def line(head: Head, rounds: int, **changes: object) -> list[DecidedRound]:
-    """This many rounds, one after the other."""
     links: list[DecidedRound] = []
     for _ in range(rounds):
         links.append(decided(links[-1].head if links else head, **changes))  # type: ignore[arg-type]

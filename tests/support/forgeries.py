@@ -30,7 +30,6 @@ def more(honest: int) -> int:
 
 @functools.cache
 def path_of(kind: Any, field: str) -> tuple[int, ...]:
-    """Where a field stands in the encoded header of this kind."""
     path, hint = [], kind
     for name in field.split("."):
         if is_dataclass(hint):
@@ -44,7 +43,6 @@ def path_of(kind: Any, field: str) -> tuple[int, ...]:
 
 
 def forged(header: Header, change: Change) -> bytes:
-    """The encoded header with this change."""
     if callable(change):
         false = change(header)
         return false if isinstance(false, bytes) else wire.encode(false)
@@ -56,8 +54,6 @@ def forged(header: Header, change: Change) -> bytes:
 
 
 def forging(kind: type[Any], change: Change) -> Disguise:
-    """The disguise of a peer that changes each of its messages of this kind."""
-
     def disguise(method: str, stream: FramedStream, pipe: SimPipe) -> SpoofedStream:
         async def send(stream: FramedStream, header: Header, payload: Buffer) -> None:
             if not isinstance(header, kind):

@@ -20,7 +20,6 @@ class History:
         self._read_bytes = 0
 
     def reports(self) -> list[Report]:
-        """All reports so far, oldest first, without an incomplete last line."""
         try:
             with self._path.open("rb") as file:
                 if file.seek(0, os.SEEK_END) < self._read_bytes:  # the file is of another run now
@@ -36,8 +35,6 @@ class History:
 
 
 class Reporter(Protocol):
-    """A peer with an id and a history."""
-
     @property
     def id(self) -> str: ...
 

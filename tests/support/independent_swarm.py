@@ -10,8 +10,6 @@ from tests.support.real_swarm import RealPeer, RealSwarm
 
 
 class IndependentSwarm(RealSwarm):
-    """`RealSwarm` of a protocol without a shared anchor."""
-
     decisions = ("committed",)
     invariants = staticmethod(checkers_loose.check)
 

@@ -15,10 +15,6 @@ class InlineTrainer:
 
     A step first sleeps for `step_seconds`, which lets time pass in the simulator, and then completes at once. Seconds
     are those of the running loop.
-
-    Attributes:
-        local_training: the learner's work since its anchor.
-        step_seconds: duration of a step; it may change at any time.
     """
 
     def __init__(self, learner: Learner, inner_steps: int, step_seconds: float = 0.0) -> None:
@@ -28,7 +24,6 @@ class InlineTrainer:
         self._gate = RestGate()
 
     def rest(self, resting: bool) -> None:
-        """Take no step until called again with False."""
         self._gate.rest(resting)
 
     async def release(self) -> None:
@@ -62,13 +57,10 @@ class InlineTrainer:
         return local_training.work()
 
     async def read(self, into: Vector, fragment: int = 0) -> None:
-        """Copy the local parameters out, between two steps."""
         self.local_training.read(into, fragment)
 
     async def write(self, source: Vector, fragment: int = 0, anchor: Vector | None = None, tokens: int = 0) -> None:
-        """Replace the local parameters, between two steps; see `LocalTraining.write`."""
         self.local_training.write(source, fragment, anchor, tokens)
 
     async def evaluate(self) -> float:
-        """Held-out loss of the outer parameters, between two steps."""
         return self.local_training.evaluate()

@@ -87,7 +87,6 @@ class MembershipSwarm(SimSwarm):
         )
 
     async def meet(self, names: Iterable[PeerId], seconds: float = 5.0) -> None:
-        """Start these peers, and wait until all of them see each other."""
         for name in names:
             self.start(name)
         await until(lambda: all(self.sees(name) == list(names) for name in names), seconds)
@@ -96,7 +95,6 @@ class MembershipSwarm(SimSwarm):
         return [member.peer for member in self.members[peer].live()]
 
     def contacts(self, peer: PeerId) -> dict[PeerId, PeerRecord]:
-        """What this peer knows of the others."""
         return {each.peer: each for each in self.members[peer].contacts()}
 
     def settled(self) -> bool:

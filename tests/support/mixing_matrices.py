@@ -15,11 +15,7 @@ from protocols.pairwise.matching import hops_ahead, matched_order
 
 
 def mixing_matrix(schedule: str, members: Sequence[PeerId], round_number: int, seed: str) -> torch.Tensor:
-    """The mixing matrix W of one round in lockstep, float64 (n, n), over the sorted members.
-
-    Raises:
-        ValueError: unknown schedule.
-    """
+    """The mixing matrix W of one round in lockstep, float64 (n, n), over the sorted members."""
     everybody = tuple(sorted(set(members)))
     if schedule == "random":
         order = matched_order(everybody, round_number, seed)

@@ -36,12 +36,10 @@ def mean_of(swarm: MoshpitHarness) -> torch.Tensor:
 
 
 def distance(state: Sequence[Vector], mean: torch.Tensor) -> float:
-    """From a state to a mean, as a share of the length of the mean."""
     return float((torch.cat(list(state)).double() - mean).norm() / mean.norm())
 
 
 def spread(swarm: MoshpitHarness) -> float:
-    """The largest distance of a state from the mean of all."""
     mean = mean_of(swarm)
     return max(distance(state, mean) for state in swarm.states)
 
@@ -78,11 +76,7 @@ def both_ways(call: Callable[[PeerId, PeerId], None], peer: PeerId, others: Iter
 
 @cache
 def part_from_another_member() -> tuple[int, PeerId, PeerId]:
-    """Find a message of p01 at which its death lets one of the other two get p01's part from the other.
-
-    Returns:
-        The number of the message, the peer that hands the part on, and the peer that gets it.
-    """
+    """A message of p01 at which its death lets one other peer hand p01's part to another: (number, giver, receiver)."""
     givers: list[PeerId] = []
     obtain = GroupAllReduce._fetch_part
 

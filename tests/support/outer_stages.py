@@ -37,7 +37,6 @@ JOB_SECONDS = 0.1
 
 
 def text() -> Text:
-    """Words in random order."""
     rng = random.Random(1)
     words = ["gossip", "butterfly", "peer", "round", "stage", "lease", "the", "of", "and", "counts"]
     training, held_out = (" ".join(rng.choices(words, k=k)).encode() for k in (400, 80))
@@ -45,8 +44,6 @@ def text() -> Text:
 
 
 class _Counted(InlineStage):
-    """Tells of each job that it begins."""
-
     on_job: Callable[[], None]
 
     async def run(self, job: StageJob) -> JobResult:
@@ -55,8 +52,6 @@ class _Counted(InlineStage):
 
 
 class _Replica:
-    """What one peer holds and computes."""
-
     def __init__(self, stage: int, stages: int) -> None:
         names = block_names(PRESET.shape)
         cuts = cut([BlockCost(name, 1.0, 2.0, 4) for name in names], stages)
@@ -77,14 +72,7 @@ class _Replica:
 
 
 class OuterSwarm(SimSwarm):
-    """Peers p0, p1, …, each in the stage that `layout` says. p0 evaluates.
-
-    Attributes:
-        trained: of each peer, the rounds whose result its anchor has.
-        jobs: how many jobs each peer has begun.
-        on_job: called with the peer when a job begins.
-        job_seconds: how long a job takes.
-    """
+    """Peers p0, p1, …, each in the stage that `layout` says. p0 evaluates."""
 
     seed, grace_seconds = SEED, 1.0
 
@@ -142,7 +130,6 @@ class OuterSwarm(SimSwarm):
         return self.network.nodes[peer].member
 
     async def evaluate(self, trained: int = 1, seconds: float = 600.0) -> float:
-        """As the client does."""
         return await self.client.evaluate(trained, self.deadline(seconds))
 
     def deadline(self, seconds: float) -> Deadline:
@@ -155,7 +142,6 @@ class OuterSwarm(SimSwarm):
         return assemble(PRESET.shape, [GptStage(PRESET.shape, 0, PRESET.shape.layers + 2, SEED)])
 
     def expected(self) -> float:
-        """The whole model's held-out loss."""
         task, whole = self.replicas["p0"].task, self.whole()
         losses = []
         while batch := task.held_out(len(losses)):

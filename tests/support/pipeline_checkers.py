@@ -30,13 +30,7 @@ class _Replica:
 
 
 class PipelineJudge:
-    """Reads events in the order in which they happened.
-
-    Attributes:
-        found: violations.
-        counted: of each stage, what it has counted.
-        started, ended: microbatches that drivers have drawn, and what became of them.
-    """
+    """Reads events in the order in which they happened."""
 
     def __init__(self, settings: PipelineSettings) -> None:
         self.found: list[Violation] = []
@@ -126,11 +120,7 @@ class PipelineJudge:
 def check(
     events: Sequence[tuple[float, PipelineEvent]], settings: PipelineSettings, finished: Collection[Member] = ()
 ) -> list[Violation]:
-    """Every violation of these events: (virtual seconds, event), in the order in which they happened.
-
-    Args:
-        finished: drivers that ended in good order: nothing of theirs may be in flight.
-    """
+    """Every violation of these events: (virtual seconds, event), in the order in which they happened."""
     judge = PipelineJudge(settings)
     for _, event in events:
         judge.read(event)

@@ -10,7 +10,6 @@ from tests.support import warm
 
 
 def run(program: str, *arguments: str, environment: Mapping[str, str], home: Path) -> tuple[str, str]:
-    """Run a program and return what it prints, and what it says on standard error."""
     home.mkdir(exist_ok=True)
     said, warnings = home / "said", home / "warnings"
     with said.open("w") as out, warnings.open("w") as err:

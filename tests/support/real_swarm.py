@@ -131,7 +131,6 @@ class RealPeer:
         return found
 
     def child(self, role: str) -> psutil.Process | None:
-        """Its worker or its p2pd, or None."""
         for child in psutil.Process(self.pid).children(recursive=True):
             with suppress(psutil.Error):
                 if child.status() != psutil.STATUS_ZOMBIE and _ROLES[role].search(" ".join(child.cmdline())):
@@ -146,7 +145,6 @@ class RealPeer:
         return time.time()
 
     def ends(self, seconds: float) -> int:
-        """Wait this many seconds for its end; returns the exit code."""
         assert self._process is not None
         return self._process.wait(seconds)
 
@@ -156,7 +154,6 @@ class RealPeer:
         self.ends(ORPHAN_SECONDS)
 
     def clear(self) -> None:
-        """Kill all that is left of it."""
         for process in self.left():
             with suppress(psutil.Error):  # it went with its parent
                 process.kill()
@@ -189,15 +186,12 @@ class RealPeer:
         return next((line for line in lines if line["peer"] == other.id), {})
 
     def reports(self) -> list[Report]:
-        """Its history so far."""
         return self._history.reports()
 
     def last(self) -> Report:
-        """Its last report; an empty one before the first."""
         return (self.reports() or [{"round": -1, "peers": (), "outcome": ""}])[-1]
 
     def said(self) -> str:
-        """All that it has written to stderr."""
         try:
             return self._log.read_text(errors="replace")
         except OSError:
@@ -212,22 +206,12 @@ class RealPeer:
 
 
 class RealSwarm:
-    """Peers in one run. A context manager: at its end no process is left, and the histories keep the invariants.
-
-    Attributes:
-        invariants: checks the histories.
-        decisions: the outcomes of a decided round.
-    """
+    """Peers in one run. A context manager: at its end no process is left, and the histories keep the invariants."""
 
     decisions: tuple[str, ...] = DECIDED
     invariants: Callable[[dict[str, list[Report]]], list[Violation]] = staticmethod(check)
 
     def __init__(self, home: Path, run: str = "", prepare: Callable[[RealPeer], None] = lambda peer: None) -> None:
-        """
-        Args:
-            run: the content of the run file; by default a paced run.
-            prepare: called with each new peer before its first start.
-        """
         self.home, self._prepare = home, prepare
         self.peers: dict[str, RealPeer] = {}
         (home / "run.toml").write_text(run or paced())
@@ -273,7 +257,6 @@ class RealSwarm:
         return joining
 
     def arguments(self, name: str) -> tuple[str, ...]:
-        """Further arguments with which this peer joins."""
         return ()
 
     def four(self, seconds: float) -> list[RealPeer]:
@@ -292,7 +275,6 @@ class RealSwarm:
         return {name: peer.reports() for name, peer in self.peers.items()}
 
     def check(self) -> None:
-        """Assert that all histories together keep the invariants."""
         violations = self.invariants(self.histories())
         assert not violations, "\n".join(str(each.as_dict()) for each in violations[:5])
 
@@ -317,11 +299,7 @@ def deciding(
     decisions: Collection[str] = DECIDED,
     moment: Callable[[Report], float] = itemgetter("time"),
 ) -> list[Report]:
-    """The first decision of each peer after that wall time; empty until all peers have one.
-
-    Args:
-        moment: the wall time of a report.
-    """
+    """The first decision of each peer after that wall time; empty until all peers have one."""
     wanted = list(peers)
     later = [[each for each in peer.reports() if moment(each) > since] for peer in wanted]
     found = [end for ends in later if (end := next((each for each in ends if each["outcome"] in decisions), None))]

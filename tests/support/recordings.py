@@ -132,7 +132,6 @@ def skip_mixing(reports: list[Report]) -> None:
 
 
 def found(play: Recording) -> list[tuple[str, str]]:
-    """(invariant, peer) of each violation that the judge finds."""
     verdict = judge(play)
     assert verdict.verdict == ("fail" if verdict.violations else "pass")
     json.dumps(verdict.as_dict(), allow_nan=False)

@@ -58,8 +58,6 @@ class Script:
 
 @dataclass
 class Seen:
-    """What the averager received in one round."""
-
     head: Head
     limit_seconds: float
     offers: list[LocalProgress] = field(default_factory=list)
@@ -73,8 +71,6 @@ class Seen:
 
 
 class ScriptedAverager:
-    """An `Averager` that follows a script for each round."""
-
     me = ME
 
     def __init__(self, *scripts: Script) -> None:
@@ -124,8 +120,6 @@ class ScriptedSession:
 
 
 class WatchedTrainer(InlineTrainer):
-    """Keeps the vectors that are written to it."""
-
     def __init__(self) -> None:
         super().__init__(LinearLearner(), inner_steps=2, step_seconds=STEP_SECONDS)
         self.written: list[Vector] = []
@@ -187,7 +181,6 @@ def play(main: Coroutine[Any, Any, T]) -> T:
 
 
 def play_rounds(*scripts: Script) -> tuple[Peer, list[RoundReport]]:
-    """A peer that has played these rounds, and its reports."""
     peer = Peer(*scripts)
     return peer, play(peer.rounds())
 

@@ -24,12 +24,7 @@ from tests.support.status_examples import STATUS
 
 @dataclass
 class ScriptedPage:
-    """A page and what it shows.
-
-    Attributes:
-        said: lines that the server told its user.
-        asked: requests of the page's user.
-    """
+    """A page and what it shows."""
 
     directory: Path
     incarnation: int = 1

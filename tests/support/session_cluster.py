@@ -46,11 +46,7 @@ SPREAD_LIMIT = 1.0
 
 
 class Trainer(InlineTrainer):
-    """A trainer whose evaluation and text generation may fail.
-
-    Attributes:
-        broken: the error that both raise; None: they work.
-    """
+    """A trainer whose evaluation and text generation may fail."""
 
     broken: Exception | None = None
     sample_prompt = b"def "

@@ -22,12 +22,7 @@ Test = Callable[..., Coroutine[Any, Any, None]]
 
 
 def simulated(make: Callable[..., Playable], *arguments: Any, **options: Any) -> Callable[[Test], Callable[..., None]]:
-    """A decorator: the test coroutine runs in a new world, which is its first argument.
-
-    Args:
-        make: makes the world from `arguments` and `options`. What else it needs are parameters of the test: a fixture
-            or a parametrised value of the same name.
-    """
+    """A decorator: the test coroutine runs in a new world, which is its first argument."""
     given = inspect.signature(make).bind_partial(*arguments, **options).arguments
     needed = [
         each

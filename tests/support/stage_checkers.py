@@ -51,11 +51,7 @@ def no_gap(drivers: Histories) -> Iterator[Violation]:
 
 
 def counted_below(histories: Histories, unreported: Mapping[int, int]) -> Iterator[Violation]:
-    """A violation for each stage that counted less than the stage before it.
-
-    Args:
-        unreported: stage -> microbatches that it may have counted, and that killed peers did not report.
-    """
+    """A violation for each stage that counted less than the stage before it."""
     counted = {
         stage: sum(each["microbatches"] for history in peers.values() for each in history)
         for stage, peers in by_stage(histories).items()

@@ -47,11 +47,7 @@ def keep(
     loss: float | None = 2.5,
     model: ModelPins | None = None,
 ) -> Checkpoint:
-    """Write a checkpoint of the module into a run's state directory, which is created if there is none.
-
-    Args:
-        model: pins of the model, in a run of the task hf.
-    """
+    """Write a checkpoint of the module into a run's state directory, which is created if there is none."""
     directory.mkdir(exist_ok=True)
     founder = load_or_create(directory / "identity.key")
     layout = flatten(module).layout
@@ -139,12 +135,7 @@ class StagedRun:
 
 
 def staged_run(founder: Path, bounds: Sequence[int] = (0, 1, 3, 4), seed: int = 3) -> StagedRun:
-    """Found a run of a small language model.
-
-    Args:
-        founder: directory for the founder's key.
-        bounds: of the stages' blocks. The last one is 4: embedding, two layers, head.
-    """
+    """Found a run of a small language model."""
     config = load_run(None, SMALL | {"stages": len(bounds) - 1, "name": "in stages"}, ["butterfly"])
     assert config.gpt
     modules = [GptStage(config.gpt.shape, low, high, seed) for low, high in pairwise(bounds)]
@@ -152,12 +143,7 @@ def staged_run(founder: Path, bounds: Sequence[int] = (0, 1, 3, 4), seed: int = 
 
 
 def found_in_stages(founder: Path, config: RunConfig, modules: Sequence[nn.Module], ends: Sequence[int]) -> StagedRun:
-    """Found a run whose stages are these modules.
-
-    Args:
-        founder: directory for the founder's key.
-        ends: `StageEntry.end` of each stage.
-    """
+    """Found a run whose stages are these modules."""
     founder.mkdir(exist_ok=True)
     identity = load_or_create(founder / "identity.key")
     layouts = [flatten(module).layout for module in modules]

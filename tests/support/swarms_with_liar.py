@@ -33,14 +33,7 @@ Before = Callable[[SimNetwork], None]
 
 @dataclass
 class PlayResult:
-    """What a play came to for the honest peers.
-
-    Attributes:
-        states: what each honest peer ended with.
-        outcomes: of the honest peers' rounds.
-        seconds: virtual time that the slowest honest round took.
-        blames: peer -> for what honest peers blame it.
-    """
+    """What a play came to for the honest peers."""
 
     states: list[torch.Tensor]
     outcomes: set[str]
@@ -50,13 +43,7 @@ class PlayResult:
 
 @dataclass(frozen=True)
 class SwarmWithLiar:
-    """A protocol in a small swarm.
-
-    Attributes:
-        play: one play, which raises the first bug of a handler.
-        liar: coordinates and calls the rounds, and is the first peer that others ask.
-        key: of the round that is played.
-    """
+    """A protocol in a small swarm."""
 
     play: Callable[[Before], PlayResult]
     liar: PeerId

@@ -126,10 +126,6 @@ class SyncCluster(SimSwarm):
         run: bytes = RUN,
         **options: Any,
     ) -> None:
-        """
-        Args:
-            store_rounds: rounds that the part store keeps besides those in memory.
-        """
         super().__init__(**options)
         self.run, self.scope = run, scope
         self.elements, self.every_rounds, self.keep_rounds = elements, every_rounds, keep_rounds
@@ -143,7 +139,6 @@ class SyncCluster(SimSwarm):
         self._anchor = torch.linspace(-1, 1, elements)
 
     async def set_up(self) -> None:
-        """Add the founders."""
         for member in self.founders:
             await self.add(member.peer, founder=True, incarnation=member.incarnation)
 
@@ -165,12 +160,7 @@ class SyncCluster(SimSwarm):
         root: bytes | None = None,
         parts: bool | None = None,
     ) -> DecidedRound:
-        """Decide a round and apply it at these peers, which have one head.
-
-        Args:
-            voters: the members whose votes are in the certificate; by default the peers that are in the roster.
-            parts: whether there is a mean; by default only a MEAN has one.
-        """
+        """Decide a round and apply it at these peers, which have one head."""
         members = self.of(names)
         head, old = members[0].chain.head, members[0].chain.head.roster
         voters = [peer.me for peer in members if peer.me in old] if voters is None else voters

@@ -123,6 +123,5 @@ def _untrained(kind: str) -> tuple[Tokenizer, Any]:
 
 
 def specials(ids: list[int], kind: str) -> Iterator[str]:
-    """The special tokens among these."""
     names = tokenizer(kind).convert_ids_to_tokens(ids)
     return (each for each in names if each in SPECIAL[1:])

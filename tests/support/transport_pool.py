@@ -25,7 +25,6 @@ def new_loop() -> asyncio.Runner:
 
 
 def running_daemons() -> list[int]:
-    """The ids of p2pd processes that are children of this process."""
     children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
     return [int(pid) for pid in children if Path(f"/proc/{pid}/comm").read_text().strip() == "p2pd"]
 
@@ -43,12 +42,7 @@ async def direct_plane(transport: LibP2PTransport, methods: Container[str]) -> A
 
 
 class Pool:
-    """Transports on an event loop of their own. Each test may leave no task behind; a transport that it harms goes.
-
-    Attributes:
-        harmed: transports that no later test can use, because their daemons were killed or stopped.
-        connected: all transports of one test are connected to each other.
-    """
+    """Transports on an event loop of their own. Each test may leave no task behind; a transport that it harms goes."""
 
     def __init__(self, connected: bool = False) -> None:
         self.harmed: set[LibP2PTransport] = set()
@@ -58,7 +52,6 @@ class Pool:
         self._directory = tempfile.TemporaryDirectory(prefix="st")
 
     def run(self, body: Body, count: int = 2) -> None:
-        """Run a test with this many transports."""
         while len(self._transports) < count:
             self._runner.run(self._open())
         self._runner.run(self._run(body, count))

@@ -49,7 +49,6 @@ class Table:
         return self.votes[self.name(index)]
 
     def do(self, index: int, event: str, *arguments: Any) -> list[votes.Instruction]:
-        """An event at a member; what it sends begins to fly."""
         out: list[votes.Instruction] = getattr(self.vote(index), event)(*arguments)
         for each in out:
             self.said.append((self.name(index), each))
@@ -85,7 +84,6 @@ class Table:
             del self.votes[self.name(index)]
 
     def heard(self, index: int, kind: type[Some]) -> list[Some]:
-        """Instructions of a kind that a member gave, so far."""
         return [each for peer, each in self.said if peer == self.name(index) and isinstance(each, kind)]
 
     def sent(self, kind: type[Some]) -> list[Some]:
@@ -94,7 +92,6 @@ class Table:
         ]
 
     def decided(self) -> list[tuple[int, bytes] | None]:
-        """Ballot and record that each living member decided."""
         certificates = [self.votes[member.peer].decided for member in self.members if member.peer in self.votes]
         return [each and (each.ballot, each.record) for each in certificates]
 

@@ -7,16 +7,11 @@ from collections.abc import Callable
 
 
 def now() -> float:
-    """The time of the running loop, virtual or real."""
     return asyncio.get_running_loop().time()
 
 
 async def until(condition: Callable[[], object], seconds: float = 60.0) -> float:
-    """Wait until a condition holds; returns the seconds that it took.
-
-    Raises:
-        TimeoutError: it does not hold within `seconds`.
-    """
+    """Wait until a condition holds; returns the seconds that it took."""
     began = now()
     async with asyncio.timeout(seconds):
         while not condition():  # noqa: ASYNC110 - there is no event to wait for

@@ -68,11 +68,7 @@ class WarmProcess:
 
 
 class WarmServer:
-    """The tests' side of the process that forks.
-
-    Attributes:
-        codes: exit codes of the processes that have ended, by process id.
-    """
+    """The tests' side of the process that forks."""
 
     def __init__(self, modules: Sequence[str]) -> None:
         """Start it. Its processes have loaded these modules, too; if there are any, it is itself forked."""
@@ -101,16 +97,11 @@ class WarmServer:
     def start(
         self, module: str, arguments: Sequence[str], environment: Mapping[str, str], streams: Mapping[int, int]
     ) -> WarmProcess:
-        """Fork a process.
-
-        Args:
-            streams: its standard streams, by number: descriptors of this process. Without 0, its input is empty.
-        """
+        """Fork a process."""
         request = {"module": module, "arguments": [*arguments], "numbers": [*streams]}
         return WarmProcess(self, self.fork(request, environment, [*streams.values()]))
 
     def fork(self, request: dict[str, Any], environment: Mapping[str, str], descriptors: Sequence[int]) -> int:
-        """Fork a process and return its id."""
         request = request | {"environment": {**environment}, "directory": os.getcwd()}
         socket.send_fds(self._link, [json.dumps(request).encode()], descriptors)
         until = time.monotonic() + _START_SECONDS
@@ -191,8 +182,6 @@ _servers: list[WarmServer] = []
 
 
 class WarmForkServer(ForkServer):
-    """One whose process is known."""
-
     def __init__(self, link: socket.socket, pid: int) -> None:
         super().__init__(link)
         self.pid = pid

@@ -61,7 +61,6 @@ def valid(hint: Any, fits: Callable[[Any], bool]) -> st.SearchStrategy[Any]:
 
 @functools.cache
 def headers(kind: type) -> st.SearchStrategy[Any]:
-    """Valid headers of a kind."""
     hints = typing.get_type_hints(kind)
     fields = {
         name: valid(hints[name], lambda value, spec=spec: accepted(spec, value)).filter(

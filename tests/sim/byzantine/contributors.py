@@ -21,8 +21,6 @@ VOTERS_LIES = ("two-parts", "forged-certificate", "usurped-plan")
 
 
 class ByzantineContributorStream:
-    """A stream that changes every message to which its lie applies."""
-
     def __init__(self, stream: FramedStream, pipe: SimPipe, lie: str, signer: Signer) -> None:
         self._stream, self._pipe, self._lie, self._signer = stream, pipe, lie, signer
 

@@ -44,7 +44,6 @@ def ipm(honest: torch.Tensor) -> Vector:
 
 
 def pseudo_gradient(shift: LocalTraining) -> Vector:
-    """The pseudo-gradient that a peer would contribute now."""
     with shift.outer():
         anchor = shift.learner.vectors[0].clone()
     return anchor - shift.learner.vectors[0]
@@ -62,13 +61,6 @@ class PoisonedTrainer(InlineTrainer):
         liars: int,
         honest: Callable[[], Sequence[LocalTraining]],
     ) -> None:
-        """
-        Args:
-            honest: returns the training of the honest peers, once they have begun.
-
-        Raises:
-            ValueError: there is no such attack.
-        """
         super().__init__(learner, inner_steps, step_seconds)
         if attack not in ATTACKS:
             raise ValueError(f"no attack {attack!r}: there are {', '.join(ATTACKS)}")

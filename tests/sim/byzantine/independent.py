@@ -66,13 +66,7 @@ def _in_round(header: Any, number: int) -> Header:
 
 
 class ByzantinePeer:
-    """One lying peer, on all of its streams.
-
-    Attributes:
-        refused: whether a receiver can detect the lie.
-        parts: whether receivers average the false states, so that the spread of honest peers is not judged.
-        lies: how many lies were sent.
-    """
+    """One lying peer. `refused`: a receiver can detect the lie; `parts`: receivers average it, so no spread counts."""
 
     def __init__(self, protocol: str, lie: str, codec_name: str, chunk_elements: int) -> None:
         self.lie, self.refused, self.parts, self.lies = lie, lie in REFUSED[protocol], lie == "reversed", 0
@@ -83,7 +77,6 @@ class ByzantinePeer:
         return ByzantineIndependentStream(stream, pipe, self)
 
     def altered(self, peer: PeerId, header: Header) -> Header:
-        """The message that is sent to a peer instead of this one."""
         if isinstance(header, ExchangeRequest | ExchangeReply | PushShare) and self.lie in (
             "replayed",
             "far-number",
@@ -124,8 +117,6 @@ class ByzantinePeer:
 
 
 class ByzantineIndependentStream(ByzantineContributorStream):
-    """A stream that changes every message to which its peer's lie applies."""
-
     def __init__(self, stream: FramedStream, pipe: SimPipe, liar: ByzantinePeer) -> None:
         super().__init__(stream, pipe, liar.lie, None)  # type: ignore[arg-type]
         self._liar = liar
