@@ -85,16 +85,13 @@ class TrainingPlan:
             yield "--precision bfloat16", replace(self, module=_in_bfloat16(self.module))
         if settings.train == "full":
             with suppress(ModelError):  # without peft, or of a model that takes no adapters
-                yield "hf.train = lora", self._with_adapters()
+                plan, shapes = self._with(train="lora"), copy.deepcopy(self.module)
+                adapted = with_adapters(shapes, plan.settings, adapted_layers(shapes, settings.lora_targets))
+                yield "hf.train = lora", replace(plan, module=adapted.train())
         if settings.rows > 1:
             yield f"hf.rows = {settings.rows // 2}", self._with(rows=settings.rows // 2)
         if settings.context >= 2 * _SHORT_CONTEXT:
             yield f"hf.context = {settings.context // 2}", self._with(context=settings.context // 2)
-
-    def _with_adapters(self) -> TrainingPlan:
-        plan, shapes = self._with(train="lora"), copy.deepcopy(self.module)
-        targets = adapted_layers(shapes, self.settings.lora_targets)
-        return replace(plan, module=with_adapters(shapes, plan.settings, targets).train())
 
     def _with(self, **changes: Any) -> TrainingPlan:
         return replace(self, settings=replace(self.settings, **changes))
@@ -104,22 +101,23 @@ def _in_bfloat16(module: Any) -> Any:
     """A copy that computes in bfloat16, as `--precision` has it: beside a frozen model, adapters stay in float32."""
     other = copy.deepcopy(module)
     parameters = list(other.parameters())
-    chosen = [each for each in parameters if not each.requires_grad] or parameters
-    for each in chosen:
+    for each in [each for each in parameters if not each.requires_grad] or parameters:
         each.data = each.data.to(torch.bfloat16)
     return other
 
 
 def advice(plan: TrainingPlan, available: int, is_ours: bool) -> str:
-    """What to change so that training fits, with what it needs then: one thing if that is enough, else several."""
-    size = plan.need().total
+    """What to change so that training fits, with what it needs then: one thing if that is enough, else several.
+
+    `is_ours`: whether the user sets the run's values, too.
+    """
+    size, done = plan.need().total, dict[str, str]()  # what is set -> its last value
     alone = [(words, each.need().total) for words, each in plan.changes()]
-    if fitting := [each for each in alone if each[1] <= available and _is_less(each[1], size)]:
+    if fitting := [each for each in alone if each[1] <= available and each[1] < _WORTHWHILE * size]:
         return "try " + " or ".join(f"{_listed([words], is_ours)} ({less / 1e9:.1f} GB)" for words, less in fitting)
-    done: dict[str, str] = {}  # by what it sets: its last value counts
     for _ in range(_MOST_CHANGES):
         lower = ((words, each, each.need().total) for words, each in plan.changes())
-        found = next((each for each in lower if _is_less(each[2], size)), None)
+        found = next((each for each in lower if each[2] < _WORTHWHILE * size), None)
         if found is None or size <= available:
             break
         words, plan, size = found
@@ -131,46 +129,14 @@ def advice(plan: TrainingPlan, available: int, is_ours: bool) -> str:
 
 
 def _listed(changes: Iterable[str], is_ours: bool) -> str:
-    machine: list[str] = []
-    run: list[str] = []
-    for each in changes:
-        (machine if each.startswith("--") else run).append(each)
-    if run and not is_ours:
-        run[0] = f"a run with {run[0]}"
-    return ", ".join(machine + run)
-
-
-def _is_less(size: int, total: int) -> bool:
-    return size < _WORTHWHILE * total
-
-
-@dataclass(slots=True)
-class BlockBytes:
-    """Bytes of tensors in small blocks, which are in the heap, and in large ones, which are not."""
-
-    small: int = 0
-    large: int = 0
-
-    def add(self, *sizes: int) -> None:
-        for size in sizes:
-            if size < HEAP_BLOCK_BYTES:
-                self.small += size
-            else:
-                self.large += size
-
-
-@dataclass(slots=True)
-class SavedBytes:
-    """What autograd keeps of one forward pass: of all layers, outside of them, and of the layers' inputs alone."""
-
-    layers: BlockBytes = field(default_factory=BlockBytes)
-    rest: BlockBytes = field(default_factory=BlockBytes)
-    inputs: BlockBytes = field(default_factory=BlockBytes)
-    count: int = 0
+    """The changes, first those of this machine's options."""
+    ordered = sorted(changes, key=lambda each: not each.startswith("--"))
+    run = next((each for each in ordered if not each.startswith("--")), "")
+    return ", ".join(f"a run with {each}" if each == run and not is_ours else each for each in ordered)
 
 
 def memory_need(module: Any, settings: HfSettings, checkpointing: bool, on_cpu: bool = True) -> MemoryNeed:
-    """Estimate what training this model needs."""
+    """Estimate what training this model, in train mode, needs. Its shapes are enough."""
     trained = frozen = copied = 0
     for parameter in module.parameters():
         if parameter.requires_grad:
@@ -180,21 +146,41 @@ def memory_need(module: Any, settings: HfSettings, checkpointing: bool, on_cpu: 
         else:
             frozen += parameter.numel() * parameter.element_size()
     logits = 4 * settings.rows * settings.context * int(module.config.vocab_size)
-    saved, evaluation = saved_bytes(module, settings), BlockBytes()
-    saved.rest.add(logits, logits)  # in the backward pass, the gradients that the loss and the softmax return
-    evaluation.add(copied, logits, logits)
-    kept = saved.layers
-    if checkpointing and saved.count:  # and one layer, which is computed again
-        small, large = (saved.layers.small // saved.count, saved.layers.large // saved.count)
-        kept = BlockBytes(saved.inputs.small + small, saved.inputs.large + large)
-    heap = (_HEAP_FACTOR if on_cpu else 1) * (kept.small + saved.rest.small)
-    return MemoryNeed(frozen, trained, heap + max(kept.large + saved.rest.large, evaluation.large))
+    saved = saved_bytes(module, settings)
+    small, large = _in_blocks(saved.layers)
+    if checkpointing and saved.inputs:  # they are kept, and one layer, which is computed again
+        inputs_small, inputs_large = _in_blocks(saved.inputs)
+        small, large = inputs_small + small // len(saved.inputs), inputs_large + large // len(saved.inputs)
+    # In the backward pass, the gradients that the loss and the softmax return.
+    rest_small, rest_large = _in_blocks([*saved.rest, logits, logits])
+    heap = (_HEAP_FACTOR if on_cpu else 1) * (small + rest_small)
+    _, evaluation = _in_blocks([copied, logits, logits])
+    return MemoryNeed(frozen, trained, heap + max(large + rest_large, evaluation))
+
+
+def _in_blocks(sizes: Iterable[int]) -> tuple[int, int]:
+    """Bytes in small blocks, which are in the heap, and in large ones, which are not."""
+    sizes = list(sizes)
+    small = sum(each for each in sizes if each < HEAP_BLOCK_BYTES)
+    return small, sum(sizes) - small
+
+
+@dataclass(frozen=True, slots=True)
+class SavedBytes:
+    """Sizes of the tensors that autograd keeps of one forward pass."""
+
+    layers: list[int] = field(default_factory=list)
+    rest: list[int] = field(default_factory=list)  # embeddings, the last norm, logits
+    inputs: list[int] = field(default_factory=list)  # one of each layer, which is what checkpointing keeps
 
 
 def saved_bytes(module: Any, settings: HfSettings) -> SavedBytes:
     """Count what autograd keeps of the forward pass of a batch, besides the parameters: a pass with fake tensors."""
     with FakeTensorMode(), _experts_of_any_dtype():
-        fakes = {name: _fake(each) for name, each in (*module.named_parameters(), *module.named_buffers())}
+        fakes = {
+            name: torch.empty(each.shape, dtype=each.dtype, device="cpu", requires_grad=each.requires_grad)
+            for name, each in (*module.named_parameters(), *module.named_buffers())
+        }
         return _saved_bytes(module, fakes, settings)
 
 
@@ -215,10 +201,6 @@ def _experts_of_any_dtype() -> Iterator[None]:
         moe._can_use_grouped_mm = usual
 
 
-def _fake(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", requires_grad=tensor.requires_grad)
-
-
 def _saved_bytes(module: Any, fakes: dict[str, torch.Tensor], settings: HfSettings) -> SavedBytes:
     from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -231,13 +213,12 @@ def _saved_bytes(module: Any, fakes: dict[str, torch.Tensor], settings: HfSettin
         if storage._cdata not in seen:
             seen.add(storage._cdata)
             alive.append(tensor)
-            (found.layers if inside[0] else found.rest).add(storage.nbytes())
+            (found.layers if inside[0] else found.rest).append(storage.nbytes())
         return tensor
 
     def enter(_: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
         inside[0], hidden = True, (*arguments, *named.values())[0]
-        found.count += 1
-        found.inputs.add(hidden.untyped_storage().nbytes())
+        found.inputs.append(hidden.untyped_storage().nbytes())
 
     def leave(*_: Any) -> None:
         inside[0] = False
