@@ -138,7 +138,9 @@ class GroupMatchmaker:
                 context.tracker.missed(latest.sender.peer for latest in missing)
             called_by = self._caller([*waiting] if callable_at <= now else [*line])
             if called_by is None:
-                await self._called_after_all()
+                # the last caller may have called at the very moment when it was given up
+                until = min(self._deadline, now + context.answer_seconds)
+                await self._notifier.reached(lambda: self.resolved is not None, until)
                 break
             until = late
             if callable_at <= now:
@@ -149,7 +151,8 @@ class GroupMatchmaker:
                 if now >= until:
                     self._given_up.append(called_by)
                     continue
-            await self._wait_for_change(until)
+            changes = self._changes
+            await self._notifier.reached(lambda: self._changes != changes, min(until, self._deadline))  # noqa: B023
         return self.resolved
 
     def _caller(self, others: Sequence[PeerId]) -> PeerId | None:
@@ -165,15 +168,6 @@ class GroupMatchmaker:
             self._followed.append(order[0])
             self._announce(order[0], self._offer)
         return order[0]
-
-    async def _called_after_all(self) -> None:
-        """Wait once more for a call: the last caller may have called at the very moment when it was given up."""
-        until = min(self._deadline, loop_time() + self._context.answer_seconds)
-        await self._notifier.reached(lambda: self.resolved is not None, until)
-
-    async def _wait_for_change(self, until: Deadline) -> None:
-        changes = self._changes
-        await self._notifier.reached(lambda: self._changes != changes, min(until, self._deadline))
 
     def _signed(self) -> wire.Offer:
         context, contribution = self._context, self._contribution

@@ -108,9 +108,6 @@ class HeadVerifier:
             return None
         return self._rules.beating(self._chain, proof.links.start.key.lineage, proof.links, stranded)
 
-    def _may_grow(self, links: RoundLog) -> bool:
-        return self._rules.depends_on_growth(self._chain, links.start.key.lineage, links)
-
     async def _verify_some(self, stream: Stream, proof: _Proof, stranded: bool) -> bool:
         """Verify certificates on one stream. Returns whether there are more."""
         if proof.shown.round > len(self._chain) + MAX_AHEAD:
@@ -119,7 +116,11 @@ class HeadVerifier:
             )
         for _ in range(MAX_PIECES):
             more = await self._piece(stream, proof)
-            if proof.links and not self._beating(proof, stranded) and not self._may_grow(proof.links):
+            if (
+                proof.links
+                and not self._beating(proof, stranded)
+                and not self._rules.depends_on_growth(self._chain, proof.links.start.key.lineage, proof.links)
+            ):
                 return False  # the branch does not beat ours, and no later round can change that
             if not more and (proof.end is None or proof.end.key.round < proof.shown.round):
                 raise BadPayload(f"does not prove the head at round {proof.shown.round} that it shows")

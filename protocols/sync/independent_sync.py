@@ -63,12 +63,10 @@ class IndependentStateSync(SyncServiceBase[StateAdvert]):
 
     def _announcement(self) -> StateAdvert:
         kept = [(each.round, each.lineage) for each in self._context.snapshots.served()]
-        self._signed = {each: self._signed.get(each) or self._sign(*each) for each in kept}
+        sign = self._context.host.signer.sign
+        self._signed = {each: self._signed.get(each) or sign(sign_state_ref(self._key(), *each)) for each in kept}
         states = tuple(SignedStateRef(root, number, signature) for (number, root), signature in self._signed.items())
         return StateAdvert(self._key(), self._context.me, states, self._has_state())
-
-    def _sign(self, round_number: int, root: bytes) -> bytes:
-        return self._context.host.signer.sign(sign_state_ref(self._key(), round_number, root))
 
     async def _answer(self, stream: Stream, request: Header) -> None:
         self._admit(stream.peer, wire.expect(request, StateAdvert))
