@@ -82,12 +82,11 @@ def export(
         raise CommandError("--bootstrap and --state-dir name different models: give one of them")
     trained = _fetched(bootstrap, model) if bootstrap else _trained(state_dir)
     from node.export import hugging_face as exporting
-    from node.export.checking import ExportError
-    from node.export.trained_model import TrainedError
+    from node.tasks.hf.settings import ModelError
 
     try:
         unchecked = exporting.export(trained, out, model, merge, check, str(template or ""))
-    except (ExportError, TrainedError) as error:
+    except ModelError as error:
         raise CommandError(str(error)) from None
     told = f"wrote {out}: run {trained.manifest.run_id[:12]} after {trained.rounds[0]} rounds"
     print(told + (f"; it was not loaded again to compare ({unchecked})" if unchecked else ""), file=sys.stderr)
@@ -113,13 +112,13 @@ def generate(
         raise CommandError("--temperature must be a number from 0 to 100")
     trained = _trained(state_dir)
     from node.export.fine_tuned import write
-    from node.export.trained_model import TrainedError
+    from node.tasks.hf.settings import ModelError
 
     try:
         text, other = prompt.encode(errors="surrogateescape"), str(template or "")
         for piece in write(trained, text, tokens, temperature, seed, model, other):
             print(piece, end="", flush=True)
-    except TrainedError as error:
+    except ModelError as error:
         raise CommandError(str(error)) from None
     print()
     return 0
@@ -144,14 +143,13 @@ def evaluate(
     """Measure the loss of a fine-tuned model (task hf), and that of its base, on texts that it was not trained on."""
     trained = _trained(state_dir)
     from node.export.fine_tuned import load_fine_tuned
-    from node.export.trained_model import TrainedError
     from node.reporting.status import to_json
     from node.tasks.hf.settings import ModelError
 
     try:
         tuned = load_fine_tuned(trained, model, str(template or ""))
         rows = tuned.rows(data, (state_dir or _state_dirs())[0] / "held-out.bin")
-    except (TrainedError, ModelError) as error:
+    except ModelError as error:
         raise CommandError(str(error)) from None
     loss, base = tuned.losses(rows)
     if json:
@@ -212,11 +210,12 @@ def _fetched(addresses: Sequence[str], base: str | None) -> TrainedModel:
 
 def _trained(state_dirs: Sequence[Path] | None) -> TrainedModel:
     """Load the model of these state directories. A warning about it goes to stderr."""
-    from node.export.trained_model import TrainedError, load_trained
+    from node.export.trained_model import load_trained
+    from node.tasks.hf.settings import ModelError
 
     try:
         model = load_trained(state_dirs or _state_dirs())
-    except (TrainedError, OSError) as error:
+    except (ModelError, OSError) as error:
         raise PeerUnreachable(str(error)) from None
     if line := model.warning():
         print(line, file=sys.stderr)

@@ -240,16 +240,16 @@ def fetch(addresses: Sequence[str], directory: Path, base: str | None = None) ->
         raise CommandError(f"{len(addresses)} addresses are too many: give at most {MAX_ADDRESSES} by --bootstrap")
     for address in addresses:
         require_address(address)
-    from node.export.trained_model import TrainedError
     from node.network.daemon import DaemonError
     from node.runtime.identity import IdentityError
     from node.session.fatal import FatalPeerError
     from node.session.remote_queries import fetch_model
+    from node.tasks.hf.settings import ModelError
 
     try:
         say = lambda line: print(f"warning: {line}", file=sys.stderr)  # noqa: E731
         return asyncio.run(fetch_model(addresses, directory, say, base))
-    except (FatalPeerError, TrainedError, DaemonError, IdentityError, OSError) as error:
+    except (FatalPeerError, ModelError, DaemonError, IdentityError, OSError) as error:
         raise PeerUnreachable(str(error)) from None
 
 

@@ -21,6 +21,7 @@ from safetensors.torch import save_file
 
 from node.export import load_again
 from node.runtime.child_process import ChildProcess
+from node.tasks.hf.settings import ModelError
 
 TEXT = "The quick brown fox, naïvely: 1234567890\n\tdef f(x):\n        return x ** 2  # ≠ 你好"
 PROBE_TOKENS = 16
@@ -32,10 +33,6 @@ _ENVIRONMENT = {
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     "TOKENIZERS_PARALLELISM": "false",
 }
-
-
-class ExportError(ValueError):
-    """The model cannot be written. The message says in one line what happened, why, and what to do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +71,7 @@ def difference(found: torch.Tensor, wanted: torch.Tensor) -> float:
 
 def require_numbers(logits: torch.Tensor, what: str) -> None:
     if not logits.isfinite().all():
-        raise ExportError(f"{what} computes NaN or infinity, so that it is of no use")
+        raise ModelError(f"{what} computes NaN or infinity, so that it is of no use")
 
 
 def why_unchecked(expected: Expected) -> str:
@@ -87,7 +84,7 @@ def why_unchecked(expected: Expected) -> str:
 def require_loading(folder: Path, expected: Expected) -> None:
     """Check that an export loads as it should."""
     if found := problems([(folder, expected)])[0]:
-        raise ExportError(
+        raise ModelError(
             f"the export was loaded again, and {found}: it was removed; try other versions of transformers and peft"
         )
 
@@ -139,7 +136,7 @@ async def _answers(jobs: Sequence[Path], seconds: float) -> list[str]:
         async with asyncio.timeout(seconds):
             ended = await child.ended()
     except TimeoutError:
-        raise ExportError(
+        raise ModelError(
             f"loading the export again has not ended after {seconds:.0f} s, so it was removed: try again on an idle "
             "machine, or write it without the check by --no-check"
         ) from None
@@ -147,10 +144,10 @@ async def _answers(jobs: Sequence[Path], seconds: float) -> list[str]:
         killed = child.is_killed
         await child.kill()
     if killed:
-        raise ExportError(
+        raise ModelError(
             "the process that loads the export again was killed, probably because memory ran out, so the export was "
             "removed: free memory, or write it without the check by --no-check"
         )
     if len(lines) != len(jobs):
-        raise ExportError(f"loading the export again failed ({ended}), so it was removed")
+        raise ModelError(f"loading the export again failed ({ended}), so it was removed")
     return lines

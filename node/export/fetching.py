@@ -23,7 +23,6 @@ from node.config.derived import protocol_settings
 from node.config.manifest import Manifest, ManifestError, unseal
 from node.config.peer_config import PeerConfig
 from node.export.fine_tuned import fine_tuned_layout
-from node.export.trained_model import TrainedError
 from node.joining.bootstrap import ask_status
 from node.joining.stages import Seats, ask_seats, seat_to_bytes
 from node.membership.hello import StageSeat
@@ -36,6 +35,7 @@ from node.storage.statedir import STAGE, write_atomically
 from node.tasks.flat import layout_of, unfrozen
 from node.tasks.gpt import Gpt
 from node.tasks.gpt_stage import GptStage
+from node.tasks.hf.settings import ModelError
 from node.tasks.paced import Paced
 from protocols.aio import loop_time, task_group
 from protocols.base import (
@@ -94,14 +94,14 @@ def fetchable(sealed: bytes, base: str | None = None) -> FetchableRun:
         manifest = unseal(sealed, verify)
         run, config = f"run {manifest.run_id[:12]}", manifest.config
         if config.protocol != "butterfly":
-            raise TrainedError(f"{run} averages by {config.protocol}, so each peer has a model of its own: {instead}")
+            raise ModelError(f"{run} averages by {config.protocol}, so each peer has a model of its own: {instead}")
         if config.own_task:
-            raise TrainedError(f"{run} trains {config.task}, and only its peers know its tensors: {instead}")
+            raise ModelError(f"{run} trains {config.task}, and only its peers know its tensors: {instead}")
         layouts = tuple(_layout(manifest, stage, base) for stage in range(len(manifest.stages or (None,))))
         for stage, layout in enumerate(layouts):
             manifest.require_layout(layout, stage)
     except ManifestError as error:
-        raise TrainedError(str(error)) from None
+        raise ModelError(str(error)) from None
     return FetchableRun(sealed, manifest, layouts)
 
 
@@ -122,7 +122,7 @@ async def fetch_state(host: Host, run: FetchableRun, peers: Sequence[PeerId], di
     """Fetch the newest state that these peers serve. With stages, the newest that all stages serve, if there is one.
 
     Returns the state directories, each with one checkpoint: `directory` itself, or one below it for each stage. A
-    `TrainedError` if no peer proves a chain and sends a state on it, or a stage has no peer.
+    `ModelError` if no peer proves a chain and sends a state on it, or a stage has no peer.
     """
     manifest = run.manifest
     host = replace(host, transport=_Asking(host.transport))
@@ -157,7 +157,7 @@ async def _of_one_round(downloads: Sequence[_Download]) -> list[Snapshot] | None
     served = [each.served() for each in downloads]
     shared = set(served[0]).intersection(*served[1:])
     for trained in sorted(shared, reverse=True)[:MOST_ROUNDS_TRIED]:
-        with suppress(TrainedError):
+        with suppress(ModelError):
             return await _all(each.fetch(heads[trained]) for each, heads in zip(downloads, served, strict=True))
     return None
 
@@ -230,7 +230,7 @@ class _Download:
         try:
             return await (fetcher.download_at(head, deadline) if head else fetcher.download(self._chain, deadline))
         except StateUnavailable as error:
-            raise TrainedError(
+            raise ModelError(
                 f"{self._name}: {error}: try again in a minute, or give the address of another of its peers"
             ) from None
 
@@ -285,9 +285,9 @@ class _StageSearch:
                     await asyncio.sleep(RETRY_SECONDS if attempt else 0)
                     await self._ask_all(peer for known in lacking for peer in known)
         if not any(self.found):
-            raise TrainedError(f"run {self._run}: {self._causes(peers)}: give the address of another of its peers")
+            raise ModelError(f"run {self._run}: {self._causes(peers)}: give the address of another of its peers")
         if missing := [stage for stage, each in enumerate(self.found) if not each]:
-            raise TrainedError(self._missing(missing))
+            raise ModelError(self._missing(missing))
 
     async def _ask_all(self, peers: Iterable[PeerId]) -> None:
         async with task_group() as group:

@@ -12,7 +12,7 @@ import math
 import re
 import shutil
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -22,8 +22,8 @@ import torch
 from safetensors import safe_open
 
 from node.config.manifest import Manifest
-from node.export.checking import TEXT, Expected, ExportError, difference, probe, require_numbers
-from node.export.trained_model import TrainedError, TrainedModel
+from node.export.checking import TEXT, Expected, difference, probe, require_numbers
+from node.export.trained_model import TrainedModel
 from node.tasks.gpt import Gpt
 from node.tasks.hf.chat import Encoder
 from node.tasks.hf.corpus import Document, data_files, joined, read_documents
@@ -83,7 +83,7 @@ class FineTuned:
             with foreign("the adapters cannot be merged"):
                 module = module.merge_and_unload()
             if gap := difference(probe(module)[1], logits):
-                raise ExportError(
+                raise ModelError(
                     "with the adapters merged into it, the model computes something else (its logits differ by "
                     f"{gap:.2g}): export the adapters without --merge"
                 )
@@ -118,11 +118,15 @@ class FineTuned:
 
     def rows(self, data: Path | None, sample: Path) -> Rows:
         """Rows to evaluate on: of a file, else of the run's sample."""
-        encoder = Encoder(self.loaded.tokenizer, self.settings.format == "chat")
-        if data is None and not sample.exists():
+        is_chat = self.settings.format == "chat"
+        documents: Iterable[Document]
+        if data is not None:
+            documents = islice(joined(read_documents(data_files(data, splits=False), is_chat)), MAX_EVALUATED_DOCUMENTS)
+        elif sample.exists():
+            documents = parse_sample(read_sample(sample), self.settings)
+        else:
             raise ModelError("this run has no held-out sample: give texts to evaluate on by --data")
-        documents = parse_sample(read_sample(sample), self.settings) if data is None else _first(data, self.settings)
-        rows = rows_of(documents, encoder, self.settings)
+        rows = rows_of(documents, Encoder(self.loaded.tokenizer, is_chat), self.settings)
         if not len(rows):
             raise ModelError(f"{data or sample} contains nothing to evaluate on")
         return rows
@@ -131,13 +135,10 @@ class FineTuned:
 def load_fine_tuned(trained: TrainedModel, model: str | None, template: str = "") -> FineTuned:
     """Put a run's tensors into this machine's copy of the model."""
     settings, pins, model = _of_run(trained.manifest, model)
-    try:
-        loaded = load_model(model, settings, pins, "cpu", torch.float32, template=template)
-    except ModelError as error:
-        raise TrainedError(str(error)) from None
+    loaded = load_model(model, settings, pins, "cpu", torch.float32, template=template)
     found = {name: each for name, each in loaded.module.named_parameters() if each.requires_grad}
     if {name: each.shape for name, each in found.items()} != {n: each.shape for n, each in trained.tensors.items()}:
-        raise TrainedError("here the model has other tensors: use the versions of transformers and peft of the run")
+        raise ModelError("here the model has other tensors: use the versions of transformers and peft of the run")
     with torch.no_grad():
         for name, parameter in found.items():
             parameter.copy_(trained.tensors[name])
@@ -149,24 +150,16 @@ def load_fine_tuned(trained: TrainedModel, model: str | None, template: str = ""
 def fine_tuned_layout(manifest: Manifest, model: str | None) -> Layout:
     """Layout of what a run trains, by this machine's copy of the model."""
     settings, pins, model = _of_run(manifest, model)
-    try:
-        return trained_layout(model, settings, pins)
-    except ModelError as error:
-        raise TrainedError(str(error)) from None
+    return trained_layout(model, settings, pins)
 
 
 def _of_run(manifest: Manifest, model: str | None) -> tuple[HfSettings, ModelPins, str]:
     settings, pins = manifest.config.hf, manifest.model
     if settings is None or pins is None:
-        raise TrainedError(f"this run trains {manifest.config.task}: leave --model and NODE_MODEL out")
+        raise ModelError(f"this run trains {manifest.config.task}: leave --model and NODE_MODEL out")
     if model is None:
-        raise TrainedError(f"the model of this run needs its base on this machine: give {pins.base} by --model")
+        raise ModelError(f"the model of this run needs its base on this machine: give {pins.base} by --model")
     return settings, pins, model
-
-
-def _first(data: Path, settings: HfSettings) -> list[Document]:
-    documents = read_documents(data_files(data, splits=False), settings.format == "chat")
-    return list(islice(joined(documents), MAX_EVALUATED_DOCUMENTS))
 
 
 def _name_base(path: Path, on_hub: str) -> None:
@@ -239,14 +232,14 @@ def write(
     """Continue a prompt by `tokens` bytes or tokens: the likeliest at temperature 0, otherwise drawn with a seed."""
     gpt = model.manifest.config.gpt
     if not prompt:
-        raise TrainedError("the prompt is empty: give the beginning of a text")
+        raise ModelError("the prompt is empty: give the beginning of a text")
     if model.manifest.config.hf:
         tuned = load_fine_tuned(model, base, template)
         yield from map(harmless, tuned.continue_text(prompt.decode(errors="replace"), tokens, temperature, seed))
         return
     if gpt is None:
         task = model.manifest.config.task
-        raise TrainedError(f"this run trains {task}, which generates no text: only gpt and hf do")
+        raise ModelError(f"this run trains {task}, which generates no text: only gpt and hf do")
     module = Gpt(gpt.shape)
     module.load_state_dict(dict(model.tensors))
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")

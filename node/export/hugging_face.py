@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from node.config.task_tables import GptTable
-from node.export.checking import TEXT, Expected, ExportError, probe_ids, require_loading, why_unchecked
+from node.export.checking import TEXT, Expected, probe_ids, require_loading, why_unchecked
 from node.export.fine_tuned import load_fine_tuned
 from node.export.trained_model import TrainedModel
 from node.runtime import tensors
@@ -46,7 +46,7 @@ def export(
     Returns why it was not loaded again; empty if it was.
     """
     if out.is_symlink() or (out.exists() and not (out.is_dir() and not any(out.iterdir()))):
-        raise ExportError(f"{out} exists already and is not overwritten: name another directory by --out")
+        raise ModelError(f"{out} exists already and is not overwritten: name another directory by --out")
     draft = out.absolute().with_name(f".{out.absolute().name}.new-{os.getpid()}")
     try:
         draft.mkdir(parents=True)
@@ -63,17 +63,14 @@ def export(
             shutil.rmtree(draft, ignore_errors=True)
     except OSError as error:
         where = error.filename or out
-        raise ExportError(f"{where} cannot be written ({error.strerror}): give a directory by --out that can") from None
+        raise ModelError(f"{where} cannot be written ({error.strerror}): give a directory by --out that can") from None
     return why
 
 
 def _fill(model: TrainedModel, place: Path, base: str | None, merge: bool, template: str) -> Expected:
     if model.manifest.config.hf or base:
         tuned = load_fine_tuned(model, base, template)
-        try:
-            expected = tuned.write(place, merge)
-        except ModelError as error:
-            raise ExportError(str(error)) from None
+        expected = tuned.write(place, merge)
         (place / "README.md").write_text(card(model, merge, tuned.on_hub), encoding="utf-8")
         return expected
     tensors.write(place / MODEL, model.tensors, {"format": "pt"})

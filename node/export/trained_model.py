@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -22,18 +21,15 @@ from node.storage.certificate_log import stored
 from node.storage.checkpoint import DIRECTORY, Checkpoint, CheckpointError, newest
 from node.storage.statedir import StateError, read_stage
 from node.tasks.extra import named_tensors
+from node.tasks.hf.settings import ModelError
 from protocols import wire
-from protocols.base import BadPayload, Vector
+from protocols.base import BadPayload
 from protocols.consensus import record as records
 from protocols.consensus.messages import Certificate
 
 _LAST_REPORTS_BYTES = 4 << 20
 _ATTEMPTS = 3
 """A running peer may delete a checkpoint while it is being read; there is a newer one then."""
-
-
-class TrainedError(ValueError):
-    """There is no model to load. The message says in one line what happened, why, and what to do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,15 +60,11 @@ class TrainedModel:
 
 @dataclass(frozen=True, slots=True)
 class _Loaded:
-    """The newest checkpoint of a directory, and its outer parameters: a flat float32 vector for each fragment."""
+    """The newest checkpoint of a directory, and its outer parameters by their names."""
 
     directory: Path
     checkpoint: Checkpoint
-    vectors: tuple[Vector, ...]
-
-    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for vector, fragment in zip(self.vectors, self.checkpoint.layout.fragments, strict=True):
-            yield from named_tensors(fragment, vector)
+    tensors: dict[str, torch.Tensor]
 
 
 def load_trained(directories: Sequence[Path]) -> TrainedModel:
@@ -81,17 +73,15 @@ def load_trained(directories: Sequence[Path]) -> TrainedModel:
     places = _by_stage(directories, manifest)
     parts = [_newest_of(each, stage, manifest) for stage, each in enumerate(places)]
     rounds = tuple(trained_rounds(part.directory, part.checkpoint) for part in parts)
-    loss, lineage = math.nan, parts[0].checkpoint.lineage.hex()
-    if len(set(rounds)) == 1:  # otherwise it was measured with other parameters
-        losses = (_held_out_loss(each / "rounds.jsonl", lineage) for each in places[0])
-        loss = next((loss for loss in losses if math.isfinite(loss)), math.nan)
+    losses = (_held_out_loss(each / "rounds.jsonl", parts[0].checkpoint.lineage.hex()) for each in places[0])
+    loss = next(filter(math.isfinite, losses), math.nan) if len(set(rounds)) == 1 else math.nan  # of other parameters
     return TrainedModel(manifest, tuple(part.checkpoint for part in parts), rounds, _joined(parts), loss)
 
 
 def is_one_staged_run(directories: Sequence[Path]) -> bool:
     try:
         return _run_of(directories).stages is not None
-    except TrainedError:
+    except ModelError:
         return False
 
 
@@ -100,7 +90,7 @@ def _run_of(directories: Sequence[Path]) -> Manifest:
     manifest = _manifest(first)
     for other in others:
         if (run := _manifest(other).run_id) != manifest.run_id:
-            raise TrainedError(
+            raise ModelError(
                 f"{first} is of run {manifest.run_id[:12]}, {other} of run {run[:12]}: "
                 "give state directories of one run only"
             )
@@ -111,7 +101,7 @@ def _by_stage(directories: Sequence[Path], manifest: Manifest) -> list[list[Path
     """The directories of each stage, in order: at least one of each."""
     if manifest.stages is None:
         if len(directories) > 1:
-            raise TrainedError(
+            raise ModelError(
                 f"run {manifest.run_id[:12]} has no stages, so each peer has the whole model: "
                 f"give one --state-dir, not {len(directories)}"
             )
@@ -121,39 +111,33 @@ def _by_stage(directories: Sequence[Path], manifest: Manifest) -> list[list[Path
         try:
             stage = read_stage(directory)
         except StateError as error:
-            raise TrainedError(str(error)) from None
+            raise ModelError(str(error)) from None
         if stage >= len(places):
-            raise TrainedError(
+            raise ModelError(
                 f"{directory} is of stage {stage}, its run has stages 0 to {len(places) - 1}: "
                 "correct its stage.json, or leave the directory out"
             )
         places[stage].append(directory)
     if missing := [str(stage) for stage, each in enumerate(places) if not each]:
-        raise TrainedError(_missing(missing))
+        *others, last = missing
+        what, whose = f"stage {last} is", "one of its peers"
+        if others:
+            what, whose = f"stages {', '.join(others)} and {last} are", "a peer of each of them"
+        raise ModelError(f"{what} missing: give the state directory of {whose} by another --state-dir")
     return places
-
-
-def _missing(stages: Sequence[str]) -> str:
-    if len(stages) == 1:
-        return f"stage {stages[0]} is missing: give the state directory of one of its peers by another --state-dir"
-    listed = f"{', '.join(stages[:-1])} and {stages[-1]}"
-    return f"stages {listed} are missing: give the state directory of a peer of each of them by another --state-dir"
 
 
 def _newest_of(directories: Sequence[Path], stage: int, manifest: Manifest) -> _Loaded:
     """The newest checkpoint of a stage. A directory without one counts only if no other has one."""
-    best, first_error = None, None
+    best, errors = None, list[ModelError]()
     for directory in directories:
         try:
             loaded = _load(directory, stage, manifest)
-        except TrainedError as error:
-            first_error = first_error or error
-            continue
-        if best is None or loaded.checkpoint.round > best.checkpoint.round:
-            best = loaded
+            best = max(best or loaded, loaded, key=lambda each: each.checkpoint.round)
+        except ModelError as error:
+            errors.append(error)
     if best is None:
-        assert first_error is not None, "no directory was given"
-        raise first_error
+        raise errors[0]
     return best
 
 
@@ -165,44 +149,44 @@ def _load(directory: Path, stage: int, manifest: Manifest) -> _Loaded:
             break
         except CheckpointError as error:
             if attempt == _ATTEMPTS - 1 or not (directory / DIRECTORY).is_dir():
-                raise TrainedError(
+                raise ModelError(
                     f"{error}: a peer makes its first one after some rounds, and keeps only the last ones"
                 ) from None
     if checkpoint.run != manifest.run_id:
-        raise TrainedError(
+        raise ModelError(
             f"the newest checkpoint in {directory} is of run {checkpoint.run[:12]}, the directory of "
             f"{manifest.run_id[:12]}: its peer has made no checkpoint of the new run yet"
         )
     if manifest.stages and layout_digest(checkpoint.layout) != manifest.stages[stage].layout:
-        raise TrainedError(
+        raise ModelError(
             f"the newest checkpoint in {directory} has other tensors than stage {stage} of its run: "
             "correct its stage.json, or give the directory of another peer of that stage"
         )
-    return _Loaded(directory, checkpoint, vectors)
+    fragments = zip(checkpoint.layout.fragments, vectors, strict=True)
+    return _Loaded(directory, checkpoint, dict(each for pair in fragments for each in named_tensors(*pair)))
 
 
 def _joined(parts: Sequence[_Loaded]) -> dict[str, torch.Tensor]:
-    names = Counter(name for part in parts for name, _ in part.tensors())
-    shared = any(count > 1 for count in names.values())
+    is_shared = len({name for part in parts for name in part.tensors}) < sum(len(part.tensors) for part in parts)
     return {
-        f"stage{stage}.{name}" if shared else name: tensor
+        f"stage{stage}.{name}" if is_shared else name: tensor
         for stage, part in enumerate(parts)
-        for name, tensor in part.tensors()
+        for name, tensor in part.tensors.items()
     }
 
 
 def _manifest(directory: Path) -> Manifest:
     if not directory.is_dir():
-        raise TrainedError(f"{directory} is not a directory: name a peer's state directory by --state-dir")
+        raise ModelError(f"{directory} is not a directory: name a peer's state directory by --state-dir")
     try:
         with (directory / "manifest.bin").open("rb") as file:
             return unseal(file.read(MAX_RUN_BYTES + 1), verify)
     except FileNotFoundError:
-        raise TrainedError(f"{directory} contains no run: name the state directory of a peer that was in one") from None
+        raise ModelError(f"{directory} contains no run: name the state directory of a peer that was in one") from None
     except OSError as error:
-        raise TrainedError(f"{directory / 'manifest.bin'} cannot be read: {error.strerror}") from None
+        raise ModelError(f"{directory / 'manifest.bin'} cannot be read: {error.strerror}") from None
     except ManifestError as error:
-        raise TrainedError(f"{directory / 'manifest.bin'}: {error}") from None
+        raise ModelError(f"{directory / 'manifest.bin'}: {error}") from None
 
 
 def _held_out_loss(reports: Path, lineage: str) -> float:

@@ -12,7 +12,8 @@ import torch
 
 from node.cli.app import main
 from node.export.fine_tuned import load_fine_tuned
-from node.export.trained_model import TrainedError, load_trained
+from node.export.trained_model import load_trained
+from node.tasks.hf.settings import ModelError
 from protocols.sync.snapshot import SnapshotIndex
 from tests.support.real_swarm import START_SECONDS, RealPeer, RealSwarm, wait
 from tests.support.small_models import conversations, saved_model, saved_tokenizer, story, write_model
@@ -88,7 +89,7 @@ def rounds_of(peer: RealPeer) -> int:
     """Rounds before the peer's newest checkpoint."""
     try:
         return load_trained([peer.directory]).checkpoints[0].round
-    except TrainedError:
+    except ModelError:
         return 0
 
 

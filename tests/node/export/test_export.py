@@ -14,15 +14,16 @@ from torch import nn
 
 from node.config.run_config import load_run
 from node.export import hugging_face, load_again
-from node.export.checking import Expected, ExportError, problems, require_loading, write_job
+from node.export.checking import Expected, problems, require_loading, write_job
 from node.export.hugging_face import export
 from node.export.trained_model import load_trained
+from node.tasks.hf.settings import ModelError
 from tests.support.refusals import one_line
 from tests.support.statedir_fixtures import keep, kept_gpt
 
 
 def refusal(directory: Path, out: Path) -> str:
-    return one_line(ExportError, export, load_trained([directory]), out)
+    return one_line(ModelError, export, load_trained([directory]), out)
 
 
 @pytest.mark.filterwarnings("ignore")  # transformers' own

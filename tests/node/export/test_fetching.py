@@ -11,10 +11,11 @@ from torch import nn
 from node.config.manifest import Manifest, layout_digest, seal
 from node.config.run_config import RunConfig, load_run
 from node.export.fetching import FetchableRun, fetch_state, fetchable
-from node.export.trained_model import TrainedError, trained_rounds
+from node.export.trained_model import trained_rounds
 from node.runtime.identity import create
 from node.storage.checkpoint import newest
 from node.tasks.flat import flatten
+from node.tasks.hf.settings import ModelError
 from protocols.base import Layout, Member
 from protocols.consensus.record import Kind
 from protocols.history.chain import UNSETTLED
@@ -67,7 +68,7 @@ def founded(config: RunConfig, layout: Layout, directory: Path) -> bytes:
 
 
 def refused(sealed: bytes) -> str:
-    return one_line(TrainedError, fetchable, sealed)
+    return one_line(ModelError, fetchable, sealed)
 
 
 @simulated(Anna)
@@ -92,7 +93,7 @@ async def test_chain_that_its_votes_do_not_prove_is_not_used(swarm: Anna, tmp_pa
     await swarm.rounds("anna", 3)
     await swarm.decide("anna", Kind.FORK)  # a whole roster cannot fork itself
     await swarm.rounds("anna", 4)
-    with pytest.raises(TrainedError, match="no peer sent a snapshot of this chain"):
+    with pytest.raises(ModelError, match="no peer sent a snapshot of this chain"):
         await swarm.fetch(tmp_path)
     assert not (tmp_path / "checkpoints").exists()
 

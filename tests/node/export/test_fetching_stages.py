@@ -12,11 +12,12 @@ import pytest
 import torch
 
 from node.export.fetching import fetch_state, fetchable
-from node.export.trained_model import TrainedError, TrainedModel, load_trained
+from node.export.trained_model import TrainedModel, load_trained
 from node.joining.bootstrap import BootstrapServer, RunInfo
 from node.joining.stages import Seats, StageAssigner, seat_of
 from node.membership.hello import BOOTSTRAP_METHOD, StageReply, StageSeat, WantStage
 from node.reporting.status import PeerStatus, public
+from node.tasks.hf.settings import ModelError
 from protocols.base import Member, PeerId, Stream, stage_scope
 from protocols.consensus.record import Kind
 from tests.sim.host import SimSigner
@@ -99,7 +100,7 @@ class StagedSwarm(SimSwarm):
         return load_trained(await fetch_state(self.join(f"stranger-{directory.name}"), self.run, bootstrap, directory))
 
     async def refused(self, directory: Path, *bootstrap: PeerId) -> str:
-        with pytest.raises(TrainedError) as caught:
+        with pytest.raises(ModelError) as caught:
             await self.fetch(directory, *bootstrap)
         line = str(caught.value)
         assert len(line.splitlines()) == 1

@@ -18,9 +18,10 @@ from node.export import load_again
 from node.export.checking import Expected, write_job
 from node.export.fetching import fetchable
 from node.export.fine_tuned import fine_tuned_layout, load_fine_tuned
-from node.export.trained_model import TrainedError, load_trained
+from node.export.trained_model import load_trained
 from node.tasks.flat import layout_of, unfrozen
 from node.tasks.hf.model import load_model
+from node.tasks.hf.settings import ModelError
 from tests.support.long import diagonal
 from tests.support.small_models import story, write_model
 from tests.support.statedir_fixtures import keep, kept_gpt
@@ -122,10 +123,10 @@ def test_layout_of_a_run_is_known_without_weights(kind: str, train: str, tmp_pat
     (tmp_path / "base" / "model.safetensors").unlink()
     sealed = (tmp_path / "peer" / "manifest.bin").read_bytes()
     assert fetchable(sealed, str(tmp_path / "base")).layouts == (layout_of(unfrozen(module)),)
-    with pytest.raises(TrainedError, match="needs its base on this machine: give base by --model"):
+    with pytest.raises(ModelError, match="needs its base on this machine: give base by --model"):
         fetchable(sealed)
     write_model(tmp_path / "base", "llama" if kind == "gpt2" else "gpt2")
-    with pytest.raises(TrainedError, match="has another configuration than the run's model"):
+    with pytest.raises(ModelError, match="has another configuration than the run's model"):
         fine_tuned_layout(manifest, str(tmp_path / "base"))
 
 
@@ -147,8 +148,8 @@ def test_text_and_losses_come_from_the_trained_model(tmp_path: Path, capsys: pyt
 
 def test_base_that_is_missing_or_superfluous_is_named(tmp_path: Path) -> None:
     trained(tmp_path, "llama", "full")
-    with pytest.raises(TrainedError, match="needs its base on this machine: give base by --model"):
+    with pytest.raises(ModelError, match="needs its base on this machine: give base by --model"):
         load_fine_tuned(load_trained([tmp_path / "peer"]), None)
     kept_gpt(tmp_path / "gpt")
-    with pytest.raises(TrainedError, match="this run trains gpt: leave --model and NODE_MODEL out"):
+    with pytest.raises(ModelError, match="this run trains gpt: leave --model and NODE_MODEL out"):
         load_fine_tuned(load_trained([tmp_path / "gpt"]), "base")

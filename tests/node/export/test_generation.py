@@ -9,8 +9,9 @@ import torch
 
 from node.config.run_config import load_run
 from node.export.fine_tuned import harmless, write
-from node.export.trained_model import TrainedError, load_trained
+from node.export.trained_model import load_trained
 from node.tasks.gpt import Gpt
+from node.tasks.hf.settings import ModelError
 from tests.support.statedir_fixtures import keep, kept_gpt
 
 
@@ -40,10 +41,10 @@ def test_huge_prompt_is_truncated_to_its_end(tmp_path: Path) -> None:
 
 def test_impossible_generation_gives_one_line_error(tmp_path: Path) -> None:
     kept_gpt(tmp_path / "gpt")
-    with pytest.raises(TrainedError, match=r"^the prompt is empty: "):
+    with pytest.raises(ModelError, match=r"^the prompt is empty: "):
         list(write(load_trained([tmp_path / "gpt"]), b"", 5, 0.0, 0))
     keep(tmp_path / "own", load_run(None, {"task": "mine:make"}, ["butterfly"]), torch.nn.Linear(1, 1))
-    with pytest.raises(TrainedError, match=r"^this run trains mine:make, which generates no text: only gpt and hf do$"):
+    with pytest.raises(ModelError, match=r"^this run trains mine:make, which generates no text: only gpt and hf do$"):
         list(write(load_trained([tmp_path / "own"]), b"a", 5, 0.0, 0))
 
 

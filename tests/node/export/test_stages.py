@@ -14,10 +14,11 @@ from torch import nn
 
 from node.config.run_config import load_run
 from node.export.hugging_face import export
-from node.export.trained_model import TrainedError, TrainedModel, load_trained, trained_rounds
+from node.export.trained_model import TrainedModel, load_trained, trained_rounds
 from node.storage.certificate_log import CertificateLog
 from node.tasks.gpt import Gpt
 from node.tasks.gpt_stage import GptStage
+from node.tasks.hf.settings import ModelError
 from protocols.base import Member
 from protocols.consensus.record import Kind
 from protocols.history.chain import Chain
@@ -38,7 +39,7 @@ def kept(run: StagedRun, tmp_path: Path) -> list[Path]:
 
 
 def refusal(*directories: Path) -> str:
-    return one_line(TrainedError, load_trained, directories)
+    return one_line(ModelError, load_trained, directories)
 
 
 def same(found: TrainedModel, module: Gpt) -> bool:

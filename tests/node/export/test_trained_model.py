@@ -11,14 +11,15 @@ from torch import nn
 
 from node.config.run_config import load_run
 from node.export import trained_model
-from node.export.trained_model import TrainedError, load_trained
+from node.export.trained_model import load_trained
 from node.storage.checkpoint import Checkpoint, CheckpointError, newest
+from node.tasks.hf.settings import ModelError
 from tests.support.refusals import one_line
 from tests.support.statedir_fixtures import keep, kept_gpt
 
 
 def refusal(directory: Path) -> str:
-    return one_line(TrainedError, load_trained, [directory])
+    return one_line(ModelError, load_trained, [directory])
 
 
 def test_unmeasured_loss_is_nan(tmp_path: Path) -> None:
