@@ -24,9 +24,10 @@ from safetensors import safe_open
 from node.config.manifest import Manifest
 from node.export.checking import TEXT, Expected, difference, probe, require_numbers
 from node.export.trained_model import TrainedModel
+from node.tasks.files import select
 from node.tasks.gpt import Gpt
 from node.tasks.hf.chat import Encoder
-from node.tasks.hf.corpus import Document, data_files, joined, read_documents
+from node.tasks.hf.corpus import Document, joined, read_documents
 from node.tasks.hf.model import LoadedModel, load_model, trained_layout
 from node.tasks.hf.rows import Rows, rows_of
 from node.tasks.hf.settings import HfSettings, ModelError, ModelPins, foreign
@@ -121,7 +122,9 @@ class FineTuned:
         is_chat = self.settings.format == "chat"
         documents: Iterable[Document]
         if data is not None:
-            documents = islice(joined(read_documents(data_files(data, splits=False), is_chat)), MAX_EVALUATED_DOCUMENTS)
+            documents = islice(
+                joined(read_documents(select(data, splits=False).files, is_chat)), MAX_EVALUATED_DOCUMENTS
+            )
         elif sample.exists():
             documents = parse_sample(read_sample(sample), self.settings)
         else:

@@ -36,11 +36,15 @@ _BINARY_MAGIC = (b"%PDF-", b"{\\rtf", b"\x89PNG", b"\xff\xd8\xff", b"GIF8", b"\x
 _MARKS = {b"\xff\xfe\0\0": "utf-32", b"\0\0\xfe\xff": "utf-32", b"\xff\xfe": "utf-16", b"\xfe\xff": "utf-16"}
 _PLAIN = "utf-8-sig"
 _POINTER = b"version https://git-lfs.github.com/spec/"
+_REFUSED: Mapping[FileKind, str] = {
+    "empty": "is empty: give a file that contains text",
+    "pointer": "is a pointer of git LFS, not the data: fetch them by git lfs pull",
+    "archive": "is not text but an archive: unpack it, and give the folder",
+    "binary": "is not text: texts, JSON, CSV and parquet are read; convert it",
+}
 _PROBED_BYTES = 8 << 10
 _SETTINGS_BYTES = 1 << 20
 MAX_FILES = 1 << 20
-MAX_EXPANSION, _FREE_BYTES = 200, 64 << 20
-"""A compressed file may hold this many times its size, and `_FREE_BYTES` more."""
 _DOCUMENTATION = re.compile(
     r"(readme|licen[cs]e|copying|notice|changelog|changes|contributing|code_of_conduct|citation|authors|security"
     r"|dataset_?card|data_?card)\b.*|croissant\.json|dataset_infos?\.json|dataset_dict\.json|state\.json",
@@ -92,7 +96,7 @@ class Selection:
 
     def lines(self) -> list[str]:
         """What is taken, and what is left out and why; each line under 300 characters."""
-        found = [f"{'taken':12}{_count(len(self.files), 'file')}, {size_words(self.size)}: {_kinds(self.files)}"]
+        found = [f"{'taken':12}{counted(len(self.files), 'file')}, {size_words(self.size)}: {_kinds(self.files)}"]
         if self.decoded:
             found.append(f"{'decoded':12}{len(self.decoded):,} from UTF-16 or UTF-32: {_named(self.decoded)}")
         plain = [f"{len(names):,} {why}: {_named(names)}" for why, names in self.left_out.items() if not REASONS[why]]
@@ -124,17 +128,12 @@ def look(path: Path) -> Look:
         return Look("empty")
     if head.startswith(_POINTER):
         return Look("pointer")
-    if head.startswith(_ARCHIVE_MAGIC) or path.name.lower().endswith(_ARCHIVES):
-        return Look("archive")
     packing = next((name for magic, name in _MAGIC.items() if head.startswith(magic)), "")
-    if packing:
-        return _look_inside(path, packing)
-    return _look_at(path, head)
-
-
-def _look_inside(path: Path, packing: str) -> Look:
-    if ".tar" in map(str.lower, path.suffixes):
+    is_tar = bool(packing) and ".tar" in map(str.lower, path.suffixes)
+    if is_tar or head.startswith(_ARCHIVE_MAGIC) or path.name.lower().endswith(_ARCHIVES):
         return Look("archive")
+    if not packing:
+        return _look_at(path, head)
     with suppress(OSError, EOFError, ModelError), opened(path, packing) as file:
         found = _look_at(path, file.read(_PROBED_BYTES))
         return Look("binary") if found.kind in ("parquet", "arrow") else Look(found.kind, packing, found.encoding)
@@ -180,10 +179,6 @@ def opened(path: Path, packing: str) -> BinaryIO:
     return file
 
 
-def expansion_limit(path: Path) -> int:
-    return MAX_EXPANSION * path.stat().st_size + _FREE_BYTES
-
-
 def select(path: Path | None, option: str = "--data", has_rows: bool = True, splits: bool = True) -> Selection:
     """The file, or the files of the folder that are data, in order."""
     if path is None:
@@ -201,19 +196,12 @@ def select(path: Path | None, option: str = "--data", has_rows: bool = True, spl
 
 
 def require_data(path: Path, kind: FileKind, has_rows: bool = True) -> None:
-    name = shown(path)
-    if kind == "empty":
-        raise ModelError(f"{name} is empty: give a file that contains text")
-    if kind == "pointer":
-        raise ModelError(f"{name} is a pointer of git LFS, not the data: fetch them by git lfs pull")
-    if kind == "archive":
-        raise ModelError(f"{name} is not text but an archive: unpack it, and give the folder")
-    if kind == "binary":
-        raise ModelError(f"{name} is not text: texts, JSON, CSV and parquet are read; convert it")
+    if kind in _REFUSED:
+        raise ModelError(f"{shown(path)} {_REFUSED[kind]}")
     if kind not in ("text", "settings") and not has_rows:
         raise ModelError(
-            f"{name} holds rows ({suffix_of(path) or kind}), and the task gpt trains on plain text: write their texts "
-            "into a .txt file, or train with --task hf"
+            f"{shown(path)} holds rows ({suffix_of(path) or kind}), and the task gpt trains on plain text: write their "
+            "texts into a .txt file, or train with --task hf"
         )
 
 
@@ -247,17 +235,17 @@ def _select(root: Path, option: str, has_rows: bool, splits: bool) -> Selection:
 
 def _no_data(root: Path, kinds: Mapping[Path, FileKind], has_rows: bool, splits: bool) -> dict[Path, str]:
     found: dict[Path, str] = {}
-    plain: dict[FileKind, str] = {"empty": "empty", "binary": "binary", "archive": "archive", "settings": "settings"}
     rows = [each for each, kind in kinds.items() if kind in ROWS.values() and not is_documentation(each)]
     pointers = [each for each, kind in kinds.items() if kind == "pointer"]
     is_clone = bool(rows or pointers) and _is_clone(root)
     texts = [each for each, kind in kinds.items() if kind == "text" and not is_documentation(each)]
     has_documentation = bool(rows or pointers) or (bool(texts) and all(suffix_of(each) == ".txt" for each in texts))
     for file, kind in kinds.items():
-        if kind in plain:
-            found[file] = plain[kind]
+        if kind in ("empty", "binary", "archive", "settings"):
+            found[file] = kind
         elif kind == "pointer":
-            _refuse_pointer(file)
+            if suffix_of(file) in (*ROWS, ".txt", ".text", ".md", ""):  # that of a picture is only left out
+                raise ModelError(f"{shown(file)} {_REFUSED[kind]}, or remove the file")
             found[file] = "pointer of git LFS"
         elif is_documentation(file) and has_documentation:
             found[file] = "documentation"
@@ -272,14 +260,6 @@ def _no_data(root: Path, kinds: Mapping[Path, FileKind], has_rows: bool, splits:
         of_tests = [each for each in taken if suffix_of(each) == ".txt" and is_test_split(each.relative_to(root))]
         found |= dict.fromkeys(of_tests, "rows of another split")
     return found
-
-
-def _refuse_pointer(file: Path) -> None:
-    """Of data, which are not here then; a pointer of a picture is only left out."""
-    if suffix_of(file) in (*ROWS, ".txt", ".text", ".md", ""):
-        raise ModelError(
-            f"{shown(file)} is a pointer of git LFS, not the data: fetch them by git lfs pull, or remove the file"
-        )
 
 
 def is_documentation(file: PurePath) -> bool:
@@ -332,18 +312,16 @@ def _walk(root: Path) -> Iterator[tuple[Path, str]]:
             count += 1
             if count > MAX_FILES:
                 raise ModelError(f"{shown(root)} holds more than {MAX_FILES:,} files: put their texts into fewer files")
-            yield (file := Path(place, name)), _why_not(file)
+            file = Path(place, name)
+            if name.startswith("."):
+                yield file, "hidden"
+            elif file.is_file():
+                yield file, ""
+            else:
+                yield file, "broken link" if file.is_symlink() else "neither file nor folder"
 
 
-def _why_not(file: Path) -> str:
-    if file.name.startswith("."):
-        return "hidden"
-    if file.is_file():
-        return ""
-    return "broken link" if file.is_symlink() else "neither file nor folder"
-
-
-def _count(number: int, word: str) -> str:
+def counted(number: int, word: str) -> str:
     return f"{number:,} {word}{'' if number == 1 else 's'}"
 
 
@@ -357,9 +335,10 @@ def size_words(size: float) -> str:
 
 def _kinds(files: Sequence[Path]) -> str:
     counts = Counter(suffix_of(each) or "without suffix" for each in files).most_common()
-    more = sum(count for _, count in counts[6:])
-    shortened = [f"{count:,} {shown(suffix[:20])}" for suffix, count in counts[:6]]
-    return ", ".join([*shortened, f"{more:,} more"] if more else shortened)
+    words = [f"{count:,} {shown(suffix[:20])}" for suffix, count in counts[:6]]
+    if more := sum(count for _, count in counts[6:]):
+        words.append(f"{more:,} more")
+    return ", ".join(words)
 
 
 def _named(names: Sequence[str]) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 
 from node.runtime.notes import note
 from node.storage.json_file import read_json
-from node.tasks.files import size_words
+from node.tasks.files import counted, size_words
 
 _MAX_RECORD_BYTES = 1 << 20
 
@@ -27,8 +27,8 @@ class DataState:
     digest: str
 
     def words(self) -> str:
-        counted = f", {self.documents:,} document{'' if self.documents == 1 else 's'}" if self.documents else ""
-        return f"{self.files:,} file{'' if self.files == 1 else 's'}, {size_words(self.size)}{counted}"
+        documents = f", {counted(self.documents, 'document')}" if self.documents else ""
+        return f"{counted(self.files, 'file')}, {size_words(self.size)}{documents}"
 
 
 @dataclass(frozen=True, slots=True)

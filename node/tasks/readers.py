@@ -20,10 +20,12 @@ from typing import Any
 from zlib import crc32
 
 from node.runtime.extras import install
-from node.tasks.files import MAX_EXPANSION, Look, expansion_limit, opened, shown, suffix_of
+from node.tasks.files import Look, opened, shown, suffix_of
 from node.tasks.hf.settings import ModelError
 
 MAX_ROW_BYTES = 16 << 20
+MAX_EXPANSION, _FREE_BYTES = 200, 64 << 20
+"""A compressed file may hold this many times its size, and `_FREE_BYTES` more."""
 _PIECE_BYTES = 1 << 20
 LEAST, USUAL, MOST = 512, 1024, 8 << 10
 """Bytes of a block: at least, about how many more until it ends, and at most."""
@@ -49,7 +51,7 @@ _PAIRS = (
 
 def bytes_of(path: Path, packing: str = "") -> Iterator[bytes]:
     """A file's bytes, decompressed."""
-    read, most = 0, expansion_limit(path)
+    read, most = 0, MAX_EXPANSION * path.stat().st_size + _FREE_BYTES
     try:
         with opened(path, packing) as file:
             while piece := file.read(_PIECE_BYTES):

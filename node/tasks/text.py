@@ -74,11 +74,9 @@ def load(path: Path | None = None, sample: Path | None = None, given: GivenData 
     """
     try:
         evaluated = None if sample is None else _map(sample)[:HELD_OUT_BYTES]
-    except OSError as error:
-        raise ValueError(f"cannot read {error.filename or sample}: {error.strerror}") from error
-    try:
-        found = Selection(tuple(_standard_library()), {}) if path is None else select(path, has_rows=False)
-        root = _root() if path is None else path if path.is_dir() else path.parent
+        stdlib = Path(sysconfig.get_path("stdlib"))
+        found = Selection(_standard_library(stdlib), {}) if path is None else select(path, has_rows=False)
+        root = stdlib if path is None else path if path.is_dir() else path.parent
         source = _Source(root, [each.relative_to(root).as_posix() for each in found.files])
         known = b"" if evaluated is None or path is None else evaluated.numpy().tobytes()
         text = _split(source, known, is_file=path == found.files[0])
@@ -90,15 +88,9 @@ def load(path: Path | None = None, sample: Path | None = None, given: GivenData 
     return text if evaluated is None else Text(text.training, evaluated)
 
 
-def _root() -> Path:
-    return Path(sysconfig.get_path("stdlib"))
-
-
-def _standard_library() -> Iterator[Path]:
-    root = _root()
-    for file in sorted(root.rglob("*.py")):
-        if file.is_file() and not _SKIPPED.intersection(file.relative_to(root).parts):
-            yield file
+def _standard_library(root: Path) -> tuple[Path, ...]:
+    files = (each for each in sorted(root.rglob("*.py")) if each.is_file())
+    return tuple(each for each in files if not _SKIPPED.intersection(each.relative_to(root).parts))
 
 
 def _map(path: Path) -> torch.Tensor:
@@ -197,7 +189,10 @@ def _split(source: _Source, sample: bytes, is_file: bool) -> Text:
         return Text(_without(text, sample), torch.empty(0, dtype=torch.uint8))
     evaluated = source.kept(others, f"held out {salt}", partial(write, others, by_blocks))
     if by_blocks and not (len(text) and len(evaluated)):  # there is only one block
-        return _split_end(text if len(text) else evaluated, str(source.root / source.names[0]))
+        text = text if len(text) else evaluated
+        if not (size := min(HELD_OUT_BYTES, len(text) // _HELD_OUT_SHARE)):
+            raise ValueError(f"{source.root / source.names[0]} has only {len(text)} bytes of text")
+        return Text(text[:-size], text[-size:])
     return Text(text, _sample(evaluated))
 
 
@@ -222,13 +217,6 @@ def _without(text: torch.Tensor, sample: bytes) -> torch.Tensor:
     if len(text) > _IN_MEMORY_BYTES or sample not in (content := text.numpy().tobytes()):
         return text
     return torch.frombuffer(bytearray(content.replace(sample, b"")), dtype=torch.uint8)
-
-
-def _split_end(text: torch.Tensor, name: str) -> Text:
-    size = min(HELD_OUT_BYTES, len(text) // _HELD_OUT_SHARE)
-    if size == 0:
-        raise ValueError(f"{name} has only {len(text)} bytes of text")
-    return Text(text[:-size], text[-size:])
 
 
 def _sample(text: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,7 @@ from typing import Any
 
 from node.tasks.files import Selection, look, select
 from node.tasks.hf.chat import Encoder
-from node.tasks.hf.corpus import data_files, read_documents
+from node.tasks.hf.corpus import read_documents
 from node.tasks.hf.data_set import is_streamed
 from node.tasks.hf.model import load_tokenizer
 from node.tasks.hf.rows import RowCounts, prepare
@@ -23,7 +23,7 @@ def guessed_format(path: Path) -> str:
     """`chat` if the first document is a conversation, else `text`."""
     if is_streamed(path):
         raise ModelError("data check reads files and folders: download a file of the data set, and give that")
-    files = data_files(path)
+    files = select(path).files
     if look(files[0]).kind == "text":
         return "text"
     try:
@@ -54,7 +54,7 @@ def check_data(path: Path, model: str, settings: HfSettings, template: str = "")
     selection = select(path)
     folder = find_model(model, weights=False)
     tokenizer, is_chat = load_tokenizer(folder, template), settings.format == "chat"
-    encoder, files = Encoder(tokenizer, is_chat), [*selection.files]
+    encoder, files = Encoder(tokenizer, is_chat), selection.files
     digest = tokenizer_digest(folder.path, tokenizer) + (template_digest(tokenizer) if is_chat else "")
     data = prepare(files, encoder, settings, digest)
     first = next(read_documents(files, is_chat))

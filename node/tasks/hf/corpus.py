@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from node.tasks.files import Look, look, require_data, select, shown
+from node.tasks.files import Look, look, require_data, shown
 from node.tasks.hf.conversation import FIELDS, Conversation, conversation_of, encodable
 from node.tasks.hf.settings import ModelError
 from node.tasks.readers import blocks, missing, rows_in, text_of
@@ -121,10 +121,6 @@ def joined(documents: Iterable[Document | None]) -> Iterator[Document]:
             size += len(document.content)
     if parts:
         yield whole()
-
-
-def data_files(path: Path | None, option: str = "--data", splits: bool = True) -> list[Path]:
-    return list(select(path, option, splits=splits).files)
 
 
 def read_documents(files: Sequence[Path], is_chat: bool) -> Iterator[Document]:

@@ -203,7 +203,7 @@ class PreparedData:
 
 
 def prepare(
-    files: list[Path],
+    files: Sequence[Path],
     encoder: Encoder,
     settings: HfSettings,
     tokenizer: str,
@@ -253,7 +253,7 @@ def _counts(place: Path, context: int) -> RowCounts | None:
     return None
 
 
-def _make(place: Path, files: list[Path], encoder: Encoder, settings: HfSettings, shared: frozenset[bytes]) -> None:
+def _make(place: Path, files: Sequence[Path], encoder: Encoder, settings: HfSettings, shared: frozenset[bytes]) -> None:
     """Create the directory, atomically: other peers on this machine may be creating it, too."""
     place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     draft = Path(tempfile.mkdtemp(prefix="rows-draft-", dir=place.parent))
@@ -282,7 +282,7 @@ def _make(place: Path, files: list[Path], encoder: Encoder, settings: HfSettings
 
 
 def _fill(
-    draft: Path, files: list[Path], encoder: Encoder, settings: HfSettings, keeps: Callable[[Document], bool]
+    draft: Path, files: Sequence[Path], encoder: Encoder, settings: HfSettings, keeps: Callable[[Document], bool]
 ) -> tuple[bytes, RowCounts]:
     """Write the rows; return the held-out documents, which `keeps` chooses, and the counts."""
     sample, seen, total = Sample(), Seen(), 0

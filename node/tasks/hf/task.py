@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,7 @@ from node.tasks.given_data import DataState, GivenData
 from node.tasks.gpt import next_token
 from node.tasks.hf.adapters import tell_frozen_experts
 from node.tasks.hf.chat import Encoder
-from node.tasks.hf.corpus import SAMPLE_BYTES, Document, Sample, data_files, document_of, read_documents
+from node.tasks.hf.corpus import SAMPLE_BYTES, Document, Sample, document_of, read_documents
 from node.tasks.hf.data_set import find_data_set, is_streamed
 from node.tasks.hf.memory import tell_memory
 from node.tasks.hf.model import LoadedModel, checkpoint_activations, load_model, loss_of
@@ -159,7 +159,7 @@ class DataSource:
         resumes is not at the first one.
         """
         if self.files:
-            prepared = self._prepared([*self.files.files], None, held_out or self.given.held_out())
+            prepared = self._prepared(self.files.files, None, held_out or self.given.held_out())
             counts = prepared.counts
             self.given.tell([*self.files.lines(), *counts.lines(self.settings.context)])
             state = DataState(len(self.files.files), self.files.size, counts.documents + counts.held_out, counts.digest)
@@ -173,7 +173,7 @@ class DataSource:
         rows = StreamedRows(data_set, step_batches, batch_tokens, partial(self._prepared, held_out=held_out))
         return rows, b"" if held_out else rows.open(seed).sample
 
-    def _prepared(self, files: list[Path], home: Path | None, held_out: bytes) -> PreparedData:
+    def _prepared(self, files: Sequence[Path], home: Path | None, held_out: bytes) -> PreparedData:
         return prepare(files, self.encoder, self.settings, self.tokenizer, held_out, home)
 
 
@@ -233,7 +233,7 @@ def read_sample(path: Path) -> bytes:
 
 def sample_of(path: Path, settings: HfSettings) -> bytes:
     sample = Sample()
-    for document in read_documents(data_files(path, "--held-out", splits=False), settings.format == "chat"):
+    for document in read_documents(select(path, "--held-out", splits=False).files, settings.format == "chat"):
         sample.add(document)
     if not (lines := sample.lines()):
         raise ModelError(f"{path} contains nothing to evaluate on: give other texts by --held-out, or none")

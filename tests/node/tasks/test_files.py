@@ -17,10 +17,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from node.tasks import files, readers
+from node.tasks import readers
 from node.tasks.files import select
 from node.tasks.given_data import DataState, GivenData
-from node.tasks.hf.corpus import Seen, data_files, is_held_out, joined, read_documents
+from node.tasks.hf.corpus import Seen, is_held_out, joined, read_documents
 from node.tasks.hf.settings import ModelError
 from node.tasks.readers import LEAST, MOST, blocks
 from node.tasks.text import load
@@ -40,7 +40,7 @@ def as_csv(delimiter: str = ",") -> bytes:
 
 
 def contents(path: Path, is_chat: bool = False) -> list[object]:
-    return [each.content for each in read_documents(data_files(path), is_chat)]
+    return [each.content for each in read_documents(select(path).files, is_chat)]
 
 
 READ = {
@@ -119,7 +119,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_read_is_named(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "_FREE_BYTES", 1000)
+    monkeypatch.setattr(readers, "_FREE_BYTES", 1000)
     content, words = REFUSED[name]
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ModelError, match=words) as caught:
@@ -297,7 +297,7 @@ def test_more_data_change_nothing_that_was_held_out(tmp_path: Path) -> None:
     write(
         tmp_path, {"0.txt": b"other words\n" * 9, "a.txt": (text + "and more\n" * 99).encode(), "b.txt": text.encode()}
     )
-    after = {document.key(): is_held_out(document) for document in read_documents(data_files(tmp_path), False)}
+    after = {document.key(): is_held_out(document) for document in read_documents(select(tmp_path).files, False)}
     held = [each for each in before[:-1] if is_held_out(each)]
     assert held and all(after.get(each.key()) == is_held_out(each) for each in before[:-1])
     parts = [each for each in joined(None if is_held_out(each) else each for each in before)]

@@ -20,7 +20,7 @@ from node.tasks.files import select
 from node.tasks.given_data import GivenData
 from node.tasks.hf.chat import Encoder
 from node.tasks.hf.check import check_data, guessed_format
-from node.tasks.hf.corpus import Document, data_files, is_held_out, read_documents
+from node.tasks.hf.corpus import Document, is_held_out, read_documents
 from node.tasks.hf.rows import MASKED, Rows, RowWriter, prepare, rows_of
 from node.tasks.hf.settings import HfSettings, ModelError
 from node.tasks.hf.task import DataSource, parse_sample
@@ -100,7 +100,7 @@ def test_rows_keep_every_token_and_target(documents: list[list[bool]], pack: boo
 
 def hashes(home: Path) -> list[str]:
     rows = prepare(
-        data_files(home / "story.txt"), encoder(home, is_chat=False), HfSettings(context=32, rows=4), "t"
+        select(home / "story.txt").files, encoder(home, is_chat=False), HfSettings(context=32, rows=4), "t"
     ).rows
     batches = [rows.batch(seed, position, 4) for seed, position in ((7, 0), (7, 90), (8, 0), (7, 0))]
     return [hashlib.sha256(b"".join(part.numpy().tobytes() for part in batch)).hexdigest() for batch in batches]
@@ -127,7 +127,7 @@ def test_stream_takes_each_row_once_an_epoch(count: int) -> None:
 
 def test_held_out_documents_are_never_trained_on(made: Path) -> None:
     settings = HfSettings(context=64, rows=4)
-    files, plain = data_files(made / "story.txt"), encoder(made, is_chat=False)
+    files, plain = select(made / "story.txt").files, encoder(made, is_chat=False)
     data = prepare(files, plain, settings, "t")
     held = [document.content for document in parse_sample(data.sample, settings)]
     training = [each.content for each in read_documents(files, False) if not is_held_out(each)]
@@ -178,7 +178,7 @@ def test_parquet_holds_texts_and_conversations(tmp_path: Path) -> None:
     file = tmp_path / "data.parquet"
     talks = [TALK.content["messages"], TALK.content["messages"][:2]]
     parquet.write_table(pyarrow.table({"text": ["one", "two\n"], "messages": talks}), file)
-    assert [each.content for each in read_documents(data_files(tmp_path), False)] == ["one", "two\n"]
+    assert [each.content for each in read_documents(select(tmp_path).files, False)] == ["one", "two\n"]
     assert [each.content for each in read_documents([file], True)] == [{"messages": each} for each in talks]
     parquet.write_table(pyarrow.table({"prompt": ["q"] * 300, "completion": [*["a"] * 299, None]}), file)
     with pytest.raises(ModelError, match=r"data\.parquet: row 300: has no \"messages\""):
@@ -198,7 +198,7 @@ def test_arrow_files_and_packed_rows_are_read(tmp_path: Path) -> None:
     with pyarrow.output_stream(tmp_path / "c.jsonl.zst", compression="zstd") as file:
         file.write(b'{"text": "one"}\n{"text": "two\\n"}\n')
     parquet.write_table(table, tmp_path / "without suffix")
-    assert [each.content for each in read_documents(data_files(tmp_path), False)] == ["one", "two\n"] * 4
+    assert [each.content for each in read_documents(select(tmp_path).files, False)] == ["one", "two\n"] * 4
     parquet.write_table(table.rename_columns(["id", "content"]), tmp_path / "d.parquet")
     with pytest.raises(
         ModelError, match=r"d\.parquet: row 1: has no .text. .it has id, content: rename content to text"
@@ -283,7 +283,7 @@ def test_strangers_sample_cannot_break_a_joiner(made: Path) -> None:
 def test_malformed_data_are_named(tmp_path: Path, content: str, is_chat: bool, words: str) -> None:
     (tmp_path / "data.jsonl").write_text(content)
     assert words in one_line(ModelError, lambda: [*read_documents([tmp_path / "data.jsonl"], is_chat)])
-    assert "give a file or a folder by --data" in one_line(ModelError, data_files, None)
+    assert "give a file or a folder by --data" in one_line(ModelError, select, None)
 
 
 def test_check_counts_and_shows_what_is_masked(made: Path, tmp_path: Path) -> None:
