@@ -6,7 +6,7 @@
 The test uses the running Docker engine. If there is none, it starts one in a network namespace, which leaves the
 machine's firewall unchanged. Where no base image can be pulled, it makes one from Debian's packages. It removes
 everything at the end, also after an error. The directory of `--dir` holds the logs of containers and peers,
-timeline.txt, picture.png and result.json.
+timeline.txt and result.json.
 Exit code: 0 passed, 1 failed, 77 this machine does not allow the test, and one line says what is missing.
 """
 
@@ -31,7 +31,6 @@ from tests.docker.cases import Cases
 from tests.docker.engine import Engine, NotHere, engine, firewall
 from tests.docker.swarm import Swarm
 from tests.faults.judge import judge
-from tests.faults.picture import draw
 from tests.faults.shell import from_shell
 from tests.faults.timeline import timeline
 from tests.support.history import one_mean
@@ -78,8 +77,6 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 class _Clock:
-    """Prints lines with the seconds since it was made."""
-
     def __init__(self) -> None:
         self._began = time.monotonic()
 
@@ -142,7 +139,6 @@ def _forget(running: Engine, tag: str) -> None:
 
 
 def _play(running: Engine, variables: dict[str, str], place: Path, say: Callable[[str], None]) -> dict[str, Any]:
-    """Start the swarm, run all cases, let it leave; returns the verdict, the figures and the failures."""
     swarm = Swarm(running, f"starling-test-{uuid.uuid4().hex[:8]}", variables, place)
     with ExitStack() as stack:
         stack.callback(swarm.remove)
@@ -170,7 +166,6 @@ def _play(running: Engine, variables: dict[str, str], place: Path, say: Callable
         failed.append(f"the held-out loss did not fall: {first:.3f} -> {last:.3f}")
     lines = timeline(played, judged)
     (place / "timeline.txt").write_text("\n".join(lines) + "\n")
-    draw(played, judged, place / "picture.png")
     for line in lines[-(2 + len(judged.violations)) :]:
         say(line)
     failed += [f"{each['invariant']}: {each['peer']}: {each['detail']}" for each in judged.violations]
@@ -194,7 +189,6 @@ def _calm(swarm: Swarm, cases: Cases) -> tuple[tuple[float, float], dict[str, An
 
 
 def _together(swarm: Swarm) -> bool:
-    """Whether all running peers get into one mean again after a failed case."""
     began, peers = time.time(), swarm.peers
     try:
         wait("a mean of all", lambda: one_mean(peers, began), AGAIN_SECONDS, 0.5)

@@ -40,15 +40,7 @@ for path in glob.glob("/proc/[0-9]*/cmdline"):
 
 @dataclass(slots=True)
 class Struck:
-    """The result of a case.
-
-    Attributes:
-        targets: names of the affected peers.
-        began, over: wall times of the beginning of the case and of the end of the fault.
-        should: names of the peers that must be in one mean afterwards.
-        figures: measurements, in seconds unless the name says otherwise.
-        failed: failures, in words.
-    """
+    """The result of a case. `over`: wall time of the end of the fault; `should`: who must be in one mean afterwards."""
 
     name: str
     targets: tuple[str, ...] = ()
@@ -60,20 +52,13 @@ class Struck:
 
 
 class Cases:
-    """Runs the cases.
-
-    Attributes:
-        struck: the cases so far.
-        events: the same as events of a timeline.
-    """
-
     def __init__(self, swarm: Swarm, say: Callable[[str], None]) -> None:
         self.struck: list[Struck] = []
         self.events: list[Event] = []
         self._swarm, self._say = swarm, say
 
     def all(self) -> Iterator[Callable[[], None]]:
-        """The cases in their order; consecutive faults of single peers affect different peers."""
+        """Consecutive faults of single peers affect different peers."""
         yield lambda: self._killed("kill -9 of the container's first process", "peer-1", self._swarm.pid)
         python = "node join"
         yield lambda: self._killed(
@@ -89,7 +74,6 @@ class Cases:
         yield self._down_and_up
 
     def up(self) -> None:
-        """Start a founder and peers with directories of their own, and wait until all are in one mean."""
         with self._case(f"compose up, founder and {PEERS} peers", KILL_SECONDS) as case:
             case.over = self._swarm.up(PEERS)
             case.targets = tuple(self._swarm.names)
@@ -171,7 +155,6 @@ class Cases:
                 case.failed.append("the peer itself did not live through it")
 
     def _worker(self, name: str, old: int) -> int:
-        """Process id of the new worker; 0 if there is none yet."""
         try:
             found = self._swarm.process(name, WORKER).pid
         except AssertionError:
@@ -183,7 +166,7 @@ class Cases:
     def _one_by_one(self) -> None:
         """All peers leave in turn; all but the last return and continue; then the last returns.
 
-        The last is the peer with the highest directory, so that no other container takes it.
+        The last has the highest directory, so that no other container takes it.
         """
         swarm, names = self._swarm, self._swarm.names
         *others, last = names
@@ -249,18 +232,15 @@ class Cases:
         self._say(f"{'FAIL' if case.failed else 'ok':<5} {name}: {'; '.join([*case.failed, figures])}")
 
     def _tell(self, kind: str, what: str, *peers: str, at: float | None = None) -> float:
-        """Log an event; returns its wall time."""
         self.events.append(Event(time.time() if at is None else at, what, peers, kind))
         return self.events[-1].time
 
     def _together(self, names: Sequence[str], since: float, within_seconds: float) -> None:
-        """Wait until these peers are in one mean that each began after `since`."""
         peers = [self._swarm.peer(name) for name in names]
         left = max(1.0, since + within_seconds - time.time())
         wait(f"a mean of {len(names)}", lambda: one_mean(peers, since), left, POLL_SECONDS)
 
     def _latest(self, names: Sequence[str], since: float) -> float:
-        """When the last of these peers reported the first such mean."""
         peers = [self._swarm.peer(name) for name in names]
         found = one_mean(peers, since)
         assert found

@@ -19,7 +19,7 @@ _HELD = re.compile(r"/state/starling/(peer-\d+)(/|$)")
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """A peer: a state directory in a volume, whichever container holds it."""
+    """A state directory in a volume, whichever container holds it."""
 
     name: str
     id: str
@@ -31,20 +31,12 @@ class Peer:
 
     @property
     def incarnation(self) -> int:
-        """The number of starts of the peer."""
         return int((self.directory / "incarnation").read_text())
 
 
 @dataclass(slots=True)
 class Spell:
-    """One run of a container, from its start to its end.
-
-    Attributes:
-        name: name of its peer; empty while that is unknown.
-        expected: the exit code with which it should end, or minus a signal.
-        ended: wall time of its end; None while it runs.
-        code: its exit code, or minus a signal, once it has ended.
-    """
+    """One run of a container. `name`: its peer; empty while unknown. `code`: an exit code, or minus a signal."""
 
     container: str
     began: float
@@ -55,14 +47,12 @@ class Spell:
 
 
 def bytes_of(text: str) -> float:
-    """A size as Docker writes it: `604.4MiB`."""
     number, unit = re.fullmatch(r"([\d.]+)\s*([kKMGT]?i?B)", text).groups()  # type: ignore[union-attr]
     power = "BkMGT".index(unit[0].replace("K", "k"))
     return float(number) * (1024 if "i" in unit else 1000) ** power
 
 
 def directories(pid: int) -> Iterator[str]:
-    """Names of the state directories that the child processes of a container's first process have open."""
     for process in psutil.Process(pid).children(recursive=True):
         for descriptor in Path(f"/proc/{process.pid}/fd").iterdir():
             with suppress(OSError):

@@ -30,14 +30,12 @@ _SETTINGS = ("bridge/bridge-nf-call-iptables", "bridge/bridge-nf-call-ip6tables"
 
 
 class NotHere(Exception):
-    """This machine does not allow the test; the message says in one line what is missing."""
+    """The message says in one line what is missing."""
 
 
 class Engine:
-    """The commands `docker` and `docker compose` against one engine.
-
-    Attributes:
-        before: `firewall` before the test started this engine; None: it was running already.
+    """The commands `docker` and `docker compose`. `before`: `firewall` before the test started it; None: it ran
+    already.
     """
 
     def __init__(self, environment: Mapping[str, str], before: list[str] | None = None) -> None:
@@ -45,32 +43,22 @@ class Engine:
         self._compose = ("docker", "compose") if self._runs("docker", "compose", "version") else ("docker-compose",)
 
     def run(self, *arguments: str, seconds: float = _ASK_SECONDS, **more: Any) -> str:
-        """Run `docker`; returns its stdout.
-
-        Raises:
-            CalledProcessError: it failed; `stderr` says why.
-            TimeoutExpired: it took longer.
-        """
         return self._run(("docker", *arguments), seconds, self.environment, **more)
 
     def compose(self, *arguments: str, seconds: float, variables: Mapping[str, str]) -> str:
-        """Run `docker compose`, or Debian's `docker-compose`; returns its stdout."""
         return self._run((*self._compose, *arguments), seconds, self.environment | dict(variables))
 
     @property
     def own(self) -> bool:
-        """Whether the test started this engine."""
         return self.before is not None
 
     @property
     def versions(self) -> str:
-        """The versions of the engine and of compose, in one line."""
         compose = self._run((*self._compose, "version", "--short"), _ASK_SECONDS, self.environment).strip()
         engine = self.run("version", "--format", "{{.Server.Version}}").strip()
         return f"engine {engine}, {' '.join(self._compose)} {compose}"
 
     def events(self, file: Path, *filters: str) -> subprocess.Popen[bytes]:
-        """Start a process that appends the events of containers to a file, one JSON object a line."""
         command = ["docker", "events", "--format", "{{json .}}", *(f"--filter={each}" for each in filters)]
         with file.open("ab") as out:
             return subprocess.Popen(command, env=self.environment, stdin=subprocess.DEVNULL, stdout=out)
@@ -92,11 +80,7 @@ class Engine:
 
 @contextmanager
 def engine(home: Path) -> Iterator[Engine]:
-    """The running engine, or else a new one with its files in `home`.
-
-    Raises:
-        NotHere: none is running, and none can be started.
-    """
+    """The running engine, or else a new one with its files in `home`; `NotHere` if none can be started."""
     if os.geteuid():
         raise NotHere("it needs root, to strike processes in containers: run it as root")
     if not shutil.which("docker"):
@@ -118,7 +102,6 @@ def engine(home: Path) -> Iterator[Engine]:
 
 @contextmanager
 def _own(home: Path) -> Iterator[Engine]:
-    """A new engine with its files in `home`, in a network namespace."""
     before, address = firewall(), f"unix://{home}/docker.sock"
     command = [*_OWN_NETWORK, "dockerd", "--host", address, "--pidfile", f"{home}/docker.pid"]
     command += ["--data-root", f"{home}/data", "--exec-root", f"{home}/exec", "--cgroup-parent", f"/{home.name}"]
@@ -145,7 +128,6 @@ def _own(home: Path) -> Iterator[Engine]:
 
 
 def _weigh(group: str) -> None:
-    """Set the processor share of the control group of all containers."""
     second = (_GROUPS / "cgroup.controllers").exists()  # version 2 of control groups
     file, usual = (_GROUPS / group / "cpu.weight", 100) if second else (_GROUPS / "cpu" / group / "cpu.shares", 1024)
     with suppress(OSError):
@@ -159,7 +141,6 @@ def _last_line(home: Path) -> str:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End an engine and its child processes."""
     children: list[psutil.Process] = []
     with suppress(psutil.Error):
         children = psutil.Process(process.pid).children(recursive=True)
@@ -175,7 +156,6 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _unmount(home: Path) -> None:
-    """Unmount what a killed engine leaves mounted."""
     mounted = [line.split()[1] for line in Path("/proc/self/mounts").read_text().splitlines()]
     for place in sorted((each for each in mounted if each.startswith(f"{home}/")), reverse=True):
         subprocess.run(["umount", "--lazy", place], check=False, timeout=10, capture_output=True)

@@ -30,11 +30,7 @@ _LOOK = (
 
 
 def base(engine: Engine, given: str, home: Path) -> str:
-    """The base image: the given one, the usual one, or one made from Debian's packages if that is not available.
-
-    Raises:
-        NotHere: no base image is available.
-    """
+    """The given image, the usual one, or one made from Debian's packages if that is not available."""
     if given:
         if _has(engine, given) or _pulled(engine, given):
             return given
@@ -99,7 +95,7 @@ def pip_arguments(engine: Engine, base: str, given: str | None, context: Path) -
 
 
 def context(place: Path) -> Path:
-    """Copy the build context, so that nothing is written into the repository."""
+    """A copy, so that nothing is written into the repository."""
     place.mkdir()
     for name in _SOURCES:
         source, target = REPOSITORY / name, place / name
@@ -111,11 +107,6 @@ def context(place: Path) -> Path:
 
 
 def build(engine: Engine, tag: str, base: str, pip_arguments: str | None, place: Path) -> float:
-    """Build the image; returns the seconds that it took.
-
-    Raises:
-        SubprocessError: the build failed.
-    """
     arguments = {"BASE": base} | ({} if pip_arguments is None else {"PIP_ARGS": pip_arguments})
     given = [f"--build-arg={name}={value}" for name, value in arguments.items()]
     began = time.monotonic()
@@ -130,7 +121,6 @@ def size_bytes(engine: Engine, tag: str) -> int:
 
 
 def faults(engine: Engine, tag: str) -> Iterator[str]:
-    """The defects of the image, in words."""
     if (size := size_bytes(engine, tag)) > MOST_BYTES:
         yield f"it takes {size / 1e9:.2f} GB, more than {MOST_BYTES / 1e9:.2f}"
     config = json.loads(engine.run("image", "inspect", "--format", "{{json .Config}}", tag))

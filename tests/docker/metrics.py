@@ -27,12 +27,7 @@ print(urllib.request.urlopen(request, timeout=5).read().decode())
 
 
 def faults(engine: Engine, tag: str, variables: Mapping[str, str], home: Path) -> Iterator[str]:
-    """Start a founder and Prometheus' container, with the image `tag`; what does not hold, in words.
-
-    Args:
-        variables: settings of docker/compose.yaml.
-        home: a directory for the files of the test.
-    """
+    """Start a founder and Prometheus' container, with the image `tag`; what does not hold, in words."""
     project, idle = f"starling-metrics-{uuid.uuid4().hex[:8]}", home / "idle.yaml"
     idle.write_text(json.dumps(_IDLE))  # YAML, too
     files = [argument for each in (*(REPOSITORY / each for each in _FILES), idle) for argument in ("-f", str(each))]
@@ -52,7 +47,6 @@ def faults(engine: Engine, tag: str, variables: Mapping[str, str], home: Path) -
 
 
 def _unread(engine: Engine, prometheus: str, what: str) -> Iterator[str]:
-    """The error of the last attempt, if Prometheus' container cannot read the founder's metrics in time."""
     said = ""
 
     def read() -> bool:

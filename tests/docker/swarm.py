@@ -37,13 +37,7 @@ _KEY_BYTES = 32
 
 @dataclass(slots=True)
 class Swarm:
-    """One compose project. Nothing of it is left after `remove`.
-
-    Attributes:
-        spells: all runs of all its containers so far, oldest first.
-        logs: peer -> the logs of removed containers.
-        health: (container, start of its check) -> the exit code of the check.
-    """
+    """One compose project, gone after `remove`. `health`: (container, start of a check) -> exit code."""
 
     engine: Engine
     project: str
@@ -66,7 +60,7 @@ class Swarm:
         )
 
     def up(self, peers: int) -> float:
-        """Start the founder and `peers` other peers, as far as they do not run; returns the wall time before."""
+        """Start the founder and `peers` others, as far as they do not run; returns the wall time before."""
         if not self._watch:
             filters = ("type=container", "event=start", "event=die", f"label=com.docker.compose.project={self.project}")
             self._watch = self.engine.events(self.home / "events.jsonl", *filters)
@@ -76,11 +70,9 @@ class Swarm:
         return began
 
     def down(self) -> None:
-        """Remove the containers with their logs, and the network; the volumes stay."""
         self.compose("down", "--timeout", str(GRACE_SECONDS), seconds=STOP_SECONDS)
 
     def remove(self) -> None:
-        """Remove containers, network and volumes."""
         with suppress(OSError, subprocess.SubprocessError):
             self.keep_logs()
         try:
@@ -93,7 +85,6 @@ class Swarm:
     # -- containers ---------------------------------------------------------------------------------------------------
 
     def container(self, name: str) -> str:
-        """The id of the last known container of a peer."""
         return next(spell.container for spell in reversed(self.spells) if spell.name == name)
 
     def inspect(self, container: str) -> dict[str, Any]:
@@ -101,11 +92,9 @@ class Swarm:
         return found
 
     def pid(self, name: str) -> int:
-        """Process id, on this machine, of the first process in a peer's container."""
         return int(self.inspect(self.container(name))["State"]["Pid"])
 
     def process(self, name: str, command: str) -> psutil.Process:
-        """The first process in a peer's container whose command line matches the pattern `command`."""
         for each in psutil.Process(self.pid(name)).children(recursive=True):
             with suppress(psutil.Error):
                 if re.search(command, " ".join(each.cmdline())):
@@ -113,19 +102,17 @@ class Swarm:
         raise AssertionError(f"{name} has no process {command!r} now")
 
     def die(self, name: str, pid: int) -> float:
-        """Send SIGKILL to a process whose death ends the peer's container; returns the wall time."""
+        """Kill a process whose death ends the peer's container; returns the wall time."""
         self.expect([name], -signal.SIGKILL)
         os.kill(pid, signal.SIGKILL)
         return time.time()
 
     def expect(self, names: Collection[str], code: int) -> None:
-        """Set the expected exit code of the running containers of these peers."""
         for spell in self.running:
             if spell.name in names:
                 spell.expected = code
 
     def stop(self, *names: str) -> float:
-        """Stop peers at once by `docker stop`; returns the seconds that it took."""
         began = time.monotonic()
         containers = [self.container(name) for name in names]
         self.engine.run("stop", "--time", str(GRACE_SECONDS), *containers, seconds=STOP_SECONDS)
@@ -133,14 +120,12 @@ class Swarm:
         return time.monotonic() - began
 
     def start(self, *names: str) -> float:
-        """Start the containers of these peers again; returns the wall time before."""
         began, running = time.time(), len(self.running)
         self.engine.run("start", *(self.container(name) for name in names), seconds=UP_SECONDS)
         self.identify(running + len(names))
         return began
 
     def privileges(self) -> list[str]:
-        """Privileges that a container has and should not have, in words."""
         found = []
         for spell in self.running:
             state = self.inspect(spell.container)
@@ -163,7 +148,6 @@ class Swarm:
 
     @property
     def names(self) -> list[str]:
-        """Names of the running peers, the founder first."""
         return sorted(spell.name for spell in self.running if spell.name)
 
     @property
@@ -171,8 +155,6 @@ class Swarm:
         return [self.peer(name) for name in self.names]
 
     def identify(self, count: int) -> None:
-        """Wait until `count` containers run and the peer of each is known."""
-
         def known() -> bool:
             running = self.running
             for spell in running:
@@ -182,7 +164,6 @@ class Swarm:
         wait(f"{count} peers hold their directories", known, IDENTITY_SECONDS, POLL_SECONDS)
 
     def peer(self, name: str) -> Peer:
-        """The peer of this name, which has been identified."""
         if name not in self._peers:
             path = self._directory(name)
             key = (path / "identity.key").read_bytes()[-_KEY_BYTES:]  # the public half
@@ -190,11 +171,10 @@ class Swarm:
         return self._peers[name]
 
     def everybody(self) -> dict[str, Peer]:
-        """All peers that were ever identified, by name."""
+        """All peers that were ever identified."""
         return {name: self.peer(name) for name in sorted({spell.name for spell in self.spells if spell.name})}
 
     def incarnations(self) -> dict[str, list[Incarnation]]:
-        """Peer -> its ended runs."""
         found: dict[str, list[Incarnation]] = {}
         for spell in self.spells:
             if spell.ended is not None and spell.name:
@@ -221,7 +201,7 @@ class Swarm:
                     spell.ended, spell.code = moment, 128 - code if code > 128 else code
 
     def _held(self, spell: Spell) -> str:
-        """The name of the peer whose directory a container holds; empty if it holds none, or has ended."""
+        """The peer whose directory a container holds; empty if it holds none, or has ended."""
         with suppress(OSError, subprocess.SubprocessError, psutil.Error):
             state = self.inspect(spell.container)
             founder = state["Config"]["Labels"]["com.docker.compose.service"] == FOUNDER
@@ -244,7 +224,6 @@ class Swarm:
     # -- logs, health, memory -----------------------------------------------------------------------------------------
 
     def keep_logs(self) -> None:
-        """Save the logs of all containers, before they are removed."""
         latest = {spell.container: spell.name for spell in self.spells}
         listed = self.engine.run("ps", "--all", "--quiet", "--no-trunc", f"--filter=label={self._label}").split()
         for container in listed:
@@ -259,7 +238,6 @@ class Swarm:
         return f"com.docker.compose.project={self.project}"
 
     def look_at_health(self) -> dict[str, str]:
-        """Peer -> its health status, such as `healthy`; also notes its last checks in `health`."""
         found = {}
         for spell in self.running:
             health = self.inspect(spell.container)["State"].get("Health") or {}
@@ -268,7 +246,6 @@ class Swarm:
         return found
 
     def memory_bytes(self) -> dict[str, float]:
-        """Peer -> the memory use of its running container, from `docker stats`."""
         names = {spell.container: spell.name for spell in self.running}
         command = ("stats", "--no-stream", "--no-trunc", "--format", "{{.ID}} {{.MemUsage}}", *names)
         lines = [line.split() for line in self.engine.run(*command, seconds=UP_SECONDS).splitlines()]

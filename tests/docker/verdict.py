@@ -20,7 +20,7 @@ Figures = dict[str, Any]
 def play(
     swarm: Swarm, events: Sequence[Event], struck: Sequence[Struck], calm: tuple[float, float], ended: float
 ) -> Recording:
-    """The recording for the judge. The swarm has left, and its volumes still exist."""
+    """The swarm has left, and its volumes still exist."""
     everybody = swarm.everybody()
     last = struck[-1] if struck else Struck("the start", over=calm[1], should=tuple(everybody))
     return Recording(
@@ -45,7 +45,6 @@ def play(
 
 
 def forks(play: Recording, struck: Sequence[Struck]) -> Iterator[Violation]:
-    """A violation for each fork of a peer that no case affected at that time."""
     windows = [
         (case.began, case.over + case.figures.get("recovery_seconds", RECOVERY_SECONDS), case) for case in struck
     ]
@@ -58,7 +57,6 @@ def forks(play: Recording, struck: Sequence[Struck]) -> Iterator[Violation]:
 
 
 def unnamed(swarm: Swarm) -> Iterator[Violation]:
-    """A violation for each container that ended before it held a directory."""
     for spell in swarm.spells:
         if not spell.name:
             what = f"a container ended with {spell.code} before it held a directory"
@@ -66,7 +64,6 @@ def unnamed(swarm: Swarm) -> Iterator[Violation]:
 
 
 def losses(play: Recording) -> tuple[float, float]:
-    """The first and the last reported held-out loss."""
     reported = [
         each["held_out_loss"]
         for each in reports(play, ("committed", "alone", "fork"))
@@ -76,7 +73,6 @@ def losses(play: Recording) -> tuple[float, float]:
 
 
 def figures(play: Recording, swarm: Swarm, struck: Sequence[Struck]) -> Figures:
-    """The figures of the play, for JSON."""
     everything = [report for history in play.histories.values() for report in history]
     first, last = losses(play)
     failed = sum(code != 0 for code in swarm.health.values())
@@ -97,7 +93,6 @@ def figures(play: Recording, swarm: Swarm, struck: Sequence[Struck]) -> Figures:
 
 
 def table(found: Figures) -> list[str]:
-    """The figures of the cases as a Markdown table, for benchmarks/RESULTS.md."""
     lines = ["| fault | the others' next round, s | all in one mean again, s | peers | |", "|---|---|---|---|---|"]
     for case in found["cases"]:
         cells = [_number(case.get(f"{what}_seconds")) for what in ("next_round", "recovery")]
@@ -118,7 +113,6 @@ def _number(value: float | None) -> str:
 
 
 def summary(found: Figures) -> str:
-    """The figures of the whole play in one line."""
     first, last = found["held_out_loss"]
     memory = [value / 2**20 for value in found["memory_bytes"].values()]
     return (

@@ -3,8 +3,8 @@
     python -m tests.faults --scenario kill --seed 6
     python -m tests.faults --scenario matrix [--json]
 
-It prints the schedule, a timeline and, last, one JSON object. The directory of the play holds what the peers wrote, and
-a picture. Each peer runs in its own network namespace if the machine allows that (Linux, root, iproute2, iptables).
+It prints the schedule, a timeline and, last, one JSON object. The directory of the play holds what the peers wrote.
+Each peer runs in its own network namespace if the machine allows that (Linux, root, iproute2, iptables).
 Otherwise all run on the loopback, and scenarios that need a network are not played.
 Exit code: 0 without violations, 1 with violations, 2 if a scenario was not played.
 """
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.faults.artifacts import DIRECTORY, home_of, one
-from tests.faults.points import POINTS
+from tests.faults.failpoints import POINTS
 from tests.faults.runner import TASKS, Options, Unplayable
 from tests.faults.scenarios import SCENARIOS
 from tests.faults.shell import PROGRAM, from_shell

@@ -1,4 +1,4 @@
-"""One play with its artifacts: played, judged, printed and drawn, in a directory of its own."""
+"""One play with its artifacts: played, judged and printed, in a directory of its own."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from tests.faults.judge import judge
-from tests.faults.picture import draw
 from tests.faults.recording import Recording
 from tests.faults.runner import Options, play
 from tests.faults.scenarios import Scenario, scenario_of
@@ -19,15 +18,12 @@ DIRECTORY = Path("build/faults")
 
 
 def home_of(plays: Path, name: str, seed: int, stage: Options) -> Path:
-    """The directory of a play."""
     return plays / "-".join([stage.protocol] * stage.loose + [name, str(seed)])
 
 
 def one(name: str, seed: int, stage: Options, home: Path, say: Callable[[str], None]) -> dict[str, Any]:
-    """Play and judge one scenario in a directory of its own, which is emptied before; returns the JSON object.
-
-    Raises:
-        Unplayable: this machine does not allow it.
+    """Play and judge one scenario in a directory of its own, which is emptied before; `Unplayable` if this machine
+    cannot.
     """
     return kept(name, scenario_of(name, stage.protocol), seed, stage, home, say)[1]
 
@@ -48,6 +44,5 @@ def kept(
     (home / "verdict.json").write_text(json.dumps(result, allow_nan=False) + "\n")
     if played.samples:
         (home / "samples.json").write_text(json.dumps(played.samples))
-    draw(played, verdict, home / "picture.png")
-    say(f"kept in {home}: what each peer wrote, timeline.txt, picture.png")
+    say(f"kept in {home}: what each peer wrote, timeline.txt, verdict.json")
     return played, result

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 
-from tests.faults.points import ONE_ROLE_ONLY
+from tests.faults.failpoints import ONE_ROLE_ONLY
 from tests.faults.steps import STRUCK, Step
 
 JOINERS = 8
@@ -26,8 +26,6 @@ def trap(rng: random.Random, point: str, names: Sequence[str]) -> Step:
 
 
 def kill(points: Sequence[str]) -> Draw:
-    """Kill a peer at one of these points."""
-
     def draw(rng: random.Random, seed: int, names: Sequence[str]) -> list[Step]:
         return [trap(rng, points[seed % len(points)], names)]
 
@@ -133,8 +131,6 @@ def firewall(rng: random.Random, seed: int, names: Sequence[str]) -> list[Step]:
 
 
 def lasting(act: str, amount: float, everybody: bool = False, seconds: float = 10) -> Draw:
-    """A fault that lasts for `seconds`."""
-
     def draw(rng: random.Random, seed: int, names: Sequence[str]) -> list[Step]:
         targets = () if everybody else (rng.choice(names),)
         return [moment(rng), Step(act, targets, amount), Step("wait", amount=seconds), Step("heal")]
@@ -167,7 +163,6 @@ def stages(count: int) -> Draw:
 
 
 def _away(act: str, targets: Sequence[str], role: str, back: str) -> list[Step]:
-    """Take peers away for a time."""
     names = tuple(targets)
     return [Step(act, names, role=role), Step("wait", amount=AWAY_SECONDS), Step(back, names, role=role)]
 
@@ -207,12 +202,10 @@ def overlap(rng: random.Random, seed: int, names: Sequence[str]) -> list[Step]:
 
 
 def memory(rng: random.Random, seed: int, names: Sequence[str]) -> list[Step]:
-    """Memory runs out once: the kernel kills a worker."""
     return [moment(rng), Step("squeeze", (rng.choice(names),)), Step("heal")]
 
 
 def memory_gone(rng: random.Random, seed: int, names: Sequence[str]) -> list[Step]:
-    """Memory has no room for a worker: the kernel kills one after the other."""
     victim = (rng.choice(names),)
     steps = [moment(rng), Step("confine", victim), Step("resigned", victim), Step("settle")]
     return [*steps, Step("heal"), Step("restart", victim)]
@@ -241,8 +234,6 @@ def bit_flips(rng: random.Random, seed: int, names: Sequence[str]) -> list[Step]
 
 
 def liar(lies: Sequence[str]) -> Draw:
-    """One peer tells one of these lies for ten seconds."""
-
     def draw(rng: random.Random, seed: int, names: Sequence[str]) -> list[Step]:
         targets, lie = (rng.choice(names),), lies[seed % len(lies)]
         return [

@@ -15,16 +15,7 @@ DEATH_SECONDS = 3.0
 
 
 class EventLog:
-    """Collects what happens during a play.
-
-    Attributes:
-        events: what was done to the peers.
-        measures: name -> the value of each measurement.
-        incarnations: peer -> its processes that have ended.
-        left: peer -> command lines of processes that outlived it.
-        stuck: steps that failed or timed out, in words.
-        last: wall time of the last event.
-    """
+    """What happens during a play: by peer or by measure; `stuck` holds steps that failed or timed out, in words."""
 
     def __init__(self, swarm: RealSwarm) -> None:
         self.events: list[Event] = []
@@ -43,7 +34,6 @@ class EventLog:
         return self.last
 
     def began(self, name: str) -> None:
-        """Note that a process of the peer was started."""
         self._began[name] = time.time()
 
     def over(self, name: str, expected: int, seconds: float) -> None:
@@ -64,7 +54,6 @@ class EventLog:
             peer.clear()
 
     def ended(self, name: str, expected: int) -> None:
-        """Note that a peer's process has ended."""
         code = self._swarm[name].code
         assert code is not None
         self.incarnations.setdefault(name, []).append(Incarnation(self._began.pop(name), time.time(), code, expected))
@@ -77,11 +66,9 @@ class EventLog:
                 self.ended(name, 0)
 
     def running(self, but: Sequence[str] = ()) -> list[RealPeer]:
-        """The running peers, except those named in `but`."""
         return [peer for peer in self._swarm.running if peer.name not in but]
 
     def measure(self, what: str, value: float) -> None:
-        """Note the value of a measurement."""
         self.measures.setdefault(what, []).append(value)
 
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -33,26 +33,38 @@ from tests.faults.wrapped import WrappedTransport
 log = logging.getLogger(__name__)
 
 ANSWER_SECONDS = 10.0
-POINTS = (
+VOTED = (
     "train", "send Ready", "send Plan", "receive Plan", "trained",
     "send Contribute", "send Chunk", "receive Chunk", "send Reduced", "send PartDone", "receive Reduced",
     "send Propose", "send Accept", "receive Propose", "receive Accept", "send Certificate",
     "write", "evaluate", "report", "reported",
 )  # fmt: skip
-"""Twenty failpoints that every committed round of several peers passes, roughly in the order of their first passing.
+"""Points that every committed round of several peers passes, roughly in the order of their first passing.
 
-Every peer passes all of them, except that only the coordinator sends Plan and Propose, and only the others receive
-them. A round has five more, each close to one of these: read, receive Ready, receive Contribute, receive PartDone,
-receive Certificate. A Certificate may be sent as late as in the sender's next round.
-"""
+Only the coordinator sends Plan and Propose, and only the others receive them. A Certificate may be sent as late as in
+the sender's next round."""
+POINTS: Mapping[str, tuple[str, ...]] = {
+    "butterfly": VOTED,
+    "gossip": (
+        "train", "receive ExchangeRequest", "send ExchangeReply", "trained", "send ExchangeRequest",
+        "receive ExchangeReply", "send Chunk", "receive Chunk", "send StateReceived", "receive StateReceived",
+        "read", "write", "evaluate", "report", "reported",
+    ),
+    "moshpit": (
+        "train", "send PositionAnnouncement", "receive PositionAnnouncement", "trained", "read", "send Plan",
+        "receive Plan", "send Contribute", "send Chunk", "receive Chunk", "send Reduced", "send PartDone",
+        "receive Reduced",
+        "write", "evaluate", "report", "reported",
+    ),
+}  # fmt: skip
+"""Protocol -> the points that every peer passes in its rounds, roughly in their order."""
+
+ONE_ROLE_ONLY = ("send Plan", "receive Plan", "send Propose", "receive Propose")
+"""Points that only a caller or only the other members pass: the first peer that reaches one is killed."""
 
 
 class FailpointClient:
-    """The connection to the harness, opened at the first failpoint. Without a harness, it logs that and does nothing.
-
-    Attributes:
-        round: number of the round that this peer began last; -1 before the first.
-    """
+    """The connection to the harness, opened at the first failpoint. Without one it logs that, and does nothing."""
 
     def __init__(self, path: str, answer_seconds: float = ANSWER_SECONDS) -> None:
         self.round = -1
@@ -64,10 +76,7 @@ class FailpointClient:
     def point(self, name: str, header: Header | None = None) -> None:
         """Report a failpoint, and block the whole process until the harness has answered.
 
-        After an error or a missing answer, no further failpoints are reported.
-
-        Args:
-            header: header of a frame. Its type is added to the point's name, and its round is used if it has one.
+        A header's type is added to the name, and its round is used. After an error, no further failpoints are reported.
         """
         key = getattr(header, "key", None)
         number = key.round if isinstance(key, RoundKey) else self.round
@@ -90,7 +99,6 @@ class FailpointClient:
         self.close()
 
     def close(self) -> None:
-        """Stop reporting failpoints."""
         if self._socket:
             self._socket.close()
         self._socket = None

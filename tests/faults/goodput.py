@@ -48,8 +48,8 @@ def goodput(play: Recording) -> float:
 def participation(play: Recording) -> float:
     """Contributors of a round over peers that were up at its decision, averaged over the rounds since the calm began.
 
-    A skipped round has no contributors. A round decided on two branches counts on both. A member without weight, or
-    without a counted chunk, is no contributor. nan if there was no round.
+    A skipped round has none. A member without weight, or without a counted chunk, is not one. nan if there was no
+    round.
     """
     decided = [report for report in reports(play, DECIDED) if play.calm[0] <= report["time"] <= play.ended]
     weightless = {(report["peer"], report["lineage"]) for report in decided if report["weight"] == 0}
@@ -93,7 +93,6 @@ def _peer_seconds(play: Recording, since: float, until: float) -> float:
 
 
 def reports(play: Recording, outcomes: Sequence[str]) -> list[Report]:
-    """The reports of all peers with one of these outcomes, oldest first."""
     found = (report for history in play.histories.values() for report in history if report["outcome"] in outcomes)
     return sorted(found, key=lambda report: report["time"])
 

@@ -22,7 +22,6 @@ LAST_REPORTS = 3
 
 
 def broken(play: Recording) -> list[Violation]:
-    """Every violation of what an independent protocol guarantees."""
     return [*check(play.histories, play.protocol), *_apart(play)]
 
 
@@ -70,7 +69,6 @@ def participation(play: Recording) -> float:
 
 
 def _counted(history: Sequence[Report]) -> Iterator[tuple[float, float]]:
-    """(time, tokens) of each time at which tokens of a peer counted."""
     for incarnation in incarnations(history):
         waiting = 0.0
         for report in incarnation:
@@ -85,7 +83,6 @@ def _overlap(incarnation: Incarnation, since: float, until: float) -> float:
 
 
 def measures(play: Recording) -> dict[str, list[float]]:
-    """The spread in the calm and at the end, and the number of half exchanges."""
     reports = [report for history in play.histories.values() for report in history]
     return {
         "spread_in_the_calm": _spreads(play, *play.calm),
@@ -101,10 +98,7 @@ def _spreads(play: Recording, since: float, until: float) -> list[float]:
 
 
 def _last_spreads(play: Recording) -> list[float]:
-    """The same at the end; 0 for all peers if their last reports share a hash of parameters.
-
-    The hash is more exact, as reported spreads compare with the others' earlier sketches.
-    """
+    """The same at the end; 0 for all if they hold the same parameters, since spreads compare with older sketches."""
     ends = _spreads(play, play.healed, play.ended)
     held = [{each["params_hash"] for each in last} for last in _last(play, play.healed, play.ended) if last]
     same = len(held) >= len(play.should) and bool(set.intersection(*held)) if held else False
@@ -112,7 +106,6 @@ def _last_spreads(play: Recording) -> list[float]:
 
 
 def _last(play: Recording, since: float, until: float) -> list[list[Report]]:
-    """Each peer's last reports of that time with a known spread, oldest first."""
     histories = [play.histories.get(name, ()) for name in play.ids]
     return [
         [each for each in history if since < each["time"] <= until and _known(each)][-LAST_REPORTS:]
@@ -125,7 +118,6 @@ def _known(report: Report) -> bool:
 
 
 def _apart(play: Recording) -> Iterator[Violation]:
-    """A violation if the spread at the end is above the limit, or unknown."""
     ends = _last_spreads(play)
     if play.task == "paced":
         limit = APART * math.sqrt(max(0, len(play.should) - 1))

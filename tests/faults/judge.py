@@ -24,7 +24,6 @@ from tests.faults.recording import Recording
 from tests.support.checkers import DECIDED, Violation, began, check, one_branch
 
 NO_ROUND = -1
-"""The round of a violation that belongs to no round."""
 LEVEL_REPORTS = 3
 QUOTED_CHARACTERS = 160
 _ALARMS = re.compile(
@@ -35,23 +34,7 @@ _ALARMS = re.compile(
 
 @dataclass(frozen=True)
 class Verdict:
-    """The verdict on a play.
-
-    Attributes:
-        verdict: `pass` or `fail`; it fails with any violation.
-        violations: each with `invariant`, `peer` (its name), `round` (-1: of none) and `detail`.
-        rounds_committed: lineages on any branch that were first reported as committed, alone or fork after the calm
-            began; rounds_skipped: as skipped.
-        goodput: tokens that counted after the calm, as a share of those that the peers that were up would have
-            contributed at the calm's rate (`tests.faults.goodput`). nan if the calm is too short to have a rate.
-        participation: contributors of a round over peers that were up, averaged over the rounds since the calm began;
-            for protocols without a shared anchor the share of rounds in which a peer mixed. nan without rounds.
-        recovery_seconds: from the end of the faults until the last expected peer reported the first round with all of
-            them; nan if there was none.
-        measures: name -> `median`, `worst` (the highest) and `trials`.
-        faults: with stages, the figures of each fault (`tests.faults.stage_figures`).
-        missed: measure -> its worst value and the aim. An aim at a measure without a finite value is missed.
-    """
+    """The verdict on a play, `pass` or `fail`. nan: unknown, or never. A round of -1 in a violation: of none."""
 
     scenario: str
     seed: int
@@ -67,22 +50,14 @@ class Verdict:
     faults: list[dict[str, Any]] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, Any]:
-        """The verdict for JSON, with None for numbers that are not finite."""
+        """For JSON, with None for numbers that are not finite."""
         found: dict[str, Any] = json.loads(json.dumps(asdict(self)), parse_constant=lambda _: None)
         return found
 
 
 @dataclass(frozen=True, slots=True)
 class Promise:
-    """How plays of a kind of protocol are judged.
-
-    Attributes:
-        broken: returns the violations in the histories.
-        recovery_seconds: from the end of the faults until all expected peers average together again; nan: never.
-        back, together: how the printed texts name that recovery, and the round in which it ends.
-        goodput, participation: see `tests.faults.goodput`.
-        measures: returns measures taken from the histories: name -> values.
-    """
+    """How plays of a kind of protocol are judged; `back` and `together` name its recovery in printed texts."""
 
     broken: Callable[[Recording], Sequence[Violation]]
     recovery_seconds: Callable[[Recording], float]
@@ -94,11 +69,6 @@ class Promise:
 
 
 def judge(play: Recording) -> Verdict:
-    """The verdict on a play.
-
-    Raises:
-        KeyError: a history holds something other than round reports.
-    """
     promise = promise_of(play)
     first = staged.stage_of(play, 0) if play.stages > 1 else play  # stage 0 is the clock of all rounds
     recovery = promise.recovery_seconds(play)
@@ -136,12 +106,10 @@ def judge(play: Recording) -> Verdict:
 
 
 def name_of(play: Recording, peer: str) -> str:
-    """The name of the peer with this id; the id's end if no peer has it."""
     return next((name for name, each in play.ids.items() if each == peer), f"…{peer[-6:]}")
 
 
 def promise_of(play: Recording) -> Promise:
-    """How a play is judged: by whether its model is in stages, and whether its peers share an anchor."""
     if play.stages > 1:
         return _STAGED
     return _APART if play.protocol in INDEPENDENT_PROTOCOLS else _ONE
@@ -154,8 +122,7 @@ def _one_story(play: Recording) -> list[Violation]:
 def _recovery_seconds(play: Recording) -> float:
     """Seconds from the end of the faults until all expected peers have reported one round with all of them; nan: never.
 
-    The round must have begun after the faults, as an earlier one may hold contributions from before. Each peer must
-    have a weight in it: a peer that is only named in the plan has not recovered.
+    It must have begun after the faults, and each must have a weight in it: being named in the plan is not enough.
     """
     wanted = {play.ids.get(name, "") for name in play.should}
     decided = [
@@ -173,22 +140,18 @@ def _recovery_seconds(play: Recording) -> float:
 
 
 def _stages_recovery_seconds(play: Recording) -> float:
-    """The same, of the stage that took longest."""
     return staged.slowest({stage: _recovery_seconds(staged.stage_of(play, stage)) for stage in range(play.stages)})
 
 
 def _stages_goodput(play: Recording) -> float:
-    """That of stage 0: the same tokens pass all stages."""
     return goodput(staged.stage_of(play, 0))
 
 
 def _stages_participation(play: Recording) -> float:
-    """The mean over the stages."""
     return fmean(participation(staged.stage_of(play, stage)) for stage in range(play.stages))
 
 
 def _skipped(play: Recording) -> dict[str, float]:
-    """The number of rounds skipped after the calm, and their share of the rounds decided since."""
     skipped, means = (
         sum(time > play.calm[1] for time in first_reported(play, outcomes).values())
         for outcomes in (("skipped",), MEANS)
@@ -207,7 +170,6 @@ def _standstill(play: Recording) -> float:
 
 
 def _progress(play: Recording, recovery: float) -> Iterator[Violation]:
-    """A violation if the expected peers do not average together in time, or if no peer is expected to."""
     limit, peers = play.limits.recovery_seconds, ", ".join(play.should) or "no peer"
     if not recovery <= limit:
         together = promise_of(play).together
@@ -216,7 +178,6 @@ def _progress(play: Recording, recovery: float) -> Iterator[Violation]:
 
 
 def _forks(play: Recording) -> Iterator[Violation]:
-    """A violation for each fork, unless the scenario allows forks."""
     if play.limits.forks:
         return
     seen: set[str] = set()
@@ -229,7 +190,6 @@ def _forks(play: Recording) -> Iterator[Violation]:
 
 
 def _strangers(play: Recording) -> Iterator[Violation]:
-    """A violation for each peer in the reports that the harness did not start."""
     known = set(play.ids.values())
     for report in (report for history in play.histories.values() for report in history):
         for peer in sorted({report["peer"], *report["peers"]} - known):
@@ -238,7 +198,6 @@ def _strangers(play: Recording) -> Iterator[Violation]:
 
 
 def _endings(play: Recording) -> Iterator[Violation]:
-    """Violations of how processes end: exit code, time, and children that are left."""
     for name in play.ids:
         incarnations = play.incarnations.get(name, ())
         starts = {report["incarnation"] for report in play.histories.get(name, ())}
@@ -256,7 +215,7 @@ def _endings(play: Recording) -> Iterator[Violation]:
 
 
 def _alarms(play: Recording) -> Iterator[Violation]:
-    """A violation for each peer whose log holds an unexpected error; injected faults cause only warnings."""
+    """Injected faults cause only warnings."""
     for name, log in play.logs.items():
         lines = log.splitlines()
         found = [index for index, line in enumerate(lines) if _ALARMS.search(line)]
@@ -268,7 +227,7 @@ def _levels(play: Recording) -> Iterator[Violation]:
     """A violation if a peer that ran all the time holds more resources at the end than in the calm.
 
     Medians are compared, because a report may fall into a transfer. Descriptors and tasks may grow with the number of
-    peers and by a few more. Memory is mostly that of PyTorch, and does not depend on the number of peers.
+    peers and by a few more; memory is mostly PyTorch's, and does not.
     """
     processes = [process for incarnations in play.incarnations.values() for process in incarnations]
     up = [sum(process.began <= time <= process.ended for process in processes) for time in (play.calm[1], play.ended)]
@@ -303,7 +262,6 @@ _APART = Promise(
 
 
 def in_words(code: int) -> str:
-    """An exit code in words, or the name of the signal, such as SIGKILL."""
     try:
         return signal.Signals(-code).name if code < 0 else f"exit code {code}"
     except ValueError:
@@ -317,7 +275,6 @@ def _summary(values: Sequence[float]) -> dict[str, float]:
 
 
 def _named(violation: Violation, play: Recording) -> Violation:
-    """The violation with names in place of peer ids."""
     detail = violation.detail
     for name, peer in play.ids.items():
         detail = detail.replace(peer, name) if peer else detail

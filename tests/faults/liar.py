@@ -27,8 +27,6 @@ VOTERS_LIES = {"wrong-mean": "two-parts", "forged-record": "forged-certificate"}
 
 
 class FirstAsked(Container[PeerId]):
-    """Contains only the first peer that is looked up."""
-
     def __init__(self) -> None:
         self._first: object = None
 
@@ -38,7 +36,7 @@ class FirstAsked(Container[PeerId]):
 
 
 class LyingTransport(WrappedTransport):
-    """A transport whose streams tell the lie that the file named when they were opened."""
+    """Its streams tell the lie that the file named when they were opened."""
 
     def __init__(self, inner: Transport, signer: Signer, lie_file: Path) -> None:
         super().__init__(inner)

@@ -14,24 +14,20 @@ ACCUSED_SECONDS = 30.0
 
 
 def can_lie(peer: RealPeer) -> None:
-    """Let a peer, which is not started yet, lie."""
     peer.environment |= {LIE: str(lie_file(peer))}
 
 
 def lie_file(peer: RealPeer) -> Path:
-    """The file that holds a peer's lie; it is missing while the peer is honest."""
+    """It is missing while the peer is honest."""
     return peer.directory.with_suffix(".lie")
 
 
 class LiarControl:
-    """Makes peers lie and be honest again."""
-
     def __init__(self, notes: EventLog, swarm: RealSwarm) -> None:
         self._notes, self._swarm = notes, swarm
         self._lying: dict[str, float] = {}  # name -> since when
 
     def heal(self) -> None:
-        """Make all peers honest."""
         for name in self._lying:
             lie_file(self._swarm[name]).unlink(missing_ok=True)
         self._lying.clear()
@@ -44,14 +40,13 @@ class LiarControl:
         self._lying |= dict.fromkeys(targets, self._notes.tell(f"it lies: {step.role}", targets, "fault"))
 
     def accused(self, targets: tuple[str, ...], step: Step) -> None:
-        """Wait until an honest peer has named each liar in a report."""
         for name in targets:
             words = wait(f"an honest peer names {name}", lambda name=name: self._named(name), ACCUSED_SECONDS)  # type: ignore[misc]
             self._notes.measure("named_seconds", time.time() - self._lying[name])
             self._notes.tell(f"named: {words}", targets, "heal")
 
     def _named(self, name: str) -> str:
-        """The reason for which an honest peer has named a liar since it lies; empty if none has."""
+        """Why an honest peer has named the liar since it lies; empty if none has."""
         liar = self._swarm[name]
         for peer in self._notes.running(tuple(self._lying)):
             for report in reversed(peer.reports()):

@@ -32,11 +32,7 @@ _PIECE_BYTES = 1 << 20
 
 
 def small_disk(directory: Path) -> Callable[[], None]:
-    """Put a directory onto a small disk of its own, in memory; returns what takes it away again. Needs root.
-
-    Raises:
-        CalledProcessError: this machine will not do it.
-    """
+    """Put a directory onto a small disk of its own, in memory; returns what takes it away again. Needs root."""
     directory.mkdir(parents=True)
     options = f"size={SMALL_BYTES},mode=0700"
     subprocess.run(["mount", "-t", "tmpfs", "-o", options, "starling", str(directory)], check=True, timeout=10)
@@ -44,7 +40,7 @@ def small_disk(directory: Path) -> Callable[[], None]:
 
 
 def _to_disk(directory: Path) -> None:
-    """Take a small disk away; what was on it, but for what filled it, stays in the directory."""
+    """Take a small disk away; what was on it, but for the ballast, stays in the directory."""
     with TemporaryDirectory() as elsewhere:
         kept = Path(elsewhere, directory.name)
         with suppress(OSError):  # `shutil.Error` is one: what cannot be read is not kept
@@ -55,12 +51,6 @@ def _to_disk(directory: Path) -> None:
 
 
 class MachineFaults:
-    """Faults of disks, clocks and addresses.
-
-    Attributes:
-        began: monotonic time at which the schedule began.
-    """
-
     def __init__(self, notes: EventLog, swarm: RealSwarm, network: Namespaces | None) -> None:
         self.began = time.monotonic()
         self._notes, self._swarm, self._network = notes, swarm, network
@@ -69,7 +59,6 @@ class MachineFaults:
         self._clocks: list[tuple[str, slice, float]] = []
 
     def heal(self) -> None:
-        """Free the full disks and set the clocks right."""
         for peer in self._full:
             (peer.directory / _BALLAST).unlink(missing_ok=True)
         for peer, seconds, first in self._wrong:
@@ -116,14 +105,12 @@ class MachineFaults:
         return False
 
     def _small(self, name: str) -> RealPeer:
-        """A peer that has a small disk of its own."""
         disk = os.statvfs(self._swarm[name].directory)
         if disk.f_blocks * disk.f_frsize > 2 * SMALL_BYTES:
             raise OSError(errno.EPERM, f"{name} has no small disk of its own")
         return self._swarm[name]
 
     def flip(self, targets: tuple[str, ...], step: Step) -> None:
-        """Flip one bit of a file of the newest checkpoint."""
         self._damage(targets, step, _flip, "a bit of its newest checkpoint flips")
 
     def truncate(self, targets: tuple[str, ...], step: Step) -> None:
@@ -140,7 +127,6 @@ class MachineFaults:
         self._notes.tell(what, targets, "fault")
 
     def named(self, targets: tuple[str, ...], step: Step) -> None:
-        """Wait until each peer has logged that its checkpoint is damaged."""
         for name in targets:
             wait(f"{name} names what is damaged", lambda name=name: "is damaged" in self._swarm[name].said(), 20)  # type: ignore[misc]
 
@@ -184,7 +170,6 @@ def _weigh_down(disk: Path, but_bytes: int = 0) -> None:
 
 
 def _felt(reports: Sequence[Report], first: int, seconds: float) -> bool:
-    """Whether the clock of the reports jumped by about `seconds` just before report `first`."""
     if not 0 < first < len(reports):
         return False
     jump = began(reports[first]) - reports[first - 1]["time"]
@@ -192,12 +177,11 @@ def _felt(reports: Sequence[Report], first: int, seconds: float) -> bool:
 
 
 def clock_file(peer: RealPeer) -> Path:
-    """The file that holds the skew of a peer's clock."""
     return peer.directory.with_suffix(".clock")
 
 
 def set_clock(peer: RealPeer, seconds: float) -> None:
-    """Set the skew of a peer's wall clock; it takes effect at once."""
+    """It takes effect at once."""
     temporary = clock_file(peer).with_suffix(".new")
     temporary.write_text(f"{seconds}\n")
     temporary.replace(clock_file(peer))

@@ -44,8 +44,6 @@ while True:
 
 
 class Group:
-    """The memory control group of one peer."""
-
     def __init__(self, path: Path, version: int) -> None:
         self.path, self._version = path, version
         self._memory = ControlGroup(path, version)
@@ -62,16 +60,11 @@ class Group:
         return int((self.path / _USED[self._version]).read_text())
 
     def limit(self, size: int | None) -> None:
-        """Set the limit; None: unlimited.
-
-        Raises:
-            OSError: version 1, and more is in use that cannot be reclaimed.
-        """
+        """None: unlimited. OSError with version 1, if more is in use that cannot be reclaimed."""
         name, unlimited = _LIMITS[self._version]
         (self.path / name).write_text(unlimited if size is None else str(size))
 
     def remove(self) -> None:
-        """Kill the processes in the group, and remove it."""
         until = time.monotonic() + _REMOVED_SECONDS
         while time.monotonic() < until:
             with suppress(OSError):
@@ -85,11 +78,7 @@ class Group:
 
 
 def group(name: str) -> Group:
-    """Make a memory control group.
-
-    Raises:
-        OSError: it cannot be made; one line says why.
-    """
+    """Make a memory control group; OSError says in one line why that cannot be."""
     own = memory_group()
     version = own.version
     for parent in _parents(own):
@@ -117,7 +106,6 @@ def _parents(own: ControlGroup) -> Iterator[Path]:
 
 
 def why_not() -> str:
-    """Why this machine cannot set memory limits, in one line; empty if it can."""
     try:
         trial = group("trial")
     except OSError as error:
@@ -127,13 +115,10 @@ def why_not() -> str:
 
 
 class Memory:
-    """Faults of a peer's memory."""
-
     def __init__(self, notes: EventLog, swarm: RealSwarm, groups: Mapping[str, Group]) -> None:
         self._notes, self._swarm, self._groups = notes, swarm, groups
 
     def heal(self) -> None:
-        """Remove all limits."""
         for each in self._groups.values():
             with suppress(OSError):
                 each.limit(None)

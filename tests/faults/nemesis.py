@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -19,7 +20,6 @@ from tests.faults.machines import Act, MachineFaults
 from tests.faults.memory import Group, Memory
 from tests.faults.network import Namespaces
 from tests.faults.steps import STRUCK, Step
-from tests.faults.straggler import Straggler
 from tests.faults.tracing import Watch
 from tests.faults.wire import Proxied, Wire
 from tests.support.checkers import began
@@ -33,21 +33,15 @@ DIRECT_PORT = 7077
 TRAP_SECONDS = 60.0
 SUSPECTED_SECONDS = 30.0
 LEAVE_SECONDS = 15.0
+_CYCLE_SECONDS = 0.5
 
 
 HANDS = (MachineFaults, Memory, Wire, LiarControl)
-"""Classes that carry out steps for the nemesis."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tools:
-    """The tools of a nemesis.
-
-    Attributes:
-        network: None where peers run on the loopback.
-        groups: peer -> its memory control group, if its memory can be limited.
-        proxied: None where peers reach each other without a proxy.
-    """
+    """`network` and `proxied` are None where peers run on the loopback; `groups`: those whose memory can be limited."""
 
     watch: Watch
     network: Namespaces | None = None
@@ -55,14 +49,38 @@ class Tools:
     proxied: Proxied | None = None
 
 
-class Nemesis(EventLog):
-    """Carries out a schedule, and logs it."""
+class Straggler:
+    """Lets a process run for a share of the time only, as cpulimit does, to imitate a slower machine."""
 
+    def __init__(self, pid: Callable[[], int | None], share: float) -> None:
+        self.signals = 0
+        self._pid, self._share = pid, share
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._over.is_set():
+            pid = self._pid()  # it changes when the worker is restarted
+            self._signal(pid, signal.SIGSTOP)
+            self._over.wait((1 - self._share) * _CYCLE_SECONDS)
+            self._signal(pid, signal.SIGCONT)
+            self._over.wait(self._share * _CYCLE_SECONDS)
+
+    def _signal(self, pid: int | None, number: int) -> None:
+        if pid:
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
+                self.signals += 1
+
+    def end(self) -> None:
+        self._over.set()
+        self._thread.join(2 * _CYCLE_SECONDS)
+
+
+class Nemesis(EventLog):
     def __init__(self, swarm: RealSwarm, tools: Tools, patience: float = 1.0) -> None:
-        """
-        Args:
-            patience: factor of all times for which it waits for peers.
-        """
+        """`patience`: factor of all times for which it waits for peers."""
         super().__init__(swarm)
         self._patience = patience
         self._watch, self._network = tools.watch, tools.network
@@ -85,11 +103,6 @@ class Nemesis(EventLog):
         self.heal()
 
     def act(self, name: str) -> Act:
-        """The method that carries out steps of that name.
-
-        Raises:
-            AttributeError: there is none.
-        """
         found = (getattr(hand, name) for hand in self._hands if hasattr(hand, name))
         act: Act | None = getattr(self, f"_{name}", None) or next(found, None)
         if act is None:
@@ -97,7 +110,6 @@ class Nemesis(EventLog):
         return act
 
     def heal(self) -> None:
-        """End all lasting faults."""
         for straggler in self._stragglers:
             straggler.end()
             if not straggler.signals:
@@ -112,11 +124,9 @@ class Nemesis(EventLog):
         return [peer.name for peer in self.running(but)]
 
     def awaits(self, what: str, condition: Callable[[], T | None], seconds: float = SETTLE_SECONDS) -> T:
-        """What `tests.support.real_swarm.wait` returns, with this nemesis's patience."""
         return wait(what, condition, self._patience * seconds)
 
     def _suffers(self) -> bool:
-        """Whether a fault lasts."""
         return bool(self._stragglers or (self._network and self._network.suffers()))
 
     # -- processes ----------------------------------------------------------------------------------------------------
@@ -281,7 +291,6 @@ class Nemesis(EventLog):
             self.measure("contributions_lost", 0.0 if handed_in else 1.0)
 
     def leave(self, name: str) -> None:
-        """Ask a peer to finish, and wait for its end."""
         self.awaits(f"{name} is asked to finish", lambda: self._swarm[name].ask("finish").get("ok"), LEAVE_SECONDS)
         self.over(name, 0, self._patience * LEAVE_SECONDS)
 

@@ -42,7 +42,7 @@ class CommandFailed(RuntimeError):
 
 @dataclass(frozen=True, eq=False)
 class Cut:
-    """Packets from `sources` to `targets` are dropped; with `both`, also those from `targets` to `sources`."""
+    """Packets from `sources` to `targets` are dropped; with `both`, also those back."""
 
     sources: tuple[str, ...]
     targets: tuple[str, ...]
@@ -51,7 +51,7 @@ class Cut:
 
 @dataclass(frozen=True, eq=False)
 class Loss:
-    """This share of a peer's packets is dropped in each direction; of all packets if `name` is None."""
+    """A share of a peer's packets is dropped in each direction; of all packets if `name` is None."""
 
     name: str | None
     share: float
@@ -59,8 +59,6 @@ class Loss:
 
 @dataclass(frozen=True, eq=False)
 class Slowness:
-    """A peer's line carries no more than this, in each direction."""
-
     name: str
     bits_per_second: int
 
@@ -121,13 +119,6 @@ def framing(faults: Iterable[Fault]) -> str:
 
 @dataclass(frozen=True)
 class Place:
-    """The namespace and line of one peer.
-
-    Attributes:
-        line: the number of its line.
-        number: the last part of its address.
-    """
-
     name: str
     namespace: str
     line: int
@@ -135,7 +126,6 @@ class Place:
 
     @property
     def address(self) -> str:
-        """The peer's only address besides its loopback."""
         return f"10.77.0.{self.number}"
 
     @property
@@ -145,19 +135,14 @@ class Place:
 
     @property
     def device(self) -> str:
-        """The router's end of its line."""
         return f"line{self.line}"
 
 
 class Namespaces:
-    """A context manager that makes namespaces for peers, and faults between them; it removes all of them at the end.
+    """Makes namespaces for peers, and faults between them; removes all of them at the end.
 
     Processes are not ended, but have no network afterwards. A fault lasts until it is healed, and affects open
-    connections, too. All methods raise `CommandFailed` if a command fails, and ValueError for unknown peers and
-    impossible amounts.
-
-    Attributes:
-        places: peer -> its place.
+    connections, too. Methods raise `CommandFailed`, and ValueError for unknown peers and impossible amounts.
     """
 
     def __init__(self) -> None:
@@ -186,12 +171,12 @@ class Namespaces:
         return ("ip", "netns", "exec", self._router)
 
     def redirect(self, port: int) -> None:
-        """Whatever connection a peer opens to another from now on goes to this port on the router."""
+        """Every connection that a peer opens to another from now on goes to this port on the router."""
         rule = ("PREROUTING", "-p", "tcp", "-j", "REDIRECT", "--to-ports", str(port))
         _run(*self.inside, "iptables", "-w", "5", "-t", "nat", "-A", *rule)
 
     def add(self, name: str) -> Place:
-        """A place for one more peer; of the faults there are, it meets those that concern everybody."""
+        """A place for one more peer; of the faults there are, it meets those that concern all."""
         if name in self.places or len(self.places) == MOST_PLACES:
             raise ValueError(f"there is no room for {name!r}: it is there already, or {MOST_PLACES} others are")
         number = len(self.places) + 2
@@ -235,7 +220,6 @@ class Namespaces:
         return place
 
     def part(self, one: Collection[str], other: Collection[str]) -> Cut:
-        """Drop all packets between two groups."""
         return self._cut(one, other, both=True)
 
     def deafen(self, deaf: Collection[str], sources: Collection[str]) -> Cut:
@@ -243,14 +227,13 @@ class Namespaces:
         return self._cut(sources, deaf, both=False)
 
     def lose(self, name: str | None, share: float) -> Loss:
-        """Drop this share of a peer's packets at random in each direction; for None, of all packets once."""
+        """At random in each direction; for None, of all packets once."""
         self._known([] if name is None else [name])
         if not 0 < share <= 1:
             raise ValueError(f"{share} is no share of packets to lose")
         return self._strike(Loss(name, share))
 
     def slow(self, name: str, bits_per_second: int) -> Slowness:
-        """Limit a peer's line in each direction; packets that would wait for more than 200 ms are dropped."""
         self._known([name])
         if bits_per_second < 8:
             raise ValueError(f"{bits_per_second} bits per second is no line")
@@ -262,11 +245,10 @@ class Namespaces:
         return self._strike(Firewall(name, port, refuse))
 
     def heal(self, fault: Fault | None = None) -> None:
-        """End this fault, or all faults. Healing a fault twice is no error."""
+        """End this fault, or all faults. Healing a fault twice is not an error."""
         self._suffer(tuple(other for other in self._faults if fault not in (None, other)))
 
     def suffers(self) -> bool:
-        """Whether there is a fault."""
         return bool(self._faults)
 
     def felt(self) -> int:
@@ -292,7 +274,7 @@ class Namespaces:
             raise ValueError(f"{names!r} are not peers of this network")
 
     def _suffer(self, faults: tuple[Fault, ...]) -> None:
-        """Replace the faults; runs commands only for what differs."""
+        """Runs commands only for what differs."""
         addresses = {name: place.address for name, place in self.places.items()}
         if (rules := table(faults, addresses)) != table(self._faults, addresses):
             if (frames := framing(faults)) != framing(self._faults):
@@ -309,7 +291,6 @@ class Namespaces:
         self._faults = faults
 
     def _clear(self) -> None:
-        """Remove all namespaces of this network, and with them the lines."""
         self.places, self._faults = {}, ()
         names = [line.split()[0] for line in _run("ip", "netns", "list").splitlines()]
         mine = [f"netns delete {name}\n" for name in names if name.startswith(self._router)]
@@ -337,7 +318,6 @@ def why_not() -> str:
 
 
 def _run(*command: str, given: str | None = None) -> str:
-    """Run a command with `given` as its stdin; returns its stdout."""
     try:
         done = subprocess.run(command, input=given or "", capture_output=True, text=True, timeout=COMMAND_SECONDS)
     except (OSError, subprocess.TimeoutExpired) as error:

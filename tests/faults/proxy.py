@@ -29,12 +29,9 @@ _ORIGINAL_DESTINATION = 80
 
 @dataclass(frozen=True, slots=True)
 class Faults:
-    """The faults of connections.
+    """`addresses`: whose connections are affected; all if empty. Latency is each way; bytes keep their order.
 
-    Attributes:
-        addresses: the addresses whose connections are affected; all if empty.
-        latency_seconds: each way; a jitter drawn evenly from 0 to `jitter_seconds` is added. Bytes keep their order.
-        flip_every_bytes: mean number of bytes per flipped bit; 0: none flip.
+    `flip_every_bytes`: mean number of bytes per flipped bit; 0: none flip.
     """
 
     addresses: tuple[str, ...] = ()
@@ -51,18 +48,11 @@ class Faults:
         return json.dumps(asdict(self))
 
     def concern(self, ends: Sequence[str]) -> bool:
-        """Whether a connection between these addresses is affected."""
         return not self.addresses or not set(self.addresses).isdisjoint(ends)
 
 
 @dataclass(slots=True)
 class Wire:
-    """Carries all connections.
-
-    Attributes:
-        delayed_bytes, flipped_bits: since the last call of `take_counts`.
-    """
-
     rng: random.Random
     faults: Faults = field(default_factory=Faults)
     delayed_bytes: int = 0
@@ -75,7 +65,6 @@ class Wire:
         return counts
 
     def after(self, ends: Sequence[str], size: int) -> float:
-        """The delay of these bytes in seconds."""
         faults = self.faults
         if not faults.latency_seconds or not faults.concern(ends):
             return 0.0
@@ -83,7 +72,6 @@ class Wire:
         return faults.latency_seconds + self.rng.uniform(0, faults.jitter_seconds)
 
     def corrupted(self, ends: Sequence[str], data: bytes) -> bytes:
-        """The bytes, with bits flipped if the connection is affected."""
         every = self.faults.flip_every_bytes
         if not every or not self.faults.concern(ends):
             return data
@@ -95,7 +83,6 @@ class Wire:
         return bytes(changed)
 
     async def carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Carry one redirected connection to its end."""
         link = writer.get_extra_info("socket")
         ends = (writer.get_extra_info("peername")[0], original(link))
         try:
@@ -116,7 +103,6 @@ class Wire:
                 each.transport.abort()
 
     async def _pump(self, ends: Sequence[str], source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
-        """Carry one direction of a connection to its end."""
         loop = asyncio.get_running_loop()
         under_way = asyncio.Queue[tuple[float, bytes]](MOST_PIECES)
 
@@ -143,13 +129,11 @@ class Wire:
 
 
 def original(link: socket.socket) -> tuple[str, int]:
-    """The original destination of a redirected connection."""
     _, port, address = struct.unpack("!HH4s8x", link.getsockopt(socket.SOL_IP, _ORIGINAL_DESTINATION, 16))
     return socket.inet_ntoa(address), port
 
 
 async def serve(seed: str) -> None:
-    """Carry connections until stdin ends."""
     wire = Wire(random.Random(f"proxy/{seed}"))
     reader = asyncio.StreamReader()
     loop = asyncio.get_running_loop()

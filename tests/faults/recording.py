@@ -10,14 +10,7 @@ from tests.support.checkers import Report
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """An action on the peers.
-
-    Attributes:
-        time: wall time after the action.
-        what: in words: `SIGKILL at send Chunk`, `cut off`, `healed`, `started`, `asked to finish`.
-        peers: names of the affected peers.
-        kind: `start`, `fault`, `heal` or `end`.
-    """
+    """`time`: wall time after the action. `kind`: `start`, `fault`, `heal` or `end`."""
 
     time: float
     what: str
@@ -27,13 +20,7 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class Incarnation:
-    """One process of a peer.
-
-    Attributes:
-        began, ended: wall times of its start and end.
-        code: its exit code, or minus the signal that ended it.
-        expected: the code with which it should have ended.
-    """
+    """One process of a peer. `code`: its exit code, or minus the signal that ended it."""
 
     began: float
     ended: float
@@ -43,14 +30,9 @@ class Incarnation:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The recovery limit and the aims of a scenario.
+    """A longer recovery is a violation; a missed aim is not, since it also depends on the machine's speed.
 
-    Attributes:
-        recovery_seconds: from the end of the faults until all expected peers have committed a round together. A longer
-            recovery is a violation (no progress).
-        aims: measure -> its highest desired value. A higher one is reported as missed, and is no violation, because it
-            also depends on the speed of the machine.
-        forks: whether most of a roster may be gone, or seem gone, for long enough that peers fork.
+    `aims`: measure -> its highest desired value. `forks`: whether most of a roster may be gone long enough to fork.
     """
 
     recovery_seconds: float = 60.0
@@ -64,22 +46,11 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """A play of a scenario.
+    """A play of a scenario. Times are wall times; mappings are by a peer's name, or by a measure's.
 
-    Attributes:
-        calm: wall times of the beginning and end of the calm, in which all peers ran without faults.
-        healed: wall time of the end of the faults, when the recovery begins.
-        ended: wall time at which the peers were asked to finish.
-        should: names of the expected peers, which must commit a round together after the faults.
-        ids: name -> peer id.
-        histories: name -> the round reports of all its incarnations, oldest first.
-        logs: name -> its stderr.
-        incarnations: name -> its processes, oldest first.
-        left: name -> command lines of its processes that outlived it.
-        measures: name -> the value of each measurement of the nemesis.
-        stuck: steps that failed or timed out, in words.
-        stages: number of stages of the run.
-        samples: driver -> (wall time, tokens so far) once a second; only with stages.
+    `should`: peers that must commit a round together after the faults. `histories`: the reports of all incarnations,
+    oldest first. `left`: command lines of processes that outlived it. `samples`: (time, tokens so far); only with
+    stages.
     """
 
     scenario: str

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import string
+import threading
 import time
-from collections.abc import Callable, Collection, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -20,7 +21,6 @@ from tests.faults.nemesis import DIRECT_PORT, TROUBLE, Nemesis, Tools
 from tests.faults.network import Namespaces, why_not
 from tests.faults.peer import CLOCK, PROGRAM
 from tests.faults.recording import Recording
-from tests.faults.sampling import Sampler
 from tests.faults.scenarios import Scenario
 from tests.faults.steps import Step, left
 from tests.faults.tracing import Watch
@@ -36,6 +36,7 @@ LATER_ROUNDS, LATER_MIXINGS = 2, 8
 """Rounds to wait for after the recovery; peers that mix need more, as each round only halves their distance."""
 PROCESS_SECONDS, START_SECONDS = 60.0, 120.0
 ROUNDS_SECONDS = 90.0
+SAMPLE_SECONDS, ASK_SECONDS = 1.0, 0.8
 STEPS_TOLD = 40
 """Steps of a schedule that are printed before the play; the timeline has all of them."""
 _RUNS = {
@@ -55,18 +56,12 @@ _APART = "spread_limit = 1.0\n"
 
 
 class Unplayable(Exception):
-    """This machine does not allow the scenario; the message says in one line what is missing and what to do."""
+    """The message says in one line what is missing and what to do."""
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """The swarm of a play.
-
-    Attributes:
-        peers: number of peers at the start.
-        stages: number of stages of the run.
-        patience: factor of all waiting times except the recovery limit, for a machine with other work.
-    """
+    """The swarm of a play. `patience`: factor of all waiting times except the recovery limit."""
 
     peers: int = 4
     protocol: str = "butterfly"
@@ -82,12 +77,10 @@ class Options:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the peers, the founder first."""
         return tuple(string.ascii_lowercase[: self.peers])
 
     @property
     def run(self) -> str:
-        """The text of the run file."""
         apart = _APART if self.loose and self.task == "paced" else ""
         if self.stages > 1:
             return f"stages = {self.stages}\n{_STAGED_RUNS[self.task]}"
@@ -95,18 +88,13 @@ class Options:
 
     @property
     def loose(self) -> bool:
-        """Whether the peers share no anchor."""
         return self.protocol in INDEPENDENT_PROTOCOLS
 
 
 def play(
     name: str, scenario: Scenario, seed: int, options: Options, home: Path, say: Callable[[str], None]
 ) -> Recording:
-    """Play a scenario in an empty directory, in which the files of the peers stay.
-
-    Raises:
-        Unplayable: this machine does not allow it.
-    """
+    """Play a scenario in an empty directory, in which the files of the peers stay."""
     options = options.beside(scenario)
     schedule = scenario.schedule(name, seed, options.names)
     rest = f"; and {len(schedule) - STEPS_TOLD} more" if len(schedule) > STEPS_TOLD else ""
@@ -150,9 +138,32 @@ def play(
         if options.stages == 1:
             return runner.run(name, seed, options, schedule)
         drivers = options.names[:: options.stages]
-        with Sampler(lambda: [swarm.peers[each] for each in drivers if each in swarm.peers]) as sampler:
+        with _sampling(lambda: [swarm.peers[each] for each in drivers if each in swarm.peers]) as samples:
             played = runner.run(name, seed, options, schedule)
-        return replace(played, stages=options.stages, samples=sampler.samples)
+        return replace(played, stages=options.stages, samples=samples)
+
+
+@contextmanager
+def _sampling(peers: Callable[[], Sequence[RealPeer]]) -> Iterator[dict[str, list[tuple[float, int]]]]:
+    """Ask peers once a second for their tokens: peer -> (wall time, tokens of all its incarnations), oldest first."""
+    over, found = threading.Event(), dict[str, list[tuple[float, int]]]()
+
+    def look() -> None:
+        while not over.wait(SAMPLE_SECONDS):
+            for peer in peers():
+                if peer.running and (status := peer.ask("status", ASK_SECONDS)):
+                    samples = found.setdefault(peer.name, [])
+                    # a peer that has just started again does not know yet what it has trained on
+                    if not samples or status["tokens"] >= samples[-1][1]:
+                        samples.append((time.time(), status["tokens"]))
+
+    thread = threading.Thread(target=look, daemon=True)
+    thread.start()
+    try:
+        yield found
+    finally:
+        over.set()
+        thread.join(10.0)
 
 
 def _swarm(home: Path, options: Options, prepare: Callable[[RealPeer], None]) -> RealSwarm:
@@ -162,11 +173,7 @@ def _swarm(home: Path, options: Options, prepare: Callable[[RealPeer], None]) ->
 
 
 def _required(name: str, scenario: Scenario, schedule: Sequence[Step], options: Options) -> str:
-    """Why this machine has no network of namespaces, if the scenario does not need one; empty if it has one.
-
-    Raises:
-        Unplayable: this machine does not allow the scenario.
-    """
+    """Why this machine has no network of namespaces, if the scenario does not need one; empty if it has one."""
     acts = {step.act for step in schedule}
     if options.loose and left(schedule, options.names) < 2:
         what = f"{name} leaves one of {options.peers} peers: by {options.protocol} it has no peer to mix with"
@@ -184,7 +191,6 @@ def _required(name: str, scenario: Scenario, schedule: Sequence[Step], options: 
 
 
 def _struck(schedule: Sequence[Step]) -> Callable[[Collection[str]], set[str]]:
-    """A function: acts -> names of the peers in steps with one of these acts."""
     return lambda acts: {name for step in schedule if step.act in acts for name in step.targets}
 
 
@@ -247,7 +253,6 @@ class _Runner:
         return began, time.time()
 
     def _recover(self, should: Sequence[RealPeer], healed: float, within: float) -> None:
-        """Wait until the expected peers have averaged together, and for a few rounds more."""
         with suppress(AssertionError):
             wait("a mean of all", lambda: self._swarm.all_in_one_mean(should, healed), within)
         try:
@@ -263,7 +268,6 @@ class _Runner:
         wait(f"{count} rounds more", lambda: all(means(peer) >= count for peer in peers), within)
 
     def _end(self, peers: Sequence[RealPeer]) -> None:
-        """Let the peers leave one after the other."""
         for peer in peers:
             try:
                 self._nemesis.leave(peer.name)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from protocols.registry import INDEPENDENT_PROTOCOLS
 from tests.faults import draws
 from tests.faults.draws import Draw
-from tests.faults.points import POINTS
+from tests.faults.failpoints import POINTS
 from tests.faults.recording import Limits
 from tests.faults.steps import Step
 
@@ -25,14 +25,7 @@ _VOTERS_AIMS = ("decided_seconds", "excluded_seconds", "rounds_skipped", "skippe
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """A kind of fault.
-
-    Attributes:
-        about: a description in one line, for `--help`.
-        draw: (generator, seed, names of the peers with the founder first) -> the schedule.
-        network: whether it needs a network of namespaces.
-        stages: number of stages of the run; with more than one, each has two peers at least.
-    """
+    """A kind of fault. `network`: whether it needs namespaces. With stages, each has two peers at least."""
 
     about: str
     draw: Draw
@@ -41,7 +34,6 @@ class Scenario:
     stages: int = 1
 
     def schedule(self, name: str, seed: int, names: Sequence[str]) -> list[Step]:
-        """The schedule of a seed; the same for the same seed and peers."""
         return self.draw(random.Random(f"{name}/{seed}"), seed, names)
 
 

@@ -10,8 +10,6 @@ PROGRAM = "python -m tests.faults"
 
 
 def from_shell(command: Callable[[], int], program: str = PROGRAM) -> int:
-    """Run a command so that a signal ends it only after its clean-up; returns its exit code."""
-
     def stop(number: int, _: object) -> None:
         signal.signal(number, signal.SIG_IGN)  # cleaning up takes seconds; a second signal must not interrupt it
         sys.exit(128 + number)

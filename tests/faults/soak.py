@@ -33,12 +33,10 @@ PROGRAM = "python -m tests.faults.soak"
 EVERY_SECONDS = 15.0
 STOPPED_SECONDS = 6.0
 WATCHED = 2
-"""Number of peers without faults: the first ones."""
 FEWEST, MOST = 4, 7
 WARM_SECONDS = 180.0
 LEVELS = ("rss_bytes", "open_files", "tasks")
 GROWTH_LIMIT = 0.01
-"""The limit of the growth of each level per hour."""
 BLOCK_SECONDS = 120.0
 """Deviations of a level so far apart are independent: measured, they are correlated for up to a minute."""
 _CONFIDENCE = 0.95
@@ -46,19 +44,13 @@ _FEWEST_ROUNDS, _FEWEST_BLOCKS = 10, 6
 
 
 class Growth(NamedTuple):
-    """The growth of a level per hour, as a share of its mean; nan if there is too little data.
-
-    Attributes:
-        share: the estimate.
-        within: half the width of its 95 % confidence interval.
-    """
+    """The growth of a level per hour, as a share of its mean, and half its 95 % interval; nan: too little data."""
 
     share: float
     within: float
 
     @property
     def verdict(self) -> str:
-        """Whether the growth is `over` or `under` the limit, or `undecided`."""
         if self.share - self.within > GROWTH_LIMIT:
             return "over"
         return "under" if self.share + self.within < GROWTH_LIMIT else "undecided"
@@ -68,14 +60,11 @@ class Growth(NamedTuple):
 
 
 class _Crowd:
-    """The peers that will run, while a schedule is drawn."""
-
     def __init__(self, names: Sequence[str]) -> None:
         self.here, self.gone = list(names), list[str]()
         self._came = 0
 
     def draw(self, rng: random.Random) -> list[Step]:
-        """Draw the next fault."""
         watched = self.here[:WATCHED]
         others = [name for name in self.here if name not in watched]
         acts = ["worker", "p2pd", "stop"]
@@ -102,8 +91,6 @@ class _Crowd:
 
 
 def soak(minutes: int) -> Scenario:
-    """A scenario with a fault every 15 seconds."""
-
     def draw(rng: random.Random, seed: int, names: Sequence[str]) -> list[Step]:
         crowd, steps = _Crowd(names), list[Step]()
         for turn in range(int(60 * minutes / EVERY_SECONDS)):
@@ -114,7 +101,6 @@ def soak(minutes: int) -> Scenario:
 
 
 def growth(play: Recording) -> Mapping[str, Mapping[str, Growth]]:
-    """Peer that ran all the time -> level -> its growth since the swarm was warm."""
     found = {}
     for name, incarnations in play.incarnations.items():
         if len(incarnations) == 1 and incarnations[0].began <= play.calm[0] and incarnations[0].ended >= play.ended:

@@ -27,7 +27,6 @@ Row = dict[str, Any]
 
 
 def rows(play: Recording) -> list[Row]:
-    """A row for each fault of a play."""
     return list(_rows(play))
 
 
@@ -68,7 +67,6 @@ def _row(play: Recording, fault: Event, again: Event | None, end: float) -> Row:
 
 
 def measures(play: Recording) -> dict[str, list[float]]:
-    """The rows as measures, whose highest value is the worst."""
     found = rows(play)
     parts = [row for row in found if not row["whole"]]
     return {
@@ -80,7 +78,6 @@ def measures(play: Recording) -> dict[str, list[float]]:
 
 
 def rate(play: Recording, since: float, until: float) -> float:
-    """Tokens per second of all drivers."""
     if until <= since:
         return math.nan
     trained = sum(_tokens(each, until) - _tokens(each, since) for each in play.samples.values())
@@ -97,7 +94,6 @@ def _tokens(samples: Sequence[tuple[float, int]], time: float) -> float:
 
 
 def _back(play: Recording, since: float, end: float, wanted: float) -> float:
-    """Seconds until a window begins in which the rate is at least `wanted`; nan: never."""
     for seconds in range(int(end - since - BACK_WINDOW_SECONDS) + 1):
         if rate(play, since + seconds, since + seconds + BACK_WINDOW_SECONDS) >= wanted > 0:
             return float(seconds)
@@ -105,7 +101,6 @@ def _back(play: Recording, since: float, end: float, wanted: float) -> float:
 
 
 def _drivers(play: Recording) -> list[Report]:
-    """All reports of stage 0, oldest first."""
     reports = (report for history in by_stage(play.histories).get(0, {}).values() for report in history)
     return sorted(reports, key=lambda report: report["time"])
 
@@ -129,7 +124,6 @@ def rounds_lost(play: Recording, since: float, until: float) -> int:
 
 
 def _loss(play: Recording, since: float, until: float, which: int) -> float:
-    """The last (-1) or first (0) held-out loss in that time; nan: there is none."""
     found = [
         each["held_out_loss"] for each in _drivers(play)
         if since < each["time"] <= until and began(each) > since and each["outcome"] in MEANS
@@ -144,12 +138,10 @@ def _stage(play: Recording, fault: Event) -> int:
 
 
 def _is_whole(play: Recording, fault: Event) -> bool:
-    """Whether it takes away every peer of its stage."""
     return set(by_stage(play.histories).get(_stage(play, fault), ())) <= set(fault.peers)
 
 
 def table(found: Sequence[Row]) -> Iterator[str]:
-    """The rows as text."""
     head = ("tokens/s", "rate later", "back after", "next round", "lost", "held-out loss")
     yield f"  {'fault':<34}" + "".join(f"{word:>14}" for word in head)
     for row in found:

@@ -15,7 +15,6 @@ UNREPORTED = 2
 
 
 def stage_of(play: Recording, stage: int) -> Recording:
-    """The recording of one stage alone."""
     histories = stage_checkers.by_stage(play.histories).get(stage, {})
     return replace(
         play,
@@ -26,7 +25,6 @@ def stage_of(play: Recording, stage: int) -> Recording:
 
 
 def broken(play: Recording) -> list[Violation]:
-    """Every violation of what a run in stages guarantees."""
     found = stage_checkers.check(play.histories)
     for stage in range(play.stages):
         part = stage_of(play, stage)
@@ -50,5 +48,4 @@ def unreported(play: Recording) -> Mapping[int, int]:
 
 
 def slowest(seconds: Mapping[int, float]) -> float:
-    """The highest of these times; nan if one of them is."""
     return math.nan if any(map(math.isnan, seconds.values())) else max(seconds.values(), default=math.nan)

@@ -19,7 +19,7 @@ from statistics import median
 from typing import Any
 
 from tests.faults.artifacts import DIRECTORY, home_of, one
-from tests.faults.points import POINTS
+from tests.faults.failpoints import POINTS
 from tests.faults.runner import Options, Unplayable
 from tests.faults.scenarios import SCENARIOS, scenario_of
 from tests.faults.shell import from_shell
@@ -41,7 +41,7 @@ def order(scenarios: Sequence[str], numbers: Iterable[int], protocol: str = VOTE
 
 
 def load(path: Path) -> list[Result]:
-    """The earlier results; an incomplete last line is ignored."""
+    """An incomplete last line is ignored."""
     if not path.exists():
         return []
     data = path.read_bytes()
@@ -86,13 +86,11 @@ def _spread(values: Sequence[float]) -> tuple[float, float, float]:
 
 
 def _share(what: str, played: Sequence[Result]) -> str:
-    """Results of an earlier harness do not have all of them."""
     known = [value for each in played if (value := each.get(what)) is not None]
     return f"{median(known):.0%}" if known else "unknown"
 
 
 def _measured(name: str, played: Sequence[Result], protocol: str) -> str:
-    """Of each thing measured the median and the worst, and how often an aim was missed."""
     measures = []
     aims = scenario_of(name, protocol).limits.aims
     for what in sorted({what for each in played for what in each["measures"]} | set(aims)):

@@ -22,14 +22,10 @@ _WIDTH = 20
 _WORDS = {"start": "start", "fault": "FAULT", "heal": "heal", "end": "end"}
 
 Entry = tuple[float, str, str]
-"""(wall time, word for the margin, text)."""
 
 
 def timeline(play: Recording, verdict: Verdict) -> list[str]:
-    """Lines of at most 100 columns: one for each event, each decided lineage, and each other report; then the verdict.
-
-    Seconds count from the start of the first process. A round stands at the time of its first report.
-    """
+    """At most 100 columns: a line for each event, each decided lineage, and each other report; then the verdict."""
     start = beginning(play)
     entries = sorted([*_deeds(play, verdict), *_decisions(play), *_others(play)], key=lambda entry: entry[0])
     lines = [f"{play.scenario}, seed {play.seed}: {len(play.ids)} peers, {play.protocol}, {play.task}", ""]
@@ -47,7 +43,6 @@ def beginning(play: Recording) -> float:
 
 
 def _deeds(play: Recording, verdict: Verdict) -> Iterator[Entry]:
-    """Entries for events, ends of processes, the calm, and the recovery."""
     yield play.calm[0], "", "-- the calm begins"
     yield play.calm[1], "", "-- the calm is over"
     if not math.isnan(verdict.recovery_seconds):
@@ -61,7 +56,6 @@ def _deeds(play: Recording, verdict: Verdict) -> Iterator[Entry]:
 
 
 def _decisions(play: Recording) -> Iterator[Entry]:
-    """An entry for each decided lineage: its members, and the reporters with their delays after the first."""
     decided = [
         (name, each) for name, history in play.histories.items() for each in history if each["outcome"] in DECIDED
     ]
@@ -90,7 +84,6 @@ def _peers(play: Recording, report: Report) -> str:
 
 
 def _others(play: Recording) -> Iterator[Entry]:
-    """An entry for each report of a round that its peer did not decide; after catching up, with the new round."""
     rounds = Tree(report for history in play.histories.values() for report in history).rounds
     for name, history in play.histories.items():
         for report in history:

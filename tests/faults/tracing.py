@@ -24,12 +24,7 @@ END_SECONDS = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Passed:
-    """A point that a peer has reported.
-
-    Attributes:
-        time: wall time, as in reports.
-        round: the last round that the peer has begun; -1 before its first.
-    """
+    """`round`: the last that the peer has begun; -1 before its first."""
 
     time: float
     peer: str
@@ -39,12 +34,7 @@ class Passed:
 
 @dataclass(eq=False, slots=True)
 class Trap:
-    """Waits for a point, and acts once.
-
-    Attributes:
-        fired: set when its action is over.
-        struck: the point at which it acted; None before.
-    """
+    """Waits for a point, and acts once. `fired` is set when its action is over."""
 
     point: str
     minimum_round: int
@@ -54,7 +44,6 @@ class Trap:
     struck: Passed | None = None
 
     def catches(self, passed: Passed) -> bool:
-        """Whether the trap waits for this point."""
         return (
             passed.point == self.point
             and passed.round >= self.minimum_round
@@ -82,7 +71,7 @@ class Watch:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Stop listening; traced peers that still run continue untraced."""
+        """Traced peers that still run continue untraced."""
         with self._lock:
             self._over = True
             for each in (*self._sockets.values(), *self._lines):
@@ -95,7 +84,6 @@ class Watch:
         self._directory.cleanup()
 
     def environment(self, name: str) -> dict[str, str]:
-        """The environment variables of a peer, the same for all its incarnations."""
         if name not in self._sockets:
             listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             listening.bind(f"{self._directory.name}/{len(self._sockets)}")
@@ -118,19 +106,17 @@ class Watch:
         return trap
 
     def disarm(self, trap: Trap) -> None:
-        """Remove a trap that has not acted."""
         with self._lock, suppress(ValueError):
             self._traps.remove(trap)
 
     def records(self, peer: str | None = None) -> list[Passed]:
-        """The last points that all peers, or one, have passed, in the order in which the harness learned of them."""
+        """The last points that all peers, or one, have passed, as the harness learned of them."""
         with self._lock:
             return [each for each in self._records if peer in (None, each.peer)]
 
     # -- a peer's thread ----------------------------------------------------------------------------------------------
 
     def _listen(self, name: str, listening: socket.socket) -> None:
-        """Serve one incarnation of the peer after the other."""
         while True:
             try:
                 line, _ = listening.accept()

@@ -22,12 +22,6 @@ ANSWER_SECONDS = 10.0
 
 
 class Proxied:
-    """A context manager in which all connections between peers go through a proxy.
-
-    Attributes:
-        network: the network of the peers.
-    """
-
     def __init__(self, network: Namespaces, seed: int) -> None:
         self.network, self._seed = network, seed
 
@@ -47,11 +41,7 @@ class Proxied:
         self._end()
 
     def suffer(self, faults: Faults) -> dict[str, int]:
-        """Set the faults; returns the counts of the former ones.
-
-        Raises:
-            OSError: the proxy is gone, or does not answer.
-        """
+        """Set the faults; returns the counts of the former ones. OSError: the proxy is gone."""
         assert self._process.stdin
         self._process.stdin.write(f"{faults.to_json()}\n".encode())
         self._process.stdin.flush()
@@ -72,14 +62,11 @@ class Proxied:
 
 
 class Wire:
-    """Faults of the data between peers."""
-
     def __init__(self, notes: EventLog, proxied: Proxied | None) -> None:
         self._notes, self._proxied = notes, proxied
         self._faults = Faults()
 
     def heal(self) -> None:
-        """End the faults; note if they affected nothing."""
         if self._proxied and self._faults != Faults():
             felt = self._proxied.suffer(Faults())
             if not any(felt.values()):

@@ -22,7 +22,7 @@ from protocols.base import LocalProgress, Member, PeerSilent, RoundKey
 from protocols.consensus.messages import RecordRequest
 from protocols.sync.requests import SYNC
 from protocols.wire import Chunk
-from tests.faults.failpoints import POINTS, FailpointClient, FailpointJournal, FailpointTrainer, FailpointTransport
+from tests.faults.failpoints import VOTED, FailpointClient, FailpointJournal, FailpointTrainer, FailpointTransport
 from tests.faults.peer import PROGRAM, TRACE
 from tests.faults.tracing import Watch
 from tests.support.real_swarm import START_SECONDS, RealPeer, RealSwarm, deciding, paced, wait
@@ -84,7 +84,7 @@ class Stand:
 async def test_trainer_and_journal_points_are_reported_in_order(
     watch: Watch, trace: FailpointClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert len(POINTS) == len(set(POINTS)) == 20
+    assert len(VOTED) == len(set(VOTED)) == 20
     stand: Any = Stand()
     for name in ("read", "train", "write", "evaluate"):
         call = getattr(stand, name)
@@ -101,7 +101,7 @@ async def test_trainer_and_journal_points_are_reported_in_order(
     journal.write(REPORT)
     trace.close()
     assert written == [False, True] and all(trap.fired.is_set() for trap in traps)
-    assert reached(watch) == [(-1, "read"), *((7, point) for point in POINTS if point in AT_HOME)]
+    assert reached(watch) == [(-1, "read"), *((7, point) for point in VOTED if point in AT_HOME)]
     assert stand.calls[:-1] == [
         ("read", vector, 0),
         ("train", KEY, cut, progress, True),
@@ -145,10 +145,10 @@ def test_dead_harness_costs_one_timeout_and_warning(
             threading.Thread(target=lambda: listening.accept()[0].close()).start()
         trace, began = FailpointClient(path, answer_seconds=0.2), time.monotonic()
         with caplog.at_level(logging.WARNING):
-            for point in POINTS:
+            for point in VOTED:
                 trace.point(point)
         assert (time.monotonic() - began >= 0.2) is (harness == "is silent")
-        assert time.monotonic() - began < 0.1 * len(POINTS), "more than one timeout"
+        assert time.monotonic() - began < 0.1 * len(VOTED), "more than one timeout"
     Path(path).unlink(missing_ok=True)
     assert len(caplog.records) == 1 and "no answer from the harness" in caplog.text
 
@@ -227,7 +227,7 @@ def test_real_peers_pass_every_point_and_trap_kills(tmp_path: Path, watch: Watch
         peers = [founder, *swarm.join("b", "c", via=founder)]
         full = wait("three are in one mean", lambda: swarm.all_in_one_mean(peers), START_SECONDS)
         again = wait("and again", lambda: swarm.all_in_one_mean(peers, full["time"]), START_SECONDS)
-        wait("every point is passed", lambda: set(POINTS) <= passed(watch, again["round"]), 5)
+        wait("every point is passed", lambda: set(VOTED) <= passed(watch, again["round"]), 5)
         trap = watch.arm("send PartDone", again["round"] + 2, lambda name: kill(swarm[name]))
         assert trap.fired.wait(START_SECONDS) and trap.struck
         victim, struck = swarm[trap.struck.peer], time.time()
