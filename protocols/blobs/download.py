@@ -11,6 +11,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
 from functools import partial
 from typing import ClassVar, TypeVar
 
@@ -175,10 +176,11 @@ class BlobDownload(ABC):
         rate = HolderRate()
         while not self.complete and failures < self.attempts and busy < BUSY_ANSWERS:
             try:
-                async with (
-                    self._host.transport.open(holder, BLOBS, self._until) as stream,
-                    self._accounting.counting(stream),
-                ):
+                async with AsyncExitStack() as stack:
+                    opening = self._host.transport.open(holder, BLOBS, self._until)
+                    async with peer_timeout(self._silence_seconds, holder, "it accepts a stream"):
+                        stream = await stack.enter_async_context(opening)
+                    await stack.enter_async_context(self._accounting.counting(stream))
                     wait_seconds = await self._take(stream, rate)
             except NotHere:
                 return

@@ -40,7 +40,7 @@ def made_part() -> tuple[ReducedPart, torch.Tensor]:
 async def fetched_until(deadline: Deadline, peers: Peers, part: ReducedPart) -> ReducedPart:
     assert part.result
     empty = ReducedPart(part.codec, *SPAN)
-    return await fetch_part(host(peers, 0), peers.transports[1].me, part.result, empty, deadline, silence=0.4)
+    return await fetch_part(host(peers, 0), peers.transports[1].me, part.result, empty, deadline, silence=0.3)
 
 
 async def fetched(peers: Peers, part: ReducedPart) -> ReducedPart:

@@ -1,0 +1,77 @@
+"""A part from several holders, some of which are silent."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from protocols.allreduce.parts import ReducedPart
+from protocols.base import BadPayload, PeerError, PeerId
+from protocols.blobs.parts import PartCache, PartDownload
+from protocols.streams.control_channel import RoundAccounting
+from protocols.vectors.codec import codec
+from tests.sim.swarm import SimSwarm
+from tests.support.simulated import simulated
+from tests.support.waiting import now
+
+ELEMENTS, CHUNK = 10_000, 1000
+
+
+def made_part() -> ReducedPart:
+    part, vector = empty_part(), torch.linspace(-1, 1, ELEMENTS)
+    for index in range(part.chunks):
+        part.codec.encode(vector[slice(*part.elements(index))], part.chunk(index))
+    part.masks = [1] * part.chunks
+    part.seal([part.digest_of(index, 1) for index in range(part.chunks)])
+    return part
+
+
+def empty_part() -> ReducedPart:
+    return ReducedPart(codec("fp32"), 0, ELEMENTS, CHUNK)
+
+
+@pytest.mark.parametrize("silent, seconds", [(2, 0.5), (3, 5.5), (6, 10.5)])
+@simulated(lambda silent, seconds: SimSwarm())
+async def test_unreachable_holders_cost_others_little(swarm: SimSwarm, silent: int, seconds: float) -> None:
+    """Three are asked at a time, and each may be silent for five seconds."""
+    me, part, lost = swarm.join("me"), made_part(), list[PeerId]()
+    holders = [f"silent-{each}" for each in range(silent)] + ["holder"]
+    for name in holders:
+        host = swarm.join(name)
+        if name == "holder":
+            PartCache(host).put(b"l" * 32, part)
+        else:
+            swarm.network.block("me", name)
+
+    def on_lost(holder: PeerId, error: PeerError | BadPayload) -> None:
+        lost.append(holder)
+
+    assert part.result
+    download = PartDownload(
+        me, RoundAccounting(), wanted=part.result, part=empty_part(), silence_seconds=5.0, on_lost=on_lost
+    )
+    assert await download.run(lambda: holders, now() + 1000.0)
+    assert now() < seconds and len(lost) == silent // 3 * 3
+    assert download.part.result == part.result and download.part.digests == part.digests
+    assert [bytes(download.part.chunk(each)) for each in range(part.chunks)] == [
+        bytes(part.chunk(each)) for each in range(part.chunks)
+    ]
+
+
+@simulated(SimSwarm)
+async def test_holder_of_another_part_is_refused(swarm: SimSwarm) -> None:
+    """It changes a chunk after it has made the index."""
+    me, part, errors = swarm.join("me"), made_part(), list[str]()
+    PartCache(swarm.join("liar")).put(b"l" * 32, part)
+    part.chunk(7)[0] ^= 1
+    assert part.result
+    download = PartDownload(
+        me,
+        RoundAccounting(),
+        wanted=part.result,
+        part=empty_part(),
+        silence_seconds=5.0,
+        on_lost=lambda holder, error: errors.append(f"{holder}: {error}"),
+    )
+    assert not await download.run(lambda: ["liar"], now() + 1000.0)
+    assert errors == ["liar: chunk 7 of a part with another digest than its index has"] and now() < 1.0
