@@ -30,6 +30,14 @@ from node.tasks.gpt_presets import VOCABULARY
 from node.tasks.hf.settings import ModelError
 
 MODEL = "model.safetensors"
+_LOADING_WHOLE = """```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+folder = "."  # this one
+tokenizer = AutoTokenizer.from_pretrained(folder)
+model = AutoModelForCausalLM.from_pretrained(folder)
+```
+"""
 _ABOUT = "Trained by the peers of a Starling run: volunteers' machines, without a central server."
 
 
@@ -180,7 +188,7 @@ def card(model: TrainedModel, merge: bool = False, on_hub: str = "") -> str:
     about = f"# {name}\n\n{_ABOUT}\n\n| | |\n|---|---|\n{table}\n\n"
     if config.hf and manifest.model:
         is_adapter = config.hf.train == "lora" and not merge
-        return about + (_loading_adapter(on_hub, called) if is_adapter else _loading_whole())
+        return about + (_loading_adapter(on_hub, called) if is_adapter else _LOADING_WHOLE)
     return (head if config.gpt else "") + about + _loading(config.own_task, config.gpt)
 
 
@@ -198,17 +206,6 @@ def _origins(model: TrainedModel) -> dict[str, str]:
         f"lineage of stage {stage}": lineage + rounds.format(model.rounds[stage])
         for stage, lineage in enumerate(lineages)
     }
-
-
-def _loading_whole() -> str:
-    return (
-        "```python\n"
-        "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
-        'folder = "."  # this one\n'
-        "tokenizer = AutoTokenizer.from_pretrained(folder)\n"
-        "model = AutoModelForCausalLM.from_pretrained(folder)\n"
-        "```\n"
-    )
 
 
 def _loading_adapter(on_hub: str, called: str) -> str:

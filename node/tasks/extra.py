@@ -62,7 +62,9 @@ def named_tensors(fragment: Fragment, vector: Vector) -> Iterator[tuple[str, tor
         high = low + math.prod(shape)
         tensor = vector[low:high].view(shape)
         if name.startswith(EXTRA):
-            yield name.removeprefix(EXTRA), _plausible(name, unpacked(tensor))
+            value = unpacked(tensor)
+            is_positive = _NOT_NEGATIVE.search(name.rpartition(".")[2])
+            yield name.removeprefix(EXTRA), value.clamp(min=0) if is_positive else value
         elif not name.startswith(PADDING):
             yield name, tensor
         low = high
@@ -85,10 +87,6 @@ def unpacked(held: torch.Tensor) -> torch.Tensor:
         size = value.abs().sub_(1).exp_().mul_(_UNIT).clamp_(max=LARGEST_FLOAT32)
         tensor[large] = value.sign().mul_(size).float()
     return tensor
-
-
-def _plausible(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.clamp(min=0) if _NOT_NEGATIVE.search(name.rpartition(".")[2]) else tensor
 
 
 def _fragment(shapes: Mapping[str, tuple[int, ...]], before: int) -> Fragment:

@@ -81,7 +81,7 @@ def load(path: Path | None = None, sample: Path | None = None, given: GivenData 
         known = b"" if evaluated is None or path is None else evaluated.numpy().tobytes()
         text = _split(source, known, is_file=path == found.files[0])
     except OSError as error:
-        raise ValueError(f"cannot read {error.filename or path}: {error.strerror}") from error
+        raise ValueError(f"cannot read {error.filename or path or sample}: {error.strerror}") from error
     if given:
         given.tell([*found.lines(), *source.lines()] if path else ())
         given.keep(DataState(len(found.files), found.size, 0, source.digest(text.training)))

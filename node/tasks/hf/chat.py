@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -29,12 +30,6 @@ _PROBE = "Content."
 _SHOWN_ELSEWHERE = frozenset({"role", "content", "weight", "tool_calls", "tool_call_id", *_THOUGHTS})
 
 
-def _begin_tokens(tokenizer: Any) -> list[int]:
-    """The token with which this tokenizer begins each text; empty if it adds none."""
-    first: list[int] = tokenizer("a")["input_ids"][:1]
-    return first if first == [tokenizer.bos_token_id] else []
-
-
 @dataclass(frozen=True, slots=True)
 class _Answer:
     """An answer with all that comes before it, and what of this text it is, from and up to."""
@@ -50,7 +45,9 @@ class Encoder:
     """
 
     def __init__(self, tokenizer: Any, is_chat: bool) -> None:
-        self._tokenizer, self._is_chat, self._begin = tokenizer, is_chat, _begin_tokens(tokenizer)
+        self._tokenizer, self._is_chat = tokenizer, is_chat
+        first: list[int] = tokenizer("a")["input_ids"][:1]
+        self._begin = first if first == [tokenizer.bos_token_id] else []  # many tokenizers add none
         if is_chat and not tokenizer.chat_template:
             raise ModelError(
                 "this model has no chat template: take its chat version, give one by hf.template, or hf.format = text"
@@ -149,23 +146,19 @@ class _Talk:
         """The first messages, and with `ask` the request for an answer."""
         roles = ", ".join(each["role"] for each in self.messages[:count])
         with foreign(f"{self._where}: the chat template refuses the roles {roles[:100]}"):
-            text: str = self._tokenizer.apply_chat_template(
-                self.messages[:count],
-                tools=self._tools,
-                tokenize=False,
-                add_generation_prompt=ask,
-                **(self._options | options),
-            )
-        return text
+            return self._applied(self.messages[:count], self._tools, add_generation_prompt=ask, **options)
 
     def _altered(self, messages: list[dict[str, Any]], tools: Any) -> str:
         """Other messages or tools than there are, rendered; empty if the template refuses them."""
-        try:
-            with foreign(""):
-                text: str = self._tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, **self._options)
-        except ModelError:
-            return ""
-        return text
+        with suppress(ModelError), foreign(""):
+            return self._applied(messages, tools)
+        return ""
+
+    def _applied(self, messages: list[dict[str, Any]], tools: Any, **options: Any) -> str:
+        found: str = self._tokenizer.apply_chat_template(
+            messages, tools=tools, tokenize=False, **(self._options | options)
+        )
+        return found
 
     def _without_calls(self, count: int, content: str) -> str:
         """The first messages, with a content in place of the last one's calls."""
@@ -222,16 +215,22 @@ class _Talk:
         first = (message["content"] or "").strip()
         if not first:
             if not index:
-                return _refuse(self._where, "the template asks for no first answer")
+                raise self._refused("the template asks for no first answer")
             tags = self._without_calls(index + 1, _PROBE).partition(_PROBE)[0]
             return len(tags) if text.startswith(tags) and tags.startswith(asked) else len(asked)
         if index and text[len(asked) :].lstrip().startswith(first):
             return len(asked)
         finds = text.find if message.get("tool_calls") else text.rfind
         at = finds(first, len(asked), content_end)
+        if at < 0 and not index:
+            raise self._refused("the template changes the first answer")
         if at < 0:
-            return len(asked) if index else _refuse(self._where, "the template changes the first answer")
+            return len(asked)
         return at if text[len(asked) : at].strip() else len(asked)
+
+    def _refused(self, why: str) -> ModelError:
+        what = "the conversation begins with an answer"
+        return ModelError(f"{self._where}: {what}, and {why}: begin with a message of the user")
 
     def check(self) -> set[str]:
         """Check that the template shows everything; returns the names of fields that it does not show."""
@@ -279,10 +278,6 @@ def _texts(value: Any) -> Iterator[str]:
     elif isinstance(value, dict | list):
         for each in value.values() if isinstance(value, dict) else value:
             yield from _texts(each)
-
-
-def _refuse(where: str, why: str) -> int:
-    raise ModelError(f"{where}: the conversation begins with an answer, and {why}: begin with a message of the user")
 
 
 def _shows(text: str, content: str) -> bool:

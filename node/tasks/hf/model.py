@@ -90,8 +90,7 @@ def require_faithful(tokenizer: Any, file: Path) -> None:
     if decoded.strip() != plain:
         at = next((at for at, pair in enumerate(zip(decoded, plain, strict=False)) if len(set(pair)) > 1), 0)
         here, there = plain[max(0, at - 8) : at + 12], decoded[max(0, at - 8) : at + 12]
-        line = f"the tokenizer does not keep all texts as they are: {here!a} becomes {there!a}"
-        warn(line)
+        warn(f"the tokenizer does not keep all texts as they are: {here!a} becomes {there!a}")
 
 
 def load_model(
@@ -210,17 +209,13 @@ def require_finite(module: Any, where: str) -> None:
                 f"{where}: the tensor {name} holds NaN or infinity, so training would only spread that: download "
                 "the model again, or take another"
             )
-    if not _probe(module).isfinite().all():
+    embedding = module.get_input_embeddings()
+    ids = torch.arange(8, device=embedding.weight.device)[None] % embedding.num_embeddings
+    if not module(input_ids=ids, use_cache=False).logits.isfinite().all():
         raise ModelError(
             f"{where}: the model computes NaN or infinity, though its weights are finite: is its config.json that of "
             "these weights? Download it again, or take another precision"
         )
-
-
-def _probe(module: Any) -> torch.Tensor:
-    ids = torch.arange(8, device=module.get_input_embeddings().weight.device)[None]
-    found: torch.Tensor = module(input_ids=ids % module.get_input_embeddings().num_embeddings, use_cache=False).logits
-    return found
 
 
 @torch.no_grad()

@@ -173,19 +173,16 @@ class StreamedRows:
         try:
             place = Path(tempfile.mkdtemp(dir=self._home))
             try:
-                self._check_space(sum(each.size for each in window.files), place)
+                free, needed = shutil.disk_usage(place).free, 4 * sum(each.size for each in window.files)
+                if free < needed:
+                    what = f"a window of {self._data_set.name} needs {needed / 1e9:.1f} GB of disk"
+                    raise ModelError(f"{what}, and {free / 1e9:.1f} GB are free in {cache_directory()}")
                 files = [self._fetched(each, place, is_wanted) for each in window.files]
                 return self._prepare(files, place)
             finally:
                 shutil.rmtree(place, ignore_errors=True)
         except OSError as error:
             raise ModelError(f"{error.filename or cache_directory()}: {error.strerror or error}") from None
-
-    def _check_space(self, size: int, place: Path) -> None:
-        free, needed = shutil.disk_usage(place).free, 4 * size
-        if free < needed:
-            what = f"a window of {self._data_set.name} needs {needed / 1e9:.1f} GB of disk"
-            raise ModelError(f"{what}, and {free / 1e9:.1f} GB are free in {cache_directory()}")
 
     def _fetched(self, file: HubFile, place: Path, is_wanted: Callable[[], bool] | None) -> Path:
         tries = 0
