@@ -23,10 +23,10 @@ from protocols.wire import (
     uint,
 )
 
-HELLO = "starling/hello/3"
+HELLO = "starling/hello/4"
 BOOTSTRAP_METHOD = "starling/entry/1"
 
-VERSION = 3
+VERSION = 4
 """Version of the messages, beside the version of the frames. Peers of different versions do not train together. The
 method's name changes with it, so that a greeting of another version is never decoded."""
 ANY_STAGE = MAX_STAGES  # in `WantStage`: the joiner leaves the choice to the others
