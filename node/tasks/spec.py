@@ -55,14 +55,6 @@ class StageValues:
     replica: str  # name of this peer in its present incarnation
     slots: int = -1  # file descriptor of `node.training.activation_slots`
 
-    @property
-    def stages(self) -> int:
-        return len(self.bounds) - 1
-
-    @property
-    def is_last(self) -> bool:
-        return self.number == self.stages - 1
-
 
 Values: TypeAlias = GptValues | PacedValues | OwnValues | HfValues
 
