@@ -36,7 +36,7 @@ class Notifier:
                 await self._event.wait()
 
     async def reached(self, condition: Callable[[], bool], deadline: Deadline) -> bool:
-        """Wait as `until` does, and return whether the condition held before the deadline."""
+        """Wait as `until` does; False at the deadline."""
         try:
             await self.until(condition, deadline)
         except TimeoutError:
@@ -54,8 +54,6 @@ async def run_with_helper(main: Coroutine[Any, Any, T], helper: Coroutine[Any, A
 
 
 class _Group(asyncio.TaskGroup):
-    """A task group that can wait for its tasks."""
-
     def __init__(self) -> None:
         super().__init__()
         self._running: dict[asyncio.Task[Any], None] = {}
@@ -76,7 +74,7 @@ async def task_group() -> AsyncIterator[asyncio.TaskGroup]:
     """A task group that raises its first error itself instead of an exception group.
 
     It also avoids two defects of Python 3.11: a group forgets that it was cancelled if one of its tasks fails at the
-    same moment, and it leaves a stray cancellation behind if a task fails while the group waits for its last tasks.
+    same moment, and a task that fails while the group waits for its last tasks leaves a stray cancellation behind.
     """
     task = asyncio.current_task()
     assert task is not None
@@ -138,7 +136,6 @@ async def progress_timeout(seconds: float, stream: Stream, doing: str) -> AsyncI
 
 @asynccontextmanager
 async def set_at(event: asyncio.Event, deadline: Deadline) -> AsyncIterator[None]:
-    """Inside this context, set the event at the deadline."""
     timer = asyncio.get_running_loop().call_at(deadline, event.set)
     try:
         yield

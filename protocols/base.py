@@ -2,13 +2,7 @@
 
 A protocol reaches the outside world only through the `Host` that it is built with. So the same protocol code runs over
 libp2p and in the simulator. The event loop is the clock: a `Deadline` is a value of the running loop's `time()`, for
-`asyncio.timeout_at`.
-
-In this file's order: plain values (keys, members, heads, progress, results, settings), the errors, the host (transport,
-directory, members, compute, clock, signer), and the two plug-in interfaces of a run: an averager decides how peers
-agree, a trainer computes the inner steps.
-
-Errors:
+`asyncio.timeout_at`. Errors:
 
     ProtocolError
       PeerError            something about one peer; carries `peer`
@@ -101,7 +95,7 @@ class Head:
 
 
 class Header:
-    """The header of a message: one of the frozen dataclasses of `protocols.wire`."""
+    """One of the frozen dataclasses of `protocols.wire`."""
 
     __slots__ = ()
 
@@ -235,8 +229,7 @@ class Stream(Protocol):
     """An ordered, authenticated, flow-controlled stream to one peer, its deadline fixed when it was opened.
 
     Every call raises `PeerSilent` after the deadline, and when the stream was reset or has ended. Cancelling a call
-    leaves the stream unusable: reset it. `bytes_sent` and `bytes_received` count everything that crossed it, headers
-    included. `moved_bytes` grows while a long message is under way, too: it tells a slow peer from a silent one.
+    leaves the stream unusable. Byte counts include headers. `moved_bytes` grows while a long message is under way, too.
     """
 
     peer: PeerId
@@ -336,8 +329,6 @@ class Compute(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """Everything that a protocol may use of the outside world."""
-
     transport: Transport
     directory: Directory
     members: Members
@@ -356,8 +347,6 @@ class Host:
 
 
 class AveragingSession(Protocol):
-    """One peer's side of one round of averaging."""
-
     cut: asyncio.Event
     """Set when the coordinator calls the round or its deadline has come. Then finish the step and call `average`."""
 
@@ -368,17 +357,14 @@ class AveragingSession(Protocol):
         """Peers that the round is waiting for, as far as this peer knows. Shown in the status."""
 
     async def average(self, mine: Sequence[Vector], work: LocalProgress, into: Sequence[Vector]) -> AveragingResult:
-        """Average `mine` with the others' vectors into `into`, which has the same shapes.
+        """Average `mine`, which does not change meanwhile, with the others' vectors into `into`, of the same shapes.
 
-        With replicated state these are the fragments of the pseudo-gradient. With independent state they are parameters
-        and momentum, or, in a run with `outer_pull`, the pseudo-gradient alone. All are flat and float32. Neither this
-        nor the caller changes `mine` before this returns. A failure of another peer never raises.
+        With replicated state these are the fragments of the pseudo-gradient; with independent state parameters and
+        momentum or, in a run with `outer_pull`, the pseudo-gradient alone. A failure of another peer never raises.
         """
 
 
 class Averager(Protocol):
-    """How peers with replicated state agree on the next outer parameters."""
-
     me: Member
 
     def enter(self, head: Head, deadline: Deadline) -> AbstractAsyncContextManager[AveragingSession]:
@@ -389,12 +375,10 @@ class Averager(Protocol):
 
 
 class IndependentSession(AveragingSession, Protocol):
-    """One round of a protocol in which each peer owns its state.
+    """One round of a protocol in which each peer owns its state, which `average` takes at the end of the round.
 
-    The peer calls `average` at the end of its round with its state, or with its contribution to its own outer step. If
-    the outcome is COMMITTED, the result names at least one contribution. If it is SKIPPED, no peer averaged with this
-    one and `into` is undefined. Others do not occur. Other peers may average with a shared state while its owner still
-    trains.
+    If the outcome is COMMITTED, the result names at least one contribution. If it is SKIPPED, no peer averaged with
+    this one and `into` is undefined. Others do not occur.
     """
 
     # In which the session ended: higher than at entry if other peers were ahead, unless peers do not follow each
@@ -409,25 +393,20 @@ class IndependentSession(AveragingSession, Protocol):
     mass_drift: float
 
     def share(self, state: Sequence[Vector]) -> None:
-        """Let other peers average with this state, in place, until `reclaim`. An exchange changes all of it or nothing.
-
-        A peer that shares no state answers "busy" to exchange requests.
-        """
+        """Let other peers average with this state, in place, until `reclaim`. An exchange changes all or nothing."""
 
     async def reclaim(self) -> Mapping[PeerId, Contribution]:
         """Stop sharing the state, after an exchange that is under way. Returns what it has been averaged with."""
 
 
 class ClosingSession(IndependentSession, Protocol):
-    """A session of a protocol that ends a run with closing exchanges: a few exchanges in sequence, without training."""
-
     closing_exchanges: int  # how many succeeded
 
     async def close(self, mine: Sequence[Vector], into: Sequence[Vector], here: Collection[PeerId]) -> AveragingResult:
         """Average `mine` into `into`, as `average` does, with the peers that have reached the end of the run (`here`).
 
-        Takes at most ⌈log₂ n⌉ + 1 exchanges among n peers, this one included. Ends early when `cut` is set. The result
-        is the mean of all only if all of them pass the same set.
+        Takes at most ⌈log₂ n⌉ + 1 exchanges among n peers, this one included. The result is the mean of all only if all
+        of them pass the same set.
         """
 
 
@@ -463,8 +442,8 @@ class Trainer(Protocol):
         """Train from the present parameters until `cut` is set, which is checked after every inner step.
 
         `progress` is called at once (with work left over from earlier rounds), after the first inner step, when the
-        round's inner steps are complete, and whenever the work has grown by a tenth since the last call. Without
-        `surplus`, the trainer waits for the cut once the round's inner steps are complete.
+        round's inner steps are complete, and at each growth by a tenth. Without `surplus`, no step follows the complete
+        ones.
         """
 
     def rest(self, resting: bool) -> None:

@@ -1,10 +1,8 @@
 """Headers: small, versioned msgpack messages, bounded and checked field by field. Pure.
 
-A header is the msgpack array `[VERSION, kind, field, …]` of a frozen dataclass below. Every field declares its bounds.
-The decoder refuses, with `BadPayload`, values that are out of bounds, of another type, not finite, or left over.
-
-No input can exhaust the interpreter's stack. msgpack limits how deep arrays nest, and the decoder neither walks nor
-prints arrays that nest deeper than the dataclasses.
+A header is the msgpack array `[VERSION, kind, field, …]` of a frozen dataclass. The decoder refuses, with `BadPayload`,
+values that are out of bounds, of another type, not finite, or left over. No input can exhaust the interpreter's stack:
+msgpack limits how deep arrays nest, and the decoder neither walks nor prints deeper ones than the dataclasses have.
 """
 
 from __future__ import annotations
@@ -59,8 +57,6 @@ def _field(spec: Spec, **options: Any) -> Any:
 
 
 def _checked(what: str, kind: type, is_valid: Callable[[Any], bool], pack: Callable[[Any], Any] = _same) -> Any:
-    """A field whose values are of one type and satisfy a condition, described by `what` for the error message."""
-
     def unpack(value: Any) -> Any:
         if type(value) is not kind or not is_valid(value):
             raise _refuse(what, value)
@@ -197,9 +193,8 @@ class Ready(Header):
 
 @dataclass(frozen=True, slots=True)
 class Plan(Header):
-    """The coordinator's plan of a round: the offers that count, the reducer of each part, and the time limits.
-
-    It holds no weights and clip factors: every receiver computes them from the offers (`protocols.allreduce.plan`).
+    """The coordinator's plan of a round. Receivers compute weights and clip factors themselves
+    (`protocols.allreduce.plan`).
     """
 
     key: RoundKey = one(RoundKey)
@@ -305,7 +300,7 @@ def register(first: int, kinds: Sequence[type[Header]]) -> None:
 
 
 def canonical_bytes(value: object) -> bytes:
-    """The canonical bytes of a dataclass of specs, which are hashed and signed."""
+    """The bytes of a dataclass of specs that are hashed and signed."""
     return bytes(msgpack.packb(_pack_fields(value)))
 
 

@@ -1,7 +1,5 @@
-"""Memory for chunks, recycled from round to round.
-
-Fresh memory costs the processor more than hashing or averaging what is written to it: .3 to .5 seconds a gigabyte for
-page faults, and 2 seconds if a hypervisor first has to find the pages.
+"""Memory for chunks, recycled from round to round: fresh memory costs more than hashing or averaging what is written to
+it, .3 to .5 seconds a gigabyte for page faults, and 2 seconds if a hypervisor first has to find the pages.
 """
 
 from __future__ import annotations
@@ -19,16 +17,13 @@ round, are recycled as well. What a chunk does not write to takes no memory."""
 class ChunkPool:
     """Lends memory, and takes it back when no view of it is left.
 
-    Each piece is lent through a new object, from which all views of it derive: slices of a memoryview, tensors. A view
-    keeps that object alive, and only when the interpreter destroys the object is its memory free. So memory cannot be
-    lent twice while a stream still sends it.
-
-    Of each size the pool holds at most as many free pieces as were taken in the present or the previous round,
-    whichever is more. So two rounds in which nothing was taken empty it, and sizes that are out of use do not stay.
+    Each piece is lent through a new object, which all views of it keep alive: slices of a memoryview, tensors. So
+    memory cannot be lent twice while a stream still sends it. Of each size the pool holds at most as many free pieces
+    as were taken in the present or the previous round, whichever is more.
 
     Any thread may take memory, and views may vanish on any thread, in the middle of `take` too. Therefore each step
-    that two threads could make at once is one operation of a deque or a list. A count that goes wrong in a race changes
-    only how much stays free.
+    that two threads could make at once is one operation of a deque or a list. A wrong count changes only how much stays
+    free.
     """
 
     def __init__(self) -> None:

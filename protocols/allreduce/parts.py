@@ -89,9 +89,7 @@ class ReducedPart(PartLayout):
             into.write(low, vector)
 
     def decoded(self, index: int, scratch: Vector) -> Vector:
-        """Decode one chunk, as `decode` does. The caller must not change the elements: they may be the part's own
-        memory.
-        """
+        """Decode one chunk, as `decode` does. The result may be the part's own memory: do not change it."""
         low, high = self.elements(index)
         data = self.chunk(index)
         vector = self.vector_for(data, scratch[: high - low])
@@ -101,9 +99,7 @@ class ReducedPart(PartLayout):
 
 @dataclass(frozen=True, slots=True)
 class PartFormat:
-    """How the vectors of a run are encoded and cut into chunks, and the pool that lends this peer the memory of
-    chunks.
-    """
+    """How the vectors of a run are encoded and cut into chunks, and the pool of the chunks' memory."""
 
     codec: Codec
     chunk_elements: int
@@ -173,8 +169,8 @@ async def receive_reduced(
 ) -> wire.PartDone:
     """Receive reduced chunks into `part`, set its `masks` and `result`, and decode them into `into`, if that is given.
 
-    `allowed` is the mask of the contributors that the first chunk may hold; a later chunk may hold only those of the
-    previous one. Returns the sender's statement of what the part is, neither verified nor compared with `part.result`.
+    `allowed` is the mask of the contributors that the first chunk may hold; a later one may hold only those of the
+    previous one. Returns the sender's statement, neither verified nor compared with `part.result`.
     """
     digests: list[bytes] = []
     scratch = part.scratch_vector() if into else None

@@ -24,18 +24,15 @@ PATIENCE = 1.5
 GRACE = 1.1
 MARGIN_SECONDS = 0.25
 """A round is called when all members are ready, at GRACE times the moment at which READY_SHARE of them were, or at
-PATIENCE times the moment at which FIRST_SHARE were.
-
-The grace costs nothing, since ready members train on. In a swarm of equal members, it lets the last one's final offer
-arrive before the call. Both wait at least MARGIN_SECONDS for offers to travel, which matters to very short rounds."""
+PATIENCE times the moment at which FIRST_SHARE were. In a swarm of equal members, the grace lets the last one's final
+offer arrive before the call. Both wait at least MARGIN_SECONDS for offers to travel."""
 
 NORM_SLACK = 1.5
 """A contribution's norm may exceed the declared norm by this factor, since training continues from offer to cut."""
 
 BUDGET_MULTIPLE = 4.0
 BUDGET_FLOOR_SECONDS = 10.0
-SCATTER_SHARE = 0.6
-"""Share of the budget after which a contribution that is still missing is late."""
+SCATTER_SHARE = 0.6  # share of the budget after which a contribution that is still missing is late
 
 
 def call_after(complete_seconds: Sequence[float], members: int) -> float | None:
@@ -62,8 +59,7 @@ def shares(bandwidths: Sequence[float], able: Sequence[bool], growth: float = 1.
 
     Peer i sends S·[1 - f_i] bytes of its own vector, S·g·(N-1)·f_i of what it reduced: in all S·[1 + h·f_i] with
     h = g·(N-1) - 1, where g (`growth`) is the bytes of a reduced vector for each byte of a contribution. So the least T
-    with f_i = max(0, (T·b_i/S - 1)/h) and sum 1 is optimal (water filling): peers too slow to send more than their own
-    vector reduce nothing.
+    with f_i = max(0, (T·b_i/S - 1)/h) and sum 1 is optimal (water filling).
     """
     count = len(bandwidths)
     load = _load(count, growth)
@@ -128,9 +124,8 @@ class PlanInputs:
 def make_plan(inputs: PlanInputs, offers: Sequence[Offer], elapsed_seconds: float, ballot: int = 0) -> Plan:
     """The plan that calls a round with these offers, `elapsed_seconds` after it began.
 
-    No member is cut in the middle of a step, and none waits idle for the slowest member's step to end: all train on as
-    long as that step takes. A claimed step length counts up to the time that the round has lasted, since a member with
-    a longer step has nothing to contribute.
+    All train on as long as the slowest member's step takes: none is cut in the middle of a step. A claimed step length
+    counts up to the time that the round has lasted, since a longer step contributes nothing.
     """
     barred = {end for each in inputs.complaints if each.until > inputs.key.round for end in (each.first, each.second)}
     members = tuple(sorted(offers, key=lambda offer: offer.member))
@@ -182,11 +177,11 @@ class ResolvedPlan:
         return self.peers[self.plan.reducers[part]]
 
     def norm_limit(self, member: int) -> float:
-        """Largest norm that a contribution of the member with this index may have.
+        """Largest norm that a contribution of the member with this index may have: work grows by a step or more after
+        an offer.
 
-        Work grows by a step or more after an offer. The limit is never below `CLAIM_SPREAD` median norms, so that
-        honest growth is not refused. A member that declares little and sends more is clipped by the norm that reducers
-        measure (`protocols.vectors.robust.RobustAggregator`).
+        At least `CLAIM_SPREAD` median norms: a member that declares little and sends more is clipped by the measured
+        norm (`protocols.vectors.robust.RobustAggregator`).
         """
         return max(self.plan.offers[member].norm, CLAIM_SPREAD * self.median_norm) * NORM_SLACK
 
@@ -206,8 +201,8 @@ def reassign_parts(plan: Plan, reducers: Mapping[int, int], ballot: int) -> Plan
 def resolve_plan(plan: Plan, robust: str = "mean") -> ResolvedPlan:
     """Derive all that follows from a plan: weights, clip factors, clamped members.
 
-    With the mean, claimed tokens count within `CLAIM_SPREAD`. With any other rule no member counts for more than the
-    median member, because a run that expects wrong vectors must expect wrong claims, too.
+    With any rule but the mean no member counts for more than the median member: a run that expects wrong vectors must
+    expect wrong claims, too.
     """
     offers = plan.offers
     tokens, norms = [offer.tokens for offer in offers], [offer.norm for offer in offers]
@@ -230,10 +225,9 @@ def resolve_plan(plan: Plan, robust: str = "mean") -> ResolvedPlan:
 def check(
     plan: Plan, inputs: PlanInputs, roster: Sequence[Member], verify: Callable[[PeerId, bytes, bytes], bool]
 ) -> None:
-    """Refuse a plan that breaks a rule or does not follow from its offers, with BadPayload.
-
-    A coordinator may choose only the reducers, and those only after the round's first plan, to replace lost ones.
-    `verify` maps (peer, message, signature) to whether the signature is genuine.
+    """Refuse a plan that breaks a rule or does not follow from its offers, with BadPayload. A coordinator may choose
+    only the reducers, and those only after the round's first plan. `verify` maps (peer, message, signature) to
+    whether it is genuine.
     """
     members = [offer.member for offer in plan.offers]
     if not members or members != sorted(set(members)) or not set(members) <= set(roster):
@@ -260,9 +254,8 @@ COMPLAINT_ROUNDS = 32
 
 
 def complaints(resolved: ResolvedPlan, parts: Sequence[PartDone], before: Sequence[LinkFault]) -> tuple[LinkFault, ...]:
-    """The links to avoid from now on: those that are still avoided, and newly found ones.
+    """The links to avoid from now on: between a part's reducer and a member of which that part alone holds nothing.
 
-    A new one is between a part's reducer and a member of which that part holds nothing, while another part holds some.
     Each reducer can accuse only one member in a round, so that a liar cannot keep all others from reducing.
     """
     now = resolved.plan.key.round
@@ -285,8 +278,7 @@ _BUDGET_SHARE = 0.5
 def least_claim(vector_bytes: int, others: float) -> tuple[float, float]:
     """The least bandwidth with which a member is sure to be in time, bytes/s, and half of the budget in seconds.
 
-    The plan takes a slower member for one at the clamp, the `CLAIM_SPREAD`th part of the bandwidth of the `others`. To
-    be in time, it has to send its vector within half of the budget that follows.
+    The plan takes a slower member for one at the clamp, the `CLAIM_SPREAD`th part of the bandwidth of the `others`.
     """
     budget_seconds = BUDGET_MULTIPLE * vector_bytes * CLAIM_SPREAD / others + BUDGET_FLOOR_SECONDS
     return vector_bytes / (_BUDGET_SHARE * budget_seconds), _BUDGET_SHARE * budget_seconds
@@ -305,10 +297,8 @@ def cost_seconds(claim: float, others: float, vector_bytes: int, members: int) -
 
 
 CLAIM_SPREAD = 16.0
-"""Tokens count up to this multiple of the lower median, bandwidths within this factor of it.
-
-Honest peers differ tenfold, and no claim may gain more. It is the lower median, so that of two claims the smaller one
-is the measure."""
+"""Tokens count up to this multiple of the lower median, bandwidths within this factor of it: honest peers differ
+tenfold. Of two claims the smaller one is the measure."""
 NAMED_FACTOR = 0.5
 """A member whose norm is clipped by a smaller factor is blamed. Half of all honest members are a little above the
 median."""

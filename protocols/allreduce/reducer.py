@@ -1,10 +1,8 @@
 """The two sides of the data phase for one part: reducer and contributor (reduce-scatter plus all-gather).
 
-Each member reduces one part of the vector. A member opens one stream to each reducer. Its chunks of that part go out,
-and the reduced chunks come back, the same bytes for every member. A reducer closes a chunk when all contributions that
-it still expects are in. It averages in the order of the plan and encodes once. So all members hold the same bits, and
-the mean depends only on its contributors. Encoding, sending, receiving and reducing overlap chunk by chunk. A reducer
-buffers `WINDOW_CHUNKS` per contributor, whatever the length of the vector.
+A member opens one stream to each reducer. Its chunks of that part go out, and the reduced chunks come back, the same
+bytes for every member. A reducer closes a chunk when all contributions that it still expects are in, averages in the
+order of the plan and encodes once. It buffers `WINDOW_CHUNKS` per contributor, whatever the length of the vector.
 
 A contribution counts in a chunk wholly or not at all. One that breaks off counts up to its last whole chunk.
 """
@@ -92,10 +90,7 @@ class Reducer:
             self._notifier.notify()
 
     async def serve(self, peer: PeerId, stream: Stream) -> None:
-        """Receive a member's contribution and send it the reduced part; on a second stream, only send the part.
-
-        A member that breaks a rule (BadPayload) is left out and blamed.
-        """
+        """Receive a member's contribution and send it the reduced part; on a second stream, only send the part."""
         if peer not in self._order:
             raise BadPayload("not in the plan")
         first = peer not in self._served
@@ -178,10 +173,9 @@ class Reducer:
         return mask, refused
 
     def _decoded(self, index: int) -> tuple[list[tuple[int, Vector, float]], dict[PeerId, str]]:
-        """Decode all contributions to a chunk. Returns those that count, and the refused members with reasons.
+        """Decode the contributions to a chunk. Returns those that count, and the refused members with reasons.
 
-        A contribution is its member's index in the plan, its elements, which may be overwritten, and an estimate of
-        their norm.
+        A contribution is its member's index in the plan, its elements, and an estimate of their norm.
         """
         task, resolved, inbox = self.task, self.task.resolved, self._inbox[index]
         low, high = self.part.elements(index)
@@ -208,10 +202,8 @@ class Reducer:
         self._judge.average(members, norms, rows, [resolved.weights[order] for order in members], into)
 
     def _decode(self, peer: PeerId, index: int, scratch: Vector) -> tuple[Vector, float]:
-        """Decode one member's chunk. Returns its elements, in `scratch` or where the chunk came in, and an estimate of
-        their norm.
-
-        Raises BadPayload if it is not finite, or the contribution's norm exceeds its limit.
+        """One member's elements of a chunk, in `scratch` or where the chunk came in, and an estimate of their norm.
+        Raises BadPayload if they are not finite, or the contribution's norm exceeds its limit.
         """
         task = self.task
         if peer == task.me:

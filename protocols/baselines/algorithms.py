@@ -1,7 +1,4 @@
-"""How the vectors of a synchronous round travel between its members: by reduce-scatter and all-gather, or round a ring.
-
-In both, the mean of a part is encoded once, so that all members hold the same bits.
-"""
+"""How vectors travel in a synchronous round. The mean of a part is encoded once: all members hold the same bits."""
 
 from __future__ import annotations
 
@@ -20,10 +17,10 @@ _HOP_LIMIT = 64
 
 
 class ScatterReduce:
-    """Each member sends every part of its vectors to the part's reducer, and gets the mean.
+    """Each member sends every part of its vectors to the part's reducer, and gets the mean (Thakur et al. 2005,
+    section 4.4).
 
-    If each member reduces one part, this is the all-reduce of data-parallel training, one hop for each half (Thakur et
-    al. 2005, section 4.4). If the first member reduces the whole vector, it is a parameter server with a barrier.
+    If the first member reduces the whole vector, it is a parameter server with a barrier.
     """
 
     def __init__(self, current_round: SynchronousRound, server: bool = False) -> None:
@@ -87,10 +84,9 @@ class ScatterReduce:
 class Ring:
     """Each member sends to the next one, in the order of ids, and receives from the previous one, in 2 (N − 1) steps.
 
-    Each step moves one part, 1/N of the vector. In the first half, a part collects the members' vectors on its way: it
-    carries their mean so far and its weight, as float32, because a lossy codec would be applied again at each hop. In
-    the second half, the finished parts go round. This needs the least bandwidth, but its latency grows with N (Patarasu
-    and Yuan 2009, "Bandwidth optimal all-reduce algorithms for clusters of workstations", section 3).
+    In the first half, a part collects the members' vectors on its way: their mean so far, as float32, because a lossy
+    codec would be applied again at each hop. In the second half, the finished parts go round (Patarasu and Yuan 2009,
+    section 3).
     """
 
     def __init__(self, current_round: SynchronousRound) -> None:

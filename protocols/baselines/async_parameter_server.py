@@ -1,13 +1,12 @@
 """A parameter server without a barrier: it applies each update when it arrives, and returns its parameters at once.
 
 A worker sends its displacement: the amount by which its own outer step lowered the parameters that its round began
-with. It continues from the parameters that it gets back. Other workers have moved these meanwhile, as in Hogwild (Niu
-et al. 2011). Unlike there, the server applies whole displacements, one after the other, and each at most once: a
-displacement that is lost on its way is not sent again.
+with, and continues from the parameters that it gets back, which others have moved meanwhile (Hogwild, Niu et al. 2011).
+The server applies whole displacements, one after the other; one that is lost on its way is not sent again.
 
-The server is one of the peers. At first it is the one with the first peer id; afterwards it is the peer that the others
-use, as long as that peer is live. A peer that comes later asks another one which peer is the server. Otherwise it could
-become the server itself, and replace the others' parameters with its own.
+The server is one of the peers: at first the one with the first peer id, afterwards the one that the others use, as long
+as it is live. A peer that comes later asks another one which it is. Otherwise it could become the server itself, and
+replace the others' parameters with its own.
 """
 
 from __future__ import annotations
@@ -78,8 +77,7 @@ class DelayedNesterov:
     """The server's parameters, float32 (n), which each arriving displacement moves by 1/N of its length at once.
 
     Momentum is delayed (Liu et al. 2024, "Asynchronous Local-SGD Training for Language Modeling", algorithm 3, c = 0):
-    after N arrivals, their mean updates the momentum, which then takes one step of its own. Applied at each arrival, it
-    would take every stale step N times.
+    at each arrival, it would take every stale step N times.
     """
 
     def __init__(self, parameters: Vector, momentum: float = 0.0) -> None:
@@ -108,9 +106,8 @@ class DelayedNesterov:
 
 
 class AsyncParameterServer:
-    """`protocols.base.IndependentAverager` for the asynchronous parameter server.
-
-    By default the momentum is that of the peers' outer steps. If the server has a (delayed) one, they must have none.
+    """`protocols.base.IndependentAverager`. If the server has a (delayed) momentum, the peers' outer steps must have
+    none.
     """
 
     def __init__(self, host: Host, settings: Settings, momentum: float = 0.0) -> None:
@@ -150,9 +147,8 @@ class AsyncParameterServer:
         return self._served
 
     def step_down(self) -> None:
-        """This peer rests: another one serves, and this one asks who it is when it returns.
-
-        It no longer names itself either. Two peers that return could else wait for each other to serve.
+        """This peer rests: it no longer names itself either, since two peers that return could wait for each other to
+        serve.
         """
         self.confirmed, self._chosen = False, ""
         self._served = None
@@ -283,9 +279,8 @@ class AsyncSession(SessionBase):
         return await run_with_helper(self._exchange(peer, vector), watch())
 
     async def _exchange(self, peer: PeerId, vector: Vector | None) -> PeerId:
-        """Push a displacement to a peer; without one, only ask it which peer is the server, and return that.
-
-        Returns "" if the peer has applied the displacement. `vector` then holds its parameters.
+        """Push a displacement to a peer, whose parameters replace it; "" if it has applied it, else the server that it
+        names. Without a displacement, only ask which peer is the server.
         """
         key, averager, compute = self.head.key, self._averager, self._host.compute
         layout = averager.layout(averager.settings.codec)
@@ -305,7 +300,6 @@ class AsyncSession(SessionBase):
 
 
 async def _reply(stream: Stream) -> ServerReply:
-    """Receive the answer to `PushUpdate`, which must name a server."""
     reply = wire.expect(await stream.receive(_ANSWER_LIMIT), ServerReply)
     if not reply.server:
         raise BadPayload("an answer that names no server")

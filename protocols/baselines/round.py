@@ -1,7 +1,4 @@
-"""One synchronous round at one member: its members, their streams and vectors, and whether it is aborted.
-
-One lost member aborts the round for all (`protocols.baselines.synchronous`).
-"""
+"""One synchronous round at one member: its members, their streams and vectors, and whether it is aborted."""
 
 from __future__ import annotations
 

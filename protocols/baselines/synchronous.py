@@ -4,16 +4,14 @@
     ring                      the same in a ring: less memory and fewer streams, but 2 (N - 1) steps
     parameter_server          the member with the first peer id reduces everything
 
-They are made for clusters and local networks, and promise only to fail cleanly. A round's members are the peers that
-are live when this peer has finished its own work: all of them average, or none. A peer that hears of a later round goes
-there. A member aborts the round if it sees other members, is lost, refuses a stream or breaks one off. Each then
-continues from its own state, and the next round averages whole states again. A round without a result ends by its
-deadline and names the peer at fault. Members believe each other's tokens, vectors and round numbers.
+They promise only to fail cleanly. A round's members are the peers that are live when this peer has finished its own
+work: all of them average, or none. A member aborts the round if it sees other members, is lost, refuses a stream or
+breaks one off. Each then continues from its own state. A peer that hears of a later round goes there. Members believe
+each other's tokens, vectors and round numbers.
 
-The peers average states (parameters and momentum after each peer's own outer step), weighted by tokens, in fp32, or in
-fp16 if that is the run's codec. An outer step of SGD is linear: with one inner step of SGD at rate 1 in each round,
-`data_parallel` therefore equals an all-reduce of gradients and one step of SGD, with or without momentum. An outer
-AdamW step is not linear: `benchmarks.laboratory.data_parallel` averages gradients before it.
+The peers average states (parameters and momentum after each peer's own outer step), weighted by tokens, in fp32 or
+fp16. An outer step of SGD is linear: with one inner step of SGD at rate 1 in each round, `data_parallel` equals an
+all-reduce of gradients and one step of SGD. For AdamW see `benchmarks.laboratory.data_parallel`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Butterfly all-reduce for a roster with one shared anchor: call, scatter, reduce, gather, vote.
 
-Each attempt at a round is a `protocols.butterfly.round.Round`. Each lineage has one `RoundVote`
-(`protocols.butterfly.vote`), which outlives the attempts, so a peer that comes late to an old round learns what was
-decided. This module keeps what stays from round to round, and passes each stream to its round.
+This module keeps what stays from round to round, and passes each stream to its `protocols.butterfly.round.Round`. The
+`RoundVote` of a lineage outlives the attempts at its round, so a peer that comes late learns what was decided.
 """
 
 from __future__ import annotations
@@ -31,10 +30,8 @@ CONTROL = "starling/butterfly/control/1"
 RoundMessage = wire.Ready | Resting | wire.Plan | wire.AdmissionRequest | VoteMessage
 ROUND_MESSAGES: tuple[type[RoundMessage], ...] = (wire.Ready, Resting, wire.Plan, wire.AdmissionRequest, *MESSAGES)
 FORGOTTEN_LIMIT = 1 << 16
-PARKED_LIMIT = 16
-"""Messages kept of one peer that is a round ahead, until this peer gets there."""
-MEMORY_ROUNDS = 4
-"""Rounds whose parts wait in memory, at most, for a disk that is slow or full."""
+PARKED_LIMIT = 16  # messages kept of one peer that is a round ahead, until this peer gets there
+MEMORY_ROUNDS = 4  # rounds whose parts wait in memory, at most, for a disk that is slow or full
 
 
 class Butterfly:
@@ -47,9 +44,7 @@ class Butterfly:
         part_cache: PartCache | None = None,
         on_ahead: Callable[[PeerId], None] = lambda peer: None,
     ) -> None:
-        """`on_ahead` is called with a peer that is rounds ahead of this one, or on another branch. Without a
-        `part_cache`, reduced parts are kept in memory.
-        """
+        """`on_ahead` is called with a peer that is rounds ahead of this one, or on another branch."""
         self.settings, self._endpoint = settings, ProtocolEndpoint(host, settings)
         self.me, self.accounting = self._endpoint.me, self._endpoint.accounting
         require_known("robust rule", settings.robust, ROBUST_RULES)

@@ -1,13 +1,12 @@
 """How a round is called: members send offers to the coordinators, and the plan of one of these cuts all trainers.
 
-A member sends its first offer to the whole roster. That opens the streams on which the plan and the votes travel, long
-before they are needed. As its work grows, it sends later offers to the round's first coordinators, so that a slow
-member's tokens are known when the round is called. An offer of complete work goes to the others, too, if the round is
-not called at once, because any member may have to coordinate.
+A member sends its first offer to the whole roster, which opens the streams on which the plan and the votes travel. As
+its work grows, it sends later offers to the round's first coordinators. An offer of complete work goes to the others,
+too, if the round is not called at once, because any member may have to coordinate.
 
-A member that rests stays in the roster and votes, but trains nothing. It says so to the whole roster, beside its offer:
-the digest of a plan covers the offers. Its work so far counts, but the round is called as if neither it nor a member
-that is gone were in the roster. While all rest, there is nothing to call the round for.
+A member that rests stays in the roster and votes, but trains nothing. It says so beside its offer: the digest of a plan
+covers the offers. Its work so far counts, but the round is called as if it were not in the roster. While all rest,
+there is nothing to call the round for.
 """
 
 # ruff: noqa: RUF009 - a field's bound is its default
@@ -25,26 +24,22 @@ from protocols.consensus.record import coordinators
 from protocols.streams.control_channel import ControlChannel, RoundAccounting
 from protocols.wire import Offer, Plan, Ready, blob, canonical_bytes, flag, one, register, uint
 
-GROWTH = 1.25
-"""An offer is sent again when its tokens have grown by this factor."""
+GROWTH = 1.25  # an offer is sent again when its tokens have grown by this factor
 LEAVER_SECONDS = 2.0
 """Wait before a coordinator without work calls a round for a leaving member. At once, the round would be skipped."""
 INFORMED = 2
 """Number of coordinators that get every offer at once: the first, and the one that takes over from it. So does the
 coordinator of the present ballot, if both have failed."""
 CALL_SECONDS = 0.05
-"""Time for the call after an offer of complete work, before the other members get that offer.
-
-Usually the last offer leads to the call. If all members then sent it to all, they would verify each other's offers at
-just the moment at which all wait for the plan."""
+"""Time for the call after an offer of complete work, before the other members get that offer. Else all would verify
+each other's last offers at just the moment at which they wait for the plan."""
 
 
 @dataclass(frozen=True, slots=True)
 class Resting(Header):
     """A member's signed statement to the whole roster that it rests, or that it works again.
 
-    `number` counts the member's statements about this round. Only a higher one than before is taken, so that no
-    statement of an earlier attempt at the round can be played again.
+    Only a higher `number` than before is taken: no statement of an earlier attempt at the round can be played again.
     """
 
     key: RoundKey = one(RoundKey)
@@ -70,18 +65,17 @@ class RestingMembers:
         return frozenset(peer for peer, statement in self._last.items() if statement.rests)
 
     def has_rested(self, peer: PeerId) -> bool:
-        """Whether a member has said in this round that it rests, even if it works again. Its first word says so."""
+        """Whether a member has said in this round that it rests, even if it works again."""
         return peer in self._last
 
     def state(self, key: RoundKey, me: Member, rests: bool, signer: Signer) -> Resting:
-        """Make this member's next statement."""
         known = self._last.get(me.peer)
         statement = Resting(key, me, known.number + 1 if known else 1, rests, b"")
         self._last[me.peer] = statement = replace(statement, signature=signer.sign(statement.signed()))
         return statement
 
     def take(self, statement: Resting, verify: Callable[[PeerId, bytes, bytes], bool]) -> bool:
-        """Take a member's statement; returns whether it is newer than those before. Raises BadPayload if forged."""
+        """Take a member's statement; whether it is newer than those before. Raises BadPayload if forged."""
         peer = statement.member.peer
         known = self._last.get(peer)
         if known and statement.number <= known.number:
@@ -170,7 +164,6 @@ class RoundStart:
             self._arm()
 
     def _state_rest(self, rests: bool) -> None:
-        """Tell the roster whether this member rests, if that is new in this attempt."""
         if rests == self._stated and rests == (self._me.peer in self._resting.peers()):
             return
         self._stated = rests
@@ -210,7 +203,7 @@ class RoundStart:
             self._spread.cancel()
 
     def on_ready(self, peer: PeerId, offer: Offer) -> None:
-        """Take an offer from a peer. Raises BadPayload if it is forged, not that peer's, or not of a member."""
+        """Take an offer from a peer. Raises BadPayload if it is forged, or not of that peer as a member."""
         if offer.member not in self._roster or offer.member.peer != peer:
             raise BadPayload(f"an offer of {offer.member.peer}, which is not the sender or not in the roster")
         if not self._verify(peer, planning.offer_message(self._key, offer), offer.signature):
@@ -246,10 +239,7 @@ class RoundStart:
         return loop_time() - self._began
 
     def draw(self, ballot: int, without: Collection[PeerId]) -> Plan:
-        """Draw the plan that calls the round with the offers that are in, as the coordinator of a ballot.
-
-        The members in `without` are silent and left out, so that no member waits for them.
-        """
+        """Draw the plan that calls the round, as the coordinator of a ballot, without these members, which are silent."""
         offers = [each for peer, each in self._offers.items() if peer not in without and self._agrees(each)]
         return planning.make_plan(self._inputs, offers, self._elapsed(), ballot)
 
@@ -315,10 +305,7 @@ class RoundStart:
         return False
 
     def on_plan(self, plan: Plan) -> None:
-        """Take a plan from the coordinator of the ballot that it names: a call, or a part given to another reducer.
-
-        Raises BadPayload if it is not valid, or differs from another one of the same version.
-        """
+        """Take a plan from the coordinator of the ballot that it names: a call, or a part given to another reducer."""
         known = self.resolved.plan if self.resolved else None
         if known and (plan.ballot, plan.version) <= (known.ballot, known.version):
             if plan != known and (plan.ballot, plan.version) == (known.ballot, known.version):

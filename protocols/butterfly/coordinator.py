@@ -1,7 +1,7 @@
 """What the coordinator of a ballot does while it may choose a record: call the round, get every part reduced, propose.
 
-It continues a running data phase, and gives the parts of a lost reducer to another member. It proposes to skip the
-round only when the time of the data phase is over.
+It continues a running data phase, gives the parts of a lost reducer to another member, and proposes to skip the round
+only when the time of the data phase is over.
 """
 
 from __future__ import annotations
@@ -21,8 +21,6 @@ from protocols.wire import MAX_ROSTER, PartDone, Plan
 
 
 class RoundCoordinator:
-    """Leads the ballots of one attempt at a round that this member coordinates."""
-
     def __init__(self, attempt: Round) -> None:
         self._round, self._call, self._vote, self._me = attempt, attempt.call, attempt.vote, attempt.me
 

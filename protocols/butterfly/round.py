@@ -1,9 +1,8 @@
 """One attempt at a round, from the first offer to the outcome, as a member goes through it.
 
-While the trainer works, members exchange offers, and the round is called (`protocols.butterfly.call`). Then the data
-phase runs, and the roster decides (`protocols.butterfly.vote`). The member fetches the parts that it lacks of the
-decision, and decodes them. An attempt that ends undecided leaves its vote and its parts to the next one.
-`protocols.butterfly.coordinator` does what only the coordinator of a ballot does.
+The round is called (`protocols.butterfly.call`), the data phase runs, and the roster decides
+(`protocols.butterfly.vote`). The member fetches the parts that it lacks of the decision, and decodes them. An attempt
+that ends undecided leaves its vote and its parts to the next one.
 """
 
 from __future__ import annotations
@@ -45,10 +44,8 @@ from protocols.streams.control_channel import ControlChannel, RoundAccounting
 from protocols.vectors.views import VectorView
 from protocols.wire import MAX_ROSTER
 
-RETRY_SECONDS = 0.5
-"""Pause before parts that could not be fetched are asked for again."""
-WATCH_SECONDS = 0.5
-"""How often a member looks whether a fork is due."""
+RETRY_SECONDS = 0.5  # pause before parts that could not be fetched are asked for again
+WATCH_SECONDS = 0.5  # how often a member looks whether a fork is due
 
 
 class Round:
@@ -69,9 +66,7 @@ class Round:
         bandwidth: float,
         deadline: Deadline,
     ) -> None:
-        """`vote` is that of the head's lineage, and outlives the attempt. `bandwidth` is this member's upload, bytes/s;
-        `deadline` is the end of the attempt.
-        """
+        """`vote` outlives the attempt. `bandwidth` is this member's upload, bytes/s."""
         self.host, self.me, self.post, self.accounting = host, me, post, accounting
         self.head, self.vote, self.deadline = head, vote, deadline
         self.changed = Notifier()  # notified of every event of the round
@@ -277,10 +272,7 @@ class Round:
     async def fetch(
         self, holders: Sequence[PeerId], part: wire.PartDigest, bounds: tuple[int, ...], members: int
     ) -> ReducedPart | None:
-        """Fetch a part from its holders, of which each may be silent for the time of a ballot.
-
-        Blames a holder of a wrong part. `bounds` are the part's elements [low, high), `members` those of its plan.
-        """
+        """Fetch a part, elements [low, high), from its holders, of which each may be silent for the time of a ballot."""
         live, (low, high), patience_seconds = self.live_peers(), bounds, self.vote.patience_seconds
         asked = [peer for peer in dict.fromkeys(holders) if peer != self.me.peer and peer in live]
         held = self._format.part(low, high, members)
@@ -511,9 +503,8 @@ class Round:
         return now != then and not (then < now and all(self.call.has_work(member.peer) for member in now - then))
 
     def _here(self) -> list[Member]:
-        """This member, and those of the roster that are live as far as it can judge.
-
-        It cannot judge a peer whose only broken link is the one to this member.
+        """This member, and those of the roster that are live as far as it can judge: not of a peer whose only broken
+        link is to it.
         """
         ends = [(each.first, each.second) for each in self.head.complaints]
         beyond = {

@@ -1,13 +1,11 @@
 """One member's side of the vote on the record that extends one lineage, and what it knows about that round.
 
 `protocols.consensus.paxos` decides, without a clock or a network; `RoundVote` supplies both. It is kept as long as
-other peers may ask about its lineage, while attempts at the round (`protocols.butterfly.round`) come and go. Between
-them its timers are stopped.
+other peers may ask about its lineage. Between attempts at the round its timers are stopped.
 
 When the majority has been gone for long, the members that are left may FORK, if the run allows it. If none is left, as
-when a whole swarm was killed and restarted, their successors may (`protocols.consensus.vote_tally`); they start from a
-state that they hold, which may be older than the last decision of the members. If members left one after the other and
-the last of them is gone, former members may: a majority of a roster from which the last one has shrunk.
+after a restart of the whole swarm, their successors may (`protocols.consensus.vote_tally`), from a state that they
+hold. If members left one after the other and the last is gone, former members may: a majority of an earlier roster.
 """
 
 from __future__ import annotations
@@ -50,9 +48,8 @@ BALLOT_FLOOR_SECONDS = 2.0
 ROUND_TRIP_LIMIT_SECONDS = 0.75
 """Longest round trip that counts. If opening a stream took longer, the link was cut meanwhile, or a machine was busy.
 
-The bound also leaves time for a repair. A member that stops in the middle of its contribution is late at
-`SCATTER_SHARE` of the budget, and as a reducer it is overdue T_b later. With this bound, the rest of
-`BUDGET_FLOOR_SECONDS` is enough for another member to reduce its part."""
+A member that stops in the middle of its contribution is late at `SCATTER_SHARE` of the budget, and as a reducer overdue
+T_b later. With this bound, the rest of `BUDGET_FLOOR_SECONDS` is enough for another member to reduce its part."""
 LENIENCE = 1.25
 """A ballot's timer is this factor longer than T_b: members give up a silent member before the coordinator that waits
 for it."""
@@ -137,9 +134,8 @@ class RoundVote:
         self.head, self.changed, self._fork = head, changed, ()
 
     def start(self) -> None:
-        """Start the timers. A ballot in which this member sent a plan in an earlier attempt is given up.
-
-        That plan belongs to an attempt that is over and binds no member, so the next coordinator takes over.
+        """Start the timers, and give up a ballot in which this member sent a plan in an earlier attempt: it binds no
+        member.
         """
         self._awake = True
         if self.leading is not None and self.leading == self.published:
@@ -154,9 +150,7 @@ class RoundVote:
             self._timer.cancel()
 
     def receive(self, peer: PeerId, message: VoteMessage) -> None:
-        """Take a message of the vote; raises BadPayload for a vote of a peer that has none, or a proposal that no
-        honest member makes.
-        """
+        """Take a message of the vote. Raises BadPayload if the peer has no vote, or no honest member proposes this."""
         if message.sender.peer != peer:
             raise BadPayload(f"a vote in the name of {message.sender.peer}")
         takes_part = self.tally.counts(message.sender) or (self.forks_only and self.tally.forks_only(message.sender))
@@ -180,12 +174,9 @@ class RoundVote:
     def _examine(self, proposal: Propose) -> None:
         """Refuse a record that may not be put to the vote, starts from another state, or does not fit the vector.
 
-        A quorum of the roster must be in the next roster or have announced that it leaves. The tally cannot check
-        this, because it does not know which members leave.
-
-        In ballot 0, a member that never said that it rests refuses a SKIP that is proposed because all rest: its
-        coordinator has heard no such statement. In later ballots a record may be bound by an earlier vote: refusing it
-        could stop the run.
+        A quorum of the roster must be in the next roster or have announced that it leaves, which the tally does not
+        know. In ballot 0, a member that never said that it rests refuses a SKIP "because all rest". In later ballots a
+        record may be bound by an earlier vote: refusing it could stop the run.
         """
         value = self._admissible("a proposal", proposal.ballot, proposal.record)
         record = value.record
@@ -209,7 +200,6 @@ class RoundVote:
 
     def silent(self, peers: Iterable[PeerId]) -> list[PeerId]:
         """The peers that have been silent for the time of a ballot and did not answer the present one's first message.
-
         Silence since that answer tells nothing: while members train, they send few offers, and those to few peers.
         """
         since = min(self._promised_at, loop_time() - self.patience_seconds)
@@ -295,9 +285,8 @@ class RoundVote:
     # -- forks --------------------------------------------------------------------------------------------------------
 
     def seek_fork(self, live: set[Member], called: ResolvedPlan | None) -> None:
-        """Seek a fork with the live members that may fork, once that is due; stop if the majority is back.
-
-        `live` includes this member; `called` is the plan of the round, if it is called. To be called again and again.
+        """Seek a fork with the `live` members (this one included) that may fork, once that is due. To be called again
+        and again.
         """
         left = self._survivors(live) if self.votes else self._successors(live)
         if not self.tally.may_fork(left):
@@ -319,12 +308,9 @@ class RoundVote:
     def _successors(self, live: set[Member]) -> tuple[Member, ...]:
         """Live peers without a vote that have this member's state and may fork with it; none if it may not fork.
 
-        They are the first of these that applies:
-
-        - the successors of the whole roster, if all are live, so that none of its members can come back;
-        - a majority of a former roster, if no member is live. A member's round may just be a long one, and such a fork
-          wins over all that the members decide;
-        - the successors that are live.
+        The first of: the successors of the whole roster, since none of its members can come back; a majority of a
+        former roster, if no member is live, since such a fork wins over all that the members decide; the successors
+        that are live.
         """
         me, tally = self._me, self.tally
         waiting = [member for member in (me, *self.observers.values()) if member in live]

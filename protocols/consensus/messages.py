@@ -15,9 +15,7 @@ MAX_RECORD_BYTES = 3 << 14
 
 @dataclass(frozen=True, slots=True)
 class VoteMessage(Header):
-    """What every message of the vote on the record that extends `key.lineage` says: its sender, and the ballot it is
-    about.
-    """
+    """A message of the vote on the record that extends `key.lineage`: its sender, and the ballot it is about."""
 
     key: RoundKey = one(RoundKey)
     sender: Member = one(Member)
@@ -40,10 +38,8 @@ class Prepare(VoteMessage):
 
 @dataclass(frozen=True, slots=True)
 class Promise(VoteMessage):
-    """The sender promises to accept nothing in an earlier ballot, and names the record that it accepted last, if any.
-
-    If there is none, `record` is empty, and the sender names the parts of a plan that it holds, as their reducers
-    signed them.
+    """The sender promises to accept nothing in an earlier ballot, and names the record that it accepted last. If there
+    is none, `record` is empty, and it names the parts of a plan that it holds, as their reducers signed them.
     """
 
     accepted: int = uint(MAX_BALLOT)
@@ -124,9 +120,7 @@ class SetTimer:
 
 @dataclass(frozen=True, slots=True)
 class ProposalNeeded:
-    """This member coordinates a ballot and may choose its record: repair the plan, draw a new one or skip. Call
-    `chosen`.
-    """
+    """This member coordinates a ballot and may choose its record: repair the plan, draw a new one or skip (`chosen`)."""
 
     ballot: int
     promises: tuple[Promise, ...]

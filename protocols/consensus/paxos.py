@@ -69,12 +69,10 @@ class PaxosInstance:
 
     @property
     def ballot(self) -> int:
-        """The highest ballot that this member has heard of."""
         return self._ballot_state.ballot
 
     @property
     def promised(self) -> int:
-        """The ballot below which this member accepts nothing."""
         return self._ballot_state.promised
 
     # -- events -------------------------------------------------------------------------------------------------------
@@ -116,10 +114,8 @@ class PaxosInstance:
         return self._flush()
 
     def report_parts(self, plan: bytes, parts: Sequence[PartDone], others: Iterable[bytes] = ()) -> list[Instruction]:
-        """Note which parts the host holds and keeps: those of the present plan as their reducers signed them, and
-        digests of others. Replaces what was noted before.
-
-        Until the lineage is decided, the host must keep the parts of a record that this member accepted.
+        """Note which parts the host holds and keeps: those of the present plan as their reducers signed them, digests
+        of others. Until the lineage is decided, the host must keep the parts of a record that this member accepted.
         """
         self._plan, self._held = plan, {part.part: part for part in parts}
         self._parts = {*(part.result.digest for part in parts), *others}
@@ -160,8 +156,8 @@ class PaxosInstance:
             self._handlers[type(message)](message)
 
     def _concerns_us(self, message: VoteMessage) -> bool:
-        """Members hear members; successors and former members hear each other, on forks; observers hear certificates
-        only.
+        """Members hear members; successors and former members hear each other, on forks; observers hear only
+        certificates.
         """
         tally, sender = self.tally, message.sender
         if tally.counts(self.me):

@@ -47,9 +47,7 @@ class BallotState:
         return self.tally.counts(self.me) and self.tally.coordinator(ballot) == self.me.peer
 
     def outdated(self, message: VoteMessage, owner: PeerId) -> bool:
-        """Whether a message's ballot is not `owner`'s, or below this member's promise; then its sender gets a
-        `BallotNack`.
-        """
+        """Whether a message's ballot is not `owner`'s, or below this member's promise, which its sender is then told."""
         if message.ballot < self.promised:
             self.send([message.sender.peer], BallotNack(self.tally.key, self.me, self.promised))
         return message.ballot < self.promised or not self.tally.owns(message.ballot, owner)
@@ -75,8 +73,6 @@ class BallotState:
 
 @dataclass(slots=True)
 class _BallotAttempt:
-    """A ballot that this member coordinates."""
-
     ballot: int
     fork: tuple[Member, ...] = ()  # its members; empty for a ballot of the roster
     promises: dict[Member, Promise] = field(default_factory=dict)

@@ -1,15 +1,12 @@
 """The votes on the record that extends a lineage: which members vote, on which records, and what decides. Pure.
 
-The members of a roster vote, each in the incarnation that the roster names. A later incarnation is that member's
-successor. It has no vote, because it does not remember what the member promised. But the earlier incarnation is
-certainly over. So successors may FORK with other successors.
+The members of a roster vote, each in the incarnation that the roster names. A later incarnation, its successor, has no
+vote, because it does not remember what the member promised. But the earlier one is certainly over, so successors may
+FORK with other successors. A roster shrinks as members leave, and the last of them may be lost for good. A majority of
+one of the larger rosters before it may FORK, successors included, if they outnumber the members that they replace.
 
-A roster shrinks as members leave, and the last of them may be lost for good. Peers of the larger rosters before it are
-its former members. A majority of one of those rosters may FORK, successors included, if they outnumber the members that
-they replace.
-
-Signatures of votes are checked here and nowhere else. Votes come in three ways (accepts, certificates, answers to
-requests), and all are counted in one place. `Signer.verify` is a function of its arguments, so the tally stays pure.
+Signatures of votes are checked here and nowhere else. `Signer.verify` is a function of its arguments: the tally is
+pure.
 """
 
 from __future__ import annotations
@@ -27,8 +24,7 @@ SMALL_ROSTER = 4
 """One record may admit members up to this size: the founder and the first joiners are a roster after one round."""
 OBSERVER = 1 << 40
 """Incarnation under which a peer observes a vote in which it may not take part. No real incarnation is as high."""
-MAX_DECODED = 8
-"""Records of one vote that stay decoded. Honest members propose one, or one a ballot."""
+MAX_DECODED = 8  # Records of one vote that stay decoded. Honest members propose one, or one a ballot.
 MAX_TALLIES = 1 << 10
 """Number of (ballot, record) pairs whose votes are kept. Beyond it, those of the lowest ballot are dropped."""
 
@@ -62,11 +58,10 @@ class Value:
 
 
 class VoteTally:
-    """The votes of one roster on the record that extends `key.lineage`.
+    """The votes of one roster on the record that extends `key.lineage`; `former` as in `Head`.
 
     `quorum` is the number of votes that decide, as a function of the roster's size; None means `majority`. At least
-    `fork_peers` members may fork; 0 forbids forks. `former` are rosters that this one has shrunk from, the latest
-    first.
+    `fork_peers` members may fork; 0 forbids forks.
     """
 
     def __init__(

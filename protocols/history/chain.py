@@ -1,7 +1,6 @@
 """The chain of decided rounds as one peer sees it, and its head, which the next round extends. No I/O of its own.
 
-A chain does not verify votes. The caller has verified them (`protocols.history.fork_choice`) or has just taken part in
-the decision.
+The caller has verified the votes (`protocols.history.fork_choice`) or has just taken part in the decision.
 """
 
 from __future__ import annotations
@@ -20,8 +19,7 @@ from protocols.history.round_log import UNSETTLED, Archive, DecidedRound, RoundL
 
 __all__ = ["UNSETTLED", "Archive", "Chain", "DecidedRound", "follow", "genesis", "state_root"]
 
-PIECE = 16
-"""Certificates looked up at once: few enough not to block the event loop."""
+PIECE = 16  # certificates looked up at once: few enough not to block the event loop
 
 
 def state_root(parameters_root: bytes, velocity_root: bytes, round_number: int) -> bytes:
@@ -80,8 +78,7 @@ class Chain:
     def trained(self) -> int:
         """Number of training rounds up to the head, whatever their outcome: all but those of `Record.idle`.
 
-        The length of a run and its learning-rate schedule count these. So a fork after a restart costs no training, nor
-        does a newcomer's admission while all members rest.
+        The length of a run and its learning-rate schedule count these: a fork after a restart costs no training.
         """
         return self._trained(len(self))
 
@@ -95,7 +92,6 @@ class Chain:
 
     @property
     def refused(self) -> int:
-        """Certificates in the archive that did not follow the genesis."""
         return self._trunk.refused
 
     @property
@@ -208,7 +204,7 @@ class Chain:
     # -- changing -----------------------------------------------------------------------------------------------------
 
     def extend(self, certificate: Certificate, record: Record | None = None) -> None:
-        """Append a decided round. `settle` sets its state root later. `record` is the certificate's, if it is decoded.
+        """Append a decided round, whose root `settle` sets later. `record` is the certificate's, if it is decoded.
 
         Raises ValueError if the certificate does not extend the head, BadPayload if it holds no record.
         """
@@ -236,10 +232,9 @@ class Chain:
         self.head = replace(self.head, state_root=root)
 
     def switch(self, lineage: bytes, links: Sequence[DecidedRound]) -> tuple[DecidedRound, ...]:
-        """Switch to another branch that leaves this chain at `lineage`. The caller settles the head's state later.
+        """Switch to another branch that leaves this chain at `lineage`, and return the rounds dropped, oldest first.
 
-        Returns the rounds that were dropped, oldest first. Raises ValueError, with nothing changed, if the lineage is
-        not on this chain, or the rounds do not follow it.
+        Raises ValueError, with nothing changed, if the lineage is not on this chain, or the rounds do not follow it.
         """
         place = self._place(lineage)
         if place is None or not _follows(lineage, links):
@@ -259,9 +254,7 @@ class Chain:
         return lost
 
     def _extend(self, links: Sequence[DecidedRound]) -> None:
-        """Append rounds to the log that holds this chain's last ones. Raises RoundPruned if some cannot be read any
-        more.
-        """
+        """Append rounds to the log that holds this chain's last ones, or raise RoundPruned."""
         if self._own is None:
             self._trunk.extend(links)
             self._shared = len(self._trunk)
@@ -278,9 +271,7 @@ class Chain:
             self._own.extend(before)
 
     def _cut(self, place: int) -> tuple[DecidedRound, ...]:
-        """Drop all rounds after the first `place`. Raises RoundPruned, with nothing changed, if the head there is not
-        known.
-        """
+        """Drop all rounds after the first `place`, or raise RoundPruned with nothing changed."""
         if self._own is not None and place >= self._shared:
             self._unshare()
             return self._own.cut(place - self._shared)

@@ -1,20 +1,18 @@
 """Verification of certificates, and the fork-choice rule: which of two branches wins. No I/O.
 
-At the lineage where two branches part, the one whose first child carries more signatures of that lineage's roster wins
-(docs/protocols.md); of two with the same number, the lower hash. A child that a quorum decided counts as one quorum,
-and a FORK counts as its own roster, whatever votes a certificate holds: two peers with different certificates of the
-same records must come to the same answer. A FORK of successors (`protocols.consensus.vote_tally`) counts as its roster,
-too. It may be larger than a quorum, and still loses to a child that a quorum decided. A longer branch wins over its own
-prefix.
+Where two branches part, the one whose first child carries more signatures of the roster wins (docs/protocols.md); of
+two with the same number, the lower hash. A child that a quorum decided counts as one quorum, and a FORK as its own
+roster, whatever votes a certificate holds: peers with different certificates of the same records must come to the same
+answer. A FORK of successors may be larger than a quorum, and still loses to a child that a quorum decided. A longer
+branch wins over its own prefix.
 
 A FORK of former members outnumbers the whole roster that it replaces. Against another child, the branch with the larger
 roster wins; if both are equal, the other child wins. So a peer that left last and comes back does not undo what all
-others have trained since. Nor do a few peers that start apart from the others undo a branch that has grown without
-them.
+others have trained since, nor a few peers that start apart from the others a branch that has grown without them.
 
-A peer without a child of its own at that lineage is careful with FORKs, because a single member can make one. While the
-members that the fork leaves out are enough to decide, the peer does not follow it but waits for them. If the peer is
-`stranded`, undecided for so long that it might fork itself, it follows the fork.
+A peer without a child of its own at that lineage does not follow a FORK while the members that it leaves out are enough
+to decide, since a single member can make one. If it is `stranded`, undecided for so long that it might fork itself, it
+follows.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""An append-only log of decided rounds, of any length. No I/O of its own.
+"""An append-only log of decided rounds, of any length, at fifty bytes of memory a round. No I/O of its own.
 
-The latest rounds are decoded in memory; all are in an archive as bytes. Each round costs about fifty bytes of memory:
-its lineage, an index entry, and the place of its anchor.
+The latest rounds are decoded in memory; all are in an archive as bytes.
 """
 
 from __future__ import annotations
@@ -18,16 +17,11 @@ from protocols.consensus import record as records
 from protocols.consensus.messages import Certificate
 from protocols.consensus.record import Kind, Record
 
-UNSETTLED = bytes(32)
-"""State root of a head whose state is not known yet."""
-RECENT = 128
-"""Latest rounds that are kept decoded. With a roster of 32 a certificate takes about 20 KB."""
-LOCATOR_RECENT = 8
-"""Lineages that a locator lists one by one; below them the steps double."""
-PIECE = 64
-"""Rounds read from an archive at once."""
-MAX_ROSTERS = 1024
-"""Roster changes that are remembered, the latest ones."""
+UNSETTLED = bytes(32)  # state root of a head whose state is not known yet
+RECENT = 128  # Latest rounds that are kept decoded. With a roster of 32 a certificate takes about 20 KB.
+LOCATOR_RECENT = 8  # Lineages that a locator lists one by one; below them the steps double.
+PIECE = 64  # rounds read from an archive at once
+MAX_ROSTERS = 1024  # roster changes that are remembered, the latest ones
 LINEAGE_BYTES = 32
 
 
@@ -110,10 +104,7 @@ class _Roster(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class DecidedRound:
-    """One decided round: its votes, the head after it, and its record, decoded.
-
-    The head's state root is `UNSETTLED`, because only the next record holds it.
-    """
+    """One decided round: its votes, the head after it, whose state root is `UNSETTLED`, and its record, decoded."""
 
     certificate: Certificate
     head: Head
@@ -125,7 +116,7 @@ class DecidedRound:
 
 
 def follow(head: Head, certificate: Certificate, record: Record | None = None) -> DecidedRound:
-    """The round that a certificate decides after `head`. Its votes are not verified. `record` is its decoded record.
+    """The round that a certificate decides after `head`, its votes not verified. `record` is its decoded record.
 
     Raises BadPayload if the certificate holds no record, ValueError if its record does not extend `head`.
     """
@@ -170,8 +161,7 @@ class RoundPruned(LookupError):
 class RoundLog(Sequence[DecidedRound]):
     """Decided rounds, each extending the one before it. The place of a round is the number of rounds before it.
 
-    If the archive cannot read a round any more, that round and all before it are pruned: `RoundPruned` is raised for
-    them.
+    If the archive cannot read a round any more, that round and all before it are pruned (`RoundPruned`).
     """
 
     def __init__(self, start: Head, archive: Archive | None = None) -> None:
@@ -360,8 +350,7 @@ class RoundLog(Sequence[DecidedRound]):
             del self._rosters[:-MAX_ROSTERS]
 
     def cut(self, length: int) -> tuple[DecidedRound, ...]:
-        """Remove all but the first `length` rounds. Returns the removed ones, as far as they can be read.
-
+        """Remove all but the first `length` rounds, and return the removed ones, as far as they can be read.
         Raises RoundPruned, with nothing changed, if the round before them cannot be read.
         """
         floor, lost = self.floor, self._readable(length)

@@ -23,8 +23,7 @@ STEP_SECONDS = 5.0
 """Extra time for a step: peers do not notice together that all have reached the end, and timeouts delay the next."""
 STEP_POLL_SECONDS = 0.5
 """Interval for asking a partner that is behind again. The partner also asks by itself once it gets there."""
-BEFORE, BEYOND = 0, 63
-"""Steps count from 1. These two values mean that a peer has not started yet, or has finished."""
+BEFORE, BEYOND = 0, 63  # Steps count from 1. These two values mean that a peer has not started yet, or has finished.
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +58,7 @@ class ClosingExchanges:
         """Do each step until its time is over. A step passes time that it does not use on to the next.
 
         Each of `steps` moves `size_bytes`, and lists the peers that it needs; this peer's own id means no partner.
-        `act` performs it before a deadline, with those of its peers that are live.
+        `act` gets those of them that are live.
         """
         until = loop_time()
         self._session, self._heard, self.at = session, {}, BEFORE
@@ -90,7 +89,6 @@ class ClosingExchanges:
         return False
 
     async def _ask(self, session: SharedStateSession, partner: Member, until: Deadline) -> int | None:
-        """Ask the partner which step it is at; None if it does not take part."""
         self._asked += 1
         peer, question = partner.peer, ClosingStep(session.key, self._endpoint.me, self._asked, self.at)
         answer_by = min(until, loop_time() + self._timeouts.answer_seconds(peer))

@@ -1,7 +1,7 @@
 """A peer's state exchanges: it asks other peers for them, and answers when others ask.
 
-A peer is in at most one exchange at a time. During an exchange, only that exchange may touch the peer's state. A
-request is accepted or declined at once, and no request counts twice.
+A peer is in at most one exchange at a time, and only that one may touch its state. A request is accepted or declined at
+once, and no request counts twice.
 """
 
 from __future__ import annotations

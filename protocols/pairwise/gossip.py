@@ -1,12 +1,9 @@
 """Gossip: pairs of peers move their whole states to their mean, without groups, barriers or votes.
 
-In each round a peer asks one other peer (or a few: `protocols.pairwise.matching`) to exchange states, that is,
-parameters and momentum. The partner answers at once, even while it trains: it accepts, or says that it is busy, in
-another exchange or between two rounds. This is randomised pairwise averaging (Boyd et al. 2006) of states after an
-outer step. As in AD-PSGD (Lian et al. 2018), no peer waits for its partner to finish its work.
-
-A peer whose partner is busy or gone asks others. All of this together costs the peer at most the time limit of one
-exchange (`protocols.peers.timeouts`), however many partners are slow or dead.
+In each round a peer asks one other peer (or a few: `protocols.pairwise.matching`) to exchange parameters and momentum.
+The partner answers at once, even while it trains: it accepts, or is busy. This is randomised pairwise averaging (Boyd
+et al. 2006) of states after an outer step, without waiting for the partner's work (AD-PSGD, Lian et al. 2018). All of
+it costs a peer at most the time limit of one exchange (`protocols.peers.timeouts`), however many partners are slow.
 """
 
 from __future__ import annotations
@@ -76,7 +73,7 @@ class Gossip(PairwiseAverager):
         await self._steps.run(session, size_bytes, steps, step)
 
     async def _exchange(self, session: SharedStateSession, partner: Member, size_bytes: int, until: Deadline) -> bool:
-        """Exchange with a partner that wants it too, whichever of the two asks; return whether it completed."""
+        """Exchange with a partner that wants it too, whichever of the two asks."""
         peer, before = partner.peer, session.counted(partner.peer)
         while loop_time() < until and not session.cut.is_set():
             await self.exchanges.at_rest()

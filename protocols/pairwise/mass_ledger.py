@@ -1,18 +1,15 @@
 """Push-sum's mass ledger: averaging over one-way links, under loss, duplication and reordering. No I/O.
 
-Each peer holds a value x and a weight w, at first its own value and 1. A sender gives half of both away and keeps the
-other half; the receiver adds the share. x / w approaches Σx / Σw at every peer, whatever the order and the graph, as
-long as no mass is lost or created (Kempe et al. 2003; Assran et al. 2019, SGP, section 3, for the states of trainers).
-The ledger has the weights; the values are states (`protocols.pairwise.shares`).
+Each peer holds a value x and a weight w, at first its own value and 1. A sender gives half of both away; the receiver
+adds the share. x / w approaches Σx / Σw at every peer, whatever the order and the graph, as long as no mass is lost or
+created (Kempe et al. 2003; Assran et al. 2019, section 3). The values are states (`protocols.pairwise.shares`).
 
-- A share is outstanding until its receiver has answered for it. A resent share keeps its number.
-- A receiver counts each number of a sender once, even if it arrives twice or late.
+- A share is outstanding until its receiver has answered for it. A receiver counts each number of a sender once.
 - If the receiver's incarnation has ended, the share returns to the sender.
 - If a receiver is only silent, the sender recalls the share. The receiver answers that it has counted the share, or
   that it never will; only the second answer returns the share.
 
-Then Σw, over all ledgers and all outstanding shares that are not counted, never changes, up to rounding. If a peer
-dies, the mass that it holds is lost, but what it gave remains.
+Then Σw, over all ledgers and all outstanding shares, never changes, up to rounding, until a peer dies with its mass.
 """
 
 from __future__ import annotations

@@ -1,18 +1,12 @@
 """Which peers a peer asks in its n-th exchange, and how a round of such exchanges mixes the values. No I/O.
 
 A schedule is a function of (members, me, round, seed) alone: peers that know the same members compute the same pairs.
-Where lists or rounds differ, a partner is as good as drawn at random; that only slows down mixing. Members are sorted
-first, so their order does not matter.
+Where lists or rounds differ, a partner is as good as drawn at random; that only slows down mixing.
 
     random                 pairs drawn afresh each round, as a matching: both ends name each other
     ring                   the next peer in the ring; the previous one asks this peer
     exponential            the peers 1, 2, 4, … places ahead: log2 N exchanges a round (static exponential graph)
     one-peer-exponential   one of these, at another distance each round (Assran et al. 2019; Ying et al. 2021)
-
-    closing_pairs          the pairs of each step at the end of a run
-    closing_hops           the same for one-way shares: how many places ahead each peer gives
-
-The mixing matrix W of a round in lockstep is doubly stochastic, so that x ← Wx does not change the mean.
 """
 
 from __future__ import annotations
@@ -62,9 +56,8 @@ CLOSING_SEARCH = 64
 def closing_hops(count: int) -> tuple[int, ...]:
     """How many places ahead a peer gives in each of ⌈log₂ n⌉ + 1 steps: 1, 2, 4, …, and a last one.
 
-    For a power of two, all values are equal before the last step, which repeats the first: that is the one missed when
-    some peers begin late. For other numbers, the last step is the one that leaves the smallest deviations: at most
-    0.13.
+    For a power of two, the last step repeats the first, the one that late peers miss. For other numbers it is the one
+    that leaves the smallest deviations: at most 0.13.
     """
     every = hops(count)
     if count & (count - 1) == 0:
@@ -82,9 +75,8 @@ def closing_hops(count: int) -> tuple[int, ...]:
 def closing_pairs(count: int) -> tuple[tuple[int, ...], ...]:
     """The partner of each index in each of ⌈log₂ n⌉ + 1 steps. An index that is its own partner has none.
 
-    For a power of two (index xor 1, 2, 4, …), all peers then hold the mean. These steps commute, so any of them can be
-    repaired by repeating it at the end; the last step repeats the first. For other numbers, no sequence of halves leads
-    to the mean: 0.13 to 0.36 of the deviations remain at most, up to 64 peers.
+    For a power of two (index xor 1, 2, 4, …), all peers then hold the mean; the steps commute, and the last repeats the
+    first. For other numbers up to 64, 0.13 to 0.36 of the deviations remain at most.
     """
     if count & (count - 1) == 0:
         return tuple(tuple(index ^ hop for index in range(count)) for hop in closing_hops(count))

@@ -1,16 +1,12 @@
 """Push-sum between peers: each round a peer gives a share of its state away, one way, and waits for no other peer.
 
-A run selects this protocol by name; gossip does not fall back to it. It suits links that are much faster in one
-direction, and peers that should not pause for others. The cost is slower mixing: two shares bring two peers as close as
-one exchange does, and a peer that is given nothing learns nothing in that round.
+It suits links that are much faster in one direction, and peers that should not pause for others. The cost is slower
+mixing: two shares bring two peers as close as one exchange does. A peer keeps each share, encoded, until the receiver
+says that it has counted it. If the receiver has not been seen for two minutes, the share returns, and may then count
+twice; this is reported, as half exchanges are.
 
-A peer keeps each share, encoded, until the receiver says that it has counted it. A share without an answer is recalled
-in later rounds. If its receiver is in another incarnation, the share returns to the sender. If the receiver has not
-been seen for two minutes, the share returns too, and may then count twice; this is reported, as half exchanges are.
-
-A state stands for x / w (`protocols.pairwise.mass_ledger`). Peers send x / w with the weight of the share. A peer's own
-step moves x / w, so it counts by the peer's weight at that moment, which is 1 on average. Sources: Kempe et al. 2003;
-Assran et al. 2019 (SGP).
+A state stands for x / w (`protocols.pairwise.mass_ledger`). A peer's own step moves x / w, so it counts by the peer's
+weight at that moment, which is 1 on average. Sources: Kempe et al. 2003; Assran et al. 2019 (SGP).
 """
 
 from __future__ import annotations
@@ -42,8 +38,7 @@ from protocols.vectors.views import VectorView
 
 RETURN_SECONDS = 120.0
 """After this many seconds without an answer, a share returns to the sender, whether its receiver is live or not."""
-MAX_KEPT = 2
-"""Limit of shares with an unknown outcome. At this limit a peer gives no more until outcomes are known."""
+MAX_KEPT = 2  # Limit of shares with an unknown outcome. At this limit a peer gives no more until outcomes are known.
 
 
 class PushSum(PairwiseAverager):
@@ -107,8 +102,6 @@ class PushSum(PairwiseAverager):
 
 
 class ShareSender:
-    """Gives one share at a time, and keeps each, encoded, until its receiver has answered for it."""
-
     def __init__(self, weighted: WeightedState) -> None:
         self.kept: dict[tuple[Member, int], tuple[Share, ReducedPart]] = {}
         self._weighted = weighted

@@ -1,6 +1,5 @@
-"""Shares of a state, which travel one way: their frames, what giving and taking them does to a state, and the receiver.
-
-A few shares arrive at once. Each is counted once, as soon as there is a state to count it in.
+"""Shares of a state, which travel one way: their frames, what giving and taking them does to a state, and the
+receiver.
 """
 
 # ruff: noqa: RUF009 - a field's bound is its default

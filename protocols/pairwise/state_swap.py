@@ -10,10 +10,7 @@
 
 Neither end commits before both have everything. If the stream breaks between the initiator's first `StateReceived` and
 the reply to it, the initiator asks once more, on a new stream (`OutcomeQuery`). An end that has not committed by then
-never will. Only if that query fails too may one end have committed alone. This is a half-finished exchange, which both
-ends count.
-
-Chunks belong to the exchange whose request opened their stream.
+never will. Only if that query fails too may one end have committed alone: a half-finished exchange, which both count.
 """
 
 # ruff: noqa: RUF009 - a field's bound is its default
@@ -157,12 +154,9 @@ class StateSwap:
     """One end of an exchange. Until `state` is moved, the exchange reads it and nothing else may change it.
 
     The move: with own state x, and Q(x) what the partner decodes of it, x ← x − Q(x) + ½Q(x) + ½Q(y). The sum of both
-    states is then unchanged, whatever the codec loses (up to the rounding of float32). Both ends then hold the same,
-    except for their own x − Q(x); in fp32 they hold the same bits.
-
-    Why one half, and not weights by tokens: a pair's matrix is then doubly stochastic, so all states approach their
-    mean, which stays. A peer that trained more has moved its own state further. To weigh states, weights must travel
-    with them: that is push-sum.
+    states is unchanged, whatever the codec loses. In fp32 both ends then hold the same bits. With one half, and not
+    weights by tokens, a pair's matrix is doubly stochastic, so all states approach their mean. To weigh states is push-
+    sum.
     """
 
     def __init__(self, state: VectorView, part: ReducedPart, compute: Compute) -> None:
@@ -202,13 +196,11 @@ class StateSwap:
         return moved / ours if ours else 0.0
 
     def discard(self) -> None:
-        """Free the partner's state; what is known of it and of the move remains."""
         self._theirs.part = ReducedPart(self._codec, 0, 0)
 
     def _mix(self, write: bool) -> float:
-        """Compute the move of every element, and apply it if `write`; returns its L2 norm. Runs off the loop.
-
-        Multiplications and additions stay separate, so that the bits are the same on every machine.
+        """Compute the move, apply it if `write`, and return its L2 norm. Separate operations: the bits are the same
+        everywhere.
         """
         theirs, buffer = self._theirs.part, self._theirs.part.chunk_buffer()
         squares = 0.0

@@ -72,15 +72,13 @@ DONOR_ROUND = RoundEstimator(MORE_THAN_HALF, 1)
 class ClaimedRounds:
     """The rounds that other peers claim to have completed, in a run without a coordinator.
 
-    Each peer counts its own rounds. A peer that is slower than most follows the others' round; otherwise it would train
-    on alone after they finish.
+    A peer that is slower than most follows the others' round; otherwise it would train on alone after they finish.
     """
 
     def __init__(self) -> None:
         self._said: RecentDict[PeerId, int] = RecentDict(WITNESSES)
 
     def hear(self, peer: PeerId, round_number: int) -> None:
-        """Record that a peer claims to have completed this round. This replaces its earlier claim."""
         self._said[peer] = round_number
 
     def round(self, mine: int, others: Collection[PeerId]) -> int:

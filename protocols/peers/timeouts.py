@@ -8,8 +8,7 @@ from protocols.base import DISTRUST_SECONDS, BadPayload, Member, PeerId
 from protocols.peers.estimates import RecentDict, ewma
 
 ANSWER_FLOOR_SECONDS = 2.0
-ROUND_TRIPS = 8.0
-"""A peer answers at once. Its answer is late after the floor plus this many round trips."""
+ROUND_TRIPS = 8.0  # A peer answers at once. Its answer is late after the floor plus this many round trips.
 MAX_ROUND_TRIP_SECONDS = 5.0
 """Upper limit of the estimated round trip. Without it, a peer that always answers late would get more and more time."""
 TIMEOUT_MULTIPLE = 4.0  # an exchange may take this many times its expected time
@@ -34,9 +33,8 @@ class _Seen:
 class PeerTimeouts:
     """How long exchanges took, by peer, and the limits that follow for the next one. Times are the loop's.
 
-    A peer's rate follows the observations, and each timeout of an exchange in progress halves it, so that the time
-    limit doubles until it suffices. A new peer's rate starts as that of all others together, and theirs as our own
-    bandwidth.
+    Each timeout of an exchange in progress halves the peer's rate, so that the time limit doubles until it suffices. A
+    new peer's rate starts as that of all others together, and theirs as our own bandwidth.
     """
 
     def __init__(self, bandwidth: float) -> None:

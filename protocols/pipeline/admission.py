@@ -2,7 +2,6 @@
 
 A replica grants a lease while counted + leased < B, and steps when B microbatches are counted. No lease is left then,
 so its weights never change between the forward and the backward of a microbatch, and no step waits for other stages.
-A write of new outer parameters, or the death of the worker, voids all leases and all that was counted.
 """
 
 from __future__ import annotations
@@ -19,14 +18,10 @@ FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS = 10.0, 600.0
 
 
 class LeaseState(Enum):
-    HELD = auto()
-    """The microbatch has been admitted; its backward has not begun."""
-    COMPUTING = auto()
-    """Its backward runs, and will count whatever becomes of the driver."""
-    COUNTED = auto()
-    """It is part of the gradient of its epoch."""
-    ENDED = auto()
-    """It was not counted and never will be."""
+    HELD = auto()  # The microbatch has been admitted; its backward has not begun.
+    COMPUTING = auto()  # its backward runs, and will count whatever becomes of the driver
+    COUNTED = auto()  # it is part of the gradient of its epoch
+    ENDED = auto()  # it was not counted and never will be
 
 
 @dataclass(slots=True, eq=False)
@@ -110,9 +105,8 @@ class StepAdmission:
         return driver in self._expired
 
     def expire(self, lease: Lease, now: float) -> None:
-        """End a lease whose backward did not come in time.
-
-        Until its driver returns a microbatch it gets one place at a time, each after a longer wait.
+        """End a lease whose backward did not come in time. Its driver gets one place at a time, each after a longer
+        wait, until it returns a microbatch.
         """
         if lease.state is not LeaseState.HELD:
             return

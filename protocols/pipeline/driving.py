@@ -1,11 +1,9 @@
 """A peer of stage 0: it draws microbatches, and calls one replica of each other stage itself, forwards and backwards.
 
 Up to W microbatches are in flight, each in a lane: a task with streams of its own. A forward that fails is repeated at
-another replica, since it counts nothing. A backward runs where its forward ran, in the same weights, or not at all: at
-a replica that has drifted its gradient would be wrong. What may have been counted is never sent again.
-
-Evaluation and text take the same way, without leases and only forwards, with the outer parameters of each replica.
-Nothing that is computed then changes a replica, so any call may be made again, at the same replica or at another.
+another replica. A backward runs where its forward ran, in the same weights, or not at all: at a replica that has
+drifted its gradient would be wrong. What may have been counted is never sent again. Evaluation and text take the same
+way without leases, with the outer parameters of each replica, and may be repeated anywhere.
 """
 
 from __future__ import annotations
@@ -53,10 +51,8 @@ from protocols.pipeline.stages import StageDirectory, by_stage, raise_when_gone
 from protocols.streams.endpoint import ProtocolEndpoint
 from protocols.wire import expect
 
-ANSWER_SECONDS = 5.0
-"""Time to open a stream; and beyond a replica's own limit, for its answer to travel."""
-LOOK_SECONDS = 1.0
-"""How often a driver that cannot call any replica looks again."""
+ANSWER_SECONDS = 5.0  # Time to open a stream; and beyond a replica's own limit, for its answer to travel.
+LOOK_SECONDS = 1.0  # how often a driver that cannot call any replica looks again
 OUTER_RETRY_SECONDS = 0.25
 """How long a replica is left alone that could not compute with its outer parameters, or was busy."""
 
@@ -91,8 +87,7 @@ class _Call:
 class PipelineDriver:
     """Drives the microbatches of one peer of stage 0, and evaluates through the pipeline.
 
-    `check` raises `BadPayload` if an activation from another stage is not finite: else the next stage, to which it is
-    passed on, would blame the driver.
+    `check` raises `BadPayload` if an activation is not finite: else the next stage would blame the driver.
     """
 
     def __init__(
@@ -136,9 +131,8 @@ class PipelineDriver:
     async def evaluate(self, trained: int, deadline: Deadline, stride: int = 1) -> float:
         """Mean loss over every `stride`-th held-out microbatch, in nats per token; nan if there are none.
 
-        Every stage must have the result of `trained` rounds. One may be further: if a round ends during an evaluation,
-        later microbatches meet newer parameters. `TimeoutError` if it is not complete at the deadline, for instance
-        because a stage is empty, or the parameters give no finite loss.
+        Every stage must have the result of `trained` rounds; one may be further. `TimeoutError` at the deadline, for
+        instance because a stage is empty, or the parameters give no finite loss.
         """
         indices, losses = itertools.count(0, stride), dict[int, float]()
 
@@ -258,10 +252,7 @@ class _Lane:
                 await self._streams.reset(call)
 
     async def through(self, x: Buffer, last: JobKind, *more: Buffer, number: int = 0, deadline: Deadline) -> JobResult:
-        """Send an activation through all later stages, again and again until it succeeds.
-
-        If a stage keeps failing, the path starts anew: what the stage before has sent may be to blame.
-        """
+        """Send an activation through all later stages, from the first one anew until it succeeds."""
         while loop_time() < deadline:
             with suppress(Abandoned):
                 y = x

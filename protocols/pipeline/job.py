@@ -1,7 +1,6 @@
 """The jobs of a stage: the seam between the protocol, which moves bytes, and whatever holds the weights.
 
-A new kind of job is a member of `JobKind`, and a case where a learner computes it (`node.training.stage_learner`):
-leases, turns, pacing, the worker's process boundary and the wire carry any kind.
+A new kind of job is a member of `JobKind`, and a case where a learner computes it (`node.training.stage_learner`).
 """
 
 from __future__ import annotations
@@ -50,10 +49,10 @@ class Place(Enum):
 
 
 class JobKind(Enum):
-    """The verbs of a stage.
+    """The verbs of a stage. A microbatch's forwards keep nothing: a backward computes the forward again.
 
-    A microbatch's forwards keep nothing: a backward computes the forward again. Kinds that add to the gradient count
-    the microbatch. Outer kinds compute with the outer parameters; they count nothing and change no gradient.
+    Kinds that add to the gradient count the microbatch. Outer kinds compute with the outer parameters, and count
+    nothing.
     """
 
     DRAW = "draw", Place.FIRST, (), (Payload.ACTIVATION, Payload.TARGETS)  # the next batch, with its number
@@ -119,9 +118,9 @@ class StageWork(Protocol):
     async def run(self, job: StageJob, lease: Lease | None = None) -> JobResult:
         """Compute a job: with a lease, or of an outer kind without one.
 
-        A job that adds to the gradient keeps its lease from the moment it begins, counts it when it has added, and does
-        so even if its caller is cancelled meanwhile. Raises `BadPayload` if what it was given does not decode or is not
-        finite, and `LeaseLost`, with nothing computed, if the lease is void by then or the worker died.
+        A job that adds to the gradient counts its lease even if its caller is cancelled meanwhile. Raises `BadPayload`
+        if what it was given does not decode or is not finite, and `LeaseLost`, with nothing computed, if the lease is
+        void by then.
         """
 
 

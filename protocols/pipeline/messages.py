@@ -8,10 +8,8 @@
     JobInput(backward), gy   ->
                              <-     JobOutput, gx             (the microbatch is counted)
 
-The last stage computes forward, loss and backward in one job, which takes x and the targets. A request without a
-microbatch is for one job with the outer parameters. Each payload of a job has a frame of its own. Instead of any answer
-after `Granted` a replica may send `LeaseVoid`: it has not counted the microbatch and never will. The sizes of payloads
-follow from the run's settings alone (`PipelineSettings`), never from a message.
+The last stage computes forward, loss and backward in one job. A request without a microbatch is for one job with the
+outer parameters. Instead of any answer after `Granted` a replica may send `LeaseVoid`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""Which replica of a stage gets the next microbatch: weighted fair queueing by the replicas' usual call times. Pure.
+"""Which replica of a stage gets the next microbatch: a share inversely proportional to its average call time. Pure.
 
-As in SWARM (Ryabinin et al. 2023, section 3.2) a replica's share is inversely proportional to the moving average of its
-call times. Start-time fair queueing (Goyal et al. 1996) does it here: a newcomer, or a replica that was away, starts at
+As in SWARM (Ryabinin et al. 2023, section 3.2), by start-time fair queueing (Goyal et al. 1996): a newcomer starts at
 the present virtual time, so it is not flooded to make up for the past.
 """
 
@@ -16,12 +15,10 @@ from protocols.base import PeerId
 from protocols.peers.estimates import ewma
 
 GAIN = 0.2
-FIRST_SECONDS = 1.0
-"""Call time of a replica before any was observed."""
+FIRST_SECONDS = 1.0  # call time of a replica before any was observed
 BAN_SECONDS, MAX_BAN_SECONDS = 0.5, 30.0
 """A replica is left alone after a failure for BAN_SECONDS, doubled with each further one in a row."""
-MAX_BUSY_SECONDS = 2.0
-"""The same for a replica that has no place, from the time on that it names."""
+MAX_BUSY_SECONDS = 2.0  # the same for a replica that has no place, from the time on that it names
 
 
 @dataclass(slots=True)
@@ -42,9 +39,8 @@ class ReplicaRouter:
         self._virtual_time = 0.0
 
     def choose(self, live: Sequence[PeerId], now: float) -> PeerId | None:
-        """The replica for the next call; None if there is none, or all of them are banned.
-
-        A replica whose ban has ended is banned for as long again at once: it gets a single call until that call ends.
+        """The replica for the next call; None if there is none, or all of them are banned. After a ban it gets a
+        single call.
         """
         self._forget(live)
         usable = [peer for peer in sorted(live) if self._replica(peer).banned_until <= now]

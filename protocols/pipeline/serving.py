@@ -1,8 +1,7 @@
 """A replica of a stage other than 0: it answers drivers. A lease is one turn of the handler's loop on one stream.
 
-No table of ids, no messages that release: when the handler ends, for whatever reason, the lease has ended. The replica
-keeps the microbatch's input, as it came, between forward and backward, and computes the forward again. Requests without
-a microbatch have no lease: nothing that is computed with the outer parameters changes the replica.
+There is no table of ids: when the handler ends, for whatever reason, the lease has ended. The replica keeps the
+microbatch's input, as it came, between forward and backward, and computes the forward again.
 """
 
 from __future__ import annotations
@@ -43,8 +42,7 @@ from protocols.streams.endpoint import ProtocolEndpoint
 from protocols.wire import expect
 
 GAIN = 0.2
-RETRY_SECONDS = 0.25
-"""When a driver that was refused may ask again."""
+RETRY_SECONDS = 0.25  # when a driver that was refused may ask again
 
 
 class StageServer:

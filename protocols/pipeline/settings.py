@@ -8,16 +8,13 @@ from protocols.base import Member
 from protocols.pipeline.job import StageSizes
 
 MAX_WINDOW = 32
-MAX_STREAMS = 512
-"""Streams of all drivers to one replica, at most: a driver's window shrinks as drivers become more."""
+MAX_STREAMS = 512  # streams of all drivers to one replica, at most: a driver's window shrinks as drivers become more
 
-GRANT_SECONDS = 5.0
-"""A replica answers a request within this time: with a place, or that it is busy."""
+GRANT_SECONDS = 5.0  # a replica answers a request within this time: with a place, or that it is busy
 CALL_FLOOR_SECONDS, CALL_LIMIT_SECONDS, CALL_MULTIPLE = 20.0, 240.0, 8.0
 """A forward or backward call may take CALL_MULTIPLE times the usual, within these limits. It may wait in the replica's
 queue behind B others. A replica that is dead or mute is found sooner, by the failure detector."""
-MICROBATCH_SECONDS = 600.0
-"""The whole path of a microbatch, forwards and backwards."""
+MICROBATCH_SECONDS = 600.0  # the whole path of a microbatch, forwards and backwards
 LEASE_SECONDS, CONTENDED_LEASE_SECONDS, LEASE_MULTIPLE = 600.0, 10.0, 4.0
 """How long a replica waits for a microbatch's backward. Where other drivers wait for a place: LEASE_MULTIPLE times the
 usual, at least CONTENDED_LEASE_SECONDS. A step needs every lease to end, so one that never ends stops a replica."""
@@ -26,8 +23,7 @@ SERVER_IDLE_SECONDS, DRIVER_IDLE_SECONDS = 60.0, 30.0
 STREAM_SECONDS = 1800.0
 MAX_REQUESTS = 2
 """Jobs with outer parameters that a replica computes at once, and held-out microbatches that a driver has in flight."""
-MAX_FAILURES = 4
-"""Failed calls to a stage after which a microbatch is abandoned. "Busy" does not count as one."""
+MAX_FAILURES = 4  # Failed calls to a stage after which a microbatch is abandoned. "Busy" does not count as one.
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +50,8 @@ class PipelineSettings:
 class PipelineEvent:
     """Something that became of a microbatch, for checkers and logs.
 
-    At a replica: `granted`, `forwarded`, `counted`, `ended` (a lease that was not counted), `stepped`, or `voided`
-    (what was counted in this epoch is dropped). At a driver, which is the replica of stage 0, too: `asked` (a replica
-    of another stage, for a place), `done`, `abandoned`.
+    At a replica: `granted`, `forwarded`, `counted`, `ended` (a lease that was not counted), `stepped`, `voided` (what
+    was counted in this epoch is dropped). At a driver, too: `asked` (a replica, for a place), `done`, `abandoned`.
     """
 
     kind: str

@@ -43,15 +43,14 @@ class StageMembers:
         return await self._members.changed(since, deadline)
 
 
-STUCK_SECONDS = 300.0
-"""Longer than most rounds: a peer of stage 0 announces something once in a round."""
+STUCK_SECONDS = 300.0  # longer than most rounds: a peer of stage 0 announces something once in a round
 
 
 class StageClock:
-    """The round that all stages are in: the lower median of what the live peers of stage 0 have completed.
+    """The round that all stages are in: the lower median of what the live peers of stage 0 have completed. Never goes
+    back.
 
-    It never goes back, so it outlives the peers that announced it. It leaves out peers that have announced nothing yet,
-    as a joiner that downloads its state, and a minority that has stayed behind another for `STUCK_SECONDS`.
+    It leaves out peers that have announced nothing yet, and a minority that has stayed behind for `STUCK_SECONDS`.
     """
 
     def __init__(self, directory: StageDirectory) -> None:

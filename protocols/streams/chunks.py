@@ -1,7 +1,7 @@
 """Sends and receives vectors chunk by chunk: for each chunk a header, then its encoded elements.
 
-The receiver knows the layout, so it refuses any chunk but the one that is due. Codecs run through `Compute`, one chunk
-at a time. A receiver reads a chunk only when it has processed the previous one, so a slow receiver slows its sender.
+Codecs run through `Compute`. A receiver refuses any chunk but the one that is due, and reads it only when it has
+processed the previous one, so a slow receiver slows its sender.
 """
 
 from __future__ import annotations

@@ -77,8 +77,6 @@ class RoundAccounting:
 
 
 class _Outbox:
-    """Messages for one peer: those still to be sent, and those that it may not have received."""
-
     def __init__(self) -> None:
         self.waiting: deque[Header] = deque(maxlen=KEEP_MESSAGES)
         self.sent: deque[Header] = deque(maxlen=KEEP_MESSAGES)
@@ -94,8 +92,7 @@ class _Outbox:
 class ControlChannel:
     """Sends control messages in order, on one stream to each peer, which stays open: opening one takes a round trip.
 
-    Messages of a broken stream are sent again: they are idempotent. The channel watches each stream for its end, so it
-    notices at once when a peer dies. Unsent messages are kept from one `run` to the next.
+    Messages of a broken stream are sent again: they are idempotent. The channel notices at once when a peer dies.
     """
 
     def __init__(self, host: Host, method: str, accounting: RoundAccounting) -> None:

@@ -33,8 +33,7 @@ from protocols.streams.control_channel import RoundAccounting
 from protocols.wire import HeaderType
 
 FIRST_FRAME_SECONDS = 10.0
-MAX_STREAMS = 64
-"""Streams that a `StreamLimiter` allows at a time. Further ones are closed."""
+MAX_STREAMS = 64  # Streams that a `StreamLimiter` allows at a time. Further ones are closed.
 MAX_STREAMS_OF_ONE = 32
 """The same for one peer. It leaves room for a peer that was cut off for a while, which opens many at once."""
 
@@ -51,8 +50,7 @@ class ProtocolEndpoint:
     - is of a kind that its method has a handler for, and bound to the run and scope of this peer's rounds,
     - names as `sender` and receiver (`to`), if any, the current incarnations of the stream's peer and of this one.
 
-    A control stream carries any number of messages. The first must come in time and from such a peer, as above. A
-    message of another kind, run or scope is not passed to a handler.
+    A control stream carries any number of messages; those of another kind, run or scope are not passed to a handler.
     """
 
     def __init__(

@@ -1,7 +1,6 @@
 """Frames over any byte pipe: the only implementation of `Stream`, shared by every transport.
 
-A frame is a 4-byte big-endian header length, the header (`protocols.wire`), and the raw payload that the header
-announces. A transport supplies only a `Pipe`. Deadlines, bounds, byte counts and errors are handled here.
+A frame is a 4-byte big-endian header length, the header (`protocols.wire`), and the raw payload that it announces.
 """
 
 from __future__ import annotations

@@ -21,9 +21,8 @@ PIECE = CHUNK_ELEMENTS  # largest scratch of an encoder; in smaller pieces the c
 class Codec(Protocol):
     """Encodes and decodes one vector, usually one chunk.
 
-    A mean is encoded by the codec that `reduced` returns, nearly always the same one. If a codec is `in_place`, encoded
-    elements are the float32 numbers as they are in memory. `encode` and `decode` of a vector whose memory is also that
-    of the encoded bytes then copy nothing, and only check it.
+    If a codec is `in_place`, encoded elements are the float32 numbers as they are in memory. `encode` and `decode` of a
+    vector whose memory is also that of the encoded bytes then copy nothing, and only check it.
     """
 
     name: str
@@ -56,7 +55,6 @@ def carry(codec: Codec, vector: Vector) -> None:
 
 
 def target(codec: Codec, source: Vector, into: memoryview) -> torch.Tensor:
-    """Check the arguments of an encoder, and return `into` as bytes."""
     check_vector(source)
     expected = codec.encoded_bytes(len(source))
     if into.nbytes != expected or into.readonly:
@@ -66,7 +64,6 @@ def target(codec: Codec, source: Vector, into: memoryview) -> torch.Tensor:
 
 
 def received(codec: Codec, data: Buffer, into: Vector) -> torch.Tensor:
-    """Check the arguments of a decoder, and return `data` as bytes."""
     check_vector(into)
     view = memoryview(data)
     expected = codec.encoded_bytes(len(into))
@@ -94,10 +91,7 @@ def finite_range(values: torch.Tensor) -> tuple[float, float]:
 
 
 def require_finite(values: torch.Tensor) -> None:
-    """Raise `ValueError` if an element is NaN or infinite.
-
-    A finite sum proves that none is, in a quarter of the time of `finite_range`, which decides if the sum overflows.
-    """
+    """Raise `ValueError` if an element is NaN or infinite. A finite sum proves that none is, in a quarter of the time."""
     if not math.isfinite(float(values.sum())):
         finite_range(values)
 

@@ -63,7 +63,7 @@ class _Blockwise(Codec):
         raise NotImplementedError
 
     def _get(self, codes: torch.Tensor, into: Vector) -> None:
-        """Write the quotients of the codes into `into`. `BadPayload` for a code that no encoder writes."""
+        """Write the quotients into `into`. `BadPayload` for a code that no encoder writes."""
         raise NotImplementedError
 
     def _split(self, data: torch.Tensor, elements: int) -> tuple[torch.Tensor, torch.Tensor]:

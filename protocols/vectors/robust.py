@@ -1,19 +1,16 @@
 """Robust aggregation: rules by which a reducer averages contributions of which some may be wrong. Pure.
 
     mean            weighted mean; one contribution can move it anywhere, so norms are clipped before it (`plan`)
-    centered_clip   five steps from the coordinate median towards the mean of the contributions, each clipped to a
-                    radius around the current estimate (Karimireddy et al. 2021, arXiv 2012.10333, algorithm 2)
-    trimmed_mean    coordinate-wise mean without the lowest and the highest quarter of the weight
-                    (Yin et al. 2018, arXiv 1803.01498)
+    centered_clip   Karimireddy et al. 2021, arXiv 2012.10333, algorithm 2
+    trimmed_mean    without the lowest and the highest quarter of the weight (Yin et al. 2018, arXiv 1803.01498)
     median          coordinate-wise weighted median (the same paper)
     krum            the contribution that is nearest to its neighbours (Blanchard et al. 2017, arXiv 1703.02757)
     multi_krum      weighted mean of the contributions that Krum ranks first (the same paper, section 4)
 
-A contribution of weight 2 counts like two equal contributions of weight 1. Only Krum's ranking ignores weights. The
-result stays among the honest contributions while the wrong ones have less than half of the weight (`median`,
-`centered_clip`), less than a quarter (`trimmed_mean`), or are at most b of n >= 2b + 3 (`krum`, `multi_krum`). No rule
-tolerates colluding contributions that are no further out than the honest ones are from each other (ALIE, Baruch et al.
-2019; IPM, Xie et al. 2019).
+A contribution of weight 2 counts like two equal ones of weight 1, except in Krum's ranking. The result stays among the
+honest contributions while the wrong ones have less than half of the weight (`median`, `centered_clip`), less than a
+quarter (`trimmed_mean`), or are at most b of n >= 2b + 3 (`krum`, `multi_krum`). No rule tolerates colluding ones that
+are no further out than the honest ones are from each other (ALIE, Baruch et al. 2019; IPM, Xie et al. 2019).
 
 `mean`, `median` and `trimmed_mean` give the same bits on every machine. The others use norms, whose last digits differ
 between machines: another reducer may get another digest. The digest that the roster votes for counts.
@@ -43,11 +40,9 @@ KRUM_LEAST = 5
 """With fewer than 2·1 + 3 contributions Krum tolerates no wrong one; the coordinate median, which does, replaces it."""
 
 MEASURED_SLACK = 1.4
-"""Limit of a received chunk's norm: this multiple of the median norm of the chunks, times the sender's allowance.
-
-The slack is needed because a vector's norm is not spread evenly over its parts. With eight honest peers the largest
-norm was 1.16 times the median in chunks of 14,000 elements, and 1.41 times in one of a thousand chunks of 1,024.
-"""
+"""Limit of a received chunk's norm: this multiple of the median norm of the chunks, times the sender's allowance. With
+eight honest peers the largest norm was 1.16 times the median in chunks of 14,000 elements, 1.41 times in chunks of
+1,024: a vector's norm is not spread evenly over its parts."""
 PAIR_SLACK = 2.0
 """The same for two contributions, as a multiple of the smaller norm: it cannot be known which of the two is wrong."""
 MEASURED_ELEMENTS = 64  # shorter chunks are not measured: the norm of fewer numbers says little
@@ -172,7 +167,6 @@ def _difference(row: Vector, centre: Vector, into: Vector) -> Vector:
 
 
 def _middle(values: Sequence[float], scaled: Sequence[float]) -> float:
-    """The lower weighted median."""
     order = sorted(range(len(values)), key=lambda index: values[index])
     reached = accumulate(scaled[index] for index in order)
     half = math.fsum(scaled) / 2
@@ -198,10 +192,7 @@ def _nearest(contributions: torch.Tensor) -> list[int]:
 
 
 class RobustAggregator:
-    """Averages the chunks of one part, and finds the contributions that differ from the others.
-
-    Declared norms were clipped before. This class measures what was really sent, chunk by chunk.
-    """
+    """Averages the chunks of one part, clipped by their measured norms, and finds the contributions unlike the others."""
 
     def __init__(self, rule: str, allowances: Sequence[float]) -> None:
         """Each member's norm may exceed the others' by its allowance (`plan`)."""
@@ -238,7 +229,6 @@ class RobustAggregator:
 
     @staticmethod
     def _limit(norms: Sequence[float]) -> float:
-        """Largest norm of a contribution with an allowance of 1."""
         moved = [norm for norm in norms if norm > 0]
         return (MEASURED_SLACK if len(moved) > 2 else PAIR_SLACK) * median_low(moved) if moved else 0.0
 

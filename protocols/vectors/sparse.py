@@ -35,10 +35,9 @@ _LARGEST_LEVEL = torch.finfo(torch.bfloat16).max
 
 
 class TwoBits(Codec):
-    """A sign and one of two magnitudes for each element, in blocks of 64.
-
-    The magnitudes are the mean of the elements below the block's mean magnitude, and the mean of the others. If a block
-    holds zeros, the zeros form the lower class, and are exact. A decoded vector is encoded again without loss.
+    """A sign and one of two magnitudes for each element, in blocks of 64: the mean magnitudes of the elements below
+    and above the block's mean. If a block holds zeros, they are the lower class, and exact. A decoded vector loses
+    nothing again.
     """
 
     name = "two bits"
@@ -76,8 +75,6 @@ class TwoBits(Codec):
 
 
 class TopK(Codec):
-    """Sends the largest elements of each group, in the format described above."""
-
     grain, decay = GROUP, DECAY
 
     def __init__(self, members: int = 0) -> None:

@@ -1,7 +1,6 @@
 """Flat float32 vectors: concatenated views, chunks, weighted means, norms and hashes. Pure.
 
-Peers must get the same bits from `weighted_mean` and `root`. These use separate multiplications and additions in a
-fixed order, so the result depends neither on the number of threads nor on the processor.
+`weighted_mean` and `root` give the same bits everywhere: separate multiplications and additions in a fixed order.
 """
 
 from __future__ import annotations
@@ -97,12 +96,11 @@ def chunk_range(low: int, high: int, index: int, chunk: int = CHUNK_ELEMENTS) ->
 
 
 def weighted_mean(contributions: Sequence[Vector], weights: Sequence[float], into: Vector) -> None:
-    """Write sum_i w_i x_i / sum_i w_i, added in the given order, into `into`. All are of one size, and finite.
+    """Write sum_i w_i x_i / sum_i w_i, added in the given order, into `into`, which may be the first contribution.
 
-    The contributions are overwritten. `into` may be the first of them, and must not overlap the others. The weights are
-    positive and finite, in any unit; otherwise `ValueError`. Each contribution is scaled by w_i / sum w (computed in
-    float64, rounded to float32) before it is added, so that large weights cannot overflow; the mean is clamped to the
-    largest float32. A single contribution is returned unchanged.
+    The contributions, finite and of one size, are overwritten. The weights are positive and finite, in any unit. Each
+    contribution is scaled by w_i / sum w (computed in float64, rounded to float32) before it is added, so that large
+    weights cannot overflow; the mean is clamped to the largest float32. A single contribution is returned unchanged.
     """
     if not contributions or len(contributions) != len(weights):
         raise ValueError(f"{len(contributions)} contributions with {len(weights)} weights")
