@@ -28,7 +28,7 @@ bandwidth to all of it: one in fifteen. With a growth of 1.25 it was one in four
 
 
 def next_claim(claim: float, bandwidth: float, in_time: bool) -> float:
-    """The upload bandwidth to claim in the next round, bytes/s: less after a late data phase, then slowly more again."""
+    """The upload bandwidth to claim in the next round, bytes/s: less after a late data phase, then slowly more."""
     return max(MIN_BANDWIDTH, min(bandwidth, (CLAIM_GROWTH if in_time else CLAIM_CUT) * claim))
 
 

@@ -239,7 +239,7 @@ class RoundStart:
         return loop_time() - self._began
 
     def draw(self, ballot: int, without: Collection[PeerId]) -> Plan:
-        """Draw the plan that calls the round, as the coordinator of a ballot, without these members, which are silent."""
+        """Draw the plan that calls the round, as the coordinator of a ballot. Members in `without` are silent."""
         offers = [each for peer, each in self._offers.items() if peer not in without and self._agrees(each)]
         return planning.make_plan(self._inputs, offers, self._elapsed(), ballot)
 

@@ -272,7 +272,7 @@ class Round:
     async def fetch(
         self, holders: Sequence[PeerId], part: wire.PartDigest, bounds: tuple[int, ...], members: int
     ) -> ReducedPart | None:
-        """Fetch a part, elements [low, high), from its holders, of which each may be silent for the time of a ballot."""
+        """Fetch a part, elements [low, high), from its holders. Each may be silent for the time of a ballot."""
         live, (low, high), patience_seconds = self.live_peers(), bounds, self.vote.patience_seconds
         asked = [peer for peer in dict.fromkeys(holders) if peer != self.me.peer and peer in live]
         held = self._format.part(low, high, members)
@@ -503,8 +503,8 @@ class Round:
         return now != then and not (then < now and all(self.call.has_work(member.peer) for member in now - then))
 
     def _here(self) -> list[Member]:
-        """This member, and those of the roster that are live as far as it can judge: not of a peer whose only broken
-        link is to it.
+        """This member and the live ones of the roster, and peers whose only broken link is to it: it cannot judge
+        them.
         """
         ends = [(each.first, each.second) for each in self.head.complaints]
         beyond = {

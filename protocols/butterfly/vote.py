@@ -134,9 +134,7 @@ class RoundVote:
         self.head, self.changed, self._fork = head, changed, ()
 
     def start(self) -> None:
-        """Start the timers, and give up a ballot in which this member sent a plan in an earlier attempt: it binds no
-        member.
-        """
+        """Start the timers. A ballot in which this member sent a plan in an earlier attempt is given up."""
         self._awake = True
         if self.leading is not None and self.leading == self.published:
             self.leading = None
@@ -285,9 +283,7 @@ class RoundVote:
     # -- forks --------------------------------------------------------------------------------------------------------
 
     def seek_fork(self, live: set[Member], called: ResolvedPlan | None) -> None:
-        """Seek a fork with the `live` members (this one included) that may fork, once that is due. To be called again
-        and again.
-        """
+        """Seek a fork with the live members that may fork, once that is due. To be called again and again."""
         left = self._survivors(live) if self.votes else self._successors(live)
         if not self.tally.may_fork(left):
             self._alone_since = None

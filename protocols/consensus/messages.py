@@ -120,7 +120,7 @@ class SetTimer:
 
 @dataclass(frozen=True, slots=True)
 class ProposalNeeded:
-    """This member coordinates a ballot and may choose its record: repair the plan, draw a new one or skip (`chosen`)."""
+    """This member coordinates a ballot and may choose its record: repair the plan, draw a new one or skip."""
 
     ballot: int
     promises: tuple[Promise, ...]

@@ -47,7 +47,7 @@ class BallotState:
         return self.tally.counts(self.me) and self.tally.coordinator(ballot) == self.me.peer
 
     def outdated(self, message: VoteMessage, owner: PeerId) -> bool:
-        """Whether a message's ballot is not `owner`'s, or below this member's promise, which its sender is then told."""
+        """Whether a message's ballot is not `owner`'s, or below this member's promise; then its sender is told so."""
         if message.ballot < self.promised:
             self.send([message.sender.peer], BallotNack(self.tally.key, self.me, self.promised))
         return message.ballot < self.promised or not self.tally.owns(message.ballot, owner)

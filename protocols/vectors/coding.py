@@ -91,7 +91,9 @@ def finite_range(values: torch.Tensor) -> tuple[float, float]:
 
 
 def require_finite(values: torch.Tensor) -> None:
-    """Raise `ValueError` if an element is NaN or infinite. A finite sum proves that none is, in a quarter of the time."""
+    """Raise `ValueError` if an element is NaN or infinite. A finite sum proves that none is, in a quarter of the time
+    of `finite_range`.
+    """
     if not math.isfinite(float(values.sum())):
         finite_range(values)
 

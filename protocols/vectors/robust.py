@@ -192,7 +192,7 @@ def _nearest(contributions: torch.Tensor) -> list[int]:
 
 
 class RobustAggregator:
-    """Averages the chunks of one part, clipped by their measured norms, and finds the contributions unlike the others."""
+    """Averages the chunks of one part, clipped by their measured norms, and names contributions unlike the others."""
 
     def __init__(self, rule: str, allowances: Sequence[float]) -> None:
         """Each member's norm may exceed the others' by its allowance (`plan`)."""

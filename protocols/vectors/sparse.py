@@ -36,8 +36,8 @@ _LARGEST_LEVEL = torch.finfo(torch.bfloat16).max
 
 class TwoBits(Codec):
     """A sign and one of two magnitudes for each element, in blocks of 64: the mean magnitudes of the elements below
-    and above the block's mean. If a block holds zeros, they are the lower class, and exact. A decoded vector loses
-    nothing again.
+    and above the block's mean. If a block holds zeros, they are the lower class, and exact. So is the code of a
+    decoded vector.
     """
 
     name = "two bits"
