@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -62,10 +61,13 @@ class Encoder:
 
     def encode(self, document: Document) -> list[Sequence]:
         """The sequences of a document: one of a text, none to several of a conversation."""
-        if isinstance(document.content, str):
-            return [self._text(document.content, document.begins, document.ends)]
-        self.unused.update(document.unused)
-        return self._conversation(document.content, document.where)
+        content, end = document.content, self._tokenizer.eos_token_id
+        if not isinstance(content, str):
+            self.unused.update(document.unused)
+            return self._conversation(content, document.where)
+        ids = [*self._begin, *self._exact.encode(content)[0]] if document.begins else self._exact.encode_on(content)[0]
+        ids += [end] if document.ends and end is not None else []
+        return [(ids, [1] * len(ids))]
 
     def prompt(self, text: str) -> list[int]:
         """Tokens of a prompt: of a chat, a message of the user and the beginning of the answer."""
@@ -73,16 +75,9 @@ class Encoder:
             raise ValueError("the prompt is empty")
         if not self._is_chat:
             return [*self._begin, *self._exact.encode(text)[0]]
-        talk = _Talk(
-            self._tokenizer, self._exact.marks, {"messages": [{"role": "user", "content": text}]}, "the prompt"
-        )
+        question: Conversation = {"messages": [{"role": "user", "content": text}]}
+        talk = _Talk(self._tokenizer, self._exact.marks, question, "the prompt")
         return self._exact.encode_marked(talk.render(1, ask=True))[0]
-
-    def _text(self, text: str, begins: bool, ends: bool) -> Sequence:
-        end = self._tokenizer.eos_token_id
-        ids = [*self._begin, *self._exact.encode(text)[0]] if begins else self._exact.encode_on(text)[0]
-        ids += [end] if ends and end is not None else []
-        return ids, [1] * len(ids)
 
     def _conversation(self, conversation: Conversation, where: str) -> list[Sequence]:
         talk = _Talk(self._tokenizer, self._exact.marks, conversation, where)
@@ -125,7 +120,7 @@ class _Talk:
 
     def __init__(self, tokenizer: Any, marks: Marks, conversation: Conversation, where: str) -> None:
         self._tokenizer, self._where = tokenizer, where
-        if any(each in text for text in _texts(conversation) for each in marks.texts):
+        if not marks.texts.keys().isdisjoint(json.dumps(conversation, ensure_ascii=False, default=str)):
             raise ModelError(f"{where}: it holds characters of the private use area (U+F0000 and on): remove them")
         self.messages: list[dict[str, Any]] = [
             {
@@ -270,14 +265,6 @@ class _Talk:
                 "that shows it by hf.template, or change the message"
             )
         return {"content beside calls"} if hidden else set()
-
-
-def _texts(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict | list):
-        for each in value.values() if isinstance(value, dict) else value:
-            yield from _texts(each)
 
 
 def _shows(text: str, content: str) -> bool:

@@ -154,12 +154,8 @@ def _call(call: dict[str, Any], where: str) -> dict[str, Any]:
             arguments = None
     if not isinstance(arguments, dict):
         raise ModelError(f"{where}: the arguments of a call of {inner['name'][:40]!a} are not an object in JSON")
-    inner = {**inner, "arguments": arguments}
-    return (
-        {"type": "function", **call, "function": inner}
-        if "function" in call
-        else {"type": "function", "function": inner}
-    )
+    others = call if "function" in call else {}
+    return {"type": "function", **others, "function": {**inner, "arguments": arguments}}
 
 
 def _tools(tools: Any, where: str) -> list[dict[str, Any]]:

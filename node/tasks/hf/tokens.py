@@ -31,8 +31,12 @@ class ExactTokenizer:
     """
 
     def __init__(self, tokenizer: Any) -> None:
+        from tokenizers import Tokenizer
+
         added = list(tokenizer.added_tokens_decoder.items())
-        self._backend = _without_trimming(tokenizer)
+        fields = json.loads(tokenizer.backend_tokenizer.to_str())
+        fields |= {"post_processor": None, "truncation": None, "padding": None}  # tokens stand for blanks in them, too
+        self._backend = Tokenizer.from_str(json.dumps(fields))
         self.special = sorted({*tokenizer.all_special_tokens, *(each.content for _, each in added if each.special)})
         self._special_ids = {number for number, each in added if each.special} | set(tokenizer.all_special_ids)
         if tokenizer.unk_token is not None:
@@ -135,14 +139,6 @@ class ExactTokenizer:
             found += parts
             places += [(begin, end)] * len(parts)
         return found, places
-
-
-def _without_trimming(tokenizer: Any) -> Any:
-    """A copy of the tokenizer whose tokens stand for the blanks in them, too."""
-    from tokenizers import Tokenizer
-
-    fields = json.loads(tokenizer.backend_tokenizer.to_str())
-    return Tokenizer.from_str(json.dumps(fields | {"post_processor": None, "truncation": None, "padding": None}))
 
 
 def _agreement(
