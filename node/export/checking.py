@@ -1,7 +1,7 @@
 """Check an export before it counts as done: a process of its own loads it, and computes what the run's model computes.
 
 The logits are compared in float32. Where weights were rounded to the base's dtype, so were those that the expected
-logits are computed with: then the check is of what was written, and rounding is no difference.
+logits are computed with.
 """
 
 from __future__ import annotations

@@ -3,10 +3,9 @@
 It asks as a joiner does, but sends no greeting: no peer counts it as live, and none admits it. The chain is verified
 from the founder on, and the state against the chain, so a wrong answer is noticed. An old one is not.
 
-With stages, each stage has a chain, and a state directory, of its own. A peer that was given by its address tells its
-own stage, and which peers it knows in the others. They are dialled by their ids: libp2p's DHT has their addresses. Each
-of them is asked for its stage again, because hearsay may be wrong. The founder has signed the first member of each
-stage, so any peer may tell it.
+With stages, each stage has a chain, and a state directory, of its own. A peer that was given by its address tells which
+peers it knows in other stages. libp2p's DHT has their addresses. Each of them is asked for its stage again, because
+hearsay may be wrong. The founder has signed the first member of each stage, so any peer may tell it.
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
-"""Export a peer's model: the language model in Hugging Face's Llama format, all other models as safetensors.
-
-A model of Hugging Face that was fine-tuned is written by `node.export.fine_tuned`.
+"""Export a peer's model with its model card: gpt in Hugging Face's Llama format, other models as safetensors.
 
 The language model has the tensor names, the halves of rotary pairs and the order of operations of `LlamaForCausalLM`,
-so its tensors are not converted. Its tokens are bytes: the tokenizer is GPT-2's byte level without merges. The model
-card, `README.md`, says where the model comes from, and how to load it.
+so its tensors are not converted. Its tokens are bytes: the tokenizer is GPT-2's byte level without merges.
 """
 
 from __future__ import annotations

@@ -208,10 +208,9 @@ def _held_out_loss(reports: Path, lineage: str) -> float:
 
 
 def trained_rounds(directory: Path, checkpoint: Checkpoint) -> int:
-    """Count the rounds before a checkpoint, without those for which nothing was trained, as `Chain.trained` does.
+    """Count the rounds before a checkpoint that trained something, as `Chain.trained` does.
 
-    It reads the chain in a peer's state directory and verifies no votes. If that chain does not lead to the
-    checkpoint, or cannot be read, all rounds count.
+    If the chain in the directory does not lead to the checkpoint, or cannot be read, all rounds count.
     """
     idle, lineage = 0, b""
     try:

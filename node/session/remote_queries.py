@@ -38,10 +38,7 @@ async def remote_status(address: str) -> dict[str, Any]:
 async def fetch_model(
     addresses: Sequence[str], directory: Path, say: Callable[[str], None], base: str | None = None
 ) -> list[Path]:
-    """Fetch the newest state that the peers at these multiaddrs serve into an empty directory: see `fetch_state`.
-
-    `say` is called with a line about each address that leads nowhere, if another one leads to the run.
-    """
+    """Fetch the newest state that the peers at these multiaddrs serve; `say` is told of those that do not answer."""
     identity, clock = create(directory / "identity.key"), WallClock()
     async with ThreadCompute() as compute, LibP2PTransport(identity) as transport:
         answers = await _ask_each(transport, addresses, say)

@@ -1,7 +1,4 @@
-"""The tensors of a user's module that the optimiser does not train: which of them does training change?
-
-Those that the try-out sees change are averaged (`node.tasks.extra`). A line names each tensor that changes later, once.
-"""
+"""The tensors of a user's module that the optimiser does not train: those that training changes are averaged."""
 
 from __future__ import annotations
 
@@ -53,10 +50,7 @@ class Bystanders:
         self._versions = self._present_versions()
 
     def changed(self, copies: Mapping[str, torch.Tensor]) -> tuple[list[str], list[str]]:
-        """Names of the tensors that differ from the copies: those to average, and those of too precise a dtype.
-
-        Integers, such as BatchNorm's number of batches, and buffers that are not persistent stay on each peer.
-        """
+        """Names of the tensors that differ from the copies: those to average, and those of too precise a dtype."""
         names = [name for name, old in copies.items() if not same_values(find(self._module, name), old)]
         names = [name for name in names if self._counts(name)]
         averaged = [name for name in names if copies[name].dtype in DTYPES]

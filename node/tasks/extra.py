@@ -1,15 +1,12 @@
 """Extra tensors: what training changes beside the trained parameters, such as BatchNorm's running statistics.
 
-They are averaged with the parameters by every protocol, at the end of the flat vector. The inner optimiser leaves them
-alone, and the outer step takes their plain mean: momentum could make a running variance negative. In the layout their
-names begin with `extra:`. Each begins a block of its own of the codecs, because its values may be of another size than
-its neighbours'; the elements between are called `padding:`.
+They are averaged with the parameters, at the end of the flat vector, by a plain mean: momentum could make a running
+variance negative. In the layout their names begin with `extra:`. Each begins a block of its own of the codecs, because
+its values may be of another size than its neighbours'; the elements between are called `padding:`.
 
 A running variance may be a million times as large as a weight. In the vector it would hide the parameters from all
 that compares norms, and a first trained state would look like an attack to a peer that has none. So the vector holds
-x / 16 up to x = 16 and, beyond, 1 + log(x / 16). The mean of what is larger is therefore closer to the geometric one.
-
-A module's own tensors are not views of the vector: they are written before a step and read after it.
+x / 16 up to x = 16 and, beyond, 1 + log(x / 16). Tensors are written before a step and read after it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""What a file is, and which files of a folder are data.
-
-The first bytes of a file say what it is; where they say nothing, the end of its name does. Some files of a folder are
-no data, such as documentation beside rows, or the rows of a test split. A `Selection` names each of those.
-"""
+"""What a file is, by its first bytes, else by its name, and which files of a folder are data."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """A module's trained parameters and their gradients as flat vectors, which the module's tensors are views of.
 
 A task's loss may do anything to these: set gradients to None (`zero_grad`), convert the module, replace a parameter. A
-view that is lost would train nothing, silently. So after each loss and after each backward pass, the memory of each
-parameter and gradient is compared with that of its view, at about .3 µs a parameter.
+lost view would train nothing, silently. So after each loss and each backward pass, the memory of each parameter and
+gradient is compared with that of its view, at about .3 µs a parameter.
 """
 
 from __future__ import annotations
@@ -47,10 +47,7 @@ class View:
 
 
 class Views:
-    """The views of all trained parameters.
-
-    All methods but `restore` raise `TaskError` if the user's code did what cannot be mended.
-    """
+    """The views of all trained parameters. What cannot be mended raises `TaskError`, except in `restore`."""
 
     def __init__(self, views: Sequence[View], gradients: Sequence[torch.Tensor]) -> None:
         self._views, self._gradients = views, gradients

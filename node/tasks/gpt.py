@@ -93,10 +93,7 @@ class TransformerLayer(nn.Module):
 
 
 class GptBody(nn.Module):
-    """Blocks [low, high): block 0 is the embedding, then the layers, the last one the norm.
-
-    Layers are keyed by their number in the whole model, so a stage's tensors have the names of the whole model's.
-    """
+    """Blocks [low, high): the embedding, then the layers, keyed by their number in the whole model, last the norm."""
 
     cos: torch.Tensor
     sin: torch.Tensor
@@ -151,10 +148,7 @@ class Gpt(nn.Module):
         return bytes(self.stream(prompt, tokens, temperature, seed))
 
     def stream(self, prompt: bytes, tokens: int, temperature: float = 0.0, seed: int = 0) -> Iterator[int]:
-        """Continue `prompt` by `tokens` bytes: the likeliest ones, or drawn at random at a temperature above 0.
-
-        Of a prompt longer than the context, only the end is used.
-        """
+        """Continue the end of `prompt` by `tokens` bytes: the likeliest ones, or drawn at a temperature above 0."""
         if not prompt:
             raise ValueError("the prompt is empty")
         generator = torch.Generator().manual_seed(seed)

@@ -101,10 +101,7 @@ def block_names(config: GptConfig) -> tuple[str, ...]:
 
 
 def measure(preset: Preset, timer: Callable[[], float]) -> tuple[BlockCost, ...]:
-    """Time each block of the model on this machine: forward, and forward with backward, medians of a few trials.
-
-    The founder of a run measures once, and the cut that follows is part of the run.
-    """
+    """Time each block of the model, for the run's cut: forward, and forward with backward, medians of a few trials."""
     config = preset.shape
     costs = []
     for number, name in enumerate(block_names(config)):
@@ -151,11 +148,7 @@ def fill(tensor: torch.Tensor, seed: int, name: str, bound: float) -> None:
 
 
 def draw_weights(module: nn.Module, seed: int) -> None:
-    """Draw all weights of a module: linear layers and embeddings as torch's defaults are spread, norms ones.
-
-    A linear layer's weights lie within ±1/√inputs. An embedding's have standard deviation 1, uniform where torch's are
-    normal.
-    """
+    """Draw all weights: of linear layers within ±1/√inputs, of embeddings uniform with deviation 1, of norms ones."""
     for path, each in module.named_modules():
         if isinstance(each, nn.Linear):
             fill(each.weight, seed, f"{path}.weight", each.in_features**-0.5)

@@ -86,9 +86,8 @@ class WrongWeights(RuntimeError):
 
 
 class PacedStage(Paced):
-    """A stage whose vector follows the walk of `Paced`, one move a step; `tokens` are of one microbatch.
-
-    `me` is the replica's name in its present incarnation, for the names of its activations.
+    """A stage that moves as `Paced`; `tokens` are of one microbatch, `me` names the replica in its present
+    incarnation.
     """
 
     def __init__(
@@ -106,10 +105,7 @@ class PacedStage(Paced):
         self._microbatches = 0
 
     def run(self, job: StageJob, outer: Sequence[Vector] = ()) -> JobResult:
-        """Compute a job; with the outer parameters, zeros and a loss of 1.
-
-        Raises `WrongWeights` if the forward of a backward was computed elsewhere, or in other weights.
-        """
+        """Compute a job; with the outer parameters, zeros and a loss of 1. May raise `WrongWeights`."""
         kind = job.kind
         if kind is JobKind.OUTER_SAMPLE and job.number >= _HELD_OUT:
             return JobResult()

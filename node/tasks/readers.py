@@ -3,8 +3,7 @@
 A file is read in pieces, and nothing of it is guessed or replaced: what cannot be read is named, with what to do.
 
 A text is cut into blocks whose ends depend on the text around them alone, as rsync and restic do. So a text that has
-grown, or has a line more in its middle, has nearly the same blocks as before, and what a hash of a block's content
-decides stays decided. Blocks end where lines do, unless a line is longer than a block may be.
+grown has nearly the same blocks as before, and what a hash of a block's content decides stays decided.
 """
 
 from __future__ import annotations

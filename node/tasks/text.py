@@ -65,12 +65,9 @@ class Text:
 def load(path: Path | None = None, sample: Path | None = None, given: GivenData | None = None) -> Text:
     """Read the text: the standard library's source unless a file or a folder is given.
 
-    Of the standard library it uses all *.py files without tests, idlelib, lib2to3 and site-packages, about 11 MB. They
-    differ between Python versions, so a run sends its held-out sample (at most `HELD_OUT_BYTES`) to all peers.
-
-    Of a folder it uses all files of text; see `node.tasks.files.select`. Of a single file, and where no file of a
-    folder is held out, some blocks are held out. A text of over 64 MiB is copied into a file in the user's cache, which
-    all processes map, and which may be deleted.
+    The standard library differs between Python versions, so a run sends its held-out sample (at most `HELD_OUT_BYTES`)
+    to all peers. Of a single file, and where no file of a folder is held out, some blocks are. A text of over 64 MiB is
+    copied into a file in the user's cache, which all processes map, and which may be deleted.
     """
     try:
         evaluated = None if sample is None else _map(sample)[:HELD_OUT_BYTES]

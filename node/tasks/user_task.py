@@ -46,10 +46,7 @@ class Findings:
 
 
 class OwnTask:
-    """A `Task` that wraps a user's task, and reports its errors as errors of that task.
-
-    `kept` names tensors that training changes, and that each peer keeps for itself.
-    """
+    """A `Task` that names the user's task in its errors. `kept`: changed tensors that each peer keeps for itself."""
 
     def __init__(self, name: str, task: Task) -> None:
         self.name, self._task = name, task
@@ -105,9 +102,8 @@ class OwnTask:
             return float(self._task.evaluate())
 
     def try_out(self, seed: int, training: bool = True) -> list[str]:
-        """Draw a batch twice and compute its gradient, to report errors in them before a round begins.
-
-        Returns lines about what the operator should know. `training`: whether training puts the module into train mode.
+        """Report errors of a batch and its gradient before a round begins; returns lines that the operator should
+        know.
         """
         with _with_traceback():
             batch = self.batch(seed, 0)
@@ -194,17 +190,14 @@ def _differentiate(task: OwnTask, batch: Batch, flat: FlatParameters) -> None:
 
 
 def make(name: str, given: TaskContext) -> OwnTask:
-    """Import the module, call its factory, and check the result. The current directory is searched last.
-
-    Torch's global generator is seeded first, so layers that draw their weights from it are the same for the same seed.
-    """
+    """Import the module, call its factory, and check the result. The current directory is searched last."""
     with _with_traceback():
         factory = _find(name)
         try:
             inspect.signature(factory).bind(given, **given.options)
         except TypeError as error:
             raise TaskError(f"task {name}: the factory does not accept the run's options: {error}") from None
-        torch.manual_seed(given.seed)
+        torch.manual_seed(given.seed)  # of layers that draw their weights from the global generator
         with blamed(name, "the factory"):
             task = factory(given, **given.options)
         missing = [each for each in ("batch", "loss", "evaluate") if not callable(getattr(task, each, None))]

@@ -97,9 +97,8 @@ def find_data_set(data: Path, is_chat: bool) -> DataSet:
 
 
 def chosen(files: tuple[HubFile, ...], pattern: str | None, is_chat: bool) -> tuple[tuple[HubFile, ...], int]:
-    """The files to train on, and the number of those of other splits that are left out.
-
-    They are those that match the pattern, else those of one kind that are no descriptions, nor of a test split.
+    """The files that match the pattern, else of one kind, without descriptions; and how many of a test split are left
+    out.
     """
     kinds = _kinds(is_chat)
     if pattern:

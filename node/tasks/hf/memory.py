@@ -1,7 +1,4 @@
-"""Estimates how much memory training needs, before it begins. Only training itself shows the truth.
-
-What a batch needs is counted in a forward pass of the model with fake tensors, which have shapes and no content.
-"""
+"""Estimates how much memory training needs by a forward pass with fake tensors. Only training shows the truth."""
 
 from __future__ import annotations
 
@@ -107,10 +104,7 @@ def _in_bfloat16(module: Any) -> Any:
 
 
 def advice(plan: TrainingPlan, available: int, is_ours: bool) -> str:
-    """What to change so that training fits, with what it needs then: one thing if that is enough, else several.
-
-    `is_ours`: whether the user sets the run's values, too.
-    """
+    """What to change so that training fits, with what it needs then. `is_ours`: the user sets the run's values, too."""
     size, done = plan.need().total, dict[str, str]()  # what is set -> its last value
     alone = [(words, each.need().total) for words, each in plan.changes()]
     if fitting := [each for each in alone if each[1] <= available and each[1] < _WORTHWHILE * size]:

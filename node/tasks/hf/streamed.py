@@ -1,8 +1,8 @@
-"""Rows of a data set that is too large for this machine: only a window of its files is here at a time.
+"""Rows of a data set that is too large for this machine: only a window of its files is on the disk at a time.
 
-A stream goes through all files in an order that its seed gives. For how many batches a window lasts follows from the
-sizes of its files, so the batch at a position depends on the seed and the position alone. While a window is trained on,
-the next one is fetched and tokenised.
+A stream goes through all files in an order that its seed gives. A window lasts for as many batches as the sizes of its
+files say, so the batch at a position depends on the seed and the position alone. While a window is trained on, the next
+one is fetched and tokenised.
 """
 
 from __future__ import annotations
@@ -45,10 +45,7 @@ class Window:
 def windows(
     files: Sequence[HubFile], seed: int, epoch: int, first: int, step_batches: int, batch_tokens: int
 ) -> list[Window]:
-    """One pass through all files, in an order that depends on seed and epoch; `first` is its first batch's position.
-
-    All batches of an inner step are taken from one window.
-    """
+    """One pass through all files, from position `first` on. All batches of an inner step are taken from one window."""
     order = list(files)
     random.Random(f"{seed}/{epoch}").shuffle(order)
     parts: list[list[HubFile]] = [[]]

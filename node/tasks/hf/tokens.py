@@ -1,7 +1,4 @@
-"""Tokens of a text: the same whether it is tokenised at once or in parts, and with special tokens only where meant.
-
-A tokenizer looks for its special tokens in every text. Those that a person's text spells stay text here.
-"""
+"""Tokens of a text, tokenised at once or in parts. Special tokens that a person's text spells stay text."""
 
 from __future__ import annotations
 
@@ -25,10 +22,7 @@ _PRIVATE = 0xF0000
 
 
 class ExactTokenizer:
-    """A tokenizer of Hugging Face, with texts of any length and special tokens only where they are meant.
-
-    `marks` stand for all that it was given beside its vocabulary.
-    """
+    """A tokenizer of Hugging Face for texts of any length. `marks` stand for all that it has beside its vocabulary."""
 
     def __init__(self, tokenizer: Any) -> None:
         from tokenizers import Tokenizer
