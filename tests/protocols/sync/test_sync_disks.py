@@ -99,6 +99,7 @@ async def test_donor_with_failed_disk_withdraws_the_snapshot(
 ) -> None:
     await world.rounds("anna bert", 5)
     fails(world.peers["anna"])
+    world.network.nodes["bert"].bytes_per_second = 1e5  # so anna is asked first
     cleo = await world.add("cleo")
     report = await cleo.catch_up()
     assert report.outcome == "superseded" and world.same("anna cleo")
