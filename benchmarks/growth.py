@@ -29,13 +29,13 @@ from matplotlib.figure import Figure
 
 from benchmarks.averaging import SwarmError, ends_in_one_line
 from benchmarks.shaped import MEGABIT, shaped_rounds
+from protocols.base import Settings
+from protocols.moshpit.averager import Moshpit
 from protocols.moshpit.grid import shape_for
 from protocols.wire import MAX_ROSTER
 from tests.faults.network import why_not
 from tests.sim.arguments import Parser, at_least_one
-from tests.sim.butterfly_harness import ButterflyHarness
-from tests.sim.moshpit_harness import MoshpitHarness
-from tests.sim.network import SimNetwork
+from tests.sim.averaging import AveragingSwarm, ButterflyHarness
 
 MEGABYTES, LINE_BITS = 25.0, 100 * MEGABIT
 VECTOR_SECONDS = 8e6 * MEGABYTES / LINE_BITS
@@ -68,20 +68,11 @@ def butterfly(peers: int, rounds: int) -> Row:
 
 def moshpit(peers: int, rounds: int) -> Row:
     rate = 4 * MOSHPIT_ELEMENTS / VECTOR_SECONDS
-
-    def slow(network: SimNetwork) -> None:
-        for node in network.nodes.values():
-            node.bytes_per_second = rate
-
-    harness = MoshpitHarness(
-        [[torch.full((MOSHPIT_ELEMENTS,), float(index))] for index in range(peers)],
-        [1000] * peers,
-        [TRAIN_SECONDS] * peers,
-        chunk_elements=MOSHPIT_CHUNK,
-        claims=[rate] * peers,
-        before=slow,
-    )
-    results = [came for history in harness.play(rounds).values() for came in history]
+    states = [[torch.full((MOSHPIT_ELEMENTS,), float(index))] for index in range(peers)]
+    settings = Settings("fp32", (), MOSHPIT_CHUNK)
+    swarm = AveragingSwarm(Moshpit, states, tokens=[1000] * peers, uplinks=[rate] * peers, settings=settings)
+    swarm.train_seconds = [TRAIN_SECONDS] * peers
+    results = [came for history in swarm.average(rounds).values() for came in history]
     shape = shape_for(peers)
     return {
         "seconds": mean(came.seconds for came in results) - TRAIN_SECONDS,

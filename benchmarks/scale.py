@@ -25,7 +25,7 @@ from matplotlib.figure import Figure
 from protocols.base import Outcome
 from protocols.registry import INDEPENDENT_PROTOCOLS, load_averager
 from tests.sim.arguments import Parser, at_least_one
-from tests.sim.independent_harness import IndependentHarness
+from tests.sim.averaging import random_swarm
 
 ELEMENTS = 8
 WORK_SECONDS, SPREAD_SECONDS = 10.0, 2.0
@@ -36,15 +36,11 @@ LOCKSTEP_MOST = 128
 def measure(protocol: str, peers: int, rounds: int) -> dict[str, Any]:
     """Run `rounds` rounds of `peers` peers. Returns what each peer sent and received in a round."""
     began = time.perf_counter()
-    swarm = IndependentHarness(
-        peers,
-        load_averager(protocol),
-        ELEMENTS,
-        rounds=rounds,
-        work_seconds=lambda index: WORK_SECONDS + SPREAD_SECONDS * index / peers,
-    ).play()
+    swarm = random_swarm(load_averager(protocol), peers, ELEMENTS)
+    swarm.train_seconds = [WORK_SECONDS + SPREAD_SECONDS * index / peers for index in range(peers)]
+    swarm.average(rounds)
     nodes = swarm.network.nodes.values()
-    outcomes = [came.mean.outcome for rounds_ in swarm.came.values() for came in rounds_]
+    outcomes = [came.mean.outcome for results in swarm.results for came in results]
     messages, sent = [node.messages / rounds for node in nodes], [node.sent_bytes / rounds for node in nodes]
     return {
         "protocol": protocol,

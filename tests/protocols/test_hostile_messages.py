@@ -31,11 +31,12 @@ from protocols.pairwise.shares import PushShare, ShareStatus
 from protocols.pairwise.state_swap import ExchangeReply, ExchangeRequest, StateReceived
 from protocols.sync.requests import Certificates, HeadAnnouncement
 from protocols.wire import Availability, Chunk, Contribute, PartDone, Plan, Ready, Reduced
-from tests.sim.gossip_harness import GossipHarness, flat
+from tests.sim.averaging import flat
 from tests.sim.host import SimSigner
 from tests.sim.network import SimNetwork
 from tests.support.disguises import Disguise, lying
 from tests.support.forgeries import FOREIGN, Change, forging, more
+from tests.support.pairwise import PairwiseSwarm
 from tests.support.swarms_with_liar import SWARMS, PlayResult, SwarmWithLiar
 from tests.support.wire_examples import any_header, spoiled
 
@@ -189,7 +190,7 @@ REFUSED: tuple[tuple[str, type[Header], Change, str], ...] = (
     ("butterfly", Propose, recorded(bounds=lambda each: (each[0], each[1] + 1, *each[2:])), "at another place"),
     ("butterfly", Propose, {"sender.incarnation": more}, "or of another incarnation"),
     ("butterfly", Accept, {"sender.incarnation": more}, "or of another incarnation"),
-    ("butterfly", Accept, {"sender.peer": "p02"}, "a vote in the name of"),
+    ("butterfly", Accept, {"sender.peer": "p01"}, "a vote in the name of"),
     ("butterfly", Accept, {"signature": bytes(32)}, "a forged vote"),
     ("butterfly", Contribute, {"codec": "fp64"}, "codec"),
     ("butterfly", Contribute, {"key.lineage": FOREIGN}, ""),
@@ -252,7 +253,7 @@ def test_forged_message_is_refused_for_its_reason(name: str, kind: type[Header],
         assert result.outcomes == {"committed"} and result.seconds <= UNDISTURBED(name).seconds + 6.0
     if kind in (ExchangeRequest, PushShare):
         asked = result.states[: 1 if kind is ExchangeRequest else 2]
-        assert all(torch.equal(state, flat(GossipHarness(2).state[0])) for state in asked)
+        assert all(torch.equal(state, flat(PairwiseSwarm(2).states[0])) for state in asked)
 
 
 @pytest.mark.parametrize("lie", ("nan", "norm", "size", "endless-header", "garbage", "twice"))

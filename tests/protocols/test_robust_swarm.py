@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from protocols.base import Outcome, Settings, Vector
 from protocols.vectors import robust
 from protocols.vectors.robust import RULES
 from protocols.vectors.views import norm
-from tests.sim.butterfly_harness import Averaged, ButterflyHarness
+from tests.sim.averaging import Averaged, ButterflyHarness
 from tests.sim.byzantine.gradients import ATTACKS, PoisonedTrainer
 from tests.sim.scenario import Scenario
 from tests.sim.transport import SimTransport
@@ -28,8 +29,8 @@ from tests.support.inline_trainer import InlineTrainer
 
 def averaged(name: str, rows: torch.Tensor, codec: str = "fp32", declared: dict[int, float] | None = None) -> Averaged:
     count = len(rows)
-    group = ButterflyHarness(list(rows), [1000] * count, [1e7] * count, codec=codec, chunk_elements=1024, robust=name)
-    return replace(group, declared=declared or {}).average()
+    options: dict[str, Any] = {"codec": codec, "chunk_elements": 1024, "robust": name, "declared": declared}
+    return ButterflyHarness(list(rows), [1000] * count, [1e7] * count, **options).average()
 
 
 def by_the_rule(name: str, rows: torch.Tensor) -> Vector:

@@ -13,7 +13,7 @@ from protocols.butterfly.averager import CONTROL
 from protocols.consensus.messages import Accept, Prepare, Promise, Propose, VoteMessage
 from protocols.consensus.record import coordinators
 from protocols.history.chain import genesis
-from tests.sim.butterfly_harness import RUN, Averaged, ButterflyHarness
+from tests.sim.averaging import RUN, Averaged, ButterflyHarness
 from tests.sim.byzantine.voters import forged, made_up
 from tests.sim.host import sim_host
 from tests.sim.network import SimNetwork

@@ -4,18 +4,28 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable, Sequence
-from functools import cache
+from functools import cache, partial
 
 import pytest
 import torch
 
-from protocols.base import PeerId, Vector
+from protocols.base import Host, PeerId, Settings, Vector
+from protocols.moshpit.averager import Moshpit
 from protocols.moshpit.group_allreduce import GroupAllReduce
-from tests.sim.moshpit_harness import MoshpitHarness, RoundResult
-from tests.support.at_message import killing
+from tests.sim.averaging import AveragingSwarm, RoundResult, killing
 
 
-def moshpit_swarm(count: int, most: int = 8, elements: int = 1001, **options: object) -> MoshpitHarness:
+def moshpit_swarm(
+    count: int,
+    most: int = 8,
+    elements: int = 1001,
+    announce_limit: int = 64,
+    codec: str = "fp32",
+    chunk_elements: int = 1 << 10,
+    robust: str = "mean",
+    dress: Callable[[Host], Host] = lambda host: host,
+    **attributes: object,
+) -> AveragingSwarm:
     """Peers whose states are a run's: near each other, and each with a momentum."""
     generator = torch.Generator().manual_seed(count)
     common = torch.randn(elements, generator=generator)
@@ -24,10 +34,18 @@ def moshpit_swarm(count: int, most: int = 8, elements: int = 1001, **options: ob
         for _ in range(count)
     ]
     rng = random.Random(count)
-    return MoshpitHarness(states, [rng.randrange(1000, 5000) for _ in range(count)], most=most, **options)  # type: ignore[arg-type]
+    swarm = AveragingSwarm(
+        partial(Moshpit, most=most, announce_limit=announce_limit),
+        states,
+        tokens=[rng.randrange(1000, 5000) for _ in range(count)],
+        settings=Settings(codec, (), chunk_elements, robust=robust),
+        dress=dress,
+    )
+    vars(swarm).update(attributes)
+    return swarm
 
 
-def mean_of(swarm: MoshpitHarness) -> torch.Tensor:
+def mean_of(swarm: AveragingSwarm) -> torch.Tensor:
     """The mean of the present states by tokens, in float64."""
     whole = [torch.cat(state).double() for state in swarm.states]
     total = sum(tokens * state for tokens, state in zip(swarm.tokens, whole, strict=True))
@@ -39,7 +57,7 @@ def distance(state: Sequence[Vector], mean: torch.Tensor) -> float:
     return float((torch.cat(list(state)).double() - mean).norm() / mean.norm())
 
 
-def spread(swarm: MoshpitHarness) -> float:
+def spread(swarm: AveragingSwarm) -> float:
     mean = mean_of(swarm)
     return max(distance(state, mean) for state in swarm.states)
 
@@ -47,7 +65,7 @@ def spread(swarm: MoshpitHarness) -> float:
 def assert_groups_hold_same_bits(histories: dict[PeerId, list[RoundResult]]) -> None:
     held: dict[str, bytes] = {}
     for result in (result for history in histories.values() for result in history if result.group):
-        bits = torch.cat(result.states).numpy().tobytes()
+        bits = torch.cat(result.state).numpy().tobytes()
         assert held.setdefault(result.group, bits) == bits
 
 
@@ -61,9 +79,9 @@ def blames_of(histories: dict[PeerId, list[RoundResult]], peer: PeerId) -> list[
     return [blame.why for result in results for blame in result.mean.blamed if blame.peer == peer]
 
 
-def message_count(swarm: MoshpitHarness, victim: PeerId) -> int:
+def message_count(swarm: AveragingSwarm, victim: PeerId) -> int:
     """How many messages a peer sends and receives in a run without faults."""
-    swarm.play()
+    swarm.average()
     return swarm.network.nodes[victim].messages
 
 
@@ -90,7 +108,7 @@ def part_from_another_member() -> tuple[int, PeerId, PeerId]:
         for number in range(45, message_count(moshpit_swarm(3, elements=60), "p01") + 1):
             swarm = moshpit_swarm(3, elements=60)
             swarm.before = killing("p01", number)
-            swarm.play()
+            swarm.average()
             if givers:
                 return number, givers[0], "p02" if givers[0] == "p00" else "p00"
     pytest.fail("no part came from another member")

@@ -16,15 +16,15 @@ from protocols.moshpit.grid import seeded_order
 from protocols.moshpit.peer_tracker import group_key
 from protocols.pairwise.gossip import Gossip
 from protocols.pairwise.push_sum import PushSum
-from tests.sim import butterfly_harness, gossip_harness, moshpit_harness
 from tests.sim import loop as simloop
-from tests.sim.gossip_harness import GossipHarness
+from tests.sim.averaging import RUN, ButterflyHarness, flat, head
 from tests.sim.network import SimNetwork
 from tests.support.example_vectors import equal_norm_vectors
 from tests.support.fake_rounds import RUN as SYNC_RUN
 from tests.support.membership_swarm import RUN as MEMBERSHIP_RUN
 from tests.support.membership_swarm import MembershipSwarm
 from tests.support.moshpit import moshpit_swarm
+from tests.support.pairwise import PairwiseSwarm
 from tests.support.sync_cluster import SyncCluster
 
 Before = Callable[[SimNetwork], None]
@@ -60,11 +60,11 @@ def _blames(means: Iterable[AveragingResult]) -> dict[PeerId, list[str]]:
 
 def _butterfly() -> SwarmWithLiar:
     names = ("p00", "p01", "p02")
-    key = genesis(butterfly_harness.RUN, "run", tuple(map(Member, names)), bytes(32)).key
+    key = genesis(RUN, "run", tuple(map(Member, names)), bytes(32)).key
     liar = coordinators(key.lineage, list(map(Member, names)))[0]
 
     def play(before: Before) -> PlayResult:
-        averaged = butterfly_harness.ButterflyHarness(
+        averaged = ButterflyHarness(
             equal_norm_vectors(3, 64, seed=5), [1000] * 3, [1e7] * 3, chunk_elements=16, before=before
         ).average()
         honest = [index for index, peer in enumerate(names) if peer != liar]
@@ -76,15 +76,15 @@ def _butterfly() -> SwarmWithLiar:
 
 
 def _moshpit() -> SwarmWithLiar:
-    key = group_key(moshpit_harness.RUN, "run", 0, (8,), 0, (0,))
+    key = group_key(RUN, "run", 0, (8,), 0, (0,))
     liar, victim, _ = seeded_order(key.lineage, ["p00", "p01", "p02"])
 
     def play(before: Before) -> PlayResult:
         swarm = moshpit_swarm(3, elements=64, chunk_elements=8)
         swarm.before = before
-        results = [history[0] for peer, history in swarm.play().items() if peer != liar]
+        results = [history[0] for peer, history in swarm.average().items() if peer != liar]
         return PlayResult(
-            [torch.cat(each.states) for each in results],
+            [torch.cat(each.state) for each in results],
             {str(each.mean.outcome) for each in results},
             max(each.seconds for each in results),
             _blames(each.mean for each in results),
@@ -97,9 +97,9 @@ def _pairwise(protocol: Any) -> SwarmWithLiar:
     def play(before: Before) -> PlayResult:
         whole = PlayResult([], set(), 0.0, {})
         for late in (0, 1):  # it trains for longer, so that the other one asks
-            swarm = GossipHarness(2, protocol=protocol)
+            swarm = PairwiseSwarm(2, protocol=protocol)
 
-            async def main(swarm: GossipHarness = swarm, late: int = late) -> None:
+            async def main(swarm: PairwiseSwarm = swarm, late: int = late) -> None:
                 before(swarm.network)
                 await asyncio.wait(
                     [swarm.start(index, swarm.round(index, 0, 1.0 + 20 * (index == late))) for index in range(2)]
@@ -107,14 +107,14 @@ def _pairwise(protocol: Any) -> SwarmWithLiar:
 
             swarm.run(main)
             (result,) = swarm.results[0]
-            whole.states.append(gossip_harness.flat(swarm.state[0]) if swarm.moved(0) else swarm.first[0])
+            whole.states.append(flat(swarm.states[0]) if swarm.moved(0) else swarm.first[0])
             whole.outcomes.add(str(result.mean.outcome))
             whole.seconds = max(whole.seconds, result.ended - result.asked)
             for peer, whys in _blames([result.mean]).items():
                 whole.blames.setdefault(peer, []).extend(whys)
         return whole
 
-    return SwarmWithLiar(play, "p1", "p0", gossip_harness.head(0).key)
+    return SwarmWithLiar(play, "p1", "p0", head(0).key)
 
 
 def _sync() -> SwarmWithLiar:

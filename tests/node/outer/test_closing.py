@@ -15,11 +15,10 @@ from protocols.pairwise.closing import BEYOND, CLOSING, STEP_SECONDS, ClosingSte
 from protocols.pairwise.gossip import Gossip
 from protocols.pairwise.push_sum import PushSum
 from tests.sim import closing, crashes
-from tests.sim.gossip_harness import GossipHarness
 from tests.sim.independent_world import IndependentWorld
 from tests.sim.scenario import Scenario
 from tests.support.disguises import changing_kind
-from tests.support.push_sum import is_conserved
+from tests.support.pairwise import PairwiseSwarm
 from tests.support.simulated import simulated
 
 PROTOCOLS = (Gossip, PushSum)
@@ -29,7 +28,7 @@ FAULTY_SECONDS = 3 * (STEP_SECONDS + 2.5)
 """The bound with one faulty peer among four."""
 
 
-def ended(swarm: GossipHarness, closing_peers: int, stagger_seconds: float = 0.0, here: int | None = None) -> list[int]:
+def ended(swarm: PairwiseSwarm, closing_peers: int, stagger_seconds: float = 0.0, here: int | None = None) -> list[int]:
     """The closing exchanges that each of the first peers had; the other peers are live and do nothing."""
     held = [0] * closing_peers
 
@@ -44,7 +43,7 @@ def ended(swarm: GossipHarness, closing_peers: int, stagger_seconds: float = 0.0
     return held
 
 
-def seconds(swarm: GossipHarness) -> float:
+def seconds(swarm: PairwiseSwarm) -> float:
     """The longest time that a peer took."""
     return max(rounds[-1].ended - rounds[-1].began for rounds in swarm.results if rounds)
 
@@ -60,14 +59,14 @@ def seconds(swarm: GossipHarness) -> float:
 def test_staggered_closing_ends_near_the_mean(
     protocol: type[Gossip | PushSum], count: int, codec: str, stagger_seconds: float, seed: int
 ) -> None:
-    swarm = GossipHarness(count, codec=codec, seed=seed, jitter=seed, protocol=protocol)
+    swarm = PairwiseSwarm(count, codec=codec, seed=seed, jitter=seed, protocol=protocol)
     before = swarm.spread()
     held = ended(swarm, count, stagger_seconds)
     power = count & (count - 1) == 0
     assert swarm.spread() <= before * ((1e-5 if codec == "fp32" else 0.05) if power else 0.4)
     assert max(held) <= ((count - 1).bit_length() + 1 if count > 1 else 0)
     if codec == "fp32":  # the giver keeps what a lossy codec rounds off, at its own weight
-        assert swarm.drift() < 1e-5 if protocol is Gossip else is_conserved(swarm)
+        assert swarm.drift() < 1e-5 if protocol is Gossip else swarm.is_conserved()
     assert seconds(swarm) < FASTEST + stagger_seconds * count
 
 
@@ -77,7 +76,7 @@ def test_peer_without_closing_exchanges_delays_briefly(
     protocol: type[Gossip | PushSum], older_version: bool, most_seconds: float
 ) -> None:
     """One of an older version refuses at once; one that is absent costs its partners their steps."""
-    swarm = GossipHarness(4, protocol=protocol)
+    swarm = PairwiseSwarm(4, protocol=protocol)
     if older_version:
         del swarm.network.nodes["p3"].handlers[CLOSING]
     before = swarm.spread()
@@ -86,8 +85,8 @@ def test_peer_without_closing_exchanges_delays_briefly(
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
-@simulated(lambda protocol: GossipHarness(4, protocol=protocol))
-async def test_peer_with_partial_view_still_narrows_the_spread(swarm: GossipHarness) -> None:
+@simulated(lambda protocol: PairwiseSwarm(4, protocol=protocol))
+async def test_peer_with_partial_view_still_narrows_the_spread(swarm: PairwiseSwarm) -> None:
     before = swarm.spread()
     views = [(0, 1, 2, 3), (0, 1, 2, 3), (0, 1, 2), (0, 1, 2, 3)]
     await asyncio.wait([swarm.start(index, swarm.close(index, view)) for index, view in enumerate(views)])
@@ -99,7 +98,7 @@ async def test_peer_with_partial_view_still_narrows_the_spread(swarm: GossipHarn
 @pytest.mark.parametrize("step", (0, 1, BEYOND))
 def test_peer_lying_about_its_step_delays_briefly(protocol: type[Gossip | PushSum], step: int) -> None:
     misplaced = changing_kind(ClosingStep, lambda each: replace(each, step=step))
-    swarm = GossipHarness(4, protocol=protocol, disguises={3: misplaced})
+    swarm = PairwiseSwarm(4, protocol=protocol, disguises={3: misplaced})
     before = swarm.spread()
     ended(swarm, 4)
     assert seconds(swarm) < FAULTY_SECONDS and swarm.spread() < 0.8 * before

@@ -16,7 +16,7 @@ from protocols.base import (
 )
 from protocols.consensus.record import coordinators, genesis
 from protocols.vectors.codec import codec
-from tests.sim.butterfly_harness import RUN, Averaged, ButterflyHarness
+from tests.sim.averaging import RUN, Averaged, ButterflyHarness
 from tests.sim.byzantine.contributors import LIES
 from tests.sim.network import SimNetwork
 from tests.support.codecs import error_bound

@@ -9,7 +9,7 @@ from protocols.base import Outcome, Vector
 from protocols.vectors.codec import codec
 from protocols.vectors.coding import carry
 from protocols.vectors.views import weighted_mean
-from tests.sim.butterfly_harness import Averaged, ButterflyHarness
+from tests.sim.averaging import Averaged, ButterflyHarness
 from tests.support.codecs import error_bound
 from tests.support.example_vectors import equal_norm_vectors
 

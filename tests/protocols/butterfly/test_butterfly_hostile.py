@@ -40,7 +40,7 @@ from protocols.streams.endpoint import MAX_STREAMS, MAX_STREAMS_OF_ONE
 from protocols.vectors.codec import codec
 from protocols.vectors.views import norm
 from tests.sim import loop as simloop
-from tests.sim.butterfly_harness import RUN, ButterflyHarness
+from tests.sim.averaging import RUN, ButterflyHarness
 from tests.sim.host import sim_host
 from tests.sim.network import Node, SimNetwork
 from tests.sim.pipe import SimPipe

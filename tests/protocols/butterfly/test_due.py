@@ -20,7 +20,7 @@ from protocols.history.chain import genesis
 from protocols.streams.control_channel import RoundAccounting
 from protocols.wire import Offer
 from tests.sim import loop as simloop
-from tests.sim.butterfly_harness import RUN
+from tests.sim.averaging import RUN
 
 LIMIT_SECONDS = 1000.0
 SIGNER: Any = SimpleNamespace(sign=lambda message: b"", verify=lambda *_: True)

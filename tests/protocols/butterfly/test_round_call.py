@@ -18,7 +18,7 @@ from protocols.consensus.record import coordinators
 from protocols.history.chain import genesis
 from protocols.vectors.views import norm
 from protocols.wire import Offer, Ready
-from tests.sim.butterfly_harness import RUN
+from tests.sim.averaging import RUN
 from tests.sim.host import SimSigner
 from tests.sim.swarm import SimSwarm
 from tests.support.simulated import simulated

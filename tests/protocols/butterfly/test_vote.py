@@ -22,7 +22,7 @@ from protocols.history.chain import genesis
 from protocols.streams.control_channel import RoundAccounting
 from protocols.wire import ChunkSpan, PartDigest
 from tests.sim import loop as simloop
-from tests.sim.butterfly_harness import RUN
+from tests.sim.averaging import RUN
 from tests.sim.host import SimSigner
 from tests.sim.swarm import SimSwarm
 from tests.support.simulated import simulated

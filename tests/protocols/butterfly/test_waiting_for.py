@@ -21,7 +21,7 @@ from protocols.base import (
 from protocols.history.chain import genesis as genesis_head
 from protocols.registry import load_averager
 from protocols.vectors.views import norm
-from tests.sim.butterfly_harness import RUN
+from tests.sim.averaging import RUN
 from tests.sim.network import SimNetwork
 from tests.sim.swarm import SimSwarm
 from tests.support.example_vectors import equal_norm_vectors

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from protocols.base import Outcome, PeerId
+from tests.sim.averaging import killing
 from tests.sim.contact import LIVENESS_SECONDS
 from tests.sim.network import SimNetwork
-from tests.support.at_message import killing
 from tests.support.long import long
 from tests.support.moshpit import (
     assert_groups_hold_same_bits,
@@ -33,7 +33,7 @@ def test_full_grid_gives_the_exact_token_mean(count: int, most: int) -> None:
     """With unequal tokens, two vectors, and one to three axes. A mean by each peer's own tokens would be far off."""
     swarm = moshpit_swarm(count, most)
     mean = mean_of(swarm)
-    histories = swarm.play()
+    histories = swarm.average()
     assert all(distance(state, mean) <= 1e-6 for state in swarm.states)
     assert {outcome for history in histories.values() for outcome in outcomes(history)} == {"committed"}
     assert all(
@@ -46,7 +46,7 @@ def test_peer_without_tokens_takes_the_mean_unweighted() -> None:
     swarm = moshpit_swarm(3)
     swarm.tokens = [2000, 0, 3000]
     mean = mean_of(swarm)
-    histories = swarm.play()
+    histories = swarm.average()
     assert all(distance(state, mean) <= 1e-6 for state in swarm.states)
     assert all("p01" not in history[0].mean.peers for history in histories.values())
 
@@ -56,7 +56,7 @@ def test_round_without_any_tokens_is_skipped() -> None:
     swarm = moshpit_swarm(3)
     swarm.tokens = [0, 0, 0]
     before = [torch.cat(state) for state in swarm.states]
-    histories = swarm.play()
+    histories = swarm.average()
     assert all(outcomes(history) == ["skipped"] for history in histories.values())
     assert all(torch.equal(torch.cat(state), old) for state, old in zip(swarm.states, before, strict=True))
 
@@ -66,7 +66,7 @@ def test_grid_with_holes_approximates_and_keeps_mean() -> None:
     swarm = moshpit_swarm(13, most=4)
     swarm.tokens = [1000] * 13
     mean, before = mean_of(swarm), spread(swarm)
-    swarm.play(rounds=2)
+    swarm.average(rounds=2)
     assert max(distance(state, mean) for state in swarm.states) < 0.1 * before
     assert float((mean_of(swarm) - mean).norm() / mean.norm()) < 1e-6
 
@@ -77,14 +77,14 @@ def test_gradient_codec_is_not_used_for_states(name: str) -> None:
     swarm = moshpit_swarm(4, most=2, codec=name)
     mean = mean_of(swarm)
     largest = max(float(vector.abs().max()) for state in swarm.states for vector in state)
-    swarm.play()
+    swarm.average()
     worst = max(float((torch.cat(state).double() - mean).abs().max()) for state in swarm.states)
     assert worst <= (4 * 2**-11 * largest if name == "fp16" else 1e-5)
     assert worst > 1e-5 or name == "int8"
 
 
 def test_same_state_never_counts_twice() -> None:
-    histories = moshpit_swarm(4, most=2).play(rounds=3)
+    histories = moshpit_swarm(4, most=2).average(rounds=3)
     for history in histories.values():
         names = [name for result in history for each in result.mean.contributions.values() for name in each.messages]
         assert len(names) == len(set(names)) > 6
@@ -97,7 +97,7 @@ def test_same_state_never_counts_twice() -> None:
 def test_slow_peer_is_cut_and_counts_partially() -> None:
     """The others do not wait for a peer of half their speed or less, and it is in every group all the same."""
     swarm = moshpit_swarm(4, train_seconds=(10.0, 10.0, 10.0, 60.0))
-    histories = swarm.play(rounds=2)
+    histories = swarm.average(rounds=2)
     assert all(outcomes(history) == ["committed"] * 2 for history in histories.values())
     assert all(result.seconds < 16.0 and len(result.mean.peers) == 4 for result in histories["p00"])
 
@@ -113,7 +113,7 @@ def test_late_peer_jumps_to_the_others_round() -> None:
 
     swarm.before = hold_up
     swarm.train_seconds = (3.0, 3.0, 3.0, 29.0)
-    histories = swarm.play(rounds=8)
+    histories = swarm.average(rounds=8)
     rounds = [result.round for result in histories["p03"]]
     assert rounds == sorted(set(rounds)) and rounds[0] > 0, "it jumped"
     assert outcomes(histories["p03"])[-1] == "committed"
@@ -138,7 +138,7 @@ def test_death_in_one_group_spares_the_others() -> None:
         network.watch = watch
 
     swarm.before = kill_in_data
-    histories = swarm.play()
+    histories = swarm.average()
     groups = [name for peer in ("p00", "p01", "p02") for name in histories[peer][0].mean.contributions]
     assert deaths and groups
     assert_groups_hold_same_bits(histories)
@@ -156,7 +156,7 @@ def test_link_slower_than_claimed_still_averages() -> None:
             node.slowness = 400.0
 
     swarm.before = slow
-    histories = swarm.play(rounds=26)
+    histories = swarm.average(rounds=26)
     assert outcomes(histories["p00"])[:2] == ["skipped"] * 2, "otherwise no claim had to fall"
     assert outcomes(histories["p00"])[-20:].count("committed") >= 18
 
@@ -177,7 +177,7 @@ def test_peer_silent_mid_round_costs_only_detection_time(sent_bytes: int) -> Non
         network.watch = watch
 
     swarm.before = silence
-    histories = swarm.play(rounds=2)
+    histories = swarm.average(rounds=2)
     assert all(histories[peer][0].seconds < 2.4 + LIVENESS_SECONDS + 2.0 for peer in others)
     assert blames_of({peer: histories[peer] for peer in others}, "p02")
     assert all(outcomes(histories[peer])[-1] == "committed" for peer in others)
@@ -194,19 +194,19 @@ def test_death_at_every_message_is_survived(first: int) -> None:
     for number in range(1 + first, count + 1, 4):
         swarm = moshpit_swarm(3, elements=60)
         swarm.before = killing("p01", number)
-        histories = swarm.play(rounds=2)
+        histories = swarm.average(rounds=2)
         assert_groups_hold_same_bits(histories)
         for peer in ("p00", "p02"):
             assert outcomes(histories[peer])[-1] == "committed", number
             assert all(result.seconds < 30.0 for result in histories[peer]), number
-            assert all(bool(torch.isfinite(torch.cat(result.states)).all()) for result in histories[peer])
+            assert all(bool(torch.isfinite(torch.cat(result.state)).all()) for result in histories[peer])
 
 
 def test_part_of_dead_reducer_comes_from_another_member() -> None:
     """If one of them has got it. Only what its reducer made counts."""
     swarm = moshpit_swarm(3, elements=60)
     swarm.before = killing("p01", part_from_another_member()[0])
-    histories = swarm.play()
+    histories = swarm.average()
     assert_groups_hold_same_bits(histories)
     assert all(outcomes(histories[peer]) == ["committed"] for peer in ("p00", "p02"))
     assert not any(histories[peer][0].half_exchanges for peer in ("p00", "p02"))
@@ -228,7 +228,7 @@ def test_silence_costs_little_time(way: str) -> None:
         asyncio.get_running_loop().call_later(2.1, cut)
 
     swarm.before = silence
-    histories = swarm.play(rounds=3)
+    histories = swarm.average(rounds=3)
     assert_groups_hold_same_bits(histories)
     for peer in ("p00", "p01", "p03"):
         assert outcomes(histories[peer])[-1] == "committed"
@@ -247,7 +247,7 @@ def test_disconnected_peer_blames_no_one_and_rejoins() -> None:
                 loop.call_later(at, both_ways, call, "p02", ("p00", "p01"))
 
         swarm.before = fault
-        history = swarm.play(rounds=4)["p02"]
+        history = swarm.average(rounds=4)["p02"]
         began = [sum(result.seconds for result in history[:index]) for index in range(len(history))]
         since = [result for result, at in zip(history, began, strict=True) if at > hundredths / 100 + 5.0]
         assert since and outcomes(since) == ["committed"] * len(since), hundredths
@@ -262,7 +262,7 @@ def test_grid_shrinks_when_peers_leave() -> None:
             asyncio.get_running_loop().call_later(2.0, network.kill, peer)
 
     swarm.before = kill_some
-    histories = swarm.play(rounds=3)
+    histories = swarm.average(rounds=3)
     shapes = {averager._moshpit.grid.shape for peer, averager in swarm.averagers.items() if peer < "p04"}  # type: ignore[union-attr]
     assert shapes == {(8,)}
     assert all(result.seconds < 20.0 for peer in ("p00", "p01", "p02", "p03") for result in histories[peer])

@@ -41,7 +41,7 @@ def test_unconnected_peers_find_groups_through_the_directory() -> None:
     """Each keeps coordinates of its own, which its positions in groups become. Some rounds bring the peers close."""
     swarm = moshpit_swarm(4, most=4, announce_limit=0, dress=without_contacts, train_seconds=(4.0,) * 4)
     before = spread(swarm)
-    histories = swarm.play(rounds=4)
+    histories = swarm.average(rounds=4)
     assert all("committed" in outcomes(history) for history in histories.values())
     assert spread(swarm) < 0.5 * before
     assert_groups_hold_same_bits(histories)
@@ -65,7 +65,7 @@ def test_directory_entry_is_renewed_during_long_training() -> None:
         loop.call_later(1400.0, lambda: tasks.append(loop.create_task(ask())))
 
     swarm.before = begin
-    histories = swarm.play()
+    histories = swarm.average()
     assert [peer for peer, _ in listed[0]] == ["p00", "p01"]
     assert outcomes(histories["p00"]) == ["committed"]
 
@@ -74,7 +74,7 @@ def test_peers_in_diverged_rounds_meet_again() -> None:
     """The directory lists groups by round, so only contacts can show a peer that the others are in another round."""
     swarm = moshpit_swarm(4, most=2, announce_limit=0, train_seconds=(4.0,) * 4, starts=(0, 0, 3, 3))
     before = spread(swarm)
-    histories = swarm.play(rounds=7)
+    histories = swarm.average(rounds=7)
     assert [result.round for result in histories["p00"]][:2] == [3, 4], "at once"
     assert spread(swarm) < 0.2 * before
     assert_groups_hold_same_bits(histories)
@@ -94,7 +94,7 @@ def test_announcements_go_to_group_and_few_contacts() -> None:
         network.watch = watch
 
     swarm.before = begin
-    histories = swarm.play(rounds=3)
+    histories = swarm.average(rounds=3)
     assert most < 15
     assert all("committed" in outcomes(history) for history in histories.values())
     assert spread(swarm) < 0.3 * before

@@ -17,10 +17,9 @@ from protocols.moshpit.matchmaker import GroupMatchmaker
 from protocols.moshpit.peer_tracker import DONE, TRAINING, PositionAnnouncement, group_key
 from protocols.streams.framing import FramedStream
 from protocols.wire import Chunk, Offer, PartDone, Plan, Reduced
+from tests.sim.averaging import RUN, AveragingSwarm, RoundResult, killing
 from tests.sim.host import SimSigner
-from tests.sim.moshpit_harness import RUN, MoshpitHarness, RoundResult
 from tests.sim.network import SimNetwork
-from tests.support.at_message import killing
 from tests.support.disguises import Disguise, changing, changing_kind, sending
 from tests.support.moshpit import (
     assert_groups_hold_same_bits,
@@ -36,7 +35,7 @@ def test_state_with_other_norm_is_excluded_and_blamed() -> None:
     swarm = moshpit_swarm(4)
     for vector in swarm.states[2]:
         vector.mul_(10.0)
-    histories = swarm.play()
+    histories = swarm.average()
     blames = [blame for history in histories.values() for blame in history[0].mean.blamed]
     assert any(blame.peer == "p02" and "norm" in blame.why for blame in blames), (
         "by others, or by itself if it called the group"
@@ -55,8 +54,8 @@ def test_group_uses_the_runs_averaging_rule() -> None:
         for vector in swarm.states[4]:
             vector.neg_()
         honest = torch.stack([torch.cat(state) for state in swarm.states[:4]]).mean(0)
-        histories = swarm.play()
-        far[rule] = float((torch.cat(histories["p00"][0].states) - honest).norm() / honest.norm())
+        histories = swarm.average()
+        far[rule] = float((torch.cat(histories["p00"][0].state) - honest).norm() / honest.norm())
         assert bool(blames_of(histories, "p04")) == (rule == "median")
     assert far["median"] < 0.9 * far["mean"]
 
@@ -64,7 +63,7 @@ def test_group_uses_the_runs_averaging_rule() -> None:
 # -- frames that are refused ------------------------------------------------------------------------------------------
 
 
-def disguised(swarm: MoshpitHarness, disguises: dict[PeerId, Disguise]) -> MoshpitHarness:
+def disguised(swarm: AveragingSwarm, disguises: dict[PeerId, Disguise]) -> AveragingSwarm:
     """The swarm, in which these peers send what their disguises make of their messages."""
 
     def dress(network: SimNetwork) -> None:
@@ -78,8 +77,8 @@ def disguised(swarm: MoshpitHarness, disguises: dict[PeerId, Disguise]) -> Moshp
 def play_with_lying_caller(disguise: Disguise) -> dict[PeerId, list[RoundResult]]:
     """One round of three peers. The caller of their group, p02, has this disguise."""
     swarm = moshpit_swarm(3)
-    assert seeded_order(group_key(RUN, "run", 0, (8,), 0, (0,)).lineage, swarm.peers)[0] == "p02"
-    return disguised(swarm, {"p02": disguise}).play()
+    assert seeded_order(group_key(RUN, "run", 0, (8,), 0, (0,)).lineage, swarm.names)[0] == "p02"
+    return disguised(swarm, {"p02": disguise}).average()
 
 
 @pytest.mark.parametrize("silent, outcome", ((2, "committed"), (3, "skipped")))
@@ -91,8 +90,8 @@ def test_silent_callers_are_skipped_up_to_a_limit(silent: int, outcome: str) -> 
             await stream.send(header, payload)
 
     swarm = moshpit_swarm(7)
-    order = seeded_order(group_key(RUN, "run", 0, (8,), 0, (0,)).lineage, swarm.peers)
-    histories = disguised(swarm, dict.fromkeys(order[:silent], sending(send_no_plan))).play()
+    order = seeded_order(group_key(RUN, "run", 0, (8,), 0, (0,)).lineage, swarm.names)
+    histories = disguised(swarm, dict.fromkeys(order[:silent], sending(send_no_plan))).average()
     assert {outcomes(histories[peer])[0] for peer in order[silent:]} == {outcome}
     assert all(histories[peer][0].seconds < 10.0 for peer in order[silent:])
 
@@ -124,14 +123,14 @@ def test_state_exceeding_its_declared_norm_is_excluded(monkeypatch: pytest.Monke
     swarm = moshpit_swarm(4, elements=3000)
     for vector in swarm.states[1]:
         vector.mul_(10.0)
-    histories = swarm.play()
+    histories = swarm.average()
     assert any("norm above" in why for why in blames_of(histories, "p01"))
     for peer in ("p00", "p02", "p03"):
         share = histories[peer][0].mean.contributions["p01"]
         assert share.chunks_counted <= share.chunks / 4, "of the part that it reduces"
 
 
-def signing_as(swarm: MoshpitHarness, liar: PeerId, reducer: PeerId, of_part: int | None = None) -> Disguise:
+def signing_as(swarm: AveragingSwarm, liar: PeerId, reducer: PeerId, of_part: int | None = None) -> Disguise:
     """The disguise of a peer that states parts, or those of one reducer only, as made and signed by this reducer."""
 
     def under_another_name(peer: PeerId, header: Header) -> Header:
@@ -149,7 +148,7 @@ def test_part_signed_as_another_reducer_is_rejected() -> None:
     """Otherwise a reducer could make two versions of a part without a trace, and members that forward one would be
     blamed."""
     swarm = moshpit_swarm(3)
-    histories = disguised(swarm, {"p02": signing_as(swarm, "p02", "p00")}).play()
+    histories = disguised(swarm, {"p02": signing_as(swarm, "p02", "p00")}).average()
     assert any("did not make" in why for why in blames_of(histories, "p02"))
     assert not blames_of(histories, "p00") and not blames_of(histories, "p01")
     assert outcomes(histories["p00"]) == outcomes(histories["p01"]) == ["skipped"]
@@ -165,7 +164,7 @@ def test_forwarded_part_needs_its_reducers_signature() -> None:
         network.transports[giver].disguise = signing_as(swarm, giver, giver, of_part=1)
 
     swarm.before = dress
-    histories = swarm.play()
+    histories = swarm.average()
     assert outcomes(histories[taker]) == ["skipped"] and outcomes(histories[giver]) == ["committed"]
     assert any("did not make" in why for why in blames_of(histories, giver))
 
@@ -182,7 +181,7 @@ def test_mean_without_contributors_is_rejected(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(Reducer, "_close", without_contributor)
     swarm = moshpit_swarm(2)
     swarm.tokens = [0, 1000]
-    histories = swarm.play()
+    histories = swarm.average()
     assert outcomes(histories["p00"]) == ["skipped"] and any(
         "without any contribution" in why for why in blames_of(histories, "p01")
     )
@@ -195,7 +194,7 @@ def test_peer_always_about_to_come_is_awaited_less() -> None:
     always_training = changing_kind(
         PositionAnnouncement, lambda announcement: replace(announcement, round=len(swarm.histories["p00"]), **fields)
     )
-    histories = disguised(swarm, {"p01": always_training}).play(rounds=5)
+    histories = disguised(swarm, {"p01": always_training}).average(rounds=5)
     for peer in ("p00", "p02", "p03"):
         assert histories[peer][0].seconds > 15.0, "otherwise no peer waited"
         assert histories[peer][-1].seconds < 12.0, [result.seconds for result in histories[peer]]
@@ -217,7 +216,7 @@ def play_beside(
 ) -> dict[PeerId, list[RoundResult]]:
     """Rounds of peers that train for this long. The last but one never sends messages of this kind."""
     swarm = moshpit_swarm(count, elements=60_000, chunk_elements=4096, train_seconds=(seconds,) * count, **options)
-    return disguised(swarm, {swarm.peers[-2]: never_sending(kind)}).play(rounds=rounds)
+    return disguised(swarm, {swarm.names[-2]: never_sending(kind)}).average(rounds=rounds)
 
 
 @pytest.mark.parametrize("kind, seconds, committed, late", ((Reduced, 5.0, 5, 8), (Chunk, 3.0, 8, 4)))

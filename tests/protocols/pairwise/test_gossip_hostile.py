@@ -23,9 +23,9 @@ from protocols.pairwise.state_swap import (
 )
 from protocols.streams.framing import FramedStream
 from protocols.vectors.views import VectorView
-from tests.sim.gossip_harness import RUN, GossipHarness
+from tests.sim.averaging import RUN
 from tests.support.disguises import lying, sending
-from tests.support.pairwise import lending, opened, play_rounds
+from tests.support.pairwise import PairwiseSwarm
 
 KEY = RoundKey(RUN, "run", bytes(32), 5)
 ELEMENTS, CHUNK = 48, 16
@@ -34,12 +34,12 @@ REQUEST = ExchangeRequest(KEY, Member("p1"), 100, ELEMENTS, "fp32")
 # -- single messages by hand ------------------------------------------------------------------------------------------
 
 
-async def answers_to(swarm: GossipHarness, *messages: ExchangeMessage) -> list[str]:
+async def answers_to(swarm: PairwiseSwarm, *messages: ExchangeMessage) -> list[str]:
     """Send each of these from p1 to p0 on a stream of its own; returns whether p0 accepted, has moved, or refused."""
     answers = []
     for message in messages:
         try:
-            async with opened(swarm, EXCHANGE, 3.0) as stream:
+            async with swarm.opened(EXCHANGE, 3.0) as stream:
                 await stream.send(message)
                 answer = await stream.receive(HEADER_LIMIT)
             answers.append(str(getattr(answer, "accepted", getattr(answer, "moved", None))))
@@ -64,10 +64,10 @@ async def answers_to(swarm: GossipHarness, *messages: ExchangeMessage) -> list[s
 def test_message_by_hand_is_answered_as_expected(
     messages: list[ExchangeMessage], expected: list[str], blame: str | None
 ) -> None:
-    swarm, answers = GossipHarness(2), list[str]()
+    swarm, answers = PairwiseSwarm(2), list[str]()
 
     async def main() -> None:
-        async with lending(swarm, 0):
+        async with swarm.beside_lenders(0):
             await asyncio.sleep(0.1)
             answers.extend(await swarm.start(1, answers_to(swarm, *messages)))
 
@@ -77,7 +77,7 @@ def test_message_by_hand_is_answered_as_expected(
     assert blamed == "" if blame is None else blame in blamed
 
 
-async def transfer(swarm: GossipHarness, stream: Stream, state: list[torch.Tensor]) -> None:
+async def transfer(swarm: PairwiseSwarm, stream: Stream, state: list[torch.Tensor]) -> None:
     """Exchange states on p1's stream to p0."""
     exchanges = swarm.gossips[1].exchanges
     await StateSwap(VectorView(state), exchanges.part(sum(map(len, state))), exchanges.host.compute).transfer(stream)
@@ -85,20 +85,20 @@ async def transfer(swarm: GossipHarness, stream: Stream, state: list[torch.Tenso
 
 def test_outcome_not_moved_is_binding() -> None:
     """The initiator's query for the outcome overtakes its last message, which then comes too late."""
-    swarm, answers = GossipHarness(2), list[str]()
+    swarm, answers = PairwiseSwarm(2), list[str]()
 
     async def initiator() -> None:
-        async with opened(swarm, EXCHANGE, 3.0) as stream:
+        async with swarm.opened(EXCHANGE, 3.0) as stream:
             await stream.send(REQUEST)
             await stream.receive(HEADER_LIMIT)
-            await transfer(swarm, stream, swarm.state[1])
+            await transfer(swarm, stream, swarm.states[1])
             answers.extend(await answers_to(swarm, OutcomeQuery(KEY, Member("p1"), REQUEST.sequence)))
             with pytest.raises(PeerError):
                 await stream.send(StateReceived(KEY, Member("p1"), REQUEST.sequence))
                 await stream.receive(HEADER_LIMIT)
 
     async def main() -> None:
-        async with lending(swarm, 0, seconds=20.0):
+        async with swarm.beside_lenders(0, seconds=20.0):
             await asyncio.sleep(0.1)
             await swarm.start(1, initiator())
 
@@ -108,10 +108,10 @@ def test_outcome_not_moved_is_binding() -> None:
 
 def test_silent_initiator_costs_only_its_own_exchange() -> None:
     """p1 asks and is silent: p0 is free again after one timeout, and then avoids p1."""
-    swarm, answers = GossipHarness(2), list[str]()
+    swarm, answers = PairwiseSwarm(2), list[str]()
 
     async def silent() -> None:
-        async with opened(swarm, EXCHANGE, 50.0) as stream:
+        async with swarm.opened(EXCHANGE, 50.0) as stream:
             await stream.send(REQUEST)
             await stream.receive(HEADER_LIMIT)
             assert swarm.gossips[0].exchanges.exchange
@@ -120,7 +120,7 @@ def test_silent_initiator_costs_only_its_own_exchange() -> None:
             answers.extend(await answers_to(swarm, replace(REQUEST, sequence=101)))
 
     async def main() -> None:
-        async with lending(swarm, 0, seconds=20.0):
+        async with swarm.beside_lenders(0, seconds=20.0):
             await asyncio.sleep(0.1)
             await asyncio.wait([swarm.start(1, silent())])
 
@@ -142,13 +142,13 @@ async def is_accepted(stream: Stream, number: int) -> bool:
 
 def test_initiator_that_aborts_early_is_blamed_and_avoided() -> None:
     """It asks again and again, and aborts just before the limit. Unavoided, it would hold up a peer nearly always."""
-    swarm, number = GossipHarness(3), 0
+    swarm, number = PairwiseSwarm(3), 0
 
     async def abort_again_and_again() -> None:
         nonlocal number
         while True:
             try:
-                async with opened(swarm, EXCHANGE) as stream:
+                async with swarm.opened(EXCHANGE) as stream:
                     number += 1
                     if await is_accepted(stream, number):
                         timeouts = swarm.gossips[0].exchanges.timeouts
@@ -158,7 +158,7 @@ def test_initiator_that_aborts_early_is_blamed_and_avoided() -> None:
 
     async def main() -> None:
         aborting = swarm.start(1, abort_again_and_again())
-        await asyncio.wait([swarm.start(index, play_rounds(swarm, index, 12, train_seconds=3.0)) for index in (0, 2)])
+        await asyncio.wait([swarm.start(index, swarm.play_rounds(index, 12, train_seconds=3.0)) for index in (0, 2)])
         aborting.cancel()
         await asyncio.wait([aborting])
 
@@ -169,10 +169,10 @@ def test_initiator_that_aborts_early_is_blamed_and_avoided() -> None:
 
 
 def test_exchanges_per_peer_and_lent_state_are_bounded() -> None:
-    swarm, began = GossipHarness(2), list[int]()
+    swarm, began = PairwiseSwarm(2), list[int]()
 
     async def exchange(number: int) -> None:
-        async with opened(swarm, EXCHANGE) as stream:
+        async with swarm.opened(EXCHANGE) as stream:
             if not await is_accepted(stream, number):
                 return
             began.append(number)
@@ -182,7 +182,7 @@ def test_exchanges_per_peer_and_lent_state_are_bounded() -> None:
                 await asyncio.sleep(0.1)
 
     async def main() -> None:
-        async with lending(swarm, 0, seconds=30.0):
+        async with swarm.beside_lenders(0, seconds=30.0):
             for number in range(3 * MAX_EXCHANGES_PER_PEER):
                 await swarm.start(1, exchange(number))
 
@@ -199,11 +199,11 @@ def test_sender_of_invalid_state_is_avoided(initiator: int) -> None:
         seen.append((asyncio.get_running_loop().time(), header))
         await lying("nan")("", stream, None).send(header, payload)  # type: ignore[arg-type]
 
-    swarm = GossipHarness(2, disguises={1: sending(send)})
+    swarm = PairwiseSwarm(2, disguises={1: sending(send)})
 
     async def main() -> None:
         for _ in range(3):
-            async with lending(swarm, 1 - initiator, seconds=10.0):
+            async with swarm.beside_lenders(1 - initiator, seconds=10.0):
                 await asyncio.wait([swarm.start(initiator, swarm.round(initiator))])
 
     swarm.run(main)

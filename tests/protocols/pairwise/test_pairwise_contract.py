@@ -12,10 +12,8 @@ from protocols.base import Outcome, Settings
 from protocols.pairwise.gossip import Gossip
 from protocols.pairwise.push_sum import PushSum
 from protocols.peers.timeouts import PeerTimeouts
-from tests.sim.gossip_harness import ROUND_SECONDS, GossipHarness
 from tests.sim.swarm import SimSwarm
-from tests.support.pairwise import play_rounds
-from tests.support.push_sum import is_conserved
+from tests.support.pairwise import ROUND_SECONDS, PairwiseSwarm
 
 both_protocols = pytest.mark.parametrize("protocol", (Gossip, PushSum))
 
@@ -32,11 +30,11 @@ def test_swarm_converges_and_keeps_its_sum(
     protocol: Any, count: int, rounds: int, stagger_seconds: float, slowest_seconds: float
 ) -> None:
     """No peer waits for another's work, and each state that was sent counts once."""
-    swarm = GossipHarness(count, protocol=protocol)
+    swarm = PairwiseSwarm(count, protocol=protocol)
     before = swarm.spread()
     swarm.rounds(rounds, stagger_seconds)
     assert swarm.spread() < 0.1 * before
-    assert swarm.drift() < 1e-6 if protocol is Gossip else is_conserved(swarm)
+    assert swarm.drift() < 1e-6 if protocol is Gossip else swarm.is_conserved()
     counted = [name for index in range(count) for name in swarm.messages(index)]
     assert len(counted) == len(set(counted)) > 40
     results = [result for each in swarm.results for result in each]
@@ -46,8 +44,8 @@ def test_swarm_converges_and_keeps_its_sum(
 
 @both_protocols
 def test_non_finite_state_is_not_sent(protocol: Any) -> None:
-    swarm = GossipHarness(2, protocol=protocol)
-    swarm.state[0][1][3] = torch.inf  # not NaN, which is not equal to itself
+    swarm = PairwiseSwarm(2, protocol=protocol)
+    swarm.states[0][1][3] = torch.inf  # not NaN, which is not equal to itself
     swarm.rounds()
     assert not swarm.moved(1) and all(result.mean.outcome is Outcome.SKIPPED for (result,) in swarm.results)
     assert protocol is Gossip or not swarm.results[0][0].mean.blamed
@@ -69,7 +67,7 @@ def test_invalid_settings_are_rejected(protocol: Any, settings: Settings, error:
 
 @both_protocols
 def test_partners_are_those_of_the_runs_schedule(protocol: Any) -> None:
-    swarm = GossipHarness(8, protocol=protocol, schedule="ring")
+    swarm = PairwiseSwarm(8, protocol=protocol, schedule="ring")
     swarm.rounds()
     for index, (result,) in enumerate(swarm.results):
         beside = {swarm.names[index], swarm.names[index - 1], swarm.names[(index + 1) % 8]}
@@ -79,11 +77,11 @@ def test_partners_are_those_of_the_runs_schedule(protocol: Any) -> None:
 @both_protocols
 def test_peers_meet_again_after_a_long_silence(protocol: Any) -> None:
     """Waiting in vain says nothing about how long a share or a state takes."""
-    swarm = GossipHarness(2, 25_000, chunk_elements=5_000, protocol=protocol)
+    swarm = PairwiseSwarm(2, 25_000, chunk_elements=5_000, protocol=protocol)
     links = (("p0", "p1"), ("p1", "p0"))
 
     async def main() -> None:
-        tasks = [swarm.start(index, play_rounds(swarm, index, 30, train_seconds=10.0)) for index in range(2)]
+        tasks = [swarm.start(index, swarm.play_rounds(index, 30, train_seconds=10.0)) for index in range(2)]
         for link in links:
             swarm.network.link(*link).blocked = True  # without any notice to the peers
         await asyncio.sleep(200.0)
@@ -101,7 +99,7 @@ def test_peers_meet_again_after_a_long_silence(protocol: Any) -> None:
 @both_protocols
 def test_peer_estimated_too_slow_is_still_tried(protocol: Any) -> None:
     """The link carried next to nothing for some hours. Only another try can show that it is repaired."""
-    swarm = GossipHarness(2, 25_000, chunk_elements=5_000, protocol=protocol)
+    swarm = PairwiseSwarm(2, 25_000, chunk_elements=5_000, protocol=protocol)
     for averager, other in zip(swarm.gossips, ("p1", "p0"), strict=True):
         for _ in range(20):
             timeouts_of(averager).late(other, -1e6, 0.0)

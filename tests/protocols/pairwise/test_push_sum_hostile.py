@@ -14,10 +14,9 @@ from protocols.pairwise.push_sum import MAX_KEPT
 from protocols.pairwise.shares import MAX_TAKING, MOST_SHARE, PUSH, PushShare
 from protocols.pairwise.state_swap import HEADER_LIMIT
 from protocols.streams.framing import FramedStream
-from tests.sim.gossip_harness import ROUND_SECONDS, RUN, GossipHarness
+from tests.sim.averaging import RUN
 from tests.support.disguises import lying, sending
-from tests.support.pairwise import lending, opened, play_rounds
-from tests.support.push_sum import push_sum_swarm, weights
+from tests.support.pairwise import ROUND_SECONDS, PairwiseSwarm, push_sum_swarm
 
 KEY = RoundKey(RUN, "run", bytes(32), 0)
 ELEMENTS, CHUNK = 48, 16
@@ -32,9 +31,9 @@ def share(number: int, weight: float = 0.5, sender: str = "p1") -> PushShare:
     return PushShare(KEY, Member(sender), number, Member("p0"), weight, ELEMENTS, "fp32")
 
 
-async def give(swarm: GossipHarness, header: PushShare) -> bool:
+async def give(swarm: PairwiseSwarm, header: PushShare) -> bool:
     """Give p0 a share of zeros, as p1 without honest code; returns whether p0 counts it."""
-    async with opened(swarm, PUSH) as stream:
+    async with swarm.opened(PUSH) as stream:
         await stream.send(header)
         for index in range(ELEMENTS // CHUNK):
             await stream.send(wire.Chunk(index, 4 * CHUNK), bytes(4 * CHUNK))
@@ -50,14 +49,14 @@ def test_sender_of_invalid_share_gets_no_more() -> None:
     swarm = push_sum_swarm(2, disguises={1: lying("norm")})
     swarm.rounds(4)
     refused = [number for number, result in enumerate(swarm.results[0]) if result.mean.blamed]
-    assert refused == [0] and weights(swarm)[0] >= 0.25
+    assert refused == [0] and swarm.weights()[0] >= 0.25
 
 
 def test_accepted_shares_keep_weight_within_the_limit() -> None:
     swarm, answers = push_sum_swarm(2), list[bool]()
 
     async def main() -> None:
-        async with lending(swarm, 0, seconds=30.0):
+        async with swarm.beside_lenders(0, seconds=30.0):
             for number in range(4):
                 answers.append(await swarm.start(1, give(swarm, share(number, MOST_SHARE))))
 
@@ -71,10 +70,10 @@ def test_repeated_share_counts_once() -> None:
     swarm, states = push_sum_swarm(2), list[torch.Tensor]()
 
     async def main() -> None:
-        async with lending(swarm, 0, seconds=30.0):
+        async with swarm.beside_lenders(0, seconds=30.0):
             for _ in range(3):
                 await swarm.start(1, give(swarm, share(0)))
-                states.append(torch.cat(swarm.state[0]))
+                states.append(torch.cat(swarm.states[0]))
 
     swarm.run(main)
     assert swarm.moved(0) and torch.equal(states[0], states[2]) and len(swarm.messages(0)) == 1
@@ -83,7 +82,7 @@ def test_repeated_share_counts_once() -> None:
 # -- peers that take and do not give ----------------------------------------------------------------------------------
 
 
-async def promise_shares(swarm: GossipHarness, count: int, peer: str = "p1") -> None:
+async def promise_shares(swarm: PairwiseSwarm, count: int, peer: str = "p1") -> None:
     """The peer announces this many shares to p0, and sends none of them."""
     deadline = asyncio.get_running_loop().time() + 1e5
     async with AsyncExitStack() as stack:
@@ -98,12 +97,12 @@ def test_stalled_sender_takes_one_slot_then_is_refused() -> None:
     node = swarm.network.nodes["p0"]
 
     async def main() -> None:
-        async with lending(swarm, 0, seconds=90.0):
+        async with swarm.beside_lenders(0, seconds=90.0):
             stalling = swarm.start(1, promise_shares(swarm, 2 * MAX_TAKING))
             await asyncio.sleep(1.0)
             assert len(node.ends) == 1
             await swarm.start(2, swarm.round(2))
-            assert weights(swarm) == [1.5, 1.0, 0.5]
+            assert swarm.weights() == [1.5, 1.0, 0.5]
             await asyncio.sleep(1.0)
             assert not node.ends
             again = swarm.start(1, promise_shares(swarm, 1))
@@ -120,7 +119,7 @@ def test_concurrent_incoming_shares_are_bounded() -> None:
     swarm = push_sum_swarm(MAX_TAKING + 3)
 
     async def main() -> None:
-        async with lending(swarm, 0, seconds=20.0):
+        async with swarm.beside_lenders(0, seconds=20.0):
             others = range(1, swarm.count)
             stalling = [swarm.start(index, promise_shares(swarm, 1, f"p{index}")) for index in others]
             await asyncio.sleep(1.0)
@@ -136,7 +135,7 @@ def test_kept_shares_are_bounded() -> None:
 
     async def main() -> None:
         nonlocal most
-        async with lending(swarm, *range(1, 6)):
+        async with swarm.beside_lenders(*range(1, 6)):
             for number in range(12):
                 await swarm.start(0, swarm.round(0, number))
                 most = max(most, len(swarm.gossips[0].share_sender.kept))
@@ -145,13 +144,13 @@ def test_kept_shares_are_bounded() -> None:
     assert most == MAX_KEPT
 
 
-def play_beside(swarm: GossipHarness, lender: int, rounds: int, train_seconds: float) -> None:
+def play_beside(swarm: PairwiseSwarm, lender: int, rounds: int, train_seconds: float) -> None:
     """Rounds of the others while one peer only lends its state; each other peer still mixes in most late rounds."""
     others = [index for index in range(swarm.count) if index != lender]
 
     async def main() -> None:
         task = swarm.start(lender, swarm.lending(lender, 1e4))
-        await asyncio.wait([swarm.start(index, play_rounds(swarm, index, rounds, train_seconds)) for index in others])
+        await asyncio.wait([swarm.start(index, swarm.play_rounds(index, rounds, train_seconds)) for index in others])
         task.cancel()
         await asyncio.wait([task])
 
@@ -164,7 +163,7 @@ def test_peer_that_only_takes_does_not_stop_others() -> None:
     """Each share takes half of its sender's weight along, and none comes back."""
     swarm = push_sum_swarm(4)
     play_beside(swarm, 3, 120, 1.0)
-    assert max(weights(swarm)[:3]) < 2.0**-20
+    assert max(swarm.weights()[:3]) < 2.0**-20
 
 
 def test_peer_silent_about_shares_does_not_stop_others() -> None:

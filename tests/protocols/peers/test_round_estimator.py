@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from protocols.peers.estimates import WITNESSES, ClaimedRounds
-from tests.sim.gossip_harness import GossipHarness
-from tests.support.pairwise import play_rounds
+from tests.support.pairwise import PairwiseSwarm
 
 
 def estimator_of(**claims: int) -> ClaimedRounds:
@@ -50,7 +49,7 @@ def test_latest_report_counts_and_memory_is_bounded() -> None:
 
 def test_slow_peer_joins_the_others_round() -> None:
     """Three peers do six rounds while the fourth does one, which ends in the last of theirs."""
-    swarm, sessions = GossipHarness(4), list[Any]()
+    swarm, sessions = PairwiseSwarm(4), list[Any]()
     swarm.gossips[3].estimator.hear("p0", 10**6)  # a claim that p0 takes back
     opened = swarm.gossips[3].exchanges.open
 
@@ -62,7 +61,7 @@ def test_slow_peer_joins_the_others_round() -> None:
 
     async def play() -> None:
         slow = swarm.start(3, swarm.round(3, 0, train_seconds=12.0))
-        await asyncio.wait([*(swarm.start(index, play_rounds(swarm, index, 6)) for index in range(3)), slow])
+        await asyncio.wait([*(swarm.start(index, swarm.play_rounds(index, 6)) for index in range(3)), slow])
 
     swarm.run(play)
     (session,) = sessions
