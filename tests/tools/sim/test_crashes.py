@@ -8,10 +8,7 @@ from typing import Any
 
 import pytest
 
-from protocols.base import Host, IndependentAverager, Member, Settings
-from protocols.pairwise.gossip import Gossip
-from protocols.pairwise.shared_state import SharedStateSession
-from protocols.vectors.views import VectorView
+from protocols.base import Member
 from tests.sim.crashes import main
 from tests.sim.faults import Crash, Cut, Message
 from tests.sim.independent_world import IndependentWorld
@@ -30,11 +27,6 @@ def points() -> list[Point]:
     return enumerate_points(small(3), OracleProtocol)
 
 
-def result(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
-    summary: dict[str, Any] = json.loads(capsys.readouterr().out.splitlines()[-1])
-    return summary
-
-
 # -- the points -------------------------------------------------------------------------------------------------------
 
 
@@ -47,15 +39,6 @@ def test_messages_of_a_round_are_deterministic_and_gapless(world: type[World], l
         assert numbers == list(range(numbers[0], numbers[0] + len(numbers))) and numbers[0] > 1, "not the first round"
     ways = Counter(point.way for point in points)
     assert min(ways["sent"], ways["received"]) > least / 4
-
-
-def test_failing_round_without_faults_is_an_error() -> None:
-    class Never(OracleProtocol):
-        def enough(self, head: Head, present: list[Member]) -> bool:
-            raise ZeroDivisionError
-
-    with pytest.raises((RuntimeError, ZeroDivisionError)):
-        enumerate_points(small(3), Never)
 
 
 def test_fault_kind_maps_to_its_event() -> None:
@@ -117,15 +100,6 @@ class Backwards(OracleProtocol):
         self.accounting.child = child  # type: ignore[method-assign]
 
 
-class Selfish(OracleProtocol):
-    """A peer that misses another decides by itself."""
-
-    def enough(self, head: Head, present: list[Member]) -> bool:
-        if len(present) < 3:
-            self.accounting.children.pop(head.key.lineage, None)
-        return True
-
-
 class Broken(OracleProtocol):
     """Fails after the round."""
 
@@ -135,25 +109,10 @@ class Broken(OracleProtocol):
         return super().report(me, before, after, outcome)
 
 
-class ShyGossip(Gossip):
-    """Peers meet no other once the round is over at whose messages faults happen."""
-
-    async def mix(self, session: SharedStateSession, state: VectorView) -> None:
-        if session.round <= ROUND:
-            await super().mix(session, state)
-
-
-class Shy(IndependentWorld):
-    def _averager(self, host: Host, settings: Settings) -> IndependentAverager:
-        return ShyGossip(host, settings)
-
-
 BUGS: list[tuple[type[World], str, str, str]] = [
     (Backwards, "crash", "goes-on", "though most are there"),
     (Partial, "crash", "goes-on", "in touch with a majority, and at round"),
-    (Shy, "stall", "goes-on", "in touch with a majority, and at round"),
     (Faithful, "silence", "left-out", "still in the roster"),
-    (Selfish, "silence", "one-child", "beside"),
     (Broken, "crash", "crash", "ZeroDivisionError: planted"),
 ]
 
@@ -167,8 +126,8 @@ def test_planted_bug_is_found(world: type[World], kind: str, invariant: str, wor
 
 
 def test_missed_fault_point_is_reported() -> None:
-    beyond = Point("p0", 10**6, "sent", "p1")
-    assert "missed" in {each.invariant for each in strike(small(3), "crash", (beyond,), OracleProtocol).violations}
+    violations = strike(small(3), "crash", (Point("p0", 10**6, "sent", "p1"),), OracleProtocol).violations
+    assert "missed" in {each.invariant for each in violations}
 
 
 # -- the command line -------------------------------------------------------------------------------------------------
@@ -176,9 +135,9 @@ def test_missed_fault_point_is_reported() -> None:
 
 def test_every_message_is_played(points: list[Point], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--kind", "one-way"], OracleProtocol) == 0
-    summary = result(capsys)
-    assert summary["points"] == summary["messages"] == len(points)
-    assert summary["sent"] + summary["received"] == summary["decided"] == summary["points"]
+    summary = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert summary["points"] == summary["messages"] == summary["decided"] == len(points)
+    assert summary["sent"] + summary["received"] == len(points)
     assert summary["violations"] == [] and summary["undecided"] == summary["failed"] == 0
 
 
@@ -191,10 +150,10 @@ def test_failed_point_is_reported_with_its_replay(capsys: pytest.CaptureFixture[
 
 
 def test_real_protocol_survives_crashes_at_messages(capsys: pytest.CaptureFixture[str]) -> None:
-    """Butterfly: whichever peer is lost at whichever message, the others decide the same for the round, and go on.
+    """Butterfly: whichever peer is lost at whichever message, the others decide the same, and continue.
 
     `make sim` plays every message, and every kind of fault.
     """
     assert main(["--peers", "3", "--kind", "crash", "--sample", "10"]) == 0
-    summary = result(capsys)
+    summary = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert summary["points"] == summary["decided"] == 10 and summary["messages"] > 200

@@ -16,7 +16,6 @@ from protocols.base import AveragingResult, Contribution, LocalProgress, Member,
 from protocols.base import Outcome as RoundOutcome
 from protocols.pairwise.shared_state import SharedStateSession
 from protocols.pairwise.state_swap import StateSwap
-from protocols.vectors.views import VectorView
 from tests.sim import world as worlds
 from tests.sim.families import BREAKING
 from tests.sim.faults import Faults
@@ -28,10 +27,6 @@ from tests.sim.world import HEALED_SECONDS, Outcome, World, play
 PROTOCOLS = {World: "butterfly", OracleProtocol: "butterfly", IndependentWorld: "gossip"}
 
 
-def broken(fault: str, seed: int = 0, peers: int = 5) -> Scenario:
-    return Scenario(peers=peers, rounds=3, seed=seed, fault=fault)
-
-
 # -- without bugs -----------------------------------------------------------------------------------------------------
 
 
@@ -40,25 +35,13 @@ def broken(fault: str, seed: int = 0, peers: int = 5) -> Scenario:
     [*((OracleProtocol, fault) for fault in BREAKING), (IndependentWorld, "none"), (World, "mixed")],
 )
 def test_correct_protocol_recovers_from_fault_family(world: type[World], fault: str) -> None:
-    outcome = play(replace(broken(fault, 1, 4), protocol=PROTOCOLS[world]), world)
+    scenario = Scenario(protocol=PROTOCOLS[world], peers=4, rounds=3, seed=1, fault=fault)
+    outcome = play(scenario, world)
     assert outcome.violations == []
     assert 0 < outcome.rounds_did <= outcome.rounds_could
-
-
-@pytest.mark.parametrize(
-    "world, scenario",
-    [
-        (World, Scenario(peers=4, rounds=2, seed=7, fault="slow")),
-        (OracleProtocol, broken("mixed", 3)),
-        (IndependentWorld, Scenario(protocol="gossip", peers=4, rounds=4, seed=3)),
-    ],
-    ids=["butterfly", "oracle", "gossip"],
-)
-def test_trace_is_determined_by_the_seed(world: type[World], scenario: Scenario) -> None:
-    first = play(scenario, world).trace.digest()
-    assert first == play(scenario, world).trace.digest() != play(replace(scenario, seed=8), world).trace.digest()
-    again = replace(resolve(scenario), fault=scenario.fault)
-    assert first == play(again, world).trace.digest(), "what a seed has drawn is played like what is drawn"
+    if world is not World:
+        again = play(replace(resolve(scenario), fault=fault), world)
+        assert outcome.trace.digest() == again.trace.digest(), "what a seed has drawn is played like what is drawn"
 
 
 def test_dead_peer_reports_nothing_until_it_restarts() -> None:
@@ -187,14 +170,3 @@ def test_planted_bug_in_mixing_is_found(
     outcome = play(Scenario(protocol="gossip", peers=4, rounds=6, fault=fault, elements=64), IndependentWorld)
     for invariant, words in violations.items():
         assert words in details(outcome, invariant)
-
-
-def test_mean_that_is_not_written_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The memory that nothing is written to holds anything: numbers far from the mean, or NaN, which no codec takes."""
-    monkeypatch.setattr(VectorView, "write", lambda *arguments: None)
-    try:
-        outcome = play(Scenario(protocol="parameter_server_async", peers=4, rounds=5), IndependentWorld)
-    except ValueError as error:
-        assert "holds NaN or infinity" in str(error)
-    else:
-        assert details(outcome, "spread")
