@@ -183,23 +183,24 @@ def check(
     from dataclasses import asdict
 
     from node.reporting.status import to_json
-    from node.tasks.hf.check import check_data, guessed_format
     from node.tasks.hf.settings import HfSettings, ModelError
+    from node.tasks.hf.task import check_data, guessed_format
 
     if model is None:
         raise CommandError("data are counted in a model's tokens: give it by --model")
     try:
         kind = format or guessed_format(path)
         settings = HfSettings(context=context, rows=1, format=kind, pack=pack)  # type: ignore[arg-type]
-        found = check_data(path, model, settings, str(template or ""))
+        selection, counts, first = check_data(path, model, settings, str(template or ""))
     except (ModelError, ValueError) as error:
         raise CommandError(str(error)) from None
     if json:
-        files = {"files": len(found.files.files), "bytes": found.files.size, "left_out": found.files.left_out}
-        print(to_json({**asdict(found.counts), "format": kind, **files}))
+        files = {"files": len(selection.files), "bytes": selection.size, "left_out": selection.left_out}
+        print(to_json({**asdict(counts), "format": kind, **files}))
         return 0
     print(f"{'format':12}{kind}")
-    print("\n".join(found.lines(context)).encode(sys.stdout.encoding, "backslashreplace").decode(sys.stdout.encoding))
+    lines = [*selection.lines(), *counts.lines(context), f"the first, with its targets in brackets: {first}"]
+    print("\n".join(lines).encode(sys.stdout.encoding, "backslashreplace").decode(sys.stdout.encoding))
     return 0
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from node.runtime.notes import note
-from node.storage.json_file import read_json
+from node.storage.json_file import read_json, replace_private
 from node.tasks.files import counted, size_words
 
 _MAX_RECORD_BYTES = 1 << 20
@@ -46,29 +46,21 @@ class GivenData:
 
     def held_out(self) -> bytes:
         """The only held-out document of the last start, if there was only one: it stays held out."""
-        with suppress(ValueError, KeyError, TypeError):
+        with suppress(OSError, ValueError, KeyError, TypeError):
             return base64.b64decode(self._read()["held_out"])
         return b""
 
     def keep(self, state: DataState, sample: bytes = b"") -> None:
         """Tell the user if the data have changed since the last start, and keep what they are now."""
-        with suppress(ValueError, KeyError, TypeError):
+        with suppress(OSError, ValueError, KeyError, TypeError):
             before = DataState(**self._read()["state"])
             if before.digest != state.digest:
                 note(f"the data have changed since this peer's last start: then {before.words()}; now {state.words()}")
         only = sample if sample.count(b"\n") == 1 else b""
         if self.record is not None:
             with suppress(OSError):  # then the next start cannot compare
-                content = json.dumps({"state": asdict(state), "held_out": base64.b64encode(only).decode()})
-                draft = self.record.with_name(f".{self.record.name}.new")
-                draft.write_text(content)
-                draft.replace(self.record)
+                content = {"state": asdict(state), "held_out": base64.b64encode(only).decode()}
+                replace_private(self.record, json.dumps(content))
 
-    def _read(self) -> dict[str, Any]:
-        """The record; empty if there is none, or it is damaged."""
-        if self.record is None:
-            return {}
-        with suppress(OSError, ValueError):
-            found = read_json(self.record, _MAX_RECORD_BYTES)
-            return found if isinstance(found, dict) else {}
-        return {}
+    def _read(self) -> Any:
+        return read_json(self.record, _MAX_RECORD_BYTES) if self.record else None

@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import nn
 
 from node.runtime.notes import warn
 from node.tasks.base import Batch
-from node.tasks.files import Selection, select
+from node.tasks.files import Selection, look, select
 from node.tasks.flat import unfrozen
 from node.tasks.given_data import DataState, GivenData
 from node.tasks.gpt import next_token
@@ -25,13 +26,15 @@ from node.tasks.hf.chat import Encoder
 from node.tasks.hf.corpus import SAMPLE_BYTES, Document, Sample, document_of, read_documents
 from node.tasks.hf.data_set import find_data_set, is_streamed
 from node.tasks.hf.memory import tell_memory
-from node.tasks.hf.model import LoadedModel, checkpoint_activations, load_model, loss_of
-from node.tasks.hf.rows import MASKED, PreparedData, Rows, prepare, rows_of
+from node.tasks.hf.model import LoadedModel, checkpoint_activations, load_model, load_tokenizer, loss_of
+from node.tasks.hf.rows import MASKED, PreparedData, RowCounts, Rows, prepare, rows_of
 from node.tasks.hf.settings import NO_HELD_OUT, HfSettings, HfValues, ModelError, ModelPins
+from node.tasks.hf.source import find_model, template_digest, tokenizer_digest
 from node.tasks.hf.streamed import StreamedRows
 
 BASE_LOSS_TOLERANCE = 0.01
 PROMPT_WORDS, PROMPT_CHARACTERS = 6, 200
+_SHOWN_TOKENS = 60
 EVALUATED_BATCHES = 8
 """Largest number of batches of an evaluation, which therefore takes less than that many steps."""
 
@@ -247,3 +250,46 @@ def parse_sample(lines: bytes, settings: HfSettings) -> Iterator[Document]:
             yield document_of(json.loads(line), settings.format == "chat", "")
         except (ValueError, RecursionError):  # a ModelError is a ValueError
             continue
+
+
+def guessed_format(path: Path) -> str:
+    """`chat` if the first document is a conversation, else `text`."""
+    if is_streamed(path):
+        raise ModelError("data check reads files and folders: download a file of the data set, and give that")
+    files = select(path).files
+    if look(files[0]).kind == "text":
+        return "text"
+    try:
+        next(read_documents(files[:1], True), None)
+    except ModelError:
+        return "text"
+    return "chat"
+
+
+def check_data(path: Path, model: str, settings: HfSettings, template: str = "") -> tuple[Selection, RowCounts, str]:
+    """Prepare the data as a peer of the task does: its files, counts, and how the first document begins.
+
+    Targets are in brackets.
+    """
+    selection = select(path)
+    folder = find_model(model, weights=False)
+    tokenizer, is_chat = load_tokenizer(folder, template), settings.format == "chat"
+    encoder, files = Encoder(tokenizer, is_chat), selection.files
+    digest = tokenizer_digest(folder.path, tokenizer) + (template_digest(tokenizer) if is_chat else "")
+    data = prepare(files, encoder, settings, digest)
+    first = next(read_documents(files, is_chat))
+    sequences = encoder.encode(first)
+    return selection, data.counts, _shown(tokenizer, *(sequences[0] if sequences else ([], [])))
+
+
+def _shown(tokenizer: Any, tokens: list[int], mask: list[int]) -> str:
+    """The text of the first tokens. A character may have several tokens, so the beginning is decoded as a whole."""
+    tokens, mask = tokens[:_SHOWN_TOKENS], mask[:_SHOWN_TOKENS]
+    changes = [at for at in range(1, len(mask)) if bool(mask[at]) != bool(mask[at - 1])]
+    text, parts = "", []
+    for low, high in pairwise([0, *changes, len(mask)]):
+        before, text = text, str(tokenizer.decode(tokens[:high]))
+        text = text.rstrip("\ufffd") if high < len(mask) or len(tokens) == _SHOWN_TOKENS else text  # cut characters
+        part = text[len(before) :]
+        parts.append(f"[{part}]" if mask[low] else part)
+    return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in "".join(parts))

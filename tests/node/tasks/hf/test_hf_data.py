@@ -19,11 +19,10 @@ from tokenizers.processors import TemplateProcessing
 from node.tasks.files import select
 from node.tasks.given_data import GivenData
 from node.tasks.hf.chat import Encoder
-from node.tasks.hf.check import check_data, guessed_format
 from node.tasks.hf.corpus import Document, is_held_out, read_documents
 from node.tasks.hf.rows import MASKED, Rows, RowWriter, prepare, rows_of
 from node.tasks.hf.settings import HfSettings, ModelError
-from node.tasks.hf.task import DataSource, parse_sample
+from node.tasks.hf.task import DataSource, check_data, guessed_format, parse_sample
 from tests.support.paths import REPOSITORY
 from tests.support.program import run
 from tests.support.refusals import one_line
@@ -288,10 +287,9 @@ def test_malformed_data_are_named(tmp_path: Path, content: str, is_chat: bool, w
 
 def test_check_counts_and_shows_what_is_masked(made: Path, tmp_path: Path) -> None:
     assert (guessed_format(made / "chat.jsonl"), guessed_format(made / "story.txt")) == ("chat", "text")
-    found = check_data(made / "chat.jsonl", str(made / "qwen3"), CHAT_SETTINGS)
-    counts, shown = found.counts, found.first
+    _, counts, shown = check_data(made / "chat.jsonl", str(made / "qwen3"), CHAT_SETTINGS)
     assert counts.documents + counts.held_out + counts.repeated == 60 and 0.2 < counts.targets / counts.tokens < 0.5
     assert "<|assistant|>[N0 has 0 cats.<|end|>]" in shown
     (tmp_path / "a.jsonl").write_text(json.dumps({"text": "Ännchen 你好 🙂 \u202e!" + "é" * 99}) + "\n")
-    shown = check_data(tmp_path / "a.jsonl", str(made / "qwen3"), HfSettings(context=64, rows=4)).first
+    shown = check_data(tmp_path / "a.jsonl", str(made / "qwen3"), HfSettings(context=64, rows=4))[2]
     assert shown.startswith("[Ännchen 你好 🙂 \\u202e!éé") and "\ufffd" not in shown
