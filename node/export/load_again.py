@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-TOLERANCE = 1e-4
-"""Largest difference of logits in float32, times the largest logit if that is above 1."""
+TOLERANCE = 1e-4  # largest difference of logits in float32, times the largest logit if that is above 1
 MAX_PROBLEM_CHARACTERS = 200
 
 

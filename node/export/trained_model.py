@@ -28,8 +28,7 @@ from protocols.consensus import record as records
 from protocols.consensus.messages import Certificate
 
 _LAST_REPORTS_BYTES = 4 << 20
-_ATTEMPTS = 3
-"""A running peer may delete a checkpoint while it is being read; there is a newer one then."""
+_ATTEMPTS = 3  # a running peer may delete a checkpoint while it is being read; there is a newer one then
 
 
 @dataclass(frozen=True, slots=True)

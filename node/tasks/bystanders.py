@@ -13,8 +13,7 @@ MAX_SHARE = 2
 """Frozen parameters may change in training, as a mean teacher's do. They are looked at only if they are at most so many
 times as large as the trained ones, all together: a large frozen model does not change, and a copy of it is expensive.
 """
-MAX_BUFFER_ELEMENTS = 1 << 27
-"""Larger buffers are data, and are not looked at."""
+MAX_BUFFER_ELEMENTS = 1 << 27  # larger buffers are data, and are not looked at
 _SHOWN = 3
 
 

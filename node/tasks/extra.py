@@ -27,8 +27,7 @@ from protocols.vectors.views import LARGEST_FLOAT32
 EXTRA: Final = "extra:"
 PADDING: Final = "padding:"
 _UNIT = 16.0
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""Those of which float32 holds every value."""
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # those of which float32 holds every value
 _NOT_NEGATIVE = re.compile(r"(^|_)(var|variance|std|sq)$")
 """Names of statistics that are never negative. The mean of rounded ones may be, by the rounding."""
 

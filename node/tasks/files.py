@@ -49,8 +49,7 @@ _DOCUMENTATION = re.compile(
 _HUB_MARKS = ("dataset_infos.json", "dataset_info.json", "dataset_dict.json")
 _TEST_SPLIT = re.compile(r"(?<![a-z])(validation|valid|val|dev|test|testing|eval|evaluation)(?![a-z])", re.IGNORECASE)
 _FIELDS = ("text", "messages", "prompt", "completion")
-LINE_CHARACTERS = 280
-"""Of a line that a worker's peer shows."""
+LINE_CHARACTERS = 280  # of a line that a worker's peer shows
 REASONS = {
     "hidden": "",
     "empty": "",

@@ -33,8 +33,7 @@ class GptConfig:
         return 32 * math.ceil(8 * self.width / 3 / 32)
 
 
-USUAL_OUTER_STEP, PLAIN_OUTER_STEP = (0.9, 0.5), (1.0, 0.0)
-"""Learning rate and momentum."""
+USUAL_OUTER_STEP, PLAIN_OUTER_STEP = (0.9, 0.5), (1.0, 0.0)  # learning rate and momentum
 
 
 @dataclass(frozen=True, slots=True)

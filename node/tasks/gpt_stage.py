@@ -18,8 +18,7 @@ from node.tasks.gpt_presets import VOCABULARY, GptConfig, Preset
 from node.tasks.partition import BlockCost, Partition
 from node.tasks.text import Text
 
-MAX_HELD_OUT = 64
-"""Held-out microbatches, at most."""
+MAX_HELD_OUT = 64  # held-out microbatches, at most
 _TRIALS = 5
 
 

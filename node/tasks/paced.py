@@ -28,8 +28,7 @@ _PRIME = 1_000_003
 SIZES = StageSizes(activation_bytes=256, target_bytes=32)
 LOGIT_BYTES = 4 * 256  # float32 (1, 256), if they are asked for
 _OUTER_SIZES = replace(SIZES, logit_bytes=LOGIT_BYTES)
-_HELD_OUT = 4
-"""Held-out microbatches."""
+_HELD_OUT = 4  # held-out microbatches
 
 
 class Paced:

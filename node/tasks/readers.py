@@ -26,8 +26,7 @@ MAX_ROW_BYTES = 16 << 20
 MAX_EXPANSION, _FREE_BYTES = 200, 64 << 20
 """A compressed file may hold this many times its size, and `_FREE_BYTES` more."""
 _PIECE_BYTES = 1 << 20
-LEAST, USUAL, MOST = 512, 1024, 8 << 10
-"""Bytes of a block: at least, about how many more until it ends, and at most."""
+LEAST, USUAL, MOST = 512, 1024, 8 << 10  # bytes of a block: at least, about how many more until it ends, and at most
 _BLANK = re.compile(r"[ \t\r\n,]*")
 _TEXTS = (
     "content",

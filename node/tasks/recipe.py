@@ -7,11 +7,9 @@ from collections.abc import Callable
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, Literal, TypeAlias
 
-MAX_ELEMENTS = 1 << 31
-"""Largest number of parameters of a run."""
+MAX_ELEMENTS = 1 << 31  # largest number of parameters of a run
 
-OptionValue: TypeAlias = bool | int | float | str
-"""The value of an option of a user's own task."""
+OptionValue: TypeAlias = bool | int | float | str  # the value of an option of a user's own task
 
 InnerOptimizerName = Literal["adamw", "muon"]
 

@@ -28,8 +28,7 @@ from node.tasks.name import TaskError
 from node.tasks.recipe import MAX_ELEMENTS
 
 MAX_TENSORS = 4096
-MAX_TENSOR_NAME_CHARACTERS = 200
-"""These limits keep the layout, which the worker sends to its peer in one line, small."""
+MAX_TENSOR_NAME_CHARACTERS = 200  # these limits keep the layout, which the worker sends to its peer in one line, small
 _SHIFT = 0.02
 """By so much of their size, plus the same, parameters move before the second loss: a mean of parameters (a teacher's)
 equals them until they do."""

@@ -20,8 +20,7 @@ from node.tasks.hf.corpus import Document
 from node.tasks.hf.settings import ModelError, foreign
 from node.tasks.hf.tokens import ExactTokenizer, Marks
 
-Sequence: TypeAlias = tuple[list[int], list[int]]
-"""Tokens, and for each 1 if it is a target, else 0."""
+Sequence: TypeAlias = tuple[list[int], list[int]]  # tokens, and for each 1 if it is a target, else 0
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _THOUGHTS = ("reasoning_content", "reasoning", "thinking")

@@ -29,8 +29,7 @@ SAMPLE_BYTES = 256 << 10
 _SHARE = 16  # one document of this many is held out
 _LARGEST_TEXT = 512 << 10
 _MAX_SAMPLE_TEXT = 8 << 10
-COLUMNS = ("text", *FIELDS)
-"""What a row may have."""
+COLUMNS = ("text", *FIELDS)  # what a row may have
 _TYPES = {type(None): "null", list: "a list", dict: "an object", int: "a number", float: "a number"}
 
 

@@ -25,18 +25,14 @@ PROCESS_BYTES = 720_000_000
 TRAINED_BYTES = 34
 """Of a trained parameter: parameter and anchor 8, gradient 4, AdamW's moments 8; in the peer momentum, pseudo-gradient
 and mean 12, encoded parts 2."""
-_EVALUATION_BYTES = 4
-"""Of a trained parameter: its copy during an evaluation."""
+_EVALUATION_BYTES = 4  # of a trained parameter: its copy during an evaluation
 HEAP_BLOCK_BYTES, _HEAP_FACTOR = 32 << 20, 2
 """glibc takes smaller blocks from a heap that never shrinks. Its holes grow to the size of what a step uses; without
 the heap, a step takes a third more processor time."""
-_SHORT_CONTEXT = 128
-"""Tokens; a shorter row is not advised."""
+_SHORT_CONTEXT = 128  # tokens; a shorter row is not advised
 _MOST_CHANGES = 8
-_WORTHWHILE = 0.98
-"""A change of settings is advised if it leaves less than this share of the need."""
-_COMPUTE_BYTES = 4
-"""Of a trained parameter that computes in bfloat16: its copy and its gradient."""
+_WORTHWHILE = 0.98  # a change of settings is advised if it leaves less than this share of the need
+_COMPUTE_BYTES = 4  # of a trained parameter that computes in bfloat16: its copy and its gradient
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,12 +32,10 @@ from node.tasks.hf.settings import MAX_WORD_CHARACTERS, HfSettings, ModelError
 from node.tasks.hf.source import file_state
 
 FORMAT = 4
-_KEPT_SECONDS = 30 * 86_400.0
-"""Rows unused for so long are removed, as are unfinished ones."""
+_KEPT_SECONDS = 30 * 86_400.0  # rows unused for so long are removed, as are unfinished ones
 TARGET, START = 1, 2
 TOKENS, FLAGS, SAMPLE, ABOUT = "tokens.bin", "flags.bin", "sample.jsonl", "about.json"
-MASKED = -100
-"""Label of a token that is no target."""
+MASKED = -100  # label of a token that is no target
 
 
 @dataclass(slots=True)

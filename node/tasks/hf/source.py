@@ -30,8 +30,7 @@ MODEL_TYPES = (
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json",
                    "added_tokens.json", "chat_template.jinja", "chat_template.json", "vocab.json", "vocab.txt",
                    "merges.txt", "generation_config.json")  # fmt: skip
-TEMPLATES = "additional_chat_templates"
-"""Folder of further chat templates, by name."""
+TEMPLATES = "additional_chat_templates"  # folder of further chat templates, by name
 PATTERNS = (
     *("model*.safetensors", "model.safetensors.index.json", "config.json", f"{TEMPLATES}/*.jinja"),
     *TOKENIZER_FILES,

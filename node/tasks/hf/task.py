@@ -35,8 +35,7 @@ from node.tasks.hf.streamed import StreamedRows
 BASE_LOSS_TOLERANCE = 0.01
 PROMPT_WORDS, PROMPT_CHARACTERS = 6, 200
 _SHOWN_TOKENS = 60
-EVALUATED_BATCHES = 8
-"""Largest number of batches of an evaluation, which therefore takes less than that many steps."""
+EVALUATED_BATCHES = 8  # largest number of batches of an evaluation, which therefore takes less than that many steps
 
 
 class HfTask:

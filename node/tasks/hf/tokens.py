@@ -9,16 +9,14 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, TypeAlias
 
-Span: TypeAlias = tuple[int, int]
-"""Characters of a text that a token stands for, from and up to."""
+Span: TypeAlias = tuple[int, int]  # characters of a text that a token stands for, from and up to
 
 WINDOW, OVERLAP = 256 << 10, 4 << 10
 """Characters that are tokenised at once: a tokenizer takes some 100 bytes of memory for a token meanwhile. Windows
 overlap, because a word or a space at a border has other tokens than inside."""
 _AGREED = 16
 _GUARDS = ("\n", "x", ".", " ")
-_PRIVATE = 0xF0000
-"""Unicode's private use area: no text means anything by these characters."""
+_PRIVATE = 0xF0000  # Unicode's private use area: no text means anything by these characters
 
 
 class ExactTokenizer:
