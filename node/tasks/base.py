@@ -67,7 +67,6 @@ class Task(Protocol):
 
 
 def trained(task: Task) -> list[tuple[str, nn.Parameter]]:
-    """The parameters that a task trains, by name, after checking that they can be trained and averaged."""
     named: Callable[[], Iterable[tuple[str, nn.Parameter]]] | None = getattr(task, "trained", None)
     return require_trainable(named() if named else unfrozen(task.module))
 

@@ -56,7 +56,6 @@ class Bystanders:
         return averaged, [name for name in names if name not in averaged]
 
     def _counts(self, name: str) -> bool:
-        """Whether a change of this tensor is of interest to other peers."""
         path, _, key = name.rpartition(".")
         is_local = key in self._module.get_submodule(path)._non_persistent_buffers_set
         return self.tensors[name].is_floating_point() and not is_local

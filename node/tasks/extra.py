@@ -101,8 +101,6 @@ def _fragment(shapes: Mapping[str, tuple[int, ...]], before: int) -> Fragment:
 
 
 class ExtraTensors:
-    """The extra tensors of a module, and the end of the flat vector that holds them."""
-
     def __init__(self, module: nn.Module, names: Sequence[str], before: int) -> None:
         self._module = module
         self._like = {name: _checked(module, name) for name in names}

@@ -116,7 +116,6 @@ def suffix_of(path: PurePath) -> str:
 
 
 def look(path: Path) -> Look:
-    """Say what a file is."""
     with path.open("rb") as file:
         head = file.read(_PROBED_BYTES)
     if not head:

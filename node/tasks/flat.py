@@ -68,7 +68,6 @@ class Views:
         self._version = self._versions()
 
     def after_loss(self, is_first: bool) -> None:
-        """Mend the views before the backward pass."""
         has_changed, is_left = self._versions() != self._version, False
         if has_changed and not is_first:
             raise self._fault(f"loss() {_EARLIER}: leave them alone, or set recipe.batches = 1")
@@ -102,7 +101,6 @@ class Views:
             view.attach()
 
     def detach(self) -> None:
-        """Take the gradients from the parameters, which stay views."""
         for view in self._views:
             view.parameter.data, view.parameter.grad = view.value, None
 

@@ -174,8 +174,6 @@ def next_token(logits: torch.Tensor, temperature: float, generator: torch.Genera
 
 
 class GptTask:
-    """A `Task` that trains the model on text."""
-
     module: Gpt
 
     def __init__(self, preset: Preset, text: Text, seed: int = 0, device: str = "cpu") -> None:

@@ -54,7 +54,6 @@ class Preset:
         optimizer: InnerOptimizerName = "muon",
         outer_step: tuple[float, float] | None = None,
     ) -> Preset:
-        """The preset for a run of this length."""
         return replace(self, recipe=_recipe(self.shape.width, inner_steps, rounds, optimizer, outer_step))
 
 

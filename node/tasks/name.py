@@ -24,7 +24,6 @@ def is_own(name: str) -> bool:
 
 
 def known(name: str) -> str:
-    """Return the name if it is that of a task."""
     if name in BUILT_IN or is_own(name):
         return name
     raise ValueError(f"{name[:60]!a} is no task: {', '.join(BUILT_IN)}, or your own as package.module:factory")

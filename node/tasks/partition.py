@@ -36,7 +36,6 @@ class Partition:
         return self.blocks[self.bounds[stage] : self.bounds[stage + 1]]
 
     def seconds(self, stage: int) -> float:
-        """Compute time of a stage for one microbatch, forward and backward."""
         return sum(block.seconds for block in self.of(stage))
 
     def table(self) -> str:
@@ -71,7 +70,6 @@ def cut(blocks: Sequence[BlockCost], stages: int, limit_bytes: int | None = None
 
     @cache
     def best(low: int, left: int) -> tuple[tuple[float, float], tuple[int, ...]]:
-        """The best cut of the blocks from `low` on into `left` stages: (its cost, its bounds)."""
         if left == 1:
             return cost(low, len(blocks)), (low, len(blocks))
         found: list[tuple[tuple[float, float], tuple[int, ...]]] = []

@@ -101,7 +101,6 @@ class WorkerSpec:
         return cls(recipe=Recipe(**recipe | {"betas": tuple(recipe["betas"])}), **fields)
 
     def given_data(self, resume: bool) -> GivenData:
-        """The data, for a worker."""
         return GivenData(self.data, self.record, not resume)
 
     def thread_count(self) -> int:

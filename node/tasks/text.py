@@ -43,7 +43,6 @@ class Text:
     held_out: torch.Tensor
 
     def require(self, width: int) -> None:
-        """Check that both texts are long enough."""
         for words, part in (("training", self.training), ("held-out", self.held_out)):
             if len(part) < width:
                 raise ValueError(f"the {words} text has {len(part)} bytes: a window takes {width}")
@@ -108,8 +107,6 @@ def _is_chosen(content: bytes) -> bool:
 
 
 class _Source:
-    """The files of a text, in the order of their relative paths."""
-
     def __init__(self, root: Path, names: Iterable[str]) -> None:
         self.root, self.names = root, sorted(names)
         self._other: dict[str, None] = {}

@@ -17,7 +17,6 @@ _NEVER_ADAPTED = frozenset({"lm_head", "embed_out", "output_layer", "score", "ga
 
 
 def adapted_layers(module: nn.Module, wanted: tuple[str, ...]) -> tuple[str, ...]:
-    """The names of the layers that get adapters, sorted."""
     linear, experts = _linear_layers(module), _experts(module)
     known = sorted(linear - _NEVER_ADAPTED)
     if wanted == (ALL_LINEAR,):

@@ -54,7 +54,6 @@ class Encoder:
         self.unused, self.empty = set[str](), 0
 
     def begin(self) -> None:
-        """Count from zero, for other documents."""
         self.unused.clear()
         self.empty = 0
 
@@ -160,7 +159,6 @@ class _Talk:
         return self._altered([*self.messages[: count - 1], last | {"content": content}], self._tools)
 
     def answer(self, index: int, ends: list[str]) -> _Answer:
-        """The answer of a message."""
         if self._says:
             text, found = self._marked_answer(index)
         else:

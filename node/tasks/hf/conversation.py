@@ -55,7 +55,6 @@ def conversation_of(fields: dict[str, Any], where: str, instead: str = "") -> tu
 
 
 def _listed(fields: dict[str, Any], where: str) -> Any:
-    """The messages, of whatever form."""
     for name in ("messages", "conversations"):
         if fields.get(name) is not None:
             return fields[name]
@@ -78,7 +77,6 @@ def _role(message: dict[str, Any]) -> Any:
 
 
 def _message(message: Any, where: str) -> dict[str, Any]:
-    """One message; its content is a text, or None beside calls."""
     if not isinstance(message, dict):
         raise ModelError(f"{where}: a message is an object with role and content")
     role = _role(message)

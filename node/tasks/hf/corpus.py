@@ -35,8 +35,6 @@ _TYPES = {type(None): "null", list: "a list", dict: "an object", int: "a number"
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """A text or a conversation."""
-
     content: str | Conversation
     begins: bool = True  # of a text; if not, it continues the document before
     ends: bool = True
@@ -76,7 +74,6 @@ class Sample:
             self._bytes -= len(heapq.heappop(self._heap)[1])
 
     def lines(self) -> bytes:
-        """The documents, in an order that depends on their content alone."""
         return b"".join(line for _, line in sorted(self._heap, reverse=True))
 
 
@@ -123,7 +120,6 @@ def joined(documents: Iterable[Document | None]) -> Iterator[Document]:
 
 
 def read_documents(files: Sequence[Path], is_chat: bool) -> Iterator[Document]:
-    """Read all documents."""
     for file in files:
         try:
             found = look(file)
@@ -158,7 +154,6 @@ def _from_rows(file: Path, found: Look, is_chat: bool) -> Iterator[Document]:
 
 
 def _messages(text: str | None, where: str) -> dict[str, Any]:
-    """The messages in a cell of CSV, which are JSON."""
     try:
         return {} if text is None else {"messages": json.loads(text)}
     except (ValueError, RecursionError):

@@ -51,7 +51,6 @@ class HubFile:
 
     @property
     def tokens(self) -> int:
-        """About how many tokens it has."""
         is_plain = self.path.suffix.lower() == self.kind != ".parquet"
         return self.size // (_TOKEN_BYTES if is_plain else _PACKED_TOKEN_BYTES)
 
@@ -146,7 +145,6 @@ def _kept(path: Path) -> DataSet:
 
 
 def fetch(data_set: DataSet, file: HubFile, place: Path) -> Path:
-    """Download a file into a directory, and return its path."""
     import huggingface_hub
 
     try:

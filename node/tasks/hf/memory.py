@@ -37,8 +37,6 @@ _COMPUTE_BYTES = 4  # of a trained parameter that computes in bfloat16: its copy
 
 @dataclass(frozen=True, slots=True)
 class MemoryNeed:
-    """What training needs, in bytes."""
-
     frozen: int  # of the parameters that are not trained
     trained: int  # of those that are, with everything that belongs to them
     activations: int  # kept for the backward pass, and the logits; or the copy for an evaluation
@@ -119,7 +117,6 @@ def advice(plan: TrainingPlan, available: int, is_ours: bool) -> str:
 
 
 def _listed(changes: Iterable[str], is_ours: bool) -> str:
-    """The changes, first those of this machine's options."""
     ordered = sorted(changes, key=lambda each: not each.startswith("--"))
     run = next((each for each in ordered if not each.startswith("--")), "")
     return ", ".join(f"a run with {each}" if each == run and not is_ours else each for each in ordered)
@@ -230,7 +227,6 @@ def _saved_bytes(module: Any, fakes: dict[str, torch.Tensor], settings: HfSettin
 
 
 def tell_memory(values: HfValues, device: str, module: Any) -> None:
-    """Tell the user how much memory training needs, and how much is free."""
     plan = TrainingPlan(module.train(), values.settings, values.machine.checkpointing, device == "cpu")
     try:
         with foreign("it is not known how much memory training needs"):

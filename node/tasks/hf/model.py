@@ -45,7 +45,6 @@ class LoadedModel:
 
 
 def load_tokenizer(folder: ModelFolder, template: str = "") -> Any:
-    """The tokenizer of a model."""
     transformers = import_transformers()
     with foreign(f"{folder.path}: its tokenizer cannot be loaded"):
         tokenizer = transformers.AutoTokenizer.from_pretrained(
@@ -150,7 +149,6 @@ def trained_layout(model: str, settings: HfSettings, pins: ModelPins) -> Layout:
 
 
 def require_same(found: ModelPins, pins: ModelPins, where: str) -> None:
-    """Check that this machine's model is that of the run."""
     for name, words in (
         ("config", "another configuration"),
         ("tokenizer", "another tokenizer, or its library reads it in another way"),
@@ -246,7 +244,6 @@ def checkpoint_activations(module: Any) -> None:
 
 
 def import_transformers() -> Any:
-    """The library, without its progress bars."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     try:

@@ -40,8 +40,6 @@ MASKED = -100  # label of a token that is no target
 
 @dataclass(slots=True)
 class RowCounts:
-    """What the data hold."""
-
     rows: int = 0
     documents: int = 0  # to train on; of a text, each part that a hash chooses for itself
     held_out: int = 0  # documents that no peer trains on
@@ -134,8 +132,6 @@ class RowWriter:
 
 
 class Rows:
-    """Rows of tokens, in memory or mapped from a file."""
-
     def __init__(self, tokens: torch.Tensor, flags: torch.Tensor) -> None:
         self._tokens, self._flags = tokens, flags
         self._order: tuple[tuple[int, int], torch.Tensor] | None = None

@@ -27,9 +27,7 @@ class ModelError(ValueError):
 
 @contextmanager
 def foreign(what: str, remedy: str = "") -> Iterator[None]:
-    """Turn every error of the libraries into a `ModelError`. Their types have no common base: some are bare
-    Exceptions.
-    """
+    """Turn every error of the libraries into a `ModelError`; their types have no common base."""
     try:
         yield
     except (ModelError, MemoryError):
@@ -115,8 +113,6 @@ class ModelPins:
 
 @dataclass(frozen=True, slots=True)
 class HfMachine:
-    """The model on this machine."""
-
     model: str  # a folder, or ORG/NAME@REVISION on the hub
     checkpointing: bool = False  # compute activations again in the backward pass
     compile: bool = False

@@ -72,7 +72,6 @@ def find_model(model: str, weights: bool = True) -> ModelFolder:
 
 
 def _download(model: str, weights: bool) -> tuple[Path, str]:
-    """The local folder of a repository at a revision, and that revision as a commit."""
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     cache_directory()  # before the hub's library looks for its own
     import huggingface_hub
@@ -148,7 +147,6 @@ def weight_files(path: Path) -> list[Path]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object in a file."""
     try:
         with path.open("rb") as file:
             content = json.loads(file.read(_MAX_JSON_BYTES))
@@ -203,7 +201,6 @@ def file_state(path: Path) -> tuple[str, int, int, int]:
 
 
 def weights_size(path: Path) -> int:
-    """Bytes of the files that hold a model's tensors."""
     return sum(each.stat().st_size for each in weight_files(path) if each.exists())
 
 

@@ -67,8 +67,6 @@ def windows(
 
 
 class StreamedRows:
-    """The rows of a data set, a window at a time."""
-
     def __init__(
         self,
         data_set: DataSet,

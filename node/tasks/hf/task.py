@@ -63,7 +63,6 @@ class HfTask:
         return unfrozen(self.module)
 
     def batch(self, seed: int, position: int) -> Batch:
-        """(tokens, positions, labels) of the rows of a batch."""
         return self._rows.batch(seed, position, self._settings.rows)
 
     def ready(self, seed: int, position: int) -> bool:
